@@ -1,0 +1,1 @@
+"""The peer controllers: one daemon per node, all equal, coordinating through etcd."""

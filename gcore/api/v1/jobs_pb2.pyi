@@ -1,0 +1,219 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class JobState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    JOB_STATE_UNSPECIFIED: _ClassVar[JobState]
+    JOB_STATE_PENDING: _ClassVar[JobState]
+    JOB_STATE_RUNNING: _ClassVar[JobState]
+    JOB_STATE_SUCCEEDED: _ClassVar[JobState]
+    JOB_STATE_FAILED: _ClassVar[JobState]
+    JOB_STATE_CANCELLED: _ClassVar[JobState]
+
+class StartMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    START_MODE_UNSPECIFIED: _ClassVar[StartMode]
+    START_MODE_RESUME: _ClassVar[StartMode]
+    START_MODE_NEW: _ClassVar[StartMode]
+JOB_STATE_UNSPECIFIED: JobState
+JOB_STATE_PENDING: JobState
+JOB_STATE_RUNNING: JobState
+JOB_STATE_SUCCEEDED: JobState
+JOB_STATE_FAILED: JobState
+JOB_STATE_CANCELLED: JobState
+START_MODE_UNSPECIFIED: StartMode
+START_MODE_RESUME: StartMode
+START_MODE_NEW: StartMode
+
+class Job(_message.Message):
+    __slots__ = ("uid", "name", "state", "reason", "spec_json", "run_dir", "created", "step", "steps", "lineage", "shares", "waiting", "checkpoint", "ended")
+    UID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    SPEC_JSON_FIELD_NUMBER: _ClassVar[int]
+    RUN_DIR_FIELD_NUMBER: _ClassVar[int]
+    CREATED_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    SHARES_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    uid: str
+    name: str
+    state: JobState
+    reason: str
+    spec_json: str
+    run_dir: str
+    created: float
+    step: int
+    steps: int
+    lineage: int
+    shares: _containers.RepeatedCompositeFieldContainer[ShardShare]
+    waiting: _containers.RepeatedCompositeFieldContainer[Waiting]
+    checkpoint: str
+    ended: float
+    def __init__(self, uid: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[_Union[JobState, str]] = ..., reason: _Optional[str] = ..., spec_json: _Optional[str] = ..., run_dir: _Optional[str] = ..., created: _Optional[float] = ..., step: _Optional[int] = ..., steps: _Optional[int] = ..., lineage: _Optional[int] = ..., shares: _Optional[_Iterable[_Union[ShardShare, _Mapping]]] = ..., waiting: _Optional[_Iterable[_Union[Waiting, _Mapping]]] = ..., checkpoint: _Optional[str] = ..., ended: _Optional[float] = ...) -> None: ...
+
+class ShardShare(_message.Message):
+    __slots__ = ("node", "incarnation", "shards")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    incarnation: str
+    shards: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, node: _Optional[str] = ..., incarnation: _Optional[str] = ..., shards: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Waiting(_message.Message):
+    __slots__ = ("who", "what", "since")
+    WHO_FIELD_NUMBER: _ClassVar[int]
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    who: str
+    what: str
+    since: float
+    def __init__(self, who: _Optional[str] = ..., what: _Optional[str] = ..., since: _Optional[float] = ...) -> None: ...
+
+class CreateJobRequest(_message.Message):
+    __slots__ = ("request_id", "spec_json", "mode")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    SPEC_JSON_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    spec_json: str
+    mode: StartMode
+    def __init__(self, request_id: _Optional[str] = ..., spec_json: _Optional[str] = ..., mode: _Optional[_Union[StartMode, str]] = ...) -> None: ...
+
+class GetJobRequest(_message.Message):
+    __slots__ = ("job",)
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    def __init__(self, job: _Optional[str] = ...) -> None: ...
+
+class ListJobsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListJobsReply(_message.Message):
+    __slots__ = ("jobs",)
+    JOBS_FIELD_NUMBER: _ClassVar[int]
+    jobs: _containers.RepeatedCompositeFieldContainer[Job]
+    def __init__(self, jobs: _Optional[_Iterable[_Union[Job, _Mapping]]] = ...) -> None: ...
+
+class WatchJobRequest(_message.Message):
+    __slots__ = ("job", "after")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    after: int
+    def __init__(self, job: _Optional[str] = ..., after: _Optional[int] = ...) -> None: ...
+
+class JobEvent(_message.Message):
+    __slots__ = ("sequence", "time", "kind", "message", "data_json")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    DATA_JSON_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    time: float
+    kind: str
+    message: str
+    data_json: str
+    def __init__(self, sequence: _Optional[int] = ..., time: _Optional[float] = ..., kind: _Optional[str] = ..., message: _Optional[str] = ..., data_json: _Optional[str] = ...) -> None: ...
+
+class CancelJobRequest(_message.Message):
+    __slots__ = ("job",)
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    def __init__(self, job: _Optional[str] = ...) -> None: ...
+
+class AuditJobRequest(_message.Message):
+    __slots__ = ("job",)
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    def __init__(self, job: _Optional[str] = ...) -> None: ...
+
+class AuditReport(_message.Message):
+    __slots__ = ("clean", "violations", "steps", "trained", "filtered", "failed", "in_flight", "groups_by_node", "lineages")
+    class GroupsByNodeEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    CLEAN_FIELD_NUMBER: _ClassVar[int]
+    VIOLATIONS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    TRAINED_FIELD_NUMBER: _ClassVar[int]
+    FILTERED_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_BY_NODE_FIELD_NUMBER: _ClassVar[int]
+    LINEAGES_FIELD_NUMBER: _ClassVar[int]
+    clean: bool
+    violations: _containers.RepeatedScalarFieldContainer[str]
+    steps: int
+    trained: int
+    filtered: int
+    failed: int
+    in_flight: int
+    groups_by_node: _containers.ScalarMap[str, int]
+    lineages: int
+    def __init__(self, clean: _Optional[bool] = ..., violations: _Optional[_Iterable[str]] = ..., steps: _Optional[int] = ..., trained: _Optional[int] = ..., filtered: _Optional[int] = ..., failed: _Optional[int] = ..., in_flight: _Optional[int] = ..., groups_by_node: _Optional[_Mapping[str, int]] = ..., lineages: _Optional[int] = ...) -> None: ...
+
+class ListNodesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListNodesReply(_message.Message):
+    __slots__ = ("nodes", "workers")
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    nodes: _containers.RepeatedCompositeFieldContainer[Node]
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerInfo]
+    def __init__(self, nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerInfo, _Mapping]]] = ...) -> None: ...
+
+class Node(_message.Message):
+    __slots__ = ("name", "incarnation", "address", "pid", "slots")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    incarnation: str
+    address: str
+    pid: int
+    slots: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., slots: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class WorkerInfo(_message.Message):
+    __slots__ = ("instance", "node", "role", "job_uid", "state", "address", "pid", "slot")
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    JOB_UID_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    instance: str
+    node: str
+    role: str
+    job_uid: str
+    state: str
+    address: str
+    pid: int
+    slot: str
+    def __init__(self, instance: _Optional[str] = ..., node: _Optional[str] = ..., role: _Optional[str] = ..., job_uid: _Optional[str] = ..., state: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., slot: _Optional[str] = ...) -> None: ...

@@ -1,0 +1,178 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class WorldId(_message.Message):
+    __slots__ = ("job_uid", "world", "lineage")
+    JOB_UID_FIELD_NUMBER: _ClassVar[int]
+    WORLD_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    job_uid: str
+    world: str
+    lineage: int
+    def __init__(self, job_uid: _Optional[str] = ..., world: _Optional[str] = ..., lineage: _Optional[int] = ...) -> None: ...
+
+class StepToken(_message.Message):
+    __slots__ = ("lineage", "step", "attempt")
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    lineage: int
+    step: int
+    attempt: int
+    def __init__(self, lineage: _Optional[int] = ..., step: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
+
+class PromptRef(_message.Message):
+    __slots__ = ("data_epoch", "shard", "seq")
+    DATA_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    data_epoch: int
+    shard: int
+    seq: int
+    def __init__(self, data_epoch: _Optional[int] = ..., shard: _Optional[int] = ..., seq: _Optional[int] = ...) -> None: ...
+
+class FeedHeader(_message.Message):
+    __slots__ = ("schema_version", "world", "token", "sender", "total_bytes", "sha256")
+    SCHEMA_VERSION_FIELD_NUMBER: _ClassVar[int]
+    WORLD_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    SENDER_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    schema_version: int
+    world: WorldId
+    token: StepToken
+    sender: str
+    total_bytes: int
+    sha256: bytes
+    def __init__(self, schema_version: _Optional[int] = ..., world: _Optional[_Union[WorldId, _Mapping]] = ..., token: _Optional[_Union[StepToken, _Mapping]] = ..., sender: _Optional[str] = ..., total_bytes: _Optional[int] = ..., sha256: _Optional[bytes] = ...) -> None: ...
+
+class FeedChunk(_message.Message):
+    __slots__ = ("header", "data")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    header: FeedHeader
+    data: bytes
+    def __init__(self, header: _Optional[_Union[FeedHeader, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class FeedPayload(_message.Message):
+    __slots__ = ("groups",)
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    groups: _containers.RepeatedCompositeFieldContainer[GroupPart]
+    def __init__(self, groups: _Optional[_Iterable[_Union[GroupPart, _Mapping]]] = ...) -> None: ...
+
+class GroupPart(_message.Message):
+    __slots__ = ("ref", "digest", "prompt_ids", "sample_digests", "samples")
+    REF_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    ref: PromptRef
+    digest: str
+    prompt_ids: bytes
+    sample_digests: _containers.RepeatedScalarFieldContainer[bytes]
+    samples: _containers.RepeatedCompositeFieldContainer[SamplePart]
+    def __init__(self, ref: _Optional[_Union[PromptRef, _Mapping]] = ..., digest: _Optional[str] = ..., prompt_ids: _Optional[bytes] = ..., sample_digests: _Optional[_Iterable[bytes]] = ..., samples: _Optional[_Iterable[_Union[SamplePart, _Mapping]]] = ...) -> None: ...
+
+class SamplePart(_message.Message):
+    __slots__ = ("index", "token_ids", "logprobs", "reward", "finish_reason")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    REWARD_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    token_ids: bytes
+    logprobs: bytes
+    reward: float
+    finish_reason: str
+    def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., reward: _Optional[float] = ..., finish_reason: _Optional[str] = ...) -> None: ...
+
+class FeedReply(_message.Message):
+    __slots__ = ("held",)
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    held: _containers.RepeatedCompositeFieldContainer[HeldGroup]
+    def __init__(self, held: _Optional[_Iterable[_Union[HeldGroup, _Mapping]]] = ...) -> None: ...
+
+class HeldGroup(_message.Message):
+    __slots__ = ("digest", "samples")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    digest: str
+    samples: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, digest: _Optional[str] = ..., samples: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ApplyRequest(_message.Message):
+    __slots__ = ("schema_version", "world", "token", "seal")
+    SCHEMA_VERSION_FIELD_NUMBER: _ClassVar[int]
+    WORLD_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    SEAL_FIELD_NUMBER: _ClassVar[int]
+    schema_version: int
+    world: WorldId
+    token: StepToken
+    seal: bytes
+    def __init__(self, schema_version: _Optional[int] = ..., world: _Optional[_Union[WorldId, _Mapping]] = ..., token: _Optional[_Union[StepToken, _Mapping]] = ..., seal: _Optional[bytes] = ...) -> None: ...
+
+class ApplyReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WatchRequest(_message.Message):
+    __slots__ = ("world",)
+    WORLD_FIELD_NUMBER: _ClassVar[int]
+    world: WorldId
+    def __init__(self, world: _Optional[_Union[WorldId, _Mapping]] = ...) -> None: ...
+
+class RankState(_message.Message):
+    __slots__ = ("schema_version", "world", "rank", "world_size", "holding", "held", "applied", "report", "phase", "progress", "error")
+    SCHEMA_VERSION_FIELD_NUMBER: _ClassVar[int]
+    WORLD_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    HOLDING_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    APPLIED_FIELD_NUMBER: _ClassVar[int]
+    REPORT_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    schema_version: int
+    world: WorldId
+    rank: int
+    world_size: int
+    holding: StepToken
+    held: _containers.RepeatedCompositeFieldContainer[HeldGroup]
+    applied: StepToken
+    report: StepReport
+    phase: str
+    progress: int
+    error: str
+    def __init__(self, schema_version: _Optional[int] = ..., world: _Optional[_Union[WorldId, _Mapping]] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., holding: _Optional[_Union[StepToken, _Mapping]] = ..., held: _Optional[_Iterable[_Union[HeldGroup, _Mapping]]] = ..., applied: _Optional[_Union[StepToken, _Mapping]] = ..., report: _Optional[_Union[StepReport, _Mapping]] = ..., phase: _Optional[str] = ..., progress: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
+
+class StepReport(_message.Message):
+    __slots__ = ("content_sha256", "metrics", "weights_file", "checkpoint_file", "checkpoint_sha256")
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    CONTENT_SHA256_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FILE_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FILE_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_SHA256_FIELD_NUMBER: _ClassVar[int]
+    content_sha256: bytes
+    metrics: _containers.ScalarMap[str, float]
+    weights_file: str
+    checkpoint_file: str
+    checkpoint_sha256: str
+    def __init__(self, content_sha256: _Optional[bytes] = ..., metrics: _Optional[_Mapping[str, float]] = ..., weights_file: _Optional[str] = ..., checkpoint_file: _Optional[str] = ..., checkpoint_sha256: _Optional[str] = ...) -> None: ...

@@ -1,0 +1,185 @@
+"""The sections of a job spec.
+
+Every field has its unit and meaning here; `gcore schema` prints them. Frozen, and unknown keys are errors
+(`gcore.config.load` names the nearest known one). A spec names flows, rewards and policies; it never carries code.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """Base of all sections."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelSpec(Section):
+    """The policy."""
+
+    path: str = Field(description="Folder of a Hugging Face model with its tokenizer, relative to the spec's folder")
+    chat: bool = Field(False, description="Wrap prompts with the tokenizer's chat template; otherwise plain text")
+    max_length: PositiveInt | None = Field(
+        None, description="Longest prompt plus response, in tokens; default: the model's own limit"
+    )
+
+
+class DataSpec(Section):
+    """The prompt stream."""
+
+    path: str = Field(description="JSONL file, one prompt a line, relative to the spec's folder")
+    prompt: str = Field("prompt", description="Field with the prompt: a string, or a list of chat messages")
+    shards: PositiveInt = Field(64, description="Slices of the stream; at least 16 times the most controllers expected")
+    window: PositiveInt = Field(256, description="How far a shard may run ahead of its oldest unfinished prompt")
+
+
+class FlowSpec(Section):
+    """The RL program and its sizes."""
+
+    name: str = Field("grpo", description="Flow, by its entry-point name in `gcore.flows`")
+    steps: PositiveInt = Field(description="Steps (sealed batches) until the job has succeeded")
+    groups_per_step: PositiveInt = Field(32, description="The step's quota: kept groups in one sealed batch")
+    samples_per_prompt: PositiveInt = Field(8, description="Responses in a group")
+    max_reissues: PositiveInt = Field(
+        8, description="Times a prompt is issued again after a failure before its outcome is failed"
+    )
+
+
+class RolloutSpec(Section):
+    """Generation."""
+
+    engine: Literal["torch", "sglang"] = Field("torch", description="What serves the rollout pool")
+    temperature: PositiveFloat = Field(1.0, description="Sampling temperature; the trainer divides its logits by it too")
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Nucleus; below 1 needs `correction`")
+    top_k: int | None = Field(None, ge=1, description="Keep only the k likeliest tokens; needs `correction`")
+    correction: Literal["none", "tis"] = Field(
+        "none", description="How training corrects for truncated sampling or engine mismatch"
+    )
+    max_new_tokens: PositiveInt = Field(description="Longest response, in tokens")
+    stop: tuple[str, ...] = Field((), description="Strings that end a response")
+    concurrency: PositiveInt = Field(256, description="Groups in flight per controller, at most")
+    batch_slots: PositiveInt = Field(256, description="Sequences an engine decodes at once, at most")
+    staleness: Literal[0] = Field(0, description="Steps that rollout may run ahead of training; 0: strictly on-policy")
+    timeout_s: PositiveFloat = Field(120.0, description="Longest wait for one group before it goes to another engine")
+
+    @model_validator(mode="after")
+    def _truncation_needs_a_correction(self) -> RolloutSpec:
+        if (self.top_p < 1 or self.top_k is not None) and self.correction == "none":
+            raise ValueError(
+                "top_p < 1 or top_k truncates what is sampled, so its log-probabilities are not those that are trained; "
+                "set rollout.correction: tis, or top_p: 1 without top_k"
+            )
+        return self
+
+
+class RewardSpec(Section):
+    """Scoring."""
+
+    name: str = Field("numeric", description="Reward, by its entry-point name in `gcore.rewards`")
+    answer: str = Field("answer", description="Field of the prompt's entry that holds the expected answer")
+
+
+class TrainSpec(Section):
+    """The optimizer, the loss and the train world."""
+
+    ranks: PositiveInt | None = Field(None, description="Train ranks; default: one per controller")
+    zero_stage: Literal[1, 2, 3] = Field(1, description="DeepSpeed ZeRO stage")
+    dtype: Literal["fp32", "bf16"] = Field("fp32", description="Arithmetic of forward and backward")
+    learning_rate: Annotated[float, Field(ge=0)] = Field(1e-6, description="Peak learning rate")
+    warmup_updates: Annotated[int, Field(ge=0)] = Field(0, description="Updates over which the rate rises linearly")
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="The rate after warm-up")
+    betas: tuple[Fraction, Fraction] = Field((0.9, 0.999), description="Adam's")
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    max_grad_norm: PositiveFloat = Field(1.0, description="Gradients are clipped to this global norm")
+    epochs: PositiveInt = Field(1, description="Passes over a step's batch")
+    mini_batches: PositiveInt = Field(1, description="Optimizer updates per pass")
+    micro_batch_tokens: PositiveInt = Field(8192, description="Tokens a rank computes at once; lower it if memory runs out")
+    advantage: Literal["grpo", "dr_grpo"] = Field("grpo", description="Group-relative estimator")
+    clip_low: PositiveFloat = Field(0.2, description="The ratio is clipped below 1 - clip_low")
+    clip_high: PositiveFloat = Field(0.2, description="The ratio is clipped above 1 + clip_high")
+    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = Field(
+        "token-mean", description="How token losses become one; denominators are global"
+    )
+    horizon: PositiveInt | None = Field(None, description="Constant of seq-mean-token-sum-norm; default: max_new_tokens")
+    kl_coef: Annotated[float, Field(ge=0)] = Field(0.0, description="Weight of the KL to the reference; 0: no reference")
+    kl_in: Literal["loss", "reward"] = Field("loss", description="Where the KL stands")
+    kl_estimator: Literal["k1", "k2", "k3", "k3+"] = "k3"
+    old_logprobs: Literal["current", "recompute", "engine"] = Field(
+        "recompute",
+        description="What the ratio is taken against: this update's own (ratio 1), recomputed before the step, the engine's",
+    )
+    tis_cap: PositiveFloat = Field(2.0, description="Cap of the truncated importance weight, with correction: tis")
+    watchdog_s: PositiveFloat = Field(120.0, description="A world that gets nowhere for so long is ended and started again")
+
+
+class PlacementSpec(Section):
+    """Which slots the job uses."""
+
+    policy: Literal["colocated"] = Field("colocated", description="Every slot runs rollout and train in turn")
+
+
+class CheckpointSpec(Section):
+    """When checkpoints are written and kept."""
+
+    every: PositiveInt = Field(50, description="Steps between checkpoints; the last step always has one")
+    keep: PositiveInt = Field(3, description="Newest checkpoints kept; the job's first model always is")
+
+
+class EvalSpec(Section):
+    """Evaluation on held-out prompts, greedy."""
+
+    path: str | None = Field(None, description="JSONL file, as data.path; without it nothing is evaluated")
+    every: PositiveInt | None = Field(None, description="Steps between evaluations; always before and after the run")
+    limit: PositiveInt = Field(1000, description="Prompts evaluated, at most")
+    show: Annotated[int, Field(ge=0)] = Field(5, description="Answers shown before and after")
+
+
+class JobSpec(Section):
+    """A job. YAML on disk; see examples/."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?$")] = Field(
+        description="The job's name: lower-case letters, digits, '.', '_' and '-'"
+    )
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="Every random choice follows from it")
+    model: ModelSpec
+    data: DataSpec
+    flow: FlowSpec
+    rollout: RolloutSpec
+    reward: RewardSpec = RewardSpec()
+    train: TrainSpec = TrainSpec()
+    placement: PlacementSpec = PlacementSpec()
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    eval: EvalSpec = EvalSpec()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> JobSpec:
+        if self.flow.samples_per_prompt < 2:
+            raise ValueError(
+                f"flow.samples_per_prompt is {self.flow.samples_per_prompt}, and train.advantage {self.train.advantage!r} "
+                "compares the samples of a group; use at least 2"
+            )
+        if self.train.mini_batches > self.flow.groups_per_step:
+            raise ValueError(
+                f"train.mini_batches ({self.train.mini_batches}) is more than flow.groups_per_step "
+                f"({self.flow.groups_per_step}); a mini-batch holds at least one group"
+            )
+        return self
+
+    @property
+    def checkpoint_due(self) -> frozenset[int]:
+        """The steps after which a checkpoint is written."""
+        steps = self.flow.steps
+        return frozenset(range(self.checkpoint.every, steps + 1, self.checkpoint.every)) | {steps}
+
+    @property
+    def eval_due(self) -> frozenset[int]:
+        """The steps after which the model is evaluated; 0 is before training. Empty without an eval set."""
+        if self.eval.path is None:
+            return frozenset()
+        every = self.eval.every or self.flow.steps
+        return frozenset(range(0, self.flow.steps + 1, every)) | {0, self.flow.steps}

@@ -1,0 +1,71 @@
+"""The errors a person meets. Each says what was wrong, with what value, and what to do.
+
+`exit_code` is what the command line ends with. Anything that is not a `GcoreError` is a defect of gcore and may show
+a traceback; a `GcoreError` never does.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class GcoreError(Exception):
+    """A failure that is explained in one sentence: what, where, and what to do about it."""
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, what: str, *, where: str | None = None, fix: str | None = None) -> None:
+        self.what = what
+        self.where = where
+        self.fix = fix
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        text = f"{self.where}: {self.what}" if self.where else self.what
+        return f"{text}. {self.fix}" if self.fix else text
+
+
+class JobFailed(GcoreError):
+    """The job ended, and not well."""
+
+    exit_code = 1
+
+
+class UsageError(GcoreError):
+    """The command, the spec or a file it names is wrong; nothing was started."""
+
+    exit_code = 2
+
+
+class SpecError(UsageError):
+    """A job spec does not validate."""
+
+
+class DataError(UsageError):
+    """A dataset or model folder cannot be used."""
+
+
+class Unreachable(GcoreError):
+    """No controller, or no store, answered."""
+
+    exit_code = 3
+
+
+class StoreUnavailable(Unreachable):
+    """The store did not answer in time. A write that was under way has an unknown outcome: read before repeating it."""
+
+
+class EngineError(GcoreError):
+    """An engine refused a request, or broke while it served one."""
+
+
+class EngineUnreachable(EngineError):
+    """No answer from an engine; the request may go to another."""
+
+
+class StaleWorld(GcoreError):
+    """A train rank was spoken to in the name of another world, lineage or attempt than its own."""
+
+
+class LeaseLost(GcoreError):
+    """The store has ended a lease that was thought to live."""

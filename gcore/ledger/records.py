@@ -1,0 +1,232 @@
+"""What stands in the store, record by record (the step protocol's documents, as JSON).
+
+Every record carries `schema_version`. A reader takes its own version and the one before; keys it does not know, of a
+record that claims a version it reads, are an error. No record depends on the number of controllers.
+
+The policy of each field stands with the rule that uses it, in `gcore.ledger.rules`. Nothing here reads or writes.
+"""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, ValidationError
+
+from gcore.errors import GcoreError
+from gcore.prompts.cursor import Cursors
+from gcore.types import OutcomeKind, PromptRef, Token, Version
+
+SCHEMA_VERSION = 1
+
+
+class UnreadableRecord(GcoreError):
+    """A stored record is of a schema this version does not read, or is damaged."""
+
+
+def _cursors(value: Any) -> Any:
+    return Cursors.decode(value) if isinstance(value, list) else value
+
+
+StoredCursors = Annotated[Cursors, BeforeValidator(_cursors), PlainSerializer(lambda c: c.encode(), return_type=list)]
+
+
+class Record(BaseModel):
+    """Base of everything stored."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    readable: ClassVar[frozenset[int]] = frozenset({SCHEMA_VERSION, SCHEMA_VERSION - 1} - {0})
+
+    schema_version: int = SCHEMA_VERSION
+
+    def encode(self) -> bytes:
+        """Compact JSON; what is at its default is left out, the schema version never."""
+        fields = self.model_dump(mode="json", exclude_defaults=True)
+        return json.dumps({"schema_version": self.schema_version} | fields, separators=(",", ":")).encode()
+
+    @classmethod
+    def decode(cls, data: bytes, where: str = "a record") -> Self:
+        """Inverse of `encode`. Raises UnreadableRecord."""
+        try:
+            record = cls.model_validate_json(data)
+        except ValidationError as error:
+            first = error.errors()[0]
+            field = ".".join(str(part) for part in first["loc"])
+            raise UnreadableRecord(
+                f"not a {cls.__name__} this gcore can read ({field}: {first['msg']})",
+                where=where,
+                fix="It was written by another version of gcore, or damaged",
+            ) from error
+        if record.schema_version not in cls.readable:
+            raise UnreadableRecord(
+                f"schema version {record.schema_version} of {cls.__name__} is not among {sorted(cls.readable)}",
+                where=where,
+                fix="Run the gcore version that wrote it, or upgrade one version at a time",
+            )
+        return record
+
+
+class Part(BaseModel):
+    """Base of what records contain."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class EndedRef(Part):
+    """A ref and its outcome. `holder` and `versions` are kept for the audit; `step` is the entry's."""
+
+    ref: PromptRef
+    kind: OutcomeKind
+    reason: str = ""
+    holder: str = ""
+    versions: tuple[Version, ...] = ()
+
+
+class OfferedGroup(Part):
+    """A finished, kept group of one holder. No tokens: counts only.
+
+    `prompt_tokens` and `response_tokens` (one number a sample) are what `balance()` weighs.
+    """
+
+    ref: PromptRef
+    digest: str
+    prompt_tokens: int
+    response_tokens: tuple[int, ...]
+    versions: tuple[Version, ...]
+    reward: float = 0.0
+    """Mean reward of the group, for people."""
+
+
+class Offer(Record):
+    """`offer/{incarnation}`, under that incarnation's lease."""
+
+    incarnation: str
+    groups: tuple[OfferedGroup, ...] = ()
+    outcomes: tuple[EndedRef, ...] = ()
+
+
+class SealedGroup(OfferedGroup):
+    """A group of a sealed step and the incarnation that holds it."""
+
+    holder: str
+
+
+class SealState(StrEnum):
+    """OPEN: emptied, the attempt survives. SEALED: being exchanged. READY: every rank holds its part."""
+
+    OPEN = "OPEN"
+    SEALED = "SEALED"
+    READY = "READY"
+
+
+class Seal(Record):
+    """`seal/{step}`: the slot of an open step.
+
+    `world_size` and `mini_batches` are what `balance()` cuts the samples by, so that who reads the seal knows which rank
+    takes which sample in which update.
+    """
+
+    lineage: int
+    step: int
+    attempt: int
+    state: SealState
+    world: str
+    world_size: int
+    mini_batches: int
+    groups: tuple[SealedGroup, ...] = ()
+    outcomes: tuple[EndedRef, ...] = ()
+    sealer: str = ""
+
+    @property
+    def token(self) -> Token:
+        """Names this attempt."""
+        return Token(self.lineage, self.step, self.attempt)
+
+
+class Lineage(Part):
+    """Lineage `number` went on from `base_step` of the one before."""
+
+    number: int
+    base_step: int
+
+
+class Head(Record):
+    """`head`: the newest entry of the chain, and the state it leads to."""
+
+    seq: int
+    parent: int | None
+    lineage: int
+    step: int
+    cursors: StoredCursors
+    lineages: tuple[Lineage, ...]
+    world: str
+    nonce: str
+    deleted: bool = False
+
+    @property
+    def version(self) -> Version:
+        """The policy version that engines should serve now."""
+        return Version(self.lineage, self.step)
+
+
+class LogEntry(Record):
+    """`log/{seq}`: how head came to be. `stats` are numbers for people (reward, loss, seconds a phase)."""
+
+    seq: int
+    parent: int | None
+    kind: Literal["base", "train", "account", "rollback"]
+    lineage: int
+    step: int
+    world: str
+    nonce: str
+    token: Token | None = None
+    delta: tuple[EndedRef, ...] = ()
+    cursors: StoredCursors | None = None
+    writer: str = ""
+    stats: dict[str, float] = {}
+    reason: str = ""
+
+
+class Checkpoint(Part):
+    """A whole checkpoint: made at (lineage, step), of log entry `seq`, in folder `file` under the run's folder."""
+
+    lineage: int
+    step: int
+    seq: int
+    file: str
+    digest: str = ""
+    """SHA-256 of its manifest; empty for the base (the job's model as it was)."""
+
+
+class Checkpoints(Record):
+    """`ckpts`: all of a job's registered checkpoints in one key, oldest first; the base (0, 0) always."""
+
+    entries: tuple[Checkpoint, ...]
+
+
+class Assignment(Record):
+    """`assign`: which incarnation works on which shard. A hint; safety is the seal's.
+
+    `owners[shard]` is an index into `members`; None: nobody's.
+    """
+
+    members: tuple[str, ...]
+    owners: tuple[int | None, ...]
+
+    def owner(self, shard: int) -> str | None:
+        """The incarnation that works on `shard`."""
+        index = self.owners[shard]
+        return None if index is None else self.members[index]
+
+    def shards_of(self, incarnation: str) -> tuple[int, ...]:
+        """The shards of `incarnation`, ascending."""
+        return tuple(shard for shard in range(len(self.owners)) if self.owner(shard) == incarnation)
+
+
+class Member(Record):
+    """`member/{incarnation}` of a job, under the incarnation's lease."""
+
+    incarnation: str
+    node: str
+    address: str

@@ -1,0 +1,78 @@
+"""Where everything stands in the store. The one place that spells keys."""
+
+from __future__ import annotations
+
+ROOT = "/gcore/"
+NODES = ROOT + "nodes/"
+WORKERS = ROOT + "workers/"
+JOBS = ROOT + "jobs/"
+NAMES = ROOT + "names/"
+REQUESTS = ROOT + "requests/"
+
+
+def node(name: str) -> str:
+    """A daemon's registration, under its lease."""
+    return f"{NODES}{name}"
+
+
+def worker(instance: str) -> str:
+    """A worker's registration, under its own lease."""
+    return f"{WORKERS}{instance}"
+
+
+def name(job_name: str) -> str:
+    """name -> uid of the newest job of that name."""
+    return f"{NAMES}{job_name}"
+
+
+def request(request_id: str) -> str:
+    """request id -> uid, so that a repeated request finds its job."""
+    return f"{REQUESTS}{request_id}"
+
+
+class JobKeys:
+    """The keys of one job."""
+
+    def __init__(self, uid: str) -> None:
+        self.uid = uid
+        self.prefix = f"{JOBS}{uid}/"
+        self.job = f"{self.prefix}job"
+        self.state = f"{self.prefix}state"
+        self.head = f"{self.prefix}head"
+        self.assign = f"{self.prefix}assign"
+        self.checkpoints = f"{self.prefix}ckpts"
+        self.plan = f"{self.prefix}plan"
+        self.log_prefix = f"{self.prefix}log/"
+        self.seal_prefix = f"{self.prefix}seal/"
+        self.member_prefix = f"{self.prefix}member/"
+        self.offer_prefix = f"{self.prefix}offer/"
+        self.eval_prefix = f"{self.prefix}eval/"
+        self.world_prefix = f"{self.prefix}world/"
+
+    def log(self, seq: int) -> str:
+        """A log entry. Zero-padded, so that keys sort as numbers do."""
+        return f"{self.log_prefix}{seq:012d}"
+
+    def seal(self, step: int) -> str:
+        """The slot of an open step."""
+        return f"{self.seal_prefix}{step:012d}"
+
+    def member(self, incarnation: str) -> str:
+        """A controller's membership of the job, under its lease."""
+        return f"{self.member_prefix}{incarnation}"
+
+    def offer(self, incarnation: str) -> str:
+        """A controller's offer, under its lease."""
+        return f"{self.offer_prefix}{incarnation}"
+
+    def evaluation(self, version: str) -> str:
+        """The evaluation of one policy version; written once."""
+        return f"{self.eval_prefix}{version}"
+
+    def world_rank(self, world: str, rank: int) -> str:
+        """Which worker instance took this rank of this world; written once, never deleted while the world matters."""
+        return f"{self.world_prefix}{world}/rank/{rank:06d}"
+
+    def rendezvous(self, world: str) -> str:
+        """Where rank 0 of this world listens for the others (host:port)."""
+        return f"{self.world_prefix}{world}/rendezvous"

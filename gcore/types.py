@@ -1,0 +1,151 @@
+"""The vocabulary as types: what a prompt, a sample, a group, a version and a token are.
+
+Frozen and small. Nothing here knows the store, an engine or torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+
+class PromptRef(NamedTuple):
+    """The identity of a prompt, for ever: which epoch of the data, which shard, which place in that shard's order."""
+
+    data_epoch: int
+    shard: int
+    seq: int
+
+    def __str__(self) -> str:
+        return f"{self.data_epoch}/{self.shard}/{self.seq}"
+
+    @classmethod
+    def parse(cls, text: str) -> PromptRef:
+        """Inverse of `str`; raises ValueError on anything else."""
+        epoch, shard, seq = text.split("/")
+        return cls(int(epoch), int(shard), int(seq))
+
+
+class Version(NamedTuple):
+    """A policy version: the lineage and the step of the last commit whose weights are meant."""
+
+    lineage: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.lineage}.{self.step}"
+
+    @classmethod
+    def parse(cls, text: str) -> Version:
+        """Inverse of `str`; raises ValueError on anything else."""
+        lineage, step = text.split(".")
+        return cls(int(lineage), int(step))
+
+
+class Token(NamedTuple):
+    """Names one attempt at one step, for ranks and holders. A higher attempt of the same step replaces a lower."""
+
+    lineage: int
+    step: int
+    attempt: int
+
+    def __str__(self) -> str:
+        return f"{self.lineage}.{self.step}.{self.attempt}"
+
+    @classmethod
+    def parse(cls, text: str) -> Token:
+        """Inverse of `str`; raises ValueError on anything else."""
+        lineage, step, attempt = text.split(".")
+        return cls(int(lineage), int(step), int(attempt))
+
+
+OutcomeKind = Literal["trained", "filtered", "failed"]
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a prompt ref ended. Terminal: a ref has exactly one along the final lineage."""
+
+    kind: OutcomeKind
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One entry of the dataset, tokenized.
+
+    `text` is what the model is shown (the template applied); `fields` is the entry's JSON object, from which rewards
+    take the answer.
+    """
+
+    ref: PromptRef
+    text: str
+    token_ids: tuple[int, ...]
+    fields: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Tokens [start, end) of a response were made with `version`."""
+
+    version: Version
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One response to a prompt.
+
+    `logprobs[i]` is the engine's log-probability of `token_ids[i]` under the temperature-scaled, untruncated softmax.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    text: str
+    finish_reason: FinishReason
+    spans: tuple[VersionSpan, ...]
+    reward: float = 0.0
+    reward_parts: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def oldest(self) -> Version:
+        """The oldest policy version that made a token of it."""
+        return min(span.version for span in self.spans)
+
+    def digest(self) -> bytes:
+        """SHA-256 over what training uses: token ids, log-probabilities and reward (little-endian)."""
+        h = hashlib.sha256()
+        n = len(self.token_ids)
+        h.update(struct.pack(f"<I{n}i{n}ff", n, *self.token_ids, *self.logprobs, self.reward))
+        return h.digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """All samples of one prompt, as its holder keeps them."""
+
+    ref: PromptRef
+    prompt_ids: tuple[int, ...]
+    samples: tuple[Sample, ...]
+
+    @property
+    def versions(self) -> tuple[Version, ...]:
+        """Every policy version that made a token of the group, oldest first."""
+        return tuple(sorted({span.version for s in self.samples for span in s.spans}))
+
+    def digest(self) -> str:
+        """Names the content: SHA-256 over the ref, the prompt's tokens and the samples' digests; 32 hex digits."""
+        return group_digest(self.ref, self.prompt_ids, [s.digest() for s in self.samples])
+
+
+def group_digest(ref: PromptRef, prompt_ids: tuple[int, ...], sample_digests: list[bytes]) -> str:
+    """The digest of a group from its samples' digests, so that who holds only some samples can check it too."""
+    h = hashlib.sha256()
+    h.update(struct.pack(f"<3qI{len(prompt_ids)}i", *ref, len(prompt_ids), *prompt_ids))
+    for digest in sample_digests:
+        h.update(digest)
+    return h.hexdigest()[:32]

@@ -1,0 +1,1 @@
+"""Workers: the processes that compute, each under a small supervisor of its own."""
