@@ -42,21 +42,29 @@ def load_spec(path: Path, overrides: Sequence[str] = ()) -> JobSpec:
     """Read a spec file. Paths in it become absolute, relative to the file's folder. Raises SpecError."""
     try:
         if path.stat().st_size > MAX_SPEC_BYTES:
-            raise SpecError(f"the spec is larger than {MAX_SPEC_BYTES} bytes", where=str(path), fix="A spec is short; data goes into files")
+            raise SpecError(
+                f"the spec is larger than {MAX_SPEC_BYTES} bytes",
+                where=str(path),
+                fix="A spec is short; data goes into files",
+            )
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else "not UTF-8 text"
-        raise SpecError(f"cannot read the spec ({reason})", where=str(path), fix="Name an existing YAML file") from error
+        raise SpecError(
+            f"cannot read the spec ({reason})", where=str(path), fix="Name an existing YAML file"
+        ) from error
     try:
         # A SafeLoader subclass: builds plain values only.
-        tree = yaml.load(text, Loader=_PlainLoader)  # noqa: S506
+        tree = yaml.load(text, Loader=_PlainLoader)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise SpecError(f"not valid YAML: {problem}", where=where, fix="Correct the file") from error
     if not isinstance(tree, dict):
-        raise SpecError("the spec is not a mapping of sections", where=str(path), fix="Start from examples/arithmetic/grpo.yaml")
+        raise SpecError(
+            "the spec is not a mapping of sections", where=str(path), fix="Start from examples/arithmetic/grpo.yaml"
+        )
     _check_depth(tree, str(path))
     return parse_spec(apply_overrides(tree, overrides), where=str(path), base=path.parent)
 
@@ -77,10 +85,14 @@ def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str,
         dotted, equals, value = override.partition("=")
         keys = dotted.strip().split(".")
         if not equals or not all(keys):
-            raise SpecError(f"{override!r} is not of the form section.field=value", where="--set", fix="For example --set train.learning_rate=1e-4")
+            raise SpecError(
+                f"{override!r} is not of the form section.field=value",
+                where="--set",
+                fix="For example --set train.learning_rate=1e-4",
+            )
         try:
             # A SafeLoader subclass: builds plain values only.
-            parsed = yaml.load(value, Loader=_PlainLoader)  # noqa: S506
+            parsed = yaml.load(value, Loader=_PlainLoader)
         except yaml.YAMLError as error:
             raise SpecError(f"the value in {override!r} is not valid YAML", where="--set", fix="Quote it") from error
         if isinstance(parsed, str):
@@ -89,7 +101,9 @@ def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str,
         for key in keys[:-1]:
             child = node.get(key)
             if child is not None and not isinstance(child, dict):
-                raise SpecError(f"{key!r} in {override!r} is a value, not a section", where="--set", fix="See `gcore schema`")
+                raise SpecError(
+                    f"{key!r} in {override!r} is a value, not a section", where="--set", fix="See `gcore schema`"
+                )
             node[key] = dict(child or {})
             node = node[key]
         node[keys[-1]] = parsed
@@ -106,7 +120,9 @@ def _number(text: str) -> Any:
 
 def _check_depth(node: Any, where: str, depth: int = 0) -> None:
     if depth > MAX_SPEC_DEPTH:
-        raise SpecError(f"the spec is nested more than {MAX_SPEC_DEPTH} deep", where=where, fix="A spec is two levels deep")
+        raise SpecError(
+            f"the spec is nested more than {MAX_SPEC_DEPTH} deep", where=where, fix="A spec is two levels deep"
+        )
     children: Any = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
     for child in children:
         _check_depth(child, where, depth + 1)

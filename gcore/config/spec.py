@@ -54,7 +54,9 @@ class RolloutSpec(Section):
     """Generation."""
 
     engine: Literal["torch", "sglang"] = Field("torch", description="What serves the rollout pool")
-    temperature: PositiveFloat = Field(1.0, description="Sampling temperature; the trainer divides its logits by it too")
+    temperature: PositiveFloat = Field(
+        1.0, description="Sampling temperature; the trainer divides its logits by it too"
+    )
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Nucleus; below 1 needs `correction`")
     top_k: int | None = Field(None, ge=1, description="Keep only the k likeliest tokens; needs `correction`")
     correction: Literal["none", "tis"] = Field(
@@ -98,15 +100,21 @@ class TrainSpec(Section):
     max_grad_norm: PositiveFloat = Field(1.0, description="Gradients are clipped to this global norm")
     epochs: PositiveInt = Field(1, description="Passes over a step's batch")
     mini_batches: PositiveInt = Field(1, description="Optimizer updates per pass")
-    micro_batch_tokens: PositiveInt = Field(8192, description="Tokens a rank computes at once; lower it if memory runs out")
+    micro_batch_tokens: PositiveInt = Field(
+        8192, description="Tokens a rank computes at once; lower it if memory runs out"
+    )
     advantage: Literal["grpo", "dr_grpo"] = Field("grpo", description="Group-relative estimator")
     clip_low: PositiveFloat = Field(0.2, description="The ratio is clipped below 1 - clip_low")
     clip_high: PositiveFloat = Field(0.2, description="The ratio is clipped above 1 + clip_high")
     aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = Field(
         "token-mean", description="How token losses become one; denominators are global"
     )
-    horizon: PositiveInt | None = Field(None, description="Constant of seq-mean-token-sum-norm; default: max_new_tokens")
-    kl_coef: Annotated[float, Field(ge=0)] = Field(0.0, description="Weight of the KL to the reference; 0: no reference")
+    horizon: PositiveInt | None = Field(
+        None, description="Constant of seq-mean-token-sum-norm; default: max_new_tokens"
+    )
+    kl_coef: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="Weight of the KL to the reference; 0: no reference"
+    )
     kl_in: Literal["loss", "reward"] = Field("loss", description="Where the KL stands")
     kl_estimator: Literal["k1", "k2", "k3", "k3+"] = "k3"
     old_logprobs: Literal["current", "recompute", "engine"] = Field(
@@ -114,7 +122,9 @@ class TrainSpec(Section):
         description="What the ratio is taken against: this update's own (ratio 1), recomputed before the step, the engine's",
     )
     tis_cap: PositiveFloat = Field(2.0, description="Cap of the truncated importance weight, with correction: tis")
-    watchdog_s: PositiveFloat = Field(120.0, description="A world that gets nowhere for so long is ended and started again")
+    watchdog_s: PositiveFloat = Field(
+        120.0, description="A world that gets nowhere for so long is ended and started again"
+    )
 
 
 class PlacementSpec(Section):

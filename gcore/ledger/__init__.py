@@ -1,0 +1,1 @@
+"""The ledger: offer, seal, ready, commit, account, rollback. Pure rules and guarded transactions."""

@@ -1,0 +1,173 @@
+"""The records that each transaction writes, as pure functions of what stood before.
+
+`gcore.ledger.transactions` adds the compares. A commit is a pure function of head and seal, so that anyone can make it
+when the owners are dead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gcore.ledger.records import (
+    Checkpoint,
+    EndedRef,
+    Head,
+    Lineage,
+    LogEntry,
+    Seal,
+    SealState,
+)
+from gcore.ledger.stream import SealNow
+from gcore.prompts.cursor import Cursors, StreamShape
+
+
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """A new head and the log entry that leads to it."""
+
+    head: Head
+    entry: LogEntry
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """Who writes, and a number used once, by which an answer that never came is recognised later."""
+
+    incarnation: str
+    nonce: str
+
+
+def base(shards: int, world: str, writer: Writer) -> Advance:
+    """The chain's first entry: nothing terminal, step 0, lineage 0."""
+    cursors = Cursors.start(shards)
+    head = Head(
+        seq=0,
+        parent=None,
+        lineage=0,
+        step=0,
+        cursors=cursors,
+        lineages=(Lineage(number=0, base_step=0),),
+        world=world,
+        nonce=writer.nonce,
+    )
+    return Advance(head, _entry(head, "base", writer, cursors=cursors))
+
+
+def sealed(slot: Seal | None, head: Head, chosen: SealNow, *, world_size: int, mini_batches: int, sealer: str) -> Seal:
+    """The slot after a seal: the attempt goes on from where it was, or two sets of groups would share a token."""
+    return Seal(
+        lineage=head.lineage,
+        step=head.step + 1,
+        attempt=(slot.attempt if slot else 0) + 1,
+        state=SealState.SEALED,
+        world=head.world,
+        world_size=world_size,
+        mini_batches=min(mini_batches, len(chosen.groups)),
+        groups=chosen.groups,
+        outcomes=chosen.outcomes,
+        sealer=sealer,
+    )
+
+
+def resealed(slot: Seal, sealer: str) -> Seal:
+    """The slot after its groups were given up: empty, but the attempt survives."""
+    if slot.state is not SealState.SEALED:
+        raise ValueError(f"only a SEALED slot can be resealed, this one is {slot.state}")
+    return slot.model_copy(
+        update={
+            "attempt": slot.attempt + 1,
+            "state": SealState.OPEN,
+            "groups": (),
+            "outcomes": (),
+            "sealer": sealer,
+        }
+    )
+
+
+def readied(slot: Seal) -> Seal:
+    """The slot once every rank holds its part. From here there is only commit or rollback."""
+    if slot.state is not SealState.SEALED:
+        raise ValueError(f"only a SEALED slot can become READY, this one is {slot.state}")
+    return slot.model_copy(update={"state": SealState.READY})
+
+
+def delta(seal: Seal) -> tuple[EndedRef, ...]:
+    """What the seal's commit ends: its groups as trained, its outcomes as they are."""
+    trained = tuple(EndedRef(ref=g.ref, kind="trained", holder=g.holder, versions=g.versions) for g in seal.groups)
+    return trained + seal.outcomes
+
+
+def committed(
+    head: Head,
+    seal: Seal,
+    shape: StreamShape,
+    writer: Writer,
+    *,
+    keep_cursors: bool,
+    stats: Mapping[str, float] = {},
+) -> Advance:
+    """Head one step further. `keep_cursors`: the entry belongs to a checkpoint, so it keeps its own."""
+    if seal.state is not SealState.READY or (seal.lineage, seal.step) != (head.lineage, head.step + 1):
+        raise ValueError(f"seal {seal.token} ({seal.state}) does not follow head {head.version}")
+    ended = delta(seal)
+    cursors = head.cursors.union(shape, (e.ref for e in ended))
+    after = head.model_copy(
+        update={
+            "seq": head.seq + 1,
+            "parent": head.seq,
+            "step": seal.step,
+            "cursors": cursors,
+            "nonce": writer.nonce,
+        }
+    )
+    entry = _entry(
+        after,
+        "train",
+        writer,
+        token=seal.token,
+        delta=ended,
+        cursors=cursors if keep_cursors else None,
+        stats=dict(stats),
+    )
+    return Advance(after, entry)
+
+
+def accounted(head: Head, outcomes: tuple[EndedRef, ...], shape: StreamShape, writer: Writer) -> Advance:
+    """Head at the same step, with outcomes written down."""
+    cursors = head.cursors.union(shape, (e.ref for e in outcomes))
+    after = head.model_copy(update={"seq": head.seq + 1, "parent": head.seq, "cursors": cursors, "nonce": writer.nonce})
+    return Advance(after, _entry(after, "account", writer, delta=outcomes))
+
+
+def rolled_back(head: Head, target: Checkpoint, cursors: Cursors, world: str, writer: Writer, reason: str) -> Advance:
+    """Head at the target's step and cursors, in a new lineage and a new world. `cursors`: those of the target's entry."""
+    after = head.model_copy(
+        update={
+            "seq": head.seq + 1,
+            "parent": target.seq,
+            "lineage": head.lineage + 1,
+            "step": target.step,
+            "cursors": cursors,
+            "lineages": (*head.lineages, Lineage(number=head.lineage + 1, base_step=target.step)),
+            "world": world,
+            "nonce": writer.nonce,
+        }
+    )
+    return Advance(after, _entry(after, "rollback", writer, cursors=cursors, reason=reason))
+
+
+def _entry(head: Head, kind: str, writer: Writer, **fields: object) -> LogEntry:
+    return LogEntry.model_validate(
+        {
+            "seq": head.seq,
+            "parent": head.parent,
+            "kind": kind,
+            "lineage": head.lineage,
+            "step": head.step,
+            "world": head.world,
+            "nonce": head.nonce,
+            "writer": writer.incarnation,
+            **fields,
+        }
+    )
