@@ -1,0 +1,93 @@
+"""What a flow is written against.
+
+A flow is `async def flow(peer: Peer) -> None`. Every controller runs it; what it says of a step, it says for the whole
+cluster. It holds no state that matters: whatever it has not offered is issued again by someone when it dies.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
+from importlib.metadata import entry_points
+from typing import Any, Protocol
+
+from gcore.errors import SpecError
+from gcore.types import Group, Outcome, Prompt, Sample
+
+
+class Batch(Protocol):
+    """The part of a step that this peer produces."""
+
+    def start(self, produce: Coroutine[Any, Any, Group | Outcome]) -> None:
+        """Run `produce` beside others. Its group is offered, its outcome is offered, its failure is issued again."""
+        ...
+
+
+class Step(Protocol):
+    """One step, as this peer lives through it. A step that was rolled back or resealed simply comes again."""
+
+    @property
+    def number(self) -> int:
+        """The step's number; head is at `number - 1`."""
+        ...
+
+    def collect(self) -> AbstractAsyncContextManager[Batch]:
+        """Produce until the whole cluster has the step's quota; then what is still in flight is given up."""
+        ...
+
+    async def train(self) -> None:
+        """Until the step is committed, or it is known that it will not be."""
+        ...
+
+    async def publish(self) -> None:
+        """Until this peer's engines serve the committed weights."""
+        ...
+
+
+class Peer(Protocol):
+    """A controller's side of one job."""
+
+    def steps(self) -> AsyncIterator[Step]:
+        """The steps to come, until the job has all of them."""
+        ...
+
+    def prompts(self, step: Step) -> AsyncIterator[Prompt]:
+        """The prompts of this peer's shards that are due for `step`, oldest first, until its batch is sealed."""
+        ...
+
+    async def rollout(self, prompt: Prompt) -> tuple[Sample, ...]:
+        """`flow.samples_per_prompt` responses, sampled as the spec says."""
+        ...
+
+    async def score(self, prompt: Prompt, samples: tuple[Sample, ...]) -> Group:
+        """The samples with their rewards."""
+        ...
+
+    async def evaluate(self, step: Step) -> None:
+        """Evaluate the published weights if that is due; one peer does it, the others wait for the result."""
+        ...
+
+
+Flow = Callable[[Peer], Awaitable[None]]
+GROUP = "gcore.flows"
+
+
+def find_flow(name: str) -> Flow:
+    """The flow of that entry-point name. Raises SpecError with the nearest name."""
+    known = {point.name: point for point in entry_points(group=GROUP)}
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f", did you mean {near[0]!r}?" if near else ""
+        raise SpecError(
+            f"no flow is called {name!r}{hint}", where="flow.name", fix=f"Known: {', '.join(sorted(known))}"
+        )
+    try:
+        flow: Flow = known[name].load()
+    except (ImportError, AttributeError) as error:
+        raise SpecError(
+            f"flow {name!r} cannot be loaded from {known[name].value} ({error})",
+            where="flow.name",
+            fix="Correct or reinstall the package that provides it",
+        ) from error
+    return flow

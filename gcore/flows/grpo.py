@@ -1,0 +1,22 @@
+"""GRPO: groups of samples per prompt, scored, and trained against each other's mean (arXiv 2402.03300)."""
+
+from __future__ import annotations
+
+from gcore.flows.api import Peer
+from gcore.types import Group, Prompt
+
+
+async def grpo(peer: Peer) -> None:
+    """The whole algorithm, on every controller."""
+    async for step in peer.steps():
+        await peer.evaluate(step)  # the weights that this step starts from
+        async with step.collect() as batch:  # ends when the whole cluster has its quota
+            async for prompt in peer.prompts(step):  # only this peer's shards
+                batch.start(score_group(peer, prompt))
+        await step.train()  # seal, exchange, train, commit
+        await step.publish()
+
+
+async def score_group(peer: Peer, prompt: Prompt) -> Group:
+    """One prompt's group, with rewards."""
+    return await peer.score(prompt, await peer.rollout(prompt))

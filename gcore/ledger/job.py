@@ -1,0 +1,113 @@
+"""The records of a job beside its chain: what it is, how it stands, which slots serve it, how it was evaluated."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+from gcore.ledger.records import Part, Record
+from gcore.types import Version
+
+
+class JobPhase(StrEnum):
+    """PENDING: created, nothing of it has started. Ended: SUCCEEDED, FAILED or CANCELLED, for ever."""
+
+    PENDING = "PENDING"
+    RUNNING = "RUNNING"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing will happen to the job any more."""
+        return self in (JobPhase.SUCCEEDED, JobPhase.FAILED, JobPhase.CANCELLED)
+
+
+class JobRecord(Record):
+    """`job`: written once. `spec` is the resolved spec; `run_dir` is seen by every node."""
+
+    uid: str
+    name: str
+    spec: dict[str, Any]
+    run_dir: str
+    created: float
+    request_id: str = ""
+    prompts: int
+    """Entries of the dataset when the job was created; the shards are cut by it for ever."""
+
+
+class JobStatus(Record):
+    """`state`."""
+
+    phase: JobPhase
+    reason: str = ""
+    changed: float = 0.0
+    """Seconds since the epoch, for people."""
+
+
+class EnginePlace(Part):
+    """A rollout replica on one slot."""
+
+    node: str
+    slot: str
+
+
+class RankPlace(Part):
+    """A train rank on one slot."""
+
+    rank: int
+    node: str
+    slot: str
+
+
+class Plan(Record):
+    """`plan`: which slot serves the job in which role. The ranks are those of world `world`."""
+
+    generation: int
+    world: str
+    ranks: tuple[RankPlace, ...]
+    engines: tuple[EnginePlace, ...]
+    reason: str = ""
+
+    @property
+    def nodes(self) -> frozenset[str]:
+        """Every node it uses."""
+        return frozenset({place.node for place in self.ranks} | {place.node for place in self.engines})
+
+
+class EvalSample(Part):
+    """One held-out answer, shown to people."""
+
+    prompt: str
+    response: str
+    answer: str
+    reward: float
+
+
+class Evaluation(Record):
+    """`eval/{version}`: written once for a policy version."""
+
+    version: Version
+    accuracy: float
+    count: int
+    by: str = ""
+    samples: tuple[EvalSample, ...] = ()
+
+
+class RankClaim(Record):
+    """`world/{world}/rank/{rank}`: the one worker instance that is this rank, written once."""
+
+    instance: str
+
+
+class NodeRecord(Record):
+    """`nodes/{name}`: a daemon that is there, under its lease."""
+
+    name: str
+    incarnation: str
+    address: str
+    metrics_address: str = ""
+    slots: tuple[str, ...]
+    pid: int
+    started: float = 0.0

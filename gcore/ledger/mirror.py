@@ -1,0 +1,113 @@
+"""A job's records as last heard from the store: a pure fold over watch batches.
+
+A mirror may be late, never wrong: each record stands with the revision a transaction compares. It keeps of the log only
+the newest entries and those that hold cursors; the rest stays in the store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from gcore.ledger.job import Evaluation, JobRecord, JobStatus, Plan, RankClaim
+from gcore.ledger.records import Assignment, Checkpoints, Head, LogEntry, Member, Offer, Record, Seal
+from gcore.ledger.transactions import OpenSlots, Stored
+from gcore.store.keys import JobKeys
+from gcore.store.types import WatchBatch, WatchEvent
+
+R = TypeVar("R", bound=Record)
+
+RECENT_LOG = 64
+
+
+@dataclass(frozen=True)
+class JobMirror:
+    """What is known of one job."""
+
+    keys: JobKeys
+    revision: int = 0
+    job: Stored[JobRecord] | None = None
+    status: Stored[JobStatus] | None = None
+    head: Stored[Head] | None = None
+    assign: Stored[Assignment] | None = None
+    checkpoints: Stored[Checkpoints] | None = None
+    plan: Stored[Plan] | None = None
+    seals: Mapping[int, Stored[Seal]] = field(default_factory=dict)
+    offers: Mapping[str, Stored[Offer]] = field(default_factory=dict)
+    members: Mapping[str, Stored[Member]] = field(default_factory=dict)
+    log: Mapping[int, Stored[LogEntry]] = field(default_factory=dict)
+    evaluations: Mapping[str, Stored[Evaluation]] = field(default_factory=dict)
+    claims: Mapping[str, Stored[RankClaim]] = field(default_factory=dict)
+    """By "world/rank" as the key spells it."""
+
+    def fold(self, batch: WatchBatch) -> JobMirror:
+        """The mirror after a batch. Raises UnreadableRecord."""
+        mirror = JobMirror(self.keys) if batch.reset else self
+        changes: dict[str, Any] = {}
+        for event in batch.events:
+            mirror._apply(event, changes)
+        if "log" in changes:
+            changes["log"] = _recent(changes["log"])
+        return replace(mirror, revision=batch.revision, **changes)
+
+    @property
+    def open_slots(self) -> OpenSlots | None:
+        """Head with the open slots; None before the job has started."""
+        return OpenSlots(self.head, self.seals) if self.head else None
+
+    def claim(self, world: str, rank: int) -> RankClaim | None:
+        """Which instance is this rank of this world, if any ever was."""
+        stored = self.claims.get(self.keys.world_rank(world, rank))
+        return stored.record if stored else None
+
+    def _apply(self, event: WatchEvent, changes: dict[str, Any]) -> None:
+        key = event.kv.key
+        single = _SINGLE.get(key.removeprefix(self.keys.prefix))
+        if single is not None:
+            name, record = single
+            changes[name] = _stored(event, record)
+            return
+        for prefix, name, record in _MANY:
+            full = self.keys.prefix + prefix
+            if key.startswith(full):
+                mapping = changes.setdefault(name, dict(getattr(self, name)))
+                item = key if name == "claims" else _item(name, key.removeprefix(full))
+                if event.kind == "delete":
+                    mapping.pop(item, None)
+                elif not key.endswith("/rendezvous"):
+                    mapping[item] = _stored(event, record)
+                return
+
+
+_SINGLE: dict[str, tuple[str, type[Record]]] = {
+    "job": ("job", JobRecord),
+    "state": ("status", JobStatus),
+    "head": ("head", Head),
+    "assign": ("assign", Assignment),
+    "ckpts": ("checkpoints", Checkpoints),
+    "plan": ("plan", Plan),
+}
+_MANY: tuple[tuple[str, str, type[Record]], ...] = (
+    ("seal/", "seals", Seal),
+    ("offer/", "offers", Offer),
+    ("member/", "members", Member),
+    ("log/", "log", LogEntry),
+    ("eval/", "evaluations", Evaluation),
+    ("world/", "claims", RankClaim),
+)
+
+
+def _item(name: str, rest: str) -> int | str:
+    return int(rest) if name in ("seals", "log") else rest
+
+
+def _stored(event: WatchEvent, record: type[R]) -> Stored[R] | None:
+    if event.kind == "delete":
+        return None
+    return Stored(record.decode(event.kv.value, event.kv.key), event.kv.mod_revision)
+
+
+def _recent(log: dict[int, Stored[LogEntry]]) -> dict[int, Stored[LogEntry]]:
+    newest = max(log, default=0)
+    return {seq: entry for seq, entry in log.items() if seq > newest - RECENT_LOG or entry.record.cursors is not None}

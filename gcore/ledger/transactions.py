@@ -1,0 +1,292 @@
+"""Every write to a job's chain, as one transaction that compares what its writer believed.
+
+A function here takes the stored records with their revisions and returns a `Transaction`: the compares, the writes and
+the nonce. `Ledger.run` makes it and says what became of it. A lost compare is an outcome (`STALE`: look again), not an
+exception; an answer that never came is resolved by reading head again (`UNKNOWN` only when that cannot be done either).
+
+No function decides whether the transaction should be made; that is `controllers.decide`'s. Nothing here compares the
+assignment, an offer or a lease for safety: they are hints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Generic, TypeVar
+
+from gcore.errors import LeaseLost, StoreUnavailable
+from gcore.ledger import chain
+from gcore.ledger.job import JobPhase, JobStatus, Plan
+from gcore.ledger.records import Assignment, Checkpoint, Checkpoints, Head, LogEntry, Offer, Record, Seal, SealState
+from gcore.ledger.stream import SealNow
+from gcore.prompts.cursor import StreamShape
+from gcore.store.keys import JobKeys
+from gcore.store.types import Compare, Delete, Put, Store
+
+R = TypeVar("R", bound=Record)
+
+DEPTH = 1
+"""Open steps at once. With 1 the next step is sealed after the commit of the one before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored(Generic[R]):
+    """A record and the revision of its last write."""
+
+    record: R
+    revision: int
+
+
+class TxnKind(StrEnum):
+    """Names of the transactions, as metrics and logs show them."""
+
+    CREATE = "create"
+    ASSIGN = "assign"
+    OFFER = "offer"
+    SEAL = "seal"
+    RESEAL = "reseal"
+    READY = "ready"
+    COMMIT = "commit"
+    ACCOUNT = "account"
+    REGISTER = "register"
+    RETAIN = "retain"
+    ROLLBACK = "rollback"
+    STATUS = "status"
+    REPLAN = "replan"
+
+
+class TxnOutcome(StrEnum):
+    """WON: written. STALE: a compare failed, nothing was written; look again. UNKNOWN: no answer; look again later."""
+
+    WON = "won"
+    STALE = "stale"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Transaction:
+    """Compares and writes. `nonce`: if set, head carries it once the transaction was made."""
+
+    kind: TxnKind
+    compares: tuple[Compare, ...]
+    writes: tuple[Put | Delete, ...]
+    nonce: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSlots:
+    """The slots of the steps that may be open after `head`, absent ones too, with revisions (0: absent)."""
+
+    head: Stored[Head]
+    slots: Mapping[int, Stored[Seal]]
+
+    @property
+    def seals(self) -> tuple[Seal, ...]:
+        """The seals that are there, OPEN ones too."""
+        return tuple(slot.record for slot in self.slots.values())
+
+    def compares(self, keys: JobKeys) -> tuple[Compare, ...]:
+        """Head and every slot that may be open are as they were seen."""
+        steps = {self.head.record.step + i + 1 for i in range(DEPTH)} | set(self.slots)
+        slots = tuple(
+            Compare(keys.seal(step), self.slots[step].revision if step in self.slots else 0) for step in sorted(steps)
+        )
+        return (Compare(keys.head, self.head.revision), *slots)
+
+
+def assign(keys: JobKeys, old: Stored[Assignment] | None, new: Assignment) -> Transaction:
+    """Who works on what. Compares only itself."""
+    return Transaction(
+        TxnKind.ASSIGN, (Compare(keys.assign, old.revision if old else 0),), (Put(keys.assign, new.encode()),)
+    )
+
+
+def offer(keys: JobKeys, old: Stored[Offer] | None, new: Offer, lease: int) -> Transaction:
+    """An incarnation's own offer, under its lease: a put under a lease that has ended fails whole."""
+    key = keys.offer(new.incarnation)
+    return Transaction(
+        TxnKind.OFFER, (Compare(key, old.revision if old else 0),), (Put(key, new.encode(), lease=lease),)
+    )
+
+
+def seal(keys: JobKeys, open_slots: OpenSlots, chosen: SealNow, plan: Plan, mini_batches: int, by: str) -> Transaction:
+    """Close a batch. Compares head and all slots, absent ones too."""
+    head = open_slots.head.record
+    slot = open_slots.slots.get(head.step + 1)
+    if slot is not None and slot.record.state is not SealState.OPEN:
+        raise ValueError(f"step {head.step + 1} is {slot.record.state} already")
+    record = chain.sealed(
+        slot.record if slot else None,
+        head,
+        chosen,
+        world_size=len(plan.ranks),
+        mini_batches=mini_batches,
+        sealer=by,
+    )
+    return Transaction(TxnKind.SEAL, open_slots.compares(keys), (Put(keys.seal(record.step), record.encode()),))
+
+
+def reseal(keys: JobKeys, open_slots: OpenSlots, step: int, by: str) -> Transaction:
+    """Give a sealed batch up, from SEALED only."""
+    record = chain.resealed(open_slots.slots[step].record, by)
+    return Transaction(TxnKind.RESEAL, open_slots.compares(keys), (Put(keys.seal(step), record.encode()),))
+
+
+def ready(keys: JobKeys, open_slots: OpenSlots, step: int) -> Transaction:
+    """Every rank holds its part."""
+    slot = open_slots.slots[step]
+    return Transaction(
+        TxnKind.READY,
+        (Compare(keys.head, open_slots.head.revision), Compare(keys.seal(step), slot.revision)),
+        (Put(keys.seal(step), chain.readied(slot.record).encode()),),
+    )
+
+
+def commit(
+    keys: JobKeys,
+    open_slots: OpenSlots,
+    shape: StreamShape,
+    writer: chain.Writer,
+    *,
+    keep_cursors: bool,
+    stats: Mapping[str, float],
+) -> Transaction:
+    """Move head to the READY step. Compares head and seal: only one of them is not enough."""
+    head = open_slots.head
+    step = head.record.step + 1
+    slot = open_slots.slots[step]
+    advance = chain.committed(head.record, slot.record, shape, writer, keep_cursors=keep_cursors, stats=stats)
+    return Transaction(
+        TxnKind.COMMIT,
+        (Compare(keys.head, head.revision), Compare(keys.seal(step), slot.revision)),
+        (*_advance(keys, advance), Delete(keys.seal(step))),
+        nonce=writer.nonce,
+    )
+
+
+def account(keys: JobKeys, open_slots: OpenSlots, advance: chain.Advance) -> Transaction:
+    """Write outcomes down without a step. Compares all slots: none may have sealed them meanwhile."""
+    return Transaction(TxnKind.ACCOUNT, open_slots.compares(keys), _advance(keys, advance), nonce=advance.head.nonce)
+
+
+def register(
+    keys: JobKeys, head: Stored[Head], old: Stored[Checkpoints], entry: Stored[LogEntry], checkpoint: Checkpoint
+) -> Transaction:
+    """Name a whole checkpoint. Compares that its log entry still is what it was made from."""
+    record = old.record.model_copy(update={"entries": (*old.record.entries, checkpoint)})
+    return Transaction(
+        TxnKind.REGISTER,
+        (
+            Compare(keys.head, head.revision),
+            Compare(keys.checkpoints, old.revision),
+            Compare(keys.log(checkpoint.seq), entry.revision),
+        ),
+        (Put(keys.checkpoints, record.encode()),),
+    )
+
+
+def retain(keys: JobKeys, head: Stored[Head], old: Stored[Checkpoints], kept: Sequence[Checkpoint]) -> Transaction:
+    """Forget checkpoints; their files go after this was won, never before."""
+    record = old.record.model_copy(update={"entries": tuple(kept)})
+    return Transaction(
+        TxnKind.RETAIN,
+        (Compare(keys.head, head.revision), Compare(keys.checkpoints, old.revision)),
+        (Put(keys.checkpoints, record.encode()),),
+    )
+
+
+def rollback(
+    keys: JobKeys,
+    open_slots: OpenSlots,
+    checkpoints: Stored[Checkpoints],
+    advance: chain.Advance,
+    old_plan: Stored[Plan],
+    plan: Plan,
+) -> Transaction:
+    """Back to a checkpoint, with a new world, which `plan` places. Deletes every open slot."""
+    if plan.world != advance.head.world:
+        raise ValueError("the plan must place the world that the rollback names")
+    return Transaction(
+        TxnKind.ROLLBACK,
+        (
+            Compare(keys.head, open_slots.head.revision),
+            Compare(keys.checkpoints, checkpoints.revision),
+            Compare(keys.plan, old_plan.revision),
+        ),
+        (*_advance(keys, advance), Put(keys.plan, plan.encode()), Delete(keys.seal_prefix, prefix=True)),
+        nonce=advance.head.nonce,
+    )
+
+
+def start(
+    keys: JobKeys, status: Stored[JobStatus], advance: chain.Advance, plan: Plan, running: JobStatus
+) -> Transaction:
+    """Begin a PENDING job: its base entry, base checkpoint and first plan, all at once."""
+    base = Checkpoint(lineage=0, step=0, seq=0, file="")
+    return Transaction(
+        TxnKind.CREATE,
+        (Compare(keys.state, status.revision), Compare(keys.head, 0)),
+        (
+            *_advance(keys, advance),
+            Put(keys.checkpoints, Checkpoints(entries=(base,)).encode()),
+            Put(keys.plan, plan.encode()),
+            Put(keys.state, running.encode()),
+        ),
+        nonce=advance.head.nonce,
+    )
+
+
+def set_status(keys: JobKeys, old: Stored[JobStatus], new: JobStatus, head: Stored[Head] | None) -> Transaction:
+    """Move the job to another phase; never out of an ended one. With `head`, only if head is still that."""
+    if old.record.phase.ended or new.phase is JobPhase.PENDING:
+        raise ValueError(f"a job does not go from {old.record.phase} to {new.phase}")
+    compares = [Compare(keys.state, old.revision)]
+    if head is not None:
+        compares.append(Compare(keys.head, head.revision))
+    return Transaction(TxnKind.STATUS, tuple(compares), (Put(keys.state, new.encode()),))
+
+
+def replan(keys: JobKeys, old: Stored[Plan], new: Plan) -> Transaction:
+    """Change which slots run engines. The world stays: only a rollback changes it."""
+    if new.world != old.record.world or new.ranks != old.record.ranks:
+        raise ValueError("only a rollback places a train world")
+    return Transaction(TxnKind.REPLAN, (Compare(keys.plan, old.revision),), (Put(keys.plan, new.encode()),))
+
+
+def _advance(keys: JobKeys, advance: chain.Advance) -> tuple[Put, Put]:
+    return (
+        Put(keys.head, advance.head.encode()),
+        Put(keys.log(advance.entry.seq), advance.entry.encode()),
+    )
+
+
+class Ledger:
+    """Makes transactions against the store, and finds out what became of those without an answer."""
+
+    def __init__(self, store: Store, keys: JobKeys) -> None:
+        self._store = store
+        self._keys = keys
+
+    async def run(self, txn: Transaction) -> TxnOutcome:
+        """Make `txn` once. Never repeats it: after an unknown answer it reads head and compares the nonce."""
+        try:
+            result = await self._store.transact(txn.compares, txn.writes)
+        except LeaseLost:
+            return TxnOutcome.STALE
+        except StoreUnavailable:
+            return await self._find_out(txn)
+        return TxnOutcome.WON if result.won else TxnOutcome.STALE
+
+    async def _find_out(self, txn: Transaction) -> TxnOutcome:
+        if not txn.nonce:
+            # Whoever looks again sees the record itself; there is nothing to be resolved.
+            return TxnOutcome.UNKNOWN
+        try:
+            kv = await self._store.get(self._keys.head)
+        except StoreUnavailable:
+            return TxnOutcome.UNKNOWN
+        if kv is not None and Head.decode(kv.value, kv.key).nonce == txn.nonce:
+            return TxnOutcome.WON
+        # It may still be made later; its compare on head decides that, and whoever looks again sees it.
+        return TxnOutcome.UNKNOWN
