@@ -1,0 +1,198 @@
+"""The layout of a step: complete, deterministic, and balanced as LPT promises."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gcore.ledger.balance import SampleSlot, StepLayout, balance, sample_cost
+from gcore.ledger.records import Seal, SealedGroup, SealState
+from gcore.types import PromptRef, Version
+
+
+def make_seal(lengths: list[list[int]], *, world_size: int, mini_batches: int = 1, prompt_tokens: int = 5) -> Seal:
+    groups = tuple(
+        SealedGroup(
+            ref=PromptRef(0, 0, index),
+            digest=f"{index:032x}",
+            prompt_tokens=prompt_tokens,
+            response_tokens=tuple(samples),
+            versions=(Version(0, 0),),
+            holder="a",
+        )
+        for index, samples in enumerate(lengths)
+    )
+    return Seal(
+        lineage=0,
+        step=1,
+        attempt=1,
+        state=SealState.SEALED,
+        world="w",
+        world_size=world_size,
+        mini_batches=mini_batches,
+        groups=groups,
+    )
+
+
+seals = st.builds(
+    make_seal,
+    st.lists(st.lists(st.integers(0, 5000), min_size=1, max_size=9), max_size=12),
+    world_size=st.integers(1, 7),
+    mini_batches=st.integers(1, 6),
+    prompt_tokens=st.integers(1, 300),
+)
+
+
+def cost_of(seal: Seal, slot: SampleSlot) -> int:
+    group = seal.groups[slot.group]
+    return sample_cost(group.prompt_tokens, group.response_tokens[slot.sample])
+
+
+def every_slot(seal: Seal) -> list[SampleSlot]:
+    return [SampleSlot(g, s) for g, group in enumerate(seal.groups) for s in range(len(group.response_tokens))]
+
+
+def fingerprint(layout: StepLayout) -> str:
+    return hashlib.sha256(repr(layout).encode()).hexdigest()
+
+
+@given(seals)
+def test_every_sample_is_taken_exactly_once(seal: Seal) -> None:
+    layout = balance(seal)
+    taken = [
+        slot
+        for mini_batch, rank in itertools.product(range(layout.mini_batches), range(seal.world_size))
+        for slot in layout.share(mini_batch, rank)
+    ]
+    assert sorted(taken) == every_slot(seal)
+
+
+@given(seals)
+def test_mini_batches_are_contiguous_runs_of_groups_in_the_seals_order(seal: Seal) -> None:
+    layout = balance(seal)
+    runs = [
+        sorted({slot.group for rank in range(seal.world_size) for slot in layout.share(mini_batch, rank)})
+        for mini_batch in range(layout.mini_batches)
+    ]
+    assert list(itertools.chain(*runs)) == list(range(len(seal.groups)))
+    sizes = [len(run) for run in runs]
+    assert not sizes or max(sizes) - min(sizes) <= 1
+
+
+@given(seals)
+def test_no_update_is_empty_and_there_are_as_many_as_asked_where_the_groups_suffice(seal: Seal) -> None:
+    assert balance(seal).mini_batches == min(seal.mini_batches, len(seal.groups))
+
+
+@given(seals)
+def test_the_fullest_rank_stays_within_the_bound_of_lpt(seal: Seal) -> None:
+    layout = balance(seal)
+    for by_rank in layout.shares:
+        costs = sorted((cost_of(seal, slot) for share in by_rank for slot in share), reverse=True)
+        loads = [sum(cost_of(seal, slot) for slot in share) for share in by_rank]
+        ranks = seal.world_size
+        # The best possible is at least each of these; LPT stays within 4/3 − 1/(3m) of the best possible, and the
+        # list-scheduling bound (mean + one job) holds as well.
+        mean = sum(costs) / ranks
+        assert max(loads) <= mean + (1 - 1 / ranks) * costs[0] + 1e-6
+        assert max(loads) - min(loads) <= costs[0]
+
+
+def best_makespan(costs: list[int], ranks: int) -> int:
+    return min(
+        max(sum(c for c, r in zip(costs, who, strict=True) if r == rank) for rank in range(ranks))
+        for who in itertools.product(range(ranks), repeat=len(costs))
+    )
+
+
+@given(st.lists(st.integers(0, 60_000), min_size=1, max_size=7), st.integers(1, 3))
+def test_against_the_best_layout_the_fullest_rank_has_at_most_a_third_more(lengths: list[int], ranks: int) -> None:
+    seal = make_seal([lengths], world_size=ranks)
+    loads = [sum(cost_of(seal, slot) for slot in share) for share in balance(seal).shares[0]]
+    best = best_makespan([sample_cost(5, length) for length in lengths], ranks)
+    assert 3 * ranks * max(loads) <= (4 * ranks - 1) * best
+
+
+@given(seals)
+def test_the_layout_is_the_same_each_time_and_after_the_store(seal: Seal) -> None:
+    stored = Seal.model_validate_json(seal.model_dump_json())
+    assert balance(seal) == balance(seal) == balance(stored)
+
+
+@given(seals)
+def test_the_layout_does_not_depend_on_who_holds_the_groups_or_on_the_attempt(seal: Seal) -> None:
+    moved = seal.model_copy(
+        update={
+            "attempt": seal.attempt + 1,
+            "groups": tuple(group.model_copy(update={"holder": "b", "reward": 1.0}) for group in seal.groups),
+        }
+    )
+    assert balance(moved) == balance(seal)
+
+
+@given(seals)
+def test_what_a_rank_takes_is_the_union_of_its_shares(seal: Seal) -> None:
+    layout = balance(seal)
+    for rank in range(seal.world_size):
+        slots = layout.of_rank(rank)
+        assert list(slots) == sorted(slot for m in range(layout.mini_batches) for slot in layout.share(m, rank))
+        assert layout.groups_of_rank(rank) == tuple(sorted({slot.group for slot in slots}))
+        by_group = {group: layout.samples_of(rank, group) for group in range(len(seal.groups))}
+        assert [SampleSlot(g, s) for g in sorted(by_group) for s in by_group[g]] == list(slots)
+
+
+@given(st.integers(1, 6), st.integers(1, 40))
+def test_equal_samples_are_spread_evenly(ranks: int, samples: int) -> None:
+    layout = balance(make_seal([[7] * samples], world_size=ranks))
+    counts = [len(layout.share(0, rank)) for rank in range(ranks)]
+    assert max(counts) - min(counts) <= 1
+    assert counts == sorted(counts, reverse=True), "what does not come out even goes to the lower ranks"
+
+
+def test_a_seal_without_groups_has_no_updates() -> None:
+    layout = balance(make_seal([], world_size=3, mini_batches=2))
+    assert layout.mini_batches == 0
+    assert layout.of_rank(2) == ()
+
+
+def test_the_layout_of_one_seal_never_changes() -> None:
+    # Whoever changes the rule changes what running jobs agree on: then the seal needs a new schema version.
+    layout = balance(make_seal([[4, 3, 2], [4, 2, 1]], world_size=2, mini_batches=1))
+    assert layout.share(0, 0) == (SampleSlot(0, 0), SampleSlot(0, 1), SampleSlot(1, 2))
+    assert layout.share(0, 1) == (SampleSlot(0, 2), SampleSlot(1, 0), SampleSlot(1, 1))
+
+
+def test_another_process_with_another_hash_seed_computes_the_same_layout() -> None:
+    seal = make_seal([[11, 900, 3, 3], [3, 3, 3], [5000], [1, 2, 3, 4, 5]], world_size=3, mini_batches=2)
+    program = (
+        "import hashlib, sys; from gcore.ledger.balance import balance; from gcore.ledger.records import Seal; "
+        "print(hashlib.sha256(repr(balance(Seal.model_validate_json(sys.stdin.read()))).encode()).hexdigest())"
+    )
+    for hash_seed in ("1", "2"):
+        other = subprocess.run(
+            [sys.executable, "-c", program],
+            input=seal.model_dump_json(),
+            env={"PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert other.stdout.strip() == fingerprint(balance(seal))
+
+
+@pytest.mark.parametrize(("ranks", "mini_batches"), [(0, 1), (1, 0)], ids=["no ranks", "no mini-batches"])
+def test_a_seal_that_cannot_be_cut_is_refused(ranks: int, mini_batches: int) -> None:
+    with pytest.raises(ValueError, match="a seal for"):
+        balance(make_seal([[1]], world_size=ranks, mini_batches=mini_batches))
+
+
+@pytest.mark.parametrize("rank", [-1, 2], ids=["below", "beyond"])
+def test_a_rank_outside_the_world_is_refused(rank: int) -> None:
+    with pytest.raises(IndexError):
+        balance(make_seal([[1, 2]], world_size=2)).of_rank(rank)
