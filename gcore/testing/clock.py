@@ -1,0 +1,102 @@
+"""A clock that stands still until it is told to go.
+
+`advance` moves time from one sleeper to the next, and lets everything that a wake-up sets off run to its next wait
+before time goes on. So a program under it behaves the same in every run, and hours take milliseconds. It knows only
+those who sleep on it: sockets, threads and asyncio's own timers do not belong under a fake clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+from collections.abc import Awaitable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class FakeClock:
+    """`gcore.clock.Clock` for tests and simulation. Seconds."""
+
+    def __init__(self, *, monotonic: float = 1_000.0, wall: float = 1_700_000_000.0) -> None:
+        self._now = monotonic
+        self._wall_offset = wall - monotonic
+        self._order = itertools.count()
+        self._sleepers: list[tuple[float, int, asyncio.Future[None]]] = []
+
+    def monotonic(self) -> float:
+        """Now."""
+        return self._now
+
+    def wall(self) -> float:
+        """Now, as seconds since the epoch."""
+        return self._now + self._wall_offset
+
+    async def sleep(self, seconds: float) -> None:
+        """Wait until the clock has been advanced so far. Zero or less only gives way."""
+        if seconds <= 0:
+            await asyncio.sleep(0)  # noqa: TID251 - this is a clock
+            return
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._sleepers, (self._now + seconds, next(self._order), future))
+        await future
+
+    def next_wake(self) -> float | None:
+        """The moment of the first sleeper; None if nobody sleeps."""
+        while self._sleepers and self._sleepers[0][2].done():  # cancelled
+            heapq.heappop(self._sleepers)
+        return self._sleepers[0][0] if self._sleepers else None
+
+    async def advance(self, seconds: float) -> None:
+        """Let `seconds` pass. Sleepers wake in the order of their times, then in the order in which they lay down."""
+        end = self._now + seconds
+        await self.settle()
+        while (wake := self.next_wake()) is not None and wake <= end:
+            self._now = max(self._now, wake)
+            _, _, future = heapq.heappop(self._sleepers)
+            future.set_result(None)
+            await self.settle()
+        self._now = end
+        await self.settle()
+
+    def jump(self, seconds: float) -> None:
+        """Time passes and nobody notices yet: what a process sees that was stopped and goes on. Sleepers stay asleep
+        until the next `advance`, even one by 0."""
+        self._now += seconds
+
+    async def run(self, awaitable: Awaitable[T], *, limit_s: float = 86_400.0) -> T:
+        """Advance from sleeper to sleeper until `awaitable` is done, and return its result.
+
+        Raises TimeoutError when it still waits after `limit_s`, or waits though nobody sleeps any more.
+        """
+        task = asyncio.ensure_future(awaitable)
+        end = self._now + limit_s
+        try:
+            await self.settle()
+            while not task.done():
+                wake = self.next_wake()
+                if wake is None or wake > end:
+                    why = "nobody sleeps" if wake is None else f"after {limit_s:g} s"
+                    raise TimeoutError(f"what was awaited still waits ({why})")
+                await self.advance(max(0.0, wake - self._now))
+            return await task
+        finally:
+            task.cancel()
+
+    async def settle(self) -> None:
+        """Let every task run until it waits for something."""
+        loop = asyncio.get_running_loop()
+        # The loop's queue of what can run now is its own affair, but a fixed number of turns would be a guess: a chain
+        # of n awaiting tasks needs n of them. Other loops (which have no such queue to be seen) get the guess.
+        ready = getattr(loop, "_ready", None)
+        if ready is None:
+            for _ in range(_TURNS):
+                await asyncio.sleep(0)  # noqa: TID251 - this is a clock
+            return
+        await asyncio.sleep(0)  # noqa: TID251 - this is a clock
+        while ready:  # noqa: ASYNC110 - there is no event for "nothing can run"
+            await asyncio.sleep(0)  # noqa: TID251 - this is a clock
+
+
+_TURNS = 100

@@ -1,0 +1,209 @@
+"""The server's side of the store in memory: revisions, leases, transactions, history and its compaction.
+
+Everything here happens at once and in one order, as after a real etcd's raft; only `wait_for_change` waits. What can go
+wrong on the way to it is `gcore.testing.memory_store`'s. Leases end by the injected clock: lazily, when the cluster is
+next asked, or when somebody waits for a change. A real etcd gives every lease its full time again after a change of
+leader; here `extend_leases` does that. There is no disk, no raft, no authentication, and no limit on the database.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from gcore.clock import Clock
+from gcore.errors import LeaseLost
+from gcore.store.limits import MIN_TTL_S
+from gcore.store.types import Compare, Delete, KeyValue, Listing, Put, TxnResult, WatchBatch, WatchEvent
+
+
+@dataclass(slots=True)
+class _Lease:
+    ttl: int
+    ends: float
+    keys: set[str]
+
+
+class MemoryCluster:
+    """The server; `gcore.testing.MemoryStore` connects to it. `clock` ends leases."""
+
+    def __init__(self, clock: Clock, *, min_ttl_s: int = MIN_TTL_S) -> None:
+        self.clock = clock
+        self.revision = 1
+        self.compacted = 0
+        self._min_ttl_s = min_ttl_s
+        self._keys: dict[str, KeyValue] = {}
+        self._leases: dict[int, _Lease] = {}
+        self._next_lease = 1
+        self._history: list[tuple[WatchEvent, ...]] = []  # of the revisions compacted+1 (or 2) .. revision
+        self._changed = asyncio.Event()
+        self._late: list[Callable[[], object]] = []
+
+    # What a test does to the server.
+
+    def compact(self, revision: int | None = None) -> None:
+        """Forget the history up to `revision` (None: all of it). Watchers that had not read it so far begin again."""
+        upto = self.revision if revision is None else revision
+        if not self.compacted < upto <= self.revision:
+            raise ValueError(f"revision {upto} is not between {self.compacted + 1} and {self.revision}")
+        del self._history[: upto - max(self.compacted, 1)]
+        self.compacted = upto
+        self._wake()
+
+    def end_lease(self, lease: int) -> None:
+        """End a lease as if its time were over. Nothing happens if it is gone."""
+        ended = self._leases.pop(lease, None)
+        if ended is not None:
+            self._commit([Delete(key) for key in sorted(ended.keys)])
+
+    def extend_leases(self) -> None:
+        """Give every lease its full time again, as a new leader does."""
+        self._end_leases()
+        for lease in self._leases.values():
+            lease.ends = self.clock.monotonic() + lease.ttl
+
+    def deliver_late(self, count: int | None = None) -> int:
+        """Do what was held back by DELIVER_LATE, oldest first, at most `count`; how many were done."""
+        due, self._late = self._late[:count], self._late[len(self._late[:count]) :]
+        for do in due:
+            try:
+                do()
+            except LeaseLost:
+                continue  # its caller has long given up
+        return len(due)
+
+    def hold_back(self, do: Callable[[], object]) -> None:
+        """Remember a request for `deliver_late`."""
+        self._late.append(do)
+
+    # What clients ask of it. Nothing here waits.
+
+    def get(self, key: str) -> KeyValue | None:
+        """The key now."""
+        self._end_leases()
+        return self._keys.get(key)
+
+    def listing(self, prefix: str) -> Listing:
+        """The keys with `prefix` now."""
+        self._end_leases()
+        return Listing(
+            tuple(self._keys[key] for key in sorted(self._keys) if key.startswith(prefix)), revision=self.revision
+        )
+
+    def transact(self, compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> TxnResult:
+        """All or nothing."""
+        self._end_leases()
+        for compare in compares:
+            kv = self._keys.get(compare.key)
+            if (kv.mod_revision if kv else 0) != compare.mod_revision:
+                return TxnResult(won=False, revision=self.revision)
+        for write in writes:
+            if isinstance(write, Put) and write.lease and write.lease not in self._leases:
+                raise _lease_lost(write.lease)
+        self._commit(writes)
+        return TxnResult(won=True, revision=self.revision)
+
+    def grant(self, ttl: int) -> int:
+        """A new lease."""
+        self._end_leases()
+        lease, self._next_lease = self._next_lease, self._next_lease + 1
+        ttl = max(ttl, self._min_ttl_s)
+        self._leases[lease] = _Lease(ttl, self.clock.monotonic() + ttl, set())
+        self._wake()  # whoever waits for the next lease to end must look again
+        return lease
+
+    def keep_alive(self, lease: int) -> float:
+        """Renew; the seconds it has again."""
+        self._end_leases()
+        held = self._leases.get(lease)
+        if held is None:
+            raise _lease_lost(lease)
+        held.ends = self.clock.monotonic() + held.ttl
+        return float(held.ttl)
+
+    def revoke(self, lease: int) -> None:
+        """End a lease."""
+        self._end_leases()
+        self.end_lease(lease)
+
+    def events_since(self, revision: int, prefix: str) -> tuple[WatchBatch, ...] | None:
+        """Changes under `prefix` after `revision`, one batch a revision; None if they were compacted away."""
+        self._end_leases()
+        if revision < self.compacted:
+            return None
+        first = max(self.compacted, 1) + 1
+        batches = []
+        for number, events in enumerate(self._history[revision + 1 - first :], start=revision + 1):
+            seen = tuple(event for event in events if event.kv.key.startswith(prefix))
+            if seen:
+                batches.append(WatchBatch(seen, number))
+        return tuple(batches)
+
+    async def wait_for_change(self) -> None:
+        """Until something was written, granted or compacted, or a lease has ended."""
+        changed = asyncio.ensure_future(self._changed.wait())
+        waits: list[asyncio.Future[object]] = [changed]  # type: ignore[list-item]
+        ends = min((lease.ends for lease in self._leases.values()), default=None)
+        if ends is not None:
+            waits.append(asyncio.ensure_future(self.clock.sleep(ends - self.clock.monotonic())))
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        self._end_leases()
+
+    def _end_leases(self) -> None:
+        now = self.clock.monotonic()
+        for lease in sorted(number for number, held in self._leases.items() if held.ends <= now):
+            self.end_lease(lease)
+
+    def _commit(self, writes: Sequence[Put | Delete]) -> None:
+        """Apply `writes` as one revision; none is made if nothing changes."""
+        revision = self.revision + 1
+        events: list[WatchEvent] = []
+        for write in writes:
+            if isinstance(write, Put):
+                events.append(self._put(write, revision))
+                continue
+            doomed = sorted(key for key in self._keys if key.startswith(write.key)) if write.prefix else [write.key]
+            for key in doomed:
+                gone = self._keys.pop(key, None)
+                if gone is not None:
+                    self._detach(gone)
+                    events.append(WatchEvent("delete", KeyValue(key, b"", 0, revision, version=0)))
+        if events:
+            self.revision = revision
+            self._history.append(tuple(events))
+            self._wake()
+
+    def _put(self, write: Put, revision: int) -> WatchEvent:
+        old = self._keys.get(write.key)
+        if old is not None:
+            self._detach(old)
+        kv = KeyValue(
+            write.key,
+            write.value,
+            old.create_revision if old else revision,
+            revision,
+            version=old.version + 1 if old else 1,
+            lease=write.lease,
+        )
+        self._keys[write.key] = kv
+        if write.lease:
+            self._leases[write.lease].keys.add(write.key)
+        return WatchEvent("put", kv)
+
+    def _detach(self, kv: KeyValue) -> None:
+        lease = self._leases.get(kv.lease)
+        if lease is not None:
+            lease.keys.discard(kv.key)
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+def _lease_lost(lease: int) -> LeaseLost:
+    return LeaseLost(f"lease {lease:x} has ended", fix="Begin a new session; what stood under it is gone")
