@@ -1,0 +1,195 @@
+"""The catalogue of gcore's metrics: every name, label and meaning that Prometheus sees, in one place.
+
+Base units (seconds, bytes; ratios from 0 to 1), `_total` for counters and for nothing else. Labels take few values: a
+code, a phase, a result, a pool. Never a prompt, a request, an instance, an incarnation or a free text. What is known
+about a job is a gauge labelled with the job's name alone, and goes with `forget_job` when the controller lets go of it.
+
+Each process has one `Metrics` with a registry of its own, handed to whoever counts; no metric lives at module level.
+Does not decide what is worth an alert (`deploy/prometheus`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, start_http_server
+
+from gcore import __version__
+from gcore.clock import Clock
+from gcore.errors import UsageError
+
+CALL_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+"""Upper bounds for calls to the store, in seconds."""
+WORK_BUCKETS_S = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
+"""Upper bounds for parts of a step and requests to engines, in seconds."""
+
+STEP_STATS = MappingProxyType(
+    {
+        "reward": ("gcore_reward", "Mean reward of the samples of the last committed step."),
+        "accuracy": ("gcore_accuracy_ratio", "Newest accuracy on the held-out prompts, 0 to 1."),
+        "response_length": ("gcore_response_tokens", "Mean response length in the last committed step, in tokens."),
+        "tokens_per_second": ("gcore_tokens_per_second", "Tokens trained per second of the last committed step."),
+        "loss": ("gcore_loss", "Policy loss of the last committed step."),
+        "kl": ("gcore_kl", "KL divergence of the last committed step, in nats a token."),
+        "entropy": ("gcore_entropy", "Entropy of the policy in the last committed step, in nats a token."),
+        "clip_fraction": ("gcore_clip_ratio", "Share of tokens whose ratio was clipped, 0 to 1."),
+        "mismatch_kl": ("gcore_engine_mismatch", "Trainer's against engine's log-probabilities, in nats a token."),
+        "grad_norm": ("gcore_gradient_norm", "Global gradient norm before clipping, last committed step."),
+        "learning_rate": ("gcore_learning_rate", "Learning rate of the last update."),
+    }
+)
+"""A committed step's numbers, by their name in the step's statistics, and the gauges that show them."""
+
+
+class Metrics:
+    """One process's metrics. Count with e.g. `metrics.transactions.labels(kind="seal", result="won").inc()`."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)  # process_start_time_seconds, _resident_memory_bytes, ...
+        self._gauge("gcore_build_info", "Always 1; the version is in the label.", "version").labels(__version__).set(1)
+        self._store()
+        self._chain()
+        self._generation()
+        self._membership()
+
+    def _store(self) -> None:
+        """The store, and what goes through it."""
+        self.transactions = self._counter(
+            "gcore_transactions_total",
+            "Guarded transactions by kind (seal, reseal, ready, commit, account, rollback, ...) "
+            "and result (won, lost, unknown).",
+            "kind",
+            "result",
+        )
+        self.store_seconds = self._histogram(
+            "gcore_store_call_seconds",
+            "Seconds a call to the store took, answered or not.",
+            CALL_BUCKETS_S,
+            "operation",
+        )
+        self.store_unavailable = self._counter(
+            "gcore_store_unavailable_total", "Calls to the store that had no answer in time.", "operation"
+        )
+        self.cycle_outcomes = self._counter(
+            "gcore_cycle_outcomes_total", "Cycles of the daemon's loops by outcome code.", "code"
+        )
+
+    def _chain(self) -> None:
+        """Steps and what came of the prompts."""
+        self.prompt_outcomes = self._counter(
+            "gcore_prompt_outcomes_total",
+            "Prompts that reached their outcome (trained, filtered, failed) in entries this process wrote.",
+            "outcome",
+        )
+        self.step = self._gauge("gcore_step", "The newest committed step.", "job")
+        self.lineage = self._gauge("gcore_lineage", "The current lineage: the number of rollbacks so far.", "job")
+        self.step_seconds = self._histogram(
+            "gcore_step_seconds",
+            "Seconds of a step by phase (collect, exchange, train, publish, ...).",
+            WORK_BUCKETS_S,
+            "phase",
+        )
+        self.exchange_bytes = self._counter("gcore_exchange_bytes_total", "Bytes of samples sent to train ranks.")
+        self.checkpoints = self._counter("gcore_checkpoints_total", "Checkpoints by result.", "result")
+        self._step_stats = {key: self._gauge(name, help_, "job") for key, (name, help_) in STEP_STATS.items()}
+
+    def _generation(self) -> None:
+        """Engines and what they make."""
+        self.samples = self._counter("gcore_samples_total", "Samples generated for this process.")
+        self.generated_tokens = self._counter("gcore_generated_tokens_total", "Tokens generated for this process.")
+        self.engine_requests = self._counter(
+            "gcore_engine_requests_total",
+            "Requests to engines by pool and result (ok, aborted, refused, unreachable).",
+            "pool",
+            "result",
+        )
+        self.engine_seconds = self._histogram(
+            "gcore_engine_request_seconds", "Seconds a request to an engine took.", WORK_BUCKETS_S, "pool"
+        )
+        self.groups_in_flight = self._gauge(
+            "gcore_groups_in_flight", "Groups this process has started and not finished.", "job"
+        )
+        self.groups_offered = self._gauge(
+            "gcore_groups_offered", "Finished groups this process holds and offers.", "job"
+        )
+
+    def _membership(self) -> None:
+        """Who is there, who works on what, and what is waited for."""
+        self.nodes = self._gauge("gcore_nodes", "Controllers registered in the cluster.")
+        self.members = self._gauge("gcore_members", "Controllers that work on the job.", "job")
+        self.shards_owned = self._gauge("gcore_shards_owned", "Shards assigned to this process.", "job")
+        self.workers = self._gauge(
+            "gcore_workers",
+            "Workers of this node by pool and state (starting, serving, stopping, failed).",
+            "pool",
+            "state",
+        )
+        self.waiting = self._gauge("gcore_waiting", "What waits in this process now, by cause.", "cause")
+        self.waiting_seconds = self._counter(
+            "gcore_waiting_seconds_total", "Seconds waited in this process, by cause.", "cause"
+        )
+
+    @contextlib.contextmanager
+    def wait(self, cause: str, clock: Clock) -> Iterator[None]:
+        """Count what stands inside as waiting for `cause` (a code, not a sentence)."""
+        begun = clock.monotonic()
+        gauge = self.waiting.labels(cause)
+        gauge.inc()
+        try:
+            yield
+        finally:
+            gauge.dec()
+            self.waiting_seconds.labels(cause).inc(max(0.0, clock.monotonic() - begun))
+
+    def show_stats(self, job: str, stats: Mapping[str, float]) -> None:
+        """Set the gauges of `STEP_STATS` that `stats` names; other statistics have no metric."""
+        for key, value in stats.items():
+            if key in self._step_stats:
+                self._step_stats[key].labels(job).set(value)
+
+    def forget_job(self, job: str) -> None:
+        """Take away everything that is about `job`."""
+        gauges = (self.step, self.lineage, self.groups_in_flight, self.groups_offered, self.members, self.shards_owned)
+        for gauge in (*gauges, *self._step_stats.values()):
+            with contextlib.suppress(KeyError):
+                gauge.remove(job)
+
+    def _counter(self, name: str, help_: str, *labels: str) -> Counter:
+        return Counter(name, help_, labels, registry=self.registry)
+
+    def _gauge(self, name: str, help_: str, *labels: str) -> Gauge:
+        return Gauge(name, help_, labels, registry=self.registry)
+
+    def _histogram(self, name: str, help_: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+        return Histogram(name, help_, labels, buckets=buckets, registry=self.registry)
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsServer:
+    """Metrics being served. `address`: host:port, the port as the system chose it if 0 was asked for."""
+
+    address: str
+    _server: WSGIServer
+
+    def close(self) -> None:
+        """Stop serving; blocks until the server's thread has stopped (half a second at most)."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def serve_metrics(metrics: Metrics, host: str = "127.0.0.1", port: int = 0) -> MetricsServer:
+    """Serve `metrics` over HTTP at /metrics, in a thread of its own. Raises UsageError if the address cannot be had."""
+    try:
+        server, _ = start_http_server(port, addr=host, registry=metrics.registry)
+    except OSError as error:
+        raise UsageError(
+            f"metrics cannot be served on {host}:{port} ({error.strerror or error})",
+            fix="Choose another port; 0 takes a free one",
+        ) from error
+    shown = f"[{host}]" if ":" in host else host
+    return MetricsServer(f"{shown}:{server.server_port}", server)

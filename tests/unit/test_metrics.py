@@ -1,0 +1,132 @@
+"""The catalogue of metrics keeps its own rules."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from gcore.errors import UsageError
+from gcore.metrics import STEP_STATS, Metrics, serve_metrics
+
+LABELS = {"kind", "result", "operation", "code", "outcome", "job", "phase", "pool", "state", "cause", "version"}
+WRONG_UNITS = re.compile(r"_(ms|millis\w*|micros\w*|minutes|hours|kb|mb|kib|mib|percent|pct)(_|$)")
+WITH_UNIT = {"seconds": r"\b[Ss]econds?\b", "bytes": r"\b[Bb]ytes\b", "ratio": r"0 to 1", "tokens": r"\b[Tt]okens\b"}
+
+
+def catalogue() -> list[Metric]:
+    return [family for family in Metrics().registry.collect() if not family.name.startswith("process_")]
+
+
+def labelled(metrics: Metrics) -> Iterator[str]:
+    for family in metrics.registry.collect():
+        yield from (f"{sample.name}{sample.labels}" for sample in family.samples)
+
+
+@pytest.mark.parametrize("family", catalogue(), ids=lambda family: family.name)
+class TestEveryMetric:
+    def test_is_named_in_gcores_way(self, family: Metric) -> None:
+        assert re.fullmatch(r"gcore(_[a-z]+)+", family.name)
+        assert not WRONG_UNITS.search(family.name), "base units only"
+        # A counter's family is named without its ending, so whatever still bears it is none.
+        assert not family.name.endswith(("_total", "_count", "_sum", "_bucket", "_created"))
+        if family.type == "histogram":
+            assert family.name.endswith(("_seconds", "_bytes"))
+
+    def test_says_in_a_sentence_what_it_is_and_in_which_unit(self, family: Metric) -> None:
+        assert re.fullmatch(r"[A-Z].{10,}\.", family.documentation)
+        for unit, said in WITH_UNIT.items():
+            if re.search(rf"_{unit}(_|$)", family.name):
+                assert re.search(said, family.documentation), unit
+
+
+def test_labels_are_few_and_bounded() -> None:
+    for metric in vars(Metrics()).values():
+        for one in metric.values() if isinstance(metric, dict) else [metric]:
+            labels = set(getattr(one, "_labelnames", ()))
+            assert labels <= LABELS
+            if "job" in labels:
+                assert labels == {"job"}, "or forget_job could not take it away"
+
+
+def test_a_forgotten_job_leaves_nothing_behind() -> None:
+    metrics = Metrics()
+    before = set(labelled(metrics))
+    metrics.step.labels("sums").set(7)
+    for gauge in (metrics.lineage, metrics.members, metrics.shards_owned, metrics.groups_in_flight):
+        gauge.labels("sums").set(1)
+    metrics.groups_offered.labels("sums").set(1)
+    metrics.show_stats("sums", dict.fromkeys(STEP_STATS, 0.5) | {"no_metric_for_this": 1.0})
+    assert {"sums"} == {
+        sample.labels["job"] for f in metrics.registry.collect() for sample in f.samples if "job" in sample.labels
+    }
+    assert "gcore_accuracy_ratio{'job': 'sums'}" in set(labelled(metrics))
+    metrics.forget_job("sums")
+    metrics.forget_job("another")
+    assert set(labelled(metrics)) == before
+
+
+def test_two_catalogues_do_not_share_counts() -> None:
+    one, other = Metrics(), Metrics()
+    one.transactions.labels(kind="seal", result="won").inc()
+    labels = {"kind": "seal", "result": "won"}
+    assert one.registry.get_sample_value("gcore_transactions_total", labels) == 1
+    assert other.registry.get_sample_value("gcore_transactions_total", labels) is None
+
+
+class HandClock:
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wall(self) -> float:
+        return self.now
+
+    async def sleep(self, seconds: float) -> None:
+        raise AssertionError("nothing here sleeps")
+
+
+def test_waiting_is_shown_while_it_lasts_and_its_seconds_are_added_up() -> None:
+    metrics, clock = Metrics(), HandClock()
+    quota = {"cause": "quota"}
+    with contextlib.suppress(KeyError), metrics.wait("quota", clock):
+        clock.now += 2.5
+        assert metrics.registry.get_sample_value("gcore_waiting", quota) == 1
+        raise KeyError
+    assert metrics.registry.get_sample_value("gcore_waiting", quota) == 0
+    assert metrics.registry.get_sample_value("gcore_waiting_seconds_total", quota) == 2.5
+
+
+def test_metrics_are_served_over_http_as_prometheus_reads_them() -> None:
+    metrics = Metrics()
+    metrics.cycle_outcomes.labels("COMMITTED").inc(3)
+    server = serve_metrics(metrics)
+    try:
+        with urllib.request.urlopen(f"http://{server.address}/metrics", timeout=30) as answer:
+            families = {family.name: family for family in text_string_to_metric_families(answer.read().decode())}
+    finally:
+        server.close()
+    assert [s.value for s in families["gcore_cycle_outcomes"].samples if s.name.endswith("_total")] == [3]
+    assert families["process_start_time_seconds"].samples[0].value > 1e9
+
+
+def test_a_port_in_use_is_one_sentence() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UsageError, match=rf"127\.0\.0\.1:{port} .*in use.*\. Choose another port"):
+            serve_metrics(Metrics(), port=port)
+
+
+def test_a_closed_server_gives_its_port_back() -> None:
+    server = serve_metrics(Metrics())
+    server.close()
+    again = serve_metrics(Metrics(), port=int(server.address.rpartition(":")[2]))
+    again.close()
+    assert again.address == server.address
