@@ -1,0 +1,116 @@
+"""What is written about workers: the registration in the store, and the launch document that starts a supervisor.
+
+A registration is under the worker's own lease, so it ends with the supervisor and not with the controller that started
+it. Nothing here reads or writes.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from gcore.ledger.records import Part, Record
+from gcore.worker.process import ProcessId
+
+Role = Literal["rollout", "reward", "train"]
+WorkerState = Literal["starting", "serving", "failed", "stopping"]
+
+
+class WorkerRecord(Record):
+    """`workers/{instance}`, under the worker's lease."""
+
+    instance: str
+    node: str
+    role: Role
+    job_uid: str
+    slot: str
+    pid: int
+    """The supervisor's, on `node`."""
+    pid_started: int
+    """Clock ticks from the node's boot to the supervisor's start: with the pid its identity."""
+    child_pid: int | None = None
+    state: WorkerState = "starting"
+    address: str = ""
+    """host:port where the child answers; empty until it has said so."""
+    reason: str = ""
+    """Why it failed or stops, one sentence."""
+    world: str | None = None
+    rank: int | None = None
+
+    @property
+    def process(self) -> ProcessId:
+        """The supervisor, for whoever is on its node."""
+        return ProcessId(self.pid, self.pid_started)
+
+
+class TlsFiles(Part):
+    """Files (PEM) for speaking to the store.
+
+    `ca`: who signs the store's certificates (None: the system's authorities). `cert` and `key` go together; without
+    them only the server is checked.
+    """
+
+    ca: str | None = None
+    cert: str | None = None
+    key: str | None = None
+
+
+class UserRef(Part):
+    """Who speaks to the store. The password stands in a file, never here."""
+
+    name: str
+    password_file: str
+
+
+class StoreRef(Part):
+    """How to reach the store."""
+
+    endpoints: Annotated[tuple[str, ...], Field(min_length=1)]
+    tls: TlsFiles | None = None
+    user: UserRef | None = None
+
+
+class LaunchSpec(Record):
+    """The file that `gcore-worker --launch` reads. All times in seconds."""
+
+    instance: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
+    node: str
+    role: Role
+    job_uid: str
+    slot: str
+    store: StoreRef
+    log_file: str
+    """Where the child's output goes."""
+    command: Annotated[tuple[str, ...], Field(min_length=1)]
+    """The child, e.g. (sys.executable, "-m", "gcore.rollout.engine")."""
+    child: dict[str, Any] = Field(default_factory=dict)
+    """The child's own launch document, its first line on the control line."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Added to the supervisor's environment for the child."""
+    threads: PositiveInt = 1
+    """OMP_NUM_THREADS of the child, unless `env` names another."""
+    world: str | None = None
+    rank: NonNegativeInt | None = None
+    lease_ttl_s: PositiveInt = 10
+    orphan_grace_s: NonNegativeFloat = 60.0
+    """So long may the node be without a controller before the worker drains and ends."""
+    store_grace_s: PositiveFloat = 1800.0
+    """So long may the store be away before the worker ends: nobody can find it any more."""
+    start_limit_s: PositiveFloat = 600.0
+    """From the child's start to its "serving"."""
+    watchdog_s: PositiveFloat = 120.0
+    """A phase of work without progress for so long is a hang."""
+    stop_grace_s: NonNegativeFloat = 10.0
+    """From "stop" to SIGKILL."""
+    linger_s: NonNegativeFloat = 3.0
+    """So long a failure stays readable in the store before the supervisor ends."""
+
+    @model_validator(mode="after")
+    def _ranks_have_a_world(self) -> Self:
+        if (self.role == "train") != (self.world is not None) or (self.world is None) != (self.rank is None):
+            raise ValueError(
+                f"role {self.role!r} with world {self.world!r} and rank {self.rank!r}; "
+                "a train rank has both, any other worker neither"
+            )
+        return self

@@ -1,0 +1,321 @@
+"""Supervisors and their children as real processes, on a real etcd."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gcore.clock import SystemClock
+from gcore.store import keys
+from gcore.store.client import EtcdStore
+from gcore.store.types import Delete, KeyValue, Put
+from gcore.worker.launch import start_worker
+from gcore.worker.process import ProcessId, identify, is_running, send_signal, terminate, wait_ended
+from gcore.worker.records import LaunchSpec, StoreRef, WorkerRecord
+
+CHILD = Path(__file__).with_name("worker_child.py")
+SERVE = ["tell", "serving", {"address": "127.0.0.1:4711"}]
+READY = ["tell", "progress", {"phase": "waiting", "progress": 1}]
+LONG_S = 60.0
+"""Only reached when something is broken."""
+
+
+@dataclass
+class Node:
+    """A node of its own in the store, with a controller (a key) at first."""
+
+    store: EtcdStore
+    endpoint: str
+    home: Path
+    name: str = field(default_factory=lambda: f"node-{uuid.uuid4().hex[:8]}")
+    started: list[ProcessId] = field(default_factory=list)
+
+    def spec(self, *steps: list[Any], **changes: Any) -> LaunchSpec:
+        instance = f"w-{uuid.uuid4().hex[:8]}"
+        defaults: dict[str, Any] = {
+            "instance": instance,
+            "node": self.name,
+            "role": "rollout",
+            "job_uid": self.name,
+            "slot": "cpu:0",
+            "store": StoreRef(endpoints=(self.endpoint,)),
+            "log_file": str(self.home / "logs" / f"{instance}.log"),
+            "command": (sys.executable, str(CHILD)),
+            "child": {"steps": steps},
+            "lease_ttl_s": 2,
+            "stop_grace_s": LONG_S,
+            "linger_s": 1.0,
+        }
+        return LaunchSpec.model_validate(defaults | changes)
+
+    def start(self, spec: LaunchSpec) -> ProcessId:
+        supervisor = start_worker(spec, self.home)
+        self.started.append(supervisor)
+        return supervisor
+
+    async def shown(self, spec: LaunchSpec, state: str) -> WorkerRecord:
+        """The registration as soon as its state is `state`; nothing but "starting" may come before."""
+        key = keys.worker(spec.instance)
+        async with asyncio.timeout(LONG_S):
+            async for batch in self.store.watch(key):
+                for event in batch.events:
+                    assert event.kind == "put", self.log(spec)
+                    record = WorkerRecord.decode(event.kv.value)
+                    if record.state == state:
+                        return record
+                    assert record.state in ("starting", "serving"), record
+        raise AssertionError("the watch ended")
+
+    async def gone(self, spec: LaunchSpec) -> None:
+        """Until the registration is gone."""
+        async with asyncio.timeout(LONG_S):
+            async for batch in self.store.watch(keys.worker(spec.instance)):
+                if (batch.reset and not batch.events) or any(event.kind == "delete" for event in batch.events):
+                    return
+
+    async def written_after(self, kv: KeyValue) -> KeyValue:
+        """The key of `kv` as soon as it was written again."""
+        async with asyncio.timeout(LONG_S):
+            async for batch in self.store.watch(kv.key):
+                for event in batch.events:
+                    if event.kind == "put" and event.kv.mod_revision > kv.mod_revision:
+                        return event.kv
+        raise AssertionError("the watch ended")
+
+    async def has_controller(self, present: bool, node: str | None = None) -> None:
+        key = keys.node(node or self.name)
+        await self.store.transact((), (Put(key, b"{}") if present else Delete(key),))
+
+    def log(self, spec: LaunchSpec) -> str:
+        """What the child said."""
+        path = Path(spec.log_file)
+        return path.read_text() if path.exists() else ""
+
+    def supervisor_log(self, spec: LaunchSpec) -> str:
+        return (self.home / "logs" / f"{spec.instance}.supervisor.log").read_text()
+
+
+async def ended(process: ProcessId) -> None:
+    assert await asyncio.to_thread(wait_ended, process, LONG_S)
+
+
+def child_of(record: WorkerRecord) -> ProcessId:
+    assert record.child_pid is not None
+    child = identify(record.child_pid)
+    assert child is not None
+    return child
+
+
+@pytest.fixture(scope="session")
+def etcd_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        client, peer = (f"http://127.0.0.1:{s.getsockname()[1]}" for s in (one, other))
+    data = tmp_path_factory.mktemp("etcd")
+    process = subprocess.Popen(
+        [
+            "etcd",
+            "--data-dir",
+            str(data),
+            "--listen-client-urls",
+            client,
+            "--advertise-client-urls",
+            client,
+            "--listen-peer-urls",
+            peer,
+            "--initial-advertise-peer-urls",
+            peer,
+            "--initial-cluster",
+            f"default={peer}",
+        ],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    yield client.removeprefix("http://")
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
+async def node(etcd_endpoint: str, tmp_path: Path) -> AsyncIterator[Node]:
+    store = await EtcdStore.connect([etcd_endpoint], clock=SystemClock())
+    node = Node(store, etcd_endpoint, tmp_path)
+    await node.has_controller(True)
+    yield node
+    for process in node.started:
+        terminate(process, grace_s=0)
+    await store.close()
+
+
+async def test_a_serving_child_is_found_in_the_store_and_a_stop_ends_it_in_order(node: Node) -> None:
+    spec = node.spec(["say environment", "OMP_WAIT_POLICY", "OMP_NUM_THREADS", "EXTRA"], SERVE, env={"EXTRA": "1"})
+    supervisor = node.start(spec)
+    record = await node.shown(spec, "serving")
+    assert (record.address, record.process) == ("127.0.0.1:4711", supervisor)
+    child = child_of(record)
+    send_signal(supervisor, signal.SIGTERM)
+    stopping = await node.shown(spec, "stopping")
+    assert stopping.reason == "asked to by SIGTERM"
+    await ended(supervisor)
+    await node.gone(spec)
+    assert not is_running(child)
+    assert node.log(spec).split("\n") == ["OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 EXTRA=1", "stopped as told", ""]
+
+
+async def test_a_killed_child_is_shown_as_failed_and_why(node: Node) -> None:
+    spec = node.spec(["say", "last words"], SERVE)
+    supervisor = node.start(spec)
+    os.kill(child_of(await node.shown(spec, "serving")).pid, signal.SIGKILL)
+    assert (await node.shown(spec, "failed")).reason == "killed by SIGKILL: last words"
+    await ended(supervisor)
+    await node.gone(spec)
+
+
+@pytest.mark.parametrize(
+    ("steps", "reason"),
+    [
+        (
+            [["say", "Traceback"], ["say", "ValueError: no"], ["exit", 3]],
+            "ended by itself with exit code 3: Traceback | ValueError: no",
+        ),
+        ([["tell", "failed", {"reason": "no such model"}], ["exit", 2]], "no such model"),
+    ],
+    ids=["a crash", "a failure told"],
+)
+async def test_a_child_that_fails_while_it_starts_is_shown_with_its_last_words(
+    node: Node, steps: list[list[Any]], reason: str
+) -> None:
+    spec = node.spec(*steps)
+    node.start(spec)
+    assert (await node.shown(spec, "failed")).reason == reason
+
+
+async def test_a_command_that_does_not_exist_is_shown_as_failed(node: Node) -> None:
+    spec = node.spec(command=("/no/such/engine",))
+    node.start(spec)
+    assert "cannot start '/no/such/engine': No such file or directory" in (await node.shown(spec, "failed")).reason
+
+
+async def test_a_child_dies_with_its_supervisor_and_the_registration_with_its_lease(node: Node) -> None:
+    spec = node.spec(SERVE)
+    supervisor = node.start(spec)
+    child = child_of(await node.shown(spec, "serving"))
+    send_signal(supervisor, signal.SIGKILL)
+    await ended(child)
+    await node.gone(spec)
+
+
+async def test_what_a_child_left_behind_is_killed_with_it(node: Node) -> None:
+    spec = node.spec(["leave a grandchild"], SERVE)
+    node.start(spec)
+    child = child_of(await node.shown(spec, "serving"))
+    grandchild = identify(int(node.log(spec).split()[1]))
+    assert grandchild is not None
+    os.kill(child.pid, signal.SIGKILL)
+    await node.shown(spec, "failed")
+    await ended(grandchild)
+
+
+async def test_a_hung_child_is_killed_by_the_watchdog(node: Node) -> None:
+    spec = node.spec(SERVE, ["tell", "progress", {"phase": "update", "progress": 1}], watchdog_s=0.5)
+    node.start(spec)
+    child = child_of(await node.shown(spec, "serving"))
+    record = await node.shown(spec, "failed")
+    assert re.fullmatch(r"no progress in phase 'update' for \d+ s", record.reason)
+    await ended(child)
+
+
+async def test_a_child_that_was_stopped_by_a_signal_is_found_though_it_only_waits(node: Node) -> None:
+    spec = node.spec(SERVE, READY, watchdog_s=0.5)
+    node.start(spec)
+    child = child_of(await node.shown(spec, "serving"))
+    os.kill(child.pid, signal.SIGSTOP)
+    assert "stopped by a signal" in (await node.shown(spec, "failed")).reason
+    await ended(child)
+
+
+async def test_a_child_that_never_serves_is_failed(node: Node) -> None:
+    spec = node.spec(["sleep"], start_limit_s=2.0)
+    node.start(spec)
+    assert (await node.shown(spec, "failed")).reason == "did not serve within 2 s of its start"
+
+
+async def test_a_worker_without_a_controller_on_its_node_drains_and_ends(node: Node) -> None:
+    spec = node.spec(SERVE, orphan_grace_s=1.0)
+    supervisor = node.start(spec)
+    await node.shown(spec, "serving")
+    await node.has_controller(False)
+    await ended(supervisor)
+    await node.gone(spec)
+    assert node.log(spec) == "stopped as told\n"
+    assert f"orphaned: node {node.name} has had no controller" in node.supervisor_log(spec)
+
+
+async def test_a_worker_whose_controller_came_back_stays(node: Node) -> None:
+    adopted = node.spec(SERVE, orphan_grace_s=1.0)
+    orphan = node.spec(SERVE, orphan_grace_s=1.0, node=node.name + "-b")
+    await node.has_controller(True, orphan.node)
+    supervisors = [node.start(spec) for spec in (adopted, orphan)]
+    for spec in (adopted, orphan):
+        await node.shown(spec, "serving")
+    await node.has_controller(False)
+    await node.has_controller(False, orphan.node)  # its grace begins later, and so does its end
+    await node.has_controller(True)
+    await ended(supervisors[1])
+    assert is_running(supervisors[0])
+    assert (await node.shown(adopted, "serving")).state == "serving"
+
+
+async def test_a_second_instance_for_the_same_rank_is_refused_and_starts_no_child(node: Node) -> None:
+    rank = {"role": "train", "world": "w", "rank": 0}
+    first, second = node.spec(SERVE, **rank), node.spec(SERVE, **rank)
+    node.start(first)
+    await node.shown(first, "serving")
+    supervisor = node.start(second)
+    refused = await node.shown(second, "failed")
+    assert (refused.reason, refused.child_pid) == (f"rank 0 of world w is taken by worker {first.instance}", None)
+    await ended(supervisor)
+    assert node.log(second) == ""
+
+
+async def test_the_rendezvous_of_rank_0_reaches_the_other_ranks_and_only_them(node: Node) -> None:
+    late = node.spec(["serve where the rendezvous is"], role="train", world="w", rank=1)
+    zero = node.spec(["tell", "store", {"address": "10.0.0.1:29500"}], SERVE, role="train", world="w", rank=0)
+    other = node.spec(["serve where the rendezvous is"], role="train", world="w2", rank=1)
+    for spec in (other, late, zero):
+        node.start(spec)
+    assert (await node.shown(late, "serving")).address == "10.0.0.1:29500"
+    assert (await node.shown(zero, "serving")).address == "127.0.0.1:4711"
+    assert (await node.shown(other, "starting")).address == ""
+
+
+async def test_a_lost_lease_is_replaced_while_the_child_works_on(node: Node) -> None:
+    spec = node.spec(SERVE)
+    node.start(spec)
+    before = await node.shown(spec, "serving")
+    kv = await node.store.get(keys.worker(spec.instance))
+    assert kv is not None
+    await node.store.revoke(kv.lease)
+    again = await node.written_after(kv)
+    assert again.lease not in (0, kv.lease)
+    assert WorkerRecord.decode(again.value) == before
+
+
+async def test_an_unusable_launch_document_is_one_sentence(node: Node) -> None:
+    spec = node.spec(SERVE)
+    supervisor = node.start(spec.model_copy(update={"role": "train"}))
+    await ended(supervisor)
+    log = node.supervisor_log(spec)
+    assert "a train rank has both" in log
+    assert "Traceback" not in log

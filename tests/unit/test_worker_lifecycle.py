@@ -1,0 +1,323 @@
+"""What the supervisor decides, as a story of events and as properties over any such story."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gcore.worker import events as e
+from gcore.worker.lifecycle import FAILED, LINE_GRACE_S, SHOW_LIMIT_S, STOPPED, Child, Life, decide, wake_at
+from gcore.worker.records import LaunchSpec, StoreRef
+
+ENGINE = LaunchSpec(
+    instance="w1",
+    node="node-1",
+    role="rollout",
+    job_uid="j",
+    slot="cpu:0",
+    store=StoreRef(endpoints=("127.0.0.1:1",)),
+    log_file="/dev/null",
+    command=("true",),
+    orphan_grace_s=60,
+    store_grace_s=1000,
+    start_limit_s=300,
+    watchdog_s=20,
+    stop_grace_s=10,
+    linger_s=3,
+)
+RANK = ENGINE.model_copy(update={"role": "train", "world": "w", "rank": 1})
+
+
+@dataclass
+class Story:
+    """A life under events. `done` are all instructions so far."""
+
+    spec: LaunchSpec = ENGINE
+    now: float = 0.0
+    done: list[e.Instruction] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.life = Life.begin(self.spec, self.now)
+
+    def meets(self, *happening: e.Event) -> list[e.Instruction]:
+        """The instructions that followed from these events."""
+        new: list[e.Instruction] = []
+        for event in happening:
+            decision = decide(self.life, event, self.now)
+            self.life = decision.life
+            new += decision.instructions
+        self.done += new
+        return new
+
+    def passes(self, seconds: float) -> list[e.Instruction]:
+        """Time passes, and the supervisor looks whenever it planned to."""
+        new: list[e.Instruction] = []
+        end = self.now + seconds
+        while (due := wake_at(self.life)) is not None and due <= end and not self.life.left:
+            self.now = due
+            new += self.meets(e.Looked())
+        self.now = end
+        return new + self.meets(e.Looked())
+
+
+def serving(spec: LaunchSpec = ENGINE) -> Story:
+    story = Story(spec)
+    assert story.meets(e.NodeWatched(True)) == []
+    assert story.meets(e.Registered()) == [e.StartChild()]
+    assert story.meets(e.ChildStarted(42), e.ChildServes("127.0.0.1:8000"), e.Shown("serving")) == []
+    assert (story.life.state, story.life.address, story.life.child_pid) == ("serving", "127.0.0.1:8000", 42)
+    return story
+
+
+def test_the_child_is_started_only_after_the_registration_and_once() -> None:
+    story = Story()
+    assert story.passes(100) == []
+    assert story.meets(e.Registered()) == [e.StartChild()]
+    story.meets(e.ChildStarted(42))
+    assert story.meets(e.Registered()) == [], "a lease lost and found again"
+
+
+def test_an_idle_engine_is_left_alone_for_ever() -> None:
+    assert serving().passes(1e6) == []
+
+
+def test_who_comes_second_for_a_rank_never_starts_a_child_and_leaves_with_the_reason_shown() -> None:
+    story = Story(RANK)
+    assert story.meets(e.Refused("rank 1 of world w is taken by worker w0")) == []
+    assert (story.life.state, story.life.reason) == ("failed", "rank 1 of world w is taken by worker w0")
+    story.meets(e.Shown("failed"))
+    assert story.passes(RANK.linger_s) == [e.Leave(FAILED)]
+
+
+def test_a_child_that_ends_by_itself_has_failed_and_the_failure_lingers() -> None:
+    story = serving()
+    assert story.meets(e.LineClosed(), e.ChildEnded("killed by SIGKILL"), e.Shown("failed")) == []
+    assert (story.life.state, story.life.reason) == ("failed", "killed by SIGKILL")
+    assert story.passes(2.9) == []
+    assert story.passes(0.1) == [e.Leave(FAILED)]
+
+
+def test_a_failure_that_the_store_does_not_take_lingers_longer_but_not_for_ever() -> None:
+    story = serving()
+    story.meets(e.StoreSeen(False), e.ChildEnded("killed by SIGKILL"))
+    assert story.passes(SHOW_LIMIT_S - 0.1) == []
+    assert story.passes(0.1) == [e.Leave(FAILED)]
+
+
+def test_a_failure_shown_before_the_child_has_died_lingers_from_its_death_on() -> None:
+    story = serving()
+    story.meets(e.ChildFailed("no such model"), e.Shown("failed"))
+    story.passes(1)
+    story.meets(e.ChildEnded("ended by itself with exit code 2"))
+    assert story.life.reason == "no such model", "the child's own words, not what followed"
+    assert story.passes(2.9) == []
+    assert story.passes(0.1) == [e.Leave(FAILED)]
+
+
+@pytest.mark.parametrize(
+    ("farewell", "reason"),
+    [
+        (e.ChildFailed("no such model"), "no such model"),
+        (e.LineClosed(), f"closed its control line and was still there {LINE_GRACE_S:.0f} s later"),
+    ],
+    ids=["said that it failed", "closed its line"],
+)
+def test_a_child_that_said_farewell_and_stays_is_killed(farewell: e.Event, reason: str) -> None:
+    story = serving()
+    assert story.meets(farewell) == []
+    assert story.passes(LINE_GRACE_S) == [e.KillChild()]
+    assert (story.life.state, story.life.reason) == ("failed", reason)
+
+
+def test_a_hung_child_is_killed_and_the_phase_is_named() -> None:
+    story = serving()
+    story.meets(e.ChildProgressed("update", 7))
+    assert story.passes(19.9) == []
+    assert story.meets(e.ChildProgressed("update", 7)) == [], "that is no progress"
+    assert story.passes(0.1) == [e.KillChild()]
+    assert story.life.reason == "no progress in phase 'update' for 20 s"
+
+
+def test_a_child_that_never_serves_is_failed_though_it_reports_progress() -> None:
+    story = Story()
+    story.meets(e.Registered(), e.ChildStarted(42))
+    for progress in range(299):
+        story.meets(e.ChildProgressed("loading", progress))
+        assert story.passes(1) == []
+    assert story.passes(1) == [e.KillChild()]
+    assert story.life.reason == "did not serve within 300 s of its start"
+
+
+def test_a_worker_that_cannot_register_gives_up() -> None:
+    story = Story()
+    story.meets(e.StoreSeen(False))
+    story.passes(300)
+    assert story.life.reason == "could not register in the store within 300 s of its start"
+    assert story.passes(SHOW_LIMIT_S) == [e.Leave(FAILED)]
+
+
+def test_a_supervisor_that_was_paused_itself_does_not_blame_the_child() -> None:
+    story = serving()
+    story.meets(e.ChildProgressed("update", 7))
+    story.now += 3600
+    assert story.meets(e.Looked()) == []
+    assert story.passes(19.9) == []
+    assert story.passes(0.1) == [e.KillChild()], "from then on it counts again"
+
+
+def test_a_stop_lets_the_child_drain() -> None:
+    story = serving()
+    assert story.meets(e.StopAsked("asked to by SIGTERM")) == [e.TellStop()]
+    assert (story.life.state, story.life.reason) == ("stopping", "asked to by SIGTERM")
+    assert story.passes(9) == []
+    assert story.meets(e.LineClosed(), e.ChildEnded("ended by itself with exit code 0")) == [e.Leave(STOPPED)]
+
+
+def test_a_child_that_does_not_stop_is_killed_after_the_grace() -> None:
+    story = serving()
+    story.meets(e.StopAsked("asked to by SIGTERM"))
+    assert story.passes(10) == [e.KillChild()]
+    assert story.meets(e.ChildEnded("killed by SIGKILL")) == [e.Leave(STOPPED)]
+
+
+def test_who_asks_twice_does_not_want_to_wait() -> None:
+    story = serving()
+    story.meets(e.StopAsked("asked to by SIGTERM"))
+    assert story.meets(e.StopAsked("asked to by SIGTERM")) == [e.KillChild()]
+
+
+def test_a_stop_before_the_child_was_started_leaves_at_once() -> None:
+    assert Story().meets(e.StopAsked("asked to by SIGTERM")) == [e.Leave(STOPPED)]
+
+
+def test_a_hang_while_stopping_changes_nothing() -> None:
+    story = serving(ENGINE.model_copy(update={"stop_grace_s": 1000.0}))
+    story.meets(e.ChildProgressed("update", 7), e.StopAsked("asked to by SIGTERM"))
+    assert story.passes(999) == []
+    assert story.life.state == "stopping"
+
+
+def test_an_orphan_is_called_one_only_after_the_store_was_read_once_more() -> None:
+    story = serving()
+    story.meets(e.NodeWatched(False))
+    assert story.passes(60) == [e.ReadNode()]
+    assert story.passes(600) == [], "the store does not answer: nobody is called an orphan"
+    assert story.meets(e.NodeRead(False)) == [e.TellStop()]
+    assert story.life.reason == "orphaned: node node-1 has had no controller for 660 s"
+
+
+def test_a_controller_that_comes_back_adopts_the_worker() -> None:
+    story = serving()
+    story.meets(e.NodeWatched(False))
+    assert story.passes(59) == []
+    story.meets(e.NodeWatched(True))
+    assert story.passes(1e5) == []
+    story.meets(e.NodeWatched(False))
+    assert story.passes(60) == [e.ReadNode()], "the grace begins anew"
+    assert story.meets(e.NodeRead(True)) == []
+    assert story.passes(1e5) == []
+
+
+def test_a_controller_that_came_and_went_while_the_store_was_asked_starts_the_grace_anew() -> None:
+    story = serving()
+    story.meets(e.NodeWatched(False))
+    assert story.passes(60) == [e.ReadNode()]
+    story.meets(e.NodeWatched(True), e.NodeWatched(False))
+    assert story.meets(e.NodeRead(False)) == []
+    assert story.passes(60) == [e.ReadNode()]
+
+
+def test_a_store_that_is_away_for_very_long_ends_the_worker() -> None:
+    story = serving()
+    story.meets(e.StoreSeen(False))
+    story.passes(500)
+    story.meets(e.StoreSeen(False))
+    assert story.passes(500) == [e.TellStop()]
+    assert story.life.reason == "the store has been away for 1000 s"
+
+
+def test_a_store_that_comes_back_is_forgiven() -> None:
+    story = serving()
+    story.meets(e.StoreSeen(False))
+    story.passes(999)
+    story.meets(e.StoreSeen(True))
+    assert story.passes(1e5) == []
+
+
+def test_a_rank_that_lost_its_place_is_killed() -> None:
+    story = serving(RANK)
+    assert story.meets(e.Refused("world w is gone from the store")) == [e.KillChild()]
+    assert story.life.reason == "world w is gone from the store"
+
+
+def test_the_rendezvous_goes_both_ways() -> None:
+    story = serving(RANK)
+    assert story.meets(e.ChildListens("h:1")) == [e.PublishRendezvous("h:1")]
+    assert story.meets(e.RendezvousKnown("h:1")) == [e.TellRendezvous("h:1")]
+
+
+def test_a_child_that_could_not_be_started_is_a_failure() -> None:
+    story = Story()
+    story.meets(e.Registered(), e.ChildFailed("cannot start 'nonsense'"), e.Shown("failed"))
+    assert story.passes(3) == [e.Leave(FAILED)]
+
+
+WORDS = st.sampled_from(["a", "b"])
+HAPPENINGS = st.one_of(
+    st.builds(e.Refused, WORDS),
+    st.builds(e.Shown, st.sampled_from(["starting", "serving", "failed", "stopping"])),
+    st.builds(e.StoreSeen, st.booleans()),
+    st.builds(e.NodeWatched, st.booleans()),
+    st.builds(e.NodeRead, st.booleans()),
+    st.builds(e.RendezvousKnown, WORDS),
+    st.builds(e.ChildServes, WORDS),
+    st.builds(e.ChildListens, WORDS),
+    st.builds(e.ChildProgressed, st.sampled_from(["waiting", "loading", "update"]), st.integers(0, 3)),
+    st.builds(e.ChildFailed, WORDS),
+    st.builds(e.StopAsked, WORDS),
+    st.builds(e.Looked, st.booleans()),
+    st.just(e.LineClosed()),
+    st.just(e.Registered()),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(HAPPENINGS, st.sampled_from([0.0, 0.1, 1.0, 5.0, 25.0, 400.0]), st.booleans()), max_size=40))
+def test_in_any_story_the_supervisor_leaves_no_child_behind_and_always_ends(
+    story_of: list[tuple[e.Event, float, bool]],
+) -> None:
+    story = Story(RANK)
+    for event, later, dies in story_of:
+        state = story.life.state
+        started = e.StartChild() in story.done
+        new = story.meets(event)
+        if e.StartChild() in new:
+            assert not started, "one child in a life"
+            new += story.meets(e.ChildStarted(42))
+        running = story.life.child is Child.RUNNING
+        if dies and running:
+            new += story.meets(e.ChildEnded("died"))
+        new += story.passes(later)
+        for instruction in new:
+            if isinstance(instruction, e.Leave):
+                assert story.life.child is not Child.RUNNING
+                assert instruction.code == (STOPPED if story.life.state == "stopping" else FAILED)
+            if isinstance(instruction, e.KillChild | e.TellStop | e.TellRendezvous):
+                assert running
+        if state in ("failed", "stopping"):
+            assert story.life.state == state, "there is no way back"
+        due = wake_at(story.life)
+        assert story.life.left or due is None or due > story.now, "what is due has been done"
+    # Whatever came before: asked to go, with a child that dies when it is killed, it goes.
+    story.meets(e.StopAsked("end"))
+    story.passes(ENGINE.stop_grace_s + LINE_GRACE_S)
+    if story.life.child is Child.RUNNING:
+        assert story.life.killed
+        story.meets(e.ChildEnded("killed by SIGKILL"))
+    story.passes(SHOW_LIMIT_S)
+    assert story.life.left
+    assert sum(isinstance(instruction, e.Leave) for instruction in story.done) == 1
+    assert decide(replace(story.life), e.Registered(), story.now).instructions == ()
