@@ -1,44 +1,62 @@
-"""What one daemon is told at its start: `gcore-controller --config FILE`."""
+"""What one daemon is told: the file behind `gcore-controller --config FILE`.
+
+The same document on a laptop (written by `gcore up`) and on a cluster (written by whoever deploys). Frozen; unknown keys
+are errors. Holds no secret and nothing about jobs.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveInt, ValidationError
 
 from gcore.errors import UsageError
 
+Port = Annotated[int, Field(ge=0, le=65535)]
+
 
 class NodeConfig(BaseModel):
-    """A daemon's configuration; JSON on disk."""
+    """One controller daemon. Times in seconds; a port of 0 takes a free one."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    node: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$")] = Field(
-        description="The node's name, unique in the cluster"
-    )
-    home: str = Field(description="Folder of the cluster on this machine")
-    run_root: str = Field(description="Folder for the jobs' runs; every node sees it")
-    host: str = Field("127.0.0.1", description="Address to listen on, and that others reach this node at")
-    port: Annotated[int, Field(ge=0, le=65535)] = Field(0, description="Job API; 0: any free port")
-    metrics_port: Annotated[int, Field(ge=0, le=65535)] = Field(0, description="Prometheus metrics; 0: any free port")
-    etcd: Annotated[tuple[str, ...], Field(min_length=1, description="The store's endpoints, host:port")]
-    slots: tuple[str, ...] = Field((), description="Accelerators: cpu:N or cuda:N")
-    lease_ttl_s: PositiveInt = Field(5, description="So long after its death a daemon's shards are its own")
-    orphan_grace_s: PositiveFloat = Field(60.0, description="So long workers live without a daemon on their node")
-    local_cluster: bool = Field(False, description="Restart daemons and etcd of this machine's cluster when they die")
+    schema_version: Literal[1] = 1
+    node: Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$")]
+    """The node's name, unique in the cluster; it stays the same when the daemon is started again."""
+    home: str
+    """The folder that names the installation; on the command line of every process of it."""
+    listen_host: str = "127.0.0.1"
+    listen_port: Port = 0
+    """The job API, the peers' API and health."""
+    metrics_port: Port = 0
+    etcd_endpoints: Annotated[tuple[str, ...], Field(min_length=1)]
+    """host:port each."""
+    slots: Annotated[tuple[str, ...], Field(min_length=1)]
+    """The accelerators of this node that gcore may use, e.g. ("cpu:0",)."""
+    run_root: str
+    """Folder of the jobs' run folders, seen by every node."""
+    lease_ttl_s: PositiveInt = 5
+    """A daemon that is silent for so long has left, for its peers."""
+    orphan_grace_s: NonNegativeFloat = 60.0
+    """So long do workers outlive a daemon that does not come back."""
+    local_cluster: bool = False
+    """Whether the node belongs to `gcore up`: then its workers are drained when the daemon is asked to end."""
 
     @classmethod
     def load(cls, path: Path) -> NodeConfig:
-        """Read a file. Raises UsageError."""
+        """Read the file. Raises UsageError."""
         try:
             return cls.model_validate_json(path.read_bytes())
         except OSError as error:
             raise UsageError(
-                f"cannot read the configuration ({error.strerror})", where=str(path), fix="Name an existing file"
+                f"cannot read the daemon's configuration ({error.strerror or error})",
+                where=str(path),
+                fix="Name an existing file",
             ) from error
         except ValidationError as error:
             first = error.errors()[0]
-            field = ".".join(str(part) for part in first["loc"])
-            raise UsageError(f"{field}: {first['msg']}", where=str(path), fix="Correct the file") from error
+            field = ".".join(str(part) for part in first["loc"]) or "the document"
+            raise UsageError(
+                f"not a daemon's configuration: {field}: {first['msg']}", where=str(path), fix="Correct the file"
+            ) from error

@@ -1,0 +1,155 @@
+"""Following a job through the death of controllers: nothing twice, nothing lost."""
+
+import asyncio
+from contextlib import aclosing
+
+import grpc
+import pytest
+
+from gcore.api.v1 import jobs_pb2 as pb
+from gcore.client import JobsClient, Patience
+from gcore.clock import SystemClock
+from gcore.errors import GcoreError, Unreachable, UsageError
+from gcore.events import JobEvent
+from gcore.testing.fake_jobs import FakeJobs, Script
+
+QUICK = Patience(call_s=2.0, quiet_s=0.1, probe_s=0.1, retry_s=0.02, lost_s=0.4)
+
+
+def steps(first: int, last: int) -> list[JobEvent]:
+    return [JobEvent(n, float(n), "step", data={"step": n, "steps": 9}) for n in range(first, last + 1)]
+
+
+def succeeded(sequence: int) -> JobEvent:
+    return JobEvent(sequence, float(sequence), "state", data={"state": "SUCCEEDED"})
+
+
+@pytest.fixture
+def script():
+    return Script(pb.Job(uid="u1", name="sums", state=pb.JOB_STATE_RUNNING, steps=9))
+
+
+@pytest.fixture
+async def servers(script):
+    both = [await FakeJobs(script).start(), await FakeJobs(script).start()]
+    yield both
+    for server in both:
+        await server.kill()
+
+
+def client(*servers: FakeJobs) -> JobsClient:
+    return JobsClient([s.address for s in servers], clock=SystemClock(), patience=QUICK)
+
+
+async def test_following_goes_on_from_another_controller_when_the_first_is_killed(script, servers):
+    script.play(steps(1, 3))
+    seen = []
+    async with client(*servers) as jobs, aclosing(jobs.follow("sums")) as events:
+        async for event in events:
+            seen.append(event.sequence)
+            if event.sequence == 3:
+                await servers[0].kill()
+                script.play([*steps(4, 6), succeeded(7)])
+    assert seen == [1, 2, 3, 4, 5, 6, 7]
+    assert servers[1].watches[0] == 3
+
+
+async def test_following_leaves_a_controller_that_says_nothing_more(script, servers):
+    script.play(steps(1, 2))
+    seen = []
+    async with client(*servers) as jobs, aclosing(jobs.follow("sums")) as events:
+        async for event in events:
+            seen.append(event.sequence)
+            if event.sequence == 2:
+                servers[0].hush()
+                script.play([*steps(3, 4), succeeded(5)])
+    assert seen == [1, 2, 3, 4, 5]
+
+
+async def test_a_quiet_stream_of_a_living_controller_is_kept(script, servers):
+    script.play(steps(1, 1))
+
+    async def later() -> None:
+        await asyncio.sleep(0.5)  # several probes
+        script.play([succeeded(2)])
+
+    task = asyncio.create_task(later())
+    async with client(*servers) as jobs, aclosing(jobs.follow("sums")) as events:
+        seen = [event.sequence async for event in events]
+    await task
+    assert seen == [1, 2]
+    assert servers[1].watches == []
+
+
+async def test_following_waits_for_a_controller_that_comes_back(script):
+    first = await FakeJobs(script).start()
+    port = int(first.address.rsplit(":", 1)[1])
+    script.play(steps(1, 2))
+    seen = []
+    patience = Patience(call_s=2.0, quiet_s=0.1, probe_s=0.1, retry_s=0.02, lost_s=20.0)
+    jobs = JobsClient([first.address], clock=SystemClock(), patience=patience)
+    async with jobs, aclosing(jobs.follow("sums")) as events:
+        async for event in events:
+            seen.append(event.sequence)
+            if event.sequence == 2:
+                await first.kill()
+                script.play([succeeded(3)])
+                second = await FakeJobs(script).start(port)
+    await second.kill()
+    assert seen == [1, 2, 3]
+
+
+async def test_following_gives_up_when_nobody_answers_for_long(script, servers):
+    script.play(steps(1, 1))
+    async with client(*servers) as jobs, aclosing(jobs.follow("sums")) as events:
+        assert (await anext(events)).sequence == 1
+        for server in servers:
+            await server.kill()
+        with pytest.raises(Unreachable, match="no controller has answered"):
+            await anext(events)
+
+
+async def test_following_starts_after_the_event_that_is_named(script, servers):
+    script.play([*steps(1, 4), succeeded(5)])
+    async with client(*servers) as jobs, aclosing(jobs.follow("sums", after=3)) as events:
+        assert [event.sequence async for event in events] == [4, 5]
+
+
+async def test_a_job_that_is_not_there_cannot_be_followed(servers):
+    async with client(*servers) as jobs, aclosing(jobs.follow("other")) as events:
+        with pytest.raises(UsageError, match="no job is called 'other'"):
+            await anext(events)
+
+
+async def test_a_call_goes_to_the_next_controller_when_one_is_dead(script, servers):
+    await servers[0].kill()
+    async with client(*servers) as jobs:
+        assert (await jobs.get_job("u1")).name == "sums"
+
+
+async def test_a_call_that_nobody_answers_says_so_in_one_sentence(servers):
+    for server in servers:
+        await server.kill()
+    async with client(*servers) as jobs:
+        with pytest.raises(Unreachable) as caught:
+            await jobs.list_jobs()
+    assert "nothing listens there" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "exit_code"),
+    [
+        pytest.param(grpc.StatusCode.INVALID_ARGUMENT, UsageError, 2, id="a wrong request"),
+        pytest.param(grpc.StatusCode.INTERNAL, GcoreError, 1, id="a controller's failure"),
+        pytest.param(grpc.StatusCode.UNAVAILABLE, Unreachable, 3, id="a store that is away"),
+        pytest.param(grpc.StatusCode.UNIMPLEMENTED, UsageError, 2, id="another program"),
+    ],
+)
+async def test_a_refusal_becomes_an_error_of_its_kind(script, servers, code, kind, exit_code):
+    script.refusal = (code, "the reason")
+    async with client(*servers) as jobs:
+        with pytest.raises(kind) as caught:
+            await jobs.list_jobs()
+    assert type(caught.value) is kind
+    assert caught.value.exit_code == exit_code
