@@ -1,0 +1,142 @@
+"""The store on a real etcd (3.4 or later), over our own gRPC channels and aetcd's generated stubs.
+
+What each method promises stands in `gcore.store.types.Store`. Retried inside are reads, and what does no harm when it
+is done twice: keep-alives, revocations, and grants (a lease whose id was lost ends by itself). A transaction is sent
+again only if it was provably never begun (`gcore.store.calls`); otherwise its outcome is unknown and its caller's to
+find out.
+
+No cache, no locks, no elections: a program that needs those builds them from transactions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import grpc.aio
+from aetcd import rpc
+
+from gcore.clock import Clock
+from gcore.errors import LeaseLost
+from gcore.store.calls import Action, Caller, Compacted, Metadata, StreamEnded
+from gcore.store.endpoints import Connection, ConnectionPool, StoreTls, StoreUser
+from gcore.store.limits import check_transaction
+from gcore.store.types import Compare, Delete, KeyValue, Listing, Put, TxnResult, WatchBatch
+from gcore.store.watching import watch
+from gcore.store.wire import key_value, range_begin, range_end, transaction
+
+TIMEOUT_S = 5.0
+"""After so long without an answer a call ends in StoreUnavailable."""
+
+PAGE_KEYS = 500
+"""Keys per answer of a listing."""
+
+
+class EtcdStore:
+    """`gcore.store.types.Store` on etcd. Belongs to the event loop in which it was connected."""
+
+    def __init__(self, caller: Caller) -> None:
+        self._caller = caller
+
+    @classmethod
+    async def connect(
+        cls,
+        endpoints: Sequence[str],
+        *,
+        clock: Clock,
+        tls: StoreTls | None = None,
+        user: StoreUser | None = None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> EtcdStore:
+        """Does not wait for a connection: the first call does. Raises UsageError for a wrong endpoint or TLS file."""
+        return cls(Caller(ConnectionPool.open(endpoints, tls), clock, user=user, timeout_s=timeout_s))
+
+    async def get(self, key: str) -> KeyValue | None:
+        """See `Store.get`."""
+        answer = await self._caller.call(_range(rpc.RangeRequest(key=key.encode())), repeatable=True)
+        return key_value(answer.kvs[0]) if answer.kvs else None
+
+    async def list(self, prefix: str) -> Listing:
+        """See `Store.list`. Read in pages of one revision; if that is compacted meanwhile, from the beginning."""
+        while True:
+            try:
+                return await self._pages(prefix)
+            except Compacted:
+                continue
+
+    async def transact(self, compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> TxnResult:
+        """See `Store.transact`."""
+        check_transaction(compares, writes)
+        request = transaction(compares, writes)
+        answer = await self._caller.call(
+            lambda connection, metadata, within: connection.kv.Txn(request, metadata=metadata, timeout=within),
+            repeatable=False,
+        )
+        return TxnResult(won=bool(answer.succeeded), revision=int(answer.header.revision))
+
+    async def grant(self, ttl: int) -> int:
+        """See `Store.grant`."""
+        request = rpc.LeaseGrantRequest(TTL=ttl)
+        answer = await self._caller.call(
+            lambda connection, metadata, within: connection.lease.LeaseGrant(
+                request, metadata=metadata, timeout=within
+            ),
+            repeatable=True,
+        )
+        return int(answer.ID)
+
+    async def keep_alive(self, lease: int) -> float:
+        """See `Store.keep_alive`."""
+
+        async def renew(connection: Connection, metadata: Metadata, within: float) -> Any:
+            call = connection.lease.LeaseKeepAlive(metadata=metadata, timeout=within)
+            try:
+                await call.write(rpc.LeaseKeepAliveRequest(ID=lease))
+                answer = await call.read()
+                if answer is grpc.aio.EOF:
+                    raise StreamEnded("etcd closed the stream")
+                return answer
+            finally:
+                call.cancel()
+
+        answer = await self._caller.call(renew, repeatable=True)
+        if answer.TTL <= 0:  # etcd's way to say that it knows no such lease
+            raise LeaseLost(f"lease {lease:x} has ended", fix="Begin a new session; what stood under it is gone")
+        return float(answer.TTL)
+
+    async def revoke(self, lease: int) -> None:
+        """See `Store.revoke`."""
+        request = rpc.LeaseRevokeRequest(ID=lease)
+        try:
+            await self._caller.call(
+                lambda connection, metadata, within: connection.lease.LeaseRevoke(
+                    request, metadata=metadata, timeout=within
+                ),
+                repeatable=True,
+            )
+        except LeaseLost:
+            return
+
+    def watch(self, prefix: str) -> AsyncIterator[WatchBatch]:
+        """See `Store.watch`. Raises StoreRefused if the user may not read there."""
+        return watch(self._caller, prefix, self.list)
+
+    async def close(self) -> None:
+        """See `Store.close`."""
+        await self._caller.pool.close()
+
+    async def _pages(self, prefix: str) -> Listing:
+        kvs: tuple[KeyValue, ...] = ()
+        begin, revision = range_begin(prefix), 0
+        while True:
+            request = rpc.RangeRequest(key=begin, range_end=range_end(prefix), limit=PAGE_KEYS, revision=revision)
+            answer = await self._caller.call(_range(request), repeatable=True)
+            kvs += tuple(key_value(kv) for kv in answer.kvs)
+            revision = revision or int(answer.header.revision)
+            if not answer.more:
+                return Listing(kvs, revision)
+            begin = bytes(answer.kvs[-1].key) + b"\0"
+
+
+def _range(request: Any) -> Action[Any]:
+    return lambda connection, metadata, within: connection.kv.Range(request, metadata=metadata, timeout=within)

@@ -1,0 +1,197 @@
+"""Where etcd is reached, and one connection to each of its members.
+
+Each endpoint has a channel of its own, so that a host's name is checked against that host's certificate and a member
+that answers nothing can be left for another. The first endpoint that is ready is used until it fails (the order is a
+preference: put the nearest first). A member that accepts connections and then does not answer is *suspect*, and comes
+last until it has answered again.
+
+Nothing here retries a call or knows what a call means; that is `gcore.store.calls`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import grpc
+import grpc.aio
+from aetcd.rpc import AuthStub, KVStub, LeaseStub, WatchStub
+
+from gcore.errors import UsageError
+
+SUSPECT_GRACE_S = 1.0
+"""For so long an endpoint that is not suspect is waited for, before a suspect one is used again."""
+
+_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.use_local_subchannel_pool", 1),  # a connection of our own: its state is then this store's alone
+    ("grpc.service_config_disable_resolution", 1),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # Pings find a peer that is stopped or cut off while a watch waits. etcd refuses more than one every 5 s.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 0),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """host:port of an etcd member; `secure` if it was written with https."""
+
+    host: str
+    port: int
+    secure: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Endpoint:
+        """`host:port`, `[v6]:port`, or either behind http:// or https://. Raises UsageError."""
+        try:
+            parts = urlsplit(text if "://" in text else f"http://{text}")
+            host, port = parts.hostname, parts.port
+        except ValueError:
+            host, port = None, None
+        if not host or port is None or parts.scheme not in ("http", "https") or parts.path not in ("", "/"):
+            raise UsageError(
+                f"{text!r} is not an etcd endpoint", fix="Write host:port, http://host:port or https://host:port"
+            )
+        return cls(host, port, parts.scheme == "https")
+
+    @property
+    def target(self) -> str:
+        """As gRPC wants it."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class StoreTls:
+    """PEM files. `ca`: who signs etcd's certificates (None: the system's authorities); `cert` and `key`: our own."""
+
+    ca: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Raises UsageError if a file cannot be read, or of cert and key only one is given."""
+        if (self.cert is None) != (self.key is None):
+            raise UsageError("of the etcd client certificate and its key only one is given", fix="Give both or neither")
+        return grpc.ssl_channel_credentials(_read(self.ca), _read(self.key), _read(self.cert))
+
+
+@dataclass(frozen=True, slots=True)
+class StoreUser:
+    """An etcd user."""
+
+    name: str
+    password: str = field(repr=False)
+
+
+def _read(path: Path | None) -> bytes | None:
+    try:
+        return None if path is None else path.read_bytes()
+    except OSError as error:
+        raise UsageError(
+            f"cannot read {path} ({error.strerror})", where="etcd TLS", fix="Check the path and its permissions"
+        ) from error
+
+
+class Connection:
+    """A channel to one endpoint, and the stubs over it."""
+
+    def __init__(self, endpoint: Endpoint, channel: grpc.aio.Channel) -> None:
+        self.endpoint = endpoint
+        self.channel = channel
+        self.kv = KVStub(channel)
+        self.lease = LeaseStub(channel)
+        self.watch = WatchStub(channel)
+        self.auth = AuthStub(channel)
+
+    def is_ready(self) -> bool:
+        """Whether a connection stands; begins one if none does."""
+        return self.channel.get_state(try_to_connect=True) is grpc.ChannelConnectivity.READY
+
+
+class ConnectionPool:
+    """The connections, and which of them to use now."""
+
+    def __init__(self, connections: Sequence[Connection]) -> None:
+        self._connections = tuple(connections)
+        self._current = 0
+        self._suspects: set[Connection] = set()
+
+    @classmethod
+    def open(cls, endpoints: Sequence[str], tls: StoreTls | None) -> ConnectionPool:
+        """Connects lazily. TLS if `tls` is given or an endpoint says https. Raises UsageError."""
+        parsed = [Endpoint.parse(text) for text in endpoints]
+        if not parsed:
+            raise UsageError("no etcd endpoint is given", fix="Give at least one host:port")
+        credentials = (tls or StoreTls()).credentials() if tls or any(e.secure for e in parsed) else None
+        connections = []
+        for endpoint in parsed:
+            if credentials is not None and (tls is not None or endpoint.secure):
+                channel = grpc.aio.secure_channel(endpoint.target, credentials, options=_OPTIONS)
+            else:
+                channel = grpc.aio.insecure_channel(endpoint.target, options=_OPTIONS)
+            connections.append(Connection(endpoint, channel))
+        return cls(connections)
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    def __str__(self) -> str:
+        return ", ".join(connection.endpoint.target for connection in self._connections)
+
+    async def ready(self, within_s: float) -> Connection | None:
+        """A connection that stands, or None if there is none after `within_s` seconds."""
+        start = self._current
+        ordered = self._connections[start:] + self._connections[:start]
+        trusted = tuple(c for c in ordered if c not in self._suspects)
+        found = trusted[0] if trusted and trusted[0].is_ready() else None
+        if found is None and trusted and self._suspects:
+            grace = min(SUSPECT_GRACE_S, within_s / 2)
+            found = await _first_ready(trusted, grace)
+            within_s -= grace
+        if found is None:
+            found = await _first_ready(ordered, within_s)
+        if found is not None:
+            self._current = self._connections.index(found)
+        return found
+
+    def suspect(self, connection: Connection) -> None:
+        """It did not answer: prefer another one."""
+        self._suspects.add(connection)
+
+    def answered(self, connection: Connection) -> None:
+        """It did answer."""
+        self._suspects.discard(connection)
+
+    async def close(self) -> None:
+        """Close every channel; calls under way are cancelled."""
+        for connection in self._connections:
+            await connection.channel.close()
+
+
+async def _first_ready(connections: Sequence[Connection], within_s: float) -> Connection | None:
+    """The first of `connections`, in their order, of those that are ready first."""
+    waits = [asyncio.ensure_future(connection.channel.channel_ready()) for connection in connections]
+    try:
+        await asyncio.wait(waits, timeout=max(within_s, 0.0), return_when=asyncio.FIRST_COMPLETED)
+        return next(
+            (
+                connection
+                for connection, wait in zip(connections, waits, strict=True)
+                if wait.done() and not wait.cancelled() and wait.exception() is None
+            ),
+            None,
+        )
+    finally:
+        for wait in waits:
+            wait.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
