@@ -64,7 +64,7 @@ class Peer(Protocol):
         """The samples with their rewards."""
         ...
 
-    async def evaluate(self, step: Step) -> None:
+    async def evaluate(self) -> None:
         """Evaluate the published weights if that is due; one peer does it, the others wait for the result."""
         ...
 

@@ -9,12 +9,13 @@ from gcore.types import Group, Prompt
 async def grpo(peer: Peer) -> None:
     """The whole algorithm, on every controller."""
     async for step in peer.steps():
-        await peer.evaluate(step)  # the weights that this step starts from
+        await peer.evaluate()  # the weights that this step starts from, when that is due
         async with step.collect() as batch:  # ends when the whole cluster has its quota
             async for prompt in peer.prompts(step):  # only this peer's shards
                 batch.start(score_group(peer, prompt))
         await step.train()  # seal, exchange, train, commit
         await step.publish()
+    await peer.evaluate()
 
 
 async def score_group(peer: Peer, prompt: Prompt) -> Group:

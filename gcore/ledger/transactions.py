@@ -17,10 +17,11 @@ from typing import Generic, TypeVar
 
 from gcore.errors import LeaseLost, StoreUnavailable
 from gcore.ledger import chain
-from gcore.ledger.job import JobPhase, JobStatus, Plan
+from gcore.ledger.job import JobPhase, JobRecord, JobStatus, Plan
 from gcore.ledger.records import Assignment, Checkpoint, Checkpoints, Head, LogEntry, Offer, Record, Seal, SealState
 from gcore.ledger.stream import SealNow
 from gcore.prompts.cursor import StreamShape
+from gcore.store import keys as store_keys
 from gcore.store.keys import JobKeys
 from gcore.store.types import Compare, Delete, Put, Store
 
@@ -42,6 +43,8 @@ class TxnKind(StrEnum):
     """Names of the transactions, as metrics and logs show them."""
 
     CREATE = "create"
+    START = "start"
+    JOIN = "join"
     ASSIGN = "assign"
     OFFER = "offer"
     SEAL = "seal"
@@ -62,6 +65,14 @@ class TxnOutcome(StrEnum):
     WON = "won"
     STALE = "stale"
     UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class TxnReport:
+    """What became of a transaction; `revision`: the store's when it was decided, 0 if that is not known."""
+
+    outcome: TxnOutcome
+    revision: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,13 +230,28 @@ def rollback(
     )
 
 
+def create(keys: JobKeys, job: JobRecord, created: JobStatus, name_revision: int) -> Transaction:
+    """A new job under its name and request id; the request id makes a repeated request find it."""
+    compares = [Compare(store_keys.name(job.name), name_revision), Compare(keys.job, 0)]
+    writes: list[Put | Delete] = [
+        Put(store_keys.name(job.name), job.uid.encode()),
+        Put(keys.job, job.encode()),
+        Put(keys.state, created.encode()),
+        Put(keys.active, b""),
+    ]
+    if job.request_id:
+        compares.append(Compare(store_keys.request(job.request_id), 0))
+        writes.append(Put(store_keys.request(job.request_id), job.uid.encode()))
+    return Transaction(TxnKind.CREATE, tuple(compares), tuple(writes))
+
+
 def start(
     keys: JobKeys, status: Stored[JobStatus], advance: chain.Advance, plan: Plan, running: JobStatus
 ) -> Transaction:
     """Begin a PENDING job: its base entry, base checkpoint and first plan, all at once."""
     base = Checkpoint(lineage=0, step=0, seq=0, file="")
     return Transaction(
-        TxnKind.CREATE,
+        TxnKind.START,
         (Compare(keys.state, status.revision), Compare(keys.head, 0)),
         (
             *_advance(keys, advance),
@@ -244,7 +270,10 @@ def set_status(keys: JobKeys, old: Stored[JobStatus], new: JobStatus, head: Stor
     compares = [Compare(keys.state, old.revision)]
     if head is not None:
         compares.append(Compare(keys.head, head.revision))
-    return Transaction(TxnKind.STATUS, tuple(compares), (Put(keys.state, new.encode()),))
+    writes: tuple[Put | Delete, ...] = (Put(keys.state, new.encode()),)
+    if new.phase.ended:
+        writes = (*writes, Delete(keys.active))
+    return Transaction(TxnKind.STATUS, tuple(compares), writes)
 
 
 def replan(keys: JobKeys, old: Stored[Plan], new: Plan) -> Transaction:
@@ -268,25 +297,25 @@ class Ledger:
         self._store = store
         self._keys = keys
 
-    async def run(self, txn: Transaction) -> TxnOutcome:
+    async def run(self, txn: Transaction) -> TxnReport:
         """Make `txn` once. Never repeats it: after an unknown answer it reads head and compares the nonce."""
         try:
             result = await self._store.transact(txn.compares, txn.writes)
         except LeaseLost:
-            return TxnOutcome.STALE
+            return TxnReport(TxnOutcome.STALE, 0)
         except StoreUnavailable:
             return await self._find_out(txn)
-        return TxnOutcome.WON if result.won else TxnOutcome.STALE
+        return TxnReport(TxnOutcome.WON if result.won else TxnOutcome.STALE, result.revision)
 
-    async def _find_out(self, txn: Transaction) -> TxnOutcome:
+    async def _find_out(self, txn: Transaction) -> TxnReport:
         if not txn.nonce:
             # Whoever looks again sees the record itself; there is nothing to be resolved.
-            return TxnOutcome.UNKNOWN
+            return TxnReport(TxnOutcome.UNKNOWN, 0)
         try:
             kv = await self._store.get(self._keys.head)
         except StoreUnavailable:
-            return TxnOutcome.UNKNOWN
+            return TxnReport(TxnOutcome.UNKNOWN, 0)
         if kv is not None and Head.decode(kv.value, kv.key).nonce == txn.nonce:
-            return TxnOutcome.WON
+            return TxnReport(TxnOutcome.WON, kv.mod_revision)
         # It may still be made later; its compare on head decides that, and whoever looks again sees it.
-        return TxnOutcome.UNKNOWN
+        return TxnReport(TxnOutcome.UNKNOWN, 0)

@@ -8,6 +8,7 @@ WORKERS = ROOT + "workers/"
 JOBS = ROOT + "jobs/"
 NAMES = ROOT + "names/"
 REQUESTS = ROOT + "requests/"
+ACTIVE = ROOT + "active/"
 
 
 def node(name: str) -> str:
@@ -36,6 +37,8 @@ class JobKeys:
     def __init__(self, uid: str) -> None:
         self.uid = uid
         self.prefix = f"{JOBS}{uid}/"
+        self.active = f"{ACTIVE}{uid}"
+        """There while the job has not ended: what daemons look for."""
         self.job = f"{self.prefix}job"
         self.state = f"{self.prefix}state"
         self.head = f"{self.prefix}head"

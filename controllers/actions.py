@@ -1,0 +1,157 @@
+"""What a cycle may decide to do. Data only; `controllers.apply` carries it out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gcore.ledger.job import JobPhase
+from gcore.ledger.records import Assignment, Checkpoint, EndedRef, Offer
+from gcore.ledger.stream import SealNow
+from gcore.types import Token, Version
+
+
+@dataclass(frozen=True, slots=True)
+class StartJob:
+    """Write the base entry and the first plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Register this incarnation as a member of the job."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assign:
+    """Write a new assignment."""
+
+    assignment: Assignment
+
+
+@dataclass(frozen=True, slots=True)
+class PutOffer:
+    """Publish what this peer holds."""
+
+    offer: Offer
+
+
+@dataclass(frozen=True, slots=True)
+class MakeSeal:
+    """Close the batch of `step`."""
+
+    step: int
+    chosen: SealNow
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """Write outcomes down without a step."""
+
+    outcomes: tuple[EndedRef, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reseal:
+    """Give a sealed batch up."""
+
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """Push this peer's groups of the seal to one rank."""
+
+    rank: int
+    token: Token
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Say that every rank holds its part."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """Tell one rank to train on the READY seal."""
+
+    rank: int
+    token: Token
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Move head to `step`."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Register:
+    """Name a whole checkpoint."""
+
+    checkpoint: Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Retain:
+    """Keep these checkpoints, forget the others, then delete their files."""
+
+    kept: tuple[Checkpoint, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rollback:
+    """Start a new world from the newest whole checkpoint on head's chain."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Bring one engine to the committed weights."""
+
+    instance: str
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
+class SetPhase:
+    """End the job."""
+
+    phase: JobPhase
+    reason: str
+
+
+Action = (
+    StartJob
+    | Join
+    | Assign
+    | PutOffer
+    | MakeSeal
+    | Account
+    | Reseal
+    | Feed
+    | Ready
+    | Apply
+    | Commit
+    | Register
+    | Retain
+    | Rollback
+    | Publish
+    | SetPhase
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Intent:
+    """An action, the condition that calls for it, and whose turn it is.
+
+    It is carried out once the condition has held for `after` seconds plus this peer's turn.
+    """
+
+    action: Action
+    condition: str
+    turn: int = 0
+    after: float = 0.0

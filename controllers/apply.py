@@ -1,0 +1,285 @@
+"""Carries decisions out: each action becomes one guarded transaction, or one call to a rank or an engine.
+
+A lost compare is an outcome, not an error: the caller looks again. Nothing here decides anything; where an action needs
+what the view does not hold (a log entry, a checkpoint's files), it is read here and the transaction compares it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+from gcore.weights.layout import CheckpointDamaged, manifest_digest, verify_checkpoint, weights_folder
+
+from controllers.actions import (
+    Account,
+    Action,
+    Apply,
+    Assign,
+    Commit,
+    Feed,
+    Join,
+    MakeSeal,
+    Publish,
+    PutOffer,
+    Ready,
+    Register,
+    Reseal,
+    Retain,
+    Rollback,
+    SetPhase,
+    StartJob,
+)
+from controllers.engines import EngineBook
+from controllers.holdings import Holdings
+from controllers.ranks import RankLinks
+from controllers.view import JobView
+from gcore.clock import Clock
+from gcore.errors import EngineError, GcoreError
+from gcore.ledger import chain, transactions
+from gcore.ledger.ancestry import resumable
+from gcore.ledger.balance import balance
+from gcore.ledger.job import JobPhase, JobStatus, Plan
+from gcore.ledger.records import Checkpoint, LogEntry, Member
+from gcore.ledger.transactions import Ledger, OpenSlots, Stored, Transaction, TxnKind, TxnOutcome, TxnReport
+from gcore.prompts.cursor import Cursors
+from gcore.store.types import Compare, Put, Store
+from gcore.types import Version
+from placement.plan import NodeSlots, Snapshot, colocated
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What became of an action: a code that is counted, a sentence that is logged."""
+
+    outcome: TxnOutcome
+    sentence: str
+    revision: int = 0
+
+
+@dataclass(frozen=True)
+class Hands:
+    """What actions are carried out with."""
+
+    store: Store
+    ledger: Ledger
+    lease: int
+    address: str
+    ranks: RankLinks
+    engines: EngineBook
+    holdings: Holdings
+    clock: Clock
+    stats: Callable[[JobView], dict[str, float]]
+    """Numbers for the log entry of the step that is committed."""
+    run_dir: Path
+
+
+async def apply(action: Action, view: JobView, hands: Hands) -> Applied:
+    """Carry `action` out, once. Raises GcoreError only for what cannot be tried again."""
+    match action:
+        case Feed():
+            return await _feed(action, view, hands)
+        case Apply():
+            return await _apply(action, view, hands)
+        case Publish():
+            return await _publish(action, hands)
+        case Rollback():
+            return await _rollback(action, view, hands)
+        case Retain():
+            return await _retain(action, view, hands)
+        case _:
+            txn = _transaction(action, view, hands)
+            report = await hands.ledger.run(txn)
+            return Applied(report.outcome, f"{txn.kind} {_name(action)}", report.revision)
+
+
+def _transaction(action: Action, view: JobView, hands: Hands) -> Transaction:
+    """The transaction of an action that is nothing but one."""
+    mirror, keys = view.mirror, view.mirror.keys
+    match action:
+        case StartJob():
+            assert mirror.status is not None
+            advance = chain.base(len(view.rules.shape.lengths), _new_world(), _writer(view))
+            plan = place(view, advance.head.world, generation=1)
+            running = JobStatus(phase=JobPhase.RUNNING, reason="training", changed=hands.clock.wall())
+            return transactions.start(keys, mirror.status, advance, plan, running)
+        case Join():
+            member = Member(incarnation=view.me, node=view.node, address=hands.address)
+            key = keys.member(view.me)
+            return Transaction(TxnKind.JOIN, (Compare(key, 0),), (Put(key, member.encode(), lease=hands.lease),))
+        case Assign():
+            return transactions.assign(keys, mirror.assign, action.assignment)
+        case PutOffer():
+            return transactions.offer(keys, mirror.offers.get(view.me), action.offer, hands.lease)
+        case MakeSeal():
+            assert mirror.plan is not None
+            mini_batches = view.spec.train.mini_batches
+            return transactions.seal(keys, _slots(view), action.chosen, mirror.plan.record, mini_batches, view.me)
+        case Account():
+            head = _slots(view).head.record
+            advance = chain.accounted(head, action.outcomes, view.rules.shape, _writer(view))
+            return transactions.account(keys, _slots(view), advance)
+        case Reseal():
+            return transactions.reseal(keys, _slots(view), action.step, view.me)
+        case Ready():
+            return transactions.ready(keys, _slots(view), action.step)
+        case Commit():
+            keep = action.step in view.spec.checkpoint_due
+            return transactions.commit(
+                keys, _slots(view), view.rules.shape, _writer(view), keep_cursors=keep, stats=hands.stats(view)
+            )
+        case Register():
+            assert mirror.head is not None
+            assert mirror.checkpoints is not None
+            entry = mirror.log[action.checkpoint.seq]
+            return transactions.register(keys, mirror.head, mirror.checkpoints, entry, action.checkpoint)
+        case SetPhase():
+            assert mirror.status is not None
+            status = JobStatus(phase=action.phase, reason=action.reason, changed=hands.clock.wall())
+            head_matters = mirror.head if action.phase is JobPhase.SUCCEEDED else None
+            return transactions.set_status(keys, mirror.status, status, head_matters)
+        case _:
+            raise TypeError(f"{action} is not one transaction")
+
+
+def place(view: JobView, world: str, *, generation: int) -> Plan:
+    """A plan over the nodes that are there now."""
+    nodes = tuple(NodeSlots(record.name, record.slots) for record in view.nodes.values())
+    return colocated(Snapshot(nodes), world=world, generation=generation, ranks=view.spec.train.ranks)
+
+
+async def _feed(action: Feed, view: JobView, hands: Hands) -> Applied:
+    seal = view.seal
+    assert seal is not None
+    missing = view.missing(seal, balance(seal), action.rank)
+    parts = []
+    for digest, samples in sorted(missing.items()):
+        group = hands.holdings.group(digest)
+        if group is not None:
+            parts.append((group, frozenset(samples)))
+    sentence = f"feed {len(parts)} groups of {action.token} to rank {action.rank}"
+    try:
+        await hands.ranks.feed(action.rank, seal, parts, view.me)
+    except grpc.aio.AioRpcError as error:
+        return Applied(TxnOutcome.UNKNOWN, f"{sentence}: {error.details()}")
+    return Applied(TxnOutcome.WON, sentence)
+
+
+async def _apply(action: Apply, view: JobView, hands: Hands) -> Applied:
+    seal = view.seal
+    assert seal is not None
+    sentence = f"train {action.token} on rank {action.rank}"
+    try:
+        await hands.ranks.apply(action.rank, seal, seal.encode())
+    except grpc.aio.AioRpcError as error:
+        return Applied(TxnOutcome.UNKNOWN, f"{sentence}: {error.details()}")
+    return Applied(TxnOutcome.WON, sentence)
+
+
+async def _publish(action: Publish, hands: Hands) -> Applied:
+    sentence = f"publish {action.version} to {action.instance}"
+    try:
+        await hands.engines.publish(action.instance, action.version, weights_folder(hands.run_dir, action.version))
+    except EngineError as error:
+        return Applied(TxnOutcome.UNKNOWN, f"{sentence}: {error}")
+    return Applied(TxnOutcome.WON, sentence)
+
+
+async def _rollback(action: Rollback, view: JobView, hands: Hands) -> Applied:
+    """Load and verify first, then one transaction: weights and cursors always come from the same record."""
+    mirror = view.mirror
+    assert mirror.checkpoints is not None
+    assert mirror.plan is not None
+    head = _slots(view).head.record
+    for target in resumable(head, mirror.checkpoints.record.entries):
+        problem = await asyncio.to_thread(damage, hands.run_dir, target)
+        if problem:
+            log.warning("checkpoint %s is skipped: %s", target.file, problem)
+            continue
+        cursors = await _cursors_of(target, view, hands)
+        if cursors is None:
+            log.warning("checkpoint %s is skipped: its log entry %d is not there", target.file, target.seq)
+            continue
+        world = _new_world()
+        advance = chain.rolled_back(head, target, cursors, world, _writer(view), action.reason)
+        plan = place(view, world, generation=mirror.plan.record.generation + 1)
+        txn = transactions.rollback(mirror.keys, _slots(view), mirror.checkpoints, advance, mirror.plan, plan)
+        report = await hands.ledger.run(txn)
+        sentence = f"rollback from step {head.step} to {target.step}, lineage {advance.head.lineage}: {action.reason}"
+        return Applied(report.outcome, sentence, report.revision)
+    raise GcoreError("no whole checkpoint is left on the chain, not even the first model", where=str(hands.run_dir))
+
+
+def damage(run_dir: Path, checkpoint: Checkpoint) -> str:
+    """What is wrong with a checkpoint's files, or nothing. The base has none: it is the job's model."""
+    if not checkpoint.file:
+        return ""
+    folder = run_dir / checkpoint.file
+    try:
+        verify_checkpoint(folder)
+        if manifest_digest(folder) != checkpoint.digest:
+            return "it is not the one that was registered"
+    except CheckpointDamaged as error:
+        return str(error)
+    return ""
+
+
+async def _cursors_of(target: Checkpoint, view: JobView, hands: Hands) -> Cursors | None:
+    """The cursors in the target's log entry."""
+    known: Stored[LogEntry] | None = view.mirror.log.get(target.seq)
+    if known is not None:
+        return known.record.cursors
+    kv = await hands.store.get(view.mirror.keys.log(target.seq))
+    return LogEntry.decode(kv.value, kv.key).cursors if kv is not None else None
+
+
+async def _retain(action: Retain, view: JobView, hands: Hands) -> Applied:
+    mirror = view.mirror
+    assert mirror.head is not None
+    assert mirror.checkpoints is not None
+    dropped = [c for c in mirror.checkpoints.record.entries if c not in action.kept and c.file]
+    report: TxnReport = await hands.ledger.run(
+        transactions.retain(mirror.keys, mirror.head, mirror.checkpoints, action.kept)
+    )
+    if report.outcome is TxnOutcome.WON:
+        for checkpoint in dropped:
+            await asyncio.to_thread(shutil.rmtree, hands.run_dir / checkpoint.file, ignore_errors=True)
+    return Applied(report.outcome, f"retain {len(action.kept)} checkpoints", report.revision)
+
+
+def _slots(view: JobView) -> OpenSlots:
+    slots = view.mirror.open_slots
+    assert slots is not None
+    return slots
+
+
+def _writer(view: JobView) -> chain.Writer:
+    return chain.Writer(view.me, uuid.uuid4().hex[:16])
+
+
+def _new_world() -> str:
+    return uuid.uuid4().hex[:12]
+
+
+def _name(action: Action) -> str:
+    step = getattr(action, "step", None)
+    return f"step {step}" if step is not None else ""
+
+
+def staged_versions(run_dir: Path) -> frozenset[Version]:
+    """The versions whose weights lie whole in the run's folder."""
+    folder = weights_folder(run_dir, Version(0, 0)).parent
+    found = set()
+    for path in folder.glob("*-*") if folder.is_dir() else ():
+        lineage, _, step = path.name.partition("-")
+        if lineage.isdigit() and step.isdigit():
+            found.add(Version(int(lineage), int(step)))
+    return frozenset(found)

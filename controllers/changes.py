@@ -1,0 +1,38 @@
+"""Waking up: something that others look at has changed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+
+class Changes:
+    """Says that something changed; who waits looks for itself what it was.
+
+    Within one event loop nothing is lost between a look and the wait that follows it without an await in between.
+    """
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+        self.count = 0
+        """How many changes there were: what was computed at another count is out of date."""
+
+    def notify(self) -> None:
+        """Wake all who wait now."""
+        self.count += 1
+        self._event.set()
+        self._event = asyncio.Event()
+
+    async def wait(self, timeout: float | None = None) -> None:
+        """Until the next change, or for `timeout` seconds."""
+        event = self._event
+        try:
+            async with asyncio.timeout(timeout):
+                await event.wait()
+        except TimeoutError:
+            return
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Until `condition` holds; it is looked at after each change."""
+        while not condition():
+            await self.wait()

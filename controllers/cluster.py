@@ -1,0 +1,77 @@
+"""The daemons and workers of the cluster, and the jobs that have not ended, as last heard from the store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from controllers.changes import Changes
+from gcore.ledger.job import NodeRecord
+from gcore.ledger.records import Record
+from gcore.store import keys
+from gcore.store.types import Store, WatchBatch
+from gcore.worker.records import WorkerRecord
+
+R = TypeVar("R", bound=Record)
+
+
+class ClusterMirror:
+    """Late at worst, never wrong. `nodes`, `workers` and `active` are replaced, never changed."""
+
+    def __init__(self, store: Store, changes: Changes) -> None:
+        self._store = store
+        self._changes = changes
+        self.nodes: dict[str, NodeRecord] = {}
+        self.workers: dict[str, WorkerRecord] = {}
+        self.active: frozenset[str] = frozenset()
+        self.listened: set[str] = set()
+        """The prefixes that were heard at least once."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether everything was heard at least once."""
+        return len(self.listened) == 3
+
+    async def watch_nodes(self) -> None:
+        """Keep `nodes` current, for ever."""
+        await self._watch(
+            keys.NODES, lambda batch: self._set("nodes", _fold(self.nodes, batch, keys.NODES, NodeRecord))
+        )
+
+    async def watch_workers(self) -> None:
+        """Keep `workers` current, for ever."""
+        await self._watch(
+            keys.WORKERS, lambda batch: self._set("workers", _fold(self.workers, batch, keys.WORKERS, WorkerRecord))
+        )
+
+    async def watch_active(self) -> None:
+        """Keep `active` current, for ever."""
+
+        def fold(batch: WatchBatch) -> None:
+            active = set() if batch.reset else set(self.active)
+            for event in batch.events:
+                uid = event.kv.key.removeprefix(keys.ACTIVE)
+                (active.add if event.kind == "put" else active.discard)(uid)
+            self._set("active", frozenset(active))
+
+        await self._watch(keys.ACTIVE, fold)
+
+    async def _watch(self, prefix: str, fold: Callable[[WatchBatch], None]) -> None:
+        async for batch in self._store.watch(prefix):
+            fold(batch)
+            self.listened.add(prefix)
+            self._changes.notify()
+
+    def _set(self, name: str, value: object) -> None:
+        setattr(self, name, value)
+
+
+def _fold(known: dict[str, R], batch: WatchBatch, prefix: str, record: type[R]) -> dict[str, R]:
+    result = {} if batch.reset else dict(known)
+    for event in batch.events:
+        name = event.kv.key.removeprefix(prefix)
+        if event.kind == "put":
+            result[name] = record.decode(event.kv.value, event.kv.key)
+        else:
+            result.pop(name, None)
+    return result

@@ -1,0 +1,275 @@
+"""What a controller should do for a job, from one look at it: a pure function.
+
+Each rule stands alone and returns intents. None awaits, reads a clock or draws a number; whose turn it is follows from a
+hash, how long a condition has held is `controllers.turns`' business. A rule may be wrong about the present, since its
+view may be old: the transaction that follows compares, and a lost compare means to look again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from controllers.actions import (
+    Account,
+    Apply,
+    Assign,
+    Commit,
+    Feed,
+    Intent,
+    Join,
+    MakeSeal,
+    Publish,
+    PutOffer,
+    Ready,
+    Register,
+    Reseal,
+    Retain,
+    Rollback,
+    SetPhase,
+    StartJob,
+)
+from controllers.assignment import assign_shards
+from controllers.turns import turn
+from controllers.view import JobView
+from gcore.ledger.ancestry import is_ancestor, resumable
+from gcore.ledger.balance import balance
+from gcore.ledger.job import JobPhase
+from gcore.ledger.records import Checkpoint, Head, Offer, Seal, SealState
+from gcore.ledger.stream import AccountNow, SealNow, choose, refuse_seal
+from gcore.types import Version
+
+COALESCE_S = 0.3
+"""An offer that is not complete yet waits so long for more, so that a step takes few writes."""
+SETTLE_S = 1.0
+"""A loss is looked at twice: registrations and claims reach a controller through different watches."""
+NODE_GRACE_S = 15.0
+"""A world whose node is away waits so long for the node before it is placed on the others."""
+EXCHANGE_LIMIT_S = 60.0
+"""A sealed batch that is not delivered by then is given up."""
+MAX_FRUITLESS_ROLLBACKS = 5
+"""Worlds that died one after the other without a commit between them; then the job has failed."""
+
+
+def decide(view: JobView) -> tuple[Intent, ...]:
+    """All that should be done now, in no particular order."""
+    status = view.mirror.status
+    if status is None or status.record.phase.ended:
+        return ()
+    if status.record.phase is JobPhase.PENDING:
+        return (Intent(StartJob(), "start", turn(view.nodes, view.node, "start")),)
+    if view.mirror.head is None or view.mirror.plan is None or view.mirror.checkpoints is None:
+        return ()
+    if view.me not in view.mirror.members:
+        return (Intent(Join(), "join"),)
+    rules = (assigning, offering, sealing, exchanging, training, checkpointing, recovering, publishing, finishing)
+    return tuple(intent for rule in rules for intent in rule(view) if intent.condition not in view.under_way)
+
+
+def assigning(view: JobView) -> Iterator[Intent]:
+    """Every shard is some member's."""
+    old = view.mirror.assign
+    members = sorted(view.mirror.members)
+    if old is None or sorted(old.record.members) != members or None in old.record.owners:
+        new = assign_shards(members, len(view.rules.shape.lengths), old.record if old else None)
+        # The condition names the members, so that who comes or goes meanwhile starts it anew.
+        topic = f"assign {' '.join(members)}"
+        yield Intent(Assign(new), topic, _turn(view, topic), after=0.1)
+
+
+def offering(view: JobView) -> Iterator[Intent]:
+    """What this peer holds and has not offered, once its part is complete, or a little later.
+
+    What the offer still names and is terminal or dropped does no harm: whoever seals checks it.
+    """
+    stored = view.mirror.offers.get(view.me)
+    published_groups = {g.digest for g in stored.record.groups} if stored else set()
+    published_outcomes = {o.ref for o in stored.record.outcomes} if stored else set()
+    groups = view.unsealed
+    if any(g.digest not in published_groups for g in groups) or view.outcomes.keys() - published_outcomes:
+        # Groups in a seal stay in the offer: if the seal is given up, they are there for the next.
+        offer = Offer(
+            incarnation=view.me,
+            groups=tuple(view.holdings[ref] for ref in sorted(view.holdings)),
+            outcomes=tuple(view.outcomes[ref] for ref in sorted(view.outcomes)),
+        )
+        yield Intent(PutOffer(offer), "offer", after=COALESCE_S if view.busy else 0.0)
+
+
+def sealing(view: JobView) -> Iterator[Intent]:
+    """The batch is closed as soon as the offers hold its quota."""
+    head = _head(view)
+    slot = view.seal
+    if head.step >= view.spec.flow.steps or (slot is not None and slot.state is not SealState.OPEN):
+        return
+    seals = [stored.record for stored in view.mirror.seals.values()]
+    chosen = choose(view.rules, head, seals, view.offered)
+    topic = f"seal {head.seq} {slot.attempt if slot else 0}"
+    if isinstance(chosen, SealNow) and refuse_seal(view.rules, head, seals, chosen) is None:
+        yield Intent(MakeSeal(head.step + 1, chosen), topic, _turn(view, topic))
+    elif isinstance(chosen, AccountNow):
+        yield Intent(Account(chosen.outcomes), f"account {head.seq}", _turn(view, topic))
+
+
+def exchanging(view: JobView) -> Iterator[Intent]:
+    """A SEALED batch goes to the ranks; what cannot be delivered is given up."""
+    seal = view.seal
+    if seal is None or seal.state is not SealState.SEALED:
+        return
+    layout = balance(seal)
+    missing = {rank: view.missing(seal, layout, rank) for rank in range(seal.world_size)}
+    topic = f"exchange {seal.token}"
+    if not any(missing.values()):
+        yield Intent(Ready(seal.step), f"ready {seal.token}", _turn(view, topic))
+        return
+    undelivered = {digest for of_rank in missing.values() for digest in of_rank}
+    lost = lost_groups(view, seal, undelivered)
+    if lost:
+        yield Intent(Reseal(seal.step, lost), f"reseal {seal.token}", _turn(view, topic), after=SETTLE_S / 2)
+    else:
+        why = f"{len(undelivered)} groups were not delivered within {EXCHANGE_LIMIT_S:.0f} s"
+        yield Intent(Reseal(seal.step, why), f"overdue {seal.token}", _turn(view, topic), after=EXCHANGE_LIMIT_S)
+    mine = {g.digest for g in seal.groups if g.holder == view.me}
+    for rank, of_rank in missing.items():
+        if rank in view.ranks and mine & of_rank.keys() and not lost:
+            yield Intent(Feed(rank, seal.token), f"feed {rank} {seal.token}")
+
+
+def lost_groups(view: JobView, seal: Seal, undelivered: set[str]) -> str:
+    """Why some of the undelivered groups will never come, or nothing."""
+    held = {group.digest for group in view.holdings.values()}
+    for group in seal.groups:
+        if group.digest not in undelivered:
+            continue
+        if group.holder == view.me and group.digest not in held:
+            return f"{view.me} no longer holds the group of prompt {group.ref}"
+        if group.holder not in view.mirror.members:
+            return f"{group.holder} is gone and with it the group of prompt {group.ref}"
+    return ""
+
+
+def training(view: JobView) -> Iterator[Intent]:
+    """A READY batch is trained by every rank, then committed."""
+    seal = view.seal
+    if seal is None or seal.state is not SealState.READY:
+        return
+    behind = [rank for rank in range(seal.world_size) if _applied(view, rank) != seal.token]
+    if not behind:
+        yield Intent(Commit(seal.step), f"commit {seal.token}", _turn(view, f"commit {seal.token}"))
+    for rank in behind:
+        if rank in view.ranks:
+            yield Intent(Apply(rank, seal.token), f"apply {rank} {seal.token}", _turn(view, f"exchange {seal.token}"))
+
+
+def checkpointing(view: JobView) -> Iterator[Intent]:
+    """Checkpoints on disk are registered, then old ones forgotten."""
+    head = _head(view)
+    assert view.mirror.checkpoints is not None
+    known = view.mirror.checkpoints.record.entries
+    registered = {Version(c.lineage, c.step) for c in known}
+    for version, saved in view.saved.items():
+        if version in registered or not is_ancestor(head, version):
+            continue
+        for seq, entry in view.mirror.log.items():
+            record = entry.record
+            if record.kind == "train" and (record.lineage, record.step) == version and record.cursors is not None:
+                checkpoint = Checkpoint(
+                    lineage=version.lineage, step=version.step, seq=seq, file=saved.file, digest=saved.digest
+                )
+                yield Intent(Register(checkpoint), f"register {version}", _turn(view, f"register {version}"))
+    kept = kept_checkpoints(head, known, view.spec.checkpoint.keep)
+    if len(kept) < len(known):
+        topic = f"retain {' '.join(str(c.seq) for c in kept)}"
+        yield Intent(Retain(kept), topic, _turn(view, topic), after=SETTLE_S)
+
+
+def kept_checkpoints(head: Head, known: tuple[Checkpoint, ...], keep: int) -> tuple[Checkpoint, ...]:
+    """The newest `keep` on head's chain, and the base, without which a chain could not be resumed at all."""
+    wanted = set(resumable(head, (c for c in known if c.file))[:keep])
+    return tuple(c for c in known if c in wanted or not c.file)
+
+
+def recovering(view: JobView) -> Iterator[Intent]:
+    """A world of which a rank is lost starts again from a checkpoint, in a new lineage."""
+    if is_complete(view):
+        return
+    head = _head(view)
+    reason = lost_world(view)
+    fruitless = fruitless_rollbacks(view)
+    if view.hopeless or (reason and fruitless >= MAX_FRUITLESS_ROLLBACKS):
+        why = view.hopeless or f"{fruitless} train worlds died without a step between them; the last: {reason}"
+        yield Intent(SetPhase(JobPhase.FAILED, why), "fail", _turn(view, "fail"))
+    elif reason:
+        assert view.mirror.plan is not None
+        away = view.mirror.plan.record.nodes - view.nodes.keys()
+        after = max(NODE_GRACE_S if away else 0.0, SETTLE_S * 2**fruitless if fruitless else SETTLE_S)
+        topic = f"world {head.world}"
+        yield Intent(Rollback(reason), f"{topic} {sorted(away)}", _turn(view, topic), after=after)
+
+
+def lost_world(view: JobView) -> str:
+    """Why head's world cannot go on, or nothing."""
+    head = _head(view)
+    assert view.mirror.plan is not None
+    for place in view.mirror.plan.record.ranks:
+        claim = view.mirror.claim(head.world, place.rank)
+        if claim is None:
+            if place.node not in view.nodes:
+                return f"{place.node}, which was to run rank {place.rank}, is gone"
+            continue
+        worker = view.workers.get(claim.instance)
+        if worker is None:
+            return f"rank {place.rank} on {place.node} is gone"
+        if worker.state in ("failed", "stopping"):
+            return f"rank {place.rank} on {place.node} failed: {worker.reason or worker.state}"
+    return ""
+
+
+def fruitless_rollbacks(view: JobView) -> int:
+    """Rollbacks since the last commit."""
+    count = 0
+    for _, entry in sorted(view.mirror.log.items(), reverse=True):
+        if entry.record.kind == "train":
+            break
+        count += entry.record.kind == "rollback"
+    return count
+
+
+def publishing(view: JobView) -> Iterator[Intent]:
+    """Engines serve what was committed; only after the commit."""
+    version = _head(view).version
+    for engine in view.engines.values():
+        if engine.version != version and version in view.staged:
+            yield Intent(Publish(engine.instance, version), f"publish {engine.instance} {version}")
+
+
+def finishing(view: JobView) -> Iterator[Intent]:
+    """All steps are committed, the last checkpoint is registered and the last evaluation made."""
+    if is_complete(view):
+        steps = view.spec.flow.steps
+        yield Intent(SetPhase(JobPhase.SUCCEEDED, f"all {steps} steps are trained"), "finish", _turn(view, "finish"))
+
+
+def is_complete(view: JobView) -> bool:
+    """Whether nothing is left to do."""
+    head = _head(view)
+    steps = view.spec.flow.steps
+    assert view.mirror.checkpoints is not None
+    return (
+        head.step >= steps
+        and any(c.step == steps for c in resumable(head, view.mirror.checkpoints.record.entries))
+        and (steps not in view.spec.eval_due or str(head.version) in view.mirror.evaluations)
+    )
+
+
+def _head(view: JobView) -> Head:
+    assert view.mirror.head is not None
+    return view.mirror.head.record
+
+
+def _applied(view: JobView, rank: int) -> object:
+    known = view.ranks.get(rank)
+    return known.applied if known else None
+
+
+def _turn(view: JobView, topic: str) -> int:
+    return turn(view.mirror.members, view.me, topic)

@@ -1,0 +1,144 @@
+"""The rollout replicas that this controller is responsible for: routing to them, and bringing them the weights.
+
+Each engine has one controller at a time that routes to it and publishes to it: its node's, or, while that is away, the
+peer whom a hash names. Two that both believe it do no harm: samples carry the version they were made with, and the seal
+checks that. An engine that does not serve head's version is not routed to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from gcore.rollout.client import EngineClient, SamplingParams
+
+from controllers.changes import Changes
+from controllers.turns import turn
+from controllers.view import EngineView
+from gcore.errors import EngineError, EngineUnreachable
+from gcore.ledger.records import Member
+from gcore.types import Sample, Version
+from gcore.worker.records import WorkerRecord
+
+log = logging.getLogger(__name__)
+
+
+def responsible_for(
+    job_uid: str, workers: Mapping[str, WorkerRecord], members: Mapping[str, Member], me: str
+) -> dict[str, WorkerRecord]:
+    """The serving engines of the job that are mine: those of my node, and those of nodes without a member by hash."""
+    here = {m.node: incarnation for incarnation, m in sorted(members.items())}
+    mine = {}
+    for instance, worker in sorted(workers.items()):
+        if worker.role != "rollout" or worker.job_uid != job_uid or worker.state != "serving":
+            continue
+        owner = here.get(worker.node)
+        if owner == me or (owner is None and me in members and turn(members, me, f"engine {instance}") == 0):
+            mine[instance] = worker
+    return mine
+
+
+@dataclass
+class _Line:
+    client: EngineClient
+    view: EngineView
+    in_flight: int = 0
+
+
+class EngineBook:
+    """Engines by instance id. `aim` says which are mine; `views` is what `decide` sees."""
+
+    def __init__(self, changes: Changes, timeout_s: float, connect: Callable[..., EngineClient] = EngineClient) -> None:
+        self._changes = changes
+        self._timeout_s = timeout_s
+        self._connect = connect
+        self._lines: dict[str, _Line] = {}
+        self._aborts: set[asyncio.Task[None]] = set()
+
+    @property
+    def views(self) -> dict[str, EngineView]:
+        """What is known of my engines."""
+        return {instance: line.view for instance, line in self._lines.items()}
+
+    @property
+    def in_flight(self) -> int:
+        """Requests under way."""
+        return sum(line.in_flight for line in self._lines.values())
+
+    async def aim(self, workers: Mapping[str, WorkerRecord]) -> None:
+        """These are mine from now on."""
+        for instance in list(self._lines):
+            if instance not in workers or workers[instance].address != self._lines[instance].view.address:
+                await self._lines.pop(instance).client.close()
+                self._changes.notify()
+        for instance, worker in workers.items():
+            if instance not in self._lines:
+                client = self._connect(f"http://{worker.address}", timeout_s=self._timeout_s)
+                self._lines[instance] = _Line(client, EngineView(instance, worker.address, None))
+                self._changes.notify()
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self.aim({})
+
+    async def publish(self, instance: str, version: Version, folder: Path) -> None:
+        """Bring one engine to `version`, and find out that it serves it. Raises EngineError."""
+        line = self._lines[instance]
+        served = (await line.client.info()).version
+        if served != version:
+            await line.client.update_weights(str(folder), version)
+            served = (await line.client.info()).version
+        line.view = replace(line.view, version=served)
+        self._changes.notify()
+
+    def distrust(self, instance: str) -> None:
+        """Nothing is known of the engine any more; it is asked, and brought up to date, before it is used again."""
+        if instance in self._lines:
+            self._lines[instance].view = replace(self._lines[instance].view, version=None)
+            self._changes.notify()
+
+    def ready(self, version: Version) -> list[str]:
+        """My engines that serve `version`, least busy first."""
+        serving = [i for i, line in self._lines.items() if line.view.version == version]
+        return sorted(serving, key=lambda i: (self._lines[i].in_flight, i))
+
+    async def generate(
+        self, version: Version, prompt_ids: tuple[int, ...], params: SamplingParams, seeds: tuple[int, ...], rid: str
+    ) -> tuple[Sample, ...]:
+        """Generate on the least busy engine that serves `version`; waits for one. Raises EngineError.
+
+        An engine that does not answer is distrusted, and the request is for the caller to repeat.
+        """
+        await self._changes.until(lambda: bool(self.ready(version)))
+        instance = self.ready(version)[0]
+        line = self._lines[instance]
+        line.in_flight += 1
+        finished = False
+        try:
+            samples = await line.client.generate(prompt_ids, params, seeds=seeds, rid=rid)
+            finished = True
+            return samples
+        except EngineUnreachable:
+            finished = True
+            self.distrust(instance)
+            raise
+        finally:
+            line.in_flight -= 1
+            if not finished:
+                self._abandon(line, rid, len(seeds))
+
+    def _abandon(self, line: _Line, rid: str, count: int) -> None:
+        """The caller gave up: let the engine give up too. In the background, and as far as it goes."""
+
+        async def abort() -> None:
+            try:
+                await line.client.abort(rid, count)
+            except EngineError as error:
+                log.debug("abort %s: %s", rid, error)
+
+        task = asyncio.get_running_loop().create_task(abort())
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)

@@ -1,0 +1,78 @@
+"""What this peer holds of a job: finished groups, outcomes, and what is in flight.
+
+A group is kept until head contains its ref or it can no longer be trained; nothing is remembered about what to issue
+next, which is computed anew at every look. All of it is lost with the process, and issued again by someone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from gcore.ledger.ancestry import is_acceptable, is_ancestor
+from gcore.ledger.records import EndedRef, Head, OfferedGroup
+from gcore.ledger.stream import StreamRules
+from gcore.types import Group, Outcome, PromptRef, Version
+
+
+class Holdings:
+    """Mutable; one event loop."""
+
+    def __init__(self) -> None:
+        self._groups: dict[PromptRef, Group] = {}
+        self._offers: dict[PromptRef, OfferedGroup] = {}
+        self._outcomes: dict[PromptRef, EndedRef] = {}
+        self.in_flight: set[PromptRef] = set()
+        self.reissues: dict[PromptRef, int] = {}
+
+    @property
+    def offers(self) -> Mapping[PromptRef, OfferedGroup]:
+        """The held groups as an offer names them."""
+        return dict(self._offers)
+
+    @property
+    def outcomes(self) -> Mapping[PromptRef, EndedRef]:
+        """Filtered and failed refs that head does not have yet."""
+        return dict(self._outcomes)
+
+    def knows(self, ref: PromptRef) -> bool:
+        """Whether nothing need be started for `ref` here."""
+        return ref in self.in_flight or ref in self._groups or ref in self._outcomes
+
+    def group(self, digest: str) -> Group | None:
+        """The held group of that digest."""
+        for ref, offered in self._offers.items():
+            if offered.digest == digest:
+                return self._groups[ref]
+        return None
+
+    def keep(self, group: Group) -> None:
+        """A finished group."""
+        self._groups[group.ref] = group
+        self._offers[group.ref] = OfferedGroup(
+            ref=group.ref,
+            digest=group.digest(),
+            prompt_tokens=len(group.prompt_ids),
+            response_tokens=tuple(len(sample.token_ids) for sample in group.samples),
+            versions=group.versions,
+            reward=math.fsum(sample.reward for sample in group.samples) / len(group.samples),
+        )
+
+    def end(self, ref: PromptRef, outcome: Outcome, holder: str, version: Version) -> None:
+        """A ref that ended without a group."""
+        self._outcomes[ref] = EndedRef(
+            ref=ref, kind=outcome.kind, reason=outcome.reason, holder=holder, versions=(version,)
+        )
+
+    def prune(self, rules: StreamRules, head: Head) -> None:
+        """Drop what is terminal, of a cut-off lineage, or too old for the next step."""
+        for ref, offered in list(self._offers.items()):
+            gone = head.cursors.is_terminal(rules.shape, ref)
+            if gone or not is_acceptable(head, head.step + 1, offered.versions, rules.staleness):
+                del self._groups[ref], self._offers[ref]
+        for ref, ended in list(self._outcomes.items()):
+            gone = head.cursors.is_terminal(rules.shape, ref)
+            if gone or not all(is_ancestor(head, version) for version in ended.versions):
+                del self._outcomes[ref]
+        for ref in [r for r in self.reissues if head.cursors.is_terminal(rules.shape, r)]:
+            del self.reissues[ref]

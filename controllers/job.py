@@ -1,0 +1,368 @@
+"""One job on one controller, for one incarnation: watch → view → decide → apply, and the flow beside it.
+
+The mirror is fed by a watch; a driver decides at every change and carries out what is ripe; the flow produces. They meet
+in `Changes` and in the view, never in each other. When the incarnation ends, all of it is thrown away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from gcore.reward.registry import find_reward
+
+from controllers.actions import Apply, Feed, Intent, Publish, SetPhase
+from controllers.apply import Hands, apply, staged_versions
+from controllers.changes import Changes
+from controllers.cluster import ClusterMirror
+from controllers.decide import decide
+from controllers.engines import EngineBook, responsible_for
+from controllers.holdings import Holdings
+from controllers.produce import JobPeer, Material
+from controllers.ranks import RankLinks, WorldName
+from controllers.service.events import EventLog
+from controllers.staffing import Staff, StopWorker, staffing
+from controllers.stopwatch import Stopwatch
+from controllers.turns import Waits
+from controllers.view import JobView
+from controllers.waiting import waiting_for
+from gcore.clock import Clock
+from gcore.config import NodeConfig, parse_spec
+from gcore.errors import GcoreError
+from gcore.flows import find_flow
+from gcore.ledger.job import Evaluation, JobPhase
+from gcore.ledger.mirror import JobMirror
+from gcore.ledger.stream import StreamRules
+from gcore.ledger.transactions import Ledger, TxnOutcome
+from gcore.metrics import Metrics
+from gcore.prompts.cursor import shard_lengths
+from gcore.prompts.dataset import Dataset
+from gcore.prompts.render import PromptRenderer
+from gcore.store.keys import JobKeys
+from gcore.store.types import Compare, Put, Store, WatchBatch
+from gcore.worker.process import send_signal
+
+log = logging.getLogger(__name__)
+
+LOOK_ANYWAY_S = 1.0
+"""A look is taken so often even if nothing was heard."""
+LOOK_AGAIN_S = 0.2
+"""After a lost compare or an unknown answer, until the action is tried again if nothing was heard."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who this controller is, for one life."""
+
+    node: str
+    incarnation: str
+    address: str
+    lease: int
+
+
+class JobRunner:
+    """Runs one job until it has ended, or the incarnation has."""
+
+    def __init__(
+        self,
+        uid: str,
+        identity: Identity,
+        store: Store,
+        cluster: ClusterMirror,
+        changes: Changes,
+        metrics: Metrics,
+        clock: Clock,
+        config: NodeConfig,
+    ) -> None:
+        self.uid = uid
+        self.keys = JobKeys(uid)
+        self._identity = identity
+        self._store = store
+        self._cluster = cluster
+        self._metrics = metrics
+        self._clock = clock
+        self._cache_dir = Path(config.home) / "cache"
+        self._staff = Staff(config, clock)
+        self.node = identity.node
+        self.events = EventLog(self.keys)
+        self.closed = False
+        """Whether nothing more will be heard here."""
+        self.is_working = False
+        """Whether there is a view to look at."""
+        self.changes = changes
+        self.mirror = JobMirror(self.keys)
+        self.holdings = Holdings()
+        self.stopwatch = Stopwatch()
+        self.waits = Waits({})
+        self._ranks = RankLinks(clock, changes.notify)
+        self._held_off: dict[str, tuple[int, float]] = {}
+        self._background: dict[str, asyncio.Task[None]] = {}
+        self._view: tuple[int, JobView] | None = None
+
+    async def run(self) -> None:
+        """Until the job has ended."""
+        watching = asyncio.create_task(self._watch(), name=f"watch {self.uid}")
+        try:
+            while self.mirror.job is None or self.mirror.status is None:
+                await self._unless(watching, self.changes.wait())
+            if not self.mirror.status.record.phase.ended:
+                await self._unless(watching, self._work())
+        finally:
+            self.closed, self.is_working = True, False
+            self.changes.notify()
+            watching.cancel()
+            for task in self._background.values():
+                task.cancel()
+            await self._ranks.close()
+
+    async def _unless(self, watching: asyncio.Task[None], work: object) -> None:
+        """Await `work`, and fail with the watch if that fails first."""
+        task = asyncio.ensure_future(work)  # type: ignore[call-overload]
+        try:
+            await asyncio.wait({task, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if watching.done():
+                watching.result()
+            await task
+        finally:
+            task.cancel()
+
+    async def _watch(self) -> None:
+        async for batch in self._store.watch(self.keys.prefix):
+            self._note(batch)
+            self.changes.notify()
+
+    def _note(self, batch: WatchBatch) -> None:
+        before = self.mirror
+        self.mirror = before.fold(batch)
+        if self.mirror.head is not None and self.mirror.head != before.head:
+            rules = self._rules_or_none()
+            if rules is not None:
+                self.holdings.prune(rules, self.mirror.head.record)
+        self.events.note(before, batch, self.mirror, self._clock.wall())
+        self.stopwatch.note(before, self.mirror, self._clock.monotonic())
+
+    async def _work(self) -> None:
+        assert self.mirror.job is not None
+        spec = parse_spec(self.mirror.job.record.spec)
+        self._engines = EngineBook(self.changes, spec.rollout.timeout_s)
+        self._spec = spec
+        self._rules = self._rules_or_none()
+        self.is_working = True
+        try:
+            material = await asyncio.to_thread(self._open)
+            flow = find_flow(spec.flow.name)
+        except GcoreError as error:
+            await self._fail(str(error))
+            return
+        peer = JobPeer(
+            material, self.look, self.changes, self._engines, self.holdings, self._record_evaluation, self._clock
+        )
+        try:
+            async with asyncio.TaskGroup() as group:
+                producing = group.create_task(self._produce(flow, peer), name=f"flow {self.uid}")
+                driving = group.create_task(self._drive(material), name=f"drive {self.uid}")
+                await self.changes.until(self._ended)
+                producing.cancel()
+                driving.cancel()
+        finally:
+            await self._engines.close()
+
+    def _rules_or_none(self) -> StreamRules | None:
+        if self.mirror.job is None:
+            return None
+        job = self.mirror.job.record
+        spec = parse_spec(job.spec)
+        shape = shard_lengths(job.prompts, spec.data.shards)
+        return StreamRules(shape, spec.data.window, spec.flow.groups_per_step, spec.rollout.staleness)
+
+    def _ended(self) -> bool:
+        return self.mirror.status is not None and self.mirror.status.record.phase.ended
+
+    def _open(self) -> Material:
+        spec = self._spec
+        fields = (spec.reward.answer,)
+        train = Dataset.open(
+            Path(spec.data.path), prompt_field=spec.data.prompt, answer_fields=fields, cache_dir=self._cache_dir
+        )
+        held_out = None
+        if spec.eval.path is not None:
+            held_out = Dataset.open(
+                Path(spec.eval.path), prompt_field=spec.data.prompt, answer_fields=fields, cache_dir=self._cache_dir
+            )
+        renderer = PromptRenderer.load(Path(spec.model.path), chat=spec.model.chat)
+        return Material(spec, self.uid, train, held_out, renderer, find_reward(spec.reward.name))
+
+    async def _produce(self, flow: object, peer: JobPeer) -> None:
+        """The flow, again and again: after a rollback from behind the last step there is more to do."""
+        while True:
+            try:
+                await flow(peer)  # type: ignore[operator]
+            except GcoreError as error:
+                await self._fail(str(error))
+            except Exception as error:
+                log.exception("the flow of job %s failed", self.uid)
+                last = traceback.extract_tb(error.__traceback__)[-1]
+                await self._fail(f"the flow raised {error!r} at {last.filename}:{last.lineno}")
+            await self._head_moves()
+
+    async def _head_moves(self) -> None:
+        seen = self.mirror.head
+        await self.changes.until(lambda: self.mirror.head != seen)
+
+    async def _fail(self, reason: str) -> None:
+        """End the job as failed, however long the store is away."""
+        while not self._ended():
+            done = await apply(SetPhase(JobPhase.FAILED, reason), self.look(), self._hands())
+            if done.outcome is not TxnOutcome.WON:
+                await self.changes.wait(LOOK_AGAIN_S)
+            else:
+                await self.changes.until(self._ended)
+
+    def look(self) -> JobView:
+        """The view now; computed once for each change."""
+        if self._view is None or self._view[0] != self.changes.count:
+            self._view = (self.changes.count, self._build())
+        return self._view[1]
+
+    def _build(self) -> JobView:
+        now = self._clock.monotonic()
+        held_off = {
+            condition
+            for condition, (revision, until) in self._held_off.items()
+            if now < until and self.mirror.revision < revision
+        }
+        assert self.mirror.job is not None
+        assert self._rules is not None
+        run_dir = Path(self.mirror.job.record.run_dir)
+        return JobView(
+            spec=self._spec,
+            rules=self._rules,
+            mirror=self.mirror,
+            me=self._identity.incarnation,
+            node=self._identity.node,
+            nodes=self._cluster.nodes,
+            workers=self._cluster.workers,
+            ranks=self._ranks.views,
+            engines=self._engines.views,
+            holdings=self.holdings.offers,
+            outcomes=self.holdings.outcomes,
+            busy=bool(self.holdings.in_flight),
+            under_way=frozenset(self._background) | held_off,
+            saved=self._ranks.saved,
+            staged=staged_versions(run_dir),
+            hopeless=self._staff.hopeless(self._cluster.workers),
+        )
+
+    async def _drive(self, material: Material) -> None:
+        """Decide at every change; carry out what is ripe; wake up when something becomes so."""
+        while True:
+            await self._aim()
+            view = self.look()
+            now = self._clock.monotonic()
+            self._staff_up(view, now)
+            intents = decide(view)
+            waiting = {w.key: w for w in waiting_for(view)}
+            self.waits = self.waits.note([*(i.condition for i in intents), *waiting], now)
+            delays = [LOOK_AGAIN_S if self._held_off else LOOK_ANYWAY_S]
+            acted = False
+            for intent in intents:
+                if self.waits.ripe(intent.condition, intent.turn, now, after=intent.after):
+                    acted = True
+                    await self._carry_out(intent, view)
+                else:
+                    ripe_at = self.waits.since[intent.condition] + Waits.wait(intent.turn, intent.after)
+                    delays.append(max(ripe_at - now, 0.01))
+            self._held_off = {c: held for c, held in self._held_off.items() if now < held[1]}
+            if not acted:
+                await self.changes.wait(min(delays))
+                if self._held_off:
+                    self._view = None
+
+    def _staff_up(self, view: JobView, now: float) -> None:
+        """Start and stop this node's workers of the job."""
+        if view.mirror.status is None or view.mirror.status.record.phase is not JobPhase.RUNNING:
+            return
+        for action in staffing(view, self._staff.launches(view.workers), now):
+            if isinstance(action, StopWorker):
+                log.info("stop %s: %s", action.instance, action.reason)
+                send_signal(view.workers[action.instance].process, signal.SIGTERM)
+            else:
+                self._staff.start(action, view)
+
+    async def _aim(self) -> None:
+        """Point the lines at the ranks of head's world and at the engines that are mine."""
+        mirror = self.mirror
+        members: Mapping[str, object] = mirror.members
+        mine = responsible_for(
+            self.uid,
+            self._cluster.workers,
+            {incarnation: stored.record for incarnation, stored in mirror.members.items()},
+            self._identity.incarnation,
+        )
+        await self._engines.aim(mine if members else {})
+        if mirror.head is None or mirror.plan is None:
+            return
+        head = mirror.head.record
+        addresses = {}
+        for place in mirror.plan.record.ranks:
+            claim = mirror.claim(head.world, place.rank)
+            worker = self._cluster.workers.get(claim.instance) if claim else None
+            if worker is not None and worker.state == "serving":
+                addresses[place.rank] = worker.address
+        self._ranks.aim(WorldName(self.uid, head.world, head.lineage), addresses)
+
+    async def _carry_out(self, intent: Intent, view: JobView) -> None:
+        if isinstance(intent.action, Feed | Apply | Publish):
+            task = asyncio.create_task(self._in_background(intent, view), name=intent.condition)
+            self._background[intent.condition] = task
+            self._view = None
+            return
+        await self._now(intent, view)
+
+    async def _now(self, intent: Intent, view: JobView) -> None:
+        try:
+            done = await apply(intent.action, view, self._hands())
+        except GcoreError as error:
+            await self._fail(str(error))
+            return
+        self._metrics.transactions.labels(type(intent.action).__name__.lower(), done.outcome.value).inc()
+        level = logging.INFO if done.outcome is TxnOutcome.WON else logging.DEBUG
+        log.log(level, "%s: %s", done.sentence, done.outcome, extra={"job": self.uid})
+        # Until what was written is heard, the view is older than the deed; deciding on it again would only lose.
+        until = self._clock.monotonic() + (5.0 if done.outcome is TxnOutcome.WON else LOOK_AGAIN_S)
+        self._held_off[intent.condition] = (done.revision or self.mirror.revision + 1, until)
+        self._view = None
+
+    async def _in_background(self, intent: Intent, view: JobView) -> None:
+        try:
+            await self._now(intent, view)
+        finally:
+            self._background.pop(intent.condition, None)
+            self.changes.notify()
+
+    def _hands(self) -> Hands:
+        assert self.mirror.job is not None
+        return Hands(
+            store=self._store,
+            ledger=Ledger(self._store, self.keys),
+            lease=self._identity.lease,
+            address=self._identity.address,
+            ranks=self._ranks,
+            engines=self._engines,
+            holdings=self.holdings,
+            clock=self._clock,
+            stats=self._stats,
+            run_dir=Path(self.mirror.job.record.run_dir),
+        )
+
+    def _stats(self, view: JobView) -> dict[str, float]:
+        return self.stopwatch.stats(view, self._clock.monotonic())
+
+    async def _record_evaluation(self, evaluation: Evaluation) -> None:
+        key = self.keys.evaluation(str(evaluation.version))
+        await self._store.transact((Compare(key, 0),), (Put(key, evaluation.encode()),))

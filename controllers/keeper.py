@@ -1,0 +1,114 @@
+"""In local mode: brings back what died on this machine, etcd on its own data and missing daemons.
+
+On a cluster that is systemd's, Kubernetes' or Slurm's work; a laptop has none of them. Whoever lives does it, one at a
+time under a file lock, and writes the new process into `cluster.json`. A daemon is started again only after its lease has
+ended, so that its shards were somebody else's meanwhile, as they would be on a cluster. While `gcore down` is at work
+(the file `stopping`), nothing is brought back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from gcore.store.launcher import LocalEtcd
+
+from gcore.clock import Clock
+from gcore.config import NodeConfig
+from gcore.config.cluster import ControllerProcess, LocalCluster
+from gcore.errors import GcoreError, StoreUnavailable
+from gcore.store import keys
+from gcore.store.types import Store
+from gcore.worker.process import ProcessId, is_running, spawn_detached
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+STOPPING = "stopping"
+
+
+def daemon_command(home: str, config_file: str) -> list[str]:
+    """How a daemon of the local cluster is started."""
+    return [sys.executable, "-m", "controllers.daemon", "--home", home, "--config", config_file]
+
+
+class Keeper:
+    """Looks every second."""
+
+    def __init__(self, config: NodeConfig, store: Store, clock: Clock) -> None:
+        self._config = config
+        self._home = Path(config.home)
+        self._store = store
+        self._clock = clock
+
+    async def run(self) -> None:
+        """For ever."""
+        while True:
+            await self._clock.sleep(LOOK_S)
+            try:
+                await self._look()
+            except (GcoreError, OSError) as error:
+                log.warning("keeper: %s", error)
+
+    async def _look(self) -> None:
+        cluster = LocalCluster.load(self._home)
+        if cluster is None or (self._home / STOPPING).exists():
+            return
+        if not is_running(cluster.etcd.process):
+            await asyncio.to_thread(self._bring_back_etcd)
+            return
+        for daemon in cluster.controllers:
+            if daemon.name != self._config.node and not is_running(daemon.process):
+                with contextlib.suppress(StoreUnavailable):
+                    if await self._store.get(keys.node(daemon.name)) is None:
+                        await asyncio.to_thread(self._bring_back, daemon.name)
+
+    def _bring_back_etcd(self) -> None:
+        with self._alone() as cluster:
+            if cluster is None or is_running(cluster.etcd.process):
+                return
+            known = cluster.etcd
+            started = LocalEtcd.start(
+                Path(known.data_dir),
+                client_port=known.client_port,
+                peer_port=known.peer_port,
+                log_file=self._home / "logs" / "etcd.log",
+            )
+            log.warning("etcd had died; it is back, on the same data, as process %d", started.pid)
+            changed = known.model_copy(update={"pid": started.pid, "started": started.started})
+            self._write(cluster.model_copy(update={"etcd": changed}))
+
+    def _bring_back(self, name: str) -> None:
+        with self._alone() as cluster:
+            daemon = next((c for c in cluster.controllers if c.name == name), None) if cluster else None
+            if cluster is None or daemon is None or is_running(daemon.process):
+                return
+            process = spawn_detached(
+                daemon_command(cluster.home, daemon.config_file), log_file=self._home / "logs" / f"{name}.log"
+            )
+            log.warning("%s had died; it is back as process %d", name, process.pid)
+            self._write(_replaced(cluster, daemon, process))
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[LocalCluster | None]:
+        """The cluster's document as it is once no other keeper is at work."""
+        with (self._home / "keeper.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield None if (self._home / STOPPING).exists() else LocalCluster.load(self._home)
+
+    def _write(self, cluster: LocalCluster) -> None:
+        path = self._home / "cluster.json"
+        part = path.with_suffix(".part")
+        part.write_text(cluster.model_dump_json(indent=2))
+        part.rename(path)
+
+
+def _replaced(cluster: LocalCluster, daemon: ControllerProcess, process: ProcessId) -> LocalCluster:
+    new = daemon.model_copy(update={"pid": process.pid, "started": process.started})
+    controllers = tuple(new if c.name == daemon.name else c for c in cluster.controllers)
+    return cluster.model_copy(update={"controllers": controllers})

@@ -1,0 +1,183 @@
+"""The line to the train ranks of one world: what they report, and what they are sent.
+
+One `Watch` stream a rank keeps `views` current; feeds and applies are repeated by whoever decides, never in here: a call
+that fails is simply not reflected in what the rank reports. A rank of another world refuses everything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import grpc
+import numpy as np
+
+from controllers.view import RankView, SavedCheckpoint
+from gcore.api.v1 import train_pb2 as pb
+from gcore.api.v1 import train_pb2_grpc
+from gcore.clock import Clock
+from gcore.ledger.records import SCHEMA_VERSION, Seal
+from gcore.types import Group, Token, Version
+
+log = logging.getLogger(__name__)
+
+CHUNK_BYTES = 1 << 20
+CALL_TIMEOUT_S = 30.0
+RECONNECT_S = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class WorldName:
+    """Which world is meant. Whoever is not it refuses."""
+
+    job_uid: str
+    world: str
+    lineage: int
+
+    def message(self) -> pb.WorldId:
+        """As the protocol spells it."""
+        return pb.WorldId(job_uid=self.job_uid, world=self.world, lineage=self.lineage)
+
+
+@dataclass(slots=True)
+class _Line:
+    address: str
+    channel: grpc.aio.Channel
+    task: asyncio.Task[None]
+
+
+class RankLinks:
+    """Lines to the ranks of the current world. `aim` says which those are."""
+
+    def __init__(self, clock: Clock, on_change: Callable[[], None]) -> None:
+        self._clock = clock
+        self._on_change = on_change
+        self._world: WorldName | None = None
+        self._lines: dict[int, _Line] = {}
+        self.views: dict[int, RankView] = {}
+        self.saved: dict[Version, SavedCheckpoint] = {}
+
+    def aim(self, world: WorldName | None, addresses: Mapping[int, str]) -> None:
+        """Talk to these ranks of this world from now on."""
+        if world != self._world:
+            self._world = world
+            self.views = {}
+            for rank in list(self._lines):
+                self._drop(rank)
+        for rank in list(self._lines):
+            if addresses.get(rank) != self._lines[rank].address:
+                self._drop(rank)
+        for rank, address in addresses.items():
+            if rank not in self._lines and world is not None:
+                channel = grpc.aio.insecure_channel(address)
+                task = asyncio.create_task(self._listen(world, rank, channel), name=f"rank {rank}")
+                self._lines[rank] = _Line(address, channel, task)
+
+    async def close(self) -> None:
+        """End all lines."""
+        self.aim(None, {})
+
+    async def feed(self, rank: int, seal: Seal, groups: Iterable[tuple[Group, frozenset[int]]], sender: str) -> None:
+        """Push samples of groups (by index) to a rank. Raises grpc.aio.AioRpcError."""
+        line, world = self._lines[rank], self._world
+        assert world is not None
+        payload = pb.FeedPayload(groups=[_part(group, samples) for group, samples in groups]).SerializeToString()
+        header = pb.FeedHeader(
+            schema_version=SCHEMA_VERSION,
+            world=world.message(),
+            token=_token(seal.token),
+            sender=sender,
+            total_bytes=len(payload),
+            sha256=hashlib.sha256(payload).digest(),
+        )
+        stub = train_pb2_grpc.TrainRankStub(line.channel)
+        reply = await stub.Feed(_chunks(header, payload), timeout=CALL_TIMEOUT_S)
+        self._note_held(rank, seal.token, reply.held)
+
+    async def apply(self, rank: int, seal: Seal, stored: bytes) -> None:
+        """Tell a rank to train on the READY seal. Raises grpc.aio.AioRpcError."""
+        line, world = self._lines[rank], self._world
+        assert world is not None
+        request = pb.ApplyRequest(
+            schema_version=SCHEMA_VERSION, world=world.message(), token=_token(seal.token), seal=stored
+        )
+        await train_pb2_grpc.TrainRankStub(line.channel).Apply(request, timeout=CALL_TIMEOUT_S)
+
+    def _drop(self, rank: int) -> None:
+        line = self._lines.pop(rank)
+        line.task.cancel()
+        # The channel is closed in the background: nobody waits for a dead rank.
+        asyncio.get_running_loop().create_task(line.channel.close())
+
+    async def _listen(self, world: WorldName, rank: int, channel: grpc.aio.Channel) -> None:
+        stub = train_pb2_grpc.TrainRankStub(channel)
+        while True:
+            try:
+                async for state in stub.Watch(pb.WatchRequest(world=world.message())):
+                    if world == self._world:
+                        self._note(rank, state)
+            except grpc.aio.AioRpcError as error:
+                log.debug("rank %d: %s", rank, error.details())
+            await self._clock.sleep(RECONNECT_S)
+
+    def _note(self, rank: int, state: pb.RankState) -> None:
+        view = RankView(
+            rank=rank,
+            holding=_read_token(state.holding) if state.HasField("holding") else None,
+            held=_held(state.held),
+            applied=_read_token(state.applied) if state.HasField("applied") else None,
+            content=state.report.content_sha256,
+            metrics=dict(state.report.metrics),
+            phase=state.phase,
+        )
+        if view.applied and state.report.checkpoint_file:
+            version = Version(view.applied.lineage, view.applied.step)
+            self.saved[version] = SavedCheckpoint(version, state.report.checkpoint_file, state.report.checkpoint_sha256)
+        self.views = {**self.views, rank: view}
+        self._on_change()
+
+    def _note_held(self, rank: int, token: Token, held: Iterable[pb.HeldGroup]) -> None:
+        view = self.views.get(rank, RankView(rank))
+        if view.holding is None or view.holding <= token:
+            self.views = {**self.views, rank: replace(view, holding=token, held=_held(held))}
+            self._on_change()
+
+
+def _held(groups: Iterable[pb.HeldGroup]) -> dict[str, frozenset[int]]:
+    return {group.digest: frozenset(group.samples) for group in groups}
+
+
+def _token(token: Token) -> pb.StepToken:
+    return pb.StepToken(lineage=token.lineage, step=token.step, attempt=token.attempt)
+
+
+def _read_token(token: pb.StepToken) -> Token:
+    return Token(token.lineage, token.step, token.attempt)
+
+
+def _part(group: Group, samples: frozenset[int]) -> pb.GroupPart:
+    return pb.GroupPart(
+        ref=pb.PromptRef(data_epoch=group.ref.data_epoch, shard=group.ref.shard, seq=group.ref.seq),
+        digest=group.digest(),
+        prompt_ids=np.asarray(group.prompt_ids, dtype="<i4").tobytes(),
+        sample_digests=[sample.digest() for sample in group.samples],
+        samples=[
+            pb.SamplePart(
+                index=index,
+                token_ids=np.asarray(group.samples[index].token_ids, dtype="<i4").tobytes(),
+                logprobs=np.asarray(group.samples[index].logprobs, dtype="<f4").tobytes(),
+                reward=group.samples[index].reward,
+                finish_reason=group.samples[index].finish_reason,
+            )
+            for index in sorted(samples)
+        ],
+    )
+
+
+async def _chunks(header: pb.FeedHeader, payload: bytes) -> AsyncIterator[pb.FeedChunk]:
+    yield pb.FeedChunk(header=header, data=payload[:CHUNK_BYTES])
+    for start in range(CHUNK_BYTES, len(payload), CHUNK_BYTES):
+        yield pb.FeedChunk(data=payload[start : start + CHUNK_BYTES])

@@ -1,0 +1,1 @@
+"""What a controller answers: the job API."""

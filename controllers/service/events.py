@@ -1,0 +1,148 @@
+"""A job's events, derived from the changes of its records.
+
+Every controller derives the same events with the same sequence numbers (from the store's revisions), so that a follower
+can go on with any of them after the last number it saw, and nothing comes twice or is lost. Pure.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from controllers.identity import node_of
+from gcore.ledger.job import Evaluation, JobStatus
+from gcore.ledger.mirror import JobMirror
+from gcore.ledger.records import Assignment, Checkpoints, LogEntry
+from gcore.store.keys import JobKeys
+from gcore.store.types import WatchBatch, WatchEvent
+
+PER_REVISION = 16
+"""Room for the events of one revision."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One thing that happened."""
+
+    sequence: int
+    time: float
+    kind: str
+    message: str
+    data: dict[str, Any]
+
+    @property
+    def data_json(self) -> str:
+        """The data as JSON."""
+        return json.dumps(self.data)
+
+
+class EventLog:
+    """The events of one job that this controller has heard of, ascending."""
+
+    def __init__(self, keys: JobKeys) -> None:
+        self._keys = keys
+        self.events: list[Event] = []
+        self._last = -1
+
+    def note(self, before: JobMirror, batch: WatchBatch, after: JobMirror, wall: float) -> None:
+        """Add what `batch` brought; what is known already is not added again."""
+        new = []
+        slot: dict[int, int] = {}
+        for change in sorted(batch.events, key=lambda e: e.kv.mod_revision):
+            for kind, message, data in _derive(self._keys, before, change, after):
+                revision = change.kv.mod_revision
+                index = slot.get(revision, 0)
+                slot[revision] = index + 1
+                sequence = revision * PER_REVISION + index
+                if sequence > self._last:
+                    new.append(Event(sequence, wall, kind, message, data))
+        self.events.extend(new)
+        if self.events:
+            self._last = self.events[-1].sequence
+
+    def after(self, sequence: int) -> list[Event]:
+        """The events with greater numbers."""
+        newer = []
+        for event in reversed(self.events):
+            if event.sequence <= sequence:
+                break
+            newer.append(event)
+        return newer[::-1]
+
+
+def _derive(
+    keys: JobKeys, before: JobMirror, change: WatchEvent, after: JobMirror
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    key, kv = change.kv.key, change.kv
+    if change.kind == "delete":
+        if key.startswith(keys.member_prefix):
+            node = node_of(key.removeprefix(keys.member_prefix))
+            yield "member", f"{node} is gone", {"node": node, "joined": False}
+        return
+    if key == keys.state:
+        status = JobStatus.decode(kv.value, key)
+        yield "state", f"{status.phase}: {status.reason}", {"state": status.phase.value, "reason": status.reason}
+    elif key == keys.assign:
+        yield _shards(before, Assignment.decode(kv.value, key))
+    elif key == keys.checkpoints:
+        known = {c.seq for c in before.checkpoints.record.entries} if before.checkpoints else set()
+        for one in Checkpoints.decode(kv.value, key).entries:
+            if one.seq not in known and one.file:
+                data = {"step": one.step, "lineage": one.lineage, "file": one.file}
+                yield "checkpoint", f"checkpoint of step {one.step} is registered", data
+    elif key.startswith(keys.member_prefix):
+        node = node_of(key.removeprefix(keys.member_prefix))
+        yield "member", f"{node} has joined", {"node": node, "joined": True}
+    elif key.startswith(keys.log_prefix):
+        yield from _entry(before, LogEntry.decode(kv.value, key), after)
+    elif key.startswith(keys.eval_prefix):
+        yield _evaluation(Evaluation.decode(kv.value, key))
+
+
+def _shards(before: JobMirror, new: Assignment) -> tuple[str, str, dict[str, Any]]:
+    old = before.assign.record if before.assign else None
+    moved = 0
+    if old is not None and len(old.owners) == len(new.owners):
+        moved = sum(old.owner(shard) != new.owner(shard) for shard in range(len(new.owners)))
+    shares = {node_of(member): list(new.shards_of(member)) for member in new.members}
+    spread = ", ".join(f"{node} {len(shards)}" for node, shards in sorted(shares.items()))
+    return "shards", f"{moved} shards moved: {spread}", {"moved": moved, "shares": shares}
+
+
+def _entry(before: JobMirror, entry: LogEntry, after: JobMirror) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    if entry.kind == "train":
+        by_node: dict[str, int] = {}
+        for ended in entry.delta:
+            if ended.kind == "trained":
+                node = node_of(ended.holder)
+                by_node[node] = by_node.get(node, 0) + 1
+        steps = after.job.record.spec.get("flow", {}).get("steps", 0) if after.job else 0
+        data = {
+            "step": entry.step,
+            "steps": steps,
+            "lineage": entry.lineage,
+            "stats": entry.stats,
+            "groups_by_node": by_node,
+            "filtered": sum(e.kind == "filtered" for e in entry.delta),
+            "failed": sum(e.kind == "failed" for e in entry.delta),
+        }
+        yield "step", f"step {entry.step} is committed", data
+    elif entry.kind == "rollback":
+        from_step = before.head.record.step if before.head else entry.step
+        data = {"from_step": from_step, "to_step": entry.step, "lineage": entry.lineage, "reason": entry.reason}
+        yield "rollback", f"back from step {from_step} to {entry.step}: {entry.reason}", data
+    elif entry.kind == "account":
+        yield "account", f"{len(entry.delta)} prompts ended without a step", {"count": len(entry.delta)}
+
+
+def _evaluation(evaluation: Evaluation) -> tuple[str, str, dict[str, Any]]:
+    data = {
+        "step": evaluation.version.step,
+        "lineage": evaluation.version.lineage,
+        "accuracy": evaluation.accuracy,
+        "count": evaluation.count,
+        "samples": [sample.model_dump() for sample in evaluation.samples],
+    }
+    return "eval", f"accuracy {evaluation.accuracy:.1%} after step {evaluation.version.step}", data

@@ -1,0 +1,262 @@
+"""The Jobs service. Any controller answers for the whole cluster: it reads the store, and follows jobs through its mirror.
+
+Errors leave as gRPC statuses with one sentence: INVALID_ARGUMENT (the spec or its files), NOT_FOUND, FAILED_PRECONDITION
+(another spec under the same name), UNAVAILABLE (no store).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
+
+import grpc
+
+from controllers.identity import node_of
+from controllers.job import JobRunner
+from controllers.service.events import Event, EventLog
+from controllers.service.records import StoredJobs
+from controllers.service.submission import Conflict, NotFound, Submissions
+from controllers.waiting import waiting_for
+from gcore.api.v1 import jobs_pb2 as pb
+from gcore.api.v1 import jobs_pb2_grpc
+from gcore.clock import Clock
+from gcore.errors import GcoreError, StoreUnavailable, UsageError
+from gcore.ledger.ancestry import resumable
+from gcore.ledger.job import JobPhase
+from gcore.ledger.mirror import JobMirror
+from gcore.store.keys import JobKeys
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+Context = grpc.aio.ServicerContext[Any, Any]
+
+_STATES = {
+    JobPhase.PENDING: pb.JOB_STATE_PENDING,
+    JobPhase.RUNNING: pb.JOB_STATE_RUNNING,
+    JobPhase.SUCCEEDED: pb.JOB_STATE_SUCCEEDED,
+    JobPhase.FAILED: pb.JOB_STATE_FAILED,
+    JobPhase.CANCELLED: pb.JOB_STATE_CANCELLED,
+}
+
+
+def edge(method: Callable[..., Awaitable[T]]) -> Callable[..., Awaitable[T]]:
+    """The RPC edge: gcore's errors become statuses; a defect is logged and becomes INTERNAL."""
+
+    @functools.wraps(method)
+    async def guarded(self: Any, request: Any, context: Context) -> T:
+        try:
+            return await method(self, request, context)
+        except GcoreError as error:
+            await context.abort(status_of(error), str(error))
+        except Exception as error:
+            if isinstance(error, grpc.aio.AbortError):
+                raise
+            log.exception("%s failed", method.__name__)
+            await context.abort(grpc.StatusCode.INTERNAL, f"{method.__name__} failed: {error!r}")
+        raise AssertionError("abort raises")
+
+    return guarded
+
+
+def status_of(error: GcoreError) -> grpc.StatusCode:
+    """The status an error leaves as."""
+    match error:
+        case NotFound():
+            return grpc.StatusCode.NOT_FOUND
+        case Conflict():
+            return grpc.StatusCode.FAILED_PRECONDITION
+        case StoreUnavailable():
+            return grpc.StatusCode.UNAVAILABLE
+        case UsageError():
+            return grpc.StatusCode.INVALID_ARGUMENT
+        case _:
+            return grpc.StatusCode.FAILED_PRECONDITION
+
+
+class JobsService(jobs_pb2_grpc.JobsServicer):
+    """Implements gcore.api.v1.Jobs."""
+
+    def __init__(
+        self,
+        jobs: StoredJobs,
+        submissions: Submissions,
+        runner: Callable[[str], JobRunner | None],
+        clock: Clock,
+    ) -> None:
+        self._jobs = jobs
+        self._submissions = submissions
+        self._runner = runner
+        self._clock = clock
+
+    @edge
+    async def CreateJob(self, request: pb.CreateJobRequest, context: Context) -> pb.Job:
+        """Create, or find, a job."""
+        uid = await self._submissions.create(request.request_id, request.spec_json, request.mode == pb.START_MODE_NEW)
+        return await self._describe(uid)
+
+    @edge
+    async def GetJob(self, request: pb.GetJobRequest, context: Context) -> pb.Job:
+        """One job."""
+        return await self._describe(await self._find(request.job))
+
+    @edge
+    async def ListJobs(self, request: pb.ListJobsRequest, context: Context) -> pb.ListJobsReply:
+        """All jobs, oldest first."""
+        mirrors = await self._jobs.summaries()
+        return pb.ListJobsReply(jobs=[_message(mirror) for mirror in mirrors])
+
+    @edge
+    async def CancelJob(self, request: pb.CancelJobRequest, context: Context) -> pb.Job:
+        """End a job."""
+        uid = await self._find(request.job)
+        await self._submissions.cancel(uid, "cancelled on request")
+        return await self._describe(uid)
+
+    @edge
+    async def AuditJob(self, request: pb.AuditJobRequest, context: Context) -> pb.AuditReport:
+        """Recompute a job's accounts."""
+        uid = await self._find(request.job)
+        found = await self._jobs.audit(uid)
+        mirror = await self._jobs.mirror(uid)
+        in_flight = {ref for offer in mirror.offers.values() for ref in (g.ref for g in offer.record.groups)}
+        by_node: dict[str, int] = {}
+        for holder, count in found.groups_by_holder.items():
+            by_node[node_of(holder)] = by_node.get(node_of(holder), 0) + count
+        return pb.AuditReport(
+            clean=found.clean,
+            violations=found.violations,
+            steps=found.steps,
+            trained=found.trained,
+            filtered=found.filtered,
+            failed=found.failed,
+            in_flight=len(in_flight),
+            groups_by_node=by_node,
+            lineages=found.lineages,
+        )
+
+    @edge
+    async def ListNodes(self, request: pb.ListNodesRequest, context: Context) -> pb.ListNodesReply:
+        """The daemons and workers that are there."""
+        listing = await self._jobs.cluster()
+        return pb.ListNodesReply(
+            nodes=[
+                pb.Node(name=n.name, incarnation=n.incarnation, address=n.address, pid=n.pid, slots=n.slots)
+                for n in listing.nodes
+            ],
+            workers=[
+                pb.WorkerInfo(
+                    instance=w.instance,
+                    node=w.node,
+                    role=w.role,
+                    job_uid=w.job_uid,
+                    state=w.state,
+                    address=w.address,
+                    pid=w.pid,
+                    slot=w.slot,
+                )
+                for w in listing.workers
+            ],
+        )
+
+    async def WatchJob(self, request: pb.WatchJobRequest, context: Context) -> AsyncIterator[pb.JobEvent]:
+        """A job's events after a number, as they come; ends with the job."""
+        try:
+            uid = await self._find(request.job)
+            async for event in self._follow(uid, request.after):
+                yield pb.JobEvent(
+                    sequence=event.sequence,
+                    time=event.time,
+                    kind=event.kind,
+                    message=event.message,
+                    data_json=event.data_json,
+                )
+        except GcoreError as error:
+            await context.abort(status_of(error), str(error))
+
+    async def _follow(self, uid: str, after: int) -> AsyncIterator[Event]:
+        runner = await self._settled(uid)
+        if runner is None:
+            for event in (await self._history(uid)).after(after):
+                yield event
+            return
+        while True:
+            ended = runner.mirror.status is not None and runner.mirror.status.record.phase.ended
+            for event in runner.events.after(after):
+                after = event.sequence
+                yield event
+            if ended or runner.closed:
+                return
+            await runner.changes.wait()
+
+    async def _settled(self, uid: str) -> JobRunner | None:
+        """The runner of a job that has not ended; a new job's may take a moment to come."""
+        mirror = await self._jobs.mirror(uid)
+        if mirror.status is None or mirror.status.record.phase.ended:
+            return None
+        for _ in range(100):
+            runner = self._runner(uid)
+            if runner is not None:
+                return runner
+            await self._clock.sleep(0.05)
+        raise StoreUnavailable(f"this controller has not heard of job {uid} yet", fix="Ask again")
+
+    async def _history(self, uid: str) -> EventLog:
+        keys = JobKeys(uid)
+        batch = await self._jobs.batch(uid)
+        history = EventLog(keys)
+        history.note(JobMirror(keys), batch, JobMirror(keys).fold(batch), self._clock.wall())
+        return history
+
+    async def _find(self, name: str) -> str:
+        uid = await self._jobs.find(name)
+        if uid is None:
+            raise NotFound(f"there is no job {name!r}", fix="`gcore list` shows the jobs there are")
+        return uid
+
+    async def _describe(self, uid: str) -> pb.Job:
+        message = _message(await self._jobs.mirror(uid))
+        runner = self._runner(uid)
+        if runner is not None and runner.is_working:
+            now, wall = self._clock.monotonic(), self._clock.wall()
+            for wait in waiting_for(runner.look()):
+                since = wall - (now - runner.waits.since.get(wait.key, now))
+                message.waiting.add(who=runner.node, what=wait.what, since=since)
+        return message
+
+
+def _message(mirror: JobMirror) -> pb.Job:
+    assert mirror.job is not None
+    assert mirror.status is not None
+    job, status = mirror.job.record, mirror.status.record
+    message = pb.Job(
+        uid=job.uid,
+        name=job.name,
+        state=_STATES[status.phase],
+        reason=status.reason,
+        spec_json=json.dumps(job.spec),
+        run_dir=job.run_dir,
+        created=job.created,
+        steps=int(job.spec.get("flow", {}).get("steps", 0)),
+        ended=status.changed if status.phase.ended else 0.0,
+    )
+    if mirror.head is not None:
+        message.step = mirror.head.record.step
+        message.lineage = mirror.head.record.lineage
+    if mirror.assign is not None:
+        for member in mirror.assign.record.members:
+            shards = mirror.assign.record.shards_of(member)
+            message.shares.add(node=node_of(member), incarnation=member, shards=shards)
+    newest = _newest_checkpoint(mirror)
+    if newest is not None:
+        message.checkpoint = f"{job.run_dir}/{newest}"
+    return message
+
+
+def _newest_checkpoint(mirror: JobMirror) -> str | None:
+    if mirror.head is None or mirror.checkpoints is None:
+        return None
+    on_chain = resumable(mirror.head.record, mirror.checkpoints.record.entries)
+    return next((c.file for c in on_chain if c.file), None)

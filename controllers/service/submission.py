@@ -1,0 +1,185 @@
+"""Creating and cancelling jobs.
+
+A spec started again: interrupted → the same job goes on; finished → a new job; changed under the same name while the
+old one has not ended → refused, naming `--new`, which ends the old one and starts afresh. Whatever can be known to be
+wrong is refused here, before anything is written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import uuid
+from pathlib import Path
+
+from gcore.reward.registry import find_reward
+
+from controllers.service.records import StoredJobs
+from gcore.clock import Clock
+from gcore.config import JobSpec, parse_spec
+from gcore.errors import GcoreError, SpecError, StoreUnavailable
+from gcore.flows import find_flow
+from gcore.ledger import transactions
+from gcore.ledger.job import JobPhase, JobRecord, JobStatus
+from gcore.ledger.transactions import Ledger, TxnOutcome
+from gcore.prompts.dataset import Dataset
+from gcore.prompts.render import PromptRenderer
+from gcore.store import keys
+from gcore.store.keys import JobKeys
+from gcore.store.types import Store
+
+MAX_SEAL_BYTES = 1 << 20
+"""A sealed step's record must stay well under the store's 1.5 MiB a request."""
+GROUP_BYTES, SAMPLE_BYTES = 220, 7
+"""What a group and a sample take in a seal, generously."""
+MIN_FREE_BYTES = 64 << 20
+
+
+class NotFound(GcoreError):
+    """No job of that name or uid."""
+
+
+class Conflict(GcoreError):
+    """The request does not fit what stands in the store."""
+
+
+class Submissions:
+    """Writes jobs; each write is one guarded transaction."""
+
+    def __init__(self, store: Store, jobs: StoredJobs, run_root: Path, cache_dir: Path, clock: Clock) -> None:
+        self._store = store
+        self._jobs = jobs
+        self._run_root = run_root
+        self._cache_dir = cache_dir
+        self._clock = clock
+
+    async def create(self, request_id: str, spec_json: str, anew: bool) -> str:
+        """The uid of the new job, or of the one that the request means. Raises GcoreError."""
+        try:
+            tree = json.loads(spec_json)
+        except ValueError as error:
+            raise SpecError("the spec in the request is not JSON", fix="Submit it with `gcore submit`") from error
+        if not isinstance(tree, dict):
+            raise SpecError("the spec in the request is not an object", fix="Submit it with `gcore submit`")
+        spec = parse_spec(tree)
+        while True:
+            if request_id and (known := await self._store.get(keys.request(request_id))) is not None:
+                return known.value.decode()
+            named = await self._store.get(keys.name(spec.name))
+            if named is not None:
+                existing = await self._same_or_ended(named.value.decode(), spec, anew)
+                if existing is not None:
+                    return existing
+            prompts = await asyncio.to_thread(check_submission, spec, self._run_root, self._cache_dir)
+            uid = uuid.uuid4().hex[:12]
+            job = JobRecord(
+                uid=uid,
+                name=spec.name,
+                spec=spec.model_dump(mode="json"),
+                run_dir=str(self._run_root / f"{spec.name}-{uid}"),
+                created=self._clock.wall(),
+                request_id=request_id,
+                prompts=prompts,
+            )
+            created = JobStatus(phase=JobPhase.PENDING, reason="created", changed=job.created)
+            job_keys = JobKeys(uid)
+            txn = transactions.create(job_keys, job, created, named.mod_revision if named else 0)
+            report = await Ledger(self._store, job_keys).run(txn)
+            if report.outcome is TxnOutcome.WON:
+                return uid
+            if report.outcome is TxnOutcome.UNKNOWN and await self._store.get(job_keys.job) is not None:
+                return uid
+            if report.outcome is TxnOutcome.UNKNOWN:
+                raise StoreUnavailable(
+                    "whether the job was created is not known", fix="Submit it again, with the same request id"
+                )
+
+    async def _same_or_ended(self, uid: str, spec: JobSpec, anew: bool) -> str | None:
+        """The job that goes on under this name; None if a new one may be made."""
+        mirror = await self._jobs.mirror(uid)
+        if mirror.job is None or mirror.status is None or mirror.status.record.phase.ended:
+            return None
+        if anew:
+            await self.cancel(uid, "replaced by a new job of the same name")
+            return None
+        if parse_spec(mirror.job.record.spec) != spec:
+            changed = ", ".join(_differences(mirror.job.record.spec, spec.model_dump(mode="json")))
+            raise Conflict(
+                f"job {spec.name!r} is not finished and its spec differs ({changed})",
+                fix="Start it with --new to end the old one and begin afresh, or give the spec another name",
+            )
+        return uid
+
+    async def cancel(self, uid: str, reason: str) -> None:
+        """End a job, if it has not ended. Raises StoreUnavailable."""
+        while True:
+            mirror = await self._jobs.mirror(uid)
+            if mirror.status is None or mirror.status.record.phase.ended:
+                return
+            status = JobStatus(phase=JobPhase.CANCELLED, reason=reason, changed=self._clock.wall())
+            txn = transactions.set_status(mirror.keys, mirror.status, status, None)
+            report = await Ledger(self._store, mirror.keys).run(txn)
+            if report.outcome is TxnOutcome.UNKNOWN:
+                raise StoreUnavailable("whether the job was cancelled is not known", fix="Ask again")
+
+
+def check_submission(spec: JobSpec, run_root: Path, cache_dir: Path) -> int:
+    """Everything about a spec that needs its files. Returns the number of prompts. Raises GcoreError."""
+    find_flow(spec.flow.name)
+    find_reward(spec.reward.name)
+    renderer = PromptRenderer.load(Path(spec.model.path), chat=spec.model.chat)
+    fields = (spec.reward.answer,)
+    train = Dataset.open(Path(spec.data.path), prompt_field=spec.data.prompt, answer_fields=fields, cache_dir=cache_dir)
+    if spec.eval.path is not None:
+        Dataset.open(Path(spec.eval.path), prompt_field=spec.data.prompt, answer_fields=fields, cache_dir=cache_dir)
+    limit = spec.model.max_length or renderer.max_length
+    if limit is not None and limit <= spec.rollout.max_new_tokens:
+        raise SpecError(
+            f"rollout.max_new_tokens is {spec.rollout.max_new_tokens}, the model's context {limit}",
+            where="rollout.max_new_tokens",
+            fix="Lower it",
+        )
+    if len(train) < spec.data.shards:
+        raise SpecError(
+            f"{len(train)} prompts cannot be cut into {spec.data.shards} shards",
+            where="data.shards",
+            fix=f"Lower it to at most {len(train)}",
+        )
+    seal = spec.flow.groups_per_step * (GROUP_BYTES + SAMPLE_BYTES * spec.flow.samples_per_prompt)
+    if seal > MAX_SEAL_BYTES:
+        raise SpecError(
+            f"a step of {spec.flow.groups_per_step} groups of {spec.flow.samples_per_prompt} takes about {seal >> 10} KiB "
+            f"in the store, more than {MAX_SEAL_BYTES >> 10}",
+            where="flow.groups_per_step",
+            fix="Lower it",
+        )
+    if spec.flow.groups_per_step > spec.data.shards * spec.data.window:
+        raise SpecError(
+            f"a step takes {spec.flow.groups_per_step} groups, the shards' windows hold "
+            f"{spec.data.shards * spec.data.window}",
+            where="data.window",
+            fix="Raise data.window or data.shards",
+        )
+    try:
+        run_root.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(run_root).free
+    except OSError as error:
+        raise GcoreError(
+            f"runs cannot be kept there ({error.strerror})", where=str(run_root), fix="Choose another --home"
+        ) from error
+    if free < MIN_FREE_BYTES:
+        raise GcoreError(f"only {free >> 20} MiB are free on the disk", where=str(run_root), fix="Make room")
+    return len(train)
+
+
+def _differences(old: dict[str, object], new: dict[str, object], prefix: str = "") -> list[str]:
+    """Dotted keys whose values differ."""
+    found = []
+    for key in sorted(old.keys() | new.keys()):
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            found += _differences(before, after, f"{prefix}{key}.")
+        elif before != after:
+            found.append(f"{prefix}{key}")
+    return found

@@ -1,0 +1,252 @@
+"""Which workers of a job this node should run, start and stop: `staffing` decides, `Staff` carries it out.
+
+Workers outlive their controller, so what runs is read from the store, never remembered: a restarted controller adopts
+what its node's registrations show, by instance id. What it remembers is only what it started and has not seen register
+yet. A train rank that died is not started again here; that is a rollback's business, with a new world.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from controllers.view import JobView
+from gcore.clock import Clock
+from gcore.config import NodeConfig
+from gcore.ledger.ancestry import resumable
+from gcore.ledger.job import EnginePlace, RankPlace
+from gcore.ledger.records import Checkpoint
+from gcore.worker.process import ProcessId, is_running, spawn_detached
+from gcore.worker.records import LaunchSpec, Role, StoreRef, WorkerRecord
+
+log = logging.getLogger(__name__)
+
+MAX_LAUNCHES = 5
+"""Starts of one engine in a row that never served; then the job has no hope on this node."""
+MAX_BACKOFF_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class StartEngine:
+    """Run a rollout engine on a slot."""
+
+    place: EnginePlace
+
+
+@dataclass(frozen=True, slots=True)
+class StartRank:
+    """Run a train rank of head's world."""
+
+    place: RankPlace
+    world: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopWorker:
+    """End a worker that is no longer wanted."""
+
+    instance: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A supervisor that this controller started."""
+
+    instance: str
+    process: ProcessId
+    at: float
+
+
+@dataclass(frozen=True)
+class Launches:
+    """What was started, by what it is for ("rollout cpu:0", "train WORLD 1")."""
+
+    pending: Mapping[str, Launch] = field(default_factory=dict)
+    """Started, and the process lives; it may have registered meanwhile."""
+    tries: Mapping[str, int] = field(default_factory=dict)
+    """Starts in a row without one that served."""
+    last: Mapping[str, float] = field(default_factory=dict)
+    """When it was last started."""
+
+
+def staffing(view: JobView, launches: Launches, now: float) -> Iterator[StartEngine | StartRank | StopWorker]:
+    """What to start and stop on this node for one running job."""
+    if view.mirror.plan is None or view.mirror.head is None:
+        return
+    plan, head = view.mirror.plan, view.mirror.head.record
+    wanted: set[str] = set()
+    mine = {i: w for i, w in sorted(view.workers.items()) if w.node == view.node and w.job_uid == view.mirror.keys.uid}
+    for place in plan.record.engines:
+        if place.node != view.node:
+            continue
+        key = engine_key(place)
+        running = [i for i, w in mine.items() if w.role == "rollout" and w.slot == place.slot and is_good(w)]
+        wanted.update(running[:1])
+        if not running and key not in launches.pending and now >= launches.last.get(key, 0.0) + backoff(launches, key):
+            yield StartEngine(place)
+    for rank in plan.record.ranks:
+        if rank.node != view.node or plan.record.world != head.world:
+            continue
+        claim = view.mirror.claim(head.world, rank.rank)
+        wanted.update({claim.instance} if claim else set())
+        key = rank_key(rank, head.world)
+        if claim is None and key not in launches.pending:
+            yield StartRank(rank, head.world)
+    for instance, worker in mine.items():
+        if instance not in wanted and worker.state in ("starting", "serving"):
+            yield StopWorker(instance, "the plan has no place for it")
+
+
+def is_good(worker: WorkerRecord) -> bool:
+    """Whether it serves, or will."""
+    return worker.state in ("starting", "serving")
+
+
+def engine_key(place: EnginePlace) -> str:
+    """What an engine's launch is remembered by."""
+    return f"rollout {place.slot}"
+
+
+def rank_key(place: RankPlace, world: str) -> str:
+    """What a rank's launch is remembered by."""
+    return f"train {world} {place.rank}"
+
+
+def backoff(launches: Launches, key: str) -> float:
+    """Seconds from the last start to the next."""
+    tries = launches.tries.get(key, 0)
+    return min(2.0 ** (tries - 1), MAX_BACKOFF_S) if tries else 0.0
+
+
+def base_checkpoint(view: JobView) -> Checkpoint | None:
+    """What head's world starts from: the checkpoint that its lineage's rollback named, or the base."""
+    assert view.mirror.head is not None
+    assert view.mirror.checkpoints is not None
+    head = view.mirror.head.record
+    entries = view.mirror.checkpoints.record.entries
+    if head.lineage == 0:
+        return next(c for c in entries if not c.file)
+    for entry in view.mirror.log.values():
+        if entry.record.kind == "rollback" and entry.record.lineage == head.lineage:
+            return next((c for c in resumable(head, entries) if c.seq == entry.record.parent), None)
+    return None
+
+
+class Staff:
+    """Starts supervisors on this node, and remembers them until they have registered."""
+
+    def __init__(self, config: NodeConfig, clock: Clock) -> None:
+        self._config = config
+        self._clock = clock
+        self._started: dict[str, Launch] = {}
+        self._tries: dict[str, int] = {}
+        self._last: dict[str, float] = {}
+
+    def launches(self, workers: Mapping[str, WorkerRecord]) -> Launches:
+        """What is known now; forgets launches that registered or died."""
+        for key, launch in list(self._started.items()):
+            worker = workers.get(launch.instance)
+            if worker is not None and worker.state == "serving":
+                self._tries.pop(key, None)
+            if worker is not None or not is_running(launch.process):
+                del self._started[key]
+        return Launches(dict(self._started), dict(self._tries), dict(self._last))
+
+    def hopeless(self, workers: Mapping[str, WorkerRecord]) -> str:
+        """Which worker cannot be started here, and why, after several tries; or nothing."""
+        for key, tries in self._tries.items():
+            if tries >= MAX_LAUNCHES and key not in self._started:
+                failed = [w.reason for w in workers.values() if w.node == self._config.node and w.reason]
+                why = failed[-1] if failed else f"see the logs in {self._config.home}/logs"
+                return f"{key} on {self._config.node} was started {tries} times and never served: {why}"
+        return ""
+
+    def start(self, action: StartEngine | StartRank, view: JobView) -> None:
+        """Spawn a supervisor; it registers itself."""
+        assert view.mirror.job is not None
+        uid = view.mirror.keys.uid
+        run_dir = Path(view.mirror.job.record.run_dir)
+        slot = action.place.slot
+        spec = view.spec
+        # A worker has its own device, and a CPU slot is one thread.
+        cuda = slot.startswith("cuda:")
+        env = {"CUDA_VISIBLE_DEVICES": slot.removeprefix("cuda:") if cuda else "", "HF_HUB_OFFLINE": "1"}
+        child: dict[str, Any]
+        role: Role
+        world: str | None
+        rank: int | None
+        if isinstance(action, StartEngine):
+            key, role, world, rank = engine_key(action.place), "rollout", None, None
+            command = (sys.executable, "-m", "gcore.rollout.engine")
+            child = {
+                "kind": "engine",
+                "model": spec.model.path,
+                "host": self._config.listen_host,
+                "port": 0,
+                "batch_slots": spec.rollout.batch_slots,
+                "threads": 1,
+                "dtype": "bfloat16" if cuda else "float32",
+                "weight_version": "0.0",
+            }
+        else:
+            key, role, world, rank = rank_key(action.place, action.world), "train", action.world, action.place.rank
+            command = (sys.executable, "-m", "gcore.train")
+            env["DS_ACCELERATOR"] = "cuda" if cuda else "cpu"
+            base = base_checkpoint(view)
+            assert view.mirror.head is not None
+            assert view.mirror.plan is not None
+            assert base is not None
+            child = {
+                "kind": "rank",
+                "job_uid": uid,
+                "world": world,
+                "lineage": view.mirror.head.record.lineage,
+                "rank": rank,
+                "world_size": len(view.mirror.plan.record.ranks),
+                "spec": spec.model_dump(mode="json"),
+                "run_dir": str(run_dir),
+                "start": {"step": base.step, "checkpoint": base.file},
+                "host": self._config.listen_host,
+                "threads": 1,
+            }
+        instance = f"{role}-{self._config.node}-{uuid.uuid4().hex[:8]}"
+        logs = run_dir / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        launch = LaunchSpec(
+            instance=instance,
+            node=self._config.node,
+            role=role,
+            job_uid=uid,
+            slot=slot,
+            store=StoreRef(endpoints=self._config.etcd_endpoints),
+            log_file=str(logs / f"{instance}.log"),
+            command=command,
+            env=env,
+            threads=1,
+            child=child,
+            world=world,
+            rank=rank,
+            lease_ttl_s=self._config.lease_ttl_s,
+            orphan_grace_s=self._config.orphan_grace_s,
+            watchdog_s=spec.train.watchdog_s,
+        )
+        folder = Path(self._config.home) / "launch"
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / f"{instance}.json"
+        file.write_bytes(launch.encode())
+        process = spawn_detached(
+            [sys.executable, "-m", "gcore.worker.main", "--home", self._config.home, "--launch", str(file)],
+            log_file=logs / f"{instance}.supervisor.log",
+        )
+        now = self._clock.monotonic()
+        self._started[key] = Launch(instance, process, now)
+        self._last[key] = now
+        if isinstance(action, StartEngine):
+            self._tries[key] = self._tries.get(key, 0) + 1
+        log.info("started %s on %s: %s", key, slot, instance, extra={"job": uid})

@@ -1,0 +1,65 @@
+"""Where a step's time went, as this controller saw it. For people; nothing is decided by it."""
+
+from __future__ import annotations
+
+from controllers.view import JobView
+from gcore.ledger.mirror import JobMirror
+from gcore.ledger.records import SealState
+
+
+class Stopwatch:
+    """Notes when head moved, and when the batch was sealed and ready. All in seconds of the monotonic clock."""
+
+    def __init__(self) -> None:
+        self._began: float | None = None
+        self._sealed: float | None = None
+        self._ready: float | None = None
+        self._producing: float | None = None
+
+    def note(self, before: JobMirror, after: JobMirror, now: float) -> None:
+        """A change of the job's records."""
+        if after.head is None:
+            return
+        if before.head is None or before.head.record.version != after.head.record.version:
+            self._began, self._sealed, self._ready, self._producing = now, None, None, None
+        slot = after.seals.get(after.head.record.step + 1)
+        if slot is None or slot.record.state is SealState.OPEN:
+            self._sealed = self._ready = None
+            return
+        self._sealed = now if self._sealed is None else self._sealed
+        if slot.record.state is SealState.READY and self._ready is None:
+            self._ready = now
+
+    def produced(self, now: float) -> None:
+        """The weights were published, and the first prompt of the step is issued."""
+        if self._producing is None:
+            self._producing = now
+
+    def stats(self, view: JobView, now: float) -> dict[str, float]:
+        """Numbers for the log entry of the READY step, committed now."""
+        seal = view.seal
+        if seal is None or not seal.groups:
+            return {}
+        samples = [n for group in seal.groups for n in group.response_tokens]
+        tokens = sum(samples) + sum(group.prompt_tokens * len(group.response_tokens) for group in seal.groups)
+        stats = {
+            "reward": sum(group.reward for group in seal.groups) / len(seal.groups),
+            "samples": float(len(samples)),
+            "tokens": float(tokens),
+            "response_length": sum(samples) / len(samples),
+        }
+        ranks = [view.ranks[rank] for rank in sorted(view.ranks)]
+        if ranks:
+            stats = dict(ranks[0].metrics) | stats
+        if self._began is not None and self._sealed is not None and self._ready is not None:
+            producing = self._producing if self._producing is not None else self._began
+            seconds = max(now - self._began, 1e-9)
+            stats |= {
+                "seconds": seconds,
+                "publish_s": producing - self._began,
+                "collect_s": self._sealed - producing,
+                "exchange_s": self._ready - self._sealed,
+                "train_s": now - self._ready,
+                "tokens_per_second": tokens / seconds,
+            }
+        return stats

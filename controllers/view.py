@@ -1,0 +1,109 @@
+"""All that one cycle of a job looks at, frozen: the mirror of the store, and what this controller knows itself.
+
+`decide` reads it; nothing in it can change under its hands. It may be late. Every transaction that follows from it
+compares the revisions it was seen at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from gcore.config import JobSpec
+from gcore.ledger.balance import StepLayout
+from gcore.ledger.job import NodeRecord
+from gcore.ledger.mirror import JobMirror
+from gcore.ledger.records import EndedRef, OfferedGroup, Seal
+from gcore.ledger.stream import Offered, StreamRules, sealed_refs
+from gcore.types import PromptRef, Token, Version
+from gcore.worker.records import WorkerRecord
+
+
+@dataclass(frozen=True)
+class RankView:
+    """A train rank of head's world, as it last reported."""
+
+    rank: int
+    holding: Token | None = None
+    held: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    """Group digest -> indexes of its samples."""
+    applied: Token | None = None
+    content: bytes = b""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    phase: str = ""
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A whole checkpoint that rank 0 reported."""
+
+    version: Version
+    file: str
+    digest: str
+
+
+@dataclass(frozen=True)
+class EngineView:
+    """A rollout replica that this controller is responsible for; `version` None: not known yet."""
+
+    instance: str
+    address: str
+    version: Version | None
+
+
+@dataclass(frozen=True)
+class JobView:
+    """One look at a job."""
+
+    spec: JobSpec
+    rules: StreamRules
+    mirror: JobMirror
+    me: str
+    node: str
+    nodes: Mapping[str, NodeRecord]
+    workers: Mapping[str, WorkerRecord]
+    ranks: Mapping[int, RankView] = field(default_factory=dict)
+    engines: Mapping[str, EngineView] = field(default_factory=dict)
+    holdings: Mapping[PromptRef, OfferedGroup] = field(default_factory=dict)
+    outcomes: Mapping[PromptRef, EndedRef] = field(default_factory=dict)
+    busy: bool = False
+    """Whether this peer still produces something that is due."""
+    under_way: frozenset[str] = frozenset()
+    """Conditions whose action runs in the background now."""
+    saved: Mapping[Version, SavedCheckpoint] = field(default_factory=dict)
+    """Checkpoints that ranks reported, registered or not."""
+    staged: frozenset[Version] = frozenset()
+    """Versions whose weights lie in the run's folder."""
+    hopeless: str = ""
+    """Why a worker of the job cannot be started here, after several tries."""
+
+    @property
+    def offered(self) -> Offered:
+        """All live offers, ref by ref."""
+        assert self.mirror.head is not None
+        offers = [stored.record for stored in self.mirror.offers.values()]
+        return Offered.collect(self.rules, self.mirror.head.record, offers)
+
+    @property
+    def seal(self) -> Seal | None:
+        """The slot of the next step, if there is one."""
+        assert self.mirror.head is not None
+        stored = self.mirror.seals.get(self.mirror.head.record.step + 1)
+        return stored.record if stored else None
+
+    @property
+    def unsealed(self) -> tuple[OfferedGroup, ...]:
+        """Groups this peer holds that no open seal has, oldest first."""
+        sealed = sealed_refs([stored.record for stored in self.mirror.seals.values()])
+        return tuple(g for ref, g in sorted(self.holdings.items()) if ref not in sealed)
+
+    def missing(self, seal: Seal, layout: StepLayout, rank: int) -> dict[str, set[int]]:
+        """What `rank` has not reported of its share: group digest -> sample indexes."""
+        view = self.ranks.get(rank, RankView(rank))
+        held = view.held if view.holding == seal.token else {}
+        missing: dict[str, set[int]] = {}
+        for slot in layout.of_rank(rank):
+            digest = seal.groups[slot.group].digest
+            if slot.sample not in held.get(digest, frozenset()):
+                missing.setdefault(digest, set()).add(slot.sample)
+        return missing

@@ -1,0 +1,173 @@
+"""All wiring: which parts a daemon is made of, and who knows whom."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from pathlib import Path
+
+import grpc
+from gcore.store.session import Session
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health
+
+from controllers.changes import Changes
+from controllers.cluster import ClusterMirror
+from controllers.identity import new_incarnation
+from controllers.job import Identity, JobRunner
+from controllers.keeper import Keeper
+from controllers.service.jobs import JobsService
+from controllers.service.records import StoredJobs
+from controllers.service.submission import Submissions
+from gcore.api.v1 import jobs_pb2_grpc
+from gcore.clock import Clock
+from gcore.config import NodeConfig
+from gcore.errors import LeaseLost, StoreUnavailable, UsageError
+from gcore.ledger.job import NodeRecord
+from gcore.metrics import Metrics, serve_metrics
+from gcore.store import keys
+from gcore.store.client import EtcdStore
+from gcore.store.types import Compare, Put, Store
+from gcore.worker.process import send_signal
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 0.5
+
+
+class Daemon:
+    """A node's controller."""
+
+    def __init__(self, config: NodeConfig, clock: Clock) -> None:
+        self._config = config
+        self._clock = clock
+        self._metrics = Metrics()
+        self._runners: dict[str, JobRunner] = {}
+        self._health = health.HealthServicer()
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        config = self._config
+        metrics = serve_metrics(self._metrics, config.listen_host, config.metrics_port)
+        store = await EtcdStore.connect(config.etcd_endpoints, clock=self._clock)
+        server, address = await self._serve(store)
+        log.info("%s answers on %s, metrics on %s", config.node, address, metrics.address)
+        try:
+            async with asyncio.TaskGroup() as group:
+                if config.local_cluster:
+                    group.create_task(Keeper(config, store, self._clock).run(), name="keeper")
+                while True:
+                    await self._life(store, address, metrics.address)
+        finally:
+            await server.stop(grace=0.5)
+            metrics.close()
+            await store.close()
+
+    async def _serve(self, store: Store) -> tuple[grpc.aio.Server, str]:
+        config = self._config
+        server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        jobs = StoredJobs(store)
+        cache = Path(config.home) / "cache"
+        submissions = Submissions(store, jobs, Path(config.run_root), cache, self._clock)
+        jobs_pb2_grpc.add_JobsServicer_to_server(JobsService(jobs, submissions, self._runners.get, self._clock), server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        try:
+            port = server.add_insecure_port(f"{config.listen_host}:{config.listen_port}")
+        except RuntimeError as error:
+            raise UsageError(
+                f"cannot listen on {config.listen_host}:{config.listen_port}: the port is in use, or the address is not this machine's",
+                fix="Choose another port in the configuration",
+            ) from error
+        await server.start()
+        return server, f"{config.listen_host}:{port}"
+
+    async def _life(self, store: EtcdStore, address: str, metrics_address: str) -> None:
+        """One incarnation: from a granted lease to its loss."""
+        config = self._config
+        incarnation = new_incarnation(config.node)
+        try:
+            session = await Session.open(store, ttl=config.lease_ttl_s, clock=self._clock)
+        except StoreUnavailable as error:
+            log.warning("%s", error)
+            await self._clock.sleep(RETRY_S)
+            return
+        identity = Identity(config.node, incarnation, address, session.lease)
+        log.info("%s begins", incarnation)
+        changes = Changes()
+        cluster = ClusterMirror(store, changes)
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(session.run(), name="lease")
+                group.create_task(cluster.watch_nodes(), name="watch nodes")
+                group.create_task(cluster.watch_workers(), name="watch workers")
+                group.create_task(cluster.watch_active(), name="watch jobs")
+                group.create_task(self._register(store, identity, metrics_address, cluster, changes), name="register")
+                group.create_task(self._run_jobs(store, identity, cluster, changes), name="jobs")
+        except* LeaseLost:
+            log.warning("%s lost its lease; a new incarnation begins", incarnation)
+        finally:
+            self._runners.clear()
+            await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+            # On a clean end peers need not wait for the lease to run out.
+            with contextlib.suppress(StoreUnavailable):
+                await session.close()
+
+    async def _register(
+        self, store: Store, identity: Identity, metrics_address: str, cluster: ClusterMirror, changes: Changes
+    ) -> None:
+        """Put the node's registration in place, after an earlier life's has gone; then say that the daemon is ready."""
+        config = self._config
+        record = NodeRecord(
+            name=config.node,
+            incarnation=identity.incarnation,
+            address=identity.address,
+            metrics_address=metrics_address,
+            slots=config.slots,
+            pid=os.getpid(),
+            started=self._clock.wall(),
+        )
+        key = keys.node(config.node)
+        while True:
+            with contextlib.suppress(StoreUnavailable):
+                put = Put(key, record.encode(), lease=identity.lease)
+                if (await store.transact((Compare(key, 0),), (put,))).won:
+                    break
+                holder = await store.get(key)
+                if holder is not None and NodeRecord.decode(holder.value, key).incarnation == identity.incarnation:
+                    break
+            await self._clock.sleep(RETRY_S)
+        await changes.until(lambda: cluster.is_complete)
+        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+
+    async def _run_jobs(self, store: Store, identity: Identity, cluster: ClusterMirror, changes: Changes) -> None:
+        """A runner for every job that has not ended; workers of jobs that have are stopped."""
+        running: dict[str, asyncio.Task[None]] = {}
+        async with asyncio.TaskGroup() as group:
+            while True:
+                for uid, task in list(running.items()):
+                    if task.done() and uid not in cluster.active:
+                        del running[uid]
+                        self._runners.pop(uid, None)
+                for uid in cluster.active - running.keys():
+                    runner = JobRunner(
+                        uid, identity, store, cluster, Changes(), self._metrics, self._clock, self._config
+                    )
+                    self._runners[uid] = runner
+                    running[uid] = group.create_task(runner.run(), name=f"job {uid}")
+                for runner in self._runners.values():
+                    runner.changes.notify()
+                self._sweep(cluster)
+                await changes.wait()
+
+    def _sweep(self, cluster: ClusterMirror) -> None:
+        """Stop this node's workers of jobs that have ended."""
+        if not cluster.is_complete:
+            return
+        for worker in cluster.workers.values():
+            ended = worker.job_uid not in cluster.active
+            if worker.node == self._config.node and ended and worker.state in ("starting", "serving"):
+                log.info("stop %s: its job has ended", worker.instance)
+                send_signal(worker.process, signal.SIGTERM)
