@@ -1,0 +1,56 @@
+# Every target does its own set-up. The first run installs into .venv; later ones see that nothing changed.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+CONSTRAINTS ?= constraints/cpu.txt
+# The stamp's name carries what it depends on, so a changed pin installs again and a second run does nothing.
+STAMP := $(VENV)/.gcore-$(shell cat pyproject.toml $(CONSTRAINTS) Makefile 2>/dev/null | sha256sum | cut -c1-12)
+# Two pytest workers on two cores, each torch thread on its own.
+TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
+EXAMPLE := .cache/examples/arithmetic
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help setup demo demo-kill prepare test test-unit lint proto pin clean
+
+help: ## What there is to make
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk 'BEGIN {FS = ":.*## "} {printf "  make %-12s %s\n", $$1, $$2}'
+
+setup: $(STAMP) ## Virtual environment with pinned packages, and an etcd
+
+$(STAMP): pyproject.toml $(CONSTRAINTS)
+	@bash deploy/local/setup.sh "$(PYTHON)" "$(VENV)" "$(CONSTRAINTS)"
+	@rm -f $(VENV)/.gcore-*
+	@touch $@
+
+prepare: setup ## The arithmetic example: data and a warm-started model (cached)
+	@$(BIN)/gcore prepare arithmetic --to $(EXAMPLE)
+
+demo: prepare ## Train a small model on two peer controllers, every component real
+	@$(BIN)/gcore run examples/arithmetic/grpo.yaml --new --controllers 2 --slots cpu:2
+
+demo-kill: prepare ## The same, and kill -9 of a controller in the middle
+	@$(BIN)/python examples/arithmetic/demo_kill.py
+
+test: setup ## Everything that is checked on each commit
+	@$(MAKE) --no-print-directory lint
+	@$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile -m "not serial and not gpu" $(PYTEST_ARGS)
+	@$(TEST_ENV) $(BIN)/python -m pytest -m "serial" $(PYTEST_ARGS)
+
+lint: setup ## ruff, mypy, import contracts, generated code
+	@$(BIN)/ruff check -q .
+	@$(BIN)/ruff format -q --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+	@PYTHON=$(BIN)/python protos/generate.sh --check
+
+proto: setup ## Generate gcore/api/v1 from protos/
+	@PYTHON=$(BIN)/python protos/generate.sh
+
+clean: ## Remove what was installed and made
+	rm -rf $(VENV) .cache .gcore

