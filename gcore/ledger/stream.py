@@ -65,7 +65,7 @@ class Offered:
         for offer in sorted(offers, key=lambda o: o.incarnation):
             for group in offer.groups:
                 if group.ref not in groups and is_acceptable(head, step, group.versions, rules.staleness):
-                    groups[group.ref] = _held_by(group, offer.incarnation)
+                    groups[group.ref] = held_by(group, offer.incarnation)
             for ended in offer.outcomes:
                 # Outcomes need ancestry, no staleness bound; a prompt that failed before it was generated has no version.
                 if ended.ref not in outcomes and all(is_ancestor(head, v) for v in ended.versions):
@@ -73,7 +73,8 @@ class Offered:
         return cls(groups, {ref: ended for ref, ended in outcomes.items() if ref not in groups})
 
 
-def _held_by(group: OfferedGroup, holder: str) -> SealedGroup:
+def held_by(group: OfferedGroup, holder: str) -> SealedGroup:
+    """The offered group as a seal names it."""
     return SealedGroup.model_construct(**group.__dict__, holder=holder)
 
 

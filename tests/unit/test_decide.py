@@ -1,0 +1,288 @@
+"""What a controller decides, rule by rule, from views made by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from controllers.actions import (
+    Apply,
+    Assign,
+    Commit,
+    Feed,
+    Join,
+    MakeSeal,
+    Publish,
+    PutOffer,
+    Ready,
+    Reseal,
+    Rollback,
+    SetPhase,
+    StartJob,
+)
+from controllers.assignment import assign_shards
+from controllers.decide import MAX_FRUITLESS_ROLLBACKS, NODE_GRACE_S, decide, kept_checkpoints
+from controllers.turns import TURN_SECONDS, Waits, turn
+from controllers.view import EngineView, JobView, RankView
+from gcore.config import parse_spec
+from gcore.ledger import chain
+from gcore.ledger.balance import balance
+from gcore.ledger.chain import Writer
+from gcore.ledger.job import EnginePlace, JobPhase, JobStatus, NodeRecord, Plan, RankClaim, RankPlace
+from gcore.ledger.mirror import JobMirror
+from gcore.ledger.records import Checkpoint, Checkpoints, LogEntry, Member, Offer, OfferedGroup, Seal
+from gcore.ledger.stream import SealNow, StreamRules, held_by, in_order
+from gcore.ledger.transactions import Stored
+from gcore.prompts.cursor import shard_lengths
+from gcore.store.keys import JobKeys
+from gcore.types import PromptRef, Version
+from gcore.worker.records import WorkerRecord
+
+ME, PEER = "node-0.aaaa", "node-1.bbbb"
+SPEC = parse_spec(
+    {
+        "name": "j",
+        "model": {"path": "m"},
+        "data": {"path": "d", "shards": 4, "window": 8},
+        "flow": {"steps": 3, "groups_per_step": 4, "samples_per_prompt": 2},
+        "rollout": {"max_new_tokens": 4},
+        "checkpoint": {"every": 2},
+    }
+)
+RULES = StreamRules(shard_lengths(40, 4), 8, 4)
+KEYS = JobKeys("u")
+
+
+def stored(record: Any, revision: int = 5) -> Stored[Any]:
+    return Stored(record, revision)
+
+
+def group(ref: PromptRef) -> OfferedGroup:
+    return OfferedGroup(ref=ref, digest=f"d{ref}", prompt_tokens=3, response_tokens=(2, 2), versions=(Version(0, 0),))
+
+
+def worker(instance: str, role: str, node: str, **more: Any) -> WorkerRecord:
+    fields = {"slot": "cpu:0", "pid": 1, "pid_started": 1, "state": "serving", "address": "h:1", "job_uid": "u"}
+    return WorkerRecord.model_validate({"instance": instance, "role": role, "node": node} | fields | more)
+
+
+def running(**changes: Any) -> JobView:
+    """Two members, a world of two ranks that serve, nothing offered."""
+    base = chain.base(4, "w", Writer(ME, "n"))
+    nodes = {
+        n: NodeRecord(name=n, incarnation=f"{n}.x", address="a:1", slots=("cpu:0",), pid=1)
+        for n in ("node-0", "node-1")
+    }
+    plan = Plan(
+        generation=1,
+        world="w",
+        ranks=tuple(RankPlace(rank=i, node=f"node-{i}", slot="cpu:0") for i in range(2)),
+        engines=tuple(EnginePlace(node=f"node-{i}", slot="cpu:0") for i in range(2)),
+    )
+    mirror = JobMirror(
+        KEYS,
+        status=stored(JobStatus(phase=JobPhase.RUNNING)),
+        head=stored(base.head),
+        assign=stored(assign_shards([ME, PEER], 4, None)),
+        checkpoints=stored(Checkpoints(entries=(Checkpoint(lineage=0, step=0, seq=0, file=""),))),
+        plan=stored(plan),
+        members={m: stored(Member(incarnation=m, node=m.split(".")[0], address="a:1")) for m in (ME, PEER)},
+        log={0: stored(base.entry)},
+        claims={KEYS.world_rank("w", i): stored(RankClaim(instance=f"t{i}")) for i in range(2)},
+    )
+    workers = {f"t{i}": worker(f"t{i}", "train", f"node-{i}", world="w", rank=i) for i in range(2)}
+    view = JobView(SPEC, RULES, mirror, ME, "node-0", nodes, workers, ranks={i: RankView(i) for i in range(2)})
+    return replace(view, **changes)
+
+
+def with_mirror(view: JobView, **changes: Any) -> JobView:
+    return replace(view, mirror=replace(view.mirror, **changes))
+
+
+def sealed(view: JobView, *, holder: str = PEER, ready: bool = False) -> tuple[JobView, Seal]:
+    refs = list(in_order(RULES, view.mirror.head.record, ()))[:4]
+    groups = tuple(group(ref) for ref in refs)
+    chosen = SealNow(tuple(held_by(g, holder) for g in groups), ())
+    seal = chain.sealed(None, view.mirror.head.record, chosen, world_size=2, mini_batches=1, sealer=ME)
+    seal = Seal.decode((chain.readied(seal) if ready else seal).encode())
+    return with_mirror(view, seals={1: stored(seal)}), seal
+
+
+def holding(view: JobView, seal: Seal, ranks: tuple[int, ...] = (0, 1)) -> JobView:
+    views = dict(view.ranks)
+    for rank in ranks:
+        held: dict[str, set[int]] = {}
+        for slot in balance(seal).of_rank(rank):
+            held.setdefault(seal.groups[slot.group].digest, set()).add(slot.sample)
+        views[rank] = RankView(rank, holding=seal.token, held={d: frozenset(s) for d, s in held.items()})
+    return replace(view, ranks=views)
+
+
+def actions(view: JobView) -> list[Any]:
+    return [intent.action for intent in decide(view)]
+
+
+def kinds(view: JobView) -> set[type]:
+    return {type(action) for action in actions(view)}
+
+
+def test_a_pending_job_is_started() -> None:
+    view = with_mirror(running(), status=stored(JobStatus(phase=JobPhase.PENDING)), head=None)
+    assert actions(view) == [StartJob()]
+
+
+def test_who_is_no_member_joins_before_anything_else() -> None:
+    view = running()
+    view = with_mirror(view, members={PEER: view.mirror.members[PEER]})
+    assert actions(view) == [Join()]
+
+
+def test_an_ended_job_is_left_alone() -> None:
+    assert actions(with_mirror(running(), status=stored(JobStatus(phase=JobPhase.FAILED)))) == []
+
+
+def test_a_quiet_running_job_wants_nothing() -> None:
+    assert actions(running()) == []
+
+
+def test_shards_of_a_dead_member_are_given_away() -> None:
+    view = running()
+    view = with_mirror(view, members={ME: view.mirror.members[ME]})
+    (action,) = actions(view)
+    assert isinstance(action, Assign)
+    assert action.assignment.shards_of(ME) == (0, 1, 2, 3)
+
+
+def test_what_is_held_is_offered_and_once_only() -> None:
+    refs = list(in_order(RULES, running().mirror.head.record, ()))[:2]
+    view = running(holdings={ref: group(ref) for ref in refs})
+    (action,) = actions(view)
+    assert isinstance(action, PutOffer)
+    assert [g.ref for g in action.offer.groups] == refs
+    assert actions(with_mirror(view, offers={ME: stored(action.offer)})) == []
+
+
+def test_an_incomplete_offer_waits_for_more() -> None:
+    ref = next(in_order(RULES, running().mirror.head.record, ()))
+    (intent,) = decide(running(holdings={ref: group(ref)}, busy=True))
+    assert intent.after > 0
+
+
+def test_a_full_quota_is_sealed() -> None:
+    refs = list(in_order(RULES, running().mirror.head.record, ()))[:4]
+    offers = {PEER: stored(Offer(incarnation=PEER, groups=tuple(map(group, refs))))}
+    (action,) = actions(with_mirror(running(), offers=offers))
+    assert isinstance(action, MakeSeal)
+    assert [g.ref for g in action.chosen.groups] == refs
+
+
+def test_a_seal_whose_holder_is_gone_is_given_up() -> None:
+    view, _ = sealed(running(), holder="node-7.gone")
+    assert Reseal in kinds(view)
+
+
+def test_a_seal_of_a_group_i_no_longer_hold_is_given_up() -> None:
+    view, _ = sealed(running(), holder=ME)
+    assert Reseal in kinds(view)
+    assert Feed not in kinds(view)
+
+
+def test_my_groups_are_fed_to_every_rank_that_lacks_them() -> None:
+    view, seal = sealed(running(), holder=ME)
+    view = replace(view, holdings={g.ref: group(g.ref) for g in seal.groups})
+    with_one = holding(view, seal, (0,))
+    assert {a.rank for a in actions(view) if isinstance(a, Feed)} == {0, 1}
+    assert {a.rank for a in actions(with_one) if isinstance(a, Feed)} == {1}
+
+
+def test_a_lost_holder_does_no_harm_once_every_rank_holds_its_part() -> None:
+    view, seal = sealed(running(), holder="node-7.gone")
+    assert kinds(holding(view, seal)) == {Ready}
+
+
+def test_a_ready_seal_is_applied_then_committed_and_never_given_up() -> None:
+    view, seal = sealed(running(), holder="node-7.gone", ready=True)
+    assert kinds(view) == {Apply}
+    done = replace(view, ranks={i: RankView(i, applied=seal.token) for i in range(2)})
+    assert actions(done) == [Commit(1)]
+
+
+def test_a_dead_rank_means_rollback() -> None:
+    view = running()
+    (action,) = actions(replace(view, workers={"t0": view.workers["t0"]}))
+    assert isinstance(action, Rollback)
+    assert "rank 1" in action.reason
+
+
+def test_a_failed_rank_means_rollback_with_its_reason() -> None:
+    view = running()
+    failed = worker("t1", "train", "node-1", world="w", rank=1, state="failed", reason="no progress")
+    (action,) = actions(replace(view, workers={**view.workers, "t1": failed}))
+    assert isinstance(action, Rollback)
+    assert "no progress" in action.reason
+
+
+def test_a_rank_that_has_not_started_yet_is_waited_for() -> None:
+    view = with_mirror(running(), claims={})
+    assert actions(replace(view, workers={})) == []
+
+
+def test_a_rank_whose_node_is_away_is_waited_for_a_while() -> None:
+    view = with_mirror(running(), claims={})
+    (intent,) = decide(replace(view, workers={}, nodes={"node-0": view.nodes["node-0"]}))
+    assert isinstance(intent.action, Rollback)
+    assert intent.after >= NODE_GRACE_S
+
+
+def test_worlds_that_keep_dying_end_the_job() -> None:
+    view = running()
+    log = {
+        i: stored(LogEntry(seq=i, parent=0, kind="rollback", lineage=i, step=0, world="w", nonce="n"))
+        for i in range(1, MAX_FRUITLESS_ROLLBACKS + 1)
+    }
+    view = with_mirror(view, log=log)
+    (action,) = actions(replace(view, workers={}))
+    assert isinstance(action, SetPhase)
+    assert action.phase is JobPhase.FAILED
+
+
+def test_engines_get_committed_weights_that_are_staged() -> None:
+    view = running(engines={"e": EngineView("e", "h:1", None)})
+    assert actions(view) == []
+    assert actions(replace(view, staged=frozenset({Version(0, 0)}))) == [Publish("e", Version(0, 0))]
+
+
+def test_a_complete_job_succeeds() -> None:
+    view = running()
+    head = view.mirror.head.record.model_copy(update={"step": 3})
+    entries = (Checkpoint(lineage=0, step=0, seq=0, file=""), Checkpoint(lineage=0, step=3, seq=3, file="c"))
+    view = with_mirror(view, head=stored(head), checkpoints=stored(Checkpoints(entries=entries)))
+    (action,) = actions(view)
+    assert isinstance(action, SetPhase)
+    assert action.phase is JobPhase.SUCCEEDED
+
+
+def test_the_base_and_the_newest_checkpoints_are_kept() -> None:
+    head = running().mirror.head.record.model_copy(update={"step": 9})
+    known = tuple(Checkpoint(lineage=0, step=s, seq=s, file=f"c{s}" if s else "") for s in (0, 2, 4, 6))
+    assert [c.step for c in kept_checkpoints(head, known, 2)] == [0, 4, 6]
+
+
+def test_what_is_under_way_is_not_decided_again() -> None:
+    view, seal = sealed(running(), holder=ME, ready=True)
+    under_way = frozenset(f"apply {rank} {seal.token}" for rank in range(2))
+    assert actions(replace(view, under_way=under_way)) == []
+
+
+def test_one_peer_goes_first_and_the_others_follow() -> None:
+    members = [f"n{i}.x" for i in range(5)]
+    assert sorted(turn(members, m, "topic") for m in members) == list(range(5))
+    waits = Waits({}).note(["c"], 10.0)
+    assert waits.ripe("c", 0, 10.0)
+    assert not waits.ripe("c", 1, 10.0)
+    assert waits.note(["c"], 11.0).ripe("c", 1, 10.0 + TURN_SECONDS)
+
+
+def test_a_condition_that_broke_begins_anew() -> None:
+    waits = Waits({}).note(["c"], 10.0).note([], 11.0).note(["c"], 12.0)
+    assert waits.since["c"] == 12.0
