@@ -1,0 +1,214 @@
+"""Where each entry of a JSONL file begins: a file of offsets beside it, built once and mapped into memory.
+
+Building reads the whole file once, in blocks, checks every line (`gcore.prompts.entries`) and notes where entries begin;
+blank lines are passed over. Memory does not grow with the file. The index names the file it was made from by size,
+modification time and inode; when they no longer fit, or the index is damaged, it is built again. It appears whole or not
+at all: written beside its place and renamed, so that any number of processes may build it at once.
+
+Layout, little-endian: a header of 72 bytes (magic, format, reserved, then size, mtime_ns, inode and entries as uint64, and
+16 bytes of BLAKE2b over the file's content), then entries + 1 offsets as uint64; entry i stands in [offset i, offset i+1).
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import struct
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from gcore.errors import DataError
+from gcore.prompts.entries import EntryReader
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes done and the bytes in all."""
+
+FORMAT = 1
+BLOCK_BYTES = 1 << 20
+MAX_ENTRY_BYTES = 64 << 20
+_MAGIC = b"gcoreidx"
+_HEADER = struct.Struct("<8sIIQQQQ16s8x")
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True, slots=True)
+class FileIdentity:
+    """Tells whether a file is still the one that was read, without reading it."""
+
+    size: int
+    mtime_ns: int
+    inode: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EntryIndex:
+    """`offsets` [entries + 1] uint64, mapped; `digest`: 16 bytes of BLAKE2b over the content, the same on every node."""
+
+    identity: FileIdentity
+    offsets: npt.NDArray[np.uint64]
+    digest: bytes
+
+
+def identify(path: Path) -> FileIdentity:
+    """The identity of a regular file. Raises DataError for whatever else is there, or for nothing."""
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise unreadable(path, error) from error
+    if not stat.S_ISREG(found.st_mode):
+        kind = "a folder" if stat.S_ISDIR(found.st_mode) else "no regular file"
+        raise DataError(f"the dataset is {kind}", where=str(path), fix="Name a JSONL file, one prompt a line")
+    return FileIdentity(found.st_size, found.st_mtime_ns, found.st_ino)
+
+
+def unreadable(path: Path, error: OSError) -> DataError:
+    """The error for a file that the system does not let us read."""
+    reason = (error.strerror or type(error).__name__).lower()
+    return DataError(f"cannot read the file ({reason})", where=str(path), fix="Name an existing, readable file")
+
+
+def load_index(index_path: Path, identity: FileIdentity) -> EntryIndex | None:
+    """The index, if there is a whole one for a file of that identity."""
+    try:
+        with index_path.open("rb") as file:
+            header = file.read(_HEADER.size)
+            length = os.fstat(file.fileno()).st_size
+        if len(header) != _HEADER.size:
+            return None
+        magic, version, _, size, mtime_ns, inode, entries, digest = _HEADER.unpack(header)
+        if magic != _MAGIC or version != FORMAT or FileIdentity(size, mtime_ns, inode) != identity:
+            return None
+        if entries < 1 or length != _HEADER.size + 8 * (entries + 1):
+            return None
+        offsets = np.memmap(index_path, dtype="<u8", mode="r", offset=_HEADER.size, shape=(entries + 1,))
+    except OSError:
+        return None
+    return EntryIndex(identity, offsets, digest)
+
+
+def build_index(path: Path, index_path: Path, reader: EntryReader, progress: Progress | None) -> EntryIndex:
+    """Read and check the whole file, and write its index. Raises DataError for the first mistake in it."""
+    identity = identify(path)
+    try:
+        index_path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=f".{index_path.name}.", dir=index_path.parent)
+        temporary = Path(name)
+        try:
+            with os.fdopen(handle, "w+b") as out:
+                _write_index(path, identity, out, reader, progress)
+            temporary.chmod(0o644)
+            temporary.replace(index_path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"cannot write the index of {path.name} there ({(error.strerror or str(error)).lower()})",
+            where=str(index_path.parent),
+            fix="Make room and make the folder writable, or name another one for the cache",
+        ) from error
+    index = load_index(index_path, identity)
+    if index is None:
+        raise DataError("the index just written cannot be read", where=str(index_path), fix="Check the disk")
+    return index
+
+
+def _write_index(
+    path: Path, identity: FileIdentity, out: BinaryIO, reader: EntryReader, progress: Progress | None
+) -> None:
+    try:
+        data = path.open("rb")
+    except OSError as error:
+        raise unreadable(path, error) from error
+    scan = _Scan(path, reader, out, progress, identity.size)
+    out.write(bytes(_HEADER.size))  # filled in at the end
+    with data:
+        scan.run(data)
+    if identify(path) != identity:
+        raise DataError("the file changed while it was read", where=str(path), fix="Wait until it is written")
+    if not scan.entries:
+        raise DataError("the file holds no prompts", where=str(path), fix="Write one JSON object a line")
+    out.write(struct.pack("<Q", identity.size))
+    out.seek(0)
+    known = (identity.size, identity.mtime_ns, identity.inode)
+    out.write(_HEADER.pack(_MAGIC, FORMAT, 0, *known, scan.entries, scan.digest))
+    out.flush()
+    os.fsync(out.fileno())
+
+
+class _Scan:
+    """One pass over a file, block by block, each cut at its last newline."""
+
+    def __init__(self, path: Path, reader: EntryReader, out: BinaryIO, progress: Progress | None, size: int) -> None:
+        self._path = path
+        self._reader = reader
+        self._out = out
+        self._progress = progress
+        self._size = size
+        self._hash = blake2b(digest_size=16)
+        self._line = 1
+        self._offset = 0
+        self.entries = 0
+
+    @property
+    def digest(self) -> bytes:
+        """Over everything read."""
+        return self._hash.digest()
+
+    def run(self, data: BinaryIO) -> None:
+        """Through to the end of the file."""
+        rest = b""
+        while block := data.read(BLOCK_BYTES):
+            self._hash.update(block)
+            if not self._offset and not rest and block.startswith(_BYTE_ORDER_MARK):
+                self._offset, block = len(_BYTE_ORDER_MARK), block[len(_BYTE_ORDER_MARK) :]
+            cut = block.rfind(b"\n")
+            if cut < 0:
+                rest += block
+                self._check_length(rest)
+                continue
+            self._take(rest + block[:cut], cut_off=False)
+            rest = block[cut + 1 :]
+            if self._progress is not None and self._offset < self._size:
+                self._progress(self._offset, self._size)
+        if rest:
+            self._take(rest, cut_off=True)
+        if self._progress is not None:
+            self._progress(self._size, self._size)
+
+    def _take(self, lines: bytes, *, cut_off: bool) -> None:
+        """Whole lines, without the last one's newline."""
+        try:
+            text = lines.decode("utf-8")
+        except UnicodeDecodeError as error:
+            self._reader.blank_lines(
+                lines[: lines.rfind(b"\n", 0, error.start) + 1].decode(), self._line
+            )  # earlier mistakes
+            line = self._line + lines.count(b"\n", 0, error.start)
+            raise DataError(
+                f"the line is not UTF-8 text (byte 0x{lines[error.start]:02x})",
+                where=f"{self._path}:{line}",
+                fix="Convert the file to UTF-8",
+            ) from error
+        blank = self._reader.blank_lines(text, self._line, cut_off=cut_off)
+        newlines = np.flatnonzero(np.frombuffer(lines, dtype=np.uint8) == ord("\n"))
+        starts = np.concatenate(([0], newlines + 1)).astype("<u8") + np.uint64(self._offset)
+        kept = np.delete(starts, blank) if blank else starts
+        self._out.write(kept.tobytes())
+        self.entries += len(kept)
+        self._line += len(starts)
+        self._offset += len(lines) + 1
+
+    def _check_length(self, rest: bytes) -> None:
+        if len(rest) > MAX_ENTRY_BYTES:
+            raise DataError(
+                f"the line is longer than {MAX_ENTRY_BYTES >> 20} MiB",
+                where=f"{self._path}:{self._line}",
+                fix="Write one JSON object a line; is this a JSONL file at all?",
+            )
