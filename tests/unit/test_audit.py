@@ -1,0 +1,140 @@
+"""The audit proves a good chain and refutes every kind of damage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+
+from gcore.ledger import chain
+from gcore.ledger.audit import Receipt, audit
+from gcore.ledger.chain import Writer
+from gcore.ledger.records import Checkpoint, EndedRef, Head, LogEntry, Offer, OfferedGroup
+from gcore.ledger.stream import Offered, SealNow, StreamRules, choose, in_order
+from gcore.prompts.cursor import shard_lengths
+from gcore.types import PromptRef, Version
+
+RULES = StreamRules(shard_lengths(40, 4), 8, 4)
+
+
+@dataclass(frozen=True)
+class Run:
+    head: Head
+    log: dict[int, LogEntry]
+    receipts: tuple[Receipt, ...]
+
+
+def group(ref: PromptRef, version: Version) -> OfferedGroup:
+    return OfferedGroup(ref=ref, digest=f"d{ref}", prompt_tokens=3, response_tokens=(2, 2), versions=(version,))
+
+
+def step(run: Run, nonce: str) -> Run:
+    """One sealed and committed step with a filtered ref, and the receipts of two ranks."""
+    refs = list(in_order(RULES, run.head, ()))[:5]
+    offer = Offer(
+        incarnation="n0.a",
+        groups=tuple(group(ref, run.head.version) for ref in refs[1:]),
+        outcomes=(EndedRef(ref=refs[0], kind="filtered", reason="constant"),),
+    )
+    chosen = choose(RULES, run.head, (), Offered.collect(RULES, run.head, [offer]))
+    assert isinstance(chosen, SealNow)
+    seal = chain.readied(chain.sealed(None, run.head, chosen, world_size=2, mini_batches=1, sealer="n0.a"))
+    advance = chain.committed(run.head, seal, RULES.shape, Writer("n0.a", nonce), keep_cursors=True)
+    receipts = tuple(
+        Receipt(seal.token, run.head.world, rank, {g.ref: frozenset({rank}) for g in seal.groups}) for rank in range(2)
+    )
+    return Run(advance.head, {**run.log, advance.head.seq: advance.entry}, run.receipts + receipts)
+
+
+def good_run() -> Run:
+    """Three steps, a rollback to the second, two more."""
+    base = chain.base(4, "w0", Writer("n0.a", "n0"))
+    run = Run(base.head, {0: base.entry}, ())
+    for nonce in ("n1", "n2", "n3"):
+        run = step(run, nonce)
+    target = Checkpoint(lineage=0, step=2, seq=2, file="c")
+    cursors = run.log[2].cursors
+    assert cursors is not None
+    back = chain.rolled_back(run.head, target, cursors, "w1", Writer("n1.b", "n4"), "a rank died")
+    run = replace(run, head=back.head, log={**run.log, back.head.seq: back.entry})
+    for nonce in ("n5", "n6"):
+        run = step(run, nonce)
+    return run
+
+
+def check(run: Run) -> tuple[str, ...]:
+    return audit(RULES, run.head, run.log, run.receipts).violations
+
+
+def test_a_good_run_with_a_rollback_is_clean_and_counted() -> None:
+    found = audit(RULES, good_run().head, good_run().log, good_run().receipts)
+    assert found.clean
+    assert (found.steps, found.trained, found.filtered, found.lineages) == (4, 16, 4, 1)
+    assert found.groups_by_holder == {"n0.a": 16}
+
+
+def entry(run: Run, seq: int, **changes: object) -> Run:
+    return replace(run, log={**run.log, seq: run.log[seq].model_copy(update=changes)})
+
+
+def doubled(run: Run) -> Run:
+    again = run.log[6].delta[:-1] + (run.log[5].delta[-1],)
+    return entry(run, 6, delta=again)
+
+
+DAMAGE: dict[str, tuple[Callable[[Run], Run], str]] = {
+    "an entry is missing": (lambda r: replace(r, log={s: e for s, e in r.log.items() if s != 5}), "entry 5 is missing"),
+    "a prompt is trained twice": (doubled, "ended twice"),
+    "a step is left out": (lambda r: entry(r, 6, step=9), "expected 4"),
+    "an entry points at another parent": (lambda r: entry(r, 5, parent=1), "expected"),
+    "an entry points forward": (lambda r: entry(r, 5, parent=6), "says it is"),
+    "head has other cursors": (
+        lambda r: replace(r, head=r.head.model_copy(update={"cursors": r.log[2].cursors})),
+        "cursors are not the sum",
+    ),
+    "head is at another step": (lambda r: replace(r, head=r.head.model_copy(update={"step": 7})), "head is at step 7"),
+    "head was written by another": (lambda r: replace(r, head=r.head.model_copy(update={"nonce": "x"})), "different"),
+    "a group is too old": (
+        lambda r: entry(
+            r, 6, delta=(r.log[6].delta[0].model_copy(update={"versions": (Version(0, 1),)}), *r.log[6].delta[1:])
+        ),
+        "was made by 0.1",
+    ),
+    "a group is of a cut-off lineage": (
+        lambda r: entry(
+            r, 6, delta=(r.log[6].delta[0].model_copy(update={"versions": (Version(0, 3),)}), *r.log[6].delta[1:])
+        ),
+        "was made by 0.3",
+    ),
+    "no rank left a receipt": (lambda r: replace(r, receipts=r.receipts[:-2]), "no rank left a receipt"),
+    "the ranks trained on something else": (
+        lambda r: replace(
+            r, receipts=r.receipts[:-1] + (replace(r.receipts[-1], samples={PromptRef(9, 0, 0): frozenset({0})}),)
+        ),
+        "was trained on but not committed",
+    ),
+    "a sample was trained twice": (
+        lambda r: replace(r, receipts=(*r.receipts, r.receipts[-1])),
+        "were trained at step 4",
+    ),
+    "the receipts are of another world": (
+        lambda r: replace(r, receipts=tuple(replace(x, world="w9") for x in r.receipts)),
+        "no rank left a receipt",
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "expected"), DAMAGE.values(), ids=DAMAGE)
+def test_damage_is_refuted(damage: Callable[[Run], Run], expected: str) -> None:
+    violations = check(damage(good_run()))
+    assert any(expected in violation for violation in violations), violations
+
+
+def test_a_rank_that_trained_on_half_of_a_group_only_is_refuted() -> None:
+    run = good_run()
+    last = run.receipts[-1]
+    half = replace(
+        run, receipts=run.receipts[:-2] + (replace(last, samples={r: frozenset({1}) for r in last.samples}),)
+    )
+    assert any("samples [1]" in violation for violation in check(half))
