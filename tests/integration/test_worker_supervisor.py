@@ -11,6 +11,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,10 @@ from typing import Any
 import pytest
 
 from gcore.clock import SystemClock
+from gcore.errors import StoreUnavailable
 from gcore.store import keys
 from gcore.store.client import EtcdStore
-from gcore.store.types import Delete, KeyValue, Put
+from gcore.store.types import Delete, KeyValue, Put, WatchEvent
 from gcore.worker.launch import start_worker
 from gcore.worker.process import ProcessId, identify, is_running, send_signal, terminate, wait_ended
 from gcore.worker.records import LaunchSpec, StoreRef, WorkerRecord
@@ -41,6 +43,8 @@ class Node:
     home: Path
     name: str = field(default_factory=lambda: f"node-{uuid.uuid4().hex[:8]}")
     started: list[ProcessId] = field(default_factory=list)
+    history: list[WatchEvent] = field(default_factory=list)
+    heard: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     def spec(self, *steps: list[Any], **changes: Any) -> LaunchSpec:
         instance = f"w-{uuid.uuid4().hex[:8]}"
@@ -65,34 +69,33 @@ class Node:
         self.started.append(supervisor)
         return supervisor
 
-    async def shown(self, spec: LaunchSpec, state: str) -> WorkerRecord:
-        """The registration as soon as its state is `state`; nothing but "starting" may come before."""
-        key = keys.worker(spec.instance)
-        async with asyncio.timeout(LONG_S):
-            async for batch in self.store.watch(key):
-                for event in batch.events:
-                    assert event.kind == "put", self.log(spec)
-                    record = WorkerRecord.decode(event.kv.value)
-                    if record.state == state:
+    async def listen(self) -> None:
+        """Writes the history down, from the beginning on: what lasted a moment only is not missed."""
+        async for batch in self.store.watch(keys.WORKERS):
+            async with self.heard:
+                self.history += batch.events
+                self.heard.notify_all()
+
+    async def shown(self, spec: LaunchSpec, state: str, after: int = 0) -> WorkerRecord:
+        """The registration as soon as its state was `state`, in a revision later than `after`."""
+        async with asyncio.timeout(LONG_S), self.heard:
+            while True:
+                for kv in self._written(spec):
+                    record = WorkerRecord.decode(kv.value)
+                    if record.state == state and kv.mod_revision > after:
                         return record
-                    assert record.state in ("starting", "serving"), record
-        raise AssertionError("the watch ended")
+                await self.heard.wait()
 
     async def gone(self, spec: LaunchSpec) -> None:
         """Until the registration is gone."""
-        async with asyncio.timeout(LONG_S):
-            async for batch in self.store.watch(keys.worker(spec.instance)):
-                if (batch.reset and not batch.events) or any(event.kind == "delete" for event in batch.events):
-                    return
+        async with asyncio.timeout(LONG_S), self.heard:
+            await self.heard.wait_for(lambda: self._events(spec)[-1].kind == "delete")
 
-    async def written_after(self, kv: KeyValue) -> KeyValue:
-        """The key of `kv` as soon as it was written again."""
-        async with asyncio.timeout(LONG_S):
-            async for batch in self.store.watch(kv.key):
-                for event in batch.events:
-                    if event.kind == "put" and event.kv.mod_revision > kv.mod_revision:
-                        return event.kv
-        raise AssertionError("the watch ended")
+    def _events(self, spec: LaunchSpec) -> list[WatchEvent]:
+        return [event for event in self.history if event.kv.key == keys.worker(spec.instance)]
+
+    def _written(self, spec: LaunchSpec) -> list[KeyValue]:
+        return [event.kv for event in self._events(spec) if event.kind == "put"]
 
     async def has_controller(self, present: bool, node: str | None = None) -> None:
         key = keys.node(node or self.name)
@@ -118,44 +121,64 @@ def child_of(record: WorkerRecord) -> ProcessId:
     return child
 
 
-@pytest.fixture(scope="session")
-def etcd_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
-        client, peer = (f"http://127.0.0.1:{s.getsockname()[1]}" for s in (one, other))
-    data = tmp_path_factory.mktemp("etcd")
-    process = subprocess.Popen(
-        [
-            "etcd",
-            "--data-dir",
-            str(data),
-            "--listen-client-urls",
-            client,
-            "--advertise-client-urls",
-            client,
-            "--listen-peer-urls",
-            peer,
-            "--initial-advertise-peer-urls",
-            peer,
-            "--initial-cluster",
-            f"default={peer}",
-        ],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    yield client.removeprefix("http://")
-    process.kill()
-    process.wait()
+class Etcd:
+    """A single-node etcd that can be killed and started again."""
+
+    def __init__(self, data: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+            client, peer = (f"http://127.0.0.1:{s.getsockname()[1]}" for s in (one, other))
+        self.endpoint = client.removeprefix("http://")
+        urls = {"listen-client-urls": client, "advertise-client-urls": client, "listen-peer-urls": peer}
+        urls |= {"initial-advertise-peer-urls": peer, "initial-cluster": f"default={peer}", "data-dir": str(data)}
+        self._command = ["etcd", *(f"--{key}={value}" for key, value in urls.items())]
+        self.start()
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+@pytest.fixture(scope="module")
+def shared_etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
+    etcd = Etcd(tmp_path_factory.mktemp("etcd"))
+    yield etcd
+    etcd.kill()
 
 
 @pytest.fixture
-async def node(etcd_endpoint: str, tmp_path: Path) -> AsyncIterator[Node]:
-    store = await EtcdStore.connect([etcd_endpoint], clock=SystemClock())
-    node = Node(store, etcd_endpoint, tmp_path)
-    await node.has_controller(True)
-    yield node
-    for process in node.started:
-        terminate(process, grace_s=0)
-    await store.close()
+def own_etcd(tmp_path: Path) -> Iterator[Etcd]:
+    etcd = Etcd(tmp_path / "etcd")
+    yield etcd
+    etcd.kill()
+
+
+@asynccontextmanager
+async def a_node(etcd: Etcd, home: Path) -> AsyncIterator[Node]:
+    store = await EtcdStore.connect([etcd.endpoint], clock=SystemClock())
+    node = Node(store, etcd.endpoint, home)
+    while True:
+        try:
+            await node.has_controller(True)
+            break
+        except StoreUnavailable:
+            continue
+    listening = asyncio.create_task(node.listen())
+    try:
+        yield node
+    finally:
+        listening.cancel()
+        for process in node.started:
+            terminate(process, grace_s=0)
+        await store.close()
+
+
+@pytest.fixture
+async def node(shared_etcd: Etcd, tmp_path: Path) -> AsyncIterator[Node]:
+    async with a_node(shared_etcd, tmp_path) as node:
+        yield node
 
 
 async def test_a_serving_child_is_found_in_the_store_and_a_stop_ends_it_in_order(node: Node) -> None:
@@ -165,12 +188,24 @@ async def test_a_serving_child_is_found_in_the_store_and_a_stop_ends_it_in_order
     assert (record.address, record.process) == ("127.0.0.1:4711", supervisor)
     child = child_of(record)
     send_signal(supervisor, signal.SIGTERM)
-    stopping = await node.shown(spec, "stopping")
-    assert stopping.reason == "asked to by SIGTERM"
     await ended(supervisor)
     await node.gone(spec)
     assert not is_running(child)
     assert node.log(spec).split("\n") == ["OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 EXTRA=1", "stopped as told", ""]
+    assert "stopping: asked to by SIGTERM" in node.supervisor_log(spec)
+
+
+async def test_a_child_that_does_not_stop_is_shown_as_stopping_and_killed_when_it_is_asked_again(node: Node) -> None:
+    spec = node.spec(SERVE, ["sleep"])
+    supervisor = node.start(spec)
+    child = child_of(await node.shown(spec, "serving"))
+    send_signal(supervisor, signal.SIGTERM)
+    assert (await node.shown(spec, "stopping")).reason == "asked to by SIGTERM"
+    assert is_running(child)
+    send_signal(supervisor, signal.SIGTERM)
+    await ended(supervisor)
+    assert not is_running(child)
+    await node.gone(spec)
 
 
 async def test_a_killed_child_is_shown_as_failed_and_why(node: Node) -> None:
@@ -307,9 +342,7 @@ async def test_a_lost_lease_is_replaced_while_the_child_works_on(node: Node) -> 
     kv = await node.store.get(keys.worker(spec.instance))
     assert kv is not None
     await node.store.revoke(kv.lease)
-    again = await node.written_after(kv)
-    assert again.lease not in (0, kv.lease)
-    assert WorkerRecord.decode(again.value) == before
+    assert await node.shown(spec, "serving", after=kv.mod_revision) == before
 
 
 async def test_an_unusable_launch_document_is_one_sentence(node: Node) -> None:
@@ -319,3 +352,39 @@ async def test_an_unusable_launch_document_is_one_sentence(node: Node) -> None:
     log = node.supervisor_log(spec)
     assert "a train rank has both" in log
     assert "Traceback" not in log
+
+
+async def test_a_child_works_on_while_the_store_is_away_and_what_happened_is_shown_later(
+    own_etcd: Etcd, tmp_path: Path
+) -> None:
+    async with a_node(own_etcd, tmp_path) as node:
+        quiet, dying = node.spec(SERVE), node.spec(SERVE)
+        for spec in (quiet, dying):
+            node.start(spec)
+        child, doomed = [child_of(await node.shown(spec, "serving")) for spec in (quiet, dying)]
+        own_etcd.kill()
+        os.kill(doomed.pid, signal.SIGKILL)
+        await ended(doomed)
+        own_etcd.start()
+        assert (await node.shown(dying, "failed")).reason == "killed by SIGKILL"
+        assert is_running(child)
+        assert (await node.shown(quiet, "serving")).child_pid == child.pid
+
+
+async def test_a_worker_that_never_found_the_store_goes_when_it_is_told_to(node: Node) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and never answers
+        spec = node.spec(SERVE, store=StoreRef(endpoints=(f"127.0.0.1:{silent.getsockname()[1]}",)))
+        supervisor = node.start(spec)
+        await asyncio.to_thread(until_it_handles_sigterm, supervisor)
+        send_signal(supervisor, signal.SIGTERM)
+        await ended(supervisor)
+    assert "stopping: asked to by SIGTERM" in node.supervisor_log(spec)
+    assert node.log(spec) == ""
+
+
+def until_it_handles_sigterm(process: ProcessId) -> None:
+    while not wait_ended(process, timeout_s=0.02):
+        caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{process.pid}/status").read_text())
+        if caught is not None and int(caught[1], 16) >> (signal.SIGTERM - 1) & 1:
+            return
+    raise AssertionError("it ended")
