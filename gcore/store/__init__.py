@@ -1,0 +1,1 @@
+"""The store: etcd's keys, transactions, leases and watches, and where everything of gcore stands in it."""

@@ -1,0 +1,242 @@
+"""Starts a single etcd on this machine: for a laptop, a demonstration or a test.
+
+Which one is `gcore.store.binary`'s to say. What is started listens on loopback only, syncs every write to disk, compacts its history, and outlives its starter: it is ended
+by `LocalEtcd.stop`, by its identity. Started again on the same folder it goes on where it was.
+
+Not a way to run etcd in production: one member, no TLS, no users.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import httpx
+
+from gcore.clock import Clock
+from gcore.store.binary import EtcdBinary, EtcdFailed, ExternalEtcd, NoEtcd, find_etcd
+from gcore.worker.process import ProcessId, is_running, spawn_detached, terminate
+
+STALL_S = 30.0
+"""An etcd that is not healthy, and has written nothing to its log for so long, will not start."""
+LIMIT_S = 180.0
+"""Nor will one that is not healthy after this, whatever it writes."""
+STOP_GRACE_S = 10.0
+POLL_S = 0.05
+PORT_ATTEMPTS = 5
+"""A free port can be taken between its choice and etcd's bind."""
+
+__all__ = ["EtcdBinary", "EtcdFailed", "ExternalEtcd", "LocalEtcd", "NoEtcd", "find_etcd", "stop_etcd"]
+
+_HOST = "127.0.0.1"
+_TAIL_BYTES = 4_096
+_KEPT_VARIABLE = "ETCD_UNSUPPORTED_ARCH"  # 3.4 does not start on arm64 without it; other ETCD_* would change our flags
+_FIXED_FLAGS: Final[tuple[str, ...]] = (
+    "--name=gcore",
+    "--logger=zap",
+    "--log-outputs=stderr",
+    "--auto-compaction-mode=periodic",
+    "--auto-compaction-retention=5m",
+    f"--quota-backend-bytes={4 * 1024**3}",
+    "--initial-cluster-state=new",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalEtcd:
+    """A running etcd of one member, as it was started. What another process needs to find and end it again."""
+
+    process: ProcessId
+    client_port: int
+    peer_port: int
+    version: str
+    binary: Path
+    data_dir: Path
+    log_file: Path
+
+    @property
+    def endpoint(self) -> str:
+        """host:port for clients."""
+        return f"{_HOST}:{self.client_port}"
+
+    @property
+    def pid(self) -> int:
+        """For people; signals go by `process`."""
+        return self.process.pid
+
+    @classmethod
+    async def start(
+        cls,
+        data_dir: Path,
+        *,
+        log_file: Path,
+        clock: Clock,
+        client_port: int | None = None,
+        peer_port: int | None = None,
+        binary: EtcdBinary | None = None,
+    ) -> LocalEtcd:
+        """Start one on `data_dir` (made if absent) and return when it is healthy.
+
+        A port None: a free one. `binary` None: what `find_etcd` finds. Raises NoEtcd; EtcdFailed with the last
+        lines of its log if it ends, stalls, or a port is taken.
+        """
+        chosen = binary if binary is not None else find_etcd()
+        if isinstance(chosen, ExternalEtcd):  # cannot be: no endpoints were named
+            raise NoEtcd("no etcd is to be started")
+        version = await asyncio.to_thread(chosen.version)
+        for _ in range(PORT_ATTEMPTS):
+            started = _spawn(chosen, version, data_dir, log_file, client_port, peer_port)
+            try:
+                await _healthy(started, clock)
+            except _PortTaken:
+                continue
+            except BaseException:
+                await asyncio.to_thread(terminate, started.etcd.process, 0.0)
+                raise
+            return started.etcd
+        raise _port_taken(client_port, peer_port)
+
+    async def is_healthy(self) -> bool:
+        """Whether it answers, and has a leader."""
+        try:
+            async with httpx.AsyncClient(trust_env=False, timeout=2.0) as http:
+                answer = await http.get(f"http://{self.endpoint}/health")
+                return answer.status_code == 200 and str(answer.json().get("health")) == "true"
+        except (httpx.HTTPError, ValueError):
+            return False
+
+    async def stop(self, *, grace_s: float = STOP_GRACE_S) -> bool:
+        """End it; see `stop_etcd`."""
+        return await stop_etcd(self.process, grace_s=grace_s)
+
+
+async def stop_etcd(process: ProcessId, *, grace_s: float = STOP_GRACE_S) -> bool:
+    """SIGTERM, then SIGKILL after `grace_s`; only if it is the process that was started. Returns when it has ended.
+
+    True if it ended by itself, or had ended before. The data stay.
+    """
+    return await asyncio.to_thread(terminate, process, grace_s)
+
+
+class _PortTaken(Exception):
+    """Somebody else listens there."""
+
+
+def _port_taken(*ports: int | None) -> EtcdFailed:
+    named = ", ".join(str(port) for port in ports if port is not None) or "every port that was tried"
+    return EtcdFailed(f"{named} is taken", where="etcd", fix="Choose other ports, or end what listens there")
+
+
+@dataclass(frozen=True, slots=True)
+class _Started:
+    """An etcd that may come up. `mark`: its log's size before it was started."""
+
+    etcd: LocalEtcd
+    mark: int
+
+
+def _spawn(
+    binary: EtcdBinary, version: str, data_dir: Path, log_file: Path, client_port: int | None, peer_port: int | None
+) -> _Started:
+    for port in (client_port, peer_port):
+        if port is not None and not _is_free(port):
+            raise _port_taken(port)
+    client, peer = client_port or _free_port(), peer_port or _free_port()
+    try:
+        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise EtcdFailed(
+            f"its data folder {data_dir} cannot be made ({error.strerror})", where="etcd", fix="Name another folder"
+        ) from error
+    mark = log_file.stat().st_size if log_file.exists() else 0
+    command = [str(binary.path), *_FIXED_FLAGS, f"--data-dir={data_dir}", *_listen_flags(client, peer)]
+    process = spawn_detached(command, env=_environment(os.environ), log_file=log_file)
+    return _Started(LocalEtcd(process, client, peer, version, binary.path, data_dir, log_file), mark)
+
+
+async def _healthy(started: _Started, clock: Clock) -> None:
+    """Until it is healthy. Raises EtcdFailed, _PortTaken."""
+    etcd, mark = started.etcd, started.mark
+    begun = progressed = clock.monotonic()
+    size = mark
+    while True:
+        # The process first: another etcd on the same port would be healthy too.
+        if not is_running(etcd.process):
+            text = _log_since(etcd.log_file, mark)
+            if "address already in use" in text:
+                raise _PortTaken
+            raise EtcdFailed("etcd ended right after its start", where=str(etcd.log_file), fix=_last_words(text))
+        if await etcd.is_healthy():
+            return
+        now = clock.monotonic()
+        written = etcd.log_file.stat().st_size
+        if written > size:
+            size, progressed = written, now
+        if now - progressed > STALL_S or now - begun > LIMIT_S:
+            text = _log_since(etcd.log_file, mark)
+            raise EtcdFailed(
+                f"etcd is not healthy after {now - begun:.0f} s", where=str(etcd.log_file), fix=_last_words(text)
+            )
+        await clock.sleep(POLL_S)
+
+
+def _log_since(log_file: Path, mark: int) -> str:
+    """The end of what was logged since `mark`."""
+    with log_file.open("rb") as log:
+        end = log.seek(0, os.SEEK_END)
+        log.seek(max(mark, end - _TAIL_BYTES))
+        return log.read().decode(errors="replace")
+
+
+def _last_words(text: str) -> str:
+    lines = [_sentence(line) for line in text.splitlines() if line.strip()]
+    return "It last said: " + " / ".join(lines[-3:]) if lines else "It said nothing"
+
+
+def _sentence(line: str) -> str:
+    """What a line of etcd's log says to a person; the line itself, if it is not what zap writes."""
+    try:
+        entry = json.loads(line)
+        return f"{entry['msg']}: {entry['error']}" if "error" in entry else str(entry["msg"])
+    except (ValueError, KeyError, TypeError):
+        return line
+
+
+def _listen_flags(client_port: int, peer_port: int) -> list[str]:
+    client, peer = f"http://{_HOST}:{client_port}", f"http://{_HOST}:{peer_port}"
+    return [
+        f"--listen-client-urls={client}",
+        f"--advertise-client-urls={client}",
+        # The peer's port may differ from start to start: a single member has nobody who would look for it.
+        f"--listen-peer-urls={peer}",
+        f"--initial-advertise-peer-urls={peer}",
+        f"--initial-cluster=gcore={peer}",
+    ]
+
+
+def _environment(environment: Mapping[str, str]) -> dict[str, str]:
+    return {
+        name: value for name, value in environment.items() if not name.startswith("ETCD_") or name == _KEPT_VARIABLE
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((_HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as etcd does: TIME_WAIT is no obstacle
+        try:
+            probe.bind((_HOST, port))
+        except OSError:
+            return False
+        return True

@@ -1,0 +1,101 @@
+"""A lease that is kept alive: under it stands whatever a process says of itself only while it lives.
+
+`run` renews it, in the caller's task group, and ends in `LeaseLost` when the store says that the lease is gone. Only
+the store can say so. While it does not answer, `run` goes on trying, for as long as that takes: a store that comes back
+after an outage gives its leases their full time again, and nothing expires while it has no leader. What the session
+knows by itself is `valid_until`: up to that moment of the monotonic clock the lease cannot have ended, because it is
+counted from *before* the renewal was sent. After it, `alive` is false until a renewal succeeds; nothing more follows.
+
+A session protects nothing. A process may be stopped right after it asked `alive`; what must not be done twice is
+guarded by the compares of its transaction.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from gcore.clock import Clock
+from gcore.errors import LeaseLost, StoreUnavailable
+from gcore.store.types import Store
+
+TTL_S = 15
+RENEWALS_PER_TTL = 3
+RETRY_S = 0.5
+"""Between attempts while the store does not answer."""
+
+log = logging.getLogger(__name__)
+
+
+class Session:
+    """One lease. Made by `open`. `lease` is its id; `lost` is set once the store has said that it is gone."""
+
+    def __init__(self, store: Store, clock: Clock, *, lease: int, valid_until: float, interval_s: float) -> None:
+        self.lease = lease
+        self.lost = asyncio.Event()
+        self._store = store
+        self._clock = clock
+        self._valid_until = valid_until
+        self._interval_s = interval_s
+        self._closed = asyncio.Event()
+
+    @classmethod
+    async def open(cls, store: Store, *, clock: Clock, ttl: int = TTL_S, interval_s: float | None = None) -> Session:
+        """Grant a lease of `ttl` seconds, to be renewed every `interval_s` (None: three times in its life).
+
+        Raises StoreUnavailable; a lease that was granted nevertheless then ends by itself.
+        """
+        before = clock.monotonic()
+        lease = await store.grant(ttl)
+        return cls(
+            store,
+            clock,
+            lease=lease,
+            valid_until=before + ttl,
+            interval_s=ttl / RENEWALS_PER_TTL if interval_s is None else interval_s,
+        )
+
+    @property
+    def valid_until(self) -> float:
+        """The moment of the monotonic clock before which the lease cannot have ended, unless it was revoked."""
+        return self._valid_until
+
+    def alive(self, now: float) -> bool:
+        """Whether the lease surely lives at `now`, by the monotonic clock."""
+        return not self.lost.is_set() and not self._closed.is_set() and now < self._valid_until
+
+    async def run(self) -> None:
+        """Renew until `close`. Raises LeaseLost when the store says that the lease has ended."""
+        wait_s = self._interval_s
+        while not await self._closed_within(wait_s):
+            before = self._clock.monotonic()
+            try:
+                lives_s = await self._store.keep_alive(self.lease)
+            except StoreUnavailable as error:
+                log.warning("lease %x is not renewed: %s", self.lease, error)
+                wait_s = min(RETRY_S, self._interval_s)
+            except LeaseLost:
+                if self._closed.is_set():  # it was we who ended it
+                    return
+                self.lost.set()
+                raise
+            else:
+                self._valid_until = max(self._valid_until, before + lives_s)
+                wait_s = self._interval_s
+
+    async def close(self) -> None:
+        """End the lease, and with it what stands under it; `run` returns. If the store is away, it ends by itself."""
+        self._closed.set()
+        try:
+            await self._store.revoke(self.lease)
+        except StoreUnavailable as error:
+            log.warning("lease %x is left to end by itself: %s", self.lease, error)
+
+    async def _closed_within(self, seconds: float) -> bool:
+        waits = [asyncio.ensure_future(self._closed.wait()), asyncio.ensure_future(self._clock.sleep(seconds))]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        return self._closed.is_set()
