@@ -14,8 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from gcore.reward.registry import find_reward
-
 from controllers.actions import Apply, Feed, Intent, Publish, SetPhase
 from controllers.apply import Hands, apply, staged_versions
 from controllers.changes import Changes
@@ -43,6 +41,8 @@ from gcore.metrics import Metrics
 from gcore.prompts.cursor import shard_lengths
 from gcore.prompts.dataset import Dataset
 from gcore.prompts.render import PromptRenderer
+from gcore.prompts.stream import PromptStream, prompt_limit
+from gcore.reward.registry import find_reward
 from gcore.store.keys import JobKeys
 from gcore.store.types import Compare, Put, Store, WatchBatch
 from gcore.worker.process import send_signal
@@ -187,15 +187,17 @@ class JobRunner:
         spec = self._spec
         fields = (spec.reward.answer,)
         train = Dataset.open(
-            Path(spec.data.path), prompt_field=spec.data.prompt, answer_fields=fields, cache_dir=self._cache_dir
+            spec.data.path, prompt_field=spec.data.prompt, answer_fields=fields, cache_dir=self._cache_dir
         )
         held_out = None
         if spec.eval.path is not None:
             held_out = Dataset.open(
-                Path(spec.eval.path), prompt_field=spec.data.prompt, answer_fields=fields, cache_dir=self._cache_dir
+                spec.eval.path, prompt_field=spec.data.prompt, answer_fields=fields, cache_dir=self._cache_dir
             )
-        renderer = PromptRenderer.load(Path(spec.model.path), chat=spec.model.chat)
-        return Material(spec, self.uid, train, held_out, renderer, find_reward(spec.reward.name))
+        renderer = PromptRenderer.load(spec.model.path, chat=spec.model.chat)
+        limit = prompt_limit(spec.model.max_length or renderer.max_length, spec.rollout.max_new_tokens)
+        stream = PromptStream(train, renderer, shards=spec.data.shards, seed=spec.seed, limit=limit)
+        return Material(spec, self.uid, stream, held_out, renderer, limit, find_reward(spec.reward.name))
 
     async def _produce(self, flow: object, peer: JobPeer) -> None:
         """The flow, again and again: after a rollback from behind the last step there is more to do."""

@@ -8,7 +8,6 @@ ended, so that its shards were somebody else's meanwhile, as they would be on a 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import fcntl
 import logging
@@ -16,13 +15,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from gcore.store.launcher import LocalEtcd
-
 from gcore.clock import Clock
 from gcore.config import NodeConfig
 from gcore.config.cluster import ControllerProcess, LocalCluster
 from gcore.errors import GcoreError, StoreUnavailable
 from gcore.store import keys
+from gcore.store.launcher import LocalEtcd
 from gcore.store.types import Store
 from gcore.worker.process import ProcessId, is_running, spawn_detached
 
@@ -60,45 +58,50 @@ class Keeper:
         if cluster is None or (self._home / STOPPING).exists():
             return
         if not is_running(cluster.etcd.process):
-            await asyncio.to_thread(self._bring_back_etcd)
+            with self._alone() as alone:
+                if alone is not None and not is_running(alone.etcd.process):
+                    await self._bring_back_etcd(alone)
             return
         for daemon in cluster.controllers:
             if daemon.name != self._config.node and not is_running(daemon.process):
                 with contextlib.suppress(StoreUnavailable):
                     if await self._store.get(keys.node(daemon.name)) is None:
-                        await asyncio.to_thread(self._bring_back, daemon.name)
+                        with self._alone() as alone:
+                            if alone is not None:
+                                self._bring_back(alone, daemon.name)
 
-    def _bring_back_etcd(self) -> None:
-        with self._alone() as cluster:
-            if cluster is None or is_running(cluster.etcd.process):
-                return
-            known = cluster.etcd
-            started = LocalEtcd.start(
-                Path(known.data_dir),
-                client_port=known.client_port,
-                peer_port=known.peer_port,
-                log_file=self._home / "logs" / "etcd.log",
-            )
-            log.warning("etcd had died; it is back, on the same data, as process %d", started.pid)
-            changed = known.model_copy(update={"pid": started.pid, "started": started.started})
-            self._write(cluster.model_copy(update={"etcd": changed}))
+    async def _bring_back_etcd(self, cluster: LocalCluster) -> None:
+        known = cluster.etcd
+        started = await LocalEtcd.start(
+            Path(known.data_dir),
+            client_port=known.client_port,
+            peer_port=known.peer_port,
+            log_file=self._home / "logs" / "etcd.log",
+            clock=self._clock,
+        )
+        log.warning("etcd had died; it is back, on the same data, as process %d", started.pid)
+        changed = known.model_copy(update={"pid": started.process.pid, "started": started.process.started})
+        self._write(cluster.model_copy(update={"etcd": changed}))
 
-    def _bring_back(self, name: str) -> None:
-        with self._alone() as cluster:
-            daemon = next((c for c in cluster.controllers if c.name == name), None) if cluster else None
-            if cluster is None or daemon is None or is_running(daemon.process):
-                return
-            process = spawn_detached(
-                daemon_command(cluster.home, daemon.config_file), log_file=self._home / "logs" / f"{name}.log"
-            )
-            log.warning("%s had died; it is back as process %d", name, process.pid)
-            self._write(_replaced(cluster, daemon, process))
+    def _bring_back(self, cluster: LocalCluster, name: str) -> None:
+        daemon = next((c for c in cluster.controllers if c.name == name), None)
+        if daemon is None or is_running(daemon.process):
+            return
+        process = spawn_detached(
+            daemon_command(cluster.home, daemon.config_file), log_file=self._home / "logs" / f"{name}.log"
+        )
+        log.warning("%s had died; it is back as process %d", name, process.pid)
+        self._write(_replaced(cluster, daemon, process))
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[LocalCluster | None]:
-        """The cluster's document as it is once no other keeper is at work."""
+        """The cluster's document as it is while no other keeper is at work; None while one is, or the cluster ends."""
         with (self._home / "keeper.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield None
+                return
             yield None if (self._home / STOPPING).exists() else LocalCluster.load(self._home)
 
     def _write(self, cluster: LocalCluster) -> None:

@@ -14,7 +14,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from gcore.reward.registry import Reward, RewardError
 from gcore.rollout.client import SamplingParams
 
 from controllers.changes import Changes
@@ -31,7 +30,8 @@ from gcore.ledger.records import SealState
 from gcore.ledger.stream import due
 from gcore.prompts.dataset import Dataset
 from gcore.prompts.render import PromptRenderer
-from gcore.prompts.shards import entry_index
+from gcore.prompts.stream import PromptStream, make_prompt
+from gcore.reward.registry import Reward, RewardError
 from gcore.types import Group, Outcome, Prompt, PromptRef, Sample, Version
 
 log = logging.getLogger(__name__)
@@ -54,9 +54,11 @@ class Material:
 
     spec: JobSpec
     uid: str
-    train: Dataset
+    stream: PromptStream
     evaluation: Dataset | None
     renderer: PromptRenderer
+    limit: int | None
+    """Most tokens of a prompt."""
     reward: Reward
 
 
@@ -115,7 +117,7 @@ class JobPeer:
             room = self.material.spec.rollout.concurrency - len(self.holdings.in_flight)
             for ref in self._due()[:room]:
                 try:
-                    prompt = self._prompt(ref)
+                    prompt = self.material.stream.prompt(ref)
                 except GcoreError as error:
                     self.holdings.end(ref, Outcome("failed", str(error)), self.look().me, step.version)
                     self.changes.notify()
@@ -191,17 +193,17 @@ class JobPeer:
         count = min(len(dataset), spec.eval.limit)
 
         async def answer(index: int) -> EvalSample:
-            fields = dataset.entry(index)
-            text = self.material.renderer.render(fields[spec.data.prompt])
+            prompt = make_prompt(dataset, self.material.renderer, index, PromptRef(0, 0, index), self.material.limit)
+            fields = prompt.fields
             rid = f"{self.material.uid}/eval/{version}/{index}/{self.look().me}"
-            (sample,) = await self._engines.generate(version, self.material.renderer.encode(text), greedy, (0,), rid)
+            (sample,) = await self._engines.generate(version, prompt.token_ids, greedy, (0,), rid)
             if sample.oldest != version or sample.finish_reason == "abort":
                 raise EngineError(
                     f"an evaluation answer was made by {sample.oldest}, not {version}", fix="It is made again"
                 )
             result = self.material.reward(sample.text, fields, spec.reward)
             expected = str(fields.get(spec.reward.answer, ""))
-            return EvalSample(prompt=text, response=sample.text, answer=expected, reward=result.value)
+            return EvalSample(prompt=prompt.text, response=sample.text, answer=expected, reward=result.value)
 
         answers = await asyncio.gather(*(answer(index) for index in range(count)))
         return Evaluation(
@@ -222,21 +224,6 @@ class JobPeer:
         mine = set(view.mirror.assign.record.shards_of(view.me))
         refs = due(view.rules, head, seals, view.offered)
         return [ref for ref in refs if ref.shard in mine and not self.holdings.knows(ref)]
-
-    def _prompt(self, ref: PromptRef) -> Prompt:
-        material = self.material
-        fields = material.train.entry(entry_index(self.look().rules.shape, material.spec.seed, ref))
-        text = material.renderer.render(fields[material.spec.data.prompt])
-        token_ids = material.renderer.encode(text)
-        limit = material.spec.model.max_length or material.renderer.max_length
-        if limit is not None and len(token_ids) + material.spec.rollout.max_new_tokens > limit:
-            raise GcoreError(
-                f"prompt {ref} has {len(token_ids)} tokens, which with {material.spec.rollout.max_new_tokens} new ones "
-                f"is more than the context of {limit}",
-                where=material.spec.data.path,
-                fix="Remove it, or raise model.max_length",
-            )
-        return Prompt(ref, text, token_ids, fields)
 
 
 class JobStep:

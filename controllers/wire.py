@@ -10,7 +10,6 @@ import signal
 from pathlib import Path
 
 import grpc
-from gcore.store.session import Session
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health
 
@@ -30,6 +29,7 @@ from gcore.ledger.job import NodeRecord
 from gcore.metrics import Metrics, serve_metrics
 from gcore.store import keys
 from gcore.store.client import EtcdStore
+from gcore.store.session import Session
 from gcore.store.types import Compare, Put, Store
 from gcore.worker.process import send_signal
 

@@ -13,8 +13,6 @@ import shutil
 import uuid
 from pathlib import Path
 
-from gcore.reward.registry import find_reward
-
 from controllers.service.records import StoredJobs
 from gcore.clock import Clock
 from gcore.config import JobSpec, parse_spec
@@ -25,6 +23,8 @@ from gcore.ledger.job import JobPhase, JobRecord, JobStatus
 from gcore.ledger.transactions import Ledger, TxnOutcome
 from gcore.prompts.dataset import Dataset
 from gcore.prompts.render import PromptRenderer
+from gcore.prompts.stream import check_lengths, prompt_limit
+from gcore.reward.registry import find_reward
 from gcore.store import keys
 from gcore.store.keys import JobKeys
 from gcore.store.types import Store
@@ -34,6 +34,8 @@ MAX_SEAL_BYTES = 1 << 20
 GROUP_BYTES, SAMPLE_BYTES = 220, 7
 """What a group and a sample take in a seal, generously."""
 MIN_FREE_BYTES = 64 << 20
+LENGTH_SAMPLE = 10_000
+"""Prompts whose length is looked at before a job starts; `gcore validate` looks at all. A longer one fails alone."""
 
 
 class NotFound(GcoreError):
@@ -133,13 +135,8 @@ def check_submission(spec: JobSpec, run_root: Path, cache_dir: Path) -> int:
     train = Dataset.open(Path(spec.data.path), prompt_field=spec.data.prompt, answer_fields=fields, cache_dir=cache_dir)
     if spec.eval.path is not None:
         Dataset.open(Path(spec.eval.path), prompt_field=spec.data.prompt, answer_fields=fields, cache_dir=cache_dir)
-    limit = spec.model.max_length or renderer.max_length
-    if limit is not None and limit <= spec.rollout.max_new_tokens:
-        raise SpecError(
-            f"rollout.max_new_tokens is {spec.rollout.max_new_tokens}, the model's context {limit}",
-            where="rollout.max_new_tokens",
-            fix="Lower it",
-        )
+    limit = prompt_limit(spec.model.max_length or renderer.max_length, spec.rollout.max_new_tokens)
+    check_lengths(train, renderer, limit, sample=LENGTH_SAMPLE)
     if len(train) < spec.data.shards:
         raise SpecError(
             f"{len(train)} prompts cannot be cut into {spec.data.shards} shards",
