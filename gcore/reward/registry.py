@@ -1,0 +1,120 @@
+"""What a reward is, and how a job's reward is found by name.
+
+A reward is a plug-in: a function under the entry-point group `gcore.rewards`. It sees one response, the prompt's entry and
+the spec's reward section, and returns a number with its parts. It is called on the controller's event loop, so it must be
+quick and must not wait. Because it is foreign code, what `find_reward` returns checks each result: a number that is not
+finite, a result of another type, or an exception becomes a `RewardError`, with which the prompt ends as failed and the job
+goes on.
+
+Rewards that ask a model are not here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any, Protocol
+
+from gcore.config.spec import RewardSpec
+from gcore.errors import GcoreError, SpecError
+
+GROUP = "gcore.rewards"
+LARGEST = 3.4e38
+"""Rewards travel as float32."""
+
+
+class RewardError(GcoreError):
+    """A response could not be scored. Its prompt's outcome is failed, with this as the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardResult:
+    """The reward of one response, and what it is made of: names and numbers, for people."""
+
+    value: float
+    parts: tuple[tuple[str, float], ...] = ()
+
+
+class Reward(Protocol):
+    """Scores one response."""
+
+    def __call__(self, response: str, fields: Mapping[str, Any], spec: RewardSpec) -> RewardResult:
+        """`response`: the text without special tokens; `fields`: the prompt's entry. Raises RewardError."""
+        ...
+
+
+def find_reward(name: str) -> Reward:
+    """The reward of that entry-point name, its results checked. Raises SpecError, with the nearest name if there is none."""
+    points = [point for point in entry_points(group=GROUP) if point.name == name]
+    if not points:
+        known = sorted({point.name for point in entry_points(group=GROUP)})
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f", did you mean {near[0]!r}?" if near else ""
+        raise SpecError(f"no reward is called {name!r}{hint}", where="reward.name", fix=f"Known: {', '.join(known)}")
+    targets = sorted({point.value for point in points})
+    if len(targets) > 1:
+        raise SpecError(
+            f"reward {name!r} is provided more than once, by {' and '.join(targets)}",
+            where="reward.name",
+            fix="Uninstall all but one of the packages",
+        )
+    try:
+        reward = points[0].load()
+    except Exception as error:  # the edge to foreign code: importing it may raise anything
+        raise SpecError(
+            f"reward {name!r} cannot be loaded from {targets[0]} ({_sentence(error)})",
+            where="reward.name",
+            fix="Correct or reinstall the package that provides it",
+        ) from error
+    if not callable(reward):
+        raise SpecError(
+            f"reward {name!r} at {targets[0]} is a {type(reward).__name__}, which cannot be called",
+            where="reward.name",
+            fix="Let the entry point name a function",
+        )
+    return CheckedReward(name, reward)
+
+
+class CheckedReward:
+    """A reward whose every result is checked."""
+
+    def __init__(self, name: str, reward: Reward) -> None:
+        self._name = name
+        self._reward = reward
+
+    def __call__(self, response: str, fields: Mapping[str, Any], spec: RewardSpec) -> RewardResult:
+        """As the reward. Raises RewardError and nothing else."""
+        try:
+            result = self._reward(response, fields, spec)
+        except RewardError:
+            raise
+        except Exception as error:  # the edge to foreign code: one odd response must not end the controller
+            raise RewardError(f"reward {self._name!r} raised {_sentence(error)}", fix="Correct the reward") from error
+        if not isinstance(result, RewardResult):
+            raise RewardError(
+                f"reward {self._name!r} returned a {type(result).__name__}, not a RewardResult",
+                fix="Correct the reward",
+            )
+        value = self._number("value", result.value)
+        return RewardResult(value, tuple((str(part), self._number(str(part), number)) for part, number in result.parts))
+
+    def _number(self, what: str, value: Any) -> float:
+        try:
+            number = float(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise RewardError(f"reward {self._name!r} gave {value!r} as {what}", fix="Correct the reward") from error
+        if not math.isfinite(number) or abs(number) > LARGEST:
+            raise RewardError(
+                f"reward {self._name!r} gave {number} as {what}, which is not finite in float32",
+                fix="Correct the reward",
+            )
+        return number
+
+
+def _sentence(error: Exception) -> str:
+    """The error on one line."""
+    first = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__

@@ -1,0 +1,129 @@
+"""Rewards are found by name, and foreign ones cannot hurt."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gcore.config.spec import RewardSpec
+from gcore.errors import SpecError
+from gcore.reward.registry import CheckedReward, RewardError, RewardResult, find_reward
+
+SPEC = RewardSpec()
+Install = Callable[[str, str, str], None]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Put a package with entry points on the path, as an installer would."""
+
+    def put(package: str, points: str, code: str) -> None:
+        info = tmp_path / package / f"{package}-1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[gcore.rewards]\n{points}\n")
+        (tmp_path / package / f"{package}.py").write_text(code)
+        monkeypatch.syspath_prepend(tmp_path / package)
+
+    return put
+
+
+@pytest.mark.parametrize("name", ["numeric", "exact"])
+def test_gcores_own_rewards_are_found(name: str) -> None:
+    assert find_reward(name)("46", {"answer": "46"}, SPEC).value == 1.0
+
+
+def test_a_name_that_is_nearly_right_is_answered_with_the_right_one() -> None:
+    with pytest.raises(SpecError, match=r"reward\.name: no reward is called 'numerc', did you mean 'numeric'\?.*exact"):
+        find_reward("numerc")
+
+
+def test_a_name_that_is_far_off_is_answered_with_all() -> None:
+    with pytest.raises(SpecError, match=r"no reward is called 'zzz'\. Known: exact, numeric") as caught:
+        find_reward("zzz")
+    assert caught.value.exit_code == 2
+
+
+def test_a_reward_of_another_package_is_found(install: Install) -> None:
+    install(
+        "pack_length",
+        "length = pack_length:score",
+        "from gcore.reward.registry import RewardResult\n"
+        "def score(response, fields, spec):\n    return RewardResult(len(response), (('letters', len(response)),))\n",
+    )
+    assert find_reward("length")("abcd", {}, SPEC) == RewardResult(4.0, (("letters", 4.0),))
+
+
+@pytest.mark.parametrize(
+    ("package", "target", "code", "message"),
+    [
+        pytest.param("pack_a", "pack_a:score", "1/0", "ZeroDivisionError: division by zero", id="raises at import"),
+        pytest.param("pack_b", "pack_b:score", "x = (", "SyntaxError", id="is no Python"),
+        pytest.param("pack_c", "pack_c:other", "", "has no attribute 'other'", id="lacks the function"),
+        pytest.param("pack_d", "nowhere_at_all:score", "", "No module named 'nowhere_at_all'", id="lacks the module"),
+        pytest.param("pack_e", "pack_e:score", "score = 3", "is a int, which cannot be called", id="is no function"),
+        pytest.param(
+            "pack_f", "pack_f:score", "raise RuntimeError('one\\ntwo')", r"RuntimeError: one\)", id="two lines"
+        ),
+        pytest.param("pack_g", "pack_g:score", "raise ValueError", r"\(ValueError\)", id="no words"),
+    ],
+)
+def test_a_reward_that_cannot_be_loaded_is_told_in_one_sentence(
+    install: Install, package: str, target: str, code: str, message: str
+) -> None:
+    install(package, f"broken = {target}", code)
+    with pytest.raises(SpecError, match=message) as caught:
+        find_reward("broken")
+    assert "\n" not in str(caught.value)
+    assert "'broken'" in str(caught.value)
+
+
+def test_two_packages_with_one_name_are_told_apart(install: Install) -> None:
+    install("pack_one", "mine = pack_one:score", "score = print")
+    install("pack_two", "mine = pack_two:score", "score = print")
+    with pytest.raises(SpecError, match="provided more than once, by pack_one:score and pack_two:score"):
+        find_reward("mine")
+
+
+def gives(result: Any) -> CheckedReward:
+    return CheckedReward("mine", lambda response, fields, spec: result)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e39, -1e300, 10**400, "x", None, [1]], ids=repr)
+def test_a_reward_that_is_no_finite_number_is_an_error(bad: Any) -> None:
+    with pytest.raises(RewardError, match="reward 'mine' gave"):
+        gives(RewardResult(bad))("", {}, SPEC)
+    with pytest.raises(RewardError, match="as form"):
+        gives(RewardResult(1.0, (("form", bad),)))("", {}, SPEC)
+
+
+@pytest.mark.parametrize("bad", [1.0, None, (1.0, ())], ids=repr)
+def test_a_result_of_another_type_is_an_error(bad: Any) -> None:
+    with pytest.raises(RewardError, match="not a RewardResult"):
+        gives(bad)("", {}, SPEC)
+
+
+def test_a_reward_that_raises_is_an_error_with_its_reason() -> None:
+    def broken(response: str, fields: Any, spec: RewardSpec) -> RewardResult:
+        return RewardResult(fields["nothing"])
+
+    with pytest.raises(RewardError, match="reward 'mine' raised KeyError: 'nothing'"):
+        CheckedReward("mine", broken)("", {}, SPEC)
+
+
+def test_a_reward_error_of_the_reward_itself_goes_through_as_it_is() -> None:
+    def refuses(response: str, fields: Any, spec: RewardSpec) -> RewardResult:
+        raise RewardError("cannot say")
+
+    with pytest.raises(RewardError, match=r"^cannot say$"):
+        CheckedReward("mine", refuses)("", {}, SPEC)
+
+
+def test_numbers_become_floats() -> None:
+    result = gives(RewardResult(True, (("a", 1),)))("", {}, SPEC)
+    assert (result.value, result.parts) == (1.0, (("a", 1.0),))
+    assert type(result.value) is float

@@ -1,0 +1,131 @@
+"""The rules: what counts as the right answer."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gcore.config.spec import RewardSpec
+from gcore.reward.registry import RewardError
+from gcore.reward.rules import exact, last_number, numeric
+
+SPEC = RewardSpec()
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "value"),
+    [
+        pytest.param("46", "46", 1, id="the number alone"),
+        pytest.param(" 46\n", 46, 1, id="an integer, and space around"),
+        pytest.param("12+34=46", "46", 1, id="at the end of a sum"),
+        pytest.param("The answer is 46.", "46", 1, id="at the end of a sentence"),
+        pytest.param("**46**", "46", 1, id="marked"),
+        pytest.param("$46", 46, 1, id="an amount"),
+        pytest.param("46.0", 46, 1, id="with a fraction of zero"),
+        pytest.param("+46", 46, 1, id="with a plus"),
+        pytest.param("046", 46, 1, id="with a leading zero"),
+        pytest.param("4.6e1", 46, 1, id="with an exponent"),
+        pytest.param("1,234,567.5", "1234567.5", 1, id="English thousands"),
+        pytest.param("1234567", "1,234,567", 1, id="thousands in the answer"),
+        pytest.param(".5", 0.5, 1, id="without a leading zero"),
+        pytest.param("0.1", 0.1, 1, id="a decimal that is no binary number"),
+        pytest.param("-3", "-3", 1, id="negative"),
+        pytest.param("\u22123", -3, 1, id="the typographic minus sign"),
+        pytest.param("x=-3", -3, 1, id="negative after an equals sign"),
+        pytest.param("(-3)", -3, 1, id="negative in brackets"),
+        pytest.param("7-3", 3, 1, id="a difference ends with what is taken away"),
+        pytest.param("7-3", -3, 0, id="its minus is no sign"),
+        pytest.param("(7)-3", 3, 1, id="nor behind a bracket"),
+        pytest.param("46 or 47", 46, 0, id="the last number counts"),
+        pytest.param("47, no: 46", 46, 1, id="only the last number counts"),
+        pytest.param("46.01", 46, 0, id="close is not equal"),
+        pytest.param("146", 46, 0, id="its end is another number"),
+        pytest.param("forty-six", 46, 0, id="words"),
+        pytest.param("", 46, 0, id="nothing"),
+        pytest.param("4 6", 46, 0, id="broken up"),
+        pytest.param("1,2,3", 3, 1, id="a list is no thousand"),
+        pytest.param("12,345,67", 67, 1, id="thousands that do not come out even"),
+        pytest.param("\u0664\u0666", 46, 0, id="digits of other scripts"),
+        pytest.param("1e9999999999", 9999999999, 1, id="an exponent beyond measure is not one"),
+    ],
+)
+def test_numeric_compares_the_last_number(response: str, answer: Any, value: float) -> None:
+    result = numeric(response, {"answer": answer}, SPEC)
+    assert result.value == value
+    assert result.parts == (("correct", value),)
+
+
+@given(
+    st.integers(-(10**30), 10**30),
+    st.text(alphabet="abc =.,:\n(", max_size=9),
+    st.text(alphabet="ab .!)\n", max_size=5),
+)
+def test_an_integer_is_found_in_any_text(number: int, before: str, after: str) -> None:
+    text = f"{before} {number}{after}"
+    assert last_number(text) == Decimal(number)
+
+
+@given(st.decimals(allow_nan=False, allow_infinity=False, places=4, min_value=-(10**9), max_value=10**9))
+def test_a_decimal_is_found_however_it_is_grouped(number: Decimal) -> None:
+    assert last_number(f"= {number}") == number
+    assert last_number(f"= {number:,}") == number
+
+
+@given(st.text(max_size=60))
+def test_every_response_has_a_reward(response: str) -> None:
+    assert numeric(response, {"answer": "1"}, SPEC).value in (0.0, 1.0)
+    assert exact(response, {"answer": "1"}, SPEC).value in (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    "response",
+    ["1,234" * 100_000, "1" + ",234" * 100_000 + "5", "9" * 500_000, "-" * 500_000 + "1", "1e" * 200_000 + "1"],
+    ids=["thousands", "thousands that do not come out even", "digits", "signs", "exponents"],
+)
+def test_a_response_that_runs_on_is_scored_all_the_same(response: str) -> None:
+    assert numeric(response, {"answer": 7}, SPEC).value == 0.0
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["forty-six", "", "4 6", "46 apples", True, [46], {"a": 1}, float("inf"), "nan", "Infinity"],
+    ids=repr,
+)
+def test_an_expected_answer_that_is_no_number_is_an_error(answer: Any) -> None:
+    with pytest.raises(RewardError, match="is no number"):
+        numeric("46", {"answer": answer}, SPEC)
+
+
+@pytest.mark.parametrize("reward", [numeric, exact])
+@pytest.mark.parametrize("fields", [{}, {"answer": None}], ids=["missing", "null"])
+def test_an_entry_without_an_answer_is_an_error(reward: Any, fields: dict[str, Any]) -> None:
+    with pytest.raises(RewardError, match="no answer in field 'answer'"):
+        reward("46", fields, SPEC)
+
+
+def test_the_answer_stands_in_the_field_that_the_spec_names() -> None:
+    spec = RewardSpec(answer="solution")
+    assert numeric("46", {"answer": 1, "solution": 46}, spec).value == 1.0
+    assert exact("46", {"answer": 1, "solution": 46}, spec).value == 1.0
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "value"),
+    [
+        pytest.param(" Paris\n", "Paris", 1, id="space around the response"),
+        pytest.param("Paris", " Paris ", 1, id="space around the answer"),
+        pytest.param("paris", "Paris", 0, id="another case"),
+        pytest.param("Paris.", "Paris", 0, id="a full stop"),
+        pytest.param("46", 46, 1, id="a number as JSON writes it"),
+        pytest.param("46.0", 46, 0, id="a number written otherwise"),
+        pytest.param("true", True, 1, id="a truth"),
+        pytest.param('["ä"]', ["ä"], 1, id="a list"),
+        pytest.param("", "", 1, id="the empty answer"),
+    ],
+)
+def test_exact_compares_character_by_character(response: str, answer: Any, value: float) -> None:
+    assert exact(response, {"answer": answer}, SPEC).value == value
