@@ -1,6 +1,6 @@
 """Keeps one worker's registration in the store as it should be.
 
-The registration is under a lease that is renewed three times in its life. It is written level by level: whatever the
+The registration is under a session's lease (`gcore.store.session`). It is written level by level: whatever the
 record should say last, is written until the store has it. Each write compares the key's revision, because a write
 whose answer never came may be made later, and must not undo a newer one.
 
@@ -23,6 +23,7 @@ from gcore.clock import Clock
 from gcore.errors import LeaseLost, StoreUnavailable
 from gcore.ledger.records import UnreadableRecord
 from gcore.store import keys
+from gcore.store.session import Session
 from gcore.store.types import Compare, KeyValue, Put, Store
 from gcore.worker.events import Event, Refused, Registered, Shown, StoreSeen
 from gcore.worker.records import LaunchSpec, WorkerRecord
@@ -52,7 +53,7 @@ class Registrar:
         self._key = keys.worker(spec.instance)
         self._wanted: WorkerRecord | None = None
         self._changed = asyncio.Event()
-        self._lease: int | None = None
+        self._session: Session | None = None
         self._registered = False
         self._refused = False
         self._mute = False
@@ -66,44 +67,32 @@ class Registrar:
     async def run(self) -> None:
         """Runs until it is cancelled."""
         while True:
-            self._lease = await self._grant()
+            self._session = await self._open()
             try:
                 async with asyncio.TaskGroup() as tasks:
-                    tasks.create_task(self._keep(self._lease))
-                    tasks.create_task(self._write(self._lease))
+                    tasks.create_task(self._session.run())
+                    tasks.create_task(self._report(self._session))
+                    tasks.create_task(self._write(self._session.lease))
             except* LeaseLost:
                 log.warning("the store ended the lease; registering again")
 
     async def leave(self) -> None:
-        """End the lease, and with it the registration; once, for a store that is away ends it by itself."""
-        if self._lease is None:
-            return
-        try:
-            await self._store.revoke(self._lease)
-        except StoreUnavailable:
-            log.warning("the store does not answer; the registration ends with its lease")
+        """End the lease, and with it the registration. If the store is away, it ends by itself."""
+        if self._session is not None:
+            await self._session.close()
 
-    async def _grant(self) -> int:
+    async def _open(self) -> Session:
         while True:
             try:
-                return await self._store.grant(self._spec.lease_ttl_s)
+                return await Session.open(self._store, clock=self._clock, ttl=self._spec.lease_ttl_s)
             except StoreUnavailable:
                 await self._away()
 
-    async def _keep(self, lease: int) -> None:
-        """Renew until the store says that the lease has ended; only it knows."""
+    async def _report(self, session: Session) -> None:
+        """Whether the store answers, as the renewals tell."""
         while True:
-            await self._clock.sleep(self._spec.lease_ttl_s / 3)
-            while not await self._renewed(lease):
-                await self._away()
-
-    async def _renewed(self, lease: int) -> bool:
-        try:
-            await self._store.keep_alive(lease)
-        except StoreUnavailable:
-            return False
-        self._emit(StoreSeen(answers=True))
-        return True
+            self._emit(StoreSeen(session.alive(self._clock.monotonic())))
+            await self._clock.sleep(self._spec.lease_ttl_s)
 
     async def _write(self, lease: int) -> None:
         self._changed.set()  # under a new lease everything is to be written again
@@ -138,7 +127,6 @@ class Registrar:
         result = await self._store.transact(compares, (Put(self._key, record.encode(), lease), *claim.puts))
         if not result.won:
             return False
-        self._emit(StoreSeen(answers=True))
         if not self._refused:
             self._registered = True
             self._emit(Registered())

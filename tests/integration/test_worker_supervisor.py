@@ -7,21 +7,21 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gcore.clock import SystemClock
-from gcore.errors import StoreUnavailable
 from gcore.store import keys
 from gcore.store.client import EtcdStore
+from gcore.store.launcher import LocalEtcd
 from gcore.store.types import Delete, KeyValue, Put, WatchEvent
 from gcore.worker.launch import start_worker
 from gcore.worker.process import ProcessId, identify, is_running, send_signal, terminate, wait_ended
@@ -121,50 +121,19 @@ def child_of(record: WorkerRecord) -> ProcessId:
     return child
 
 
-class Etcd:
-    """A single-node etcd that can be killed and started again."""
-
-    def __init__(self, data: Path) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
-            client, peer = (f"http://127.0.0.1:{s.getsockname()[1]}" for s in (one, other))
-        self.endpoint = client.removeprefix("http://")
-        urls = {"listen-client-urls": client, "advertise-client-urls": client, "listen-peer-urls": peer}
-        urls |= {"initial-advertise-peer-urls": peer, "initial-cluster": f"default={peer}", "data-dir": str(data)}
-        self._command = ["etcd", *(f"--{key}={value}" for key, value in urls.items())]
-        self.start()
-
-    def start(self) -> None:
-        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-
 @pytest.fixture(scope="module")
-def shared_etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
-    etcd = Etcd(tmp_path_factory.mktemp("etcd"))
+def shared_etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalEtcd]:
+    folder = tmp_path_factory.mktemp("etcd")
+    etcd = asyncio.run(LocalEtcd.start(folder / "data", log_file=folder / "log", clock=SystemClock()))
     yield etcd
-    etcd.kill()
-
-
-@pytest.fixture
-def own_etcd(tmp_path: Path) -> Iterator[Etcd]:
-    etcd = Etcd(tmp_path / "etcd")
-    yield etcd
-    etcd.kill()
+    terminate(etcd.process, grace_s=0)
 
 
 @asynccontextmanager
-async def a_node(etcd: Etcd, home: Path) -> AsyncIterator[Node]:
+async def a_node(etcd: LocalEtcd, home: Path) -> AsyncIterator[Node]:
     store = await EtcdStore.connect([etcd.endpoint], clock=SystemClock())
     node = Node(store, etcd.endpoint, home)
-    while True:
-        try:
-            await node.has_controller(True)
-            break
-        except StoreUnavailable:
-            continue
+    await node.has_controller(True)
     listening = asyncio.create_task(node.listen())
     try:
         yield node
@@ -176,7 +145,7 @@ async def a_node(etcd: Etcd, home: Path) -> AsyncIterator[Node]:
 
 
 @pytest.fixture
-async def node(shared_etcd: Etcd, tmp_path: Path) -> AsyncIterator[Node]:
+async def node(shared_etcd: LocalEtcd, tmp_path: Path) -> AsyncIterator[Node]:
     async with a_node(shared_etcd, tmp_path) as node:
         yield node
 
@@ -354,21 +323,26 @@ async def test_an_unusable_launch_document_is_one_sentence(node: Node) -> None:
     assert "Traceback" not in log
 
 
-async def test_a_child_works_on_while_the_store_is_away_and_what_happened_is_shown_later(
-    own_etcd: Etcd, tmp_path: Path
-) -> None:
-    async with a_node(own_etcd, tmp_path) as node:
-        quiet, dying = node.spec(SERVE), node.spec(SERVE)
-        for spec in (quiet, dying):
-            node.start(spec)
-        child, doomed = [child_of(await node.shown(spec, "serving")) for spec in (quiet, dying)]
-        own_etcd.kill()
-        os.kill(doomed.pid, signal.SIGKILL)
-        await ended(doomed)
-        own_etcd.start()
-        assert (await node.shown(dying, "failed")).reason == "killed by SIGKILL"
-        assert is_running(child)
-        assert (await node.shown(quiet, "serving")).child_pid == child.pid
+async def test_a_child_works_on_while_the_store_is_away_and_what_happened_is_shown_later(tmp_path: Path) -> None:
+    start = partial(LocalEtcd.start, tmp_path / "etcd", log_file=tmp_path / "etcd.log", clock=SystemClock())
+    etcd = await start()
+    try:
+        async with a_node(etcd, tmp_path) as node:
+            quiet, dying = node.spec(SERVE), node.spec(SERVE)
+            for spec in (quiet, dying):
+                node.start(spec)
+            child, doomed = [child_of(await node.shown(spec, "serving")) for spec in (quiet, dying)]
+            terminate(etcd.process, grace_s=0)
+            os.kill(doomed.pid, signal.SIGKILL)
+            await ended(doomed)
+            etcd = await start(client_port=etcd.client_port, peer_port=etcd.peer_port)
+            assert (await node.shown(dying, "failed")).reason == "killed by SIGKILL"
+            assert is_running(child)
+            there = await node.store.get(keys.worker(quiet.instance))
+            assert there is not None
+            assert WorkerRecord.decode(there.value).child_pid == child.pid
+    finally:
+        terminate(etcd.process, grace_s=0)
 
 
 async def test_a_worker_that_never_found_the_store_goes_when_it_is_told_to(node: Node) -> None:
