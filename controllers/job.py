@@ -7,6 +7,7 @@ in `Changes` and in the view, never in each other. When the incarnation ends, al
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 import traceback
@@ -15,11 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from controllers.actions import Apply, Feed, Intent, Publish, SetPhase
-from controllers.apply import Hands, apply, staged_versions
+from controllers.apply import Applied, Hands, apply, staged_versions
 from controllers.changes import Changes
 from controllers.cluster import ClusterMirror
 from controllers.decide import decide
 from controllers.engines import EngineBook, responsible_for
+from controllers.gauges import show
 from controllers.holdings import Holdings
 from controllers.produce import JobPeer, Material
 from controllers.ranks import RankLinks, WorldName
@@ -31,7 +33,7 @@ from controllers.view import JobView
 from controllers.waiting import waiting_for
 from gcore.clock import Clock
 from gcore.config import NodeConfig, parse_spec
-from gcore.errors import GcoreError
+from gcore.errors import GcoreError, StoreUnavailable
 from gcore.flows import find_flow
 from gcore.ledger.job import Evaluation, JobPhase
 from gcore.ledger.mirror import JobMirror
@@ -114,6 +116,8 @@ class JobRunner:
                 await self._unless(watching, self._work())
         finally:
             self.closed, self.is_working = True, False
+            if self.mirror.job is not None:
+                self._metrics.forget_job(self.mirror.job.record.name)
             self.changes.notify()
             watching.cancel()
             for task in self._background.values():
@@ -145,6 +149,7 @@ class JobRunner:
                 self.holdings.prune(rules, self.mirror.head.record)
         self.events.note(before, batch, self.mirror, self._clock.wall())
         self.stopwatch.note(before, self.mirror, self._clock.monotonic())
+        show(self._metrics, self.mirror, batch, self._identity.incarnation)
 
     async def _work(self) -> None:
         assert self.mirror.job is not None
@@ -160,7 +165,14 @@ class JobRunner:
             await self._fail(str(error))
             return
         peer = JobPeer(
-            material, self.look, self.changes, self._engines, self.holdings, self._record_evaluation, self._clock
+            material,
+            self.look,
+            self.changes,
+            self._engines,
+            self.holdings,
+            self._record_evaluation,
+            self._clock,
+            self.stopwatch,
         )
         try:
             async with asyncio.TaskGroup() as group:
@@ -329,6 +341,8 @@ class JobRunner:
     async def _now(self, intent: Intent, view: JobView) -> None:
         try:
             done = await apply(intent.action, view, self._hands())
+        except StoreUnavailable as error:
+            done = Applied(TxnOutcome.UNKNOWN, f"{intent.condition}: {error}")
         except GcoreError as error:
             await self._fail(str(error))
             return
@@ -367,4 +381,5 @@ class JobRunner:
 
     async def _record_evaluation(self, evaluation: Evaluation) -> None:
         key = self.keys.evaluation(str(evaluation.version))
-        await self._store.transact((Compare(key, 0),), (Put(key, evaluation.encode()),))
+        with contextlib.suppress(StoreUnavailable):  # whoever still misses it makes it again
+            await self._store.transact((Compare(key, 0),), (Put(key, evaluation.encode()),))

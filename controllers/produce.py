@@ -19,6 +19,7 @@ from gcore.rollout.client import SamplingParams
 from controllers.changes import Changes
 from controllers.engines import EngineBook
 from controllers.holdings import Holdings
+from controllers.stopwatch import Stopwatch
 from controllers.turns import turn
 from controllers.view import JobView
 from gcore.clock import Clock
@@ -82,6 +83,7 @@ class JobPeer:
         holdings: Holdings,
         record_evaluation: RecordEvaluation,
         clock: Clock,
+        stopwatch: Stopwatch,
     ) -> None:
         self.material = material
         self.look = look
@@ -90,6 +92,7 @@ class JobPeer:
         self._engines = engines
         self._record_evaluation = record_evaluation
         self._clock = clock
+        self._stopwatch = stopwatch
         spec = material.spec
         self._params = SamplingParams(
             temperature=spec.rollout.temperature,
@@ -114,7 +117,7 @@ class JobPeer:
         """Due refs of my shards that nobody has offered and I have not begun, oldest first."""
         assert isinstance(step, JobStep)
         while step.is_open():
-            room = self.material.spec.rollout.concurrency - len(self.holdings.in_flight)
+            room = max(self.material.spec.rollout.concurrency - len(self.holdings.in_flight), 0)
             for ref in self._due()[:room]:
                 try:
                     prompt = self.material.stream.prompt(ref)
@@ -123,6 +126,7 @@ class JobPeer:
                     self.changes.notify()
                     continue
                 step.hand_out(prompt)
+                self._stopwatch.produced(self._clock.monotonic())
                 yield prompt
                 # Lets what was started begin, and the driver keep up, while there is more to hand out.
                 await self._clock.sleep(0)

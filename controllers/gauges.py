@@ -1,0 +1,37 @@
+"""What a job's records say, shown as metrics."""
+
+from __future__ import annotations
+
+from gcore.ledger.mirror import JobMirror
+from gcore.ledger.records import LogEntry
+from gcore.metrics import Metrics
+from gcore.store.types import WatchBatch
+
+PHASES = {"collect_s": "collect", "exchange_s": "exchange", "train_s": "train", "publish_s": "publish"}
+
+
+def show(metrics: Metrics, mirror: JobMirror, batch: WatchBatch, me: str) -> None:
+    """Set the job's gauges, and count what `me` wrote in this batch. History that is only read again is not counted."""
+    if mirror.job is None or mirror.head is None:
+        return
+    job = mirror.job.record.name
+    metrics.step.labels(job).set(mirror.head.record.step)
+    metrics.lineage.labels(job).set(mirror.head.record.lineage)
+    metrics.members.labels(job).set(len(mirror.members))
+    if mirror.assign is not None:
+        metrics.shards_owned.labels(job).set(len(mirror.assign.record.shards_of(me)))
+    newest = max(mirror.evaluations.values(), key=lambda e: e.revision, default=None)
+    if newest is not None:
+        metrics.show_stats(job, {"accuracy": newest.record.accuracy})
+    for event in batch.events:
+        if not event.kv.key.startswith(mirror.keys.log_prefix) or event.kind == "delete":
+            continue
+        entry = LogEntry.decode(event.kv.value, event.kv.key)
+        if entry.kind == "train":
+            metrics.show_stats(job, entry.stats)
+        if entry.writer == me and not batch.reset:
+            for name, phase in PHASES.items():
+                if name in entry.stats:
+                    metrics.step_seconds.labels(phase).observe(entry.stats[name])
+            for ended in entry.delta:
+                metrics.prompt_outcomes.labels(ended.kind).inc()
