@@ -1,0 +1,221 @@
+"""The live view: a job on one screen, so that one sees it learn, and sees shards move when a controller dies.
+
+`render` is a pure function of the state, the wall clock and the width. It shows, from top to bottom: how far the job is;
+the curves of reward and held-out accuracy over all steps to come; where the newest steps' time went; each controller
+with its part of the shards; held-out answers before and now; what happened last. Says "-" for what it does not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from controllers.cli.view_points import PHASES, Answer, NodeView
+from controllers.cli.view_state import RECENT_STEPS, ViewState
+from controllers.cli.view_text import chart, columns, held, moved_cells, parts, seconds, strip, visible
+
+CHART_HEIGHT = 5
+HIGHLIGHT_S = 6.0
+"""So long moved shards stand out."""
+NODE_COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "bright_red", "bright_cyan", "bright_magenta")
+PHASE_COLOURS = {"collect": "cyan", "exchange": "yellow", "train": "magenta", "publish": "green"}
+STATE_COLOURS = {"SUCCEEDED": "green", "FAILED": "red", "CANCELLED": "yellow", "RUNNING": "cyan"}
+LOG_SHOWN = 6
+ANSWERS_SHOWN = 5
+WAITS_SHOWN = 2
+
+
+def render(state: ViewState, now: float, width: int = 100) -> RenderableType:
+    """The view at `now` (seconds since the epoch) for a terminal `width` columns wide."""
+    inner = max(40, min(width, 140)) - 4
+    rows: list[RenderableType] = [_progress(state, now, inner), Text(), _charts(state, inner), Text(), _numbers(state)]
+    rows += [_time_bar(state, inner), *_waits(state, now, inner), Text(), _controllers(state, now, inner)]
+    if state.evals:
+        rows += [Rule("held-out answers", style="dim", align="left"), _answers(state)]
+    rows += [Rule("what happened", style="dim", align="left"), *_log(state, inner)]
+    return Panel(Group(*rows), title=_title(state), title_align="left", border_style="dim", width=inner + 4)
+
+
+def _title(state: ViewState) -> Text:
+    title = Text(" gcore  ", style="bold")
+    title.append(visible(state.job) or "a job", style="bold")
+    title.append("  ")
+    title.append(visible(state.state), style=f"bold {STATE_COLOURS.get(state.state, 'white')}")
+    if state.uid:
+        title.append(f"  {visible(state.uid)}", style="dim")
+    return title.append(" ")
+
+
+def _progress(state: ViewState, now: float, width: int) -> RenderableType:
+    line = Table.grid(expand=False, padding=(0, 2, 0, 0))
+    words = [Text(f"step {state.step}/{state.steps or '?'}", style="bold")]
+    bar = ProgressBar(total=max(1, state.steps), completed=state.step, width=max(10, width // 3))
+    share = state.step / state.steps if state.steps else 0.0
+    words.append(Text(f"{share:.0%}"))
+    if state.started is not None:
+        end = state.last_time if state.ended and state.last_time is not None else now
+        words.append(Text(f"{seconds(max(0.0, end - state.started))} so far", style="dim"))
+    left = state.seconds_left
+    if left and not state.ended:
+        words.append(Text(f"about {seconds(left)} left", style="dim"))
+    if state.rollbacks:
+        words.append(Text(f"lineage {state.lineage} ({state.rollbacks} rollbacks)", style="yellow"))
+    line.add_row(words[0], bar, *words[1:])
+    return line
+
+
+def _charts(state: ViewState, width: int) -> RenderableType:
+    cells = max(10, (width - 14) // 2)
+    steps = max(1, state.steps, state.step)
+    rewards = [((p.step - 1) / steps, p.stats["reward"]) for p in state.points if "reward" in p.stats]
+    accuracies = [(e.step / steps, e.accuracy) for e in state.evals]
+    low, high = min([0.0, *(v for _, v in rewards)]), max([1.0, *(v for _, v in rewards)])
+    end = int((state.step / steps) * cells)
+    table = Table.grid(padding=(0, 4, 0, 0))
+    table.add_row(
+        _chart("reward", columns(rewards, cells), f"{rewards[-1][1]:.3f}" if rewards else "-", low, high, "cyan"),
+        _chart(
+            "held-out accuracy",
+            held(columns(accuracies, cells), end),
+            f"{accuracies[-1][1]:.1%}" if accuracies else "-",
+            0.0,
+            1.0,
+            "green",
+        ),
+    )
+    return table
+
+
+def _chart(
+    name: str, values: tuple[float | None, ...], last: str, low: float, high: float, colour: str
+) -> RenderableType:
+    head = Text.assemble((name, "bold"), "  ", (last, f"bold {colour}"))
+    body = Table.grid()
+    drawn = chart(values, height=CHART_HEIGHT, low=low, high=high)
+    for row, line in enumerate(drawn):
+        label = f"{high:4.4g} ┤" if row == 0 else f"{low:4.4g} ┤" if row == len(drawn) - 1 else "     │"
+        body.add_row(Text(label, style="dim"), Text(line, style=colour))
+    return Group(head, body)
+
+
+def _numbers(state: ViewState) -> RenderableType:
+    stats = state.points[-1].stats if state.points else {}
+    rate = state.points[-1].tokens_per_second if state.points else None
+    shown = [
+        ("length", stats.get("response_length"), "{:.1f}"),
+        ("tok/s", rate, "{:,.0f}"),
+        ("loss", stats.get("loss"), "{:.4f}"),
+        ("kl", stats.get("kl"), "{:.4f}"),
+        ("clipped", stats.get("clip_fraction"), "{:.1%}"),
+        ("grad", stats.get("grad_norm"), "{:.2f}"),
+        ("entropy", stats.get("entropy"), "{:.3f}"),
+        ("lr", stats.get("learning_rate"), "{:.1e}"),
+    ]
+    line = Text()
+    for name, value, form in shown:
+        line.append(f"{name} ", style="dim")
+        line.append("-" if value is None else form.format(value))
+        line.append("   ")
+    return line
+
+
+def _time_bar(state: ViewState, width: int) -> RenderableType:
+    recent = state.points[-RECENT_STEPS:]
+    sums = {phase: sum(p.phases.get(phase, 0.0) for p in recent) for phase in PHASES}
+    line = Text("time   ", style="dim")
+    cells = parts(sums, max(10, width // 4))
+    if not cells:
+        return line.append("-")
+    for phase in PHASES:
+        line.append("█" * cells.get(phase, 0), style=PHASE_COLOURS[phase])
+    for phase in PHASES:
+        line.append(f"  {phase} ", style=PHASE_COLOURS[phase])
+        line.append(seconds(sums[phase] / len(recent)))
+    return line.append("  a step", style="dim")
+
+
+def _controllers(state: ViewState, now: float, width: int) -> RenderableType:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    map_width = max(16, min(64, width - 42))
+    headings = ("controller", f"shards (of {state.shard_count or '?'})", "", "groups", "now")
+    table.add_row(*(Text(text, style="dim") for text in headings))
+    groups = state.groups_by_node
+    fresh = state.moved if now - state.moved_at < HIGHLIGHT_S else frozenset()
+    for index, node in enumerate(state.nodes):
+        colour = NODE_COLOURS[index % len(NODE_COLOURS)]
+        lamp = Text("● " if node.alive else "✗ ", style="green" if node.alive else "bold red")
+        table.add_row(
+            lamp.append(visible(node.name, 20), style=colour if node.alive else "red"),
+            _shard_map(node, fresh, state.shard_count, map_width, colour),
+            Text(str(len(node.shards)), style=colour),
+            Text(str(groups.get(node.name, 0))),
+            Text(_doing(state, node), style="" if node.alive else "red", overflow="ellipsis", no_wrap=True),
+        )
+    if not state.nodes:
+        table.add_row(Text("-"), Text(), Text(), Text(), Text("nobody works on the job yet", style="dim"))
+    return table
+
+
+def _shard_map(node: NodeView, fresh: frozenset[int], count: int, width: int, colour: str) -> Text:
+    marked = moved_cells(fresh & frozenset(node.shards), count, width)
+    line = Text(no_wrap=True)
+    for cell, character in enumerate(strip(node.shards, count, width)):
+        style = "dim" if character == "·" else f"bold reverse {colour}" if cell in marked else colour
+        line.append(character, style=style)
+    return line
+
+
+def _doing(state: ViewState, node: NodeView) -> str:
+    if not node.alive:
+        return "gone"
+    if state.ended:
+        return "done"
+    return "working" if node.shards else "idle"
+
+
+def _waits(state: ViewState, now: float, width: int) -> Iterator[RenderableType]:
+    """What is waited for, longest first: nothing waits in silence."""
+    waits = () if state.ended else sorted(state.waiting, key=lambda wait: wait.since)
+    for wait in waits[:WAITS_SHOWN]:
+        text = Text(f"waits  {seconds(max(0.0, now - wait.since)):>6}  ", style="dim", no_wrap=True)
+        yield text.append(visible(f"{wait.who}: {wait.what}", max(10, width - 16)))
+
+
+def _answers(state: ViewState) -> RenderableType:
+    first, last = state.evals[0], state.evals[-1]
+    now_by_prompt = {a.prompt: a for a in last.samples}
+    table = Table.grid(padding=(0, 3, 0, 0))
+    table.add_row(
+        Text("prompt", style="dim"),
+        Text(f"before ({first.accuracy:.0%})", style="dim"),
+        Text(f"after step {last.step} ({last.accuracy:.0%})" if last is not first else "now", style="dim"),
+        Text("expected", style="dim"),
+    )
+    for before in first.samples[:ANSWERS_SHOWN]:
+        now = now_by_prompt.get(before.prompt) if last is not first else None
+        table.add_row(
+            Text(visible(before.prompt, 40)), _marked(before), _marked(now), Text(visible(before.answer, 24), "dim")
+        )
+    return table
+
+
+def _marked(answer: Answer | None) -> Text:
+    if answer is None:
+        return Text("-", style="dim")
+    right = answer.reward > 0
+    text = Text("✓ " if right else "✗ ", style="green" if right else "red")
+    return text.append(visible(answer.response, 24) or "(nothing)")
+
+
+def _log(state: ViewState, width: int) -> Iterator[RenderableType]:
+    colours = {"rollback": "yellow", "member": "bold", "shards": "cyan", "state": "bold"}
+    for line in state.log[-LOG_SHOWN:]:
+        since = line.time - (state.started if state.started is not None else line.time)
+        text = Text(f"{seconds(max(0.0, since)):>7}  ", style="dim", no_wrap=True, overflow="ellipsis")
+        yield text.append(visible(line.text, width - 9), style=colours.get(line.kind, ""))

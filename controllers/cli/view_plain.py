@@ -1,0 +1,65 @@
+"""The plain view: one line for each thing that happened. For logs, pipes and terminals that are none.
+
+Lines are pure functions of the state before and the event; a number that an event lacks is a dash or left out. Held-out
+answers are shown with the first evaluation and with the one after the last step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from controllers.cli.view_points import Answer, EvalPoint, StepPoint
+from controllers.cli.view_state import ViewState
+from controllers.cli.view_text import seconds, visible
+from gcore.events import JobEvent
+
+SHOWN_ANSWERS = 5
+
+
+def lines(before: ViewState, event: JobEvent) -> tuple[str, ...]:
+    """What is printed for `event`. Nothing for one that was shown already."""
+    after = before.apply(event)
+    if after is before:
+        return ()
+    if event.kind == "step" and after.points and after.points[-1] is not (before.points[-1] if before.points else None):
+        return (step_line(after, after.points[-1]),)
+    if event.kind == "eval" and after.evals and after.evals[-1] not in before.evals:
+        return tuple(_eval_lines(after, after.evals[-1]))
+    text = visible(event.message, 500) or (visible(after.log[-1].text, 500) if after.log != before.log else "")
+    return (f"{event.kind}: {text}",) if text else ()
+
+
+def step_line(state: ViewState, point: StepPoint) -> str:
+    """`step 12/150 reward 0.62 accuracy 0.45 length 3.1 812 tok/s collect 0.31s exchange 0.02s ...`."""
+    reward, length = point.stats.get("reward"), point.stats.get("response_length")
+    accuracy = state.evals[-1].accuracy if state.evals else None
+    words = [
+        f"step {point.step}/{state.steps or '?'}",
+        "reward " + ("-" if reward is None else f"{reward:.3f}"),
+        "accuracy " + ("-" if accuracy is None else f"{accuracy:.3f}"),
+        "length " + ("-" if length is None else f"{length:.1f}"),
+    ]
+    rate = point.tokens_per_second
+    if rate is not None:
+        words.append(f"{rate:.0f} tok/s")
+    words += [f"{name} {seconds(value)}" for name, value in point.phases.items()]
+    if point.groups:
+        words.append("groups " + " ".join(f"{visible(name)}:{count}" for name, count in sorted(point.groups.items())))
+    if point.filtered:
+        words.append(f"filtered {point.filtered}")
+    if point.failed:
+        words.append(f"failed {point.failed}")
+    return "  ".join(words)
+
+
+def _eval_lines(state: ViewState, point: EvalPoint) -> Iterator[str]:
+    yield f"eval: accuracy {point.accuracy:.1%} on {point.count} held-out prompts after step {point.step}"
+    if len(state.evals) == 1 or point.step >= state.steps:
+        for answer in point.samples[:SHOWN_ANSWERS]:
+            yield "  " + answer_line(answer)
+
+
+def answer_line(answer: Answer) -> str:
+    """`47+8= → 55  right` or `47+8= → 54  wrong, 55 is expected`."""
+    verdict = "right" if answer.reward > 0 else f"wrong, {visible(answer.answer, 40)} is expected"
+    return f"{visible(answer.prompt)} → {visible(answer.response) or '(nothing)'}  {verdict}"

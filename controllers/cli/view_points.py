@@ -1,0 +1,146 @@
+"""What a view is made of: one step, one evaluation, one node, one line; and how they are read from events.
+
+An event's data is another version's, perhaps: what is missing or of another type than expected is treated as absent, and
+nothing here raises. Numbers that are not finite are absent too, so that no view and no sum has to think of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+PHASES = ("collect", "exchange", "train", "publish")
+
+
+@dataclass(frozen=True, slots=True)
+class StepPoint:
+    """One committed step on the chain. `stats` are its finite numbers; seconds, tokens, or plain values."""
+
+    step: int
+    lineage: int
+    time: float
+    stats: Mapping[str, float] = field(default_factory=dict)
+    groups: Mapping[str, int] = field(default_factory=dict)
+    """Groups trained, by the node that made them."""
+    filtered: int = 0
+    failed: int = 0
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """As reported, or worked out."""
+        reported, tokens, seconds = (self.stats.get(key) for key in ("tokens_per_second", "tokens", "seconds"))
+        if reported is None and tokens is not None and seconds:
+            return tokens / seconds
+        return reported
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds by phase of the step, those that are known."""
+        return {p: max(0.0, self.stats[f"{p}_s"]) for p in PHASES if f"{p}_s" in self.stats}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One held-out answer."""
+
+    prompt: str
+    response: str
+    answer: str
+    reward: float
+
+
+@dataclass(frozen=True, slots=True)
+class EvalPoint:
+    """One evaluation. `accuracy` is between 0 and 1."""
+
+    step: int
+    lineage: int
+    accuracy: float
+    count: int
+    samples: tuple[Answer, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    """A controller's node. `alive`: as far as the events say."""
+
+    name: str
+    alive: bool = True
+    shards: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LogLine:
+    """Something a person wants to have seen. `time` is seconds since the epoch."""
+
+    time: float
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """What somebody waits for, since when (seconds since the epoch)."""
+
+    who: str
+    what: str
+    since: float
+
+
+@dataclass(frozen=True, slots=True)
+class JobSnapshot:
+    """A job as the API answers it. `created` and `ended`: seconds since the epoch; `ended` 0 while it has not."""
+
+    name: str
+    uid: str
+    state: str
+    reason: str = ""
+    step: int = 0
+    steps: int = 0
+    lineage: int = 0
+    run_dir: str = ""
+    checkpoint: str = ""
+    created: float = 0.0
+    ended: float = 0.0
+    spec: Mapping[str, Any] = field(default_factory=dict)
+    shares: tuple[NodeView, ...] = ()
+    waiting: tuple[Wait, ...] = ()
+
+    @property
+    def shard_count(self) -> int:
+        """How many shards the job's prompt stream has; 0 if that is unknown."""
+        data = self.spec.get("data")
+        return whole_of(data, "shards") or 0 if isinstance(data, Mapping) else 0
+
+
+def answer_of(data: Mapping[str, Any]) -> Answer:
+    return Answer(
+        text_of(data, "prompt"), text_of(data, "response"), text_of(data, "answer"), finite(data.get("reward")) or 0.0
+    )
+
+
+def mapping_of(data: Mapping[str, Any], key: str) -> dict[str, Any]:
+    value = data.get(key)
+    return {str(k): v for k, v in value.items()} if isinstance(value, Mapping) else {}
+
+
+def text_of(data: Mapping[str, Any], key: str) -> str:
+    value = data.get(key)
+    return "" if value is None else str(value)
+
+
+def finite(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # a whole number beyond what a float holds
+        return None
+
+
+def whole_of(data: Mapping[str, Any], key: str) -> int | None:
+    """A count: whole, not negative; JSON may have brought it as a float."""
+    number = finite(data.get(key))
+    return int(number) if number is not None and number >= 0 and number == int(number) else None

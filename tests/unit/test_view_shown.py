@@ -1,0 +1,177 @@
+"""What is drawn and printed: plain lines, the live view, the picture; and that no text of a model can do harm."""
+
+import io
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from controllers.cli import picture, view_plain
+from controllers.cli.view_live import render
+from controllers.cli.view_points import JobSnapshot, Wait
+from controllers.cli.view_state import ViewState
+from controllers.cli.view_text import chart, columns, held, moved_cells, parts, seconds, strip, visible
+from gcore.errors import UsageError
+from gcore.events import JobEvent
+
+STATS = {
+    "reward": 0.62, "response_length": 3.14, "tokens_per_second": 812.4, "seconds": 1.0,
+    "collect_s": 0.31, "exchange_s": 0.02, "train_s": 0.44, "publish_s": 0.1,
+}  # fmt: skip
+SAMPLES = [
+    {"prompt": "47+8=", "response": "55", "answer": "55", "reward": 1.0},
+    {"prompt": "9+9=", "response": "\x1b[2J17", "answer": "18", "reward": 0.0},
+]
+
+
+def event(sequence, kind, message="", **data):
+    return JobEvent(sequence, 100.0 + sequence, kind, message, data)
+
+
+SCRIPT = [
+    event(1, "state", state="RUNNING", reason="started"),
+    event(2, "shards", shares={"node-0": [0, 1, 2, 3], "node-1": [4, 5, 6, 7]}, moved=0),
+    event(3, "eval", step=0, accuracy=0.451, count=500, samples=SAMPLES),
+    event(4, "step", step=1, steps=3, stats=STATS, groups_by_node={"node-0": 16, "node-1": 16}, filtered=2, failed=1),
+    event(5, "member", "node-1 is gone", node="node-1", joined=False),
+    event(6, "shards", shares={"node-0": [0, 1, 2, 3, 4, 5, 6, 7]}, moved=4),
+    event(7, "step", step=2, steps=3, stats={}),
+    event(8, "eval", step=2, accuracy=0.6, count=500, samples=SAMPLES),
+    event(9, "step", step=3, steps=3, stats=STATS),
+    event(10, "eval", step=3, accuracy=0.94, count=500, samples=SAMPLES),
+    event(11, "new kind", "something new"),
+    event(12, "state", state="SUCCEEDED", reason="all steps are committed"),
+]
+
+
+def states():
+    state = ViewState()
+    for one in SCRIPT:
+        yield state, one
+        state = state.apply(one)
+
+
+def final():
+    state = ViewState()
+    for one in SCRIPT:
+        state = state.apply(one)
+    return state
+
+
+def drawn(state, now=112.0, width=110):
+    console = Console(width=width, file=io.StringIO(), record=True)
+    console.print(render(state, now, width))
+    return console.export_text()
+
+
+def test_the_plain_view_is_one_line_for_each_event_and_answers_before_and_after():
+    printed = [line for before, one in states() for line in view_plain.lines(before, one)]
+    assert printed == [
+        "state: RUNNING: started",
+        "shards: shards dealt out: node-0 4, node-1 4",
+        "eval: accuracy 45.1% on 500 held-out prompts after step 0",
+        "  47+8= → 55  right",
+        "  9+9= → \\x1b[2J17  wrong, 18 is expected",
+        "step 1/3  reward 0.620  accuracy 0.451  length 3.1  812 tok/s  collect 0.31s  exchange 0.02s  train 0.44s  "
+        "publish 0.10s  groups node-0:16 node-1:16  filtered 2  failed 1",
+        "member: node-1 is gone",
+        "shards: 4 shards moved; now node-0 8",
+        "step 2/3  reward -  accuracy 0.451  length -",
+        "eval: accuracy 60.0% on 500 held-out prompts after step 2",
+        "step 3/3  reward 0.620  accuracy 0.600  length 3.1  812 tok/s  collect 0.31s  exchange 0.02s  train 0.44s  "
+        "publish 0.10s",
+        "eval: accuracy 94.0% on 500 held-out prompts after step 3",
+        "  47+8= → 55  right",
+        "  9+9= → \\x1b[2J17  wrong, 18 is expected",
+        "new kind: something new",
+        "state: SUCCEEDED: all steps are committed",
+    ]
+
+
+def test_the_plain_view_prints_nothing_for_an_event_that_came_before():
+    assert view_plain.lines(final(), SCRIPT[3]) == ()
+
+
+def test_the_live_view_shows_the_run():
+    text = drawn(final().observe(JobSnapshot("sums", "u1", "SUCCEEDED")))
+    for part in ("sums", "SUCCEEDED", "step 3/3", "94.0%", "0.620", "812", "node-0", "gone", "47+8=", "4 shards moved"):
+        assert part in text
+    assert "████████" in text  # node-0 has all eight shards
+    assert "\x1b[2J" not in text
+
+
+@pytest.mark.parametrize("width", [20, 60, 80, 110, 200])
+def test_the_live_view_can_be_drawn_at_every_moment_in_every_width(width):
+    for state, _ in states():
+        assert all(len(line) <= max(width, 44) for line in drawn(state, width=width).splitlines())
+
+
+def test_the_live_view_says_what_is_waited_for_and_since_when():
+    waiting = (Wait("node-0", "step 2 waits for 3 groups", 100.0),)
+    text = drawn(ViewState().observe(JobSnapshot("sums", "u1", "RUNNING", waiting=waiting)), now=112.0)
+    assert "node-0: step 2 waits for 3 groups" in text
+    assert "12s" in text
+
+
+def test_a_picture_is_drawn_from_recorded_events(tmp_path):
+    file = tmp_path / "events.jsonl"
+    file.write_text("".join(one.to_line() + "\n" for one in SCRIPT))
+    (tmp_path / "summary.json").write_text('{"job": "sums", "uid": "u1"}')
+    state = picture.state_of(file)
+    assert (state.job, state.state) == ("sums", "SUCCEEDED")
+    assert picture.state_of(file, until=6).state == "RUNNING"
+    image = picture.svg(state)
+    assert image.startswith("<svg")
+    assert "SUCCEEDED" in image
+    assert image == picture.svg(state)
+
+
+def test_a_picture_of_something_else_is_refused(tmp_path):
+    file = tmp_path / "events.jsonl"
+    file.write_text("no event\n")
+    with pytest.raises(UsageError, match="no event"):
+        picture.state_of(file)
+    with pytest.raises(UsageError, match="cannot read"):
+        picture.state_of(tmp_path / "none")
+
+
+@given(st.text(max_size=80), st.integers(2, 100))
+def test_shown_text_has_no_control_characters_and_keeps_to_its_limit(text, limit):
+    shown = visible(text, limit)
+    assert shown.isprintable()
+    assert len(shown) <= limit
+
+
+@given(st.dictionaries(st.text(max_size=3), st.floats(0, 1e6), max_size=6), st.integers(1, 80))
+def test_the_parts_of_a_bar_sum_to_its_width(amounts, width):
+    cells = parts(amounts, width)
+    assert sum(cells.values()) == (width if sum(amounts.values()) > 0 else 0)
+    assert all(count >= 0 for count in cells.values())
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.floats(-5, 5)), max_size=50), st.integers(1, 40), st.integers(1, 8))
+def test_a_chart_has_its_size_and_a_mark_where_there_is_a_value(points, width, height):
+    values = columns(points, width)
+    lines = chart(values, height=height, low=-5.0, high=5.0)
+    assert [len(line) for line in lines] == [width] * height
+    assert [line != " " for line in lines[-1]] == [value is not None for value in values]
+
+
+def test_a_held_curve_goes_on_to_the_present_and_not_further():
+    assert held((None, 0.5, None, None, None), 3) == (None, 0.5, 0.5, 0.5, None)
+
+
+@given(st.sets(st.integers(0, 199)), st.integers(1, 200), st.integers(1, 100))
+def test_a_shard_map_fits_and_marks_exactly_the_cells_with_shards(owned, count, width):
+    owned = {shard for shard in owned if shard < count}
+    line = strip(owned, count, width)
+    assert len(line) <= width
+    assert {n for n, cell in enumerate(line) if cell != "·"} == moved_cells(owned, count, width)
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(0.4249, "0.42s"), (59.4, "59s"), (59.6, "1m00s"), (7620, "2h07m")], ids=str
+)
+def test_durations_read_as_people_write_them(value, shown):
+    assert seconds(value) == shown
