@@ -21,7 +21,8 @@ from gcore.config import NodeConfig
 from gcore.ledger.ancestry import resumable
 from gcore.ledger.job import EnginePlace, RankPlace
 from gcore.ledger.records import Checkpoint
-from gcore.worker.process import ProcessId, is_running, spawn_detached
+from gcore.worker.launch import start_worker
+from gcore.worker.process import ProcessId, is_running
 from gcore.worker.records import LaunchSpec, Role, StoreRef, WorkerRecord
 
 log = logging.getLogger(__name__)
@@ -236,14 +237,7 @@ class Staff:
             orphan_grace_s=self._config.orphan_grace_s,
             watchdog_s=spec.train.watchdog_s,
         )
-        folder = Path(self._config.home) / "launch"
-        folder.mkdir(parents=True, exist_ok=True)
-        file = folder / f"{instance}.json"
-        file.write_bytes(launch.encode())
-        process = spawn_detached(
-            [sys.executable, "-m", "gcore.worker.main", "--home", self._config.home, "--launch", str(file)],
-            log_file=logs / f"{instance}.supervisor.log",
-        )
+        process = start_worker(launch, Path(self._config.home))
         now = self._clock.monotonic()
         self._started[key] = Launch(instance, process, now)
         self._last[key] = now

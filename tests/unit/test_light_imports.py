@@ -1,0 +1,25 @@
+"""Controllers, supervisors and the command line start without torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("torch", "transformers", "deepspeed", "safetensors.torch", "sglang")
+LIGHT = (
+    "controllers.daemon",
+    "controllers.wire",
+    "controllers.cli.main",
+    "gcore.worker.main",
+    "gcore.client",
+    "placement.plan",
+)
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_starts_without_torch(module: str) -> None:
+    program = f"import sys, {module}; print([m for m in {HEAVY!r} if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
