@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 MAX_LAUNCHES = 5
 """Starts of one engine in a row that never served; then the job has no hope on this node."""
 MAX_BACKOFF_S = 30.0
+ENGINE_COMMAND = (sys.executable, "-m", "gcore.rollout.engine")
+RANK_COMMAND = (sys.executable, "-m", "gcore.train")
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +186,7 @@ class Staff:
         rank: int | None
         if isinstance(action, StartEngine):
             key, role, world, rank = engine_key(action.place), "rollout", None, None
-            command = (sys.executable, "-m", "gcore.rollout.engine")
+            command = ENGINE_COMMAND
             child = {
                 "kind": "engine",
                 "model": spec.model.path,
@@ -197,7 +199,7 @@ class Staff:
             }
         else:
             key, role, world, rank = rank_key(action.place, action.world), "train", action.world, action.place.rank
-            command = (sys.executable, "-m", "gcore.train")
+            command = RANK_COMMAND
             env["DS_ACCELERATOR"] = "cuda" if cuda else "cpu"
             base = base_checkpoint(view)
             assert view.mirror.head is not None

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from gcore.clock import Clock
 from gcore.errors import LeaseLost, StoreUnavailable
+from gcore.ledger.job import RankClaim
 from gcore.ledger.records import UnreadableRecord
 from gcore.store import keys
 from gcore.store.session import Session
@@ -143,8 +144,8 @@ class Registrar:
         if there is None:
             if self._registered:
                 return Refused(f"world {spec.world} is gone from the store")
-            return _Claim((Compare(key, 0),), (Put(key, spec.instance.encode()),))
-        holder = there.value.decode(errors="replace")
+            return _Claim((Compare(key, 0),), (Put(key, RankClaim(instance=spec.instance).encode()),))
+        holder = RankClaim.decode(there.value, key).instance
         if holder != spec.instance:
             return Refused(f"rank {spec.rank} of world {spec.world} is taken by worker {holder}")
         return _Claim((Compare(key, there.mod_revision),), ())

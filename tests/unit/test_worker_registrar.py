@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from gcore.ledger.job import RankClaim
 from gcore.store import keys
 from gcore.store.types import Put
 from gcore.testing import Call, FakeClock, Fate, MemoryCluster, MemoryStore
@@ -123,7 +124,7 @@ async def test_a_rank_is_taken_once_and_who_comes_second_only_shows_why(cluster:
         assert (shown.state, shown.reason) == ("failed", refusal.reason)
         rank = cluster.get(RANK_KEY)
         assert rank is not None
-        assert (rank.value, rank.lease) == (b"w1", 0)
+        assert (RankClaim.decode(rank.value), rank.lease) == (RankClaim(instance="w1"), 0)
 
 
 @pytest.mark.parametrize("fate", [Fate.LOSE_REQUEST, Fate.LOSE_REPLY, Fate.DELIVER_LATE])
@@ -175,7 +176,7 @@ async def test_a_rank_does_not_register_again_in_a_world_that_is_gone(cluster: M
         scene.news()
         held = cluster.get(keys.worker("w1"))
         assert held is not None
-        await scene.store.transact((), (Put(RANK_KEY, b"w9"),))
+        await scene.store.transact((), (Put(RANK_KEY, RankClaim(instance="w9").encode()),))
         cluster.end_lease(held.lease)
         await scene.clock.advance(TTL)
         assert scene.news()[0] == Refused("rank 1 of world w is taken by worker w9")
