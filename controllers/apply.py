@@ -275,9 +275,10 @@ def _name(action: Action) -> str:
 
 
 def staged_versions(run_dir: Path) -> frozenset[Version]:
-    """The versions whose weights lie whole in the run's folder."""
-    folder = weights_folder(run_dir, Version(0, 0)).parent
-    found = set()
+    """The versions whose weights lie whole in the run's folder, and the first, which engines start with."""
+    first = Version(0, 0)
+    folder = weights_folder(run_dir, first).parent
+    found = {first}
     for path in folder.glob("*-*") if folder.is_dir() else ():
         lineage, _, step = path.name.partition("-")
         if lineage.isdigit() and step.isdigit():

@@ -1,0 +1,129 @@
+"""Which workers a node starts and stops."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from controllers.staffing import (
+    Launch,
+    Launches,
+    StartEngine,
+    StartRank,
+    StopWorker,
+    backoff,
+    base_checkpoint,
+    staffing,
+)
+from controllers.view import JobView
+from gcore.config import parse_spec
+from gcore.ledger import chain
+from gcore.ledger.chain import Writer
+from gcore.ledger.job import EnginePlace, Plan, RankClaim, RankPlace
+from gcore.ledger.mirror import JobMirror
+from gcore.ledger.records import Checkpoint, Checkpoints
+from gcore.ledger.stream import StreamRules
+from gcore.ledger.transactions import Stored
+from gcore.prompts.cursor import Cursors, shard_lengths
+from gcore.store.keys import JobKeys
+from gcore.worker.process import ProcessId
+from gcore.worker.records import WorkerRecord
+
+KEYS = JobKeys("u")
+SPEC = parse_spec(
+    {
+        "name": "j",
+        "model": {"path": "m"},
+        "data": {"path": "d", "shards": 2},
+        "flow": {"steps": 3},
+        "rollout": {"max_new_tokens": 4},
+    }
+)
+BASE = Checkpoint(lineage=0, step=0, seq=0, file="")
+
+
+def worker(instance: str, role: str, node: str = "node-0", **more: Any) -> WorkerRecord:
+    fields = {"slot": "cpu:0", "pid": 1, "pid_started": 1, "state": "serving", "address": "h:1", "job_uid": "u"}
+    return WorkerRecord.model_validate({"instance": instance, "role": role, "node": node} | fields | more)
+
+
+def view(workers: dict[str, WorkerRecord] | None = None, claims: dict[int, str] | None = None) -> JobView:
+    base = chain.base(2, "w", Writer("a", "n"))
+    plan = Plan(
+        generation=1,
+        world="w",
+        ranks=(RankPlace(rank=0, node="node-0", slot="cpu:0"), RankPlace(rank=1, node="node-1", slot="cpu:0")),
+        engines=(EnginePlace(node="node-0", slot="cpu:0"), EnginePlace(node="node-1", slot="cpu:0")),
+    )
+    mirror = JobMirror(
+        KEYS,
+        head=Stored(base.head, 1),
+        log={0: Stored(base.entry, 1)},
+        plan=Stored(plan, 1),
+        checkpoints=Stored(Checkpoints(entries=(BASE,)), 1),
+        claims={KEYS.world_rank("w", r): Stored(RankClaim(instance=i), 1) for r, i in (claims or {}).items()},
+    )
+    return JobView(SPEC, StreamRules(shard_lengths(4, 2), 8, 2), mirror, "a", "node-0", {}, workers or {})
+
+
+def kinds(v: JobView, launches: Launches | None = None, now: float = 100.0) -> list[type]:
+    return [type(action) for action in staffing(v, launches or Launches(), now)]
+
+
+RUNNING = {"e": worker("e", "rollout"), "t": worker("t", "train", world="w", rank=0)}
+
+
+def test_a_bare_node_starts_its_engine_and_its_rank_and_no_others() -> None:
+    actions = list(staffing(view(), Launches(), 0.0))
+    assert [(type(a), a.place.node) for a in actions if not isinstance(a, StopWorker)] == [
+        (StartEngine, "node-0"),
+        (StartRank, "node-0"),
+    ]
+
+
+def test_what_runs_is_adopted() -> None:
+    assert kinds(view(RUNNING, {0: "t"})) == []
+
+
+def test_what_was_just_started_is_waited_for() -> None:
+    pending = {key: Launch("x", ProcessId(1, 1), 99.0) for key in ("rollout cpu:0", "train w 0")}
+    assert kinds(view(), Launches(pending)) == []
+
+
+def test_a_dead_rank_is_not_started_again_in_the_same_world() -> None:
+    assert kinds(view({"e": RUNNING["e"]}, {0: "t"})) == []
+
+
+def test_a_dead_engine_is_started_again_later_and_later() -> None:
+    later = Launches(tries={"rollout cpu:0": 3}, last={"rollout cpu:0": 98.0})
+    assert backoff(later, "rollout cpu:0") == 4.0
+    assert kinds(view({"t": RUNNING["t"]}, {0: "t"}), later, now=100.0) == []
+    assert kinds(view({"t": RUNNING["t"]}, {0: "t"}), later, now=102.0) == [StartEngine]
+
+
+def test_a_second_engine_of_a_slot_and_a_rank_of_another_world_are_stopped() -> None:
+    more = RUNNING | {"e2": worker("e2", "rollout"), "old": worker("old", "train", world="w0", rank=0)}
+    stopped = {a.instance for a in staffing(view(more, {0: "t"}), Launches(), 0.0) if isinstance(a, StopWorker)}
+    assert stopped == {"e2", "old"}
+
+
+def test_workers_of_other_nodes_and_jobs_are_left_alone() -> None:
+    more = RUNNING | {"far": worker("far", "rollout", "node-1"), "other": worker("other", "rollout", job_uid="u2")}
+    assert kinds(view(more, {0: "t"})) == []
+
+
+def test_a_new_world_starts_from_what_its_rollback_named() -> None:
+    first = view()
+    assert base_checkpoint(first) == BASE
+    head = first.mirror.head
+    assert head is not None
+    target = Checkpoint(lineage=0, step=2, seq=2, file="checkpoints/0-2")
+    later = head.record.model_copy(update={"seq": 4, "step": 4})
+    back = chain.rolled_back(later, target, Cursors.start(2), "w2", Writer("a", "m"), "a rank died")
+    mirror = replace(
+        first.mirror,
+        head=Stored(back.head, 9),
+        log={5: Stored(back.entry, 9)},
+        checkpoints=Stored(Checkpoints(entries=(BASE, target)), 9),
+    )
+    assert base_checkpoint(replace(first, mirror=mirror)) == target
