@@ -31,6 +31,9 @@ TIMEOUT_S = 5.0
 PAGE_KEYS = 500
 """Keys per answer of a listing."""
 
+SETTLE_S = 0.02
+"""How long `close` waits for what it cancelled."""
+
 
 class EtcdStore:
     """`gcore.store.types.Store` on etcd. Belongs to the event loop in which it was connected."""
@@ -124,6 +127,8 @@ class EtcdStore:
     async def close(self) -> None:
         """See `Store.close`."""
         await self._caller.pool.close()
+        # gRPC's thread tells this loop of the end of what was cancelled a moment later, and complains if it is closed.
+        await self._caller.clock.sleep(SETTLE_S)
 
     async def _pages(self, prefix: str) -> Listing:
         kvs: tuple[KeyValue, ...] = ()
