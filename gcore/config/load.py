@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import re
+import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -13,17 +15,27 @@ from pydantic import BaseModel, ValidationError
 from gcore.config.spec import JobSpec
 from gcore.errors import SpecError
 
-MAX_SPEC_BYTES = 1 << 20
+MAX_SPEC_BYTES = 1 << 16
 MAX_SPEC_DEPTH = 16
+MAX_PROBLEMS = 8
+MAX_SHOWN = 100
+_UNSTORABLE = re.compile("[\\x00\\ud800-\\udfff]")
+# YAML 1.1 takes a number without a point before its exponent (1e-4) for a string; people mean a number.
+_EXPONENT = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?[eE][+-]?[0-9]{1,3}")
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """YAML without aliases (a bomb is built of them) and without doubled keys."""
+    """YAML without aliases (a bomb is built of them), tags (`!!int x` makes PyYAML stumble) and doubled keys."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            event = self.peek_event()
-            raise yaml.composer.ComposerError(None, None, "aliases (*name) are not allowed in a spec", event.start_mark)
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        problem = None
+        if isinstance(event, yaml.AliasEvent):
+            problem = "aliases (*name) are not allowed in a spec"
+        elif getattr(event, "tag", None) is not None:
+            problem = "tags (!name) are not allowed in a spec"
+        if problem is not None:
+            raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -40,42 +52,41 @@ class _PlainLoader(yaml.SafeLoader):
 
 def load_spec(path: Path, overrides: Sequence[str] = ()) -> JobSpec:
     """Read a spec file. Paths in it become absolute, relative to the file's folder. Raises SpecError."""
+    where = str(path)
     try:
-        if path.stat().st_size > MAX_SPEC_BYTES:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):  # reading a pipe would wait, reading a device never end
+            kind = "a folder" if stat.S_ISDIR(found.st_mode) else "no regular file"
+            raise SpecError(f"the spec is {kind}", where=where, fix="Name a YAML file")
+        if found.st_size > MAX_SPEC_BYTES:
             raise SpecError(
                 f"the spec is larger than {MAX_SPEC_BYTES} bytes",
-                where=str(path),
+                where=where,
                 fix="A spec is short; data goes into files",
             )
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else "not UTF-8 text"
-        raise SpecError(
-            f"cannot read the spec ({reason})", where=str(path), fix="Name an existing YAML file"
-        ) from error
-    try:
-        # A SafeLoader subclass: builds plain values only.
-        tree = yaml.load(text, Loader=_PlainLoader)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
-        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise SpecError(f"not valid YAML: {problem}", where=where, fix="Correct the file") from error
+        raise SpecError(f"cannot read the spec ({reason})", where=where, fix="Name an existing YAML file") from error
+    tree = _read_yaml(text, where)
     if not isinstance(tree, dict):
         raise SpecError(
-            "the spec is not a mapping of sections", where=str(path), fix="Start from examples/arithmetic/grpo.yaml"
+            "the spec is not a mapping of sections", where=where, fix="Start from examples/arithmetic/grpo.yaml"
         )
-    _check_depth(tree, str(path))
-    return parse_spec(apply_overrides(tree, overrides), where=str(path), base=path.parent)
+    return parse_spec(apply_overrides(tree, overrides), where=where, base=path.parent)
 
 
 def parse_spec(tree: dict[str, Any], *, where: str = "spec", base: Path | None = None) -> JobSpec:
     """Validate a mapping. With `base`, relative paths are resolved against it. Raises SpecError."""
+    _check_tree(tree, where)
     try:
         spec = JobSpec.model_validate(tree)
     except ValidationError as error:
-        raise SpecError("; ".join(_explain(error)), where=where, fix="See `gcore schema` for every field") from error
-    return _absolute(spec, base) if base is not None else spec
+        problems = list(_explain(error))
+        more = len(problems) - MAX_PROBLEMS
+        text = "; ".join(problems[:MAX_PROBLEMS]) + (f"; and {more} more" if more > 0 else "")
+        raise SpecError(text, where=where, fix="See `gcore schema` for every field") from error
+    return _absolute(spec, base, where) if base is not None else spec
 
 
 def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -86,23 +97,21 @@ def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str,
         keys = dotted.strip().split(".")
         if not equals or not all(keys):
             raise SpecError(
-                f"{override!r} is not of the form section.field=value",
+                f"{_shortened(repr(override))} is not of the form section.field=value",
                 where="--set",
                 fix="For example --set train.learning_rate=1e-4",
             )
-        try:
-            # A SafeLoader subclass: builds plain values only.
-            parsed = yaml.load(value, Loader=_PlainLoader)
-        except yaml.YAMLError as error:
-            raise SpecError(f"the value in {override!r} is not valid YAML", where="--set", fix="Quote it") from error
-        if isinstance(parsed, str):
-            parsed = _number(parsed)
+        parsed = _read_yaml(value, f"--set {_shortened(override)}")
+        if isinstance(parsed, str) and _EXPONENT.fullmatch(parsed):
+            parsed = float(parsed)
         node = result
         for key in keys[:-1]:
             child = node.get(key)
             if child is not None and not isinstance(child, dict):
                 raise SpecError(
-                    f"{key!r} in {override!r} is a value, not a section", where="--set", fix="See `gcore schema`"
+                    f"{_shortened(repr(key))} in {_shortened(repr(override))} is a value, not a section",
+                    where="--set",
+                    fix="See `gcore schema`",
                 )
             node[key] = dict(child or {})
             node = node[key]
@@ -110,36 +119,60 @@ def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str,
     return result
 
 
-def _number(text: str) -> Any:
-    """YAML 1.1 reads 1e-4 as a string; people mean a number."""
+def _read_yaml(text: str, where: str) -> Any:
     try:
-        return float(text)
-    except ValueError:
-        return text
+        # A SafeLoader subclass: builds plain values only.
+        return yaml.load(text, Loader=_PlainLoader)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        mark = getattr(error, "problem_mark", None)
+        if mark is not None and not where.startswith("--set"):
+            where = f"{where}:{mark.line + 1}:{mark.column + 1}"
+        problem = getattr(error, "problem", None) or next(iter(str(error).splitlines()), type(error).__name__)
+        problem = "nested too deep" if isinstance(error, RecursionError) else problem
+        raise SpecError(f"not valid YAML: {_shortened(problem)}", where=where, fix="Correct or quote it") from error
 
 
-def _check_depth(node: Any, where: str, depth: int = 0) -> None:
-    if depth > MAX_SPEC_DEPTH:
+def _check_tree(node: Any, where: str, path: tuple[str, ...] = ()) -> None:
+    """What no field can hold, and validation does not look for: deep nesting, and text that no file or store takes."""
+    if len(path) > MAX_SPEC_DEPTH:
         raise SpecError(
             f"the spec is nested more than {MAX_SPEC_DEPTH} deep", where=where, fix="A spec is two levels deep"
         )
-    children: Any = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
-    for child in children:
-        _check_depth(child, where, depth + 1)
+    if isinstance(node, str) and _UNSTORABLE.search(node):
+        raise SpecError(
+            f"{_shortened('.'.join(path))}: {_shortened(repr(node))} holds a NUL or half a surrogate pair",
+            where=where,
+            fix="Remove it",
+        )
+    if isinstance(node, dict):
+        for key, child in node.items():
+            _check_tree(key, where, (*path, "key"))
+            _check_tree(child, where, (*path, str(key)))
+    elif isinstance(node, list | tuple):
+        for number, child in enumerate(node):
+            _check_tree(child, where, (*path, str(number)))
 
 
 def _explain(error: ValidationError) -> Iterator[str]:
     for problem in error.errors():
         dotted = ".".join(str(part) for part in problem["loc"]) or "spec"
         if problem["type"] == "extra_forbidden":
-            near = difflib.get_close_matches(dotted, list(_known_keys(JobSpec)), n=1, cutoff=0.5)
-            yield f"unknown key {dotted!r}" + (f", did you mean {near[0]!r}?" if near else "")
+            near = difflib.get_close_matches(dotted[:MAX_SHOWN], list(_known_keys(JobSpec)), n=1, cutoff=0.5)
+            yield f"unknown key {_shortened(repr(dotted))}" + (f", did you mean {near[0]!r}?" if near else "")
         elif problem["type"] == "missing":
             yield f"{dotted!r} is missing"
         else:
             message = problem["msg"].removeprefix("Value error, ")
-            shown = problem["input"] if isinstance(problem["input"], str | int | float | bool) else None
-            yield f"{dotted}: {message}" + (f" (got {shown!r})" if shown is not None else "")
+            given = problem["input"]
+            shown = f" (got {_shortened(repr(given))})" if isinstance(given, str | int | float | bool) else ""
+            yield f"{dotted}: {message}{shown}"
+
+
+def _shortened(text: str) -> str:
+    """On one line, of bounded length, and printable anywhere (half a surrogate pair is not)."""
+    line = " ".join(text[: 2 * MAX_SHOWN].split())
+    shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+    return shown if len(text) <= MAX_SHOWN else f"{shown[:MAX_SHOWN]}…"
 
 
 def _known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
@@ -151,14 +184,20 @@ def _known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
                 yield from _known_keys(kind, f"{prefix}{name}.")
 
 
-def _absolute(spec: JobSpec, base: Path) -> JobSpec:
-    def resolve(path: str) -> str:
-        return str((base / Path(path).expanduser()).resolve())
+def _absolute(spec: JobSpec, base: Path, where: str) -> JobSpec:
+    def resolve(key: str, path: str) -> str:
+        try:
+            return str((base / Path(path).expanduser()).resolve())
+        except (OSError, ValueError, RuntimeError) as error:  # no such user, a loop of links, a NUL
+            raise SpecError(
+                f"{key}: {_shortened(repr(path))} is no path ({_shortened(str(error))})", where=where, fix="Name a file"
+            ) from error
 
+    evaluation = {} if spec.eval.path is None else {"path": resolve("eval.path", spec.eval.path)}
     return spec.model_copy(
         update={
-            "model": spec.model.model_copy(update={"path": resolve(spec.model.path)}),
-            "data": spec.data.model_copy(update={"path": resolve(spec.data.path)}),
-            "eval": spec.eval.model_copy(update={"path": resolve(spec.eval.path)} if spec.eval.path else {}),
+            "model": spec.model.model_copy(update={"path": resolve("model.path", spec.model.path)}),
+            "data": spec.data.model_copy(update={"path": resolve("data.path", spec.data.path)}),
+            "eval": spec.eval.model_copy(update=evaluation),
         }
     )

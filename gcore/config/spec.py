@@ -6,17 +6,34 @@ Every field has its unit and meaning here; `gcore schema` prints them. Frozen, a
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
-Fraction = Annotated[float, Field(ge=0, le=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
     """Base of all sections."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _truth_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        # Pydantic takes true for 1, and YAML 1.1 takes yes, no, on and off for truths.
+        if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation is not bool:
+            raise ValueError("true, false, yes, no, on and off are no value here; quote the word if it is meant")
+        return value
 
 
 class ModelSpec(Section):
@@ -95,8 +112,8 @@ class TrainSpec(Section):
     learning_rate: Annotated[float, Field(ge=0)] = Field(1e-6, description="Peak learning rate")
     warmup_updates: Annotated[int, Field(ge=0)] = Field(0, description="Updates over which the rate rises linearly")
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="The rate after warm-up")
-    betas: tuple[Fraction, Fraction] = Field((0.9, 0.999), description="Adam's")
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    betas: tuple[Beta, Beta] = Field((0.9, 0.999), description="Adam's")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="Weight decay of the optimizer")
     max_grad_norm: PositiveFloat = Field(1.0, description="Gradients are clipped to this global norm")
     epochs: PositiveInt = Field(1, description="Passes over a step's batch")
     mini_batches: PositiveInt = Field(1, description="Optimizer updates per pass")
@@ -116,7 +133,9 @@ class TrainSpec(Section):
         0.0, description="Weight of the KL to the reference; 0: no reference"
     )
     kl_in: Literal["loss", "reward"] = Field("loss", description="Where the KL stands")
-    kl_estimator: Literal["k1", "k2", "k3", "k3+"] = "k3"
+    kl_estimator: Literal["k1", "k2", "k3", "k3+"] = Field(
+        "k3", description="Estimator of the KL as a loss; k3+ has the value of k3 and the gradient of k2"
+    )
     old_logprobs: Literal["current", "recompute", "engine"] = Field(
         "recompute",
         description="What the ratio is taken against: this update's own (ratio 1), recomputed before the step, the engine's",
@@ -177,6 +196,11 @@ class JobSpec(Section):
             raise ValueError(
                 f"train.mini_batches ({self.train.mini_batches}) is more than flow.groups_per_step "
                 f"({self.flow.groups_per_step}); a mini-batch holds at least one group"
+            )
+        if self.model.max_length is not None and self.rollout.max_new_tokens >= self.model.max_length:
+            raise ValueError(
+                f"rollout.max_new_tokens ({self.rollout.max_new_tokens}) leaves no room for a prompt in model.max_length "
+                f"({self.model.max_length})"
             )
         return self
 

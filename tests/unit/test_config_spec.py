@@ -1,0 +1,90 @@
+"""What the spec promises beside its validation: documentation, and the dates that follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from gcore.config import JobSpec, parse_spec
+from gcore.config.spec import Section
+
+
+def fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from fields(field.annotation, f"{prefix}{name}.")
+        else:
+            yield prefix + name, field
+
+
+FIELDS = dict(fields(JobSpec))
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_field_says_what_it_is_and_its_default_is_valid(name: str) -> None:
+    field = FIELDS[name]
+    assert field.description, f"{name} has no description"
+    assert field.description[0].isupper() or not field.description[0].isalpha()
+
+
+def sections(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    yield model
+    for field in model.model_fields.values():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from sections(field.annotation)
+
+
+@pytest.mark.parametrize("section", sections(JobSpec), ids=lambda section: section.__name__)
+def test_every_section_is_frozen_knows_its_keys_and_says_what_it_is(section: type[BaseModel]) -> None:
+    assert issubclass(section, Section)
+    assert section.model_config["frozen"]
+    assert section.model_config["extra"] == "forbid"
+    assert section.__doc__
+
+
+def test_the_defaults_are_valid_themselves() -> None:
+    spec = make(steps=1)
+    assert JobSpec.model_validate(spec.model_dump()) == spec
+
+
+def test_the_schema_names_every_field_with_its_description() -> None:
+    schema = JobSpec.model_json_schema()
+    described = {
+        name
+        for section in schema["$defs"].values()
+        for name, field in section["properties"].items()
+        if "description" in field
+    }
+    assert {name.split(".")[1] for name in FIELDS if "." in name} <= described
+
+
+def make(*, steps: int, checkpoint: int = 50, evaluation: bool = False, every: int | None = None) -> JobSpec:
+    return parse_spec(
+        {
+            "name": "job",
+            "model": {"path": "m"},
+            "data": {"path": "d"},
+            "flow": {"steps": steps},
+            "rollout": {"max_new_tokens": 8},
+            "checkpoint": {"every": checkpoint},
+            "eval": {"path": "e" if evaluation else None, "every": every},
+        }
+    )
+
+
+@given(st.integers(1, 300), st.integers(1, 100))
+def test_checkpoints_are_due_every_so_often_and_at_the_end(steps: int, every: int) -> None:
+    due = make(steps=steps, checkpoint=every).checkpoint_due
+    assert due == {step for step in range(1, steps + 1) if step % every == 0 or step == steps}
+
+
+@given(st.integers(1, 300), st.none() | st.integers(1, 100))
+def test_evaluations_are_due_before_after_and_every_so_often(steps: int, every: int | None) -> None:
+    due = make(steps=steps, evaluation=True, every=every).eval_due
+    assert due == {0, steps} | {step for step in range(steps) if every is not None and step % every == 0}
+    assert make(steps=steps, every=every).eval_due == frozenset()
