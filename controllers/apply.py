@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
-from gcore.weights.layout import CheckpointDamaged, manifest_digest, verify_checkpoint, weights_folder
 
 from controllers.actions import (
     Account,
@@ -51,6 +50,7 @@ from gcore.ledger.transactions import Ledger, OpenSlots, Stored, Transaction, Tx
 from gcore.prompts.cursor import Cursors
 from gcore.store.types import Compare, Put, Store
 from gcore.types import Version
+from gcore.weights.layout import CheckpointDamaged, manifest_digest, verify_checkpoint, weights_folder
 from placement.plan import NodeSlots, Snapshot, colocated
 
 log = logging.getLogger(__name__)

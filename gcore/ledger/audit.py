@@ -157,9 +157,9 @@ def _check_receipts(
     for ref in sorted(committed ^ trained.keys()):
         who = "was committed but no rank trained on it" if ref in committed else "was trained on but not committed"
         violations.append(f"prompt {ref} {who} at step {entry.step}")
-    for ref, indexes in sorted(trained.items()):
-        if sorted(indexes) != list(range(len(indexes))):
-            violations.append(f"samples {sorted(indexes)} of prompt {ref} were trained at step {entry.step}")
+    for ref, samples in sorted(trained.items()):
+        if sorted(samples) != list(range(len(samples))):
+            violations.append(f"samples {sorted(samples)} of prompt {ref} were trained at step {entry.step}")
 
 
 def read_receipts(lines: Iterable[Mapping[str, Any]]) -> list[Receipt]:

@@ -23,7 +23,10 @@ def start(shards: int = 4) -> Head:
     return chain.base(shards, "w", WRITER).head
 
 
-def group(ref: PromptRef, version: Version = Version(0, 0)) -> OfferedGroup:
+FIRST = Version(0, 0)
+
+
+def group(ref: PromptRef, version: Version = FIRST) -> OfferedGroup:
     return OfferedGroup(ref=ref, digest=str(ref), prompt_tokens=3, response_tokens=(2, 2), versions=(version,))
 
 
