@@ -1,0 +1,82 @@
+"""Events follow from records, with the same numbers everywhere."""
+
+from __future__ import annotations
+
+from controllers.service.events import EventLog
+from gcore.ledger import chain
+from gcore.ledger.chain import Writer
+from gcore.ledger.job import Evaluation, JobPhase, JobStatus
+from gcore.ledger.mirror import JobMirror
+from gcore.ledger.records import Assignment, Member
+from gcore.store.keys import JobKeys
+from gcore.store.types import KeyValue, WatchBatch, WatchEvent
+from gcore.types import Version
+
+KEYS = JobKeys("u")
+
+
+def put(key: str, value: bytes, revision: int) -> WatchEvent:
+    return WatchEvent("put", KeyValue(key, value, revision, revision))
+
+
+def gone(key: str, revision: int) -> WatchEvent:
+    return WatchEvent("delete", KeyValue(key, b"", 0, revision))
+
+
+def changes() -> list[WatchEvent]:
+    base = chain.base(2, "w", Writer("node-0.a", "n"))
+    first = Assignment(members=("node-0.a", "node-1.b"), owners=(0, 1))
+    second = Assignment(members=("node-0.a",), owners=(0, 0))
+    evaluation = Evaluation(version=Version(0, 0), accuracy=0.5, count=10)
+    member = Member(incarnation="node-1.b", node="node-1", address="h:1")
+    return [
+        put(KEYS.state, JobStatus(phase=JobPhase.RUNNING, reason="training").encode(), 3),
+        put(KEYS.head, base.head.encode(), 4),
+        put(KEYS.log(0), base.entry.encode(), 4),
+        put(KEYS.member("node-1.b"), member.encode(), 5),
+        put(KEYS.assign, first.encode(), 6),
+        put(KEYS.evaluation("0.0"), evaluation.encode(), 7),
+        gone(KEYS.member("node-1.b"), 8),
+        put(KEYS.assign, second.encode(), 9),
+    ]
+
+
+def heard(batches: list[list[WatchEvent]], *, reset: bool = False) -> EventLog:
+    log, mirror = EventLog(KEYS), JobMirror(KEYS)
+    for number, events in enumerate(batches):
+        batch = WatchBatch(tuple(events), events[-1].kv.mod_revision, reset=reset and number == 0)
+        after = mirror.fold(batch)
+        log.note(mirror, batch, after, 0.0)
+        mirror = after
+    return log
+
+
+def test_each_change_is_told_once_and_in_order() -> None:
+    log = heard([[change] for change in changes()])
+    assert [event.kind for event in log.events] == ["state", "member", "shards", "eval", "member", "shards"]
+    assert log.events[-1].data == {"moved": 1, "shares": {"node-0": [0, 1]}}
+    sequences = [event.sequence for event in log.events]
+    assert sequences == sorted(set(sequences))
+
+
+def test_however_the_changes_are_batched_the_numbers_are_the_same() -> None:
+    one_by_one = heard([[change] for change in changes()])
+    at_once = heard([changes()[:3], changes()[3:7], changes()[7:]])
+    assert [(e.sequence, e.kind) for e in at_once.events] == [(e.sequence, e.kind) for e in one_by_one.events]
+
+
+def test_a_follower_goes_on_after_the_last_number_it_saw() -> None:
+    log = heard([[change] for change in changes()])
+    third = log.events[2].sequence
+    assert [event.kind for event in log.after(third)] == ["eval", "member", "shards"]
+    assert log.after(log.events[-1].sequence) == []
+
+
+def test_what_is_listed_again_is_not_told_again() -> None:
+    log, mirror = EventLog(KEYS), JobMirror(KEYS)
+    for _ in range(2):
+        batch = WatchBatch(tuple(changes()[:6]), 7, reset=True)
+        after = mirror.fold(batch)
+        log.note(mirror, batch, after, 0.0)
+        mirror = after
+    assert [event.kind for event in log.events] == ["state", "member", "shards", "eval"]
