@@ -1,0 +1,163 @@
+"""The job API's answers as a person, or a program, reads them: tables and JSON.
+
+JSON goes out whole, with the names of the API; tables hold what fits. Text that a spec or a model wrote is shown through
+`visible`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from controllers.cli.view_points import JobSnapshot, NodeView, Wait
+from controllers.cli.view_text import seconds, visible
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from gcore.api.v1 import jobs_pb2 as pb
+
+
+class Output(StrEnum):
+    """How an answer is printed."""
+
+    TABLE = "table"
+    JSON = "json"
+
+
+def snapshot(job: pb.Job) -> JobSnapshot:
+    """The API's job, as the views take it."""
+    from gcore.client import job_state_name
+
+    try:
+        spec = json.loads(job.spec_json) if job.spec_json else {}
+    except ValueError:
+        spec = {}
+    return JobSnapshot(
+        name=job.name,
+        uid=job.uid,
+        state=job_state_name(job.state),
+        reason=job.reason,
+        step=job.step,
+        steps=job.steps,
+        lineage=job.lineage,
+        run_dir=job.run_dir,
+        checkpoint=job.checkpoint,
+        created=job.created,
+        ended=job.ended,
+        spec=spec if isinstance(spec, dict) else {},
+        shares=tuple(NodeView(s.node, True, tuple(s.shards)) for s in job.shares),
+        waiting=tuple(Wait(w.who, w.what, w.since) for w in job.waiting),
+    )
+
+
+def job_tree(job: JobSnapshot) -> dict[str, Any]:
+    """For JSON."""
+    tree = dataclasses.asdict(job)
+    tree["shares"] = {node.name: list(node.shards) for node in job.shares}
+    return tree
+
+
+def audit_tree(report: pb.AuditReport) -> dict[str, Any]:
+    """For JSON."""
+    return {
+        "clean": report.clean,
+        "violations": list(report.violations),
+        "steps": report.steps,
+        "trained": report.trained,
+        "filtered": report.filtered,
+        "failed": report.failed,
+        "in_flight": report.in_flight,
+        "groups_by_node": dict(sorted(report.groups_by_node.items())),
+        "lineages": report.lineages,
+    }
+
+
+def as_json(tree: Any) -> str:
+    """Indented, in the order given."""
+    return json.dumps(tree, indent=2, ensure_ascii=False)
+
+
+def jobs_table(jobs: Sequence[JobSnapshot]) -> Table:
+    """One line a job."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("NAME", "UID", "STATE", "STEP", "CREATED", "REASON"):
+        table.add_column(heading, no_wrap=heading != "REASON")
+    for job in jobs:
+        table.add_row(
+            visible(job.name),
+            visible(job.uid),
+            job.state,
+            f"{job.step}/{job.steps}",
+            moment(job.created),
+            visible(job.reason, 80),
+        )
+    return table
+
+
+def pairs_table(rows: Mapping[str, str]) -> Table:
+    """Two columns: what, and what it is."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 3, 0, 0))
+    for name, value in rows.items():
+        table.add_row(Text(name, style="bold"), Text(value, overflow="fold"))
+    return table
+
+
+def job_rows(job: JobSnapshot, now: float) -> dict[str, str]:
+    """What `gcore describe` shows. `now`: seconds since the epoch."""
+    rows = {
+        "job": f"{visible(job.name)} ({visible(job.uid)})",
+        "state": job.state + (f": {visible(job.reason, 300)}" if job.reason else ""),
+        "step": f"{job.step} of {job.steps}, lineage {job.lineage}",
+        "created": moment(job.created),
+    }
+    if job.ended:
+        rows["ended"] = moment(job.ended)
+    rows["run folder"] = job.run_dir
+    rows["checkpoint"] = job.checkpoint or "none yet"
+    for node in job.shares:
+        rows[f"shards of {visible(node.name)}"] = f"{len(node.shards)}: {ranges(node.shards)}"
+    for number, wait in enumerate(job.waiting, 1):
+        since = seconds(max(0.0, now - wait.since))
+        rows[f"waits ({number})"] = f"{visible(wait.who)}: {visible(wait.what, 300)}, for {since}"
+    return rows
+
+
+def audit_rows(report: pb.AuditReport) -> dict[str, str]:
+    """What `gcore audit` shows."""
+    rows = {
+        "verdict": "clean" if report.clean else f"{len(report.violations)} violations",
+        "steps": f"{report.steps} in {report.lineages} lineages",
+        "prompts": f"{report.trained} trained, {report.filtered} filtered, {report.failed} failed, "
+        f"{report.in_flight} in flight",
+    }
+    for node, count in sorted(report.groups_by_node.items()):
+        rows[f"groups of {visible(node)}"] = str(count)
+    for number, violation in enumerate(report.violations, 1):
+        rows[f"violation {number}"] = visible(violation, 500)
+    return rows
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """`0-3, 7, 9-10`."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1] = [parts[-1][0], number]
+        else:
+            parts.append([number])
+    return ", ".join("-".join(str(end) for end in part) for part in parts) or "none"
+
+
+def moment(epoch_s: float) -> str:
+    """A moment for people, in UTC; "-" for none."""
+    return datetime.fromtimestamp(epoch_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC") if epoch_s else "-"

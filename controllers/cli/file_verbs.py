@@ -1,0 +1,189 @@
+"""`gcore validate`, `schema`, `prepare` and `export`: the verbs about files."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from controllers.cli.answers import Output, as_json
+from controllers.cli.options import (
+    DEFAULT_CONTROLLERS,
+    DEFAULT_HOME,
+    DEFAULT_SLOTS,
+    Address,
+    Controllers,
+    Format,
+    Home,
+    JobName,
+    Set,
+    Slots,
+    SpecFile,
+)
+from gcore.errors import Unreachable, UsageError
+
+if TYPE_CHECKING:
+    from gcore.config import JobSpec
+
+LENGTHS_CHECKED = 2000
+"""Prompts of each file whose length is counted, spread over the file."""
+
+VALIDATE_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore validate examples/arithmetic/grpo.yaml
+
+gcore validate grpo.yaml --set train.ranks=4 --controllers 4 --slots cuda:8 -o json
+"""
+SCHEMA_EXAMPLES = """
+[bold]Example[/bold]
+
+gcore schema > job.schema.json
+"""
+PREPARE_EXAMPLES = """
+[bold]Example[/bold]
+
+gcore prepare arithmetic --to .cache/examples/arithmetic
+"""
+EXPORT_EXAMPLES = """
+[bold]Example[/bold]
+
+gcore export arithmetic --to ./trained
+"""
+
+PREPARED_UNDER = Path(".cache/examples")
+
+
+def validate(
+    spec: SpecFile,
+    set_: Set = None,
+    controllers: Controllers = DEFAULT_CONTROLLERS,
+    slots: Slots = DEFAULT_SLOTS,
+    home: Home = DEFAULT_HOME,
+    output: Format = Output.TABLE,
+) -> None:
+    """Check a spec and everything it names; print it resolved, and every process that would be started."""
+    import yaml
+    from rich.console import Console
+    from rich.table import Table
+
+    from gcore.config import load_spec
+
+    loaded = load_spec(spec, set_ or ())
+    processes = _processes(loaded, controllers, slots)
+    prompts = _check_files(loaded, home)
+    tree = loaded.model_dump(mode="json")
+    if output is Output.JSON:
+        typer.echo(as_json({"spec": tree, "processes": processes, "prompts": prompts}))
+        return
+    typer.echo(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("PROCESS", "NODE", "SLOT"):
+        table.add_column(heading)
+    for process in processes:
+        table.add_row(process["process"], process["node"], process["slot"])
+    Console().print(table)
+    typer.echo(f"\n{spec} is valid: {prompts} prompts, {loaded.flow.steps} steps.")
+
+
+def schema() -> None:
+    """The JSON schema of a job spec: every field with its meaning, unit and default."""
+    from gcore.config import JobSpec
+
+    typer.echo(as_json(JobSpec.model_json_schema()))
+
+
+def prepare(
+    example: Annotated[str, typer.Argument(metavar="EXAMPLE", help="What to prepare: arithmetic.")],
+    to: Annotated[Path | None, typer.Option(help="Folder; default: .cache/examples/EXAMPLE.")] = None,
+) -> None:
+    """Make an example's data and its warm-started model. Done already: returns at once."""
+    if example != "arithmetic":
+        raise UsageError(f"there is no example {example!r}", where="prepare", fix="Known: arithmetic")
+    # Trains a small model: the one verb that needs the train extra, and only while it runs.
+    from gcore.prepare.arithmetic import prepare as prepare_arithmetic
+
+    folder = to or PREPARED_UNDER / example
+    prepare_arithmetic(folder, seed=0, progress=True)
+    typer.echo(f"{example} is prepared in {folder}.")
+
+
+def export(
+    job: JobName,
+    to: Annotated[Path, typer.Option(help="Folder that is new: gets a Hugging Face model.")],
+    home: Home = DEFAULT_HOME,
+    address: Address = None,
+) -> None:
+    """Copy the model of a job's newest checkpoint, ready for `from_pretrained` and for serving.
+
+    Without a cluster that is up, a job that `gcore run` finished in this home is found by its summary.
+    """
+    folder = Path(_checkpoint_of(job, home, address))
+    if not folder.is_dir():
+        raise UsageError(
+            "the checkpoint is not to be seen on this machine",
+            where=str(folder),
+            fix="Run this where storage is mounted",
+        )
+    from gcore.weights.layout import copy_model
+
+    copy_model(folder, to)
+    typer.echo(f"The model of {folder.name} is in {to}.")
+
+
+def _checkpoint_of(job: str, home: Path, address: str | None) -> str:
+    from controllers.cli.job_verbs import call
+    from controllers.cli.summary import find_summary
+
+    try:
+        found = call(lambda client: client.get_job(job), address, home)
+        uid, checkpoint = found.uid, found.checkpoint
+    except Unreachable:
+        summary = find_summary(home / "runs", job) if address is None else None
+        if summary is None:
+            raise
+        uid, checkpoint = str(summary["uid"]), str(summary["checkpoint"])
+    if not checkpoint:
+        raise UsageError(f"job {job!r} ({uid}) has no checkpoint yet", fix="Wait for one, or lower checkpoint.every")
+    return checkpoint
+
+
+def _processes(spec: JobSpec, controllers: int, slots: str) -> list[dict[str, str]]:
+    """Every process that `gcore run` would start, by the code that places them."""
+    from controllers.cli.local import deal_slots
+    from placement.plan import NodeSlots, Snapshot, colocated
+
+    nodes = tuple(NodeSlots(f"node-{i}", share) for i, share in enumerate(deal_slots(slots, controllers)))
+    plan = colocated(Snapshot(nodes), world="w", generation=1, ranks=spec.train.ranks)
+    rows = [{"process": "etcd", "node": "this machine", "slot": "-"}]
+    rows += [{"process": "controller", "node": n.node, "slot": " ".join(n.slots)} for n in nodes]
+    rows += [
+        {"process": f"rollout engine ({spec.rollout.engine})", "node": e.node, "slot": e.slot} for e in plan.engines
+    ]
+    rows += [{"process": f"train rank {r.rank}", "node": r.node, "slot": r.slot} for r in plan.ranks]
+    return rows
+
+
+def _check_files(spec: JobSpec, home: Path) -> int:
+    """What a controller checks when a job is submitted, and that prompts fit. The number of prompts."""
+    from controllers.service.submission import check_submission
+    from gcore.prompts.dataset import Dataset
+    from gcore.prompts.render import PromptRenderer
+    from gcore.prompts.stream import check_lengths
+
+    with tempfile.TemporaryDirectory(prefix="gcore-validate-") as scratch:
+        # A home that is there already keeps the index; a check alone leaves nothing behind.
+        folder = home if home.is_dir() else Path(scratch)
+        cache: dict[str, Any] = {"cache_dir": folder / "cache"}
+        count = check_submission(spec, folder / "runs", folder / "cache")
+        renderer = PromptRenderer.load(Path(spec.model.path), chat=spec.model.chat)
+        context = spec.model.max_length or renderer.max_length
+        limit = context - spec.rollout.max_new_tokens if context is not None else None
+        for path in filter(None, (spec.data.path, spec.eval.path)):
+            with Dataset.open(
+                Path(path), prompt_field=spec.data.prompt, answer_fields=(spec.reward.answer,), **cache
+            ) as data:
+                check_lengths(data, renderer, limit, sample=LENGTHS_CHECKED)
+    return count

@@ -1,0 +1,67 @@
+"""Following a job: its events to a screen and to the run's folder, until it has ended.
+
+Beside the events the API is asked now and then what the job waits for, so that a view that stands still says why. That
+asking may fail; the events may not (`JobsClient.follow` goes from controller to controller).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from contextlib import aclosing
+from pathlib import Path
+
+from controllers.cli.answers import snapshot
+from controllers.cli.record import EventFile
+from controllers.cli.screens import Screen
+from controllers.cli.summary import AuditVerdict
+from controllers.cli.view_points import JobSnapshot
+from gcore.client import JobsClient
+from gcore.clock import Clock
+from gcore.errors import GcoreError
+
+ASK_S = 1.0
+
+
+async def follow(
+    client: JobsClient, job: JobSnapshot, screen: Screen, clock: Clock, *, run_dir: Path | None
+) -> JobSnapshot:
+    """Show `job` until it has ended, and return how it then stands.
+
+    `run_dir`: where `events.jsonl` is written; None: nowhere. Raises GcoreError.
+    """
+    screen.observe(job)
+    with contextlib.ExitStack() as stack:
+        record = stack.enter_context(EventFile(run_dir)) if run_dir is not None else None
+        stack.enter_context(screen.open())
+        asking = asyncio.create_task(_ask(client, job.uid, screen, clock))
+        try:
+            async with aclosing(client.follow(job.uid)) as events:
+                async for event in events:
+                    if record is not None:
+                        record.append(event)
+                    screen.show(event)
+        finally:
+            asking.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asking
+        ended = snapshot(await client.get_job(job.uid))
+        screen.observe(ended)
+    return ended
+
+
+async def audit(client: JobsClient, job: str) -> AuditVerdict:
+    """The audit's verdict on a job that has ended; that it could not be made is a violation too."""
+    try:
+        report = await client.audit_job(job)
+    except GcoreError as error:
+        return AuditVerdict(violations=(f"the audit could not be made: {error}",))
+    violations = tuple(report.violations) or (() if report.clean else ("the audit is not clean",))
+    return AuditVerdict(violations, tuple(sorted(report.groups_by_node.items())))
+
+
+async def _ask(client: JobsClient, uid: str, screen: Screen, clock: Clock) -> None:
+    while True:
+        await clock.sleep(ASK_S)
+        with contextlib.suppress(GcoreError):
+            screen.observe(snapshot(await client.get_job(uid)))

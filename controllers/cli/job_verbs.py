@@ -1,0 +1,159 @@
+"""`gcore submit`, `list`, `describe`, `cancel` and `audit`: thin callers of the job API."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from controllers.cli.answers import (
+    Output,
+    as_json,
+    audit_rows,
+    audit_tree,
+    job_rows,
+    job_tree,
+    jobs_table,
+    pairs_table,
+    snapshot,
+)
+from controllers.cli.finding import find_addresses
+from controllers.cli.options import DEFAULT_HOME, Address, Format, Home, JobName, New, Plain, Set, SpecFile
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from gcore.client import JobsClient
+
+T = TypeVar("T")
+
+SUBMIT_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore submit examples/arithmetic/grpo.yaml
+
+gcore submit grpo.yaml --set train.learning_rate=1e-4 --set flow.steps=200 --follow
+
+[dim]From a script, which may repeat it safely:[/dim]  gcore submit grpo.yaml --request-id nightly-17 -o json
+"""
+LIST_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore list
+
+gcore list --address 10.0.0.7:7700 -o json
+"""
+
+
+def examples(verb: str) -> str:
+    """The epilog of a verb that takes a job."""
+    return f"""
+[bold]Examples[/bold]
+
+gcore {verb} arithmetic
+
+gcore {verb} arithmetic --address 10.0.0.7:7700 -o json
+"""
+
+
+def submit(
+    spec: SpecFile,
+    set_: Set = None,
+    new: New = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Show the job until it has ended.")] = False,
+    request_id: Annotated[str | None, typer.Option(help="Names the request: repeating it finds the same job.")] = None,
+    plain: Plain = False,
+    home: Home = DEFAULT_HOME,
+    address: Address = None,
+    output: Format = Output.TABLE,
+) -> None:
+    """Hand a job to a cluster that is up. With [bold]--follow[/bold] the exit code is the job's."""
+    import uuid
+
+    from controllers.cli.following import follow as follow_job
+    from controllers.cli.screens import choose_screen
+    from gcore.api.v1 import jobs_pb2 as pb
+    from gcore.clock import SystemClock
+    from gcore.config import load_spec
+    from gcore.errors import JobFailed
+
+    spec_json = load_spec(spec, set_ or ()).model_dump_json()
+    mode = pb.START_MODE_NEW if new else pb.START_MODE_RESUME
+    request = request_id or uuid.uuid4().hex
+
+    async def create_and_follow(client: JobsClient) -> None:
+        job = snapshot(await client.create_job(spec_json, request_id=request, mode=mode))
+        if output is Output.JSON:
+            typer.echo(as_json(job_tree(job)))
+        else:
+            typer.echo(f"Job {job.name} ({job.uid}) is {job.state}; its folder is {job.run_dir}.")
+        if follow:
+            screen = choose_screen(_console(), SystemClock(), plain=plain or output is Output.JSON)
+            ended = await follow_job(client, job, screen, SystemClock(), run_dir=None)
+            if ended.state != "SUCCEEDED":
+                raise JobFailed(f"job {ended.name} is {ended.state}: {ended.reason}", fix="See `gcore describe`")
+
+    call(create_and_follow, address, home)
+
+
+def list_(home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE) -> None:
+    """All jobs of the cluster."""
+    jobs = [snapshot(job) for job in call(lambda client: client.list_jobs(), address, home)]
+    if output is Output.JSON:
+        typer.echo(as_json([job_tree(job) for job in jobs]))
+    else:
+        _console().print(jobs_table(jobs))
+
+
+def describe(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE) -> None:
+    """How a job stands, who works on which shards, and what it waits for since when."""
+    from gcore.clock import SystemClock
+
+    found = snapshot(call(lambda client: client.get_job(job), address, home))
+    if output is Output.JSON:
+        typer.echo(as_json(job_tree(found)))
+    else:
+        _console().print(pairs_table(job_rows(found, SystemClock().wall())))
+
+
+def cancel(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE) -> None:
+    """End a job for good. One that has ended stays as it is."""
+    found = snapshot(call(lambda client: client.cancel_job(job), address, home))
+    if output is Output.JSON:
+        typer.echo(as_json(job_tree(found)))
+    else:
+        typer.echo(f"Job {found.name} ({found.uid}) is {found.state}.")
+
+
+def audit(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE) -> None:
+    """Recompute a job's accounts from its log. Ends with 1 if a prompt is not accounted for exactly once."""
+    report = call(lambda client: client.audit_job(job), address, home)
+    if output is Output.JSON:
+        typer.echo(as_json(audit_tree(report)))
+    else:
+        _console().print(pairs_table(audit_rows(report)))
+    if not report.clean:
+        raise typer.Exit(1)
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(soft_wrap=False)
+
+
+def call(what: Callable[[JobsClient], Awaitable[T]], address: str | None, home: Path) -> T:
+    """Run one conversation with the cluster."""
+    from gcore.client import JobsClient
+    from gcore.clock import SystemClock
+
+    addresses = find_addresses(address, home)
+
+    async def talk() -> T:
+        async with JobsClient(addresses, clock=SystemClock()) as client:
+            return await what(client)
+
+    return asyncio.run(talk())

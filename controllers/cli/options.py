@@ -1,0 +1,31 @@
+"""The options that several verbs share, each defined once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from controllers.cli.answers import Output
+
+Home = Annotated[Path, typer.Option(envvar="GCORE_HOME", help="Folder of the local cluster: its state, logs and runs.")]
+Address = Annotated[
+    str | None,
+    typer.Option(
+        envvar="GCORE_ADDRESS",
+        help="host:port of a controller, or several with commas; default: those of the local cluster.",
+    ),
+]
+Controllers = Annotated[int, typer.Option(help="Daemons on this machine.")]
+Slots = Annotated[str, typer.Option(help="Slots of this machine, dealt out to the daemons: cpu:N or cuda:N.")]
+Set = Annotated[list[str] | None, typer.Option("--set", help="Replace a field: section.field=value. Repeatable.")]
+New = Annotated[bool, typer.Option("--new", help="Always a new job; one of that name that has not ended is ended.")]
+Plain = Annotated[bool, typer.Option("--plain", help="Lines instead of the live view.")]
+Format = Annotated[Output, typer.Option("--output", "-o", help="How the answer is printed.")]
+SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="A job spec, a YAML file.")]
+JobName = Annotated[str, typer.Argument(metavar="JOB", help="A job's name or uid.")]
+
+DEFAULT_HOME = Path(".gcore")
+DEFAULT_CONTROLLERS = 2
+DEFAULT_SLOTS = "cpu:2"

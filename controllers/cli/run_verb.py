@@ -1,0 +1,169 @@
+"""`gcore run`: up if need be, submit, follow, sum up, and down again if this did the up.
+
+The same command after any interruption goes on where the job stands. A key press (or SIGTERM) ends what this started, in
+good order; a second one ends it at once. A cluster that was up before is left as it was, and so is the job on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import signal
+import sys
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from controllers.cli.finding import find_addresses
+from controllers.cli.options import (
+    DEFAULT_CONTROLLERS,
+    DEFAULT_HOME,
+    DEFAULT_SLOTS,
+    Address,
+    Controllers,
+    Home,
+    New,
+    Plain,
+    Set,
+    Slots,
+    SpecFile,
+)
+from gcore.errors import GcoreError
+
+if TYPE_CHECKING:
+    from controllers.cli.screens import Screen
+    from controllers.cli.summary import Summary
+    from gcore.config import JobSpec
+
+INTERRUPTED = 130
+
+RUN_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore run examples/arithmetic/grpo.yaml
+
+[dim]Afresh, and with another learning rate:[/dim]  gcore run grpo.yaml --new --set train.learning_rate=1e-4
+
+[dim]Three controllers on three cores, into a log:[/dim]  gcore run grpo.yaml --controllers 3 --slots cpu:3 --plain > run.log
+
+[dim]On a cluster that is up elsewhere:[/dim]  gcore run grpo.yaml --address 10.0.0.7:7700
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    spec: JobSpec
+    new: bool
+    addresses: Sequence[str]
+    begun: float
+
+
+def run(
+    spec: SpecFile,
+    set_: Set = None,
+    new: New = False,
+    home: Home = DEFAULT_HOME,
+    controllers: Controllers = DEFAULT_CONTROLLERS,
+    slots: Slots = DEFAULT_SLOTS,
+    plain: Plain = False,
+    address: Address = None,
+) -> None:
+    """Run a job to its end: start the local cluster if none is up, submit, watch, sum up, and stop what was started.
+
+    An interrupted job goes on; a finished one is run anew. Ctrl-C stops in good order, a second one at once.
+    """
+    from rich.console import Console
+
+    from controllers.cli import local
+    from controllers.cli.screens import choose_screen
+    from controllers.cli.summary import rows
+    from gcore.clock import SystemClock
+    from gcore.config import load_spec
+
+    clock = SystemClock()
+    begun = clock.monotonic()
+    loaded = load_spec(spec, set_ or ())
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    console = Console()
+    screen = choose_screen(console, clock, plain=plain)
+    started = False
+    try:
+        try:
+            if address is None:
+                result = asyncio.run(local.up(local.UpRequest(home, controllers, slots), clock=clock))
+                started = result.started
+            asked = _Run(loaded, new, find_addresses(address, home), begun)
+            summary = asyncio.run(_submit_and_follow(asked, screen))
+        except KeyboardInterrupt:
+            _say_interrupted(screen, started)
+            raise typer.Exit(INTERRUPTED) from None
+    finally:
+        if started:
+            _down(home)
+    from controllers.cli.answers import pairs_table
+
+    console.print()
+    console.print(pairs_table(rows(summary, again=_again())))
+    if not summary.succeeded:
+        raise typer.Exit(1)
+
+
+async def _submit_and_follow(run: _Run, screen: Screen) -> Summary:
+    from controllers.cli.answers import snapshot
+    from controllers.cli.following import audit, follow
+    from controllers.cli.summary import summarize, write
+    from gcore.api.v1 import jobs_pb2 as pb
+    from gcore.client import JobsClient
+    from gcore.clock import SystemClock
+
+    clock = SystemClock()
+    mode = pb.START_MODE_NEW if run.new else pb.START_MODE_RESUME
+    async with JobsClient(run.addresses, clock=clock) as client:
+        created = await client.create_job(run.spec.model_dump_json(), request_id=uuid.uuid4().hex, mode=mode)
+        job = snapshot(created)
+        run_dir = Path(job.run_dir)
+        ended = await follow(client, job, screen, clock, run_dir=run_dir)
+        verdict = await audit(client, ended.uid)
+    summary = summarize(screen.state, ended, verdict, clock.monotonic() - run.begun)
+    write(summary, run_dir)
+    return summary
+
+
+def _say_interrupted(screen: Screen, started: bool) -> None:
+    state = screen.state
+    where = f" at step {state.step} of {state.steps}" if state.steps else ""
+    if started:
+        typer.echo(f"Interrupted{where}; the cluster is being stopped (once more to kill it).", err=True)
+        typer.echo(f"The same command goes on from there: {_again()}", err=True)
+    elif state.uid:
+        typer.echo(
+            f"No longer watching{where}; the job goes on, because its cluster was up before. "
+            f"The same command watches again, `gcore cancel {state.uid}` ends it.",
+            err=True,
+        )
+    else:
+        typer.echo("Interrupted; nothing was started.", err=True)
+
+
+def _down(home: Path) -> None:
+    """End the cluster; a further key press kills it."""
+    from controllers.cli import local
+    from gcore.clock import SystemClock
+
+    try:
+        local.down(home, clock=SystemClock())
+    except KeyboardInterrupt:
+        local.down(home, clock=SystemClock(), grace_s=0)
+        raise typer.Exit(INTERRUPTED) from None
+    except GcoreError as error:
+        # What the run itself has to say matters more; but this must not go unsaid.
+        typer.echo(f"gcore: {error}", err=True)
+
+
+def _again() -> str:
+    """The command as it was given, without --new: that would not go on, but begin afresh."""
+    return shlex.join(["gcore", *(word for word in sys.argv[1:] if word != "--new")])

@@ -1,0 +1,88 @@
+"""Where a followed job is shown: a terminal that is drawn over, or lines.
+
+Both fold the events into a `ViewState` and hold it; neither asks the cluster anything (`following`).
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Protocol
+
+from controllers.cli import view_plain
+from controllers.cli.view_points import JobSnapshot
+from controllers.cli.view_state import ViewState
+from gcore.clock import Clock
+from gcore.events import JobEvent
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+
+class Screen(Protocol):
+    """Shows a job. Events and observations only while `open()` is entered."""
+
+    state: ViewState
+
+    def open(self) -> AbstractContextManager[object]:
+        """Take the terminal; give it back at the end."""
+        ...
+
+    def show(self, event: JobEvent) -> None:
+        """Something happened."""
+        ...
+
+    def observe(self, job: JobSnapshot) -> None:
+        """The API was asked."""
+        ...
+
+
+class PlainScreen:
+    """Lines on a console."""
+
+    def __init__(self, console: Console) -> None:
+        self.state = ViewState()
+        self._console = console
+
+    def open(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def show(self, event: JobEvent) -> None:
+        for line in view_plain.lines(self.state, event):
+            self._console.out(line, highlight=False)
+        self.state = self.state.apply(event)
+
+    def observe(self, job: JobSnapshot) -> None:
+        self.state = self.state.observe(job)
+
+
+class LiveScreen:
+    """The view, drawn four times a second; its last state stays on the terminal."""
+
+    def __init__(self, console: Console, clock: Clock) -> None:
+        from rich.live import Live
+
+        self.state = ViewState()
+        self._console = console
+        self._clock = clock
+        self._live = Live(
+            console=console, get_renderable=self._render, refresh_per_second=4, vertical_overflow="ellipsis"
+        )
+
+    def open(self) -> AbstractContextManager[object]:
+        return self._live
+
+    def show(self, event: JobEvent) -> None:
+        self.state = self.state.apply(event)
+
+    def observe(self, job: JobSnapshot) -> None:
+        self.state = self.state.observe(job)
+
+    def _render(self) -> RenderableType:
+        from controllers.cli.view_live import render
+
+        return render(self.state, self._clock.wall(), self._console.width)
+
+
+def choose_screen(console: Console, clock: Clock, *, plain: bool) -> Screen:
+    """The live view on a terminal, unless lines are asked for."""
+    return LiveScreen(console, clock) if console.is_terminal and not plain else PlainScreen(console)

@@ -1,0 +1,149 @@
+"""What is left of a run for people and programs: `summary.json` in its folder, and the same as a table.
+
+Pure but for `write`. The groups per controller are the audit's, which counts them in the log; without an audit they are
+those of the events.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from controllers.cli.view_points import Answer, JobSnapshot
+from controllers.cli.view_state import ViewState
+from controllers.cli.view_text import seconds, visible
+from gcore.errors import GcoreError
+
+FILE_NAME = "summary.json"
+SUCCEEDED = "SUCCEEDED"
+
+
+@dataclass(frozen=True, slots=True)
+class AuditVerdict:
+    """What the audit found. `violations` empty: clean."""
+
+    violations: tuple[str, ...] = ()
+    groups_by_node: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def clean(self) -> bool:
+        """Whether every prompt is accounted for."""
+        return not self.violations
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Accuracies from 0 to 1; seconds; None where nothing was measured."""
+
+    job: str
+    uid: str
+    state: str
+    reason: str
+    steps: int
+    lineage: int
+    rollbacks: int
+    eval_accuracy_before: float | None
+    eval_accuracy_after: float | None
+    wall_seconds: float
+    """Of the command, starting the cluster included."""
+    job_seconds: float | None
+    """From the job's creation to its end, interruptions included."""
+    tokens_per_second: float | None
+    controllers: int
+    groups_by_controller: dict[str, int]
+    audit: str | list[str]
+    """"clean", or the violations."""
+    run_dir: str
+    checkpoint: str
+    answers_before: tuple[Answer, ...]
+    answers_after: tuple[Answer, ...]
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether the job did all its steps and its accounts are right."""
+        return self.state == SUCCEEDED and self.audit == "clean"
+
+
+def summarize(state: ViewState, job: JobSnapshot, audit: AuditVerdict, wall_seconds: float) -> Summary:
+    """Of a job that has ended."""
+    groups = dict(audit.groups_by_node) or state.groups_by_node
+    later = state.accuracy_after is not None
+    return Summary(
+        job=job.name,
+        uid=job.uid,
+        state=job.state,
+        reason=job.reason,
+        steps=job.step,
+        lineage=job.lineage,
+        rollbacks=state.rollbacks,
+        eval_accuracy_before=state.accuracy_before,
+        eval_accuracy_after=state.accuracy_after,
+        wall_seconds=round(wall_seconds, 3),
+        job_seconds=round(job.ended - job.created, 3) if job.ended and job.created else None,
+        tokens_per_second=state.tokens_per_second,
+        controllers=len(groups.keys() | {node.name for node in state.nodes}),
+        groups_by_controller=dict(sorted(groups.items())),
+        audit="clean" if audit.clean else list(audit.violations),
+        run_dir=job.run_dir,
+        checkpoint=job.checkpoint,
+        answers_before=state.evals[0].samples if state.evals else (),
+        answers_after=state.evals[-1].samples if later else (),
+    )
+
+
+def write(summary: Summary, run_dir: Path) -> Path:
+    """Write `summary.json`, whole or not at all. Raises GcoreError."""
+    path = run_dir / FILE_NAME
+    part = path.with_suffix(".part")
+    try:
+        part.write_text(json.dumps(dataclasses.asdict(summary), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        os.replace(part, path)
+    except OSError as error:
+        raise GcoreError(
+            f"cannot write the summary ({error.strerror or error})", where=str(path), fix="Make the folder writable"
+        ) from error
+    return path
+
+
+def rows(summary: Summary, again: str) -> dict[str, str]:
+    """The table. `again`: the command that was given."""
+
+    def share(value: float | None) -> str:
+        return "-" if value is None else f"{value:.1%}"
+
+    rate = summary.tokens_per_second
+    groups = ", ".join(f"{visible(name)} {count}" for name, count in summary.groups_by_controller.items())
+    shown = {
+        "job": f"{visible(summary.job)} ({summary.uid}) {summary.state}"
+        + (f": {visible(summary.reason, 300)}" if summary.reason else ""),
+        "accuracy": f"{share(summary.eval_accuracy_before)} before, {share(summary.eval_accuracy_after)} after",
+        "groups trained": groups or "-",
+        "steps": f"{summary.steps}"
+        + (f", with {summary.rollbacks} rollbacks" if summary.rollbacks else "")
+        + f", in {seconds(summary.wall_seconds)} wall time",
+        "speed": "-" if rate is None else f"{rate:,.0f} tokens/s",
+        "audit": summary.audit if isinstance(summary.audit, str) else "; ".join(summary.audit),
+        "run folder": summary.run_dir,
+    }
+    if summary.checkpoint:
+        shown["checkpoint"] = summary.checkpoint
+        shown["export"] = f"gcore export {summary.uid} --to DIR"
+    shown["run again"] = again
+    return shown
+
+
+def find_summary(runs: Path, job: str) -> dict[str, str] | None:
+    """Uid and checkpoint of the newest finished run of that name or uid under `runs`; None if there is none."""
+    found: list[tuple[float, dict[str, str]]] = []
+    for path in runs.glob(f"*/{FILE_NAME}"):
+        try:
+            tree = json.loads(path.read_text(encoding="utf-8"))
+            changed = path.stat().st_mtime
+        except (OSError, ValueError):
+            continue
+        if isinstance(tree, dict) and job in (tree.get("job"), tree.get("uid")):
+            found.append((changed, {"uid": str(tree.get("uid", "")), "checkpoint": str(tree.get("checkpoint", ""))}))
+    return max(found, key=lambda pair: pair[0])[1] if found else None
