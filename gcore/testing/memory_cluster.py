@@ -30,6 +30,7 @@ class MemoryCluster:
 
     def __init__(self, clock: Clock, *, min_ttl_s: int = MIN_TTL_S) -> None:
         self.clock = clock
+        self.stopped = False
         self.revision = 1
         self.compacted = 0
         self._min_ttl_s = min_ttl_s
@@ -56,6 +57,18 @@ class MemoryCluster:
         ended = self._leases.pop(lease, None)
         if ended is not None:
             self._commit([Delete(key) for key in sorted(ended.keys)])
+
+    def stop(self) -> None:
+        """The server is gone, for every client. No lease ends meanwhile."""
+        self.stopped = True
+        self._wake()
+
+    def start(self) -> None:
+        """It is back, with everything it had; every lease has its full time again."""
+        self.stopped = False
+        for lease in self._leases.values():
+            lease.ends = self.clock.monotonic() + lease.ttl
+        self._wake()
 
     def extend_leases(self) -> None:
         """Give every lease its full time again, as a new leader does."""
@@ -145,7 +158,7 @@ class MemoryCluster:
         changed = asyncio.ensure_future(self._changed.wait())
         waits: list[asyncio.Future[object]] = [changed]  # type: ignore[list-item]
         ends = min((lease.ends for lease in self._leases.values()), default=None)
-        if ends is not None:
+        if ends is not None and not self.stopped:
             waits.append(asyncio.ensure_future(self.clock.sleep(ends - self.clock.monotonic())))
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -155,6 +168,8 @@ class MemoryCluster:
         self._end_leases()
 
     def _end_leases(self) -> None:
+        if self.stopped:
+            return
         now = self.clock.monotonic()
         for lease in sorted(number for number, held in self._leases.items() if held.ends <= now):
             self.end_lease(lease)

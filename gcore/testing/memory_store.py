@@ -80,7 +80,7 @@ class PerfectNetwork:
 class MemoryStore:
     """`gcore.store.types.Store` over a `MemoryCluster`.
 
-    `network` decides what happens to calls, and may be replaced at any time. While `away` is true every call ends in
+    `network` decides what happens to calls, and may be replaced at any time. While `away` is true, or the cluster is stopped, every call ends in
     StoreUnavailable after `timeout_s` on the cluster's clock, and watches wait.
     """
 
@@ -145,6 +145,10 @@ class MemoryStore:
         """See `Store.close`."""
         self.closed = True
 
+    @property
+    def _cut_off(self) -> bool:
+        return self.away or self.cluster.stopped
+
     async def _reset(self, call: Call) -> WatchBatch:
         await self._deliverable(call)
         listing = self.cluster.listing(call.key)
@@ -152,19 +156,19 @@ class MemoryStore:
 
     async def _deliverable(self, call: Call) -> None:
         """Until the network lets a batch through."""
-        while self.away or await self.network.request(call) is not Fate.DELIVER:
+        while self._cut_off or await self.network.request(call) is not Fate.DELIVER:
             await self.cluster.clock.sleep(_RETRY_S)
 
     async def _call(self, call: Call, do: Callable[[], T]) -> T:
         if self.closed:
             raise RuntimeError("the store's connection is closed")
-        if self.away:
+        if self._cut_off:
             await self.cluster.clock.sleep(self._timeout_s)
             raise self._unavailable(call)
         fate = await self.network.request(call)
         if fate is Fate.DELIVER_LATE:
             self.cluster.hold_back(do)
-        if fate in (Fate.DELIVER_LATE, Fate.LOSE_REQUEST):
+        if fate in (Fate.DELIVER_LATE, Fate.LOSE_REQUEST) or self._cut_off:  # cut off on the way
             raise self._unavailable(call)
         lost: LeaseLost | None = None
         try:

@@ -1,0 +1,83 @@
+"""Endpoints as people write them, certificates, and what etcd's errors mean."""
+
+from pathlib import Path
+
+import grpc
+import pytest
+
+from gcore.errors import UsageError
+from gcore.store.calls import Meaning, meaning_of
+from gcore.store.endpoints import ConnectionPool, Endpoint, StoreTls, StoreUser
+
+
+@pytest.mark.parametrize(
+    ("text", "target", "secure"),
+    [
+        pytest.param("10.0.0.1:2379", "10.0.0.1:2379", False, id="address"),
+        pytest.param("etcd-0.etcd:2379", "etcd-0.etcd:2379", False, id="name"),
+        pytest.param("http://etcd:2379", "etcd:2379", False, id="http"),
+        pytest.param("https://etcd:2379/", "etcd:2379", True, id="https"),
+        pytest.param("[::1]:2379", "[::1]:2379", False, id="version 6"),
+        pytest.param("https://[fe80::1]:1", "[fe80::1]:1", True, id="version 6 with https"),
+    ],
+)
+def test_an_endpoint_is_read(text: str, target: str, secure: bool) -> None:
+    endpoint = Endpoint.parse(text)
+    assert (endpoint.target, endpoint.secure) == (target, secure)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "etcd", "etcd:", "etcd:port", "etcd:99999", "ftp://etcd:1", "http://etcd:1/v3", ":2379"]
+)
+def test_what_is_no_endpoint_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(UsageError, match="is not an etcd endpoint") as caught:
+        Endpoint.parse(text)
+    assert "host:port" in str(caught.value)
+
+
+def test_a_store_needs_an_endpoint() -> None:
+    with pytest.raises(UsageError, match="no etcd endpoint"):
+        ConnectionPool.open([], None)
+
+
+def test_a_certificate_without_its_key_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="only one is given"):
+        StoreTls(cert=tmp_path / "cert.pem").credentials()
+
+
+def test_a_certificate_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"ca\.pem"):
+        StoreTls(ca=tmp_path / "ca.pem").credentials()
+
+
+def test_a_password_is_not_shown() -> None:
+    assert "hunter2" not in repr(StoreUser("root", "hunter2"))
+
+
+@pytest.mark.parametrize(
+    ("code", "details", "meaning"),
+    [
+        pytest.param("NOT_FOUND", "etcdserver: requested lease not found", Meaning.LEASE_GONE, id="lease"),
+        pytest.param(
+            "OUT_OF_RANGE",
+            "etcdserver: mvcc: required revision has been compacted",
+            Meaning.COMPACTED,
+            id="compacted",
+        ),
+        pytest.param("UNAUTHENTICATED", "etcdserver: invalid auth token", Meaning.TOKEN_STALE, id="token"),
+        pytest.param(
+            "INVALID_ARGUMENT", "etcdserver: revision of auth store is old", Meaning.TOKEN_STALE, id="auth revision"
+        ),
+        pytest.param("UNAVAILABLE", "etcdserver: no leader", Meaning.NOT_BEGUN, id="no leader"),
+        pytest.param("RESOURCE_EXHAUSTED", "etcdserver: too many requests", Meaning.NOT_BEGUN, id="too many"),
+        pytest.param("RESOURCE_EXHAUSTED", "etcdserver: mvcc: database space exceeded", Meaning.FULL, id="full"),
+        pytest.param("PERMISSION_DENIED", "etcdserver: permission denied", Meaning.REFUSED, id="permission"),
+        pytest.param("UNAVAILABLE", "etcdserver: leader changed", Meaning.UNKNOWN, id="leader changed"),
+        pytest.param("UNAVAILABLE", "etcdserver: request timed out", Meaning.UNKNOWN, id="timed out"),
+        pytest.param("UNAVAILABLE", "Socket closed", Meaning.UNKNOWN, id="socket"),
+        pytest.param("DEADLINE_EXCEEDED", "Deadline Exceeded", Meaning.UNKNOWN, id="deadline"),
+        pytest.param("CANCELLED", "", Meaning.UNKNOWN, id="cancelled"),
+    ],
+)
+def test_an_error_of_etcd_says_what_became_of_the_call(code: str, details: str, meaning: Meaning) -> None:
+    assert meaning_of(grpc.StatusCode[code], details) is meaning
