@@ -1,0 +1,61 @@
+"""The document a train rank is started with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import NonNegativeInt, PositiveInt, model_validator
+
+from gcore.config.spec import JobSpec
+from gcore.ledger.records import Part
+
+
+class Start(Part):
+    """What the world goes on from: the step it has done, and its checkpoint (empty: the job's model as it was)."""
+
+    step: NonNegativeInt
+    checkpoint: str = ""
+
+
+class RankLaunch(Part):
+    """First line on the control line. `host`: the address to serve at, and to meet the other ranks from."""
+
+    kind: Literal["rank"]
+    job_uid: str
+    world: str
+    lineage: NonNegativeInt
+    rank: NonNegativeInt
+    world_size: PositiveInt
+    spec: JobSpec
+    run_dir: str
+    start: Start
+    host: str = "127.0.0.1"
+    threads: PositiveInt = 1
+
+    @model_validator(mode="after")
+    def _rank_is_in_the_world(self) -> RankLaunch:
+        if self.rank >= self.world_size:
+            raise ValueError(f"rank {self.rank} in a world of {self.world_size}")
+        return self
+
+    @property
+    def run_path(self) -> Path:
+        """The run's folder."""
+        return Path(self.run_dir)
+
+    @property
+    def model_path(self) -> Path:
+        """The job's model as it was: the reference, and where config and tokenizer come from."""
+        return Path(self.spec.model.path)
+
+    @property
+    def checkpoint_path(self) -> Path | None:
+        """The checkpoint to go on from; None: the job's model."""
+        return self.run_path / self.start.checkpoint if self.start.checkpoint else None
+
+    @property
+    def total_updates(self) -> int:
+        """Optimizer updates of the whole job, which the learning rate's schedule runs over."""
+        train = self.spec.train
+        return self.spec.flow.steps * train.epochs * train.mini_batches

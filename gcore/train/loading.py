@@ -1,0 +1,106 @@
+"""Brings a rank to life: meets the others, loads the model or the checkpoint, stages the weights it starts from.
+
+Rank 0 opens its store before the slow imports and the others look for it after them, so that nobody waits for somebody
+else's import. Runs in the thread that will do all of torch's work: CUDA's current device belongs to a thread.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gcore.clock import Clock
+from gcore.errors import GcoreError
+from gcore.train.feed_state import Work
+from gcore.train.launch import RankLaunch
+from gcore.train.report import StepResult
+from gcore.types import Version
+from gcore.weights.layout import Manifest, read_manifest, verify_checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Meet:
+    """How a rank finds the others: `publish` where rank 0's store listens, or `find` it (blocks)."""
+
+    publish: Callable[[str], None]
+    find: Callable[[], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A rank that can train. `run` applies a step, `leave` says farewell to the others; both in the loading thread."""
+
+    run: Callable[[Work, Callable[[str], None]], StepResult]
+    leave: Callable[[], None]
+
+
+def load(launch: RankLaunch, meet: Meet, clock: Clock, tell: Callable[[str], None]) -> Loaded:
+    """Everything up to serving; `tell` hears of progress. Raises GcoreError."""
+    manifest = _manifest(launch)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    import torch
+
+    from gcore.train import collective as meeting_place
+
+    tell("loading")
+    torch.set_num_threads(launch.threads)
+    meeting = meeting_place.Meeting(launch.rank, launch.world_size, launch.host)
+    if launch.rank == 0:
+        opened = meeting_place.open_store(meeting)
+        meet.publish(opened.address)
+        _import_the_rest(tell)
+        store = opened.store
+    else:
+        _import_the_rest(tell)
+        store = meeting_place.find_store(meet.find(), meeting)
+    collective = meeting_place.Collective.join(meeting, store)
+    tell("loading")
+
+    from gcore.train import policy as policies
+    from gcore.train.saving import Saver, restore_optimizer
+    from gcore.train.step import Progress, StepTrainer
+
+    train = launch.spec.train
+    folder = launch.checkpoint_path
+    policy = policies.Policy.load(folder or launch.model_path, train, collective.device)
+    tell("loading")
+    progress = Progress(0, 0)
+    if manifest is not None and folder is not None:
+        restore_optimizer(policy, folder, manifest)
+        progress = Progress(manifest.updates, manifest.skipped)
+    reference = None
+    if train.kl_coef > 0:
+        dtype = torch.bfloat16 if train.dtype == "bf16" else torch.float32
+        module = policies.load_module(launch.model_path, dtype).to(collective.device)
+        reference = policies.logits_of(module.requires_grad_(False))
+        tell("loading")
+    saver = Saver(launch, policy)
+    saver.stage(Version(launch.lineage, launch.start.step))
+    tell("loading")
+    trainer = StepTrainer(launch, collective, policy, reference, saver, clock, progress)
+    return Loaded(trainer.run, collective.leave)
+
+
+def _manifest(launch: RankLaunch) -> Manifest | None:
+    """The start checkpoint's. Rank 0 reads every byte of it once more; when it ends, so does the world."""
+    folder = launch.checkpoint_path
+    if folder is None:
+        return None
+    manifest = verify_checkpoint(folder) if launch.rank == 0 else read_manifest(folder)
+    if manifest.step != launch.start.step or manifest.job_uid != launch.job_uid:
+        raise GcoreError(
+            f"the checkpoint is of step {manifest.step} of job {manifest.job_uid}, "
+            f"not of step {launch.start.step} of job {launch.job_uid}",
+            where=str(folder),
+        )
+    return manifest
+
+
+def _import_the_rest(tell: Callable[[str], None]) -> None:
+    import gcore.train.policy  # DeepSpeed and transformers: seconds
+
+    del gcore
+    tell("loading")

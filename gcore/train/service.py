@@ -1,0 +1,185 @@
+"""`TrainRank` over gRPC: turns calls into events of `gcore.train.feed_state`, and its answers into replies.
+
+Runs in the event loop and never blocks it: payloads are checked in a thread, training happens in another. State only
+changes in the loop, between two awaits, so calls cannot interleave within a decision.
+
+What it refuses it refuses with FAILED_PRECONDITION; a payload that is damaged with DATA_LOSS; a chunk or seal that is
+not what the protocol says with INVALID_ARGUMENT. Does not decide when the process ends (`gcore.train.serving`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Callable
+from typing import NoReturn
+
+import grpc
+
+from gcore.api.v1 import train_pb2 as pb
+from gcore.api.v1 import train_pb2_grpc
+from gcore.ledger.records import Seal, UnreadableRecord
+from gcore.train import feed_state
+from gcore.train.feed_state import Already, Begin, FeedState, Refused, Work, WorldName
+from gcore.train.messages import (
+    CHUNK_BYTES,
+    LARGEST_PAYLOAD,
+    FeedDamaged,
+    read_payload,
+    read_token,
+    read_world,
+    write_held,
+    write_state,
+)
+from gcore.train.report import StepResult
+
+CONTEXT = grpc.aio.ServicerContext[object, object]
+
+
+class RankBoard:
+    """What the rank shows: its state, phase, last report. Used in the event loop only.
+
+    `progress` alone is not worth a message each; whoever runs the clock decides when to `show` it.
+    """
+
+    def __init__(self, state: FeedState) -> None:
+        self.state = state
+        self.phase = "waiting"
+        self.progress = 0
+        self.error = ""
+        self._report: pb.StepReport | None = None
+        self._changed = asyncio.Event()
+
+    def show(self) -> None:
+        """Let everybody who watches see it."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def reported(self, result: StepResult, content: bytes) -> None:
+        """The token that was being applied is applied."""
+        self.state = feed_state.applied(self.state)
+        self.phase = "waiting"
+        self._report = pb.StepReport(
+            content_sha256=content,
+            metrics=dict(result.metrics),
+            weights_file=result.weights_file,
+            checkpoint_file=result.checkpoint_file,
+            checkpoint_sha256=result.checkpoint_sha256,
+        )
+        self.show()
+
+    def failed(self, reason: str) -> None:
+        """It is over; watchers are told and their streams end."""
+        self.phase, self.error = "failed", reason
+        self.show()
+
+    def message(self) -> pb.RankState:
+        """As the protocol says it."""
+        message = write_state(self.state)
+        message.phase, message.progress, message.error = self.phase, self.progress, self.error
+        if self._report is not None:
+            message.report.CopyFrom(self._report)
+        return message
+
+    async def messages(self) -> AsyncIterator[pb.RankState]:
+        """The state now, and after each change; the newest only, if somebody is slow. Ends with a failure."""
+        while True:
+            changed = self._changed
+            yield self.message()
+            if self.phase == "failed":
+                return
+            await changed.wait()
+
+
+class TrainRankService(train_pb2_grpc.TrainRankServicer):
+    """The servicer. `begin` takes work to the training thread and returns at once."""
+
+    def __init__(self, board: RankBoard, begin: Callable[[Work], None]) -> None:
+        self._board = board
+        self._begin = begin
+
+    async def Feed(self, request_iterator: AsyncIterator[pb.FeedChunk], context: CONTEXT) -> pb.FeedReply:
+        """Samples of one token."""
+        header: pb.FeedHeader | None = None
+        data = bytearray()
+        async for chunk in request_iterator:
+            if header is None:
+                header = await self._header(chunk, context)
+            if len(chunk.data) > CHUNK_BYTES or len(data) + len(chunk.data) > header.total_bytes:
+                await _invalid(context, f"a chunk of {len(chunk.data)} bytes, at most {CHUNK_BYTES} and as announced")
+            data += chunk.data
+        if header is None:
+            await _invalid(context, "a feed without a chunk")
+        try:
+            groups = await asyncio.to_thread(read_payload, header, bytes(data))
+        except FeedDamaged as error:
+            await context.abort(grpc.StatusCode.DATA_LOSS, str(error))
+        answer = feed_state.feed(self._board.state, read_world(header.world), read_token(header.token), groups)
+        if isinstance(answer, Refused):
+            await _refused(context, answer)
+        if answer.state != self._board.state:
+            self._board.state = answer.state
+            self._board.show()
+        return pb.FeedReply(held=write_held(self._board.state.held))
+
+    async def Apply(self, request: pb.ApplyRequest, context: CONTEXT) -> pb.ApplyReply:
+        """Train on a sealed step."""
+        name, token = read_world(request.world), read_token(request.token)
+        refused = feed_state.admit(self._board.state, name, token)
+        if refused is not None:
+            await _refused(context, refused)
+        try:
+            seal = Seal.decode(request.seal, "the seal in Apply")
+        except UnreadableRecord as error:
+            await _invalid(context, str(error))
+        answer = feed_state.apply(self._board.state, name, token, seal)
+        match answer:
+            case Refused():
+                await _refused(context, answer)
+            case Begin(state, work):
+                self._board.state = state
+                self._board.show()
+                self._begin(work)
+            case Already():
+                pass
+        return pb.ApplyReply()
+
+    async def Watch(self, request: pb.WatchRequest, context: CONTEXT) -> AsyncIterator[pb.RankState]:
+        """The rank's state, as it changes."""
+        await self._admit(read_world(request.world), context)
+        async for message in self._board.messages():
+            yield message
+
+    async def _header(self, chunk: pb.FeedChunk, context: CONTEXT) -> pb.FeedHeader:
+        """Of the first chunk. Strangers are refused before they have sent everything."""
+        if not chunk.HasField("header"):
+            await _invalid(context, "the first chunk has no header")
+        await self._admit(read_world(chunk.header.world), context)
+        if chunk.header.total_bytes > LARGEST_PAYLOAD:
+            await _invalid(
+                context, f"{chunk.header.total_bytes} bytes at once; at most {LARGEST_PAYLOAD}, feed in parts"
+            )
+        return chunk.header
+
+    async def _admit(self, name: WorldName, context: CONTEXT) -> None:
+        refused = feed_state.admit(self._board.state, name)
+        if refused is not None:
+            await _refused(context, refused)
+
+
+def content_sha256(seal: Seal) -> bytes:
+    """Names what a step trains on: SHA-256 over the seal's group digests, sorted, each followed by a newline."""
+    h = hashlib.sha256()
+    for digest in sorted(group.digest for group in seal.groups):
+        h.update(f"{digest}\n".encode())
+    return h.digest()
+
+
+async def _refused(context: CONTEXT, refused: Refused) -> NoReturn:
+    await context.abort(grpc.StatusCode.FAILED_PRECONDITION, refused.reason)
+    raise AssertionError("abort raises")
+
+
+async def _invalid(context: CONTEXT, what: str) -> NoReturn:
+    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, what)
+    raise AssertionError("abort raises")

@@ -1,0 +1,192 @@
+"""The train rank's process: the control line, the server, the training thread, and how it ends.
+
+One thread does all of torch's work, one step after the other; the main thread serves. What fails while loading or
+training ends the process: it tells its supervisor and whoever watches in one sentence, and leaves with 1. Stopped
+without work at hand it says farewell to its group first; amid work there is nobody to say it to.
+
+The end is `os._exit` either way: gloo's threads can abort the interpreter on its way out, after all is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+
+from gcore.api.v1 import train_pb2_grpc
+from gcore.clock import Clock
+from gcore.errors import GcoreError
+from gcore.train.feed_state import FeedState, Work, WorldName
+from gcore.train.launch import RankLaunch
+from gcore.train.loading import Loaded, Meet, load
+from gcore.train.report import StepResult
+from gcore.train.service import RankBoard, TrainRankService, content_sha256
+from gcore.worker.child import Control
+
+log = logging.getLogger("gcore.train")
+
+SHOW_S = 0.5
+"""Progress within a phase is shown so often at most: it is worth nothing beyond "it lives"."""
+FAREWELL_S = 2.0
+"""So long may the farewell take, to watchers or to the group."""
+MESSAGE_BYTES = 8 << 20
+"""An Apply carries a whole seal, which the store bounds at 1.5 MiB; a chunk is at most 1 MiB."""
+
+
+class Orders:
+    """What the supervisor says, sorted: where rank 0 is, and that it is time to stop."""
+
+    def __init__(self, control: Control, stop: Callable[[], None]) -> None:
+        self._control = control
+        self._stop = stop
+        self._rendezvous: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._listen, name="orders", daemon=True).start()
+
+    def rendezvous(self) -> str:
+        """Block until it is known where rank 0 listens."""
+        return self._rendezvous.get()
+
+    def _listen(self) -> None:
+        while True:
+            message: dict[str, Any] = self._control.commands.get()
+            if message.get("command") == "rendezvous":
+                self._rendezvous.put(str(message["address"]))
+            elif message.get("command") == "stop":
+                self._stop()
+
+
+class Pulse:
+    """Progress, told to the supervisor and shown to watchers: every phase, and now and then within one. Any thread."""
+
+    def __init__(self, control: Control, clock: Clock, show: Callable[[str, int], None]) -> None:
+        self._control = control
+        self._clock = clock
+        self._show = show
+        self._phase = ""
+        self._progress = 0
+        self._shown = 0.0
+
+    def tell(self, phase: str) -> None:
+        """There is progress, in `phase`. From one thread at a time."""
+        self._progress += 1
+        now = self._clock.monotonic()
+        if phase == self._phase and now - self._shown < SHOW_S:
+            return
+        self._phase, self._shown = phase, now
+        self._control.send("progress", phase=phase, progress=self._progress)
+        self._show(phase, self._progress)
+
+
+class RankProcess:
+    """One rank's life, in the event loop."""
+
+    def __init__(self, launch: RankLaunch, control: Control, clock: Clock) -> None:
+        self._launch = launch
+        self._control = control
+        self._loop = asyncio.get_running_loop()
+        self._clock = clock
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="torch")
+        self._end: asyncio.Future[int] = self._loop.create_future()
+        name = WorldName(launch.job_uid, launch.world, launch.lineage)
+        self._board = RankBoard(FeedState(name, launch.rank, launch.world_size, launch.start.step))
+        self._pulse = Pulse(control, clock, self._note_soon)
+        self._orders = Orders(control, self._stop_soon)
+        self._server = grpc.aio.server(options=[("grpc.max_receive_message_length", MESSAGE_BYTES)])
+        self._loaded: Loaded | None = None
+        self._busy = asyncio.create_task(self._load())
+        self._busy.add_done_callback(self._finished)
+
+    async def run(self) -> int:
+        """Until it is stopped or fails. Returns the exit code."""
+        code = await self._end
+        if code == 0 and self._loaded is not None and self._busy.done():
+            leaving = self._loop.run_in_executor(self._thread, self._loaded.leave)
+            await asyncio.wait({leaving}, timeout=FAREWELL_S)
+        await self._server.stop(None)
+        return code
+
+    async def _load(self) -> None:
+        meet = Meet(lambda address: self._control.send("store", address=address), self._orders.rendezvous)
+        self._loaded = await self._loop.run_in_executor(
+            self._thread, load, self._launch, meet, self._clock, self._pulse.tell
+        )
+        train_pb2_grpc.add_TrainRankServicer_to_server(TrainRankService(self._board, self._begin), self._server)
+        port = self._server.add_insecure_port(f"{self._launch.host}:0")
+        await self._server.start()
+        log.info("rank %d of %s serves", self._launch.rank, self._board.state.name)
+        self._control.send("serving", address=f"{self._launch.host}:{port}")
+        self._pulse.tell("waiting")
+
+    def _begin(self, work: Work) -> None:
+        self._busy = asyncio.create_task(self._apply(work))
+        self._busy.add_done_callback(self._finished)
+
+    async def _apply(self, work: Work) -> None:
+        assert self._loaded is not None
+        result: StepResult = await self._loop.run_in_executor(self._thread, self._loaded.run, work, self._pulse.tell)
+        self._pulse.tell("waiting")
+        self._board.reported(result, content_sha256(work.seal))
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        """Of loading or a step. A failure is the process's."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not self._end.done():
+            log.error("rank %d fails in phase %s", self._launch.rank, self._board.phase, exc_info=error)
+            self._board.failed(reason_of(error, self._board.phase))
+            self._busy = asyncio.create_task(self._fail())
+
+    async def _fail(self) -> None:
+        self._control.send("failed", reason=self._board.error)
+        await self._server.stop(FAREWELL_S)  # returns when the watchers have heard it
+        if not self._end.done():
+            self._end.set_result(1)
+
+    def _stop_soon(self) -> None:
+        self._loop.call_soon_threadsafe(self._stop)
+
+    def _stop(self) -> None:
+        if not self._end.done():
+            self._end.set_result(0)
+
+    def _note_soon(self, phase: str, progress: int) -> None:
+        self._loop.call_soon_threadsafe(self._note, phase, progress)
+
+    def _note(self, phase: str, progress: int) -> None:
+        self._board.phase, self._board.progress = phase, progress
+        self._board.show()
+
+
+def reason_of(error: BaseException, phase: str) -> str:
+    """A failure as one sentence."""
+    if isinstance(error, GcoreError):
+        return str(error)
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__} in phase {phase}" + (f": {lines[0]}" if lines else "")
+
+
+def main(clock: Clock) -> None:
+    """Run the rank whose launch document comes over the control line; does not return."""
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True
+    )
+    control = Control.inherit()
+    if control is None:
+        sys.exit("gcore.train is started by gcore-worker, with a launch document; to train, use gcore run")
+    launch = RankLaunch.model_validate(control.launch)
+
+    async def live() -> int:
+        return await RankProcess(launch, control, clock).run()
+
+    code = asyncio.run(live())
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

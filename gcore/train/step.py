@@ -1,0 +1,280 @@
+"""One sealed step on one rank: from rewards and tokens to new weights and a report.
+
+In this order (each phase on all ranks before the next, because advantages need all of a group):
+
+1. all ranks show what they are about to apply, and go on only if it is the same;
+2. log-probabilities of the reference (the job's model as it was), where the KL to it has a weight;
+3. old log-probabilities, where π_old is recomputed: before the first update, in the same micro-batches. The first
+   mini-batch is left out where nothing else needs it: its first update computes the very same numbers;
+4. the KL inside the reward, then advantages, from the outcomes of the whole step, in float64, the same on every rank;
+5. epochs × mini-batches of updates, each divided by its own global count;
+6. weights for engines, a checkpoint if one is due, this rank's receipt; then the report, the same on every rank.
+
+An exception anywhere leaves the step half applied and the process unusable; the caller ends it. Does not know gRPC.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gcore.clock import Clock
+from gcore.ledger.balance import SampleSlot
+from gcore.train.algorithms.advantages import group_advantages
+from gcore.train.algorithms.kl import kl_estimate
+from gcore.train.algorithms.schedule import learning_rate
+from gcore.train.batch import LogitsOf, MicroBatch, make_batch, score
+from gcore.train.collective import Collective
+from gcore.train.feed_state import Work
+from gcore.train.launch import RankLaunch
+from gcore.train.loss import Losses, Targets
+from gcore.train.packing import MiniBatchPlan, plan_step
+from gcore.train.policy import Policy
+from gcore.train.receipts import ReceiptBook
+from gcore.train.report import PhaseTimer, StepResult
+from gcore.train.saving import Saved, Saver
+from gcore.train.tally import Tally
+from gcore.types import Version
+
+Tell = Callable[[str], None]
+"""Told the phase whenever there is progress."""
+DIGEST_BYTES = 32
+
+
+class Place(NamedTuple):
+    """A micro-batch of the step."""
+
+    mini_batch: int
+    micro_batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Optimizer updates so far in the job, and those of them that were left out."""
+
+    updates: int
+    skipped: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """A step cut into tensors. `batches[m][k]`: micro-batch k of mini-batch m."""
+
+    work: Work
+    plans: tuple[MiniBatchPlan, ...]
+    batches: tuple[tuple[MicroBatch, ...], ...]
+
+    def places(self) -> Iterator[Place]:
+        """All micro-batches, in order."""
+        for number, batches in enumerate(self.batches):
+            for k in range(len(batches)):
+                yield Place(number, k)
+
+    def at(self, place: Place) -> MicroBatch:
+        """The micro-batch there."""
+        return self.batches[place.mini_batch][place.micro_batch]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Known:
+    """What is known before the updates. `old` may lack the first mini-batch; it is filled in on the way."""
+
+    advantages: dict[SampleSlot, float]
+    old: dict[Place, Tensor]
+    reference: dict[Place, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A micro-batch's part of its update. `untouched`: no update of the step was made yet."""
+
+    divisor: float
+    last: bool
+    untouched: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    weights_file: str
+    checkpoint: Saved
+
+
+class StepTrainer:
+    """Applies steps, one after the other. Everything runs in the thread that calls `run`."""
+
+    def __init__(
+        self,
+        launch: RankLaunch,
+        collective: Collective,
+        policy: Policy,
+        reference: LogitsOf | None,
+        saver: Saver,
+        clock: Clock,
+        progress: Progress,
+    ) -> None:
+        self._launch = launch
+        self._train = launch.spec.train
+        self._temperature = launch.spec.rollout.temperature
+        self._collective = collective
+        self._policy = policy
+        self._reference = reference
+        self._saver = saver
+        self._clock = clock
+        self._losses = Losses.of(launch.spec)
+        self._receipts = ReceiptBook(launch.run_path, launch.world, launch.rank)
+        self.progress = progress
+
+    def run(self, work: Work, tell: Tell) -> StepResult:
+        """Train on a step. Raises WorldDiverged, DiskFull, and whatever torch raises."""
+        self._agree(work)
+        step = self._cut(work)
+        timer, tally = PhaseTimer(self._clock), Tally()
+        with timer.phase("reference"):
+            reference = self._reference_pass(step, tell)
+        with timer.phase("old_logprobs"):
+            old = self._old_pass(step, tally, tell)
+        advantages = self._advantages(step, old, reference, tally)
+        with timer.phase("update"):
+            self._updates(step, Known(advantages, old, reference), tally, tell)
+        metrics = tally.metrics(self._collective.sum)
+        with timer.phase("saving"):
+            tell("saving")
+            saved = self._save(work.seal.token.step)
+            self._receipts.write(work, metrics.get("loss"))
+        digest = self._shared_digest(saved.checkpoint.sha256)
+        seconds = self._collective.max(list(timer.seconds.values()))  # also waits for rank 0 to have saved
+        metrics |= {f"{name}_seconds": value for name, value in zip(timer.seconds, seconds, strict=True)}
+        return StepResult(metrics, saved.weights_file, saved.checkpoint.file, digest)
+
+    def _agree(self, work: Work) -> None:
+        seal = int.from_bytes(hashlib.sha256(work.seal.encode()).digest()[:7], "big")
+        self._collective.agree(
+            "what they apply (lineage, step, attempt, seal, updates, skipped)",
+            (*work.seal.token, seal, self.progress.updates, self.progress.skipped),
+        )
+
+    def _cut(self, work: Work) -> Step:
+        plans = plan_step(work.seal, work.layout, work.rank, self._train.micro_batch_tokens)
+        device = self._collective.device
+        batches = tuple(tuple(make_batch(work, slots, device) for slots in plan.micro_batches) for plan in plans)
+        return Step(work, plans, batches)
+
+    @torch.no_grad()
+    def _reference_pass(self, step: Step, tell: Tell) -> dict[Place, Tensor]:
+        return self._score(self._reference, step, step.places(), "reference", tell) if self._reference else {}
+
+    @torch.no_grad()
+    def _old_pass(self, step: Step, tally: Tally, tell: Tell) -> dict[Place, Tensor]:
+        """The policy's log-probabilities before the first update, where they must be known by then."""
+        train = self._train
+        everywhere = train.kl_coef > 0 and train.kl_in == "reward" and train.old_logprobs != "engine"
+        if not everywhere and train.old_logprobs != "recompute":
+            return {}
+        places = [place for place in step.places() if everywhere or place.mini_batch > 0]
+        found = self._score(self._policy.logits_of, step, places, "old_logprobs", tell)
+        for place, logp in found.items():
+            tally.mismatch(logp, step.at(place))
+        return found
+
+    def _score(
+        self, logits_of: LogitsOf, step: Step, places: Iterable[Place], phase: str, tell: Tell
+    ) -> dict[Place, Tensor]:
+        found = {}
+        for place in places:
+            tell(phase)
+            found[place] = score(logits_of, step.at(place), self._temperature).logp
+        return found
+
+    def _advantages(
+        self, step: Step, old: dict[Place, Tensor], reference: dict[Place, Tensor], tally: Tally
+    ) -> dict[SampleSlot, float]:
+        """Of every sample of the step, from everybody's outcomes."""
+        every = [
+            SampleSlot(g, s) for g, group in enumerate(step.work.seal.groups) for s in range(len(group.response_tokens))
+        ]
+        outcomes = dict.fromkeys(every, 0.0)
+        for place in step.places():
+            batch = step.at(place)
+            penalties = [0.0] * len(batch.slots)
+            if reference and self._train.kl_in == "reward":
+                policy = batch.rollout_logp if self._train.old_logprobs == "engine" else old[place]
+                k1 = torch.where(batch.mask, kl_estimate(policy, reference[place], "k1"), 0.0)
+                penalties = (self._train.kl_coef * k1.double().sum(dim=1)).tolist()
+            for slot, penalty in zip(batch.slots, penalties, strict=False):  # a dummy has a row and no slot
+                group = step.work.groups[step.work.seal.groups[slot.group].digest]
+                reward = group.samples[slot.sample].reward
+                tally.sample(reward, len(group.samples[slot.sample].token_ids))
+                outcomes[slot] = reward - penalty
+        gathered = self._collective.sum(list(outcomes.values()))  # one rank knows each, the others bring 0
+        values = group_advantages(
+            torch.tensor(gathered, dtype=torch.float64),
+            torch.tensor([slot.group for slot in every], dtype=torch.int64),
+            self._train.advantage,
+        )
+        return dict(zip(every, values.tolist(), strict=True))
+
+    def _updates(self, step: Step, known: Known, tally: Tally, tell: Tell) -> None:
+        for epoch in range(self._train.epochs):
+            for number, plan in enumerate(step.plans):
+                if not plan.tokens:
+                    continue  # only empty responses: there is nothing to learn, and every rank sees that in the seal
+                divisor = self._losses.denominator(plan)
+                for k in range(len(plan.micro_batches)):
+                    tell("update")
+                    place = Place(number, k)
+                    untouched = epoch == 0 and number == 0  # the policy is still the one the step began with
+                    self._backward(
+                        step.at(place), place, known, tally, _Part(divisor, k + 1 == len(plan.micro_batches), untouched)
+                    )
+                self._update(tally)
+
+    def _backward(self, batch: MicroBatch, place: Place, known: Known, tally: Tally, part: _Part) -> None:
+        scores = score(self._policy.logits_of, batch, self._temperature)
+        own = scores.logp.detach()
+        if part.untouched and place not in known.old:
+            tally.mismatch(own, batch)
+        match self._train.old_logprobs:
+            case "recompute":
+                old = known.old.setdefault(place, own)
+            case "current":
+                old = own
+            case "engine":
+                old = batch.rollout_logp
+        targets = Targets(batch, self._advantages_of(batch, known), old, known.reference.get(place))
+        loss = self._losses.sum(scores.logp, targets) / part.divisor
+        self._policy.backward(loss, last=part.last)
+        tally.trained(float(loss.detach()), scores, targets, self._losses)
+
+    def _advantages_of(self, batch: MicroBatch, known: Known) -> Tensor:
+        rows = [known.advantages[slot] for slot in batch.slots] or [0.0]  # a dummy has one row and no slot
+        return torch.tensor(rows, dtype=torch.float32, device=self._collective.device).unsqueeze(1)
+
+    def _update(self, tally: Tally) -> None:
+        rate = learning_rate(
+            self.progress.updates,
+            peak=self._train.learning_rate,
+            warmup_updates=self._train.warmup_updates,
+            schedule=self._train.schedule,
+            total_updates=self._launch.total_updates,
+        )
+        result = self._policy.update(rate)
+        self.progress = Progress(self.progress.updates + 1, self.progress.skipped + (not result.applied))
+        tally.updated(result, rate)
+
+    def _save(self, step: int) -> _Written:
+        version = Version(self._launch.lineage, step)
+        weights = self._saver.stage(version)
+        if step not in self._launch.spec.checkpoint_due:
+            return _Written(weights, Saved("", ""))
+        return _Written(weights, self._saver.checkpoint(version, self.progress.updates, self.progress.skipped))
+
+    def _shared_digest(self, sha256: str) -> str:
+        """The digest that rank 0 knows, on every rank; empty if it knows none."""
+        mine = bytes.fromhex(sha256)
+        brought = self._collective.sum([float(byte) for byte in mine] or [0.0] * DIGEST_BYTES)
+        return bytes(int(value) for value in brought).hex() if any(brought) else ""

@@ -1,0 +1,80 @@
+"""Folders that are there whole or not at all.
+
+A folder is filled under a hidden name beside its target and renamed when everything is in it. A crash at any moment
+leaves what was there before, plus at most a hidden remainder, which `sweep` removes. With `durable`, all bytes are on
+the disk before the name is, so that this holds for a machine that loses power too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from gcore.errors import GcoreError
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+class DiskFull(GcoreError):
+    """There was no room for what had to be written; nothing half-written was left."""
+
+
+@contextlib.contextmanager
+def whole_folder(target: Path, *, owner: str, durable: bool) -> Iterator[Path]:
+    """Yields a new folder to fill; it becomes `target` at the end of the block, in place of one that was there.
+
+    `owner` keeps two writers' unfinished folders apart. If the block raises, what was written is removed. Raises DiskFull
+    where the disk was.
+    """
+    temporary = target.parent / f".{target.name}.{owner}.tmp"
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        yield temporary
+        if durable:
+            for path in temporary.iterdir():
+                sync(path)
+            sync(temporary)
+        _take_name(temporary, target)
+        if durable:
+            sync(target.parent)
+    except BaseException as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno in _FULL:
+            raise DiskFull(
+                f"no room to write it ({error.strerror})", where=str(target), fix="Free some space on this disk"
+            ) from error
+        raise
+
+
+def sync(path: Path) -> None:
+    """Block until a file or folder is on the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def sweep(parent: Path) -> None:
+    """Remove the hidden remainders of writers that died, in `parent`. Only for whoever now is the only writer there."""
+    for path in parent.glob(".*.tmp"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _take_name(temporary: Path, target: Path) -> None:
+    try:
+        temporary.rename(target)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        # A folder cannot be replaced in one move. Between the two there is no target, which readers take for "not yet".
+        aside = temporary.with_name(temporary.name.removesuffix(".tmp") + ".old.tmp")
+        shutil.rmtree(aside, ignore_errors=True)
+        target.rename(aside)
+        temporary.rename(target)
+        shutil.rmtree(aside, ignore_errors=True)

@@ -1,0 +1,169 @@
+"""What lies where in a run's folder, and whether a checkpoint is whole.
+
+    weights/{lineage}-{step}/        a model as engines load it: config, tokenizer, model.safetensors
+    checkpoints/{lineage}-{step}/    the same with float32 weights, and beside them what the optimizer needs:
+                                     exp_avg.safetensors, exp_avg_sq.safetensors, manifest.json
+    receipts/{world}-{rank}.jsonl    what a rank trained on, one line a token
+
+A folder of that name is whole, because it got its name last (`gcore.weights.atomic`). A checkpoint also carries a
+manifest with every file's size and SHA-256, so that what was damaged later is found before a job is rolled back to it.
+
+Does not write weights (`gcore.train.saving`), and does not decide which checkpoints are kept (controllers).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from pathlib import Path
+
+from gcore.errors import DataError, GcoreError, UsageError
+from gcore.ledger.records import Part, Record, UnreadableRecord
+from gcore.types import Version
+from gcore.weights.atomic import whole_folder
+
+MODEL_FILE = "model.safetensors"
+EXP_AVG_FILE = "exp_avg.safetensors"
+EXP_AVG_SQ_FILE = "exp_avg_sq.safetensors"
+MANIFEST_FILE = "manifest.json"
+TRAINING_FILES = frozenset({EXP_AVG_FILE, EXP_AVG_SQ_FILE, MANIFEST_FILE})
+"""What a checkpoint has beyond a model."""
+WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5")
+READ_BYTES = 1 << 20
+
+
+class CheckpointDamaged(GcoreError):
+    """A checkpoint is not what its manifest says; `where` names the file."""
+
+
+class FileEntry(Part):
+    """A file of a checkpoint: its size in bytes and its SHA-256 as 64 hex digits."""
+
+    size: int
+    sha256: str
+
+
+class Manifest(Record):
+    """`manifest.json` of a checkpoint: where it comes from, and every other file of the folder.
+
+    `updates` counts the optimizer updates up to here, `skipped` those of them that were left out because their gradient
+    was not finite: the learning rate follows the first, Adam's own count the difference.
+    """
+
+    job_uid: str
+    world: str
+    lineage: int
+    step: int
+    updates: int
+    skipped: int = 0
+    files: dict[str, FileEntry]
+
+    @property
+    def version(self) -> Version:
+        """The policy version whose weights these are."""
+        return Version(self.lineage, self.step)
+
+
+def weights_folder(run_dir: Path, version: Version) -> Path:
+    """Where the weights of `version` lie for engines."""
+    return run_dir / "weights" / f"{version.lineage}-{version.step}"
+
+
+def checkpoint_folder(run_dir: Path, version: Version) -> Path:
+    """Where the checkpoint made at `version` lies."""
+    return run_dir / "checkpoints" / f"{version.lineage}-{version.step}"
+
+
+def receipts_file(run_dir: Path, world: str, rank: int) -> Path:
+    """Where a rank leaves its receipts."""
+    return run_dir / "receipts" / f"{world}-{rank}.jsonl"
+
+
+def companions(model: Path) -> tuple[Path, ...]:
+    """What belongs to a model besides its weights: config, tokenizer, templates. Sorted.
+
+    Raises DataError if the folder has no config.json.
+    """
+    if not (model / "config.json").is_file():
+        raise DataError("no model here: there is no config.json", where=str(model))
+    return tuple(
+        sorted(
+            path
+            for path in model.iterdir()
+            if path.is_file()
+            and not path.name.startswith(".")
+            and not path.name.endswith(WEIGHT_SUFFIXES)
+            and path.name not in TRAINING_FILES
+        )
+    )
+
+
+def file_entry(path: Path) -> FileEntry:
+    """Size and digest of a file, by reading it. Raises OSError."""
+    digest, size = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while block := file.read(READ_BYTES):
+            digest.update(block)
+            size += len(block)
+    return FileEntry(size=size, sha256=digest.hexdigest())
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint, without looking at its files. Raises CheckpointDamaged."""
+    path = folder / MANIFEST_FILE
+    try:
+        return Manifest.decode(path.read_bytes(), str(path))
+    except OSError as error:
+        raise CheckpointDamaged(f"no manifest can be read ({error.strerror or error})", where=str(path)) from error
+    except UnreadableRecord as error:
+        raise CheckpointDamaged(error.what, where=str(path)) from error
+
+
+def verify_checkpoint(folder: Path) -> Manifest:
+    """Read every byte of a checkpoint and compare it with its manifest. Raises CheckpointDamaged naming the file."""
+    manifest = read_manifest(folder)
+    for needed in (MODEL_FILE, EXP_AVG_FILE, EXP_AVG_SQ_FILE, "config.json"):
+        if needed not in manifest.files:
+            raise CheckpointDamaged(f"the manifest does not name {needed}", where=str(folder / MANIFEST_FILE))
+    for name, expected in sorted(manifest.files.items()):
+        path = folder / name
+        try:
+            size = path.stat().st_size
+            if size != expected.size:
+                raise CheckpointDamaged(f"the file has {size} bytes, not {expected.size}", where=str(path))
+            if file_entry(path).sha256 != expected.sha256:
+                raise CheckpointDamaged("the file's content is not what was saved", where=str(path))
+        except OSError as error:
+            raise CheckpointDamaged(f"the file cannot be read ({error.strerror or error})", where=str(path)) from error
+    return manifest
+
+
+def manifest_digest(folder: Path) -> str:
+    """Names a checkpoint with all its files: SHA-256 of its manifest, 64 hex digits. Raises CheckpointDamaged."""
+    path = folder / MANIFEST_FILE
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise CheckpointDamaged(f"no manifest can be read ({error.strerror or error})", where=str(path)) from error
+
+
+def copy_model(folder: Path, to: Path) -> None:
+    """Copy the model out of a checkpoint or a folder of weights, without the optimizer's part; all or nothing.
+
+    A checkpoint is verified first. Raises UsageError if `to` exists and is not an empty folder, CheckpointDamaged, and
+    DataError if there is no model.
+    """
+    if to.exists() and not (to.is_dir() and not any(to.iterdir())):
+        raise UsageError(
+            "the target is there already and is not an empty folder", where=str(to), fix="Name a folder that is new"
+        )
+    if (folder / MANIFEST_FILE).exists():
+        verify_checkpoint(folder)
+    sources = [*companions(folder), *sorted(folder.glob("*.safetensors*"))]
+    sources = [path for path in sources if path.name not in TRAINING_FILES]
+    if not any(path.suffix == ".safetensors" for path in sources):
+        raise DataError("no weights here: there is no .safetensors file", where=str(folder))
+    to.parent.mkdir(parents=True, exist_ok=True)
+    with whole_folder(to, owner="copy", durable=True) as temporary:
+        for source in sources:
+            shutil.copyfile(source, temporary / source.name)
