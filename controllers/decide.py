@@ -79,20 +79,26 @@ def assigning(view: JobView) -> Iterator[Intent]:
 def offering(view: JobView) -> Iterator[Intent]:
     """What this peer holds and has not offered, once its part is complete, or a little later.
 
-    What the offer still names and is terminal or dropped does no harm: whoever seals checks it.
+    An offer that names what is terminal by now does no harm: whoever seals checks it. One that names what this peer has
+    dropped and what could be sealed again (after a rollback it may be fresh once more) must go, or it would be sealed and
+    given up for ever.
     """
+    head = _head(view)
     stored = view.mirror.offers.get(view.me)
-    published_groups = {g.digest for g in stored.record.groups} if stored else set()
-    published_outcomes = {o.ref for o in stored.record.outcomes} if stored else set()
-    groups = view.unsealed
-    if any(g.digest not in published_groups for g in groups) or view.outcomes.keys() - published_outcomes:
+    named = {g.digest: g.ref for g in stored.record.groups} if stored else {}
+    named_outcomes = {o.ref for o in stored.record.outcomes} if stored else set()
+    new = any(g.digest not in named for g in view.unsealed) or bool(view.outcomes.keys() - named_outcomes)
+    held = {group.digest for group in view.holdings.values()}
+    dropped = [ref for digest, ref in named.items() if digest not in held]
+    void = any(not head.cursors.is_terminal(view.rules.shape, ref) for ref in dropped)
+    if new or void:
         # Groups in a seal stay in the offer: if the seal is given up, they are there for the next.
         offer = Offer(
             incarnation=view.me,
             groups=tuple(view.holdings[ref] for ref in sorted(view.holdings)),
             outcomes=tuple(view.outcomes[ref] for ref in sorted(view.outcomes)),
         )
-        yield Intent(PutOffer(offer), "offer", after=COALESCE_S if view.busy else 0.0)
+        yield Intent(PutOffer(offer), "offer", after=0.0 if void or not view.busy else COALESCE_S)
 
 
 def sealing(view: JobView) -> Iterator[Intent]:

@@ -162,6 +162,22 @@ def test_what_is_held_is_offered_and_once_only() -> None:
     assert actions(with_mirror(view, offers={ME: stored(action.offer)})) == []
 
 
+def test_an_offer_of_what_was_dropped_and_may_be_sealed_again_is_taken_back() -> None:
+    ref = next(in_order(RULES, running().mirror.head.record, ()))
+    view = with_mirror(running(), offers={ME: stored(Offer(incarnation=ME, groups=(group(ref),)))})
+    (action,) = actions(view)
+    assert action == PutOffer(Offer(incarnation=ME))
+
+
+def test_an_offer_of_what_is_terminal_is_left_alone() -> None:
+    view = running()
+    head = view.mirror.head.record
+    ref = next(in_order(RULES, head, ()))
+    done = head.model_copy(update={"cursors": head.cursors.union(RULES.shape, [ref])})
+    offers = {ME: stored(Offer(incarnation=ME, groups=(group(ref),)))}
+    assert actions(with_mirror(view, head=stored(done), offers=offers)) == []
+
+
 def test_an_incomplete_offer_waits_for_more() -> None:
     ref = next(in_order(RULES, running().mirror.head.record, ()))
     (intent,) = decide(running(holdings={ref: group(ref)}, busy=True))
