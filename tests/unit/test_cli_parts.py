@@ -1,0 +1,258 @@
+"""The parts of the command line that decide something: slots, addresses, leftovers, the record, the summary, tables."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from controllers.cli import summary as summaries
+from controllers.cli.answers import job_rows, job_tree, ranges, snapshot
+from controllers.cli.finding import find_addresses
+from controllers.cli.leftovers import kind_of
+from controllers.cli.local import deal_slots
+from controllers.cli.record import EventFile
+from controllers.cli.summary import AuditVerdict, find_summary, summarize
+from controllers.cli.view_points import JobSnapshot
+from controllers.cli.view_state import ViewState
+from gcore.api.v1 import jobs_pb2 as pb
+from gcore.config.cluster import ControllerProcess, EtcdProcess, LocalCluster
+from gcore.errors import GcoreError, Unreachable, UsageError
+from gcore.events import JobEvent
+
+HOME = Path("/srv/gcore")
+
+
+@given(st.integers(1, 64), st.integers(1, 64))
+def test_slots_are_dealt_out_completely_and_evenly(slots, controllers):
+    if slots < controllers:
+        with pytest.raises(UsageError, match="cannot be divided"):
+            deal_slots(f"cpu:{slots}", controllers)
+        return
+    shares = deal_slots(f"cpu:{slots}", controllers)
+    assert [slot for share in shares for slot in share] == [f"cpu:{n}" for n in range(slots)]
+    assert len(shares) == controllers
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+@pytest.mark.parametrize("text", ["", "cpu", "cpu:", "cpu:0", "cpu:-1", "cpu:x", "tpu:2", "2", "cpu:²"])
+def test_what_is_no_number_of_slots_is_refused(text):
+    with pytest.raises(UsageError, match="no number of slots"):
+        deal_slots(text, 1)
+
+
+def test_no_controller_at_all_is_refused():
+    with pytest.raises(UsageError, match="0 controllers"):
+        deal_slots("cpu:2", 0)
+
+
+@pytest.mark.parametrize(
+    ("command", "kind"),
+    [
+        pytest.param(
+            ["python", "-m", "controllers.daemon", "--home", "/srv/gcore", "--config", "x"], "controller", id="daemon"
+        ),
+        pytest.param(["/bin/python", "/bin/gcore-controller", "--home=/srv/gcore"], "controller", id="script"),
+        pytest.param(
+            ["python", "-m", "gcore.worker.main", "--home", "/srv/gcore/", "--launch", "x"], "worker", id="worker"
+        ),
+        pytest.param(["/usr/bin/etcd", "--name=gcore", "--data-dir=/srv/gcore/etcd"], "etcd", id="its etcd"),
+        pytest.param(["/usr/bin/etcd", "--data-dir=/srv/gcore2/etcd"], None, id="another etcd"),
+        pytest.param(["python", "-m", "controllers.daemon", "--home", "/srv/gcore2"], None, id="another home's daemon"),
+        pytest.param(["python", "-m", "controllers.daemon"], None, id="a daemon without a home"),
+        pytest.param(
+            ["python", "-m", "controllers.cli.main", "run", "x", "--home", "/srv/gcore"], None, id="gcore run"
+        ),
+        pytest.param(["/bin/gcore", "down", "--home", "/srv/gcore"], None, id="gcore down"),
+        pytest.param(["vi", "/srv/gcore/logs/node-0.log"], None, id="an editor"),
+        pytest.param([], None, id="a kernel thread"),
+    ],
+)
+def test_a_process_belongs_to_the_home_on_its_command_line(command, kind):
+    assert kind_of(command, HOME) == kind
+
+
+def cluster(home: Path) -> LocalCluster:
+    return LocalCluster(
+        home=str(home),
+        etcd=EtcdProcess(
+            pid=1, started=1, endpoint="127.0.0.1:1", data_dir="d", client_port=1, peer_port=2, binary="etcd"
+        ),
+        controllers=tuple(
+            ControllerProcess(
+                name=f"node-{n}", address=f"127.0.0.1:{n}", metrics_address="m", slots=(f"cpu:{n}",), config_file="c",
+                pid=1, started=1,
+            )
+            for n in (7, 8)
+        ),
+    )  # fmt: skip
+
+
+def test_a_cluster_is_found_by_its_home(tmp_path):
+    (tmp_path / "cluster.json").write_text(cluster(tmp_path).model_dump_json())
+    assert LocalCluster.load(tmp_path) == cluster(tmp_path)
+    assert find_addresses(None, tmp_path) == ("127.0.0.1:7", "127.0.0.1:8")
+
+
+def test_addresses_that_are_given_win_over_the_home(tmp_path):
+    assert find_addresses("a:1, b:2", tmp_path) == ("a:1", "b:2")
+
+
+@pytest.mark.parametrize("address", ["", "host", "host:", ":1", "host:0", "host:70000", "host:x", "a:1,"])
+def test_what_is_no_address_is_refused(address, tmp_path):
+    with pytest.raises(UsageError, match="is no address"):
+        find_addresses(address, tmp_path)
+
+
+def test_without_a_cluster_nobody_can_be_asked(tmp_path):
+    with pytest.raises(Unreachable, match="no cluster is up here"):
+        find_addresses(None, tmp_path)
+
+
+def test_a_damaged_cluster_file_says_what_to_do(tmp_path):
+    (tmp_path / "cluster.json").write_text("{}")
+    with pytest.raises(UsageError, match="gcore down"):
+        find_addresses(None, tmp_path)
+
+
+def event(sequence: int) -> JobEvent:
+    return JobEvent(sequence, 1.0, "note", "hello")
+
+
+def test_events_are_written_once_however_often_they_are_followed(tmp_path):
+    for upto in (3, 5):
+        with EventFile(tmp_path) as record:
+            for sequence in range(1, upto + 1):
+                record.append(event(sequence))
+    lines = (tmp_path / "events.jsonl").read_text().splitlines()
+    assert [JobEvent.from_line(line).sequence for line in lines] == [1, 2, 3, 4, 5]
+
+
+@given(cut=st.integers(0, 150))
+def test_a_line_that_a_crash_cut_off_is_written_again(tmp_path_factory, cut):
+    folder = tmp_path_factory.mktemp("run")
+    whole = "".join(event(n).to_line() + "\n" for n in (1, 2, 3))
+    (folder / "events.jsonl").write_text(whole[: min(cut, len(whole))])
+    with EventFile(folder) as record:
+        for sequence in (1, 2, 3):
+            record.append(event(sequence))
+    assert (folder / "events.jsonl").read_text() == whole
+
+
+def test_events_that_cannot_be_written_are_one_sentence(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(GcoreError, match="cannot write the events"):
+        EventFile(tmp_path / "file")
+
+
+def finished_state() -> ViewState:
+    state = ViewState()
+    for one in [
+        JobEvent(1, 1.0, "eval", data={"step": 0, "accuracy": 0.45, "count": 10}),
+        JobEvent(
+            2,
+            2.0,
+            "step",
+            data={"step": 1, "steps": 1, "stats": {"tokens": 50, "seconds": 2}, "groups_by_node": {"node-0": 3}},
+        ),
+        JobEvent(3, 3.0, "eval", data={"step": 1, "accuracy": 0.94, "count": 10}),
+    ]:
+        state = state.apply(one)
+    return state
+
+
+JOB = JobSnapshot("sums", "u1", "SUCCEEDED", step=1, steps=1, run_dir="/r", checkpoint="/r/c", created=5.0, ended=9.0)
+
+
+def test_the_summary_says_what_a_program_asks(tmp_path):
+    verdict = AuditVerdict(groups_by_node=(("node-0", 2), ("node-1", 1)))
+    summary = summarize(finished_state(), JOB, verdict, 12.3456)
+    written = json.loads(summaries.write(summary, tmp_path).read_text())
+    assert {key: written[key] for key in list(written)[:19] if "answers" not in key} == {
+        "job": "sums", "uid": "u1", "state": "SUCCEEDED", "reason": "", "steps": 1, "lineage": 0, "rollbacks": 0,
+        "eval_accuracy_before": 0.45, "eval_accuracy_after": 0.94, "wall_seconds": 12.346, "job_seconds": 4.0,
+        "tokens_per_second": 25.0, "controllers": 2, "groups_by_controller": {"node-0": 2, "node-1": 1},
+        "audit": "clean", "run_dir": "/r", "checkpoint": "/r/c",
+    }  # fmt: skip
+    assert summary.succeeded
+
+
+@pytest.mark.parametrize(
+    ("job", "verdict"),
+    [
+        pytest.param(JobSnapshot("sums", "u1", "FAILED"), AuditVerdict(), id="the job failed"),
+        pytest.param(JOB, AuditVerdict(violations=("0/1/2 was trained twice",)), id="the audit found something"),
+    ],
+)
+def test_a_run_has_not_succeeded_when(job, verdict):
+    assert not summarize(finished_state(), job, verdict, 1.0).succeeded
+
+
+def test_without_an_audit_the_groups_are_those_of_the_events():
+    assert summarize(finished_state(), JOB, AuditVerdict(), 1.0).groups_by_controller == {"node-0": 3}
+
+
+def test_the_table_of_a_run_tells_how_to_go_on():
+    shown = summaries.rows(summarize(finished_state(), JOB, AuditVerdict(), 1.0), again="gcore run x.yaml")
+    assert shown["accuracy"] == "45.0% before, 94.0% after"
+    assert shown["export"] == "gcore export u1 --to DIR"
+    assert shown["run again"] == "gcore run x.yaml"
+
+
+def test_a_finished_run_is_found_by_name_and_uid(tmp_path):
+    for number, uid in enumerate(["u1", "u2"]):
+        folder = tmp_path / f"sums-{uid}"
+        folder.mkdir()
+        (folder / "summary.json").write_text(json.dumps({"job": "sums", "uid": uid, "checkpoint": f"/c/{uid}"}))
+        os.utime(folder / "summary.json", (number, number))
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "summary.json").write_text("{")
+    assert find_summary(tmp_path, "u1") == {"uid": "u1", "checkpoint": "/c/u1"}
+    assert find_summary(tmp_path, "sums") == {"uid": "u2", "checkpoint": "/c/u2"}
+    assert find_summary(tmp_path, "other") is None
+
+
+def test_a_described_job_says_who_has_which_shards_and_what_is_waited_for():
+    job = pb.Job(
+        uid="u1", name="sums", state=pb.JOB_STATE_RUNNING, step=2, steps=9, spec_json='{"data": {"shards": 8}}'
+    )
+    job.shares.add(node="node-0", incarnation="i", shards=[0, 1, 2, 5])
+    job.waiting.add(who="node-0", what="an engine", since=90.0)
+    found = snapshot(job)
+    shown = job_rows(found, 100.0)
+    assert shown["state"] == "RUNNING"
+    assert shown["shards of node-0"] == "4: 0-2, 5"
+    assert shown["waits (1)"] == "node-0: an engine, for 10s"
+    assert found.shard_count == 8
+    assert json.loads(json.dumps(job_tree(found)))["shares"] == {"node-0": [0, 1, 2, 5]}
+
+
+@given(st.sets(st.integers(0, 300)))
+def test_ranges_name_every_number_and_no_other(numbers):
+    shown = ranges(sorted(numbers))
+    named = set()
+    for part in [] if shown == "none" else shown.split(", "):
+        first, _, last = part.partition("-")
+        named |= set(range(int(first), int(last or first) + 1))
+    assert named == numbers
+
+
+def test_the_command_line_never_imports_torch_and_its_help_not_even_grpc():
+    script = (
+        "import sys; sys.argv = ['gcore', '--help']\n"
+        "from controllers.cli.main import app\n"
+        "try: app()\n"
+        "except SystemExit: pass\n"
+        "assert not {'grpc', 'torch', 'transformers', 'numpy', 'httpx'} & set(sys.modules), 'heavy for a help'\n"
+        "import pkgutil, importlib, controllers.cli\n"
+        "for module in pkgutil.iter_modules(controllers.cli.__path__):\n"
+        "    importlib.import_module('controllers.cli.' + module.name)\n"
+        "assert not {'torch', 'transformers', 'deepspeed'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Exit codes" in done.stdout
