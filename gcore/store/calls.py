@@ -124,7 +124,7 @@ class Caller:
             raise _Again(
                 f"the store cannot be reached, tried for {within_s:.1f} s",
                 where=f"etcd at {self.pool}",
-                fix="Check that etcd runs there; nothing was sent",
+                fix="Check that etcd runs there, and that both sides agree on TLS; nothing was sent",
             )
         return connection
 
