@@ -97,9 +97,10 @@ def staffing(view: JobView, launches: Launches, now: float) -> Iterator[StartEng
         if rank.node != view.node or plan.record.world != head.world:
             continue
         claim = view.mirror.claim(head.world, rank.rank)
-        wanted.update({claim.instance} if claim else set())
-        key = rank_key(rank, head.world)
-        if claim is None and key not in launches.pending:
+        # A registration may be heard of before the claim that was written with it.
+        there = {i for i, w in mine.items() if (w.world, w.rank) == (head.world, rank.rank) and is_good(w)}
+        wanted |= {claim.instance} if claim else there
+        if claim is None and not there and rank_key(rank, head.world) not in launches.pending:
             yield StartRank(rank, head.world)
     for instance, worker in mine.items():
         if instance not in wanted and worker.state in ("starting", "serving"):

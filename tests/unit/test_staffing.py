@@ -85,6 +85,10 @@ def test_what_runs_is_adopted() -> None:
     assert kinds(view(RUNNING, {0: "t"})) == []
 
 
+def test_a_rank_whose_registration_is_heard_before_its_claim_is_neither_doubled_nor_stopped() -> None:
+    assert kinds(view(RUNNING, {})) == []
+
+
 def test_what_was_just_started_is_waited_for() -> None:
     pending = {key: Launch("x", ProcessId(1, 1), 99.0) for key in ("rollout cpu:0", "train w 0")}
     assert kinds(view(), Launches(pending)) == []
