@@ -36,7 +36,6 @@ from gcore.ledger.balance import balance
 from gcore.ledger.job import JobPhase
 from gcore.ledger.records import Checkpoint, Head, Offer, Seal, SealState
 from gcore.ledger.stream import AccountNow, SealNow, choose, refuse_seal
-from gcore.types import Version
 
 COALESCE_S = 0.3
 """An offer that is not complete yet waits so long for more, so that a step takes few writes."""
@@ -167,13 +166,14 @@ def training(view: JobView) -> Iterator[Intent]:
 
 
 def checkpointing(view: JobView) -> Iterator[Intent]:
-    """Checkpoints on disk are registered, then old ones forgotten."""
+    """Checkpoints on disk are registered, then old ones are forgotten."""
     head = _head(view)
     assert view.mirror.checkpoints is not None
     known = view.mirror.checkpoints.record.entries
-    registered = {Version(c.lineage, c.step) for c in known}
+    # Only ever a newer one: an older one may have been forgotten already, and its files be gone.
+    newest = max((c.step for c in resumable(head, known)), default=0)
     for version, saved in view.saved.items():
-        if version in registered or not is_ancestor(head, version):
+        if version.step <= newest or not is_ancestor(head, version):
             continue
         for seq, entry in view.mirror.log.items():
             record = entry.record

@@ -15,6 +15,7 @@ from controllers.actions import (
     Publish,
     PutOffer,
     Ready,
+    Register,
     Reseal,
     Rollback,
     SetPhase,
@@ -23,7 +24,7 @@ from controllers.actions import (
 from controllers.assignment import assign_shards
 from controllers.decide import MAX_FRUITLESS_ROLLBACKS, NODE_GRACE_S, decide, kept_checkpoints
 from controllers.turns import TURN_SECONDS, Waits, turn
-from controllers.view import EngineView, JobView, RankView
+from controllers.view import EngineView, JobView, RankView, SavedCheckpoint
 from gcore.config import parse_spec
 from gcore.ledger import chain
 from gcore.ledger.balance import balance
@@ -276,6 +277,19 @@ def test_a_complete_job_succeeds() -> None:
     (action,) = actions(view)
     assert isinstance(action, SetPhase)
     assert action.phase is JobPhase.SUCCEEDED
+
+
+def test_a_saved_checkpoint_is_registered_but_not_one_older_than_what_is_registered() -> None:
+    view = running()
+    head = view.mirror.head.record.model_copy(update={"step": 2, "seq": 2})
+    entry = LogEntry(seq=2, parent=1, kind="train", lineage=0, step=2, world="w", nonce="n", cursors=head.cursors)
+    view = with_mirror(view, head=stored(head), log={2: stored(entry)})
+    view = replace(view, saved={Version(0, 2): SavedCheckpoint(Version(0, 2), "c2", "d")})
+    wanted = Checkpoint(lineage=0, step=2, seq=2, file="c2", digest="d")
+    assert actions(view) == [Register(wanted)]
+    base = Checkpoint(lineage=0, step=0, seq=0, file="")
+    later = Checkpoint(lineage=0, step=2, seq=2, file="other")
+    assert actions(with_mirror(view, checkpoints=stored(Checkpoints(entries=(base, later))))) == []
 
 
 def test_the_base_and_the_newest_checkpoints_are_kept() -> None:
