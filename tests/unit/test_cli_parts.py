@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 from controllers.cli import summary as summaries
 from controllers.cli.answers import job_rows, job_tree, ranges, snapshot
 from controllers.cli.finding import find_addresses
 from controllers.cli.leftovers import kind_of
 from controllers.cli.local import deal_slots
+from controllers.cli.main import app
 from controllers.cli.record import EventFile
 from controllers.cli.summary import AuditVerdict, find_summary, summarize
 from controllers.cli.view_points import JobSnapshot
@@ -256,3 +258,13 @@ def test_the_command_line_never_imports_torch_and_its_help_not_even_grpc():
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "Exit codes" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "verb",
+    ["run", "submit", "list", "describe", "cancel", "audit", "export", "up", "down", "validate", "schema", "prepare"],
+)
+def test_every_verb_explains_itself_with_an_example(verb):
+    done = CliRunner().invoke(app, [verb, "--help"])
+    assert done.exit_code == 0
+    assert f"gcore {verb}" in done.stdout.partition("Example")[2]
