@@ -1,179 +1,231 @@
-"""A client of one engine: SGLang's native HTTP routes, so that it speaks to SGLang and to the torch engine alike.
+"""The client of an engine, SGLang's or the torch engine: tokens in, samples out.
 
-One group is one request: a batch of the same prompt, one seed and one request id a sample. Answers that are large are
-parsed off the event loop. It routes nothing and repeats nothing: whoever calls decides where a request goes next.
+One HTTP request a group: the prompt's token ids once per sample, each with its own seed and its own rid, so that what a
+sample draws depends on its seed alone and can be aborted alone. Only routes and fields of SGLang's native API are used.
+
+An engine that does not answer (no connection, time-out, a server error) raises `EngineUnreachable`: the request may go to
+another. One that refuses raises `EngineError` with the engine's own sentence. Nothing is retried here, and nothing is
+known of which engine to use. Imports no torch.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import httpx
-import numpy as np
 
 from gcore.errors import EngineError, EngineUnreachable
 from gcore.types import FinishReason, Sample, Version, VersionSpan
 
-LARGE_BYTES = 1 << 18
-CONTROL_TIMEOUT_S = 60.0
-_LIMITS = httpx.Limits(max_connections=2048, max_keepalive_connections=256)
+BIG_ANSWER_BYTES = 256 * 1024
+"""An answer from this size on is parsed off the event loop."""
+CONNECT_S = 5.0
+MOST_GENERATING = 512
+"""Requests for samples that one client has open at a time; further ones wait for their turn."""
+
+PauseMode = Literal["abort", "retract", "in_place"]
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How responses are drawn. `temperature` 0 is greedy."""
+    """How responses are drawn. `temperature` 0 is greedy; `top_k` None keeps the whole vocabulary."""
 
     temperature: float
+    top_p: float
+    top_k: int | None
     max_new_tokens: int
-    top_p: float = 1.0
-    top_k: int | None = None
     stop: tuple[str, ...] = ()
-
-    def body(self, seed: int) -> dict[str, Any]:
-        """SGLang's sampling parameters for one sample."""
-        body: dict[str, Any] = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "max_new_tokens": self.max_new_tokens,
-            "sampling_seed": seed,
-        }
-        if self.top_k is not None:
-            body["top_k"] = self.top_k
-        if self.stop:
-            body["stop"] = list(self.stop)
-        return body
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine says of itself; `version` None: weights that no commit made."""
+    """What an engine says of itself. `running` and `waiting` are sequences; None where it keeps no metrics."""
 
-    version: Version | None
+    version: Version
+    running: int | None
+    waiting: int | None
 
 
 class EngineClient:
-    """One engine at `base_url`."""
+    """One engine. `base_url` is "http://host:port"; `timeout_s` is the longest wait for any answer."""
 
-    def __init__(self, base_url: str, *, timeout_s: float) -> None:
-        self.base_url = base_url
-        # trust_env: an engine is never behind the user's web proxy.
-        self._http = httpx.AsyncClient(base_url=base_url, timeout=timeout_s, limits=_LIMITS, trust_env=False)
+    def __init__(self, base_url: str, *, timeout_s: float, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        self._where = base_url
+        self._http = httpx.AsyncClient(
+            base_url=base_url,
+            transport=transport,
+            # Waiting for a connection is not the engine's fault: turns are taken before, and never run out.
+            timeout=httpx.Timeout(timeout_s, connect=min(CONNECT_S, timeout_s), pool=None),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=30.0),
+            trust_env=False,
+        )
+        # Aborts and pauses do not queue behind what they are meant to end: only samples take turns.
+        self._turns = asyncio.Semaphore(MOST_GENERATING)
 
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, *, seeds: Sequence[int], rid: str
     ) -> tuple[Sample, ...]:
-        """One sample a seed. Log-probabilities are those of the engine, as float32. Raises EngineError."""
+        """One sample a seed, in order. Sample `i` is called f"{rid}-{i}" there. Raises EngineError, EngineUnreachable.
+
+        An aborted sample comes back with the tokens it has and finish reason "abort". Log-probabilities are float32
+        values, as floats.
+        """
+        if not seeds:
+            return ()
+        prompt = list(prompt_ids)
         body = {
-            "input_ids": [list(prompt_ids)] * len(seeds),
-            "sampling_params": [params.body(seed) for seed in seeds],
+            "input_ids": [prompt] * len(seeds),
+            "sampling_params": [_sampling_params(params, seed) for seed in seeds],
             "rid": _rids(rid, len(seeds)),
             "return_logprob": True,
             "logprob_start_len": -1,
+            "stream": False,
         }
-        answers = await self._post("/generate", body)
+        async with self._turns:
+            response = await self._call("POST", "/generate", body)
+        answers = await self._parsed(response)
         if not isinstance(answers, list) or len(answers) != len(seeds):
-            raise EngineError(
-                f"{len(seeds)} samples were asked for, and the answer is not as many", where=self.base_url
-            )
-        return tuple(_sample(answer, self.base_url) for answer in answers)
+            raise EngineError(f"the engine did not answer with {len(seeds)} samples", where=self._where)
+        try:
+            return tuple(_sample(answer) for answer in answers)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise EngineError(f"the engine's answer cannot be read ({error!r})", where=self._where) from error
 
     async def abort(self, rid: str, count: int) -> None:
-        """Give up the request `rid` of `count` samples; it is answered with the tokens so far. Raises EngineError."""
-        for one in _rids(rid, count):
-            await self._post("/abort_request", {"rid": one}, timeout=CONTROL_TIMEOUT_S)
+        """End the `count` samples of the request called `rid`; they come back with the tokens they have."""
+        calls = (self._call("POST", "/abort_request", {"rid": name}) for name in _rids(rid, count))
+        for outcome in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
+
+    async def abort_all(self) -> None:
+        """End everything that the engine runs or has waiting."""
+        await self._call("POST", "/abort_request", {"rid": "", "abort_all": True})
 
     async def update_weights(self, path: str, version: Version) -> None:
-        """Load the weights in a folder the engine sees; requests under way go on with them. Raises EngineError."""
-        body = {"model_path": path, "weight_version": str(version), "flush_cache": False, "abort_all_requests": False}
-        await self._admin("/update_weights_from_disk", body)
+        """Serve the weights in folder `path`, called `version`, from the next token on. Raises EngineError if refused."""
+        body = {"model_path": path, "weight_version": str(version), "flush_cache": True}
+        answer = await self._parsed(await self._call("POST", "/update_weights_from_disk", body))
+        if not (isinstance(answer, dict) and answer.get("success") is True):
+            raise EngineError(f"the engine did not take version {version} ({answer})", where=self._where)
 
-    async def pause(self, mode: str = "in_place") -> None:
-        """Stop generating; requests stay. Raises EngineError."""
-        await self._post("/pause_generation", {"mode": mode}, timeout=CONTROL_TIMEOUT_S)
+    async def pause(self, mode: PauseMode) -> None:
+        """Make no more tokens: end what runs, take it back into the queue, or leave it as it stands."""
+        await self._call("POST", "/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
-        """Go on generating. Raises EngineError."""
-        await self._post("/continue_generation", {}, timeout=CONTROL_TIMEOUT_S)
+        """Go on after a pause."""
+        await self._call("POST", "/continue_generation", {})
 
     async def info(self) -> EngineInfo:
-        """What it serves. Raises EngineError."""
-        answer = await self._request("GET", "/model_info", None, CONTROL_TIMEOUT_S)
-        text = str(answer.get("weight_version", "")) if isinstance(answer, dict) else ""
+        """The served version and the load. Raises EngineError, EngineUnreachable."""
+        model, load = await asyncio.gather(self._call("GET", "/model_info"), self._metrics())
+        answer = await self._parsed(model)
+        text = answer.get("weight_version") if isinstance(answer, dict) else None
         try:
-            return EngineInfo(Version.parse(text))
-        except ValueError:
-            return EngineInfo(None)
+            version = Version.parse(str(text))
+        except ValueError as error:
+            raise EngineError(
+                f"the engine calls its weights {text!r}, not lineage.step",
+                where=self._where,
+                fix="Start it with --weight-version 0.0",
+            ) from error
+        return EngineInfo(version, load.get("num_running_reqs"), load.get("num_queue_reqs"))
 
     async def health(self) -> bool:
-        """Whether it answers."""
+        """Whether it answers, and calls itself well."""
         try:
-            return (await self._http.get("/health", timeout=CONTROL_TIMEOUT_S)).status_code == httpx.codes.OK
-        except httpx.HTTPError:
+            await self._call("GET", "/health")
+        except EngineError:
             return False
+        return True
 
     async def close(self) -> None:
-        """Close the connections; what is under way fails."""
+        """Close all connections. What is under way fails with EngineUnreachable."""
         await self._http.aclose()
 
-    async def _admin(self, path: str, body: Mapping[str, Any]) -> None:
-        answer = await self._post(path, body, timeout=CONTROL_TIMEOUT_S)
-        if not isinstance(answer, dict) or not answer.get("success"):
-            message = answer.get("message") if isinstance(answer, dict) else answer
-            raise EngineError(f"{path} was refused: {message}", where=self.base_url)
-
-    async def _post(self, path: str, body: Mapping[str, Any], *, timeout: float | None = None) -> Any:
-        return await self._request("POST", path, body, timeout)
-
-    async def _request(self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float | None) -> Any:
-        wait = httpx.USE_CLIENT_DEFAULT if timeout is None else timeout
+    async def _metrics(self) -> Mapping[str, int]:
+        """SGLang's gauges by name, summed over its schedulers; empty when it exports none."""
         try:
-            reply = await self._http.request(method, path, json=body, timeout=wait)
-        except httpx.HTTPError as error:
-            raise EngineUnreachable(
-                f"no answer to {path} ({type(error).__name__})", where=self.base_url, fix="It is asked elsewhere"
-            ) from error
-        if reply.status_code >= httpx.codes.INTERNAL_SERVER_ERROR:
-            raise EngineUnreachable(f"{path} answered {reply.status_code}", where=self.base_url)
-        if not reply.content and reply.status_code == httpx.codes.OK:
-            return None
-        parse = asyncio.to_thread(json.loads, reply.content) if len(reply.content) > LARGE_BYTES else None
+            response = await self._call("GET", "/metrics")
+        except EngineUnreachable:
+            raise
+        except EngineError:
+            return {}
+        found: dict[str, int] = {}
+        for line in response.text.splitlines():
+            if line.startswith("sglang:num_"):
+                name, _, value = line.removeprefix("sglang:").rpartition(" ")
+                name = name.partition("{")[0]
+                found[name] = found.get(name, 0) + int(float(value))
+        return found
+
+    async def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> httpx.Response:
         try:
-            answer = await parse if parse is not None else json.loads(reply.content)
+            response = await self._http.request(method, path, json=body)
+        except (httpx.TransportError, RuntimeError) as error:
+            # httpx raises RuntimeError for a client that has been closed.
+            reason = str(error) or type(error).__name__
+            raise EngineUnreachable(f"the engine did not answer {path} ({reason})", where=self._where) from error
+        if response.status_code >= 500:
+            raise EngineUnreachable(f"the engine failed at {path} (status {response.status_code})", where=self._where)
+        if response.status_code >= 400:
+            raise EngineError(f"the engine refused {path}: {_reason(response)}", where=self._where)
+        return response
+
+    async def _parsed(self, response: httpx.Response) -> Any:
+        raw = response.content
+        try:
+            return json.loads(raw) if len(raw) < BIG_ANSWER_BYTES else await asyncio.to_thread(json.loads, raw)
         except ValueError as error:
-            raise EngineError(f"{path} answered what is no JSON", where=self.base_url) from error
-        if reply.status_code != httpx.codes.OK:
-            raise EngineError(f"{path} was refused: {_message(answer)}", where=self.base_url)
-        return answer
+            raise EngineError(f"the engine's answer is not JSON ({error})", where=self._where) from error
 
 
 def _rids(rid: str, count: int) -> list[str]:
-    return [f"{rid}-{index}" for index in range(count)]
+    return [f"{rid}-{i}" for i in range(count)]
 
 
-def _message(answer: Any) -> str:
+def _sampling_params(params: SamplingParams, seed: int) -> dict[str, Any]:
+    return {
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": -1 if params.top_k is None else params.top_k,
+        "max_new_tokens": params.max_new_tokens,
+        "stop": list(params.stop),
+        "sampling_seed": seed,
+    }
+
+
+def _sample(answer: Mapping[str, Any]) -> Sample:
+    meta = answer["meta_info"]
+    triples = meta["output_token_logprobs"]
+    tokens = tuple(int(triple[1]) for triple in triples)
+    count = len(tokens)
+    logprobs = struct.unpack(f"<{count}f", struct.pack(f"<{count}f", *(triple[0] for triple in triples)))
+    reason: FinishReason = meta["finish_reason"]["type"]
+    if reason not in ("stop", "length", "abort"):
+        raise ValueError(f"finish reason {reason!r}")
+    return Sample(tokens, logprobs, str(answer["text"]), reason, _spans(meta, count))
+
+
+def _spans(meta: Mapping[str, Any], count: int) -> tuple[VersionSpan, ...]:
+    """Which version made which tokens; an engine that tells no spans made all with the one it names."""
+    told = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": count}]
+    return tuple(VersionSpan(Version.parse(str(s["version"])), int(s["start"]), int(s["end"])) for s in told)
+
+
+def _reason(response: httpx.Response) -> str:
+    """The engine's own sentence, in whichever of its shapes."""
+    try:
+        answer = response.json()
+    except ValueError:
+        return response.text[:300] or f"status {response.status_code}"
     if isinstance(answer, dict):
         error = answer.get("error", answer.get("message", answer))
         return str(error.get("message", error)) if isinstance(error, dict) else str(error)
-    return str(answer)
-
-
-def _sample(answer: Mapping[str, Any], where: str) -> Sample:
-    try:
-        meta = answer["meta_info"]
-        pairs = meta["output_token_logprobs"]
-        token_ids = tuple(int(token) for token in answer["output_ids"])
-        logprobs = tuple(np.asarray([pair[0] for pair in pairs], dtype=np.float32).tolist())
-        reason: FinishReason = meta["finish_reason"]["type"]
-        spans = tuple(
-            VersionSpan(Version.parse(span["version"]), int(span["start"]), int(span["end"]))
-            for span in meta.get("weight_versions") or ()
-        ) or (VersionSpan(Version.parse(meta["weight_version"]), 0, len(token_ids)),)
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise EngineError(f"an answer lacks what a sample needs ({error!r})", where=where) from error
-    if len(logprobs) != len(token_ids):
-        raise EngineError(f"{len(token_ids)} tokens came with {len(logprobs)} log-probabilities", where=where)
-    return Sample(token_ids, logprobs, str(answer.get("text", "")), reason, spans)
+    return str(answer)[:300]

@@ -1,0 +1,122 @@
+"""The thread that owns the model.
+
+Others speak to it through a mailbox: an action is carried out between two decode steps, in the order of arrival, and its
+result comes back as a future. When there is nothing to do the thread sleeps on the mailbox. Deliveries leave through one
+call a cycle. An exception in a decode step is a defect (or memory that has run out) that leaves the cache in doubt: the
+thread reports it through `on_death` and ends, and the process is expected to end with it.
+
+Progress goes out at most once a second while tokens are made; "generate" at once when work begins, so that a step that
+hangs is seen by the watchdog, and "waiting" once there is none.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Protocol, TypeVar
+
+from gcore.clock import Clock
+from gcore.rollout.engine.core import Core
+from gcore.rollout.engine.tasks import Delivery
+
+T = TypeVar("T")
+REPORT_S = 1.0
+
+
+class Report(Protocol):
+    """Where progress goes."""
+
+    def __call__(self, phase: str, progress: int) -> None:
+        """`progress` grows whenever anything got done."""
+        ...
+
+
+class Runner:
+    """Runs `core` in a thread of its own."""
+
+    def __init__(
+        self,
+        core: Core,
+        *,
+        clock: Clock,
+        deliver: Callable[[Sequence[Delivery]], None],
+        report: Report,
+        on_death: Callable[[Exception], None],
+    ) -> None:
+        self.core = core
+        self._clock = clock
+        self._deliver = deliver
+        self._report = report
+        self._on_death = on_death
+        self._mailbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="model", daemon=True)
+        self._phase = "waiting"
+        self._reported = clock.monotonic() - REPORT_S
+        self._cycles = 0
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread still runs."""
+        return self._thread.is_alive()
+
+    def perform(self, action: Callable[[], T]) -> Future[T]:
+        """Carry out `action` in the thread, between two steps; its result, or the exception it raised."""
+        future: Future[T] = Future()
+
+        def carry_out() -> None:
+            try:
+                result = action()
+            except Exception as error:  # noqa: BLE001  # goes to whoever asked
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        self._mailbox.put(carry_out)
+        return future
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._read_mail()
+                if self.core.can_work:
+                    self._tell("generate")
+                    self.core.cycle()
+                    self._cycles += 1
+                if self.core.outbox:
+                    outbox, self.core.outbox = self.core.outbox, []
+                    self._deliver(outbox)
+        except Exception as error:  # noqa: BLE001  # the thread's edge
+            self._on_death(error)
+
+    def _read_mail(self) -> None:
+        """All that is there; waits for the first when there is nothing else to do."""
+        if not self.core.can_work and not self.core.outbox:
+            self._wait()
+        while True:
+            try:
+                action = self._mailbox.get_nowait()
+            except queue.Empty:
+                return
+            action()
+
+    def _wait(self) -> None:
+        """Until there is mail; meanwhile "waiting" is reported, once the last report is a second old."""
+        try:
+            action = self._mailbox.get(timeout=REPORT_S if self._phase != "waiting" else None)
+        except queue.Empty:
+            self._tell("waiting")
+            return
+        action()
+
+    def _tell(self, phase: str) -> None:
+        now = self._clock.monotonic()
+        begins = phase == "generate" and self._phase != "generate"
+        if begins or now - self._reported >= REPORT_S:
+            self._phase, self._reported = phase, now
+            self._report(phase, self._cycles)

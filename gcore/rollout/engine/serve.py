@@ -1,0 +1,139 @@
+"""The engine process, once torch is there: load, prove, listen, serve, stop.
+
+The port is taken before the model is loaded, so that a port in use is known at once; it is answered on only when the
+model serves. A supervisor hears "serving", progress, and "failed" with a sentence; "stop" ends the process in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+import uvicorn
+
+from gcore.clock import Clock, SystemClock
+from gcore.errors import UsageError
+from gcore.rollout.engine.core import Core
+from gcore.rollout.engine.desk import Desk
+from gcore.rollout.engine.launch import EngineLaunch
+from gcore.rollout.engine.model import Model, load
+from gcore.rollout.engine.prove import prove
+from gcore.rollout.engine.runner import Report, Runner
+from gcore.rollout.engine.server import Routes
+from gcore.rollout.engine.text import Text
+from gcore.worker.child import Control
+
+SWITCH_S = 0.0005
+"""The interpreter's switch interval: the model's thread must not wait 5 ms for the event loop, or the loop for it."""
+BACKLOG = 4096
+GRACE_S = 2
+"""Seconds that open connections have after "stop"."""
+DEATH_EXIT = 1
+
+
+def serve(launch: EngineLaunch, control: Control | None, clock: Clock | None = None) -> None:
+    """Serve until told to stop. Raises UsageError and DataError before that, each in one sentence."""
+    clock = clock or SystemClock()
+    listener = _listen(launch.host, launch.port)
+    torch.set_num_threads(launch.threads)
+    torch.set_grad_enabled(False)
+    device = launch.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise UsageError(f"device {device!r} is not there", where="--device", fix="Use --device cpu")
+    folder = Path(launch.model)
+    text = Text.load(folder)
+    model = load(folder, dtype=launch.dtype, device=device, context=launch.context_length, text=text)
+    prove(model, folder)
+    sys.setswitchinterval(SWITCH_S)
+    core = Core(model, text, slots=launch.batch_slots, version=launch.weight_version)
+    asyncio.run(_run(core, text, launch, model, listener, control, clock))
+
+
+async def _run(
+    core: Core,
+    text: Text | None,
+    launch: EngineLaunch,
+    model: Model,
+    listener: socket.socket,
+    control: Control | None,
+    clock: Clock,
+) -> None:
+    desk = Desk(core, text, clock=clock, seeds=np.random.default_rng())
+    runner = Runner(core, clock=clock, deliver=desk.deliver, report=_reporter(control), on_death=_death(control))
+    desk.open(runner)
+    describe = {
+        "model_path": launch.model,
+        "engine": "gcore torch engine",
+        "context_length": model.context,
+        "vocab_size": model.vocabulary,
+        "max_running_requests": launch.batch_slots,
+        "dtype": launch.dtype,
+        "device": str(model.shape.device),
+    }
+    config = uvicorn.Config(
+        Routes(core, desk, describe).app(),
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        backlog=BACKLOG,
+        timeout_graceful_shutdown=GRACE_S,
+        timeout_keep_alive=60,
+    )
+    server = uvicorn.Server(config)
+    runner.start()
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    # The socket listens since before the model was loaded: whoever connects from here on is answered.
+    address = f"{launch.host}:{listener.getsockname()[1]}"
+    if control is None:
+        print(f"serving on {address}", flush=True)  # noqa: T201
+    else:
+        control.send("serving", address=address)
+        control.send("progress", phase="waiting", progress=0)
+        threading.Thread(target=_obey, args=(control, server), name="stop", daemon=True).start()
+    await serving
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port), backlog=BACKLOG)
+    except OSError as error:
+        raise UsageError(
+            f"cannot listen there ({error.strerror or error})",
+            where=f"{host}:{port}",
+            fix="Choose another host or port",
+        ) from error
+
+
+def _obey(control: Control, server: uvicorn.Server) -> None:
+    control.wait_for("stop")
+    server.should_exit = True
+
+
+def _reporter(control: Control | None) -> Report:
+    def report(phase: str, progress: int) -> None:
+        if control is not None:
+            control.send("progress", phase=phase, progress=progress)
+
+    return report
+
+
+def _death(control: Control | None) -> Callable[[Exception], None]:
+    """The model's thread has ended: nothing that this process could still answer is worth waiting for."""
+
+    def die(error: Exception) -> None:
+        import traceback
+
+        traceback.print_exception(error)
+        if control is not None:
+            control.send("failed", reason=f"the model's thread ended: {' '.join(str(error).split())[:300] or error!r}")
+        sys.stderr.flush()
+        os._exit(DEATH_EXIT)
+
+    return die

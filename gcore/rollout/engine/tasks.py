@@ -1,0 +1,163 @@
+"""What is asked of the engine, what waits, and which weights are served: pure bookkeeping.
+
+A `Task` is one sample to be made. It waits in the order in which it came; what was running and had to give its row back
+(retracted) goes before all others, with the tokens it has. Versions that read "lineage.step" only ever rise.
+
+Knows no torch, no thread, no HTTP.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from gcore.types import Version
+
+EndKind = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the tokens of a task are drawn. `seed` keys its Philox stream (128 bits); temperature 0 is greedy."""
+
+    max_new_tokens: int
+    seed: int
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the sample, the model's own end tokens among them unless they are to be ignored."""
+
+
+def prompt_key(prompt: Sequence[int]) -> bytes:
+    """Names the prompt's content."""
+    return array("q", prompt).tobytes()
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One sample to be made. `number` is the engine's own name for it, unique in its life; `rid` the client's."""
+
+    number: int
+    rid: str
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    streams: bool = False
+    """Whether every token is delivered as soon as it is there."""
+    key: bytes = field(init=False, repr=False, compare=False)
+    """Names the prompt's content. Bytes, because they remember their hash and tuples do not."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", prompt_key(self.prompt))
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens [start, end) were made with the weights called `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Why a sample ended. `matched`: the stop string or token; `message`: why it was aborted."""
+
+    kind: EndKind
+    matched: str | int | None = None
+    message: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """What a task has so far. `ending` is None while it goes on (only tasks that stream hear of that)."""
+
+    number: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    spans: tuple[Span, ...]
+    cached_tokens: int
+    ending: Ending | None
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Where a span begins."""
+
+    version: str
+    start: int
+
+
+@dataclass(slots=True)
+class Work:
+    """A task and how far it has come, between joining, giving its row back, and the end.
+
+    While it runs, its tokens stand in its row; `tokens` and `logprobs` are what it had when it joined.
+    """
+
+    task: Task
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+    cached_tokens: int = 0
+
+    def mark(self, version: str, count: int) -> None:
+        """From token `count` on, `version` makes them."""
+        while self.marks and self.marks[-1].start >= count:
+            self.marks.pop()
+        if not self.marks or self.marks[-1].version != version:
+            self.marks.append(Mark(version, count))
+
+    def never_joined(self, version: str) -> tuple[Span, ...]:
+        """Spans of what ended before it began: none of the tokens by `version`."""
+        return (Span(version, 0, 0),)
+
+    def spans(self, count: int) -> tuple[Span, ...]:
+        """The spans of its first `count` tokens; never empty once it has joined: at least one, of no tokens."""
+        marks = [m for i, m in enumerate(self.marks) if m.start < count or i == 0]
+        ends = [m.start for m in marks[1:]] + [count]
+        return tuple(Span(m.version, m.start, end) for m, end in zip(marks, ends, strict=True))
+
+
+class Waiting:
+    """Tasks without a row, in the order in which they will get one."""
+
+    def __init__(self) -> None:
+        self._queue: deque[Work] = deque()
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def put(self, works: Iterable[Work]) -> None:
+        """At the end."""
+        self._queue.extend(works)
+
+    def put_back(self, works: Sequence[Work]) -> None:
+        """Before all others, in this order."""
+        self._queue.extendleft(reversed(works))
+
+    def take(self, count: int) -> list[Work]:
+        """The first `count`, or as many as there are."""
+        return [self._queue.popleft() for _ in range(min(count, len(self._queue)))]
+
+    def drop(self, unwanted: Callable[[Task], bool]) -> list[Work]:
+        """Take out those that are unwanted."""
+        dropped = [work for work in self._queue if unwanted(work.task)]
+        if dropped:
+            gone = {work.task.number for work in dropped}
+            self._queue = deque(work for work in self._queue if work.task.number not in gone)
+        return dropped
+
+
+def is_older(offered: str, served: str) -> bool:
+    """Whether `offered` is an older version than `served`; False unless both read "lineage.step"."""
+    try:
+        return Version.parse(offered) < Version.parse(served)
+    except ValueError:
+        return False
