@@ -36,17 +36,21 @@ class SamplingParams:
     """How responses are drawn. `temperature` 0 is greedy; `top_k` None keeps the whole vocabulary."""
 
     temperature: float
-    top_p: float
-    top_k: int | None
     max_new_tokens: int
+    top_p: float = 1.0
+    top_k: int | None = None
     stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine says of itself. `running` and `waiting` are sequences; None where it keeps no metrics."""
+    """What an engine says of itself.
 
-    version: Version
+    `version` None: it serves weights that no commit made. `running` and `waiting` are sequences; None where the engine
+    keeps no metrics.
+    """
+
+    version: Version | None
     running: int | None
     waiting: int | None
 
@@ -55,7 +59,7 @@ class EngineClient:
     """One engine. `base_url` is "http://host:port"; `timeout_s` is the longest wait for any answer."""
 
     def __init__(self, base_url: str, *, timeout_s: float, transport: httpx.AsyncBaseTransport | None = None) -> None:
-        self._where = base_url
+        self.base_url = base_url
         self._http = httpx.AsyncClient(
             base_url=base_url,
             transport=transport,
@@ -90,11 +94,11 @@ class EngineClient:
             response = await self._call("POST", "/generate", body)
         answers = await self._parsed(response)
         if not isinstance(answers, list) or len(answers) != len(seeds):
-            raise EngineError(f"the engine did not answer with {len(seeds)} samples", where=self._where)
+            raise EngineError(f"the engine did not answer with {len(seeds)} samples", where=self.base_url)
         try:
             return tuple(_sample(answer) for answer in answers)
         except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise EngineError(f"the engine's answer cannot be read ({error!r})", where=self._where) from error
+            raise EngineError(f"the engine's answer cannot be read ({error!r})", where=self.base_url) from error
 
     async def abort(self, rid: str, count: int) -> None:
         """End the `count` samples of the request called `rid`; they come back with the tokens they have."""
@@ -112,9 +116,9 @@ class EngineClient:
         body = {"model_path": path, "weight_version": str(version), "flush_cache": True}
         answer = await self._parsed(await self._call("POST", "/update_weights_from_disk", body))
         if not (isinstance(answer, dict) and answer.get("success") is True):
-            raise EngineError(f"the engine did not take version {version} ({answer})", where=self._where)
+            raise EngineError(f"the engine did not take version {version} ({answer})", where=self.base_url)
 
-    async def pause(self, mode: PauseMode) -> None:
+    async def pause(self, mode: PauseMode = "in_place") -> None:
         """Make no more tokens: end what runs, take it back into the queue, or leave it as it stands."""
         await self._call("POST", "/pause_generation", {"mode": mode})
 
@@ -127,14 +131,11 @@ class EngineClient:
         model, load = await asyncio.gather(self._call("GET", "/model_info"), self._metrics())
         answer = await self._parsed(model)
         text = answer.get("weight_version") if isinstance(answer, dict) else None
+        version: Version | None
         try:
             version = Version.parse(str(text))
-        except ValueError as error:
-            raise EngineError(
-                f"the engine calls its weights {text!r}, not lineage.step",
-                where=self._where,
-                fix="Start it with --weight-version 0.0",
-            ) from error
+        except ValueError:
+            version = None
         return EngineInfo(version, load.get("num_running_reqs"), load.get("num_queue_reqs"))
 
     async def health(self) -> bool:
@@ -168,14 +169,14 @@ class EngineClient:
     async def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> httpx.Response:
         try:
             response = await self._http.request(method, path, json=body)
-        except (httpx.TransportError, RuntimeError) as error:
+        except (httpx.HTTPError, RuntimeError) as error:
             # httpx raises RuntimeError for a client that has been closed.
             reason = str(error) or type(error).__name__
-            raise EngineUnreachable(f"the engine did not answer {path} ({reason})", where=self._where) from error
+            raise EngineUnreachable(f"the engine did not answer {path} ({reason})", where=self.base_url) from error
         if response.status_code >= 500:
-            raise EngineUnreachable(f"the engine failed at {path} (status {response.status_code})", where=self._where)
+            raise EngineUnreachable(f"the engine failed at {path} (status {response.status_code})", where=self.base_url)
         if response.status_code >= 400:
-            raise EngineError(f"the engine refused {path}: {_reason(response)}", where=self._where)
+            raise EngineError(f"the engine refused {path}: {_reason(response)}", where=self.base_url)
         return response
 
     async def _parsed(self, response: httpx.Response) -> Any:
@@ -183,7 +184,7 @@ class EngineClient:
         try:
             return json.loads(raw) if len(raw) < BIG_ANSWER_BYTES else await asyncio.to_thread(json.loads, raw)
         except ValueError as error:
-            raise EngineError(f"the engine's answer is not JSON ({error})", where=self._where) from error
+            raise EngineError(f"the engine's answer is not JSON ({error})", where=self.base_url) from error
 
 
 def _rids(rid: str, count: int) -> list[str]:
@@ -204,8 +205,10 @@ def _sampling_params(params: SamplingParams, seed: int) -> dict[str, Any]:
 def _sample(answer: Mapping[str, Any]) -> Sample:
     meta = answer["meta_info"]
     triples = meta["output_token_logprobs"]
-    tokens = tuple(int(triple[1]) for triple in triples)
+    tokens = tuple(int(token) for token in answer["output_ids"])
     count = len(tokens)
+    if len(triples) != count:
+        raise ValueError(f"{count} tokens came with {len(triples)} log-probabilities")
     logprobs = struct.unpack(f"<{count}f", struct.pack(f"<{count}f", *(triple[0] for triple in triples)))
     reason: FinishReason = meta["finish_reason"]["type"]
     if reason not in ("stop", "length", "abort"):
