@@ -1,0 +1,119 @@
+"""The whole thing: `gcore run` with etcd, daemons, engines and train ranks, undisturbed and with things killed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster_run import ClusterRun, gcore, processes_of, run_to_the_end
+
+from gcore.prepare.arithmetic import prepare
+
+pytestmark = [pytest.mark.serial, pytest.mark.timeout(600)]
+
+SPEC = Path(__file__).parents[2] / "examples" / "arithmetic" / "grpo.yaml"
+EXAMPLE = Path(__file__).parents[2] / ".cache" / "examples" / "arithmetic"
+
+
+@pytest.fixture(scope="session")
+def spec() -> Path:
+    """The example, prepared; cached between runs as it is for a user."""
+    prepare(EXAMPLE, progress=False)
+    return SPEC
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Path]:
+    """A cluster's folder; nothing of it is left running."""
+    folder = tmp_path / "home"
+    yield folder
+    gcore("down", "--home", str(folder), check=None)
+    assert processes_of(folder) == []
+
+
+def events_of(home: Path) -> list[dict]:
+    """The newest run's recorded events."""
+    newest = max((home / "runs").iterdir(), key=lambda p: p.stat().st_mtime)
+    return [json.loads(line) for line in (newest / "events.jsonl").read_text().splitlines()]
+
+
+def check_learned(summary: dict) -> None:
+    assert summary["audit"] == "clean"
+    assert summary["eval_accuracy_before"] <= 0.5
+    assert summary["eval_accuracy_after"] >= 0.9
+
+
+def test_the_demo_learns_on_two_controllers_and_two_ranks(spec: Path, home: Path) -> None:
+    outcome = run_to_the_end(spec, home)
+    assert outcome.code == 0, outcome.output
+    check_learned(outcome.summary)
+    groups = outcome.summary["groups_by_controller"]
+    assert min(groups.values()) >= 0.3 * sum(groups.values())
+    assert len(groups) == 2
+    newest = max((home / "runs").iterdir(), key=lambda p: p.stat().st_mtime)
+    assert len({p.name.split("-")[1] for p in (newest / "receipts").glob("*.jsonl")}) == 2
+
+
+def test_a_learning_rate_of_zero_teaches_nothing(spec: Path, home: Path) -> None:
+    outcome = run_to_the_end(spec, home, ["--set", "train.learning_rate=0", "--set", "flow.steps=5"])
+    assert outcome.code == 0, outcome.output
+    assert outcome.summary["eval_accuracy_after"] == outcome.summary["eval_accuracy_before"]
+    assert outcome.summary["audit"] == "clean"
+
+
+def test_each_controller_is_killed_in_turn_and_the_run_goes_on(spec: Path, home: Path) -> None:
+    run = ClusterRun(spec, home)
+    try:
+        run.until_step(3)
+        run.kill_controller("node-1")
+        run.until("the other's shards", lambda: shards_of(run) == {"node-0": 64})
+        run.until("the return of node-1", lambda: shards_of(run) == {"node-0": 32, "node-1": 32})
+        run.kill_controller("node-0")
+        run.until("the other's shards", lambda: shards_of(run) == {"node-1": 64})
+        outcome = run.wait()
+    finally:
+        run.close()
+    assert outcome.code == 0, outcome.output
+    check_learned(outcome.summary)
+
+
+def shards_of(run: ClusterRun) -> dict[str, int]:
+    job = run.job()
+    return {share.node: len(share.shards) for share in job.shares} if job is not None else {}
+
+
+@pytest.mark.parametrize(
+    ("role", "child"),
+    [("rollout", True), ("rollout", False), ("train", True), ("train", False)],
+    ids=["engine", "engine's supervisor", "train rank", "rank's supervisor"],
+)
+def test_a_worker_is_killed_and_the_run_goes_on(spec: Path, home: Path, role: str, child: bool) -> None:
+    run = ClusterRun(spec, home)
+    try:
+        run.until_step(3)
+        run.kill_worker(role, child=child)
+        outcome = run.wait()
+    finally:
+        run.close()
+    assert outcome.code == 0, outcome.output
+    check_learned(outcome.summary)
+    rollbacks = [event for event in events_of(home) if event["kind"] == "rollback"]
+    assert len(rollbacks) == (1 if role == "train" else 0)
+
+
+def test_everything_is_killed_at_several_moments_and_the_run_resumes(spec: Path, home: Path) -> None:
+    """Also with another number of controllers."""
+    steps = ["--set", "flow.steps=10", "--set", "checkpoint.every=2"]
+    for at_step, controllers in ((0, 2), (3, 1), (7, 2)):
+        run = ClusterRun(spec, home, *steps, controllers=controllers)
+        try:
+            run.until("the job", run.job) if at_step == 0 else run.until_step(at_step)
+        finally:
+            run.kill_everything()
+    outcome = run_to_the_end(spec, home, steps)
+    assert outcome.code == 0, outcome.output
+    assert outcome.summary["audit"] == "clean"
+    assert outcome.summary["steps"] == 10
+    assert len(list((home / "runs").iterdir())) == 1
