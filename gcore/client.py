@@ -229,7 +229,7 @@ class JobsClient:
 
     def _stub(self, address: str) -> Any:
         # The generated asynchronous stub is a type only; at run time the one class serves both.
-        return jobs_pb2_grpc.JobsStub(self._channel(address))  # type: ignore[no-untyped-call]
+        return jobs_pb2_grpc.JobsStub(self._channel(address))
 
     def _channel(self, address: str) -> grpc.aio.Channel:
         if address not in self._channels:

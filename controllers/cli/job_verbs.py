@@ -70,11 +70,14 @@ def submit(
     address: Address = None,
     output: Format = Output.TABLE,
 ) -> None:
-    """Hand a job to a cluster that is up. With [bold]--follow[/bold] the exit code is the job's."""
+    """Hand a job to a cluster that is up. With [bold]--follow[/bold] the exit code is the job's.
+
+    With -o json the answer is the job, or with --follow its events, one a line.
+    """
     import uuid
 
     from controllers.cli.following import follow as follow_job
-    from controllers.cli.screens import choose_screen
+    from controllers.cli.screens import JsonScreen, Screen, choose_screen
     from gcore.api.v1 import jobs_pb2 as pb
     from gcore.clock import SystemClock
     from gcore.config import load_spec
@@ -86,12 +89,15 @@ def submit(
 
     async def create_and_follow(client: JobsClient) -> None:
         job = snapshot(await client.create_job(spec_json, request_id=request, mode=mode))
-        if output is Output.JSON:
-            typer.echo(as_json(job_tree(job)))
-        else:
+        if output is Output.TABLE:
             typer.echo(f"Job {job.name} ({job.uid}) is {job.state}; its folder is {job.run_dir}.")
+        elif not follow:
+            typer.echo(as_json(job_tree(job)))
         if follow:
-            screen = choose_screen(_console(), SystemClock(), plain=plain or output is Output.JSON)
+            as_lines = output is Output.JSON
+            screen: Screen = (
+                JsonScreen(_console()) if as_lines else choose_screen(_console(), SystemClock(), plain=plain)
+            )
             ended = await follow_job(client, job, screen, SystemClock(), run_dir=None)
             if ended.state != "SUCCEEDED":
                 raise JobFailed(f"job {ended.name} is {ended.state}: {ended.reason}", fix="See `gcore describe`")

@@ -6,8 +6,10 @@ traceback. Verbs import what they need when they run, so that help is quick and 
 
 from __future__ import annotations
 
+import functools
 import sys
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
@@ -47,18 +49,33 @@ app = typer.Typer(
 
 _RUN, _JOBS, _CLUSTER, _FILES = "Run", "Jobs", "Local cluster", "Specs and models"
 
-app.command("run", epilog=run_verb.RUN_EXAMPLES, rich_help_panel=_RUN)(run_verb.run)
-app.command("submit", epilog=job_verbs.SUBMIT_EXAMPLES, rich_help_panel=_RUN)(job_verbs.submit)
-app.command("list", epilog=job_verbs.LIST_EXAMPLES, rich_help_panel=_JOBS)(job_verbs.list_)
-app.command("describe", epilog=job_verbs.examples("describe"), rich_help_panel=_JOBS)(job_verbs.describe)
-app.command("cancel", epilog=job_verbs.examples("cancel"), rich_help_panel=_JOBS)(job_verbs.cancel)
-app.command("audit", epilog=job_verbs.examples("audit"), rich_help_panel=_JOBS)(job_verbs.audit)
-app.command("export", epilog=file_verbs.EXPORT_EXAMPLES, rich_help_panel=_FILES)(file_verbs.export)
-app.command("up", epilog=cluster_verbs.UP_EXAMPLES, rich_help_panel=_CLUSTER)(cluster_verbs.up)
-app.command("down", epilog=cluster_verbs.DOWN_EXAMPLES, rich_help_panel=_CLUSTER)(cluster_verbs.down)
-app.command("validate", epilog=file_verbs.VALIDATE_EXAMPLES, rich_help_panel=_FILES)(file_verbs.validate)
-app.command("schema", epilog=file_verbs.SCHEMA_EXAMPLES, rich_help_panel=_FILES)(file_verbs.schema)
-app.command("prepare", epilog=file_verbs.PREPARE_EXAMPLES, rich_help_panel=_FILES)(file_verbs.prepare)
+
+def _verb(name: str, call: Callable[..., None], examples: str, panel: str) -> None:
+    """Register a verb. One that is interrupted ends with 130, as shells do."""
+
+    @functools.wraps(call)
+    def interruptible(*args: Any, **options: Any) -> None:
+        try:
+            call(*args, **options)
+        except KeyboardInterrupt:
+            typer.echo("gcore: interrupted", err=True)
+            raise typer.Exit(run_verb.INTERRUPTED) from None
+
+    app.command(name, epilog=examples, rich_help_panel=panel)(interruptible)
+
+
+_verb("run", run_verb.run, run_verb.RUN_EXAMPLES, _RUN)
+_verb("submit", job_verbs.submit, job_verbs.SUBMIT_EXAMPLES, _RUN)
+_verb("list", job_verbs.list_, job_verbs.LIST_EXAMPLES, _JOBS)
+_verb("describe", job_verbs.describe, job_verbs.examples("describe"), _JOBS)
+_verb("cancel", job_verbs.cancel, job_verbs.examples("cancel"), _JOBS)
+_verb("audit", job_verbs.audit, job_verbs.examples("audit"), _JOBS)
+_verb("export", file_verbs.export, file_verbs.EXPORT_EXAMPLES, _FILES)
+_verb("up", cluster_verbs.up, cluster_verbs.UP_EXAMPLES, _CLUSTER)
+_verb("down", cluster_verbs.down, cluster_verbs.DOWN_EXAMPLES, _CLUSTER)
+_verb("validate", file_verbs.validate, file_verbs.VALIDATE_EXAMPLES, _FILES)
+_verb("schema", file_verbs.schema, file_verbs.SCHEMA_EXAMPLES, _FILES)
+_verb("prepare", file_verbs.prepare, file_verbs.PREPARE_EXAMPLES, _FILES)
 
 
 @app.callback()

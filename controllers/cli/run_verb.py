@@ -7,6 +7,7 @@ good order; a second one ends it at once. A cluster that was up before is left a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shlex
 import signal
 import sys
@@ -99,6 +100,8 @@ def run(
             asked = _Run(loaded, new, find_addresses(address, home), begun)
             summary = asyncio.run(_submit_and_follow(asked, screen))
         except KeyboardInterrupt:
+            if address is None and not started:
+                _clear_half_started(home)
             _say_interrupted(screen, started)
             raise typer.Exit(INTERRUPTED) from None
     finally:
@@ -125,12 +128,32 @@ async def _submit_and_follow(run: _Run, screen: Screen) -> Summary:
     async with JobsClient(run.addresses, clock=clock) as client:
         created = await client.create_job(run.spec.model_dump_json(), request_id=uuid.uuid4().hex, mode=mode)
         job = snapshot(created)
-        run_dir = Path(job.run_dir)
+        run_dir = _visible_here(Path(job.run_dir))
         ended = await follow(client, job, screen, clock, run_dir=run_dir)
         verdict = await audit(client, ended.uid)
     summary = summarize(screen.state, ended, verdict, clock.monotonic() - run.begun)
-    write(summary, run_dir)
+    if run_dir is not None:
+        write(summary, run_dir)
     return summary
+
+
+def _visible_here(run_dir: Path) -> Path | None:
+    """The run's folder, if this machine sees the storage that it is on; a cluster elsewhere may have its own."""
+    if run_dir.parent.is_dir():
+        return run_dir
+    typer.echo(f"{run_dir} is not on this machine, so no events and no summary are written.", err=True)
+    return None
+
+
+def _clear_half_started(home: Path) -> None:
+    """`up` cleans up behind itself; this is for a second key press that interrupted that too."""
+    from controllers.cli import local
+    from gcore.clock import SystemClock
+    from gcore.config.cluster import LocalCluster
+
+    with contextlib.suppress(GcoreError):
+        if LocalCluster.load(home) is None:
+            local.down(home, clock=SystemClock(), grace_s=0)
 
 
 def _say_interrupted(screen: Screen, started: bool) -> None:

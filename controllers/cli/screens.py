@@ -55,6 +55,24 @@ class PlainScreen:
         self.state = self.state.observe(job)
 
 
+class JsonScreen:
+    """Events as they are, one JSON object a line, for programs."""
+
+    def __init__(self, console: Console) -> None:
+        self.state = ViewState()
+        self._console = console
+
+    def open(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def show(self, event: JobEvent) -> None:
+        self._console.out(event.to_line(), highlight=False)
+        self.state = self.state.apply(event)
+
+    def observe(self, job: JobSnapshot) -> None:
+        self.state = self.state.observe(job)
+
+
 class LiveScreen:
     """The view, drawn four times a second; its last state stays on the terminal."""
 

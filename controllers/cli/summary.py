@@ -128,6 +128,8 @@ def rows(summary: Summary, again: str) -> dict[str, str]:
         "audit": summary.audit if isinstance(summary.audit, str) else "; ".join(summary.audit),
         "run folder": summary.run_dir,
     }
+    if summary.state != SUCCEEDED:
+        shown["logs"] = f"{summary.run_dir}/logs"
     if summary.checkpoint:
         shown["checkpoint"] = summary.checkpoint
         shown["export"] = f"gcore export {summary.uid} --to DIR"

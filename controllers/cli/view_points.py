@@ -116,22 +116,26 @@ class JobSnapshot:
 
 
 def answer_of(data: Mapping[str, Any]) -> Answer:
+    """An evaluation's sample."""
     return Answer(
         text_of(data, "prompt"), text_of(data, "response"), text_of(data, "answer"), finite(data.get("reward")) or 0.0
     )
 
 
 def mapping_of(data: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The object under `key`; empty if there is none."""
     value = data.get(key)
     return {str(k): v for k, v in value.items()} if isinstance(value, Mapping) else {}
 
 
 def text_of(data: Mapping[str, Any], key: str) -> str:
+    """What stands under `key`, as text; empty if there is nothing."""
     value = data.get(key)
     return "" if value is None else str(value)
 
 
 def finite(value: Any) -> float | None:
+    """A number that is one; None for anything else, infinities and NaN too."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:

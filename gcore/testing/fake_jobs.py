@@ -74,7 +74,7 @@ class FakeJobs(jobs_pb2_grpc.JobsServicer):
     async def start(self, port: int = 0) -> FakeJobs:
         """Serve on loopback."""
         server = grpc.aio.server()
-        jobs_pb2_grpc.add_JobsServicer_to_server(self, server)  # type: ignore[no-untyped-call]
+        jobs_pb2_grpc.add_JobsServicer_to_server(self, server)
         health_pb2_grpc.add_HealthServicer_to_server(_Health(self._hushed), server)
         self.address = f"127.0.0.1:{server.add_insecure_port(f'127.0.0.1:{port}')}"
         await server.start()

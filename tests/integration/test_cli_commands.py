@@ -1,10 +1,15 @@
 """The commands as a person runs them: what they print, how they end, and that an error is one sentence."""
 
 import asyncio
+import contextlib
+import fcntl
 import json
 import os
+import pty
 import signal
+import struct
 import sys
+import termios
 from dataclasses import dataclass
 
 import grpc
@@ -94,6 +99,33 @@ async def test_run_follows_the_job_and_sums_it_up(server, script, folder):
     assert [JobEvent.from_line(line) for line in recorded] == finished()
 
 
+async def test_on_a_terminal_the_view_is_drawn_over_and_its_last_state_stays(server, script, folder):
+    script.play(finished()[:4])
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 110, 0, 0))
+    environment = {**os.environ, "TERM": "xterm-256color"}
+    environment.pop("COLUMNS", None)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "controllers.cli.main", "run", "spec.yaml", "--address", server.address,
+        cwd=folder, env=environment, stdin=theirs, stdout=theirs, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    os.close(theirs)
+    drawn = b""
+    while b"step 2/2" not in drawn:
+        drawn += await asyncio.to_thread(os.read, ours, 65536)
+    script.play(finished()[4:])
+    with contextlib.suppress(OSError):  # Linux says EIO when the other side of a terminal is closed
+        while chunk := await asyncio.to_thread(os.read, ours, 65536):
+            drawn += chunk
+    os.close(ours)
+    _, err = await process.communicate()
+    assert (process.returncode, err) == (0, b"")
+    assert b"\x1b[1A" in drawn  # the cursor went up, to draw over
+    assert "held-out accuracy" in drawn.decode()
+    assert "SUCCEEDED" in drawn.decode()
+    assert drawn.endswith(b"\n")
+
+
 async def test_run_submits_the_resolved_spec_and_resumes_unless_it_is_to_be_new(server, script, folder):
     script.play(finished())
     await gcore("run", "spec.yaml", "--set", "flow.steps=7", "--address", server.address, cwd=folder)
@@ -175,6 +207,31 @@ async def test_submit_that_follows_ends_as_the_job_does(server, script, folder, 
     assert done.code == code
     assert "step 2/2" in done.out
     assert done.err.count("\n") == code
+
+
+async def test_submit_can_follow_in_json_one_event_a_line(server, script, folder):
+    script.play(finished())
+    done = await gcore("submit", "spec.yaml", "--follow", "-o", "json", "--address", server.address, cwd=folder)
+    assert [JobEvent.from_line(line) for line in done.out.splitlines()] == finished()
+
+
+async def test_a_run_whose_folder_is_on_another_machine_is_followed_without_a_record(server, script, folder):
+    script.job.run_dir = "/nowhere/runs/sums-u1"
+    script.play(finished())
+    done = await gcore("run", "spec.yaml", "--address", server.address, cwd=folder)
+    assert (done.code, done.err.count("\n")) == (0, 1)
+    assert "not on this machine" in done.err
+
+
+async def test_an_interrupted_command_ends_with_130_and_no_traceback(server, script, folder):
+    script.play(finished()[:1])
+    process = await start("submit", "spec.yaml", "--follow", "--address", server.address, cwd=folder)
+    assert process.stdout is not None
+    while b"eval" not in await process.stdout.readline():
+        pass
+    process.send_signal(signal.SIGINT)
+    _, err = await process.communicate()
+    assert (process.returncode, err) == (130, b"gcore: interrupted\n")
 
 
 async def test_list_describe_cancel_and_audit_answer_in_both_forms(server, script, folder):

@@ -78,6 +78,17 @@ def test_a_cluster_comes_up_twice_the_same_and_goes_down_without_a_trace(home):
     assert not any(is_running(c.process) for c in first.cluster.controllers)
 
 
+def test_a_daemon_that_died_in_a_living_cluster_is_waited_for(home):
+    cluster = up(home).cluster
+    victim = cluster.controllers[0].process
+    send_signal(victim, signal.SIGKILL)
+    assert wait_ended(victim, 10)
+    again = up(home)
+    assert (again.started, again.absent) == (False, ())
+    assert again.cluster.controllers[0].process != victim
+    assert again.cluster.controllers[1] == cluster.controllers[1]
+
+
 def test_a_dead_remnant_is_replaced_and_the_jobs_stay(home, job):
     cluster = up(home).cluster
     address = ",".join(cluster.addresses)
