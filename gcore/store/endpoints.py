@@ -25,6 +25,9 @@ from gcore.errors import UsageError
 SUSPECT_GRACE_S = 1.0
 """For so long an endpoint that is not suspect is waited for, before a suspect one is used again."""
 
+HEAD_START_S = 0.1
+"""For so long the preferred endpoint alone may get ready. Longer than a connection takes, shorter than anybody notices."""
+
 _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
@@ -37,6 +40,7 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     # Pings find a peer that is stopped or cut off while a watch waits. etcd refuses more than one every 5 s.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),  # the timeout that really counts in gRPC 1.6x and later; otherwise a minute
     ("grpc.keepalive_permit_without_calls", 0),
     ("grpc.http2.max_pings_without_data", 0),
 )
@@ -154,6 +158,10 @@ class ConnectionPool:
         ordered = self._connections[start:] + self._connections[:start]
         trusted = tuple(c for c in ordered if c not in self._suspects)
         found = trusted[0] if trusted and trusted[0].is_ready() else None
+        if found is None and trusted and len(self._connections) > 1:
+            head_start = min(HEAD_START_S, within_s / 2)
+            found = await _first_ready(trusted[:1], head_start)
+            within_s -= head_start
         if found is None and trusted and self._suspects:
             grace = min(SUSPECT_GRACE_S, within_s / 2)
             found = await _first_ready(trusted, grace)

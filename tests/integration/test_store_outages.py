@@ -218,6 +218,8 @@ async def test_a_watch_moves_to_another_endpoint(etcd: LocalEtcd, proxy: Proxy, 
     store = await EtcdStore.connect([proxy.endpoint, etcd.endpoint], clock=CLOCK)
     async with aclosing(store.watch(str(tmp_path))) as batches:
         await anext(batches)
+        await store.transact([], [Put(str(tmp_path), b"0")])
+        await anext(batches)  # the stream stands
         await proxy.cut()
         await store.transact([], [Put(str(tmp_path), b"1")])
         batch = await anext(batches)
@@ -232,3 +234,18 @@ async def test_many_calls_at_once_share_one_connection(etcd: LocalEtcd, tmp_path
     found = await asyncio.gather(*(store.get(key) for key in keys))
     assert None not in found
     await store.close()
+
+
+async def test_a_watch_leaves_an_endpoint_that_hangs(etcd: LocalEtcd, proxy: Proxy, tmp_path: Path) -> None:
+    store = await EtcdStore.connect([proxy.endpoint, etcd.endpoint], clock=CLOCK)
+    direct = await EtcdStore.connect([etcd.endpoint], clock=CLOCK)
+    async with aclosing(store.watch(str(tmp_path))) as batches:
+        await anext(batches)
+        await direct.transact([], [Put(str(tmp_path), b"0")])
+        await anext(batches)  # the stream stands
+        await proxy.stall()
+        await direct.transact([], [Put(str(tmp_path), b"1")])
+        batch = await anext(batches)  # once a ping has gone unanswered
+    assert [event.kv.value for event in batch.events] == [b"1"]
+    await store.close()
+    await direct.close()
