@@ -136,14 +136,24 @@ class RankLinks:
         if view.applied and state.report.checkpoint_file:
             version = Version(view.applied.lineage, view.applied.step)
             self.saved[version] = SavedCheckpoint(version, state.report.checkpoint_file, state.report.checkpoint_sha256)
-        self.views = {**self.views, rank: view}
-        self._on_change()
+        self._show(view)
 
     def _note_held(self, rank: int, token: Token, held: Iterable[pb.HeldGroup]) -> None:
         view = self.views.get(rank, RankView(rank))
         if view.holding is None or view.holding <= token:
-            self.views = {**self.views, rank: replace(view, holding=token, held=_held(held))}
-            self._on_change()
+            self._show(replace(view, holding=token, held=_held(held)))
+
+    def _show(self, view: RankView) -> None:
+        """What a rank holds of one token only grows, but its answers and its stream overtake each other."""
+        known = self.views.get(view.rank)
+        if known is not None and known.holding is not None and known.holding == view.holding:
+            view = replace(view, held=_joined(known.held, view.held))
+        self.views = {**self.views, view.rank: view}
+        self._on_change()
+
+
+def _joined(one: Mapping[str, frozenset[int]], other: Mapping[str, frozenset[int]]) -> dict[str, frozenset[int]]:
+    return {digest: one.get(digest, frozenset()) | other.get(digest, frozenset()) for digest in {*one, *other}}
 
 
 def _held(groups: Iterable[pb.HeldGroup]) -> dict[str, frozenset[int]]:

@@ -28,8 +28,10 @@ from gcore.worker.records import LaunchSpec, Role, StoreRef, WorkerRecord
 log = logging.getLogger(__name__)
 
 MAX_LAUNCHES = 5
-"""Starts of one engine in a row that never served; then the job has no hope on this node."""
+"""Starts of one engine in a row that did not last; then the job has no hope on this node."""
 MAX_BACKOFF_S = 30.0
+LASTING_S = 60.0
+"""An engine that serves for so long counts as started well."""
 ENGINE_COMMAND = (sys.executable, "-m", "gcore.rollout.engine")
 RANK_COMMAND = (sys.executable, "-m", "gcore.train")
 
@@ -73,7 +75,7 @@ class Launches:
     pending: Mapping[str, Launch] = field(default_factory=dict)
     """Started, and the process lives; it may have registered meanwhile."""
     tries: Mapping[str, int] = field(default_factory=dict)
-    """Starts in a row without one that served."""
+    """Starts in a row without one that lasted."""
     last: Mapping[str, float] = field(default_factory=dict)
     """When it was last started."""
 
@@ -149,26 +151,30 @@ class Staff:
         self._config = config
         self._clock = clock
         self._started: dict[str, Launch] = {}
+        self._newest: dict[str, Launch] = {}
         self._tries: dict[str, int] = {}
-        self._last: dict[str, float] = {}
+        self._why: dict[str, str] = {}
 
     def launches(self, workers: Mapping[str, WorkerRecord]) -> Launches:
-        """What is known now; forgets launches that registered or died."""
-        for key, launch in list(self._started.items()):
+        """What is known now; forgets launches that registered or died, and the tries of what has lasted."""
+        now = self._clock.monotonic()
+        for key, launch in self._newest.items():
             worker = workers.get(launch.instance)
-            if worker is not None and worker.state == "serving":
+            if worker is not None and worker.state == "serving" and now - launch.at > LASTING_S:
                 self._tries.pop(key, None)
+            if worker is not None and worker.state == "failed" and worker.reason:
+                self._why[key] = worker.reason
             if worker is not None or not is_running(launch.process):
-                del self._started[key]
-        return Launches(dict(self._started), dict(self._tries), dict(self._last))
+                self._started.pop(key, None)
+        return Launches(dict(self._started), dict(self._tries), {k: launch.at for k, launch in self._newest.items()})
 
     def hopeless(self, workers: Mapping[str, WorkerRecord]) -> str:
-        """Which worker cannot be started here, and why, after several tries; or nothing."""
+        """Which worker cannot be kept alive here, and why, after several tries; or nothing."""
         for key, tries in self._tries.items():
-            if tries >= MAX_LAUNCHES and key not in self._started:
-                failed = [w.reason for w in workers.values() if w.node == self._config.node and w.reason]
-                why = failed[-1] if failed else f"see the logs in {self._config.home}/logs"
-                return f"{key} on {self._config.node} was started {tries} times and never served: {why}"
+            worker = workers.get(self._newest[key].instance)
+            if tries >= MAX_LAUNCHES and key not in self._started and (worker is None or not is_good(worker)):
+                why = self._why.get(key, f"see the logs in {self._config.home}/logs")
+                return f"{key} on {self._config.node} was started {tries} times and never lasted: {why}"
         return ""
 
     def start(self, action: StartEngine | StartRank, view: JobView) -> None:
@@ -241,9 +247,7 @@ class Staff:
             watchdog_s=spec.train.watchdog_s,
         )
         process = start_worker(launch, Path(self._config.home))
-        now = self._clock.monotonic()
-        self._started[key] = Launch(instance, process, now)
-        self._last[key] = now
+        self._newest[key] = self._started[key] = Launch(instance, process, self._clock.monotonic())
         if isinstance(action, StartEngine):
             self._tries[key] = self._tries.get(key, 0) + 1
         log.info("started %s on %s: %s", key, slot, instance, extra={"job": uid})

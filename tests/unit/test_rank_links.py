@@ -1,0 +1,48 @@
+"""What controllers know of ranks, whatever overtakes what."""
+
+from __future__ import annotations
+
+import pytest
+
+from controllers.ranks import RankLinks
+from gcore.api.v1 import train_pb2 as pb
+from gcore.testing import FakeClock
+from gcore.types import Token
+
+
+def held(**samples: list[int]) -> list[pb.HeldGroup]:
+    return [pb.HeldGroup(digest=digest, samples=indexes) for digest, indexes in samples.items()]
+
+
+def state(token: Token, **samples: list[int]) -> pb.RankState:
+    spelled = pb.StepToken(lineage=token.lineage, step=token.step, attempt=token.attempt)
+    return pb.RankState(rank=0, holding=spelled, held=held(**samples))
+
+
+@pytest.mark.parametrize("late", ["answer", "stream"])
+def test_an_older_word_that_comes_later_takes_nothing_away(late: str) -> None:
+    changed: list[int] = []
+    links = RankLinks(FakeClock(), lambda: changed.append(1))
+    token = Token(0, 1, 1)
+    if late == "answer":
+        links._note(0, state(token, mine=[0, 1], others=[0]))
+        links._note_held(0, token, held(mine=[0, 1]))
+    else:
+        links._note_held(0, token, held(mine=[0, 1], others=[0]))
+        links._note(0, state(token, mine=[0, 1]))
+    assert links.views[0].held == {"mine": frozenset({0, 1}), "others": frozenset({0})}
+    assert len(changed) == 2
+
+
+def test_a_new_attempt_begins_empty() -> None:
+    links = RankLinks(FakeClock(), lambda: None)
+    links._note(0, state(Token(0, 1, 1), mine=[0, 1]))
+    links._note(0, state(Token(0, 1, 3), mine=[0]))
+    assert links.views[0].held == {"mine": frozenset({0})}
+
+
+def test_an_answer_about_an_old_attempt_is_not_believed() -> None:
+    links = RankLinks(FakeClock(), lambda: None)
+    links._note(0, state(Token(0, 1, 3), mine=[0]))
+    links._note_held(0, Token(0, 1, 1), held(mine=[0, 1]))
+    assert links.views[0].held == {"mine": frozenset({0})}
