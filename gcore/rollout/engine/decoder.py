@@ -157,6 +157,7 @@ class Decoder:
         broken = () if np.isfinite(logprobs).all() else tuple((np.flatnonzero(~np.isfinite(logprobs)) + first).tolist())
         return Made(first, ended, broken)
 
+    @torch.inference_mode()  # moving rows writes to tensors that were made in it
     def leave(self, leaving: Sequence[int]) -> list[Work]:
         """These rows give their place back; their works, with all that they made, in the order asked for."""
         works = [self.rows.save(row) for row in leaving]
