@@ -17,6 +17,7 @@ from controllers.cli.view_points import JobSnapshot, NodeView, Wait
 from controllers.cli.view_text import seconds, visible
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from gcore.api.v1 import jobs_pb2 as pb
@@ -27,6 +28,18 @@ class Output(StrEnum):
 
     TABLE = "table"
     JSON = "json"
+
+
+PIPE_WIDTH = 1000
+"""Columns of an output that is no terminal: whoever reads it there wants whole lines, not 80 columns."""
+
+
+def console() -> Console:
+    """Standard output."""
+    from rich.console import Console
+
+    found = Console()
+    return found if found.is_terminal else Console(width=PIPE_WIDTH)
 
 
 def snapshot(job: pb.Job) -> JobSnapshot:
@@ -136,7 +149,7 @@ def audit_rows(report: pb.AuditReport) -> dict[str, str]:
     """What `gcore audit` shows."""
     rows = {
         "verdict": "clean" if report.clean else f"{len(report.violations)} violations",
-        "steps": f"{report.steps} in {report.lineages} lineages",
+        "steps": f"{report.steps}, lineage {report.lineages}",
         "prompts": f"{report.trained} trained, {report.filtered} filtered, {report.failed} failed, "
         f"{report.in_flight} in flight",
     }

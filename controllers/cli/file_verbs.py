@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from controllers.cli.answers import Output, as_json
+from controllers.cli.answers import Output, as_json, console
 from controllers.cli.options import (
     DEFAULT_CONTROLLERS,
     DEFAULT_HOME,
@@ -66,7 +66,6 @@ def validate(
 ) -> None:
     """Check a spec and everything it names; print it resolved, and every process that would be started."""
     import yaml
-    from rich.console import Console
     from rich.table import Table
 
     from gcore.config import load_spec
@@ -84,7 +83,7 @@ def validate(
         table.add_column(heading)
     for process in processes:
         table.add_row(process["process"], process["node"], process["slot"])
-    Console().print(table)
+    console().print(table)
     typer.echo(f"\n{spec} is valid: {prompts} prompts, {loaded.flow.steps} steps.")
 
 

@@ -14,6 +14,7 @@ from controllers.cli.answers import (
     as_json,
     audit_rows,
     audit_tree,
+    console,
     job_rows,
     job_tree,
     jobs_table,
@@ -24,8 +25,6 @@ from controllers.cli.finding import find_addresses
 from controllers.cli.options import DEFAULT_HOME, Address, Format, Home, JobName, New, Plain, Set, SpecFile
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from gcore.client import JobsClient
 
 T = TypeVar("T")
@@ -95,9 +94,7 @@ def submit(
             typer.echo(as_json(job_tree(job)))
         if follow:
             as_lines = output is Output.JSON
-            screen: Screen = (
-                JsonScreen(_console()) if as_lines else choose_screen(_console(), SystemClock(), plain=plain)
-            )
+            screen: Screen = JsonScreen(console()) if as_lines else choose_screen(console(), SystemClock(), plain=plain)
             ended = await follow_job(client, job, screen, SystemClock(), run_dir=None)
             if ended.state != "SUCCEEDED":
                 raise JobFailed(f"job {ended.name} is {ended.state}: {ended.reason}", fix="See `gcore describe`")
@@ -111,7 +108,7 @@ def list_(home: Home = DEFAULT_HOME, address: Address = None, output: Format = O
     if output is Output.JSON:
         typer.echo(as_json([job_tree(job) for job in jobs]))
     else:
-        _console().print(jobs_table(jobs))
+        console().print(jobs_table(jobs))
 
 
 def describe(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE) -> None:
@@ -122,7 +119,7 @@ def describe(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, o
     if output is Output.JSON:
         typer.echo(as_json(job_tree(found)))
     else:
-        _console().print(pairs_table(job_rows(found, SystemClock().wall())))
+        console().print(pairs_table(job_rows(found, SystemClock().wall())))
 
 
 def cancel(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE) -> None:
@@ -140,15 +137,9 @@ def audit(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, outp
     if output is Output.JSON:
         typer.echo(as_json(audit_tree(report)))
     else:
-        _console().print(pairs_table(audit_rows(report)))
+        console().print(pairs_table(audit_rows(report)))
     if not report.clean:
         raise typer.Exit(1)
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console(soft_wrap=False)
 
 
 def call(what: Callable[[JobsClient], Awaitable[T]], address: str | None, home: Path) -> T:

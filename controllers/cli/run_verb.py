@@ -77,9 +77,8 @@ def run(
 
     An interrupted job goes on; a finished one is run anew. Ctrl-C stops in good order, a second one at once.
     """
-    from rich.console import Console
-
     from controllers.cli import local
+    from controllers.cli.answers import console as standard_output
     from controllers.cli.screens import choose_screen
     from controllers.cli.summary import rows
     from gcore.clock import SystemClock
@@ -89,7 +88,7 @@ def run(
     begun = clock.monotonic()
     loaded = load_spec(spec, set_ or ())
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    console = Console()
+    console = standard_output()
     screen = choose_screen(console, clock, plain=plain)
     started = False
     try:

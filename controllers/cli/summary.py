@@ -122,7 +122,7 @@ def rows(summary: Summary, again: str) -> dict[str, str]:
         "accuracy": f"{share(summary.eval_accuracy_before)} before, {share(summary.eval_accuracy_after)} after",
         "groups trained": groups or "-",
         "steps": f"{summary.steps}"
-        + (f", with {summary.rollbacks} rollbacks" if summary.rollbacks else "")
+        + (f", with {summary.rollbacks} rollback{'s' * (summary.rollbacks > 1)}" if summary.rollbacks else "")
         + f", in {seconds(summary.wall_seconds)} wall time",
         "speed": "-" if rate is None else f"{rate:,.0f} tokens/s",
         "audit": summary.audit if isinstance(summary.audit, str) else "; ".join(summary.audit),

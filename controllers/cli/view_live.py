@@ -65,7 +65,7 @@ def _progress(state: ViewState, now: float, width: int) -> RenderableType:
     if left and not state.ended:
         words.append(Text(f"about {seconds(left)} left", style="dim"))
     if state.rollbacks:
-        words.append(Text(f"lineage {state.lineage} ({state.rollbacks} rollbacks)", style="yellow"))
+        words.append(Text(f"lineage {state.lineage}, rolled back {state.rollbacks}×", style="yellow"))
     line.add_row(words[0], bar, *words[1:])
     return line
 

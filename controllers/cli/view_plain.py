@@ -30,7 +30,7 @@ def lines(before: ViewState, event: JobEvent) -> tuple[str, ...]:
 
 
 def step_line(state: ViewState, point: StepPoint) -> str:
-    """`step 12/150 reward 0.62 accuracy 0.45 length 3.1 812 tok/s collect 0.31s exchange 0.02s ...`."""
+    """`step 12/150 reward 0.620 accuracy 0.450 length 3.1 812 tok/s collect 0.31s exchange 0.02s ...`."""
     reward, length = point.stats.get("reward"), point.stats.get("response_length")
     accuracy = state.evals[-1].accuracy if state.evals else None
     words = [
@@ -49,7 +49,7 @@ def step_line(state: ViewState, point: StepPoint) -> str:
         words.append(f"filtered {point.filtered}")
     if point.failed:
         words.append(f"failed {point.failed}")
-    return "  ".join(words)
+    return " ".join(words)
 
 
 def _eval_lines(state: ViewState, point: EvalPoint) -> Iterator[str]:

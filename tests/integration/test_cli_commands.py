@@ -90,7 +90,7 @@ async def test_run_follows_the_job_and_sums_it_up(server, script, folder):
     script.play(finished())
     done = await gcore("run", "spec.yaml", "--address", server.address, cwd=folder)
     assert (done.code, done.err) == (0, "")
-    assert "step 1/2  reward 0.500" in done.out
+    assert "step 1/2 reward 0.500" in done.out
     assert "50.0% before, 90.0% after" in done.out
     assert "node-0 3, node-1 1" in done.out
     summary = json.loads((folder / "run" / "summary.json").read_text())

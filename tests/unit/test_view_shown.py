@@ -73,13 +73,13 @@ def test_the_plain_view_is_one_line_for_each_event_and_answers_before_and_after(
         "eval: accuracy 45.1% on 500 held-out prompts after step 0",
         "  47+8= → 55  right",
         "  9+9= → \\x1b[2J17  wrong, 18 is expected",
-        "step 1/3  reward 0.620  accuracy 0.451  length 3.1  812 tok/s  collect 0.31s  exchange 0.02s  train 0.44s  "
-        "publish 0.10s  groups node-0:16 node-1:16  filtered 2  failed 1",
+        "step 1/3 reward 0.620 accuracy 0.451 length 3.1 812 tok/s collect 0.31s exchange 0.02s train 0.44s "
+        "publish 0.10s groups node-0:16 node-1:16 filtered 2 failed 1",
         "member: node-1 is gone",
         "shards: 4 shards moved; now node-0 8",
-        "step 2/3  reward -  accuracy 0.451  length -",
+        "step 2/3 reward - accuracy 0.451 length -",
         "eval: accuracy 60.0% on 500 held-out prompts after step 2",
-        "step 3/3  reward 0.620  accuracy 0.600  length 3.1  812 tok/s  collect 0.31s  exchange 0.02s  train 0.44s  "
+        "step 3/3 reward 0.620 accuracy 0.600 length 3.1 812 tok/s collect 0.31s exchange 0.02s train 0.44s "
         "publish 0.10s",
         "eval: accuracy 94.0% on 500 held-out prompts after step 3",
         "  47+8= → 55  right",
