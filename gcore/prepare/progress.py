@@ -1,0 +1,90 @@
+"""How a preparation shows where it is: a bar on a terminal, a plain line now and then elsewhere, or nothing.
+
+Shows what it is told; decides nothing. Everything goes to standard error, so that standard output stays the command's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+PLAIN_LINES = 8
+"""About so many lines where there is no terminal."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarmStartProgress:
+    """`update` of `updates` are done. `accuracy`: greedy, on held-out sums, at the last look; None before the first."""
+
+    update: int
+    updates: int
+    accuracy: float | None
+
+
+class Reporter:
+    """Shows nothing; the base of those that do. Use as a context manager around what it reports."""
+
+    def report(self, at: WarmStartProgress) -> None:
+        """Called after every update."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+    @classmethod
+    def for_terminal(cls, progress: bool) -> Reporter:
+        """What fits standard error: a bar, lines, or, without `progress`, nothing."""
+        if not progress:
+            return Reporter()
+        console = Console(stderr=True)
+        return BarReporter(console) if console.is_terminal else LineReporter(console)
+
+
+class LineReporter(Reporter):
+    """A line now and then, and one at the end."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def report(self, at: WarmStartProgress) -> None:
+        every = max(1, at.updates // PLAIN_LINES)
+        if at.update % every == 0 or at.update == at.updates:
+            self._console.print(f"warm start {at.update}/{at.updates}{_accuracy(at)}", highlight=False)
+
+
+class BarReporter(Reporter):
+    """A bar with the time that is left."""
+
+    def __init__(self, console: Console) -> None:
+        self._bar = Progress(
+            TextColumn("warm start"),
+            BarColumn(),
+            TextColumn("{task.completed:.0f}/{task.total:.0f}{task.fields[accuracy]}"),
+            TimeRemainingColumn(),
+            console=console,
+        )
+        self._task = self._bar.add_task("warm start", total=None, accuracy="")
+
+    def report(self, at: WarmStartProgress) -> None:
+        self._bar.update(self._task, completed=at.update, total=at.updates, accuracy=_accuracy(at))
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+
+def _accuracy(at: WarmStartProgress) -> str:
+    return "" if at.accuracy is None else f", {at.accuracy:.0%} of held-out sums right"
