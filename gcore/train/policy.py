@@ -19,6 +19,8 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import sys
+import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +38,7 @@ from deepspeed.utils import (
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from gcore.config.spec import TrainSpec
 from gcore.errors import DataError
@@ -80,6 +83,7 @@ class Policy:
         """The model in `folder`, ready to train, Adam's state zero. Raises DataError."""
         deepspeed_logger.setLevel(logging.WARNING)
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        _leave_muon_out()
         module = load_module(folder, torch.float32)
         _check_names(folder, module)
         shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
@@ -163,6 +167,7 @@ class Policy:
 def load_module(folder: Path, dtype: torch.dtype) -> nn.Module:
     """The causal language model in `folder`. Raises DataError."""
     try:
+        transformers_logging.disable_progress_bar()
         module: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -184,6 +189,17 @@ def logits_of(module: nn.Module) -> LogitsOf:
         return logits
 
     return call
+
+
+def _leave_muon_out() -> None:
+    """DeepSpeed asks whether the optimizer is Muon, and that module pulls all of torch's compiler in: most of a second.
+
+    A module whose Muon is a class of which there are no instances answers the question too.
+    """
+    name = "deepspeed.runtime.zero.muon.muon_optimizer"
+    stand_in = types.ModuleType(name)
+    vars(stand_in)["MuonWithAuxAdam"] = type("MuonWithAuxAdam", (), {})
+    sys.modules.setdefault(name, stand_in)
 
 
 def _check_names(folder: Path, module: nn.Module) -> None:

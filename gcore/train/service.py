@@ -84,9 +84,9 @@ class RankBoard:
     async def messages(self) -> AsyncIterator[pb.RankState]:
         """The state now, and after each change; the newest only, if somebody is slow. Ends with a failure."""
         while True:
-            changed = self._changed
-            yield self.message()
-            if self.phase == "failed":
+            changed, message = self._changed, self.message()
+            yield message
+            if message.phase == "failed":
                 return
             await changed.wait()
 

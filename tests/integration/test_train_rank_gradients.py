@@ -1,0 +1,98 @@
+"""The gradient of a whole step through DeepSpeed is that of a plain loop: any ZeRO stage, any number of ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+PROGRAM = Path(__file__).with_name("train_rank_program.py")
+CASES = ["engine", "recompute", "norm", "reward", "tis"]
+WORLDS = [pytest.param(size, id=f"{size} rank{'s' if size > 1 else ''}") for size in (1, 2)]
+BETA1 = 0.9
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Everything run once: the plain loop, one rank, and two; on a machine without a compiler."""
+    folder = tmp_path_factory.mktemp("gradients")
+    env = {
+        **os.environ,
+        "PATH": "/nonexistent",
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "CUDA_VISIBLE_DEVICES": "",
+        "DS_ACCELERATOR": "cpu",
+    }
+
+    def start(*arguments: str) -> subprocess.Popen[str]:
+        command = [sys.executable, str(PROGRAM), arguments[0], str(folder), *arguments[1:]]
+        return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    def finish(*processes: subprocess.Popen[str]) -> None:
+        try:
+            for process in processes:
+                output, _ = process.communicate(timeout=200)
+                assert process.returncode == 0, output[-6000:]
+        finally:
+            for process in processes:
+                process.kill()
+
+    finish(start("model"))
+    finish(start("plain"), start("rank", "0", "1"))
+    finish(start("rank", "0", "2"), start("rank", "1", "2"))
+    return folder
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("size", WORLDS)
+def test_the_gradient_of_a_step_is_that_of_a_plain_loop(folder: Path, case: str, stage: int, size: int) -> None:
+    expected = load_file(folder / f"plain-{case}.safetensors")
+    found = load_file(folder / f"{case}-{stage}-{size}" / "checkpoints" / "0-1" / "exp_avg.safetensors")
+    assert found.keys() == expected.keys()
+    scale = max(float(np.abs(gradient).max()) for gradient in expected.values())
+    assert scale > 1e-3
+    for name, gradient in expected.items():
+        np.testing.assert_allclose(found[name] / (1 - BETA1), gradient, rtol=0, atol=3e-6 * scale, err_msg=name)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("size", WORLDS)
+def test_every_rank_reports_the_same_and_the_plain_loss(folder: Path, case: str, stage: int, size: int) -> None:
+    run = folder / f"{case}-{stage}-{size}"
+    reports = [json.loads((run / f"metrics-{rank}.json").read_text()) for rank in range(size)]
+    assert all(report == reports[0] for report in reports)
+    assert reports[0]["loss"] == pytest.approx(json.loads((folder / f"plain-{case}.json").read_text()), abs=2e-6)
+    assert ("kl_reference" in reports[0]) == (case in ("engine", "reward"))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("size", WORLDS)
+def test_a_learning_rate_of_zero_leaves_every_bit_of_the_weights(folder: Path, stage: int, size: int) -> None:
+    before = load_file(folder / "model" / "model.safetensors")
+    run = folder / f"still-{stage}-{size}"
+    for after in (run / "weights" / "0-1", run / "checkpoints" / "0-1"):
+        found = load_file(after / "model.safetensors")
+        assert found.keys() == before.keys()
+        assert all(np.array_equal(found[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("size", WORLDS)
+def test_half_precision_arithmetic_keeps_the_weights_in_full_precision(folder: Path, stage: int, size: int) -> None:
+    before = load_file(folder / "model" / "model.safetensors")
+    found = load_file(folder / f"half-{stage}-{size}" / "checkpoints" / "0-1" / "model.safetensors")
+    # Adam's first update moves no weight further than the learning rate; rounding the weights would (0.2 · 2^-9).
+    assert all(np.abs(found[name] - before[name]).max() <= 1.01e-3 for name in before if before[name].ndim > 1)
+    plain = load_file(folder / "plain-recompute.safetensors")
+    gradient = load_file(folder / f"half-{stage}-{size}" / "checkpoints" / "0-1" / "exp_avg.safetensors")
+    scale = max(float(np.abs(one).max()) for one in plain.values())
+    assert all(np.abs(gradient[name] / (1 - BETA1) - plain[name]).max() < 0.05 * scale for name in plain)

@@ -1,0 +1,212 @@
+"""The gRPC side of a train rank, over a real channel, without torch: what is trained is only noted."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import struct
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import grpc
+import pytest
+
+from gcore.api.v1 import train_pb2 as pb
+from gcore.api.v1 import train_pb2_grpc
+from gcore.ledger.balance import balance
+from gcore.ledger.records import Seal, SealedGroup, SealState
+from gcore.train.feed_state import FeedState, Work, WorldName
+from gcore.train.report import StepResult
+from gcore.train.service import RankBoard, TrainRankService, content_sha256
+from gcore.types import Group, PromptRef, Sample, Version, VersionSpan
+
+ME = pb.WorldId(job_uid="j", world="w", lineage=0)
+OTHERS = {
+    "job": pb.WorldId(job_uid="x", world="w", lineage=0),
+    "world": pb.WorldId(job_uid="j", world="x", lineage=0),
+    "lineage": pb.WorldId(job_uid="j", world="w", lineage=1),
+}
+TOKEN = pb.StepToken(lineage=0, step=1, attempt=1)
+
+
+@dataclass
+class Served:
+    stub: train_pb2_grpc.TrainRankStub
+    board: RankBoard
+    begun: list[Work]
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Served]:
+    board = RankBoard(FeedState(WorldName("j", "w", 0), 0, 1, 0))
+    begun: list[Work] = []
+    server = grpc.aio.server()
+    train_pb2_grpc.add_TrainRankServicer_to_server(TrainRankService(board, begun.append), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield Served(train_pb2_grpc.TrainRankStub(channel), board, begun)
+    await server.stop(None)
+
+
+def make_group(tokens: int = 3) -> Group:
+    span = (VersionSpan(Version(0, 0), 0, tokens),)
+    samples = tuple(Sample((n,) * tokens, (-1.0,) * tokens, "", "stop", span, float(n)) for n in range(2))
+    return Group(PromptRef(0, 0, 0), (1, 2), samples)
+
+
+def make_seal(group: Group) -> Seal:
+    sealed = SealedGroup(
+        ref=group.ref,
+        digest=group.digest(),
+        prompt_tokens=len(group.prompt_ids),
+        response_tokens=tuple(len(sample.token_ids) for sample in group.samples),
+        versions=group.versions,
+        holder="h",
+    )
+    return Seal(
+        lineage=0,
+        step=1,
+        attempt=1,
+        state=SealState.READY,
+        world="w",
+        world_size=1,
+        mini_batches=1,
+        groups=(sealed,),
+    )
+
+
+def payload(group: Group, samples: tuple[int, ...] = (0, 1)) -> bytes:
+    def pack(kind: str, values: tuple[float, ...]) -> bytes:
+        return struct.pack(f"<{len(values)}{kind}", *values)
+
+    part = pb.GroupPart(
+        ref=pb.PromptRef(),
+        digest=group.digest(),
+        prompt_ids=pack("i", group.prompt_ids),
+        sample_digests=[sample.digest() for sample in group.samples],
+        samples=[
+            pb.SamplePart(
+                index=i,
+                token_ids=pack("i", group.samples[i].token_ids),
+                logprobs=pack("f", group.samples[i].logprobs),
+                reward=group.samples[i].reward,
+            )
+            for i in samples
+        ],
+    )
+    return pb.FeedPayload(groups=[part]).SerializeToString()
+
+
+async def chunks(
+    data: bytes, world: pb.WorldId = ME, size: int = 1 << 20, total: int | None = None
+) -> AsyncIterator[pb.FeedChunk]:
+    header = pb.FeedHeader(
+        schema_version=1,
+        world=world,
+        token=TOKEN,
+        sender="s",
+        total_bytes=len(data) if total is None else total,
+        sha256=hashlib.sha256(data).digest(),
+    )
+    yield pb.FeedChunk(header=header, data=data[:size])
+    for start in range(size, len(data), size):
+        yield pb.FeedChunk(data=data[start : start + size])
+
+
+def apply_request(seal: bytes, world: pb.WorldId = ME) -> pb.ApplyRequest:
+    return pb.ApplyRequest(schema_version=1, world=world, token=TOKEN, seal=seal)
+
+
+async def test_what_was_fed_in_many_chunks_and_calls_is_held_and_then_trained(served: Served) -> None:
+    group = make_group(tokens=200_000)
+    first = await served.stub.Feed(chunks(payload(group, (0,)), size=700_000))
+    assert [list(one.samples) for one in first.held] == [[0]]
+    second = await served.stub.Feed(chunks(payload(group, (1,))))
+    assert [list(one.samples) for one in second.held] == [[0, 1]]
+    for _ in range(3):
+        await served.stub.Apply(apply_request(make_seal(group).encode()))
+    assert len(served.begun) == 1
+    assert served.begun[0].layout == balance(make_seal(group))
+
+
+@pytest.mark.parametrize("who", OTHERS)
+async def test_whoever_means_another_world_is_refused_everything(served: Served, who: str) -> None:
+    world = OTHERS[who]
+    group = make_group()
+    calls = [
+        served.stub.Feed(chunks(payload(group), world)),
+        served.stub.Apply(apply_request(make_seal(group).encode(), world)),
+        served.stub.Watch(pb.WatchRequest(world=world)).read(),
+    ]
+    for call in calls:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call
+        assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert served.board.state.holding is None
+    assert not served.begun
+
+
+async def test_a_wrong_digest_is_refused_and_nothing_of_it_is_held(served: Served) -> None:
+    data = payload(make_group()).replace(b"\x01\x00\x00\x00\x01", b"\x01\x00\x00\x00\x09", 1)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await served.stub.Feed(chunks(data))
+    assert caught.value.code() is grpc.StatusCode.DATA_LOSS
+    assert served.board.state.holding is None
+
+
+@pytest.mark.parametrize(
+    ("size", "total", "code"),
+    [
+        pytest.param(3 << 20, None, grpc.StatusCode.INVALID_ARGUMENT, id="a chunk too large"),
+        pytest.param(1 << 20, 100, grpc.StatusCode.INVALID_ARGUMENT, id="more than was announced"),
+        pytest.param(1 << 20, 9_000_000, grpc.StatusCode.DATA_LOSS, id="less than was announced"),
+        pytest.param(1 << 20, 1 << 40, grpc.StatusCode.INVALID_ARGUMENT, id="more than can be"),
+    ],
+)
+async def test_a_feed_that_is_not_as_the_protocol_says_is_refused(
+    served: Served, size: int, total: int | None, code: grpc.StatusCode
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await served.stub.Feed(chunks(payload(make_group(tokens=200_000)), size=size, total=total))
+    assert caught.value.code() is code
+
+
+async def test_a_seal_that_cannot_be_read_is_refused(served: Served) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await served.stub.Apply(apply_request(b"{}"))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_watchers_see_the_state_at_once_and_every_change_up_to_the_end(served: Served) -> None:
+    group = make_group()
+    stream = served.stub.Watch(pb.WatchRequest(world=ME))
+    first = await stream.read()
+    assert (first.phase, first.world_size, first.HasField("holding")) == ("waiting", 1, False)
+    await served.stub.Feed(chunks(payload(group)))
+    second = await stream.read()
+    assert second.holding == TOKEN
+    assert [one.digest for one in second.held] == [group.digest()]
+    await served.stub.Apply(apply_request(make_seal(group).encode()))
+    await stream.read()
+    served.board.reported(StepResult({"loss": 0.5}, "weights/0-1", "", ""), content_sha256(make_seal(group)))
+    fourth = await stream.read()
+    assert fourth.applied == TOKEN
+    assert fourth.report.metrics["loss"] == 0.5
+    assert fourth.report.weights_file == "weights/0-1"
+    served.board.failed("the disk is full")
+    fifth = await stream.read()
+    assert (fifth.phase, fifth.error) == ("failed", "the disk is full")
+    assert await stream.read() is grpc.aio.EOF
+
+
+async def test_a_slow_watcher_gets_the_newest_state_and_holds_nobody_up(served: Served) -> None:
+    stream = served.stub.Watch(pb.WatchRequest(world=ME))
+    await stream.read()
+    for progress in range(1, 1001):
+        served.board.progress = progress
+        served.board.show()
+    last = await stream.read()
+    while last.progress < 1000:
+        last = await asyncio.wait_for(stream.read(), 10)
+    assert last.progress == 1000

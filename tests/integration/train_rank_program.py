@@ -1,0 +1,275 @@
+"""Run by test_train_rank_gradients.py: one rank, or the plain loop it is held against, with all cases in one process.
+
+python train_rank_program.py model FOLDER            make a tiny model
+python train_rank_program.py plain FOLDER            gradients by a plain loop in float64, sample by sample
+python train_rank_program.py rank FOLDER RANK SIZE   the same steps through StepTrainer and DeepSpeed
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch.nn import functional
+
+from gcore.clock import SystemClock
+from gcore.ledger.balance import balance
+from gcore.ledger.records import Seal, SealedGroup, SealState
+from gcore.train import collective as meeting_place
+from gcore.train.feed_state import HeldGroup, HeldSample, Work
+from gcore.train.launch import RankLaunch
+from gcore.types import PromptRef, Version
+
+VOCABULARY, GROUPS, SAMPLES, TEMPERATURE = 64, 3, 3, 0.7
+BETA1 = 0.9
+CASES: dict[str, dict[str, Any]] = {
+    "engine": {
+        "old_logprobs": "engine",
+        "aggregation": "token-mean",
+        "kl_coef": 0.3,
+        "kl_estimator": "k1",
+        "clip_high": 0.28,
+    },
+    "recompute": {"old_logprobs": "recompute", "aggregation": "seq-mean-token-mean", "advantage": "dr_grpo"},
+    "norm": {"old_logprobs": "current", "aggregation": "seq-mean-token-sum-norm", "horizon": 20},
+    "reward": {"old_logprobs": "recompute", "kl_coef": 0.5, "kl_in": "reward"},
+    "tis": {"old_logprobs": "current", "tis_cap": 1.5},
+}
+
+
+def spec(folder: Path, case: str, stage: int, **train: Any) -> dict[str, Any]:
+    fixed = {
+        "learning_rate": 1e-3,
+        "micro_batch_tokens": 30,
+        "max_grad_norm": 1e9,
+        "zero_stage": stage,
+        "betas": [BETA1, 0.999],
+    }
+    return {
+        "name": "tiny",
+        "model": {"path": str(folder / "model")},
+        "data": {"path": "none"},
+        "flow": {"steps": 1, "groups_per_step": GROUPS, "samples_per_prompt": SAMPLES},
+        "rollout": {
+            "max_new_tokens": 12,
+            "temperature": TEMPERATURE,
+            "correction": "tis" if case == "tis" else "none",
+        },
+        "train": fixed | CASES[case] | train,
+    }
+
+
+def make_step() -> tuple[Seal, dict[str, HeldGroup]]:
+    """A step whose samples have very different lengths."""
+    rng = np.random.default_rng(7)
+    sealed, held = [], {}
+    for number in range(GROUPS):
+        prompt = rng.integers(0, VOCABULARY, 2 + 3 * number).astype(np.int32)
+        samples = {}
+        for index in range(SAMPLES):
+            n = int(rng.integers(1, 13))
+            logprobs = (-4.2 + rng.normal(0, 0.4, n)).astype(np.float32)
+            samples[index] = HeldSample(
+                rng.integers(0, VOCABULARY, n).astype(np.int32), logprobs, float(rng.integers(0, 3))
+            )
+        digest = f"{number:032x}"
+        held[digest] = HeldGroup(PromptRef(0, number, 0), digest, prompt, samples)
+        sealed.append(
+            SealedGroup(
+                ref=PromptRef(0, number, 0),
+                digest=digest,
+                prompt_tokens=len(prompt),
+                response_tokens=tuple(len(samples[i].token_ids) for i in range(SAMPLES)),
+                versions=(Version(0, 0),),
+                holder="h",
+            )
+        )
+    seal = Seal(
+        lineage=0,
+        step=1,
+        attempt=1,
+        state=SealState.READY,
+        world="w",
+        world_size=1,
+        mini_batches=1,
+        groups=tuple(sealed),
+    )
+    return seal, held
+
+
+def make_model(folder: Path) -> None:
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        tie_word_embeddings=True,
+        max_position_embeddings=128,
+        initializer_range=0.2,
+    )
+    for seed, name in enumerate(("model", "reference")):
+        torch.manual_seed(seed)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
+    (folder / "model" / "tokenizer.json").write_text("{}")
+
+
+def plain(folder: Path) -> None:
+    """What the definitions say, with autograd and nothing else."""
+    from transformers import AutoModelForCausalLM
+
+    for case, options in CASES.items():
+        model, reference = (
+            AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float64).eval()
+            for name in ("model", "reference")
+        )
+        loss = plain_loss(options, model, reference, tis=case == "tis")
+        loss.backward()  # type: ignore[no-untyped-call]
+        gradients = {name: parameter.grad.float() for name, parameter in model.named_parameters()}
+        save_file(gradients, folder / f"plain-{case}.safetensors")
+        (folder / f"plain-{case}.json").write_text(json.dumps(float(loss.detach())))
+
+
+def logprobs(model: Any, group: HeldGroup, sample: HeldSample) -> torch.Tensor:
+    """Of one response, without padding."""
+    ids = torch.tensor([*group.prompt_ids.tolist(), *sample.token_ids.tolist()])[None]
+    start = len(group.prompt_ids)
+    logits = model(input_ids=ids).logits[0, start - 1 : -1] / TEMPERATURE
+    return torch.log_softmax(logits, -1).gather(1, ids[0, start:, None])[:, 0]
+
+
+def plain_loss(options: dict[str, Any], model: Any, reference: Any, *, tis: bool) -> torch.Tensor:
+    """Of the whole step, sample by sample."""
+    _, held = make_step()
+    samples = [(group, sample) for group in held.values() for sample in group.samples.values()]
+    tokens = sum(len(sample.token_ids) for _, sample in samples)
+
+    def outcome(group: HeldGroup, sample: HeldSample) -> float:
+        if options.get("kl_in") != "reward":
+            return sample.reward
+        with torch.no_grad():
+            k1 = logprobs(model, group, sample) - logprobs(reference, group, sample)
+        return sample.reward - options["kl_coef"] * float(k1.sum())
+
+    total = torch.zeros((), dtype=torch.float64)
+    for group, sample in samples:
+        own = logprobs(model, group, sample)
+        rollout = torch.tensor(sample.logprobs.tolist(), dtype=torch.float64)
+        old = rollout if options["old_logprobs"] == "engine" else own.detach()
+        outcomes = torch.tensor([outcome(group, group.samples[i]) for i in range(SAMPLES)], dtype=torch.float64)
+        advantage = outcome(group, sample) - outcomes.mean()
+        if options.get("advantage") != "dr_grpo":
+            advantage = advantage / (outcomes.std() + 1e-6)
+        ratio = (own - old).exp()
+        loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1 + options.get("clip_high", 0.2)))
+        if tis:
+            loss = loss * (old - rollout).exp().clamp(max=options["tis_cap"])
+        if options.get("kl_in", "loss") == "loss" and options.get("kl_coef"):
+            loss = loss + options["kl_coef"] * (own - logprobs(reference, group, sample).detach())
+        match options.get("aggregation", "token-mean"):
+            case "token-mean":
+                total = total + loss.sum() / tokens
+            case "seq-mean-token-mean":
+                total = total + loss.mean() / len(samples)
+            case "seq-mean-token-sum-norm":
+                total = total + loss.sum() / options["horizon"] / len(samples)
+    return total
+
+
+def rank_process(folder: Path, rank: int, size: int) -> None:
+    """Every case at every stage; leaves checkpoints, whose exp_avg is (1 - beta1) times the gradient."""
+    from gcore.train.policy import Policy, load_module, logits_of
+    from gcore.train.saving import Saver
+    from gcore.train.step import Progress, StepTrainer
+
+    warnings.filterwarnings("ignore")
+    meeting = meeting_place.Meeting(rank, size, "127.0.0.1")
+    address = folder / f"address-{size}"
+    if rank == 0:
+        opened = meeting_place.open_store(meeting)
+        store = opened.store
+        address.with_suffix(".part").write_text(opened.address)
+        address.with_suffix(".part").rename(address)
+    else:
+        clock = SystemClock()
+        began = clock.monotonic()
+        while not address.exists():
+            assert clock.monotonic() - began < 100
+            os.sched_yield()
+        store = meeting_place.find_store(address.read_text(), meeting)
+    world = meeting_place.Collective.join(meeting, store)
+    seal, held = make_step()
+    seal = seal.model_copy(update={"world_size": size})
+
+    def trainer(name: str, spec_: dict[str, Any]) -> StepTrainer:
+        launch = RankLaunch.model_validate(
+            {
+                "kind": "rank",
+                "job_uid": "j",
+                "world": "w",
+                "lineage": 0,
+                "rank": rank,
+                "world_size": size,
+                "spec": spec_,
+                "run_dir": str(folder / f"{name}-{size}"),
+                "start": {"step": 0},
+            }
+        )
+        policy = Policy.load(launch.model_path, launch.spec.train, world.device)
+        reference = logits_of(load_module(folder / "reference", torch.float32)) if launch.spec.train.kl_coef else None
+        made = StepTrainer(launch, world, policy, reference, Saver(launch, policy), SystemClock(), Progress(0, 0))
+        made_policies[name] = policy
+        return made
+
+    made_policies: dict[str, Policy] = {}
+    work = Work(seal, balance(seal), rank, held)
+    for stage in (1, 2, 3):
+        for case in CASES:
+            name = f"{case}-{stage}"
+            result = trainer(name, spec(folder, case, stage)).run(work, lambda phase: None)
+            (folder / f"{name}-{size}" / f"metrics-{rank}.json").write_text(json.dumps(dict(result.metrics)))
+        trainer(f"still-{stage}", spec(folder, "engine", stage, learning_rate=0.0, epochs=2)).run(
+            work, lambda phase: None
+        )
+        trainer(f"half-{stage}", spec(folder, "recompute", stage, dtype="bf16")).run(work, lambda phase: None)
+        skips(made_policies[f"recompute-{stage}"], world.device)
+    world.leave()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def skips(policy: Any, device: torch.device) -> None:
+    """A gradient that is not a number changes nothing; the next one counts again."""
+    tokens = torch.arange(6, device=device)[None]
+
+    def weights() -> list[torch.Tensor]:
+        return [one.tensor.clone() for one in policy.tensors("served")]
+
+    before = weights()
+    policy.backward(policy.logits_of(tokens, 3).float().sum() * float("nan"), last=True)
+    assert not policy.update(1e-3).applied
+    assert all(torch.equal(a, b) for a, b in zip(before, weights(), strict=True))
+    policy.backward(functional.softplus(policy.logits_of(tokens, 3).float()).mean(), last=True)
+    assert policy.update(1e-3).applied
+    assert not all(torch.equal(a, b) for a, b in zip(before, weights(), strict=True))
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case ["model", folder]:
+            make_model(Path(folder))
+        case ["plain", folder]:
+            plain(Path(folder))
+        case ["rank", folder, rank, size]:
+            rank_process(Path(folder), int(rank), int(size))

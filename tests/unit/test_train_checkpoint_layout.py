@@ -1,0 +1,191 @@
+"""Folders that are whole or not there, and checkpoints that are found damaged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from gcore.errors import UsageError
+from gcore.types import Version
+from gcore.weights.atomic import DiskFull, sweep, whole_folder
+from gcore.weights.layout import (
+    MANIFEST_FILE,
+    CheckpointDamaged,
+    Manifest,
+    checkpoint_folder,
+    copy_model,
+    file_entry,
+    manifest_digest,
+    verify_checkpoint,
+)
+from gcore.weights.tensors_file import TensorsFile, TensorShape
+
+SHAPE = {"a": TensorShape("F32", (3, 2)), "empty": TensorShape("F32", (0,)), "b": TensorShape("F32", ())}
+VALUES = {
+    "a": np.arange(6, dtype=np.float32).reshape(3, 2),
+    "empty": np.zeros(0, np.float32),
+    "b": np.float32(4).reshape(()),
+}
+
+
+def write_tensors(path: Path) -> None:
+    with TensorsFile(path, SHAPE) as file:
+        for name, value in VALUES.items():
+            file.write(name, memoryview(value.tobytes()))
+    assert file.entry == file_entry(path)
+
+
+def make_checkpoint(run_dir: Path, step: int) -> Path:
+    target = checkpoint_folder(run_dir, Version(0, step))
+    with whole_folder(target, owner="w", durable=True) as folder:
+        for name in ("model", "exp_avg", "exp_avg_sq"):
+            write_tensors(folder / f"{name}.safetensors")
+        (folder / "config.json").write_text("{}")
+        (folder / "tokenizer.json").write_text("{}")
+        files = {path.name: file_entry(path) for path in folder.iterdir()}
+        manifest = Manifest(job_uid="j", world="w", lineage=0, step=step, updates=step, files=files)
+        (folder / MANIFEST_FILE).write_bytes(manifest.encode())
+    return target
+
+
+def test_a_tensors_file_is_what_the_library_reads(tmp_path: Path) -> None:
+    write_tensors(tmp_path / "x.safetensors")
+    found = load_file(tmp_path / "x.safetensors")
+    assert found.keys() == VALUES.keys()
+    for name, value in VALUES.items():
+        assert np.array_equal(found[name], value)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [pytest.param("b", 4, id="another tensor"), pytest.param("a", 20, id="too short")]
+)
+def test_a_tensor_that_is_not_due_is_an_error(tmp_path: Path, name: str, size: int) -> None:
+    file = TensorsFile(tmp_path / "x.safetensors", SHAPE)
+    with pytest.raises(ValueError, match="is due"):
+        file.write(name, memoryview(bytes(size)))
+
+
+def test_a_file_that_lacks_a_tensor_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="never written"), TensorsFile(tmp_path / "x.safetensors", SHAPE):
+        pass
+
+
+def test_a_whole_checkpoint_is_verified_and_named_by_its_manifest(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, 5)
+    assert verify_checkpoint(folder).version == Version(0, 5)
+    assert manifest_digest(folder) == file_entry(folder / MANIFEST_FILE).sha256
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "exp_avg.safetensors", "exp_avg_sq.safetensors", "config.json", "manifest.json"]
+)
+def test_a_file_cut_off_at_any_byte_is_found_and_named(tmp_path: Path, name: str) -> None:
+    folder = make_checkpoint(tmp_path, 5)
+    whole = (folder / name).read_bytes()
+    for size in range(len(whole)):
+        (folder / name).write_bytes(whole[:size])
+        with pytest.raises(CheckpointDamaged, match=name.replace(".", r"\.")):
+            verify_checkpoint(folder)
+    (folder / name).unlink()
+    with pytest.raises(CheckpointDamaged, match=name.replace(".", r"\.")):
+        verify_checkpoint(folder)
+
+
+def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, 5)
+    path = folder / "exp_avg.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointDamaged, match="content"):
+        verify_checkpoint(folder)
+
+
+def test_a_manifest_that_names_too_little_is_refused(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, 5)
+    fields = json.loads((folder / MANIFEST_FILE).read_bytes())
+    del fields["files"]["exp_avg.safetensors"]
+    (folder / MANIFEST_FILE).write_text(json.dumps(fields))
+    with pytest.raises(CheckpointDamaged, match="exp_avg"):
+        verify_checkpoint(folder)
+
+
+def test_a_writer_that_dies_leaves_the_one_before_and_nothing_else(tmp_path: Path) -> None:
+    before = make_checkpoint(tmp_path, 5)
+    digest = manifest_digest(before)
+    target = checkpoint_folder(tmp_path, Version(0, 6))
+
+    def write() -> None:
+        with whole_folder(target, owner="w", durable=True) as folder:
+            write_tensors(folder / "model.safetensors")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write()
+    assert [path.name for path in target.parent.iterdir()] == ["0-5"]
+    verify_checkpoint(before)
+    assert manifest_digest(before) == digest
+
+
+def test_what_a_killed_writer_left_is_hidden_and_swept(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 5)
+    left = tmp_path / "checkpoints" / ".0-6.w.tmp"
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(b"half")
+    assert not checkpoint_folder(tmp_path, Version(0, 6)).exists()
+    sweep(tmp_path / "checkpoints")
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["0-5"]
+
+
+def test_a_full_disk_leaves_nothing_half_written_and_says_so(tmp_path: Path) -> None:
+    before = make_checkpoint(tmp_path, 5)
+    target = checkpoint_folder(tmp_path, Version(0, 6))
+
+    def write() -> None:
+        with whole_folder(target, owner="w", durable=True) as folder:
+            (folder / "model.safetensors").symlink_to("/dev/full")
+            write_tensors(folder / "model.safetensors")
+
+    with pytest.raises(DiskFull, match="no room"):
+        write()
+    assert list(target.parent.iterdir()) == [before]
+
+
+def test_a_folder_that_is_written_again_is_replaced(tmp_path: Path) -> None:
+    for text in ("old", "new"):
+        with whole_folder(tmp_path / "x", owner="w", durable=False) as folder:
+            (folder / text).write_text(text)
+    assert [path.name for path in (tmp_path / "x").iterdir()] == ["new"]
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+def test_a_copied_model_is_the_model_alone(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, 5)
+    (tmp_path / "to").mkdir()
+    copy_model(folder, tmp_path / "to")
+    assert sorted(path.name for path in (tmp_path / "to").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+
+
+def test_a_copy_goes_over_nothing_that_is_there(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, 5)
+    (tmp_path / "to").mkdir()
+    (tmp_path / "to" / "mine").write_text("mine")
+    with pytest.raises(UsageError, match="not an empty folder"):
+        copy_model(folder, tmp_path / "to")
+    assert [path.name for path in (tmp_path / "to").iterdir()] == ["mine"]
+
+
+def test_a_damaged_checkpoint_is_not_copied(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, 5)
+    (folder / "model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointDamaged):
+        copy_model(folder, tmp_path / "to")
+    assert not (tmp_path / "to").exists()

@@ -1,0 +1,134 @@
+"""What comes over the wire is what was sent, or is refused."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gcore.api.v1 import train_pb2 as pb
+from gcore.train.messages import FeedDamaged, read_payload, sample_digest
+from gcore.types import Group, PromptRef, Sample, Version, VersionSpan
+
+floats = st.floats(-50, 50, width=32)
+
+
+@st.composite
+def samples(draw: st.DrawFn) -> Sample:
+    ids = draw(st.lists(st.integers(0, 2**31 - 1), max_size=12))
+    logprobs = [draw(floats) for _ in ids]
+    return Sample(tuple(ids), tuple(logprobs), "", "stop", (VersionSpan(Version(0, 0), 0, len(ids)),), draw(floats))
+
+
+groups = st.builds(
+    Group,
+    st.builds(PromptRef, st.integers(0, 3), st.integers(0, 9), st.integers(0, 99)),
+    st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=9).map(tuple),
+    st.lists(samples(), min_size=1, max_size=4).map(tuple),
+)
+
+
+def part(group: Group) -> pb.GroupPart:
+    return pb.GroupPart(
+        ref=pb.PromptRef(data_epoch=group.ref.data_epoch, shard=group.ref.shard, seq=group.ref.seq),
+        digest=group.digest(),
+        prompt_ids=np.asarray(group.prompt_ids, dtype="<i4").tobytes(),
+        sample_digests=[sample.digest() for sample in group.samples],
+        samples=[
+            pb.SamplePart(
+                index=index,
+                token_ids=np.asarray(sample.token_ids, dtype="<i4").tobytes(),
+                logprobs=np.asarray(sample.logprobs, dtype="<f4").tobytes(),
+                reward=sample.reward,
+            )
+            for index, sample in enumerate(group.samples)
+        ],
+    )
+
+
+def read(*parts: pb.GroupPart) -> object:
+    data = pb.FeedPayload(groups=parts).SerializeToString()
+    return read_payload(pb.FeedHeader(total_bytes=len(data), sha256=hashlib.sha256(data).digest(), sender="s"), data)
+
+
+@given(groups)
+def test_a_group_arrives_as_it_was_sent(group: Group) -> None:
+    found = read(part(group))
+    assert isinstance(found, dict)
+    held = found[group.digest()]
+    assert held.ref == group.ref
+    assert tuple(held.prompt_ids.tolist()) == group.prompt_ids
+    for index, sample in enumerate(group.samples):
+        assert tuple(held.samples[index].token_ids.tolist()) == sample.token_ids
+        assert tuple(held.samples[index].logprobs.tolist()) == sample.logprobs
+        assert held.samples[index].reward == sample.reward
+
+
+@given(samples())
+def test_the_digest_of_bytes_is_the_digest_of_the_sample(sample: Sample) -> None:
+    ids = np.asarray(sample.token_ids, dtype="<i4").tobytes()
+    logprobs = np.asarray(sample.logprobs, dtype="<f4").tobytes()
+    assert sample_digest(ids, logprobs, sample.reward) == sample.digest()
+
+
+GROUP = Group(
+    PromptRef(0, 1, 2),
+    (5, 6, 7),
+    tuple(
+        Sample((1, 2, n), (-0.5, -1.0, -2.0), "", "stop", (VersionSpan(Version(0, 0), 0, 3),), float(n))
+        for n in range(2)
+    ),
+)
+
+
+def damaged(what: str) -> pb.GroupPart:
+    message = part(GROUP)
+    match what:
+        case "digest":
+            message.digest = "0" * 32
+        case "prompt":
+            message.prompt_ids = message.prompt_ids[:-4]
+        case "no prompt":
+            message.prompt_ids = b""
+        case "ref":
+            message.ref.seq += 1
+        case "token":
+            message.samples[0].token_ids = b"\x09" + message.samples[0].token_ids[1:]
+        case "logprob":
+            message.samples[1].logprobs = message.samples[0].logprobs[:-4] + b"\0\0\0\0"
+        case "reward":
+            message.samples[1].reward = 7.0
+        case "swapped":
+            message.samples[0].index, message.samples[1].index = 1, 0
+        case "index":
+            message.samples[1].index = 2
+        case "lengths":
+            message.samples[0].logprobs = message.samples[0].logprobs[:-4]
+    return message
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["digest", "prompt", "no prompt", "ref", "token", "logprob", "reward", "swapped", "index", "lengths"],
+)
+def test_a_damaged_group_is_refused(what: str) -> None:
+    with pytest.raises(FeedDamaged):
+        read(damaged(what))
+
+
+def test_numbers_that_are_not_finite_are_refused_though_their_digests_fit() -> None:
+    bad = Sample((1,), (float("nan"),), "", "stop", (VersionSpan(Version(0, 0), 0, 1),), 0.0)
+    with pytest.raises(FeedDamaged, match="finite"):
+        read(part(Group(PromptRef(0, 0, 0), (1,), (bad,))))
+
+
+@given(st.integers(0, 10**6), st.integers(1, 255))
+def test_a_payload_with_one_changed_byte_is_refused(at: int, flip: int) -> None:
+    data = bytearray(pb.FeedPayload(groups=[part(GROUP)]).SerializeToString())
+    header = pb.FeedHeader(total_bytes=len(data), sha256=hashlib.sha256(data).digest(), sender="s")
+    data[at % len(data)] ^= flip
+    with pytest.raises(FeedDamaged):
+        read_payload(header, bytes(data))
