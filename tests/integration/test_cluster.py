@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from cluster_run import ClusterRun, gcore, processes_of, run_to_the_end
 
+from gcore.config.cluster import LocalCluster
 from gcore.prepare.arithmetic import prepare
 
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(600)]
@@ -54,6 +57,32 @@ def test_the_demo_learns_on_two_controllers_and_two_ranks(spec: Path, home: Path
     assert len(groups) == 2
     newest = max((home / "runs").iterdir(), key=lambda p: p.stat().st_mtime)
     assert len({p.name.split("-")[1] for p in (newest / "receipts").glob("*.jsonl")}) == 2
+
+
+def test_the_model_that_was_learned_is_exported(spec: Path, home: Path, tmp_path: Path) -> None:
+    outcome = run_to_the_end(spec, home, ["--set", "flow.steps=2"])
+    assert outcome.code == 0, outcome.output
+    gcore("export", "arithmetic", "--to", str(tmp_path / "model"), "--home", str(home))
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    tokens = AutoTokenizer.from_pretrained(tmp_path / "model")("12+3=", return_tensors="pt")
+    assert model(**tokens).logits.isfinite().all()
+
+
+def test_etcd_is_killed_and_the_run_goes_on(spec: Path, home: Path) -> None:
+    run = ClusterRun(spec, home, "--set", "flow.steps=12")
+    try:
+        run.until_step(3)
+        cluster = LocalCluster.load(home)
+        assert cluster is not None
+        os.kill(cluster.etcd.pid, signal.SIGKILL)
+        outcome = run.wait()
+    finally:
+        run.close()
+    assert outcome.code == 0, outcome.output
+    assert outcome.summary["audit"] == "clean"
+    assert outcome.summary["steps"] == 12
 
 
 def test_a_learning_rate_of_zero_teaches_nothing(spec: Path, home: Path) -> None:

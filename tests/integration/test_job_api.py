@@ -1,0 +1,174 @@
+"""The job API on real daemons: any controller answers for the whole cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from cluster_run import gcore, processes_of
+
+from gcore.api.v1 import jobs_pb2 as pb
+from gcore.client import JobsClient
+from gcore.clock import SystemClock
+from gcore.config.cluster import LocalCluster
+from gcore.errors import UsageError
+from gcore.prepare.arithmetic import prepare
+
+pytestmark = [pytest.mark.serial, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    """Two daemons."""
+    home = tmp_path_factory.mktemp("api") / "home"
+    gcore("up", "--home", str(home), "--controllers", "2", "--slots", "cpu:2")
+    found = LocalCluster.load(home)
+    assert found is not None
+    yield found
+    gcore("down", "--home", str(home))
+    assert processes_of(home) == []
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A spec whose model has learned nothing."""
+    folder = tmp_path_factory.mktemp("example") / "arithmetic"
+    prepare(folder, progress=False, warm_updates=1, must_fit=False)
+    return {
+        "name": "api",
+        "model": {"path": str(folder / "model")},
+        "data": {"path": str(folder / "train.jsonl")},
+        "flow": {"steps": 1000},
+        "rollout": {"max_new_tokens": 4},
+    }
+
+
+def ask(cluster: LocalCluster, question: Any, *, first: int = 0) -> Any:
+    async def asked() -> Any:
+        addresses = (*cluster.addresses[first:], *cluster.addresses[:first])
+        async with JobsClient(addresses, clock=SystemClock()) as client:
+            return await question(client)
+
+    return asyncio.run(asked())
+
+
+def create(
+    cluster: LocalCluster, tree: dict[str, Any], request: str, mode: int = pb.START_MODE_RESUME, **kw: int
+) -> pb.Job:
+    return ask(cluster, lambda c: c.create_job(json.dumps(tree), request_id=request, mode=mode), **kw)
+
+
+def cancel(cluster: LocalCluster, job: str) -> pb.Job:
+    return ask(cluster, lambda c: c.cancel_job(job))
+
+
+def test_a_repeated_request_finds_its_job_at_any_controller(cluster: LocalCluster, tree: dict[str, Any]) -> None:
+    tree = tree | {"name": "repeated"}
+    first = create(cluster, tree, "r1")
+    assert create(cluster, tree, "r1", pb.START_MODE_NEW, first=1).uid == first.uid
+    assert ask(cluster, lambda c: c.get_job("repeated"), first=1).uid == first.uid
+    assert first.uid in {job.uid for job in ask(cluster, lambda c: c.list_jobs(), first=1)}
+    assert cancel(cluster, "repeated").state == pb.JOB_STATE_CANCELLED
+    assert create(cluster, tree, "r1").uid == first.uid
+
+
+def test_the_same_spec_goes_on_and_a_changed_one_is_refused(cluster: LocalCluster, tree: dict[str, Any]) -> None:
+    tree = tree | {"name": "again"}
+    first = create(cluster, tree, "a1")
+    assert create(cluster, tree, "a2").uid == first.uid
+    changed = tree | {"flow": {"steps": 999}}
+    with pytest.raises(UsageError, match=r"flow\.steps.*--new"):
+        create(cluster, changed, "a3")
+    second = create(cluster, changed, "a4", pb.START_MODE_NEW)
+    assert second.uid != first.uid
+    assert ask(cluster, lambda c: c.get_job(first.uid)).state == pb.JOB_STATE_CANCELLED
+    cancel(cluster, "again")
+    assert create(cluster, changed, "a5").uid != second.uid
+    cancel(cluster, "again")
+
+
+def test_events_are_the_same_from_every_controller_and_end_with_the_job(
+    cluster: LocalCluster, tree: dict[str, Any]
+) -> None:
+    tree = tree | {"name": "events"}
+    create(cluster, tree, "e1")
+
+    async def heard(client: JobsClient) -> list[tuple[int, str]]:
+        return [(event.sequence, event.kind) async for event in client.follow("events")]
+
+    async def both() -> list[list[tuple[int, str]]]:
+        async with (
+            JobsClient(cluster.addresses[:1], clock=SystemClock()) as one,
+            JobsClient(cluster.addresses[1:], clock=SystemClock()) as other,
+        ):
+            following = [asyncio.create_task(heard(client)) for client in (one, other)]
+            await SystemClock().sleep(3)
+            await one.cancel_job("events")
+            return list(await asyncio.gather(*following))
+
+    first, second = asyncio.run(both())
+    assert first == second
+    assert first[-1][1] == "state"
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "no model": ({"model": {"path": "/nowhere"}}, "nowhere"),
+    "no data": ({"data": {"path": "/nowhere.jsonl"}}, "nowhere.jsonl"),
+    "unknown reward": ({"reward": {"name": "numerik"}}, "numeric"),
+    "unknown flow": ({"flow": {"name": "grp", "steps": 1}}, "grpo"),
+    "too many shards": ({"shards": 5000}, "data.shards"),
+    "a step too large for the store": (
+        {"flow": {"steps": 1, "groups_per_step": 8192, "samples_per_prompt": 16}},
+        "groups_per_step",
+    ),
+    "no room for a response": ({"rollout": {"max_new_tokens": 100000}}, "max_new_tokens"),
+    "an unknown key": ({"rolout": {}}, "rollout"),
+}
+
+
+@pytest.mark.parametrize(("change", "expected"), WRONG.values(), ids=WRONG)
+def test_what_cannot_work_is_refused_in_one_sentence_before_anything_is_written(
+    cluster: LocalCluster, tree: dict[str, Any], change: dict[str, Any], expected: str
+) -> None:
+    wrong = tree | {"name": "wrong"} | {k: v for k, v in change.items() if k != "shards"}
+    if "shards" in change:
+        wrong["data"] = tree["data"] | {"shards": change["shards"]}
+    with pytest.raises(UsageError, match=re.escape(expected)) as refusal:
+        create(cluster, wrong, f"w-{expected}")
+    assert "\n" not in str(refusal.value)
+    with pytest.raises(UsageError, match="no job"):
+        ask(cluster, lambda c: c.get_job("wrong"))
+
+
+def test_every_controller_shows_its_metrics(cluster: LocalCluster) -> None:
+    for controller in cluster.controllers:
+        with urllib.request.urlopen(f"http://{controller.metrics_address}/metrics", timeout=10) as answer:
+            text = answer.read().decode()
+        assert "gcore_transactions_total" in text
+        assert "gcore_build_info" in text
+
+
+def test_the_nodes_are_listed_with_their_slots(cluster: LocalCluster) -> None:
+    nodes = ask(cluster, lambda c: c.list_nodes()).nodes
+    assert {(n.name, tuple(n.slots)) for n in nodes} == {("node-0", ("cpu:0",)), ("node-1", ("cpu:1",))}
+
+
+def test_a_job_says_what_it_waits_for(cluster: LocalCluster, tree: dict[str, Any]) -> None:
+    tree = tree | {"name": "waiting"}
+    create(cluster, tree, "x1")
+
+    async def waits_for_ranks(client: JobsClient) -> bool:
+        for _ in range(200):
+            waiting = (await client.get_job("waiting")).waiting
+            if any("rank 0 on node-0" in wait.what and wait.since > 0 for wait in waiting):
+                return True
+            await SystemClock().sleep(0.1)
+        return False
+
+    assert ask(cluster, waits_for_ranks)
+    cancel(cluster, "waiting")
