@@ -1,0 +1,70 @@
+"""A random model small enough for tests, with a tokenizer of single characters, as a Hugging Face folder.
+
+Imports torch and transformers, but only when called.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+CHARACTERS = "0123456789+-*/=abcdefghijklmnopqrstuvwxyz .,:?"
+SPECIAL = ("<pad>", "<eos>", "<unk>")
+VOCABULARY = len(SPECIAL) + len(CHARACTERS)
+EOS = 1
+
+
+def make_tiny_model(
+    folder: Path,
+    *,
+    seed: int = 0,
+    layers: int = 2,
+    hidden: int = 32,
+    context: int = 1024,
+    heads: int = 4,
+    kv_heads: int = 2,
+    ends: bool = True,
+) -> Path:
+    """A qwen3 with tied embeddings. Its next-token distributions are far from uniform, and differ from seed to seed.
+
+    With `ends` a sample ends at `EOS`; without, no token is an end.
+    """
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=hidden // heads,
+        max_position_embeddings=context,
+        tie_word_embeddings=True,
+        eos_token_id=EOS if ends else None,
+        pad_token_id=0,
+        bos_token_id=None,
+    )
+    model = Qwen3ForCausalLM(config)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=hidden**-0.5, generator=generator)
+    model.save_pretrained(folder)
+    _save_tokenizer(folder, ends=ends)
+    return folder
+
+
+def _save_tokenizer(folder: Path, *, ends: bool) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(list(SPECIAL))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"pad_token": "<pad>"} | ({"eos_token": "<eos>"} if ends else {}))
+    )
