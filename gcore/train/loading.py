@@ -60,8 +60,8 @@ def load(launch: RankLaunch, meet: Meet, clock: Clock, tell: Callable[[str], Non
     tell("loading")
 
     from gcore.train import policy as policies
-    from gcore.train.saving import Saver, restore_optimizer
-    from gcore.train.step import Progress, StepTrainer
+    from gcore.train.saving import Progress, Saver, restore_optimizer
+    from gcore.train.step import StepTrainer
 
     train = launch.spec.train
     folder = launch.checkpoint_path
@@ -78,7 +78,7 @@ def load(launch: RankLaunch, meet: Meet, clock: Clock, tell: Callable[[str], Non
         reference = policies.logits_of(module.requires_grad_(False))
         tell("loading")
     saver = Saver(launch, policy)
-    saver.stage(Version(launch.lineage, launch.start.step))
+    saver.stage(Version(launch.lineage, launch.start.step), lambda: tell("loading"))
     tell("loading")
     trainer = StepTrainer(launch, collective, policy, reference, saver, clock, progress)
     return Loaded(trainer.run, collective.leave)

@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,8 +68,27 @@ class Saved:
     sha256: str
 
 
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Optimizer updates so far in the job, and those of them that were left out because of their gradient."""
+
+    updates: int
+    skipped: int
+
+
+@dataclass(frozen=True, slots=True)
+class _As:
+    """Which tensors, and of what type in the file."""
+
+    kind: Kind
+    dtype: torch.dtype
+
+
 class Saver:
-    """Writes for one rank of a world."""
+    """Writes for one rank of a world.
+
+    `tell` hears of each tensor, because a large model takes longer than a hang is given.
+    """
 
     def __init__(self, launch: RankLaunch, policy: Policy) -> None:
         self._launch = launch
@@ -80,25 +99,25 @@ class Saver:
             sweep(launch.run_path / "weights")
             sweep(launch.run_path / "checkpoints")
 
-    def stage(self, version: Version) -> str:
+    def stage(self, version: Version, tell: Callable[[], None]) -> str:
         """Write the weights of `version` for engines; the folder relative to the run's. A collective."""
         target = weights_folder(self._launch.run_path, version)
         with self._folder(target, durable=False) as folder:
             if folder is not None:
                 for source in companions(self._launch.model_path):
                     _link_or_copy(source, folder / source.name)
-            self._write(folder, MODEL_FILE, "served", self._dtype)
+            self._write(folder, MODEL_FILE, _As("served", self._dtype), tell)
         if self._writes:
             _keep_newest(target.parent)
         return str(target.relative_to(self._launch.run_path))
 
-    def checkpoint(self, version: Version, updates: int, skipped: int) -> Saved:
+    def checkpoint(self, version: Version, count: Progress, tell: Callable[[], None]) -> Saved:
         """Write a checkpoint of `version`, whole and on the disk. A collective."""
         target = checkpoint_folder(self._launch.run_path, version)
         with self._folder(target, durable=True) as folder:
             files = {}
             for name, kind in CHECKPOINT_KINDS.items():
-                entry = self._write(folder, name, kind, torch.float32)
+                entry = self._write(folder, name, _As(kind, torch.float32), tell)
                 if entry is not None:
                     files[name] = entry
             if folder is not None:
@@ -110,8 +129,8 @@ class Saver:
                     world=self._launch.world,
                     lineage=version.lineage,
                     step=version.step,
-                    updates=updates,
-                    skipped=skipped,
+                    updates=count.updates,
+                    skipped=count.skipped,
                     files=files,
                 )
                 (folder / MANIFEST_FILE).write_bytes(manifest.encode())
@@ -127,17 +146,18 @@ class Saver:
         with whole_folder(target, owner=self._launch.world, durable=durable) as folder:
             yield folder
 
-    def _write(self, folder: Path | None, name: str, kind: Kind, dtype: torch.dtype) -> FileEntry | None:
+    def _write(self, folder: Path | None, name: str, what: _As, tell: Callable[[], None]) -> FileEntry | None:
         if folder is None:
-            for _ in self._policy.tensors(kind):
-                pass
+            for _ in self._policy.tensors(what.kind):
+                tell()
             return None
         extra = list(self._policy.buffers()) if name == MODEL_FILE else []
-        shapes = {key: TensorShape(CODES[dtype], shape) for key, shape in self._policy.shapes.items()}
+        shapes = {key: TensorShape(CODES[what.dtype], shape) for key, shape in self._policy.shapes.items()}
         shapes |= {one.name: TensorShape(CODES[one.tensor.dtype], tuple(one.tensor.shape)) for one in extra}
         with TensorsFile(folder / name, shapes) as file:
-            for one in self._policy.tensors(kind):
-                file.write(one.name, _bytes(one.tensor.to(dtype)))
+            for one in self._policy.tensors(what.kind):
+                file.write(one.name, _bytes(one.tensor.to(what.dtype)))
+                tell()
             for one in extra:
                 file.write(one.name, _bytes(one.tensor))
         return file.entry

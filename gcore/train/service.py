@@ -114,13 +114,15 @@ class TrainRankService(train_pb2_grpc.TrainRankServicer):
             groups = await asyncio.to_thread(read_payload, header, bytes(data))
         except FeedDamaged as error:
             await context.abort(grpc.StatusCode.DATA_LOSS, str(error))
-        answer = feed_state.feed(self._board.state, read_world(header.world), read_token(header.token), groups)
+        token = read_token(header.token)
+        answer = feed_state.feed(self._board.state, read_world(header.world), token, groups)
         if isinstance(answer, Refused):
             await _refused(context, answer)
         if answer.state != self._board.state:
             self._board.state = answer.state
             self._board.show()
-        return pb.FeedReply(held=write_held(self._board.state.held))
+        state = self._board.state
+        return pb.FeedReply(held=write_held(state.held) if state.holding == token else [])
 
     async def Apply(self, request: pb.ApplyRequest, context: CONTEXT) -> pb.ApplyReply:
         """Train on a sealed step."""

@@ -40,6 +40,9 @@ FAREWELL_S = 2.0
 MESSAGE_BYTES = 8 << 20
 """An Apply carries a whole seal, which the store bounds at 1.5 MiB; a chunk is at most 1 MiB."""
 
+LOST_RANK = ("Connection closed by peer", "Connection reset by peer", "ncclRemoteError", "Broken pipe")
+"""What gloo and NCCL say, amid much else, when a rank they wait for has ended. The log has all of it."""
+
 
 class Orders:
     """What the supervisor says, sorted: where rank 0 is, and that it is time to stop."""
@@ -168,6 +171,8 @@ def reason_of(error: BaseException, phase: str) -> str:
     """A failure as one sentence."""
     if isinstance(error, GcoreError):
         return str(error)
+    if isinstance(error, RuntimeError) and any(word in str(error) for word in LOST_RANK):
+        return f"lost another rank of the world in phase {phase}"
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__} in phase {phase}" + (f": {lines[0]}" if lines else "")
 

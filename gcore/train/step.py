@@ -37,7 +37,7 @@ from gcore.train.packing import MiniBatchPlan, plan_step
 from gcore.train.policy import Policy
 from gcore.train.receipts import ReceiptBook
 from gcore.train.report import PhaseTimer, StepResult
-from gcore.train.saving import Saved, Saver
+from gcore.train.saving import Progress, Saved, Saver
 from gcore.train.tally import Tally
 from gcore.types import Version
 
@@ -51,14 +51,6 @@ class Place(NamedTuple):
 
     mini_batch: int
     micro_batch: int
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Optimizer updates so far in the job, and those of them that were left out."""
-
-    updates: int
-    skipped: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,7 +136,7 @@ class StepTrainer:
         metrics = tally.metrics(self._collective.sum)
         with timer.phase("saving"):
             tell("saving")
-            saved = self._save(work.seal.token.step)
+            saved = self._save(work.seal.token.step, tell)
             self._receipts.write(work, metrics.get("loss"))
         digest = self._shared_digest(saved.checkpoint.sha256)
         seconds = self._collective.max(list(timer.seconds.values()))  # also waits for rank 0 to have saved
@@ -266,12 +258,16 @@ class StepTrainer:
         self.progress = Progress(self.progress.updates + 1, self.progress.skipped + (not result.applied))
         tally.updated(result, rate)
 
-    def _save(self, step: int) -> _Written:
+    def _save(self, step: int, tell: Tell) -> _Written:
         version = Version(self._launch.lineage, step)
-        weights = self._saver.stage(version)
+
+        def saving() -> None:
+            tell("saving")
+
+        weights = self._saver.stage(version, saving)
         if step not in self._launch.spec.checkpoint_due:
             return _Written(weights, Saved("", ""))
-        return _Written(weights, self._saver.checkpoint(version, self.progress.updates, self.progress.skipped))
+        return _Written(weights, self._saver.checkpoint(version, self.progress, saving))
 
     def _shared_digest(self, sha256: str) -> str:
         """The digest that rank 0 knows, on every rank; empty if it knows none."""

@@ -76,6 +76,22 @@ def test_every_rank_reports_the_same_and_the_plain_loss(folder: Path, case: str,
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("size", WORLDS)
+def test_many_updates_of_one_step_lead_to_the_weights_of_a_plain_loop(folder: Path, stage: int, size: int) -> None:
+    before = load_file(folder / "model" / "model.safetensors")
+    expected = load_file(folder / "plain-updates.safetensors")
+    run = folder / f"updates-{stage}-{size}"
+    found = load_file(run / "checkpoints" / "0-1" / "model.safetensors")
+    moved = np.sqrt(sum(float(((expected[name] - before[name]) ** 2).sum()) for name in before))
+    apart = np.sqrt(sum(float(((expected[name] - found[name]) ** 2).sum()) for name in before))
+    assert apart < 1e-3 * moved
+    metrics = json.loads((run / "metrics-0.json").read_text())
+    assert metrics["clip_fraction"] > 0
+    assert metrics["learning_rate"] == pytest.approx(2e-2 / 4)
+    assert metrics["skipped_updates"] == 0
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("size", WORLDS)
 def test_a_learning_rate_of_zero_leaves_every_bit_of_the_weights(folder: Path, stage: int, size: int) -> None:
     before = load_file(folder / "model" / "model.safetensors")
     run = folder / f"still-{stage}-{size}"

@@ -42,6 +42,17 @@ CASES: dict[str, dict[str, Any]] = {
     "reward": {"old_logprobs": "recompute", "kl_coef": 0.5, "kl_in": "reward"},
     "tis": {"old_logprobs": "current", "tis_cap": 1.5},
 }
+UPDATES: dict[str, Any] = {
+    "old_logprobs": "recompute",
+    "epochs": 2,
+    "mini_batches": GROUPS,
+    "learning_rate": 2e-2,
+    "schedule": "linear",
+    "warmup_updates": 2,
+    "max_grad_norm": 0.5,
+    "weight_decay": 0.1,
+}
+"""Many updates from one step, large enough for the clip to matter."""
 
 
 def spec(folder: Path, case: str, stage: int, **train: Any) -> dict[str, Any]:
@@ -62,7 +73,7 @@ def spec(folder: Path, case: str, stage: int, **train: Any) -> dict[str, Any]:
             "temperature": TEMPERATURE,
             "correction": "tis" if case == "tis" else "none",
         },
-        "train": fixed | CASES[case] | train,
+        "train": fixed | CASES.get(case, UPDATES) | train,
     }
 
 
@@ -129,6 +140,7 @@ def plain(folder: Path) -> None:
     """What the definitions say, with autograd and nothing else."""
     from transformers import AutoModelForCausalLM
 
+    plain_updates(folder)
     for case, options in CASES.items():
         model, reference = (
             AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float64).eval()
@@ -147,6 +159,35 @@ def logprobs(model: Any, group: HeldGroup, sample: HeldSample) -> torch.Tensor:
     start = len(group.prompt_ids)
     logits = model(input_ids=ids).logits[0, start - 1 : -1] / TEMPERATURE
     return torch.log_softmax(logits, -1).gather(1, ids[0, start:, None])[:, 0]
+
+
+def plain_updates(folder: Path) -> None:
+    """The six updates of `UPDATES`, one after the other, with torch's optimizer; leaves the weights."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float64).eval()
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(BETA1, 0.999), weight_decay=UPDATES["weight_decay"])
+    groups = list(make_step()[1].values())
+    with torch.no_grad():
+        old = {
+            (g, i): logprobs(model, group, group.samples[i]) for g, group in enumerate(groups) for i in range(SAMPLES)
+        }
+    for update in range(UPDATES["epochs"] * GROUPS):
+        number = update % GROUPS
+        group = groups[number]
+        rewards = torch.tensor([group.samples[i].reward for i in range(SAMPLES)], dtype=torch.float64)
+        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+        losses = []
+        for i in range(SAMPLES):
+            ratio = (logprobs(model, group, group.samples[i]) - old[number, i]).exp()
+            losses.append(torch.maximum(-advantages[i] * ratio, -advantages[i] * ratio.clamp(0.8, 1.2)))
+        optimizer.zero_grad()
+        torch.cat(losses).mean().backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), UPDATES["max_grad_norm"])
+        for one in optimizer.param_groups:
+            one["lr"] = UPDATES["learning_rate"] * min((update + 1) / 2, (6 - update) / 4)
+        optimizer.step()
+    save_file({name: p.detach().float() for name, p in model.named_parameters()}, folder / "plain-updates.safetensors")
 
 
 def plain_loss(options: dict[str, Any], model: Any, reference: Any, *, tis: bool) -> torch.Tensor:
@@ -190,8 +231,8 @@ def plain_loss(options: dict[str, Any], model: Any, reference: Any, *, tis: bool
 def rank_process(folder: Path, rank: int, size: int) -> None:
     """Every case at every stage; leaves checkpoints, whose exp_avg is (1 - beta1) times the gradient."""
     from gcore.train.policy import Policy, load_module, logits_of
-    from gcore.train.saving import Saver
-    from gcore.train.step import Progress, StepTrainer
+    from gcore.train.saving import Progress, Saver
+    from gcore.train.step import StepTrainer
 
     warnings.filterwarnings("ignore")
     meeting = meeting_place.Meeting(rank, size, "127.0.0.1")
@@ -210,7 +251,6 @@ def rank_process(folder: Path, rank: int, size: int) -> None:
         store = meeting_place.find_store(address.read_text(), meeting)
     world = meeting_place.Collective.join(meeting, store)
     seal, held = make_step()
-    seal = seal.model_copy(update={"world_size": size})
 
     def trainer(name: str, spec_: dict[str, Any]) -> StepTrainer:
         launch = RankLaunch.model_validate(
@@ -233,12 +273,16 @@ def rank_process(folder: Path, rank: int, size: int) -> None:
         return made
 
     made_policies: dict[str, Policy] = {}
-    work = Work(seal, balance(seal), rank, held)
     for stage in (1, 2, 3):
-        for case in CASES:
+        for case in [*CASES, "updates"]:
             name = f"{case}-{stage}"
+            mini_batches = GROUPS if case == "updates" else 1
+            cut = seal.model_copy(update={"world_size": size, "mini_batches": mini_batches})
+            work = Work(cut, balance(cut), rank, held)
             result = trainer(name, spec(folder, case, stage)).run(work, lambda phase: None)
             (folder / f"{name}-{size}" / f"metrics-{rank}.json").write_text(json.dumps(dict(result.metrics)))
+        cut = seal.model_copy(update={"world_size": size})
+        work = Work(cut, balance(cut), rank, held)
         trainer(f"still-{stage}", spec(folder, "engine", stage, learning_rate=0.0, epochs=2)).run(
             work, lambda phase: None
         )
