@@ -16,7 +16,7 @@ EXAMPLE := .cache/examples/arithmetic
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo demo-kill prepare test test-unit lint proto pin clean
+.PHONY: help setup demo demo-kill prepare test bench-demo sim lint proto clean
 
 help: ## What there is to make
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk 'BEGIN {FS = ":.*## "} {printf "  make %-12s %s\n", $$1, $$2}'
@@ -41,6 +41,12 @@ test: setup ## Everything that is checked on each commit
 	@$(MAKE) --no-print-directory lint
 	@$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile -m "not serial and not gpu" $(PYTEST_ARGS)
 	@$(TEST_ENV) $(BIN)/python -m pytest -m "serial" $(PYTEST_ARGS)
+
+bench-demo: prepare ## The demo three times: seconds, accuracy; benchmarks/results/demo.json
+	@$(TEST_ENV) $(BIN)/python benchmarks/demo.py
+
+sim: setup ## The step protocol under random faults: SEEDS=20000 from FIRST=0
+	@GCORE_SIM_SEEDS=$(or $(SEEDS),2000) GCORE_SIM_FIRST=$(or $(FIRST),0) $(BIN)/python -m pytest -q -n 2 tests/sim
 
 lint: setup ## ruff, mypy, import contracts, generated code
 	@$(BIN)/ruff check -q .

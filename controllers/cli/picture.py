@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -51,8 +52,10 @@ def svg(state: ViewState, *, width: int = 110) -> str:
 
     console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     console.print(render(state, state.last_time or 0.0, width))
-    # A fixed name for the style classes: by default it would be another one each time.
-    return console.export_svg(title="gcore run", unique_id="gcore")
+    # A fixed name for the style classes: by default it would be another one each time. Fonts are the reader's own: a
+    # picture in a document fetches nothing.
+    drawn = console.export_svg(title="gcore run", unique_id="gcore")
+    return re.sub(r"\s*@font-face \{.*?\}", "", drawn, flags=re.DOTALL)
 
 
 def _named(state: ViewState, summary: Path) -> ViewState:

@@ -79,7 +79,9 @@ def _charts(state: ViewState, width: int) -> RenderableType:
     end = int((state.step / steps) * cells)
     table = Table.grid(padding=(0, 4, 0, 0))
     table.add_row(
-        _chart("reward", columns(rewards, cells), f"{rewards[-1][1]:.3f}" if rewards else "-", low, high, "cyan"),
+        _chart(
+            "reward", held(columns(rewards, cells), end), f"{rewards[-1][1]:.3f}" if rewards else "-", low, high, "cyan"
+        ),
         _chart(
             "held-out accuracy",
             held(columns(accuracies, cells), end),
@@ -100,7 +102,7 @@ def _chart(
     drawn = chart(values, height=CHART_HEIGHT, low=low, high=high)
     for row, line in enumerate(drawn):
         label = f"{high:4.4g} ┤" if row == 0 else f"{low:4.4g} ┤" if row == len(drawn) - 1 else "     │"
-        body.add_row(Text(label, style="dim"), Text(line, style=colour))
+        body.add_row(Text(label, style="dim", no_wrap=True), Text(line, style=colour, no_wrap=True, overflow="crop"))
     return Group(head, body)
 
 

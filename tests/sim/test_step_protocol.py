@@ -8,6 +8,7 @@ faults stop, the job must get on. Nothing here decides, seals or commits by rule
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 from dataclasses import dataclass, field
 
@@ -314,7 +315,11 @@ class Simulation:
         raise AssertionError("stuck:\n" + "\n".join(self.history[-60:]))
 
 
-@pytest.mark.parametrize("seed", range(200))
+FIRST = int(os.environ.get("GCORE_SIM_FIRST", "0"))
+SEEDS = int(os.environ.get("GCORE_SIM_SEEDS", "200"))
+
+
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + SEEDS))
 def test_nothing_is_lost_and_nothing_trained_twice(seed: int) -> None:
     async def story() -> int:
         simulation = Simulation(seed)
