@@ -78,10 +78,11 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class _As:
-    """Which tensors, and of what type in the file."""
+    """Which tensors, of what type in the file, and whether its digest is wanted."""
 
     kind: Kind
     dtype: torch.dtype
+    hashed: bool
 
 
 class Saver:
@@ -106,7 +107,7 @@ class Saver:
             if folder is not None:
                 for source in companions(self._launch.model_path):
                     _link_or_copy(source, folder / source.name)
-            self._write(folder, MODEL_FILE, _As("served", self._dtype), tell)
+            self._write(folder, MODEL_FILE, _As("served", self._dtype, hashed=False), tell)
         if self._writes:
             _keep_newest(target.parent)
         return str(target.relative_to(self._launch.run_path))
@@ -117,7 +118,7 @@ class Saver:
         with self._folder(target, durable=True) as folder:
             files = {}
             for name, kind in CHECKPOINT_KINDS.items():
-                entry = self._write(folder, name, _As(kind, torch.float32), tell)
+                entry = self._write(folder, name, _As(kind, torch.float32, hashed=True), tell)
                 if entry is not None:
                     files[name] = entry
             if folder is not None:
@@ -154,13 +155,13 @@ class Saver:
         extra = list(self._policy.buffers()) if name == MODEL_FILE else []
         shapes = {key: TensorShape(CODES[what.dtype], shape) for key, shape in self._policy.shapes.items()}
         shapes |= {one.name: TensorShape(CODES[one.tensor.dtype], tuple(one.tensor.shape)) for one in extra}
-        with TensorsFile(folder / name, shapes) as file:
+        with TensorsFile(folder / name, shapes, hashed=what.hashed) as file:
             for one in self._policy.tensors(what.kind):
                 file.write(one.name, _bytes(one.tensor.to(what.dtype)))
                 tell()
             for one in extra:
                 file.write(one.name, _bytes(one.tensor))
-        return file.entry
+        return file.entry if what.hashed else None
 
 
 def restore_optimizer(policy: Policy, folder: Path, manifest: Manifest) -> None:

@@ -50,11 +50,13 @@ class TensorShape:
 class TensorsFile:
     """A safetensors file being written. Use as a context manager; `entry` is there after the last tensor.
 
-    Tensors come in the order of `tensors`; another one, or one of the wrong size, is a ValueError.
+    Tensors come in the order of `tensors`; another one, or one of the wrong size, is a ValueError. Without `hashed` no
+    digest is computed, which for a large model takes a while, and there is no `entry`.
     """
 
-    def __init__(self, path: Path, tensors: Mapping[str, TensorShape]) -> None:
+    def __init__(self, path: Path, tensors: Mapping[str, TensorShape], *, hashed: bool = True) -> None:
         self._waiting = list(tensors.items())
+        self._hashed = hashed
         self._digest = hashlib.sha256()
         self._size = 0
         self._file = path.open("wb")
@@ -77,12 +79,15 @@ class TensorsFile:
 
     @property
     def entry(self) -> FileEntry:
-        """Size and digest of what was written so far."""
+        """Size and digest of what was written so far. ValueError if it was not hashed."""
+        if not self._hashed:
+            raise ValueError("this file was written without a digest")
         return FileEntry(size=self._size, sha256=self._digest.hexdigest())
 
     def _put(self, data: bytes | memoryview) -> None:
         self._file.write(data)
-        self._digest.update(data)
+        if self._hashed:
+            self._digest.update(data)
         self._size += memoryview(data).nbytes
 
 
