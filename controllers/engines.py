@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-from gcore.rollout.client import EngineClient, SamplingParams
 
 from controllers.changes import Changes
 from controllers.turns import turn
 from controllers.view import EngineView
 from gcore.errors import EngineError, EngineUnreachable
 from gcore.ledger.records import Member
+from gcore.rollout.client import EngineClient, SamplingParams
 from gcore.types import Sample, Version
 from gcore.worker.records import WorkerRecord
 
@@ -106,11 +105,16 @@ class EngineBook:
         return sorted(serving, key=lambda i: (self._lines[i].in_flight, i))
 
     async def generate(
-        self, version: Version, prompt_ids: tuple[int, ...], params: SamplingParams, seeds: tuple[int, ...], rid: str
+        self,
+        version: Version,
+        prompts: Sequence[tuple[int, ...]],
+        params: SamplingParams,
+        seeds: Sequence[int],
+        rid: str,
     ) -> tuple[Sample, ...]:
-        """Generate on the least busy engine that serves `version`; waits for one. Raises EngineError.
+        """A sample for each prompt and its seed, on the least busy engine that serves `version`; waits for one.
 
-        An engine that does not answer is distrusted, and the request is for the caller to repeat.
+        Raises EngineError. An engine that does not answer is distrusted, and the request is for the caller to repeat.
         """
         await self._changes.until(lambda: bool(self.ready(version)))
         instance = self.ready(version)[0]
@@ -118,7 +122,7 @@ class EngineBook:
         line.in_flight += 1
         finished = False
         try:
-            samples = await line.client.generate(prompt_ids, params, seeds=seeds, rid=rid)
+            samples = await line.client.generate_each(prompts, params, seeds=seeds, rid=rid)
             finished = True
             return samples
         except EngineUnreachable:

@@ -14,8 +14,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from gcore.rollout.client import SamplingParams
-
 from controllers.changes import Changes
 from controllers.engines import EngineBook
 from controllers.holdings import Holdings
@@ -33,10 +31,13 @@ from gcore.prompts.dataset import Dataset
 from gcore.prompts.render import PromptRenderer
 from gcore.prompts.stream import PromptStream, make_prompt
 from gcore.reward.registry import Reward, RewardError
+from gcore.rollout.client import SamplingParams
 from gcore.types import Group, Outcome, Prompt, PromptRef, Sample, Version
 
 log = logging.getLogger(__name__)
 
+EVAL_BATCH = 64
+"""Evaluation prompts in one request."""
 EVAL_TAKEOVER_S = 20.0
 """An evaluation that its peer has not delivered by then is made by the next."""
 
@@ -147,7 +148,7 @@ class JobPeer:
         seeds = tuple(sample_seed(self.material, prompt.ref, index, reissue) for index in range(count))
         rid = f"{self.material.uid}/{prompt.ref}/{reissue}/{view.me}"
         version = view.mirror.head.record.version
-        samples = await self._engines.generate(version, prompt.token_ids, self._params, seeds, rid)
+        samples = await self._engines.generate(version, [prompt.token_ids] * count, self._params, seeds, rid)
         if any(sample.finish_reason == "abort" for sample in samples):
             raise EngineError(f"the engine gave up on prompt {prompt.ref}", fix="It is issued again")
         return samples
@@ -196,20 +197,19 @@ class JobPeer:
         )
         count = min(len(dataset), spec.eval.limit)
 
-        async def answer(index: int) -> EvalSample:
-            prompt = make_prompt(dataset, self.material.renderer, index, PromptRef(0, 0, index), self.material.limit)
-            fields = prompt.fields
-            rid = f"{self.material.uid}/eval/{version}/{index}/{self.look().me}"
-            (sample,) = await self._engines.generate(version, prompt.token_ids, greedy, (0,), rid)
-            if sample.oldest != version or sample.finish_reason == "abort":
-                raise EngineError(
-                    f"an evaluation answer was made by {sample.oldest}, not {version}", fix="It is made again"
-                )
-            result = self.material.reward(sample.text, fields, spec.reward)
-            expected = str(fields.get(spec.reward.answer, ""))
-            return EvalSample(prompt=prompt.text, response=sample.text, answer=expected, reward=result.value)
+        async def answer(first: int) -> list[EvalSample]:
+            indexes = range(first, min(first + EVAL_BATCH, count))
+            prompts = [
+                make_prompt(dataset, self.material.renderer, index, PromptRef(0, 0, index), self.material.limit)
+                for index in indexes
+            ]
+            rid = f"{self.material.uid}/eval/{version}/{first}/{self.look().me}"
+            token_ids = [prompt.token_ids for prompt in prompts]
+            samples = await self._engines.generate(version, token_ids, greedy, [0] * len(prompts), rid)
+            return [self._judge(prompt, sample, version) for prompt, sample in zip(prompts, samples, strict=True)]
 
-        answers = await asyncio.gather(*(answer(index) for index in range(count)))
+        batches = await asyncio.gather(*(answer(first) for first in range(0, count, EVAL_BATCH)))
+        answers = [answer for batch in batches for answer in batch]
         return Evaluation(
             version=version,
             accuracy=sum(a.reward for a in answers) / count,
@@ -217,6 +217,17 @@ class JobPeer:
             by=self.look().me,
             samples=tuple(answers[: spec.eval.show]),
         )
+
+    def _judge(self, prompt: Prompt, sample: Sample, version: Version) -> EvalSample:
+        """An evaluation answer and what it is worth. Raises EngineError if other weights had a part in it."""
+        spec = self.material.spec
+        if sample.oldest != version or sample.finish_reason == "abort":
+            raise EngineError(
+                f"an evaluation answer was made by {sample.oldest}, not {version}", fix="It is made again"
+            )
+        result = self.material.reward(sample.text, prompt.fields, spec.reward)
+        expected = str(prompt.fields.get(spec.reward.answer, ""))
+        return EvalSample(prompt=prompt.text, response=sample.text, answer=expected, reward=result.value)
 
     def _due(self) -> list[PromptRef]:
         view = self.look()

@@ -74,16 +74,21 @@ class EngineClient:
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, *, seeds: Sequence[int], rid: str
     ) -> tuple[Sample, ...]:
-        """One sample a seed, in order. Sample `i` is called f"{rid}-{i}" there. Raises EngineError, EngineUnreachable.
+        """Several samples of one prompt, one a seed, in order. See `generate_each`."""
+        return await self.generate_each([prompt_ids] * len(seeds), params, seeds=seeds, rid=rid)
 
-        An aborted sample comes back with the tokens it has and finish reason "abort". Log-probabilities are float32
+    async def generate_each(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, seeds: Sequence[int], rid: str
+    ) -> tuple[Sample, ...]:
+        """One sample a prompt, as one request, each with its seed; as many seeds as prompts, answers in their order.
+
+        Sample `i` is called f"{rid}-{i}" there. Raises EngineError, EngineUnreachable. An aborted sample comes back with the tokens it has and finish reason "abort". Log-probabilities are float32
         values, as floats.
         """
         if not seeds:
             return ()
-        prompt = list(prompt_ids)
         body = {
-            "input_ids": [prompt] * len(seeds),
+            "input_ids": [list(prompt_ids) for prompt_ids in prompts],
             "sampling_params": [_sampling_params(params, seed) for seed in seeds],
             "rid": _rids(rid, len(seeds)),
             "return_logprob": True,
