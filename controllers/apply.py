@@ -37,7 +37,7 @@ from controllers.actions import (
 )
 from controllers.engines import EngineBook
 from controllers.holdings import Holdings
-from controllers.ranks import RankLinks
+from controllers.ranks import NotConnected, RankLinks
 from controllers.view import JobView
 from gcore.clock import Clock
 from gcore.errors import EngineError, GcoreError
@@ -170,6 +170,8 @@ async def _feed(action: Feed, view: JobView, hands: Hands) -> Applied:
         await hands.ranks.feed(action.rank, seal, parts, view.me)
     except grpc.aio.AioRpcError as error:
         return Applied(TxnOutcome.UNKNOWN, f"{sentence}: {error.details()}")
+    except NotConnected as error:
+        return Applied(TxnOutcome.UNKNOWN, f"{sentence}: {error}")
     return Applied(TxnOutcome.WON, sentence)
 
 
@@ -181,6 +183,8 @@ async def _apply(action: Apply, view: JobView, hands: Hands) -> Applied:
         await hands.ranks.apply(action.rank, seal, seal.encode())
     except grpc.aio.AioRpcError as error:
         return Applied(TxnOutcome.UNKNOWN, f"{sentence}: {error.details()}")
+    except NotConnected as error:
+        return Applied(TxnOutcome.UNKNOWN, f"{sentence}: {error}")
     return Applied(TxnOutcome.WON, sentence)
 
 

@@ -85,7 +85,10 @@ class EngineBook:
 
     async def publish(self, instance: str, version: Version, folder: Path) -> None:
         """Bring one engine to `version`, and find out that it serves it. Raises EngineError."""
-        line = self._lines[instance]
+        line = self._lines.get(instance)
+        if line is None:
+            # It may have ended, or become a peer's, between the decision and the deed.
+            raise EngineUnreachable(f"{instance} is not connected", fix="Look again")
         served = (await line.client.info()).version
         if served != version:
             await line.client.update_weights(str(folder), version)

@@ -19,6 +19,7 @@ from controllers.view import RankView, SavedCheckpoint
 from gcore.api.v1 import train_pb2 as pb
 from gcore.api.v1 import train_pb2_grpc
 from gcore.clock import Clock
+from gcore.errors import GcoreError
 from gcore.ledger.records import SCHEMA_VERSION, Seal
 from gcore.types import Group, Token, Version
 
@@ -27,6 +28,10 @@ log = logging.getLogger(__name__)
 CHUNK_BYTES = 1 << 20
 CALL_TIMEOUT_S = 30.0
 RECONNECT_S = 0.3
+
+
+class NotConnected(GcoreError):
+    """There is no line to the rank, or no longer: it may have ended between a decision and the deed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +86,8 @@ class RankLinks:
         self.aim(None, {})
 
     async def feed(self, rank: int, seal: Seal, groups: Iterable[tuple[Group, frozenset[int]]], sender: str) -> None:
-        """Push samples of groups (by index) to a rank. Raises grpc.aio.AioRpcError."""
-        line, world = self._lines[rank], self._world
+        """Push samples of groups (by index) to a rank. Raises grpc.aio.AioRpcError, NotConnected."""
+        line, world = self._reach(rank), self._world
         assert world is not None
         payload = pb.FeedPayload(groups=[_part(group, samples) for group, samples in groups]).SerializeToString()
         header = pb.FeedHeader(
@@ -98,13 +103,19 @@ class RankLinks:
         self._note_held(rank, seal.token, reply.held)
 
     async def apply(self, rank: int, seal: Seal, stored: bytes) -> None:
-        """Tell a rank to train on the READY seal. Raises grpc.aio.AioRpcError."""
-        line, world = self._lines[rank], self._world
+        """Tell a rank to train on the READY seal. Raises grpc.aio.AioRpcError, NotConnected."""
+        line, world = self._reach(rank), self._world
         assert world is not None
         request = pb.ApplyRequest(
             schema_version=SCHEMA_VERSION, world=world.message(), token=_token(seal.token), seal=stored
         )
         await train_pb2_grpc.TrainRankStub(line.channel).Apply(request, timeout=CALL_TIMEOUT_S)
+
+    def _reach(self, rank: int) -> _Line:
+        line = self._lines.get(rank)
+        if line is None:
+            raise NotConnected(f"rank {rank} is not connected", fix="Look again")
+        return line
 
     def _drop(self, rank: int) -> None:
         line = self._lines.pop(rank)

@@ -1,13 +1,21 @@
-"""What controllers know of ranks, whatever overtakes what."""
+"""What controllers know of ranks and engines, whatever overtakes what."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from controllers.ranks import RankLinks
+from controllers.changes import Changes
+from controllers.engines import EngineBook
+from controllers.ranks import NotConnected, RankLinks, WorldName
 from gcore.api.v1 import train_pb2 as pb
+from gcore.errors import EngineUnreachable
+from gcore.ledger.records import Seal, SealState
 from gcore.testing import FakeClock
-from gcore.types import Token
+from gcore.types import Token, Version
+
+SEAL = Seal(lineage=0, step=1, attempt=1, state=SealState.SEALED, world="w", world_size=2, mini_batches=1)
 
 
 def held(**samples: list[int]) -> list[pb.HeldGroup]:
@@ -46,3 +54,18 @@ def test_an_answer_about_an_old_attempt_is_not_believed() -> None:
     links._note(0, state(Token(0, 1, 3), mine=[0]))
     links._note_held(0, Token(0, 1, 1), held(mine=[0, 1]))
     assert links.views[0].held == {"mine": frozenset({0})}
+
+
+async def test_a_rank_that_is_gone_by_now_is_not_connected() -> None:
+    links = RankLinks(FakeClock(), lambda: None)
+    links.aim(WorldName("u", "w", 0), {})
+    with pytest.raises(NotConnected, match="rank 1 is not connected"):
+        await links.apply(1, SEAL, b"")
+    with pytest.raises(NotConnected, match="rank 1 is not connected"):
+        await links.feed(1, SEAL, [], "a")
+
+
+async def test_an_engine_that_is_gone_by_now_cannot_be_published_to() -> None:
+    engines = EngineBook(Changes(), timeout_s=1.0)
+    with pytest.raises(EngineUnreachable, match="e is not connected"):
+        await engines.publish("e", Version(0, 1), Path("weights"))
