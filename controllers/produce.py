@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from controllers.changes import Changes
 from controllers.engines import EngineBook
@@ -35,6 +35,7 @@ from gcore.rollout.client import SamplingParams
 from gcore.types import Group, Outcome, Prompt, PromptRef, Sample, Version
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 EVAL_BATCH = 64
 """Evaluation prompts in one request."""
@@ -375,6 +376,20 @@ class JobBatch:
         finally:
             holdings.in_flight.discard(ref)
             self._peer.changes.notify()
+
+
+async def all_or_none(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of all; when one fails, the others are cancelled, and have ended, before its error is raised.
+
+    Left to themselves they would load the engines beside the next try, or wait for a version that nobody serves again.
+    """
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def sample_seed(material: Material, ref: PromptRef, index: int, reissue: int) -> int:
