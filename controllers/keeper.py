@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from gcore.errors import GcoreError, StoreUnavailable
 from gcore.store import keys
 from gcore.store.launcher import LocalEtcd
 from gcore.store.types import Store
-from gcore.worker.process import ProcessId, is_running, spawn_detached
+from gcore.worker.process import ProcessId, is_running, send_signal, spawn_detached
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ class Keeper:
         )
         log.warning("etcd had died; it is back, on the same data, as process %d", started.pid)
         changed = known.model_copy(update={"pid": started.process.pid, "started": started.process.started})
-        self._write(cluster.model_copy(update={"etcd": changed}))
+        self._write(cluster.model_copy(update={"etcd": changed}), started.process)
 
     def _bring_back(self, cluster: LocalCluster, name: str) -> None:
         daemon = next((c for c in cluster.controllers if c.name == name), None)
@@ -91,7 +92,7 @@ class Keeper:
             daemon_command(cluster.home, daemon.config_file), log_file=self._home / "logs" / f"{name}.log"
         )
         log.warning("%s had died; it is back as process %d", name, process.pid)
-        self._write(_replaced(cluster, daemon, process))
+        self._write(_replaced(cluster, daemon, process), process)
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[LocalCluster | None]:
@@ -104,11 +105,17 @@ class Keeper:
                 return
             yield None if (self._home / STOPPING).exists() else LocalCluster.load(self._home)
 
-    def _write(self, cluster: LocalCluster) -> None:
+    def _write(self, cluster: LocalCluster, started: ProcessId) -> None:
+        """Raises OSError; then `started` is ended, or it would be in the way of the next try, unknown to everybody."""
         path = self._home / "cluster.json"
         part = path.with_suffix(".part")
-        part.write_text(cluster.model_dump_json(indent=2))
-        part.rename(path)
+        try:
+            part.write_text(cluster.model_dump_json(indent=2))
+            part.rename(path)
+        except OSError:
+            send_signal(started, signal.SIGKILL)
+            part.unlink(missing_ok=True)
+            raise
 
 
 def _replaced(cluster: LocalCluster, daemon: ControllerProcess, process: ProcessId) -> LocalCluster:

@@ -22,7 +22,7 @@ from gcore.ledger.ancestry import resumable
 from gcore.ledger.job import EnginePlace, RankPlace
 from gcore.ledger.records import Checkpoint
 from gcore.worker.launch import start_worker
-from gcore.worker.process import ProcessId, is_running
+from gcore.worker.process import CannotStart, ProcessId, is_running
 from gcore.worker.records import LaunchSpec, Role, StoreRef, WorkerRecord
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class Launches:
     pending: Mapping[str, Launch] = field(default_factory=dict)
     """Started, and the process lives; it may have registered meanwhile."""
     tries: Mapping[str, int] = field(default_factory=dict)
-    """Starts in a row without one that lasted."""
+    """Starts in a row without one that lasted; of a rank, those that did not even give a process."""
     last: Mapping[str, float] = field(default_factory=dict)
     """When it was last started."""
 
@@ -102,7 +102,9 @@ def staffing(view: JobView, launches: Launches, now: float) -> Iterator[StartEng
         # A registration may be heard of before the claim that was written with it.
         there = {i for i, w in mine.items() if (w.world, w.rank) == (head.world, rank.rank) and is_good(w)}
         wanted |= {claim.instance} if claim else there
-        if claim is None and not there and rank_key(rank, head.world) not in launches.pending:
+        key = rank_key(rank, head.world)
+        ripe = now >= launches.last.get(key, 0.0) + backoff(launches, key)
+        if claim is None and not there and key not in launches.pending and ripe:
             yield StartRank(rank, head.world)
     for instance, worker in mine.items():
         if instance not in wanted and worker.state in ("starting", "serving"):
@@ -122,6 +124,11 @@ def engine_key(place: EnginePlace) -> str:
 def rank_key(place: RankPlace, world: str) -> str:
     """What a rank's launch is remembered by."""
     return f"train {world} {place.rank}"
+
+
+def launch_key(action: StartEngine | StartRank) -> str:
+    """What a start is remembered by."""
+    return engine_key(action.place) if isinstance(action, StartEngine) else rank_key(action.place, action.world)
 
 
 def backoff(launches: Launches, key: str) -> float:
@@ -152,6 +159,7 @@ class Staff:
         self._clock = clock
         self._started: dict[str, Launch] = {}
         self._newest: dict[str, Launch] = {}
+        self._last: dict[str, float] = {}
         self._tries: dict[str, int] = {}
         self._why: dict[str, str] = {}
 
@@ -166,19 +174,34 @@ class Staff:
                 self._why[key] = worker.reason
             if worker is not None or not is_running(launch.process):
                 self._started.pop(key, None)
-        return Launches(dict(self._started), dict(self._tries), {k: launch.at for k, launch in self._newest.items()})
+        return Launches(dict(self._started), dict(self._tries), dict(self._last))
 
     def hopeless(self, workers: Mapping[str, WorkerRecord]) -> str:
         """Which worker cannot be kept alive here, and why, after several tries; or nothing."""
         for key, tries in self._tries.items():
-            worker = workers.get(self._newest[key].instance)
+            newest = self._newest.get(key)
+            worker = workers.get(newest.instance) if newest else None
             if tries >= MAX_LAUNCHES and key not in self._started and (worker is None or not is_good(worker)):
                 why = self._why.get(key, f"see the logs in {self._config.home}/logs")
                 return f"{key} on {self._config.node} was started {tries} times and never lasted: {why}"
         return ""
 
     def start(self, action: StartEngine | StartRank, view: JobView) -> None:
-        """Spawn a supervisor; it registers itself."""
+        """Spawn a supervisor; it registers itself. One that cannot be spawned (a full disk) is tried again later."""
+        engine = isinstance(action, StartEngine)
+        key = launch_key(action)
+        self._last[key] = self._clock.monotonic()
+        try:
+            self._newest[key] = self._started[key] = self._spawn(action, view)
+        except (CannotStart, OSError) as error:
+            log.warning("%s cannot be started: %s", key, error)
+            self._newest.pop(key, None)
+            self._why[key] = str(error)
+        if engine or key not in self._newest:
+            self._tries[key] = self._tries.get(key, 0) + 1
+
+    def _spawn(self, action: StartEngine | StartRank, view: JobView) -> Launch:
+        """Raises CannotStart, OSError."""
         assert view.mirror.job is not None
         uid = view.mirror.keys.uid
         run_dir = Path(view.mirror.job.record.run_dir)
@@ -247,7 +270,5 @@ class Staff:
             watchdog_s=spec.train.watchdog_s,
         )
         process = start_worker(launch, Path(self._config.home))
-        self._newest[key] = self._started[key] = Launch(instance, process, self._clock.monotonic())
-        if isinstance(action, StartEngine):
-            self._tries[key] = self._tries.get(key, 0) + 1
         log.info("started %s on %s: %s", key, slot, instance, extra={"job": uid})
+        return Launch(instance, process, self._clock.monotonic())

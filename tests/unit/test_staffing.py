@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from controllers.staffing import (
+    MAX_LAUNCHES,
     Launch,
     Launches,
+    Staff,
     StartEngine,
     StartRank,
     StopWorker,
@@ -16,16 +19,17 @@ from controllers.staffing import (
     staffing,
 )
 from controllers.view import JobView
-from gcore.config import parse_spec
+from gcore.config import NodeConfig, parse_spec
 from gcore.ledger import chain
 from gcore.ledger.chain import Writer
-from gcore.ledger.job import EnginePlace, Plan, RankClaim, RankPlace
+from gcore.ledger.job import EnginePlace, JobRecord, Plan, RankClaim, RankPlace
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records import Checkpoint, Checkpoints
 from gcore.ledger.stream import StreamRules
 from gcore.ledger.transactions import Stored
 from gcore.prompts.cursor import Cursors, shard_lengths
 from gcore.store.keys import JobKeys
+from gcore.testing import FakeClock
 from gcore.worker.process import ProcessId
 from gcore.worker.records import WorkerRecord
 
@@ -131,3 +135,25 @@ def test_a_new_world_starts_from_what_its_rollback_named() -> None:
         checkpoints=Stored(Checkpoints(entries=(BASE, target)), 9),
     )
     assert base_checkpoint(replace(first, mirror=mirror)) == target
+
+
+def test_what_cannot_be_spawned_is_tried_again_later_and_in_the_end_given_up(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file where the run's folder should be")
+    clock = FakeClock()
+    config = NodeConfig(node="node-0", home=str(tmp_path), etcd_endpoints=("h:1",), slots=("cpu:0",), run_root="r")
+    bare = view()
+    job = JobRecord(
+        uid="u", name="j", spec=SPEC.model_dump(mode="json"), run_dir=str(tmp_path / "run"), created=0.0, prompts=4
+    )
+    bare = replace(bare, mirror=replace(bare.mirror, job=Stored(job, 1)))
+    staff = Staff(config, clock)
+    key = "train w 0"
+    for _ in range(MAX_LAUNCHES):
+        assert staff.hopeless({}) == ""
+        staff.start(StartRank(RankPlace(rank=0, node="node-0", slot="cpu:0"), "w"), bare)
+    launches = staff.launches({})
+    assert launches.tries[key] == MAX_LAUNCHES
+    assert StartRank not in kinds(bare, launches, now=launches.last[key] + 1.0)
+    assert StartRank in kinds(bare, launches, now=launches.last[key] + backoff(launches, key))
+    assert f"{key} on node-0 was started {MAX_LAUNCHES} times" in staff.hopeless({})
+    assert str(tmp_path / "run") in staff.hopeless({})
