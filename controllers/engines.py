@@ -127,6 +127,12 @@ class EngineBook:
         try:
             samples = await line.client.generate_each(prompts, params, seeds=seeds, rid=rid)
             finished = True
+            others = {span.version for sample in samples for span in sample.spans} - {version}
+            if others:
+                # A peer that also believed it to be its own has published to it.
+                self.distrust(instance)
+                made_by = ", ".join(map(str, sorted(others)))
+                raise EngineError(f"{instance} answered with weights {made_by}, not {version}", fix="It is asked again")
             return samples
         except EngineUnreachable:
             finished = True

@@ -24,6 +24,7 @@ from gcore.clock import Clock
 from gcore.config import JobSpec
 from gcore.errors import EngineError, GcoreError
 from gcore.flows import Step
+from gcore.ledger.ancestry import is_acceptable, is_ancestor
 from gcore.ledger.job import EvalSample, Evaluation
 from gcore.ledger.records import SealState
 from gcore.ledger.stream import due
@@ -119,12 +120,13 @@ class JobPeer:
         """Due refs of my shards that nobody has offered and I have not begun, oldest first."""
         assert isinstance(step, JobStep)
         while step.is_open():
+            seen = self.changes.count
             room = max(self.material.spec.rollout.concurrency - len(self.holdings.in_flight), 0)
             for ref in self._due()[:room]:
                 try:
                     prompt = self.material.stream.prompt(ref)
                 except GcoreError as error:
-                    self.holdings.end(ref, Outcome("failed", str(error)), self.look().me, step.version)
+                    step.end(ref, Outcome("failed", str(error)))
                     self.changes.notify()
                     continue
                 step.hand_out(prompt)
@@ -136,7 +138,8 @@ class JobPeer:
                 if not step.is_open():
                     return
             step.put_back()
-            if step.is_open():
+            # What changed while prompts were handed out was not looked at yet.
+            if step.is_open() and self.changes.count == seen:
                 await self.changes.wait()
             step.raise_defect()
 
@@ -209,7 +212,7 @@ class JobPeer:
             samples = await self._engines.generate(version, token_ids, greedy, [0] * len(prompts), rid)
             return [self._judge(prompt, sample, version) for prompt, sample in zip(prompts, samples, strict=True)]
 
-        batches = await asyncio.gather(*(answer(first) for first in range(0, count, EVAL_BATCH)))
+        batches = await all_or_none(answer(first) for first in range(0, count, EVAL_BATCH))
         answers = [answer for batch in batches for answer in batch]
         return Evaluation(
             version=version,
@@ -289,6 +292,28 @@ class JobStep:
             self._peer.holdings.in_flight.discard(self._handed_out.ref)
             self._handed_out = None
 
+    def keep(self, group: Group) -> None:
+        """Hold a finished group, unless it can no longer be trained.
+
+        What is held is not issued again, so nothing may be held that no seal would take. Raises EngineError if head is
+        where it was and other weights had a part in the group.
+        """
+        view = self._peer.look()
+        assert view.mirror.head is not None
+        head = view.mirror.head.record
+        if is_acceptable(head, head.step + 1, group.versions, view.rules.staleness):
+            self._peer.holdings.keep(group)
+        elif self.is_current():
+            made_by = ", ".join(map(str, group.versions))
+            raise EngineError(f"prompt {group.ref} was made by {made_by}, not {self.version}", fix="It is issued again")
+
+    def end(self, ref: PromptRef, outcome: Outcome) -> None:
+        """Hold an outcome, unless it belongs to a lineage that was cut off meanwhile: then `ref` is issued again."""
+        view = self._peer.look()
+        assert view.mirror.head is not None
+        if is_ancestor(view.mirror.head.record, self.version):
+            self._peer.holdings.end(ref, outcome, view.me, self.version)
+
     def fail(self, defect: BaseException) -> None:
         """A production raised what is not an outcome: the flow or a plug-in is wrong."""
         self._defect = self._defect or defect
@@ -357,22 +382,22 @@ class JobBatch:
             self._peer.changes.notify()
 
     async def _produce(self, ref: PromptRef, produce: Coroutine[Any, Any, Group | Outcome]) -> None:
-        holdings, me = self._peer.holdings, self._peer.look().me
+        holdings = self._peer.holdings
         try:
             result = await produce
             if isinstance(result, Group):
-                holdings.keep(result)
+                self._step.keep(result)
             else:
-                holdings.end(ref, result, me, self._step.version)
+                self._step.end(ref, result)
         except RewardError as error:
-            holdings.end(ref, Outcome("failed", str(error)), me, self._step.version)
+            self._step.end(ref, Outcome("failed", str(error)))
         except EngineError as error:
             tries = holdings.reissues.get(ref, 0) + 1
             holdings.reissues[ref] = tries
             log.info("prompt %s, try %d: %s", ref, tries, error)
             if tries > self._peer.material.spec.flow.max_reissues:
                 reason = f"issued {tries} times, the last: {error}"
-                holdings.end(ref, Outcome("failed", reason), me, self._step.version)
+                self._step.end(ref, Outcome("failed", reason))
         finally:
             holdings.in_flight.discard(ref)
             self._peer.changes.notify()

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from controllers.produce import all_or_none
+from controllers.holdings import Holdings
+from controllers.produce import JobStep, all_or_none
 from gcore.errors import EngineError
+from gcore.ledger import chain
+from gcore.ledger.chain import Writer
+from gcore.ledger.records import Checkpoint, Head
+from gcore.ledger.stream import StreamRules
+from gcore.prompts.cursor import shard_lengths
+from gcore.types import Group, Outcome, PromptRef, Sample, Version, VersionSpan
 
 
 async def test_the_results_come_in_order() -> None:
@@ -36,3 +45,62 @@ async def test_when_one_answer_fails_the_others_have_ended_before_it_is_raised()
     with pytest.raises(EngineError, match="broken"):
         await all_or_none([waits(), fails(), waits()])
     assert ended == ["waits", "waits"]
+
+
+RULES = StreamRules(shard_lengths(8, 2), 4, 2)
+REF = PromptRef(0, 0, 0)
+
+
+class Present:
+    """A peer of which only the look and the holdings matter; `head` may be moved."""
+
+    def __init__(self) -> None:
+        self.head = chain.base(2, "w", Writer("a", "n")).head
+        self.holdings = Holdings()
+
+    def look(self) -> Any:
+        return SimpleNamespace(
+            me="a", rules=RULES, mirror=SimpleNamespace(head=SimpleNamespace(record=self.head), status=None)
+        )
+
+
+def group_of(version: Version) -> Group:
+    return Group(REF, (1,), (Sample((1,), (0.0,), "a", "stop", (VersionSpan(version, 0, 1),)),))
+
+
+def rolled_back(head: Head) -> Head:
+    base = Checkpoint(lineage=0, step=0, seq=0, file="")
+    return chain.rolled_back(head, base, head.cursors, "w2", Writer("a", "m"), "a rank died").head
+
+
+def test_what_present_weights_made_is_held() -> None:
+    peer = Present()
+    JobStep(peer, Version(0, 0)).keep(group_of(Version(0, 0)))  # type: ignore[arg-type]
+    assert peer.holdings.knows(REF)
+
+
+def test_a_group_that_is_finished_after_its_step_was_committed_is_not_held() -> None:
+    peer = Present()
+    step = JobStep(peer, Version(0, 0))  # type: ignore[arg-type]
+    peer.head = peer.head.model_copy(update={"step": 1})
+    step.keep(group_of(Version(0, 0)))
+    assert not peer.holdings.knows(REF)
+
+
+def test_what_is_finished_after_a_rollback_is_issued_again() -> None:
+    peer = Present()
+    peer.head = peer.head.model_copy(update={"step": 3})
+    step = JobStep(peer, Version(0, 3))  # type: ignore[arg-type]
+    peer.head = rolled_back(peer.head)
+    step.keep(group_of(Version(0, 3)))
+    step.end(REF, Outcome("failed", "the reward raised"))
+    assert not peer.holdings.knows(REF)
+
+
+def test_a_group_made_by_other_weights_is_the_engines_fault() -> None:
+    peer = Present()
+    peer.head = peer.head.model_copy(update={"step": 3})
+    step = JobStep(peer, Version(0, 3))  # type: ignore[arg-type]
+    with pytest.raises(EngineError, match=r"made by 0\.2, not 0\.3"):
+        step.keep(group_of(Version(0, 2)))
+    assert not peer.holdings.knows(REF)

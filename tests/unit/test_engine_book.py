@@ -1,0 +1,42 @@
+"""Routing to engines: what an answer must be to count."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from controllers.changes import Changes
+from controllers.engines import EngineBook
+from gcore.errors import EngineError
+from gcore.rollout.client import SamplingParams
+from gcore.types import Sample, Version, VersionSpan
+
+PARAMS = SamplingParams(temperature=1.0, max_new_tokens=4)
+
+
+class OldEngine:
+    """Says that it serves one version, and answers with another."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.aborted: list[str] = []
+
+    async def info(self) -> Any:
+        return SimpleNamespace(version=Version(0, 2))
+
+    async def generate_each(self, prompts: Any, params: Any, *, seeds: Any, rid: str) -> tuple[Sample, ...]:
+        return tuple(Sample((1,), (0.0,), "a", "stop", (VersionSpan(Version(0, 1), 0, 1),)) for _ in seeds)
+
+    async def close(self) -> None:
+        return None
+
+
+async def test_an_answer_made_with_other_weights_is_refused_and_its_engine_distrusted(tmp_path: Any) -> None:
+    engines = EngineBook(Changes(), timeout_s=1.0, connect=OldEngine)  # type: ignore[arg-type]
+    await engines.aim({"e": SimpleNamespace(address="h:1")})  # type: ignore[dict-item]
+    await engines.publish("e", Version(0, 2), tmp_path)
+    assert engines.ready(Version(0, 2)) == ["e"]
+    with pytest.raises(EngineError, match=r"weights 0\.1, not 0\.2"):
+        await engines.generate(Version(0, 2), [(1,)], PARAMS, (0,), "r")
+    assert engines.ready(Version(0, 2)) == []
