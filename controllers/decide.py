@@ -65,9 +65,15 @@ def decide(view: JobView) -> tuple[Intent, ...]:
 
 
 def assigning(view: JobView) -> Iterator[Intent]:
-    """Every shard is some member's."""
+    """Every shard is some member's, and that member has engines to come: else its prompts would never be answered.
+
+    A node that joined, or came back, after the plan was made has none.
+    """
+    assert view.mirror.plan is not None
     old = view.mirror.assign
-    members = sorted(view.mirror.members)
+    nodes = {place.node for place in view.mirror.plan.record.engines}
+    equipped = sorted(name for name, member in view.mirror.members.items() if member.record.node in nodes)
+    members = equipped or sorted(view.mirror.members)
     if old is None or sorted(old.record.members) != members or None in old.record.owners:
         new = assign_shards(members, len(view.rules.shape.lengths), old.record if old else None)
         # The condition names the members, so that who comes or goes meanwhile starts it anew.

@@ -154,6 +154,13 @@ def test_shards_of_a_dead_member_are_given_away() -> None:
     assert action.assignment.shards_of(ME) == (0, 1, 2, 3)
 
 
+def test_a_member_whose_node_the_plan_gives_no_engine_gets_no_shards() -> None:
+    view = running()
+    late = "node-2.cccc"
+    members = {**view.mirror.members, late: stored(Member(incarnation=late, node="node-2", address="a:1"))}
+    assert actions(with_mirror(view, members=members)) == []
+
+
 def test_what_is_held_is_offered_and_once_only() -> None:
     refs = list(in_order(RULES, running().mirror.head.record, ()))[:2]
     view = running(holdings={ref: group(ref) for ref in refs})
