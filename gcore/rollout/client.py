@@ -20,6 +20,7 @@ from typing import Any, Literal
 import httpx
 
 from gcore.errors import EngineError, EngineUnreachable
+from gcore.rollout.transport import PlainTransport
 from gcore.types import FinishReason, Sample, Version, VersionSpan
 
 BIG_ANSWER_BYTES = 256 * 1024
@@ -62,10 +63,8 @@ class EngineClient:
         self.base_url = base_url
         self._http = httpx.AsyncClient(
             base_url=base_url,
-            transport=transport,
-            # Waiting for a connection is not the engine's fault: turns are taken before, and never run out.
-            timeout=httpx.Timeout(timeout_s, connect=min(CONNECT_S, timeout_s), pool=None),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=30.0),
+            transport=transport or PlainTransport(),
+            timeout=httpx.Timeout(timeout_s, connect=min(CONNECT_S, timeout_s)),
             trust_env=False,
         )
         # Aborts and pauses do not queue behind what they are meant to end: only samples take turns.

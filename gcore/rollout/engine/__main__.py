@@ -9,6 +9,8 @@ from gcore.errors import GcoreError
 from gcore.rollout.engine.launch import check_folder, from_arguments, from_document
 from gcore.worker.child import Control
 
+INTERRUPTED_EXIT = 130
+
 
 def main() -> int:
     """Serve; the exit code."""
@@ -32,6 +34,8 @@ def main() -> int:
         if control is not None:
             control.send("failed", reason=str(error))
         return error.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED_EXIT
     return 0
 
 

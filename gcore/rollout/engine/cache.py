@@ -10,9 +10,11 @@ silences. Does not compute attention (`attention`) and does not choose rows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from transformers.cache_utils import Cache
 
@@ -66,9 +68,8 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers is not typed
     def _allocate(self, rows: int, columns: int) -> None:
         s = self.shape
         size = (s.layers, rows, s.kv_heads, columns, s.head_dim)
-        self.keys = torch.zeros(size, dtype=s.dtype, device=s.device)
-        self.values = torch.zeros(size, dtype=s.dtype, device=s.device)
-        self.bias = torch.zeros((rows, s.kv_heads, 1, columns), dtype=s.dtype, device=s.device)
+        self.keys, self.values = _zeros(size, s), _zeros(size, s)
+        self.bias = _zeros((rows, s.kv_heads, 1, columns), s)
         self.rows, self.columns = rows, columns
 
     def release(self) -> None:
@@ -153,3 +154,11 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers is not typed
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Nothing, as far as the model is concerned: it is told every position."""
         return 0
+
+
+def _zeros(size: tuple[int, ...], shape: CacheShape) -> torch.Tensor:
+    if shape.device.type != "cpu" or math.prod(size) == 0:
+        return torch.zeros(size, dtype=shape.dtype, device=shape.device)
+    # torch.zeros writes every page; numpy's come from the system zeroed and cost nothing until they are used.
+    raw = torch.from_numpy(np.zeros(math.prod(size) * shape.dtype.itemsize, np.uint8))
+    return raw.view(shape.dtype).view(size)

@@ -23,6 +23,10 @@ from gcore.rollout.engine.tasks import Delivery
 
 T = TypeVar("T")
 REPORT_S = 1.0
+GATHER_S = 0.002
+"""An idle engine begins when for so long no further request has come,"""
+GATHER_MOST_S = 0.02
+"""or when the first has waited for so long."""
 
 
 class Report(Protocol):
@@ -106,13 +110,24 @@ class Runner:
             action()
 
     def _wait(self) -> None:
-        """Until there is mail; meanwhile "waiting" is reported, once the last report is a second old."""
+        """Until there is mail; meanwhile "waiting" is reported, once the last report is a second old.
+
+        Requests come in bursts, a step's prompts at once. Beginning with the first alone would make many small passes
+        where one would do, and take the interpreter from the event loop that still reads the others.
+        """
         try:
             action = self._mailbox.get(timeout=REPORT_S if self._phase != "waiting" else None)
         except queue.Empty:
             self._tell("waiting")
             return
         action()
+        until = self._clock.monotonic() + GATHER_MOST_S
+        while self.core.can_work and self._clock.monotonic() < until:
+            try:
+                action = self._mailbox.get(timeout=GATHER_S)
+            except queue.Empty:
+                return
+            action()
 
     def _tell(self, phase: str) -> None:
         now = self._clock.monotonic()
