@@ -26,6 +26,7 @@ from controllers.holdings import Holdings
 from controllers.produce import JobPeer, Material
 from controllers.ranks import RankLinks, WorldName
 from controllers.service.events import EventLog
+from controllers.service.submission import check_unchanged
 from controllers.staffing import Staff, StopWorker, staffing
 from controllers.stopwatch import Stopwatch
 from controllers.turns import Waits
@@ -201,6 +202,8 @@ class JobRunner:
         train = Dataset.open(
             spec.data.path, prompt_field=spec.data.prompt, answer_fields=fields, cache_dir=self._cache_dir
         )
+        assert self.mirror.job is not None
+        check_unchanged(self.mirror.job.record, train)
         held_out = None
         if spec.eval.path is not None:
             held_out = Dataset.open(

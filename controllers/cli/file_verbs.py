@@ -176,7 +176,7 @@ def _check_files(spec: JobSpec, home: Path) -> int:
         # A home that is there already keeps the index; a check alone leaves nothing behind.
         folder = home if home.is_dir() else Path(scratch)
         cache: dict[str, Any] = {"cache_dir": folder / "cache"}
-        count = check_submission(spec, folder / "runs", folder / "cache")
+        count = check_submission(spec, folder / "runs", folder / "cache").prompts
         renderer = PromptRenderer.load(Path(spec.model.path), chat=spec.model.chat)
         context = spec.model.max_length or renderer.max_length
         limit = context - spec.rollout.max_new_tokens if context is not None else None

@@ -11,12 +11,13 @@ import asyncio
 import json
 import shutil
 import uuid
+from dataclasses import dataclass
 from pathlib import Path
 
 from controllers.service.records import StoredJobs
 from gcore.clock import Clock
 from gcore.config import JobSpec, parse_spec
-from gcore.errors import GcoreError, SpecError, StoreUnavailable
+from gcore.errors import DataError, GcoreError, SpecError, StoreUnavailable
 from gcore.flows import find_flow
 from gcore.ledger import transactions
 from gcore.ledger.job import JobPhase, JobRecord, JobStatus
@@ -73,7 +74,7 @@ class Submissions:
                 existing = await self._same_or_ended(named.value.decode(), spec, anew)
                 if existing is not None:
                     return existing
-            prompts = await asyncio.to_thread(check_submission, spec, self._run_root, self._cache_dir)
+            data = await asyncio.to_thread(check_submission, spec, self._run_root, self._cache_dir)
             uid = uuid.uuid4().hex[:12]
             job = JobRecord(
                 uid=uid,
@@ -82,7 +83,8 @@ class Submissions:
                 run_dir=str(self._run_root / f"{spec.name}-{uid}"),
                 created=self._clock.wall(),
                 request_id=request_id,
-                prompts=prompts,
+                prompts=data.prompts,
+                data_digest=data.digest,
             )
             created = JobStatus(phase=JobPhase.PENDING, reason="created", changed=job.created)
             job_keys = JobKeys(uid)
@@ -126,8 +128,26 @@ class Submissions:
                 raise StoreUnavailable("whether the job was cancelled is not known", fix="Ask again")
 
 
-def check_submission(spec: JobSpec, run_root: Path, cache_dir: Path) -> int:
-    """Everything about a spec that needs its files. Returns the number of prompts. Raises GcoreError."""
+@dataclass(frozen=True, slots=True)
+class CheckedData:
+    """The training data as they are when a job is created: entries, and what names their content."""
+
+    prompts: int
+    digest: str
+
+
+def check_unchanged(job: JobRecord, train: Dataset) -> None:
+    """Raises DataError if the data are not those that the job was created with: its prompt refs would mean others."""
+    if len(train) != job.prompts or (job.data_digest and train.digest != job.data_digest):
+        raise DataError(
+            f"the data have changed since the job was created (then {job.prompts} prompts, now {len(train)})",
+            where=str(train.path),
+            fix="Run the spec again, which begins a new job on them",
+        )
+
+
+def check_submission(spec: JobSpec, run_root: Path, cache_dir: Path) -> CheckedData:
+    """Everything about a spec that needs its files. Raises GcoreError."""
     find_flow(spec.flow.name)
     find_reward(spec.reward.name)
     renderer = PromptRenderer.load(Path(spec.model.path), chat=spec.model.chat)
@@ -167,7 +187,7 @@ def check_submission(spec: JobSpec, run_root: Path, cache_dir: Path) -> int:
         ) from error
     if free < MIN_FREE_BYTES:
         raise GcoreError(f"only {free >> 20} MiB are free on the disk", where=str(run_root), fix="Make room")
-    return len(train)
+    return CheckedData(len(train), train.digest)
 
 
 def _differences(old: dict[str, object], new: dict[str, object], prefix: str = "") -> list[str]:

@@ -35,6 +35,8 @@ class JobRecord(Record):
     request_id: str = ""
     prompts: int
     """Entries of the dataset when the job was created; the shards are cut by it for ever."""
+    data_digest: str = ""
+    """Names the dataset's content then: a prompt ref must mean the same prompt for ever."""
 
 
 class JobStatus(Record):

@@ -1,0 +1,41 @@
+"""What is known of a job's data from its creation on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from controllers.service.submission import check_unchanged
+from gcore.errors import DataError
+from gcore.ledger.job import JobRecord
+from gcore.prompts.dataset import Dataset
+
+LINES = [f'{{"prompt": "{i}+1=", "answer": "{i + 1}"}}' for i in range(4)]
+
+
+def opened(path: Path, lines: list[str]) -> Dataset:
+    path.write_text("\n".join(lines) + "\n")
+    return Dataset.open(path, prompt_field="prompt", answer_fields=("answer",))
+
+
+def job_on(data: Dataset, **more: str) -> JobRecord:
+    return JobRecord(uid="u", name="j", spec={}, run_dir="r", created=0.0, prompts=len(data), **more)
+
+
+@pytest.mark.parametrize(
+    "lines", [LINES[:3], [*LINES, LINES[0]], [*LINES[:3], LINES[0]]], ids=["shorter", "longer", "another prompt"]
+)
+def test_a_job_does_not_go_on_with_other_data_than_it_began_with(tmp_path: Path, lines: list[str]) -> None:
+    before = opened(tmp_path / "before.jsonl", LINES)
+    job = job_on(before, data_digest=before.digest)
+    check_unchanged(job, opened(tmp_path / "copy.jsonl", LINES))
+    with pytest.raises(DataError, match="have changed since the job was created"):
+        check_unchanged(job, opened(tmp_path / "after.jsonl", lines))
+
+
+def test_a_job_that_noted_no_digest_still_knows_the_number_of_its_prompts(tmp_path: Path) -> None:
+    before = opened(tmp_path / "before.jsonl", LINES)
+    check_unchanged(job_on(before), opened(tmp_path / "other.jsonl", [*LINES[:3], LINES[0]]))
+    with pytest.raises(DataError):
+        check_unchanged(job_on(before), opened(tmp_path / "shorter.jsonl", LINES[:3]))
