@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TypeVar
 
 from controllers.changes import Changes
 from gcore.ledger.job import NodeRecord
-from gcore.ledger.records import Record
+from gcore.ledger.records import Record, UnreadableRecord
 from gcore.store import keys
 from gcore.store.types import Store, WatchBatch
 from gcore.worker.records import WorkerRecord
 
+log = logging.getLogger(__name__)
 R = TypeVar("R", bound=Record)
 
 
@@ -67,11 +69,16 @@ class ClusterMirror:
 
 
 def _fold(known: dict[str, R], batch: WatchBatch, prefix: str, record: type[R]) -> dict[str, R]:
+    """What this version cannot read is passed over: one node of another version must not end all daemons."""
     result = {} if batch.reset else dict(known)
     for event in batch.events:
         name = event.kv.key.removeprefix(prefix)
         if event.kind == "put":
-            result[name] = record.decode(event.kv.value, event.kv.key)
+            try:
+                result[name] = record.decode(event.kv.value, event.kv.key)
+            except UnreadableRecord as error:
+                log.error("passed over: %s", error)
+                result.pop(name, None)
         else:
             result.pop(name, None)
     return result

@@ -26,6 +26,7 @@ from gcore.clock import Clock
 from gcore.config import NodeConfig
 from gcore.errors import LeaseLost, StoreUnavailable, UsageError
 from gcore.ledger.job import NodeRecord
+from gcore.ledger.records import UnreadableRecord
 from gcore.metrics import Metrics, serve_metrics
 from gcore.store import keys
 from gcore.store.client import EtcdStore
@@ -144,7 +145,10 @@ class Daemon:
 
     async def _run_jobs(self, store: Store, identity: Identity, cluster: ClusterMirror, changes: Changes) -> None:
         """A runner for every job that has not ended; workers of jobs that have are stopped."""
+        # A job looked at before the workers were heard of would seem to have lost all of them.
+        await changes.until(lambda: cluster.is_complete)
         running: dict[str, asyncio.Task[None]] = {}
+        asked: set[str] = set()
         async with asyncio.TaskGroup() as group:
             while True:
                 for uid, task in list(running.items()):
@@ -156,18 +160,28 @@ class Daemon:
                         uid, identity, store, cluster, Changes(), self._metrics, self._clock, self._config
                     )
                     self._runners[uid] = runner
-                    running[uid] = group.create_task(runner.run(), name=f"job {uid}")
+                    running[uid] = group.create_task(_work_on(runner), name=f"job {uid}")
                 for runner in self._runners.values():
                     runner.changes.notify()
-                self._sweep(cluster)
+                self._sweep(cluster, asked)
                 await changes.wait()
 
-    def _sweep(self, cluster: ClusterMirror) -> None:
-        """Stop this node's workers of jobs that have ended."""
-        if not cluster.is_complete:
-            return
+    def _sweep(self, cluster: ClusterMirror, asked: set[str]) -> None:
+        """Stop this node's workers of jobs that have ended, once: asked twice, a worker does not drain."""
+        asked &= cluster.workers.keys()
         for worker in cluster.workers.values():
             ended = worker.job_uid not in cluster.active
-            if worker.node == self._config.node and ended and worker.state in ("starting", "serving"):
+            good = worker.state in ("starting", "serving") and worker.instance not in asked
+            if worker.node == self._config.node and ended and good:
+                asked.add(worker.instance)
                 log.info("stop %s: its job has ended", worker.instance)
                 send_signal(worker.process, signal.SIGTERM)
+
+
+async def _work_on(runner: JobRunner) -> None:
+    """Until the job has ended. One that this version cannot read is left to others; the daemon goes on with the rest."""
+    try:
+        await runner.run()
+    except* (UnreadableRecord, UsageError) as errors:
+        for error in errors.exceptions:
+            log.error("job %s is not worked on here: %s", runner.uid, error)
