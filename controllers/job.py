@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from controllers.actions import Apply, Feed, Intent, Publish, SetPhase
+from controllers.actions import Apply, Feed, Intent, Publish, Retain, Rollback, SetPhase
 from controllers.apply import Applied, Hands, apply, staged_versions
 from controllers.changes import Changes
 from controllers.cluster import ClusterMirror
@@ -105,6 +105,8 @@ class JobRunner:
         self._ranks = RankLinks(clock, changes.notify)
         self._held_off: dict[str, tuple[int, float]] = {}
         self._background: dict[str, asyncio.Task[None]] = {}
+        self._defect: BaseException | None = None
+        self._asked_to_stop: set[str] = set()
         self._view: tuple[int, JobView] | None = None
 
     async def run(self) -> None:
@@ -278,6 +280,8 @@ class JobRunner:
     async def _drive(self, material: Material) -> None:
         """Decide at every change; carry out what is ripe; wake up when something becomes so."""
         while True:
+            if self._defect is not None:
+                raise self._defect
             await self._aim()
             view = self.look()
             now = self._clock.monotonic()
@@ -306,8 +310,11 @@ class JobRunner:
             return
         for action in staffing(view, self._staff.launches(view.workers), now):
             if isinstance(action, StopWorker):
-                log.info("stop %s: %s", action.instance, action.reason)
-                send_signal(view.workers[action.instance].process, signal.SIGTERM)
+                # Once: asked twice, a worker does not drain.
+                if action.instance not in self._asked_to_stop:
+                    self._asked_to_stop.add(action.instance)
+                    log.info("stop %s: %s", action.instance, action.reason)
+                    send_signal(view.workers[action.instance].process, signal.SIGTERM)
             else:
                 self._staff.start(action, view)
 
@@ -334,8 +341,10 @@ class JobRunner:
         self._ranks.aim(WorldName(self.uid, head.world, head.lineage), addresses)
 
     async def _carry_out(self, intent: Intent, view: JobView) -> None:
-        if isinstance(intent.action, Feed | Apply | Publish):
+        # What moves or reads many bytes must not keep the driver from everything else.
+        if isinstance(intent.action, Feed | Apply | Publish | Retain | Rollback):
             task = asyncio.create_task(self._in_background(intent, view), name=intent.condition)
+            task.add_done_callback(self._background_done)
             self._background[intent.condition] = task
             self._view = None
             return
@@ -362,6 +371,12 @@ class JobRunner:
             await self._now(intent, view)
         finally:
             self._background.pop(intent.condition, None)
+            self.changes.notify()
+
+    def _background_done(self, task: asyncio.Task[None]) -> None:
+        """A defect must not end in silence: the driver raises it."""
+        if not task.cancelled() and (defect := task.exception()) is not None:
+            self._defect = self._defect or defect
             self.changes.notify()
 
     def _hands(self) -> Hands:

@@ -62,6 +62,7 @@ class RankLinks:
         self._on_change = on_change
         self._world: WorldName | None = None
         self._lines: dict[int, _Line] = {}
+        self._closing: set[asyncio.Task[None]] = set()
         self.views: dict[int, RankView] = {}
         self.saved: dict[Version, SavedCheckpoint] = {}
 
@@ -87,9 +88,13 @@ class RankLinks:
 
     async def feed(self, rank: int, seal: Seal, groups: Iterable[tuple[Group, frozenset[int]]], sender: str) -> None:
         """Push samples of groups (by index) to a rank. Raises grpc.aio.AioRpcError, NotConnected."""
-        line, world = self._reach(rank), self._world
-        assert world is not None
-        payload = pb.FeedPayload(groups=[_part(group, samples) for group, samples in groups]).SerializeToString()
+        self._reach(rank)
+        world = self._world
+        # Off the event loop: it may be some hundred MB, and the lease must be kept meanwhile.
+        payload = await asyncio.to_thread(_payload, tuple(groups))
+        line = self._reach(rank)
+        if world is None or world != self._world:
+            raise NotConnected(f"the world of rank {rank} is over", fix="Look again")
         header = pb.FeedHeader(
             schema_version=SCHEMA_VERSION,
             world=world.message(),
@@ -100,7 +105,8 @@ class RankLinks:
         )
         stub = train_pb2_grpc.TrainRankStub(line.channel)
         reply = await stub.Feed(_chunks(header, payload), timeout=CALL_TIMEOUT_S)
-        self._note_held(rank, seal.token, reply.held)
+        if world == self._world:
+            self._note_held(rank, seal.token, reply.held)
 
     async def apply(self, rank: int, seal: Seal, stored: bytes) -> None:
         """Tell a rank to train on the READY seal. Raises grpc.aio.AioRpcError, NotConnected."""
@@ -121,7 +127,9 @@ class RankLinks:
         line = self._lines.pop(rank)
         line.task.cancel()
         # The channel is closed in the background: nobody waits for a dead rank.
-        asyncio.get_running_loop().create_task(line.channel.close())
+        closing = asyncio.ensure_future(line.channel.close())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
 
     async def _listen(self, world: WorldName, rank: int, channel: grpc.aio.Channel) -> None:
         stub = train_pb2_grpc.TrainRankStub(channel)
@@ -177,6 +185,10 @@ def _token(token: Token) -> pb.StepToken:
 
 def _read_token(token: pb.StepToken) -> Token:
     return Token(token.lineage, token.step, token.attempt)
+
+
+def _payload(groups: Iterable[tuple[Group, frozenset[int]]]) -> bytes:
+    return pb.FeedPayload(groups=[_part(group, samples) for group, samples in groups]).SerializeToString()
 
 
 def _part(group: Group, samples: frozenset[int]) -> pb.GroupPart:
