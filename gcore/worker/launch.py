@@ -7,6 +7,7 @@ for anything: whether the worker came up stands in the store.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -23,13 +24,15 @@ def worker_command(home: Path, launch_file: Path) -> tuple[str, ...]:
 def start_worker(spec: LaunchSpec, home: Path) -> ProcessId:
     """Start the supervisor of `spec`, in the environment of this process. Raises CannotStart."""
     launch_file = home / "workers" / f"{spec.instance}.json"
+    half = launch_file.with_suffix(".part")
     try:
         launch_file.parent.mkdir(parents=True, exist_ok=True)
-        half = launch_file.with_suffix(".part")
         with os.fdopen(os.open(half, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             file.write(spec.encode())
         half.rename(launch_file)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            half.unlink(missing_ok=True)
         raise CannotStart(
             f"cannot write the launch document ({error.strerror or error})",
             where=str(launch_file),

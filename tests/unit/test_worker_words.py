@@ -179,6 +179,13 @@ def test_a_home_that_is_no_folder_is_one_sentence(tmp_path: Path) -> None:
         start_worker(LaunchSpec(**ENGINE), home)
 
 
+def test_a_launch_document_that_cannot_be_put_in_place_leaves_no_half(tmp_path: Path) -> None:
+    (tmp_path / "workers" / "w1.json").mkdir(parents=True)
+    with pytest.raises(CannotStart, match="cannot write the launch document"):
+        start_worker(LaunchSpec(**ENGINE), tmp_path)
+    assert [path.name for path in (tmp_path / "workers").iterdir()] == ["w1.json"]
+
+
 @pytest.mark.parametrize(
     "content", [None, "{", '{"schema_version": 99}'], ids=["missing", "damaged", "of another version"]
 )

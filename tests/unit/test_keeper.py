@@ -1,0 +1,50 @@
+"""What the keeper brings back, it notes, or it has not brought it back."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from controllers.keeper import Keeper
+from gcore.config import NodeConfig
+from gcore.config.cluster import ControllerProcess, EtcdProcess, LocalCluster
+from gcore.testing import FakeClock
+from gcore.testing.memory_cluster import MemoryCluster
+from gcore.testing.memory_store import MemoryStore
+from gcore.worker.process import is_running, spawn_detached, terminate, wait_ended
+
+SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
+ETCD = EtcdProcess(endpoint="h:1", data_dir="d", client_port=1, peer_port=2, binary="etcd", pid=1, started=1)
+DAEMON = ControllerProcess(
+    name="node-0", address="h:3", metrics_address="h:4", slots=("cpu:0",), config_file="c", pid=1, started=1
+)
+
+
+@pytest.fixture
+def keeper(tmp_path: Path) -> Keeper:
+    config = NodeConfig(node="node-0", home=str(tmp_path), etcd_endpoints=("h:1",), slots=("cpu:0",), run_root="r")
+    clock = FakeClock()
+    return Keeper(config, MemoryStore(MemoryCluster(clock), "node-0"), clock)
+
+
+def test_what_was_brought_back_and_cannot_be_noted_is_ended(tmp_path: Path, keeper: Keeper) -> None:
+    (tmp_path / "cluster.json").mkdir()
+    process = spawn_detached(SLEEP, log_file=tmp_path / "log")
+    cluster = LocalCluster(home=str(tmp_path), etcd=ETCD, controllers=(DAEMON,))
+    with pytest.raises(IsADirectoryError):
+        keeper._write(cluster, process)
+    assert wait_ended(process, 30)
+    assert not (tmp_path / "cluster.part").exists()
+
+
+def test_what_was_brought_back_and_noted_goes_on(tmp_path: Path, keeper: Keeper) -> None:
+    process = spawn_detached(SLEEP, log_file=tmp_path / "log")
+    cluster = LocalCluster(home=str(tmp_path), etcd=ETCD, controllers=(DAEMON,))
+    try:
+        keeper._write(cluster, process)
+        assert LocalCluster.load(tmp_path) == cluster
+        assert is_running(process)
+    finally:
+        terminate(process, grace_s=5)
