@@ -14,6 +14,9 @@ from gcore.ledger.records import EndedRef, Head, OfferedGroup
 from gcore.ledger.stream import StreamRules
 from gcore.types import Group, Outcome, PromptRef, Version
 
+REASON_CHARACTERS = 200
+"""A reason is a sentence; whatever a plug-in or an engine says beyond that would fill the store."""
+
 
 class Holdings:
     """Mutable; one event loop."""
@@ -61,7 +64,7 @@ class Holdings:
     def end(self, ref: PromptRef, outcome: Outcome, holder: str, version: Version) -> None:
         """A ref that ended without a group."""
         self._outcomes[ref] = EndedRef(
-            ref=ref, kind=outcome.kind, reason=outcome.reason, holder=holder, versions=(version,)
+            ref=ref, kind=outcome.kind, reason=outcome.reason[:REASON_CHARACTERS], holder=holder, versions=(version,)
         )
 
     def prune(self, rules: StreamRules, head: Head) -> None:

@@ -17,6 +17,9 @@ from gcore.ledger.records import EndedRef, Head, Offer, OfferedGroup, Seal, Seal
 from gcore.prompts.cursor import StreamShape
 from gcore.types import PromptRef
 
+MOST_OUTCOMES = 512
+"""Outcomes that one seal or one account entry takes, at most: with their reasons they stay well under 1.5 MiB."""
+
 
 @dataclass(frozen=True, slots=True)
 class StreamRules:
@@ -109,7 +112,7 @@ class SealNow:
 
 @dataclass(frozen=True, slots=True)
 class AccountNow:
-    """The windows are exhausted: outcomes must be written down first, so that they move on."""
+    """Outcomes must be written down first: the windows are exhausted and move on by it, or there are very many."""
 
     outcomes: tuple[EndedRef, ...]
 
@@ -127,7 +130,8 @@ def choose(rules: StreamRules, head: Head, seals: Collection[Seal], offered: Off
 
     Exhausted means: every ref in every shard's window is terminal, sealed or offered. Then a full quota cannot come, and
     waiting for it would be for ever: first the outcomes are accounted for; when there are none, the groups that are
-    there make a smaller step.
+    there make a smaller step. Outcomes do not wait for a quota once there are `MOST_OUTCOMES`: neither a seal nor the
+    offers that name them have room for as many as the windows hold.
     """
     groups: list[SealedGroup] = []
     outcomes: list[EndedRef] = []
@@ -141,6 +145,8 @@ def choose(rules: StreamRules, head: Head, seals: Collection[Seal], offered: Off
             outcomes.append(offered.outcomes[ref])
         else:
             missing.append(ref)
+    if len(outcomes) >= MOST_OUTCOMES:
+        return AccountNow(tuple(outcomes[:MOST_OUTCOMES]))
     if missing:
         return NotYet(missing[0], len(missing))
     if len(groups) < rules.quota and outcomes:

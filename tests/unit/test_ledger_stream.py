@@ -8,7 +8,18 @@ from hypothesis import strategies as st
 from gcore.ledger import chain
 from gcore.ledger.chain import Writer
 from gcore.ledger.records import EndedRef, Head, Offer, OfferedGroup, Seal
-from gcore.ledger.stream import AccountNow, NotYet, Offered, SealNow, StreamRules, choose, due, in_order, refuse_seal
+from gcore.ledger.stream import (
+    MOST_OUTCOMES,
+    AccountNow,
+    NotYet,
+    Offered,
+    SealNow,
+    StreamRules,
+    choose,
+    due,
+    in_order,
+    refuse_seal,
+)
 from gcore.prompts.cursor import shard_lengths
 from gcore.types import PromptRef, Version
 
@@ -74,6 +85,17 @@ def test_a_window_full_of_filtered_refs_is_accounted_for() -> None:
     chosen = choose(r, start(), (), known)
     assert isinstance(chosen, AccountNow)
     assert {o.ref for o in chosen.outcomes} == set(refs)
+
+
+def test_very_many_outcomes_do_not_wait_for_the_quota() -> None:
+    """A dataset that nobody can score would otherwise fill offers and a seal beyond what the store takes."""
+    r = rules(prompts=8192, window=4096)
+    refs = list(in_order(r, start(), ()))
+    few, many = refs[: MOST_OUTCOMES - 1], refs[: MOST_OUTCOMES + 7]
+    ended = {n: tuple(EndedRef(ref=ref, kind="failed") for ref in n_refs) for n, n_refs in ((0, few), (1, many))}
+    assert isinstance(choose(r, start(), (), offered(r, start(), Offer(incarnation="a", outcomes=ended[0]))), NotYet)
+    chosen = choose(r, start(), (), offered(r, start(), Offer(incarnation="a", outcomes=ended[1])))
+    assert chosen == AccountNow(ended[1][:MOST_OUTCOMES])
 
 
 def test_an_exhausted_window_without_outcomes_makes_a_smaller_step() -> None:
