@@ -183,18 +183,20 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
                 yield event
             return
         while True:
-            ended = runner.mirror.status is not None and runner.mirror.status.record.phase.ended
+            # Looked at before the events: what comes while they are sent on is seen in the next round.
+            seen, over = runner.changes.count, runner.closed or _has_ended(runner.mirror)
             for event in runner.events.after(after):
                 after = event.sequence
                 yield event
-            if ended or runner.closed:
+            if over:
                 return
-            await runner.changes.wait()
+            if runner.changes.count == seen:
+                await runner.changes.wait()
 
     async def _settled(self, uid: str) -> JobRunner | None:
         """The runner of a job that has not ended; a new job's may take a moment to come."""
         mirror = await self._jobs.mirror(uid)
-        if mirror.status is None or mirror.status.record.phase.ended:
+        if mirror.status is None or _has_ended(mirror):
             return None
         for _ in range(100):
             runner = self._runner(uid)
@@ -225,6 +227,10 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
                 since = wall - (now - runner.waits.since.get(wait.key, now))
                 message.waiting.add(who=runner.node, what=wait.what, since=since)
         return message
+
+
+def _has_ended(mirror: JobMirror) -> bool:
+    return mirror.status is not None and mirror.status.record.phase.ended
 
 
 def _message(mirror: JobMirror) -> pb.Job:
