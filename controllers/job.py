@@ -227,11 +227,14 @@ class JobRunner:
                 log.exception("the flow of job %s failed", self.uid)
                 last = traceback.extract_tb(error.__traceback__)[-1]
                 await self._fail(f"the flow raised {error!r} at {last.filename}:{last.lineno}")
-            await self._head_moves()
+            await self.changes.until(self._has_more)
+            # A flow that always ends at once must not keep everything else from running.
+            await self._clock.sleep(LOOK_AGAIN_S)
 
-    async def _head_moves(self) -> None:
-        seen = self.mirror.head
-        await self.changes.until(lambda: self.mirror.head != seen)
+    def _has_more(self) -> bool:
+        """Whether there are steps to make. It may be so again after the last: by a rollback."""
+        head = self.mirror.head
+        return not self._ended() and head is not None and head.record.step < self._spec.flow.steps
 
     async def _fail(self, reason: str) -> None:
         """End the job as failed, however long the store is away."""

@@ -106,13 +106,16 @@ class JobPeer:
         )
 
     async def steps(self) -> AsyncIterator[Step]:
-        """A step for each look at which the next batch is not sealed yet, or is on its way."""
+        """A step for each look at which the next batch is not sealed yet, or is on its way; none of an ended job.
+
+        Of an ended job no step waits for anything: to give it one more would be a loop that never lets go.
+        """
         while True:
             await self.changes.until(lambda: self.look().mirror.head is not None)
-            view = self.look()
-            assert view.mirror.head is not None
-            head = view.mirror.head.record
-            if head.step >= self.material.spec.flow.steps:
+            mirror = self.look().mirror
+            assert mirror.head is not None
+            head = mirror.head.record
+            if head.step >= self.material.spec.flow.steps or (mirror.status and mirror.status.record.phase.ended):
                 return
             yield JobStep(self, head.version)
 

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from controllers.changes import Changes
 from controllers.holdings import Holdings
-from controllers.produce import JobStep, all_or_none
+from controllers.produce import JobPeer, JobStep, all_or_none
 from gcore.errors import EngineError
 from gcore.ledger import chain
 from gcore.ledger.chain import Writer
+from gcore.ledger.job import JobPhase
 from gcore.ledger.records import Checkpoint, Head
 from gcore.ledger.stream import StreamRules
 from gcore.prompts.cursor import shard_lengths
@@ -104,3 +106,14 @@ def test_a_group_made_by_other_weights_is_the_engines_fault() -> None:
     with pytest.raises(EngineError, match=r"made by 0\.2, not 0\.3"):
         step.keep(group_of(Version(0, 2)))
     assert not peer.holdings.knows(REF)
+
+
+async def test_an_ended_job_has_no_more_steps() -> None:
+    """Nothing of it is waited for any more, so a flow that went on would never let anything else run."""
+    peer: Any = Present()
+    ended = SimpleNamespace(record=SimpleNamespace(phase=JobPhase.CANCELLED))
+    mirror = SimpleNamespace(head=SimpleNamespace(record=peer.head), status=ended)
+    peer.look = lambda: SimpleNamespace(mirror=mirror)
+    peer.changes = Changes()
+    peer.material = SimpleNamespace(spec=SimpleNamespace(flow=SimpleNamespace(steps=3)))
+    assert [step async for step in JobPeer.steps(peer)] == []
