@@ -42,7 +42,7 @@ from gcore.ledger.stream import StreamRules
 from gcore.ledger.transactions import Ledger, TxnOutcome
 from gcore.metrics import Metrics
 from gcore.prompts.cursor import shard_lengths
-from gcore.prompts.dataset import Dataset
+from gcore.prompts.dataset import DataChanged, Dataset
 from gcore.prompts.render import PromptRenderer
 from gcore.prompts.stream import PromptStream, prompt_limit
 from gcore.reward.registry import find_reward
@@ -54,6 +54,8 @@ log = logging.getLogger(__name__)
 
 LOOK_ANYWAY_S = 1.0
 """A look is taken so often even if nothing was heard."""
+DATA_AGAIN_S = 5.0
+"""Until data that were changed are looked at again."""
 LOOK_AGAIN_S = 0.2
 """After a lost compare or an unknown answer, until the action is tried again if nothing was heard."""
 
@@ -162,7 +164,9 @@ class JobRunner:
         self._rules = self._rules_or_none()
         self.is_working = True
         try:
-            material = await asyncio.to_thread(self._open)
+            material = await self._opened()
+            if material is None:
+                return
             flow = find_flow(spec.flow.name)
         except GcoreError as error:
             await self._fail(str(error))
@@ -197,6 +201,17 @@ class JobRunner:
 
     def _ended(self) -> bool:
         return self.mirror.status is not None and self.mirror.status.record.phase.ended
+
+    async def _opened(self) -> Material | None:
+        """What the job is made of; None if it ended before its data were again what it began with. Raises GcoreError."""
+        while not self._ended():
+            try:
+                return await asyncio.to_thread(self._open)
+            except DataChanged as error:
+                # Not the job's end: its progress would be lost for a file that can be put back.
+                log.warning("job %s is not worked on: %s", self.uid, error)
+                await self.changes.wait(DATA_AGAIN_S)
+        return None
 
     def _open(self) -> Material:
         spec = self._spec

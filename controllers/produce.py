@@ -28,7 +28,7 @@ from gcore.ledger.ancestry import is_acceptable, is_ancestor
 from gcore.ledger.job import EvalSample, Evaluation
 from gcore.ledger.records import SealState
 from gcore.ledger.stream import due
-from gcore.prompts.dataset import Dataset
+from gcore.prompts.dataset import DataChanged, Dataset
 from gcore.prompts.render import PromptRenderer
 from gcore.prompts.stream import PromptStream, make_prompt
 from gcore.reward.registry import Reward, RewardError
@@ -128,6 +128,8 @@ class JobPeer:
             for ref in self._due()[:room]:
                 try:
                     prompt = self.material.stream.prompt(ref)
+                except DataChanged:
+                    raise  # or every prompt of every epoch would fail, one after the other, for ever
                 except GcoreError as error:
                     step.end(ref, Outcome("failed", str(error)))
                     self.changes.notify()

@@ -17,12 +17,12 @@ from pathlib import Path
 from controllers.service.records import StoredJobs
 from gcore.clock import Clock
 from gcore.config import JobSpec, parse_spec
-from gcore.errors import DataError, GcoreError, SpecError, StoreUnavailable
+from gcore.errors import GcoreError, SpecError, StoreUnavailable
 from gcore.flows import find_flow
 from gcore.ledger import transactions
 from gcore.ledger.job import JobPhase, JobRecord, JobStatus
 from gcore.ledger.transactions import Ledger, TxnOutcome
-from gcore.prompts.dataset import Dataset
+from gcore.prompts.dataset import DataChanged, Dataset
 from gcore.prompts.render import PromptRenderer
 from gcore.prompts.stream import check_lengths, prompt_limit
 from gcore.reward.registry import find_reward
@@ -113,6 +113,8 @@ class Submissions:
                 f"job {spec.name!r} is not finished and its spec differs ({changed})",
                 fix="Start it with --new to end the old one and begin afresh, or give the spec another name",
             )
+        train = await asyncio.to_thread(open_training_data, spec, self._cache_dir)
+        check_unchanged(mirror.job.record, train)
         return uid
 
     async def cancel(self, uid: str, reason: str) -> None:
@@ -136,13 +138,19 @@ class CheckedData:
     digest: str
 
 
+def open_training_data(spec: JobSpec, cache_dir: Path) -> Dataset:
+    """Raises DataError."""
+    fields = (spec.reward.answer,)
+    return Dataset.open(Path(spec.data.path), prompt_field=spec.data.prompt, answer_fields=fields, cache_dir=cache_dir)
+
+
 def check_unchanged(job: JobRecord, train: Dataset) -> None:
-    """Raises DataError if the data are not those that the job was created with: its prompt refs would mean others."""
+    """Raises DataChanged if the data are not those that the job was created with: its prompt refs would mean others."""
     if len(train) != job.prompts or (job.data_digest and train.digest != job.data_digest):
-        raise DataError(
+        raise DataChanged(
             f"the data have changed since the job was created (then {job.prompts} prompts, now {len(train)})",
             where=str(train.path),
-            fix="Run the spec again, which begins a new job on them",
+            fix="Put them back as they were, or start it with --new to end the job and begin afresh on these",
         )
 
 
@@ -152,7 +160,7 @@ def check_submission(spec: JobSpec, run_root: Path, cache_dir: Path) -> CheckedD
     find_reward(spec.reward.name)
     renderer = PromptRenderer.load(Path(spec.model.path), chat=spec.model.chat)
     fields = (spec.reward.answer,)
-    train = Dataset.open(Path(spec.data.path), prompt_field=spec.data.prompt, answer_fields=fields, cache_dir=cache_dir)
+    train = open_training_data(spec, cache_dir)
     if spec.eval.path is not None:
         Dataset.open(Path(spec.eval.path), prompt_field=spec.data.prompt, answer_fields=fields, cache_dir=cache_dir)
     limit = prompt_limit(spec.model.max_length or renderer.max_length, spec.rollout.max_new_tokens)

@@ -21,6 +21,10 @@ from gcore.prompts.entries import EntryReader
 from gcore.prompts.index import EntryIndex, Progress, build_index, identify, load_index, unreadable
 
 
+class DataChanged(DataError):
+    """What the index names is no longer there: the whole file is in doubt, not one entry."""
+
+
 class Dataset:
     """Entries by number. Safe to use from several threads; close it, or use it as a context manager."""
 
@@ -69,7 +73,7 @@ class Dataset:
     def entry(self, i: int) -> dict[str, Any]:
         """Entry `i` (from 0, blank lines not counted) as its JSON object.
 
-        Raises IndexError outside range(len), DataError if the file has changed since it was indexed.
+        Raises IndexError outside range(len), DataChanged if the file has changed since it was indexed.
         """
         if not 0 <= i < len(self):
             raise IndexError(f"entry {i} of {len(self)}")
@@ -78,7 +82,7 @@ class Dataset:
             line = os.pread(self._file.fileno(), end - start, start).decode("utf-8").strip()
             return self._reader.parse(line, self.name_of(i))
         except (OSError, UnicodeDecodeError, DataError) as error:
-            raise DataError(
+            raise DataChanged(
                 f"the entry cannot be read ({error.what if isinstance(error, DataError) else error}); "
                 "the file was changed or damaged since it was checked",
                 where=self.name_of(i),

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import gcore.prompts.index as index_module
 from gcore.errors import DataError
-from gcore.prompts.dataset import Dataset
+from gcore.prompts.dataset import DataChanged, Dataset
 
 GOOD = b'{"prompt": "1+1=", "answer": "2"}\n'
 
@@ -299,7 +299,7 @@ def test_a_file_that_changes_while_it_is_used_is_told(tmp_path: Path) -> None:
     dataset = open_dataset(path)
     path.write_bytes(GOOD)
     assert dataset.entry(0) == json.loads(GOOD)
-    with pytest.raises(DataError, match=r"entry 3.*changed or damaged"):
+    with pytest.raises(DataChanged, match=r"entry 3.*changed or damaged"):
         dataset.entry(3)
 
 

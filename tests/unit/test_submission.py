@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from controllers.service.submission import check_unchanged
-from gcore.errors import DataError
 from gcore.ledger.job import JobRecord
-from gcore.prompts.dataset import Dataset
+from gcore.prompts.dataset import DataChanged, Dataset
 
 LINES = [f'{{"prompt": "{i}+1=", "answer": "{i + 1}"}}' for i in range(4)]
 
@@ -30,12 +29,12 @@ def test_a_job_does_not_go_on_with_other_data_than_it_began_with(tmp_path: Path,
     before = opened(tmp_path / "before.jsonl", LINES)
     job = job_on(before, data_digest=before.digest)
     check_unchanged(job, opened(tmp_path / "copy.jsonl", LINES))
-    with pytest.raises(DataError, match="have changed since the job was created"):
+    with pytest.raises(DataChanged, match="have changed since the job was created"):
         check_unchanged(job, opened(tmp_path / "after.jsonl", lines))
 
 
 def test_a_job_that_noted_no_digest_still_knows_the_number_of_its_prompts(tmp_path: Path) -> None:
     before = opened(tmp_path / "before.jsonl", LINES)
     check_unchanged(job_on(before), opened(tmp_path / "other.jsonl", [*LINES[:3], LINES[0]]))
-    with pytest.raises(DataError):
+    with pytest.raises(DataChanged):
         check_unchanged(job_on(before), opened(tmp_path / "shorter.jsonl", LINES[:3]))
