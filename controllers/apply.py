@@ -40,7 +40,7 @@ from controllers.holdings import Holdings
 from controllers.ranks import NotConnected, RankLinks
 from controllers.view import JobView
 from gcore.clock import Clock
-from gcore.errors import EngineError, GcoreError
+from gcore.errors import EngineError, GcoreError, SpecError
 from gcore.ledger import chain, transactions
 from gcore.ledger.ancestry import resumable
 from gcore.ledger.balance import balance
@@ -203,6 +203,12 @@ async def _rollback(action: Rollback, view: JobView, hands: Hands) -> Applied:
     assert mirror.checkpoints is not None
     assert mirror.plan is not None
     head = _slots(view).head.record
+    world = _new_world()
+    try:
+        plan = place(view, world, generation=mirror.plan.record.generation + 1)
+    except SpecError as error:
+        # Nodes that are away may come back: a job that fitted once does not fail for want of them.
+        return Applied(TxnOutcome.STALE, f"rollback: {error}")
     for target in resumable(head, mirror.checkpoints.record.entries):
         problem = await asyncio.to_thread(damage, hands.run_dir, target)
         if problem:
@@ -212,9 +218,7 @@ async def _rollback(action: Rollback, view: JobView, hands: Hands) -> Applied:
         if cursors is None:
             log.warning("checkpoint %s is skipped: its log entry %d is not there", target.file, target.seq)
             continue
-        world = _new_world()
         advance = chain.rolled_back(head, target, cursors, world, _writer(view), action.reason)
-        plan = place(view, world, generation=mirror.plan.record.generation + 1)
         txn = transactions.rollback(mirror.keys, _slots(view), mirror.checkpoints, advance, mirror.plan, plan)
         report = await hands.ledger.run(txn)
         sentence = f"rollback from step {head.step} to {target.step}, lineage {advance.head.lineage}: {action.reason}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from gcore.config import JobSpec
 from gcore.ledger.balance import StepLayout
@@ -77,7 +78,7 @@ class JobView:
     hopeless: str = ""
     """Why a worker of the job cannot be started here, after several tries."""
 
-    @property
+    @cached_property
     def offered(self) -> Offered:
         """All live offers, ref by ref."""
         assert self.mirror.head is not None

@@ -1,0 +1,70 @@
+"""A rollback that finds too few slots waits for nodes to come back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from controllers.actions import Rollback
+from controllers.apply import apply
+from controllers.view import JobView
+from gcore.config import parse_spec
+from gcore.ledger import chain
+from gcore.ledger.chain import Writer
+from gcore.ledger.job import EnginePlace, NodeRecord, Plan, RankPlace
+from gcore.ledger.mirror import JobMirror
+from gcore.ledger.records import Checkpoint, Checkpoints
+from gcore.ledger.stream import StreamRules
+from gcore.ledger.transactions import Stored, Transaction, TxnKind, TxnOutcome, TxnReport
+from gcore.prompts.cursor import shard_lengths
+from gcore.store.keys import JobKeys
+
+SPEC = parse_spec(
+    {
+        "name": "j",
+        "model": {"path": "m"},
+        "data": {"path": "d", "shards": 2},
+        "flow": {"steps": 3},
+        "rollout": {"max_new_tokens": 4},
+        "train": {"ranks": 2},
+    }
+)
+
+
+class Recorded:
+    """A ledger that wins everything."""
+
+    def __init__(self) -> None:
+        self.made: list[TxnKind] = []
+
+    async def run(self, txn: Transaction) -> TxnReport:
+        self.made.append(txn.kind)
+        return TxnReport(TxnOutcome.WON, 9)
+
+
+def view(*nodes: str) -> JobView:
+    base = chain.base(2, "w", Writer("a", "n"))
+    ranks = tuple(RankPlace(rank=i, node=f"node-{i}", slot="cpu:0") for i in range(2))
+    engines = tuple(EnginePlace(node=f"node-{i}", slot="cpu:0") for i in range(2))
+    first = Checkpoint(lineage=0, step=0, seq=0, file="")
+    mirror = JobMirror(
+        JobKeys("u"),
+        head=Stored(base.head, 1),
+        log={0: Stored(base.entry, 1)},
+        plan=Stored(Plan(generation=1, world="w", ranks=ranks, engines=engines), 1),
+        checkpoints=Stored(Checkpoints(entries=(first,)), 1),
+    )
+    there = {n: NodeRecord(name=n, incarnation=n, address="h:1", slots=("cpu:0",), pid=1) for n in nodes}
+    return JobView(SPEC, StreamRules(shard_lengths(4, 2), 8, 2), mirror, "a", "node-0", there, {})
+
+
+async def test_a_world_that_does_not_fit_on_what_is_left_is_waited_for() -> None:
+    ledger = Recorded()
+    hands: Any = SimpleNamespace(ledger=ledger, run_dir=Path("run"))
+    done = await apply(Rollback("rank 1 is gone"), view("node-0"), hands)
+    assert done.outcome is TxnOutcome.STALE
+    assert "2 train ranks do not fit on 1 slots" in done.sentence
+    assert ledger.made == []
+    done = await apply(Rollback("rank 1 is gone"), view("node-0", "node-1"), hands)
+    assert (done.outcome, ledger.made) == (TxnOutcome.WON, [TxnKind.ROLLBACK])
