@@ -28,7 +28,7 @@ from gcore.worker.records import LaunchSpec, Role, StoreRef, WorkerRecord
 log = logging.getLogger(__name__)
 
 MAX_LAUNCHES = 5
-"""Starts of one engine in a row that did not last; then the job has no hope on this node."""
+"""Starts of one engine or rank in a row that did not last; then the job has no hope on this node."""
 MAX_BACKOFF_S = 30.0
 LASTING_S = 60.0
 """An engine that serves for so long counts as started well."""
@@ -75,7 +75,7 @@ class Launches:
     pending: Mapping[str, Launch] = field(default_factory=dict)
     """Started, and the process lives; it may have registered meanwhile."""
     tries: Mapping[str, int] = field(default_factory=dict)
-    """Starts in a row without one that lasted; of a rank, those that did not even give a process."""
+    """Starts in a row without one that lasted. A rank has a second in its world only if none has registered."""
     last: Mapping[str, float] = field(default_factory=dict)
     """When it was last started."""
 
@@ -188,7 +188,6 @@ class Staff:
 
     def start(self, action: StartEngine | StartRank, view: JobView) -> None:
         """Spawn a supervisor; it registers itself. One that cannot be spawned (a full disk) is tried again later."""
-        engine = isinstance(action, StartEngine)
         key = launch_key(action)
         self._last[key] = self._clock.monotonic()
         try:
@@ -197,8 +196,7 @@ class Staff:
             log.warning("%s cannot be started: %s", key, error)
             self._newest.pop(key, None)
             self._why[key] = str(error)
-        if engine or key not in self._newest:
-            self._tries[key] = self._tries.get(key, 0) + 1
+        self._tries[key] = self._tries.get(key, 0) + 1
 
     def _spawn(self, action: StartEngine | StartRank, view: JobView) -> Launch:
         """Raises CannotStart, OSError."""

@@ -6,6 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from controllers.staffing import (
     MAX_LAUNCHES,
     Launch,
@@ -157,3 +159,20 @@ def test_what_cannot_be_spawned_is_tried_again_later_and_in_the_end_given_up(tmp
     assert StartRank in kinds(bare, launches, now=launches.last[key] + backoff(launches, key))
     assert f"{key} on node-0 was started {MAX_LAUNCHES} times" in staff.hopeless({})
     assert str(tmp_path / "run") in staff.hopeless({})
+
+
+def test_a_rank_whose_supervisor_dies_unregistered_is_started_again_later_and_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("controllers.staffing.start_worker", lambda *_: ProcessId(2**30, 1))
+    config = NodeConfig(node="node-0", home=str(tmp_path), etcd_endpoints=("h:1",), slots=("cpu:0",), run_root="r")
+    bare = view()
+    job = JobRecord(uid="u", name="j", spec=SPEC.model_dump(mode="json"), run_dir=str(tmp_path), created=0.0, prompts=4)
+    bare = replace(bare, mirror=replace(bare.mirror, job=Stored(job, 1)))
+    staff = Staff(config, FakeClock())
+    for _ in range(2):
+        staff.start(StartRank(RankPlace(rank=0, node="node-0", slot="cpu:0"), "w"), bare)
+    launches = staff.launches({})
+    assert not launches.pending
+    assert StartRank not in kinds(bare, launches, now=launches.last["train w 0"] + 1.9)
+    assert StartRank in kinds(bare, launches, now=launches.last["train w 0"] + 2.0)
