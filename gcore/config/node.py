@@ -41,7 +41,7 @@ class NodeConfig(BaseModel):
     orphan_grace_s: NonNegativeFloat = 60.0
     """So long do workers outlive a daemon that does not come back."""
     local_cluster: bool = False
-    """Whether the node belongs to `gcore up`: then its workers are drained when the daemon is asked to end."""
+    """Whether the node belongs to `gcore up`: then the daemon brings back its peers and etcd when they die."""
 
     @classmethod
     def load(cls, path: Path) -> NodeConfig:

@@ -3,7 +3,8 @@
 Every record carries `schema_version`. A reader takes its own version and the one before; keys it does not know, of a
 record that claims a version it reads, are an error. No record depends on the number of controllers.
 
-The policy of each field stands with the rule that uses it, in `gcore.ledger.rules`. Nothing here reads or writes.
+The policy of each field stands with the rule that uses it, in `gcore.ledger.stream` (what a seal takes) and
+`gcore.ledger.chain` (what each transaction writes). Nothing here reads or writes.
 """
 
 from __future__ import annotations
