@@ -61,7 +61,7 @@ class Submissions:
         """The uid of the new job, or of the one that the request means. Raises GcoreError."""
         try:
             tree = json.loads(spec_json)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise SpecError("the spec in the request is not JSON", fix="Submit it with `gcore submit`") from error
         if not isinstance(tree, dict):
             raise SpecError("the spec in the request is not an object", fix="Submit it with `gcore submit`")

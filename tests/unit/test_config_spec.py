@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 
 from gcore.config import JobSpec, parse_spec
 from gcore.config.spec import Section
+from gcore.errors import SpecError
 
 
 def fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
@@ -88,3 +89,8 @@ def test_evaluations_are_due_before_after_and_every_so_often(steps: int, every: 
     due = make(steps=steps, evaluation=True, every=every).eval_due
     assert due == {0, steps} | {step for step in range(steps) if every is not None and step % every == 0}
     assert make(steps=steps, every=every).eval_due == frozenset()
+
+
+def test_more_steps_than_anyone_trains_are_refused_because_every_controller_lists_them() -> None:
+    with pytest.raises(SpecError, match=r"flow\.steps"):
+        make(steps=10**30)
