@@ -102,6 +102,13 @@ class Retain:
 
 
 @dataclass(frozen=True, slots=True)
+class Prune:
+    """Move these log entries from the store to the run's folder."""
+
+    seqs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Rollback:
     """Start a new world from the newest whole checkpoint on head's chain."""
 
@@ -138,6 +145,7 @@ Action = (
     | Commit
     | Register
     | Retain
+    | Prune
     | Rollback
     | Publish
     | SetPhase

@@ -25,6 +25,7 @@ from controllers.actions import (
     Feed,
     Join,
     MakeSeal,
+    Prune,
     Publish,
     PutOffer,
     Ready,
@@ -41,7 +42,7 @@ from controllers.ranks import NotConnected, RankLinks
 from controllers.view import JobView
 from gcore.clock import Clock
 from gcore.errors import EngineError, GcoreError, SpecError
-from gcore.ledger import chain, transactions
+from gcore.ledger import archive, chain, transactions
 from gcore.ledger.ancestry import resumable
 from gcore.ledger.balance import balance
 from gcore.ledger.job import JobPhase, JobStatus, Plan
@@ -95,6 +96,8 @@ async def apply(action: Action, view: JobView, hands: Hands) -> Applied:
             return await _rollback(action, view, hands)
         case Retain():
             return await _retain(action, view, hands)
+        case Prune():
+            return await _prune(action, view, hands)
         case _:
             txn = _transaction(action, view, hands)
             report = await hands.ledger.run(txn)
@@ -261,6 +264,20 @@ async def _retain(action: Retain, view: JobView, hands: Hands) -> Applied:
         for checkpoint in dropped:
             await asyncio.to_thread(shutil.rmtree, hands.run_dir / checkpoint.file, ignore_errors=True)
     return Applied(report.outcome, f"retain {len(action.kept)} checkpoints", report.revision)
+
+
+async def _prune(action: Prune, view: JobView, hands: Hands) -> Applied:
+    """First to the run's folder, then out of the store; an entry that stands in both is the same entry."""
+    mirror = view.mirror
+    assert mirror.head is not None
+    assert mirror.checkpoints is not None
+    entries = [mirror.log[seq].record for seq in action.seqs]
+    try:
+        await asyncio.to_thread(archive.append, hands.run_dir, view.me, entries)
+    except OSError as error:
+        return Applied(TxnOutcome.UNKNOWN, f"prune: the run's folder takes no entries ({error.strerror or error})")
+    report = await hands.ledger.run(transactions.prune(mirror.keys, mirror.head, mirror.checkpoints, action.seqs))
+    return Applied(report.outcome, f"prune {len(action.seqs)} log entries", report.revision)
 
 
 def _slots(view: JobView) -> OpenSlots:

@@ -18,6 +18,7 @@ from controllers.actions import (
     Intent,
     Join,
     MakeSeal,
+    Prune,
     Publish,
     PutOffer,
     Ready,
@@ -31,11 +32,13 @@ from controllers.actions import (
 from controllers.assignment import assign_shards
 from controllers.turns import turn
 from controllers.view import JobView
+from gcore.ledger import chain
 from gcore.ledger.ancestry import is_ancestor, resumable
 from gcore.ledger.balance import balance
 from gcore.ledger.job import JobPhase
 from gcore.ledger.records import Checkpoint, Head, Offer, Seal, SealState
 from gcore.ledger.stream import AccountNow, SealNow, choose, refuse_seal
+from gcore.ledger.transactions import MOST_PRUNED
 
 COALESCE_S = 0.3
 """An offer that is not complete yet waits so long for more, so that a step takes few writes."""
@@ -45,6 +48,8 @@ NODE_GRACE_S = 15.0
 """A world whose node is away waits so long for the node before it is placed on the others."""
 EXCHANGE_LIMIT_S = 60.0
 """A sealed batch that is not delivered by then is given up."""
+KEEP_LOG, PRUNE_AT = 64, 32
+"""Newest log entries that stay in the store, and how many older ones make a prune worth while."""
 MAX_FRUITLESS_ROLLBACKS = 5
 """Worlds that died one after the other without a commit between them; then the job has failed."""
 
@@ -58,9 +63,22 @@ def decide(view: JobView) -> tuple[Intent, ...]:
         return (Intent(StartJob(), "start", turn(view.nodes, view.node, "start")),)
     if view.mirror.head is None or view.mirror.plan is None or view.mirror.checkpoints is None:
         return ()
+    if view.mirror.head.record.deleted:
+        return ()
     if view.me not in view.mirror.members:
         return (Intent(Join(), "join"),)
-    rules = (assigning, offering, sealing, exchanging, training, checkpointing, recovering, publishing, finishing)
+    rules = (
+        assigning,
+        offering,
+        sealing,
+        exchanging,
+        training,
+        checkpointing,
+        pruning,
+        recovering,
+        publishing,
+        finishing,
+    )
     return tuple(intent for rule in rules for intent in rule(view) if intent.condition not in view.under_way)
 
 
@@ -192,6 +210,17 @@ def checkpointing(view: JobView) -> Iterator[Intent]:
     if len(kept) < len(known):
         topic = f"retain {' '.join(str(c.seq) for c in kept)}"
         yield Intent(Retain(kept), topic, _turn(view, topic), after=SETTLE_S)
+
+
+def pruning(view: JobView) -> Iterator[Intent]:
+    """The store holds a bounded stretch of the log; what is older goes to the run's folder, many entries at a time."""
+    head = _head(view)
+    assert view.mirror.checkpoints is not None
+    log = {seq: stored.record for seq, stored in view.mirror.log.items()}
+    old = chain.prunable(head, view.mirror.checkpoints.record.entries, log, keep=KEEP_LOG)
+    if len(old) >= PRUNE_AT:
+        topic = f"prune {old[0]}"
+        yield Intent(Prune(old[:MOST_PRUNED]), topic, _turn(view, topic), after=SETTLE_S)
 
 
 def kept_checkpoints(head: Head, known: tuple[Checkpoint, ...], keep: int) -> tuple[Checkpoint, ...]:

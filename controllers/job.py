@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from controllers.actions import Apply, Feed, Intent, Publish, Retain, Rollback, SetPhase
+from controllers.actions import Apply, Feed, Intent, Prune, Publish, Retain, Rollback, SetPhase
 from controllers.apply import Applied, Hands, apply, staged_versions
 from controllers.changes import Changes
 from controllers.cluster import ClusterMirror
@@ -360,7 +360,7 @@ class JobRunner:
 
     async def _carry_out(self, intent: Intent, view: JobView) -> None:
         # What moves or reads many bytes must not keep the driver from everything else.
-        if isinstance(intent.action, Feed | Apply | Publish | Retain | Rollback):
+        if isinstance(intent.action, Feed | Apply | Prune | Publish | Retain | Rollback):
             task = asyncio.create_task(self._in_background(intent, view), name=intent.condition)
             task.add_done_callback(self._background_done)
             self._background[intent.condition] = task

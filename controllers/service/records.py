@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from gcore.config import parse_spec
+from gcore.ledger import archive
 from gcore.ledger.audit import Audit, audit, read_receipts
 from gcore.ledger.job import NodeRecord
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records import LogEntry
 from gcore.ledger.stream import StreamRules
 from gcore.prompts.cursor import shard_lengths
 from gcore.store import keys
@@ -77,17 +77,17 @@ class StoredJobs:
         mirror = JobMirror(job_keys).fold(batch)
         if mirror.job is None or mirror.head is None:
             return Audit(())
-        log = {}
-        for event in batch.events:
-            if event.kv.key.startswith(job_keys.log_prefix):
-                log[int(event.kv.key.removeprefix(job_keys.log_prefix))] = LogEntry.decode(event.kv.value, event.kv.key)
         spec = parse_spec(mirror.job.record.spec)
         shape = shard_lengths(mirror.job.record.prompts, spec.data.shards)
         rules = StreamRules(shape, spec.data.window, spec.flow.groups_per_step, spec.rollout.staleness)
+        run_dir = Path(mirror.job.record.run_dir)
         try:
-            receipts = read_receipts(await asyncio.to_thread(_receipt_lines, Path(mirror.job.record.run_dir)))
-        except ValueError as error:
-            return Audit((f"the receipts cannot be read: {error}",))
+            receipts = read_receipts(await asyncio.to_thread(_receipt_lines, run_dir))
+            log = await asyncio.to_thread(archive.read, run_dir)
+        except (ValueError, OSError) as error:
+            return Audit((f"the run's folder cannot be read: {error}",))
+        # What was archived and is still in the store is the same entry; the store's word counts.
+        log |= {seq: stored.record for seq, stored in mirror.log.items()}
         return audit(rules, mirror.head.record, log, receipts)
 
 

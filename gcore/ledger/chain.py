@@ -6,7 +6,7 @@ when the owners are dead.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from gcore.ledger.records import (
@@ -155,6 +155,24 @@ def rolled_back(head: Head, target: Checkpoint, cursors: Cursors, world: str, wr
         }
     )
     return Advance(after, _entry(after, "rollback", writer, cursors=cursors, reason=reason))
+
+
+def prunable(
+    head: Head, checkpoints: Iterable[Checkpoint], log: Mapping[int, LogEntry], *, keep: int
+) -> tuple[int, ...]:
+    """The entries that nothing in the store needs any more, ascending: they may move to the run's folder.
+
+    Kept are the newest `keep`, the base, those of registered checkpoints (a rollback takes its cursors from them), and the
+    rollback that began head's lineage (a rank that starts late asks it where to start from).
+    """
+    named = {checkpoint.seq for checkpoint in checkpoints} | {0}
+    return tuple(
+        seq
+        for seq, entry in sorted(log.items())
+        if seq <= head.seq - keep
+        and seq not in named
+        and not (entry.kind == "rollback" and entry.lineage == head.lineage)
+    )
 
 
 def _entry(head: Head, kind: str, writer: Writer, **fields: object) -> LogEntry:

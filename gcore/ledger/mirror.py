@@ -1,7 +1,6 @@
 """A job's records as last heard from the store: a pure fold over watch batches.
 
-A mirror may be late, never wrong: each record stands with the revision a transaction compares. It keeps of the log only
-the newest entries and those that hold cursors; the rest stays in the store.
+A mirror may be late, never wrong: each record stands with the revision a transaction compares.
 """
 
 from __future__ import annotations
@@ -17,8 +16,6 @@ from gcore.store.keys import JobKeys
 from gcore.store.types import WatchBatch, WatchEvent
 
 R = TypeVar("R", bound=Record)
-
-RECENT_LOG = 64
 
 
 @dataclass(frozen=True)
@@ -47,8 +44,6 @@ class JobMirror:
         changes: dict[str, Any] = {}
         for event in batch.events:
             mirror._apply(event, changes)
-        if "log" in changes:
-            changes["log"] = _recent(changes["log"])
         return replace(mirror, revision=batch.revision, **changes)
 
     @property
@@ -106,8 +101,3 @@ def _stored(event: WatchEvent, record: type[R]) -> Stored[R] | None:
     if event.kind == "delete":
         return None
     return Stored(record.decode(event.kv.value, event.kv.key), event.kv.mod_revision)
-
-
-def _recent(log: dict[int, Stored[LogEntry]]) -> dict[int, Stored[LogEntry]]:
-    newest = max(log, default=0)
-    return {seq: entry for seq, entry in log.items() if seq > newest - RECENT_LOG or entry.record.cursors is not None}

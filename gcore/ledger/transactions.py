@@ -54,6 +54,8 @@ class TxnKind(StrEnum):
     ACCOUNT = "account"
     REGISTER = "register"
     RETAIN = "retain"
+    PRUNE = "prune"
+    DELETE = "delete"
     ROLLBACK = "rollback"
     STATUS = "status"
     REPLAN = "replan"
@@ -204,6 +206,36 @@ def retain(keys: JobKeys, head: Stored[Head], old: Stored[Checkpoints], kept: Se
         TxnKind.RETAIN,
         (Compare(keys.head, head.revision), Compare(keys.checkpoints, old.revision)),
         (Put(keys.checkpoints, record.encode()),),
+    )
+
+
+MOST_PRUNED = 100
+"""Entries in one prune: the store takes 128 operations in a transaction."""
+
+
+def prune(keys: JobKeys, head: Stored[Head], known: Stored[Checkpoints], seqs: Sequence[int]) -> Transaction:
+    """Take entries out of the store that stand in the run's folder by now. Compares what made them superfluous."""
+    if len(seqs) > MOST_PRUNED:
+        raise ValueError(f"{len(seqs)} entries are more than the {MOST_PRUNED} of one prune")
+    return Transaction(
+        TxnKind.PRUNE,
+        (Compare(keys.head, head.revision), Compare(keys.checkpoints, known.revision)),
+        tuple(Delete(keys.log(seq)) for seq in seqs),
+    )
+
+
+def delete_job(keys: JobKeys, head: Stored[Head]) -> Transaction:
+    """First of two: mark head, so that whoever still works on the job loses every compare from now on."""
+    record = head.record.model_copy(update={"deleted": True})
+    return Transaction(TxnKind.DELETE, (Compare(keys.head, head.revision),), (Put(keys.head, record.encode()),))
+
+
+def delete_rest(keys: JobKeys, head: Stored[Head]) -> Transaction:
+    """Second of two: everything of a job whose head is marked."""
+    if not head.record.deleted:
+        raise ValueError("head is to be marked first")
+    return Transaction(
+        TxnKind.DELETE, (Compare(keys.head, head.revision),), (Delete(keys.prefix, prefix=True), Delete(keys.active))
     )
 
 

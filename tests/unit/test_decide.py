@@ -12,6 +12,7 @@ from controllers.actions import (
     Feed,
     Join,
     MakeSeal,
+    Prune,
     Publish,
     PutOffer,
     Ready,
@@ -22,7 +23,7 @@ from controllers.actions import (
     StartJob,
 )
 from controllers.assignment import assign_shards
-from controllers.decide import MAX_FRUITLESS_ROLLBACKS, NODE_GRACE_S, decide, kept_checkpoints
+from controllers.decide import KEEP_LOG, MAX_FRUITLESS_ROLLBACKS, NODE_GRACE_S, PRUNE_AT, decide, kept_checkpoints
 from controllers.turns import TURN_SECONDS, Waits, turn
 from controllers.view import EngineView, JobView, RankView, SavedCheckpoint
 from gcore.config import parse_spec
@@ -297,6 +298,26 @@ def test_a_saved_checkpoint_is_registered_but_not_one_older_than_what_is_registe
     base = Checkpoint(lineage=0, step=0, seq=0, file="")
     later = Checkpoint(lineage=0, step=2, seq=2, file="other")
     assert actions(with_mirror(view, checkpoints=stored(Checkpoints(entries=(base, later))))) == []
+
+
+def test_a_long_log_is_pruned_many_entries_at_a_time() -> None:
+    view = running()
+    old = {
+        seq: stored(LogEntry(seq=seq, parent=seq - 1, kind="account", lineage=0, step=0, world="w", nonce="n"))
+        for seq in range(1, KEEP_LOG + PRUNE_AT)
+    }
+    head = view.mirror.head.record
+    log = {0: view.mirror.log[0], **old}
+    nearly = with_mirror(view, head=stored(head.model_copy(update={"seq": KEEP_LOG + PRUNE_AT - 1})), log=log)
+    assert actions(nearly) == []
+    long = with_mirror(view, head=stored(head.model_copy(update={"seq": KEEP_LOG + PRUNE_AT})), log=log)
+    assert actions(long) == [Prune(tuple(range(1, PRUNE_AT + 1)))]
+
+
+def test_a_deleted_job_is_left_alone() -> None:
+    view = running()
+    deleted = view.mirror.head.record.model_copy(update={"deleted": True})
+    assert actions(with_mirror(view, head=stored(deleted), members={})) == []
 
 
 def test_the_base_and_the_newest_checkpoints_are_kept() -> None:

@@ -1,0 +1,121 @@
+"""Old log entries: what may leave the store, and the run's folder that takes them."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gcore.ledger import archive, chain, transactions
+from gcore.ledger.chain import Writer
+from gcore.ledger.job import JobPhase, JobStatus
+from gcore.ledger.mirror import JobMirror
+from gcore.ledger.records import Checkpoint, Checkpoints, Head, LogEntry
+from gcore.ledger.transactions import Ledger, Stored, TxnOutcome
+from gcore.store.keys import JobKeys
+from gcore.store.types import Put, WatchBatch, WatchEvent
+from gcore.testing import FakeClock, MemoryCluster, MemoryStore
+
+KEYS = JobKeys("u")
+BASE = chain.base(2, "w", Writer("a", "n"))
+
+
+def entry(seq: int, kind: str = "account", lineage: int = 0) -> LogEntry:
+    return LogEntry.model_validate(
+        {"seq": seq, "parent": seq - 1, "kind": kind, "lineage": lineage, "step": 0, "world": "w", "nonce": str(seq)}
+    )
+
+
+def test_only_what_nothing_needs_any_more_is_prunable() -> None:
+    log = {0: BASE.entry} | {seq: entry(seq) for seq in range(1, 20)}
+    log[3] = entry(3, "rollback", lineage=1)
+    log[5] = entry(5, "rollback", lineage=2)
+    head = BASE.head.model_copy(update={"seq": 19, "lineage": 2})
+    named = (Checkpoint(lineage=0, step=0, seq=0, file=""), Checkpoint(lineage=0, step=1, seq=7, file="c"))
+    assert chain.prunable(head, named, log, keep=10) == (1, 2, 3, 4, 6, 8, 9)
+
+
+def test_what_is_archived_is_read_again(tmp_path: Path) -> None:
+    archive.append(tmp_path, "a", [entry(1), entry(2)])
+    archive.append(tmp_path, "b", [entry(2), entry(3)])
+    archive.append(tmp_path, "a", [entry(4)])
+    assert archive.read(tmp_path) == {seq: entry(seq) for seq in (1, 2, 3, 4)}
+    assert archive.read(tmp_path / "none") == {}
+
+
+def test_a_line_that_was_cut_off_spoils_nothing_that_follows(tmp_path: Path) -> None:
+    archive.append(tmp_path, "a", [entry(1), entry(2)])
+    file = tmp_path / "log" / "a.jsonl"
+    file.write_bytes(file.read_bytes()[:-9])
+    assert archive.read(tmp_path) == {1: entry(1)}
+    archive.append(tmp_path, "a", [entry(2), entry(3)])
+    assert archive.read(tmp_path) == {seq: entry(seq) for seq in (1, 2, 3)}
+
+
+def test_two_forms_of_one_entry_are_refused(tmp_path: Path) -> None:
+    archive.append(tmp_path, "a", [entry(1)])
+    archive.append(tmp_path, "b", [entry(1).model_copy(update={"nonce": "other"})])
+    with pytest.raises(ValueError, match="two forms"):
+        archive.read(tmp_path)
+
+
+def started() -> MemoryCluster:
+    cluster = MemoryCluster(FakeClock())
+    puts = [Put(KEYS.head, BASE.head.encode()), Put(KEYS.checkpoints, Checkpoints(entries=()).encode())]
+    puts += [Put(KEYS.log(seq), entry(seq).encode()) for seq in range(5)]
+    cluster.transact((), [*puts, Put(KEYS.state, JobStatus(phase=JobPhase.RUNNING).encode()), Put(KEYS.active, b"")])
+    return cluster
+
+
+def mirror_of(cluster: MemoryCluster) -> JobMirror:
+    listing = cluster.listing(KEYS.prefix)
+    return JobMirror(KEYS).fold(WatchBatch(tuple(WatchEvent("put", kv) for kv in listing.kvs), listing.revision, True))
+
+
+def run(cluster: MemoryCluster, txn: transactions.Transaction) -> TxnOutcome:
+    return asyncio.run(Ledger(MemoryStore(cluster), KEYS).run(txn)).outcome
+
+
+def test_a_prune_is_lost_when_head_or_the_checkpoints_moved() -> None:
+    for moved in (KEYS.head, KEYS.checkpoints):
+        cluster = started()
+        seen = mirror_of(cluster)
+        assert seen.head is not None
+        assert seen.checkpoints is not None
+        there = cluster.get(moved)
+        assert there is not None
+        txn = transactions.prune(KEYS, seen.head, seen.checkpoints, [1, 2])
+        cluster.transact((), (Put(moved, there.value),))
+        assert run(cluster, txn) is TxnOutcome.STALE
+        assert set(mirror_of(cluster).log) == {0, 1, 2, 3, 4}
+        again = mirror_of(cluster)
+        assert again.head is not None
+        assert again.checkpoints is not None
+        assert run(cluster, transactions.prune(KEYS, again.head, again.checkpoints, [1, 2])) is TxnOutcome.WON
+        assert set(mirror_of(cluster).log) == {0, 3, 4}
+
+
+def test_a_deleted_job_is_gone_and_who_still_works_on_it_loses() -> None:
+    cluster = started()
+    old = mirror_of(cluster)
+    assert old.head is not None
+    assert old.checkpoints is not None
+    assert run(cluster, transactions.delete_job(KEYS, old.head)) is TxnOutcome.WON
+    marked = mirror_of(cluster).head
+    assert marked is not None
+    assert marked.record.deleted
+    zombie = transactions.prune(KEYS, old.head, old.checkpoints, [1])
+    assert run(cluster, zombie) is TxnOutcome.STALE
+    assert run(cluster, transactions.delete_rest(KEYS, marked)) is TxnOutcome.WON
+    assert cluster.listing("/gcore/").kvs == ()
+    assert run(cluster, zombie) is TxnOutcome.STALE
+
+
+def test_the_rest_is_not_deleted_before_head_is_marked() -> None:
+    head = Stored(Head.model_validate(BASE.head), 1)
+    with pytest.raises(ValueError, match="marked first"):
+        transactions.delete_rest(KEYS, head)
+    marked = replace(head, record=head.record.model_copy(update={"deleted": True}))
+    assert transactions.delete_rest(KEYS, marked).writes
