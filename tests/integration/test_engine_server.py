@@ -17,7 +17,7 @@ import torch
 import transformers
 
 from gcore.rollout.engine.core import Core
-from gcore.rollout.engine.model import load
+from gcore.rollout.engine.model import install, load, stage
 from gcore.rollout.engine.prove import prove
 from gcore.rollout.engine.tasks import Delivery, Sampling, Task
 from gcore.testing.tiny_model import VOCABULARY, make_tiny_model
@@ -249,8 +249,8 @@ REFUSED: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 
 
-def save(config: Any, folder: Path) -> Path:
-    torch.manual_seed(0)
+def save(config: Any, folder: Path, seed: int = 0) -> Path:
+    torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():
         if parameter.dim() > 1:
@@ -290,6 +290,17 @@ def test_a_model_that_its_cache_cannot_serve_is_refused_in_one_sentence(tmp_path
     ended = run_engine("--model", str(folder))
     one_sentence(ended, "the torch engine cannot serve this model")
     assert "Serve it with SGLang instead" in ended.stderr
+
+
+@pytest.mark.parametrize("name", ["llama", "mixture of experts"])
+def test_weights_are_changed_from_a_folder_as_transformers_saves_it(tmp_path: Path, name: str) -> None:
+    first, second = save(SERVED[name](), tmp_path / "first"), save(SERVED[name](), tmp_path / "second", seed=1)
+    model = load(first, dtype="float32", device="cpu", context=None, text=None)
+    install(model, stage(model, second))
+    expected = transformers.AutoModelForCausalLM.from_pretrained(second, dtype=torch.float32).state_dict()
+    found = model.module.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
 def test_weights_that_become_nonsense_end_samples_with_a_reason(folder: Path) -> None:

@@ -153,8 +153,9 @@ def stage(model: Model, folder: Path) -> Staged:
             where=str(folder),
             fix="Publish them again",
         ) from error
-    tied = {name for name, tensor in own.items() if any(_same(tensor, own[other]) for other in tensors if other in own)}
-    missing = sorted(own.keys() - tensors.keys() - tied)
+    # Tied weights stand in a checkpoint once.
+    written = {own[name].data_ptr() for name in tensors if name in own}
+    missing = sorted(name for name in own.keys() - tensors.keys() if own[name].data_ptr() not in written)
     unknown = sorted(tensors.keys() - own.keys())
     wrong = sorted(n for n, t in tensors.items() if n in own and t.shape != own[n].shape)
     for names, what in ((missing, "lacks"), (unknown, "has, unknown to the model,"), (wrong, "has in another shape")):
@@ -162,10 +163,6 @@ def stage(model: Model, folder: Path) -> Staged:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise EngineError(f"the weights do not fit: the folder {what} {names[0]}{more}", where=str(folder))
     return Staged(tensors)
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.data_ptr() == other.data_ptr() and one.shape == other.shape
 
 
 def _converted(model: Model, folder: Path) -> Mapping[str, torch.Tensor]:

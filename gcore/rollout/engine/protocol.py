@@ -14,6 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from gcore.rollout.engine.tasks import Delivery, Ending, Sampling
 
+GREEDY_BELOW = 1e-6
+"""A lower temperature is greedy, as in SGLang: dividing by it would leave no finite numbers."""
+
 Tag = Literal["weights", "kv_cache"]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
@@ -69,7 +72,7 @@ class SamplingBody(BaseModel):
             max_new_tokens=self.max_new_tokens,
             seed=seed,
             min_new_tokens=self.min_new_tokens,
-            temperature=self.temperature,
+            temperature=self.temperature if self.temperature >= GREEDY_BELOW else 0.0,
             top_p=self.top_p,
             top_k=None if self.top_k == -1 else self.top_k,
             stop=self.stop_strings,
@@ -133,11 +136,15 @@ class GenerateBody(Body):
 
 
 class AbortBody(Body):
-    """POST /abort_request. Ends every request whose rid begins with `rid`."""
+    """POST /abort_request. Ends the request `rid`, or the samples that were numbered under it."""
 
     rid: str = ""
     abort_all: bool = False
     abort_message: str | None = None
+
+    def names(self, rid: str) -> bool:
+        """Whether the sample called `rid` is meant."""
+        return rid == self.rid or (self.rid != "" and rid.startswith(self.rid + "_"))
 
 
 class UpdateFromDiskBody(Body):

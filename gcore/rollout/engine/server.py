@@ -21,7 +21,7 @@ from starlette.routing import Route
 
 from gcore.errors import EngineError
 from gcore.rollout.engine.core import Core
-from gcore.rollout.engine.desk import Desk
+from gcore.rollout.engine.desk import BIG_ANSWER_TOKENS, Desk
 from gcore.rollout.engine.model import stage
 from gcore.rollout.engine.protocol import (
     AbortBody,
@@ -98,7 +98,10 @@ class Routes:
             answering.cancel()
             leaving.cancel()
         single = not body.is_batch and body.params[0].n == 1
-        return JSONResponse(answers[0] if single else answers)
+        whole = answers[0] if single else answers
+        if sum(len(a["output_ids"]) for a in answers) < BIG_ANSWER_TOKENS:
+            return JSONResponse(whole)
+        return await asyncio.to_thread(JSONResponse, whole)
 
     async def abort(self, request: Request) -> Response:
         """End requests now; they answer with the tokens they have."""
@@ -106,8 +109,8 @@ class Routes:
         message = body.abort_message or "aborted on request"
         if body.abort_all:
             await self._desk.perform(lambda: self._core.abort_all(message))
-        elif body.rid:
-            await self._desk.perform(lambda: self._core.abort(lambda task: task.rid.startswith(body.rid), message))
+        else:
+            await self._desk.perform(lambda: self._core.abort(lambda task: body.names(task.rid), message))
         return Response()
 
     async def update_from_disk(self, request: Request) -> Response:
@@ -179,17 +182,19 @@ class Routes:
         return Response(status_code=200 if self._desk.runner.alive else 503)
 
     async def health_generate(self, request: Request) -> Response:
-        """Whether a token comes out. An engine that is paused or asleep is not asked for one."""
+        """Whether tokens come out. An engine that is paused or asleep is not asked for one."""
         if self._core.paused or self._core.asleep:
             return await self.health(request)
         body = GenerateBody.model_validate(
             {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0}, "rid": "HEALTH_CHECK"}
         )
+        made = self._core.generated_tokens
         try:
             async with asyncio.timeout(HEALTH_GENERATE_S):
                 await self._desk.answers(self._desk.admit(body))
         except TimeoutError:
-            return Response(status_code=503)
+            # With a long queue this one may not have had its turn; then others have.
+            return Response(status_code=200 if self._core.generated_tokens > made else 503)
         return Response()
 
     async def model_info(self, request: Request) -> Response:
