@@ -212,19 +212,20 @@ async def _rollback(action: Rollback, view: JobView, hands: Hands) -> Applied:
     except SpecError as error:
         # Nodes that are away may come back: a job that fitted once does not fail for want of them.
         return Applied(TxnOutcome.STALE, f"rollback: {error}")
+    reason = action.reason
     for target in resumable(head, mirror.checkpoints.record.entries):
-        problem = await asyncio.to_thread(damage, hands.run_dir, target)
-        if problem:
-            log.warning("checkpoint %s is skipped: %s", target.file, problem)
-            continue
         cursors = await _cursors_of(target, view, hands)
+        problem = await asyncio.to_thread(damage, hands.run_dir, target)
         if cursors is None:
-            log.warning("checkpoint %s is skipped: its log entry %d is not there", target.file, target.seq)
+            problem = f"its log entry {target.seq} is not there"
+        if problem or cursors is None:
+            log.warning("checkpoint %s is skipped: %s", target.file, problem)
+            reason += f"; checkpoint {target.file} is skipped: {problem}"
             continue
-        advance = chain.rolled_back(head, target, cursors, world, _writer(view), action.reason)
+        advance = chain.rolled_back(head, target, cursors, world, _writer(view), reason)
         txn = transactions.rollback(mirror.keys, _slots(view), mirror.checkpoints, advance, mirror.plan, plan)
         report = await hands.ledger.run(txn)
-        sentence = f"rollback from step {head.step} to {target.step}, lineage {advance.head.lineage}: {action.reason}"
+        sentence = f"rollback from step {head.step} to {target.step}, lineage {advance.head.lineage}: {reason}"
         return Applied(report.outcome, sentence, report.revision)
     raise GcoreError("no whole checkpoint is left on the chain, not even the first model", where=str(hands.run_dir))
 
