@@ -69,11 +69,12 @@ def draw(logits: torch.Tensor, uniforms: torch.Tensor, params: RowParams, forbid
         scaled = scaled / params.temperature
     logprobs = torch.log_softmax(scaled, dim=-1)
     if params.greedy is not None and bool(params.greedy.all()):
-        tokens = _without(logprobs, forbidden, float("-inf")).argmax(-1)
+        # The logits decide: normalising may round two of them together.
+        tokens = _without(scaled, forbidden, float("-inf")).argmax(-1)
     else:
         tokens = _inverse(_truncated(_without(logprobs.exp(), forbidden, 0.0), params), uniforms)
         if params.greedy is not None:
-            likeliest = _without(logprobs, forbidden, float("-inf")).argmax(-1)
+            likeliest = _without(scaled, forbidden, float("-inf")).argmax(-1)
             tokens = torch.where(params.greedy, likeliest, tokens)
     return Drawn(tokens, logprobs.gather(-1, tokens[:, None])[:, 0])
 
