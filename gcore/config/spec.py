@@ -70,7 +70,7 @@ class FlowSpec(Section):
 class RolloutSpec(Section):
     """Generation."""
 
-    engine: Literal["torch", "sglang"] = Field("torch", description="What serves the rollout pool")
+    engine: Literal["torch"] = Field("torch", description="What serves the rollout pool")
     temperature: PositiveFloat = Field(
         1.0, description="Sampling temperature; the trainer divides its logits by it too"
     )
