@@ -9,7 +9,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 CONSTRAINTS ?= constraints/cpu.txt
 # The stamp's name carries what it depends on, so a changed pin installs again and a second run does nothing.
-STAMP := $(VENV)/.gcore-$(shell cat pyproject.toml $(CONSTRAINTS) Makefile 2>/dev/null | sha256sum | cut -c1-12)
+STAMP := $(VENV)/.gcore-$(shell cat pyproject.toml $(CONSTRAINTS) Makefile deploy/local/setup.sh 2>/dev/null | sha256sum | cut -c1-12)
 # Two pytest workers on two cores, each torch thread on its own.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 EXAMPLE := .cache/examples/arithmetic
@@ -23,7 +23,7 @@ help: ## What there is to make
 
 setup: $(STAMP) ## Virtual environment with pinned packages, and an etcd
 
-$(STAMP): pyproject.toml $(CONSTRAINTS)
+$(STAMP): pyproject.toml $(CONSTRAINTS) deploy/local/setup.sh
 	@bash deploy/local/setup.sh "$(PYTHON)" "$(VENV)" "$(CONSTRAINTS)"
 	@rm -f $(VENV)/.gcore-*
 	@touch $@

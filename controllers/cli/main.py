@@ -78,12 +78,19 @@ _verb("schema", file_verbs.schema, file_verbs.SCHEMA_EXAMPLES, _FILES)
 _verb("prepare", file_verbs.prepare, file_verbs.PREPARE_EXAMPLES, _FILES)
 
 
-@app.callback()
-def top(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
-    """Reinforcement-learning post-training of language models on a cluster without a head node."""
-    if version:
+def _print_version(wanted: bool) -> None:
+    if wanted:
         typer.echo(f"gcore {__version__}")
         raise typer.Exit
+
+
+@app.callback()
+def top(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Reinforcement-learning post-training of language models on a cluster without a head node."""
 
 
 def main() -> None:

@@ -98,7 +98,7 @@ class LiveScreen:
     def _render(self) -> RenderableType:
         from controllers.cli.view_live import render
 
-        return render(self.state, self._clock.wall(), self._console.width)
+        return render(self.state, self._clock.wall(), self._console.width, self._console.height)
 
 
 def choose_screen(console: Console, clock: Clock, *, plain: bool) -> Screen:

@@ -29,14 +29,16 @@ STATE_COLOURS = {"SUCCEEDED": "green", "FAILED": "red", "CANCELLED": "yellow", "
 LOG_SHOWN = 6
 ANSWERS_SHOWN = 5
 WAITS_SHOWN = 2
+ROWS_WITH_ANSWERS = 35
 
 
-def render(state: ViewState, now: float, width: int = 100) -> RenderableType:
-    """The view at `now` (seconds since the epoch) for a terminal `width` columns wide."""
+def render(state: ViewState, now: float, width: int = 100, height: int | None = None) -> RenderableType:
+    """The view at `now` (seconds since the epoch) for a terminal of `width` columns and `height` rows (None: as many as
+    it takes). On a low one the answers are left out, so that what happens is seen."""
     inner = max(40, min(width, 140)) - 4
     rows: list[RenderableType] = [_progress(state, now, inner), Text(), _charts(state, inner), Text(), _numbers(state)]
     rows += [_time_bar(state, inner), *_waits(state, now, inner), Text(), _controllers(state, now, inner)]
-    if state.evals:
+    if state.evals and (height is None or height >= ROWS_WITH_ANSWERS):
         rows += [Rule("held-out answers", style="dim", align="left"), _answers(state)]
     rows += [Rule("what happened", style="dim", align="left"), *_log(state, inner)]
     return Panel(Group(*rows), title=_title(state), title_align="left", border_style="dim", width=inner + 4)
@@ -149,7 +151,7 @@ def _controllers(state: ViewState, now: float, width: int) -> RenderableType:
     table.add_row(*(Text(text, style="dim") for text in headings))
     groups = state.groups_by_node
     fresh = state.moved if now - state.moved_at < HIGHLIGHT_S else frozenset()
-    for index, node in enumerate(state.nodes):
+    for index, node in enumerate(sorted(state.nodes, key=lambda node: node.name)):
         colour = NODE_COLOURS[index % len(NODE_COLOURS)]
         lamp = Text("● " if node.alive else "✗ ", style="green" if node.alive else "bold red")
         table.add_row(
@@ -195,8 +197,8 @@ def _answers(state: ViewState) -> RenderableType:
     table = Table.grid(padding=(0, 3, 0, 0))
     table.add_row(
         Text("prompt", style="dim"),
-        Text(f"before ({first.accuracy:.0%})", style="dim"),
-        Text(f"after step {last.step} ({last.accuracy:.0%})" if last is not first else "now", style="dim"),
+        Text(f"before ({first.accuracy:.1%})", style="dim"),
+        Text(f"after step {last.step} ({last.accuracy:.1%})" if last is not first else "now", style="dim"),
         Text("expected", style="dim"),
     )
     for before in first.samples[:ANSWERS_SHOWN]:

@@ -108,7 +108,8 @@ def _shards(before: JobMirror, new: Assignment) -> tuple[str, str, dict[str, Any
         moved = sum(old.owner(shard) != new.owner(shard) for shard in range(len(new.owners)))
     shares = {node_of(member): list(new.shards_of(member)) for member in new.members}
     spread = ", ".join(f"{node} {len(shards)}" for node, shards in sorted(shares.items()))
-    return "shards", f"{moved} shards moved: {spread}", {"moved": moved, "shares": shares}
+    what = f"{moved} shards moved" if old is not None else "shards are dealt out"
+    return "shards", f"{what}: {spread}", {"moved": moved, "shares": shares}
 
 
 def _entry(before: JobMirror, entry: LogEntry, after: JobMirror) -> Iterator[tuple[str, str, dict[str, Any]]]:

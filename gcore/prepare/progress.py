@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 PLAIN_LINES = 8
 """About so many lines where there is no terminal."""
@@ -57,7 +57,7 @@ class LineReporter(Reporter):
     def report(self, at: WarmStartProgress) -> None:
         every = max(1, at.updates // PLAIN_LINES)
         if at.update % every == 0 or at.update == at.updates:
-            self._console.print(f"warm start {at.update}/{at.updates}{_accuracy(at)}", highlight=False)
+            self._console.print(f"warm start {at.update}/{at.updates} {_accuracy(at)}".rstrip(), highlight=False)
 
 
 class BarReporter(Reporter):
@@ -67,7 +67,8 @@ class BarReporter(Reporter):
         self._bar = Progress(
             TextColumn("warm start"),
             BarColumn(),
-            TextColumn("{task.completed:.0f}/{task.total:.0f}{task.fields[accuracy]}"),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[accuracy]}"),
             TimeRemainingColumn(),
             console=console,
         )
@@ -87,4 +88,4 @@ class BarReporter(Reporter):
 
 
 def _accuracy(at: WarmStartProgress) -> str:
-    return "" if at.accuracy is None else f", {at.accuracy:.0%} of held-out sums right"
+    return "" if at.accuracy is None else f"{at.accuracy:.0%} of held-out sums right"

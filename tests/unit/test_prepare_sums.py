@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
+from gcore.prepare.progress import BarReporter, WarmStartProgress
 from gcore.prepare.sums import Sum, split_sums, to_jsonl
 from gcore.prepare.tokens import LONGEST_PROMPT, LONGEST_RESPONSE, encode
 
@@ -86,3 +89,13 @@ def test_a_file_has_one_prompt_and_answer_a_line() -> None:
         {"prompt": "47+8=", "answer": "55"},
         {"prompt": "3+12=", "answer": "15"},
     ]
+
+
+def test_a_bar_is_drawn_on_a_terminal_from_the_first_moment() -> None:
+    out = io.StringIO()
+    reporter = BarReporter(Console(file=out, force_terminal=True, width=80))
+    with reporter:
+        reporter.report(WarmStartProgress(1, 3, None))
+        reporter.report(WarmStartProgress(3, 3, 0.45))
+    assert "3/3" in out.getvalue()
+    assert "45% of held-out sums right" in out.getvalue()
