@@ -59,6 +59,8 @@ class Holdings:
             response_tokens=tuple(len(sample.token_ids) for sample in group.samples),
             versions=group.versions,
             reward=math.fsum(sample.reward for sample in group.samples) / len(group.samples),
+            source=group.source,
+            masked=tuple(index for index, sample in enumerate(group.samples) if sample.masked),
         )
 
     def end(self, ref: PromptRef, outcome: Outcome, holder: str, version: Version) -> None:

@@ -217,7 +217,7 @@ class JobRunner:
         spec = self._spec
         fields = (spec.reward.answer,)
         train = Dataset.open(
-            spec.data.path, prompt_field=spec.data.prompt, answer_fields=fields, cache_dir=self._cache_dir
+            spec.data.path or "", prompt_field=spec.data.prompt, answer_fields=fields, cache_dir=self._cache_dir
         )
         assert self.mirror.job is not None
         check_unchanged(self.mirror.job.record, train)

@@ -204,9 +204,11 @@ def _part(group: Group, samples: frozenset[int]) -> pb.GroupPart:
                 logprobs=np.asarray(group.samples[index].logprobs, dtype="<f4").tobytes(),
                 reward=group.samples[index].reward,
                 finish_reason=group.samples[index].finish_reason,
+                masked=group.samples[index].masked,
             )
             for index in sorted(samples)
         ],
+        temperature=group.temperature,
     )
 
 

@@ -85,6 +85,8 @@ class Prompt:
     text: str
     token_ids: tuple[int, ...]
     fields: dict[str, Any]
+    source: str = ""
+    """The name of the source it comes from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,8 @@ class Sample:
     spans: tuple[VersionSpan, ...]
     reward: float = 0.0
     reward_parts: tuple[tuple[str, float], ...] = ()
+    masked: bool = False
+    """Whether its tokens are left out of the loss; its reward still counts for the group's baseline."""
 
     @property
     def oldest(self) -> Version:
@@ -117,10 +121,10 @@ class Sample:
         return min(span.version for span in self.spans)
 
     def digest(self) -> bytes:
-        """SHA-256 over what training uses: token ids, log-probabilities and reward (little-endian)."""
+        """SHA-256 over what training uses: token ids, log-probabilities, reward, and whether it is masked (little-endian)."""
         h = hashlib.sha256()
         n = len(self.token_ids)
-        h.update(struct.pack(f"<I{n}i{n}ff", n, *self.token_ids, *self.logprobs, self.reward))
+        h.update(struct.pack(f"<I{n}i{n}ff?", n, *self.token_ids, *self.logprobs, self.reward, self.masked))
         return h.digest()
 
 
@@ -131,6 +135,10 @@ class Group:
     ref: PromptRef
     prompt_ids: tuple[int, ...]
     samples: tuple[Sample, ...]
+    source: str = ""
+    """The name of the source its prompt comes from."""
+    temperature: float = 1.0
+    """At which it was sampled; the trainer divides its logits by it."""
 
     @property
     def versions(self) -> tuple[Version, ...]:
@@ -138,14 +146,16 @@ class Group:
         return tuple(sorted({span.version for s in self.samples for span in s.spans}))
 
     def digest(self) -> str:
-        """Names the content: SHA-256 over the ref, the prompt's tokens and the samples' digests; 32 hex digits."""
-        return group_digest(self.ref, self.prompt_ids, [s.digest() for s in self.samples])
+        """Names the content: SHA-256 over the ref, the temperature, the prompt's tokens and the samples' digests; 32 hex digits."""
+        return group_digest(self.ref, self.prompt_ids, [s.digest() for s in self.samples], self.temperature)
 
 
-def group_digest(ref: PromptRef, prompt_ids: tuple[int, ...], sample_digests: list[bytes]) -> str:
+def group_digest(
+    ref: PromptRef, prompt_ids: tuple[int, ...], sample_digests: list[bytes], temperature: float = 1.0
+) -> str:
     """The digest of a group from its samples' digests, so that who holds only some samples can check it too."""
     h = hashlib.sha256()
-    h.update(struct.pack(f"<3qI{len(prompt_ids)}i", *ref, len(prompt_ids), *prompt_ids))
+    h.update(struct.pack(f"<3qfI{len(prompt_ids)}i", *ref, temperature, len(prompt_ids), *prompt_ids))
     for digest in sample_digests:
         h.update(digest)
     return h.hexdigest()[:32]

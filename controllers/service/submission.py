@@ -141,7 +141,9 @@ class CheckedData:
 def open_training_data(spec: JobSpec, cache_dir: Path) -> Dataset:
     """Raises DataError."""
     fields = (spec.reward.answer,)
-    return Dataset.open(Path(spec.data.path), prompt_field=spec.data.prompt, answer_fields=fields, cache_dir=cache_dir)
+    return Dataset.open(
+        Path(spec.data.path or ""), prompt_field=spec.data.prompt, answer_fields=fields, cache_dir=cache_dir
+    )
 
 
 def check_unchanged(job: JobRecord, train: Dataset) -> None:

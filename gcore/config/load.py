@@ -7,11 +7,12 @@ import re
 import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from gcore.config.sources import Origin
 from gcore.config.spec import JobSpec
 from gcore.errors import SpecError
 
@@ -19,6 +20,9 @@ MAX_SPEC_BYTES = 1 << 16
 MAX_SPEC_DEPTH = 16
 MAX_PROBLEMS = 8
 MAX_SHOWN = 100
+T = TypeVar("T", bound=Origin)
+HUB_SCHEMES = ("hf://", "ms://")
+"""Models that are named by hub, not by folder."""
 _UNSTORABLE = re.compile("[\\x00\\ud800-\\udfff]")
 # YAML 1.1 takes a number without a point before its exponent (1e-4) for a string; people mean a number.
 _EXPONENT = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?[eE][+-]?[0-9]{1,3}")
@@ -193,11 +197,19 @@ def _absolute(spec: JobSpec, base: Path, where: str) -> JobSpec:
                 f"{key}: {_shortened(repr(path))} is no path ({_shortened(str(error))})", where=where, fix="Name a file"
             ) from error
 
-    evaluation = {} if spec.eval.path is None else {"path": resolve("eval.path", spec.eval.path)}
+    def files(value: BaseModel, prefix: str) -> dict[str, Any]:
+        given = {name: getattr(value, name, None) for name in ("path", "template", "tools")}
+        return {name: resolve(prefix + name, path) for name, path in given.items() if path is not None}
+
+    def origin(section: str, value: T) -> T:
+        """`data` or `eval` with every path in it absolute."""
+        numbered = enumerate(value.sources)
+        sources = tuple(s.model_copy(update=files(s, f"{section}.sources.{n}.")) for n, s in numbered)
+        return value.model_copy(update=files(value, f"{section}.") | {"sources": sources})
+
+    model = spec.model
+    if not model.path.startswith(HUB_SCHEMES):
+        model = model.model_copy(update={"path": resolve("model.path", model.path)})
     return spec.model_copy(
-        update={
-            "model": spec.model.model_copy(update={"path": resolve("model.path", spec.model.path)}),
-            "data": spec.data.model_copy(update={"path": resolve("data.path", spec.data.path)}),
-            "eval": spec.eval.model_copy(update=evaluation),
-        }
+        update={"model": model, "data": origin("data", spec.data), "eval": origin("eval", spec.eval)}
     )

@@ -6,53 +6,44 @@ Every field has its unit and meaning here; `gcore schema` prints them. Frozen, a
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    PositiveFloat,
-    PositiveInt,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from gcore.config.base import Section
+from gcore.config.sources import DataSpec, EvalSpec, RewardSpec, training_sources
+
+__all__ = [
+    "CheckpointSpec",
+    "DataSpec",
+    "EvalSpec",
+    "FlowSpec",
+    "JobSpec",
+    "ModelSpec",
+    "PlacementSpec",
+    "RewardSpec",
+    "RolloutSpec",
+    "Section",
+    "TrainSpec",
+]
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
-
-
-class Section(BaseModel):
-    """Base of all sections."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _truth_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
-        # Pydantic takes true for 1, and YAML 1.1 takes yes, no, on and off for truths.
-        if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation is not bool:
-            raise ValueError("true, false, yes, no, on and off are no value here; quote the word if it is meant")
-        return value
 
 
 class ModelSpec(Section):
     """The policy."""
 
-    path: str = Field(description="Folder of a Hugging Face model with its tokenizer, relative to the spec's folder")
+    path: str = Field(
+        description="Folder of a Hugging Face model with its tokenizer, relative to the spec's folder; or "
+        "hf://OWNER/NAME[@REVISION] on the Hugging Face hub, ms://OWNER/NAME[@REVISION] on ModelScope"
+    )
+    trust_remote_code: bool = Field(
+        False, description="Run Python code that comes with the model; read that code first"
+    )
     chat: bool = Field(False, description="Wrap prompts with the tokenizer's chat template; otherwise plain text")
     max_length: PositiveInt | None = Field(
         None, description="Longest prompt plus response, in tokens; default: the model's own limit"
     )
-
-
-class DataSpec(Section):
-    """The prompt stream."""
-
-    path: str = Field(description="JSONL file, one prompt a line, relative to the spec's folder")
-    prompt: str = Field("prompt", description="Field with the prompt: a string, or a list of chat messages")
-    shards: PositiveInt = Field(64, description="Slices of the stream; at least 16 times the most controllers expected")
-    window: PositiveInt = Field(256, description="How far a shard may run ahead of its oldest unfinished prompt")
 
 
 class FlowSpec(Section):
@@ -70,37 +61,57 @@ class FlowSpec(Section):
 class RolloutSpec(Section):
     """Generation."""
 
-    engine: Literal["torch"] = Field("torch", description="What serves the rollout pool")
+    engine: Literal["torch", "sglang"] = Field("torch", description="What serves the rollout pool")
     temperature: PositiveFloat = Field(
         1.0, description="Sampling temperature; the trainer divides its logits by it too"
     )
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Nucleus; below 1 needs `correction`")
     top_k: int | None = Field(None, ge=1, description="Keep only the k likeliest tokens; needs `correction`")
+    min_p: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0, description="Drop tokens below this share of the likeliest one's probability; needs `correction`"
+    )
     correction: Literal["none", "tis"] = Field(
         "none", description="How training corrects for truncated sampling or engine mismatch"
     )
     max_new_tokens: PositiveInt = Field(description="Longest response, in tokens")
+    min_new_tokens: Annotated[int, Field(ge=0)] = Field(0, description="No response ends before, in tokens")
     stop: tuple[str, ...] = Field((), description="Strings that end a response")
+    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field((), description="Tokens that end a response")
+    truncated: Literal["keep", "mask", "penalise", "drop_group"] = Field(
+        "keep",
+        description="Responses cut off at max_new_tokens: trained as they are, left out of the loss (not of the group's "
+        "baseline), worth truncated_penalty less, or their whole group filtered",
+    )
+    truncated_penalty: PositiveFloat = Field(1.0, description="What `penalise` takes off a truncated response's reward")
+    deterministic: bool = Field(
+        False, description="The same tokens whatever else is in an engine's batch; slower (the torch engine only)"
+    )
     concurrency: PositiveInt = Field(256, description="Groups in flight per controller, at most")
     batch_slots: PositiveInt = Field(256, description="Sequences an engine decodes at once, at most")
+    cache_tokens: PositiveInt | None = Field(
+        None, description="Tokens an engine caches at once, at most; default: from the memory that is free"
+    )
+    prefill_chunk_tokens: PositiveInt = Field(
+        512, description="Prompt tokens an engine takes in between two tokens of what it is decoding"
+    )
+    engine_args: tuple[str, ...] = Field((), description="Further arguments of SGLang's server, word by word")
     staleness: Literal[0] = Field(0, description="Steps that rollout may run ahead of training; 0: strictly on-policy")
     timeout_s: PositiveFloat = Field(120.0, description="Longest wait for one group before it goes to another engine")
 
     @model_validator(mode="after")
     def _truncation_needs_a_correction(self) -> RolloutSpec:
-        if (self.top_p < 1 or self.top_k is not None) and self.correction == "none":
+        if (self.top_p < 1 or self.top_k is not None or self.min_p > 0) and self.correction == "none":
             raise ValueError(
-                "top_p < 1 or top_k truncates what is sampled, so its log-probabilities are not those that are trained; "
-                "set rollout.correction: tis, or top_p: 1 without top_k"
+                "top_p < 1, top_k or min_p truncates what is sampled, so its log-probabilities are not those that are "
+                "trained; set rollout.correction: tis, or top_p: 1 without top_k and min_p"
             )
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(f"min_new_tokens ({self.min_new_tokens}) is above max_new_tokens ({self.max_new_tokens})")
+        if self.engine == "sglang" and self.deterministic:
+            raise ValueError("deterministic is the torch engine's; give SGLang its own flags in engine_args")
+        if self.engine == "torch" and self.engine_args:
+            raise ValueError("engine_args are SGLang's; set engine: sglang")
         return self
-
-
-class RewardSpec(Section):
-    """Scoring."""
-
-    name: str = Field("numeric", description="Reward, by its entry-point name in `gcore.rewards`")
-    answer: str = Field("answer", description="Field of the prompt's entry that holds the expected answer")
 
 
 class TrainSpec(Section):
@@ -119,6 +130,16 @@ class TrainSpec(Section):
     mini_batches: PositiveInt = Field(1, description="Optimizer updates per pass")
     micro_batch_tokens: PositiveInt = Field(
         8192, description="Tokens a rank computes at once; lower it if memory runs out"
+    )
+    packing: Literal["auto", "packed", "bucketed"] = Field(
+        "auto",
+        description="Sequences end to end without padding, or rows of like lengths; auto: packed where the model can",
+    )
+    activation_checkpointing: bool = Field(
+        False, description="Compute activations again in the backward pass: less memory, more time"
+    )
+    offload_reference: bool = Field(
+        True, description="Keep the reference model in host memory while it is not used (GPUs)"
     )
     advantage: Literal["grpo", "dr_grpo"] = Field("grpo", description="Group-relative estimator")
     clip_low: PositiveFloat = Field(0.2, description="The ratio is clipped below 1 - clip_low")
@@ -159,15 +180,6 @@ class CheckpointSpec(Section):
     keep: PositiveInt = Field(3, description="Newest checkpoints kept; the job's first model always is")
 
 
-class EvalSpec(Section):
-    """Evaluation on held-out prompts, greedy."""
-
-    path: str | None = Field(None, description="JSONL file, as data.path; without it nothing is evaluated")
-    every: PositiveInt | None = Field(None, description="Steps between evaluations; always before and after the run")
-    limit: PositiveInt = Field(1000, description="Prompts evaluated, at most")
-    show: Annotated[int, Field(ge=0)] = Field(5, description="Answers shown before and after")
-
-
 class JobSpec(Section):
     """A job. YAML on disk; see examples/."""
 
@@ -197,6 +209,18 @@ class JobSpec(Section):
                 f"train.mini_batches ({self.train.mini_batches}) is more than flow.groups_per_step "
                 f"({self.flow.groups_per_step}); a mini-batch holds at least one group"
             )
+        for source in training_sources(self):
+            own = source.sampling
+            truncates = own.top_p < 1 or own.top_k is not None or own.min_p > 0
+            if truncates and self.rollout.correction == "none":
+                raise ValueError(
+                    f"source {source.name!r} truncates what is sampled (top_p, top_k or min_p); set rollout.correction: tis"
+                )
+            if own.max_new_tokens > self.rollout.max_new_tokens:
+                raise ValueError(
+                    f"source {source.name!r} allows {own.max_new_tokens} new tokens, more than rollout.max_new_tokens "
+                    f"({self.rollout.max_new_tokens})"
+                )
         if self.model.max_length is not None and self.rollout.max_new_tokens >= self.model.max_length:
             raise ValueError(
                 f"rollout.max_new_tokens ({self.rollout.max_new_tokens}) leaves no room for a prompt in model.max_length "
@@ -213,7 +237,7 @@ class JobSpec(Section):
     @property
     def eval_due(self) -> frozenset[int]:
         """The steps after which the model is evaluated; 0 is before training. Empty without an eval set."""
-        if self.eval.path is None:
+        if not self.eval.wanted:
             return frozenset()
         every = self.eval.every or self.flow.steps
         return frozenset(range(0, self.flow.steps + 1, every)) | {0, self.flow.steps}

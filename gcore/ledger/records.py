@@ -97,6 +97,10 @@ class OfferedGroup(Part):
     versions: tuple[Version, ...]
     reward: float = 0.0
     """Mean reward of the group, for people."""
+    source: str = ""
+    """The source its prompt comes from, for metrics."""
+    masked: tuple[int, ...] = ()
+    """The samples, ascending, whose tokens are left out of the loss: they do not count in its denominators."""
 
 
 class Offer(Record):

@@ -42,21 +42,26 @@ class WorldName:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldSample:
-    """A sample as training needs it: token ids [n] int32, the engine's log-probabilities [n] float32, the reward."""
+    """A sample as training needs it: token ids [n] int32, the engine's log-probabilities [n] float32, the reward.
+
+    `masked`: its tokens are left out of the loss; its reward counts for the group all the same.
+    """
 
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     reward: float
+    masked: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldGroup:
-    """The samples of a group that were fed, by index. `prompt_ids` [n] int32."""
+    """The samples of a group that were fed, by index. `prompt_ids` [n] int32; `temperature` is what it was sampled at."""
 
     ref: PromptRef
     digest: str
     prompt_ids: NDArray[np.int32]
     samples: Mapping[int, HeldSample]
+    temperature: float = 1.0
 
     def joined(self, other: HeldGroup) -> HeldGroup:
         """With the samples of both; they are parts of the same group, since the digests are equal."""

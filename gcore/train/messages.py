@@ -87,12 +87,12 @@ def read_payload(header: pb.FeedHeader, data: bytes) -> Mapping[str, HeldGroup]:
     return groups
 
 
-def sample_digest(token_ids: bytes, logprobs: bytes, reward: float) -> bytes:
+def sample_digest(token_ids: bytes, logprobs: bytes, reward: float, *, masked: bool) -> bytes:
     """`gcore.types.Sample.digest` from the bytes as they come over the wire."""
     h = hashlib.sha256(struct.pack("<I", len(token_ids) // 4))
     h.update(token_ids)
     h.update(logprobs)
-    h.update(struct.pack("<f", reward))
+    h.update(struct.pack("<f?", reward, masked))
     return h.digest()
 
 
@@ -102,14 +102,16 @@ def _group(part: pb.GroupPart, sender: str) -> HeldGroup:
     if not part.prompt_ids or len(part.prompt_ids) % 4:
         raise FeedDamaged(f"a prompt of {len(part.prompt_ids)} bytes; at least one int32 is needed", where=where)
     prompt_ids = np.frombuffer(part.prompt_ids, dtype="<i4").astype(np.int32)
-    if group_digest(ref, tuple(prompt_ids.tolist()), list(part.sample_digests)) != part.digest:
+    if not (math.isfinite(part.temperature) and part.temperature > 0):
+        raise FeedDamaged(f"temperature {part.temperature}; it must be above 0", where=where)
+    if group_digest(ref, tuple(prompt_ids.tolist()), list(part.sample_digests), part.temperature) != part.digest:
         raise FeedDamaged("the digest is not that of the prompt and the samples' digests", where=where)
     samples = {}
     for sample in part.samples:
         if sample.index >= len(part.sample_digests):
             raise FeedDamaged(f"sample {sample.index} of {len(part.sample_digests)}", where=where)
         samples[sample.index] = _sample(sample, part.sample_digests[sample.index], where)
-    return HeldGroup(ref, part.digest, prompt_ids, samples)
+    return HeldGroup(ref, part.digest, prompt_ids, samples, part.temperature)
 
 
 def _sample(sample: pb.SamplePart, digest: bytes, where: str) -> HeldSample:
@@ -119,9 +121,10 @@ def _sample(sample: pb.SamplePart, digest: bytes, where: str) -> HeldSample:
             f"{len(sample.logprobs)} of log-probabilities",
             where=where,
         )
-    if sample_digest(sample.token_ids, sample.logprobs, sample.reward) != digest:
+    if sample_digest(sample.token_ids, sample.logprobs, sample.reward, masked=sample.masked) != digest:
         raise FeedDamaged(f"sample {sample.index} does not have the digest that came with it", where=where)
     logprobs = np.frombuffer(sample.logprobs, dtype="<f4").astype(np.float32)
     if not (np.isfinite(logprobs).all() and math.isfinite(sample.reward)):
         raise FeedDamaged(f"sample {sample.index} has a log-probability or reward that is not finite", where=where)
-    return HeldSample(np.frombuffer(sample.token_ids, dtype="<i4").astype(np.int32), logprobs, sample.reward)
+    token_ids = np.frombuffer(sample.token_ids, dtype="<i4").astype(np.int32)
+    return HeldSample(token_ids, logprobs, sample.reward, sample.masked)

@@ -234,6 +234,7 @@ def part(group: Group, samples: tuple[int, ...]) -> pb.GroupPart:
         digest=group.digest(),
         prompt_ids=np.asarray(group.prompt_ids, dtype="<i4").tobytes(),
         sample_digests=[sample.digest() for sample in group.samples],
+        temperature=group.temperature,
         samples=[
             pb.SamplePart(
                 index=index,

@@ -85,6 +85,7 @@ def payload(group: Group, samples: tuple[int, ...] = (0, 1)) -> bytes:
         digest=group.digest(),
         prompt_ids=pack("i", group.prompt_ids),
         sample_digests=[sample.digest() for sample in group.samples],
+        temperature=group.temperature,
         samples=[
             pb.SamplePart(
                 index=i,

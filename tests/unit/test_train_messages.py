@@ -37,6 +37,7 @@ def part(group: Group) -> pb.GroupPart:
         digest=group.digest(),
         prompt_ids=np.asarray(group.prompt_ids, dtype="<i4").tobytes(),
         sample_digests=[sample.digest() for sample in group.samples],
+        temperature=group.temperature,
         samples=[
             pb.SamplePart(
                 index=index,
@@ -71,7 +72,7 @@ def test_a_group_arrives_as_it_was_sent(group: Group) -> None:
 def test_the_digest_of_bytes_is_the_digest_of_the_sample(sample: Sample) -> None:
     ids = np.asarray(sample.token_ids, dtype="<i4").tobytes()
     logprobs = np.asarray(sample.logprobs, dtype="<f4").tobytes()
-    assert sample_digest(ids, logprobs, sample.reward) == sample.digest()
+    assert sample_digest(ids, logprobs, sample.reward, masked=False) == sample.digest()
 
 
 GROUP = Group(

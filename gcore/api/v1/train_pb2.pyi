@@ -67,32 +67,36 @@ class FeedPayload(_message.Message):
     def __init__(self, groups: _Optional[_Iterable[_Union[GroupPart, _Mapping]]] = ...) -> None: ...
 
 class GroupPart(_message.Message):
-    __slots__ = ("ref", "digest", "prompt_ids", "sample_digests", "samples")
+    __slots__ = ("ref", "digest", "prompt_ids", "sample_digests", "samples", "temperature")
     REF_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_DIGESTS_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     ref: PromptRef
     digest: str
     prompt_ids: bytes
     sample_digests: _containers.RepeatedScalarFieldContainer[bytes]
     samples: _containers.RepeatedCompositeFieldContainer[SamplePart]
-    def __init__(self, ref: _Optional[_Union[PromptRef, _Mapping]] = ..., digest: _Optional[str] = ..., prompt_ids: _Optional[bytes] = ..., sample_digests: _Optional[_Iterable[bytes]] = ..., samples: _Optional[_Iterable[_Union[SamplePart, _Mapping]]] = ...) -> None: ...
+    temperature: float
+    def __init__(self, ref: _Optional[_Union[PromptRef, _Mapping]] = ..., digest: _Optional[str] = ..., prompt_ids: _Optional[bytes] = ..., sample_digests: _Optional[_Iterable[bytes]] = ..., samples: _Optional[_Iterable[_Union[SamplePart, _Mapping]]] = ..., temperature: _Optional[float] = ...) -> None: ...
 
 class SamplePart(_message.Message):
-    __slots__ = ("index", "token_ids", "logprobs", "reward", "finish_reason")
+    __slots__ = ("index", "token_ids", "logprobs", "reward", "finish_reason", "masked")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     REWARD_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    MASKED_FIELD_NUMBER: _ClassVar[int]
     index: int
     token_ids: bytes
     logprobs: bytes
     reward: float
     finish_reason: str
-    def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., reward: _Optional[float] = ..., finish_reason: _Optional[str] = ...) -> None: ...
+    masked: bool
+    def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., reward: _Optional[float] = ..., finish_reason: _Optional[str] = ..., masked: _Optional[bool] = ...) -> None: ...
 
 class FeedReply(_message.Message):
     __slots__ = ("held",)
