@@ -27,6 +27,16 @@ class EngineLaunch(BaseModel):
     weight_version: str = Field("0.0", description="what the folder's weights are called")
     device: str | None = Field(None, description="cpu or cuda; default: cuda where there is one")
     context_length: PositiveInt | None = Field(None, description="longest prompt and response; default: the model's")
+    cache_tokens: PositiveInt | None = Field(
+        None, description="tokens that the cache holds, at most; default: no bound"
+    )
+    prefill_chunk_tokens: PositiveInt = Field(
+        512, description="tokens of waiting prompts read between two decode steps"
+    )
+    deterministic: bool = Field(False, description="decode so that a sample's tokens do not depend on its neighbours")
+    trust_remote_code: bool = Field(False, description="run Python code that the model's folder brings")
+    api_key: str | None = Field(None, repr=False, description="key that every route asks for; default: none")
+    admin_api_key: str | None = Field(None, repr=False, description="key that changing routes ask for; default: none")
 
 
 def check_folder(model: str) -> None:
