@@ -23,7 +23,8 @@ from controllers.decide import decide
 from controllers.engines import EngineBook, responsible_for
 from controllers.gauges import show
 from controllers.holdings import Holdings
-from controllers.produce import JobPeer, Material
+from controllers.material import Material
+from controllers.peer import JobPeer
 from controllers.ranks import RankLinks, WorldName
 from controllers.service.events import EventLog
 from controllers.service.submission import check_unchanged

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from controllers.changes import Changes
+from controllers.evaluating import all_or_none
 from controllers.holdings import Holdings
-from controllers.produce import JobPeer, JobStep, all_or_none
+from controllers.peer import JobPeer
+from controllers.step import JobStep
 from gcore.errors import EngineError
 from gcore.ledger import chain
 from gcore.ledger.chain import Writer

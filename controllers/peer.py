@@ -1,0 +1,137 @@
+"""The flow's side of a controller: `Peer` as `gcore.flows` promises it.
+
+It issues what is due, has it answered and scores it, and waits for what the driver and the other peers do. What becomes
+of a production is the step's business (`controllers.step`); evaluation is `controllers.evaluating`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+from controllers.changes import Changes
+from controllers.engines import EngineBook
+from controllers.evaluating import Evaluator, RecordEvaluation
+from controllers.holdings import Holdings
+from controllers.material import Material, sample_seed
+from controllers.step import JobStep, Look
+from controllers.stopwatch import Stopwatch
+from gcore.clock import Clock
+from gcore.errors import EngineError, GcoreError
+from gcore.flows import Step
+from gcore.ledger.stream import due
+from gcore.prompts.dataset import DataChanged
+from gcore.rollout.client import SamplingParams
+from gcore.types import Group, Outcome, Prompt, PromptRef, Sample
+
+
+class JobPeer:
+    """Implements `gcore.flows.Peer`."""
+
+    def __init__(
+        self,
+        material: Material,
+        look: Look,
+        changes: Changes,
+        engines: EngineBook,
+        holdings: Holdings,
+        record_evaluation: RecordEvaluation,
+        clock: Clock,
+        stopwatch: Stopwatch,
+    ) -> None:
+        self.material = material
+        self.look = look
+        self.changes = changes
+        self.holdings = holdings
+        self._engines = engines
+        self._evaluator = Evaluator(material, look, changes, engines, record_evaluation, clock)
+        self._clock = clock
+        self._stopwatch = stopwatch
+        spec = material.spec
+        self._params = SamplingParams(
+            temperature=spec.rollout.temperature,
+            top_p=spec.rollout.top_p,
+            top_k=spec.rollout.top_k,
+            max_new_tokens=spec.rollout.max_new_tokens,
+            stop=spec.rollout.stop,
+        )
+
+    async def steps(self) -> AsyncIterator[Step]:
+        """A step for each look at which the next batch is not sealed yet, or is on its way; none of an ended job.
+
+        Of an ended job no step waits for anything: to give it one more would be a loop that never lets go.
+        """
+        while True:
+            await self.changes.until(lambda: self.look().mirror.head is not None)
+            mirror = self.look().mirror
+            assert mirror.head is not None
+            head = mirror.head.record
+            if head.step >= self.material.spec.flow.steps or (mirror.status and mirror.status.record.phase.ended):
+                return
+            yield JobStep(self, head.version)
+
+    async def prompts(self, step: Step) -> AsyncIterator[Prompt]:
+        """Due refs of my shards that nobody has offered and I have not begun, oldest first."""
+        assert isinstance(step, JobStep)
+        while step.is_open():
+            seen = self.changes.count
+            room = max(self.material.spec.rollout.concurrency - len(self.holdings.in_flight), 0)
+            for ref in self._due()[:room]:
+                try:
+                    prompt = self.material.stream.prompt(ref)
+                except DataChanged:
+                    raise  # or every prompt of every epoch would fail, one after the other, for ever
+                except GcoreError as error:
+                    step.end(ref, Outcome("failed", str(error)))
+                    self.changes.notify()
+                    continue
+                step.hand_out(prompt)
+                self._stopwatch.produced(self._clock.monotonic())
+                yield prompt
+                # Lets what was started begin, and the driver keep up, while there is more to hand out.
+                await self._clock.sleep(0)
+                step.raise_defect()
+                if not step.is_open():
+                    return
+            step.put_back()
+            # What changed while prompts were handed out was not looked at yet.
+            if step.is_open() and self.changes.count == seen:
+                await self.changes.wait()
+            step.raise_defect()
+
+    async def rollout(self, prompt: Prompt) -> tuple[Sample, ...]:
+        """The group's samples, all of head's version. Raises EngineError."""
+        view = self.look()
+        assert view.mirror.head is not None
+        count = self.material.spec.flow.samples_per_prompt
+        reissue = self.holdings.reissues.get(prompt.ref, 0)
+        seeds = tuple(sample_seed(self.material, prompt.ref, index, reissue) for index in range(count))
+        rid = f"{self.material.uid}/{prompt.ref}/{reissue}/{view.me}"
+        version = view.mirror.head.record.version
+        samples = await self._engines.generate(version, [prompt.token_ids] * count, self._params, seeds, rid)
+        if any(sample.finish_reason == "abort" for sample in samples):
+            raise EngineError(f"the engine gave up on prompt {prompt.ref}", fix="It is issued again")
+        return samples
+
+    async def score(self, prompt: Prompt, samples: tuple[Sample, ...]) -> Group:
+        """Rule rewards, sample by sample. Raises RewardError."""
+        scored = []
+        for sample in samples:
+            result = self.material.reward(sample.text, prompt.fields, self.material.spec.reward)
+            scored.append(replace(sample, reward=result.value, reward_parts=result.parts))
+        return Group(prompt.ref, prompt.token_ids, tuple(scored))
+
+    async def evaluate(self) -> None:
+        """Held-out prompts are answered, once for a version that is due."""
+        await self._evaluator.evaluate()
+
+    def _due(self) -> list[PromptRef]:
+        view = self.look()
+        assert view.mirror.head is not None
+        if view.mirror.assign is None:
+            return []
+        head = view.mirror.head.record
+        seals = [stored.record for stored in view.mirror.seals.values()]
+        mine = set(view.mirror.assign.record.shards_of(view.me))
+        refs = due(view.rules, head, seals, view.offered)
+        return [ref for ref in refs if ref.shard in mine and not self.holdings.knows(ref)]

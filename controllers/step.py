@@ -1,0 +1,216 @@
+"""One step as a peer lives through it, and the productions under way in it: `gcore.flows`' `Step` and `Batch`.
+
+What is finished goes into the holdings if it can still be trained; what failed for want of an engine is issued again by
+whoever owns the shard; what raised anything else is a defect of the flow or a plug-in and ends the flow. Nothing here
+issues prompts or asks an engine (`controllers.peer`), and nothing is written to the store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, Protocol
+
+from controllers.changes import Changes
+from controllers.holdings import Holdings
+from controllers.material import Material
+from controllers.view import JobView
+from gcore.errors import EngineError
+from gcore.ledger.ancestry import is_acceptable, is_ancestor
+from gcore.ledger.records import SealState
+from gcore.reward.registry import RewardError
+from gcore.types import Group, Outcome, Prompt, PromptRef, Version
+
+log = logging.getLogger(__name__)
+
+
+class Look(Protocol):
+    """Where the present view of the job comes from."""
+
+    def __call__(self) -> JobView:
+        """The view now."""
+        ...
+
+
+class Producer(Protocol):
+    """What a step needs of its peer."""
+
+    @property
+    def look(self) -> Look:
+        """The present view."""
+        ...
+
+    @property
+    def changes(self) -> Changes:
+        """Wakes whoever looks."""
+        ...
+
+    @property
+    def holdings(self) -> Holdings:
+        """What the peer holds."""
+        ...
+
+    @property
+    def material(self) -> Material:
+        """What the job is made of."""
+        ...
+
+
+class JobStep:
+    """Implements `gcore.flows.Step`: the step after `version`, in its lineage."""
+
+    def __init__(self, peer: Producer, version: Version) -> None:
+        self._peer = peer
+        self.version = version
+        self._handed_out: Prompt | None = None
+        self._defect: BaseException | None = None
+
+    @property
+    def number(self) -> int:
+        """The step's number."""
+        return self.version.step + 1
+
+    def is_current(self) -> bool:
+        """Whether head still is where this step begins."""
+        head = self._peer.look().mirror.head
+        return head is not None and head.record.version == self.version and not self._ended()
+
+    def is_open(self) -> bool:
+        """Whether its batch still wants groups."""
+        seal = self._peer.look().seal
+        return self.is_current() and (seal is None or seal.state is SealState.OPEN)
+
+    def _ended(self) -> bool:
+        status = self._peer.look().mirror.status
+        return status is not None and status.record.phase.ended
+
+    def hand_out(self, prompt: Prompt) -> None:
+        """`prompt` is the flow's now; the next `start` is for it."""
+        self.put_back()
+        self._handed_out = prompt
+        self._peer.holdings.in_flight.add(prompt.ref)
+
+    def take(self) -> Prompt:
+        """The prompt handed out last, once. Raises RuntimeError if there is none."""
+        if self._handed_out is None:
+            raise RuntimeError("batch.start() was called twice for one prompt, or before peer.prompts() gave one")
+        prompt, self._handed_out = self._handed_out, None
+        return prompt
+
+    def put_back(self) -> None:
+        """A prompt that the flow did not start is not in flight."""
+        if self._handed_out is not None:
+            self._peer.holdings.in_flight.discard(self._handed_out.ref)
+            self._handed_out = None
+
+    def keep(self, group: Group) -> None:
+        """Hold a finished group, unless it can no longer be trained.
+
+        What is held is not issued again, so nothing may be held that no seal would take. Raises EngineError if head is
+        where it was and other weights had a part in the group.
+        """
+        view = self._peer.look()
+        assert view.mirror.head is not None
+        head = view.mirror.head.record
+        if is_acceptable(head, head.step + 1, group.versions, view.rules.staleness):
+            self._peer.holdings.keep(group)
+        elif self.is_current():
+            made_by = ", ".join(map(str, group.versions))
+            raise EngineError(f"prompt {group.ref} was made by {made_by}, not {self.version}", fix="It is issued again")
+
+    def end(self, ref: PromptRef, outcome: Outcome) -> None:
+        """Hold an outcome, unless it belongs to a lineage that was cut off meanwhile: then `ref` is issued again."""
+        view = self._peer.look()
+        assert view.mirror.head is not None
+        if is_ancestor(view.mirror.head.record, self.version):
+            self._peer.holdings.end(ref, outcome, view.me, self.version)
+
+    def fail(self, defect: BaseException) -> None:
+        """A production raised what is not an outcome: the flow or a plug-in is wrong."""
+        self._defect = self._defect or defect
+
+    def raise_defect(self) -> None:
+        """Raise what a production raised, rather than issue its prompt for ever."""
+        if self._defect is not None:
+            raise self._defect
+
+    @asynccontextmanager
+    async def collect(self) -> AsyncIterator[JobBatch]:
+        """Leaves when the batch is sealed; what is in flight then is given up."""
+        batch = JobBatch(self._peer, self)
+        try:
+            yield batch
+        finally:
+            self.put_back()
+            await batch.give_up()
+
+    async def train(self) -> None:
+        """Until head moved, or the batch is open again."""
+        await self._peer.changes.until(lambda: not self.is_current() or self.is_open())
+
+    async def publish(self) -> None:
+        """Until one of my engines serves head's version, or there is nothing to wait for."""
+
+        def served() -> bool:
+            view = self._peer.look()
+            assert view.mirror.head is not None
+            version = view.mirror.head.record.version
+            return self._ended() or not view.engines or any(e.version == version for e in view.engines.values())
+
+        await self._peer.changes.until(served)
+
+
+class JobBatch:
+    """Implements `gcore.flows.Batch`: productions under way, one task each."""
+
+    def __init__(self, peer: Producer, step: JobStep) -> None:
+        self._peer = peer
+        self._step = step
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, produce: Coroutine[Any, Any, Group | Outcome]) -> None:
+        """Produce the prompt that `peer.prompts` handed out last."""
+        try:
+            prompt = self._step.take()
+        except RuntimeError:
+            produce.close()
+            raise
+        task = asyncio.create_task(self._produce(prompt.ref, produce), name=f"prompt {prompt.ref}")
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    async def give_up(self) -> None:
+        """Cancel what is under way; whatever is still due is issued again."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (defect := task.exception()) is not None:
+            self._step.fail(defect)
+            self._peer.changes.notify()
+
+    async def _produce(self, ref: PromptRef, produce: Coroutine[Any, Any, Group | Outcome]) -> None:
+        holdings = self._peer.holdings
+        try:
+            result = await produce
+            if isinstance(result, Group):
+                self._step.keep(result)
+            else:
+                self._step.end(ref, result)
+        except RewardError as error:
+            self._step.end(ref, Outcome("failed", str(error)))
+        except EngineError as error:
+            tries = holdings.reissues.get(ref, 0) + 1
+            holdings.reissues[ref] = tries
+            log.info("prompt %s, try %d: %s", ref, tries, error)
+            if tries > self._peer.material.spec.flow.max_reissues:
+                reason = f"issued {tries} times, the last: {error}"
+                self._step.end(ref, Outcome("failed", reason))
+        finally:
+            holdings.in_flight.discard(ref)
+            self._peer.changes.notify()
