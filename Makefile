@@ -16,7 +16,7 @@ EXAMPLE := .cache/examples/arithmetic
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo demo-kill prepare test bench-demo sim lint proto clean
+.PHONY: help setup demo demo-kill prepare test bench-demo bench-grpo sim lint proto clean
 
 help: ## What there is to make
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk 'BEGIN {FS = ":.*## "} {printf "  make %-12s %s\n", $$1, $$2}'
@@ -44,6 +44,10 @@ test: setup ## Everything that is checked on each commit
 
 bench-demo: prepare ## The demo three times: seconds, accuracy; benchmarks/results/demo.json
 	@$(TEST_ENV) $(BIN)/python benchmarks/demo.py
+
+bench-grpo: prepare ## Seconds per GRPO step beside TRL's (an environment of its own); benchmarks/results/grpo_step.json
+	@bash benchmarks/setup_trl.sh "$(PYTHON)" .venv-trl
+	@$(TEST_ENV) $(BIN)/python benchmarks/grpo_step.py $(BENCH_ARGS)
 
 sim: setup ## The step protocol under random faults: SEEDS=20000 from FIRST=0
 	@GCORE_SIM_SEEDS=$(or $(SEEDS),2000) GCORE_SIM_FIRST=$(or $(FIRST),0) $(BIN)/python -m pytest -q -n 2 tests/sim
