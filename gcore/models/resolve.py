@@ -1,20 +1,35 @@
 """From `model.path` to a folder on this machine.
 
 `resolve_model` is what a controller calls, off the event loop, once for each job on its node; workers get the folder.
-For a model on a hub that may be a download into the hub's own cache; what is there is not fetched again.
+A model of a hub is fetched into the hub's own cache, small files first, so that code and pickles are refused before
+anything large moves. What breaks off is tried again: fetching twice is fetching once. A model that is pinned to a
+commit and whole in the cache needs no hub.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import tenacity
+
 from gcore.models.folder import check_code, check_weights, read_config
-from gcore.models.names import ModelError, hub_model
+from gcore.models.hub import Hub, HubFile, HubOffline, HubUnreachable, Listing, is_whole, total_size
+from gcore.models.names import HubModel, ModelError, Scheme, hub_model, is_commit
 
 Progress = Callable[[int, int], None]
 """Bytes that are here, and bytes in all."""
+
+FEW_TRIES = 2
+"""For who waits at a prompt."""
+MANY_TRIES = 8
+"""For a job that is to begin: about two minutes, longest pauses included."""
+LONGEST_PAUSE_S = 30.0
+LOOK_S = 1.0
+"""Between two looks at how much is here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,23 +42,151 @@ class ResolvedModel:
     remote_code: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class HubAnswer:
+    """What fetching a model would mean. `files`: names with their sizes in bytes; `here`: bytes that are in the cache."""
+
+    hub: str
+    commit: str
+    files: tuple[HubFile, ...]
+    here: int
+
+    @property
+    def total(self) -> int:
+        """Bytes in all."""
+        return total_size(self.files)
+
+
+def open_hub(scheme: Scheme) -> Hub:
+    """The hub of a scheme; its client is imported only now. Raises ModelError if that is not installed."""
+    if scheme == "ms":
+        from gcore.models.modelscope import ModelScope
+
+        return ModelScope()
+    from gcore.models.huggingface import HuggingFace
+
+    return HuggingFace()
+
+
 def resolve_model(
     path: str,
     *,
     trust_remote_code: bool = False,
     revision: str = "",
     weights: bool = True,
+    tries: int = FEW_TRIES,
     progress: Progress | None = None,
+    hub: Hub | None = None,
 ) -> ResolvedModel:
     """The folder of the model that `path` (`model.path` of a spec) names. Blocks; may download.
 
     `revision`: the commit that the job was created with; it wins over the one in `path`. `weights` False: configuration
-    and tokenizer are enough. Raises ModelError (a DataError): no such model, no access, no hub; weights that are a
-    pickle; code that would have to run and is not trusted.
+    and tokenizer are enough. `hub`: another than the one of `path`'s scheme. Raises ModelError (a DataError): no such
+    model, no access, no hub; weights that are a pickle; code that would have to run and is not trusted.
     """
-    if hub_model(path) is not None:
-        raise ModelError("models of a hub cannot be fetched yet", where=path, fix="Download it and name its folder")
-    folder = Path(path)
-    if folder.is_dir():
-        check_weights((file.name for file in folder.iterdir()), where=path)
-    return ResolvedModel(folder, "", check_code(read_config(folder), trusted=trust_remote_code, where=path))
+    model = hub_model(path)
+    if model is None:
+        folder = Path(path)
+        if folder.is_dir():
+            check_weights((file.name for file in folder.iterdir()), where=path)
+        return ResolvedModel(folder, "", check_code(read_config(folder), trusted=trust_remote_code, where=path))
+    hub = hub or open_hub(model.scheme)
+    revision = revision or model.revision
+    if is_commit(revision) and (found := hub.cached(model, revision)) is not None:
+        folder, commit = found
+        if is_whole(folder, weights=weights):
+            code = check_code(read_config(folder), trusted=trust_remote_code, where=path)
+            if all((folder / file).is_file() for file in code):
+                return ResolvedModel(folder, commit, code)
+    return _Fetching(hub, model, path, trust_remote_code, tries, progress).run(revision, weights=weights)
+
+
+def ask_hub(path: str, *, trust_remote_code: bool = False, hub: Hub | None = None) -> HubAnswer | None:
+    """What would be downloaded for `path`; None for a folder. Fetches the small files. Raises ModelError."""
+    model = hub_model(path)
+    if model is None:
+        return None
+    hub = hub or open_hub(model.scheme)
+    listing = _patient(FEW_TRIES)(hub.listing, model, model.revision)
+    resolved = resolve_model(path, trust_remote_code=trust_remote_code, revision=listing.commit, weights=False, hub=hub)
+    files = (*listing.small(code=bool(resolved.remote_code)), *listing.weights(resolved.folder))
+    return HubAnswer(hub.title, listing.commit, files, hub.received(listing, [f.name for f in files]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Fetching:
+    hub: Hub
+    model: HubModel
+    path: str
+    trusted: bool
+    tries: int
+    progress: Progress | None
+
+    def run(self, revision: str, *, weights: bool) -> ResolvedModel:
+        try:
+            listing = _patient(self.tries)(self.hub.listing, self.model, revision)
+        except (HubUnreachable, HubOffline):
+            # Without the hub, what a branch was when it was fetched last is as good as an answer can be.
+            if (found := self._in_cache(revision, weights=weights)) is None:
+                raise
+            return found
+        check_weights((file.name for file in listing.files), where=self.path)
+        folder = self._fetch(listing, [f for f in listing.small(code=False) if f.name == "config.json"])
+        code = check_code(read_config(folder), trusted=self.trusted, where=self.path)
+        small = listing.small(code=bool(code))
+        self._fetch(listing, small)
+        if weights:
+            needed = listing.weights(folder)
+            with self._watched(listing, (*small, *needed)):
+                self._fetch(listing, needed)
+        return ResolvedModel(folder, listing.commit, code)
+
+    def _in_cache(self, revision: str, *, weights: bool) -> ResolvedModel | None:
+        found = self.hub.cached(self.model, revision)
+        if found is None or not is_whole(found[0], weights=weights):
+            return None
+        folder, commit = found
+        return ResolvedModel(folder, commit, check_code(read_config(folder), trusted=self.trusted, where=self.path))
+
+    def _fetch(self, listing: Listing, files: Sequence[HubFile]) -> Path:
+        if not files:
+            raise ModelError(
+                "the hub lists no config.json, or no safetensors, for it",
+                where=self.path,
+                fix="Name a model in the transformers format",
+            )
+        return _patient(self.tries)(self.hub.fetch, listing, [f.name for f in files])
+
+    @contextlib.contextmanager
+    def _watched(self, listing: Listing, files: Sequence[HubFile]) -> Iterator[None]:
+        """Report progress while the block runs: by looking at what lies on the disk, whatever the client does."""
+        progress = self.progress
+        if progress is None:
+            yield
+            return
+        names, total = [f.name for f in files], total_size(files)
+        ended = threading.Event()
+
+        def look() -> None:
+            while not ended.is_set():
+                progress(min(self.hub.received(listing, names), total), total)
+                ended.wait(LOOK_S)
+
+        watcher = threading.Thread(target=look, name="model progress", daemon=True)
+        watcher.start()
+        try:
+            yield
+            progress(total, total)
+        finally:
+            ended.set()
+            watcher.join()
+
+
+def _patient(tries: int) -> tenacity.Retrying:
+    """Tries again what a hub that did not answer may be asked again."""
+    return tenacity.Retrying(
+        retry=tenacity.retry_if_exception_type(HubUnreachable),
+        stop=tenacity.stop_after_attempt(tries),
+        wait=tenacity.wait_exponential(multiplier=1, max=LONGEST_PAUSE_S),
+        reraise=True,
+    )
