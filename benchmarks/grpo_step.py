@@ -82,7 +82,7 @@ def gcore_steps(model: Path, folder: Path, tokens: int, steps: int) -> list[dict
         raise SystemExit(f"gcore failed:\n{done.stdout}\n{done.stderr}")
     (events,) = home.glob("runs/*/events.jsonl")
     found = [json.loads(line) for line in events.read_text().splitlines()]
-    stats = [event["data"]["stats"] for event in found if event["kind"] == "commit"]
+    stats = [event["data"]["stats"] for event in found if event["kind"] == "step"]
     shutil.rmtree(home)
     return [one for one in stats[WARM_UP:] if "seconds" in one]
 
