@@ -13,10 +13,15 @@ STAMP := $(VENV)/.gcore-$(shell cat pyproject.toml $(CONSTRAINTS) Makefile deplo
 # Two pytest workers on two cores, each torch thread on its own.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 EXAMPLE := .cache/examples/arithmetic
+# SGLang's own environment, for a machine without a GPU. One that is elsewhere: make test-sglang SGLANG_VENV=...
+SGLANG_VENV ?= .venv-sglang
+SGLANG_CONSTRAINTS ?= constraints/sglang-cpu.txt
+SGLANG_STAMP := $(SGLANG_VENV)/.gcore-$(shell cat $(SGLANG_CONSTRAINTS) deploy/sglang/setup.sh 2>/dev/null | sha256sum | cut -c1-12)
+SGLANG_ENV := GCORE_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo demo-kill prepare test bench-demo bench-grpo sim lint proto clean
+.PHONY: help setup sglang-setup demo demo-kill demo-sglang prepare test test-sglang bench-demo bench-grpo sim lint proto clean
 
 help: ## What there is to make
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk 'BEGIN {FS = ":.*## "} {printf "  make %-12s %s\n", $$1, $$2}'
@@ -28,6 +33,13 @@ $(STAMP): pyproject.toml $(CONSTRAINTS) deploy/local/setup.sh
 	@rm -f $(VENV)/.gcore-*
 	@touch $@
 
+sglang-setup: $(SGLANG_STAMP) ## The real SGLang for the CPU, in an environment of its own
+
+$(SGLANG_STAMP): $(SGLANG_CONSTRAINTS) deploy/sglang/setup.sh
+	@bash deploy/sglang/setup.sh "$(PYTHON)" "$(SGLANG_VENV)" "$(SGLANG_CONSTRAINTS)"
+	@rm -f $(SGLANG_VENV)/.gcore-*
+	@touch $@
+
 prepare: setup ## The arithmetic example: data and a warm-started model (cached)
 	@$(BIN)/gcore prepare arithmetic --to $(EXAMPLE)
 
@@ -37,10 +49,16 @@ demo: prepare ## Train a small model on two peer controllers, every component re
 demo-kill: prepare ## The same, and kill -9 of a controller in the middle
 	@$(BIN)/python examples/arithmetic/demo_kill.py
 
+demo-sglang: prepare sglang-setup ## The demo with the real SGLang as its engine, on the CPU
+	@$(SGLANG_ENV) $(BIN)/gcore run examples/arithmetic/grpo.yaml --new --set rollout.engine=sglang --controllers 1 --slots cpu:1
+
 test: setup ## Everything that is checked on each commit
 	@$(MAKE) --no-print-directory lint
-	@$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile -m "not serial and not gpu" $(PYTEST_ARGS)
-	@$(TEST_ENV) $(BIN)/python -m pytest -m "serial" $(PYTEST_ARGS)
+	@$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile -m "not serial and not gpu and not sglang" $(PYTEST_ARGS)
+	@$(TEST_ENV) $(BIN)/python -m pytest -m "serial and not gpu and not sglang" $(PYTEST_ARGS)
+
+test-sglang: prepare sglang-setup ## What is checked against the real SGLang, on the CPU
+	@$(SGLANG_ENV) $(TEST_ENV) $(BIN)/python -m pytest -m "sglang" $(PYTEST_ARGS)
 
 bench-demo: prepare ## The demo three times: seconds, accuracy; benchmarks/results/demo.json
 	@$(TEST_ENV) $(BIN)/python benchmarks/demo.py
