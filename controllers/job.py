@@ -21,6 +21,7 @@ from controllers.changes import Changes
 from controllers.cluster import ClusterMirror
 from controllers.decide import decide
 from controllers.engines import EngineBook, responsible_for
+from controllers.fetching import FetchReport, fetch_model
 from controllers.gauges import show
 from controllers.holdings import Holdings
 from controllers.material import Material
@@ -165,6 +166,7 @@ class JobRunner:
         self._rules = self._rules_or_none()
         self.is_working = True
         try:
+            await self._model_is_here()
             material = await self._opened()
             if material is None:
                 return
@@ -202,6 +204,26 @@ class JobRunner:
 
     def _ended(self) -> bool:
         return self.mirror.status is not None and self.mirror.status.record.phase.ended
+
+    async def _model_is_here(self) -> None:
+        """From here on the spec names the model's folder on this node. Raises ModelError."""
+        assert self.mirror.job is not None
+        job, model = self.mirror.job.record, self._spec.model
+        report = FetchReport(self._store, self.keys.fetch(self.node), self.node, model.path, lease=self._identity.lease)
+        reporting = asyncio.create_task(report.run(), name=f"model {self.uid}")
+        fetching = asyncio.create_task(fetch_model(model, job.model_revision, report.note), name=f"fetch {self.uid}")
+        ended = asyncio.create_task(self.changes.until(self._ended))
+        try:
+            await asyncio.wait({fetching, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if fetching.done():
+                here = fetching.result()
+                self._spec = self._spec.model_copy(
+                    update={"model": model.model_copy(update={"path": str(here.folder)})}
+                )
+        finally:
+            for task in (fetching, reporting, ended):
+                task.cancel()
+            await asyncio.wait({fetching})
 
     async def _opened(self) -> Material | None:
         """What the job is made of; None if it ended before its data were again what it began with. Raises GcoreError."""

@@ -26,6 +26,10 @@ def waiting_for(view: JobView) -> Iterator[Wait]:
     mirror = view.mirror
     if mirror.status is None or mirror.status.record.phase.ended:
         return
+    for stored in mirror.fetches.values():
+        if stored.record.done < stored.record.total:
+            fetch = stored.record
+            yield Wait("model", f"{fetch.node} is {fetch.sentence}", f"wait model {fetch.node}")
     if mirror.status.record.phase is JobPhase.PENDING or mirror.head is None or mirror.plan is None:
         yield Wait("start", "the job waits to be started", "wait start")
         return

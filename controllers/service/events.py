@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from controllers.identity import node_of
-from gcore.ledger.job import Evaluation, JobStatus
+from gcore.ledger.job import Evaluation, JobRecord, JobStatus, ModelFetch
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records import Assignment, Checkpoints, LogEntry
 from gcore.store.keys import JobKeys
@@ -84,6 +84,16 @@ def _derive(
     if key == keys.state:
         status = JobStatus.decode(kv.value, key)
         yield "state", f"{status.phase}: {status.reason}", {"state": status.phase.value, "reason": status.reason}
+    elif key == keys.job:
+        job = JobRecord.decode(kv.value, key)
+        if job.remote_code:
+            files = ", ".join(job.remote_code)
+            what = f"Python code that comes with the model runs in every engine and rank, as the spec asks for: {files}"
+            yield "warning", what, {"files": list(job.remote_code)}
+    elif key.startswith(keys.fetch_prefix):
+        fetch = ModelFetch.decode(kv.value, key)
+        data = {"node": fetch.node, "model": fetch.path, "done": fetch.done, "total": fetch.total}
+        yield "model", f"{fetch.node} is {fetch.sentence}", data
     elif key == keys.assign:
         yield _shards(before, Assignment.decode(kv.value, key))
     elif key == keys.checkpoints:

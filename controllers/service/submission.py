@@ -22,6 +22,7 @@ from gcore.flows import find_flow
 from gcore.ledger import transactions
 from gcore.ledger.job import JobPhase, JobRecord, JobStatus
 from gcore.ledger.transactions import Ledger, TxnOutcome
+from gcore.models.resolve import ResolvedModel, resolve_model
 from gcore.prompts.dataset import DataChanged, Dataset
 from gcore.prompts.render import PromptRenderer
 from gcore.prompts.stream import check_lengths, prompt_limit
@@ -85,6 +86,8 @@ class Submissions:
                 request_id=request_id,
                 prompts=data.prompts,
                 data_digest=data.digest,
+                model_revision=data.model.revision,
+                remote_code=data.model.remote_code,
             )
             created = JobStatus(phase=JobPhase.PENDING, reason="created", changed=job.created)
             job_keys = JobKeys(uid)
@@ -136,6 +139,8 @@ class CheckedData:
 
     prompts: int
     digest: str
+    model: ResolvedModel
+    """As it is on the hub now, with its small files here; the weights are fetched when the job runs."""
 
 
 def open_training_data(spec: JobSpec, cache_dir: Path) -> Dataset:
@@ -160,7 +165,8 @@ def check_submission(spec: JobSpec, run_root: Path, cache_dir: Path) -> CheckedD
     """Everything about a spec that needs its files. Raises GcoreError."""
     find_flow(spec.flow.name)
     find_reward(spec.reward.name)
-    renderer = PromptRenderer.load(Path(spec.model.path), chat=spec.model.chat)
+    model = resolve_model(spec.model.path, trust_remote_code=spec.model.trust_remote_code, weights=False)
+    renderer = PromptRenderer.load(model.folder, chat=spec.model.chat)
     fields = (spec.reward.answer,)
     train = open_training_data(spec, cache_dir)
     if spec.eval.path is not None:
@@ -197,7 +203,7 @@ def check_submission(spec: JobSpec, run_root: Path, cache_dir: Path) -> CheckedD
         ) from error
     if free < MIN_FREE_BYTES:
         raise GcoreError(f"only {free >> 20} MiB are free on the disk", where=str(run_root), fix="Make room")
-    return CheckedData(len(train), train.digest)
+    return CheckedData(len(train), train.digest, model)
 
 
 def _differences(old: dict[str, object], new: dict[str, object], prefix: str = "") -> list[str]:

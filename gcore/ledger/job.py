@@ -37,6 +37,10 @@ class JobRecord(Record):
     """Entries of the dataset when the job was created; the shards are cut by it for ever."""
     data_digest: str = ""
     """Names the dataset's content then: a prompt ref must mean the same prompt for ever."""
+    model_revision: str = ""
+    """The commit of a hub's model, as it was then: all nodes load the same weights. Empty for a folder."""
+    remote_code: tuple[str, ...] = ()
+    """Python files that come with the model and run in engines and ranks, because the spec trusts them."""
 
 
 class JobStatus(Record):
@@ -101,6 +105,21 @@ class RankClaim(Record):
     """`world/{world}/rank/{rank}`: the one worker instance that is this rank, written once."""
 
     instance: str
+
+
+class ModelFetch(Record):
+    """`fetch/{node}`: how far a node is with fetching the job's model, under its controller's lease. In bytes."""
+
+    node: str
+    path: str
+    done: int
+    total: int
+
+    @property
+    def sentence(self) -> str:
+        """`downloading model hf://owner/name, 1.2 of 3.4 GB`"""
+        unit, size = ("GB", 1e9) if self.total >= 1e9 else ("MB", 1e6)
+        return f"downloading model {self.path}, {self.done / size:.1f} of {self.total / size:.1f} {unit}"
 
 
 class NodeRecord(Record):

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from gcore.ledger.job import Evaluation, JobRecord, JobStatus, Plan, RankClaim
+from gcore.ledger.job import Evaluation, JobRecord, JobStatus, ModelFetch, Plan, RankClaim
 from gcore.ledger.records import Assignment, Checkpoints, Head, LogEntry, Member, Offer, Record, Seal
 from gcore.ledger.transactions import OpenSlots, Stored
 from gcore.store.keys import JobKeys
@@ -35,6 +35,7 @@ class JobMirror:
     members: Mapping[str, Stored[Member]] = field(default_factory=dict)
     log: Mapping[int, Stored[LogEntry]] = field(default_factory=dict)
     evaluations: Mapping[str, Stored[Evaluation]] = field(default_factory=dict)
+    fetches: Mapping[str, Stored[ModelFetch]] = field(default_factory=dict)
     claims: Mapping[str, Stored[RankClaim]] = field(default_factory=dict)
     """By "world/rank" as the key spells it."""
 
@@ -89,6 +90,7 @@ _MANY: tuple[tuple[str, str, type[Record]], ...] = (
     ("member/", "members", Member),
     ("log/", "log", LogEntry),
     ("eval/", "evaluations", Evaluation),
+    ("fetch/", "fetches", ModelFetch),
     ("world/", "claims", RankClaim),
 )
 

@@ -50,6 +50,7 @@ class JobKeys:
         self.member_prefix = f"{self.prefix}member/"
         self.offer_prefix = f"{self.prefix}offer/"
         self.eval_prefix = f"{self.prefix}eval/"
+        self.fetch_prefix = f"{self.prefix}fetch/"
         self.world_prefix = f"{self.prefix}world/"
 
     def log(self, seq: int) -> str:
@@ -71,6 +72,10 @@ class JobKeys:
     def evaluation(self, version: str) -> str:
         """The evaluation of one policy version; written once."""
         return f"{self.eval_prefix}{version}"
+
+    def fetch(self, node: str) -> str:
+        """How far a node is with fetching the model, under its controller's lease."""
+        return f"{self.fetch_prefix}{node}"
 
     def world_rank(self, world: str, rank: int) -> str:
         """Which worker instance took this rank of this world; written once, never deleted while the world matters."""
