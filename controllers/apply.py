@@ -47,8 +47,8 @@ from gcore.ledger.ancestry import resumable
 from gcore.ledger.balance import balance
 from gcore.ledger.job import JobPhase, JobStatus, Plan
 from gcore.ledger.records import Checkpoint, LogEntry, Member
+from gcore.ledger.tally import NOTHING
 from gcore.ledger.transactions import Ledger, OpenSlots, Stored, Transaction, TxnKind, TxnOutcome, TxnReport
-from gcore.prompts.cursor import Cursors
 from gcore.store.types import Compare, Put, Store
 from gcore.types import Version
 from gcore.weights.layout import CheckpointDamaged, manifest_digest, verify_checkpoint, weights_folder
@@ -124,8 +124,11 @@ def _transaction(action: Action, view: JobView, hands: Hands) -> Transaction:
             return transactions.offer(keys, mirror.offers.get(view.me), action.offer, hands.lease)
         case MakeSeal():
             assert mirror.plan is not None
-            mini_batches = view.spec.train.mini_batches
-            return transactions.seal(keys, _slots(view), action.chosen, mirror.plan.record, mini_batches, view.me)
+            assert mirror.job is not None
+            mini_batches, weight = view.spec.train.mini_batches, mirror.job.record.attention_equals_at
+            return transactions.seal(
+                keys, _slots(view), action.chosen, mirror.plan.record, mini_batches, view.me, weight
+            )
         case Account():
             head = _slots(view).head.record
             advance = chain.accounted(head, action.outcomes, view.rules.shape, _writer(view))
@@ -214,15 +217,16 @@ async def _rollback(action: Rollback, view: JobView, hands: Hands) -> Applied:
         return Applied(TxnOutcome.STALE, f"rollback: {error}")
     reason = action.reason
     for target in resumable(head, mirror.checkpoints.record.entries):
-        cursors = await _cursors_of(target, view, hands)
+        entry = await _entry_of(target, view, hands)
+        cursors = entry.cursors if entry is not None else None
         problem = await asyncio.to_thread(damage, hands.run_dir, target)
         if cursors is None:
             problem = f"its log entry {target.seq} is not there"
-        if problem or cursors is None:
+        if problem or entry is None or cursors is None:
             log.warning("checkpoint %s is skipped: %s", target.file, problem)
             reason += f"; checkpoint {target.file} is skipped: {problem}"
             continue
-        advance = chain.rolled_back(head, target, cursors, world, _writer(view), reason)
+        advance = chain.rolled_back(head, target, cursors, world, _writer(view), reason, tally=entry.tally or NOTHING)
         txn = transactions.rollback(mirror.keys, _slots(view), mirror.checkpoints, advance, mirror.plan, plan)
         report = await hands.ledger.run(txn)
         sentence = f"rollback from step {head.step} to {target.step}, lineage {advance.head.lineage}: {reason}"
@@ -244,13 +248,13 @@ def damage(run_dir: Path, checkpoint: Checkpoint) -> str:
     return ""
 
 
-async def _cursors_of(target: Checkpoint, view: JobView, hands: Hands) -> Cursors | None:
-    """The cursors in the target's log entry."""
+async def _entry_of(target: Checkpoint, view: JobView, hands: Hands) -> LogEntry | None:
+    """The target's log entry, whose cursors and tally are gone back to."""
     known: Stored[LogEntry] | None = view.mirror.log.get(target.seq)
     if known is not None:
-        return known.record.cursors
+        return known.record
     kv = await hands.store.get(view.mirror.keys.log(target.seq))
-    return LogEntry.decode(kv.value, kv.key).cursors if kv is not None else None
+    return LogEntry.decode(kv.value, kv.key) if kv is not None else None
 
 
 async def _retain(action: Retain, view: JobView, hands: Hands) -> Applied:

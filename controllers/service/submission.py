@@ -20,6 +20,7 @@ from gcore.config import JobSpec, parse_spec
 from gcore.errors import GcoreError, SpecError, StoreUnavailable
 from gcore.flows import find_flow
 from gcore.ledger import transactions
+from gcore.ledger.cost import attention_equals_at
 from gcore.ledger.job import JobPhase, JobRecord, JobStatus
 from gcore.ledger.transactions import Ledger, TxnOutcome
 from gcore.models.resolve import ResolvedModel, resolve_model
@@ -88,6 +89,7 @@ class Submissions:
                 data_digest=data.digest,
                 model_revision=data.model.revision,
                 remote_code=data.model.remote_code,
+                attention_equals_at=data.attention_equals_at,
             )
             created = JobStatus(phase=JobPhase.PENDING, reason="created", changed=job.created)
             job_keys = JobKeys(uid)
@@ -135,10 +137,14 @@ class Submissions:
 
 @dataclass(frozen=True, slots=True)
 class CheckedData:
-    """The training data as they are when a job is created: entries, and what names their content."""
+    """The training data as they are when a job is created: entries, and what names their content.
+
+    `attention_equals_at`: how the model weighs long samples (`gcore.ledger.cost`).
+    """
 
     prompts: int
     digest: str
+    attention_equals_at: int
     model: ResolvedModel
     """As it is on the hub now, with its small files here; the weights are fetched when the job runs."""
 
@@ -203,7 +209,8 @@ def check_submission(spec: JobSpec, run_root: Path, cache_dir: Path) -> CheckedD
         ) from error
     if free < MIN_FREE_BYTES:
         raise GcoreError(f"only {free >> 20} MiB are free on the disk", where=str(run_root), fix="Make room")
-    return CheckedData(len(train), train.digest, model)
+    config = json.loads((model.folder / "config.json").read_text(encoding="utf-8"))
+    return CheckedData(len(train), train.digest, attention_equals_at(config), model)
 
 
 def _differences(old: dict[str, object], new: dict[str, object], prefix: str = "") -> list[str]:

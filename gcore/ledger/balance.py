@@ -7,8 +7,12 @@ the ranks, longest first, each to the rank that has least to do so far (the LPT 
 than 4/3 − 1/(3·ranks) of the best possible). All arithmetic is on integers and every tie has a fixed winner, so that no
 platform and no process can come to another layout.
 
-It does not pack micro-batches, and does not know the model: the cost of a sample is a fixed polynomial of its length. A
-rank may get nothing in a mini-batch (fewer samples than ranks); it then takes part with an empty share.
+The cost of a sample is a polynomial of its length: linear for the matrices, quadratic for attention. Where the two are
+equal depends on the model, so whoever seals writes it into the seal (`gcore.ledger.cost`). A masked sample costs nothing:
+it is not computed, and only its reward counts.
+
+It does not pack micro-batches. A rank may get nothing in a mini-batch (fewer samples than ranks); it then takes part with
+an empty share.
 """
 
 from __future__ import annotations
@@ -18,11 +22,6 @@ import itertools
 from dataclasses import dataclass
 
 from gcore.ledger.records import Seal
-
-# Per token a transformer layer of width d spends about 24·d² operations on its matrices and 4·d·length on attention, so
-# attention costs as much as the matrices at a length of 6·d. Taken at d = 4096; a small model is weighed a bit too
-# evenly, which changes the balance by a few percent and never the result.
-ATTENTION_EQUALS_MATRICES_AT = 24_576
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -64,10 +63,20 @@ class StepLayout:
         return tuple(slot.sample for slot in self.of_rank(rank) if slot.group == group)
 
 
-def sample_cost(prompt_tokens: int, response_tokens: int) -> int:
-    """What forward and backward over a sample cost, in an arbitrary unit: a linear and an attention term."""
-    length = prompt_tokens + response_tokens
-    return length * (ATTENTION_EQUALS_MATRICES_AT + length)
+def sample_cost(length: int, attention_equals_at: int) -> int:
+    """What forward and backward over a sample of `length` tokens cost, in an arbitrary unit: matrices and attention.
+
+    `attention_equals_at`: the length in tokens at which the two are equal.
+    """
+    return length * (attention_equals_at + length)
+
+
+def slot_cost(seal: Seal, slot: SampleSlot) -> int:
+    """The cost of a sample of a seal; 0 for a masked one."""
+    group = seal.groups[slot.group]
+    if slot.sample in group.masked:
+        return 0
+    return sample_cost(group.prompt_tokens + group.response_tokens[slot.sample], seal.attention_equals_at)
 
 
 def balance(seal: Seal) -> StepLayout:
@@ -89,11 +98,8 @@ def _contiguous(count: int, parts: int) -> list[range]:
 
 def _spread(seal: Seal, groups: range) -> tuple[tuple[SampleSlot, ...], ...]:
     """Longest first, to the rank with the least load; ties go to fewer samples, then to the lower rank."""
-    weighed = sorted(
-        (-sample_cost(seal.groups[group].prompt_tokens, response), SampleSlot(group, sample))
-        for group in groups
-        for sample, response in enumerate(seal.groups[group].response_tokens)
-    )
+    slots = (SampleSlot(group, sample) for group in groups for sample in range(len(seal.groups[group].response_tokens)))
+    weighed = sorted((-slot_cost(seal, slot), slot) for slot in slots)
     shares: list[list[SampleSlot]] = [[] for _ in range(seal.world_size)]
     ranks = [(0, 0, rank) for rank in range(seal.world_size)]  # ascending, so already a heap
     for negative_cost, slot in weighed:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from gcore.ledger.cost import ATTENTION_EQUALS_AT
 from gcore.ledger.records import (
     Checkpoint,
     EndedRef,
@@ -17,8 +18,10 @@ from gcore.ledger.records import (
     LogEntry,
     Seal,
     SealState,
+    Tally,
 )
 from gcore.ledger.stream import SealNow
+from gcore.ledger.tally import NOTHING, added
 from gcore.prompts.cursor import Cursors, StreamShape
 
 
@@ -51,10 +54,19 @@ def base(shards: int, world: str, writer: Writer) -> Advance:
         world=world,
         nonce=writer.nonce,
     )
-    return Advance(head, _entry(head, "base", writer, cursors=cursors))
+    return Advance(head, _entry(head, "base", writer, cursors=cursors, tally=NOTHING))
 
 
-def sealed(slot: Seal | None, head: Head, chosen: SealNow, *, world_size: int, mini_batches: int, sealer: str) -> Seal:
+def sealed(
+    slot: Seal | None,
+    head: Head,
+    chosen: SealNow,
+    *,
+    world_size: int,
+    mini_batches: int,
+    sealer: str,
+    attention_equals_at: int = ATTENTION_EQUALS_AT,
+) -> Seal:
     """The slot after a seal: the attempt goes on from where it was, or two sets of groups would share a token."""
     return Seal(
         lineage=head.lineage,
@@ -67,6 +79,7 @@ def sealed(slot: Seal | None, head: Head, chosen: SealNow, *, world_size: int, m
         groups=chosen.groups,
         outcomes=chosen.outcomes,
         sealer=sealer,
+        attention_equals_at=attention_equals_at,
     )
 
 
@@ -107,7 +120,7 @@ def committed(
     keep_cursors: bool,
     stats: Mapping[str, float] = {},
 ) -> Advance:
-    """Head one step further. `keep_cursors`: the entry belongs to a checkpoint, so it keeps its own."""
+    """Head one step further. `keep_cursors`: the entry belongs to a checkpoint, so it keeps its own, and its tally."""
     if seal.state is not SealState.READY or (seal.lineage, seal.step) != (head.lineage, head.step + 1):
         raise ValueError(f"seal {seal.token} ({seal.state}) does not follow head {head.version}")
     ended = delta(seal)
@@ -118,6 +131,7 @@ def committed(
             "parent": head.seq,
             "step": seal.step,
             "cursors": cursors,
+            "tally": added(head.tally, seal.groups, seal.outcomes),
             "nonce": writer.nonce,
         }
     )
@@ -128,6 +142,7 @@ def committed(
         token=seal.token,
         delta=ended,
         cursors=cursors if keep_cursors else None,
+        tally=after.tally if keep_cursors else None,
         stats=dict(stats),
     )
     return Advance(after, entry)
@@ -136,12 +151,22 @@ def committed(
 def accounted(head: Head, outcomes: tuple[EndedRef, ...], shape: StreamShape, writer: Writer) -> Advance:
     """Head at the same step, with outcomes written down."""
     cursors = head.cursors.union(shape, (e.ref for e in outcomes))
-    after = head.model_copy(update={"seq": head.seq + 1, "parent": head.seq, "cursors": cursors, "nonce": writer.nonce})
+    after = head.model_copy(
+        update={
+            "seq": head.seq + 1,
+            "parent": head.seq,
+            "cursors": cursors,
+            "tally": added(head.tally, (), outcomes),
+            "nonce": writer.nonce,
+        }
+    )
     return Advance(after, _entry(after, "account", writer, delta=outcomes))
 
 
-def rolled_back(head: Head, target: Checkpoint, cursors: Cursors, world: str, writer: Writer, reason: str) -> Advance:
-    """Head at the target's step and cursors, in a new lineage and a new world. `cursors`: those of the target's entry."""
+def rolled_back(
+    head: Head, target: Checkpoint, cursors: Cursors, world: str, writer: Writer, reason: str, *, tally: Tally
+) -> Advance:
+    """Head at the target's step, in a new lineage and a new world. `cursors`, `tally`: those of the target's entry."""
     after = head.model_copy(
         update={
             "seq": head.seq + 1,
@@ -149,12 +174,13 @@ def rolled_back(head: Head, target: Checkpoint, cursors: Cursors, world: str, wr
             "lineage": head.lineage + 1,
             "step": target.step,
             "cursors": cursors,
+            "tally": tally,
             "lineages": (*head.lineages, Lineage(number=head.lineage + 1, base_step=target.step)),
             "world": world,
             "nonce": writer.nonce,
         }
     )
-    return Advance(after, _entry(after, "rollback", writer, cursors=cursors, reason=reason))
+    return Advance(after, _entry(after, "rollback", writer, cursors=cursors, tally=tally, reason=reason))
 
 
 def prunable(

@@ -5,6 +5,9 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any
 
+from pydantic import PositiveInt
+
+from gcore.ledger.cost import ATTENTION_EQUALS_AT
 from gcore.ledger.records import Part, Record
 from gcore.types import Version
 
@@ -41,6 +44,8 @@ class JobRecord(Record):
     """The commit of a hub's model, as it was then: all nodes load the same weights. Empty for a folder."""
     remote_code: tuple[str, ...] = ()
     """Python files that come with the model and run in engines and ranks, because the spec trusts them."""
+    attention_equals_at: PositiveInt = ATTENTION_EQUALS_AT
+    """The length, in tokens, at which attention costs the model as much as its matrices; goes into every seal."""
 
 
 class JobStatus(Record):

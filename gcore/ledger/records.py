@@ -13,9 +13,10 @@ import json
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, PositiveInt, ValidationError
 
 from gcore.errors import GcoreError
+from gcore.ledger.cost import ATTENTION_EQUALS_AT
 from gcore.prompts.cursor import Cursors
 from gcore.types import OutcomeKind, PromptRef, Token, Version
 
@@ -82,6 +83,8 @@ class EndedRef(Part):
     reason: str = ""
     holder: str = ""
     versions: tuple[Version, ...] = ()
+    source: str = ""
+    """Of what was filtered or failed: the source its prompt comes from. A trained one's stands in its group."""
 
 
 class OfferedGroup(Part):
@@ -101,6 +104,8 @@ class OfferedGroup(Part):
     """The source its prompt comes from, for metrics."""
     masked: tuple[int, ...] = ()
     """The samples, ascending, whose tokens are left out of the loss: they do not count in its denominators."""
+    truncated: int = 0
+    """Samples that were cut off at their longest length."""
 
 
 class Offer(Record):
@@ -128,8 +133,8 @@ class SealState(StrEnum):
 class Seal(Record):
     """`seal/{step}`: the slot of an open step.
 
-    `world_size` and `mini_batches` are what `balance()` cuts the samples by, so that who reads the seal knows which rank
-    takes which sample in which update.
+    `world_size`, `mini_batches` and `attention_equals_at` (`gcore.ledger.cost`) are what `balance()` cuts and weighs the
+    samples by, so that who reads the seal knows which rank takes which sample in which update.
     """
 
     lineage: int
@@ -142,11 +147,36 @@ class Seal(Record):
     groups: tuple[SealedGroup, ...] = ()
     outcomes: tuple[EndedRef, ...] = ()
     sealer: str = ""
+    attention_equals_at: PositiveInt = ATTENTION_EQUALS_AT
 
     @property
     def token(self) -> Token:
         """Names this attempt."""
         return Token(self.lineage, self.step, self.attempt)
+
+
+class SourceTally(Part):
+    """What came of one source's prompts, along the chain. Sums, so that tallies can be subtracted."""
+
+    kept: int = 0
+    """Prompts whose group was trained."""
+    filtered: int = 0
+    failed: int = 0
+    samples: int = 0
+    """Of the kept groups, like all that follow."""
+    truncated: int = 0
+    tokens: int = 0
+    """Of responses."""
+    reward: float = 0.0
+    """Sum of the groups' mean rewards."""
+
+
+class Tally(Part):
+    """What came of all prompts along the chain, source by source: a pure function of its entries' seals and outcomes."""
+
+    sources: dict[str, SourceTally] = {}
+    trained_epoch: int | None = None
+    """The newest data epoch of which a prompt was trained."""
 
 
 class Lineage(Part):
@@ -168,6 +198,7 @@ class Head(Record):
     world: str
     nonce: str
     deleted: bool = False
+    tally: Tally = Tally()
 
     @property
     def version(self) -> Version:
@@ -188,9 +219,26 @@ class LogEntry(Record):
     token: Token | None = None
     delta: tuple[EndedRef, ...] = ()
     cursors: StoredCursors | None = None
+    tally: Tally | None = None
+    """Head's, where `cursors` are kept: a rollback takes both from here."""
     writer: str = ""
     stats: dict[str, float] = {}
     reason: str = ""
+
+
+class EpochRecord(Record):
+    """`epoch/{epoch}`: the statistics with which a data epoch begins, the same for every peer and for ever.
+
+    It counts only while `version`, head's when it was written, is an ancestor of head: what was cut off by a rollback is
+    as if it were not there, and is written again. Only of a job with a curriculum, and not of epoch 0.
+    """
+
+    epoch: int
+    version: Version
+    so_far: dict[str, SourceTally] = {}
+    """Everything committed until then, by source."""
+    latest: dict[str, SourceTally] = {}
+    """The part of it that was committed since the epoch before began."""
 
 
 class Checkpoint(Part):

@@ -17,6 +17,7 @@ from typing import Generic, TypeVar
 
 from gcore.errors import LeaseLost, StoreUnavailable
 from gcore.ledger import chain
+from gcore.ledger.cost import ATTENTION_EQUALS_AT
 from gcore.ledger.job import JobPhase, JobRecord, JobStatus, Plan
 from gcore.ledger.records import Assignment, Checkpoint, Checkpoints, Head, LogEntry, Offer, Record, Seal, SealState
 from gcore.ledger.stream import SealNow
@@ -123,7 +124,15 @@ def offer(keys: JobKeys, old: Stored[Offer] | None, new: Offer, lease: int) -> T
     )
 
 
-def seal(keys: JobKeys, open_slots: OpenSlots, chosen: SealNow, plan: Plan, mini_batches: int, by: str) -> Transaction:
+def seal(
+    keys: JobKeys,
+    open_slots: OpenSlots,
+    chosen: SealNow,
+    plan: Plan,
+    mini_batches: int,
+    by: str,
+    attention_equals_at: int = ATTENTION_EQUALS_AT,
+) -> Transaction:
     """Close a batch. Compares head and all slots, absent ones too."""
     head = open_slots.head.record
     slot = open_slots.slots.get(head.step + 1)
@@ -136,6 +145,7 @@ def seal(keys: JobKeys, open_slots: OpenSlots, chosen: SealNow, plan: Plan, mini
         world_size=len(plan.ranks),
         mini_batches=mini_batches,
         sealer=by,
+        attention_equals_at=attention_equals_at,
     )
     return Transaction(TxnKind.SEAL, open_slots.compares(keys), (Put(keys.seal(record.step), record.encode()),))
 

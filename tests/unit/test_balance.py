@@ -6,17 +6,27 @@ import hashlib
 import itertools
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.ledger.balance import SampleSlot, StepLayout, balance, sample_cost
+from gcore.ledger.balance import SampleSlot, StepLayout, balance, sample_cost, slot_cost
+from gcore.ledger.cost import attention_equals_at
 from gcore.ledger.records import Seal, SealedGroup, SealState
 from gcore.types import PromptRef, Version
 
 
-def make_seal(lengths: list[list[int]], *, world_size: int, mini_batches: int = 1, prompt_tokens: int = 5) -> Seal:
+def make_seal(
+    lengths: list[list[int]],
+    *,
+    world_size: int,
+    mini_batches: int = 1,
+    prompt_tokens: int = 5,
+    attention_equals_at: int = 24_576,
+    masked: tuple[int, ...] = (),
+) -> Seal:
     groups = tuple(
         SealedGroup(
             ref=PromptRef(0, 0, index),
@@ -25,6 +35,7 @@ def make_seal(lengths: list[list[int]], *, world_size: int, mini_batches: int = 
             response_tokens=tuple(samples),
             versions=(Version(0, 0),),
             holder="a",
+            masked=tuple(sample for sample in masked if sample < len(samples)),
         )
         for index, samples in enumerate(lengths)
     )
@@ -37,6 +48,7 @@ def make_seal(lengths: list[list[int]], *, world_size: int, mini_batches: int = 
         world_size=world_size,
         mini_batches=mini_batches,
         groups=groups,
+        attention_equals_at=attention_equals_at,
     )
 
 
@@ -46,12 +58,9 @@ seals = st.builds(
     world_size=st.integers(1, 7),
     mini_batches=st.integers(1, 6),
     prompt_tokens=st.integers(1, 300),
+    attention_equals_at=st.sampled_from([1, 960, 24_576]),
+    masked=st.sampled_from([(), (0,), (1, 3)]),
 )
-
-
-def cost_of(seal: Seal, slot: SampleSlot) -> int:
-    group = seal.groups[slot.group]
-    return sample_cost(group.prompt_tokens, group.response_tokens[slot.sample])
 
 
 def every_slot(seal: Seal) -> list[SampleSlot]:
@@ -94,8 +103,8 @@ def test_no_update_is_empty_and_there_are_as_many_as_asked_where_the_groups_suff
 def test_the_fullest_rank_stays_within_the_bound_of_lpt(seal: Seal) -> None:
     layout = balance(seal)
     for by_rank in layout.shares:
-        costs = sorted((cost_of(seal, slot) for share in by_rank for slot in share), reverse=True)
-        loads = [sum(cost_of(seal, slot) for slot in share) for share in by_rank]
+        costs = sorted((slot_cost(seal, slot) for share in by_rank for slot in share), reverse=True)
+        loads = [sum(slot_cost(seal, slot) for slot in share) for share in by_rank]
         ranks = seal.world_size
         # The best possible is at least each of these; LPT stays within 4/3 − 1/(3m) of the best possible, and the
         # list-scheduling bound (mean + one job) holds as well.
@@ -114,8 +123,8 @@ def best_makespan(costs: list[int], ranks: int) -> int:
 @given(st.lists(st.integers(0, 60_000), min_size=1, max_size=7), st.integers(1, 3))
 def test_against_the_best_layout_the_fullest_rank_has_at_most_a_third_more(lengths: list[int], ranks: int) -> None:
     seal = make_seal([lengths], world_size=ranks)
-    loads = [sum(cost_of(seal, slot) for slot in share) for share in balance(seal).shares[0]]
-    best = best_makespan([sample_cost(5, length) for length in lengths], ranks)
+    loads = [sum(slot_cost(seal, slot) for slot in share) for share in balance(seal).shares[0]]
+    best = best_makespan([sample_cost(5 + length, seal.attention_equals_at) for length in lengths], ranks)
     assert 3 * ranks * max(loads) <= (4 * ranks - 1) * best
 
 
@@ -153,6 +162,80 @@ def test_equal_samples_are_spread_evenly(ranks: int, samples: int) -> None:
     counts = [len(layout.share(0, rank)) for rank in range(ranks)]
     assert max(counts) - min(counts) <= 1
     assert counts == sorted(counts, reverse=True), "what does not come out even goes to the lower ranks"
+
+
+def test_samples_are_weighed_by_what_attention_costs_the_model() -> None:
+    lengths = [[995] * 2 + [95] * 20]  # with the prompt: two of 1000 tokens, twenty of 100
+    wide = balance(make_seal(lengths, world_size=2, attention_equals_at=1_000_000))
+    narrow = balance(make_seal([[1995, *[95] * 20]], world_size=2, attention_equals_at=100))
+    assert [len(share) for share in wide.shares[0]] == [11, 11]
+    # 2000·2100 against 20 · 100·200: all the short ones together weigh a tenth of the long one.
+    assert [len(share) for share in narrow.shares[0]] == [1, 20]
+
+
+def test_a_masked_sample_costs_nothing_and_is_taken_all_the_same() -> None:
+    seal = make_seal([[500, 10, 10, 10]], world_size=2, masked=(0,))
+    assert slot_cost(seal, SampleSlot(0, 0)) == 0
+    assert sorted(slot for share in balance(seal).shares[0] for slot in share) == every_slot(seal)
+    assert max(sum(slot_cost(seal, s) for s in share) for share in balance(seal).shares[0]) == 2 * sample_cost(
+        15, 24_576
+    )
+
+
+def test_a_seal_of_before_is_read_with_the_weight_of_before() -> None:
+    seal = make_seal([[4, 3]], world_size=2)
+    assert b"attention_equals_at" not in seal.encode()
+    assert Seal.decode(seal.encode()).attention_equals_at == 24_576
+    assert Seal.decode(make_seal([[4]], world_size=1, attention_equals_at=960).encode()).attention_equals_at == 960
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        pytest.param({}, 24_576, id="tells nothing"),
+        pytest.param({"n_embd": 768, "n_head": 12, "n_inner": None, "activation_function": "gelu"}, 6 * 768, id="gpt2"),
+        pytest.param(
+            {
+                "hidden_size": 128,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "head_dim": 32,
+                "intermediate_size": 512,
+                "hidden_act": "silu",
+            },
+            960,
+            id="a small qwen3",
+        ),
+        pytest.param(
+            {
+                "hidden_size": 4096,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 8,
+                "intermediate_size": 14_336,
+                "hidden_act": "silu",
+            },
+            26_624,
+            id="llama of 8B",
+        ),
+        pytest.param(
+            {
+                "hidden_size": 2048,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 4,
+                "head_dim": 128,
+                "intermediate_size": 6144,
+                "moe_intermediate_size": 768,
+                "num_experts_per_tok": 8,
+                "hidden_act": "silu",
+            },
+            6912,
+            id="a mixture of experts counts those a token meets",
+        ),
+        pytest.param({"text_config": {"hidden_size": 64, "num_attention_heads": 1}}, 6 * 64, id="nested"),
+    ],
+)
+def test_the_weight_of_attention_follows_from_the_models_configuration(config: dict[str, Any], expected: int) -> None:
+    assert attention_equals_at(config) == expected
 
 
 def test_a_seal_without_groups_has_no_updates() -> None:
