@@ -8,7 +8,7 @@ train on exactly the entry's prompts? Pure; `receipts` are the lines the ranks l
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,6 +81,7 @@ def audit(rules: StreamRules, head: Head, log: Mapping[int, LogEntry], receipts:
         if entry.kind == "train":
             _check_versions(rules, head, entry, violations)
             _check_receipts(entry, by_token, violations)
+    violations += _tally_violations(head, counts)
     if cursors != head.cursors:
         violations.append("head's cursors are not the sum of the entries along its chain")
     if step != head.step:
@@ -94,6 +95,19 @@ def audit(rules: StreamRules, head: Head, log: Mapping[int, LogEntry], receipts:
         lineages=head.lineage,
         groups_by_holder=holders,
     )
+
+
+def _tally_violations(head: Head, counts: Mapping[str, int]) -> Iterator[str]:
+    """Head's tally, which statistics and the next epochs' order come from, is the sum of the entries too."""
+    sources = head.tally.sources.values()
+    told = {
+        "trained": sum(one.kept for one in sources),
+        "filtered": sum(one.filtered for one in sources),
+        "failed": sum(one.failed for one in sources),
+    }
+    for kind, count in counts.items():
+        if told[kind] != count:
+            yield f"head's tally says {told[kind]} prompts {kind}, its chain {count}"
 
 
 def _chain(head: Head, log: Mapping[int, LogEntry], violations: list[str]) -> list[LogEntry]:

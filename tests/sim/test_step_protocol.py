@@ -256,10 +256,11 @@ class Simulation:
         assert mirror.checkpoints is not None
         assert mirror.plan is not None
         target = resumable(head, mirror.checkpoints.record.entries)[0]
-        cursors = self.full_log()[target.seq].record.cursors
-        assert cursors is not None
+        entry = self.full_log()[target.seq].record
+        assert entry.cursors is not None
+        assert entry.tally is not None
         name = f"w{len(self.worlds)}"
-        advance = chain.rolled_back(head, target, cursors, name, self.writer(who), "died")
+        advance = chain.rolled_back(head, target, entry.cursors, name, self.writer(who), "died", tally=entry.tally)
         self.worlds[name] = World(name, advance.head.lineage, target.step)
         plan = self.plan(name, mirror.plan.record.generation + 1)
         await self.run(transactions.rollback(KEYS, slots, mirror.checkpoints, advance, mirror.plan, plan), who)

@@ -54,9 +54,10 @@ def good_run() -> Run:
     for nonce in ("n1", "n2", "n3"):
         run = step(run, nonce)
     target = Checkpoint(lineage=0, step=2, seq=2, file="c")
-    cursors = run.log[2].cursors
+    cursors, tally = run.log[2].cursors, run.log[2].tally
     assert cursors is not None
-    back = chain.rolled_back(run.head, target, cursors, "w1", Writer("n1.b", "n4"), "a rank died")
+    assert tally is not None
+    back = chain.rolled_back(run.head, target, cursors, "w1", Writer("n1.b", "n4"), "a rank died", tally=tally)
     run = replace(run, head=back.head, log={**run.log, back.head.seq: back.entry})
     for nonce in ("n5", "n6"):
         run = step(run, nonce)

@@ -74,7 +74,7 @@ def group_of(version: Version) -> Group:
 
 def rolled_back(head: Head) -> Head:
     base = Checkpoint(lineage=0, step=0, seq=0, file="")
-    return chain.rolled_back(head, base, head.cursors, "w2", Writer("a", "m"), "a rank died").head
+    return chain.rolled_back(head, base, head.cursors, "w2", Writer("a", "m"), "a rank died", tally=head.tally).head
 
 
 def test_what_present_weights_made_is_held() -> None:

@@ -26,7 +26,7 @@ from gcore.ledger import chain
 from gcore.ledger.chain import Writer
 from gcore.ledger.job import EnginePlace, JobRecord, Plan, RankClaim, RankPlace
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records import Checkpoint, Checkpoints
+from gcore.ledger.records import Checkpoint, Checkpoints, Tally
 from gcore.ledger.stream import StreamRules
 from gcore.ledger.transactions import Stored
 from gcore.prompts.cursor import Cursors, shard_lengths
@@ -129,7 +129,7 @@ def test_a_new_world_starts_from_what_its_rollback_named() -> None:
     assert head is not None
     target = Checkpoint(lineage=0, step=2, seq=2, file="checkpoints/0-2")
     later = head.record.model_copy(update={"seq": 4, "step": 4})
-    back = chain.rolled_back(later, target, Cursors.start(2), "w2", Writer("a", "m"), "a rank died")
+    back = chain.rolled_back(later, target, Cursors.start(2), "w2", Writer("a", "m"), "a rank died", tally=Tally())
     mirror = replace(
         first.mirror,
         head=Stored(back.head, 9),

@@ -1,0 +1,106 @@
+"""Tallies: what came of the prompts so far, source by source, as head carries it. Pure.
+
+A tally is the sum of the chain's entries, like head's cursors, and goes back with them in a rollback. It is what the
+statistics of a curriculum are made of and what tells that a whole epoch of the data brought nothing to train. Its size
+depends on the number of sources only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from gcore.ledger.records import EndedRef, Head, LogEntry, SealedGroup, SourceTally, Tally
+from gcore.prompts.cursor import StreamShape
+
+NOTHING = Tally()
+
+
+def added(tally: Tally, groups: Iterable[SealedGroup], outcomes: Iterable[EndedRef]) -> Tally:
+    """The tally after an entry that trained `groups` and ended `outcomes`."""
+    sources = dict(tally.sources)
+    newest = tally.trained_epoch
+    for group in groups:
+        old = sources.get(group.source, SourceTally())
+        sources[group.source] = old.model_copy(
+            update={
+                "kept": old.kept + 1,
+                "samples": old.samples + len(group.response_tokens),
+                "truncated": old.truncated + group.truncated,
+                "tokens": old.tokens + sum(group.response_tokens),
+                "reward": old.reward + group.reward,
+            }
+        )
+        newest = group.ref.data_epoch if newest is None else max(newest, group.ref.data_epoch)
+    for ended in outcomes:
+        if ended.kind == "trained":
+            raise ValueError(f"prompt {ended.ref} was trained; its group says how")
+        old = sources.get(ended.source, SourceTally())
+        counts = {"failed": old.failed + 1} if ended.kind == "failed" else {"filtered": old.filtered + 1}
+        sources[ended.source] = old.model_copy(update=counts)
+    return Tally(sources=sources, trained_epoch=newest)
+
+
+def since(now: Mapping[str, SourceTally], then: Mapping[str, SourceTally]) -> dict[str, SourceTally]:
+    """What `now` has more than `then`, by source; never below nothing.
+
+    It could be below: outcomes that were accounted for behind the last checkpoint may have been rolled back since `then`.
+    """
+    none = SourceTally()
+    return {
+        source: SourceTally(
+            kept=max(one.kept - before.kept, 0),
+            filtered=max(one.filtered - before.filtered, 0),
+            failed=max(one.failed - before.failed, 0),
+            samples=max(one.samples - before.samples, 0),
+            truncated=max(one.truncated - before.truncated, 0),
+            tokens=max(one.tokens - before.tokens, 0),
+            reward=one.reward - before.reward,
+        )
+        for source, one in now.items()
+        for before in [then.get(source, none)]
+    }
+
+
+def barren_epoch(shape: StreamShape, head: Head) -> int | None:
+    """The newest data epoch that has ended in every shard if no prompt of it, or of a later one, was trained.
+
+    None while there is hope: a prompt of it that is still in flight or offered has not ended.
+    """
+    cursors = head.cursors.shards
+    over = min(cursor.low_water // length for cursor, length in zip(cursors, shape.lengths, strict=True))
+    trained = head.tally.trained_epoch
+    return over - 1 if over > (0 if trained is None else trained + 1) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Barrenness:
+    """What came of the prompts of an epoch that brought nothing, as far as the entries at hand tell."""
+
+    epoch: int
+    filtered: int
+    failed: int
+    reason: str
+    """The commonest."""
+    times: int
+
+    def __str__(self) -> str:
+        return (
+            f"no prompt of data epoch {self.epoch} could be trained ({self.filtered} were filtered, {self.failed} failed); "
+            f"the commonest reason, {self.times} times: {self.reason}"
+        )
+
+
+def why_barren(epoch: int, log: Iterable[LogEntry]) -> Barrenness:
+    """The counts and the commonest reason of `epoch`, from the entries of `log` (those the store still has)."""
+    kinds: Counter[str] = Counter()
+    reasons: Counter[str] = Counter()
+    for entry in log:
+        for ended in entry.delta:
+            if ended.ref.data_epoch == epoch:
+                kinds[ended.kind] += 1
+                reasons[ended.reason or "none was given"] += 1
+    # Of equally common ones the first in the alphabet, so that every controller says the same.
+    reason, times = min(reasons.items(), key=lambda item: (-item[1], item[0]), default=("none is known any more", 0))
+    return Barrenness(epoch, kinds["filtered"], kinds["failed"], reason, times)
