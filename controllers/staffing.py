@@ -224,6 +224,7 @@ class Staff:
                 "threads": 1,
                 "dtype": "bfloat16" if cuda else "float32",
                 "weight_version": "0.0",
+                "trust_remote_code": spec.model.trust_remote_code,
             }
         else:
             key, role, world, rank = rank_key(action.place, action.world), "train", action.world, action.place.rank
@@ -247,6 +248,8 @@ class Staff:
                 "threads": 1,
             }
         instance = f"{role}-{self._config.node}-{uuid.uuid4().hex[:8]}"
+        if spec.model.trust_remote_code:  # copied there before it is imported: two workers must not write one copy
+            env["HF_MODULES_CACHE"] = str(run_dir / "modules" / instance)
         logs = run_dir / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         launch = LaunchSpec(

@@ -35,6 +35,7 @@ from gcore.worker.events import (
 )
 from gcore.worker.process import CannotStart, status_of
 from gcore.worker.records import LaunchSpec
+from gcore.worker.threads import thread_environment
 
 TETHER = Path(__file__).with_name("tether.py")
 LONGEST_LINE = 1 << 20
@@ -76,9 +77,8 @@ def understand(line: bytes) -> Event | None:
 
 
 def child_environment(spec: LaunchSpec, base: Mapping[str, str], control_fd: int) -> dict[str, str]:
-    """The child's whole environment. Threads that wait must not spin: they take the cores from those that work."""
-    threads = {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(spec.threads)}
-    return {**base, **threads, **spec.env, CONTROL_FD: str(control_fd)}
+    """The child's whole environment. What the starter's says of threads does not count, but for what a spec names."""
+    return {**base, **thread_environment(spec.threads), **spec.env, CONTROL_FD: str(control_fd)}
 
 
 class ChildProcess:
