@@ -20,7 +20,7 @@ $pip setuptools wheel hatchling editables ninja py-cpuinfo
 $pip torch numpy
 # DeepSpeed's build looks at the torch that is there, and compiles nothing for the CPU.
 DS_ACCELERATOR=${DS_ACCELERATOR:-cpu} DS_BUILD_OPS=0 $pip --no-build-isolation deepspeed
-$pip --no-build-isolation -e '.[train,engine,local]' --group dev
+$pip --no-build-isolation -e '.[train,engine,local,modelscope]' --group dev
 if command -v etcd >/dev/null; then
   say "etcd from PATH: $(etcd --version | head -n 1)"
 else

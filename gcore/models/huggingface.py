@@ -56,6 +56,8 @@ class HuggingFace:
             info = self._api.model_info(
                 model.repo, revision=revision or None, files_metadata=True, timeout=ANSWER_S, token=None
             )
+            if not is_commit(revision):  # so that the cache knows what the branch was, for when there is no hub
+                self._api.resolve_revision(model.repo, revision=revision or DEFAULT_BRANCH, cache_dir=self._cache)
         files = tuple(HubFile(s.rfilename, s.size or 0) for s in info.siblings or ())
         if info.sha is None:
             raise ModelError("the hub names no commit", where=str(model), fix="Name one: hf://OWNER/NAME@COMMIT")

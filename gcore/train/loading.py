@@ -47,6 +47,7 @@ def load(launch: RankLaunch, meet: Meet, clock: Clock, tell: Callable[[str], Non
 
     tell("loading")
     torch.set_num_threads(launch.threads)
+    torch.set_num_interop_threads(1)  # nothing here runs operators side by side
     meeting = meeting_place.Meeting(launch.rank, launch.world_size, launch.host)
     if launch.rank == 0:
         opened = meeting_place.open_store(meeting)

@@ -25,8 +25,5 @@ def thread_environment(threads: int) -> dict[str, str]:
         "OMP_WAIT_POLICY": "PASSIVE",
         "OMP_DYNAMIC": "FALSE",
         "KMP_BLOCKTIME": "0",  # Intel's runtime spins this long (ms) whatever OMP_WAIT_POLICY says
-        "GOMP_SPINCOUNT": "0",
         "TOKENIZERS_PARALLELISM": "false",
-        "GRPC_POLL_STRATEGY": "epoll1",  # one poller, asleep in the kernel
-        "MALLOC_ARENA_MAX": "2",  # glibc would keep an arena for each thread; an idle worker's memory is mostly that
     }

@@ -41,6 +41,8 @@ class FakeHub:
     tokens: list[str | None] = field(default_factory=list)
     break_after: dict[str, list[int]] = field(default_factory=dict)
     """By file: after how many bytes the next transfers break off, one number a transfer."""
+    stall: bool = False
+    """Take requests and never answer."""
     ranges: list[str] = field(default_factory=list)
     url: str = ""
 
@@ -95,6 +97,10 @@ class _Handler(BaseHTTPRequestHandler):
         hub, url = self.served, urlsplit(self.path)
         hub.requests.append(f"{self.command} {self.path}")
         hub.tokens.append(self.headers.get("Authorization"))
+        if hub.stall:
+            self.close_connection = True
+            self.rfile.read()  # until who asked is gone
+            return
         parts = url.path.strip("/").split("/")
         query = parse_qs(url.query)
         if parts[:3] == ["api", "v1", "models"]:

@@ -23,6 +23,7 @@ from gcore.worker.main import read_launch
 from gcore.worker.parent import child_environment, understand
 from gcore.worker.process import CannotStart, ProcessId, terminate
 from gcore.worker.records import LaunchSpec, StoreRef, WorkerRecord
+from gcore.worker.threads import SIZED, thread_environment
 
 ENGINE: dict[str, Any] = {
     "instance": "w1",
@@ -70,7 +71,9 @@ def test_nothing_a_child_says_raises(line: bytes) -> None:
 def test_the_launch_names_the_threads_and_its_own_environment_wins() -> None:
     base = {"PATH": "/bin", "OMP_WAIT_POLICY": "ACTIVE"}
     plain = child_environment(LaunchSpec(**ENGINE, threads=2), base, control_fd=5)
-    assert plain == {"PATH": "/bin", "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "2", CONTROL_FD: "5"}
+    assert plain == {"PATH": "/bin", CONTROL_FD: "5"} | thread_environment(2)
+    assert plain["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert {plain[name] for name in SIZED} == {"2"}
     own = child_environment(LaunchSpec(**ENGINE, env={"OMP_NUM_THREADS": "4"}), base, control_fd=5)
     assert own["OMP_NUM_THREADS"] == "4"
 
