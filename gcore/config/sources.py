@@ -117,6 +117,8 @@ class DataSpec(Origin):
             raise ValueError("name the prompts: data.path, or data.sources")
         if self.min_prompt_tokens and self.max_prompt_tokens and self.min_prompt_tokens > self.max_prompt_tokens:
             raise ValueError(f"min_prompt_tokens {self.min_prompt_tokens} is above max_prompt_tokens")
+        if self.curriculum_options and self.curriculum is None:
+            raise ValueError("curriculum_options are a curriculum's; name it in data.curriculum")
         return self
 
 
@@ -125,7 +127,7 @@ class EvalSpec(Origin):
 
     every: PositiveInt | None = Field(None, description="Steps between evaluations; always before and after the run")
     limit: PositiveInt = Field(1000, description="Prompts evaluated of each source, at most")
-    show: Annotated[int, Field(ge=0)] = Field(5, description="Answers shown before and after")
+    show: Annotated[int, Field(ge=0, le=50)] = Field(5, description="Answers shown before and after, at most 50")
 
     @property
     def wanted(self) -> bool:

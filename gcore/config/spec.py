@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from gcore.config.base import Section
-from gcore.config.sources import DataSpec, EvalSpec, RewardSpec, training_sources
+from gcore.config.sources import DataSpec, EvalSpec, RewardSpec, eval_sources, training_sources
 
 __all__ = [
     "CheckpointSpec",
@@ -216,10 +216,21 @@ class JobSpec(Section):
                 raise ValueError(
                     f"source {source.name!r} truncates what is sampled (top_p, top_k or min_p); set rollout.correction: tis"
                 )
+            if own.max_new_tokens < self.rollout.min_new_tokens:
+                raise ValueError(
+                    f"source {source.name!r} allows {own.max_new_tokens} new tokens, fewer than rollout.min_new_tokens "
+                    f"({self.rollout.min_new_tokens})"
+                )
             if own.max_new_tokens > self.rollout.max_new_tokens:
                 raise ValueError(
                     f"source {source.name!r} allows {own.max_new_tokens} new tokens, more than rollout.max_new_tokens "
                     f"({self.rollout.max_new_tokens})"
+                )
+        for source in eval_sources(self):
+            if source.sampling.max_new_tokens < self.rollout.min_new_tokens:
+                raise ValueError(
+                    f"eval source {source.name!r} allows {source.sampling.max_new_tokens} new tokens, fewer than "
+                    f"rollout.min_new_tokens ({self.rollout.min_new_tokens})"
                 )
         if self.model.max_length is not None and self.rollout.max_new_tokens >= self.model.max_length:
             raise ValueError(

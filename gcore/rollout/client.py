@@ -40,7 +40,10 @@ class SamplingParams:
     max_new_tokens: int
     top_p: float = 1.0
     top_k: int | None = None
+    min_p: float = 0.0
+    min_new_tokens: int = 0
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +199,7 @@ def _rids(rid: str, count: int) -> list[str]:
 
 
 def _sampling_params(params: SamplingParams, seed: int) -> dict[str, Any]:
-    return {
+    body: dict[str, Any] = {
         "temperature": params.temperature,
         "top_p": params.top_p,
         "top_k": -1 if params.top_k is None else params.top_k,
@@ -204,6 +207,14 @@ def _sampling_params(params: SamplingParams, seed: int) -> dict[str, Any]:
         "stop": list(params.stop),
         "sampling_seed": seed,
     }
+    # What is as if it were not there is not sent: a server of another version may not know it.
+    if params.min_p > 0:
+        body["min_p"] = params.min_p
+    if params.min_new_tokens > 0:
+        body["min_new_tokens"] = params.min_new_tokens
+    if params.stop_token_ids:
+        body["stop_token_ids"] = list(params.stop_token_ids)
+    return body
 
 
 def _sample(answer: Mapping[str, Any]) -> Sample:

@@ -94,3 +94,27 @@ def test_evaluations_are_due_before_after_and_every_so_often(steps: int, every: 
 def test_more_steps_than_anyone_trains_are_refused_because_every_controller_lists_them() -> None:
     with pytest.raises(SpecError, match=r"flow\.steps"):
         make(steps=10**30)
+
+
+TREE = {
+    "name": "t",
+    "model": {"path": "m"},
+    "data": {"sources": [{"name": "a", "path": "a.jsonl", "sampling": {"max_new_tokens": 4}}]},
+    "flow": {"steps": 1},
+    "rollout": {"max_new_tokens": 8},
+}
+
+
+@pytest.mark.parametrize(
+    ("section", "more", "said"),
+    [
+        ("rollout", {"min_new_tokens": 5}, "allows 4 new tokens, fewer than rollout.min_new_tokens"),
+        ("data", {"curriculum_options": {"field": "level"}}, "name it in data.curriculum"),
+        ("eval", {"path": "e.jsonl", "show": 51}, "less than or equal to 50"),
+    ],
+    ids=["shorter than the shortest", "options of no curriculum", "too many answers shown"],
+)
+def test_what_does_not_fit_together_is_refused(section: str, more: dict[str, object], said: str) -> None:
+    tree = {**TREE, section: {**TREE.get(section, {}), **more}}  # type: ignore[dict-item]
+    with pytest.raises(SpecError, match=said):
+        parse_spec(tree)

@@ -60,6 +60,23 @@ async def test_a_group_is_one_request_with_a_seed_and_a_name_for_each_sample() -
     assert samples[0].reward == 0.0
 
 
+async def test_what_a_source_draws_differently_is_sent_and_nothing_else() -> None:
+    asked: list[dict[str, Any]] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(json.loads(request.content))
+        return httpx.Response(200, json=[sample()])
+
+    params = SamplingParams(temperature=1.0, max_new_tokens=4, min_p=0.1, min_new_tokens=2, stop_token_ids=(3, 5))
+    await engine(answer).generate((5,), params, seeds=(7,), rid="r")
+    sent = asked[0]["sampling_params"][0]
+    assert {name: sent[name] for name in ("min_p", "min_new_tokens", "stop_token_ids")} == {
+        "min_p": 0.1,
+        "min_new_tokens": 2,
+        "stop_token_ids": [3, 5],
+    }
+
+
 async def test_log_probabilities_are_rounded_to_what_a_float32_holds() -> None:
     (one,) = await engine(lambda _: httpx.Response(200, json=[sample()])).generate((1,), PARAMS, seeds=(1,), rid="r")
     assert one.logprobs == (0.0, -0.10000000149011612)
