@@ -40,13 +40,11 @@ from gcore.errors import GcoreError, StoreUnavailable
 from gcore.flows import find_flow
 from gcore.ledger.job import Evaluation, JobPhase
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.stream import StreamRules
+from gcore.ledger.stream import StreamRules, rules_of
 from gcore.ledger.transactions import Ledger, TxnOutcome
 from gcore.metrics import Metrics
-from gcore.prompts.cursor import shard_lengths
-from gcore.prompts.dataset import DataChanged, Dataset
-from gcore.prompts.render import PromptRenderer
-from gcore.prompts.stream import PromptStream, prompt_limit
+from gcore.prompts.dataset import DataChanged
+from gcore.prompts.opening import identify_data, open_prompts
 from gcore.reward.registry import find_reward
 from gcore.store.keys import JobKeys
 from gcore.store.types import Compare, Put, Store, WatchBatch
@@ -195,12 +193,7 @@ class JobRunner:
             await self._engines.close()
 
     def _rules_or_none(self) -> StreamRules | None:
-        if self.mirror.job is None:
-            return None
-        job = self.mirror.job.record
-        spec = parse_spec(job.spec)
-        shape = shard_lengths(job.prompts, spec.data.shards)
-        return StreamRules(shape, spec.data.window, spec.flow.groups_per_step, spec.rollout.staleness)
+        return None if self.mirror.job is None else rules_of(self.mirror.job.record)
 
     def _ended(self) -> bool:
         return self.mirror.status is not None and self.mirror.status.record.phase.ended
@@ -238,21 +231,14 @@ class JobRunner:
 
     def _open(self) -> Material:
         spec = self._spec
-        fields = (spec.reward.answer,)
-        train = Dataset.open(
-            spec.data.path or "", prompt_field=spec.data.prompt, answer_fields=fields, cache_dir=self._cache_dir
-        )
         assert self.mirror.job is not None
-        check_unchanged(self.mirror.job.record, train)
-        held_out = None
-        if spec.eval.path is not None:
-            held_out = Dataset.open(
-                spec.eval.path, prompt_field=spec.data.prompt, answer_fields=fields, cache_dir=self._cache_dir
-            )
-        renderer = PromptRenderer.load(spec.model.path, chat=spec.model.chat)
-        limit = prompt_limit(spec.model.max_length or renderer.max_length, spec.rollout.max_new_tokens)
-        stream = PromptStream(train, renderer, shards=spec.data.shards, seed=spec.seed, limit=limit)
-        return Material(spec, self.uid, stream, held_out, renderer, limit, find_reward(spec.reward.name))
+        check_unchanged(self.mirror.job.record, identify_data(spec, self._cache_dir))
+        prompts = open_prompts(spec, self._cache_dir, Path(spec.model.path))
+        first = prompts.stream.sources[0]
+        held_out = prompts.evaluation[0].opened.dataset if prompts.evaluation else None
+        return Material(
+            spec, self.uid, prompts.stream, held_out, first.renderer, first.limit, find_reward(spec.reward.name)
+        )
 
     async def _produce(self, flow: object, peer: JobPeer) -> None:
         """The flow, again and again: after a rollback from behind the last step there is more to do."""

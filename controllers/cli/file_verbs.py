@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -26,9 +26,6 @@ from gcore.errors import Unreachable, UsageError
 
 if TYPE_CHECKING:
     from gcore.config import JobSpec
-
-LENGTHS_CHECKED = 2000
-"""Prompts of each file whose length is counted, spread over the file."""
 
 VALIDATE_EXAMPLES = """
 [bold]Examples[/bold]
@@ -168,21 +165,8 @@ def _processes(spec: JobSpec, controllers: int, slots: str) -> list[dict[str, st
 def _check_files(spec: JobSpec, home: Path) -> int:
     """What a controller checks when a job is submitted, and that prompts fit. The number of prompts."""
     from controllers.service.submission import check_submission
-    from gcore.prompts.dataset import Dataset
-    from gcore.prompts.render import PromptRenderer
-    from gcore.prompts.stream import check_lengths
 
     with tempfile.TemporaryDirectory(prefix="gcore-validate-") as scratch:
         # A home that is there already keeps the index; a check alone leaves nothing behind.
         folder = home if home.is_dir() else Path(scratch)
-        cache: dict[str, Any] = {"cache_dir": folder / "cache"}
-        count = check_submission(spec, folder / "runs", folder / "cache").prompts
-        renderer = PromptRenderer.load(Path(spec.model.path), chat=spec.model.chat)
-        context = spec.model.max_length or renderer.max_length
-        limit = context - spec.rollout.max_new_tokens if context is not None else None
-        for path in filter(None, (spec.data.path, spec.eval.path)):
-            with Dataset.open(
-                Path(path), prompt_field=spec.data.prompt, answer_fields=(spec.reward.answer,), **cache
-            ) as data:
-                check_lengths(data, renderer, limit, sample=LENGTHS_CHECKED)
-    return count
+        return check_submission(spec, folder / "runs", folder / "cache").prompts

@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gcore.config import parse_spec
 from gcore.ledger import archive
 from gcore.ledger.audit import Audit, audit, read_receipts
 from gcore.ledger.job import NodeRecord
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.stream import StreamRules
-from gcore.prompts.cursor import shard_lengths
+from gcore.ledger.stream import rules_of
 from gcore.store import keys
 from gcore.store.keys import JobKeys
 from gcore.store.types import Store, WatchBatch, WatchEvent
@@ -77,9 +75,6 @@ class StoredJobs:
         mirror = JobMirror(job_keys).fold(batch)
         if mirror.job is None or mirror.head is None:
             return Audit(())
-        spec = parse_spec(mirror.job.record.spec)
-        shape = shard_lengths(mirror.job.record.prompts, spec.data.shards)
-        rules = StreamRules(shape, spec.data.window, spec.flow.groups_per_step, spec.rollout.staleness)
         run_dir = Path(mirror.job.record.run_dir)
         try:
             receipts = read_receipts(await asyncio.to_thread(_receipt_lines, run_dir))
@@ -88,7 +83,7 @@ class StoredJobs:
             return Audit((f"the run's folder cannot be read: {error}",))
         # What was archived and is still in the store is the same entry; the store's word counts.
         log |= {seq: stored.record for seq, stored in mirror.log.items()}
-        return audit(rules, mirror.head.record, log, receipts)
+        return audit(rules_of(mirror.job.record), mirror.head.record, log, receipts)
 
 
 def _receipt_lines(run_dir: Path) -> list[dict[str, Any]]:

@@ -24,9 +24,9 @@ from gcore.ledger.cost import attention_equals_at
 from gcore.ledger.job import JobPhase, JobRecord, JobStatus
 from gcore.ledger.transactions import Ledger, TxnOutcome
 from gcore.models.resolve import ResolvedModel, resolve_model
-from gcore.prompts.dataset import DataChanged, Dataset
-from gcore.prompts.render import PromptRenderer
-from gcore.prompts.stream import check_lengths, prompt_limit
+from gcore.prompts.dataset import DataChanged
+from gcore.prompts.lengths import check_lengths
+from gcore.prompts.opening import DataIdentity, identify_data, open_prompts
 from gcore.reward.registry import find_reward
 from gcore.store import keys
 from gcore.store.keys import JobKeys
@@ -118,8 +118,8 @@ class Submissions:
                 f"job {spec.name!r} is not finished and its spec differs ({changed})",
                 fix="Start it with --new to end the old one and begin afresh, or give the spec another name",
             )
-        train = await asyncio.to_thread(open_training_data, spec, self._cache_dir)
-        check_unchanged(mirror.job.record, train)
+        data = await asyncio.to_thread(identify_data, spec, self._cache_dir)
+        check_unchanged(mirror.job.record, data)
         return uid
 
     async def cancel(self, uid: str, reason: str) -> None:
@@ -149,20 +149,12 @@ class CheckedData:
     """As it is on the hub now, with its small files here; the weights are fetched when the job runs."""
 
 
-def open_training_data(spec: JobSpec, cache_dir: Path) -> Dataset:
-    """Raises DataError."""
-    fields = (spec.reward.answer,)
-    return Dataset.open(
-        Path(spec.data.path or ""), prompt_field=spec.data.prompt, answer_fields=fields, cache_dir=cache_dir
-    )
-
-
-def check_unchanged(job: JobRecord, train: Dataset) -> None:
+def check_unchanged(job: JobRecord, data: DataIdentity) -> None:
     """Raises DataChanged if the data are not those that the job was created with: its prompt refs would mean others."""
-    if len(train) != job.prompts or (job.data_digest and train.digest != job.data_digest):
+    if data.prompts != job.prompts or (job.data_digest and data.digest != job.data_digest):
         raise DataChanged(
-            f"the data have changed since the job was created (then {job.prompts} prompts, now {len(train)})",
-            where=str(train.path),
+            f"the data have changed since the job was created (then {job.prompts} prompts, now {data.prompts})",
+            where=data.where,
             fix="Put them back as they were, or start it with --new to end the job and begin afresh on these",
         )
 
@@ -172,19 +164,9 @@ def check_submission(spec: JobSpec, run_root: Path, cache_dir: Path) -> CheckedD
     find_flow(spec.flow.name)
     find_reward(spec.reward.name)
     model = resolve_model(spec.model.path, trust_remote_code=spec.model.trust_remote_code, weights=False)
-    renderer = PromptRenderer.load(model.folder, chat=spec.model.chat)
-    fields = (spec.reward.answer,)
-    train = open_training_data(spec, cache_dir)
-    if spec.eval.path is not None:
-        Dataset.open(Path(spec.eval.path), prompt_field=spec.data.prompt, answer_fields=fields, cache_dir=cache_dir)
-    limit = prompt_limit(spec.model.max_length or renderer.max_length, spec.rollout.max_new_tokens)
-    check_lengths(train, renderer, limit, sample=LENGTH_SAMPLE)
-    if len(train) < spec.data.shards:
-        raise SpecError(
-            f"{len(train)} prompts cannot be cut into {spec.data.shards} shards",
-            where="data.shards",
-            fix=f"Lower it to at most {len(train)}",
-        )
+    prompts = open_prompts(spec, cache_dir, model.folder)
+    for source in (*prompts.stream.sources, *(held_out.opened for held_out in prompts.evaluation)):
+        check_lengths(source, sample=LENGTH_SAMPLE)
     seal = spec.flow.groups_per_step * (GROUP_BYTES + SAMPLE_BYTES * spec.flow.samples_per_prompt)
     if seal > MAX_SEAL_BYTES:
         raise SpecError(
@@ -210,7 +192,7 @@ def check_submission(spec: JobSpec, run_root: Path, cache_dir: Path) -> CheckedD
     if free < MIN_FREE_BYTES:
         raise GcoreError(f"only {free >> 20} MiB are free on the disk", where=str(run_root), fix="Make room")
     config = json.loads((model.folder / "config.json").read_text(encoding="utf-8"))
-    return CheckedData(len(train), train.digest, attention_equals_at(config), model)
+    return CheckedData(prompts.prompts, prompts.digest, attention_equals_at(config), model)
 
 
 def _differences(old: dict[str, object], new: dict[str, object], prefix: str = "") -> list[str]:

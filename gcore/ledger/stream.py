@@ -12,9 +12,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from gcore.config import parse_spec
 from gcore.ledger.ancestry import is_acceptable, is_ancestor
+from gcore.ledger.job import JobRecord
 from gcore.ledger.records import EndedRef, Head, Offer, OfferedGroup, Seal, SealedGroup
-from gcore.prompts.cursor import StreamShape
+from gcore.prompts.cursor import StreamShape, shard_lengths
 from gcore.types import PromptRef
 
 MOST_OUTCOMES = 512
@@ -29,6 +31,13 @@ class StreamRules:
     window: int
     quota: int
     staleness: int = 0
+
+
+def rules_of(job: JobRecord) -> StreamRules:
+    """The rules of a job, as it was created: they never change."""
+    spec = parse_spec(job.spec)
+    shape = shard_lengths(job.prompts, spec.data.shards)
+    return StreamRules(shape, spec.data.window, spec.flow.groups_per_step, spec.rollout.staleness)
 
 
 def sealed_refs(seals: Collection[Seal]) -> frozenset[PromptRef]:

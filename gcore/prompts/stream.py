@@ -1,58 +1,94 @@
-"""From a prompt ref to the prompt: order, entry, text and tokens in one call, and the check that all of them fit.
+"""From a prompt ref to the prompt: order, source, entry, text and tokens in one call.
 
-Whoever shows a prompt to an engine takes it from here, so that the same ref is the same tokens everywhere. A prompt that
-leaves no room for its response is an error and never cut: a cut prompt is another prompt. That is found when it is
-rendered; `check_lengths` finds it before the job starts.
+Whoever shows a prompt to an engine takes it from here, so that the same ref is the same tokens everywhere: it is a pure
+function of the data, the seed and the ref. A curriculum may give a shard of an epoch another order than the keyed
+permutation, and must then be as pure (`Reorder`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from gcore.errors import DataError
 from gcore.prompts.cursor import StreamShape, shard_lengths
 from gcore.prompts.dataset import Dataset
+from gcore.prompts.mixture import Mixture, Share
 from gcore.prompts.render import PromptRenderer
-from gcore.prompts.shards import entry_index
+from gcore.prompts.shards import entry_index, shard_length
+from gcore.prompts.source import OpenSource
 from gcore.types import Prompt, PromptRef
 
 
-@dataclass(frozen=True, slots=True)
-class LengthReport:
-    """Of the prompts looked at, in tokens. `longest_entry`: which entry is the longest."""
+class Order(Protocol):
+    """A bijection of range(length of the shard) onto itself."""
 
-    checked: int
-    longest: int
-    longest_entry: int
-    mean: float
+    def index(self, seq: int) -> int:
+        """The place in the shard that comes `seq`-th."""
+        ...
+
+
+Reorder = Callable[[int, int], Order | None]
+"""(data_epoch, shard) to that shard's order in that epoch; None: the usual one. The same on every node, for ever."""
 
 
 class PromptStream:
-    """The prompts of one job. `limit`: the most tokens a prompt may have, None for no limit."""
+    """The prompts of one job. `reorder`: a curriculum's; whoever has one may set it before the first prompt is asked."""
 
     def __init__(
-        self, dataset: Dataset, renderer: PromptRenderer, *, shards: int, seed: int, limit: int | None
+        self, sources: Sequence[OpenSource], *, shards: int, seed: int, reorder: Reorder | None = None
     ) -> None:
-        if len(dataset) < shards:
-            raise DataError(
-                f"the dataset holds {len(dataset)} prompts, and data.shards is {shards}; every shard needs at least one",
-                where=str(dataset.path),
-                fix=f"Set data.shards to {len(dataset)} or less",
-            )
-        self.shape: StreamShape = shard_lengths(len(dataset), shards)
-        self._dataset = dataset
-        self._renderer = renderer
+        self.sources = tuple(sources)
+        self.mixture = Mixture([Share(s.name, len(s), s.source.weight) for s in self.sources], seed)
+        self.shape: StreamShape = cut(self.mixture.refs, shards)
+        self.reorder = reorder
         self._seed = seed
-        self._limit = limit
 
     def prompt(self, ref: PromptRef) -> Prompt:
-        """The prompt that `ref` stands for. Raises DataError if it does not fit, IndexError outside the stream."""
-        return self.entry(entry_index(self.shape, self._seed, ref), ref)
+        """The prompt that `ref` stands for.
 
-    def entry(self, index: int, ref: PromptRef) -> Prompt:
-        """Dataset entry `index` as a prompt under `ref`. Raises DataError, IndexError."""
-        return make_prompt(self._dataset, self._renderer, index, ref, self._limit)
+        Raises PromptFiltered if its source leaves it out, DataError if it does not render or fit, DataChanged (a
+        DataError) if the data are no longer what they were, IndexError outside the stream.
+        """
+        source, entry = self.found(ref)
+        return source.prompt(entry, ref)
+
+    def found(self, ref: PromptRef) -> tuple[OpenSource, int]:
+        """The source and the entry that `ref` stands for. Reads no data. Raises IndexError outside the stream."""
+        order = self._reordered(ref.data_epoch, ref.shard)
+        if order is None:
+            return self._at(ref.data_epoch, entry_index(self.shape, self._seed, ref))
+        return self.at(ref.data_epoch, ref.shard, order.index(ref.seq))
+
+    def at(self, data_epoch: int, shard: int, place: int) -> tuple[OpenSource, int]:
+        """The source and the entry at a place of a shard, which is what an order arranges. Raises IndexError."""
+        if not 0 <= place < shard_length(self.shape, shard):
+            raise IndexError(f"place {place} of a shard of {self.shape.lengths[shard]}")
+        return self._at(data_epoch, place * len(self.shape.lengths) + shard)
+
+    def _at(self, data_epoch: int, place: int) -> tuple[OpenSource, int]:
+        found = self.mixture.at(data_epoch, place)
+        return self.sources[found.source], found.entry
+
+    def _reordered(self, data_epoch: int, shard: int) -> Order | None:
+        return None if self.reorder is None else self.reorder(data_epoch, shard)
+
+
+def cut(refs: int, shards: int) -> StreamShape:
+    """Cut an epoch into shards. Raises DataError if there are more shards than prompts."""
+    if refs < shards:
+        raise DataError(
+            f"an epoch holds {refs} prompts, and data.shards is {shards}; every shard needs at least one",
+            where="data.shards",
+            fix=f"Set data.shards to {refs} or less",
+        )
+    return shard_lengths(refs, shards)
+
+
+def make_prompt(dataset: Dataset, renderer: PromptRenderer, index: int, ref: PromptRef, limit: int | None) -> Prompt:
+    """Entry `index` of a data set alone. Raises DataError."""
+    fields = dataset.entry(index)
+    return Prompt(ref, text := renderer.render(fields[dataset.prompt_field], fields), renderer.encode(text), fields)
 
 
 def prompt_limit(context: int | None, max_new_tokens: int) -> int | None:
@@ -68,55 +104,3 @@ def prompt_limit(context: int | None, max_new_tokens: int) -> int | None:
             fix="Lower rollout.max_new_tokens, or raise model.max_length if the model allows it",
         )
     return context - max_new_tokens
-
-
-def make_prompt(dataset: Dataset, renderer: PromptRenderer, index: int, ref: PromptRef, limit: int | None) -> Prompt:
-    """Entry `index` rendered and tokenized. Raises DataError naming the entry, its tokens and the limit."""
-    fields = dataset.entry(index)
-    where = dataset.name_of(index)
-    try:
-        text = renderer.render(fields[dataset.prompt_field])
-    except DataError as error:
-        raise DataError(error.what, where=where, fix=error.fix) from error
-    tokens = renderer.encode(text)
-    if not tokens:
-        raise DataError("the prompt has no tokens", where=where, fix="Remove the entry, or write a prompt")
-    if limit is not None and len(tokens) > limit:
-        raise DataError(
-            f"the prompt has {len(tokens)} tokens, and at most {limit} leave room for the response",
-            where=where,
-            fix="Shorten it, lower rollout.max_new_tokens, or raise model.max_length if the model allows it",
-        )
-    return Prompt(ref, text, tokens, fields)
-
-
-def check_lengths(
-    dataset: Dataset,
-    renderer: PromptRenderer,
-    limit: int | None,
-    *,
-    sample: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
-) -> LengthReport:
-    """Render and count every entry, or `sample` of them spread evenly over the file (the first and the last included).
-
-    `progress` is called with entries done and entries in all. Raises DataError for the first that does not render or fit.
-    """
-    chosen = _spread(len(dataset), sample)
-    longest, longest_entry, total = 0, 0, 0
-    for done, index in enumerate(chosen, 1):
-        tokens = len(make_prompt(dataset, renderer, index, PromptRef(0, 0, index), limit).token_ids)
-        total += tokens
-        if tokens > longest:
-            longest, longest_entry = tokens, index
-        if progress is not None and (done % 1024 == 0 or done == len(chosen)):
-            progress(done, len(chosen))
-    return LengthReport(len(chosen), longest, longest_entry, total / len(chosen))
-
-
-def _spread(count: int, sample: int | None) -> range | list[int]:
-    if sample is None or sample >= count:
-        return range(count)
-    if sample < 2:
-        return range(1)
-    return sorted({number * (count - 1) // (sample - 1) for number in range(sample)})

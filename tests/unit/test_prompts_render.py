@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from gcore.errors import DataError
 from gcore.prompts.render import PromptRenderer
+from gcore.prompts.tokenizer import ModelTokenizer
 
 CHATML = (
     "{%- for message in messages %}\n"
@@ -145,7 +146,7 @@ def test_plain_prompts_agree_with_transformers(
 @given(st.text(st.characters(exclude_categories=("Cs",)), max_size=40))
 def test_text_comes_back_from_its_tokens(text: str) -> None:
     # A byte-level vocabulary can say everything; names of special tokens would be left out.
-    ours = PromptRenderer(TOKENIZER, template=None, special_tokens={}, max_length=None, where="-")
+    ours = PromptRenderer(ModelTokenizer(TOKENIZER, special_tokens={}, settings={}, max_length=None), None, where="-")
     if "<" not in text:
         assert ours.decode(ours.encode(text)) == text
 

@@ -7,19 +7,23 @@ from pathlib import Path
 import pytest
 
 from controllers.service.submission import check_unchanged
+from gcore.config import parse_spec
 from gcore.ledger.job import JobRecord
-from gcore.prompts.dataset import DataChanged, Dataset
+from gcore.prompts.dataset import DataChanged
+from gcore.prompts.opening import DataIdentity, identify_data
 
 LINES = [f'{{"prompt": "{i}+1=", "answer": "{i + 1}"}}' for i in range(4)]
 
 
-def opened(path: Path, lines: list[str]) -> Dataset:
+def opened(path: Path, lines: list[str]) -> DataIdentity:
     path.write_text("\n".join(lines) + "\n")
-    return Dataset.open(path, prompt_field="prompt", answer_fields=("answer",))
+    spec = {"name": "j", "model": {"path": "m"}, "data": {"path": str(path), "shards": 2}}
+    spec |= {"flow": {"steps": 1}, "rollout": {"max_new_tokens": 4}}
+    return identify_data(parse_spec(spec), path.parent)
 
 
-def job_on(data: Dataset, **more: str) -> JobRecord:
-    return JobRecord(uid="u", name="j", spec={}, run_dir="r", created=0.0, prompts=len(data), **more)
+def job_on(data: DataIdentity, **more: str) -> JobRecord:
+    return JobRecord(uid="u", name="j", spec={}, run_dir="r", created=0.0, prompts=data.prompts, **more)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,133 @@
+"""The data of a job, opened: the one place where a spec's sources become prompts.
+
+A controller that works on a job, one that is asked to create it, and `gcore validate` all open the data here, so that what
+was checked is what is run. Opening checks every entry, once for each content of the files; it counts no tokens
+(`gcore.prompts.lengths`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from pathlib import Path
+
+from gcore.config.sources import Source, eval_sources, training_sources
+from gcore.config.spec import JobSpec
+from gcore.errors import DataError
+from gcore.prompts.dataset import Dataset
+from gcore.prompts.mixture import Mixture, Share
+from gcore.prompts.render import PromptRenderer
+from gcore.prompts.source import EvalSource, OpenSource
+from gcore.prompts.stream import PromptStream, prompt_limit
+from gcore.prompts.tokenizer import ModelTokenizer
+
+OpeningProgress = Callable[[str, int, int], None]
+"""Called with what is being read (a source's name), bytes done and bytes in all."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataIdentity:
+    """What a job's prompt refs mean. `prompts`: refs of an epoch, which the shards cut. `digest`: the content of all
+    sources, and how an epoch is made of them. `where`: how messages name the data."""
+
+    prompts: int
+    digest: str
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class JobPrompts:
+    """The prompts of a job, for training and for evaluation."""
+
+    stream: PromptStream
+    evaluation: tuple[EvalSource, ...]
+    """In the order of the spec; empty if nothing is evaluated."""
+    identity: DataIdentity
+    context: int | None
+    """Longest prompt plus response, in tokens; None if neither the spec nor the model says."""
+    eos_token_id: int | None
+
+    @property
+    def prompts(self) -> int:
+        """Refs of an epoch."""
+        return self.identity.prompts
+
+    @property
+    def digest(self) -> str:
+        """Names what the refs mean, 32 hex digits: the same wherever the same data lie."""
+        return self.identity.digest
+
+    @property
+    def sources(self) -> Mapping[str, Source]:
+        """The sources of training, by name: where `Prompt.source` is looked up."""
+        return {opened.name: opened.source for opened in self.stream.sources}
+
+
+def open_prompts(
+    spec: JobSpec, cache_dir: Path, model_dir: Path, progress: OpeningProgress | None = None
+) -> JobPrompts:
+    """Open all data that a spec names, with the tokenizer of the model in `model_dir`. Blocks. Raises DataError."""
+    tokenizer = ModelTokenizer.load(model_dir)
+    context = spec.model.max_length or tokenizer.max_length
+
+    def opened(source: Source, section: str) -> OpenSource:
+        # The small files first: a mistake in them is told before gigabytes are read.
+        limit = prompt_limit(context, source.sampling.max_new_tokens)
+        renderer = _renderer(source, section, model_dir, tokenizer)
+        return OpenSource(source, _open_dataset(source, cache_dir, progress), renderer, limit)
+
+    sources = [opened(source, "data") for source in training_sources(spec)]
+    # Filters by length are for training; who asks how good a model is wants no prompt left out.
+    held_out = [replace(s, min_prompt_tokens=None, max_prompt_tokens=None) for s in eval_sources(spec)]
+    evaluation = tuple(EvalSource(opened(source, "eval")) for source in held_out)
+    identity = _identity([(s.source, s.dataset) for s in sources])
+    stream = PromptStream(sources, shards=spec.data.shards, seed=spec.seed)
+    return JobPrompts(stream, evaluation, identity, context, tokenizer.eos_token_id)
+
+
+def identify_data(spec: JobSpec, cache_dir: Path) -> DataIdentity:
+    """What the training data of a spec are now, without its model. Blocks. Raises DataError."""
+    return _identity([(source, _open_dataset(source, cache_dir, None)) for source in training_sources(spec)])
+
+
+def _open_dataset(source: Source, cache_dir: Path, progress: OpeningProgress | None) -> Dataset:
+    def tell(done: int, total: int) -> None:
+        if progress is not None:
+            progress(source.name, done, total)
+
+    return Dataset.open(
+        source.path,
+        prompt_field=source.prompt,
+        answer_fields=(source.reward.answer,),
+        cache_dir=cache_dir,
+        progress=tell,
+    )
+
+
+def _renderer(source: Source, section: str, model_dir: Path, tokenizer: ModelTokenizer) -> PromptRenderer:
+    try:
+        return PromptRenderer.load(
+            model_dir,
+            chat=source.chat,
+            template=source.template,
+            system=source.system,
+            tools=source.tools,
+            tokenizer=tokenizer,
+        )
+    except DataError as error:
+        where = error.where or f"{section}, source {source.name!r}"
+        raise DataError(error.what, where=where, fix=error.fix) from error
+
+
+def _identity(sources: Sequence[tuple[Source, Dataset]]) -> DataIdentity:
+    mixture = Mixture([Share(source.name, len(data), source.weight) for source, data in sources], seed=0)
+    where = ", ".join(str(data.path) for _, data in sources)
+    first, data = sources[0]
+    files = [file for source, _ in sources for file in (source.template, source.tools) if file is not None]
+    if len(sources) == 1 and first.weight == 1 and not files:
+        return DataIdentity(mixture.refs, data.digest, where)
+    shares = [(source.name, source.weight, len(data), data.digest) for source, data in sources]
+    contents = [blake2b(Path(file).read_bytes(), digest_size=16).hexdigest() for file in files]
+    digest = blake2b(repr((shares, contents)).encode(), digest_size=16).hexdigest()
+    return DataIdentity(mixture.refs, digest, where)
