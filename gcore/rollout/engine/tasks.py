@@ -29,9 +29,31 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int | None = None
+    min_p: float = 0.0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the sample, the model's own end tokens among them unless they are to be ignored."""
+    top_logprobs: int = 0
+    """How many of the likeliest tokens are told at each position of the output (and of the prompt, where asked for)."""
+    prompt_logprobs_from: int | None = None
+    """Log-probabilities of the prompt's tokens are told from this position on; None: of none."""
+
+
+Top = tuple[tuple[float, int], ...]
+"""The likeliest tokens of one position, best first: (log-probability, token)."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """What the model thinks of a prompt's tokens from position `start` on, each given those before it.
+
+    `values[i]` belongs to token `start + i`: of the untempered softmax; None for the prompt's very first token, before
+    which there is nothing. `tops` has the likeliest tokens of the same positions, and is empty when none were asked for.
+    """
+
+    start: int
+    values: tuple[float | None, ...]
+    tops: tuple[Top | None, ...]
 
 
 def prompt_key(prompt: Sequence[int]) -> bytes:
@@ -84,6 +106,11 @@ class Delivery:
     spans: tuple[Span, ...]
     cached_tokens: int
     ending: Ending | None
+    tops: tuple[Top, ...] = ()
+    """By output token, when `top_logprobs` were asked for."""
+    prompt_logprobs: PromptLogprobs | None = None
+    retractions: int = 0
+    """How often it had to give its row back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +133,9 @@ class Work:
     logprobs: list[float] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
     cached_tokens: int = 0
+    tops: list[Top] = field(default_factory=list)
+    prompt_logprobs: PromptLogprobs | None = None
+    retractions: int = 0
 
     def mark(self, version: str, count: int) -> None:
         """From token `count` on, `version` makes them."""
