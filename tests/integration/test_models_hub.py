@@ -49,7 +49,7 @@ CODE = {
 }
 
 
-@pytest.fixture()
+@pytest.fixture
 def served() -> Iterator[FakeHub]:
     with serve_hub() as hub:
         yield hub
@@ -66,6 +66,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def on(served: FakeHub, tmp_path: Path, **options: Any) -> HuggingFace:
     return HuggingFace(endpoint=served.url, cache=tmp_path / "cache", **options)
+
+
+def child_processes() -> list[str]:
+    return [pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
 
 
 def names(folder: Path) -> list[str]:
@@ -244,15 +248,12 @@ async def test_a_transfer_that_is_cancelled_leaves_no_process(
     monkeypatch.setenv("HF_ENDPOINT", served.url)
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     task = asyncio.create_task(fetch_model(ModelSpec(path="hf://own/tiny"), "", lambda d, t: None))
-    while not served.requests:
-        await asyncio.sleep(0.02)
+    await asyncio.to_thread(served.asked.wait)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    children = subprocess.run(
-        ["ps", "--ppid", str(os.getpid()), "-o", "args="], capture_output=True, text=True, check=False
-    ).stdout
-    assert "gcore.models" not in children
+    children = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in child_processes()]
+    assert not any(b"gcore.models" in command for command in children)
 
 
 def test_modelscope_is_fetched_by_the_commit_its_listing_names(served: FakeHub, tmp_path: Path) -> None:

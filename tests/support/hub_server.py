@@ -43,6 +43,8 @@ class FakeHub:
     """By file: after how many bytes the next transfers break off, one number a transfer."""
     stall: bool = False
     """Take requests and never answer."""
+    asked: threading.Event = field(default_factory=threading.Event)
+    """Set by the first request."""
     ranges: list[str] = field(default_factory=list)
     url: str = ""
 
@@ -96,6 +98,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, *, with_body: bool) -> None:
         hub, url = self.served, urlsplit(self.path)
         hub.requests.append(f"{self.command} {self.path}")
+        hub.asked.set()
         hub.tokens.append(self.headers.get("Authorization"))
         if hub.stall:
             self.close_connection = True
