@@ -68,8 +68,9 @@ def on(served: FakeHub, tmp_path: Path, **options: Any) -> HuggingFace:
     return HuggingFace(endpoint=served.url, cache=tmp_path / "cache", **options)
 
 
-def child_processes() -> list[str]:
-    return [pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
+def child_commands() -> list[bytes]:
+    pids = [pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
+    return [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids]
 
 
 def names(folder: Path) -> list[str]:
@@ -252,8 +253,7 @@ async def test_a_transfer_that_is_cancelled_leaves_no_process(
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    children = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in child_processes()]
-    assert not any(b"gcore.models" in command for command in children)
+    assert not any(b"gcore.models" in command for command in child_commands())
 
 
 def test_modelscope_is_fetched_by_the_commit_its_listing_names(served: FakeHub, tmp_path: Path) -> None:
