@@ -65,14 +65,20 @@ def validate(
     import yaml
     from rich.table import Table
 
+    from controllers.cli.model_words import download_sentence, download_tree, trust_warning
     from gcore.config import load_spec
+    from gcore.models.resolve import ask_hub
 
     loaded = load_spec(spec, set_ or ())
     processes = _processes(loaded, controllers, slots)
     prompts = _check_files(loaded, home)
+    answer = ask_hub(loaded.model.path, trust_remote_code=loaded.model.trust_remote_code)
+    if (warning := trust_warning(loaded.model)) is not None:
+        typer.echo(warning, err=True)
     tree = loaded.model_dump(mode="json")
     if output is Output.JSON:
-        typer.echo(as_json({"spec": tree, "processes": processes, "prompts": prompts}))
+        download = download_tree(answer) if answer is not None else None
+        typer.echo(as_json({"spec": tree, "processes": processes, "prompts": prompts, "download": download}))
         return
     typer.echo(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -81,6 +87,8 @@ def validate(
     for process in processes:
         table.add_row(process["process"], process["node"], process["slot"])
     console().print(table)
+    if answer is not None:
+        typer.echo(f"\n{download_sentence(loaded.model.path, answer)}")
     typer.echo(f"\n{spec} is valid: {prompts} prompts, {loaded.flow.steps} steps.")
 
 
