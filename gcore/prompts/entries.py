@@ -1,6 +1,7 @@
 """What an entry of a dataset must be, and how each mistake is told: one sentence, with file and line.
 
-An entry is a JSON object on one line. Its prompt field is a string, or a list of chat messages; fields that hold answers
+An entry is a JSON object on one line (`name_line`: how messages name a line, where it is not one of a file that people
+know). Its prompt field is a string, or a list of chat messages; fields that hold answers
 are there and not null. Stricter than Python's JSON in two places: NaN and Infinity are refused, and so is half a
 surrogate pair, which no tokenizer can take. Whether a prompt suits the model is the renderer's business.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,12 +29,23 @@ _decode = json.JSONDecoder(parse_constant=_no_constant).raw_decode
 
 
 class EntryReader:
-    """Reads and checks entries of one file. Stateless; may be used from several threads."""
+    """Reads and checks entries of one data file. Stateless; may be used from several threads."""
 
-    def __init__(self, path: Path, prompt_field: str, answer_fields: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        path: Path,
+        prompt_field: str,
+        answer_fields: tuple[str, ...] = (),
+        name_line: Callable[[int], str] | None = None,
+    ) -> None:
         self._path = path
+        self._name_line = name_line
         self._prompt_field = prompt_field
         self._answer_fields = answer_fields
+
+    def where(self, line: int) -> str:
+        """How messages name a line, counted from 1."""
+        return f"{self._path}:{line}" if self._name_line is None else self._name_line(line)
 
     def blank_lines(self, text: str, first: int, *, cut_off: bool = False) -> list[int]:
         """Check the lines of `text`, of which the first has number `first`; which of them (from 0) are blank.
@@ -54,8 +67,7 @@ class EntryReader:
             if not line.strip():
                 blank.append(place)
             else:
-                where = f"{self._path}:{first + place}"
-                self.parse(line, where, cut_off=cut_off and place == len(lines) - 1)
+                self.parse(line, self.where(first + place), cut_off=cut_off and place == len(lines) - 1)
         return blank
 
     def parse(self, line: str, where: str, *, cut_off: bool = False) -> dict[str, Any]:
@@ -101,11 +113,11 @@ class EntryReader:
             raise DataError(
                 f"the entry has no field {field!r}, only {_names(entry)}",
                 where=where,
-                fix="Name the field with the prompt in data.prompt",
+                fix="Name the field with the prompt in data.prompt, or in `prompt` of the source",
             )
         prompt = entry[field]
         if prompt == "":
-            raise DataError(f"field {field!r} is empty", where=where, fix="Remove the line, or write a prompt")
+            raise DataError(f"field {field!r} is empty", where=where, fix="Remove the entry, or write a prompt")
         problem = None if isinstance(prompt, str) else _message_problem(prompt)
         if problem is not None:
             raise DataError(
@@ -121,7 +133,7 @@ class EntryReader:
                 raise DataError(
                     f"field {field!r} is null" if field in entry else missing,
                     where=where,
-                    fix="Name the field with the expected answer in reward.answer",
+                    fix="Name the field with the expected answer in reward.answer, or in that of the source's reward",
                 )
 
     def _check_text(self, entry: dict[str, Any], where: str) -> None:
@@ -145,9 +157,15 @@ def _message_problem(prompt: Any) -> str | None:
         if not isinstance(message, dict):
             return f"a list whose item {number} is {_kind(message)}, not a chat message"
         for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
+            if not isinstance(message.get(key), str) and not (key == "content" and _calls_tools(message)):
                 return f"a list whose message {number} has no text in {key!r}"
     return None
+
+
+def _calls_tools(message: dict[str, Any]) -> bool:
+    """Whether it is a turn of the assistant that calls tools, and may say nothing beside."""
+    calls = message.get("tool_calls")
+    return message.get("content") is None and isinstance(calls, list) and bool(calls)
 
 
 def _kind(value: Any) -> str:

@@ -193,7 +193,7 @@ class _Scan:
             line = self._line + lines.count(b"\n", 0, error.start)
             raise DataError(
                 f"the line is not UTF-8 text (byte 0x{lines[error.start]:02x})",
-                where=f"{self._path}:{line}",
+                where=self._reader.where(line),
                 fix="Convert the file to UTF-8",
             ) from error
         blank = self._reader.blank_lines(text, self._line, cut_off=cut_off)
@@ -209,6 +209,6 @@ class _Scan:
         if len(rest) > MAX_ENTRY_BYTES:
             raise DataError(
                 f"the line is longer than {MAX_ENTRY_BYTES >> 20} MiB",
-                where=f"{self._path}:{self._line}",
+                where=self._reader.where(self._line),
                 fix="Write one JSON object a line; is this a JSONL file at all?",
             )

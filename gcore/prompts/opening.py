@@ -23,7 +23,7 @@ from gcore.prompts.stream import PromptStream, prompt_limit
 from gcore.prompts.tokenizer import ModelTokenizer
 
 OpeningProgress = Callable[[str, int, int], None]
-"""Called with what is being read (a source's name), bytes done and bytes in all."""
+"""Called with what is being read (a source's name), how much is done and how much there is in all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +100,8 @@ def _open_dataset(source: Source, cache_dir: Path, progress: OpeningProgress | N
         source.path,
         prompt_field=source.prompt,
         answer_fields=(source.reward.answer,),
+        format=source.format,
+        split=source.split,
         cache_dir=cache_dir,
         progress=tell,
     )
