@@ -33,8 +33,9 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from gcore.errors import DataError
+from gcore.prepare.lesson import to_jsonl
 from gcore.prepare.progress import Reporter
-from gcore.prepare.sums import split_sums, to_jsonl
+from gcore.prepare.sums import split_sums
 
 RECIPE = 1
 """Raised with every change of what a preparation makes, so that folders of the old recipe are made anew."""
@@ -121,8 +122,10 @@ def _make(to: Path, seed: int, warm_updates: int, reporter: Reporter, must_fit: 
         (draft / "train.jsonl").write_text(to_jsonl(split.train), encoding="utf-8")
         (draft / "eval.jsonl").write_text(to_jsonl(split.held_out), encoding="utf-8")
         with reporter:
-            started = warm_start(split, seed=seed, updates=warm_updates, report=reporter.report, must_fit=must_fit)
-        save_model(started.model, draft / "model")
+            started = warm_start(
+                split.lesson, seed=seed, updates=warm_updates, report=reporter.report, must_fit=must_fit
+            )
+        save_model(started, draft / "model")
         manifest = Manifest(
             recipe=RECIPE,
             seed=seed,

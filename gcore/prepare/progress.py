@@ -18,7 +18,7 @@ PLAIN_LINES = 8
 
 @dataclass(frozen=True, slots=True)
 class WarmStartProgress:
-    """`update` of `updates` are done. `accuracy`: greedy, on held-out sums, at the last look; None before the first."""
+    """`update` of `updates` are done. `accuracy`: greedy, on held-out prompts, at the last look; None before the first."""
 
     update: int
     updates: int
@@ -88,4 +88,4 @@ class BarReporter(Reporter):
 
 
 def _accuracy(at: WarmStartProgress) -> str:
-    return "" if at.accuracy is None else f"{at.accuracy:.0%} of held-out sums right"
+    return "" if at.accuracy is None else f"{at.accuracy:.0%} of held-out prompts right"

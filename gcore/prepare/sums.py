@@ -9,19 +9,25 @@ The warm start also sees *wide* sums, of a three-digit and a one-digit number: f
 many by heart, and what reinforcement learning then teaches it does not carry over to sums it never saw. A wide sum whose
 last two digits make a held-out sum ("147+8=" where "47+8=" is held out) is left out too.
 
-The *careless hand* is what the warm start imitates: it knows its sums, but mostly drops the carry ("47+8=45"). A model that
-learned from it says the right thing sometimes and the wrong thing by preference, which is what reinforcement learning can
-mend: nobody ever shows it the sums again, it is only told right or wrong.
+The *careless hand* (`gcore.prepare.lesson`) knows its sums, but mostly drops the carry ("47+8=45").
 
 Pure; the randomness of the careless hand is the caller's.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+
+from gcore.prepare.lesson import Lesson, shuffled
+
+CHARACTERS = "0123456789+="
+
+CARELESS_SHARE = 0.7
+"""How often a demonstration drops its carry. Well above one half, or the model's preference would be a matter of luck."""
+
+BAND = (0.38, 0.48)
+"""The share of held-out sums that the model is right on, greedily, when it is handed to RL."""
 
 HELD_OUT_SHARE = 7
 """One pair in so many is held out."""
@@ -68,6 +74,11 @@ class SumSplit:
     held_out: tuple[Sum, ...]
     wide: tuple[Sum, ...]
 
+    @property
+    def lesson(self) -> Lesson:
+        """What the warm start is given: half of it wide."""
+        return Lesson(CHARACTERS, (self.train, self.wide), self.held_out, CARELESS_SHARE, BAND)
+
 
 def split_sums(seed: int) -> SumSplit:
     """All sums, split by pair. `seed` decides which pairs are held out, and the order of the lists."""
@@ -75,28 +86,18 @@ def split_sums(seed: int) -> SumSplit:
     held_out: list[Sum] = []
     train: list[Sum] = []
     for has_carry in (True, False):
-        kind = _shuffled((s for s in everything if s.has_carry == has_carry), f"pairs {seed}")
+        kind = shuffled((s for s in everything if s.has_carry == has_carry), f"pairs {seed}")
         cut = round(len(kind) / HELD_OUT_SHARE)
         held_out += kind[:cut]
         train += kind[cut:]
     hidden = {s.pair for s in held_out}
     wide = [Sum(left, right) for left in range(100, 1000) for right in range(2, 10)]
     return SumSplit(
-        train=tuple(_shuffled(_both_orders(train), f"order {seed}")),
-        held_out=tuple(_shuffled(_both_orders(held_out), f"order {seed}")),
+        train=tuple(shuffled(_both_orders(train), f"order {seed}")),
+        held_out=tuple(shuffled(_both_orders(held_out), f"order {seed}")),
         wide=tuple(_both_orders(s for s in wide if (s.left % 100, s.right) not in hidden)),
     )
 
 
-def to_jsonl(sums: Iterable[Sum]) -> str:
-    """One JSON object a line, with `prompt` and `answer`, both strings."""
-    return "".join(json.dumps({"prompt": s.prompt, "answer": s.answer}) + "\n" for s in sums)
-
-
 def _both_orders(sums: Iterable[Sum]) -> list[Sum]:
     return [ordered for s in sums for ordered in (s, Sum(s.right, s.left))]
-
-
-def _shuffled(sums: Iterable[Sum], key: str) -> list[Sum]:
-    """In the order of a hash, which no library's random generator can change."""
-    return sorted(sums, key=lambda s: hashlib.blake2b(f"{key} {s.prompt}".encode(), digest_size=16).digest())

@@ -1,10 +1,10 @@
-"""The warm start: a small qwen3 learns sums from a careless hand, and is saved with a tokenizer of its own.
+"""The warm start: a small qwen3 learns from a careless hand, and is saved with a tokenizer of its own.
 
-The model is supervised on demonstrations of the sums in `gcore.prepare.sums`, half of them wide: for each a coin decides
-anew whether the careless answer or the right one is shown. What it prefers to say then is wrong wherever there is a
-carry, and it says the right thing now and then: greedy accuracy below one half, and for nearly every prompt some right
-answer among eight samples. The accuracy on held-out sums is looked at every few updates of the last quarter, and the model
-kept is that of the last look within the band; training past it would not help, as the demonstrations stay careless.
+The model is supervised on the demonstrations of a `gcore.prepare.lesson.Lesson`: for each a coin decides anew whether the
+careless answer or the right one is shown. What it prefers to say then is wrong wherever carelessness does harm, and it says
+the right thing now and then: greedy accuracy below one half, and for nearly every prompt some right answer among eight
+samples. The accuracy on held-out prompts is looked at every few updates of the last quarter, and the model kept is that of
+the last look within the band; training past it would not help, as the demonstrations stay careless.
 
 One thread, so that the result does not depend on how many cores there are. Global random state and the number of threads
 are left as they were. This is a leaf: it imports torch and transformers, and is imported by `prepare` when needed.
@@ -24,21 +24,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from gcore.errors import DataError
+from gcore.prepare.lesson import Exercise, Lesson
 from gcore.prepare.progress import WarmStartProgress
-from gcore.prepare.sums import Sum, SumSplit
-from gcore.prepare.tokens import EOS, LONGEST_PROMPT, LONGEST_RESPONSE, PAD, VOCABULARY_SIZE, encode, save_tokenizer
+from gcore.prepare.tokens import CONTEXT, Alphabet, save_tokenizer
 
 THREADS = 1
 
-BAND_LOW = 0.38
-BAND_HIGH = 0.48
-"""The share of held-out sums that the model is right on, greedily, when it is handed to RL."""
-
-CARELESS_SHARE = 0.7
-"""How often a demonstration drops its carry. Well above one half, or the model's preference would be a matter of luck."""
-
 BATCH = 64
-WIDE_SHARE = 0.5
 PEAK_LEARNING_RATE = 1.5e-3
 WARMUP_UPDATES = 20
 DECAY_SHARE = 0.6
@@ -53,9 +45,10 @@ _IGNORE = -100
 
 @dataclass(frozen=True, slots=True)
 class WarmStart:
-    """The model, the share of held-out sums it is right on greedily, and of those it is right on in one of 8 samples."""
+    """The model, the share of held-out prompts it is right on greedily, and of those it is right on in one of 8 samples."""
 
     model: Any
+    alphabet: Alphabet
     greedy_accuracy: float
     pass_at_8: float
 
@@ -66,14 +59,14 @@ class _Look:
     accuracy: float
     weights: dict[str, Tensor]
 
-    @property
-    def fits(self) -> bool:
-        return BAND_LOW <= self.accuracy <= BAND_HIGH
+    def fits(self, lesson: Lesson) -> bool:
+        low, high = lesson.band
+        return low <= self.accuracy <= high
 
 
 @dataclass(frozen=True, slots=True)
 class _Demonstrations:
-    """Rows of prompt, answer, padding. [sums, tokens] int64 each; labels are -100 but at the answer."""
+    """Rows of prompt, answer, padding. [exercises, tokens] int64 each; labels are -100 but at the answer."""
 
     inputs_right: Tensor
     labels_right: Tensor
@@ -87,60 +80,68 @@ def torch_version() -> str:
 
 
 def warm_start(
-    split: SumSplit, *, seed: int, updates: int, report: Callable[[WarmStartProgress], None], must_fit: bool = True
+    lesson: Lesson, *, seed: int, updates: int, report: Callable[[WarmStartProgress], None], must_fit: bool = True
 ) -> WarmStart:
-    """Train for `updates` and return the model as the last look within the band found it.
+    """Train for `updates` and return the model as the last look within the lesson's band found it.
 
     Without `must_fit`, a model that was never within the band is returned as it ended. Raises DataError otherwise.
     """
+    alphabet = Alphabet(lesson.characters)
     with _deterministic(seed):
-        model = _new_model()
-        look = _train(model, split, seed, updates, report)
-        if must_fit and not look.fits:
+        model = _new_model(alphabet)
+        look = _train(model, lesson, alphabet, seed, updates, report)
+        if must_fit and not look.fits(lesson):
+            low, high = lesson.band
             raise DataError(
-                f"after {updates} updates the warm-started model is right on {look.accuracy:.1%} of the held-out sums, "
-                f"not on {BAND_LOW:.0%} to {BAND_HIGH:.0%}",
+                f"after {updates} updates the warm-started model is right on {look.accuracy:.1%} of the held-out "
+                f"prompts, not on {low:.0%} to {high:.0%}",
                 where=f"seed {seed}",
                 fix="Use another seed",
             )
         model.load_state_dict(look.weights)
-        prompts = _prompts(split.held_out)
         generator = torch.Generator().manual_seed(seed)
-        sampled = [_right(_generate(model, prompts, generator), split.held_out) for _ in range(8)]
-        return WarmStart(model, look.accuracy, float(torch.stack(sampled).any(0).double().mean()))
+        sampled = [_right(model, lesson, alphabet, generator) for _ in range(8)]
+        return WarmStart(model, alphabet, look.accuracy, float(torch.stack(sampled).any(0).double().mean()))
 
 
-def save_model(model: Any, folder: Path) -> None:
+def save_model(started: WarmStart, folder: Path) -> None:
     """A folder that `AutoModelForCausalLM`, `AutoTokenizer` and the `tokenizers` library load."""
     with _without_progress_bars():
-        model.save_pretrained(folder)
-    save_tokenizer(folder)
+        started.model.save_pretrained(folder)
+    save_tokenizer(started.alphabet, folder)
 
 
-def _new_model() -> Any:
+def _new_model(alphabet: Alphabet) -> Any:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
-        vocab_size=VOCABULARY_SIZE,
+        vocab_size=alphabet.vocabulary_size,
         hidden_size=128,
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
         intermediate_size=512,
-        max_position_embeddings=64,
+        max_position_embeddings=CONTEXT,
         tie_word_embeddings=True,
         initializer_range=INITIALIZER_RANGE,
         bos_token_id=None,
-        eos_token_id=EOS,
-        pad_token_id=PAD,
+        eos_token_id=alphabet.eos,
+        pad_token_id=alphabet.pad,
     )
     return Qwen3ForCausalLM(config)
 
 
-def _train(model: Any, split: SumSplit, seed: int, updates: int, report: Callable[[WarmStartProgress], None]) -> _Look:
+def _train(
+    model: Any,
+    lesson: Lesson,
+    alphabet: Alphabet,
+    seed: int,
+    updates: int,
+    report: Callable[[WarmStartProgress], None],
+) -> _Look:
     generator = torch.Generator().manual_seed(seed)
-    narrow, wide = _demonstrations(split.train), _demonstrations(split.wide)
+    sources = [_demonstrations(source, alphabet, lesson.longest_row) for source in lesson.sources]
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     kept: _Look | None = None
     accuracy: float | None = None
@@ -148,7 +149,7 @@ def _train(model: Any, split: SumSplit, seed: int, updates: int, report: Callabl
     for update in range(1, updates + 1):
         for group in optimizer.param_groups:
             group["lr"] = _learning_rate(update, updates)
-        inputs, labels = _batch(narrow, wide, generator)
+        inputs, labels = _batch(sources, lesson.careless_share, generator)
         logits = model(input_ids=inputs[:, :-1]).logits
         loss = functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=_IGNORE)
         torch.autograd.backward(loss)
@@ -157,9 +158,9 @@ def _train(model: Any, split: SumSplit, seed: int, updates: int, report: Callabl
         optimizer.zero_grad()
         last_quarter = 4 * update > 3 * updates
         if update == updates or update % (LOOK_EVERY if last_quarter else 5 * LOOK_EVERY) == 0:
-            look = _look(model, split, update)
+            look = _look(model, lesson, alphabet, update)
             accuracy = look.accuracy
-            if last_quarter and (look.fits or kept is None or not kept.fits):
+            if last_quarter and (look.fits(lesson) or kept is None or not kept.fits(lesson)):
                 kept = look
         report(WarmStartProgress(update, updates, accuracy))
     if kept is None:
@@ -167,8 +168,8 @@ def _train(model: Any, split: SumSplit, seed: int, updates: int, report: Callabl
     return kept
 
 
-def _look(model: Any, split: SumSplit, update: int) -> _Look:
-    right = _right(_generate(model, _prompts(split.held_out), None), split.held_out)
+def _look(model: Any, lesson: Lesson, alphabet: Alphabet, update: int) -> _Look:
+    right = _right(model, lesson, alphabet, None)
     return _Look(update, float(right.double().mean()), copy.deepcopy(model.state_dict()))
 
 
@@ -178,20 +179,23 @@ def _learning_rate(update: int, updates: int) -> float:
     return PEAK_LEARNING_RATE * min(1.0, update / WARMUP_UPDATES, left)
 
 
-def _batch(narrow: _Demonstrations, wide: _Demonstrations, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Inputs and labels, [BATCH, tokens] each: sums drawn at random, and for each a coin."""
+def _batch(
+    sources: Sequence[_Demonstrations], careless_share: float, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Inputs and labels, [about BATCH, tokens] each: exercises drawn at random, and for each a coin."""
     inputs, labels = [], []
-    for source, count in ((narrow, BATCH - int(BATCH * WIDE_SHARE)), (wide, int(BATCH * WIDE_SHARE))):
+    count = BATCH // len(sources)
+    for source in sources:
         rows = torch.randint(len(source.inputs_right), (count,), generator=generator)
-        careless = (torch.rand(count, generator=generator) < CARELESS_SHARE)[:, None]
+        careless = (torch.rand(count, generator=generator) < careless_share)[:, None]
         inputs.append(torch.where(careless, source.inputs_careless[rows], source.inputs_right[rows]))
         labels.append(torch.where(careless, source.labels_careless[rows], source.labels_right[rows]))
     return torch.cat(inputs), torch.cat(labels)
 
 
-def _demonstrations(sums: Sequence[Sum]) -> _Demonstrations:
-    right = [_row(s.prompt, s.answer) for s in sums]
-    careless = [_row(s.prompt, s.careless_answer) for s in sums]
+def _demonstrations(exercises: Sequence[Exercise], alphabet: Alphabet, length: int) -> _Demonstrations:
+    right = [_row(e.prompt, e.answer, alphabet, length) for e in exercises]
+    careless = [_row(e.prompt, e.careless_answer, alphabet, length) for e in exercises]
     return _Demonstrations(
         torch.tensor([row for row, _ in right]),
         torch.tensor([row for _, row in right]),
@@ -200,24 +204,33 @@ def _demonstrations(sums: Sequence[Sum]) -> _Demonstrations:
     )
 
 
-def _row(prompt: str, answer: str) -> tuple[list[int], list[int]]:
-    """Input ids and labels of one demonstration, padded to a common length."""
-    asked, told = encode(prompt), [*encode(answer), EOS]
-    rest = LONGEST_PROMPT + LONGEST_RESPONSE - len(asked) - len(told)
-    return asked + told + [PAD] * rest, [_IGNORE] * len(asked) + told + [_IGNORE] * rest
+def _row(prompt: str, answer: str, alphabet: Alphabet, length: int) -> tuple[list[int], list[int]]:
+    """Input ids and labels of one demonstration, padded to `length` tokens."""
+    asked, told = alphabet.encode(prompt), [*alphabet.encode(answer), alphabet.eos]
+    rest = length - len(asked) - len(told)
+    return asked + told + [alphabet.pad] * rest, [_IGNORE] * len(asked) + told + [_IGNORE] * rest
 
 
-def _prompts(sums: Sequence[Sum]) -> Tensor:
-    """[sums, 5] int64."""
-    return torch.tensor([encode(s.prompt) for s in sums])
+def _right(model: Any, lesson: Lesson, alphabet: Alphabet, generator: torch.Generator | None) -> Tensor:
+    """[held-out prompts] bool: the response begins with the right answer and the end of sequence."""
+    lengths = sorted({len(e.prompt) for e in lesson.held_out})
+    right = torch.zeros(len(lesson.held_out), dtype=torch.bool)
+    for length in lengths:  # no padding: prompts of a length go together
+        places = [i for i, e in enumerate(lesson.held_out) if len(e.prompt) == length]
+        prompts = torch.tensor([alphabet.encode(lesson.held_out[i].prompt) for i in places])
+        responses = _generate(model, prompts, lesson.longest_answer, generator).tolist()
+        for place, response in zip(places, responses, strict=True):
+            expected = [*alphabet.encode(lesson.held_out[place].answer), alphabet.eos]
+            right[place] = response[: len(expected)] == expected
+    return right
 
 
 @torch.no_grad()
-def _generate(model: Any, prompts: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Responses to prompts of equal length, [n, LONGEST_RESPONSE - 1] int64: greedy, or sampled at temperature 1."""
+def _generate(model: Any, prompts: Tensor, tokens: int, generator: torch.Generator | None) -> Tensor:
+    """Responses to prompts of equal length, [n, tokens] int64: greedy, or sampled at temperature 1."""
     model.eval()
     ids, cache, steps = prompts, None, []
-    for _ in range(LONGEST_RESPONSE - 1):
+    for _ in range(tokens):
         out = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         logits, cache = out.logits[:, -1], out.past_key_values
         ids = (
@@ -228,12 +241,6 @@ def _generate(model: Any, prompts: Tensor, generator: torch.Generator | None) ->
         steps.append(ids)
     model.train()
     return torch.cat(steps, 1)
-
-
-def _right(responses: Tensor, sums: Sequence[Sum]) -> Tensor:
-    """[n] bool: the response begins with the right answer and the end of sequence."""
-    expected = [[*encode(s.answer), EOS] for s in sums]
-    return torch.tensor([row[: len(e)] == e for row, e in zip(responses.tolist(), expected, strict=True)])
 
 
 @contextmanager

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from gcore.prepare.lesson import to_jsonl
 from gcore.prepare.progress import BarReporter, WarmStartProgress
-from gcore.prepare.sums import Sum, split_sums, to_jsonl
-from gcore.prepare.tokens import LONGEST_PROMPT, LONGEST_RESPONSE, encode
+from gcore.prepare.sums import CHARACTERS, Sum, split_sums
+from gcore.prepare.tokens import Alphabet
 
 seeds = st.integers(min_value=0, max_value=2**63 - 1)
 
@@ -75,12 +76,12 @@ def test_the_careless_hand_drops_carries_and_nothing_else(left: int, right: int,
     assert Sum(left, right).careless_answer == careless
 
 
-def test_every_sum_fits_the_longest_prompt_and_response() -> None:
+def test_the_lesson_has_room_for_every_sum_and_no_more() -> None:
     split = split_sums(0)
-    everything = [*split.train, *split.held_out, *split.wide]
-    assert max(len(encode(s.prompt)) for s in everything) == LONGEST_PROMPT
-    assert max(len(encode(s.answer)) + 1 for s in everything) == LONGEST_RESPONSE
-    assert {len(encode(s.prompt)) for s in [*split.train, *split.held_out]} == {LONGEST_PROMPT - 1}
+    encode = Alphabet(CHARACTERS).encode
+    rows = [len(encode(s.prompt)) + len(encode(s.answer)) + 1 for s in [*split.train, *split.held_out, *split.wide]]
+    assert max(rows) == split.lesson.longest_row == len("999+9=") + len("1008") + 1
+    assert max(len(encode(s.answer)) + 1 for s in split.held_out) == split.lesson.longest_answer
 
 
 def test_a_file_has_one_prompt_and_answer_a_line() -> None:
@@ -98,4 +99,4 @@ def test_a_bar_is_drawn_on_a_terminal_from_the_first_moment() -> None:
         reporter.report(WarmStartProgress(1, 3, None))
         reporter.report(WarmStartProgress(3, 3, 0.45))
     assert "3/3" in out.getvalue()
-    assert "45% of held-out sums right" in out.getvalue()
+    assert "45% of held-out prompts right" in out.getvalue()
