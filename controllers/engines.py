@@ -93,6 +93,9 @@ class EngineBook:
         if served != version:
             await line.client.update_weights(str(folder), version)
             served = (await line.client.info()).version
+        else:
+            # Whoever brought it there may have died before it let the engine go on; going on twice does no harm.
+            await line.client.resume()
         line.view = replace(line.view, version=served)
         self._changes.notify()
 

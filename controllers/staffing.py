@@ -8,13 +8,12 @@ yet. A train rank that died is not started again here; that is a rollback's busi
 from __future__ import annotations
 
 import logging
-import sys
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from controllers.children import RANK_COMMAND, THREADS, Child, NoSglang, device_env, engine_child, is_cuda
 from controllers.view import JobView
 from gcore.clock import Clock
 from gcore.config import NodeConfig
@@ -32,8 +31,6 @@ MAX_LAUNCHES = 5
 MAX_BACKOFF_S = 30.0
 LASTING_S = 60.0
 """An engine that serves for so long counts as started well."""
-ENGINE_COMMAND = (sys.executable, "-m", "gcore.rollout.engine")
-RANK_COMMAND = (sys.executable, "-m", "gcore.train")
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,64 +189,28 @@ class Staff:
         self._last[key] = self._clock.monotonic()
         try:
             self._newest[key] = self._started[key] = self._spawn(action, view)
-        except (CannotStart, OSError) as error:
+        except (CannotStart, NoSglang, OSError) as error:
             log.warning("%s cannot be started: %s", key, error)
             self._newest.pop(key, None)
             self._why[key] = str(error)
         self._tries[key] = self._tries.get(key, 0) + 1
 
     def _spawn(self, action: StartEngine | StartRank, view: JobView) -> Launch:
-        """Raises CannotStart, OSError."""
+        """Raises CannotStart, NoSglang, OSError."""
         assert view.mirror.job is not None
         uid = view.mirror.keys.uid
         run_dir = Path(view.mirror.job.record.run_dir)
         slot = action.place.slot
-        spec = view.spec
-        # A worker has its own device, and a CPU slot is one thread.
-        cuda = slot.startswith("cuda:")
-        env = {"CUDA_VISIBLE_DEVICES": slot.removeprefix("cuda:") if cuda else "", "HF_HUB_OFFLINE": "1"}
-        child: dict[str, Any]
         role: Role
         world: str | None
         rank: int | None
         if isinstance(action, StartEngine):
-            key, role, world, rank = engine_key(action.place), "rollout", None, None
-            command = ENGINE_COMMAND
-            child = {
-                "kind": "engine",
-                "model": spec.model.path,
-                "host": self._config.listen_host,
-                "port": 0,
-                "batch_slots": spec.rollout.batch_slots,
-                "threads": 1,
-                "dtype": "bfloat16" if cuda else "float32",
-                "weight_version": "0.0",
-                "trust_remote_code": spec.model.trust_remote_code,
-            }
+            role, world, rank = "rollout", None, None
+            child = engine_child(view.spec, slot, self._config)
         else:
-            key, role, world, rank = rank_key(action.place, action.world), "train", action.world, action.place.rank
-            command = RANK_COMMAND
-            env["DS_ACCELERATOR"] = "cuda" if cuda else "cpu"
-            base = base_checkpoint(view)
-            assert view.mirror.head is not None
-            assert view.mirror.plan is not None
-            assert base is not None
-            child = {
-                "kind": "rank",
-                "job_uid": uid,
-                "world": world,
-                "lineage": view.mirror.head.record.lineage,
-                "rank": rank,
-                "world_size": len(view.mirror.plan.record.ranks),
-                "spec": spec.model_dump(mode="json"),
-                "run_dir": str(run_dir),
-                "start": {"step": base.step, "checkpoint": base.file},
-                "host": self._config.listen_host,
-                "threads": 1,
-            }
+            role, world, rank = "train", action.world, action.place.rank
+            child = self._rank_child(action, view)
         instance = f"{role}-{self._config.node}-{uuid.uuid4().hex[:8]}"
-        if spec.model.trust_remote_code:  # copied there before it is imported: two workers must not write one copy
-            env["HF_MODULES_CACHE"] = str(run_dir / "modules" / instance)
         logs = run_dir / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         launch = LaunchSpec(
@@ -260,16 +221,40 @@ class Staff:
             slot=slot,
             store=StoreRef(endpoints=self._config.etcd_endpoints),
             log_file=str(logs / f"{instance}.log"),
-            command=command,
-            env=env,
-            threads=1,
-            child=child,
+            command=child.command,
+            env=dict(child.env),
+            threads=THREADS,
+            child=dict(child.document),
             world=world,
             rank=rank,
             lease_ttl_s=self._config.lease_ttl_s,
             orphan_grace_s=self._config.orphan_grace_s,
-            watchdog_s=spec.train.watchdog_s,
+            start_limit_s=child.start_limit_s,
+            watchdog_s=view.spec.train.watchdog_s,
         )
         process = start_worker(launch, Path(self._config.home))
-        log.info("started %s on %s: %s", key, slot, instance, extra={"job": uid})
+        log.info("started %s on %s: %s", launch_key(action), slot, instance, extra={"job": uid})
         return Launch(instance, process, self._clock.monotonic())
+
+    def _rank_child(self, action: StartRank, view: JobView) -> Child:
+        assert view.mirror.job is not None
+        assert view.mirror.head is not None
+        assert view.mirror.plan is not None
+        base = base_checkpoint(view)
+        assert base is not None
+        slot = action.place.slot
+        document = {
+            "kind": "rank",
+            "job_uid": view.mirror.keys.uid,
+            "world": action.world,
+            "lineage": view.mirror.head.record.lineage,
+            "rank": action.place.rank,
+            "world_size": len(view.mirror.plan.record.ranks),
+            "spec": view.spec.model_dump(mode="json"),
+            "run_dir": view.mirror.job.record.run_dir,
+            "start": {"step": base.step, "checkpoint": base.file},
+            "host": self._config.listen_host,
+            "threads": THREADS,
+        }
+        env = device_env(slot) | {"DS_ACCELERATOR": "cuda" if is_cuda(slot) else "cpu"}
+        return Child(RANK_COMMAND, document, env)

@@ -36,6 +36,8 @@ class NodeConfig(BaseModel):
     """The accelerators of this node that gcore may use, e.g. ("cpu:0",)."""
     run_root: str
     """Folder of the jobs' run folders, seen by every node."""
+    sglang_python: str | None = None
+    """The Python that has SGLang, for jobs with `rollout.engine: sglang`; None: the node runs no such job."""
     lease_ttl_s: PositiveInt = 5
     """A daemon that is silent for so long has left, for its peers."""
     orphan_grace_s: NonNegativeFloat = 60.0

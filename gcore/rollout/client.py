@@ -11,6 +11,7 @@ known of which engine to use. Imports no torch.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import struct
 from collections.abc import Mapping, Sequence
@@ -119,11 +120,28 @@ class EngineClient:
         await self._call("POST", "/abort_request", {"rid": "", "abort_all": True})
 
     async def update_weights(self, path: str, version: Version) -> None:
-        """Serve the weights in folder `path`, called `version`, from the next token on. Raises EngineError if refused."""
+        """Serve the weights in folder `path`, called `version`, from the next token on. Raises EngineError if refused.
+
+        What runs is taken back into the queue meanwhile, and goes on under the new weights with its tokens so far: an
+        engine that is not paused lets everything run to its end first, and a cache of the old weights would be wrong.
+        After a refusal the engine may hold a mixture of weights; it is not to be used before another update succeeds.
+        """
         body = {"model_path": path, "weight_version": str(version), "flush_cache": True}
-        answer = await self._parsed(await self._call("POST", "/update_weights_from_disk", body))
+        try:
+            await self.pause("retract")
+            answer = await self._parsed(await self._call("POST", "/update_weights_from_disk", body))
+        except BaseException:
+            # Whatever went wrong, it must not stay paused; and what went wrong is what is told.
+            with contextlib.suppress(EngineError):
+                await self.resume()
+            raise
+        await self.resume()
         if not (isinstance(answer, dict) and answer.get("success") is True):
             raise EngineError(f"the engine did not take version {version} ({answer})", where=self.base_url)
+
+    async def call_weights(self, version: Version) -> None:
+        """Call the weights that are served `version`; they stay as they are. Raises EngineError."""
+        await self._call("POST", "/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
     async def pause(self, mode: PauseMode = "in_place") -> None:
         """Make no more tokens: end what runs, take it back into the queue, or leave it as it stands."""
@@ -144,6 +162,14 @@ class EngineClient:
         except ValueError:
             version = None
         return EngineInfo(version, load.get("num_running_reqs"), load.get("num_queue_reqs"))
+
+    async def scheduler_state(self) -> Mapping[str, Any]:
+        """What the engine's scheduler says of itself, between two steps of the model: an answer shows that it gets on.
+
+        Raises EngineError, EngineUnreachable.
+        """
+        answer = await self._parsed(await self._call("GET", "/server_info"))
+        return answer if isinstance(answer, dict) else {}
 
     async def health(self) -> bool:
         """Whether it answers, and calls itself well."""

@@ -60,7 +60,7 @@ class SglangProcess:
 
     def stop(self) -> None:
         """End it, by force: it holds nothing that is worth a farewell. Again: nothing."""
-        self._server.stop(0.0)
+        self._server.stop()
 
     def __enter__(self) -> Self:
         return self

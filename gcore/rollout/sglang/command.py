@@ -83,5 +83,7 @@ def server_environment(launch: SglangLaunch, base: Mapping[str, str], scratch: P
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
+        # Longer than the client keeps an idle connection: none is closed in the moment in which it is used again.
+        "SGLANG_TIMEOUT_KEEP_ALIVE": "60",
         "TMPDIR": str(scratch),
     }

@@ -25,6 +25,8 @@ WARDEN = Path(__file__).with_name("warden.py")
 TETHER = Path(death.__file__).with_name("tether.py")
 KEPT_LINES = 200
 KILL_S = 30.0
+LAST_WORD_S = 1.0
+"""How long a dead server's output is read on, should something hold it open."""
 
 
 def free_port(host: str) -> int:
@@ -69,8 +71,8 @@ class Server:
         """The warden's."""
         return self._process.pid
 
-    def wait(self, timeout_s: float) -> bool:
-        """Whether it has ended within `timeout_s`; blocks."""
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Whether it has ended within `timeout_s`; None: when it has. Blocks."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -79,15 +81,12 @@ class Server:
 
     def death(self) -> str:
         """How it ended, in one sentence with its last words. Only after its end."""
-        self._reader.join(1.0)
+        self._reader.join(LAST_WORD_S)
         out_of_memory = death.out_of_memory_kills() > self._oom_kills
         return death.sentence(self._process.wait(), last_words(tuple(self.lines)), out_of_memory=out_of_memory)
 
-    def stop(self, grace_s: float) -> None:
-        """End it: politely, and after `grace_s` by force. Blocks; returns when nothing of it is left."""
-        if self._process.poll() is None and grace_s > 0:
-            self._process.terminate()
-            self.wait(grace_s)
+    def stop(self) -> None:
+        """End it, by force: it has nothing on disk, and SIGTERM makes it wait for its requests. Blocks; then all is gone."""
         assert self._process.stdin is not None
         self._process.stdin.close()  # the warden's sign
         if not self.wait(KILL_S):

@@ -2,7 +2,7 @@
 
 The command leads a process group of its own. When the owner dies, however it dies, standard input ends, and the whole
 group is killed, with everything else that came from it: orphans fall to this process, which made itself their reaper.
-SIGTERM is passed on to the command. When the command has ended, the rest of its group is killed, and this process ends
+When the command has ended, the rest of its group is killed, and this process ends
 the way the command did. The command itself is tethered, so that it dies of this process's death too.
 
 A program of its own, run by its path with an interpreter that loads nothing else, in a session of its own, so that
@@ -28,7 +28,6 @@ def main() -> None:
     leader = subprocess.Popen(
         [sys.executable, "-I", "-S", tether, str(os.getpid()), *command], stdin=subprocess.DEVNULL, process_group=0
     )
-    signal.signal(signal.SIGTERM, lambda *_: os.kill(leader.pid, signal.SIGTERM))
     wait_for_end(leader.pid)
     # Before it is collected, its pid, and so its group, cannot be anybody else's.
     with contextlib.suppress(ProcessLookupError):

@@ -1,0 +1,79 @@
+"""The launch documents of this node's workers: what each child runs, and what it is told. Pure.
+
+The torch engine and SGLang's worker are told the same things in the same words, as far as both have them; which of the
+two it is, only `rollout.engine` says. Starts nothing (`controllers.staffing`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from gcore.config import JobSpec, NodeConfig
+from gcore.errors import GcoreError
+from gcore.rollout.sglang.environment import HOW
+from gcore.types import Version
+
+ENGINE_COMMANDS: Mapping[str, tuple[str, ...]] = {
+    "torch": (sys.executable, "-m", "gcore.rollout.engine"),
+    "sglang": (sys.executable, "-m", "gcore.rollout.sglang"),
+}
+RANK_COMMAND = (sys.executable, "-m", "gcore.train")
+FIRST_WEIGHTS = Version(0, 0)
+"""What the weights in the model's own folder are called."""
+START_LIMITS_S: Mapping[str, float] = {"torch": 600.0, "sglang": 1800.0}
+"""From an engine's start to its serving. SGLang loads big models, and captures its graphs."""
+THREADS = 1
+"""A CPU slot is one thread."""
+
+
+class NoSglang(GcoreError):
+    """A job wants SGLang on a node that has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """A worker's child: its command, its launch document, and what its environment has besides."""
+
+    command: tuple[str, ...]
+    document: Mapping[str, Any]
+    env: Mapping[str, str] = field(default_factory=dict)
+    start_limit_s: float = START_LIMITS_S["torch"]
+
+
+def engine_child(spec: JobSpec, slot: str, config: NodeConfig) -> Child:
+    """A rollout engine of `spec` on a slot of the node of `config`. Raises NoSglang."""
+    rollout, cuda = spec.rollout, is_cuda(slot)
+    told: dict[str, Any] = {
+        "model": spec.model.path,
+        "host": config.listen_host,
+        "port": 0,
+        "batch_slots": rollout.batch_slots,
+        "cache_tokens": rollout.cache_tokens,
+        "prefill_chunk_tokens": rollout.prefill_chunk_tokens,
+        "context_length": spec.model.max_length,
+        "dtype": "bfloat16" if cuda else "float32",
+        "device": "cuda" if cuda else "cpu",
+        "threads": THREADS,
+        "trust_remote_code": spec.model.trust_remote_code,
+        "weight_version": str(FIRST_WEIGHTS),
+    }
+    if rollout.engine == "torch":
+        told |= {"kind": "engine", "deterministic": rollout.deterministic}
+    else:
+        if config.sglang_python is None:
+            raise NoSglang(f"rollout.engine is sglang, and node {config.node} has no SGLang", fix=HOW)
+        told |= {"kind": "sglang", "python": config.sglang_python, "engine_args": list(rollout.engine_args)}
+    return Child(ENGINE_COMMANDS[rollout.engine], told, device_env(slot), START_LIMITS_S[rollout.engine])
+
+
+def is_cuda(slot: str) -> bool:
+    """Whether a slot is a GPU."""
+    return slot.startswith("cuda:")
+
+
+def device_env(slot: str) -> dict[str, str]:
+    """A worker sees its own device only, and asks no hub: its model is here."""
+    return {"CUDA_VISIBLE_DEVICES": slot.removeprefix("cuda:") if is_cuda(slot) else "", "HF_HUB_OFFLINE": "1"}
