@@ -129,6 +129,7 @@ class Daemon:
             slots=config.slots,
             pid=os.getpid(),
             started=self._clock.wall(),
+            sglang=config.sglang_python is not None,
         )
         key = keys.node(config.node)
         while True:

@@ -137,3 +137,5 @@ class NodeRecord(Record):
     slots: tuple[str, ...]
     pid: int
     started: float = 0.0
+    sglang: bool = False
+    """Whether SGLang can be started there."""
