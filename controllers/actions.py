@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gcore.ledger.job import JobPhase
-from gcore.ledger.records import Assignment, Checkpoint, EndedRef, Offer
+from gcore.ledger.records import Assignment, Checkpoint, EndedRef, EpochRecord, Offer
 from gcore.ledger.stream import SealNow
 from gcore.types import Token, Version
 
@@ -109,6 +109,14 @@ class Prune:
 
 
 @dataclass(frozen=True, slots=True)
+class BeginEpoch:
+    """Fix the statistics of a data epoch, and forget the records of these that nothing asks for any more."""
+
+    record: EpochRecord
+    forgotten: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Rollback:
     """Start a new world from the newest whole checkpoint on head's chain."""
 
@@ -146,6 +154,7 @@ Action = (
     | Register
     | Retain
     | Prune
+    | BeginEpoch
     | Rollback
     | Publish
     | SetPhase

@@ -21,6 +21,7 @@ from controllers.actions import (
     Action,
     Apply,
     Assign,
+    BeginEpoch,
     Commit,
     Feed,
     Join,
@@ -133,6 +134,11 @@ def _transaction(action: Action, view: JobView, hands: Hands) -> Transaction:
             head = _slots(view).head.record
             advance = chain.accounted(head, action.outcomes, view.rules.shape, _writer(view))
             return transactions.account(keys, _slots(view), advance)
+        case BeginEpoch():
+            assert mirror.head is not None
+            assert mirror.checkpoints is not None
+            old = mirror.epochs.get(action.record.epoch)
+            return transactions.begin_epoch(keys, mirror.head, mirror.checkpoints, old, action.record, action.forgotten)
         case Reseal():
             return transactions.reseal(keys, _slots(view), action.step, view.me)
         case Ready():

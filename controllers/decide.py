@@ -13,6 +13,7 @@ from controllers.actions import (
     Account,
     Apply,
     Assign,
+    BeginEpoch,
     Commit,
     Feed,
     Intent,
@@ -32,12 +33,13 @@ from controllers.actions import (
 from controllers.assignment import assign_shards
 from controllers.turns import turn
 from controllers.view import JobView
-from gcore.ledger import chain
+from gcore.ledger import chain, epochs
 from gcore.ledger.ancestry import is_ancestor, resumable
 from gcore.ledger.balance import balance
 from gcore.ledger.job import JobPhase
 from gcore.ledger.records import Checkpoint, Head, Offer, Seal, SealState
-from gcore.ledger.stream import AccountNow, SealNow, choose, refuse_seal
+from gcore.ledger.stream import AccountNow, SealNow, refuse_seal
+from gcore.ledger.tally import barren_epoch, why_barren
 from gcore.ledger.transactions import MOST_PRUNED
 
 COALESCE_S = 0.3
@@ -75,6 +77,8 @@ def decide(view: JobView) -> tuple[Intent, ...]:
         training,
         checkpointing,
         pruning,
+        beginning,
+        despairing,
         recovering,
         publishing,
         finishing,
@@ -131,7 +135,7 @@ def sealing(view: JobView) -> Iterator[Intent]:
     if head.step >= view.spec.flow.steps or (slot is not None and slot.state is not SealState.OPEN):
         return
     seals = [stored.record for stored in view.mirror.seals.values()]
-    chosen = choose(view.rules, head, seals, view.offered)
+    chosen = view.chosen
     topic = f"seal {head.seq} {slot.attempt if slot else 0}"
     if isinstance(chosen, SealNow) and refuse_seal(view.rules, head, seals, chosen) is None:
         yield Intent(MakeSeal(head.step + 1, chosen), topic, _turn(view, topic))
@@ -221,6 +225,31 @@ def pruning(view: JobView) -> Iterator[Intent]:
     if len(old) >= PRUNE_AT:
         topic = f"prune {old[0]}"
         yield Intent(Prune(old[:MOST_PRUNED]), topic, _turn(view, topic), after=SETTLE_S)
+
+
+def beginning(view: JobView) -> Iterator[Intent]:
+    """With a curriculum, a data epoch begins when its statistics are fixed, once for all peers: by whoever needs it."""
+    head = _head(view)
+    if view.spec.data.curriculum is None or head.step >= view.spec.flow.steps:
+        return
+    epoch = epochs.needed(view.due, view.epochs)
+    if epoch is None:
+        return
+    assert view.mirror.checkpoints is not None
+    log = {seq: stored.record for seq, stored in view.mirror.log.items()}
+    known = view.mirror.checkpoints.record.entries
+    forgotten = epochs.superfluous(view.rules.shape, head, known, log, view.epochs)
+    topic = f"epoch {epoch} {head.lineage}"
+    yield Intent(BeginEpoch(epochs.beginning(head, epoch, view.epochs), forgotten), topic, _turn(view, topic))
+
+
+def despairing(view: JobView) -> Iterator[Intent]:
+    """A job whose data brought nothing to train for a whole epoch fails: the next epoch would bring the same, for ever."""
+    head = _head(view)
+    epoch = barren_epoch(view.rules.shape, head)
+    if epoch is not None and head.step < view.spec.flow.steps:
+        why = why_barren(epoch, [stored.record for stored in view.mirror.log.values()])
+        yield Intent(SetPhase(JobPhase.FAILED, str(why)), "barren", _turn(view, "barren"))
 
 
 def kept_checkpoints(head: Head, known: tuple[Checkpoint, ...], keep: int) -> tuple[Checkpoint, ...]:

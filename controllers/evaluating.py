@@ -1,33 +1,37 @@
 """Evaluation: greedy answers to the held-out prompts, made by one peer for all.
 
 The first peer in the version's order makes it; the others wait for its record and take over, one after the other, when it
-does not come. It is written once for a version; what a second peer made meanwhile is thrown away.
+does not come. It is written once for a version; what a second peer made meanwhile is thrown away. Every source has its own prompts,
+reward and longest response; the accuracy is the mean over all prompts, whichever source they are from.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-from collections.abc import Coroutine, Iterable
+import math
+from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from controllers.changes import Changes
 from controllers.engines import EngineBook
-from controllers.material import Material
+from controllers.material import Material, Practice
 from controllers.step import Look
 from controllers.turns import turn
 from gcore.clock import Clock
 from gcore.errors import EngineError
-from gcore.ledger.job import EvalSample, Evaluation
-from gcore.prompts.stream import make_prompt
-from gcore.rollout.client import SamplingParams
-from gcore.types import Prompt, PromptRef, Sample, Version
+from gcore.ledger.job import EvalSample, Evaluation, SourceScore
+from gcore.prompts.source import EvalSource
+from gcore.types import Prompt, Sample, Version
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 EVAL_BATCH = 64
 """Evaluation prompts in one request."""
+SHOWN_CHARACTERS = 1000
+"""Of a text in an evaluation's record: fifty answers, the most there are, then fit into one write to the store."""
 EVAL_TAKEOVER_S = 20.0
 """An evaluation that its peer has not delivered by then is made by the next."""
 
@@ -83,49 +87,70 @@ class Evaluator:
         if mirror.head is None or mirror.status is None or mirror.status.record.phase.ended:
             return None
         version = mirror.head.record.version
-        due_now = version.step in self.material.spec.eval_due and self.material.evaluation is not None
+        due_now = version.step in self.material.spec.eval_due and bool(self.material.evaluation)
         return version if due_now and str(version) not in mirror.evaluations else None
 
     async def _evaluate(self, version: Version) -> Evaluation:
-        dataset = self.material.evaluation
-        assert dataset is not None
-        spec = self.material.spec
-        greedy = SamplingParams(
-            temperature=0.0, top_p=1.0, top_k=None, max_new_tokens=spec.rollout.max_new_tokens, stop=spec.rollout.stop
-        )
-        count = min(len(dataset), spec.eval.limit)
-
-        async def answer(first: int) -> list[EvalSample]:
-            indexes = range(first, min(first + EVAL_BATCH, count))
-            prompts = [
-                make_prompt(dataset, self.material.renderer, index, PromptRef(0, 0, index), self.material.limit)
-                for index in indexes
-            ]
-            rid = f"{self.material.uid}/eval/{version}/{first}/{self.look().me}"
-            token_ids = [prompt.token_ids for prompt in prompts]
-            samples = await self._engines.generate(version, token_ids, greedy, [0] * len(prompts), rid)
-            return [self._judge(prompt, sample, version) for prompt, sample in zip(prompts, samples, strict=True)]
-
-        batches = await all_or_none(answer(first) for first in range(0, count, EVAL_BATCH))
-        answers = [answer for batch in batches for answer in batch]
+        limit = self.material.spec.eval.limit
+        parts = [
+            (source, range(first, min(first + EVAL_BATCH, len(source), limit)))
+            for source in self.material.evaluation
+            for first in range(0, min(len(source), limit), EVAL_BATCH)
+        ]
+        answers = [one for part in await all_or_none(self._answer(version, *p) for p in parts) for one in part]
+        by_source: dict[str, list[EvalSample]] = {}
+        for answer in answers:
+            by_source.setdefault(answer.source, []).append(answer)
         return Evaluation(
             version=version,
-            accuracy=sum(a.reward for a in answers) / count,
-            count=count,
+            accuracy=_mean_reward(answers),
+            count=len(answers),
             by=self.look().me,
-            samples=tuple(answers[: spec.eval.show]),
+            samples=shown(list(by_source.values()), self.material.spec.eval.show),
+            by_source={
+                name: SourceScore(accuracy=_mean_reward(of_it), count=len(of_it)) for name, of_it in by_source.items()
+            },
         )
 
-    def _judge(self, prompt: Prompt, sample: Sample, version: Version) -> EvalSample:
-        """An evaluation answer and what it is worth. Raises EngineError if other weights had a part in it."""
-        spec = self.material.spec
-        if sample.oldest != version or sample.finish_reason == "abort":
-            raise EngineError(
-                f"an evaluation answer was made by {sample.oldest}, not {version}", fix="It is made again"
-            )
-        result = self.material.reward(sample.text, prompt.fields, spec.reward)
-        expected = str(prompt.fields.get(spec.reward.answer, ""))
-        return EvalSample(prompt=prompt.text, response=sample.text, answer=expected, reward=result.value)
+    async def _answer(self, version: Version, source: EvalSource, indexes: range) -> list[EvalSample]:
+        """The answers to some prompts of one source. Raises EngineError."""
+        practice = self.material.evaluated[source.source.name]
+        prompts = [source.prompt(index) for index in indexes]
+        rid = f"{self.material.uid}/eval/{version}/{source.source.name}/{indexes.start}/{self.look().me}"
+        token_ids = [prompt.token_ids for prompt in prompts]
+        samples = await self._engines.generate(version, token_ids, practice.params, [0] * len(prompts), rid)
+        return [judged(practice, prompt, sample, version) for prompt, sample in zip(prompts, samples, strict=True)]
+
+
+def judged(practice: Practice, prompt: Prompt, sample: Sample, version: Version) -> EvalSample:
+    """An evaluation answer and what it is worth. Raises EngineError if other weights had a part in it."""
+    if sample.oldest != version or sample.finish_reason == "abort":
+        raise EngineError(f"an evaluation answer was made by {sample.oldest}, not {version}", fix="It is made again")
+    expected = str(prompt.fields.get(practice.source.reward.answer, ""))
+    return EvalSample(
+        prompt=prompt.text,
+        response=sample.text,
+        answer=expected,
+        reward=practice.scored(prompt, sample).value,
+        source=practice.source.name,
+    )
+
+
+def shown(by_source: Sequence[Sequence[EvalSample]], count: int) -> tuple[EvalSample, ...]:
+    """`count` answers to be shown, from every source in turn, with texts that a record has room for."""
+    in_turn = [one for row in itertools.zip_longest(*by_source) for one in row if one is not None]
+    return tuple(
+        one.model_copy(update={name: _shortened(getattr(one, name)) for name in ("prompt", "response", "answer")})
+        for one in in_turn[:count]
+    )
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 1]}…"
+
+
+def _mean_reward(answers: Sequence[EvalSample]) -> float:
+    return math.fsum(answer.reward for answer in answers) / len(answers)
 
 
 async def all_or_none(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

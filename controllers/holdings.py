@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from gcore.ledger.ancestry import is_acceptable, is_ancestor
 from gcore.ledger.records import EndedRef, Head, OfferedGroup
 from gcore.ledger.stream import StreamRules
+from gcore.rollout.truncated import is_truncated
 from gcore.types import Group, Outcome, PromptRef, Version
 
 REASON_CHARACTERS = 200
@@ -61,12 +62,18 @@ class Holdings:
             reward=math.fsum(sample.reward for sample in group.samples) / len(group.samples),
             source=group.source,
             masked=tuple(index for index, sample in enumerate(group.samples) if sample.masked),
+            truncated=sum(is_truncated(sample) for sample in group.samples),
         )
 
-    def end(self, ref: PromptRef, outcome: Outcome, holder: str, version: Version) -> None:
-        """A ref that ended without a group."""
+    def end(self, ref: PromptRef, outcome: Outcome, holder: str, version: Version, source: str) -> None:
+        """A ref of `source` that ended without a group."""
         self._outcomes[ref] = EndedRef(
-            ref=ref, kind=outcome.kind, reason=outcome.reason[:REASON_CHARACTERS], holder=holder, versions=(version,)
+            ref=ref,
+            kind=outcome.kind,
+            reason=outcome.reason[:REASON_CHARACTERS],
+            holder=holder,
+            versions=(version,),
+            source=source,
         )
 
     def prune(self, rules: StreamRules, head: Head) -> None:

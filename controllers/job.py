@@ -24,7 +24,8 @@ from controllers.engines import EngineBook, responsible_for
 from controllers.fetching import FetchReport, fetch_model
 from controllers.gauges import show
 from controllers.holdings import Holdings
-from controllers.material import Material
+from controllers.material import Material, material_of
+from controllers.ordering import EpochOrders
 from controllers.peer import JobPeer
 from controllers.ranks import RankLinks, WorldName
 from controllers.service.events import EventLog
@@ -45,7 +46,6 @@ from gcore.ledger.transactions import Ledger, TxnOutcome
 from gcore.metrics import Metrics
 from gcore.prompts.dataset import DataChanged
 from gcore.prompts.opening import identify_data, open_prompts
-from gcore.reward.registry import find_reward
 from gcore.store.keys import JobKeys
 from gcore.store.types import Compare, Put, Store, WatchBatch
 from gcore.worker.process import send_signal
@@ -110,6 +110,7 @@ class JobRunner:
         self._defect: BaseException | None = None
         self._asked_to_stop: set[str] = set()
         self._view: tuple[int, JobView] | None = None
+        self._orders: EpochOrders | None = None
 
     async def run(self) -> None:
         """Until the job has ended."""
@@ -169,6 +170,7 @@ class JobRunner:
             if material is None:
                 return
             flow = find_flow(spec.flow.name)
+            orders = self._orders = EpochOrders(spec, material.stream, self.changes.notify)
         except GcoreError as error:
             await self._fail(str(error))
             return
@@ -181,6 +183,7 @@ class JobRunner:
             self._record_evaluation,
             self._clock,
             self.stopwatch,
+            orders,
         )
         try:
             async with asyncio.TaskGroup() as group:
@@ -191,6 +194,7 @@ class JobRunner:
                 driving.cancel()
         finally:
             await self._engines.close()
+            await orders.close()
 
     def _rules_or_none(self) -> StreamRules | None:
         return None if self.mirror.job is None else rules_of(self.mirror.job.record)
@@ -233,12 +237,7 @@ class JobRunner:
         spec = self._spec
         assert self.mirror.job is not None
         check_unchanged(self.mirror.job.record, identify_data(spec, self._cache_dir))
-        prompts = open_prompts(spec, self._cache_dir, Path(spec.model.path))
-        first = prompts.stream.sources[0]
-        held_out = prompts.evaluation[0].opened.dataset if prompts.evaluation else None
-        return Material(
-            spec, self.uid, prompts.stream, held_out, first.renderer, first.limit, find_reward(spec.reward.name)
-        )
+        return material_of(spec, self.uid, open_prompts(spec, self._cache_dir, Path(spec.model.path)))
 
     async def _produce(self, flow: object, peer: JobPeer) -> None:
         """The flow, again and again: after a rollback from behind the last step there is more to do."""
@@ -301,6 +300,7 @@ class JobRunner:
             under_way=frozenset(self._background) | held_off,
             saved=self._ranks.saved,
             staged=staged_versions(run_dir),
+            arranging=self._orders is not None and self._orders.arranging,
             hopeless=self._staff.hopeless(self._cluster.workers),
         )
 

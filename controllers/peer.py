@@ -1,7 +1,7 @@
 """The flow's side of a controller: `Peer` as `gcore.flows` promises it.
 
-It issues what is due, has it answered and scores it, and waits for what the driver and the other peers do. What becomes
-of a production is the step's business (`controllers.step`); evaluation is `controllers.evaluating`'s.
+It issues what is due, has it answered as its source says, scores it, and waits for what the driver and the other peers
+do. What a source filters out, or cannot be shown, ends without being issued. What becomes of a production is the step's business (`controllers.step`); evaluation is `controllers.evaluating`'s.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from controllers.engines import EngineBook
 from controllers.evaluating import Evaluator, RecordEvaluation
 from controllers.holdings import Holdings
 from controllers.material import Material, sample_seed
+from controllers.ordering import EpochOrders
 from controllers.step import JobStep, Look
 from controllers.stopwatch import Stopwatch
 from gcore.clock import Clock
 from gcore.errors import EngineError, GcoreError
 from gcore.flows import Step
-from gcore.ledger.stream import due
 from gcore.prompts.dataset import DataChanged
-from gcore.rollout.client import SamplingParams
+from gcore.prompts.source import PromptFiltered
+from gcore.rollout.truncated import dropped, treated
 from gcore.types import Group, Outcome, Prompt, PromptRef, Sample
 
 
@@ -38,6 +39,7 @@ class JobPeer:
         record_evaluation: RecordEvaluation,
         clock: Clock,
         stopwatch: Stopwatch,
+        orders: EpochOrders,
     ) -> None:
         self.material = material
         self.look = look
@@ -45,16 +47,9 @@ class JobPeer:
         self.holdings = holdings
         self._engines = engines
         self._evaluator = Evaluator(material, look, changes, engines, record_evaluation, clock)
-        self._clock = clock
+        self.clock = clock
         self._stopwatch = stopwatch
-        spec = material.spec
-        self._params = SamplingParams(
-            temperature=spec.rollout.temperature,
-            top_p=spec.rollout.top_p,
-            top_k=spec.rollout.top_k,
-            max_new_tokens=spec.rollout.max_new_tokens,
-            stop=spec.rollout.stop,
-        )
+        self._orders = orders
 
     async def steps(self) -> AsyncIterator[Step]:
         """A step for each look at which the next batch is not sealed yet, or is on its way; none of an ended job.
@@ -77,19 +72,16 @@ class JobPeer:
             seen = self.changes.count
             room = max(self.material.spec.rollout.concurrency - len(self.holdings.in_flight), 0)
             for ref in self._due()[:room]:
-                try:
-                    prompt = self.material.stream.prompt(ref)
-                except DataChanged:
-                    raise  # or every prompt of every epoch would fail, one after the other, for ever
-                except GcoreError as error:
-                    step.end(ref, Outcome("failed", str(error)))
+                prompt = self._shown(ref)
+                if isinstance(prompt, Prompt):
+                    step.hand_out(prompt)
+                    self._stopwatch.produced(self.clock.monotonic())
+                    yield prompt
+                else:
+                    step.end(ref, prompt, self.material.stream.found(ref)[0].name)
                     self.changes.notify()
-                    continue
-                step.hand_out(prompt)
-                self._stopwatch.produced(self._clock.monotonic())
-                yield prompt
                 # Lets what was started begin, and the driver keep up, while there is more to hand out.
-                await self._clock.sleep(0)
+                await self.clock.sleep(0)
                 step.raise_defect()
                 if not step.is_open():
                     return
@@ -99,8 +91,19 @@ class JobPeer:
                 await self.changes.wait()
             step.raise_defect()
 
+    def _shown(self, ref: PromptRef) -> Prompt | Outcome:
+        """The prompt, or how it ends because there is nothing to show to an engine. Raises DataChanged."""
+        try:
+            return self.material.stream.prompt(ref)
+        except PromptFiltered as filtered:
+            return Outcome("filtered", filtered.what)
+        except DataChanged:
+            raise  # or every prompt of every epoch would fail, one after the other
+        except GcoreError as error:
+            return Outcome("failed", str(error))
+
     async def rollout(self, prompt: Prompt) -> tuple[Sample, ...]:
-        """The group's samples, all of head's version. Raises EngineError."""
+        """The group's samples, all of head's version, drawn as the prompt's source says. Raises EngineError."""
         view = self.look()
         assert view.mirror.head is not None
         count = self.material.spec.flow.samples_per_prompt
@@ -108,18 +111,24 @@ class JobPeer:
         seeds = tuple(sample_seed(self.material, prompt.ref, index, reissue) for index in range(count))
         rid = f"{self.material.uid}/{prompt.ref}/{reissue}/{view.me}"
         version = view.mirror.head.record.version
-        samples = await self._engines.generate(version, [prompt.token_ids] * count, self._params, seeds, rid)
+        params = self.material.sources[prompt.source].params
+        samples = await self._engines.generate(version, [prompt.token_ids] * count, params, seeds, rid)
         if any(sample.finish_reason == "abort" for sample in samples):
             raise EngineError(f"the engine gave up on prompt {prompt.ref}", fix="It is issued again")
         return samples
 
-    async def score(self, prompt: Prompt, samples: tuple[Sample, ...]) -> Group:
-        """Rule rewards, sample by sample. Raises RewardError."""
+    async def score(self, prompt: Prompt, samples: tuple[Sample, ...]) -> Group | Outcome:
+        """The source's rule reward, sample by sample, and what the spec says of cut-off responses. Raises RewardError."""
+        rollout, practice = self.material.spec.rollout, self.material.sources[prompt.source]
+        outcome = dropped(samples, rollout.truncated)
+        if outcome is not None:
+            return outcome
         scored = []
         for sample in samples:
-            result = self.material.reward(sample.text, prompt.fields, self.material.spec.reward)
-            scored.append(replace(sample, reward=result.value, reward_parts=result.parts))
-        return Group(prompt.ref, prompt.token_ids, tuple(scored))
+            result = practice.scored(prompt, sample)
+            rewarded = replace(sample, reward=result.value, reward_parts=result.parts)
+            scored.append(treated(rewarded, rollout.truncated, rollout.truncated_penalty))
+        return Group(prompt.ref, prompt.token_ids, tuple(scored), prompt.source, practice.params.temperature)
 
     async def evaluate(self) -> None:
         """Held-out prompts are answered, once for a version that is due."""
@@ -130,8 +139,6 @@ class JobPeer:
         assert view.mirror.head is not None
         if view.mirror.assign is None:
             return []
-        head = view.mirror.head.record
-        seals = [stored.record for stored in view.mirror.seals.values()]
         mine = set(view.mirror.assign.record.shards_of(view.me))
-        refs = due(view.rules, head, seals, view.offered)
-        return [ref for ref in refs if ref.shard in mine and not self.holdings.knows(ref)]
+        due = [ref for ref in view.due if ref.shard in mine]
+        return [ref for ref in self._orders.ready(due, view.epochs, mine) if not self.holdings.knows(ref)]

@@ -1,7 +1,8 @@
 """One step as a peer lives through it, and the productions under way in it: `gcore.flows`' `Step` and `Batch`.
 
 What is finished goes into the holdings if it can still be trained; what failed for want of an engine is issued again by
-whoever owns the shard; what raised anything else is a defect of the flow or a plug-in and ends the flow. Nothing here
+whoever owns the shard, later and later if no engine could be reached (a broken one would burn all tries of a prompt in a
+moment); what raised anything else is a defect of the flow or a plug-in and ends the flow. Nothing here
 issues prompts or asks an engine (`controllers.peer`), and nothing is written to the store.
 """
 
@@ -11,13 +12,15 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 
 from controllers.changes import Changes
 from controllers.holdings import Holdings
 from controllers.material import Material
 from controllers.view import JobView
-from gcore.errors import EngineError
+from gcore.clock import Clock
+from gcore.errors import EngineError, EngineUnreachable
 from gcore.ledger.ancestry import is_acceptable, is_ancestor
 from gcore.ledger.records import SealState
 from gcore.reward.registry import RewardError
@@ -53,9 +56,23 @@ class Producer(Protocol):
         ...
 
     @property
+    def clock(self) -> Clock:
+        """Time."""
+        ...
+
+    @property
     def material(self) -> Material:
         """What the job is made of."""
         ...
+
+
+FIRST_DELAY_S, LONGEST_DELAY_S = 0.2, 5.0
+"""Before a prompt is issued again when no engine could be reached: twice as long each time."""
+
+
+def reissue_delay(tries: int) -> float:
+    """Seconds to wait after `tries` (from 1) in vain."""
+    return min(FIRST_DELAY_S * 2.0 ** min(tries - 1, 16), LONGEST_DELAY_S)
 
 
 class JobStep:
@@ -108,24 +125,27 @@ class JobStep:
     def keep(self, group: Group) -> None:
         """Hold a finished group, unless it can no longer be trained.
 
-        What is held is not issued again, so nothing may be held that no seal would take. Raises EngineError if head is
-        where it was and other weights had a part in the group.
+        What is held is not issued again, so nothing may be held that no seal would take; nor what was issued in a lineage
+        that was cut off meanwhile, whatever made it: with a curriculum the ref may stand for another prompt by now.
+        Raises EngineError if head is where it was and other weights had a part in the group.
         """
         view = self._peer.look()
         assert view.mirror.head is not None
         head = view.mirror.head.record
+        if not is_ancestor(head, self.version):
+            return
         if is_acceptable(head, head.step + 1, group.versions, view.rules.staleness):
             self._peer.holdings.keep(group)
         elif self.is_current():
             made_by = ", ".join(map(str, group.versions))
             raise EngineError(f"prompt {group.ref} was made by {made_by}, not {self.version}", fix="It is issued again")
 
-    def end(self, ref: PromptRef, outcome: Outcome) -> None:
+    def end(self, ref: PromptRef, outcome: Outcome, source: str) -> None:
         """Hold an outcome, unless it belongs to a lineage that was cut off meanwhile: then `ref` is issued again."""
         view = self._peer.look()
         assert view.mirror.head is not None
         if is_ancestor(view.mirror.head.record, self.version):
-            self._peer.holdings.end(ref, outcome, view.me, self.version)
+            self._peer.holdings.end(ref, outcome, view.me, self.version, source)
 
     def fail(self, defect: BaseException) -> None:
         """A production raised what is not an outcome: the flow or a plug-in is wrong."""
@@ -177,7 +197,7 @@ class JobBatch:
         except RuntimeError:
             produce.close()
             raise
-        task = asyncio.create_task(self._produce(prompt.ref, produce), name=f"prompt {prompt.ref}")
+        task = asyncio.create_task(self._produce(prompt, produce), name=f"prompt {prompt.ref}")
         self._tasks.add(task)
         task.add_done_callback(self._done)
 
@@ -194,23 +214,26 @@ class JobBatch:
             self._step.fail(defect)
             self._peer.changes.notify()
 
-    async def _produce(self, ref: PromptRef, produce: Coroutine[Any, Any, Group | Outcome]) -> None:
-        holdings = self._peer.holdings
+    async def _produce(self, prompt: Prompt, produce: Coroutine[Any, Any, Group | Outcome]) -> None:
+        holdings, ref = self._peer.holdings, prompt.ref
         try:
             result = await produce
             if isinstance(result, Group):
-                self._step.keep(result)
+                # A flow that makes its groups itself need not know of sources.
+                self._step.keep(result if result.source else replace(result, source=prompt.source))
             else:
-                self._step.end(ref, result)
+                self._step.end(ref, result, prompt.source)
         except RewardError as error:
-            self._step.end(ref, Outcome("failed", str(error)))
+            self._step.end(ref, Outcome("failed", str(error)), prompt.source)
         except EngineError as error:
             tries = holdings.reissues.get(ref, 0) + 1
             holdings.reissues[ref] = tries
             log.info("prompt %s, try %d: %s", ref, tries, error)
             if tries > self._peer.material.spec.flow.max_reissues:
                 reason = f"issued {tries} times, the last: {error}"
-                self._step.end(ref, Outcome("failed", reason))
+                self._step.end(ref, Outcome("failed", reason), prompt.source)
+            elif isinstance(error, EngineUnreachable):
+                await self._peer.clock.sleep(reissue_delay(tries))  # still in flight, so not issued meanwhile
         finally:
             holdings.in_flight.discard(ref)
             self._peer.changes.notify()

@@ -12,10 +12,20 @@ from functools import cached_property
 
 from gcore.config import JobSpec
 from gcore.ledger.balance import StepLayout
+from gcore.ledger.epochs import standing
 from gcore.ledger.job import NodeRecord
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records import EndedRef, OfferedGroup, Seal
-from gcore.ledger.stream import Offered, StreamRules, sealed_refs
+from gcore.ledger.records import EndedRef, EpochRecord, OfferedGroup, Seal
+from gcore.ledger.stream import (
+    AccountNow,
+    NotYet,
+    Offered,
+    SealNow,
+    StreamRules,
+    choose,
+    due,
+    sealed_refs,
+)
 from gcore.types import PromptRef, Token, Version
 from gcore.worker.records import WorkerRecord
 
@@ -75,6 +85,8 @@ class JobView:
     """Checkpoints that ranks reported, registered or not."""
     staged: frozenset[Version] = frozenset()
     """Versions whose weights lie in the run's folder."""
+    arranging: bool = False
+    """Whether this peer works out the order that a curriculum gives."""
     hopeless: str = ""
     """Why a worker of the job cannot be started here, after several tries."""
 
@@ -84,6 +96,28 @@ class JobView:
         assert self.mirror.head is not None
         offers = [stored.record for stored in self.mirror.offers.values()]
         return Offered.collect(self.rules, self.mirror.head.record, offers)
+
+    @cached_property
+    def due(self) -> tuple[PromptRef, ...]:
+        """The refs that must still be produced for the next seal, by whomever; oldest first."""
+        assert self.mirror.head is not None
+        return due(self.rules, self.mirror.head.record, self._seals, self.offered)
+
+    @cached_property
+    def chosen(self) -> SealNow | AccountNow | NotYet:
+        """What the next seal would take."""
+        assert self.mirror.head is not None
+        return choose(self.rules, self.mirror.head.record, self._seals, self.offered)
+
+    @cached_property
+    def epochs(self) -> Mapping[int, EpochRecord]:
+        """The data epochs that have begun, of a job with a curriculum."""
+        assert self.mirror.head is not None
+        return standing(self.mirror.head.record, [stored.record for stored in self.mirror.epochs.values()])
+
+    @property
+    def _seals(self) -> list[Seal]:
+        return [stored.record for stored in self.mirror.seals.values()]
 
     @property
     def seal(self) -> Seal | None:
@@ -95,7 +129,7 @@ class JobView:
     @property
     def unsealed(self) -> tuple[OfferedGroup, ...]:
         """Groups this peer holds that no open seal has, oldest first."""
-        sealed = sealed_refs([stored.record for stored in self.mirror.seals.values()])
+        sealed = sealed_refs(self._seals)
         return tuple(g for ref, g in sorted(self.holdings.items()) if ref not in sealed)
 
     def missing(self, seal: Seal, layout: StepLayout, rank: int) -> dict[str, set[int]]:

@@ -9,7 +9,7 @@ from controllers.view import JobView
 from gcore.ledger.balance import balance
 from gcore.ledger.job import JobPhase
 from gcore.ledger.records import SealState
-from gcore.ledger.stream import NotYet, choose
+from gcore.ledger.stream import NotYet
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +51,12 @@ def waiting_for(view: JobView) -> Iterator[Wait]:
     if head.step >= view.spec.flow.steps:
         yield Wait("finish", "the last checkpoint or evaluation", "wait finish")
     elif seal is None or seal.state is SealState.OPEN:
-        chosen = choose(view.rules, head, [s.record for s in mirror.seals.values()], view.offered)
+        chosen = view.chosen
         if isinstance(chosen, NotYet):
             what = f"step {head.step + 1} waits for {chosen.missing} groups, the oldest of prompt {chosen.oldest}"
             yield Wait("groups", what, f"wait groups {head.seq}")
+        if view.arranging:
+            yield Wait("order", f"{view.node} works out the order of the curriculum", "wait order")
     elif seal.state is SealState.SEALED:
         layout = balance(seal)
         late = [rank for rank in range(seal.world_size) if view.missing(seal, layout, rank)]

@@ -14,9 +14,13 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
+from controllers.material import rewards_of
+from controllers.ordering import check_curriculum
+from controllers.service.capability import check_engine
 from controllers.service.records import StoredJobs
 from gcore.clock import Clock
 from gcore.config import JobSpec, parse_spec
+from gcore.config.sources import eval_sources, training_sources
 from gcore.errors import GcoreError, SpecError, StoreUnavailable
 from gcore.flows import find_flow
 from gcore.ledger import transactions
@@ -27,15 +31,14 @@ from gcore.models.resolve import ResolvedModel, resolve_model
 from gcore.prompts.dataset import DataChanged
 from gcore.prompts.lengths import check_lengths
 from gcore.prompts.opening import DataIdentity, identify_data, open_prompts
-from gcore.reward.registry import find_reward
 from gcore.store import keys
 from gcore.store.keys import JobKeys
 from gcore.store.types import Store
 
 MAX_SEAL_BYTES = 1 << 20
 """A sealed step's record must stay well under the store's 1.5 MiB a request."""
-GROUP_BYTES, SAMPLE_BYTES = 220, 7
-"""What a group and a sample take in a seal, generously."""
+GROUP_BYTES, SAMPLE_BYTES = 260, 11
+"""What a group, beside its source's name, and a sample take in a seal, generously."""
 MIN_FREE_BYTES = 64 << 20
 LENGTH_SAMPLE = 10_000
 """Prompts whose length is looked at before a job starts; `gcore validate` looks at all. A longer one fails alone."""
@@ -76,6 +79,7 @@ class Submissions:
                 existing = await self._same_or_ended(named.value.decode(), spec, anew)
                 if existing is not None:
                     return existing
+            check_engine(spec, (await self._jobs.cluster()).nodes)
             data = await asyncio.to_thread(check_submission, spec, self._run_root, self._cache_dir)
             uid = uuid.uuid4().hex[:12]
             job = JobRecord(
@@ -162,12 +166,14 @@ def check_unchanged(job: JobRecord, data: DataIdentity) -> None:
 def check_submission(spec: JobSpec, run_root: Path, cache_dir: Path) -> CheckedData:
     """Everything about a spec that needs its files. Raises GcoreError."""
     find_flow(spec.flow.name)
-    find_reward(spec.reward.name)
+    rewards_of((*training_sources(spec), *eval_sources(spec)))
     model = resolve_model(spec.model.path, trust_remote_code=spec.model.trust_remote_code, weights=False)
     prompts = open_prompts(spec, cache_dir, model.folder)
     for source in (*prompts.stream.sources, *(held_out.opened for held_out in prompts.evaluation)):
         check_lengths(source, sample=LENGTH_SAMPLE)
-    seal = spec.flow.groups_per_step * (GROUP_BYTES + SAMPLE_BYTES * spec.flow.samples_per_prompt)
+    check_curriculum(spec, prompts.stream, LENGTH_SAMPLE)
+    group = GROUP_BYTES + max(len(source.name) for source in prompts.stream.sources)
+    seal = spec.flow.groups_per_step * (group + SAMPLE_BYTES * spec.flow.samples_per_prompt)
     if seal > MAX_SEAL_BYTES:
         raise SpecError(
             f"a step of {spec.flow.groups_per_step} groups of {spec.flow.samples_per_prompt} takes about {seal >> 10} KiB "

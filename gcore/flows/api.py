@@ -57,11 +57,11 @@ class Peer(Protocol):
         ...
 
     async def rollout(self, prompt: Prompt) -> tuple[Sample, ...]:
-        """`flow.samples_per_prompt` responses, sampled as the spec says."""
+        """`flow.samples_per_prompt` responses, sampled as the prompt's source says."""
         ...
 
-    async def score(self, prompt: Prompt, samples: tuple[Sample, ...]) -> Group:
-        """The samples with their rewards."""
+    async def score(self, prompt: Prompt, samples: tuple[Sample, ...]) -> Group | Outcome:
+        """The samples with their rewards; or that the prompt is filtered, where the spec says so of cut-off responses."""
         ...
 
     async def evaluate(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gcore.flows.api import Peer
-from gcore.types import Group, Prompt
+from gcore.types import Group, Outcome, Prompt
 
 
 async def grpo(peer: Peer) -> None:
@@ -18,6 +18,6 @@ async def grpo(peer: Peer) -> None:
     await peer.evaluate()
 
 
-async def score_group(peer: Peer, prompt: Prompt) -> Group:
-    """One prompt's group, with rewards."""
+async def score_group(peer: Peer, prompt: Prompt) -> Group | Outcome:
+    """One prompt's group, with rewards; or that it is filtered."""
     return await peer.score(prompt, await peer.rollout(prompt))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any
 
-from pydantic import PositiveInt
+from pydantic import Field, PositiveInt
 
 from gcore.ledger.cost import ATTENTION_EQUALS_AT
 from gcore.ledger.records import Part, Record
@@ -94,16 +94,25 @@ class EvalSample(Part):
     response: str
     answer: str
     reward: float
+    source: str = ""
+
+
+class SourceScore(Part):
+    """How the held-out prompts of one source were answered."""
+
+    accuracy: float
+    count: int
 
 
 class Evaluation(Record):
-    """`eval/{version}`: written once for a policy version."""
+    """`eval/{version}`: written once for a policy version. `accuracy` is the mean over all prompts of all sources."""
 
     version: Version
     accuracy: float
     count: int
     by: str = ""
     samples: tuple[EvalSample, ...] = ()
+    by_source: dict[str, SourceScore] = Field(default_factory=dict)
 
 
 class RankClaim(Record):

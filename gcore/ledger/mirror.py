@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from gcore.ledger.job import Evaluation, JobRecord, JobStatus, ModelFetch, Plan, RankClaim
-from gcore.ledger.records import Assignment, Checkpoints, Head, LogEntry, Member, Offer, Record, Seal
+from gcore.ledger.records import Assignment, Checkpoints, EpochRecord, Head, LogEntry, Member, Offer, Record, Seal
 from gcore.ledger.transactions import OpenSlots, Stored
 from gcore.store.keys import JobKeys
 from gcore.store.types import WatchBatch, WatchEvent
@@ -35,6 +35,7 @@ class JobMirror:
     members: Mapping[str, Stored[Member]] = field(default_factory=dict)
     log: Mapping[int, Stored[LogEntry]] = field(default_factory=dict)
     evaluations: Mapping[str, Stored[Evaluation]] = field(default_factory=dict)
+    epochs: Mapping[int, Stored[EpochRecord]] = field(default_factory=dict)
     fetches: Mapping[str, Stored[ModelFetch]] = field(default_factory=dict)
     claims: Mapping[str, Stored[RankClaim]] = field(default_factory=dict)
     """By "world/rank" as the key spells it."""
@@ -90,13 +91,14 @@ _MANY: tuple[tuple[str, str, type[Record]], ...] = (
     ("member/", "members", Member),
     ("log/", "log", LogEntry),
     ("eval/", "evaluations", Evaluation),
+    ("epoch/", "epochs", EpochRecord),
     ("fetch/", "fetches", ModelFetch),
     ("world/", "claims", RankClaim),
 )
 
 
 def _item(name: str, rest: str) -> int | str:
-    return int(rest) if name in ("seals", "log") else rest
+    return int(rest) if name in ("seals", "log", "epochs") else rest
 
 
 def _stored(event: WatchEvent, record: type[R]) -> Stored[R] | None:

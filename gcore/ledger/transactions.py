@@ -19,7 +19,18 @@ from gcore.errors import LeaseLost, StoreUnavailable
 from gcore.ledger import chain
 from gcore.ledger.cost import ATTENTION_EQUALS_AT
 from gcore.ledger.job import JobPhase, JobRecord, JobStatus, Plan
-from gcore.ledger.records import Assignment, Checkpoint, Checkpoints, Head, LogEntry, Offer, Record, Seal, SealState
+from gcore.ledger.records import (
+    Assignment,
+    Checkpoint,
+    Checkpoints,
+    EpochRecord,
+    Head,
+    LogEntry,
+    Offer,
+    Record,
+    Seal,
+    SealState,
+)
 from gcore.ledger.stream import SealNow
 from gcore.prompts.cursor import StreamShape
 from gcore.store import keys as store_keys
@@ -60,6 +71,7 @@ class TxnKind(StrEnum):
     ROLLBACK = "rollback"
     STATUS = "status"
     REPLAN = "replan"
+    EPOCH = "epoch"
 
 
 class TxnOutcome(StrEnum):
@@ -323,6 +335,30 @@ def replan(keys: JobKeys, old: Stored[Plan], new: Plan) -> Transaction:
     if new.world != old.record.world or new.ranks != old.record.ranks:
         raise ValueError("only a rollback places a train world")
     return Transaction(TxnKind.REPLAN, (Compare(keys.plan, old.revision),), (Put(keys.plan, new.encode()),))
+
+
+def begin_epoch(
+    keys: JobKeys,
+    head: Stored[Head],
+    checkpoints: Stored[Checkpoints],
+    old: Stored[EpochRecord] | None,
+    record: EpochRecord,
+    forgotten: Sequence[int],
+) -> Transaction:
+    """Fix the statistics of a data epoch. `old`: what a rollback has cut off and stands there still, if anything.
+
+    Compares that nobody has begun the epoch meanwhile, and head, from which the statistics are. `forgotten`: epochs whose
+    records nothing asks for any more; what they follow from is compared too.
+    """
+    return Transaction(
+        TxnKind.EPOCH,
+        (
+            Compare(keys.head, head.revision),
+            Compare(keys.checkpoints, checkpoints.revision),
+            Compare(keys.epoch(record.epoch), old.revision if old else 0),
+        ),
+        (Put(keys.epoch(record.epoch), record.encode()), *(Delete(keys.epoch(epoch)) for epoch in forgotten)),
+    )
 
 
 def _advance(keys: JobKeys, advance: chain.Advance) -> tuple[Put, Put]:

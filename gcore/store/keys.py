@@ -52,6 +52,7 @@ class JobKeys:
         self.eval_prefix = f"{self.prefix}eval/"
         self.fetch_prefix = f"{self.prefix}fetch/"
         self.world_prefix = f"{self.prefix}world/"
+        self.epoch_prefix = f"{self.prefix}epoch/"
 
     def log(self, seq: int) -> str:
         """A log entry. Zero-padded, so that keys sort as numbers do."""
@@ -76,6 +77,10 @@ class JobKeys:
     def fetch(self, node: str) -> str:
         """How far a node is with fetching the model, under its controller's lease."""
         return f"{self.fetch_prefix}{node}"
+
+    def epoch(self, number: int) -> str:
+        """With which statistics a data epoch began; only of a job with a curriculum."""
+        return f"{self.epoch_prefix}{number:012d}"
 
     def world_rank(self, world: str, rank: int) -> str:
         """Which worker instance took this rank of this world; written once, never deleted while the world matters."""

@@ -97,7 +97,7 @@ def test_what_is_finished_after_a_rollback_is_issued_again() -> None:
     step = JobStep(peer, Version(0, 3))  # type: ignore[arg-type]
     peer.head = rolled_back(peer.head)
     step.keep(group_of(Version(0, 3)))
-    step.end(REF, Outcome("failed", "the reward raised"))
+    step.end(REF, Outcome("failed", "the reward raised"), "data")
     assert not peer.holdings.knows(REF)
 
 
