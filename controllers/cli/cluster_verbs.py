@@ -15,6 +15,7 @@ from controllers.cli.options import (
     Controllers,
     Format,
     Home,
+    SglangPython,
     Slots,
 )
 
@@ -42,13 +43,15 @@ def up(
     slots: Slots = DEFAULT_SLOTS,
     port: Annotated[int | None, typer.Option(help="Port of the first daemon's API; the others follow.")] = None,
     etcd_port: Annotated[int | None, typer.Option(help="Port of the local etcd.")] = None,
+    sglang_python: SglangPython = None,
     output: Format = Output.TABLE,
 ) -> None:
     """Start a cluster on this machine: an etcd and several daemons. Returns when all are ready."""
     from controllers.cli import local
     from gcore.clock import SystemClock
+    from gcore.rollout.sglang.environment import find_python
 
-    request = local.UpRequest(home, controllers, slots, port, etcd_port)
+    request = local.UpRequest(home, controllers, slots, port, etcd_port, find_python(sglang_python))
     result = asyncio.run(local.up(request, clock=SystemClock()))
     if output is Output.JSON:
         typer.echo(as_json(result.cluster.model_dump(mode="json")))

@@ -66,6 +66,7 @@ def validate(
     from rich.table import Table
 
     from controllers.cli.model_words import download_sentence, download_tree, trust_warning
+    from controllers.service.capability import missing_here
     from gcore.config import load_spec
     from gcore.models.resolve import ask_hub
 
@@ -75,6 +76,8 @@ def validate(
     answer = ask_hub(loaded.model.path, trust_remote_code=loaded.model.trust_remote_code)
     if (warning := trust_warning(loaded.model)) is not None:
         typer.echo(warning, err=True)
+    if (missing := missing_here(loaded)) is not None:
+        typer.echo(missing, err=True)
     tree = loaded.model_dump(mode="json")
     if output is Output.JSON:
         download = download_tree(answer) if answer is not None else None

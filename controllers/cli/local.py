@@ -43,13 +43,17 @@ DaemonCommand = Callable[[str, str], Sequence[str]]
 
 @dataclass(frozen=True, slots=True)
 class UpRequest:
-    """What is to be up. `port`: of the first daemon's API, the others' follow; None: free ones."""
+    """What is to be up. `port`: of the first daemon's API, the others' follow; None: free ones.
+
+    `sglang_python`: the Python that has SGLang; None where there is none.
+    """
 
     home: Path
     controllers: int
     slots: str
     port: int | None = None
     etcd_port: int | None = None
+    sglang_python: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +141,7 @@ async def _start(
                 etcd_endpoints=(etcd.endpoint,),
                 slots=slots,
                 run_root=str(home / "runs"),
+                sglang_python=str(request.sglang_python) if request.sglang_python else None,
                 local_cluster=True,
             )
             file = home / "controllers" / f"{config.node}.json"

@@ -26,6 +26,14 @@ Format = Annotated[Output, typer.Option("--output", "-o", help="How the answer i
 SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="A job spec, a YAML file.")]
 JobName = Annotated[str, typer.Argument(metavar="JOB", help="A job's name or uid.")]
 
+SglangPython = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="GCORE_SGLANG_PYTHON",
+        help="Python that has SGLang, or its environment's folder, for rollout.engine: sglang; default: .venv-sglang.",
+    ),
+]
+
 DEFAULT_HOME = Path(".gcore")
 DEFAULT_CONTROLLERS = 2
 DEFAULT_SLOTS = "cpu:2"

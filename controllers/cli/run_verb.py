@@ -30,6 +30,7 @@ from controllers.cli.options import (
     New,
     Plain,
     Set,
+    SglangPython,
     Slots,
     SpecFile,
 )
@@ -71,6 +72,7 @@ def run(
     controllers: Controllers = DEFAULT_CONTROLLERS,
     slots: Slots = DEFAULT_SLOTS,
     plain: Plain = False,
+    sglang_python: SglangPython = None,
     address: Address = None,
 ) -> None:
     """Run a job to its end: start the local cluster if none is up, submit, watch, sum up, and stop what was started.
@@ -83,6 +85,7 @@ def run(
     from controllers.cli.summary import rows
     from gcore.clock import SystemClock
     from gcore.config import load_spec
+    from gcore.rollout.sglang.environment import find_python
 
     clock = SystemClock()
     begun = clock.monotonic()
@@ -94,7 +97,9 @@ def run(
     try:
         try:
             if address is None:
-                result = asyncio.run(local.up(local.UpRequest(home, controllers, slots), clock=clock))
+                python = find_python(sglang_python)
+                request = local.UpRequest(home, controllers, slots, sglang_python=python)
+                result = asyncio.run(local.up(request, clock=clock))
                 started = result.started
             asked = _Run(loaded, new, find_addresses(address, home), begun)
             summary = asyncio.run(_submit_and_follow(asked, screen))

@@ -17,6 +17,7 @@ from pathlib import Path
 from controllers.material import rewards_of
 from controllers.ordering import check_curriculum
 from controllers.service.capability import check_engine
+from controllers.service.capability import check_engine
 from controllers.service.records import StoredJobs
 from gcore.clock import Clock
 from gcore.config import JobSpec, parse_spec
@@ -79,6 +80,7 @@ class Submissions:
                 existing = await self._same_or_ended(named.value.decode(), spec, anew)
                 if existing is not None:
                     return existing
+            check_engine(spec, (await self._jobs.cluster()).nodes)
             check_engine(spec, (await self._jobs.cluster()).nodes)
             data = await asyncio.to_thread(check_submission, spec, self._run_root, self._cache_dir)
             uid = uuid.uuid4().hex[:12]

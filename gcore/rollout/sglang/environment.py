@@ -17,10 +17,11 @@ FOLDER = ".venv-sglang"
 HOW = "Run 'make sglang-setup' for a CPU environment, or name the Python of one that has SGLang in GCORE_SGLANG_PYTHON"
 
 
-def find_python(named: str | None = None, *, environ: Mapping[str, str] | None = None) -> Path | None:
+def find_python(named: Path | str | None = None, *, environ: Mapping[str, str] | None = None) -> Path | None:
     """The Python that has SGLang; None where there is none. Raises UsageError if the one that was named has none."""
     environ = os.environ if environ is None else environ
-    for given, where in ((named, "--sglang-python"), (environ.get(VARIABLE), VARIABLE)):
+    told = environ.get(VARIABLE)
+    for given, where in ((named, f"--sglang-python or {VARIABLE}"), (told, VARIABLE)):
         if given:
             return _checked(Path(given), where)
     checkout = Path(__file__).parents[3]
@@ -30,7 +31,7 @@ def find_python(named: str | None = None, *, environ: Mapping[str, str] | None =
     return None
 
 
-def require_python(named: str | None = None) -> Path:
+def require_python(named: Path | str | None = None) -> Path:
     """Like `find_python`, but none is an error. Raises UsageError."""
     python = find_python(named)
     if python is None:
