@@ -1,7 +1,7 @@
 """Parquet files and saved datasets as JSON lines in the cache: made once, and read like any JSONL file from then on.
 
 A stream asks for entries in random order, and a Parquet file gives a row only with its whole row group, often a million
-rows: to read it where it lies would cost seconds a prompt, or as much memory as the data. So all rows are written once
+rows: to read it where it lies would cost that time for every prompt, or as much memory as the data. So all rows are written once
 into the cache, by a process of its own (`gcore.prompts.tables`): the controller never imports pyarrow, and what it says of
 entries, digests and changed files is the same for every format. The digest is over the lines, so it does not depend on
 how files are cut, compressed or named.

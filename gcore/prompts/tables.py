@@ -50,6 +50,7 @@ def write_rows(kind: str, files: list[Path], to: Path, out: TextIO) -> list[int]
                 if number % TELL_EVERY == 0:
                     _tell(out, {"rows": sum(written) + rows, "of": total})
             written.append(rows)
+            _tell(out, {"rows": sum(written), "of": total})
         lines.flush()
         os.fsync(lines.fileno())
     return written

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-HEAVY = ("torch", "transformers", "deepspeed", "safetensors.torch", "sglang")
+HEAVY = ("torch", "transformers", "deepspeed", "safetensors.torch", "sglang", "pyarrow")
 LIGHT = (
     "controllers.daemon",
     "controllers.wire",

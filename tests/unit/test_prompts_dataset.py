@@ -201,7 +201,7 @@ def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_told_apart(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="the dataset is a folder"):
+    with pytest.raises(DataError, match="the folder holds no Parquet files and no dataset saved"):
         open_dataset(tmp_path)
 
 
