@@ -7,6 +7,7 @@ depends on the number of sources only.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -82,7 +83,7 @@ class Barrenness:
     filtered: int
     failed: int
     reason: str
-    """The commonest."""
+    """The commonest, or one of those that differ from it in their numbers only."""
     times: int
 
     def __str__(self) -> str:
@@ -95,12 +96,13 @@ class Barrenness:
 def why_barren(epoch: int, log: Iterable[LogEntry]) -> Barrenness:
     """The counts and the commonest reason of `epoch`, from the entries of `log` (those the store still has)."""
     kinds: Counter[str] = Counter()
-    reasons: Counter[str] = Counter()
+    reasons: dict[str, list[str]] = {}
     for entry in log:
         for ended in entry.delta:
             if ended.ref.data_epoch == epoch:
                 kinds[ended.kind] += 1
-                reasons[ended.reason or "none was given"] += 1
+                # A reason may name its entry: what differs in its numbers only is the same reason.
+                reasons.setdefault(re.sub(r"\d+", "0", ended.reason), []).append(ended.reason or "none was given")
     # Of equally common ones the first in the alphabet, so that every controller says the same.
-    reason, times = min(reasons.items(), key=lambda item: (-item[1], item[0]), default=("none is known any more", 0))
-    return Barrenness(epoch, kinds["filtered"], kinds["failed"], reason, times)
+    same = min(reasons.values(), key=lambda those: (-len(those), min(those)), default=["none is known any more"])
+    return Barrenness(epoch, kinds["filtered"], kinds["failed"], min(same), len(same) if reasons else 0)

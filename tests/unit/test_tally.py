@@ -159,3 +159,10 @@ def test_the_sentence_has_the_counts_and_the_commonest_reason() -> None:
         "the commonest reason, 2 times: too long"
     )
     assert "none is known any more" in str(why_barren(3, []))
+
+
+def test_reasons_that_differ_in_their_numbers_only_are_one_reason() -> None:
+    refs = epoch_refs(0)
+    named = [filtered(ref, f"entry {number}: it has {number} tokens") for number, ref in enumerate(refs[:3])]
+    found = why_barren(0, [entry(filtered(refs[3], "another"), filtered(refs[4], "another"), *named)])
+    assert (found.reason, found.times) == ("entry 0: it has 0 tokens", 3)
