@@ -3,12 +3,16 @@
     launch       the launch document                     feed_state   what it holds and may apply: pure
     serving      the process: thread, server, end        messages     the wire's messages, checked and unpacked
     loading      from nothing to a rank that can train   service      the gRPC service
+    models       from a folder to policy and reference   module       a Hugging Face model as a plain module
+    prove        whether sequences may be packed         attention    attention over packed sequences
     packing      micro-batches of a step: pure           batch        samples as tensors, scored
+    cut_step     a sealed step as tensors                logprobs     log-probabilities in little memory
     step         one sealed step                         loss, tally  what is minimised, what is counted
-    policy       the model under DeepSpeed               collective   what ranks tell one another
-    saving       weights and checkpoints                 receipts     what was trained on, on paper
-    report       what comes out of a step                algorithms/  the mathematics
+    policy       the model under DeepSpeed               reference    the model as it was, for the KL
+    saving       weights and checkpoints                 collective   what ranks tell one another
+    receipts     what was trained on, on paper           report       what comes out of a step
+    memory       when it runs out                        algorithms   the mathematics
 
-`batch`, `collective`, `loss`, `policy`, `saving`, `step`, `tally` and `algorithms` import torch; the rest does not, except that
-`loading` does so on the way.
+`launch`, `feed_state`, `messages`, `service`, `serving`, `packing`, `receipts` and `report` do without torch; the rest
+imports it, `loading` on the way.
 """

@@ -1,10 +1,14 @@
 """Samples as tensors, and their log-probabilities.
 
-A micro-batch is padded on the right. With causal attention no real token ever sees the padding, so no mask goes to the
-model, and positions simply count from 0. Only the columns from the shortest prompt's end on are scored: that window
-holds every response, and the vocabulary's logits are made for nothing else.
+What goes through the model (`Inputs`) is either one row of sequences end to end, or rows padded on the right. With causal
+attention no real token ever sees the padding, so no mask goes to the model. Logits are made only for what is scored: in
+one row for exactly those tokens, in rows for the columns that hold any.
 
-Log-probabilities are those of the temperature-scaled, untruncated softmax, in float32, like the engines'.
+What comes out is laid out anew, response by response: one row a sample, its tokens from column 0 on. Losses and counts
+know that layout only, and not how the model was fed.
+
+Log-probabilities are those of the temperature-scaled, untruncated softmax, in float32, like the engines'; the
+temperature is that of the sample's group.
 """
 
 from __future__ import annotations
@@ -14,92 +18,194 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
 
+from gcore.errors import DataError
 from gcore.ledger.balance import SampleSlot
-from gcore.train.feed_state import Work
+from gcore.train.feed_state import HeldGroup, HeldSample, Work
+from gcore.train.logprobs import token_logprobs
+from gcore.train.packing import MicroPlan, Packing, Rectangle
 
-ENTROPY_ELEMENTS = 1 << 22
-"""Logits that are looked at together for the entropy, so that it needs no second copy of them all."""
+DUMMY = Rectangle(1, 2)
 
-LogitsOf = Callable[[Tensor, int], Tensor]
-"""Tokens [b, t] and k to the logits [b, k, vocabulary] of the last k columns."""
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Inputs:
+    """What a model is given. `tokens` [1, t] with `positions` [1, t], or [b, t] with None: each row counts from 0.
+
+    Logits are wanted for `columns` [c] int64, and of those [b·c] for `rows` [n] int64; None: for all.
+    """
+
+    tokens: Tensor
+    positions: Tensor | None
+    rectangles: tuple[Rectangle, ...]
+    columns: Tensor
+    rows: Tensor | None
+
+
+LogitsOf = Callable[[Inputs], Tensor]
+"""Inputs to the logits [n, vocabulary] of what is scored."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
-    """Rows are `slots`, columns of the window [start, start + w) of the padded sequences; none of them for a dummy.
+    """Rows are `slots`, columns the tokens of their responses, padded to w; for a dummy, one row that is no sample's.
 
-    `tokens` [b, start + w] int64; `mask` [b, w] bool: response tokens; `rollout_logp` [b, w] float32, 0 outside the mask.
+    `mask` [b, w] bool: tokens that are trained; `scored` [b, w] bool: those, and the masked samples' if they are computed.
+    `rollout_logp` [b, w] float32: the engine's, 0 where nothing is scored. `targets` [n] int64 are the scored tokens,
+    `temperature` [n] float32 theirs (None: 1 for all), `places` [n] int64 where they stand in [b·w]. `real` of `computed`
+    tokens are some sample's.
     """
 
     slots: tuple[SampleSlot, ...]
-    tokens: Tensor
-    start: int
+    inputs: Inputs
+    targets: Tensor
+    temperature: Tensor | None
+    places: Tensor
     mask: Tensor
+    scored: Tensor
     rollout_logp: Tensor
+    real: int
+    computed: int
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Values [n] of the scored tokens, as [b, w] with 0 elsewhere."""
+        flat = torch.zeros(self.mask.numel(), dtype=values.dtype, device=values.device)
+        return flat.scatter(0, self.places, values).view(self.mask.shape)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scores:
-    """Of the tokens in a micro-batch's window: log-probabilities [b, w] float32, entropies [b, w] (no gradient)."""
+    """Of a micro-batch's tokens: log-probabilities [b, w] float32, entropies [b, w] (no gradient)."""
 
     logp: Tensor
     entropy: Tensor
 
 
-def make_batch(work: Work, slots: Sequence[SampleSlot], device: torch.device) -> MicroBatch:
-    """The tensors of some samples; a dummy, with nothing in its mask, for none."""
-    if not slots:
-        return MicroBatch(
-            (),
-            torch.zeros(1, 2, dtype=torch.int64, device=device),
-            1,
-            torch.zeros(1, 1, dtype=torch.bool, device=device),
-            torch.zeros(1, 1, device=device),
-        )
-    groups = [work.groups[work.seal.groups[slot.group].digest] for slot in slots]
-    samples = [group.samples[slot.sample] for group, slot in zip(groups, slots, strict=True)]
-    prompts = [len(group.prompt_ids) for group in groups]
-    start = min(prompts)
-    ends = [prompt + len(sample.token_ids) for prompt, sample in zip(prompts, samples, strict=True)]
-    end = max(*ends, start + 1)
-    tokens = np.zeros((len(slots), end), dtype=np.int64)
-    mask = np.zeros((len(slots), end), dtype=np.bool_)
-    logprobs = np.zeros((len(slots), end), dtype=np.float32)
-    for row, (group, sample) in enumerate(zip(groups, samples, strict=True)):
-        response = slice(prompts[row], ends[row])
-        tokens[row, : prompts[row]] = group.prompt_ids
-        tokens[row, response] = sample.token_ids
-        mask[row, response] = True
-        logprobs[row, response] = sample.logprobs
+@dataclass(frozen=True, slots=True)
+class Feeding:
+    """How models are fed: `packing`, and `vocabulary`, the number of tokens that they know."""
+
+    packing: Packing
+    vocabulary: int
+    device: torch.device
+
+
+def make_batch(work: Work, plan: MicroPlan, feeding: Feeding) -> MicroBatch:
+    """The tensors of some samples; a dummy, with nothing in its mask, for none. Raises DataError."""
+    if not plan.slots:
+        return make_dummy(feeding)
+    return _tensors(plan.slots, _rows(work, plan, feeding.vocabulary), plan.rectangles, feeding)
+
+
+def make_dummy(feeding: Feeding) -> MicroBatch:
+    """A micro-batch of no sample, for ranks that must run as many as others."""
+    return _tensors((), (), (DUMMY,), feeding)
+
+
+def score(logits_of: LogitsOf, batch: MicroBatch) -> Scores:
+    """Log-probabilities and entropies of a micro-batch under a model. Gradients as the caller has them enabled."""
+    logp, entropy = token_logprobs(logits_of(batch.inputs), batch.targets, batch.temperature)
+    return Scores(batch.spread(logp), batch.spread(entropy))
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    group: HeldGroup
+    sample: HeldSample
+    masked: bool
+
+
+def _tensors(
+    slots: tuple[SampleSlot, ...], rows: Sequence[_Row], rectangles: tuple[Rectangle, ...], feeding: Feeding
+) -> MicroBatch:
+    computed = sum(one.tokens for one in rectangles)
+    tokens, starts = np.zeros(computed, dtype=np.int64), _starts(rectangles)
+    width = max([len(row.sample.token_ids) for row in rows] or [1], default=1) or 1
+    mask, scored = (np.zeros((max(1, len(rows)), width), dtype=np.bool_) for _ in range(2))
+    logprobs = np.zeros(mask.shape, dtype=np.float32)
+    predicted_by, places, temperatures = [], [], []
+    for number, (row, start) in enumerate(zip(rows, starts, strict=False)):
+        prompt, response = len(row.group.prompt_ids), len(row.sample.token_ids)
+        tokens[start : start + prompt] = row.group.prompt_ids
+        tokens[start + prompt : start + prompt + response] = row.sample.token_ids
+        mask[number, :response] = not row.masked
+        scored[number, :response] = True
+        logprobs[number, :response] = row.sample.logprobs
+        # A token is predicted by the one before it.
+        predicted_by.append(np.arange(start + prompt - 1, start + prompt + response - 1))
+        places.append(np.arange(number * width, number * width + response))
+        temperatures.append(np.full(response, row.group.temperature, dtype=np.float32))
+    # Something must be scored, or the dummy's gradients would not reach every parameter.
+    columns = np.concatenate(predicted_by) if any(map(len, predicted_by)) else np.zeros(1, dtype=np.int64)
+    where = np.concatenate(places) if any(map(len, places)) else np.zeros(1, dtype=np.int64)
+    scale = np.concatenate(temperatures) if any(map(len, temperatures)) else np.ones(1, dtype=np.float32)
+
+    def put(values: NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(values).to(feeding.device)
+
     return MicroBatch(
-        tuple(slots),
-        torch.from_numpy(tokens).to(device),
-        start,
-        torch.from_numpy(mask[:, start:].copy()).to(device),
-        torch.from_numpy(logprobs[:, start:].copy()).to(device),
+        slots,
+        _inputs(tokens, columns, rectangles, feeding),
+        put(tokens[np.minimum(columns + 1, computed - 1)]),
+        None if bool((scale == 1.0).all()) else put(scale),
+        put(where),
+        put(mask),
+        put(scored),
+        put(logprobs),
+        sum(len(row.group.prompt_ids) + len(row.sample.token_ids) for row in rows),
+        computed,
     )
 
 
-def score(logits_of: LogitsOf, batch: MicroBatch, temperature: float) -> Scores:
-    """Log-probabilities and entropies of the window's tokens under a model. Gradients as the caller has them enabled."""
-    targets = batch.tokens[:, batch.start :]
-    # A token is predicted by the column before it: one more column than the window has, without the last.
-    logits = logits_of(batch.tokens, targets.shape[1] + 1)[:, :-1].float()
-    if temperature != 1.0:
-        logits = logits / temperature
-    flat = logits.reshape(-1, logits.shape[-1])
-    logp = -functional.cross_entropy(flat, targets.reshape(-1), reduction="none")
-    return Scores(logp.view_as(targets), _entropy(flat.detach()).view_as(targets))
+def _rows(work: Work, plan: MicroPlan, vocabulary: int) -> list[_Row]:
+    rows = []
+    for slot in plan.slots:
+        sealed = work.seal.groups[slot.group]
+        group = work.groups[sealed.digest]
+        sample = group.samples[slot.sample]
+        for what, ids in (("prompt", group.prompt_ids), ("response", sample.token_ids)):
+            wrong = ids[(ids < 0) | (ids >= vocabulary)]
+            if len(wrong):
+                raise DataError(
+                    f"token {wrong[0]} in the {what} of sample {slot.sample} is none of the model's {vocabulary}",
+                    where=f"prompt {group.ref}",
+                    fix="The tokenizer and the engine must be of the model that is trained",
+                )
+        rows.append(_Row(group, sample, slot.sample in sealed.masked))
+    return rows
 
 
-@torch.no_grad()
-def _entropy(logits: Tensor) -> Tensor:
-    rows = max(1, ENTROPY_ELEMENTS // logits.shape[-1])
-    parts = []
-    for part in logits.split(rows):
-        logp = torch.log_softmax(part, dim=-1)
-        parts.append(-(logp.exp() * logp).sum(dim=-1))
-    return torch.cat(parts)
+def _starts(rectangles: Sequence[Rectangle]) -> list[int]:
+    """Where each row begins when all lie end to end."""
+    starts, end = [], 0
+    for one in rectangles:
+        starts += [end + row * one.length for row in range(one.rows)]
+        end += one.tokens
+    return starts
+
+
+def _inputs(
+    tokens: NDArray[np.int64], scored: NDArray[np.int64], rectangles: tuple[Rectangle, ...], feeding: Feeding
+) -> Inputs:
+    """`tokens` [t]: rows end to end; `scored` [n]: those whose logits are wanted."""
+    device = feeding.device
+    flat = torch.from_numpy(tokens).to(device)
+    if feeding.packing == "packed":
+        positions = np.concatenate([np.tile(np.arange(one.length), one.rows) for one in rectangles])
+        columns = torch.from_numpy(scored).to(device)
+        return Inputs(flat.unsqueeze(0), torch.from_numpy(positions).to(device).unsqueeze(0), rectangles, columns, None)
+    (one,) = rectangles
+    row, column = np.divmod(scored, one.length)
+    first, last = int(column.min()), int(column.max())
+    window = last + 1 - first
+    rows = row * window + (column - first)
+    everything = len(rows) == one.rows * window and bool((rows == np.arange(len(rows))).all())
+    return Inputs(
+        flat.view(one.rows, one.length),
+        None,
+        rectangles,
+        torch.arange(first, last + 1, device=device),
+        None if everything else torch.from_numpy(rows).to(device),
+    )

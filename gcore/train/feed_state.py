@@ -225,6 +225,10 @@ def _lacking(group: HeldGroup | None, seal: Seal, number: int, sample: int) -> s
         return f"sample {sample} is missing"
     if group.ref != sealed.ref:
         return f"sample {sample} came for prompt {group.ref} and not"
+    if group.samples[sample].masked != (sample in sealed.masked):
+        return (
+            f"sample {sample} came {'masked' if group.samples[sample].masked else 'unmasked'}, which the seal denies,"
+        )
     found = (len(group.prompt_ids), len(group.samples[sample].token_ids))
     stated = (sealed.prompt_tokens, sealed.response_tokens[sample])
     if found != stated:

@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from gcore.clock import Clock
 from gcore.errors import GcoreError
@@ -18,6 +19,10 @@ from gcore.train.launch import RankLaunch
 from gcore.train.report import StepResult
 from gcore.types import Version
 from gcore.weights.layout import Manifest, read_manifest, verify_checkpoint
+
+if TYPE_CHECKING:
+    from gcore.train.collective import Collective
+    from gcore.train.models import Models
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,29 +65,34 @@ def load(launch: RankLaunch, meet: Meet, clock: Clock, tell: Callable[[str], Non
     collective = meeting_place.Collective.join(meeting, store)
     tell("loading")
 
-    from gcore.train import policy as policies
     from gcore.train.saving import Progress, Saver, restore_optimizer
     from gcore.train.step import StepTrainer
 
-    train = launch.spec.train
-    folder = launch.checkpoint_path
-    policy = policies.Policy.load(folder or launch.model_path, train, collective.device)
-    tell("loading")
+    models = _models(launch, collective, tell)
     progress = Progress(0, 0)
+    folder = launch.checkpoint_path
     if manifest is not None and folder is not None:
-        restore_optimizer(policy, folder, manifest)
+        restore_optimizer(models.policy, folder, manifest)
         progress = Progress(manifest.updates, manifest.skipped)
-    reference = None
-    if train.kl_coef > 0:
-        dtype = torch.bfloat16 if train.dtype == "bf16" else torch.float32
-        module = policies.load_module(launch.model_path, dtype).to(collective.device)
-        reference = policies.logits_of(module.requires_grad_(False))
-        tell("loading")
-    saver = Saver(launch, policy)
+    saver = Saver(launch, models.policy)
     saver.stage(Version(launch.lineage, launch.start.step), lambda: tell("loading"))
     tell("loading")
-    trainer = StepTrainer(launch, collective, policy, reference, saver, clock, progress)
+    trainer = StepTrainer(launch, collective, models, saver, clock, progress)
     return Loaded(trainer.run, collective.leave)
+
+
+def _models(launch: RankLaunch, collective: Collective, tell: Callable[[str], None]) -> Models:
+    """The policy, and the reference where the KL has a weight. One reading of the files serves both at the first start."""
+    import torch
+
+    from gcore.train.memory import explained
+    from gcore.train.models import load_models
+
+    with explained("loading the model", launch.spec.train, ("zero_stage", "offload_reference")):
+        models = load_models(launch, collective.device, collective.max, lambda: tell("loading"))
+    if collective.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return models
 
 
 def _manifest(launch: RankLaunch) -> Manifest | None:
@@ -101,7 +111,7 @@ def _manifest(launch: RankLaunch) -> Manifest | None:
 
 
 def _import_the_rest(tell: Callable[[str], None]) -> None:
-    import gcore.train.policy  # DeepSpeed and transformers: seconds
+    import gcore.train.models  # DeepSpeed and transformers: seconds
 
     del gcore
     tell("loading")

@@ -1,45 +1,100 @@
 """Cuts a step into micro-batches, for every rank alike: a pure function of the seal.
 
-A rank's samples of a mini-batch are sorted by length and filled into micro-batches, longest first, as long as rows ×
-longest row stays within the budget: so padding is small and the first micro-batch shows whether memory suffices. A
-sample longer than the budget gets a micro-batch of its own.
+A rank's samples of a mini-batch are sorted by length, longest first, and laid out in rectangles: rows of like lengths,
+padded to the longest. A row joins the rectangle before it while at most one token in 25 of that rectangle is padding. A
+packed micro-batch is any number of rectangles, end to end; a bucketed one is a single rectangle, for models that know
+nothing but rows. Either holds at most the budget of tokens, padding included; a longer sample gets one of its own.
 
 Under ZeRO every forward and backward is a collective, so all ranks must run equally many. As each computes the cut of
-all from the seal, they agree on the largest number without talking; who has fewer runs empty micro-batches.
+all from the seal, they agree on the largest number without talking. A rank that could do with fewer cuts its samples
+into that many all the same, evenly by cost (attention is quadratic in the length), so that ranks which wait for each
+other in every micro-batch have about as much to do; with fewer samples than that it runs empty micro-batches.
+
+Masked samples are not computed: their rewards count, their tokens do not. Only where the KL stands in the reward they
+are, because their reward needs it; they train nothing even then.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
-from gcore.ledger.balance import SampleSlot, StepLayout
+from gcore.ledger.balance import SampleSlot, StepLayout, sample_cost
 from gcore.ledger.records import Seal
+
+Packing = Literal["packed", "bucketed"]
+PADDING = 25
+"""At most one token in so many of a rectangle is padding."""
+COST_STEPS = 64
+"""The cost that micro-batches stay below is found to one part in so many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rectangle:
+    """`rows` sequences side by side, each `length` tokens with its padding."""
+
+    rows: int
+    length: int
+
+    @property
+    def tokens(self) -> int:
+        """Padding included."""
+        return self.rows * self.length
+
+
+@dataclass(frozen=True, slots=True)
+class MicroPlan:
+    """A micro-batch: its samples in the order of its rectangles' rows. Without samples it is a dummy."""
+
+    slots: tuple[SampleSlot, ...] = ()
+    rectangles: tuple[Rectangle, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are computed, padding included."""
+        return sum(one.tokens for one in self.rectangles)
 
 
 @dataclass(frozen=True, slots=True)
 class MiniBatchPlan:
     """One update, as one rank runs it.
 
-    `micro_batches` are equally many on all ranks; an empty one stands for a dummy. `tokens` and `sequences` count what is
-    trained on in the whole update, over all ranks: response tokens, and responses with at least one.
+    `micro_batches` are equally many on all ranks. `tokens` and `sequences` count what is trained on in the whole update,
+    over all ranks: response tokens of samples that are not masked, and those samples' responses with at least one.
     """
 
-    micro_batches: tuple[tuple[SampleSlot, ...], ...]
+    micro_batches: tuple[MicroPlan, ...]
     tokens: int
     sequences: int
 
 
-def plan_step(seal: Seal, layout: StepLayout, rank: int, budget: int) -> tuple[MiniBatchPlan, ...]:
-    """The mini-batches of a step as `rank` runs them. `budget`: tokens of a micro-batch, padding included."""
+@dataclass(frozen=True, slots=True)
+class Cutting:
+    """How a step is cut. `budget`: tokens of a micro-batch. `masked`: whether masked samples are computed, too."""
+
+    budget: int
+    packing: Packing
+    masked: bool = False
+
+
+def plan_step(seal: Seal, layout: StepLayout, rank: int, cutting: Cutting) -> tuple[MiniBatchPlan, ...]:
+    """The mini-batches of a step as `rank` runs them."""
     plans = []
     for number in range(layout.mini_batches):
         shares = [layout.share(number, other) for other in range(layout.world_size)]
-        cuts = [pack(seal, share, budget) for share in shares]
-        count = max(len(cut) for cut in cuts)
-        responses = [seal.groups[slot.group].response_tokens[slot.sample] for share in shares for slot in share]
+        computed = [[slot for slot in share if cutting.masked or not is_masked(seal, slot)] for share in shares]
+        count = max(sum(1 for _ in _cut(_sorted(seal, share), cutting, None)) for share in computed)
+        own = even_cut(seal, computed[rank], cutting, count)
+        responses = [
+            seal.groups[slot.group].response_tokens[slot.sample]
+            for share in shares
+            for slot in share
+            if not is_masked(seal, slot)
+        ]
         plans.append(
             MiniBatchPlan(
-                cuts[rank] + ((),) * (count - len(cuts[rank])),
+                own + (MicroPlan(),) * (count - len(own)),
                 tokens=sum(responses),
                 sequences=sum(1 for tokens in responses if tokens),
             )
@@ -47,20 +102,99 @@ def plan_step(seal: Seal, layout: StepLayout, rank: int, budget: int) -> tuple[M
     return tuple(plans)
 
 
-def pack(seal: Seal, slots: tuple[SampleSlot, ...], budget: int) -> tuple[tuple[SampleSlot, ...], ...]:
-    """Micro-batches of at most `budget` tokens each, padding included; every slot in exactly one."""
-    batches: list[list[SampleSlot]] = []
-    longest = 0
-    for slot in sorted(slots, key=lambda slot: (-length(seal, slot), slot)):
-        if batches and (len(batches[-1]) + 1) * longest <= budget:
-            batches[-1].append(slot)
+def even_cut(seal: Seal, slots: list[SampleSlot], cutting: Cutting, count: int) -> tuple[MicroPlan, ...]:
+    """At most `count` micro-batches, within the budget, the costliest of them about as cheap as can be.
+
+    `count` must be at least as many as the budget alone asks for.
+    """
+    ordered = _sorted(seal, slots)
+    found = tuple(_cut(ordered, cutting, None))
+    if count <= 1 or not ordered:
+        return found
+    costs = [one.cost for one in ordered]
+    low, high = max(max(costs), sum(costs) // count), sum(costs)
+    while high - low > high // COST_STEPS:
+        cap = (low + high) // 2
+        tried = tuple(_cut(ordered, cutting, cap))
+        if len(tried) <= count:
+            found, high = tried, cap
         else:
-            batches.append([slot])
-            longest = length(seal, slot)
-    return tuple(tuple(batch) for batch in batches)
+            low = cap + 1
+    return found
+
+
+def is_masked(seal: Seal, slot: SampleSlot) -> bool:
+    """Whether the tokens of a sample are left out of the loss."""
+    return slot.sample in seal.groups[slot.group].masked
 
 
 def length(seal: Seal, slot: SampleSlot) -> int:
     """Prompt and response of a sample, in tokens."""
     group = seal.groups[slot.group]
     return group.prompt_tokens + group.response_tokens[slot.sample]
+
+
+@dataclass(frozen=True, slots=True)
+class _Weighed:
+    slot: SampleSlot
+    length: int
+    cost: int
+
+
+def _sorted(seal: Seal, slots: list[SampleSlot]) -> list[_Weighed]:
+    """Longest first; of equal ones the lower slot."""
+    lengths = ((-length(seal, slot), slot) for slot in slots)
+    return [_Weighed(slot, -n, sample_cost(-n, seal.attention_equals_at)) for n, slot in sorted(lengths)]
+
+
+class _Draft:
+    """A micro-batch that is being filled, longest samples first."""
+
+    def __init__(self) -> None:
+        self.slots: list[SampleSlot] = []
+        self.cost = 0
+        self._closed: list[Rectangle] = []
+        self._area = 0  # of closed rectangles
+        self._rows = 0  # the open rectangle
+        self._length = 0
+        self._real = 0
+
+    def add(self, one: _Weighed, cutting: Cutting) -> bool:
+        """Take a sample in, if it fits by tokens."""
+        area = (self._rows + 1) * self._length
+        if self._rows and PADDING * (area - self._real - one.length) <= area and self._area + area <= cutting.budget:
+            self._rows += 1
+            self._real += one.length
+        elif self.slots and (
+            cutting.packing == "bucketed" or self._area + self._rows * self._length + one.length > cutting.budget
+        ):
+            return False
+        else:
+            self._close()
+            self._rows, self._length, self._real = 1, one.length, one.length
+        self.slots.append(one.slot)
+        self.cost += one.cost
+        return True
+
+    def done(self) -> MicroPlan:
+        self._close()
+        return MicroPlan(tuple(self.slots), tuple(self._closed))
+
+    def _close(self) -> None:
+        if self._rows:
+            self._closed.append(Rectangle(self._rows, self._length))
+            self._area += self._rows * self._length
+            self._rows = 0
+
+
+def _cut(ordered: list[_Weighed], cutting: Cutting, cap: int | None) -> Iterator[MicroPlan]:
+    """In order, each as full as budget and `cap` on the cost allow."""
+    draft = _Draft()
+    for one in ordered:
+        if draft.slots and ((cap is not None and draft.cost + one.cost > cap) or not draft.add(one, cutting)):
+            yield draft.done()
+            draft = _Draft()
+        if not draft.slots:
+            draft.add(one, cutting)
+    if draft.slots:
+        yield draft.done()

@@ -1,12 +1,11 @@
-"""The model under DeepSpeed ZeRO: scoring, exact global gradients, updates, and its full tensors in and out.
+"""A model under DeepSpeed ZeRO: scoring, exact global gradients, updates, and its full tensors in and out.
 
 The recipe, the same for stages 1, 2 and 3:
 
 - The caller scales each micro-batch's loss to its part of the global one; ranks are averaged by DeepSpeed, so it is
   multiplied by their number here. The boundary is set by hand before each backward, so that a mini-batch may have any
   number of micro-batches. All ranks must run equally many, forward or backward.
-- No compiler is needed: torch's own Adam, and no shared-memory collectives.
-- The module is in evaluation mode throughout: with dropout the ratio of a policy to itself would not be 1.
+- No compiler is needed: torch's own Adam, fused, and no shared-memory collectives.
 - Adam's state is made at load by one update with learning rate 0, which changes nothing, and then set to what the
   checkpoint says; weights are in the module before DeepSpeed takes it over. So a checkpoint loads at any stage and
   number of ranks.
@@ -16,8 +15,6 @@ Weights are loaded whole by every rank before ZeRO partitions them: host memory 
 
 from __future__ import annotations
 
-import inspect
-import json
 import logging
 import sys
 import types
@@ -37,12 +34,11 @@ from deepspeed.utils import (
 )
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
-from transformers.utils import logging as transformers_logging
 
 from gcore.config.spec import TrainSpec
-from gcore.errors import DataError
-from gcore.train.batch import LogitsOf
+from gcore.train.batch import Feeding, LogitsOf, make_dummy
+from gcore.train.module import evaluate, logits_of, parameter_groups, vocabulary_of
+from gcore.train.packing import Packing
 
 LARGEST_BUCKET = 500_000_000
 ADAM_EPS = 1e-8
@@ -69,43 +65,43 @@ class UpdateResult:
 class Policy:
     """A model being trained. All methods but `shapes` and `buffers` are collectives."""
 
-    def __init__(self, engine: Any, module: nn.Module, shapes: Mapping[str, tuple[int, ...]], stage: int) -> None:
+    def __init__(self, engine: Any, module: nn.Module, feeding: Feeding, stage: int) -> None:
         self._engine = engine
         self._module = module
         self._stage = stage
         self._ranks: int = engine.world_size
         self._names: dict[str, nn.Parameter] = dict(module.named_parameters())
-        self.shapes = shapes
+        self.feeding = feeding
+        self.logits_of: LogitsOf = logits_of(engine)
+        self.shapes: Mapping[str, tuple[int, ...]] = {}
         """Every parameter's shape, in the order in which `tensors` gives them."""
 
     @classmethod
-    def load(cls, folder: Path, train: TrainSpec, device: torch.device) -> Policy:
-        """The model in `folder`, ready to train, Adam's state zero. Raises DataError."""
-        deepspeed_logger.setLevel(logging.WARNING)
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        _leave_muon_out()
-        module = load_module(folder, torch.float32)
-        _check_names(folder, module)
+    def of(cls, module: nn.Module, train: TrainSpec, packing: Packing, device: torch.device) -> Policy:
+        """A module in float32, ready to train, Adam's state zero. The module is the policy's from now on."""
+        quieten()
         shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-        masters = {}
-        if train.dtype == "bf16":
-            # DeepSpeed rounds the module and makes its float32 copy from that; the lost bits are put back below.
-            masters = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+        feeding = Feeding(packing, vocabulary_of(module), device)
+        # DeepSpeed rounds all of the module, and makes its float32 copy from that. What is lost is put back below: of
+        # parameters the lost bits, of buffers all of them, since rotary frequencies are no good in half precision.
+        half = train.dtype == "bf16"
+        masters = {name: one.detach().clone() for name, one in module.named_parameters()} if half else {}
+        buffers = {name: one.detach().clone() for name, one in module.named_buffers()}
         parameters = sum(parameter.numel() for parameter in module.parameters())
         engine, *_ = deepspeed.initialize(
-            model=module, model_parameters=list(module.parameters()), config=_config(train, parameters)
+            model=module,
+            model_parameters=parameter_groups(module, train.weight_decay),
+            config=_config(train, parameters),
         )
-        engine.eval()
-        policy = cls(engine, module, shapes, train.zero_stage)
-        policy._make_optimizer_state(device)
+        evaluate(engine)
+        for name, buffer in module.named_buffers():
+            buffer.data = buffers[name].to(buffer.device)
+        policy = cls(engine, module, feeding, train.zero_stage)
+        policy.shapes = shapes
+        policy._make_optimizer_state()
         for name, value in masters.items():
             safe_set_full_fp32_param(policy._names[name], value.to(device))
         return policy
-
-    def logits_of(self, tokens: Tensor, keep: int) -> Tensor:
-        """Tokens [b, t] to the logits [b, keep, vocabulary] of the last `keep` columns."""
-        logits: Tensor = self._engine(input_ids=tokens, use_cache=False, logits_to_keep=keep).logits
-        return logits
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add this rank's part of the global loss. `last`: of the update."""
@@ -152,10 +148,15 @@ class Policy:
                     safe_set_full_optimizer_state(parameter, file.get_tensor(name).to(parameter.device), kind)
         self._set_adam_steps(adam_steps)
 
-    def _make_optimizer_state(self, device: torch.device) -> None:
-        tokens = torch.zeros(1, 2, dtype=torch.int64, device=device)
-        self.backward(self.logits_of(tokens, 1).float().sum() * 0.0, last=True)
+    def _make_optimizer_state(self) -> None:
+        self.backward(self.logits_of(make_dummy(self.feeding).inputs).float().sum() * 0.0, last=True)
         self.update(0.0)
+        optimizer = self._engine.optimizer
+        if self._stage < 3:
+            # DeepSpeed links Adam's state to the parameters in the midst of its first step, when only the first group of
+            # parameters has any.
+            optimizer._hp_optimizer_states_linked = False
+            optimizer._lazy_init_hp_params_optimizer_state()
         self._set_adam_steps(0)
 
     def _set_adam_steps(self, steps: int) -> None:
@@ -164,31 +165,11 @@ class Policy:
                 state["step"].fill_(steps)
 
 
-def load_module(folder: Path, dtype: torch.dtype) -> nn.Module:
-    """The causal language model in `folder`. Raises DataError."""
-    try:
-        transformers_logging.disable_progress_bar()
-        module: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise DataError(f"this model cannot be loaded ({first})", where=str(folder)) from error
-    if "logits_to_keep" not in inspect.signature(module.forward).parameters:
-        raise DataError(
-            f"{type(module).__name__} computes logits for all columns only (its forward has no logits_to_keep)",
-            where=str(folder),
-            fix="Use a model class that has it; nearly all current ones do",
-        )
-    return module.eval()
-
-
-def logits_of(module: nn.Module) -> LogitsOf:
-    """A plain module's logits, as `Policy.logits_of` gives them."""
-
-    def call(tokens: Tensor, keep: int) -> Tensor:
-        logits: Tensor = module(input_ids=tokens, use_cache=False, logits_to_keep=keep).logits
-        return logits
-
-    return call
+def quieten() -> None:
+    """DeepSpeed without its chatter, its compiler, and the optimizer that nobody asked for. Before `initialize`."""
+    deepspeed_logger.setLevel(logging.WARNING)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    _leave_muon_out()
 
 
 def _leave_muon_out() -> None:
@@ -202,26 +183,6 @@ def _leave_muon_out() -> None:
     sys.modules.setdefault(name, stand_in)
 
 
-def _check_names(folder: Path, module: nn.Module) -> None:
-    """Weights are written under the parameters' names, so those must be the names that loaders expect."""
-    index = folder / "model.safetensors.index.json"
-    single = folder / "model.safetensors"
-    if index.is_file():
-        stored = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-    elif single.is_file():
-        with safe_open(single, framework="pt") as file:
-            stored = set(file.keys())
-    else:
-        return
-    unknown = sorted(name for name, _ in module.named_parameters() if name not in stored)
-    if unknown:
-        raise DataError(
-            f"{len(unknown)} parameters of {type(module).__name__} are not stored under their own names, e.g. {unknown[0]}",
-            where=str(folder),
-            fix="Models whose weights are rearranged on loading (fused experts) cannot be trained yet",
-        )
-
-
 def _config(train: TrainSpec, parameters: int) -> dict[str, Any]:
     bucket = max(1, min(LARGEST_BUCKET, parameters))  # the default would set two gigabytes aside for any model
     return {
@@ -232,6 +193,7 @@ def _config(train: TrainSpec, parameters: int) -> dict[str, Any]:
             "type": "AdamW",
             "params": {
                 "torch_adam": True,
+                "fused": True,
                 "lr": 0.0,
                 "betas": list(train.betas),
                 "eps": ADAM_EPS,

@@ -16,9 +16,8 @@ An exception anywhere leaves the step half applied and the process unusable; the
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,13 +27,14 @@ from gcore.ledger.balance import SampleSlot
 from gcore.train.algorithms.advantages import group_advantages
 from gcore.train.algorithms.kl import kl_estimate
 from gcore.train.algorithms.schedule import learning_rate
-from gcore.train.batch import LogitsOf, MicroBatch, make_batch, score
+from gcore.train.batch import LogitsOf, MicroBatch, Scores, score
 from gcore.train.collective import Collective
+from gcore.train.cut_step import Known, Place, Step, cut_step
 from gcore.train.feed_state import Work
 from gcore.train.launch import RankLaunch
 from gcore.train.loss import Losses, Targets
-from gcore.train.packing import MiniBatchPlan, plan_step
-from gcore.train.policy import Policy
+from gcore.train.memory import explained
+from gcore.train.models import Models
 from gcore.train.receipts import ReceiptBook
 from gcore.train.report import PhaseTimer, StepResult
 from gcore.train.saving import Progress, Saved, Saver
@@ -44,41 +44,8 @@ from gcore.types import Version
 Tell = Callable[[str], None]
 """Told the phase whenever there is progress."""
 DIGEST_BYTES = 32
-
-
-class Place(NamedTuple):
-    """A micro-batch of the step."""
-
-    mini_batch: int
-    micro_batch: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Step:
-    """A step cut into tensors. `batches[m][k]`: micro-batch k of mini-batch m."""
-
-    work: Work
-    plans: tuple[MiniBatchPlan, ...]
-    batches: tuple[tuple[MicroBatch, ...], ...]
-
-    def places(self) -> Iterator[Place]:
-        """All micro-batches, in order."""
-        for number, batches in enumerate(self.batches):
-            for k in range(len(batches)):
-                yield Place(number, k)
-
-    def at(self, place: Place) -> MicroBatch:
-        """The micro-batch there."""
-        return self.batches[place.mini_batch][place.micro_batch]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Known:
-    """What is known before the updates. `old` may lack the first mini-batch; it is filled in on the way."""
-
-    advantages: dict[SampleSlot, float]
-    old: dict[Place, Tensor]
-    reference: dict[Place, Tensor]
+REMEDIES = ("micro_batch_tokens", "activation_checkpointing", "zero_stage", "offload_reference")
+"""What helps against too little memory in a micro-batch, in this order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,18 +70,16 @@ class StepTrainer:
         self,
         launch: RankLaunch,
         collective: Collective,
-        policy: Policy,
-        reference: LogitsOf | None,
+        models: Models,
         saver: Saver,
         clock: Clock,
         progress: Progress,
     ) -> None:
         self._launch = launch
         self._train = launch.spec.train
-        self._temperature = launch.spec.rollout.temperature
         self._collective = collective
-        self._policy = policy
-        self._reference = reference
+        self._policy = models.policy
+        self._reference = models.reference
         self._saver = saver
         self._clock = clock
         self._losses = Losses.of(launch.spec)
@@ -124,8 +89,9 @@ class StepTrainer:
     def run(self, work: Work, tell: Tell) -> StepResult:
         """Train on a step. Raises WorldDiverged, DiskFull, and whatever torch raises."""
         self._agree(work)
-        step = self._cut(work)
         timer, tally = PhaseTimer(self._clock), Tally()
+        with timer.phase("cut"):
+            step = cut_step(work, self._train, self._policy.feeding)
         with timer.phase("reference"):
             reference = self._reference_pass(step, tell)
         with timer.phase("old_logprobs"):
@@ -133,7 +99,7 @@ class StepTrainer:
         advantages = self._advantages(step, old, reference, tally)
         with timer.phase("update"):
             self._updates(step, Known(advantages, old, reference), tally, tell)
-        metrics = tally.metrics(self._collective.sum)
+        metrics = tally.metrics(self._collective)
         with timer.phase("saving"):
             tell("saving")
             saved = self._save(work.seal.token.step, tell)
@@ -150,15 +116,12 @@ class StepTrainer:
             (*work.seal.token, seal, self.progress.updates, self.progress.skipped),
         )
 
-    def _cut(self, work: Work) -> Step:
-        plans = plan_step(work.seal, work.layout, work.rank, self._train.micro_batch_tokens)
-        device = self._collective.device
-        batches = tuple(tuple(make_batch(work, slots, device) for slots in plan.micro_batches) for plan in plans)
-        return Step(work, plans, batches)
-
     @torch.no_grad()
     def _reference_pass(self, step: Step, tell: Tell) -> dict[Place, Tensor]:
-        return self._score(self._reference, step, step.places(), "reference", tell) if self._reference else {}
+        if self._reference is None:
+            return {}
+        with self._reference.awake() as logits_of:
+            return self._score(logits_of, step, step.places(), "reference", tell)
 
     @torch.no_grad()
     def _old_pass(self, step: Step, tally: Tally, tell: Tell) -> dict[Place, Tensor]:
@@ -179,8 +142,12 @@ class StepTrainer:
         found = {}
         for place in places:
             tell(phase)
-            found[place] = score(logits_of, step.at(place), self._temperature).logp
+            found[place] = self._scored(logits_of, step.at(place), phase).logp
         return found
+
+    def _scored(self, logits_of: LogitsOf, batch: MicroBatch, phase: str) -> Scores:
+        with explained(f"{phase}: {_size(batch)}", self._train, REMEDIES):
+            return score(logits_of, batch)
 
     def _advantages(
         self, step: Step, old: dict[Place, Tensor], reference: dict[Place, Tensor], tally: Tally
@@ -190,18 +157,19 @@ class StepTrainer:
             SampleSlot(g, s) for g, group in enumerate(step.work.seal.groups) for s in range(len(group.response_tokens))
         ]
         outcomes = dict.fromkeys(every, 0.0)
+        for slot in step.work.layout.of_rank(step.work.rank):
+            outcomes[slot] = step.reward(slot)
+            tally.sample(outcomes[slot], step.work.seal.groups[slot.group], slot.sample)
         for place in step.places():
             batch = step.at(place)
-            penalties = [0.0] * len(batch.slots)
-            if reference and self._train.kl_in == "reward":
-                policy = batch.rollout_logp if self._train.old_logprobs == "engine" else old[place]
-                k1 = torch.where(batch.mask, kl_estimate(policy, reference[place], "k1"), 0.0)
-                penalties = (self._train.kl_coef * k1.double().sum(dim=1)).tolist()
+            tally.fed(batch)
+            if not reference or self._train.kl_in != "reward":
+                continue
+            policy = batch.rollout_logp if self._train.old_logprobs == "engine" else old[place]
+            k1 = torch.where(batch.scored, kl_estimate(policy, reference[place], "k1"), 0.0)
+            penalties = (self._train.kl_coef * k1.double().sum(dim=1)).tolist()
             for slot, penalty in zip(batch.slots, penalties, strict=False):  # a dummy has a row and no slot
-                group = step.work.groups[step.work.seal.groups[slot.group].digest]
-                reward = group.samples[slot.sample].reward
-                tally.sample(reward, len(group.samples[slot.sample].token_ids))
-                outcomes[slot] = reward - penalty
+                outcomes[slot] -= penalty
         gathered = self._collective.sum(list(outcomes.values()))  # one rank knows each, the others bring 0
         values = group_advantages(
             torch.tensor(gathered, dtype=torch.float64),
@@ -214,7 +182,7 @@ class StepTrainer:
         for epoch in range(self._train.epochs):
             for number, plan in enumerate(step.plans):
                 if not plan.tokens:
-                    continue  # only empty responses: there is nothing to learn, and every rank sees that in the seal
+                    continue  # only empty or masked responses: nothing to learn, and every rank sees that in the seal
                 divisor = self._losses.denominator(plan)
                 for k in range(len(plan.micro_batches)):
                     tell("update")
@@ -226,7 +194,7 @@ class StepTrainer:
                 self._update(tally)
 
     def _backward(self, batch: MicroBatch, place: Place, known: Known, tally: Tally, part: _Part) -> None:
-        scores = score(self._policy.logits_of, batch, self._temperature)
+        scores = self._scored(self._policy.logits_of, batch, "update")
         own = scores.logp.detach()
         if part.untouched and place not in known.old:
             tally.mismatch(own, batch)
@@ -239,7 +207,8 @@ class StepTrainer:
                 old = batch.rollout_logp
         targets = Targets(batch, self._advantages_of(batch, known), old, known.reference.get(place))
         loss = self._losses.sum(scores.logp, targets) / part.divisor
-        self._policy.backward(loss, last=part.last)
+        with explained(f"update: {_size(batch)}", self._train, REMEDIES):
+            self._policy.backward(loss, last=part.last)
         tally.trained(float(loss.detach()), scores, targets, self._losses)
 
     def _advantages_of(self, batch: MicroBatch, known: Known) -> Tensor:
@@ -254,7 +223,8 @@ class StepTrainer:
             schedule=self._train.schedule,
             total_updates=self._launch.total_updates,
         )
-        result = self._policy.update(rate)
+        with explained("update: the optimizer", self._train, ("zero_stage", "offload_reference")):
+            result = self._policy.update(rate)
         self.progress = Progress(self.progress.updates + 1, self.progress.skipped + (not result.applied))
         tally.updated(result, rate)
 
@@ -274,3 +244,9 @@ class StepTrainer:
         mine = bytes.fromhex(sha256)
         brought = self._collective.sum([float(byte) for byte in mine] or [0.0] * DIGEST_BYTES)
         return bytes(int(value) for value in brought).hex() if any(brought) else ""
+
+
+def _size(batch: MicroBatch) -> str:
+    """Of a micro-batch, for people."""
+    longest = max(one.length for one in batch.inputs.rectangles)
+    return f"a micro-batch of {len(batch.slots)} samples, {batch.computed} tokens, the longest {longest}"

@@ -10,20 +10,24 @@ the whole step. What is not finite is left out of the metrics: a number is missi
     kl               of the policy from π_old (k3), kl_reference from the reference (k3), as the updates saw it
     clip_fraction    of tokens
     mismatch_kl      of the engine from the trainer at the step's start: mean of engine's minus trainer's
-                     log-probability; mismatch_abs: mean of its absolute value. Where π_old is not recomputed, over the
-                     first mini-batch only
-    reward_mean, response_length_mean, tokens    of the step's samples; tokens of responses
+                     log-probability (k1); mismatch_k3: the same KL by k3, never negative; mismatch_abs: mean of the
+                     absolute value, mismatch_max: the largest; mismatch_correlation: of the two's probabilities. Where
+                     π_old is not recomputed, over the first mini-batch only
+    reward_mean, response_length_mean, tokens    of the step's samples; tokens of responses. masked_samples: those
+                     whose tokens were left out
+    padding          share of the tokens that were computed for nobody: padding and dummies
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Sequence
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from gcore.ledger.records import SealedGroup
 from gcore.train.algorithms.kl import kl_estimate
 from gcore.train.batch import MicroBatch, Scores
 from gcore.train.loss import Losses, Targets
@@ -39,12 +43,33 @@ Count = Literal[
     "reference_tokens",
     "mismatch",
     "mismatch_abs",
+    "mismatch_k3",
     "mismatch_tokens",
+    "engine",
+    "engine_squares",
+    "trainer",
+    "trainer_squares",
+    "products",
     "reward",
     "tokens",
     "samples",
+    "masked",
+    "real",
+    "computed",
 ]
 COUNTS: tuple[Count, ...] = Count.__args__  # type: ignore[attr-defined]
+
+
+class Sums(Protocol):
+    """Of each number over the ranks. Both are collectives."""
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Their sum."""
+        ...
+
+    def max(self, values: Sequence[float]) -> list[float]:
+        """The largest."""
+        ...
 
 
 class Tally:
@@ -55,20 +80,37 @@ class Tally:
         self._norms: list[float] = []
         self._updates = 0
         self._rate = 0.0
+        self._largest_mismatch = 0.0
 
-    def sample(self, reward: float, tokens: int) -> None:
-        """A sample of this rank's."""
+    def sample(self, reward: float, group: SealedGroup, sample: int) -> None:
+        """A sample of this rank's, computed or not."""
         self._sums["reward"] += reward
-        self._sums["tokens"] += tokens
+        self._sums["tokens"] += group.response_tokens[sample]
         self._sums["samples"] += 1
+        self._sums["masked"] += sample in group.masked
+
+    def fed(self, batch: MicroBatch) -> None:
+        """A micro-batch of this rank's."""
+        self._sums["real"] += batch.real
+        self._sums["computed"] += batch.computed
 
     @torch.no_grad()
     def mismatch(self, logp: Tensor, batch: MicroBatch) -> None:
         """The trainer's log-probabilities [b, w] at the step's start."""
-        difference = batch.rollout_logp - logp
-        self._sums["mismatch"] += _masked(difference, batch.mask)
-        self._sums["mismatch_abs"] += _masked(difference.abs(), batch.mask)
-        self._sums["mismatch_tokens"] += float(batch.mask.sum())
+        engine, trainer = (one[batch.mask].double() for one in (batch.rollout_logp, logp))
+        difference = engine - trainer
+        self._sums["mismatch"] += float(difference.sum())
+        self._sums["mismatch_abs"] += float(difference.abs().sum())
+        self._sums["mismatch_k3"] += float(kl_estimate(engine, trainer, "k3").sum())
+        self._sums["mismatch_tokens"] += len(difference)
+        if len(difference):
+            self._largest_mismatch = max(self._largest_mismatch, float(difference.abs().max()))
+        one, other = engine.exp(), trainer.exp()
+        self._sums["engine"] += float(one.sum())
+        self._sums["engine_squares"] += float(one.square().sum())
+        self._sums["trainer"] += float(other.sum())
+        self._sums["trainer_squares"] += float(other.square().sum())
+        self._sums["products"] += float((one * other).sum())
 
     @torch.no_grad()
     def trained(self, loss: float, scores: Scores, targets: Targets, losses: Losses) -> None:
@@ -91,9 +133,10 @@ class Tally:
         if result.applied:
             self._norms.append(result.grad_norm)
 
-    def metrics(self, add: Callable[[Sequence[float]], list[float]]) -> dict[str, float]:
-        """The step's metrics; `add` sums over the ranks. A collective."""
-        totals = add([self._sums[name] for name in COUNTS])
+    def metrics(self, over_ranks: Sums) -> dict[str, float]:
+        """The step's metrics. A collective."""
+        totals = over_ranks.sum([self._sums[name] for name in COUNTS])
+        (largest,) = over_ranks.max([self._largest_mismatch])
         sums: dict[Count, float] = dict(zip(COUNTS, totals, strict=True))
         found = {
             "loss": _ratio(sums["loss"], self._updates),
@@ -105,16 +148,31 @@ class Tally:
             "kl_reference": _ratio(sums["kl_reference"], sums["reference_tokens"]),
             "clip_fraction": _ratio(sums["clipped"], sums["trained_tokens"]),
             "mismatch_kl": _ratio(sums["mismatch"], sums["mismatch_tokens"]),
+            "mismatch_k3": _ratio(sums["mismatch_k3"], sums["mismatch_tokens"]),
             "mismatch_abs": _ratio(sums["mismatch_abs"], sums["mismatch_tokens"]),
+            "mismatch_max": largest if sums["mismatch_tokens"] else math.nan,
+            "mismatch_correlation": _correlation(sums),
             "reward_mean": _ratio(sums["reward"], sums["samples"]),
             "response_length_mean": _ratio(sums["tokens"], sums["samples"]),
             "tokens": sums["tokens"],
+            "masked_samples": sums["masked"],
+            "padding": _ratio(sums["computed"] - sums["real"], sums["computed"]),
         }
         return {name: value for name, value in found.items() if math.isfinite(value)}
 
 
 def _masked(values: Tensor, mask: Tensor) -> float:
     return float(torch.where(mask, values, torch.zeros_like(values)).sum())
+
+
+def _correlation(sums: dict[Count, float]) -> float:
+    """Pearson's, of the engine's and the trainer's probabilities; not a number if either is constant."""
+    n = sums["mismatch_tokens"]
+    one = n * sums["engine_squares"] - sums["engine"] ** 2
+    other = n * sums["trainer_squares"] - sums["trainer"] ** 2
+    if n < 2 or one <= 0 or other <= 0:
+        return math.nan
+    return (n * sums["products"] - sums["engine"] * sums["trainer"]) / math.sqrt(one * other)
 
 
 def _ratio(total: float, count: float) -> float:

@@ -49,7 +49,7 @@ def make_spec(model: Path, **train: Any) -> dict[str, Any]:
         "model": {"path": str(model)},
         "data": {"path": "none.jsonl"},
         "flow": {"steps": 3, "groups_per_step": 3, "samples_per_prompt": 3},
-        "rollout": {"max_new_tokens": 12, "temperature": 0.7},
+        "rollout": {"max_new_tokens": 12},
         "train": {"learning_rate": 1e-3, "micro_batch_tokens": 40, "mini_batches": 2} | train,
         "checkpoint": {"every": 2},
     }
@@ -70,7 +70,7 @@ def make_groups(step: int, count: int = 3, samples: int = 3) -> list[Group]:
             span = (VersionSpan(Version(0, step - 1), 0, n),)
             reward = float(np.float32(index == number))
             made.append(Sample(ids, tuple(float(p) for p in logprobs), "", "stop", span, reward))
-        groups.append(Group(PromptRef(0, number, step), prompt, tuple(made)))
+        groups.append(Group(PromptRef(0, number, step), prompt, tuple(made), temperature=(0.5, 0.75, 1.0)[number % 3]))
     return groups
 
 

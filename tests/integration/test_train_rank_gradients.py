@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 
 PROGRAM = Path(__file__).with_name("train_rank_program.py")
-CASES = ["engine", "recompute", "norm", "reward", "tis"]
+CASES = ["engine", "recompute", "norm", "reward", "tis", "rows", "again", "masked", "masked-reward"]
 WORLDS = [pytest.param(size, id=f"{size} rank{'s' if size > 1 else ''}") for size in (1, 2)]
 BETA1 = 0.9
 
@@ -71,22 +71,28 @@ def test_every_rank_reports_the_same_and_the_plain_loss(folder: Path, case: str,
     reports = [json.loads((run / f"metrics-{rank}.json").read_text()) for rank in range(size)]
     assert all(report == reports[0] for report in reports)
     assert reports[0]["loss"] == pytest.approx(json.loads((folder / f"plain-{case}.json").read_text()), abs=2e-6)
-    assert ("kl_reference" in reports[0]) == (case in ("engine", "reward"))
+    assert ("kl_reference" in reports[0]) == (case in ("engine", "reward", "masked-reward"))
+    assert reports[0]["masked_samples"] == (3 if case.startswith("masked") else 0)
+    assert {"mismatch_kl", "mismatch_abs", "mismatch_k3", "mismatch_max", "padding"} <= reports[0].keys()
 
 
+@pytest.mark.parametrize("case", ["updates", "lonely"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("size", WORLDS)
-def test_many_updates_of_one_step_lead_to_the_weights_of_a_plain_loop(folder: Path, stage: int, size: int) -> None:
+def test_many_updates_of_one_step_lead_to_the_weights_of_a_plain_loop(
+    folder: Path, case: str, stage: int, size: int
+) -> None:
+    # In the lonely case a rank has nothing to do in one mini-batch, and nobody in another.
     before = load_file(folder / "model" / "model.safetensors")
-    expected = load_file(folder / "plain-updates.safetensors")
-    run = folder / f"updates-{stage}-{size}"
+    expected = load_file(folder / f"plain-{case}.safetensors")
+    run = folder / f"{case}-{stage}-{size}"
     found = load_file(run / "checkpoints" / "0-1" / "model.safetensors")
     moved = np.sqrt(sum(float(((expected[name] - before[name]) ** 2).sum()) for name in before))
     apart = np.sqrt(sum(float(((expected[name] - found[name]) ** 2).sum()) for name in before))
     assert apart < 1e-3 * moved
     metrics = json.loads((run / "metrics-0.json").read_text())
     assert metrics["clip_fraction"] > 0
-    assert metrics["learning_rate"] == pytest.approx(2e-2 / 4)
+    assert metrics["learning_rate"] == pytest.approx(2e-2 / 4 if case == "updates" else 2e-2 * 3 / 4)
     assert metrics["skipped_updates"] == 0
 
 

@@ -27,7 +27,8 @@ from gcore.train.feed_state import HeldGroup, HeldSample, Work
 from gcore.train.launch import RankLaunch
 from gcore.types import PromptRef, Version
 
-VOCABULARY, GROUPS, SAMPLES, TEMPERATURE = 64, 3, 3, 0.7
+VOCABULARY, GROUPS, SAMPLES = 64, 3, 3
+TEMPERATURES = (0.7, 1.0, 1.3)
 BETA1 = 0.9
 CASES: dict[str, dict[str, Any]] = {
     "engine": {
@@ -41,7 +42,14 @@ CASES: dict[str, dict[str, Any]] = {
     "norm": {"old_logprobs": "current", "aggregation": "seq-mean-token-sum-norm", "horizon": 20},
     "reward": {"old_logprobs": "recompute", "kl_coef": 0.5, "kl_in": "reward"},
     "tis": {"old_logprobs": "current", "tis_cap": 1.5},
+    "rows": {"old_logprobs": "recompute", "packing": "bucketed", "aggregation": "seq-mean-token-mean"},
+    "again": {"old_logprobs": "recompute", "packing": "packed", "activation_checkpointing": True},
+    "masked": {"old_logprobs": "recompute", "aggregation": "seq-mean-token-mean"},
+    "masked-reward": {"old_logprobs": "recompute", "kl_coef": 0.5, "kl_in": "reward"},
 }
+MASKED = {"masked": ((1,), (), (0, 2)), "masked-reward": ((1,), (), (0, 2)), "lonely": ((0, 2), (0, 1, 2), ())}
+"""Cases in which samples are masked: which, by group. Of the lonely one's mini-batches the first leaves only one sample
+to train on, whatever the number of ranks, and the second none."""
 UPDATES: dict[str, Any] = {
     "old_logprobs": "recompute",
     "epochs": 2,
@@ -70,10 +78,9 @@ def spec(folder: Path, case: str, stage: int, **train: Any) -> dict[str, Any]:
         "flow": {"steps": 1, "groups_per_step": GROUPS, "samples_per_prompt": SAMPLES},
         "rollout": {
             "max_new_tokens": 12,
-            "temperature": TEMPERATURE,
             "correction": "tis" if case == "tis" else "none",
         },
-        "train": fixed | CASES.get(case, UPDATES) | train,
+        "train": fixed | CASES.get(case, UPDATES) | {"packing": "packed"} | CASES.get(case, {}) | train,
     }
 
 
@@ -91,7 +98,7 @@ def make_step() -> tuple[Seal, dict[str, HeldGroup]]:
                 rng.integers(0, VOCABULARY, n).astype(np.int32), logprobs, float(rng.integers(0, 3))
             )
         digest = f"{number:032x}"
-        held[digest] = HeldGroup(PromptRef(0, number, 0), digest, prompt, samples)
+        held[digest] = HeldGroup(PromptRef(0, number, 0), digest, prompt, samples, TEMPERATURES[number])
         sealed.append(
             SealedGroup(
                 ref=PromptRef(0, number, 0),
@@ -140,13 +147,14 @@ def plain(folder: Path) -> None:
     """What the definitions say, with autograd and nothing else."""
     from transformers import AutoModelForCausalLM
 
-    plain_updates(folder)
-    for case, options in CASES.items():
+    plain_updates(folder, "updates")
+    plain_updates(folder, "lonely")
+    for case in CASES:
         model, reference = (
             AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float64).eval()
             for name in ("model", "reference")
         )
-        loss = plain_loss(options, model, reference, tis=case == "tis")
+        loss = plain_loss(case, model, reference)
         loss.backward()  # type: ignore[no-untyped-call]
         gradients = {name: parameter.grad.float() for name, parameter in model.named_parameters()}
         save_file(gradients, folder / f"plain-{case}.safetensors")
@@ -157,44 +165,54 @@ def logprobs(model: Any, group: HeldGroup, sample: HeldSample) -> torch.Tensor:
     """Of one response, without padding."""
     ids = torch.tensor([*group.prompt_ids.tolist(), *sample.token_ids.tolist()])[None]
     start = len(group.prompt_ids)
-    logits = model(input_ids=ids).logits[0, start - 1 : -1] / TEMPERATURE
+    logits = model(input_ids=ids).logits[0, start - 1 : -1] / group.temperature
     return torch.log_softmax(logits, -1).gather(1, ids[0, start:, None])[:, 0]
 
 
-def plain_updates(folder: Path) -> None:
+def plain_updates(folder: Path, case: str) -> None:
     """The six updates of `UPDATES`, one after the other, with torch's optimizer; leaves the weights."""
+    masked = MASKED.get(case, ((),) * GROUPS)
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float64).eval()
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(BETA1, 0.999), weight_decay=UPDATES["weight_decay"])
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    others = [p for p in model.parameters() if p.ndim < 2]
+    decaying = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(decaying, betas=(BETA1, 0.999), weight_decay=UPDATES["weight_decay"])
     groups = list(make_step()[1].values())
     with torch.no_grad():
         old = {
             (g, i): logprobs(model, group, group.samples[i]) for g, group in enumerate(groups) for i in range(SAMPLES)
         }
-    for update in range(UPDATES["epochs"] * GROUPS):
-        number = update % GROUPS
+    made = 0
+    for number in [*range(GROUPS)] * UPDATES["epochs"]:
+        if len(masked[number]) == SAMPLES:
+            continue
         group = groups[number]
         rewards = torch.tensor([group.samples[i].reward for i in range(SAMPLES)], dtype=torch.float64)
         advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
         losses = []
-        for i in range(SAMPLES):
+        for i in sorted({*range(SAMPLES)} - {*masked[number]}):
             ratio = (logprobs(model, group, group.samples[i]) - old[number, i]).exp()
             losses.append(torch.maximum(-advantages[i] * ratio, -advantages[i] * ratio.clamp(0.8, 1.2)))
         optimizer.zero_grad()
         torch.cat(losses).mean().backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), UPDATES["max_grad_norm"])
         for one in optimizer.param_groups:
-            one["lr"] = UPDATES["learning_rate"] * min((update + 1) / 2, (6 - update) / 4)
+            one["lr"] = UPDATES["learning_rate"] * min((made + 1) / 2, (6 - made) / 4)
         optimizer.step()
-    save_file({name: p.detach().float() for name, p in model.named_parameters()}, folder / "plain-updates.safetensors")
+        made += 1
+    save_file({name: p.detach().float() for name, p in model.named_parameters()}, folder / f"plain-{case}.safetensors")
 
 
-def plain_loss(options: dict[str, Any], model: Any, reference: Any, *, tis: bool) -> torch.Tensor:
+def plain_loss(case: str, model: Any, reference: Any) -> torch.Tensor:
     """Of the whole step, sample by sample."""
+    options, masked = CASES[case], MASKED.get(case, ((),) * GROUPS)
     _, held = make_step()
-    samples = [(group, sample) for group in held.values() for sample in group.samples.values()]
-    tokens = sum(len(sample.token_ids) for _, sample in samples)
+    kept = [
+        (group, group.samples[i]) for g, group in enumerate(held.values()) for i in range(SAMPLES) if i not in masked[g]
+    ]
+    tokens = sum(len(sample.token_ids) for _, sample in kept)
 
     def outcome(group: HeldGroup, sample: HeldSample) -> float:
         if options.get("kl_in") != "reward":
@@ -204,7 +222,7 @@ def plain_loss(options: dict[str, Any], model: Any, reference: Any, *, tis: bool
         return sample.reward - options["kl_coef"] * float(k1.sum())
 
     total = torch.zeros((), dtype=torch.float64)
-    for group, sample in samples:
+    for group, sample in kept:
         own = logprobs(model, group, sample)
         rollout = torch.tensor(sample.logprobs.tolist(), dtype=torch.float64)
         old = rollout if options["old_logprobs"] == "engine" else own.detach()
@@ -214,7 +232,7 @@ def plain_loss(options: dict[str, Any], model: Any, reference: Any, *, tis: bool
             advantage = advantage / (outcomes.std() + 1e-6)
         ratio = (own - old).exp()
         loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1 + options.get("clip_high", 0.2)))
-        if tis:
+        if case == "tis":
             loss = loss * (old - rollout).exp().clamp(max=options["tis_cap"])
         if options.get("kl_in", "loss") == "loss" and options.get("kl_coef"):
             loss = loss + options["kl_coef"] * (own - logprobs(reference, group, sample).detach())
@@ -222,15 +240,19 @@ def plain_loss(options: dict[str, Any], model: Any, reference: Any, *, tis: bool
             case "token-mean":
                 total = total + loss.sum() / tokens
             case "seq-mean-token-mean":
-                total = total + loss.mean() / len(samples)
+                total = total + loss.mean() / len(kept)
             case "seq-mean-token-sum-norm":
-                total = total + loss.sum() / options["horizon"] / len(samples)
+                total = total + loss.sum() / options["horizon"] / len(kept)
     return total
 
 
 def rank_process(folder: Path, rank: int, size: int) -> None:
     """Every case at every stage; leaves checkpoints, whose exp_avg is (1 - beta1) times the gradient."""
-    from gcore.train.policy import Policy, load_module, logits_of
+    from gcore.train.attention import NAME
+    from gcore.train.models import Models, load_models
+    from gcore.train.module import load_module
+    from gcore.train.policy import Policy
+    from gcore.train.reference import Reference
     from gcore.train.saving import Progress, Saver
     from gcore.train.step import StepTrainer
 
@@ -266,45 +288,54 @@ def rank_process(folder: Path, rank: int, size: int) -> None:
                 "start": {"step": 0},
             }
         )
-        policy = Policy.load(launch.model_path, launch.spec.train, world.device)
-        reference = logits_of(load_module(folder / "reference", torch.float32)) if launch.spec.train.kl_coef else None
-        made = StepTrainer(launch, world, policy, reference, Saver(launch, policy), SystemClock(), Progress(0, 0))
-        made_policies[name] = policy
-        return made
+        train = launch.spec.train
+        models = load_models(launch, world.device, world.max, lambda: None)
+        if models.reference is not None:  # of another model than the policy's, or the KL would be 0
+            other: Any = load_module(folder / "reference", torch.float32)
+            if train.packing == "packed":
+                other.set_attn_implementation(NAME)
+            models = Models(models.policy, Reference(other, train, world.device))
+        made_policies[name] = models.policy
+        return StepTrainer(launch, world, models, Saver(launch, models.policy), SystemClock(), Progress(0, 0))
+
+    def sealed(case: str, mini_batches: int) -> Work:
+        masked = MASKED.get(case, ((),) * GROUPS)
+        groups = tuple(g.model_copy(update={"masked": m}) for g, m in zip(seal.groups, masked, strict=True))
+        cut = seal.model_copy(update={"world_size": size, "mini_batches": mini_batches, "groups": groups})
+        return Work(cut, balance(cut), rank, held)
 
     made_policies: dict[str, Policy] = {}
     for stage in (1, 2, 3):
-        for case in [*CASES, "updates"]:
+        for case in [*CASES, "updates", "lonely"]:
             name = f"{case}-{stage}"
-            mini_batches = GROUPS if case == "updates" else 1
-            cut = seal.model_copy(update={"world_size": size, "mini_batches": mini_batches})
-            work = Work(cut, balance(cut), rank, held)
+            work = sealed(case, GROUPS if case in ("updates", "lonely") else 1)
             result = trainer(name, spec(folder, case, stage)).run(work, lambda phase: None)
             (folder / f"{name}-{size}" / f"metrics-{rank}.json").write_text(json.dumps(dict(result.metrics)))
-        cut = seal.model_copy(update={"world_size": size})
-        work = Work(cut, balance(cut), rank, held)
+        work = sealed("engine", 1)
         trainer(f"still-{stage}", spec(folder, "engine", stage, learning_rate=0.0, epochs=2)).run(
             work, lambda phase: None
         )
         trainer(f"half-{stage}", spec(folder, "recompute", stage, dtype="bf16")).run(work, lambda phase: None)
-        skips(made_policies[f"recompute-{stage}"], world.device)
+        skips(made_policies[f"recompute-{stage}"])
     world.leave()
     sys.stdout.flush()
     os._exit(0)
 
 
-def skips(policy: Any, device: torch.device) -> None:
+def skips(policy: Any) -> None:
     """A gradient that is not a number changes nothing; the next one counts again."""
-    tokens = torch.arange(6, device=device)[None]
+    from gcore.train.batch import make_dummy
+
+    inputs = make_dummy(policy.feeding).inputs
 
     def weights() -> list[torch.Tensor]:
         return [one.tensor.clone() for one in policy.tensors("served")]
 
     before = weights()
-    policy.backward(policy.logits_of(tokens, 3).float().sum() * float("nan"), last=True)
+    policy.backward(policy.logits_of(inputs).float().sum() * float("nan"), last=True)
     assert not policy.update(1e-3).applied
     assert all(torch.equal(a, b) for a, b in zip(before, weights(), strict=True))
-    policy.backward(functional.softplus(policy.logits_of(tokens, 3).float()).mean(), last=True)
+    policy.backward(functional.softplus(policy.logits_of(inputs).float()).mean(), last=True)
     assert policy.update(1e-3).applied
     assert not all(torch.equal(a, b) for a, b in zip(before, weights(), strict=True))
 

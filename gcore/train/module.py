@@ -1,0 +1,139 @@
+"""A Hugging Face model as a plain torch module: loading it, feeding it, and what it may be asked to do.
+
+Modules are in evaluation mode throughout: with dropout the ratio of a policy to itself would not be 1. Activation
+checkpointing is a matter of training mode in transformers, so the layers it concerns, and nothing inside them, are put
+into it, after every dropout of theirs was set to 0.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import logging as transformers_logging
+
+from gcore.errors import DataError
+from gcore.train.attention import PACKED
+from gcore.train.batch import Inputs, LogitsOf
+
+CHECKPOINT_FIX = "Set train.activation_checkpointing: false"
+
+
+def load_module(folder: Path, dtype: torch.dtype, *, trust_remote_code: bool = False) -> nn.Module:
+    """The causal language model in `folder`, in host memory. Raises DataError."""
+    try:
+        transformers_logging.disable_progress_bar()
+        module: nn.Module = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, local_files_only=True, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise DataError(f"this model cannot be loaded ({first})", where=str(folder)) from error
+    if "logits_to_keep" not in inspect.signature(module.forward).parameters:
+        raise DataError(
+            f"{type(module).__name__} computes logits for all columns only (its forward has no logits_to_keep)",
+            where=str(folder),
+            fix="Use a model class that has it; nearly all current ones do",
+        )
+    return module.eval()
+
+
+def logits_of(call: Callable[..., Any]) -> LogitsOf:
+    """The logits of a module, or of an engine around one, that takes what Hugging Face models take."""
+
+    def logits(inputs: Inputs) -> Tensor:
+        more = {}
+        if inputs.positions is not None:
+            PACKED.lay(inputs.rectangles, inputs.tokens.device)
+            more["position_ids"] = inputs.positions
+        out: Tensor = call(input_ids=inputs.tokens, use_cache=False, logits_to_keep=inputs.columns, **more).logits
+        flat = out.flatten(0, 1)
+        return flat if inputs.rows is None else flat.index_select(0, inputs.rows)
+
+    return logits
+
+
+def vocabulary_of(module: nn.Module) -> int:
+    """The tokens that a whole module knows, as input and as output."""
+    model: Any = module
+    sizes = [part.weight.shape[0] for part in (model.get_input_embeddings(), model.get_output_embeddings()) if part]
+    return int(min(sizes))
+
+
+def cast_parameters(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Round the parameters; buffers stay as they are: rotary frequencies are no good in half precision."""
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+    return module
+
+
+def checkpoint_activations(module: nn.Module, folder: Path) -> None:
+    """Compute the layers' activations again in the backward pass. Call `evaluate` after whatever sets modes. DataError."""
+    model: Any = module
+    layers = [one for one in module.modules() if isinstance(one, GradientCheckpointingLayer)]
+    try:
+        # Under ZeRO-3 a weight that was saved for the backward pass is empty by then, and is fetched again: its shape
+        # is no sign of another computation.
+        model.gradient_checkpointing_enable({"use_reentrant": False, "determinism_check": "none"})
+    except ValueError as error:
+        raise DataError(
+            f"{type(module).__name__} has no activation checkpointing", where=str(folder), fix=CHECKPOINT_FIX
+        ) from error
+    if not layers:
+        raise DataError(
+            f"{type(module).__name__} checkpoints its layers in training mode only",
+            where=str(folder),
+            fix=CHECKPOINT_FIX,
+        )
+
+
+def evaluate(module: nn.Module) -> None:
+    """Evaluation mode, in which layers are checkpointed if that was asked for."""
+    module.eval()
+    for layer in module.modules():
+        if isinstance(layer, GradientCheckpointingLayer) and layer.gradient_checkpointing:
+            for name, value in vars(layer).items():
+                if "drop" in name and isinstance(value, float):
+                    setattr(layer, name, 0.0)
+            layer.training = True
+
+
+def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """What the optimizer gets: matrices decay, norms and biases do not."""
+    every = list(module.parameters())
+    if not weight_decay:
+        return [{"params": every, "weight_decay": 0.0}]
+    groups = [
+        {"params": [one for one in every if one.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [one for one in every if one.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def check_names(folder: Path, module: nn.Module) -> None:
+    """Weights are written under the parameters' names, so those must be the names that loaders expect. DataError."""
+    index = folder / "model.safetensors.index.json"
+    single = folder / "model.safetensors"
+    if index.is_file():
+        stored = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    elif single.is_file():
+        with safe_open(single, framework="pt") as file:
+            stored = set(file.keys())
+    else:
+        return
+    unknown = sorted(name for name, _ in module.named_parameters() if name not in stored)
+    if unknown:
+        raise DataError(
+            f"{len(unknown)} parameters of {type(module).__name__} are not stored under their own names, e.g. {unknown[0]}",
+            where=str(folder),
+            fix="Models whose weights are rearranged on loading (fused experts) cannot be trained yet",
+        )

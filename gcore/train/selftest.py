@@ -1,0 +1,67 @@
+"""`python -m gcore.train.selftest`: whether torch and DeepSpeed work here, told as JSON, one object a line.
+
+First what torch is and sees; then, if DeepSpeed can be imported and a world of one rank makes an update on gloo, that.
+What goes wrong ends the process with the exception on standard error. For `gcore doctor`, which must not import any of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+
+def main() -> None:
+    """The process."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    devices = [torch.cuda.get_device_name(index) for index in range(count)]
+    _say({"torch": torch.__version__, "cuda": torch.version.cuda, "devices": devices})
+    _say({"deepspeed": _update()})
+    sys.stdout.flush()
+    os._exit(0)  # collective libraries can abort at an orderly exit
+
+
+def _update() -> str:
+    """One update of a tiny model; DeepSpeed's version."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
+    import deepspeed
+    from deepspeed.utils import logger
+
+    logger.setLevel("ERROR")
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    module = torch.nn.Linear(4, 4)
+    engine, *_ = deepspeed.initialize(
+        model=module,
+        model_parameters=list(module.parameters()),
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}},
+            "zero_optimization": {"stage": 1},
+            "steps_per_print": None,
+        },
+    )
+    before = module.weight.detach().clone()
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.step()
+    if torch.equal(before, module.weight):
+        raise RuntimeError("an update changed nothing")
+    return str(deepspeed.__version__)
+
+
+def _say(message: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(message) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
