@@ -37,7 +37,18 @@ STEP_STATS = MappingProxyType(
         "kl": ("gcore_kl", "KL divergence of the last committed step, in nats a token."),
         "entropy": ("gcore_entropy", "Entropy of the policy in the last committed step, in nats a token."),
         "clip_fraction": ("gcore_clip_ratio", "Share of tokens whose ratio was clipped, 0 to 1."),
+        "kl_reference": ("gcore_reference_kl", "KL from the reference in the last committed step, in nats a token."),
         "mismatch_kl": ("gcore_engine_mismatch", "Trainer's against engine's log-probabilities, in nats a token."),
+        "mismatch_k3": ("gcore_engine_divergence", "The same, by an estimator that is never negative."),
+        "mismatch_abs": ("gcore_engine_mismatch_abs", "Mean absolute difference of the two, in nats a token."),
+        "mismatch_max": ("gcore_engine_mismatch_max", "Largest absolute difference of the two, in nats."),
+        "mismatch_correlation": ("gcore_engine_mismatch_correlation", "Correlation of the two's probabilities."),
+        "padding": ("gcore_padding_ratio", "Share of the tokens trainers computed that were padding, 0 to 1."),
+        "masked_samples": ("gcore_masked_samples", "Samples of the last committed step left out of its loss."),
+        "skipped_updates": (
+            "gcore_skipped_updates",
+            "Updates of the last committed step skipped: gradient not finite.",
+        ),
         "grad_norm": ("gcore_gradient_norm", "Global gradient norm before clipping, last committed step."),
         "learning_rate": ("gcore_learning_rate", "Learning rate of the last update."),
     }

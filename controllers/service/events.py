@@ -140,6 +140,10 @@ def _entry(before: JobMirror, entry: LogEntry, after: JobMirror) -> Iterator[tup
             "failed": sum(e.kind == "failed" for e in entry.delta),
         }
         yield "step", f"step {entry.step} is committed", data
+        skipped = int(entry.stats.get("skipped_updates", 0))
+        if skipped:
+            updates = f"{skipped} update{'s' if skipped > 1 else ''} of step {entry.step} skipped"
+            yield "skipped", f"{updates}: gradient not finite", {"step": entry.step, "updates": skipped}
     elif entry.kind == "rollback":
         from_step = before.head.record.step if before.head else entry.step
         data = {"from_step": from_step, "to_step": entry.step, "lineage": entry.lineage, "reason": entry.reason}

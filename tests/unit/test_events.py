@@ -80,3 +80,17 @@ def test_what_is_listed_again_is_not_told_again() -> None:
         log.note(mirror, batch, after, 0.0)
         mirror = after
     assert [event.kind for event in log.events] == ["state", "member", "shards", "eval"]
+
+
+def test_a_step_that_skipped_updates_says_so_after_it() -> None:
+    entries = [
+        chain.base(2, "w", Writer("node-0.a", "n")).entry.model_copy(
+            update={"seq": seq, "kind": "train", "step": seq, "stats": {"skipped_updates": skipped}}
+        )
+        for seq, skipped in ((1, 0.0), (2, 1.0), (3, 2.0))
+    ]
+    log = heard([[put(KEYS.log(entry.seq), entry.encode(), 10 + entry.seq)] for entry in entries])
+    assert [event.kind for event in log.events] == ["step", "step", "skipped", "step", "skipped"]
+    assert log.events[2].message == "1 update of step 2 skipped: gradient not finite"
+    assert log.events[4].message == "2 updates of step 3 skipped: gradient not finite"
+    assert log.events[4].data == {"step": 3, "updates": 2}
