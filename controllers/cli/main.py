@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from controllers.cli import cluster_verbs, file_verbs, job_verbs, run_verb
+from controllers.cli import cluster_verbs, doctor_verb, file_verbs, init_verb, job_verbs, run_verb
 from gcore import __version__
 from gcore.errors import GcoreError
 
@@ -32,9 +32,9 @@ ENDINGS = """
 
 [bold]First steps[/bold]
 
-gcore prepare arithmetic
+gcore doctor
 
-gcore run examples/arithmetic/grpo.yaml
+gcore init sorting
 """
 
 app = typer.Typer(
@@ -64,6 +64,7 @@ def _verb(name: str, call: Callable[..., None], examples: str, panel: str) -> No
     app.command(name, epilog=examples, rich_help_panel=panel)(interruptible)
 
 
+_verb("init", init_verb.init, init_verb.INIT_EXAMPLES, _RUN)
 _verb("run", run_verb.run, run_verb.RUN_EXAMPLES, _RUN)
 _verb("submit", job_verbs.submit, job_verbs.SUBMIT_EXAMPLES, _RUN)
 _verb("list", job_verbs.list_, job_verbs.LIST_EXAMPLES, _JOBS)
@@ -73,6 +74,7 @@ _verb("audit", job_verbs.audit, job_verbs.examples("audit"), _JOBS)
 _verb("export", file_verbs.export, file_verbs.EXPORT_EXAMPLES, _FILES)
 _verb("up", cluster_verbs.up, cluster_verbs.UP_EXAMPLES, _CLUSTER)
 _verb("down", cluster_verbs.down, cluster_verbs.DOWN_EXAMPLES, _CLUSTER)
+_verb("doctor", doctor_verb.doctor, doctor_verb.DOCTOR_EXAMPLES, _CLUSTER)
 _verb("validate", file_verbs.validate, file_verbs.VALIDATE_EXAMPLES, _FILES)
 _verb("schema", file_verbs.schema, file_verbs.SCHEMA_EXAMPLES, _FILES)
 _verb("prepare", file_verbs.prepare, file_verbs.PREPARE_EXAMPLES, _FILES)

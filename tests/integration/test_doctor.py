@@ -1,0 +1,102 @@
+"""`gcore doctor` as a person runs it: here, where all is well, and in an environment that is broken in several places."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from controllers.cli import doctor_checks as judge
+from controllers.cli import doctor_reach as reach
+from gcore.clock import SystemClock
+from gcore.config.cluster import ControllerProcess, EtcdProcess, LocalCluster
+
+
+def doctor(*words: str, cwd: Path, few_files: bool = False, **environment: str) -> tuple[int, dict[str, Any]]:
+    """Exit code, and the checks by name."""
+
+    def limit() -> None:
+        if few_files:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (600, 600))
+
+    done = subprocess.run(
+        [sys.executable, "-m", "controllers.cli.main", "doctor", "-o", "json", *words],
+        cwd=cwd,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=limit,
+    )
+    assert done.returncode in (0, 1), done.stderr
+    return done.returncode, {check["check"]: check for check in json.loads(done.stdout)["checks"]}
+
+
+def test_nothing_fails_where_the_tests_run_and_hubs_that_are_away_are_but_warned_of(tmp_path: Path) -> None:
+    away = "http://127.0.0.1:9"
+    code, checks = doctor("--online", cwd=tmp_path, HF_ENDPOINT=away, MODELSCOPE_ENDPOINT=away)
+    assert [check for check in checks.values() if check["state"] == "fail"] == []
+    assert code == 0
+    assert checks["DeepSpeed"]["seen"].endswith("makes an update on gloo")
+    assert checks["etcd starts"]["state"] == "ok"
+    assert list(tmp_path.iterdir()) == []
+    assert checks["Hugging Face hub"]["state"] == checks["ModelScope"]["state"] == "warn"
+    assert away in checks["Hugging Face hub"]["seen"]
+
+
+def test_a_broken_environment_fails_by_name_each_with_what_to_do(tmp_path: Path) -> None:
+    broken, programs = tmp_path / "packages", tmp_path / "bin"
+    broken.mkdir()
+    programs.mkdir()
+    (broken / "torch.py").write_text("raise ImportError('libc10.so is not there')")
+    (programs / "etcd").write_text("#!/bin/sh\necho I am something else\n")
+    (programs / "etcd").chmod(stat.S_IRWXU)
+    home = tmp_path / "home"
+    home.write_text("a file where a folder should be")
+    code, checks = doctor(
+        *("--home", str(home), "--slots", "cuda:3", "--sglang-python", str(tmp_path / "absent")),
+        cwd=tmp_path,
+        few_files=True,
+        PYTHONPATH=str(broken),
+        PATH=f"{programs}:{os.environ['PATH']}",
+        OMP_WAIT_POLICY="ACTIVE",
+    )
+    assert code == 1
+    failed = {name for name, check in checks.items() if check["state"] == "fail"}
+    assert failed >= {"torch", "DeepSpeed", "etcd starts", "home", "open files", "SGLang"}
+    assert "libc10.so is not there" in checks["torch"]["seen"]
+    assert "is not an etcd" in checks["etcd starts"]["seen"]
+    assert checks["threads"]["state"] == "warn"
+    assert all(check["fix"] for check in checks.values() if check["state"] != "ok")
+
+
+def test_a_cluster_whose_processes_are_gone_is_told_part_by_part(tmp_path: Path) -> None:
+    controller = ControllerProcess(
+        name="node-0",
+        address="127.0.0.1:9",
+        metrics_address="127.0.0.1:9",
+        slots=("cpu:0",),
+        config_file="x",
+        pid=1,
+        started=1,
+    )
+    etcd = EtcdProcess(
+        endpoint="127.0.0.1:9", data_dir="x", client_port=9, peer_port=9, binary="etcd", pid=1, started=1
+    )
+    document = LocalCluster(home=str(tmp_path), etcd=etcd, controllers=(controller,))
+    (tmp_path / "cluster.json").write_text(document.model_dump_json())
+    code, checks = doctor("--home", str(tmp_path), cwd=tmp_path)
+    assert code == 1
+    assert checks["node-0"]["state"] == checks["cluster's etcd"]["state"] == "fail"
+
+
+async def test_a_cluster_s_document_that_is_damaged_is_a_failed_check(tmp_path: Path) -> None:
+    (tmp_path / "cluster.json").write_text("{")
+    checks = list(judge.cluster(await reach.cluster(tmp_path, SystemClock())))
+    assert (checks[0].name, checks[0].state) == ("cluster", judge.State.FAIL)
+    assert "gcore down" in checks[0].fix
