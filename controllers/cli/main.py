@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from controllers.cli import cluster_verbs, doctor_verb, file_verbs, init_verb, job_verbs, run_verb
+from controllers.cli.called import as_called
 from gcore import __version__
 from gcore.errors import GcoreError
 
@@ -100,7 +101,7 @@ def main() -> None:
     try:
         app()
     except GcoreError as error:
-        typer.echo("gcore: " + " ".join(str(error).split()), err=True)
+        typer.echo("gcore: " + as_called(" ".join(str(error).split())), err=True)
         sys.exit(error.exit_code)
 
 

@@ -15,8 +15,8 @@ from gcore.prepare.lesson import to_jsonl
 from gcore.prepare.progress import WarmStartProgress
 from gcore.prepare.starter_tasks import Item, StarterTask, split_task
 
-WARM_UPDATES = 300
-"""Updates of the warm start; the curve is flat long before."""
+WARM_UPDATES = 250
+"""Updates of the warm start; the curve is flat from about half of them."""
 
 
 def write_data(task: StarterTask, folder: Path, *, seed: int, spelt_out: bool) -> None:

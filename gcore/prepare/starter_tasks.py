@@ -50,6 +50,8 @@ class StarterTask:
     name: str
     instruction: str
     """The task in words, for people and for models that read."""
+    careless_words: str
+    """What the careless hand does, as the end of a sentence."""
     longest_answer: int
     """Characters."""
     draw: Callable[[int], Item]
@@ -102,8 +104,20 @@ def _reverse(number: int) -> Item:
 TASKS = {
     task.name: task
     for task in (
-        StarterTask("sort", "Put these digits in ascending order; answer with the digits alone.", SORTED_DIGITS, _sort),
-        StarterTask("reverse", "Write this word backwards; answer with the letters alone.", LONGEST_WORD, _reverse),
+        StarterTask(
+            name="sort",
+            instruction="Put these digits in ascending order; answer with the digits alone.",
+            careless_words="which goes through the digits once, swaps neighbours that stand wrong, and thinks it is done.",
+            longest_answer=SORTED_DIGITS,
+            draw=_sort,
+        ),
+        StarterTask(
+            name="reverse",
+            instruction="Write this word backwards; answer with its letters alone.",
+            careless_words="which swaps the first and the last letter, and thinks it is done.",
+            longest_answer=LONGEST_WORD,
+            draw=_reverse,
+        ),
     )
 }
 
