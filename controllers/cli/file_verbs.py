@@ -25,6 +25,7 @@ from controllers.cli.options import (
 from gcore.errors import Unreachable, UsageError
 
 if TYPE_CHECKING:
+    from controllers.service.checking import CheckedJob
     from gcore.config import JobSpec
 
 VALIDATE_EXAMPLES = """
@@ -59,12 +60,16 @@ def validate(
     controllers: Controllers = DEFAULT_CONTROLLERS,
     slots: Slots = DEFAULT_SLOTS,
     home: Home = DEFAULT_HOME,
+    sample: Annotated[
+        int | None, typer.Option(min=2, help="Prompts of each source whose tokens are counted; default: all.")
+    ] = None,
     output: Format = Output.TABLE,
 ) -> None:
-    """Check a spec and everything it names; print it resolved, and every process that would be started."""
+    """Check a spec and everything it names; print it resolved, its data, and every process that would be started."""
     import yaml
     from rich.table import Table
 
+    from controllers.cli.data_words import first_prompt, histogram, notes, source_tree, sources_table, title
     from controllers.cli.model_words import download_sentence, download_tree, trust_warning
     from controllers.service.capability import missing_here
     from gcore.config import load_spec
@@ -72,7 +77,8 @@ def validate(
 
     loaded = load_spec(spec, set_ or ())
     processes = _processes(loaded, controllers, slots)
-    prompts = _check_files(loaded, home)
+    checked = _check_files(loaded, home, sample)
+    prompts = checked.prompts.prompts
     answer = ask_hub(loaded.model.path, trust_remote_code=loaded.model.trust_remote_code)
     if (warning := trust_warning(loaded.model)) is not None:
         typer.echo(warning, err=True)
@@ -81,9 +87,21 @@ def validate(
     tree = loaded.model_dump(mode="json")
     if output is Output.JSON:
         download = download_tree(answer) if answer is not None else None
-        typer.echo(as_json({"spec": tree, "processes": processes, "prompts": prompts, "download": download}))
+        sources = [source_tree(source) for source in checked.sources]
+        shown = {"spec": tree, "processes": processes, "prompts": prompts, "sources": sources, "download": download}
+        typer.echo(as_json(shown))
         return
     typer.echo(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
+    console().print(sources_table(checked.sources))
+    typer.echo()
+    for note in notes(checked.sources):
+        typer.echo(note)
+    for source in checked.sources:
+        typer.echo(f"{first_prompt(source)}\n")
+        typer.echo(f"Prompts of {title(source)} by tokens:")
+        for line in histogram(source.lengths):
+            typer.echo(f"  {line}")
+        typer.echo()
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("PROCESS", "NODE", "SLOT"):
         table.add_column(heading)
@@ -173,11 +191,12 @@ def _processes(spec: JobSpec, controllers: int, slots: str) -> list[dict[str, st
     return rows
 
 
-def _check_files(spec: JobSpec, home: Path) -> int:
-    """What a controller checks when a job is submitted, and that prompts fit. The number of prompts."""
-    from controllers.service.submission import check_submission
+def _check_files(spec: JobSpec, home: Path, sample: int | None) -> CheckedJob:
+    """What a controller checks when a job is submitted, with all prompts counted."""
+    from controllers.cli.data_words import progress_bar
+    from controllers.service.checking import check_submission
 
-    with tempfile.TemporaryDirectory(prefix="gcore-validate-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="gcore-validate-") as scratch, progress_bar() as progress:
         # A home that is there already keeps the index; a check alone leaves nothing behind.
         folder = home if home.is_dir() else Path(scratch)
-        return check_submission(spec, folder / "runs", folder / "cache").prompts
+        return check_submission(spec, folder / "runs", folder / "cache", sample=sample, progress=progress)

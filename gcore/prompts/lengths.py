@@ -23,7 +23,7 @@ TELL_EVERY = 256
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LengthReport:
-    """Of the prompts of a source that were looked at.
+    """Of `entries` prompts of a source, those `checked` that were looked at.
 
     `tokens` [prompts shown] uint32: those that are neither filtered nor too long. `filtered`: how many, by reason.
     `longest_entry`: which entry is the longest that is shown. `unknown`: prompts with text that the tokenizer does not
@@ -54,14 +54,19 @@ class LengthReport:
 
 
 def check_lengths(
-    opened: OpenSource, *, sample: int | None = None, progress: Callable[[int, int], None] | None = None
+    opened: OpenSource,
+    *,
+    among: int | None = None,
+    sample: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> LengthReport:
     """Render and count every entry, or `sample` of them spread evenly (the first and the last included).
 
-    `progress` is called with entries done and entries in all. Raises DataError for the first that does not render or
+    `among`: only the first so many entries are asked about. `progress` is called with entries done and entries in all. Raises DataError for the first that does not render or
     fit, or if the filters leave none.
     """
-    chosen = _spread(len(opened), sample)
+    count = len(opened) if among is None else min(among, len(opened))
+    chosen = _spread(count, sample)
     tokens = np.zeros(len(chosen), dtype=np.uint32)
     filtered: Counter[str] = Counter()
     unknown_id = opened.renderer.tokenizer.unknown_token_id
@@ -83,13 +88,13 @@ def check_lengths(
         if progress is not None and (done % TELL_EVERY == 0 or done == len(chosen)):
             progress(done, len(chosen))
     if first is None:
-        looked_at = "all" if len(chosen) == len(opened) else f"all {len(chosen)} looked at"
+        looked_at = "all" if len(chosen) == count else f"all {len(chosen)} looked at"
         raise DataError(
             f"the filters leave no prompt: of {looked_at}, {'; '.join(f'{n}: {why}' for why, n in filtered.items())}",
             where=str(opened.dataset.path),
             fix="Correct min_prompt_tokens and max_prompt_tokens",
         )
-    return LengthReport(len(chosen), len(opened), tokens[:shown], dict(filtered), longest_entry, unknown, first)
+    return LengthReport(len(chosen), count, tokens[:shown], dict(filtered), longest_entry, unknown, first)
 
 
 def _spread(count: int, sample: int | None) -> range | list[int]:

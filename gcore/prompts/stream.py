@@ -12,9 +12,7 @@ from typing import Protocol
 
 from gcore.errors import DataError
 from gcore.prompts.cursor import StreamShape, shard_lengths
-from gcore.prompts.dataset import Dataset
 from gcore.prompts.mixture import Mixture, Share
-from gcore.prompts.render import PromptRenderer
 from gcore.prompts.shards import entry_index, shard_length
 from gcore.prompts.source import OpenSource
 from gcore.types import Prompt, PromptRef
@@ -83,12 +81,6 @@ def cut(refs: int, shards: int) -> StreamShape:
             fix=f"Set data.shards to {refs} or less",
         )
     return shard_lengths(refs, shards)
-
-
-def make_prompt(dataset: Dataset, renderer: PromptRenderer, index: int, ref: PromptRef, limit: int | None) -> Prompt:
-    """Entry `index` of a data set alone. Raises DataError."""
-    fields = dataset.entry(index)
-    return Prompt(ref, text := renderer.render(fields[dataset.prompt_field], fields), renderer.encode(text), fields)
 
 
 def prompt_limit(context: int | None, max_new_tokens: int) -> int | None:

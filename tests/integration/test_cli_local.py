@@ -19,7 +19,7 @@ from controllers.cli.leftovers import processes_of
 from gcore.clock import SystemClock
 from gcore.config.cluster import LocalCluster
 from gcore.errors import GcoreError, UsageError
-from gcore.store.launcher import EtcdFailed, NoEtcd
+from gcore.store.launcher import NoEtcd
 from gcore.worker.process import is_running, send_signal, wait_ended
 
 pytestmark = pytest.mark.serial
@@ -51,12 +51,13 @@ def finished(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 @pytest.fixture
 def job(tmp_path):
-    """A spec whose files are all right as far as a controller looks; its model has no weights, so it never trains."""
+    """A spec whose files are all right as far as a controller looks; its weights are a file without tensors, so it never trains."""
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"model_type": "qwen3", "max_position_embeddings": 64}))
     (model / "tokenizer_config.json").write_text("{}")
     Tokenizer(WordLevel({"1": 0, "2": 1}, unk_token="2")).save(str(model / "tokenizer.json"))
+    (model / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")
     (tmp_path / "train.jsonl").write_text('{"prompt":"1","answer":"2"}\n' * 16)
     spec = {
         "name": "never", "model": {"path": "model"}, "data": {"path": "train.jsonl", "shards": 4},
@@ -120,7 +121,7 @@ def test_a_port_that_is_taken_is_one_sentence_and_leaves_nothing_running(home):
         port = taken.getsockname()[1]
         with pytest.raises(UsageError, match=f"port {port} is in use"):
             asyncio.run(local.up(local.UpRequest(home, 1, "cpu:1", port=port), clock=CLOCK))
-        with pytest.raises(EtcdFailed, match="is taken"):
+        with pytest.raises(UsageError, match=f"--etcd-port: port {port} is in use"):
             asyncio.run(local.up(local.UpRequest(home, 1, "cpu:1", etcd_port=port), clock=CLOCK))
     assert processes_of(home) == ()
 

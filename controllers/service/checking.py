@@ -1,0 +1,137 @@
+"""What can be known to be wrong with a spec before it is a job: everything that needs its files, in one place.
+
+A controller asks before it creates a job; `gcore validate` asks too, looks at every prompt, and shows what was found.
+Cheap checks come first, so that a misspelt name is not told after gigabytes were read. Writes nothing but the caches of
+the data, and the folder of the runs.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from controllers.material import rewards_of
+from controllers.ordering import check_curriculum
+from gcore.config import JobSpec
+from gcore.config.sources import eval_sources, training_sources
+from gcore.errors import GcoreError, SpecError
+from gcore.flows import find_flow
+from gcore.ledger.cost import attention_equals_at
+from gcore.models.names import hub_model
+from gcore.models.resolve import ResolvedModel, resolve_model
+from gcore.models.weights import check_whole
+from gcore.prompts.lengths import LengthReport, check_lengths
+from gcore.prompts.opening import JobPrompts, open_prompts
+from gcore.prompts.source import OpenSource
+
+MAX_SEAL_BYTES = 1 << 20
+"""A sealed step's record must stay well under the store's 1.5 MiB a request."""
+GROUP_BYTES, SAMPLE_BYTES = 260, 11
+"""What a group, beside its source's name, and a sample take in a seal, generously."""
+MIN_FREE_BYTES = 64 << 20
+LENGTH_SAMPLE = 10_000
+"""Prompts of a source whose length is looked at before a job starts; `gcore validate` looks at all. A longer one fails
+alone."""
+
+CheckProgress = Callable[[str, int, int], None]
+"""Called with what is being done, how much of it is done and how much there is."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedSource:
+    """A source, and how long its prompts are. `held_out`: whether it is for evaluation."""
+
+    opened: OpenSource
+    lengths: LengthReport
+    held_out: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedJob:
+    """What a spec means, with its files as they are now.
+
+    `attention_equals_at`: how the model weighs long samples (`gcore.ledger.cost`).
+    """
+
+    prompts: JobPrompts
+    sources: tuple[CheckedSource, ...]
+    """Of training, then of evaluation, in the order of the spec."""
+    attention_equals_at: int
+    model: ResolvedModel
+    """As it is on the hub now, with its small files here; the weights are fetched when the job runs."""
+
+
+def check_submission(
+    spec: JobSpec,
+    run_root: Path,
+    cache_dir: Path,
+    *,
+    sample: int | None = LENGTH_SAMPLE,
+    progress: CheckProgress | None = None,
+) -> CheckedJob:
+    """Check everything about a spec that needs its files. `sample`: prompts counted of a source, None for all.
+
+    Blocks, for minutes if the data are large and new. Raises GcoreError for the first mistake.
+    """
+    find_flow(spec.flow.name)
+    rewards_of((*training_sources(spec), *eval_sources(spec)))
+    _check_step_size(spec)
+    _check_disk(run_root)
+    model = resolve_model(spec.model.path, trust_remote_code=spec.model.trust_remote_code, weights=False)
+    if hub_model(spec.model.path) is None and model.folder.is_dir():
+        check_whole(model.folder)
+    reading: CheckProgress | None = None
+    if progress is not None:
+        reading = lambda name, done, total: progress(f"reading {name}", done, total)  # noqa: E731
+    prompts = open_prompts(spec, cache_dir, model.folder, reading)
+    checked = [_counted(opened, False, len(opened), sample, progress) for opened in prompts.stream.sources]
+    for held_out in prompts.evaluation:
+        shown = min(len(held_out), spec.eval.limit)
+        checked.append(_counted(held_out.opened, True, shown, sample, progress))
+    check_curriculum(spec, prompts.stream, LENGTH_SAMPLE)
+    config = json.loads((model.folder / "config.json").read_text(encoding="utf-8"))
+    return CheckedJob(prompts, tuple(checked), attention_equals_at(config), model)
+
+
+def _counted(
+    opened: OpenSource, held_out: bool, among: int, sample: int | None, progress: CheckProgress | None
+) -> CheckedSource:
+    def tell(done: int, total: int) -> None:
+        if progress is not None:
+            progress(f"counting the tokens of {opened.name}", done, total)
+
+    return CheckedSource(opened, check_lengths(opened, among=among, sample=sample, progress=tell), held_out)
+
+
+def _check_step_size(spec: JobSpec) -> None:
+    group = GROUP_BYTES + max(len(source.name) for source in training_sources(spec))
+    seal = spec.flow.groups_per_step * (group + SAMPLE_BYTES * spec.flow.samples_per_prompt)
+    if seal > MAX_SEAL_BYTES:
+        raise SpecError(
+            f"a step of {spec.flow.groups_per_step} groups of {spec.flow.samples_per_prompt} takes about {seal >> 10} KiB "
+            f"in the store, more than {MAX_SEAL_BYTES >> 10}",
+            where="flow.groups_per_step",
+            fix="Lower it",
+        )
+    if spec.flow.groups_per_step > spec.data.shards * spec.data.window:
+        raise SpecError(
+            f"a step takes {spec.flow.groups_per_step} groups, the shards' windows hold "
+            f"{spec.data.shards * spec.data.window}",
+            where="data.window",
+            fix="Raise data.window or data.shards",
+        )
+
+
+def _check_disk(run_root: Path) -> None:
+    try:
+        run_root.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(run_root).free
+    except OSError as error:
+        raise GcoreError(
+            f"runs cannot be kept there ({error.strerror})", where=str(run_root), fix="Choose another --home"
+        ) from error
+    if free < MIN_FREE_BYTES:
+        raise GcoreError(f"only {free >> 20} MiB are free on the disk", where=str(run_root), fix="Make room")
