@@ -1,1 +1,1 @@
-"""Models on disk: folders that engines load and checkpoints that training goes on from. No torch anywhere in here."""
+"""Models on disk: folders that engines load and checkpoints that training goes on from. No torch in here but in `broadcast`."""

@@ -20,6 +20,7 @@ import uvicorn
 
 from gcore.clock import Clock, SystemClock
 from gcore.errors import UsageError
+from gcore.rollout.engine.auth import Keys
 from gcore.rollout.engine.core import Core
 from gcore.rollout.engine.desk import Desk
 from gcore.rollout.engine.launch import EngineLaunch
@@ -71,6 +72,12 @@ async def _run(
     desk.open(runner)
     describe = {
         "model_path": launch.model,
+        "tokenizer_path": launch.model,
+        "load_format": "auto",
+        "model_type": getattr(model.module.config, "model_type", None),
+        "architectures": getattr(model.module.config, "architectures", None),
+        "has_image_understanding": False,
+        "has_audio_understanding": False,
         "engine": "gcore torch engine",
         "context_length": model.context,
         "vocab_size": model.vocabulary,
@@ -79,7 +86,7 @@ async def _run(
         "device": str(model.shape.device),
     }
     config = uvicorn.Config(
-        Routes(core, desk, describe).app(),
+        Routes(core, desk, describe, Keys(launch.api_key, launch.admin_api_key)).app(),
         log_level="warning",
         access_log=False,
         lifespan="off",

@@ -1,0 +1,65 @@
+"""Engines for the engine contract: the torch engine always, the real SGLang with the marker `sglang`."""
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from engine_contract import CONTEXT, FIRST, SLOTS, Serving
+
+from gcore.rollout.client import EngineClient
+from gcore.testing.engine_process import engine_process
+from gcore.testing.sglang_process import SglangProcess
+from gcore.testing.tiny_model import make_tiny_model
+
+ENGINES = ["torch", pytest.param("sglang", marks=pytest.mark.sglang)]
+TIMEOUT_S = 120
+
+
+@pytest.fixture(scope="session")
+def engine_folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return (
+        make_tiny_model(root / "first", seed=0, context=CONTEXT, ends=False),
+        make_tiny_model(root / "second", seed=1, context=CONTEXT, ends=False),
+    )
+
+
+@pytest.fixture(scope="session", params=ENGINES)
+def serving(request: pytest.FixtureRequest, engine_folders: tuple[Path, Path]) -> Iterator[Serving]:
+    if request.param == "torch":
+        with engine_process(engine_folders[0], batch_slots=SLOTS) as url:
+            yield Serving("torch", url, engine_folders)
+    else:
+        with SglangProcess(engine_folders[0], batch_slots=SLOTS) as process:
+            yield Serving("sglang", process.base_url, engine_folders)
+
+
+@pytest.fixture
+async def client(serving: Serving) -> AsyncIterator[EngineClient]:
+    client = EngineClient(serving.url, timeout_s=TIMEOUT_S)
+    yield client
+    await client.abort_all()
+    await client.resume()
+    await client.close()
+
+
+@pytest.fixture
+async def http(serving: Serving) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=serving.url, timeout=TIMEOUT_S, trust_env=False) as http:
+        yield http
+        await http.post("/abort_request", json={"abort_all": True})
+        await http.post("/continue_generation", json={})
+
+
+@pytest.fixture
+async def changing(serving: Serving, http: httpx.AsyncClient) -> AsyncIterator[httpx.AsyncClient]:
+    """For tests that change weights or their name: afterwards the first weights are served again."""
+    yield http
+    await http.post("/abort_request", json={"abort_all": True})
+    await http.post("/continue_generation", json={})
+    await http.post("/end_weight_update", json={})
+    # By way of a name that is no version: versions only ever rise.
+    for name in ("put back", FIRST):
+        body = {"model_path": str(serving.weights[0]), "weight_version": name}
+        assert (await http.post("/update_weights_from_disk", json=body)).status_code == 200
