@@ -45,6 +45,8 @@ def server_command(launch: SglangLaunch, port: int) -> tuple[str, ...]:
         words.append("--trust-remote-code")
     # Without --sleep-on-idle the scheduler spins on a whole core while it has nothing to do.
     words += ["--enable-metrics", "--sleep-on-idle", "--log-level-http", "warning"]
+    # The warm-up is an English sentence, and a tokenizer of its own need not know the letters. Health makes a token.
+    words.append("--skip-server-warmup")
     words += _on_cpu(launch) if launch.device == "cpu" else _on_cuda(launch)
     return (*words, *launch.engine_args)
 
