@@ -48,11 +48,14 @@ def up(
 ) -> None:
     """Start a cluster on this machine: an etcd and several daemons. Returns when all are ready."""
     from controllers.cli import local
+    from controllers.cli.called import as_called
     from gcore.clock import SystemClock
     from gcore.rollout.sglang.environment import find_python
 
     request = local.UpRequest(home, controllers, slots, port, etcd_port, find_python(sglang_python))
-    result = asyncio.run(local.up(request, clock=SystemClock()))
+    result = asyncio.run(
+        local.up(request, clock=SystemClock(), say=lambda what: typer.echo(what, err=output is Output.JSON))
+    )
     if output is Output.JSON:
         typer.echo(as_json(result.cluster.model_dump(mode="json")))
         return
@@ -63,7 +66,7 @@ def up(
         typer.echo(f"  {one.name}  {one.address}  metrics {one.metrics_address}  {' '.join(one.slots)}{missing}")
     typer.echo(f"  etcd    {cluster.etcd.endpoint}  {cluster.etcd.binary}")
     if not result.started and (len(cluster.controllers), len(cluster.slots)) != (controllers, _count(slots)):
-        typer.echo("It has other controllers or slots than asked for; `gcore down` first to change that.")
+        typer.echo(as_called("It has other controllers or slots than asked for; `gcore down` first to change that."))
 
 
 def down(home: Home = DEFAULT_HOME) -> None:

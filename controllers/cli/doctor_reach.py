@@ -41,7 +41,7 @@ async def _hub(name: str, endpoint: str, fix: str) -> Answer:
     return Answer(name, endpoint, problem, fix if problem else "")
 
 
-async def sglang(named: str | None) -> Check:
+async def sglang(named: Path | None) -> Check:
     """The environment of SGLang, if there is one."""
     try:
         python = find_python(named)

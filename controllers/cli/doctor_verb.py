@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from controllers.cli.answers import Output, as_json, console
-from controllers.cli.options import DEFAULT_HOME, DEFAULT_SLOTS, Format, Home, Slots
+from controllers.cli.options import DEFAULT_HOME, DEFAULT_SLOTS, Format, Home, SglangPython, Slots
 
 if TYPE_CHECKING:
     from controllers.cli.doctor_checks import Check, Wanted
@@ -32,7 +32,7 @@ def doctor(
     home: Home = DEFAULT_HOME,
     slots: Slots = DEFAULT_SLOTS,
     online: Annotated[bool, typer.Option("--online", help="Ask the hubs of models, too.")] = False,
-    sglang_python: Annotated[str | None, typer.Option(help="The Python that has SGLang.")] = None,
+    sglang_python: SglangPython = None,
     output: Format = Output.TABLE,
 ) -> None:
     """Look at this machine and at what is up on it: what works, what does not, and what to do. Changes nothing.
@@ -64,7 +64,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-async def _look(home: Path, wanted: Wanted, *, online: bool, sglang_python: str | None) -> list[Check]:
+async def _look(home: Path, wanted: Wanted, *, online: bool, sglang_python: Path | None) -> list[Check]:
     """Everything at once, for most of it is waiting; in the order in which a person wants to read it."""
     import os
 

@@ -127,10 +127,11 @@ def prepare(
     """Make an example's data and its warm-started model. Done already: returns at once."""
     if example != "arithmetic":
         raise UsageError(f"there is no example {example!r}", where="prepare", fix="Known: arithmetic")
+    folder = to or PREPARED_UNDER / example
+    typer.echo(f"Preparing {example} in {folder} ...")
     # Trains a small model: the one verb that needs the train extra, and only while it runs.
     from gcore.prepare.arithmetic import prepare as prepare_arithmetic
 
-    folder = to or PREPARED_UNDER / example
     prepare_arithmetic(folder, seed=0, progress=True)
     typer.echo(f"{example} is prepared in {folder}.")
 

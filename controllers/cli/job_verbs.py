@@ -21,6 +21,7 @@ from controllers.cli.answers import (
     pairs_table,
     snapshot,
 )
+from controllers.cli.called import as_called
 from controllers.cli.finding import find_addresses
 from controllers.cli.options import DEFAULT_HOME, Address, Format, Home, JobName, New, Plain, Set, SpecFile
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from gcore.client import JobsClient
 
 T = TypeVar("T")
+INTERRUPTED = 130
 
 SUBMIT_EXAMPLES = """
 [bold]Examples[/bold]
@@ -76,18 +78,25 @@ def submit(
     import uuid
 
     from controllers.cli.following import follow as follow_job
+    from controllers.cli.model_words import trust_warning
     from controllers.cli.screens import JsonScreen, Screen, choose_screen
     from gcore.api.v1 import jobs_pb2 as pb
     from gcore.clock import SystemClock
     from gcore.config import load_spec
     from gcore.errors import JobFailed
 
-    spec_json = load_spec(spec, set_ or ()).model_dump_json()
+    loaded = load_spec(spec, set_ or ())
+    if (warning := trust_warning(loaded.model)) is not None:
+        typer.echo(warning, err=True)
+    spec_json = loaded.model_dump_json()
+    submitted = ""
     mode = pb.START_MODE_NEW if new else pb.START_MODE_RESUME
     request = request_id or uuid.uuid4().hex
 
     async def create_and_follow(client: JobsClient) -> None:
+        nonlocal submitted
         job = snapshot(await client.create_job(spec_json, request_id=request, mode=mode))
+        submitted = job.uid
         if output is Output.TABLE:
             typer.echo(f"Job {job.name} ({job.uid}) is {job.state}; its folder is {job.run_dir}.")
         elif not follow:
@@ -99,7 +108,14 @@ def submit(
             if ended.state != "SUCCEEDED":
                 raise JobFailed(f"job {ended.name} is {ended.state}: {ended.reason}", fix="See `gcore describe`")
 
-    call(create_and_follow, address, home)
+    try:
+        call(create_and_follow, address, home)
+    except KeyboardInterrupt:
+        if not submitted:
+            raise
+        hint = f"`gcore describe {submitted}` shows how it stands, `gcore cancel {submitted}` ends it."
+        typer.echo(as_called(f"No longer watching; job {loaded.name} goes on. {hint}"), err=True)
+        raise typer.Exit(INTERRUPTED) from None
 
 
 def list_(home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE) -> None:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from controllers.cli.devices import check_gpus
 from controllers.cli.ending import Ended, end_all
 from controllers.keeper import STOPPING, daemon_command
 from gcore.client import JobsClient, Patience
@@ -83,8 +84,17 @@ def deal_slots(text: str, controllers: int) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(f"{kind}:{slot}" for slot in range(first, end)) for first, end in itertools.pairwise(bounds))
 
 
-async def up(request: UpRequest, *, clock: Clock, command: DaemonCommand = daemon_command) -> UpResult:
-    """Start what is not up. Raises GcoreError, and then nothing that it started is left running."""
+async def up(
+    request: UpRequest,
+    *,
+    clock: Clock,
+    command: DaemonCommand = daemon_command,
+    say: Callable[[str], None] = lambda what: None,
+) -> UpResult:
+    """Start what is not up. Raises GcoreError, and then nothing that it started is left running.
+
+    `say` is told before it begins what takes a while.
+    """
     home = request.home.resolve()
     shares = deal_slots(request.slots, request.controllers)
     with _alone(home):
@@ -93,6 +103,9 @@ async def up(request: UpRequest, *, clock: Clock, command: DaemonCommand = daemo
             (home / STOPPING).unlink(missing_ok=True)
             absent = await _absent(home, clock)
             return UpResult(LocalCluster.load(home) or known, started=False, absent=absent)
+        if request.slots.startswith("cuda:"):
+            check_gpus(sum(len(share) for share in shares))
+        say(f"Bringing up etcd and {request.controllers} controllers in {home} ...")
         end_all(home, clock=clock)
         (home / FILE_NAME).unlink(missing_ok=True)
         (home / STOPPING).unlink(missing_ok=True)
@@ -128,6 +141,8 @@ async def _start(
     command: DaemonCommand,
 ) -> LocalCluster:
     ports = _ports(2 * len(shares), request.port, len(shares))
+    if request.etcd_port is not None:
+        _ports(1, request.etcd_port, 1, option="--etcd-port")
     try:
         etcd = await _start_etcd(home, request.etcd_port, clock)
         controllers = []
@@ -227,7 +242,7 @@ def _locked(path: Path, *, wait: bool) -> Iterator[None]:
         yield
 
 
-def _ports(count: int, first: int | None, listening: int) -> tuple[int, ...]:
+def _ports(count: int, first: int | None, listening: int, option: str = "--port") -> tuple[int, ...]:
     """`count` ports that are free now: the first `listening` from `first` on if that is named. Raises UsageError."""
     with contextlib.ExitStack() as held:
         ports = []
@@ -239,7 +254,7 @@ def _ports(count: int, first: int | None, listening: int) -> tuple[int, ...]:
                 probe.bind((HOST, port))
             except (OSError, OverflowError) as error:
                 raise UsageError(
-                    f"port {port} is in use or not allowed", where="--port", fix="Choose another, or leave it out"
+                    f"port {port} is in use or not allowed", where=option, fix="Choose another, or leave it out"
                 ) from error
             ports.append(int(probe.getsockname()[1]))
         return tuple(ports)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from controllers.cli.called import program
 from controllers.cli.finding import find_addresses
 from controllers.cli.options import (
     DEFAULT_CONTROLLERS,
@@ -81,6 +82,7 @@ def run(
     """
     from controllers.cli import local
     from controllers.cli.answers import console as standard_output
+    from controllers.cli.model_words import trust_warning
     from controllers.cli.screens import choose_screen
     from controllers.cli.summary import rows
     from gcore.clock import SystemClock
@@ -90,6 +92,8 @@ def run(
     clock = SystemClock()
     begun = clock.monotonic()
     loaded = load_spec(spec, set_ or ())
+    if (warning := trust_warning(loaded.model)) is not None:
+        typer.echo(warning, err=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     console = standard_output()
     screen = choose_screen(console, clock, plain=plain)
@@ -99,7 +103,7 @@ def run(
             if address is None:
                 python = find_python(sglang_python)
                 request = local.UpRequest(home, controllers, slots, sglang_python=python)
-                result = asyncio.run(local.up(request, clock=clock))
+                result = asyncio.run(local.up(request, clock=clock, say=typer.echo))
                 started = result.started
             asked = _Run(loaded, new, find_addresses(address, home), begun)
             summary = asyncio.run(_submit_and_follow(asked, screen))
@@ -169,7 +173,7 @@ def _say_interrupted(screen: Screen, started: bool) -> None:
     elif state.uid:
         typer.echo(
             f"No longer watching{where}; the job goes on, because its cluster was up before. "
-            f"The same command watches again, `gcore cancel {state.uid}` ends it.",
+            f"The same command watches again, `{program()} cancel {state.uid}` ends it.",
             err=True,
         )
     else:
@@ -193,4 +197,4 @@ def _down(home: Path) -> None:
 
 def _again() -> str:
     """The command as it was given, without --new: that would not go on, but begin afresh."""
-    return shlex.join(["gcore", *(word for word in sys.argv[1:] if word != "--new")])
+    return f"{program()} {shlex.join(word for word in sys.argv[1:] if word != '--new')}"

@@ -12,6 +12,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from controllers.cli.called import program
 from controllers.cli.view_points import Answer, JobSnapshot
 from controllers.cli.view_state import ViewState
 from controllers.cli.view_text import seconds, visible
@@ -132,7 +133,7 @@ def rows(summary: Summary, again: str) -> dict[str, str]:
         shown["logs"] = f"{summary.run_dir}/logs"
     if summary.checkpoint:
         shown["checkpoint"] = summary.checkpoint
-        shown["export"] = f"gcore export {summary.uid} --to DIR"
+        shown["export"] = f"{program()} export {summary.uid} --to DIR"
     shown["run again"] = again
     return shown
 

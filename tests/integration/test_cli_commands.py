@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import signal
+import socket
 import struct
 import sys
 import termios
@@ -223,7 +224,7 @@ async def test_a_run_whose_folder_is_on_another_machine_is_followed_without_a_re
     assert "not on this machine" in done.err
 
 
-async def test_an_interrupted_command_ends_with_130_and_no_traceback(server, script, folder):
+async def test_a_submission_that_is_no_longer_followed_says_that_the_job_goes_on(server, script, folder):
     script.play(finished()[:1])
     process = await start("submit", "spec.yaml", "--follow", "--address", server.address, cwd=folder)
     assert process.stdout is not None
@@ -231,6 +232,21 @@ async def test_an_interrupted_command_ends_with_130_and_no_traceback(server, scr
         pass
     process.send_signal(signal.SIGINT)
     _, err = await process.communicate()
+    assert (process.returncode, err.count(b"\n")) == (130, 1)
+    assert b"job sums goes on" in err
+    assert b"cancel u1` ends it" in err
+    assert script.job.state == pb.JOB_STATE_RUNNING
+
+
+async def test_an_interrupted_command_ends_with_130_and_no_traceback(folder):
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        silent.setblocking(False)
+        process = await start("list", "--address", f"127.0.0.1:{silent.getsockname()[1]}", cwd=folder)
+        await asyncio.get_running_loop().sock_accept(silent)  # it has asked, and waits for an answer
+        process.send_signal(signal.SIGINT)
+        _, err = await process.communicate()
     assert (process.returncode, err) == (130, b"gcore: interrupted\n")
 
 

@@ -51,7 +51,7 @@ def finished(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 @pytest.fixture
 def job(tmp_path):
-    """A spec whose files are all right as far as a controller looks; its weights are a file without tensors, so it never trains."""
+    """A spec whose files are all right as far as a controller looks; its weights hold no tensors, so it never trains."""
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"model_type": "qwen3", "max_position_embeddings": 64}))

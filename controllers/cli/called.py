@@ -1,0 +1,33 @@
+"""How gcore was called, so that what a person is told to type works when typed: `gcore` may be in .venv/bin only."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+_HINT = "`gcore "
+
+
+def program() -> str:
+    """The first words of a command: `gcore` if a shell finds this one by that name, else as it was called."""
+    called = Path(sys.argv[0])
+    found = shutil.which("gcore")
+    # Under another name it is a test, or a program that has its own ways.
+    if called.name != "gcore" or (found is not None and _same(Path(found), called)):
+        return "gcore"
+    relative = os.path.relpath(called)
+    return relative if not relative.startswith("..") else str(called)
+
+
+def as_called(text: str) -> str:
+    """Hints in backquotes, with the command as it was called."""
+    return text.replace(_HINT, f"`{program()} ")
+
+
+def _same(one: Path, other: Path) -> bool:
+    try:
+        return one.samefile(other)
+    except OSError:
+        return False

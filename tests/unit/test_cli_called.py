@@ -1,0 +1,72 @@
+"""What a person is told to type is what works where they are; GPUs that are not there are told of early."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from controllers.cli.called import as_called, program
+from controllers.cli.devices import check_gpus, gpus
+from gcore.errors import UsageError
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A gcore in a virtual environment of the current folder, and none on PATH."""
+    path = tmp_path / ".venv" / "bin" / "gcore"
+    path.parent.mkdir(parents=True)
+    path.write_text("#!/bin/sh\n")
+    path.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr("sys.argv", [str(path), "run"])
+    return path
+
+
+def test_off_the_path_the_program_is_named_as_it_was_called(script: Path) -> None:
+    assert program() == ".venv/bin/gcore"
+    assert as_called("Start one with `gcore up`, or go on") == "Start one with `.venv/bin/gcore up`, or go on"
+
+
+def test_from_another_folder_it_is_named_in_full(
+    script: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    assert program() == str(script)
+
+
+def test_on_the_path_the_program_is_gcore(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(script.parent))
+    assert program() == "gcore"
+
+
+def test_another_gcore_on_the_path_is_not_the_one_that_was_called(
+    script: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    other = tmp_path / "other" / "gcore"
+    other.parent.mkdir()
+    other.write_text("#!/bin/sh\n")
+    other.chmod(0o755)
+    monkeypatch.setenv("PATH", str(other.parent))
+    assert program() == ".venv/bin/gcore"
+
+
+def test_gpus_are_counted_by_the_driver_s_device_files(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "null"):
+        (tmp_path / name).touch()
+    assert gpus(tmp_path) == 2
+    check_gpus(2, tmp_path)
+    with pytest.raises(UsageError, match=r"asks for 3 GPUs, and this machine shows 2 GPUs.*cuda:2"):
+        check_gpus(3, tmp_path)
+
+
+def test_gpus_that_are_not_there_are_refused_with_what_to_use_instead(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--slots: cuda:1 asks for 1 GPU, and this machine shows no GPU.*cpu:2"):
+        check_gpus(1, tmp_path)
+
+
+def test_where_it_cannot_be_told_nothing_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "dxg").touch()
+    check_gpus(8, tmp_path)
+    check_gpus(8, tmp_path / "absent")
