@@ -21,7 +21,7 @@ SGLANG_ENV := GCORE_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup sglang-setup demo demo-kill demo-sglang prepare test test-sglang bench-demo bench-grpo sim lint proto clean
+.PHONY: help setup sglang-setup demo demo-kill demo-sglang prepare test test-sglang bench-demo bench-grpo bench-trainer test-gpu sim lint proto clean
 
 help: ## What there is to make
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk 'BEGIN {FS = ":.*## "} {printf "  make %-12s %s\n", $$1, $$2}'
@@ -66,6 +66,13 @@ bench-demo: prepare ## The demo three times: seconds, accuracy; benchmarks/resul
 bench-grpo: prepare ## Seconds per GRPO step beside TRL's (an environment of its own); benchmarks/results/grpo_step.json
 	@bash benchmarks/setup_trl.sh "$(PYTHON)" .venv-trl
 	@$(TEST_ENV) $(BIN)/python benchmarks/grpo_step.py $(BENCH_ARGS)
+
+bench-trainer: setup ## An optimizer step beside a plain PyTorch loop; benchmarks/results/trainer.json
+	@$(TEST_ENV) $(BIN)/python benchmarks/trainer.py $(BENCH_ARGS)
+
+test-gpu: setup ## What needs a CUDA device (tests/gpu); fails without one
+	@$(BIN)/python -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'make test-gpu: no CUDA device here, or a torch without CUDA (constraints/cuda.txt)')"
+	@$(BIN)/python -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
 
 sim: setup ## The step protocol under random faults: SEEDS=20000 from FIRST=0
 	@GCORE_SIM_SEEDS=$(or $(SEEDS),2000) GCORE_SIM_FIRST=$(or $(FIRST),0) $(BIN)/python -m pytest -q -n 2 tests/sim
