@@ -50,6 +50,8 @@ class Patience:
 
     call_s: float = 10.0
     """For the answer to one call."""
+    create_s: float = 1800.0
+    """For the creation of a job, before which its data are read and checked, and copied if they are no JSONL."""
     audit_s: float = 600.0
     """For an audit, which reads the whole log."""
     quiet_s: float = 5.0
@@ -99,7 +101,9 @@ class JobsClient:
     async def create_job(self, spec_json: str, *, request_id: str, mode: pb.StartMode) -> pb.Job:
         """Create the job, or find it: the same `request_id` always means the same job."""
         request = pb.CreateJobRequest(request_id=request_id, spec_json=spec_json, mode=mode)
-        return await self._anywhere("create the job", lambda stub, t: stub.CreateJob(request, timeout=t))
+        return await self._anywhere(
+            "create the job", lambda stub, t: stub.CreateJob(request, timeout=t), timeout_s=self._patience.create_s
+        )
 
     async def get_job(self, job: str) -> pb.Job:
         """By name (the newest of that name) or uid."""
@@ -193,7 +197,13 @@ class JobsClient:
         for _ in self.addresses:
             address = self.addresses[self._current]
             try:
-                answer = await call(self._stub(address), timeout_s or self._patience.call_s)
+                if timeout_s is None:
+                    answer = await call(self._stub(address), self._patience.call_s)
+                else:
+                    answer = await self._while_there(call, address, timeout_s)
+            except _Silent:
+                reasons.append("no answer in time")
+                self._turn_from(address)
             except grpc.aio.AioRpcError as error:
                 if error.code() not in _NO_ANSWER:
                     raise _explain(error, address, what) from error
@@ -203,6 +213,17 @@ class JobsClient:
                 self._heard = self._clock.monotonic()
                 return answer
         raise self._nobody(f"cannot {what}: {reasons[-1]}")
+
+    async def _while_there(self, call: _Call[T], address: str, timeout_s: float) -> T:
+        """The answer to a call that may take long, as long as the controller answers anything. Raises _Silent."""
+        asked = asyncio.ensure_future(call(self._stub(address), timeout_s))
+        try:
+            while not (await asyncio.wait({asked}, timeout=self._patience.call_s))[0]:
+                if await self._health(address) is None:
+                    raise _Silent
+            return await asked
+        finally:
+            asked.cancel()
 
     async def _health(self, address: str) -> int | None:
         """What the daemon says of itself; None if it says nothing."""

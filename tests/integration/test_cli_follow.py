@@ -41,6 +41,45 @@ def client(*servers: FakeJobs) -> JobsClient:
     return JobsClient([s.address for s in servers], clock=SystemClock(), patience=QUICK)
 
 
+class SlowJobs(FakeJobs):
+    """Creates a job only when it is let, as a controller that reads large data does."""
+
+    def __init__(self, script: Script) -> None:
+        super().__init__(script)
+        self.asked, self.let = asyncio.Event(), asyncio.Event()
+
+    async def CreateJob(self, request, context):
+        self.asked.set()
+        await self.let.wait()
+        return await super().CreateJob(request, context)
+
+
+IMPATIENT = Patience(call_s=0.05, probe_s=5.0)
+
+
+async def test_a_creation_that_takes_longer_than_other_calls_is_waited_for(script):
+    slow = await SlowJobs(script).start()
+    async with JobsClient([slow.address], clock=SystemClock(), patience=IMPATIENT) as jobs:
+        creating = asyncio.create_task(jobs.create_job("{}", request_id="r", mode=pb.START_MODE_UNSPECIFIED))
+        await slow.asked.wait()
+        await asyncio.sleep(0.5)  # ten times what another call is given
+        slow.let.set()
+        assert (await creating).uid == "u1"
+    await slow.kill()
+
+
+async def test_a_creation_goes_to_another_controller_when_the_first_says_nothing_more(script):
+    slow, other = await SlowJobs(script).start(), await FakeJobs(script).start()
+    patience = Patience(call_s=0.05, probe_s=0.1)
+    async with JobsClient([slow.address, other.address], clock=SystemClock(), patience=patience) as jobs:
+        creating = asyncio.create_task(jobs.create_job("{}", request_id="r", mode=pb.START_MODE_UNSPECIFIED))
+        await slow.asked.wait()
+        slow.hush()
+        assert (await creating).uid == "u1"
+    for server in (slow, other):
+        await server.kill()
+
+
 async def test_following_goes_on_from_another_controller_when_the_first_is_killed(script, servers):
     script.play(steps(1, 3))
     seen = []
