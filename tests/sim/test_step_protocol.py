@@ -1,320 +1,19 @@
-"""The step protocol under random faults: the production rules and transactions over the store in memory.
-
-Controllers act on views that are arbitrarily old, crash, come back as new incarnations, and lose requests and replies;
-train worlds die, or are wrongly believed dead, and go on as zombies. After every event the audit must be clean; once the
-faults stop, the job must get on. Nothing here decides, seals or commits by rules of its own.
-"""
+"""The step protocol under random faults (`step_simulation`): many seeds, each another story."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import random
-from dataclasses import dataclass, field
 
 import pytest
+from step_simulation import KEYS, RULES, SMALL, BadNetwork, Simulation
 
-from controllers.assignment import assign_shards
 from gcore.ledger import chain, transactions
-from gcore.ledger.ancestry import is_acceptable, is_ancestor, resumable
-from gcore.ledger.audit import Receipt, audit
-from gcore.ledger.balance import balance
 from gcore.ledger.chain import Writer
-from gcore.ledger.job import EnginePlace, JobPhase, JobStatus, Plan, RankPlace
-from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records import Checkpoint, EndedRef, LogEntry, Offer, OfferedGroup, Seal, SealState
-from gcore.ledger.stream import AccountNow, Offered, SealNow, StreamRules, choose, due, refuse_seal
-from gcore.ledger.transactions import Ledger, OpenSlots, Stored, Transaction, TxnOutcome
-from gcore.prompts.cursor import shard_lengths
-from gcore.store.keys import JobKeys
-from gcore.store.types import Put, WatchBatch, WatchEvent
-from gcore.testing import Call, FakeClock, Fate, MemoryCluster, MemoryStore
-from gcore.types import PromptRef, Token
-
-KEYS = JobKeys("u")
-RULES = StreamRules(shard_lengths(17, 4), window=4, quota=3)
-RANKS = 2
-
-
-class BadNetwork:
-    """Loses requests and replies, some of which arrive later."""
-
-    def __init__(self, chance: random.Random) -> None:
-        self._chance = chance
-        self.bad = True
-
-    async def request(self, call: Call) -> Fate:
-        if not self.bad or call.kind in ("get", "list") or self._chance.random() > 0.15:
-            return Fate.DELIVER
-        return self._chance.choice([Fate.LOSE_REQUEST, Fate.LOSE_REPLY, Fate.DELIVER_LATE])
-
-    async def reply(self, call: Call) -> None:
-        return None
-
-
-@dataclass
-class World:
-    """A train world: which token it was fed whole, what it applied. Zombies live on."""
-
-    name: str
-    lineage: int
-    done: int
-    held: Token | None = None
-    applied: Token | None = None
-    alive: bool = True
-
-
-@dataclass
-class Controller:
-    """An incarnation with its own, old, view and its groups."""
-
-    name: str
-    mirror: JobMirror
-    lease: int
-    groups: dict[PromptRef, OfferedGroup] = field(default_factory=dict)
-    outcomes: dict[PromptRef, EndedRef] = field(default_factory=dict)
-
-
-class Simulation:
-    """One seeded run."""
-
-    def __init__(self, seed: int) -> None:
-        self.chance = random.Random(seed)
-        self.clock = FakeClock()
-        self.cluster = MemoryCluster(self.clock)
-        self.network = BadNetwork(self.chance)
-        self.store = MemoryStore(self.cluster, network=self.network, timeout_s=0.0)
-        self.ledger = Ledger(self.store, KEYS)
-        self.worlds: dict[str, World] = {}
-        self.receipts: list[Receipt] = []
-        self.lives = 0
-        self.history: list[str] = []
-        self.controllers: list[Controller] = []
-
-    def fresh(self) -> JobMirror:
-        """The job as it stands in the store."""
-        listing = self.cluster.listing(KEYS.prefix)
-        batch = WatchBatch(tuple(WatchEvent("put", kv) for kv in listing.kvs), listing.revision, reset=True)
-        return JobMirror(KEYS).fold(batch)
-
-    def begin(self) -> None:
-        """A running job and three controllers."""
-        advance = chain.base(4, "w0", Writer("x", "n0"))
-        self.cluster.transact((), (Put(KEYS.state, JobStatus(phase=JobPhase.PENDING).encode()),))
-        status = self.fresh().status
-        assert status is not None
-        txn = transactions.start(KEYS, status, advance, self.plan("w0", 1), JobStatus(phase=JobPhase.RUNNING))
-        assert self.cluster.transact(txn.compares, txn.writes).won
-        self.worlds["w0"] = World("w0", 0, 0)
-        for _ in range(3):
-            self.join()
-
-    def plan(self, world: str, generation: int) -> Plan:
-        ranks = tuple(RankPlace(rank=i, node=f"n{i}", slot="cpu:0") for i in range(RANKS))
-        engines = tuple(EnginePlace(node=f"n{i}", slot="cpu:0") for i in range(RANKS))
-        return Plan(generation=generation, world=world, ranks=ranks, engines=engines)
-
-    def join(self) -> None:
-        self.lives += 1
-        self.controllers.append(Controller(f"c{self.lives}", self.fresh(), self.cluster.grant(1000)))
-
-    async def run(self, txn: Transaction, who: Controller) -> None:
-        """One transaction, with whatever the network does to it."""
-        report = await self.ledger.run(txn)
-        self.history.append(f"{who.name} {txn.kind} {report.outcome}")
-        self.check()
-
-    def check(self) -> None:
-        """The audit, after every event."""
-        mirror = self.fresh()
-        assert mirror.head is not None
-        log = {seq: stored.record for seq, stored in self.full_log().items()}
-        found = audit(RULES, mirror.head.record, log, self.receipts)
-        assert found.clean, "\n".join([*self.history[-40:], *found.violations])
-
-    def full_log(self) -> dict[int, Stored[LogEntry]]:
-        """Every entry, by number."""
-        return {
-            int(kv.key.removeprefix(KEYS.log_prefix)): Stored(LogEntry.decode(kv.value), kv.mod_revision)
-            for kv in self.cluster.listing(KEYS.log_prefix).kvs
-        }
-
-    async def act(self, who: Controller) -> None:
-        """One random deed on one old view."""
-        mirror = who.mirror
-        slots = mirror.open_slots
-        assert slots is not None
-        seal = slots.slots.get(slots.head.record.step + 1)
-        deeds = ["produce", "offer", "assign", "register", "rollback"]
-        if seal is None or seal.record.state is SealState.OPEN:
-            deeds += ["seal"] * 4
-        elif seal.record.state is SealState.SEALED:
-            deeds += ["feed", "ready", "ready", "reseal"]
-        else:
-            deeds += ["apply", "apply", "commit", "commit"]
-        await getattr(self, self.chance.choice(deeds))(who, slots, seal.record if seal else None)
-
-    async def produce(self, who: Controller, slots: OpenSlots, seal: Seal | None) -> None:
-        head = slots.head.record
-        offers = [stored.record for stored in who.mirror.offers.values()]
-        for ref in due(RULES, head, slots.seals, Offered.collect(RULES, head, offers)):
-            if ref in who.groups or ref in who.outcomes:
-                continue
-            if self.chance.random() < 0.2:
-                ended = EndedRef(ref=ref, kind="filtered", reason="constant", holder=who.name, versions=(head.version,))
-                who.outcomes[ref] = ended
-            else:
-                who.groups[ref] = OfferedGroup(
-                    ref=ref,
-                    digest=f"{who.name}:{ref}:{head.version}",
-                    prompt_tokens=2,
-                    response_tokens=(1, 2),
-                    versions=(head.version,),
-                )
-
-    async def offer(self, who: Controller, slots: OpenSlots, seal: Seal | None) -> None:
-        record = Offer(incarnation=who.name, groups=tuple(who.groups.values()), outcomes=tuple(who.outcomes.values()))
-        await self.run(transactions.offer(KEYS, who.mirror.offers.get(who.name), record, who.lease), who)
-
-    async def assign(self, who: Controller, slots: OpenSlots, seal: Seal | None) -> None:
-        old = who.mirror.assign
-        new = assign_shards([c.name for c in self.controllers], 4, old.record if old else None)
-        await self.run(transactions.assign(KEYS, old, new), who)
-
-    async def seal(self, who: Controller, slots: OpenSlots, seal: Seal | None) -> None:
-        head = slots.head.record
-        offers = [stored.record for stored in who.mirror.offers.values()]
-        chosen = choose(RULES, head, slots.seals, Offered.collect(RULES, head, offers))
-        assert who.mirror.plan is not None
-        if isinstance(chosen, SealNow) and refuse_seal(RULES, head, slots.seals, chosen) is None:
-            await self.run(transactions.seal(KEYS, slots, chosen, who.mirror.plan.record, 2, who.name), who)
-        elif isinstance(chosen, AccountNow):
-            advance = chain.accounted(head, chosen.outcomes, RULES.shape, self.writer(who))
-            await self.run(transactions.account(KEYS, slots, advance), who)
-
-    async def reseal(self, who: Controller, slots: OpenSlots, seal: Seal | None) -> None:
-        assert seal is not None
-        await self.run(transactions.reseal(KEYS, slots, seal.step, who.name), who)
-
-    async def feed(self, who: Controller, slots: OpenSlots, seal: Seal | None) -> None:
-        """All holders push; a dead holder's groups cannot be pushed."""
-        assert seal is not None
-        holders = {c.name: c for c in self.controllers}
-        whole = all(g.holder in holders and g.ref in holders[g.holder].groups for g in seal.groups)
-        world = self.worlds[seal.world]
-        newer = world.held is None or world.held <= seal.token
-        if whole and world.alive and newer and seal.step == world.done + 1 and seal.lineage == world.lineage:
-            world.held = seal.token
-            self.history.append(f"{who.name} feeds {seal.token} to {world.name}")
-
-    async def ready(self, who: Controller, slots: OpenSlots, seal: Seal | None) -> None:
-        assert seal is not None
-        if self.worlds[seal.world].held == seal.token:
-            await self.run(transactions.ready(KEYS, slots, seal.step), who)
-
-    async def apply(self, who: Controller, slots: OpenSlots, seal: Seal | None) -> None:
-        """Any world that holds the token applies it, zombies too; once."""
-        assert seal is not None
-        world = self.worlds[seal.world]
-        if world.alive and world.held == seal.token and world.applied != seal.token and world.done == seal.step - 1:
-            layout = balance(seal)
-            for rank in range(RANKS):
-                samples: dict[PromptRef, set[int]] = {}
-                for slot in layout.of_rank(rank):
-                    samples.setdefault(seal.groups[slot.group].ref, set()).add(slot.sample)
-                parts = {ref: frozenset(indexes) for ref, indexes in samples.items()}
-                self.receipts.append(Receipt(seal.token, world.name, rank, parts))
-            world.applied, world.done = seal.token, seal.step
-            self.history.append(f"{world.name} applies {seal.token}")
-
-    async def commit(self, who: Controller, slots: OpenSlots, seal: Seal | None) -> None:
-        assert seal is not None
-        if self.worlds[seal.world].applied == seal.token:
-            keep = seal.step % 2 == 0
-            txn = transactions.commit(KEYS, slots, RULES.shape, self.writer(who), keep_cursors=keep, stats={})
-            await self.run(txn, who)
-
-    async def register(self, who: Controller, slots: OpenSlots, seal: Seal | None) -> None:
-        head, known = slots.head, who.mirror.checkpoints
-        entry = who.mirror.log.get(head.record.seq)
-        assert known is not None
-        if entry is None or entry.record.kind != "train" or entry.record.cursors is None:
-            return
-        if any(c.seq == head.record.seq for c in known.record.entries):
-            return
-        checkpoint = Checkpoint(lineage=head.record.lineage, step=head.record.step, seq=head.record.seq, file="c")
-        await self.run(transactions.register(KEYS, head, known, entry, checkpoint), who)
-
-    async def rollback(self, who: Controller, slots: OpenSlots, seal: Seal | None) -> None:
-        """The world died, or is only believed to have."""
-        head, mirror = slots.head.record, who.mirror
-        world = self.worlds[head.world]
-        if world.alive and self.network.bad and self.chance.random() < 0.1:
-            world.alive = self.chance.random() < 0.5
-        elif world.alive:
-            return
-        assert mirror.checkpoints is not None
-        assert mirror.plan is not None
-        target = resumable(head, mirror.checkpoints.record.entries)[0]
-        entry = self.full_log()[target.seq].record
-        assert entry.cursors is not None
-        assert entry.tally is not None
-        name = f"w{len(self.worlds)}"
-        advance = chain.rolled_back(head, target, entry.cursors, name, self.writer(who), "died", tally=entry.tally)
-        self.worlds[name] = World(name, advance.head.lineage, target.step)
-        plan = self.plan(name, mirror.plan.record.generation + 1)
-        await self.run(transactions.rollback(KEYS, slots, mirror.checkpoints, advance, mirror.plan, plan), who)
-
-    def writer(self, who: Controller) -> Writer:
-        return Writer(who.name, f"{self.chance.random()}")
-
-    async def faulty(self, events: int) -> None:
-        """Views grow old, controllers die and come, late requests arrive."""
-        for _ in range(events):
-            what = self.chance.random()
-            who = self.chance.choice(self.controllers)
-            if what < 0.45:
-                who.mirror = self.fresh()
-                self.prune(who)
-            elif what < 0.47:
-                self.controllers.remove(who)
-                self.cluster.end_lease(who.lease)
-                self.history.append(f"{who.name} dies")
-                self.join()
-            elif what < 0.50:
-                self.cluster.deliver_late(1)
-                self.check()
-            else:
-                await self.act(who)
-
-    def prune(self, who: Controller) -> None:
-        """What a change of head makes useless is dropped (rule 16)."""
-        assert who.mirror.head is not None
-        head = who.mirror.head.record
-        for ref, group in list(who.groups.items()):
-            gone = head.cursors.is_terminal(RULES.shape, ref)
-            if gone or not is_acceptable(head, head.step + 1, group.versions, 0):
-                del who.groups[ref]
-        for ref, ended in list(who.outcomes.items()):
-            gone = head.cursors.is_terminal(RULES.shape, ref)
-            if gone or not all(is_ancestor(head, version) for version in ended.versions):
-                del who.outcomes[ref]
-
-    async def calm(self, target: int) -> None:
-        """Faults have stopped: everybody sees what is, does what is to be done, and gives up what cannot come."""
-        self.network.bad = False
-        self.cluster.deliver_late()
-        for _ in range(4000):
-            head = self.fresh().head
-            assert head is not None
-            if head.record.step >= target:
-                return
-            who = self.chance.choice(self.controllers)
-            who.mirror = self.fresh()
-            self.prune(who)
-            await self.act(who)
-        raise AssertionError("stuck:\n" + "\n".join(self.history[-60:]))
-
+from gcore.ledger.records import EndedRef
+from gcore.ledger.transactions import Ledger, TxnOutcome
+from gcore.testing import Call, Fate, MemoryStore
+from gcore.types import PromptRef
 
 FIRST = int(os.environ.get("GCORE_SIM_FIRST", "0"))
 SEEDS = int(os.environ.get("GCORE_SIM_SEEDS", "200"))
@@ -324,7 +23,7 @@ SEEDS = int(os.environ.get("GCORE_SIM_SEEDS", "200"))
 def test_nothing_is_lost_and_nothing_trained_twice(seed: int) -> None:
     async def story() -> int:
         simulation = Simulation(seed)
-        simulation.begin()
+        simulation.start()
         await simulation.faulty(250)
         head = simulation.fresh().head
         assert head is not None
@@ -334,11 +33,27 @@ def test_nothing_is_lost_and_nothing_trained_twice(seed: int) -> None:
     assert asyncio.run(story()) >= 3
 
 
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + SEEDS // 8))
+def test_with_a_curriculum_every_epoch_goes_by_one_record(seed: int) -> None:
+    async def story() -> tuple[int, int]:
+        simulation = Simulation(seed, SMALL, curriculum=True)
+        simulation.start()
+        await simulation.faulty(250)
+        head = simulation.fresh().head
+        assert head is not None
+        await simulation.calm(head.record.step + 6)
+        return simulation.fresh().head.record.step, simulation.begun
+
+    steps, begun = asyncio.run(story())
+    assert steps >= 6
+    assert begun >= 2
+
+
 def test_the_ledger_recognises_its_own_commit_after_a_lost_reply() -> None:
     async def story() -> TxnOutcome:
         simulation = Simulation(0)
         simulation.network.bad = False
-        simulation.begin()
+        simulation.start()
 
         class LoseReply(BadNetwork):
             async def request(self, call: Call) -> Fate:
