@@ -59,6 +59,58 @@ def test_numeric_compares_the_last_number(response: str, answer: Any, value: flo
     assert result.parts == (("correct", value),)
 
 
+MARKED = RewardSpec(options={"after": "####"})
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "value", "marked"),
+    [
+        pytest.param("6 * 7 = 42\n#### 42", "42", 1, 1, id="as the data write it"),
+        pytest.param("#### $1,234.50.", 1234.5, 1, 1, id="an amount"),
+        pytest.param("####-3", -3, 1, 1, id="negative, without a space"),
+        pytest.param("#### 42\nThat is 6 times 7.", 42, 1, 1, id="more text behind it"),
+        pytest.param("#### 41\nNo:\n#### 42", 42, 1, 1, id="the last marker counts"),
+        pytest.param("#### 42\n####", 42, 0, 1, id="nothing behind the last marker"),
+        pytest.param("The answer is 42.", 42, 0, 0, id="the right number without the marker"),
+        pytest.param("#### 41", 42, 0, 1, id="another number"),
+        pytest.param("#### 42", "6 * 7 = <<6*7=42>>42\n#### 42", 1, 1, id="an expected answer with its solution"),
+        pytest.param("#### 1000", "#### 1,000", 1, 1, id="thousands in the expected answer"),
+    ],
+)
+def test_numeric_takes_the_number_behind_a_marker(response: str, answer: Any, value: float, marked: float) -> None:
+    result = numeric(response, {"answer": answer}, MARKED)
+    assert result.value == value
+    assert result.parts == (("correct", value), ("marked", marked))
+
+
+@given(st.text(alphabet="#12 -,.x\n", max_size=60), st.text(alphabet="#", min_size=1, max_size=4))
+def test_every_response_has_a_reward_behind_any_marker(response: str, marker: str) -> None:
+    spec = RewardSpec(options={"after": marker})
+    assert numeric(response, {"answer": 1}, spec).value in (0.0, 1.0)
+
+
+@pytest.mark.parametrize(("response", "value"), [("3.14", 1), ("3.1516", 1), ("3.2", 0), ("1e999", 0), ("pi", 0)])
+def test_numeric_forgives_what_the_tolerance_allows(response: str, value: float) -> None:
+    spec = RewardSpec(options={"tolerance": 0.0101})
+    assert numeric(response, {"answer": "3.1415"}, spec).value == value
+
+
+@pytest.mark.parametrize(
+    ("reward", "options", "said"),
+    [
+        (numeric, {"aftr": "####"}, "no option 'aftr'.*after, tolerance"),
+        (numeric, {"after": ""}, "no marker"),
+        (numeric, {"after": 4}, "no marker"),
+        (numeric, {"tolerance": -1}, "not negative"),
+        (numeric, {"tolerance": "much"}, "not negative"),
+        (exact, {"after": "####"}, "no option 'after'"),
+    ],
+)
+def test_an_option_that_a_rule_does_not_know_is_an_error(reward: Any, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(RewardError, match=said):
+        reward("46", {"answer": 46}, RewardSpec(options=options))
+
+
 @given(
     st.integers(-(10**30), 10**30),
     st.text(alphabet="abc =.,:\n(", max_size=9),
