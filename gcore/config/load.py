@@ -94,8 +94,11 @@ def parse_spec(tree: dict[str, Any], *, where: str = "spec", base: Path | None =
 
 
 def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Apply `a.b=c` in order; values are YAML. Returns a new tree. Raises SpecError."""
-    result = dict(tree)
+    """Apply `a.b=c` in order; values are YAML, and a number names an item of a list. Returns a new tree.
+
+    Raises SpecError.
+    """
+    result = tree
     for override in overrides:
         dotted, equals, value = override.partition("=")
         keys = dotted.strip().split(".")
@@ -108,19 +111,38 @@ def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str,
         parsed = _read_yaml(value, f"--set {_shortened(override)}")
         if isinstance(parsed, str) and _EXPONENT.fullmatch(parsed):
             parsed = float(parsed)
-        node = result
-        for key in keys[:-1]:
-            child = node.get(key)
-            if child is not None and not isinstance(child, dict):
-                raise SpecError(
-                    f"{_shortened(repr(key))} in {_shortened(repr(override))} is a value, not a section",
-                    where="--set",
-                    fix="See `gcore schema`",
-                )
-            node[key] = dict(child or {})
-            node = node[key]
-        node[keys[-1]] = parsed
+        if len(keys) > MAX_SPEC_DEPTH:
+            raise SpecError(
+                f"{_shortened(repr(override))} is nested more than {MAX_SPEC_DEPTH} deep",
+                where="--set",
+                fix="A spec is a few levels deep; see `gcore schema`",
+            )
+        result = _replaced(result, keys, parsed, override)
     return result
+
+
+def _replaced(node: Any, keys: Sequence[str], value: Any, override: str, above: str = "") -> Any:
+    """A copy of `node`, which stands under the key `above`, with what `keys` lead to replaced by `value`."""
+    if not keys:
+        return value
+    key, *rest = keys
+    if isinstance(node, list):
+        if not key.isdecimal() or int(key) >= len(node):
+            raise SpecError(
+                f"{_shortened(repr(key))} in {_shortened(repr(override))} is no item of a list of {len(node)}",
+                where="--set",
+                fix=f"Number its items from 0 to {len(node) - 1}" if node else "Give the whole list",
+            )
+        place = int(key)
+        return [*node[:place], _replaced(node[place], rest, value, override, key), *node[place + 1 :]]
+    if node is not None and not isinstance(node, dict):
+        raise SpecError(
+            f"{_shortened(repr(above))} in {_shortened(repr(override))} is a value, not a section",
+            where="--set",
+            fix="See `gcore schema`",
+        )
+    section = node or {}
+    return {**section, key: _replaced(section.get(key), rest, value, override, key)}
 
 
 def _read_yaml(text: str, where: str) -> Any:

@@ -108,6 +108,30 @@ def test_the_last_override_wins_and_the_tree_stays_as_it_was() -> None:
     assert tree == MINIMAL
 
 
+SOURCES = {"sources": [{"name": "a", "path": "a"}, {"name": "b", "path": "b"}]}
+
+
+def test_an_override_reaches_into_a_list_of_sources_and_replaces_all_of_it() -> None:
+    tree = copy.deepcopy(MINIMAL) | {"data": SOURCES}
+    before = copy.deepcopy(tree)
+    spec = parse_spec(apply_overrides(tree, ["data.sources.1.weight=2.5", "data.sources.0.reward.name=exact"]))
+    assert [(s.name, s.weight, s.reward and s.reward.name) for s in spec.data.sources] == [
+        ("a", 1.0, "exact"),
+        ("b", 2.5, None),
+    ]
+    replaced = parse_spec(apply_overrides(tree, ["data.sources=[{name: c, path: d}]"]))
+    assert [(s.name, s.path) for s in replaced.data.sources] == [("c", "d")]
+    one = parse_spec(apply_overrides(tree, ["data.sources=[]", "data.path=e"]))
+    assert (one.data.path, one.data.sources) == ("e", ())
+    assert tree == before
+
+
+@pytest.mark.parametrize("place", ["2", "-1", "first"])
+def test_an_override_of_an_item_that_is_not_there_is_told(place: str) -> None:
+    with pytest.raises(SpecError, match=f"'{place}' in .* is no item of a list of 2.*from 0 to 1"):
+        apply_overrides({"data": SOURCES}, [f"data.sources.{place}.weight=2"])
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
