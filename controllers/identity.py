@@ -1,8 +1,19 @@
-"""How an incarnation is named: the node's name and a number that no other life has."""
+"""How an incarnation is named (the node's name and a number that no other life has), and what one knows of itself."""
 
 from __future__ import annotations
 
 import uuid
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who this controller is, for one life."""
+
+    node: str
+    incarnation: str
+    address: str
+    lease: int
 
 
 def new_incarnation(node: str) -> str:

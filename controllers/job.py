@@ -12,7 +12,6 @@ import logging
 import signal
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from controllers.actions import Apply, Feed, Intent, Prune, Publish, Retain, Rollback, SetPhase
@@ -24,6 +23,7 @@ from controllers.engines import EngineBook, responsible_for
 from controllers.fetching import FetchReport, fetch_model
 from controllers.gauges import show
 from controllers.holdings import Holdings
+from controllers.identity import Identity
 from controllers.material import Material, material_of
 from controllers.ordering import EpochOrders
 from controllers.peer import JobPeer
@@ -58,16 +58,6 @@ DATA_AGAIN_S = 5.0
 """Until data that were changed are looked at again."""
 LOOK_AGAIN_S = 0.2
 """After a lost compare or an unknown answer, until the action is tried again if nothing was heard."""
-
-
-@dataclass(frozen=True)
-class Identity:
-    """Who this controller is, for one life."""
-
-    node: str
-    incarnation: str
-    address: str
-    lease: int
 
 
 class JobRunner:

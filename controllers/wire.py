@@ -1,13 +1,19 @@
-"""All wiring: which parts a daemon is made of, and who knows whom."""
+"""All wiring: which parts a daemon is made of, and who knows whom.
+
+What only jobs need (data, tokens, engines' clients) is imported with the first job, in a thread, so that a daemon without
+one is small and quickly there, and its lease is renewed meanwhile.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import logging
 import os
 import signal
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -15,12 +21,10 @@ from grpc_health.v1.health import aio as health
 
 from controllers.changes import Changes
 from controllers.cluster import ClusterMirror
-from controllers.identity import new_incarnation
-from controllers.job import Identity, JobRunner
+from controllers.identity import Identity, new_incarnation
 from controllers.keeper import Keeper
 from controllers.service.jobs import JobsService
 from controllers.service.records import StoredJobs
-from controllers.service.submission import Submissions
 from gcore.api.v1 import jobs_pb2_grpc
 from gcore.clock import Clock
 from gcore.config import NodeConfig
@@ -33,6 +37,10 @@ from gcore.store.client import EtcdStore
 from gcore.store.session import Session
 from gcore.store.types import Compare, Put, Store
 from gcore.worker.process import send_signal
+
+if TYPE_CHECKING:
+    from controllers.job import JobRunner
+    from controllers.service.submission import Submissions
 
 log = logging.getLogger(__name__)
 
@@ -71,8 +79,13 @@ class Daemon:
         config = self._config
         server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         jobs = StoredJobs(store)
-        cache = Path(config.home) / "cache"
-        submissions = Submissions(store, jobs, Path(config.run_root), cache, self._clock)
+
+        async def submissions() -> Submissions:
+            await asyncio.to_thread(importlib.import_module, "controllers.service.submission")
+            from controllers.service.submission import Submissions
+
+            return Submissions(store, jobs, Path(config.run_root), Path(config.home) / "cache", self._clock)
+
         jobs_pb2_grpc.add_JobsServicer_to_server(JobsService(jobs, submissions, self._runners.get, self._clock), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         try:
@@ -156,7 +169,11 @@ class Daemon:
                     if task.done() and uid not in cluster.active:
                         del running[uid]
                         self._runners.pop(uid, None)
+                if cluster.active - running.keys():
+                    await asyncio.to_thread(importlib.import_module, "controllers.job")
                 for uid in cluster.active - running.keys():
+                    from controllers.job import JobRunner
+
                     runner = JobRunner(
                         uid, identity, store, cluster, Changes(), self._metrics, self._clock, self._config
                     )

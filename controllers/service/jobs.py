@@ -10,15 +10,14 @@ import functools
 import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
 from controllers.identity import node_of
-from controllers.job import JobRunner
 from controllers.service.events import Event, EventLog
 from controllers.service.records import StoredJobs
-from controllers.service.submission import Conflict, NotFound, Submissions
+from controllers.service.refusals import Conflict, NotFound
 from controllers.waiting import waiting_for
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.api.v1 import jobs_pb2_grpc
@@ -28,6 +27,10 @@ from gcore.ledger.ancestry import resumable
 from gcore.ledger.job import JobPhase
 from gcore.ledger.mirror import JobMirror
 from gcore.store.keys import JobKeys
+
+if TYPE_CHECKING:  # imported when there is a job: see controllers.wire
+    from controllers.job import JobRunner
+    from controllers.service.submission import Submissions
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -82,7 +85,7 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
     def __init__(
         self,
         jobs: StoredJobs,
-        submissions: Submissions,
+        submissions: Callable[[], Awaitable[Submissions]],
         runner: Callable[[str], JobRunner | None],
         clock: Clock,
     ) -> None:
@@ -94,7 +97,8 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
     @edge
     async def CreateJob(self, request: pb.CreateJobRequest, context: Context) -> pb.Job:
         """Create, or find, a job."""
-        uid = await self._submissions.create(request.request_id, request.spec_json, request.mode == pb.START_MODE_NEW)
+        submissions = await self._submissions()
+        uid = await submissions.create(request.request_id, request.spec_json, request.mode == pb.START_MODE_NEW)
         return await self._describe(uid)
 
     @edge
@@ -112,7 +116,7 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
     async def CancelJob(self, request: pb.CancelJobRequest, context: Context) -> pb.Job:
         """End a job."""
         uid = await self._find(request.job)
-        await self._submissions.cancel(uid, "cancelled on request")
+        await (await self._submissions()).cancel(uid, "cancelled on request")
         return await self._describe(uid)
 
     @edge

@@ -15,9 +15,10 @@ from pathlib import Path
 from controllers.service.capability import check_engine
 from controllers.service.checking import check_submission
 from controllers.service.records import StoredJobs
+from controllers.service.refusals import Conflict
 from gcore.clock import Clock
 from gcore.config import JobSpec, parse_spec
-from gcore.errors import GcoreError, SpecError, StoreUnavailable
+from gcore.errors import SpecError, StoreUnavailable
 from gcore.ledger import transactions
 from gcore.ledger.job import JobPhase, JobRecord, JobStatus
 from gcore.ledger.transactions import Ledger, TxnOutcome
@@ -26,14 +27,6 @@ from gcore.prompts.opening import DataIdentity, identify_data
 from gcore.store import keys
 from gcore.store.keys import JobKeys
 from gcore.store.types import Store
-
-
-class NotFound(GcoreError):
-    """No job of that name or uid."""
-
-
-class Conflict(GcoreError):
-    """The request does not fit what stands in the store."""
 
 
 class Submissions:

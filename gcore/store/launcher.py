@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import httpx
-
 from gcore.clock import Clock
 from gcore.store.binary import EtcdBinary, EtcdFailed, ExternalEtcd, NoEtcd, find_etcd
 from gcore.worker.process import ProcessId, is_running, spawn_detached, terminate
@@ -104,6 +102,8 @@ class LocalEtcd:
 
     async def is_healthy(self) -> bool:
         """Whether it answers, and has a leader."""
+        import httpx  # only whoever starts an etcd needs it
+
         try:
             async with httpx.AsyncClient(trust_env=False, timeout=2.0) as http:
                 answer = await http.get(f"http://{self.endpoint}/health")
