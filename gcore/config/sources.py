@@ -56,7 +56,7 @@ class SourceSpec(Section):
     path: str = Field(description="File or folder with the prompts, relative to the spec's folder")
     format: DataFormat = Field("auto", description=FORMAT_HELP)
     split: str | None = Field(None, description="Split of a saved dataset that has several")
-    weight: PositiveFloat = Field(
+    weight: Annotated[float, Field(gt=0, le=1000)] = Field(
         1.0, description="How often an epoch shows each entry; 0.5: half of them, another half in the next epoch"
     )
     prompt: str | None = Field(None, description="Field with the prompt; default: data.prompt")

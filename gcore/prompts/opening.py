@@ -16,6 +16,7 @@ from gcore.config.sources import Source, eval_sources, training_sources
 from gcore.config.spec import JobSpec
 from gcore.errors import DataError
 from gcore.prompts.dataset import Dataset
+from gcore.prompts.index import unreadable
 from gcore.prompts.mixture import Mixture, Share
 from gcore.prompts.render import PromptRenderer
 from gcore.prompts.source import EvalSource, OpenSource
@@ -71,16 +72,20 @@ def open_prompts(
     tokenizer = ModelTokenizer.load(model_dir)
     context = spec.model.max_length or tokenizer.max_length
 
-    def opened(source: Source, section: str) -> OpenSource:
-        # The small files first: a mistake in them is told before gigabytes are read.
+    def shown(source: Source, section: str) -> tuple[Source, PromptRenderer, int | None]:
         limit = prompt_limit(context, source.sampling.max_new_tokens)
-        renderer = _renderer(source, section, model_dir, tokenizer)
+        return source, _renderer(source, section, model_dir, tokenizer), limit
+
+    def opened(source: Source, renderer: PromptRenderer, limit: int | None) -> OpenSource:
         return OpenSource(source, _open_dataset(source, cache_dir, progress), renderer, limit)
 
-    sources = [opened(source, "data") for source in training_sources(spec)]
     # Filters by length are for training; who asks how good a model is wants no prompt left out.
     held_out = [replace(s, min_prompt_tokens=None, max_prompt_tokens=None) for s in eval_sources(spec)]
-    evaluation = tuple(EvalSource(opened(source, "eval")) for source in held_out)
+    # The small files of all sources first: a mistake in them is told before gigabytes are read.
+    trained = [shown(source, "data") for source in training_sources(spec)]
+    evaluated = [shown(source, "eval") for source in held_out]
+    sources = [opened(*one) for one in trained]
+    evaluation = tuple(EvalSource(opened(*one)) for one in evaluated)
     identity = _identity([(s.source, s.dataset) for s in sources])
     stream = PromptStream(sources, shards=spec.data.shards, seed=spec.seed)
     return JobPrompts(stream, evaluation, identity, context, tokenizer.eos_token_id)
@@ -130,6 +135,12 @@ def _identity(sources: Sequence[tuple[Source, Dataset]]) -> DataIdentity:
     if len(sources) == 1 and first.weight == 1 and not files:
         return DataIdentity(mixture.refs, data.digest, where)
     shares = [(source.name, source.weight, len(data), data.digest) for source, data in sources]
-    contents = [blake2b(Path(file).read_bytes(), digest_size=16).hexdigest() for file in files]
-    digest = blake2b(repr((shares, contents)).encode(), digest_size=16).hexdigest()
+    digest = blake2b(repr((shares, [_content(Path(file)) for file in files])).encode(), digest_size=16).hexdigest()
     return DataIdentity(mixture.refs, digest, where)
+
+
+def _content(file: Path) -> str:
+    try:
+        return blake2b(file.read_bytes(), digest_size=16).hexdigest()
+    except OSError as error:
+        raise unreadable(file, error) from error

@@ -47,12 +47,12 @@ def write_rows(kind: str, files: list[Path], to: Path, out: TextIO) -> list[int]
                 text = _as_lines(batch, reader.path, rows)
                 lines.write(text)
                 rows += batch.num_rows
-                if number % TELL_EVERY == 0:
+                if number % TELL_EVERY == 0 and sum(written) + rows < total:
                     _tell(out, {"rows": sum(written) + rows, "of": total})
             written.append(rows)
-            _tell(out, {"rows": sum(written), "of": total})
         lines.flush()
         os.fsync(lines.fileno())
+    _tell(out, {"rows": total, "of": total})
     return written
 
 
