@@ -1,0 +1,324 @@
+"""A peer and the sources of its job: sampling, rewards, truncated responses, filtered prompts, evaluation, patience."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from controllers.changes import Changes
+from controllers.evaluating import SHOWN_CHARACTERS, shown
+from controllers.holdings import Holdings
+from controllers.material import material_of, rewards_of
+from controllers.ordering import EpochOrders
+from controllers.peer import JobPeer
+from controllers.step import JobBatch, JobStep, reissue_delay
+from controllers.stopwatch import Stopwatch
+from controllers.view import JobView
+from gcore.config import JobSpec, parse_spec
+from gcore.config.sources import training_sources
+from gcore.errors import EngineError, EngineUnreachable, SpecError
+from gcore.ledger import chain
+from gcore.ledger.chain import Writer
+from gcore.ledger.job import EvalSample, Evaluation, JobPhase, JobStatus, Plan
+from gcore.ledger.mirror import JobMirror
+from gcore.ledger.records import Assignment, Checkpoint, Checkpoints, Member
+from gcore.ledger.stream import StreamRules
+from gcore.ledger.transactions import Stored
+from gcore.prompts.opening import open_prompts
+from gcore.rollout.client import SamplingParams
+from gcore.store.keys import JobKeys
+from gcore.testing import FakeClock
+from gcore.types import FinishReason, Group, Outcome, Prompt, PromptRef, Sample, Version, VersionSpan
+
+HEAD = Version(0, 0)
+WORDS = ["1", "2", "3", "4", "5", "long", "a", "b", "c"]
+
+
+def write_data(tmp_path: Path) -> None:
+    """Sums of one token, of which one is longer; letters of one token."""
+    model = tmp_path / "model"
+    model.mkdir()
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate([*WORDS, "<unk>"])}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(model / "tokenizer.json"))
+    (model / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    (model / "config.json").write_text(json.dumps({"max_position_embeddings": 32}))
+    prompts = {"sums": ["1", "2", "long long long 3", "4"], "letters": ["a", "b", "c"]}
+    for name, texts in prompts.items():
+        lines = [json.dumps({"prompt": text, "answer": text, "solution": "x"}) for text in texts]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def make_spec(tmp_path: Path, **rollout: Any) -> JobSpec:
+    sums = {"name": "sums", "path": str(tmp_path / "sums.jsonl"), "max_prompt_tokens": 2}
+    letters = {
+        "name": "letters",
+        "path": str(tmp_path / "letters.jsonl"),
+        "reward": {"name": "exact", "answer": "solution"},
+        "sampling": {"temperature": 0.5, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "max_new_tokens": 3, "stop": ["."]},
+    }
+    return parse_spec(
+        {
+            "name": "t",
+            "model": {"path": str(tmp_path / "model")},
+            "data": {"sources": [sums, letters], "shards": 1},
+            "flow": {"steps": 2, "groups_per_step": 8, "samples_per_prompt": 2, "max_reissues": 3},
+            "rollout": {
+                "max_new_tokens": 6,
+                "min_new_tokens": 1,
+                "stop_token_ids": [4],
+                "correction": "tis",
+                **rollout,
+            },
+            "reward": {"name": "exact"},
+            "eval": {"sources": [sums | {"max_prompt_tokens": None}, letters], "every": 1, "show": 3, "limit": 3},
+        }
+    )
+
+
+class Engines:
+    """Answers as it is told: with the prompt's own text, whatever was asked."""
+
+    def __init__(self, spec: JobSpec) -> None:
+        self.asked: list[tuple[Sequence[tuple[int, ...]], SamplingParams]] = []
+        self.reasons: list[FinishReason] = ["stop"]
+        self.errors: list[EngineError] = []
+        self.texts: list[str] = ["x"]
+
+    def ready(self, version: Version) -> list[str]:
+        return ["e"]
+
+    async def generate(
+        self, version: Version, prompts: Any, params: SamplingParams, seeds: Sequence[int], rid: str
+    ) -> tuple[Sample, ...]:
+        self.asked.append((prompts, params))
+        if self.errors:
+            raise self.errors.pop(0)
+        return tuple(
+            Sample(
+                (7,),
+                (0.0,),
+                self.texts[i % len(self.texts)],
+                self.reasons[i % len(self.reasons)],
+                (VersionSpan(version, 0, 1),),
+            )
+            for i in range(len(prompts))
+        )
+
+
+class Alone:
+    """A job with one controller, which is this one."""
+
+    def __init__(self, tmp_path: Path, **rollout: Any) -> None:
+        write_data(tmp_path)
+        self.spec = make_spec(tmp_path, **rollout)
+        self.prompts = open_prompts(self.spec, tmp_path, tmp_path / "model")
+        self.clock = FakeClock()
+        self.changes = Changes()
+        self.holdings = Holdings()
+        self.engines = Engines(self.spec)
+        self.evaluations: list[Evaluation] = []
+        head = chain.base(1, "w", Writer("me", "n")).head
+        first = Checkpoints(entries=(Checkpoint(lineage=0, step=0, seq=0, file=""),))
+        self.mirror = JobMirror(
+            JobKeys("u"),
+            status=Stored(JobStatus(phase=JobPhase.RUNNING), 1),
+            head=Stored(head, 1),
+            assign=Stored(Assignment(members=("me",), owners=(0,)), 1),
+            checkpoints=Stored(first, 1),
+            plan=Stored(Plan(generation=1, world="w", ranks=(), engines=()), 1),
+            members={"me": Stored(Member(incarnation="me", node="n", address="h:1"), 1)},
+        )
+        material = material_of(self.spec, "u", self.prompts)
+        self.peer = JobPeer(
+            material,
+            self.look,
+            self.changes,
+            self.engines,  # type: ignore[arg-type]
+            self.holdings,
+            self.record,
+            self.clock,
+            Stopwatch(),
+            EpochOrders(self.spec, material.stream, self.changes.notify),
+        )
+
+    def look(self) -> JobView:
+        rules = StreamRules(self.prompts.stream.shape, 16, self.spec.flow.groups_per_step)
+        return JobView(self.spec, rules, self.mirror, "me", "n", {}, {})
+
+    async def record(self, evaluation: Evaluation) -> None:
+        self.evaluations.append(evaluation)
+        self.mirror = JobMirror(
+            **{**self.mirror.__dict__, "evaluations": {str(evaluation.version): Stored(evaluation, 2)}}
+        )
+        self.changes.notify()
+
+    def prompt(self, source: str, seqs: int = 7) -> Prompt:
+        """The first prompt of a source that is not filtered."""
+        refs = [PromptRef(0, 0, seq) for seq in range(seqs)]
+        ref = next(r for r in refs if self.is_shown(r, source))
+        return self.prompts.stream.prompt(ref)
+
+    def is_shown(self, ref: PromptRef, source: str) -> bool:
+        opened, entry = self.prompts.stream.found(ref)
+        return opened.name == source and not (source == "sums" and entry == 2)
+
+    async def group(self, prompt: Prompt) -> Group | Outcome:
+        return await self.peer.score(prompt, await self.peer.rollout(prompt))
+
+
+async def test_a_prompt_is_answered_as_its_source_says(tmp_path: Path) -> None:
+    job = Alone(tmp_path)
+    await job.peer.rollout(job.prompt("sums"))
+    await job.peer.rollout(job.prompt("letters"))
+    sums, letters = (params for _, params in job.engines.asked)
+    assert sums == SamplingParams(temperature=1.0, max_new_tokens=6, min_new_tokens=1, stop_token_ids=(4,))
+    assert letters == SamplingParams(
+        temperature=0.5,
+        top_k=5,
+        top_p=0.9,
+        min_p=0.1,
+        max_new_tokens=3,
+        min_new_tokens=1,
+        stop=(".",),
+        stop_token_ids=(4,),
+    )
+
+
+async def test_an_answer_is_scored_as_its_source_says_and_the_group_carries_source_and_temperature(
+    tmp_path: Path,
+) -> None:
+    job = Alone(tmp_path)
+    sums, letters = await job.group(job.prompt("sums")), await job.group(job.prompt("letters"))
+    assert isinstance(sums, Group)
+    assert isinstance(letters, Group)
+    assert (sums.source, sums.temperature, sums.samples[0].reward) == ("sums", 1.0, 0.0)
+    assert (letters.source, letters.temperature, letters.samples[0].reward) == ("letters", 0.5, 1.0)
+
+
+@pytest.mark.parametrize("policy", ["keep", "mask", "penalise", "drop_group"])
+async def test_truncated_responses_are_treated_as_the_spec_says(tmp_path: Path, policy: str) -> None:
+    job = Alone(tmp_path, truncated=policy, truncated_penalty=0.25)
+    job.engines.reasons = ["length", "stop"]
+    found = await job.group(job.prompt("letters"))
+    if policy == "drop_group":
+        assert found == Outcome("filtered", "a response was cut off at 1 tokens")
+        return
+    assert isinstance(found, Group)
+    assert [s.masked for s in found.samples] == [policy == "mask", False]
+    assert [s.reward for s in found.samples] == [0.75 if policy == "penalise" else 1.0, 1.0]
+    job.holdings.keep(found)
+    offered = job.holdings.offers[found.ref]
+    assert (offered.truncated, offered.masked) == (1, (0,) if policy == "mask" else ())
+
+
+async def test_a_group_of_which_nothing_is_left_for_the_loss_is_filtered(tmp_path: Path) -> None:
+    job = Alone(tmp_path, truncated="mask")
+    job.engines.reasons = ["length"]
+    assert await job.group(job.prompt("sums")) == Outcome(
+        "filtered", "every response was cut off, and none is left for the loss"
+    )
+
+
+async def test_prompts_that_are_filtered_or_cannot_be_shown_end_without_being_issued(tmp_path: Path) -> None:
+    job = Alone(tmp_path)
+    step = JobStep(job.peer, HEAD)
+    issued: list[Prompt] = []
+    async for prompt in job.peer.prompts(step):
+        issued.append(prompt)
+        if len(issued) == 6:
+            break
+    outcomes = list(job.holdings.outcomes.values())
+    assert {(o.kind, o.reason, o.source) for o in outcomes} == {
+        ("filtered", "the prompt is longer than max_prompt_tokens (2)", "sums")
+    }
+    assert "long" not in " ".join(prompt.text for prompt in issued)
+    assert {prompt.source for prompt in issued} == {"sums", "letters"}
+
+
+async def produced(job: Alone, prompt: Prompt) -> asyncio.Task[None]:
+    """The production of one prompt, begun."""
+    step = JobStep(job.peer, HEAD)
+    batch = JobBatch(job.peer, step)
+    step.hand_out(prompt)
+    batch.start(job.group(prompt))
+    (task,) = batch._tasks
+    await job.clock.advance(0)
+    return task
+
+
+async def test_a_prompt_whose_engine_cannot_be_reached_waits_longer_each_time(tmp_path: Path) -> None:
+    job = Alone(tmp_path)
+    prompt = job.prompt("sums")
+    for tries, delay in ((1, 0.2), (2, 0.4), (3, 0.8)):
+        job.engines.errors = [EngineUnreachable("gone")]
+        task = await produced(job, prompt)
+        await job.clock.advance(delay - 0.01)
+        assert prompt.ref in job.holdings.in_flight
+        await job.clock.advance(0.02)
+        assert prompt.ref not in job.holdings.in_flight
+        assert job.holdings.reissues[prompt.ref] == tries
+        await task
+    assert job.holdings.outcomes == {}
+    job.engines.errors = [EngineUnreachable("gone")]
+    await produced(job, prompt)
+    ended = job.holdings.outcomes[prompt.ref]
+    assert (ended.kind, ended.source) == ("failed", "sums")
+    assert ended.reason.startswith("issued 4 times, the last: gone")
+
+
+async def test_an_engine_that_refused_is_asked_again_at_once(tmp_path: Path) -> None:
+    job = Alone(tmp_path)
+    prompt = job.prompt("sums")
+    job.engines.errors = [EngineError("busy with something else")]
+    await produced(job, prompt)
+    assert prompt.ref not in job.holdings.in_flight
+    assert job.holdings.reissues[prompt.ref] == 1
+
+
+def test_the_longest_delay_is_five_seconds() -> None:
+    assert [reissue_delay(tries) for tries in (1, 5, 6, 1000)] == [0.2, 3.2, 5.0, 5.0]
+
+
+async def test_an_evaluation_is_greedy_and_has_an_accuracy_for_each_source(tmp_path: Path) -> None:
+    job = Alone(tmp_path)
+    job.engines.texts = ["1", "x"]
+    await asyncio.gather(job.peer.evaluate(), job.clock.advance(0))
+    (made,) = job.evaluations
+    assert [len(prompts) for prompts, _ in job.engines.asked] == [3, 3], "eval.limit is each source's"
+    assert [params for _, params in job.engines.asked] == [
+        SamplingParams(temperature=0.0, max_new_tokens=6, min_new_tokens=1, stop_token_ids=(4,)),
+        SamplingParams(temperature=0.0, max_new_tokens=3, min_new_tokens=1, stop=(".",), stop_token_ids=(4,)),
+    ]
+    # Sums want their own text ("1", "2", "long ..."): the first is right; letters want "x": the second is.
+    assert {name: (score.accuracy, score.count) for name, score in made.by_source.items()} == {
+        "sums": (pytest.approx(1 / 3), 3),
+        "letters": (pytest.approx(1 / 3), 3),
+    }
+    assert (made.accuracy, made.count) == (pytest.approx(1 / 3), 6)
+    assert [sample.source for sample in made.samples] == ["sums", "letters", "sums"]
+
+
+def test_the_answers_shown_are_of_every_source_in_turn_and_short() -> None:
+    def answer(source: str, text: str) -> EvalSample:
+        return EvalSample(prompt=text, response=text, answer="", reward=0.0, source=source)
+
+    long = "y" * (2 * SHOWN_CHARACTERS)
+    found = shown([[answer("a", "1"), answer("a", "2"), answer("a", "3")], [answer("b", long)]], 3)
+    assert [(one.source, len(one.response)) for one in found] == [("a", 1), ("b", SHOWN_CHARACTERS), ("a", 1)]
+    assert shown([], 5) == ()
+
+
+def test_an_unknown_reward_is_refused_with_the_source_that_names_it(tmp_path: Path) -> None:
+    write_data(tmp_path)
+    spec = make_spec(tmp_path)
+    tree = spec.model_dump(mode="json")
+    tree["data"]["sources"][1]["reward"]["name"] = "exacct"
+    with pytest.raises(SpecError, match=r"reward.name of source 'letters': no reward is called 'exacct'"):
+        rewards_of(training_sources(parse_spec(tree)))
