@@ -21,9 +21,13 @@ class OldEngine:
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.aborted: list[str] = []
+        self.resumed = 0
 
     async def info(self) -> Any:
         return SimpleNamespace(version=Version(0, 2))
+
+    async def resume(self) -> None:
+        self.resumed += 1
 
     async def generate_each(self, prompts: Any, params: Any, *, seeds: Any, rid: str) -> tuple[Sample, ...]:
         return tuple(Sample((1,), (0.0,), "a", "stop", (VersionSpan(Version(0, 1), 0, 1),)) for _ in seeds)
@@ -40,3 +44,18 @@ async def test_an_answer_made_with_other_weights_is_refused_and_its_engine_distr
     with pytest.raises(EngineError, match=r"weights 0\.1, not 0\.2"):
         await engines.generate(Version(0, 2), [(1,)], PARAMS, (0,), "r")
     assert engines.ready(Version(0, 2)) == []
+
+
+async def test_an_engine_that_has_the_version_already_is_let_go_on_for_its_publisher_may_have_died(
+    tmp_path: Any,
+) -> None:
+    made: list[OldEngine] = []
+
+    def connect(*_: Any, **__: Any) -> Any:
+        made.append(OldEngine())
+        return made[-1]
+
+    engines = EngineBook(Changes(), timeout_s=1.0, connect=connect)
+    await engines.aim({"e": SimpleNamespace(address="h:1")})  # type: ignore[dict-item]
+    await engines.publish("e", Version(0, 2), tmp_path)
+    assert [engine.resumed for engine in made] == [1]

@@ -14,6 +14,7 @@ LIGHT = (
     "controllers.cli.main",
     "gcore.worker.main",
     "gcore.client",
+    "gcore.rollout.sglang.adapter",
     "placement.plan",
 )
 

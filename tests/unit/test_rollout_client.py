@@ -135,6 +135,46 @@ async def test_a_refusal_is_told_in_the_engines_words_in_each_of_its_shapes(body
         await engine(lambda _: httpx.Response(400, json=body)).update_weights("/folder", Version(0, 1))
 
 
+@pytest.mark.parametrize("status", [200, 400, 500])
+async def test_weights_are_changed_between_a_pause_and_its_end_whatever_comes_of_it(status: int) -> None:
+    asked: list[tuple[str, Any]] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append((request.url.path, json.loads(request.content)))
+        changes = request.url.path == "/update_weights_from_disk"
+        return httpx.Response(status if changes else 200, json={"success": True, "message": "said"})
+
+    change = engine(answer).update_weights("/folder", Version(0, 1))
+    if status == 200:
+        await change
+    else:
+        with pytest.raises(EngineError, match="/update_weights_from_disk"):
+            await change
+    assert [path for path, _ in asked] == ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
+    assert asked[0][1] == {"mode": "retract"}
+    assert asked[1][1] == {"model_path": "/folder", "weight_version": "0.1", "flush_cache": True}
+
+
+async def test_a_weight_change_that_is_given_up_does_not_leave_the_engine_paused() -> None:
+    asked: list[str] = []
+    changing = asyncio.Event()
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.path)
+        if request.url.path == "/update_weights_from_disk":
+            changing.set()
+            await asyncio.Event().wait()
+        return httpx.Response(200, json={})
+
+    client = EngineClient("http://engine", timeout_s=5, transport=httpx.MockTransport(answer))
+    change = asyncio.create_task(client.update_weights("/folder", Version(0, 1)))
+    await changing.wait()
+    change.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await change
+    assert asked[-1] == "/continue_generation"
+
+
 async def test_a_weight_change_that_did_not_succeed_is_an_error_even_with_status_200() -> None:
     client = engine(lambda _: httpx.Response(200, json={"success": False, "message": "no"}))
     with pytest.raises(EngineError, match=r"0\.1"):

@@ -1,0 +1,93 @@
+"""What a node's workers are told: the same things to either engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from controllers.children import ENGINE_COMMANDS, START_LIMITS_S, NoSglang, engine_child
+from controllers.service.capability import check_engine, missing_here
+from gcore.config import JobSpec, NodeConfig, parse_spec
+from gcore.errors import SpecError, UsageError
+from gcore.ledger.job import NodeRecord
+from gcore.rollout.engine import launch as torch_launch
+from gcore.rollout.sglang import launch as sglang_launch
+
+CONFIG = NodeConfig(node="n", home="/h", etcd_endpoints=("h:1",), slots=("cpu:0",), run_root="/r", sglang_python="/p")
+
+
+def spec(**rollout: Any) -> JobSpec:
+    tree = {"name": "j", "model": {"path": "/m", "max_length": 500, "trust_remote_code": True}, "data": {"path": "d"}}
+    return parse_spec({**tree, "flow": {"steps": 1}, "rollout": {"max_new_tokens": 4} | rollout})
+
+
+TOLD: dict[str, Any] = {"batch_slots": 9, "cache_tokens": 800, "prefill_chunk_tokens": 33}
+
+
+def check_common(read: Any) -> None:
+    assert {name: getattr(read, name) for name in TOLD} == TOLD
+    assert (read.model, read.context_length, read.trust_remote_code) == ("/m", 500, True)
+    assert (read.host, read.port, read.weight_version) == ("127.0.0.1", 0, "0.0")
+
+
+@pytest.mark.parametrize(("slot", "dtype", "device"), [("cpu:1", "float32", "cpu"), ("cuda:3", "bfloat16", "cuda")])
+def test_the_torch_engine_reads_what_it_is_told(slot: str, dtype: str, device: str) -> None:
+    child = engine_child(spec(deterministic=True, **TOLD), slot, CONFIG)
+    assert child.command == ENGINE_COMMANDS["torch"]
+    read = torch_launch.from_document(child.document)
+    check_common(read)
+    assert (read.dtype, read.device, read.deterministic) == (dtype, device, True)
+    assert child.env["CUDA_VISIBLE_DEVICES"] == ("3" if device == "cuda" else "")
+
+
+@pytest.mark.parametrize(("slot", "dtype", "device"), [("cpu:1", "float32", "cpu"), ("cuda:3", "bfloat16", "cuda")])
+def test_sglangs_worker_reads_what_it_is_told(slot: str, dtype: str, device: str) -> None:
+    child = engine_child(spec(engine="sglang", engine_args=["--x", "1"], **TOLD), slot, CONFIG)
+    assert child.command == ENGINE_COMMANDS["sglang"]
+    read = sglang_launch.from_document(child.document)
+    check_common(read)
+    assert (read.dtype, read.device, read.python, read.engine_args) == (dtype, device, "/p", ("--x", "1"))
+    assert child.env["CUDA_VISIBLE_DEVICES"] == ("3" if device == "cuda" else "")
+    assert child.start_limit_s == START_LIMITS_S["sglang"] > START_LIMITS_S["torch"]
+
+
+def test_a_node_without_sglang_says_so_and_what_to_do() -> None:
+    bare = CONFIG.model_copy(update={"sglang_python": None})
+    with pytest.raises(NoSglang, match=r"node n has no SGLang.*make sglang-setup"):
+        engine_child(spec(engine="sglang"), "cpu:0", bare)
+    assert engine_child(spec(), "cpu:0", bare).command == ENGINE_COMMANDS["torch"]
+
+
+def node(name: str, *, sglang: bool) -> NodeRecord:
+    return NodeRecord(name=name, incarnation=name, address="h:1", slots=("cpu:0",), pid=1, sglang=sglang)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "words"),
+    [
+        pytest.param([node("a", sglang=False), node("b", sglang=False)], "no node has SGLang", id="none has it"),
+        pytest.param([node("a", sglang=True), node("b", sglang=False)], "SGLang is missing on b", id="one has not"),
+        pytest.param([], "no node has SGLang", id="there is none"),
+    ],
+)
+def test_a_job_that_wants_sglang_is_refused_where_it_is_missing(nodes: list[NodeRecord], words: str) -> None:
+    with pytest.raises(SpecError, match=rf"rollout\.engine: {words}.*GCORE_SGLANG_PYTHON.*rollout\.engine: torch"):
+        check_engine(spec(engine="sglang"), nodes)
+    check_engine(spec(), nodes)
+
+
+def test_a_job_that_wants_sglang_is_taken_where_all_nodes_have_it() -> None:
+    check_engine(spec(engine="sglang"), [node("a", sglang=True), node("b", sglang=True)])
+
+
+def test_validation_only_warns_for_the_job_may_run_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("controllers.service.capability.find_python", lambda: None)
+    assert "SGLang was not found on this machine" in (missing_here(spec(engine="sglang")) or "")
+    assert missing_here(spec()) is None
+
+
+def test_a_variable_that_names_nothing_is_an_error_not_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GCORE_SGLANG_PYTHON", "/nowhere")
+    with pytest.raises(UsageError, match="there is no such Python"):
+        missing_here(spec(engine="sglang"))

@@ -1,0 +1,180 @@
+"""How SGLang's server is started: its command line, its environment, where its Python is found, and its last words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gcore.errors import UsageError
+from gcore.rollout.sglang.command import CPU_CACHE_TOKENS, DROPPED, OURS, server_command, server_environment
+from gcore.rollout.sglang.environment import FOLDER, VARIABLE, find_python, has_sglang
+from gcore.rollout.sglang.launch import SglangLaunch, from_document
+from gcore.rollout.sglang.server import last_words
+
+
+def launch(**more: Any) -> SglangLaunch:
+    return SglangLaunch.model_validate({"python": "/env/bin/python", "model": "/m"} | more)
+
+
+def options(words: tuple[str, ...]) -> dict[str, str]:
+    """Options with their values, as argparse takes them: the last one stands."""
+    found = {}
+    for at, word in enumerate(words):
+        if word.startswith("--"):
+            value = words[at + 1] if at + 1 < len(words) and not words[at + 1].startswith("--") else ""
+            found[word] = value
+    return found
+
+
+def test_a_cpu_server_is_told_everything_that_keeps_it_to_the_cpu() -> None:
+    words = server_command(launch(batch_slots=7, prefill_chunk_tokens=64), 4711)
+    assert words[:3] == ("/env/bin/python", "-m", "sglang.launch_server")
+    assert options(words) == {
+        "--model-path": "/m",
+        "--host": "127.0.0.1",
+        "--port": "4711",
+        "--weight-version": "0.0",
+        "--dtype": "float32",
+        "--max-running-requests": "7",
+        "--chunked-prefill-size": "64",
+        "--enable-metrics": "",
+        "--sleep-on-idle": "",
+        "--log-level-http": "warning",
+        "--skip-server-warmup": "",
+        "--device": "cpu",
+        "--attention-backend": "torch_native",
+        "--sampling-backend": "pytorch",
+        "--grammar-backend": "none",
+        "--mem-fraction-static": "0.3",
+        "--disable-overlap-schedule": "",
+        "--disable-cuda-graph": "",
+        "--disable-radix-cache": "",
+        "--max-total-tokens": str(CPU_CACHE_TOKENS),
+    }
+
+
+def test_a_gpu_server_sleeps_shares_its_memory_and_keeps_sglangs_own_kernels() -> None:
+    said = options(server_command(launch(device="cuda", gpus=2, first_gpu=4, dtype="bfloat16"), 1))
+    assert said["--device"] == "cuda"
+    assert said["--tp-size"] == "2"
+    assert said["--base-gpu-id"] == "4"
+    assert said["--dtype"] == "bfloat16"
+    assert 0 < float(said["--mem-fraction-static"]) < 1
+    assert "--enable-memory-saver" in said
+    assert not said.keys() & {"--attention-backend", "--sampling-backend", "--disable-cuda-graph", "--max-total-tokens"}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_bound_on_the_cache_and_a_context_length_are_passed_on(device: str) -> None:
+    said = options(
+        server_command(launch(device=device, cache_tokens=999, context_length=100, trust_remote_code=True), 1)
+    )
+    assert said["--max-total-tokens"] == "999"
+    assert said["--context-length"] == "100"
+    assert "--trust-remote-code" in said
+
+
+def test_a_cpu_cache_holds_at_least_one_whole_context() -> None:
+    said = options(server_command(launch(context_length=CPU_CACHE_TOKENS + 1), 1))
+    assert said["--max-total-tokens"] == str(CPU_CACHE_TOKENS + 1)
+
+
+def test_what_the_job_says_comes_last_and_so_stands() -> None:
+    words = server_command(launch(engine_args=("--mem-fraction-static", "0.5", "--max-running-requests=3")), 1)
+    assert words[-3:] == ("--mem-fraction-static", "0.5", "--max-running-requests=3")
+    assert options(words)["--mem-fraction-static"] == "0.5"
+
+
+@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("form", ["{} x", "{}=x"])
+def test_what_gcore_must_choose_itself_is_refused_in_engine_args(name: str, form: str) -> None:
+    with pytest.raises(UsageError, match=rf"rollout\.engine_args: {name} is chosen by gcore"):
+        server_command(launch(engine_args=tuple(form.format(name).split())), 1)
+
+
+@given(st.dictionaries(st.sampled_from([*DROPPED, "PATH", "HOME", "OMP_NUM_THREADS"]), st.text("ab", max_size=2)))
+def test_the_servers_environment_keeps_all_but_what_would_mislead_it(base: dict[str, str]) -> None:
+    env = server_environment(launch(threads=3), base, Path("/s"))
+    assert not env.keys() & set(DROPPED)
+    assert {name: value for name, value in base.items() if name in ("PATH", "HOME")}.items() <= env.items()
+    assert env["OMP_NUM_THREADS"] == "3"
+    assert env["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert env["TMPDIR"] == "/s"
+
+
+def make_environment(folder: Path, *, with_sglang: bool = True) -> Path:
+    python = folder / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/sh\n")
+    python.chmod(0o755)
+    if with_sglang:
+        package = folder / "lib" / "python3.11" / "site-packages" / "sglang"
+        package.mkdir(parents=True)
+        (package / "launch_server.py").touch()
+    return python
+
+
+def test_the_python_is_the_one_that_is_named_then_the_variables_then_the_folders_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two, here = (make_environment(tmp_path / name) for name in ("one", "two", f"work/{FOLDER}"))
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setattr("gcore.rollout.sglang.environment.__file__", str(tmp_path / "a" / "b" / "c" / "d" / "e.py"))
+    assert find_python(one, environ={VARIABLE: str(two)}) == one
+    assert find_python(environ={VARIABLE: str(two)}) == two
+    assert find_python(environ={VARIABLE: str(tmp_path / "two")}) == two  # its folder will do
+    assert find_python(environ={}) == here
+    monkeypatch.chdir(tmp_path)
+    assert find_python(environ={}) is None
+
+
+def test_a_link_to_python_is_not_followed_out_of_its_environment(tmp_path: Path) -> None:
+    real = make_environment(tmp_path / "real", with_sglang=False)
+    python = make_environment(tmp_path / "env")
+    python.unlink()
+    python.symlink_to(real)
+    assert find_python(python, environ={}) == python
+
+
+@pytest.mark.parametrize("name", ["nowhere", "bare"])
+def test_a_python_without_sglang_is_named_with_what_to_do(tmp_path: Path, name: str) -> None:
+    make_environment(tmp_path / "bare", with_sglang=False)
+    assert not has_sglang(tmp_path / name / "bin" / "python")
+    with pytest.raises(UsageError, match=rf"{VARIABLE}: .*{name}.*make sglang-setup"):
+        find_python(environ={VARIABLE: str(tmp_path / name / "bin" / "python")})
+
+
+def test_a_document_that_does_not_fit_names_the_field() -> None:
+    with pytest.raises(UsageError, match=r"batch_slots: .*not 0"):
+        from_document({"kind": "sglang", "python": "p", "model": "m", "batch_slots": 0})
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        pytest.param((), "", id="nothing"),
+        pytest.param(("loading", "", "Killed"), "Killed", id="no error is named"),
+        pytest.param(
+            (
+                "Traceback (most recent call last):",
+                "safetensors._safetensors_rust.SafetensorError: header too large",
+                "nanobind: leaked 7 types!",
+                "[12:00:00] kill_process_tree called",
+            ),
+            "safetensors._safetensors_rust.SafetensorError: header too large | [12:00:00] kill_process_tree called",
+            id="an error under the noise of a falling server",
+        ),
+        pytest.param(
+            ("usage: launch_server.py", "launch_server.py: error: unrecognized arguments: --x"),
+            "launch_server.py: error: unrecognized arguments: --x",
+            id="argparse's",
+        ),
+        pytest.param(("ValueError: a", "RuntimeError: b"), "RuntimeError: b", id="the last of several"),
+    ],
+)
+def test_the_last_words_name_the_error(lines: tuple[str, ...], words: str) -> None:
+    assert last_words(lines) == words
