@@ -13,45 +13,36 @@ from controllers.actions import (
     Account,
     Apply,
     Assign,
-    BeginEpoch,
     Commit,
     Feed,
     Intent,
     Join,
     MakeSeal,
-    Prune,
     Publish,
     PutOffer,
     Ready,
-    Register,
     Reseal,
-    Retain,
     Rollback,
     SetPhase,
     StartJob,
 )
 from controllers.assignment import assign_shards
+from controllers.housekeeping import SETTLE_S, beginning, checkpointing, pruning
 from controllers.turns import turn
 from controllers.view import JobView
-from gcore.ledger import chain, epochs
-from gcore.ledger.ancestry import is_ancestor, resumable
+from gcore.ledger.ancestry import resumable
 from gcore.ledger.balance import balance
 from gcore.ledger.job import JobPhase
-from gcore.ledger.records import Checkpoint, Head, Offer, Seal, SealState
+from gcore.ledger.records import Head, Offer, Seal, SealState
 from gcore.ledger.stream import AccountNow, SealNow, refuse_seal
 from gcore.ledger.tally import barren_epoch, why_barren
-from gcore.ledger.transactions import MOST_PRUNED
 
 COALESCE_S = 0.3
 """An offer that is not complete yet waits so long for more, so that a step takes few writes."""
-SETTLE_S = 1.0
-"""A loss is looked at twice: registrations and claims reach a controller through different watches."""
 NODE_GRACE_S = 15.0
 """A world whose node is away waits so long for the node before it is placed on the others."""
 EXCHANGE_LIMIT_S = 60.0
 """A sealed batch that is not delivered by then is given up."""
-KEEP_LOG, PRUNE_AT = 64, 32
-"""Newest log entries that stay in the store, and how many older ones make a prune worth while."""
 MAX_FRUITLESS_ROLLBACKS = 5
 """Worlds that died one after the other without a commit between them; then the job has failed."""
 
@@ -193,56 +184,6 @@ def training(view: JobView) -> Iterator[Intent]:
             yield Intent(Apply(rank, seal.token), f"apply {rank} {seal.token}", _turn(view, f"exchange {seal.token}"))
 
 
-def checkpointing(view: JobView) -> Iterator[Intent]:
-    """Checkpoints on disk are registered, then old ones are forgotten."""
-    head = _head(view)
-    assert view.mirror.checkpoints is not None
-    known = view.mirror.checkpoints.record.entries
-    # Only ever a newer one: an older one may have been forgotten already, and its files be gone.
-    newest = max((c.step for c in resumable(head, known)), default=0)
-    for version, saved in view.saved.items():
-        if version.step <= newest or not is_ancestor(head, version):
-            continue
-        for seq, entry in view.mirror.log.items():
-            record = entry.record
-            if record.kind == "train" and (record.lineage, record.step) == version and record.cursors is not None:
-                checkpoint = Checkpoint(
-                    lineage=version.lineage, step=version.step, seq=seq, file=saved.file, digest=saved.digest
-                )
-                yield Intent(Register(checkpoint), f"register {version}", _turn(view, f"register {version}"))
-    kept = kept_checkpoints(head, known, view.spec.checkpoint.keep)
-    if len(kept) < len(known):
-        topic = f"retain {' '.join(str(c.seq) for c in kept)}"
-        yield Intent(Retain(kept), topic, _turn(view, topic), after=SETTLE_S)
-
-
-def pruning(view: JobView) -> Iterator[Intent]:
-    """The store holds a bounded stretch of the log; what is older goes to the run's folder, many entries at a time."""
-    head = _head(view)
-    assert view.mirror.checkpoints is not None
-    log = {seq: stored.record for seq, stored in view.mirror.log.items()}
-    old = chain.prunable(head, view.mirror.checkpoints.record.entries, log, keep=KEEP_LOG)
-    if len(old) >= PRUNE_AT:
-        topic = f"prune {old[0]}"
-        yield Intent(Prune(old[:MOST_PRUNED]), topic, _turn(view, topic), after=SETTLE_S)
-
-
-def beginning(view: JobView) -> Iterator[Intent]:
-    """With a curriculum, a data epoch begins when its statistics are fixed, once for all peers: by whoever needs it."""
-    head = _head(view)
-    if view.spec.data.curriculum is None or head.step >= view.spec.flow.steps:
-        return
-    epoch = epochs.needed(view.due, view.epochs)
-    if epoch is None:
-        return
-    assert view.mirror.checkpoints is not None
-    log = {seq: stored.record for seq, stored in view.mirror.log.items()}
-    known = view.mirror.checkpoints.record.entries
-    forgotten = epochs.superfluous(view.rules.shape, head, known, log, view.epochs)
-    topic = f"epoch {epoch} {head.lineage}"
-    yield Intent(BeginEpoch(epochs.beginning(head, epoch, view.epochs), forgotten), topic, _turn(view, topic))
-
-
 def despairing(view: JobView) -> Iterator[Intent]:
     """A job whose data brought nothing to train for a whole epoch fails: the next epoch would bring the same, for ever."""
     head = _head(view)
@@ -250,12 +191,6 @@ def despairing(view: JobView) -> Iterator[Intent]:
     if epoch is not None and head.step < view.spec.flow.steps:
         why = why_barren(epoch, [stored.record for stored in view.mirror.log.values()])
         yield Intent(SetPhase(JobPhase.FAILED, str(why)), "barren", _turn(view, "barren"))
-
-
-def kept_checkpoints(head: Head, known: tuple[Checkpoint, ...], keep: int) -> tuple[Checkpoint, ...]:
-    """The newest `keep` on head's chain, and the base, without which a chain could not be resumed at all."""
-    wanted = set(resumable(head, (c for c in known if c.file))[:keep])
-    return tuple(c for c in known if c in wanted or not c.file)
 
 
 def recovering(view: JobView) -> Iterator[Intent]:

@@ -8,6 +8,7 @@ from typing import Any
 from controllers.actions import (
     Apply,
     Assign,
+    BeginEpoch,
     Commit,
     Feed,
     Join,
@@ -23,7 +24,8 @@ from controllers.actions import (
     StartJob,
 )
 from controllers.assignment import assign_shards
-from controllers.decide import KEEP_LOG, MAX_FRUITLESS_ROLLBACKS, NODE_GRACE_S, PRUNE_AT, decide, kept_checkpoints
+from controllers.decide import MAX_FRUITLESS_ROLLBACKS, NODE_GRACE_S, decide
+from controllers.housekeeping import KEEP_LOG, PRUNE_AT, kept_checkpoints
 from controllers.turns import TURN_SECONDS, Waits, turn
 from controllers.view import EngineView, JobView, RankView, SavedCheckpoint
 from gcore.config import parse_spec
@@ -32,7 +34,17 @@ from gcore.ledger.balance import balance
 from gcore.ledger.chain import Writer
 from gcore.ledger.job import EnginePlace, JobPhase, JobStatus, NodeRecord, Plan, RankClaim, RankPlace
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records import Checkpoint, Checkpoints, LogEntry, Member, Offer, OfferedGroup, Seal
+from gcore.ledger.records import (
+    Checkpoint,
+    Checkpoints,
+    EndedRef,
+    EpochRecord,
+    LogEntry,
+    Member,
+    Offer,
+    OfferedGroup,
+    Seal,
+)
 from gcore.ledger.stream import SealNow, StreamRules, held_by, in_order
 from gcore.ledger.transactions import Stored
 from gcore.prompts.cursor import shard_lengths
@@ -344,3 +356,61 @@ def test_one_peer_goes_first_and_the_others_follow() -> None:
 def test_a_condition_that_broke_begins_anew() -> None:
     waits = Waits({}).note(["c"], 10.0).note([], 11.0).note(["c"], 12.0)
     assert waits.since["c"] == 12.0
+
+
+def ended_refs(view: JobView, epochs: int, kind: str = "filtered") -> JobView:
+    """With every ref of the first epochs ended without a group."""
+    refs = [PromptRef(e, s, q) for e in range(epochs) for s in range(4) for q in range(10)]
+    ended = tuple(EndedRef(ref=ref, kind=kind, reason="too long", source="data") for ref in refs)  # type: ignore[arg-type]
+    advance = chain.accounted(view.mirror.head.record, ended, RULES.shape, Writer(ME, "n1"))
+    return with_mirror(view, head=stored(advance.head), log={**view.mirror.log, 1: stored(advance.entry)})
+
+
+def test_a_job_whose_whole_epoch_brought_nothing_fails_with_the_counts_and_the_commonest_reason() -> None:
+    (phase,) = [action for action in actions(ended_refs(running(), 1)) if isinstance(action, SetPhase)]
+    assert phase.phase is JobPhase.FAILED
+    assert phase.reason == (
+        "no prompt of data epoch 0 could be trained (40 were filtered, 0 failed); the commonest reason, 40 times: too long"
+    )
+    (phase,) = [action for action in actions(ended_refs(running(), 2, "failed")) if isinstance(action, SetPhase)]
+    assert phase.reason.startswith("no prompt of data epoch 1 could be trained (0 were filtered, 40 failed)")
+
+
+def test_a_job_that_has_trained_something_of_the_epoch_goes_on() -> None:
+    view = ended_refs(running(), 1)
+    head = view.mirror.head.record
+    trained = head.model_copy(update={"tally": head.tally.model_copy(update={"trained_epoch": 0})})
+    assert SetPhase not in kinds(with_mirror(view, head=stored(trained)))
+
+
+def curriculum(view: JobView) -> JobView:
+    data = SPEC.data.model_copy(update={"curriculum": "easy_first"})
+    return replace(view, spec=SPEC.model_copy(update={"data": data}))
+
+
+def past_the_first_epoch(view: JobView) -> JobView:
+    view = ended_refs(view, 1)
+    head = view.mirror.head.record
+    return with_mirror(
+        view, head=stored(head.model_copy(update={"tally": head.tally.model_copy(update={"trained_epoch": 0})}))
+    )
+
+
+def test_with_a_curriculum_the_next_epoch_begins_when_it_is_needed_and_only_then() -> None:
+    assert BeginEpoch not in kinds(curriculum(running()))
+    view = past_the_first_epoch(curriculum(running()))
+    (begin,) = [action for action in actions(view) if isinstance(action, BeginEpoch)]
+    assert (begin.record.epoch, begin.record.version, begin.forgotten) == (1, Version(0, 0), ())
+    assert begin.record.so_far["data"].filtered == 40
+    begun = with_mirror(view, epochs={1: stored(begin.record)})
+    assert BeginEpoch not in kinds(begun)
+
+
+def test_an_epoch_whose_record_was_cut_off_begins_again() -> None:
+    view = past_the_first_epoch(curriculum(running()))
+    old = EpochRecord(epoch=1, version=Version(0, 2))
+    assert BeginEpoch in kinds(with_mirror(view, epochs={1: stored(old)}))
+
+
+def test_without_a_curriculum_no_epoch_is_written_down() -> None:
+    assert BeginEpoch not in kinds(past_the_first_epoch(running()))

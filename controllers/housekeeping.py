@@ -1,0 +1,85 @@
+"""Housekeeping rules of `controllers.decide`: checkpoints are registered and forgotten, the log is kept short, data epochs
+begin. Pure, like all rules; none of them is needed for a step to be safe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from controllers.actions import BeginEpoch, Intent, Prune, Register, Retain
+from controllers.turns import turn
+from controllers.view import JobView
+from gcore.ledger import chain, epochs
+from gcore.ledger.ancestry import is_ancestor, resumable
+from gcore.ledger.records import Checkpoint, Head
+from gcore.ledger.transactions import MOST_PRUNED
+
+SETTLE_S = 1.0
+"""A loss is looked at twice: registrations and claims reach a controller through different watches."""
+KEEP_LOG, PRUNE_AT = 64, 32
+"""Newest log entries that stay in the store, and how many older ones make a prune worth while."""
+
+
+def checkpointing(view: JobView) -> Iterator[Intent]:
+    """Checkpoints on disk are registered, then old ones are forgotten."""
+    head = _head(view)
+    assert view.mirror.checkpoints is not None
+    known = view.mirror.checkpoints.record.entries
+    # Only ever a newer one: an older one may have been forgotten already, and its files be gone.
+    newest = max((c.step for c in resumable(head, known)), default=0)
+    for version, saved in view.saved.items():
+        if version.step <= newest or not is_ancestor(head, version):
+            continue
+        for seq, entry in view.mirror.log.items():
+            record = entry.record
+            if record.kind == "train" and (record.lineage, record.step) == version and record.cursors is not None:
+                checkpoint = Checkpoint(
+                    lineage=version.lineage, step=version.step, seq=seq, file=saved.file, digest=saved.digest
+                )
+                yield Intent(Register(checkpoint), f"register {version}", _turn(view, f"register {version}"))
+    kept = kept_checkpoints(head, known, view.spec.checkpoint.keep)
+    if len(kept) < len(known):
+        topic = f"retain {' '.join(str(c.seq) for c in kept)}"
+        yield Intent(Retain(kept), topic, _turn(view, topic), after=SETTLE_S)
+
+
+def pruning(view: JobView) -> Iterator[Intent]:
+    """The store holds a bounded stretch of the log; what is older goes to the run's folder, many entries at a time."""
+    head = _head(view)
+    assert view.mirror.checkpoints is not None
+    log = {seq: stored.record for seq, stored in view.mirror.log.items()}
+    old = chain.prunable(head, view.mirror.checkpoints.record.entries, log, keep=KEEP_LOG)
+    if len(old) >= PRUNE_AT:
+        topic = f"prune {old[0]}"
+        yield Intent(Prune(old[:MOST_PRUNED]), topic, _turn(view, topic), after=SETTLE_S)
+
+
+def beginning(view: JobView) -> Iterator[Intent]:
+    """With a curriculum, a data epoch begins when its statistics are fixed, once for all peers: by whoever needs it."""
+    head = _head(view)
+    if view.spec.data.curriculum is None or head.step >= view.spec.flow.steps:
+        return
+    epoch = epochs.needed(view.due, view.epochs)
+    if epoch is None:
+        return
+    assert view.mirror.checkpoints is not None
+    log = {seq: stored.record for seq, stored in view.mirror.log.items()}
+    known = view.mirror.checkpoints.record.entries
+    forgotten = epochs.superfluous(view.rules.shape, head, known, log, view.epochs)
+    topic = f"epoch {epoch} {head.lineage}"
+    yield Intent(BeginEpoch(epochs.beginning(head, epoch, view.epochs), forgotten), topic, _turn(view, topic))
+
+
+def kept_checkpoints(head: Head, known: tuple[Checkpoint, ...], keep: int) -> tuple[Checkpoint, ...]:
+    """The newest `keep` on head's chain, and the base, without which a chain could not be resumed at all."""
+    wanted = set(resumable(head, (c for c in known if c.file))[:keep])
+    return tuple(c for c in known if c in wanted or not c.file)
+
+
+def _head(view: JobView) -> Head:
+    assert view.mirror.head is not None
+    return view.mirror.head.record
+
+
+def _turn(view: JobView, topic: str) -> int:
+    return turn(view.mirror.members, view.me, topic)
