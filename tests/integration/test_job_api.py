@@ -92,6 +92,16 @@ def test_the_same_spec_goes_on_and_a_changed_one_is_refused(cluster: LocalCluste
     cancel(cluster, "again")
 
 
+def test_a_new_spec_that_is_refused_does_not_end_the_old_job(cluster: LocalCluster, tree: dict[str, Any]) -> None:
+    tree = tree | {"name": "kept"}
+    first = create(cluster, tree, "k1")
+    with pytest.raises(UsageError, match=r"nowhere\.jsonl: cannot read the file"):
+        create(cluster, tree | {"data": {"path": "/nowhere.jsonl"}}, "k2", pb.START_MODE_NEW)
+    assert ask(cluster, lambda c: c.get_job("kept")).uid == first.uid
+    assert ask(cluster, lambda c: c.get_job("kept")).state != pb.JOB_STATE_CANCELLED
+    cancel(cluster, "kept")
+
+
 def test_events_are_the_same_from_every_controller_and_end_with_the_job(
     cluster: LocalCluster, tree: dict[str, Any]
 ) -> None:

@@ -1,0 +1,192 @@
+"""`gcore validate`: everything a spec names is checked, and shown as the job will see it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+TEMPLATE = "{% for m in messages %}{{ m.role }} : {{ m.content }} {% endfor %}"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A spec of two sources in different formats, with everything they name."""
+    model = tmp_path / "model"
+    model.mkdir()
+    tokenizer = Tokenizer(models.WordLevel({"?": 0, "1": 1, "+": 2, "=": 3}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(model / "tokenizer.json"))
+    (model / "tokenizer_config.json").write_text(json.dumps({"eos_token": "=", "unk_token": "?"}))
+    (model / "config.json").write_text(json.dumps({"model_type": "qwen3", "max_position_embeddings": 32}))
+    save_file({"w": np.zeros(16, dtype=np.float32)}, model / "model.safetensors")
+    lines = [{"prompt": "1 + " * (i % 10) + "1 =", "answer": "2"} for i in range(40)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    pq.write_table(pa.table({"q": ["1 + 1"] * 9, "label": ["2"] * 9}), tmp_path / "others.parquet")
+    (tmp_path / "own.jinja").write_text(TEMPLATE)
+    (tmp_path / "spec.yaml").write_text(json.dumps(TREE))
+    return tmp_path
+
+
+TREE: dict[str, Any] = {
+    "name": "mixed",
+    "model": {"path": "model"},
+    "data": {
+        "shards": 4,
+        "sources": [
+            {"name": "sums", "path": "sums.jsonl", "weight": 0.5, "min_prompt_tokens": 4, "max_prompt_tokens": 16},
+            {
+                "name": "others", "path": "others.parquet", "weight": 2, "prompt": "q", "chat": True,
+                "template": "own.jinja", "system": "1\x1b[2J", "reward": {"name": "exact", "answer": "label"},
+            },
+        ],
+    },
+    "flow": {"steps": 2, "groups_per_step": 2},
+    "rollout": {"max_new_tokens": 4},
+    "eval": {"path": "sums.jsonl", "limit": 5},
+}  # fmt: skip
+
+
+def validate(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "controllers.cli.main", "validate", "spec.yaml", "--home", "home", *more]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+def test_each_source_is_shown_with_its_part_in_an_epoch_its_lengths_filters_and_first_prompt(folder: Path) -> None:
+    before = sorted(folder.rglob("*"))
+    done = validate(folder, "-o", "json")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(folder.rglob("*")) == before, "a check leaves nothing behind"
+    tree = json.loads(done.stdout)
+    assert tree["prompts"] == 20 + 18
+    sums, others, held = tree["sources"]
+    # Prompts of 2, 4, ... 20 tokens, four of each.
+    assert sums == {
+        "source": "sums",
+        "for": "training",
+        "path": str(folder / "sums.jsonl"),
+        "entries": 40,
+        "weight": 0.5,
+        "refs": 20,
+        "reward": "numeric",
+        "counted": 40,
+        "filtered": {
+            "the prompt is shorter than min_prompt_tokens (4)": 4,
+            "the prompt is longer than max_prompt_tokens (16)": 8,
+        },
+        "unknown": 0,
+        "tokens": {"mean": 10.0, "p50": 10, "p95": 16, "max": 16},
+        "longest": f"{folder / 'sums.jsonl'}, entry 7",
+        "first": "1 + 1 =",
+    }
+    assert (others["refs"], others["reward"], others["unknown"]) == (18, "exact", 9)
+    assert others["first"] == "system : 1\x1b[2J user : 1 + 1 "
+    assert (held["for"], held["refs"], held["filtered"]) == ("evaluation", 5, {})
+
+
+def test_people_see_a_table_a_histogram_and_prompts_without_control_characters(folder: Path) -> None:
+    done = validate(folder)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\x1b" not in done.stdout
+    lines = [" ".join(line.split()) for line in done.stdout.split("\n")]
+    assert "sums training 40 0.5 20 12 (30.0 %) numeric 10.0 10 16 16" in lines
+    assert "sums: 8 filtered: the prompt is longer than max_prompt_tokens (16)." in lines
+    assert "others: 9 prompts hold text that the model's tokenizer does not know." in lines
+    assert "others begins: system : 1\\x1b[2J user : 1 + 1" in lines
+    assert "data (evaluation) begins: 1 =" in lines
+    histogram = lines[lines.index("Prompts of sums by tokens:") + 1 :][:7]
+    assert [line.split()[0] for line in histogram] == ["4-5", "6-7", "8-9", "10-11", "12-13", "14-15", "16-17"]
+    assert {line.split()[-1] for line in histogram} == {"4"}
+    assert "spec.yaml is valid: 38 prompts, 2 steps." in lines
+
+
+def test_a_sample_is_named_as_one(folder: Path) -> None:
+    done = validate(folder, "--sample", "4")
+    assert done.returncode == 0
+    assert "sums: 4 of 40 prompts were counted, spread evenly." in done.stdout
+
+
+MISTAKES: list[tuple[str, tuple[str, ...], Callable[[Path], object], str]] = [
+    (
+        "weights that are cut off",
+        (),
+        lambda f: (f / "model/model.safetensors").write_bytes((f / "model/model.safetensors").read_bytes()[:-4]),
+        "model/model.safetensors: the file is cut off: it has",
+    ),
+    (
+        "a bad line",
+        (),
+        lambda f: (f / "sums.jsonl").open("a").write('{"prompt": "", "answer": "2"}\n'),
+        "sums.jsonl:41: field 'prompt' is empty",
+    ),
+    (
+        "a bad row",
+        (),
+        lambda f: pq.write_table(pa.table({"q": ["1", None], "label": ["2", "2"]}), f / "others.parquet"),
+        "others.parquet, row 1: field 'q' is null",
+    ),
+    ("no template", (), lambda f: (f / "own.jinja").unlink(), "own.jinja: cannot read the chat template"),
+    (
+        "a template that fails",
+        (),
+        lambda f: (f / "own.jinja").write_text("{{ raise_exception('no system message') }}"),
+        "others.parquet, row 0: the chat template does not take the prompt (TemplateError: no system message)",
+    ),
+    (
+        "tools without chat",
+        ("--set", "data.sources.0.tools=tools.json"),
+        lambda f: None,
+        "data, source 'sums': `tools` is given, and the prompts are shown as plain text",
+    ),
+    (
+        "an unknown reward",
+        ("--set", "data.sources.1.reward.name=exakt"),
+        lambda f: None,
+        "'exakt'",
+    ),
+    (
+        "more shards than prompts",
+        ("--set", "data.shards=39"),
+        lambda f: None,
+        "data.shards: an epoch holds 38 prompts, and data.shards is 39",
+    ),
+    (
+        "two sources of one name",
+        ("--set", "data.sources.1.name=sums"),
+        lambda f: None,
+        "two sources have the same name",
+    ),
+    (
+        "a prompt without room for its response",
+        ("--set", "data.sources.0.max_prompt_tokens=null", "--set", "rollout.max_new_tokens=20"),
+        lambda f: None,
+        "sums.jsonl, entry 6: the prompt has 14 tokens, and at most 12 leave room for the response",
+    ),
+    (
+        "filters that leave nothing",
+        ("--set", "data.sources.0.min_prompt_tokens=16", "--set", "data.sources.0.max_prompt_tokens=15"),
+        lambda f: None,
+        "the filters leave no prompt",
+    ),
+]
+
+
+@pytest.mark.parametrize(("more", "damage", "message"), [m[1:] for m in MISTAKES], ids=[m[0] for m in MISTAKES])
+def test_a_mistake_is_one_sentence_that_names_its_place(
+    folder: Path, more: tuple[str, ...], damage: Callable[[Path], object], message: str
+) -> None:
+    damage(folder)
+    done = validate(folder, *more)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+    assert (done.stderr.startswith("gcore: "), done.stderr.count("\n")) == (True, 1)
