@@ -29,8 +29,10 @@ HEALTH_S = 0.5
 """Between two looks at a server that loads."""
 LOOK_S = 5.0
 """Between two looks at one that serves."""
-PATIENCE_S = 30.0
-"""For an answer; a step of the model may stand before it."""
+HEALTH_PATIENCE_S = 30.0
+"""For the first token, which comes with compilations."""
+LOOK_PATIENCE_S = 5.0
+"""For the scheduler's answer; a step of the model may stand before it."""
 
 
 class Adapter:
@@ -69,7 +71,8 @@ class Adapter:
 
     async def _serve(self) -> None:
         """Wait for the server, register it, and tell how it is. Ends only with an error."""
-        client = EngineClient(f"http://{self._address}", timeout_s=PATIENCE_S)
+        url = f"http://{self._address}"
+        client, watcher = (EngineClient(url, timeout_s=limit) for limit in (HEALTH_PATIENCE_S, LOOK_PATIENCE_S))
         try:
             self._control.send("progress", phase="loading", progress=0)
             while not await client.health():
@@ -77,9 +80,10 @@ class Adapter:
                 await self._clock.sleep(HEALTH_S)
             await self._check_version(client)
             self._control.send("serving", address=self._address)
-            await self._watch(client)
+            await self._watch(watcher)
         finally:
             await client.close()
+            await watcher.close()
 
     async def _check_version(self, client: EngineClient) -> None:
         """What is served is called what it was to be called, or nobody would know whose tokens it makes."""
