@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from controllers.view import JobView
@@ -10,6 +10,10 @@ from gcore.ledger.balance import balance
 from gcore.ledger.job import JobPhase
 from gcore.ledger.records import SealState
 from gcore.ledger.stream import NotYet
+from gcore.types import Version
+
+WORKER_STATES = {"starting": "is starting", "failed": "has failed and is to be replaced", "stopping": "is stopping"}
+RANKS_NAMED = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,37 +35,57 @@ def waiting_for(view: JobView) -> Iterator[Wait]:
             fetch = stored.record
             yield Wait("model", f"{fetch.node} is {fetch.sentence}", f"wait model {fetch.node}")
     if mirror.status.record.phase is JobPhase.PENDING or mirror.head is None or mirror.plan is None:
-        yield Wait("start", "the job waits to be started", "wait start")
+        yield Wait("start", "the job is about to be started", "wait start")
         return
     head = mirror.head.record
     for place in mirror.plan.record.ranks:
         claim = mirror.claim(head.world, place.rank)
         worker = view.workers.get(claim.instance) if claim else None
         if worker is None or worker.state != "serving":
-            state = worker.state if worker else "not there"
+            state = WORKER_STATES.get(worker.state, worker.state) if worker else "has no process yet"
             yield Wait(
                 "train_world",
-                f"rank {place.rank} on {place.node} is {state}",
+                f"train rank {place.rank} on {place.node} {state}",
                 f"wait rank {head.world} {place.rank}",
             )
     if not any(e.version == head.version for e in view.engines.values()):
-        served = ", ".join(sorted(str(e.version) for e in view.engines.values())) or "none"
-        yield Wait("engines", f"no engine of {view.node} serves {head.version} (they serve: {served})", "wait engines")
+        served = sorted({weights_of(e.version) for e in view.engines.values() if e.version is not None})
+        have = f"they have {', '.join(served)}" if served else "none is ready"
+        what = f"the engines of {view.node} are to load {weights_of(head.version)} ({have})"
+        yield Wait("engines", what, "wait engines")
     seal = view.seal
     if head.step >= view.spec.flow.steps:
-        yield Wait("finish", "the last checkpoint or evaluation", "wait finish")
+        yield Wait("finish", "all steps are trained; the last checkpoint or evaluation is not yet there", "wait finish")
     elif seal is None or seal.state is SealState.OPEN:
         chosen = view.chosen
         if isinstance(chosen, NotYet):
-            what = f"step {head.step + 1} waits for {chosen.missing} groups, the oldest of prompt {chosen.oldest}"
+            count = "1 more prompt" if chosen.missing == 1 else f"{chosen.missing} more prompts"
+            what = f"step {head.step + 1} needs {count} with all their responses (the oldest: {chosen.oldest})"
             yield Wait("groups", what, f"wait groups {head.seq}")
         if view.arranging:
             yield Wait("order", f"{view.node} works out the order of the curriculum", "wait order")
     elif seal.state is SealState.SEALED:
         layout = balance(seal)
         late = [rank for rank in range(seal.world_size) if view.missing(seal, layout, rank)]
-        yield Wait("exchange", f"step {seal.step} is on its way to ranks {late}", f"wait exchange {seal.token}")
+        what = f"the responses of step {seal.step} are on their way to {ranks_of(late)}"
+        yield Wait("exchange", what, f"wait exchange {seal.token}")
     else:
         behind = [r for r in range(seal.world_size) if r not in view.ranks or view.ranks[r].applied != seal.token]
-        phases = ", ".join(f"{r}: {view.ranks[r].phase if r in view.ranks else 'not connected'}" for r in behind)
-        yield Wait("train", f"step {seal.step} is trained by ranks {behind} ({phases})", f"wait train {seal.token}")
+        phases = {view.ranks[r].phase if r in view.ranks else "not connected" for r in behind}
+        what = f"{ranks_of(behind)} {'trains' if len(behind) == 1 else 'train'} step {seal.step}"
+        yield Wait("train", f"{what} ({', '.join(sorted(phases))})" if phases else what, f"wait train {seal.token}")
+
+
+def weights_of(version: Version) -> str:
+    """`the weights of step 7`; of the model that training began with, and of a later lineage, it says that."""
+    weights = f"the weights of step {version.step}" if version.step else "the first weights"
+    return f"{weights} in lineage {version.lineage}" if version.lineage else weights
+
+
+def ranks_of(ranks: Sequence[int]) -> str:
+    """`train rank 0`, `train ranks 0, 1 and 2`, `12 train ranks`."""
+    if len(ranks) > RANKS_NAMED:
+        return f"{len(ranks)} train ranks"
+    if len(ranks) < 2:
+        return f"train rank {ranks[0]}" if ranks else "the train ranks"
+    return f"train ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

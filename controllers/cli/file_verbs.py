@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -46,9 +47,11 @@ PREPARE_EXAMPLES = """
 gcore prepare arithmetic --to .cache/examples/arithmetic
 """
 EXPORT_EXAMPLES = """
-[bold]Example[/bold]
+[bold]Examples[/bold]
 
 gcore export arithmetic --to ./trained
+
+[dim]One of several jobs of that name:[/dim]  gcore export 08d8f27366e5 --to ./trained
 """
 
 PREPARED_UNDER = Path(".cache/examples")
@@ -144,9 +147,11 @@ def export(
 ) -> None:
     """Copy the model of a job's newest checkpoint, ready for `from_pretrained` and for serving.
 
-    Without a cluster that is up, a job that `gcore run` finished in this home is found by its summary.
+    A name means the newest job of that name; a uid means that one. Where no cluster is up, what `gcore run` finished in
+    this home is found by its summary.
     """
-    folder = Path(_checkpoint_of(job, home, address))
+    found = _exportable(job, home, address)
+    folder = found.checkpoint
     if not folder.is_dir():
         raise UsageError(
             "the checkpoint is not to be seen on this machine",
@@ -155,25 +160,43 @@ def export(
         )
     from gcore.weights.layout import copy_model
 
-    copy_model(folder, to)
-    typer.echo(f"The model of {folder.name} is in {to}.")
+    try:
+        copy_model(folder, to)
+    except OSError as error:
+        raise UsageError(
+            f"the model cannot be written here ({error.strerror or error})",
+            where=str(to),
+            fix="Name a folder that can be made, with room for the model",
+        ) from error
+    typer.echo(f"The model of job {found.name} ({found.uid}){found.by} is in {to}; its checkpoint is {folder}.")
 
 
-def _checkpoint_of(job: str, home: Path, address: str | None) -> str:
+@dataclass(frozen=True, slots=True)
+class _Exportable:
+    """A job's newest checkpoint. `by`: how the job was found, if not by asking the cluster."""
+
+    name: str
+    uid: str
+    checkpoint: Path
+    by: str = ""
+
+
+def _exportable(job: str, home: Path, address: str | None) -> _Exportable:
     from controllers.cli.job_verbs import call
     from controllers.cli.summary import find_summary
 
     try:
         found = call(lambda client: client.get_job(job), address, home)
-        uid, checkpoint = found.uid, found.checkpoint
+        name, uid, checkpoint, by = found.name, found.uid, found.checkpoint, ""
     except Unreachable:
         summary = find_summary(home / "runs", job) if address is None else None
         if summary is None:
             raise
-        uid, checkpoint = str(summary["uid"]), str(summary["checkpoint"])
+        name, uid, checkpoint = summary["job"], summary["uid"], summary["checkpoint"]
+        by = f", found in {home / 'runs'} because no cluster is up,"
     if not checkpoint:
         raise UsageError(f"job {job!r} ({uid}) has no checkpoint yet", fix="Wait for one, or lower checkpoint.every")
-    return checkpoint
+    return _Exportable(name, uid, Path(checkpoint), by)
 
 
 def _processes(spec: JobSpec, controllers: int, slots: str) -> list[dict[str, str]]:

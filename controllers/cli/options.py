@@ -19,7 +19,13 @@ Address = Annotated[
 ]
 Controllers = Annotated[int, typer.Option(help="Daemons on this machine.")]
 Slots = Annotated[str, typer.Option(help="Slots of this machine, dealt out to the daemons: cpu:N or cuda:N.")]
-Set = Annotated[list[str] | None, typer.Option("--set", help="Replace a field: section.field=value. Repeatable.")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        help="Replace a field: section.field=value. Repeatable. A path is relative to the spec's folder, as in the spec.",
+    ),
+]
 New = Annotated[bool, typer.Option("--new", help="Always a new job; one of that name that has not ended is ended.")]
 Plain = Annotated[bool, typer.Option("--plain", help="Lines instead of the live view.")]
 Format = Annotated[Output, typer.Option("--output", "-o", help="How the answer is printed.")]

@@ -28,6 +28,7 @@ from controllers.decide import MAX_FRUITLESS_ROLLBACKS, NODE_GRACE_S, decide
 from controllers.housekeeping import KEEP_LOG, PRUNE_AT, kept_checkpoints
 from controllers.turns import TURN_SECONDS, Waits, turn
 from controllers.view import EngineView, JobView, RankView, SavedCheckpoint
+from controllers.waiting import ranks_of, waiting_for, weights_of
 from gcore.config import parse_spec
 from gcore.ledger import chain
 from gcore.ledger.balance import balance
@@ -414,3 +415,44 @@ def test_an_epoch_whose_record_was_cut_off_begins_again() -> None:
 
 def test_without_a_curriculum_no_epoch_is_written_down() -> None:
     assert BeginEpoch not in kinds(past_the_first_epoch(running()))
+
+
+def waits(view: JobView) -> dict[str, str]:
+    """What is waited for, in words, by cause; an engine serves what head says."""
+    served = {"e": EngineView("e", "h:1", view.mirror.head.record.version)} if view.mirror.head else {}
+    return {wait.cause: wait.what for wait in waiting_for(replace(view, engines=view.engines or served))}
+
+
+def test_what_a_job_waits_for_is_a_sentence_without_numbers_of_the_machinery() -> None:
+    pending = with_mirror(running(), status=stored(JobStatus(phase=JobPhase.PENDING)), head=None)
+    assert waits(pending) == {"start": "the job is about to be started"}
+    sealed_view, seal = sealed(running())
+    assert waits(sealed_view) == {"exchange": "the responses of step 1 are on their way to train ranks 0 and 1"}
+    one_left, _ = sealed(running())
+    assert waits(holding(one_left, seal, ranks=(0,)))["exchange"].endswith("to train rank 1")
+    ready, _ = sealed(running(), ready=True)
+    ready = replace(ready, ranks={i: RankView(i, phase="update") for i in range(2)})
+    assert waits(ready) == {"train": "train ranks 0 and 1 train step 1 (update)"}
+
+
+def test_a_job_says_which_ranks_and_engines_it_waits_for() -> None:
+    view = running()
+    starting = {"t0": view.workers["t0"].model_copy(update={"state": "starting"})}
+    said = [wait.what for wait in waiting_for(replace(view, workers=starting))]
+    assert "train rank 0 on node-0 is starting" in said
+    assert "train rank 1 on node-1 has no process yet" in said
+    assert "the engines of node-0 are to load the first weights (none is ready)" in said
+    unknown = replace(view, engines={"e": EngineView("e", "h:1", None)})
+    assert waits(unknown)["engines"] == "the engines of node-0 are to load the first weights (none is ready)"
+
+
+def test_ranks_and_weights_are_named_as_people_count_them() -> None:
+    assert [ranks_of(range(n)) for n in (1, 2, 3, 8)] == [
+        "train rank 0",
+        "train ranks 0 and 1",
+        "train ranks 0, 1 and 2",
+        "8 train ranks",
+    ]
+    assert weights_of(Version(0, 0)) == "the first weights"
+    assert weights_of(Version(0, 7)) == "the weights of step 7"
+    assert weights_of(Version(2, 7)) == "the weights of step 7 in lineage 2"

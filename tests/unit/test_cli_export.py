@@ -1,0 +1,50 @@
+"""`gcore export` without a cluster: it says which job's model it copied, and a folder it cannot make is a sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from controllers.cli.file_verbs import export
+from gcore.errors import Unreachable, UsageError
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """Two finished runs of one name; the second is the newer."""
+    for age, uid in enumerate(("u1", "u2")):
+        run = tmp_path / "home" / "runs" / f"sums-{uid}"
+        checkpoint = run / "checkpoints" / "0-40"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "config.json").write_text(json.dumps({"uid": uid}))
+        (checkpoint / "model.safetensors").write_bytes(b"weights")
+        summary = run / "summary.json"
+        summary.write_text(json.dumps({"job": "sums", "uid": uid, "checkpoint": str(checkpoint)}))
+        os.utime(summary, (age, age))
+    return tmp_path / "home"
+
+
+@pytest.mark.parametrize(("job", "uid"), [("sums", "u2"), ("u1", "u1")], ids=["a name: the newest", "a uid"])
+def test_an_export_names_the_job_and_the_checkpoint(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], job: str, uid: str
+) -> None:
+    export(job, tmp_path / "to", home)
+    assert json.loads((tmp_path / "to" / "config.json").read_text()) == {"uid": uid}
+    said = capsys.readouterr().out
+    assert f"job sums ({uid}), found in {home / 'runs'} because no cluster is up, is in {tmp_path / 'to'}" in said
+    assert f"sums-{uid}/checkpoints/0-40" in said
+
+
+@pytest.mark.parametrize("to", ["file/to", "/proc/gcore/to"], ids=["below a file", "where nothing can be made"])
+def test_a_folder_that_cannot_be_made_is_a_sentence(home: Path, tmp_path: Path, to: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="the model cannot be written here"):
+        export("sums", tmp_path / to, home)
+
+
+def test_a_job_that_nobody_knows_is_not_found(home: Path, tmp_path: Path) -> None:
+    with pytest.raises(Unreachable):
+        export("other", tmp_path / "to", home)
