@@ -77,6 +77,7 @@ def submit(
     """
     import uuid
 
+    from controllers.cli.creating import create_job
     from controllers.cli.following import follow as follow_job
     from controllers.cli.model_words import trust_warning
     from controllers.cli.screens import JsonScreen, Screen, choose_screen
@@ -95,7 +96,7 @@ def submit(
 
     async def create_and_follow(client: JobsClient) -> None:
         nonlocal submitted
-        job = snapshot(await client.create_job(spec_json, request_id=request, mode=mode))
+        job = snapshot(await create_job(client, spec_json, request_id=request, mode=mode))
         submitted = job.uid
         if output is Output.TABLE:
             typer.echo(f"Job {job.name} ({job.uid}) is {job.state}; its folder is {job.run_dir}.")

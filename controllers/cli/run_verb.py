@@ -125,6 +125,7 @@ def run(
 
 async def _submit_and_follow(run: _Run, screen: Screen) -> Summary:
     from controllers.cli.answers import snapshot
+    from controllers.cli.creating import create_job
     from controllers.cli.following import audit, follow
     from controllers.cli.summary import summarize, write
     from gcore.api.v1 import jobs_pb2 as pb
@@ -134,7 +135,7 @@ async def _submit_and_follow(run: _Run, screen: Screen) -> Summary:
     clock = SystemClock()
     mode = pb.START_MODE_NEW if run.new else pb.START_MODE_RESUME
     async with JobsClient(run.addresses, clock=clock) as client:
-        created = await client.create_job(run.spec.model_dump_json(), request_id=uuid.uuid4().hex, mode=mode)
+        created = await create_job(client, run.spec.model_dump_json(), request_id=uuid.uuid4().hex, mode=mode)
         job = snapshot(created)
         run_dir = _visible_here(Path(job.run_dir))
         ended = await follow(client, job, screen, clock, run_dir=run_dir)

@@ -1,5 +1,8 @@
 """The prompt stream: what is asked, in which order, and how far it was consumed.
 
-`entries` and `index` check a JSONL file and find its entries, `dataset` reads them, `shards` orders them, `render` makes
-text and tokens of them, `stream` joins these four, and `cursor` keeps what is terminal.
+`opening` makes a job's prompts of its spec. `formats` finds what lies at a source's path, `copies` and `tables` make JSON
+lines of what is none, `entries` and `index` check them, `dataset` reads them. `template`, `tools`, `tokenizer` and `render`
+make text and tokens of an entry, `source` joins all this for one source. `mixture` makes an epoch of several sources,
+`shards` cuts and orders it (or a `curriculum` does), `stream` finds the prompt of a ref, `lengths` counts tokens before a
+job, and `cursor` keeps what is terminal.
 """

@@ -6,6 +6,7 @@ from contextlib import aclosing
 import grpc
 import pytest
 
+from controllers.cli import creating
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.client import JobsClient, Patience
 from gcore.clock import SystemClock
@@ -60,11 +61,29 @@ IMPATIENT = Patience(call_s=0.05, probe_s=5.0)
 async def test_a_creation_that_takes_longer_than_other_calls_is_waited_for(script):
     slow = await SlowJobs(script).start()
     async with JobsClient([slow.address], clock=SystemClock(), patience=IMPATIENT) as jobs:
-        creating = asyncio.create_task(jobs.create_job("{}", request_id="r", mode=pb.START_MODE_UNSPECIFIED))
+        waiting = asyncio.create_task(jobs.create_job("{}", request_id="r", mode=pb.START_MODE_UNSPECIFIED))
         await slow.asked.wait()
         await asyncio.sleep(0.5)  # ten times what another call is given
         slow.let.set()
-        assert (await creating).uid == "u1"
+        assert (await waiting).uid == "u1"
+    await slow.kill()
+
+
+async def test_who_waits_long_for_a_creation_is_told_what_for(script, monkeypatch, capsys):
+    slow = await SlowJobs(script).start()
+    async with JobsClient([slow.address], clock=SystemClock()) as jobs:
+        slow.let.set()
+        job = await creating.create_job(jobs, "{}", request_id="r", mode=pb.START_MODE_UNSPECIFIED)
+        assert (job.uid, capsys.readouterr().err) == ("u1", "")
+        slow.let.clear()
+        monkeypatch.setattr(creating, "QUIET_S", 0.01)
+        told = asyncio.Event()
+        monkeypatch.setattr(creating.typer, "echo", lambda text, err: (told.set(), print(text, err)))
+        waiting = asyncio.create_task(creating.create_job(jobs, "{}", request_id="r", mode=pb.START_MODE_UNSPECIFIED))
+        await told.wait()
+        slow.let.set()
+        assert (await waiting).uid == "u1"
+    assert capsys.readouterr().out == f"{creating.NOTICE} True\n"
     await slow.kill()
 
 
@@ -72,10 +91,10 @@ async def test_a_creation_goes_to_another_controller_when_the_first_says_nothing
     slow, other = await SlowJobs(script).start(), await FakeJobs(script).start()
     patience = Patience(call_s=0.05, probe_s=0.1)
     async with JobsClient([slow.address, other.address], clock=SystemClock(), patience=patience) as jobs:
-        creating = asyncio.create_task(jobs.create_job("{}", request_id="r", mode=pb.START_MODE_UNSPECIFIED))
+        waiting = asyncio.create_task(jobs.create_job("{}", request_id="r", mode=pb.START_MODE_UNSPECIFIED))
         await slow.asked.wait()
         slow.hush()
-        assert (await creating).uid == "u1"
+        assert (await waiting).uid == "u1"
     for server in (slow, other):
         await server.kill()
 
