@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from controllers.by_source import split_key
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records import LogEntry
 from gcore.metrics import Metrics
@@ -23,15 +24,32 @@ def show(metrics: Metrics, mirror: JobMirror, batch: WatchBatch, me: str) -> Non
     newest = max(mirror.evaluations.values(), key=lambda e: e.revision, default=None)
     if newest is not None:
         metrics.show_stats(job, {"accuracy": newest.record.accuracy})
+        for source, score in newest.record.by_source.items():
+            metrics.show_source(job, source, {"accuracy": score.accuracy})
+    for source, tally in mirror.head.record.tally.sources.items():
+        prompts = {"trained": tally.kept, "filtered": tally.filtered, "failed": tally.failed}
+        metrics.show_source(job, source, {}, prompts)
     for event in batch.events:
         if not event.kv.key.startswith(mirror.keys.log_prefix) or event.kind == "delete":
             continue
         entry = LogEntry.decode(event.kv.value, event.kv.key)
         if entry.kind == "train":
             metrics.show_stats(job, entry.stats)
+            _show_sources(metrics, job, mirror, entry)
         if entry.writer == me and not batch.reset:
             for name, phase in PHASES.items():
                 if name in entry.stats:
                     metrics.step_seconds.labels(phase).observe(entry.stats[name])
             for ended in entry.delta:
                 metrics.prompt_outcomes.labels(ended.kind).inc()
+
+
+def _show_sources(metrics: Metrics, job: str, mirror: JobMirror, entry: LogEntry) -> None:
+    """A step's numbers by source; a job with one source has them as the step's own."""
+    assert mirror.head is not None
+    found = [(split, value) for key, value in entry.stats.items() if (split := split_key(key)) is not None]
+    for (name, source), value in found:
+        metrics.show_source(job, source, {name: value})
+    sources = list(mirror.head.record.tally.sources)
+    if not found and len(sources) == 1:
+        metrics.show_source(job, sources[0], entry.stats)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from controllers.by_source import by_source, truncated_share
 from controllers.view import JobView
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records import SealState
@@ -47,7 +48,9 @@ class Stopwatch:
             "samples": float(len(samples)),
             "tokens": float(tokens),
             "response_length": sum(samples) / len(samples),
+            "truncated": truncated_share(seal.groups),
         }
+        stats |= by_source(seal.groups, seal.outcomes, several=len(view.spec.data.sources) > 1)
         ranks = [view.ranks[rank] for rank in sorted(view.ranks)]
         if ranks:
             stats = dict(ranks[0].metrics) | stats

@@ -2,7 +2,8 @@
 
 Base units (seconds, bytes; ratios from 0 to 1), `_total` for counters and for nothing else. Labels take few values: a
 code, a phase, a result, a pool. Never a prompt, a request, an instance, an incarnation or a free text. What is known
-about a job is a gauge labelled with the job's name alone, and goes with `forget_job` when the controller lets go of it.
+about a job is a gauge labelled with the job's name, or with a source's of its spec too, and goes with `forget_job` when the
+controller lets go of it.
 
 Each process has one `Metrics` with a registry of its own, handed to whoever counts; no metric lives at module level.
 Does not decide what is worth an alert (`deploy/prometheus`).
@@ -54,6 +55,17 @@ STEP_STATS = MappingProxyType(
     }
 )
 """A committed step's numbers, by their name in the step's statistics, and the gauges that show them."""
+
+
+SOURCE_STATS = MappingProxyType(
+    {
+        "reward": ("gcore_source_reward", "Mean reward of a source's samples in the last step that had some."),
+        "response_length": ("gcore_source_response_tokens", "Mean response length of a source, in tokens."),
+        "truncated": ("gcore_source_truncated_ratio", "Share of a source's responses that were cut off, 0 to 1."),
+        "accuracy": ("gcore_source_accuracy_ratio", "Newest accuracy on a source's held-out prompts, 0 to 1."),
+    }
+)
+"""A source's numbers and the gauges that show them. As many label values as the job's spec has sources."""
 
 
 class Metrics:
@@ -108,6 +120,17 @@ class Metrics:
         self.exchange_bytes = self._counter("gcore_exchange_bytes_total", "Bytes of samples sent to train ranks.")
         self.checkpoints = self._counter("gcore_checkpoints_total", "Checkpoints by result.", "result")
         self._step_stats = {key: self._gauge(name, help_, "job") for key, (name, help_) in STEP_STATS.items()}
+        self._source_stats = {
+            key: self._gauge(name, help_, "job", "source") for key, (name, help_) in SOURCE_STATS.items()
+        }
+        self._source_prompts = self._gauge(
+            "gcore_source_prompts",
+            "Prompts of a source on the job's chain by outcome (trained, filtered, failed).",
+            "job",
+            "source",
+            "outcome",
+        )
+        self._sources: dict[str, set[str]] = {}
 
     def _generation(self) -> None:
         """Engines and what they make."""
@@ -163,8 +186,26 @@ class Metrics:
             if key in self._step_stats:
                 self._step_stats[key].labels(job).set(value)
 
+    def show_source(
+        self, job: str, source: str, stats: Mapping[str, float], prompts: Mapping[str, int] = MappingProxyType({})
+    ) -> None:
+        """Set a source's gauges: those of `SOURCE_STATS` that `stats` names, and prompts by outcome."""
+        self._sources.setdefault(job, set()).add(source)
+        for key, value in stats.items():
+            if key in self._source_stats:
+                self._source_stats[key].labels(job, source).set(value)
+        for outcome, count in prompts.items():
+            self._source_prompts.labels(job, source, outcome).set(count)
+
     def forget_job(self, job: str) -> None:
         """Take away everything that is about `job`."""
+        for source in self._sources.pop(job, ()):
+            for gauge in self._source_stats.values():
+                with contextlib.suppress(KeyError):
+                    gauge.remove(job, source)
+            for outcome in ("trained", "filtered", "failed"):
+                with contextlib.suppress(KeyError):
+                    self._source_prompts.remove(job, source, outcome)
         gauges = (self.step, self.lineage, self.groups_in_flight, self.groups_offered, self.members, self.shards_owned)
         for gauge in (*gauges, *self._step_stats.values()):
             with contextlib.suppress(KeyError):

@@ -13,8 +13,8 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from controllers.cli.view_points import JobSnapshot, NodeView, Wait
-from controllers.cli.view_text import seconds, visible
+from controllers.cli.view_points import JobSnapshot, NodeView, SourceFigures, Wait
+from controllers.cli.view_text import seconds, source_line, visible
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -65,6 +65,20 @@ def snapshot(job: pb.Job) -> JobSnapshot:
         spec=spec if isinstance(spec, dict) else {},
         shares=tuple(NodeView(s.node, True, tuple(s.shards)) for s in job.shares),
         waiting=tuple(Wait(w.who, w.what, w.since) for w in job.waiting),
+        sources=tuple(_source(report) for report in job.sources),
+    )
+
+
+def _source(report: pb.SourceReport) -> SourceFigures:
+    return SourceFigures(
+        name=report.name,
+        trained=report.trained,
+        filtered=report.filtered,
+        failed=report.failed,
+        mean_reward=report.mean_reward if report.HasField("mean_reward") else None,
+        mean_length=report.mean_length if report.HasField("mean_length") else None,
+        truncated=report.truncated if report.HasField("truncated") else None,
+        accuracy=report.accuracy if report.HasField("accuracy") else None,
     )
 
 
@@ -139,6 +153,8 @@ def job_rows(job: JobSnapshot, now: float) -> dict[str, str]:
     rows["checkpoint"] = job.checkpoint or "none yet"
     for node in job.shares:
         rows[f"shards of {visible(node.name)}"] = f"{len(node.shards)}: {ranges(node.shards)}"
+    for source in job.sources:
+        rows[f"source {visible(source.name)}"] = source_line(source)
     for number, wait in enumerate(job.waiting, 1):
         since = seconds(max(0.0, now - wait.since))
         rows[f"waits ({number})"] = f"{visible(wait.who)}: {visible(wait.what, 300)}, for {since}"

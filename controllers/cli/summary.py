@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from controllers.cli.called import program
-from controllers.cli.view_points import Answer, JobSnapshot
+from controllers.cli.view_points import Answer, JobSnapshot, SourceFigures
 from controllers.cli.view_state import ViewState
 from controllers.cli.view_text import seconds, visible
 from gcore.errors import GcoreError
@@ -33,6 +33,20 @@ class AuditVerdict:
     def clean(self) -> bool:
         """Whether every prompt is accounted for."""
         return not self.violations
+
+
+@dataclass(frozen=True, slots=True)
+class SourceSummary:
+    """What came of one source's prompts. Means are over its trained groups; None where nothing was measured."""
+
+    trained: int
+    filtered: int
+    failed: int
+    mean_reward: float | None
+    mean_length: float | None
+    truncated: float | None
+    eval_accuracy_before: float | None
+    eval_accuracy_after: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +73,7 @@ class Summary:
     """"clean", or the violations."""
     run_dir: str
     checkpoint: str
+    sources: dict[str, SourceSummary]
     answers_before: tuple[Answer, ...]
     answers_after: tuple[Answer, ...]
 
@@ -90,8 +105,23 @@ def summarize(state: ViewState, job: JobSnapshot, audit: AuditVerdict, wall_seco
         audit="clean" if audit.clean else list(audit.violations),
         run_dir=job.run_dir,
         checkpoint=job.checkpoint,
+        sources={source.name: _source(state, source) for source in job.sources},
         answers_before=state.evals[0].samples if state.evals else (),
         answers_after=state.evals[-1].samples if later else (),
+    )
+
+
+def _source(state: ViewState, source: SourceFigures) -> SourceSummary:
+    later = state.accuracy_after is not None
+    return SourceSummary(
+        trained=source.trained,
+        filtered=source.filtered,
+        failed=source.failed,
+        mean_reward=source.mean_reward,
+        mean_length=source.mean_length,
+        truncated=source.truncated,
+        eval_accuracy_before=state.evals[0].by_source.get(source.name) if state.evals else None,
+        eval_accuracy_after=state.evals[-1].by_source.get(source.name) if later else None,
     )
 
 
@@ -117,6 +147,10 @@ def rows(summary: Summary, again: str) -> dict[str, str]:
 
     rate = summary.tokens_per_second
     groups = ", ".join(f"{visible(name)} {count}" for name, count in summary.groups_by_controller.items())
+    sources = "; ".join(
+        f"{visible(name)} {one.trained} trained, {share(one.eval_accuracy_before)} → {share(one.eval_accuracy_after)}"
+        for name, one in summary.sources.items()
+    )
     shown = {
         "job": f"{visible(summary.job)} ({summary.uid}) {summary.state}"
         + (f": {visible(summary.reason, 300)}" if summary.reason else ""),
@@ -129,6 +163,8 @@ def rows(summary: Summary, again: str) -> dict[str, str]:
         "audit": summary.audit if isinstance(summary.audit, str) else "; ".join(summary.audit),
         "run folder": summary.run_dir,
     }
+    if len(summary.sources) > 1:
+        shown["sources"] = sources
     if summary.state != SUCCEEDED:
         shown["logs"] = f"{summary.run_dir}/logs"
     if summary.checkpoint:
@@ -139,7 +175,7 @@ def rows(summary: Summary, again: str) -> dict[str, str]:
 
 
 def find_summary(runs: Path, job: str) -> dict[str, str] | None:
-    """Uid and checkpoint of the newest finished run of that name or uid under `runs`; None if there is none."""
+    """Name, uid and checkpoint (`job`, `uid`, `checkpoint`) of the newest finished run of that name or uid under `runs`; None if there is none."""
     found: list[tuple[float, dict[str, str]]] = []
     for path in runs.glob(f"*/{FILE_NAME}"):
         try:
@@ -148,5 +184,5 @@ def find_summary(runs: Path, job: str) -> dict[str, str] | None:
         except (OSError, ValueError):
             continue
         if isinstance(tree, dict) and job in (tree.get("job"), tree.get("uid")):
-            found.append((changed, {"uid": str(tree.get("uid", "")), "checkpoint": str(tree.get("checkpoint", ""))}))
+            found.append((changed, {key: str(tree.get(key, "")) for key in ("job", "uid", "checkpoint")}))
     return max(found, key=lambda pair: pair[0])[1] if found else None

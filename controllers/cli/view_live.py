@@ -18,6 +18,7 @@ from rich.text import Text
 
 from controllers.cli.view_points import PHASES, Answer, NodeView
 from controllers.cli.view_state import RECENT_STEPS, ViewState
+from controllers.cli.view_sources import sources_table
 from controllers.cli.view_text import chart, columns, held, moved_cells, parts, seconds, strip, visible
 
 CHART_HEIGHT = 5
@@ -46,6 +47,8 @@ def render(state: ViewState, now: float, width: int = 100, height: int | None = 
 
 def _title(state: ViewState) -> Text:
     title = Text(" gcore  ", style="bold")
+    if (sources := sources_table(state)) is not None and (height is None or height >= ROWS_WITH_ANSWERS):
+        rows += [Rule("sources, newest step", style="dim", align="left"), sources]
     title.append(visible(state.job) or "a job", style="bold")
     title.append("  ")
     title.append(visible(state.state), style=f"bold {STATE_COLOURS.get(state.state, 'white')}")

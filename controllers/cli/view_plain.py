@@ -54,6 +54,8 @@ def step_line(state: ViewState, point: StepPoint) -> str:
 
 def _eval_lines(state: ViewState, point: EvalPoint) -> Iterator[str]:
     yield f"eval: accuracy {point.accuracy:.1%} on {point.count} held-out prompts after step {point.step}"
+    if len(point.by_source) > 1:
+        yield "  " + ", ".join(f"{visible(name)} {share:.1%}" for name, share in sorted(point.by_source.items()))
     if len(state.evals) == 1 or point.step >= state.steps:
         for answer in point.samples[:SHOWN_ANSWERS]:
             yield "  " + answer_line(answer)

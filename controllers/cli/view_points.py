@@ -60,6 +60,22 @@ class EvalPoint:
     accuracy: float
     count: int
     samples: tuple[Answer, ...] = ()
+    by_source: Mapping[str, float] = field(default_factory=dict)
+    """Accuracies, by source."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFigures:
+    """What came of a source's prompts along the chain, as the API answers it; None where nothing is known."""
+
+    name: str
+    trained: int = 0
+    filtered: int = 0
+    failed: int = 0
+    mean_reward: float | None = None
+    mean_length: float | None = None
+    truncated: float | None = None
+    accuracy: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +123,7 @@ class JobSnapshot:
     spec: Mapping[str, Any] = field(default_factory=dict)
     shares: tuple[NodeView, ...] = ()
     waiting: tuple[Wait, ...] = ()
+    sources: tuple[SourceFigures, ...] = ()
 
     @property
     def shard_count(self) -> int:

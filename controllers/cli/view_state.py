@@ -254,6 +254,11 @@ def _eval(state: ViewState, event: JobEvent) -> ViewState:
 
 def _checkpoint(state: ViewState, event: JobEvent) -> ViewState:
     file = text_of(event.data, "file")
+        {
+            name: share
+            for name, score in mapping_of(event.data, "by_source").items()
+            if isinstance(score, Mapping) and (share := finite(score.get("accuracy"))) is not None
+        },
     state = replace(state, checkpoint=file or state.checkpoint)
     return state._logged(event, f"checkpoint {file}" if file else "")
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Collection, Mapping, Sequence
 
+from controllers.cli.view_points import SourceFigures
+
 LEVELS = " ▁▂▃▄▅▆▇█"
 SHADES = " ░▒▓█"
 
@@ -107,3 +109,20 @@ def _cells(count: int, width: int) -> tuple[range, ...]:
         return ()
     each = -(-count // width)
     return tuple(range(first, min(count, first + each)) for first in range(0, count, each))
+
+
+def source_line(source: SourceFigures) -> str:
+    """`120 trained, 3 filtered, 0 failed; reward 0.531, length 3.1, 4% cut off; accuracy 75.0%`."""
+    words = [f"{source.trained} trained, {source.filtered} filtered, {source.failed} failed"]
+    means = []
+    if source.mean_reward is not None:
+        means.append(f"reward {source.mean_reward:.3f}")
+    if source.mean_length is not None:
+        means.append(f"length {source.mean_length:.1f}")
+    if source.truncated is not None:
+        means.append(f"{source.truncated:.0%} cut off")
+    if means:
+        words.append(", ".join(means))
+    if source.accuracy is not None:
+        words.append(f"accuracy {source.accuracy:.1%}")
+    return "; ".join(words)

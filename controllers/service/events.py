@@ -7,11 +7,13 @@ can go on with any of them after the last number it saw, and nothing comes twice
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from controllers.by_source import key_of, mostly_truncated
 from controllers.identity import node_of
+from gcore.config.sources import ONLY_SOURCE
 from gcore.ledger.job import Evaluation, JobRecord, JobStatus, ModelFetch
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records import Assignment, Checkpoints, LogEntry
@@ -20,6 +22,8 @@ from gcore.store.types import WatchBatch, WatchEvent
 
 PER_REVISION = 16
 """Room for the events of one revision."""
+Derived = tuple[str, str, dict[str, Any]]
+"""An event's kind, its message and its data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,8 @@ class EventLog:
     def __init__(self, keys: JobKeys) -> None:
         self._keys = keys
         self.events: list[Event] = []
+        self._warned: set[str] = set()
+        """The sources whose responses were mostly cut off in some step: said once."""
         self._last = -1
 
     def note(self, before: JobMirror, batch: WatchBatch, after: JobMirror, wall: float) -> None:
@@ -51,7 +57,8 @@ class EventLog:
         new = []
         slot: dict[int, int] = {}
         for change in sorted(batch.events, key=lambda e: e.kv.mod_revision):
-            for kind, message, data in _derive(self._keys, before, change, after):
+            derived = [*_derive(self._keys, before, change, after)]
+            for kind, message, data in [*derived, *self._warnings(derived, after)]:
                 revision = change.kv.mod_revision
                 index = slot.get(revision, 0)
                 slot[revision] = index + 1
@@ -61,6 +68,18 @@ class EventLog:
         self.events.extend(new)
         if self.events:
             self._last = self.events[-1].sequence
+
+    def _warnings(self, derived: Sequence[Derived], after: JobMirror) -> Iterator[Derived]:
+        """What a person should see at once in what happened. Every controller that heard of the same says the same."""
+        for kind, _, data in derived:
+            if kind != "step":
+                continue
+            sources = list(after.head.record.tally.sources) if after.head is not None else []
+            only = sources[0] if len(sources) == 1 else ONLY_SOURCE
+            fresh = [source for source in mostly_truncated(data["stats"], only) if source not in self._warned]
+            for source in fresh[: PER_REVISION - len(derived)]:
+                self._warned.add(source)
+                yield _truncated(source, data)
 
     def after(self, sequence: int) -> list[Event]:
         """The events with greater numbers."""
@@ -161,3 +180,4 @@ def _evaluation(evaluation: Evaluation) -> tuple[str, str, dict[str, Any]]:
         "samples": [sample.model_dump() for sample in evaluation.samples],
     }
     return "eval", f"accuracy {evaluation.accuracy:.1%} after step {evaluation.version.step}", data
+        "by_source": {name: score.model_dump() for name, score in evaluation.by_source.items()},

@@ -18,6 +18,7 @@ from controllers.identity import node_of
 from controllers.service.events import Event, EventLog
 from controllers.service.records import StoredJobs
 from controllers.service.refusals import Conflict, NotFound
+from controllers.service.sources import source_reports
 from controllers.waiting import waiting_for
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.api.v1 import jobs_pb2_grpc
@@ -202,7 +203,7 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
         mirror = await self._jobs.mirror(uid)
         if mirror.status is None or _has_ended(mirror):
             return None
-        for _ in range(100):
+        for _ in range(400):
             runner = self._runner(uid)
             if runner is not None:
                 return runner
@@ -259,6 +260,7 @@ def _message(mirror: JobMirror) -> pb.Job:
         for member in mirror.assign.record.members:
             shards = mirror.assign.record.shards_of(member)
             message.shares.add(node=node_of(member), incarnation=member, shards=shards)
+    message.sources.extend(source_reports(mirror))
     newest = _newest_checkpoint(mirror)
     if newest is not None:
         message.checkpoint = f"{job.run_dir}/{newest}"

@@ -1,5 +1,6 @@
 """The parts of the command line that decide something: slots, addresses, leftovers, the record, the summary, tables."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -19,7 +20,7 @@ from controllers.cli.local import deal_slots
 from controllers.cli.main import app
 from controllers.cli.record import EventFile
 from controllers.cli.summary import AuditVerdict, find_summary, summarize
-from controllers.cli.view_points import JobSnapshot
+from controllers.cli.view_points import JobSnapshot, SourceFigures
 from controllers.cli.view_state import ViewState
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.config.cluster import ControllerProcess, EtcdProcess, LocalCluster
@@ -174,13 +175,36 @@ def test_the_summary_says_what_a_program_asks(tmp_path):
     verdict = AuditVerdict(groups_by_node=(("node-0", 2), ("node-1", 1)))
     summary = summarize(finished_state(), JOB, verdict, 12.3456)
     written = json.loads(summaries.write(summary, tmp_path).read_text())
-    assert {key: written[key] for key in list(written)[:19] if "answers" not in key} == {
+    assert {key: written[key] for key in list(written)[:17]} == {
         "job": "sums", "uid": "u1", "state": "SUCCEEDED", "reason": "", "steps": 1, "lineage": 0, "rollbacks": 0,
         "eval_accuracy_before": 0.45, "eval_accuracy_after": 0.94, "wall_seconds": 12.346, "job_seconds": 4.0,
         "tokens_per_second": 25.0, "controllers": 2, "groups_by_controller": {"node-0": 2, "node-1": 1},
         "audit": "clean", "run_dir": "/r", "checkpoint": "/r/c",
     }  # fmt: skip
     assert summary.succeeded
+
+
+SOURCES = (
+    SourceFigures("letters", 5, 1, 0, 0.25, 3.5, 0.5, 0.9),
+    SourceFigures("sums", 7),
+)
+
+
+def test_the_summary_has_what_came_of_each_source(tmp_path):
+    before, after = ({"letters": {"accuracy": share, "count": 5}} for share in (0.4, 0.9))
+    state = ViewState()
+    for number, by_source in enumerate((before, after)):
+        data = {"step": number, "accuracy": 0.5, "count": 5, "by_source": by_source}
+        state = state.apply(JobEvent(number + 1, 1.0, "eval", data=data))
+    summary = summarize(state, dataclasses.replace(JOB, sources=SOURCES), AuditVerdict(), 1.0)
+    written = json.loads(summaries.write(summary, tmp_path).read_text())["sources"]
+    assert written["letters"] == {
+        "trained": 5, "filtered": 1, "failed": 0, "mean_reward": 0.25, "mean_length": 3.5, "truncated": 0.5,
+        "eval_accuracy_before": 0.4, "eval_accuracy_after": 0.9,
+    }  # fmt: skip
+    assert written["sums"]["mean_reward"] is None
+    shown = summaries.rows(summary, again="gcore run x.yaml")["sources"]
+    assert shown == "letters 5 trained, 40.0% → 90.0%; sums 7 trained, - → -"
 
 
 @pytest.mark.parametrize(
@@ -213,8 +237,8 @@ def test_a_finished_run_is_found_by_name_and_uid(tmp_path):
         os.utime(folder / "summary.json", (number, number))
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "summary.json").write_text("{")
-    assert find_summary(tmp_path, "u1") == {"uid": "u1", "checkpoint": "/c/u1"}
-    assert find_summary(tmp_path, "sums") == {"uid": "u2", "checkpoint": "/c/u2"}
+    assert find_summary(tmp_path, "u1") == {"job": "sums", "uid": "u1", "checkpoint": "/c/u1"}
+    assert find_summary(tmp_path, "sums") == {"job": "sums", "uid": "u2", "checkpoint": "/c/u2"}
     assert find_summary(tmp_path, "other") is None
 
 
@@ -224,11 +248,19 @@ def test_a_described_job_says_who_has_which_shards_and_what_is_waited_for():
     )
     job.shares.add(node="node-0", incarnation="i", shards=[0, 1, 2, 5])
     job.waiting.add(who="node-0", what="an engine", since=90.0)
+    job.sources.add(
+        name="letters", trained=5, filtered=1, mean_reward=0.25, mean_length=3.5, truncated=0.5, accuracy=0.9
+    )
+    job.sources.add(name="sums", failed=2)
     found = snapshot(job)
     shown = job_rows(found, 100.0)
     assert shown["state"] == "RUNNING"
     assert shown["shards of node-0"] == "4: 0-2, 5"
     assert shown["waits (1)"] == "node-0: an engine, for 10s"
+    assert shown["source letters"] == (
+        "5 trained, 1 filtered, 0 failed; reward 0.250, length 3.5, 50% cut off; accuracy 90.0%"
+    )
+    assert shown["source sums"] == "0 trained, 0 filtered, 2 failed"
     assert found.shard_count == 8
     assert json.loads(json.dumps(job_tree(found)))["shares"] == {"node-0": [0, 1, 2, 5]}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from controllers.service.events import EventLog
 from gcore.ledger import chain
 from gcore.ledger.chain import Writer
-from gcore.ledger.job import Evaluation, JobPhase, JobStatus
+from gcore.ledger.job import Evaluation, JobPhase, JobStatus, SourceScore
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records import Assignment, Member
 from gcore.store.keys import JobKeys
@@ -94,3 +94,46 @@ def test_a_step_that_skipped_updates_says_so_after_it() -> None:
     assert log.events[2].message == "1 update of step 2 skipped: gradient not finite"
     assert log.events[4].message == "2 updates of step 3 skipped: gradient not finite"
     assert log.events[4].data == {"step": 3, "updates": 2}
+
+
+def steps_with(*stats: dict[str, float]) -> list[list[WatchEvent]]:
+    """Committed steps with these numbers, one after the other."""
+    entry = chain.base(2, "w", Writer("node-0.a", "n")).entry
+    made = [
+        entry.model_copy(update={"seq": number, "kind": "train", "step": number, "stats": one})
+        for number, one in enumerate(stats, 1)
+    ]
+    return [[put(KEYS.log(entry.seq), entry.encode(), 10 + entry.seq)] for entry in made]
+
+
+def test_a_source_whose_responses_are_mostly_cut_off_is_warned_of_once() -> None:
+    batches = steps_with(
+        {"truncated/sums": 0.5, "truncated/words": 0.2, "truncated": 0.6},
+        {"truncated/sums": 0.62, "truncated/words": 0.2},
+        {"truncated/sums": 0.9, "truncated/words": 0.7},
+    )
+    log = heard(batches)
+    assert [event.kind for event in log.events] == ["step", "step", "warning", "step", "warning"]
+    assert log.events[2].message == (
+        "62% of the responses of source 'sums' were cut off in step 2; raise max_new_tokens, or see rollout.truncated"
+    )
+    assert log.events[2].data == {"cause": "truncated", "source": "sums", "share": 0.62, "step": 2}
+    assert log.events[4].data["source"] == "words"
+    together = heard([[change for batch in batches for change in batch]], reset=True)
+    assert [event.sequence for event in together.events] == [event.sequence for event in log.events]
+
+
+def test_of_a_job_with_one_source_the_steps_own_share_is_looked_at() -> None:
+    log = heard(steps_with({"truncated": 0.51}, {"truncated": 0.99}))
+    assert [event.kind for event in log.events] == ["step", "warning", "step"]
+    assert log.events[1].data["source"] == "data"
+
+
+def test_an_evaluation_tells_the_accuracy_of_each_source() -> None:
+    scores = {"sums": SourceScore(accuracy=0.75, count=4), "words": SourceScore(accuracy=0.0, count=2)}
+    evaluation = Evaluation(version=Version(0, 0), accuracy=0.5, count=6, by_source=scores)
+    (event,) = heard([[put(KEYS.evaluation("0.0"), evaluation.encode(), 7)]]).events
+    assert event.data["by_source"] == {
+        "sums": {"accuracy": 0.75, "count": 4},
+        "words": {"accuracy": 0.0, "count": 2},
+    }

@@ -108,9 +108,9 @@ def test_the_live_view_can_be_drawn_at_every_moment_in_every_width(width):
 
 
 def test_the_live_view_says_what_is_waited_for_and_since_when():
-    waiting = (Wait("node-0", "step 2 waits for 3 groups", 100.0),)
+    waiting = (Wait("node-0", "step 2 needs 3 more prompts", 100.0),)
     text = drawn(ViewState().observe(JobSnapshot("sums", "u1", "RUNNING", waiting=waiting)), now=112.0)
-    assert "node-0: step 2 waits for 3 groups" in text
+    assert "node-0: step 2 needs 3 more prompts" in text
     assert "12s" in text
 
 
@@ -175,3 +175,42 @@ def test_a_shard_map_fits_and_marks_exactly_the_cells_with_shards(owned, count, 
 )
 def test_durations_read_as_people_write_them(value, shown):
     assert seconds(value) == shown
+
+
+def of_sources(*names):
+    stats = STATS | {
+        f"{key}/{name}": value
+        for name in names
+        for key, value in (("groups", 4.0), ("reward", 0.25), ("response_length", 3.5), ("truncated", 0.5))
+    }
+    scores = {name: {"accuracy": 0.875, "count": 8} for name in (*names, "held out only")}
+    state = final().apply(
+        event(20, "step", step=4, steps=9, stats=stats | {"filtered/empty": 2.0, "unknown/kind": 1.0})
+    )
+    return state.apply(event(21, "eval", step=4, accuracy=0.9, count=16, by_source=scores))
+
+
+def test_the_live_view_has_a_line_for_each_source():
+    text = drawn(of_sources("sums", "words"))
+    for name in ("sums", "words"):
+        (line,) = [line for line in text.splitlines() if f" {name} " in line and "%" in line and "50%" in line]
+        assert line.split()[1:7] == [name, "4", "0.250", "3.5", "50%", "87.5%"]
+    assert "empty" in text
+    assert "held out only" in text
+    assert "kind" not in text
+
+
+def test_the_live_view_of_a_job_with_one_source_has_no_such_lines():
+    assert "cut off" not in drawn(final())
+
+
+def test_of_many_sources_the_live_view_shows_some_and_counts_the_others():
+    assert "and 6 more" in drawn(of_sources(*(f"s{number}" for number in range(10))))
+
+
+def test_the_plain_view_shows_an_accuracy_for_each_source():
+    state = of_sources("sums")
+    one = event(22, "eval", step=5, accuracy=0.5, count=4, by_source={"b": {"accuracy": 0.25}, "a": {"accuracy": 0.75}})
+    assert view_plain.lines(state, one)[1] == "  a 75.0%, b 25.0%"
+    alone = event(22, "eval", step=5, accuracy=0.5, count=4, by_source={"data": {"accuracy": 0.5}})
+    assert "data" not in " ".join(view_plain.lines(state, alone))

@@ -1,0 +1,53 @@
+"""A job's sources as a person sees them: a line for each, where there is more than one. Pure.
+
+The newest step's numbers, and the newest evaluation's. A source without a prompt in the newest step has a dash.
+"""
+
+from __future__ import annotations
+
+from rich.table import Table
+from rich.text import Text
+
+from controllers.cli.view_state import ViewState
+from controllers.cli.view_text import visible
+
+SHOWN = 6
+"""Sources in the live view; the others are counted."""
+
+
+def sources_of(state: ViewState) -> tuple[str, ...]:
+    """The sources that the events tell of; none for a job with one."""
+    stats = state.points[-1].stats if state.points else {}
+    named = {key.partition("/")[2] for key in stats if key.startswith(("groups/", "filtered/", "failed/"))}
+    if state.evals and len(state.evals[-1].by_source) > 1:
+        named |= set(state.evals[-1].by_source)
+    return tuple(sorted(named))
+
+
+def sources_table(state: ViewState) -> Table | None:
+    """The table; None for a job with one source."""
+    names = sources_of(state)
+    if not names:
+        return None
+    stats = state.points[-1].stats if state.points else {}
+    scores = state.evals[-1].by_source if state.evals else {}
+    table = Table.grid(padding=(0, 3, 0, 0))
+    table.add_row(
+        *(Text(heading, style="dim") for heading in ("source", "groups", "reward", "length", "cut off", "accuracy"))
+    )
+    for name in names[:SHOWN]:
+        table.add_row(
+            Text(visible(name, 24)),
+            _number(stats.get(f"groups/{name}"), "{:.0f}"),
+            _number(stats.get(f"reward/{name}"), "{:.3f}"),
+            _number(stats.get(f"response_length/{name}"), "{:.1f}"),
+            _number(stats.get(f"truncated/{name}"), "{:.0%}"),
+            _number(scores.get(name), "{:.1%}"),
+        )
+    if len(names) > SHOWN:
+        table.add_row(Text(f"and {len(names) - SHOWN} more", style="dim"))
+    return table
+
+
+def _number(value: float | None, form: str) -> Text:
+    return Text("-" if value is None else form.format(value))

@@ -1,0 +1,127 @@
+"""A step's numbers by source: in the log entry, in metrics and in what the API answers."""
+
+from __future__ import annotations
+
+from controllers.by_source import by_source, key_of, mostly_truncated, split_key, truncated_share
+from controllers.gauges import show
+from controllers.service.sources import source_reports
+from gcore.ledger import chain
+from gcore.ledger.chain import Writer
+from gcore.ledger.job import Evaluation, JobRecord, SourceScore
+from gcore.ledger.mirror import JobMirror
+from gcore.ledger.records import EndedRef, SealedGroup
+from gcore.ledger.tally import added
+from gcore.metrics import Metrics
+from gcore.store.keys import JobKeys
+from gcore.store.types import KeyValue, WatchBatch, WatchEvent
+from gcore.types import PromptRef, Version
+
+KEYS = JobKeys("u")
+
+
+def group(source: str, reward: float, lengths: tuple[int, ...], truncated: int, seq: int = 0) -> SealedGroup:
+    return SealedGroup(
+        ref=PromptRef(0, 0, seq),
+        digest="d",
+        prompt_tokens=1,
+        response_tokens=lengths,
+        versions=(Version(0, 0),),
+        reward=reward,
+        source=source,
+        truncated=truncated,
+        holder="a",
+    )
+
+
+GROUPS = (group("sums", 0.5, (2, 4), 1), group("sums", 1.0, (2, 2), 0), group("words", 0.25, (8, 8), 2))
+OUTCOMES = (
+    EndedRef(ref=PromptRef(0, 0, 3), kind="filtered", source="words"),
+    EndedRef(ref=PromptRef(0, 0, 4), kind="filtered", source="words"),
+    EndedRef(ref=PromptRef(0, 0, 5), kind="failed", source="none trained"),
+)
+NUMBERS = {
+    "reward/sums": 0.75,
+    "response_length/sums": 2.5,
+    "truncated/sums": 0.25,
+    "groups/sums": 2.0,
+    "reward/words": 0.25,
+    "response_length/words": 8.0,
+    "truncated/words": 1.0,
+    "groups/words": 1.0,
+    "filtered/words": 2.0,
+    "failed/none trained": 1.0,
+}
+
+
+def test_every_source_has_its_means_and_counts() -> None:
+    assert by_source(GROUPS, OUTCOMES, several=True) == NUMBERS
+    assert truncated_share(GROUPS) == 0.5
+    assert truncated_share(()) == 0.0
+
+
+def test_a_job_with_one_source_says_nothing_twice() -> None:
+    assert by_source(GROUPS[:2], (), several=False) == {}
+
+
+def test_a_key_is_read_as_it_was_written_and_nothing_else_is() -> None:
+    assert [split_key(key_of(name, "a.b")) for name in ("reward", "groups")] == [("reward", "a.b"), ("groups", "a.b")]
+    assert [split_key(key) for key in ("reward", "reward/", "speed/a", "/a")] == [None] * 4
+
+
+def test_who_is_cut_off_more_often_than_not_is_named() -> None:
+    assert mostly_truncated(NUMBERS | {"truncated": 0.9}, "data") == ["words"]
+    assert mostly_truncated({"truncated": 0.6}, "data") == ["data"]
+    assert mostly_truncated({"truncated": 0.5}, "data") == []
+    assert mostly_truncated({}, "data") == []
+
+
+def mirror_and_batch(stats: dict[str, float]) -> tuple[JobMirror, WatchBatch]:
+    """A job after one step, as just heard."""
+    base = chain.base(1, "w", Writer("a", "n"))
+    head = base.head.model_copy(update={"step": 1, "tally": added(base.head.tally, GROUPS, OUTCOMES)})
+    entry = base.entry.model_copy(update={"seq": 1, "kind": "train", "step": 1, "stats": stats, "writer": "a"})
+    job = JobRecord(uid="u", name="j", spec={}, run_dir="/r", created=0.0, prompts=9)
+    scores = {"words": SourceScore(accuracy=0.125, count=8)}
+    old, new = (Evaluation(version=Version(0, step), accuracy=0.5, count=8, by_source=scores) for step in (0, 1))
+    records = {
+        KEYS.job: job.encode(),
+        KEYS.head: head.encode(),
+        KEYS.log(1): entry.encode(),
+        KEYS.evaluation("0.0"): old.model_copy(update={"by_source": {}}).encode(),
+        KEYS.evaluation("0.1"): new.encode(),
+    }
+    puts = (WatchEvent("put", KeyValue(key, value, n, n)) for n, (key, value) in enumerate(records.items(), 1))
+    batch = WatchBatch(tuple(puts), len(records))
+    return JobMirror(KEYS).fold(batch), batch
+
+
+def test_metrics_show_every_source() -> None:
+    metrics = Metrics()
+    show(metrics, *mirror_and_batch(NUMBERS), "a")
+
+    def value(name: str, **labels: str) -> float | None:
+        return metrics.registry.get_sample_value(name, {"job": "j", **labels})
+
+    assert value("gcore_source_reward", source="sums") == 0.75
+    assert value("gcore_source_truncated_ratio", source="words") == 1.0
+    assert value("gcore_source_response_tokens", source="words") == 8.0
+    assert value("gcore_source_accuracy_ratio", source="words") == 0.125
+    assert value("gcore_source_accuracy_ratio", source="sums") is None
+    assert value("gcore_source_prompts", source="sums", outcome="trained") == 2
+    assert value("gcore_source_prompts", source="words", outcome="filtered") == 2
+    metrics.forget_job("j")
+    assert value("gcore_source_reward", source="sums") is None
+
+
+def test_the_api_reports_every_source_with_what_is_known_of_it() -> None:
+    mirror, _ = mirror_and_batch(NUMBERS)
+    none, sums, words = source_reports(mirror)
+    assert (none.name, none.failed, none.HasField("mean_reward"), none.HasField("accuracy")) == (
+        "none trained",
+        1,
+        False,
+        False,
+    )
+    assert (sums.trained, sums.mean_reward, sums.mean_length, sums.truncated) == (2, 0.75, 2.5, 0.25)
+    assert (words.filtered, words.accuracy) == (2, 0.125)
+    assert source_reports(JobMirror(KEYS)) == []
