@@ -130,6 +130,15 @@ def _derive(
         yield _evaluation(Evaluation.decode(kv.value, key))
 
 
+def _truncated(source: str, step: Mapping[str, Any]) -> Derived:
+    share = step["stats"].get(key_of("truncated", source), step["stats"].get("truncated", 0.0))
+    message = (
+        f"{share:.0%} of the responses of source {source!r} were cut off in step {step['step']}; raise max_new_tokens, or "
+        "see rollout.truncated"
+    )
+    return "warning", message, {"cause": "truncated", "source": source, "share": share, "step": step["step"]}
+
+
 def _shards(before: JobMirror, new: Assignment) -> tuple[str, str, dict[str, Any]]:
     old = before.assign.record if before.assign else None
     moved = 0
@@ -178,6 +187,6 @@ def _evaluation(evaluation: Evaluation) -> tuple[str, str, dict[str, Any]]:
         "accuracy": evaluation.accuracy,
         "count": evaluation.count,
         "samples": [sample.model_dump() for sample in evaluation.samples],
+        "by_source": {name: score.model_dump() for name, score in evaluation.by_source.items()},
     }
     return "eval", f"accuracy {evaluation.accuracy:.1%} after step {evaluation.version.step}", data
-        "by_source": {name: score.model_dump() for name, score in evaluation.by_source.items()},
