@@ -6,6 +6,7 @@ The torch engine is started as a process with few rows, so that its cache has to
 
 import asyncio
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -109,8 +110,9 @@ async def test_many_samples_are_distributed_as_the_model_says(client: EngineClie
     [
         pytest.param({"top_k": 3}, 3, id="top_k"),
         pytest.param({"top_p": 0.3}, None, id="top_p"),
-        pytest.param({"min_p": 0.5}, None, id="min_p"),
-        pytest.param({"top_k": 5, "top_p": 0.5, "min_p": 0.2}, None, id="all three"),
+        pytest.param({"min_p": 0.25}, None, id="min_p"),
+        pytest.param({"top_k": 6, "top_p": 0.4}, None, id="top_k and top_p, which is of the whole"),
+        pytest.param({"top_k": 6, "top_p": 0.6, "min_p": 0.3}, None, id="all three"),
         pytest.param({"top_k": 3, "temperature": 0.5}, 3, id="top_k at a temperature"),
     ],
 )
@@ -130,6 +132,10 @@ async def test_truncation_restricts_what_is_drawn_and_not_the_log_probabilities(
     assert kept is None or len(allowed) == kept
     drawn = {a["output_ids"][0] for a in answers}
     assert drawn <= allowed
+    # What may be drawn is drawn: each of them is likely enough to be missed once in a million runs.
+    weights = row.exp()[sorted(allowed)]
+    assert float((weights / weights.sum()).min()) > 0.045
+    assert drawn == allowed
     assert len(drawn) > 1
     for a in answers:
         ((logprob, token, _),) = a["meta_info"]["output_token_logprobs"]
@@ -275,8 +281,9 @@ async def test_a_stream_grows_and_ends_with_the_whole(http: httpx.AsyncClient) -
         assert whole["text"].startswith(part["text"])
         assert len(part["meta_info"]["output_token_logprobs"]) == length
         assert part["meta_info"]["completion_tokens"] == length
-        assert spans(part) == [("0.0", 0, length)]
+        assert part["meta_info"]["weight_version"] == "0.0"
         assert "index" not in part
+    assert spans(parts[-1]) == [("0.0", 0, 60)]
     assert [reason(part) is None for part in parts] == [True] * (len(parts) - 1) + [False]
     assert parts[-1]["text"] == whole["text"]
 
@@ -290,6 +297,15 @@ async def test_a_stream_of_several_tells_them_apart_by_index(http: httpx.AsyncCl
     parts = await parts_of(http, input_ids=[5, 6], sampling_params={**sampling, "n": 3})
     assert {part["index"] for part in parts} == {0, 1, 2}
     assert sum(reason(part) is not None for part in parts) == 3
+
+
+async def test_a_stream_may_tell_only_every_so_many_tokens(http: httpx.AsyncClient) -> None:
+    body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 100, **GREEDY}}
+    parts = await (await begin(http, interval=30, **body)).ended()
+    lengths = [len(part["output_ids"]) for part in parts]
+    assert lengths[-1] == 100
+    assert len(lengths) <= 5
+    assert all(later - earlier >= 30 for earlier, later in pairwise(lengths[:-1]))
 
 
 async def test_what_a_stream_cannot_serve_is_one_of_its_parts(http: httpx.AsyncClient) -> None:
@@ -381,7 +397,7 @@ async def test_no_tokens_at_all_can_be_asked_for(http: httpx.AsyncClient, servin
 async def test_null_is_the_default_and_no_limit_for_the_length(http: httpx.AsyncClient) -> None:
     stops = list(range(1, VOCABULARY))
     sampling = {"max_new_tokens": None, "stop_token_ids": stops, "temperature": None, "top_p": None, "stop": None}
-    answer = await generate(http, input_ids=[5, 6], sampling_params=sampling, rid=None, stream=None)
+    answer = await generate(http, input_ids=[5, 6], sampling_params=sampling, rid=None)
     assert reason(answer)["type"] == "stop"
 
 

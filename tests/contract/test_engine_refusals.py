@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from engine_contract import Serving, generate
+from engine_contract import ENDLESS, Serving, begin, generate, post
 
 from gcore.errors import EngineError, EngineUnreachable
 from gcore.rollout.client import EngineClient, SamplingParams
@@ -126,8 +126,6 @@ async def test_an_unknown_field_beside_the_sampling_parameters_is_passed_over(ht
 
 
 async def test_a_name_that_is_under_way_is_refused_and_afterwards_taken(http: httpx.AsyncClient) -> None:
-    from engine_contract import ENDLESS, begin, post
-
     running = await begin(http, input_ids=[5], rid="same", sampling_params=ENDLESS)
     response = await http.post("/generate", json={**sampled(), "rid": "same"})
     assert (response.status_code, shape(response)) == (400, "message")
@@ -246,6 +244,6 @@ async def test_routes_of_sglang_that_it_has_not_are_refused_in_words(http: httpx
 
 async def test_a_refusal_reaches_the_caller_as_the_engines_own_sentence(client: EngineClient) -> None:
     sampling = SamplingParams(temperature=1.0, max_new_tokens=39_600)
-    with pytest.raises(EngineError, match="context .*40000 tokens") as caught:
+    with pytest.raises(EngineError, match=r"context .*40000 tokens") as caught:
         await client.generate([1] * 500, sampling, seeds=(1,), rid="long")
     assert not isinstance(caught.value, EngineUnreachable)

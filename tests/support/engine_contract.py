@@ -45,7 +45,8 @@ class Serving:
 
 
 def prompt(number: int, length: int) -> list[int]:
-    return [(number * 31 + i * 7) % (VOCABULARY - 3) + 3 for i in range(length)]
+    """Without the vocabulary's last token: where SGLang tells a prompt's tokens, it calls that one 0."""
+    return [(number * 31 + i * 7) % (VOCABULARY - 4) + 3 for i in range(length)]
 
 
 @cache
@@ -103,7 +104,7 @@ async def post(http: httpx.AsyncClient, path: str, **body: Any) -> Any:
 
 async def parts_of(http: httpx.AsyncClient, **body: Any) -> list[dict[str, Any]]:
     """A stream's parts, which must end as a stream ends."""
-    return await (await begin(http, **body)).ended()
+    return await (await begin(http, interval=1, **body)).ended()
 
 
 @dataclass
@@ -111,7 +112,7 @@ class Streaming:
     """A request under way of which the first token has come."""
 
     parts: list[dict[str, Any]] = field(default_factory=list)
-    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    more: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
 
     async def read(self, http: httpx.AsyncClient, body: dict[str, Any]) -> None:
@@ -124,17 +125,20 @@ class Streaming:
                         last = line
                         if line.startswith("data: {"):
                             self.parts.append(json.loads(line.removeprefix("data: ")))
-                            self.begun.set()
+                            self.more.set()
         finally:
-            self.begun.set()
+            self.more.set()
         assert last == "data: [DONE]"
 
     async def until(self, tokens: int) -> None:
-        """Until so many tokens are there."""
-        while not self.task.done() and len(self.parts[-1]["output_ids"]) < tokens:
-            await asyncio.sleep(0.01)
+        """Until so many tokens are there, or it has ended."""
+        assert self.task is not None
+        while not self.task.done() and (not self.parts or len(self.parts[-1]["output_ids"]) < tokens):
+            self.more.clear()
+            await self.more.wait()
 
     async def ended(self) -> list[dict[str, Any]]:
+        assert self.task is not None
         await self.task
         return self.parts
 
@@ -142,12 +146,30 @@ class Streaming:
         return (await self.ended())[-1]
 
 
-async def begin(http: httpx.AsyncClient, **body: Any) -> Streaming:
-    """Ask for a stream; returns when it has begun."""
+async def begin(http: httpx.AsyncClient, *, interval: int = 20, **body: Any) -> Streaming:
+    """Ask for a stream with a part every `interval` tokens; returns when it has begun."""
+    sampling = body.get("sampling_params")
+    if isinstance(sampling, dict):
+        body["sampling_params"] = {**sampling, "stream_interval": interval}
     streaming = Streaming()
     streaming.task = asyncio.create_task(streaming.read(http, body))
-    await streaming.begun.wait()
+    await streaming.until(1)
     return streaming
+
+
+def mixed_error(folders: tuple[Path, Path], prompt_ids: list[int], answer: dict[str, Any], change: int) -> float:
+    """The same of the tokens after `change`, made by the second weights over keys and values of the first.
+
+    What the first weights had read by then is all but the last token that they made; that one the second weights read.
+    """
+    told = answer["meta_info"]["output_token_logprobs"][change:]
+    ids = torch.tensor([prompt_ids + answer["output_ids"]])
+    read = len(prompt_ids) + change - 1
+    with torch.inference_mode():
+        cache_ = plain_model(folders[0])(ids[:, :read], use_cache=True).past_key_values
+        logits = plain_model(folders[1])(ids[:, read:], past_key_values=cache_).logits[0]
+    plain = torch.log_softmax(logits, -1)[:-1].gather(-1, ids[0, read + 1 :, None])[:, 0]
+    return float((plain - torch.tensor([logprob for logprob, _, _ in told])).abs().max())
 
 
 def reason(answer: dict[str, Any]) -> dict[str, Any]:

@@ -229,18 +229,28 @@ class Desk:
         return await asyncio.to_thread(word)
 
     async def stream(self, tickets: Sequence[_Ticket]) -> AsyncIterator[list[dict[str, Any]]]:
-        """Every sample as it grows; each answer holds all that there is so far. In order of `tickets` where they coincide."""
+        """Every sample as it grows, told by `index`; each answer holds all that there is so far.
+
+        Of each the first token is told at once, then every `stream_interval`-th or later, and the end.
+        """
         place = {ticket.task.number: i for i, ticket in enumerate(tickets)}
+        told = [0] * len(tickets)
         stream = self._deliveries(tickets)
         try:
             async for arrived in stream:
                 now = self.clock.monotonic()
-                pairs = [(place[d.number], d) for d in arrived]
+                pairs = []
+                for delivery in arrived:
+                    i = place[delivery.number]
+                    grown = len(delivery.tokens) - told[i]
+                    if delivery.ending is not None or not told[i] or grown >= tickets[i].params.stream_interval:
+                        told[i] += grown
+                        pairs.append((i, delivery))
 
                 def word(pairs: list[tuple[int, Delivery]] = pairs, now: float = now) -> list[dict[str, Any]]:
                     return [{**self._word(tickets[i], d, now), "index": i} for i, d in pairs]
 
-                if sum(len(delivery.tokens) for delivery in arrived) < BIG_ANSWER_TOKENS:
+                if sum(len(delivery.tokens) for _, delivery in pairs) < BIG_ANSWER_TOKENS:
                     yield word()
                 else:
                     yield await asyncio.to_thread(word)

@@ -36,7 +36,6 @@ UNSERVED_PARAMS: Mapping[str, tuple[Any, ...]] = {
     "repetition_penalty": (1,),
     "spaces_between_special_tokens": (True,),
     "beam_width": (1,),
-    "stream_interval": (1,),
     "stop_regex": ([],),
     "json_schema": ("",),
     "regex": ("",),
@@ -100,6 +99,7 @@ class SamplingBody(BaseModel):
     sampling_seed: int | None = None
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
+    stream_interval: int = 1
 
     @model_validator(mode="before")
     @classmethod

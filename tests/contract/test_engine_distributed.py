@@ -1,0 +1,254 @@
+"""Weights that a real trainer process broadcasts into an engine over gloo. Run against each engine present."""
+
+import asyncio
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import weight_trainer
+from engine_contract import (
+    ENDLESS,
+    FIRST,
+    Serving,
+    begin,
+    error_of,
+    generate,
+    mixed_error,
+    post,
+    prompt,
+    span_error,
+    spans,
+)
+from safetensors.torch import load_file
+
+from gcore.weights.broadcast import Manifest
+
+SECOND = "0.1"
+GROUP = "weights"
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+class Trainer:
+    """The process, and what it sends."""
+
+    def __init__(self, folder: Path, port: int, group: str, world_size: int = 2) -> None:
+        self.weights = dict(sorted(load_file(folder / "model.safetensors").items()))
+        self.port, self.group, self.world_size = port, group, world_size
+        arguments = [str(folder), str(port), str(world_size), group]
+        self.process = subprocess.Popen(
+            [sys.executable, weight_trainer.__file__, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    async def says(self) -> str:
+        assert self.process.stdout is not None
+        return (await asyncio.to_thread(self.process.stdout.readline)).strip()
+
+    def send(self, names: list[str] | None = None) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"send {'*' if names is None else ','.join(names)}\n")
+        self.process.stdin.flush()
+
+    def body(self, names: list[str] | None = None, **more: Any) -> dict[str, Any]:
+        manifest = Manifest.of({name: self.weights[name] for name in names or self.weights})
+        shapes = [list(shape) for shape in manifest.shapes]
+        return {
+            "names": list(manifest.names),
+            "dtypes": list(manifest.dtypes),
+            "shapes": shapes,
+            "group_name": self.group,
+            **more,
+        }
+
+    def joining(self, rank: int = 1) -> dict[str, Any]:
+        return {
+            "master_address": "127.0.0.1",
+            "master_port": self.port,
+            "rank_offset": rank,
+            "world_size": self.world_size,
+            "group_name": self.group,
+            "backend": "gloo",
+        }
+
+
+@pytest.fixture
+def trainers(serving: Serving) -> Iterator[Callable[..., Trainer]]:
+    started: list[Trainer] = []
+
+    def start(group: str, folder: Path | None = None) -> Trainer:
+        started.append(Trainer(folder or serving.weights[1], free_port(), group))
+        return started[-1]
+
+    yield start
+    for trainer in started:
+        trainer.process.kill()
+        trainer.process.communicate()
+
+
+@asynccontextmanager
+async def joined(http: httpx.AsyncClient, trainer: Trainer) -> AsyncIterator[None]:
+    """While engine and trainer are in one group."""
+    assert (await post(http, "/init_weights_update_group", **trainer.joining()))["success"] is True
+    assert await trainer.says() == "joined"
+    try:
+        yield
+    finally:
+        assert (await post(http, "/destroy_weights_update_group", group_name=trainer.group))["success"] is True
+
+
+async def updated(
+    http: httpx.AsyncClient, trainer: Trainer, names: list[str] | None = None, **more: Any
+) -> httpx.Response:
+    """Ask the engine to receive, and the trainer to send."""
+    asked = asyncio.create_task(http.post("/update_weights_from_distributed", json=trainer.body(names, **more)))
+    trainer.send(names)
+    assert await trainer.says() == "sent"
+    return await asked
+
+
+async def test_weights_come_from_a_trainers_broadcast(
+    changing: httpx.AsyncClient, serving: Serving, trainers: Callable[..., Trainer]
+) -> None:
+    trainer, ids = trainers("whole"), prompt(3, 8)
+    async with joined(changing, trainer):
+        await post(changing, "/begin_weight_update")
+        response = await updated(changing, trainer, weight_version=SECOND)
+        assert (response.status_code, response.json()["success"]) == (200, True)
+        await post(changing, "/end_weight_update")
+        answer = await generate(changing, input_ids=ids, sampling_params={"max_new_tokens": 30}, return_logprob=True)
+    assert spans(answer) == [(SECOND, 0, 30)]
+    assert error_of(serving.weights[1], ids, answer) < serving.tolerance
+    assert (await changing.get("/model_info")).json()["weight_version"] == SECOND
+
+
+async def test_weights_may_come_in_several_parts_and_the_version_with_the_last(
+    changing: httpx.AsyncClient, serving: Serving, trainers: Callable[..., Trainer]
+) -> None:
+    trainer, ids = trainers("parts"), prompt(3, 8)
+    names = list(trainer.weights)
+    async with joined(changing, trainer):
+        await post(changing, "/pause_generation", mode="in_place")
+        await post(changing, "/begin_weight_update")
+        for part in (names[::2], names[1::2]):
+            version = SECOND if part[0] == names[1] else None
+            response = await updated(changing, trainer, part, weight_version=version)
+            assert response.status_code == 200
+        await post(changing, "/end_weight_update")
+        await post(changing, "/continue_generation")
+        answer = await generate(changing, input_ids=ids, sampling_params={"max_new_tokens": 30}, return_logprob=True)
+    assert spans(answer) == [(SECOND, 0, 30)]
+    assert error_of(serving.weights[1], ids, answer) < serving.tolerance
+
+
+@pytest.mark.parametrize(("mode", "flush"), [("in_place", False), ("retract", True)])
+async def test_a_broadcast_under_load_is_told_in_spans(
+    changing: httpx.AsyncClient, serving: Serving, trainers: Callable[..., Trainer], mode: str, flush: bool
+) -> None:
+    trainer = trainers(f"load-{mode}")
+    prompts = [prompt(8, 3 + n) for n in range(4)]
+    async with joined(changing, trainer):
+        running = [
+            await begin(changing, input_ids=ids, sampling_params=ENDLESS, return_logprob=True) for ids in prompts
+        ]
+        await running[-1].until(50)
+        await post(changing, "/pause_generation", mode=mode)
+        await post(changing, "/begin_weight_update")
+        response = await updated(changing, trainer, weight_version=SECOND, flush_cache=flush)
+        assert response.status_code == 200, response.text
+        await post(changing, "/end_weight_update")
+        paused_at = max(len(streaming.parts[-1]["output_ids"]) for streaming in running)
+        await post(changing, "/continue_generation")
+        for streaming in running:
+            await streaming.until(paused_at + 100)
+        await post(changing, "/abort_request", abort_all=True)
+        for ids, streaming in zip(prompts, running, strict=True):
+            answer = await streaming.last()
+            (old, start, middle), (new, again, end) = spans(answer)
+            assert (old, start, new, end) == (FIRST, 0, SECOND, len(answer["output_ids"]))
+            assert 0 < middle == again < end
+            assert span_error(serving.weights[0], ids, answer, 0, middle) < 1e-4
+            if mode == "retract":
+                assert span_error(serving.weights[1], ids, answer, middle, end) < 1e-4
+            else:
+                assert mixed_error(serving.weights, ids, answer, middle) < 1e-4
+
+
+async def test_a_broadcast_outside_an_update_or_of_no_group_is_refused(
+    changing: httpx.AsyncClient, trainers: Callable[..., Trainer]
+) -> None:
+    trainer = trainers("early")
+    async with joined(changing, trainer):
+        response = await changing.post("/update_weights_from_distributed", json=trainer.body())
+        assert response.status_code == 400
+        assert response.json()["success"] is False
+        await post(changing, "/begin_weight_update")
+        assert (await changing.post("/begin_weight_update", json={})).status_code == 400
+        response = await changing.post("/update_weights_from_distributed", json={**trainer.body(), "group_name": "x"})
+        assert response.status_code == 400
+        assert response.json()["success"] is False
+        await post(changing, "/end_weight_update")
+    assert (await changing.post("/destroy_weights_update_group", json={"group_name": "early"})).status_code == 400
+    assert (await changing.get("/model_info")).json()["weight_version"] == FIRST
+
+
+# SGLang passes over a name that it does not know, and dies of a shape that does not fit.
+@pytest.mark.parametrize("serving", ["torch"], indirect=True)
+async def test_a_broadcast_that_does_not_fit_is_received_and_refused_and_the_old_weights_stay(
+    changing: httpx.AsyncClient, serving: Serving, trainers: Callable[..., Trainer]
+) -> None:
+    trainer = trainers("unfit")
+    name = "model.embed_tokens.weight"
+    async with joined(changing, trainer):
+        await post(changing, "/begin_weight_update")
+        for wrong in ({"names": ["model.nothing"]}, {"shapes": [[32, 49]]}):
+            body = trainer.body([name], weight_version="9.9") | wrong
+            asked = asyncio.create_task(changing.post("/update_weights_from_distributed", json=body))
+            trainer.send([name])
+            # Whoever sends does not hang.
+            assert await trainer.says() == "sent"
+            response = await asked
+            assert response.status_code == 400
+            assert "nothing of this broadcast was taken" in response.json()["message"]
+        for wrong in ({"dtypes": ["float31"]}, {"shapes": []}, {"shapes": [[-1, 5]]}):
+            response = await changing.post("/update_weights_from_distributed", json=trainer.body([name]) | wrong)
+            assert response.status_code == 400
+        await post(changing, "/end_weight_update")
+        assert (await changing.post("/init_weights_update_group", json=trainer.joining())).status_code == 400
+    answer = await generate(changing, input_ids=[5], sampling_params={"max_new_tokens": 20}, return_logprob=True)
+    assert spans(answer) == [(FIRST, 0, 20)]
+    assert error_of(serving.weights[0], [5], answer) < 1e-5
+
+
+# SGLang waits for the others for half an hour, and answers nothing meanwhile.
+@pytest.mark.parametrize("serving", ["torch"], indirect=True)
+async def test_a_group_that_cannot_be_is_refused_and_a_trainer_that_dies_is_told_of(
+    changing: httpx.AsyncClient, serving: Serving, trainers: Callable[..., Trainer]
+) -> None:
+    fields = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2, "group_name": "g"}
+    for wrong in ({"backend": "carrier pigeon"}, {"backend": "nccl"}, {"rank_offset": 2}, {"group_name": ""}):
+        response = await changing.post("/init_weights_update_group", json={**fields, "backend": "gloo", **wrong})
+        assert response.status_code == 400
+        assert response.json()["success"] is False
+    trainer = trainers("dies")
+    async with joined(changing, trainer):
+        await post(changing, "/begin_weight_update")
+        asked = asyncio.create_task(changing.post("/update_weights_from_distributed", json=trainer.body()))
+        trainer.process.kill()
+        response = await asked
+        assert response.status_code == 400
+        assert "broadcast failed" in response.json()["message"]
+        await post(changing, "/end_weight_update")
+    answer = await generate(changing, input_ids=[5], sampling_params={"max_new_tokens": 20}, return_logprob=True)
+    assert error_of(serving.weights[0], [5], answer) < 1e-5

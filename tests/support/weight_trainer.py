@@ -1,0 +1,47 @@
+"""A trainer of which engines get their weights: `python weight_trainer.py FOLDER PORT WORLD_SIZE GROUP`.
+
+Rank 0 of a weight group. Prints "joined" once all are there; then for each line "send NAME,NAME,..." on its input it
+broadcasts these tensors of the folder's weights ("send *": all, in the order of their names) and prints "sent". Ends at the
+end of its input.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from gcore.errors import GcoreError
+from gcore.weights.broadcast import SENDER, WeightGroup
+
+TIMEOUT_S = 60
+
+
+def main() -> None:
+    folder, port, world_size, name = sys.argv[1:]
+    weights = dict(sorted(load_file(Path(folder) / "model.safetensors").items()))
+    group = WeightGroup.join(
+        "127.0.0.1",
+        int(port),
+        rank=SENDER,
+        world_size=int(world_size),
+        name=name,
+        backend="gloo",
+        timeout_s=TIMEOUT_S,
+    )
+    print("joined", flush=True)
+    for line in sys.stdin:
+        names = line.removeprefix("send ").strip()
+        wanted = weights if names == "*" else {n: weights[n] for n in names.split(",")}
+        try:
+            group.send(wanted)
+        except GcoreError as error:
+            print(f"failed: {error}", flush=True)
+        else:
+            print("sent", flush=True)
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
+    os._exit(0)  # torch's threads may abort at the interpreter's end

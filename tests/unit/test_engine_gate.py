@@ -1,0 +1,88 @@
+"""The gate between requests and changes of weights."""
+
+import asyncio
+
+from gcore.rollout.engine.gate import Gate
+
+
+class Engine:
+    """What a gate is told of an engine, and what happened in which order."""
+
+    def __init__(self) -> None:
+        self.still = False
+        self.gate = Gate(lambda: self.still)
+        self.log: list[str] = []
+
+    async def request(self, name: str, end: asyncio.Event) -> None:
+        async with self.gate.passing():
+            self.log.append(f"{name} begins")
+            await end.wait()
+        self.log.append(f"{name} ends")
+
+    async def change(self, name: str) -> None:
+        async with self.gate.changing():
+            self.log.append(name)
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_a_change_waits_for_requests_under_way_and_later_requests_wait_for_it() -> None:
+    engine, end = Engine(), asyncio.Event()
+    async with asyncio.TaskGroup() as group:
+        group.create_task(engine.request("first", end))
+        group.create_task(engine.request("second", end))
+        await settle()
+        group.create_task(engine.change("change"))
+        group.create_task(engine.change("another"))
+        await settle()
+        group.create_task(engine.request("later", end))
+        await settle()
+        assert engine.log == ["first begins", "second begins"]
+        end.set()
+    assert engine.log[2:4] == ["first ends", "second ends"]
+    assert engine.log.index("change") < engine.log.index("later begins")
+    assert engine.log.count("another") == 1
+
+
+async def test_an_engine_that_stands_still_is_changed_at_once_and_lets_requests_in() -> None:
+    engine, end = Engine(), asyncio.Event()
+    engine.still = True
+    async with asyncio.TaskGroup() as group:
+        group.create_task(engine.request("request", end))
+        await settle()
+        await engine.change("change")
+        assert engine.log == ["request begins", "change"]
+        end.set()
+
+
+async def test_a_change_that_waits_goes_on_once_the_engine_is_paused() -> None:
+    engine, end = Engine(), asyncio.Event()
+    async with asyncio.TaskGroup() as group:
+        group.create_task(engine.request("request", end))
+        await settle()
+        changing = group.create_task(engine.change("change"))
+        await settle()
+        assert not changing.done()
+        engine.still = True
+        engine.gate.look_again()
+        await changing
+        end.set()
+
+
+async def test_a_request_or_a_change_that_is_given_up_holds_nothing_up() -> None:
+    engine, end = Engine(), asyncio.Event()
+    running = asyncio.create_task(engine.request("given up", end))
+    await settle()
+    waiting = asyncio.create_task(engine.change("given up too"))
+    await settle()
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await engine.change("change")
+    end.set()
+    await engine.request("request", end)
+    assert engine.log == ["given up begins", "change", "request begins", "request ends"]
