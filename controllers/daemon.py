@@ -16,6 +16,7 @@ import signal
 import sys
 from pathlib import Path
 
+from controllers.footprint import slim_down
 from gcore.clock import SystemClock
 from gcore.errors import GcoreError
 
@@ -36,8 +37,7 @@ def main() -> None:
         stream=sys.stderr,
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    # httpx brings its own command line, and with it click, rich and pygments: 4 MB and 0.1 s that a daemon has no use for.
-    sys.modules.setdefault("httpx._main", None)  # type: ignore[arg-type]
+    slim_down()
     try:
         asyncio.run(_run(arguments.config))
     except GcoreError as error:

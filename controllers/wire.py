@@ -21,6 +21,7 @@ from grpc_health.v1.health import aio as health
 
 from controllers.changes import Changes
 from controllers.cluster import ClusterMirror
+from controllers.footprint import give_back
 from controllers.identity import Identity, new_incarnation
 from controllers.keeper import Keeper
 from controllers.service.jobs import JobsService
@@ -165,24 +166,35 @@ class Daemon:
         asked: set[str] = set()
         async with asyncio.TaskGroup() as group:
             while True:
-                for uid, task in list(running.items()):
-                    if task.done() and uid not in cluster.active:
-                        del running[uid]
-                        self._runners.pop(uid, None)
+                self._forget_ended(running, cluster)
                 if cluster.active - running.keys():
                     await asyncio.to_thread(importlib.import_module, "controllers.job")
                 for uid in cluster.active - running.keys():
-                    from controllers.job import JobRunner
-
-                    runner = JobRunner(
-                        uid, identity, store, cluster, Changes(), self._metrics, self._clock, self._config
-                    )
-                    self._runners[uid] = runner
-                    running[uid] = group.create_task(_work_on(runner), name=f"job {uid}")
-                for runner in self._runners.values():
-                    runner.changes.notify()
+                    self._runners[uid] = self._new_runner(uid, store, identity, cluster)
+                    running[uid] = group.create_task(_work_on(self._runners[uid]), name=f"job {uid}")
+                    running[uid].add_done_callback(lambda _: changes.notify())
+                self._notify_runners()
                 self._sweep(cluster, asked)
                 await changes.wait()
+
+    # Small methods on purpose: a variable of the loop above would keep the last job's memory.
+
+    def _new_runner(self, uid: str, store: Store, identity: Identity, cluster: ClusterMirror) -> JobRunner:
+        from controllers.job import JobRunner
+
+        return JobRunner(uid, identity, store, cluster, Changes(), self._metrics, self._clock, self._config)
+
+    def _notify_runners(self) -> None:
+        for runner in self._runners.values():
+            runner.changes.notify()
+
+    def _forget_ended(self, running: dict[str, asyncio.Task[None]], cluster: ClusterMirror) -> None:
+        ended = [uid for uid, task in running.items() if task.done() and uid not in cluster.active]
+        for uid in ended:
+            del running[uid]
+            self._runners.pop(uid, None)
+        if ended:
+            give_back()
 
     def _sweep(self, cluster: ClusterMirror, asked: set[str]) -> None:
         """Stop this node's workers of jobs that have ended, once: asked twice, a worker does not drain."""
