@@ -8,6 +8,7 @@ with its part of the shards; held-out answers before and now; what happened last
 from __future__ import annotations
 
 from collections.abc import Iterator
+from statistics import median
 
 from rich.console import Group, RenderableType
 from rich.panel import Panel
@@ -17,8 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from controllers.cli.view_points import PHASES, Answer, NodeView
-from controllers.cli.view_state import RECENT_STEPS, ViewState
 from controllers.cli.view_sources import sources_table
+from controllers.cli.view_state import RECENT_STEPS, ViewState
 from controllers.cli.view_text import chart, columns, held, moved_cells, parts, seconds, strip, visible
 
 CHART_HEIGHT = 5
@@ -30,6 +31,7 @@ STATE_COLOURS = {"SUCCEEDED": "green", "FAILED": "red", "CANCELLED": "yellow", "
 LOG_SHOWN = 6
 ANSWERS_SHOWN = 5
 WAITS_SHOWN = 2
+GAP = 3
 ROWS_WITH_ANSWERS = 35
 
 
@@ -37,8 +39,16 @@ def render(state: ViewState, now: float, width: int = 100, height: int | None = 
     """The view at `now` (seconds since the epoch) for a terminal of `width` columns and `height` rows (None: as many as
     it takes). On a low one the answers are left out, so that what happens is seen."""
     inner = max(40, min(width, 140)) - 4
-    rows: list[RenderableType] = [_progress(state, now, inner), Text(), _charts(state, inner), Text(), _numbers(state)]
+    rows: list[RenderableType] = [
+        _progress(state, now, inner),
+        Text(),
+        _charts(state, inner),
+        Text(),
+        _numbers(state, inner),
+    ]
     rows += [_time_bar(state, inner), *_waits(state, now, inner), Text(), _controllers(state, now, inner)]
+    if (sources := sources_table(state)) is not None and (height is None or height >= ROWS_WITH_ANSWERS):
+        rows += [Rule("sources, newest step", style="dim", align="left"), sources]
     if state.evals and (height is None or height >= ROWS_WITH_ANSWERS):
         rows += [Rule("held-out answers", style="dim", align="left"), _answers(state)]
     rows += [Rule("what happened", style="dim", align="left"), *_log(state, inner)]
@@ -47,8 +57,6 @@ def render(state: ViewState, now: float, width: int = 100, height: int | None = 
 
 def _title(state: ViewState) -> Text:
     title = Text(" gcore  ", style="bold")
-    if (sources := sources_table(state)) is not None and (height is None or height >= ROWS_WITH_ANSWERS):
-        rows += [Rule("sources, newest step", style="dim", align="left"), sources]
     title.append(visible(state.job) or "a job", style="bold")
     title.append("  ")
     title.append(visible(state.state), style=f"bold {STATE_COLOURS.get(state.state, 'white')}")
@@ -59,10 +67,8 @@ def _title(state: ViewState) -> Text:
 
 def _progress(state: ViewState, now: float, width: int) -> RenderableType:
     line = Table.grid(expand=False, padding=(0, 2, 0, 0))
-    words = [Text(f"step {state.step}/{state.steps or '?'}", style="bold")]
-    bar = ProgressBar(total=max(1, state.steps), completed=state.step, width=max(10, width // 3))
     share = state.step / state.steps if state.steps else 0.0
-    words.append(Text(f"{share:.0%}"))
+    words = [Text(f"step {state.step}/{state.steps or '?'}", style="bold"), Text(f"{share:.0%}")]
     if state.started is not None:
         end = state.last_time if state.ended and state.last_time is not None else now
         words.append(Text(f"{seconds(max(0.0, end - state.started))} so far", style="dim"))
@@ -70,7 +76,11 @@ def _progress(state: ViewState, now: float, width: int) -> RenderableType:
     if left and not state.ended:
         words.append(Text(f"about {seconds(left)} left", style="dim"))
     if state.rollbacks:
-        words.append(Text(f"lineage {state.lineage}, rolled back {state.rollbacks}×", style="yellow"))
+        words.append(Text(f"rolled back {state.rollbacks}×", style="yellow"))
+    room = width - sum(word.cell_len + 2 for word in words) - 2
+    bar = ProgressBar(total=max(1, state.steps), completed=state.step, width=max(4, min(width // 3, room)))
+    for word in words:
+        word.no_wrap, word.overflow = True, "ellipsis"
     line.add_row(words[0], bar, *words[1:])
     return line
 
@@ -111,7 +121,8 @@ def _chart(
     return Group(head, body)
 
 
-def _numbers(state: ViewState) -> RenderableType:
+def _numbers(state: ViewState, width: int) -> RenderableType:
+    """What the newest step measured; on a narrow terminal in two lines, and no number is torn from its name."""
     stats = state.points[-1].stats if state.points else {}
     rate = state.points[-1].tokens_per_second if state.points else None
     shown = [
@@ -124,27 +135,29 @@ def _numbers(state: ViewState) -> RenderableType:
         ("entropy", stats.get("entropy"), "{:.3f}"),
         ("lr", stats.get("learning_rate"), "{:.1e}"),
     ]
-    line = Text()
+    lines = [Text()]
     for name, value, form in shown:
-        line.append(f"{name} ", style="dim")
-        line.append("-" if value is None else form.format(value))
-        line.append("   ")
-    return line
+        number = Text.assemble((f"{name} ", "dim"), "-" if value is None else form.format(value))
+        if lines[-1].cell_len + GAP + number.cell_len > width:
+            lines.append(Text())
+        lines[-1].append(" " * GAP if lines[-1].cell_len else "").append_text(number)
+    return Group(*lines)
 
 
 def _time_bar(state: ViewState, width: int) -> RenderableType:
-    recent = state.points[-RECENT_STEPS:]
-    sums = {phase: sum(p.phases.get(phase, 0.0) for p in recent) for phase in PHASES}
-    line = Text("time   ", style="dim")
-    cells = parts(sums, max(10, width // 4))
+    # The median, and not of the first step: it has the start of engines and ranks in it.
+    recent = state.points[max(1, len(state.points) - RECENT_STEPS) :] or state.points
+    usual = {phase: median(p.phases.get(phase, 0.0) for p in recent) if recent else 0.0 for phase in PHASES}
+    head, legend = Text("a step ", style="dim", no_wrap=True), Text()
+    for phase in PHASES:
+        legend.append(f"  {phase} ", style=PHASE_COLOURS[phase])
+        legend.append(seconds(usual[phase]) if recent else "-")
+    cells = parts(usual, max(4, min(width // 4, width - head.cell_len - legend.cell_len)))
     if not cells:
-        return line.append("-")
+        return head.append("-")
     for phase in PHASES:
-        line.append("█" * cells.get(phase, 0), style=PHASE_COLOURS[phase])
-    for phase in PHASES:
-        line.append(f"  {phase} ", style=PHASE_COLOURS[phase])
-        line.append(seconds(sums[phase] / len(recent)))
-    return line.append("  a step", style="dim")
+        head.append("█" * cells.get(phase, 0), style=PHASE_COLOURS[phase])
+    return head.append_text(legend)
 
 
 def _controllers(state: ViewState, now: float, width: int) -> RenderableType:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 from controllers.cli.view_points import (
@@ -32,6 +33,8 @@ from gcore.events import JobEvent
 
 LOG_LINES = 40
 RECENT_STEPS = 20
+PACED_STEPS = 2
+"""So many steps make a pace."""
 ENDED_STATES = frozenset({"SUCCEEDED", "FAILED", "CANCELLED"})
 
 
@@ -97,11 +100,16 @@ class ViewState:
 
     @property
     def seconds_left(self) -> float | None:
-        """To the last step at the pace of the recent ones, after the newest step; None while the pace is unknown."""
-        recent = [p.stats["seconds"] for p in self.points[-RECENT_STEPS:] if p.stats.get("seconds", 0.0) > 0]
-        if not recent or self.steps <= 0:
+        """To the last step at the pace of the recent ones, after the newest step; None while the pace is unknown.
+
+        The first step of a run has the start of engines and ranks in it, and a step now and then an evaluation or a world
+        that started again: so the first does not count, and of the others the median does.
+        """
+        paced = self.points[max(1, len(self.points) - RECENT_STEPS) :]
+        recent = [p.stats["seconds"] for p in paced if p.stats.get("seconds", 0.0) > 0]
+        if len(recent) < PACED_STEPS or self.steps <= 0:
             return None
-        return max(0, self.steps - self.step) * sum(recent) / len(recent)
+        return max(0, self.steps - self.step) * median(recent)
 
     def apply(self, event: JobEvent) -> ViewState:
         """The state after `event`."""
@@ -246,6 +254,11 @@ def _eval(state: ViewState, event: JobEvent) -> ViewState:
         accuracy,
         whole_of(event.data, "count") or 0,
         tuple(answer_of(s) for s in samples if isinstance(s, Mapping)) if isinstance(samples, list | tuple) else (),
+        {
+            name: share
+            for name, score in mapping_of(event.data, "by_source").items()
+            if isinstance(score, Mapping) and (share := finite(score.get("accuracy"))) is not None
+        },
     )
     evals = (*(e for e in state.evals if e.step < step), point)
     text = f"accuracy {accuracy:.1%} on {point.count} held-out prompts after step {step}"
@@ -254,11 +267,6 @@ def _eval(state: ViewState, event: JobEvent) -> ViewState:
 
 def _checkpoint(state: ViewState, event: JobEvent) -> ViewState:
     file = text_of(event.data, "file")
-        {
-            name: share
-            for name, score in mapping_of(event.data, "by_source").items()
-            if isinstance(score, Mapping) and (share := finite(score.get("accuracy"))) is not None
-        },
     state = replace(state, checkpoint=file or state.checkpoint)
     return state._logged(event, f"checkpoint {file}" if file else "")
 

@@ -107,6 +107,21 @@ def test_the_live_view_can_be_drawn_at_every_moment_in_every_width(width):
         assert all(len(line) <= max(width, 44) for line in drawn(state, width=width).splitlines())
 
 
+def test_on_eighty_columns_nothing_wraps_and_no_number_is_torn_from_its_name():
+    stats = STATS | {"loss": -0.0123, "kl": 0.0012, "clip_fraction": 0.021, "grad_norm": 12.34, "entropy": 0.345}
+    stats |= {"learning_rate": 3e-4, "tokens_per_second": 12345.6, "collect_s": 123.4, "train_s": 301.0}
+    state = ViewState()
+    for n in range(1, 6):
+        state = state.apply(event(n, "step", step=n, steps=1000, stats=stats | {"seconds": 400.0}))
+    state = state.apply(event(6, "rollback", to_step=4, lineage=1, reason="rank 0 died"))
+    text = drawn(state, now=5000.0, width=80)
+    for whole in ("grad 12.34", "lr 3.0e-04", "train 5m01s", "publish 0.10s", "step 4/1000", "left", "rolled back 1×"):
+        assert whole in text
+    rows = [line for line in text.splitlines() if "step 4/1000" in line or "collect" in line]
+    assert len(rows) == 2
+    assert ["rolled back" in rows[0], "publish" in rows[1]] == [True, True]
+
+
 def test_the_live_view_says_what_is_waited_for_and_since_when():
     waiting = (Wait("node-0", "step 2 needs 3 more prompts", 100.0),)
     text = drawn(ViewState().observe(JobSnapshot("sums", "u1", "RUNNING", waiting=waiting)), now=112.0)

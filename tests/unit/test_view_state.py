@@ -161,9 +161,21 @@ def test_the_speed_is_all_tokens_over_all_seconds():
     assert state.tokens_per_second == 50.0
 
 
-def test_the_time_left_is_the_steps_left_at_the_recent_pace():
-    state = ViewState().apply(JobEvent(1, 0.0, "step", data={"step": 4, "steps": 10, "stats": {"seconds": 2.0}}))
-    assert state.seconds_left == 12.0
+@pytest.mark.parametrize(
+    ("step_seconds", "left"),
+    [
+        pytest.param([2.0, 2.0, 2.0, 2.0], 12.0, id="an even pace"),
+        pytest.param([90.0, 2.0, 2.0, 2.0], 12.0, id="the first step starts engines and ranks"),
+        pytest.param([90.0, 2.0, 2.0, 300.0, 2.0], 10.0, id="a world was started again in between"),
+        pytest.param([90.0, 2.0], None, id="too early to say"),
+        pytest.param([], None, id="nothing yet"),
+    ],
+)
+def test_the_time_left_is_the_steps_left_at_the_recent_pace(step_seconds, left):
+    state = ViewState(steps=10)
+    for n, seconds in enumerate(step_seconds, 1):
+        state = state.apply(JobEvent(n, 0.0, "step", data={"step": n, "steps": 10, "stats": {"seconds": seconds}}))
+    assert state.seconds_left == left
 
 
 def test_what_the_api_says_of_a_job_fills_in_what_events_did_not():
