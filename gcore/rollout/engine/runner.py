@@ -24,9 +24,32 @@ from gcore.rollout.engine.tasks import Delivery
 T = TypeVar("T")
 REPORT_S = 1.0
 GATHER_S = 0.002
-"""An idle engine begins when for so long no further request has come,"""
+"""An idle engine that has seen bursts begins when for so long no further request has come,"""
 GATHER_MOST_S = 0.02
-"""or when the first has waited for so long."""
+"""or when the first has waited for so long. What follows the first within this time makes a burst."""
+
+
+class Gathering:
+    """Whether an idle engine waits for more when a request comes: only if the last one did not come alone. Pure.
+
+    Requests of a training step come in bursts. Beginning with the first alone would make many small passes where one
+    would do, and take the interpreter from the event loop that still reads the others. Whoever sends one request at a
+    time must not wait for others that never come.
+    """
+
+    def __init__(self) -> None:
+        self._began = float("-inf")
+        self.waits = False
+
+    def begins(self, now: float, *, more: int) -> None:
+        """Work has begun after a pause, `more` requests having been gathered beside the first."""
+        self._began = now
+        self.waits = more > 0
+
+    def arrives(self, now: float) -> None:
+        """Something has come while there was work."""
+        if now - self._began < GATHER_MOST_S:
+            self.waits = True
 
 
 class Report(Protocol):
@@ -59,6 +82,7 @@ class Runner:
         self._phase = "waiting"
         self._reported = clock.monotonic() - REPORT_S
         self._cycles = 0
+        self._gathering = Gathering()
 
     def start(self) -> None:
         """Begin."""
@@ -108,26 +132,32 @@ class Runner:
             except queue.Empty:
                 return
             action()
+            self._gathering.arrives(self._clock.monotonic())
 
     def _wait(self) -> None:
-        """Until there is mail; meanwhile "waiting" is reported, once the last report is a second old.
-
-        Requests come in bursts, a step's prompts at once. Beginning with the first alone would make many small passes
-        where one would do, and take the interpreter from the event loop that still reads the others.
-        """
+        """Until there is mail; meanwhile "waiting" is reported, once the last report is a second old."""
         try:
             action = self._mailbox.get(timeout=REPORT_S if self._phase != "waiting" else None)
         except queue.Empty:
             self._tell("waiting")
             return
         action()
+        if self.core.can_work:
+            more = self._gather() if self._gathering.waits else 0
+            self._gathering.begins(self._clock.monotonic(), more=more)
+
+    def _gather(self) -> int:
+        """More of a burst; how much there was."""
         until = self._clock.monotonic() + GATHER_MOST_S
+        more = 0
         while self.core.can_work and self._clock.monotonic() < until:
             try:
                 action = self._mailbox.get(timeout=GATHER_S)
             except queue.Empty:
-                return
+                break
             action()
+            more += 1
+        return more
 
     def _tell(self, phase: str) -> None:
         now = self._clock.monotonic()

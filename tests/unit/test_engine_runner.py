@@ -1,0 +1,91 @@
+"""Whether an idle engine waits for a burst; and the thread that owns the model, over a core that only counts."""
+
+import threading
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+
+from gcore.clock import SystemClock
+from gcore.rollout.engine import runner as module
+from gcore.rollout.engine.core import Core
+from gcore.rollout.engine.runner import GATHER_MOST_S, Gathering, Runner
+from gcore.rollout.engine.tasks import Delivery
+
+
+def test_a_request_that_comes_alone_is_begun_at_once() -> None:
+    gathering = Gathering()
+    for now in (0.0, 10.0, 20.0):
+        assert not gathering.waits
+        gathering.begins(now, more=0)
+        gathering.arrives(now + GATHER_MOST_S + 0.01)
+
+
+def test_after_a_burst_the_next_one_is_gathered_until_one_comes_alone() -> None:
+    gathering = Gathering()
+    gathering.begins(0.0, more=0)
+    gathering.arrives(GATHER_MOST_S / 2)
+    assert gathering.waits
+    gathering.begins(10.0, more=5)
+    assert gathering.waits
+    gathering.begins(20.0, more=0)
+    assert not gathering.waits
+
+
+class Counting:
+    """A core whose work is done in one cycle."""
+
+    def __init__(self) -> None:
+        self.outbox: list[Delivery] = []
+        self.waiting = 0
+        self.cycles: list[int] = []
+        self.done = threading.Event()
+
+    @property
+    def can_work(self) -> bool:
+        return self.waiting > 0
+
+    def submit(self) -> None:
+        self.waiting += 1
+
+    def cycle(self) -> None:
+        self.cycles.append(self.waiting)
+        self.waiting = 0
+        self.done.set()
+
+
+def test_a_lone_request_does_not_wait_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Whoever waits for others would wait for an hour.
+    monkeypatch.setattr(module, "GATHER_S", 3600.0)
+    monkeypatch.setattr(module, "GATHER_MOST_S", 3600.0)
+    core = Counting()
+    running = started(core)
+    running.perform(core.submit)
+    assert core.done.wait(60)
+    assert core.cycles == [1]
+
+
+def started(core: Counting) -> Runner:
+    def deliver(deliveries: Sequence[Delivery]) -> None:
+        raise AssertionError("there is nothing to deliver")
+
+    def report(phase: str, progress: int) -> None:
+        pass
+
+    runner = Runner(
+        cast(Core, cast(Any, core)), clock=SystemClock(), deliver=deliver, report=report, on_death=lambda error: None
+    )
+    runner.start()
+    return runner
+
+
+def test_what_an_action_raises_reaches_whoever_asked() -> None:
+    running = started(Counting())
+
+    def fail() -> None:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        running.perform(fail).result(60)
+    assert running.perform(lambda: 5).result(60) == 5
+    assert running.alive
