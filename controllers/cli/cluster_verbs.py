@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated
 
 import typer
@@ -47,6 +46,8 @@ def up(
     output: Format = Output.TABLE,
 ) -> None:
     """Start a cluster on this machine: an etcd and several daemons. Returns when all are ready."""
+    import asyncio
+
     from controllers.cli import local
     from controllers.cli.called import as_called
     from gcore.clock import SystemClock

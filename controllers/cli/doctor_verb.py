@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -39,6 +38,8 @@ def doctor(
 
     Ends with 1 if anything fails.
     """
+    import asyncio
+
     from rich.table import Table
     from rich.text import Text
 
@@ -66,6 +67,7 @@ def doctor(
 
 async def _look(home: Path, wanted: Wanted, *, online: bool, sglang_python: Path | None) -> list[Check]:
     """Everything at once, for most of it is waiting; in the order in which a person wants to read it."""
+    import asyncio
     import os
 
     from controllers.cli import doctor_checks as judge

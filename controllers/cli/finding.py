@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gcore.config.cluster import FILE_NAME, LocalCluster
 from gcore.errors import Unreachable, UsageError
 
 
@@ -15,6 +14,8 @@ def find_addresses(address: str | None, home: Path) -> tuple[str, ...]:
     """
     if address is not None:
         return tuple(_checked(part.strip()) for part in address.split(","))
+    from gcore.config.cluster import FILE_NAME, LocalCluster  # not for --help
+
     cluster = LocalCluster.load(home)
     if cluster is None:
         raise Unreachable(

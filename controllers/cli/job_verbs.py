@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -161,6 +160,8 @@ def audit(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, outp
 
 def call(what: Callable[[JobsClient], Awaitable[T]], address: str | None, home: Path) -> T:
     """Run one conversation with the cluster."""
+    import asyncio
+
     from gcore.client import JobsClient
     from gcore.clock import SystemClock
 

@@ -6,7 +6,6 @@ good order; a second one ends it at once. A cluster that was up before is left a
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import shlex
 import signal
@@ -80,6 +79,8 @@ def run(
 
     An interrupted job goes on; a finished one is run anew. Ctrl-C stops in good order, a second one at once.
     """
+    import asyncio
+
     from controllers.cli import local
     from controllers.cli.answers import console as standard_output
     from controllers.cli.model_words import trust_warning
