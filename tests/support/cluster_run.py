@@ -37,8 +37,17 @@ class Outcome:
 class ClusterRun:
     """`gcore run` in a folder of its own."""
 
-    def __init__(self, spec: Path, home: Path, *more: str, controllers: int = 2, slots: int = 2) -> None:
+    def __init__(
+        self,
+        spec: Path,
+        home: Path,
+        *more: str,
+        controllers: int = 2,
+        slots: int = 2,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
         self.home = home
+        self.patience_s = patience_s
         self.name = next(
             line.split(":", 1)[1].strip() for line in spec.read_text().splitlines() if line.startswith("name:")
         )
@@ -69,14 +78,14 @@ class ClusterRun:
 
     def until(self, what: str, condition: Callable[[], Any]) -> Any:
         """Wait for `condition`; what it returned. Fails with the run's output."""
-        end = time.monotonic() + PATIENCE_S
+        end = time.monotonic() + self.patience_s
         while time.monotonic() < end:
             found = condition()
             if found:
                 return found
             assert self.process.poll() is None, f"the run ended before {what}:\n{self.text()}"
             time.sleep(0.2)
-        raise AssertionError(f"no {what} within {PATIENCE_S} s:\n{self.text()}")
+        raise AssertionError(f"no {what} within {self.patience_s} s:\n{self.text()}")
 
     def until_step(self, step: int) -> None:
         """Wait until `step` is committed."""
@@ -123,7 +132,7 @@ class ClusterRun:
     def wait(self) -> Outcome:
         """Until the run has ended."""
         try:
-            code = self.process.wait(timeout=PATIENCE_S)
+            code = self.process.wait(timeout=self.patience_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"the run did not end:\n{self.text()}") from None
         folders = sorted((self.home / "runs").glob(f"{self.name}-*"), key=lambda p: p.stat().st_mtime)
