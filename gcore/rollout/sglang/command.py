@@ -14,8 +14,8 @@ from gcore.rollout.sglang.launch import SglangLaunch
 
 CPU_CACHE_TOKENS = 65536
 """The cache of a CPU server for which none was said: SGLang would take 30 % of all memory for it, per server."""
-CUDA_MEM_FRACTION = "0.7"
-"""Of a GPU's memory, for weights and cache together; the trainer on the same GPU has the rest, and all while SGLang sleeps."""
+CUDA_MEM_FRACTION = "0.5"
+"""Of a GPU's memory, for weights and cache together: a train rank on the same GPU needs the rest."""
 CPU_ARGUMENTS = (
     *("--attention-backend", "torch_native"),
     *("--sampling-backend", "pytorch"),
