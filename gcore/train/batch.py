@@ -54,8 +54,8 @@ class MicroBatch:
 
     `mask` [b, w] bool: tokens that are trained; `scored` [b, w] bool: those, and the masked samples' if they are computed.
     `rollout_logp` [b, w] float32: the engine's, 0 where nothing is scored. `targets` [n] int64 are the scored tokens,
-    `temperature` [n] float32 theirs (None: 1 for all), `places` [n] int64 where they stand in [b·w]. `real` of `computed`
-    tokens are some sample's.
+    `temperature` [n] float32 theirs (None: 1 for all), `places` [n] int64 where they stand in [b·w]; where nothing is
+    scored they name one place all the same. `real` of `computed` tokens are some sample's.
     """
 
     slots: tuple[SampleSlot, ...]

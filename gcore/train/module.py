@@ -83,7 +83,8 @@ def checkpoint_activations(module: nn.Module, folder: Path) -> None:
     try:
         # Under ZeRO-3 a weight that was saved for the backward pass is empty by then, and is fetched again: its shape
         # is no sign of another computation.
-        model.gradient_checkpointing_enable({"use_reentrant": False, "determinism_check": "none"})
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)  # its newer name
+        enable({"use_reentrant": False, "determinism_check": "none"})
     except ValueError as error:
         raise DataError(
             f"{type(module).__name__} has no activation checkpointing", where=str(folder), fix=CHECKPOINT_FIX

@@ -26,7 +26,7 @@ from gcore.ledger.records import Seal
 Packing = Literal["packed", "bucketed"]
 PADDING = 25
 """At most one token in so many of a rectangle is padding."""
-COST_STEPS = 64
+COST_STEPS = 16
 """The cost that micro-batches stay below is found to one part in so many."""
 
 
@@ -85,7 +85,8 @@ def plan_step(seal: Seal, layout: StepLayout, rank: int, cutting: Cutting) -> tu
         shares = [layout.share(number, other) for other in range(layout.world_size)]
         computed = [[slot for slot in share if cutting.masked or not is_masked(seal, slot)] for share in shares]
         count = max(sum(1 for _ in _cut(_sorted(seal, share), cutting, None)) for share in computed)
-        own = even_cut(seal, computed[rank], cutting, count)
+        # One rank waits for nobody.
+        own = even_cut(seal, computed[rank], cutting, count if layout.world_size > 1 else 1)
         responses = [
             seal.groups[slot.group].response_tokens[slot.sample]
             for share in shares
@@ -103,9 +104,9 @@ def plan_step(seal: Seal, layout: StepLayout, rank: int, cutting: Cutting) -> tu
 
 
 def even_cut(seal: Seal, slots: list[SampleSlot], cutting: Cutting, count: int) -> tuple[MicroPlan, ...]:
-    """At most `count` micro-batches, within the budget, the costliest of them about as cheap as can be.
+    """Micro-batches within the budget: the fewest, or `count` of them, the costliest about as cheap as can be.
 
-    `count` must be at least as many as the budget alone asks for.
+    `count` is 1, or at least as many as the budget alone asks for.
     """
     ordered = _sorted(seal, slots)
     found = tuple(_cut(ordered, cutting, None))

@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -384,3 +385,50 @@ async def test_a_world_trains_dies_and_goes_on_from_its_checkpoints_with_the_sam
         assert all(np.abs(again[name] - newest[name]).max() < 2e-5 for name in newest)
         world.ranks[0].say(command="stop")
         assert world.ranks[0].process.wait(60) == 0
+
+
+async def test_a_rank_without_memory_names_the_fields_to_lower(model: Path, tmp_path: Path) -> None:
+    # Attention asks for more memory than there is, once the flag is there: torch's own error, in a real rank.
+    flag, injected = tmp_path / "full", tmp_path / "injected"
+    injected.mkdir()
+    (injected / "sitecustomize.py").write_text(
+        "import os, torch\n"
+        "from torch.nn import functional\n"
+        "attend = functional.scaled_dot_product_attention\n"
+        "def greedy(*args, **kwargs):\n"
+        f"    if os.path.exists({str(flag)!r}):\n"
+        "        torch.empty(1 << 60)\n"
+        "    return attend(*args, **kwargs)\n"
+        "functional.scaled_dot_product_attention = greedy\n"
+    )
+    env = {"PYTHONPATH": os.pathsep.join([str(injected), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    with train_world(tmp_path, make_spec(model), ranks=1, env=env) as world:
+        groups = make_groups(1)
+        seal = world.seal(groups, 1)
+        await world.feed(0, seal, groups)
+        flag.touch()
+        await world.apply(0, seal)
+        reason = world.ranks[0].wait("failed")["reason"]
+        assert world.ranks[0].process.wait(60) == 1
+    longest = max(len(group.prompt_ids) + len(sample.token_ids) for group in groups for sample in group.samples)
+    assert re.match(r"out of memory while old_logprobs: a micro-batch of \d+ samples, \d+ tokens, the longest \d+", reason)
+    assert f"the longest {longest} " in reason
+    places = [
+        reason.index(f"train.{name}") for name in ("micro_batch_tokens (now 40)", "activation_checkpointing: true")
+    ]
+    assert places == sorted(places)
+    assert "train.zero_stage" in reason
+
+
+async def test_a_token_that_the_model_does_not_have_ends_the_rank_with_a_sentence(model: Path, tmp_path: Path) -> None:
+    with train_world(tmp_path, make_spec(model), ranks=1) as world:
+        groups = make_groups(1)
+        sample = groups[1].samples[0]
+        wrong = dataclasses.replace(sample, token_ids=(VOCABULARY, *sample.token_ids[1:]))
+        groups[1] = dataclasses.replace(groups[1], samples=(wrong, *groups[1].samples[1:]))
+        seal = world.seal(groups, 1)
+        await world.feed(0, seal, groups)
+        await world.apply(0, seal)
+        reason = world.ranks[0].wait("failed")["reason"]
+    assert f"token {VOCABULARY} in the response of sample 0 is none of the model's {VOCABULARY}" in reason
+    assert str(groups[1].ref) in reason

@@ -17,6 +17,8 @@ CASES = ["engine", "recompute", "norm", "reward", "tis", "rows", "again", "maske
 WORLDS = [pytest.param(size, id=f"{size} rank{'s' if size > 1 else ''}") for size in (1, 2)]
 BETA1 = 0.9
 
+pytestmark = pytest.mark.timeout(600)  # everything is run once, for the first test
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -38,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def finish(*processes: subprocess.Popen[str]) -> None:
         try:
             for process in processes:
-                output, _ = process.communicate(timeout=200)
+                output, _ = process.communicate(timeout=280)
                 assert process.returncode == 0, output[-6000:]
         finally:
             for process in processes:
@@ -74,6 +76,16 @@ def test_every_rank_reports_the_same_and_the_plain_loss(folder: Path, case: str,
     assert ("kl_reference" in reports[0]) == (case in ("engine", "reward", "masked-reward"))
     assert reports[0]["masked_samples"] == (3 if case.startswith("masked") else 0)
     assert {"mismatch_kl", "mismatch_abs", "mismatch_k3", "mismatch_max", "padding"} <= reports[0].keys()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("size", WORLDS)
+def test_ten_updates_have_the_losses_of_a_plain_loop(folder: Path, stage: int, size: int) -> None:
+    expected = json.loads((folder / "plain-ten.json").read_text())
+    found = json.loads((folder / f"ten-{stage}-{size}" / "losses.json").read_text())
+    assert len(found) == 10
+    assert abs(expected[0] - expected[-1]) > 1e-2, "something was learned"
+    assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
 @pytest.mark.parametrize("case", ["updates", "lonely"])

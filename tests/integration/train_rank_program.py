@@ -7,6 +7,7 @@ python train_rank_program.py rank FOLDER RANK SIZE   the same steps through Step
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -47,6 +48,8 @@ CASES: dict[str, dict[str, Any]] = {
     "masked": {"old_logprobs": "recompute", "aggregation": "seq-mean-token-mean"},
     "masked-reward": {"old_logprobs": "recompute", "kl_coef": 0.5, "kl_in": "reward"},
 }
+TEN: dict[str, Any] = {"old_logprobs": "engine"}
+STEPS = 10
 MASKED = {"masked": ((1,), (), (0, 2)), "masked-reward": ((1,), (), (0, 2)), "lonely": ((0, 2), (0, 1, 2), ())}
 """Cases in which samples are masked: which, by group. Of the lonely one's mini-batches the first leaves only one sample
 to train on, whatever the number of ranks, and the second none."""
@@ -75,12 +78,16 @@ def spec(folder: Path, case: str, stage: int, **train: Any) -> dict[str, Any]:
         "name": "tiny",
         "model": {"path": str(folder / "model")},
         "data": {"path": "none"},
-        "flow": {"steps": 1, "groups_per_step": GROUPS, "samples_per_prompt": SAMPLES},
+        "flow": {"steps": STEPS if case == "ten" else 1, "groups_per_step": GROUPS, "samples_per_prompt": SAMPLES},
         "rollout": {
             "max_new_tokens": 12,
             "correction": "tis" if case == "tis" else "none",
         },
-        "train": fixed | CASES.get(case, UPDATES) | {"packing": "packed"} | CASES.get(case, {}) | train,
+        "train": fixed
+        | (TEN if case == "ten" else CASES.get(case, UPDATES))
+        | {"packing": "packed"}
+        | CASES.get(case, {})
+        | train,
     }
 
 
@@ -149,6 +156,7 @@ def plain(folder: Path) -> None:
 
     plain_updates(folder, "updates")
     plain_updates(folder, "lonely")
+    plain_losses(folder)
     for case in CASES:
         model, reference = (
             AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float64).eval()
@@ -205,9 +213,26 @@ def plain_updates(folder: Path, case: str) -> None:
     save_file({name: p.detach().float() for name, p in model.named_parameters()}, folder / f"plain-{case}.safetensors")
 
 
+def plain_losses(folder: Path) -> None:
+    """Ten steps of one update each on the same samples, against the engine's log-probabilities; leaves the losses."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float64).eval()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(BETA1, 0.999), weight_decay=0.0)
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = plain_loss("ten", model, None)
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    (folder / "plain-ten.json").write_text(json.dumps(losses))
+
+
 def plain_loss(case: str, model: Any, reference: Any) -> torch.Tensor:
     """Of the whole step, sample by sample."""
-    options, masked = CASES[case], MASKED.get(case, ((),) * GROUPS)
+    options, masked = CASES.get(case, TEN), MASKED.get(case, ((),) * GROUPS)
     _, held = make_step()
     kept = [
         (group, group.samples[i]) for g, group in enumerate(held.values()) for i in range(SAMPLES) if i not in masked[g]
@@ -317,6 +342,13 @@ def rank_process(folder: Path, rank: int, size: int) -> None:
         )
         trainer(f"half-{stage}", spec(folder, "recompute", stage, dtype="bf16")).run(work, lambda phase: None)
         skips(made_policies[f"recompute-{stage}"])
+        ten = trainer(f"ten-{stage}", spec(folder, "ten", stage))
+        losses = []
+        for step in range(1, STEPS + 1):
+            work = sealed("ten", 1)
+            seal_now = work.seal.model_copy(update={"step": step})
+            losses.append(ten.run(dataclasses.replace(work, seal=seal_now), lambda phase: None).metrics["loss"])
+        (folder / f"ten-{stage}-{size}" / "losses.json").write_text(json.dumps(losses))
     world.leave()
     sys.stdout.flush()
     os._exit(0)

@@ -146,7 +146,7 @@ def test_more_micro_batches_than_needed_make_the_costliest_cheaper(seal: Seal, c
     total, largest = sum(cost(seal, one) for one in cut), max(cost(seal, MicroPlan((slot,))) for slot in slots)
     if cutting.packing == "packed" and cutting.budget == 300 and sum(one.tokens for one in fewest) <= 300:
         # Nothing but cost decides: each is as cheap as the mean, give or take a sample and the search's grain.
-        assert max(cost(seal, one) for one in cut) <= (total / (len(fewest) + more) + largest) * 1.05
+        assert max(cost(seal, one) for one in cut) <= (total / (len(fewest) + more) + largest) * 1.07
 
 
 @pytest.mark.parametrize(
