@@ -16,6 +16,10 @@ import pytest
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from controllers.service.checking import check_submission
+from gcore.config import load_spec
+from gcore.errors import UsageError
+
 TEMPLATE = "{% for m in messages %}{{ m.role }} : {{ m.content }} {% endfor %}"
 
 
@@ -186,7 +190,16 @@ def test_a_mistake_is_one_sentence_that_names_its_place(
     folder: Path, more: tuple[str, ...], damage: Callable[[Path], object], message: str
 ) -> None:
     damage(folder)
-    done = validate(folder, *more)
+    with pytest.raises(UsageError) as caught:
+        spec = load_spec(folder / "spec.yaml", [part for part in more if part != "--set"])
+        check_submission(spec, folder / "runs", folder / "cache", sample=None)
+    assert message in str(caught.value)
+    assert caught.value.fix
+    assert "\n" not in str(caught.value)
+
+
+def test_a_mistake_ends_the_command_with_2_and_its_sentence(folder: Path) -> None:
+    done = validate(folder, "--set", "data.shards=39")
     assert (done.returncode, done.stdout) == (2, "")
-    assert message in done.stderr
-    assert (done.stderr.startswith("gcore: "), done.stderr.count("\n")) == (True, 1)
+    assert done.stderr.startswith("gcore: data.shards: an epoch holds 38 prompts, and data.shards is 39")
+    assert done.stderr.count("\n") == 1
