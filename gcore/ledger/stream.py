@@ -140,7 +140,8 @@ def choose(rules: StreamRules, head: Head, seals: Collection[Seal], offered: Off
     Exhausted means: every ref in every shard's window is terminal, sealed or offered. Then a full quota cannot come, and
     waiting for it would be for ever: first the outcomes are accounted for; when there are none, the groups that are
     there make a smaller step. Outcomes do not wait for a quota once there are `MOST_OUTCOMES`: neither a seal nor the
-    offers that name them have room for as many as the windows hold.
+    offers that name them have room for as many as the windows hold. Nor once there are as many as an epoch has prompts:
+    it is to be seen soon that the data bring nothing.
     """
     groups: list[SealedGroup] = []
     outcomes: list[EndedRef] = []
@@ -154,8 +155,9 @@ def choose(rules: StreamRules, head: Head, seals: Collection[Seal], offered: Off
             outcomes.append(offered.outcomes[ref])
         else:
             missing.append(ref)
-    if len(outcomes) >= MOST_OUTCOMES:
-        return AccountNow(tuple(outcomes[:MOST_OUTCOMES]))
+    room = min(MOST_OUTCOMES, sum(rules.shape.lengths))
+    if len(outcomes) >= room:
+        return AccountNow(tuple(outcomes[:room]))
     if missing:
         return NotYet(missing[0], len(missing))
     if len(groups) < rules.quota and outcomes:

@@ -1,0 +1,140 @@
+"""Whole runs over several sources: each way with truncated responses, curricula, and data that bring nothing.
+
+One cluster of two controllers for all of them, with a random model of a few thousand weights; nothing is learned here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from cluster_run import Outcome, gcore, processes_of
+
+from gcore.clock import SystemClock
+from gcore.config.cluster import LocalCluster
+from gcore.ledger.records import EpochRecord
+from gcore.store.client import EtcdStore
+from gcore.store.keys import JobKeys
+from gcore.testing.tiny_model import make_tiny_model
+
+pytestmark = [pytest.mark.serial, pytest.mark.timeout(600)]
+
+STOP = list("0123456789abcdefg")
+"""A third of what the model may say ends a response, so that some are cut off and some are not."""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A cluster that is up, with the data beside it."""
+    folder = tmp_path_factory.mktemp("sources")
+    make_tiny_model(folder / "model", seed=3)
+    for name, count in (("digits", 6), ("letters", 5)):
+        lines = [json.dumps({"prompt": f"{name} {n}", "answer": str(n), "level": n}) for n in range(count)]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    home = folder / "home"
+    gcore("up", "--home", str(home), "--controllers", "2", "--slots", "cpu:2")
+    yield home
+    gcore("down", "--home", str(home), check=None)
+    assert processes_of(home) == []
+
+
+def run(home: Path, name: str, changes: dict[str, Any]) -> Outcome:
+    """A job of its own name, followed to its end. `changes` are sections of the spec."""
+    letters = {"name": "letters", "path": "letters.jsonl", "sampling": {"temperature": 0.7, "max_new_tokens": 3}}
+    spec: dict[str, Any] = {
+        "name": name,
+        "model": {"path": "model"},
+        "data": {
+            "sources": [{"name": "digits", "path": "digits.jsonl", "weight": 2.0}, letters],
+            "shards": 4,
+            "max_prompt_tokens": 64,
+        },
+        "flow": {"steps": 4, "groups_per_step": 8, "samples_per_prompt": 2},
+        "rollout": {"max_new_tokens": 5, "stop": STOP},
+        "reward": {"name": "exact"},
+        "checkpoint": {"every": 2},
+        "eval": {"sources": [{"name": "digits", "path": "digits.jsonl"}, {"name": "letters", "path": "letters.jsonl"}]},
+    }
+    for section, fields in changes.items():
+        spec[section] = spec[section] | fields
+    file = home.parent / f"{name}.yaml"
+    file.write_text(yaml.safe_dump(spec))
+    ended = gcore("run", str(file), "--home", str(home), "--plain", check=None)
+    (folder,) = (home / "runs").glob(f"{name}-*")
+    summary = folder / "summary.json"
+    return Outcome(
+        ended.returncode, ended.stdout + ended.stderr, json.loads(summary.read_text()) if summary.exists() else {}
+    )
+
+
+def check(outcome: Outcome) -> dict[str, Any]:
+    """It did all its steps, its accounts are right, and it says what came of each source."""
+    assert outcome.code == 0, outcome.output
+    assert outcome.summary["audit"] == "clean"
+    assert outcome.summary["steps"] == 4
+    sources: dict[str, Any] = outcome.summary["sources"]
+    assert set(sources) == {"digits", "letters"}
+    assert sum(source["trained"] for source in sources.values()) == 32
+    for source in sources.values():
+        assert source["mean_length"] >= 1.0
+        assert source["eval_accuracy_before"] is not None
+        assert source["eval_accuracy_after"] is not None
+    assert sources["letters"]["mean_length"] <= 3.0, "its own longest response"
+    return sources
+
+
+def begun_epochs(home: Path, uid: str) -> list[EpochRecord]:
+    """The records of epochs in the store."""
+
+    async def listed() -> list[EpochRecord]:
+        cluster = LocalCluster.load(home)
+        assert cluster is not None
+        store = await EtcdStore.connect((cluster.etcd.endpoint,), clock=SystemClock())
+        try:
+            return [EpochRecord.decode(kv.value) for kv in (await store.list(JobKeys(uid).epoch_prefix)).kvs]
+        finally:
+            await store.close()
+
+    return asyncio.run(listed())
+
+
+@pytest.mark.parametrize(
+    ("policy", "data"),
+    [
+        ("keep", {}),
+        ("mask", {"curriculum": "hard_sources_first"}),
+        ("penalise", {"curriculum": "easy_first", "curriculum_options": {"field": "level", "epochs": 2}}),
+        ("drop_group", {"curriculum": "hard_sources_first"}),
+    ],
+)
+def test_truncated_responses_in_a_whole_run(home: Path, policy: str, data: dict[str, Any]) -> None:
+    """With 17 prompts an epoch the four steps reach into the second, and where groups are dropped beyond it."""
+    outcome = run(home, f"truncated-{policy}", {"rollout": {"truncated": policy}, "data": data})
+    sources = check(outcome)
+    cut_off = [source["truncated"] for source in sources.values()]
+    if policy == "drop_group":
+        assert cut_off == [0.0, 0.0]
+        assert sum(source["filtered"] for source in sources.values()) > 0
+    else:
+        assert max(cut_off) > 0.0
+    assert bool(begun_epochs(home, outcome.summary["uid"])) == bool(data), "only a curriculum leaves records of epochs"
+    if policy == "penalise":
+        assert min(source["mean_reward"] for source in sources.values()) < 0.0
+
+
+def test_a_job_whose_groups_are_all_filtered_fails_after_an_epoch_and_says_so(home: Path) -> None:
+    always = {"truncated": "drop_group", "max_new_tokens": 3, "min_new_tokens": 3, "stop": []}
+    outcome = run(home, "barren", {"rollout": always})
+    assert outcome.code == 1
+    assert outcome.summary["state"] == "FAILED"
+    assert outcome.summary["audit"] == "clean"
+    assert (
+        "(17 were filtered, 0 failed); the commonest reason, 17 times: a response was cut off at 3 tokens"
+        in (outcome.summary["reason"])
+    )
+    assert outcome.summary["sources"]["digits"]["filtered"] >= 12
