@@ -53,7 +53,11 @@ def find_reward(name: str) -> Reward:
         known = sorted({point.name for point in entry_points(group=GROUP)})
         near = difflib.get_close_matches(name, known, n=1)
         hint = f", did you mean {near[0]!r}?" if near else ""
-        raise SpecError(f"no reward is called {name!r}{hint}", where="reward.name", fix=f"Known: {', '.join(known)}")
+        raise SpecError(
+            f"no reward is called {name!r}{hint}",
+            where="reward.name",
+            fix=f"Known: {', '.join(known)}; one of your own once its package is installed where controllers run",
+        )
     targets = sorted({point.value for point in points})
     if len(targets) > 1:
         raise SpecError(

@@ -1,0 +1,66 @@
+"""docs/first-job.md, word by word: what a reader types in an empty folder works, prints what it says, and learns.
+
+The commands are taken from the document. The only thing changed is the number of steps: fewer, to keep the test short; the
+document's own job goes on learning after that. Blocks that are marked as variations are not run here.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from cluster_run import PATIENCE_S
+from documents import ROOT, Command, blocks, commands, mismatch
+from user_venv import make_user_venv
+
+pytestmark = pytest.mark.serial
+PAGE = ROOT / "docs" / "first-job.md"
+STEPS = 16
+
+
+def walk() -> list[Command]:
+    """The commands of the page, in order."""
+    return [c for block in blocks(PAGE, "console") if block.mark != "not walked" for c in commands(block)]
+
+
+def shortened(command: str) -> str:
+    """The same with fewer steps, where it would do all of them."""
+    return f"{command} --set flow.steps={STEPS}" if command == "gcore run grpo.yaml" else command
+
+
+def test_the_page_is_walked_from_an_empty_folder_to_an_export_of_a_model_that_has_learned(tmp_path: Path) -> None:
+    environment = make_user_venv(tmp_path / "venv")
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    said: dict[str, str] = {}
+    try:
+        for command in walk():
+            if command.text.startswith("cd "):
+                folder = folder / command.text.removeprefix("cd ")
+                assert folder.is_dir()
+                continue
+            ended = subprocess.run(
+                shortened(command.text), shell=True, cwd=folder, env=environment,
+                capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+            )  # fmt: skip
+            assert ended.returncode == 0, f"{command.text}\n{ended.stdout}\n{ended.stderr}"
+            said[command.text] = ended.stdout
+            if not _measured(command):
+                wrong = mismatch(command.printed, ended.stdout)
+                assert wrong is None, f"{command.text} does not print {wrong!r}:\n{ended.stdout}"
+    finally:
+        subprocess.run("gcore down", shell=True, cwd=folder, env=environment, capture_output=True, check=False)
+    (file, *_) = (folder / ".gcore" / "runs").glob(f"sorting-*/{'summary.json'}")
+    summary = json.loads(file.read_text())
+    assert (summary["state"], summary["steps"], summary["audit"]) == ("SUCCEEDED", STEPS, "clean")
+    assert summary["eval_accuracy_before"] <= 0.6
+    assert summary["eval_accuracy_after"] >= 0.85
+    assert (folder / "trained" / "model.safetensors").is_file()
+    assert len(said) >= 12
+
+
+def _measured(command: Command) -> bool:
+    """Whether what it prints holds numbers that differ from machine to machine; what matters of them is asserted."""
+    return command.text.startswith(("gcore init", "gcore run", "pytest", "python -c"))
