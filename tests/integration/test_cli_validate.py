@@ -190,9 +190,13 @@ def test_a_mistake_is_one_sentence_that_names_its_place(
     folder: Path, more: tuple[str, ...], damage: Callable[[Path], object], message: str
 ) -> None:
     damage(folder)
-    with pytest.raises(UsageError) as caught:
+
+    def check() -> None:
         spec = load_spec(folder / "spec.yaml", [part for part in more if part != "--set"])
         check_submission(spec, folder / "runs", folder / "cache", sample=None)
+
+    with pytest.raises(UsageError) as caught:
+        check()
     assert message in str(caught.value)
     assert caught.value.fix
     assert "\n" not in str(caught.value)
