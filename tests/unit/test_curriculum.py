@@ -363,3 +363,16 @@ def test_a_spec_whose_data_have_no_such_field_is_refused_at_submission(tmp_path:
     spec = make_spec(tmp_path, curriculum="easy_first", curriculum_options={"field": "hardness"})
     with pytest.raises(CurriculumError, match=r"sums\.jsonl, entry \d+: the entry has no field 'hardness'"):
         check_curriculum(spec, open_stream(spec, tmp_path), 4)
+
+
+def test_the_guides_example_does_what_it_says() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "curriculum.md").read_text()
+    names: dict[str, Any] = {}
+    exec(page.split("```python")[1].split("```")[0], names)
+    short_first = CheckedCurriculum("short_first", names["short_first"])
+    key = short_first(view(epoch=1, a=0.95, b=0.5, c=None))
+    assert key is not None
+    short, long = {"prompt": "x"}, {"prompt": "xxx"}
+    assert key("b", short) < key("b", long) < key("a", short) < key("a", long)
+    assert key("c", long) == key("b", long)
+    assert short_first(view(epoch=3, a=0.5)) is None
