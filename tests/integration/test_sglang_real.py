@@ -6,8 +6,10 @@ What SGLang does on its routes is the engine contract's (tests/contract); this i
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,9 @@ from transformers import AutoModelForCausalLM
 
 from gcore.errors import EngineError, EngineUnreachable
 from gcore.rollout.client import EngineClient, EngineInfo, SamplingParams
+from gcore.rollout.sglang.command import server_command
 from gcore.rollout.sglang.environment import require_python
+from gcore.rollout.sglang.launch import SglangLaunch
 from gcore.testing.sglang_process import SglangProcess
 from gcore.testing.tiny_model import make_tiny_model
 from gcore.types import Sample, Version
@@ -100,6 +104,34 @@ def test_a_killed_worker_leaves_no_process_of_sglang_behind(start: Callable[...,
 def test_arguments_that_sglang_does_not_take_are_told_in_its_own_words(start: Callable[..., Worker]) -> None:
     reason = start(engine_args=["--enable-deterministic-inference"]).hear("failed")["reason"]
     assert "attention backends are supported for deterministic inference" in reason
+
+
+PARSE = """
+import argparse, json, sys
+from sglang.srt.server_args import ServerArgs
+parser = argparse.ArgumentParser()
+ServerArgs.add_cli_args(parser)
+options = vars(parser.parse_args(sys.argv[1:]))
+print(json.dumps({name: options[name] for name in ("tp_size", "device", "enable_memory_saver", "mem_fraction_static")}))
+"""
+
+
+def test_sglang_knows_every_option_that_a_gpu_server_is_given_and_takes_the_jobs_word_last() -> None:
+    launch = SglangLaunch(
+        python=str(require_python()),
+        model="/m",
+        device="cuda",
+        gpus=2,
+        cache_tokens=5,
+        context_length=7,
+        trust_remote_code=True,
+        engine_args=("--mem-fraction-static", "0.25"),
+    )
+    command = [launch.python, "-W", "ignore", "-c", PARSE, *server_command(launch, 1)[3:]]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LONG_S)
+    assert result.returncode == 0, result.stderr
+    parsed = {"tp_size": 2, "device": "cuda", "enable_memory_saver": True, "mem_fraction_static": 0.25}
+    assert json.loads(result.stdout) == parsed
 
 
 @pytest.fixture(scope="module")
