@@ -83,7 +83,8 @@ def checkpoint_activations(module: nn.Module, folder: Path) -> None:
     try:
         # Under ZeRO-3 a weight that was saved for the backward pass is empty by then, and is fetched again: its shape
         # is no sign of another computation.
-        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)  # its newer name
+        # Its name from transformers 5 on, else the one before.
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         enable({"use_reentrant": False, "determinism_check": "none"})
     except ValueError as error:
         raise DataError(

@@ -411,7 +411,9 @@ async def test_a_rank_without_memory_names_the_fields_to_lower(model: Path, tmp_
         reason = world.ranks[0].wait("failed")["reason"]
         assert world.ranks[0].process.wait(60) == 1
     longest = max(len(group.prompt_ids) + len(sample.token_ids) for group in groups for sample in group.samples)
-    assert re.match(r"out of memory while old_logprobs: a micro-batch of \d+ samples, \d+ tokens, the longest \d+", reason)
+    assert re.match(
+        r"out of memory while old_logprobs: a micro-batch of \d+ samples, \d+ tokens, the longest \d+", reason
+    )
     assert f"the longest {longest} " in reason
     places = [
         reason.index(f"train.{name}") for name in ("micro_batch_tokens (now 40)", "activation_checkpointing: true")

@@ -215,3 +215,17 @@ def test_a_rank_without_a_share_applies_without_having_been_fed() -> None:
     )
     idle = next(rank for rank in range(RANKS) if not balance(few).of_rank(rank))
     assert isinstance(feed_state.apply(fresh(rank=idle), ME, few.token, few), Begin)
+
+
+@pytest.mark.parametrize("sealed", [(), (0, 1)], ids=["the seal says unmasked", "the seal says masked"])
+def test_what_the_seal_masks_must_have_come_masked_and_nothing_else(sealed: tuple[int, ...]) -> None:
+    seal = make_seal()
+    seal = seal.model_copy(update={"groups": tuple(g.model_copy(update={"masked": sealed}) for g in seal.groups)})
+    state = fed(fresh(), seal)
+    if not sealed:
+        mask = next(iter(state.groups))
+        samples = {i: replace(one, masked=True) for i, one in state.groups[mask].samples.items()}
+        state = replace(state, groups={**state.groups, mask: replace(state.groups[mask], samples=samples)})
+    answer = feed_state.apply(state, ME, seal.token, seal)
+    assert isinstance(answer, Refused)
+    assert "which the seal denies" in answer.reason

@@ -18,9 +18,11 @@ from gcore.config.spec import TrainSpec
 from gcore.errors import DataError
 from gcore.ledger.balance import balance
 from gcore.ledger.records import Seal, SealedGroup, SealState
+from gcore.train import models
 from gcore.train.attention import PACKED, PackedAttention
 from gcore.train.batch import Feeding, make_batch, make_dummy, score
 from gcore.train.feed_state import HeldGroup, HeldSample, Work
+from gcore.train.launch import RankLaunch
 from gcore.train.logprobs import token_logprobs
 from gcore.train.memory import OutOfMemory, explained
 from gcore.train.module import checkpoint_activations, evaluate, logits_of, parameter_groups, vocabulary_of
@@ -335,6 +337,42 @@ def test_the_reference_is_the_model_as_it_was_and_never_changes() -> None:
     with reference.awake() as logits:
         torch.testing.assert_close(logits(batch.inputs), logits_of(model)(batch.inputs))
         assert not logits(batch.inputs).requires_grad
+
+
+def test_at_the_first_start_the_models_files_are_read_once_and_later_the_reference_has_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    read: list[Path] = []
+
+    def reading(folder: Path, dtype: torch.dtype, *, trust_remote_code: bool) -> nn.Module:
+        read.append(folder)
+        return make_model("llama")
+
+    monkeypatch.setattr(models, "load_module", reading)
+    policy = make_model("llama")
+    for checkpoint, expected in (("", []), ("checkpoints/0-4", [tmp_path / "model"])):
+        launch = RankLaunch.model_validate(
+            {
+                "kind": "rank",
+                "job_uid": "j",
+                "world": "w",
+                "lineage": 0,
+                "rank": 0,
+                "world_size": 1,
+                "spec": {
+                    "name": "x",
+                    "model": {"path": str(tmp_path / "model")},
+                    "data": {"path": "none"},
+                    "flow": {"steps": 9},
+                    "rollout": {"max_new_tokens": 4},
+                },
+                "run_dir": str(tmp_path),
+                "start": {"step": 0, "checkpoint": checkpoint},
+            }
+        )
+        original = models._original(launch, policy, "packed")
+        assert original is not policy
+        assert read == expected
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,296 @@
+"""The trainer on a CUDA device: losses, checkpoints, staged weights, the reference's place, the varlen kernel.
+
+Models are made from configurations, so nothing is downloaded. One rank, in this process: NCCL needs a device a rank.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from gcore.clock import SystemClock
+from gcore.config.spec import TrainSpec
+from gcore.errors import GcoreError
+from gcore.ledger.balance import balance
+from gcore.ledger.records import Seal, SealedGroup, SealState
+from gcore.train.attention import PACKED
+from gcore.train.batch import Feeding, make_dummy
+from gcore.train.collective import Collective, Meeting, open_store
+from gcore.train.feed_state import HeldGroup, HeldSample, Work
+from gcore.train.launch import RankLaunch
+from gcore.train.loading import _manifest
+from gcore.train.memory import OutOfMemory, explained
+from gcore.train.models import Models, load_models
+from gcore.train.module import load_module
+from gcore.train.packing import Rectangle
+from gcore.train.reference import Reference
+from gcore.train.report import StepResult
+from gcore.train.saving import Progress, Saver, restore_optimizer
+from gcore.train.step import StepTrainer
+from gcore.types import PromptRef, Version
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
+
+VOCABULARY = 128
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.05,
+}
+CONFIGS: dict[str, Any] = {
+    "llama": lambda: transformers.LlamaConfig(**COMMON),
+    "qwen3": lambda: transformers.Qwen3Config(**COMMON, head_dim=32, tie_word_embeddings=True),
+    "gpt2": lambda: transformers.GPT2Config(vocab_size=VOCABULARY, n_embd=128, n_layer=2, n_head=4, n_positions=256),
+    "mistral": lambda: transformers.MistralConfig(**COMMON, sliding_window=16),
+}
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[Collective]:
+    assert torch.cuda.is_available(), "no CUDA device: this is make test-gpu's business"
+    meeting = Meeting(0, 1, "127.0.0.1")
+    opened = open_store(meeting)
+    world = Collective.join(meeting, opened.store)
+    assert world.device.type == "cuda"
+    yield world
+    world.leave()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for name, config in CONFIGS.items():
+        torch.manual_seed(0)
+        transformers.AutoModelForCausalLM.from_config(config()).save_pretrained(folder / name)
+        (folder / name / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def make_work(step: int, mini_batches: int = 2) -> Work:
+    rng = np.random.default_rng(step)
+    sealed, held = [], {}
+    for number in range(4):
+        prompt = rng.integers(0, VOCABULARY, 3 + 5 * number).astype(np.int32)
+        samples = {
+            index: HeldSample(
+                rng.integers(0, VOCABULARY, n).astype(np.int32),
+                rng.normal(-4.8, 0.2, n).astype(np.float32),
+                float(rng.integers(0, 3)),
+            )
+            for index, n in enumerate(rng.integers(1, 60, 4).tolist())
+        }
+        digest = f"{step:016x}{number:016x}"
+        held[digest] = HeldGroup(PromptRef(0, number, step), digest, prompt, samples)
+        sealed.append(
+            SealedGroup(
+                ref=PromptRef(0, number, step),
+                digest=digest,
+                prompt_tokens=len(prompt),
+                response_tokens=tuple(len(samples[i].token_ids) for i in range(4)),
+                versions=(Version(0, 0),),
+                holder="h",
+            )
+        )
+    seal = Seal(
+        lineage=0,
+        step=step,
+        attempt=1,
+        state=SealState.READY,
+        world="w",
+        world_size=1,
+        mini_batches=mini_batches,
+        groups=tuple(sealed),
+    )
+    return Work(seal, balance(seal), 0, held)
+
+
+def launch_of(model: Path, run: Path, start: dict[str, Any] | None = None, **train: Any) -> RankLaunch:
+    fixed = {"learning_rate": 1e-3, "micro_batch_tokens": 256, "mini_batches": 2, "old_logprobs": "engine"}
+    return RankLaunch.model_validate(
+        {
+            "kind": "rank",
+            "job_uid": "j",
+            "world": "w",
+            "lineage": 0,
+            "rank": 0,
+            "world_size": 1,
+            "spec": {
+                "name": "gpu",
+                "model": {"path": str(model)},
+                "data": {"path": "none"},
+                "flow": {"steps": 2, "groups_per_step": 4, "samples_per_prompt": 4},
+                "rollout": {"max_new_tokens": 60},
+                "train": fixed | train,
+                "checkpoint": {"every": 1},
+            },
+            "run_dir": str(run),
+            "start": start or {"step": 0},
+        }
+    )
+
+
+def started(launch: RankLaunch, world: Collective) -> tuple[StepTrainer, Models]:
+    manifest = _manifest(launch)
+    models = load_models(launch, world.device, world.max, lambda: None)
+    progress = Progress(0, 0)
+    if manifest is not None and launch.checkpoint_path is not None:
+        restore_optimizer(models.policy, launch.checkpoint_path, manifest)
+        progress = Progress(manifest.updates, manifest.skipped)
+    saver = Saver(launch, models.policy)
+    return StepTrainer(launch, world, models, saver, SystemClock(), progress), models
+
+
+def run(trainer: StepTrainer, step: int, mini_batches: int = 2) -> StepResult:
+    return trainer.run(make_work(step, mini_batches), lambda phase: None)
+
+
+def plain_losses(model: Path) -> float:
+    """The mean loss of the first step's two updates on the CPU in float64, by the definition, with torch's optimizer."""
+    module = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64).eval()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, weight_decay=0.0)
+    losses = []
+    groups = list(make_work(1).groups.values())
+    for half in (groups[:2], groups[2:]):
+        optimizer.zero_grad()
+        parts = []
+        for group in half:
+            rewards = torch.tensor([group.samples[i].reward for i in range(4)], dtype=torch.float64)
+            advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+            if float(rewards.std()) <= 1e-6:
+                advantages = torch.zeros_like(rewards)
+            for index in range(4):
+                sample, start = group.samples[index], len(group.prompt_ids)
+                ids = torch.tensor([*group.prompt_ids.tolist(), *sample.token_ids.tolist()])
+                logp = torch.log_softmax(module(input_ids=ids[None]).logits[0, start - 1 : -1], -1)
+                own = logp.gather(1, ids[start:, None])[:, 0]
+                ratio = (own - torch.tensor(sample.logprobs.tolist(), dtype=torch.float64)).exp()
+                gain = advantages[index]
+                parts.append(torch.maximum(-gain * ratio, -gain * ratio.clamp(0.8, 1.2)))
+        loss = torch.cat(parts).mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return sum(losses) / len(losses)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_step_has_the_loss_of_a_plain_loop(
+    world: Collective, models: Path, tmp_path: Path, name: str, dtype: str, stage: int
+) -> None:
+    trainer, loaded = started(launch_of(models / name, tmp_path, dtype=dtype, zero_stage=stage), world)
+    assert loaded.policy.feeding.packing == ("bucketed" if name == "mistral" else "packed")
+    metrics = run(trainer, 1).metrics
+    assert metrics["loss"] == pytest.approx(plain_losses(models / name), abs=2e-4 if dtype == "fp32" else 3e-2)
+    assert metrics["skipped_updates"] == 0
+    assert metrics["padding"] < 0.05
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_checkpoint_goes_on_where_it_was_and_staged_weights_are_the_policys(
+    world: Collective, models: Path, tmp_path: Path, dtype: str, stage: int
+) -> None:
+    trainer, loaded = started(launch_of(models / "qwen3", tmp_path, dtype=dtype, zero_stage=stage), world)
+    first = run(trainer, 1)
+    staged = load_file(tmp_path / first.weights_file / "model.safetensors")
+    served = {one.name: one.tensor.float().cpu() for one in loaded.policy.tensors("served")}
+    assert all(torch.equal(staged[name], served[name]) for name in served)
+    published = load_module(tmp_path / first.weights_file, torch.float32)
+    assert all(torch.equal(one, served[name]) for name, one in published.named_parameters())
+    second = run(trainer, 2)
+    before = load_file(tmp_path / second.checkpoint_file / "model.safetensors")
+    start = {"step": 1, "checkpoint": first.checkpoint_file}
+    # Its own folder for what comes out, the same for what goes in.
+    again, _ = started(launch_of(models / "qwen3", tmp_path, start, dtype=dtype, zero_stage=4 - stage), world)
+    repeated = run(again, 2)
+    assert repeated.metrics["loss"] == pytest.approx(second.metrics["loss"], abs=1e-5 if dtype == "fp32" else 1e-2)
+    after = load_file(tmp_path / repeated.checkpoint_file / "model.safetensors")
+    assert all(float((after[name] - before[name]).abs().max()) < 1e-4 for name in before if dtype == "fp32")
+
+
+def test_checkpointed_activations_give_the_same_loss_and_gradient_norm_in_less_memory(
+    world: Collective, models: Path, tmp_path: Path
+) -> None:
+    found = []
+    for number, wanted in enumerate((False, True)):
+        launch = launch_of(models / "llama", tmp_path / str(number), activation_checkpointing=wanted)
+        trainer, _ = started(launch, world)
+        torch.cuda.reset_peak_memory_stats()
+        resting = torch.cuda.memory_allocated()
+        metrics = run(trainer, 1).metrics
+        found.append((metrics["loss"], metrics["grad_norm"], torch.cuda.max_memory_allocated() - resting))
+        del trainer
+    assert found[1][:2] == pytest.approx(found[0][:2], rel=1e-4)
+    assert found[1][2] < found[0][2]
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_the_reference_is_on_the_device_only_while_it_is_used(
+    world: Collective, models: Path, *, offload: bool
+) -> None:
+    module = load_module(models / "llama", torch.float32)
+    plain = copy.deepcopy(module)
+    reference = Reference(module, TrainSpec(kl_coef=0.1, offload_reference=offload), world.device)
+    places = lambda: {parameter.device.type for parameter in module.parameters()}  # noqa: E731
+    assert places() == {"cpu" if offload else "cuda"}
+    batch = make_dummy(Feeding("bucketed", VOCABULARY, world.device))
+    with reference.awake() as logits_of:
+        assert places() == {"cuda"}
+        found = logits_of(batch.inputs).cpu()
+    assert places() == {"cpu" if offload else "cuda"}
+    expected = plain(input_ids=batch.inputs.tokens.cpu()).logits[0, :1]
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_before_the_first_update_the_reference_scores_the_policys_own_numbers(
+    world: Collective, models: Path, tmp_path: Path
+) -> None:
+    for stage in (1, 3):
+        launch = launch_of(models / "qwen3", tmp_path / str(stage), kl_coef=0.1, zero_stage=stage)
+        trainer, _ = started(launch, world)
+        assert run(trainer, 1, mini_batches=1).metrics["kl_reference"] == pytest.approx(0, abs=1e-5)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_the_variable_length_kernel_computes_what_the_plain_way_does_or_is_not_used(
+    world: Collective, kv_heads: int
+) -> None:
+    config = transformers.LlamaConfig(**COMMON | {"num_key_value_heads": kv_heads})
+    PACKED.use_fastest(config, torch.bfloat16, world.device)
+    if PACKED._varlen is None:
+        pytest.fail("torch has no variable-length attention for this device")
+    shapes = (Rectangle(3, 17), Rectangle(1, 130), Rectangle(5, 2))
+    PACKED.lay(shapes, world.device)
+    tokens = sum(one.tokens for one in shapes)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, n, tokens, 32, device="cuda", dtype=torch.bfloat16) for n in (4, kv_heads, kv_heads))
+    torch.testing.assert_close(
+        PACKED._at_once(q, k, v, 32**-0.5), PACKED._by_rectangle(q, k, v, 32**-0.5), atol=2e-2, rtol=2e-2
+    )
+    PACKED.use_fastest(config, torch.float32, world.device)
+    assert PACKED._varlen is None, "float32 has no such kernel"
+
+
+def test_a_device_without_memory_names_the_field_to_lower(world: Collective) -> None:
+    with (
+        pytest.raises(GcoreError, match=r"train\.micro_batch_tokens") as caught,
+        explained("update", TrainSpec(), ("micro_batch_tokens",)),
+    ):
+        torch.empty(1 << 50, dtype=torch.uint8, device=world.device)
+    assert isinstance(caught.value, OutOfMemory)
