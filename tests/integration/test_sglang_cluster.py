@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cluster_run import ClusterRun, gcore, processes_of
-from sglang_worker import LONG_S, children_of
+from sglang_worker import LONG_S, check_ended, children_of
 
 from gcore.prepare.arithmetic import prepare
-from gcore.worker.process import identify, wait_ended
+from gcore.worker.process import identify
 
 pytestmark = [pytest.mark.sglang, pytest.mark.serial, pytest.mark.timeout(1800)]
 
@@ -69,10 +71,14 @@ def test_two_controllers_train_with_two_servers_whose_log_probabilities_are_the_
 ) -> None:
     run = ClusterRun(spec, home, *SGLANG, "--set", "flow.steps=10", patience_s=LONG_RUN_S)
     try:
+        run.until_step(5)
+        servers = [process for pid in sglang_pids(home) if (process := identify(pid)) is not None]
         outcome = run.wait()
     finally:
         run.close()
     assert outcome.code == 0, outcome.output
+    assert len(servers) >= 2
+    check_ended(servers)
     assert outcome.summary["audit"] == "clean"
     assert outcome.summary["steps"] == 10
     assert len(outcome.summary["groups_by_controller"]) == 2
@@ -90,7 +96,7 @@ def test_the_server_is_killed_and_the_run_goes_on_and_learns(spec: Path, home: P
         victims = [identify(pid) for pid in sglang_pids(home)]
         assert victims[0] is not None
         os.kill(victims[0].pid, signal.SIGKILL)
-        assert all(wait_ended(process, LONG_S) for process in victims if process is not None)
+        check_ended([process for process in victims if process is not None])
         outcome = run.wait()
     finally:
         run.close()
@@ -110,9 +116,6 @@ def test_a_job_that_wants_sglang_is_refused_at_once_where_there_is_none(spec: Pa
         "environment.find_python = lambda *a, **k: None\n"
         "from controllers.cli.main import main\nmain()\n"
     )
-    import subprocess
-    import sys
-
     command = [sys.executable, str(program), "run", str(spec), "--home", str(home), "--plain", *SGLANG]
     result = subprocess.run(
         [*command, "--controllers", "1", "--slots", "cpu:1"],

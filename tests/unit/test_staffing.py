@@ -176,3 +176,15 @@ def test_a_rank_whose_supervisor_dies_unregistered_is_started_again_later_and_la
     assert not launches.pending
     assert StartRank not in kinds(bare, launches, now=launches.last["train w 0"] + 1.9)
     assert StartRank in kinds(bare, launches, now=launches.last["train w 0"] + 2.0)
+
+
+def test_a_node_without_sglang_gives_the_job_up_with_what_is_missing(tmp_path: Path) -> None:
+    config = NodeConfig(node="node-0", home=str(tmp_path), etcd_endpoints=("h:1",), slots=("cpu:0",), run_root="r")
+    rollout = SPEC.rollout.model_copy(update={"engine": "sglang"})
+    bare = replace(view(), spec=SPEC.model_copy(update={"rollout": rollout}))
+    job = JobRecord(uid="u", name="j", spec=SPEC.model_dump(mode="json"), run_dir=str(tmp_path), created=0.0, prompts=4)
+    bare = replace(bare, mirror=replace(bare.mirror, job=Stored(job, 1)))
+    staff = Staff(config, FakeClock())
+    for _ in range(MAX_LAUNCHES):
+        staff.start(StartEngine(EnginePlace(node="node-0", slot="cpu:0")), bare)
+    assert "node node-0 has no SGLang. Run 'make sglang-setup'" in staff.hopeless({})
