@@ -96,7 +96,7 @@ def make_batch(work: Work, plan: MicroPlan, feeding: Feeding) -> MicroBatch:
     """The tensors of some samples; a dummy, with nothing in its mask, for none. Raises DataError."""
     if not plan.slots:
         return make_dummy(feeding)
-    return _tensors(plan.slots, _rows(work, plan, feeding.vocabulary), plan.rectangles, feeding)
+    return _tensors(plan.slots, _rows(work, plan), plan.rectangles, feeding)
 
 
 def make_dummy(feeding: Feeding) -> MicroBatch:
@@ -121,26 +121,26 @@ def _tensors(
     slots: tuple[SampleSlot, ...], rows: Sequence[_Row], rectangles: tuple[Rectangle, ...], feeding: Feeding
 ) -> MicroBatch:
     computed = sum(one.tokens for one in rectangles)
-    tokens, starts = np.zeros(computed, dtype=np.int64), _starts(rectangles)
-    width = max([len(row.sample.token_ids) for row in rows] or [1], default=1) or 1
-    mask, scored = (np.zeros((max(1, len(rows)), width), dtype=np.bool_) for _ in range(2))
-    logprobs = np.zeros(mask.shape, dtype=np.float32)
-    predicted_by, places, temperatures = [], [], []
-    for number, (row, start) in enumerate(zip(rows, starts, strict=False)):
-        prompt, response = len(row.group.prompt_ids), len(row.sample.token_ids)
-        tokens[start : start + prompt] = row.group.prompt_ids
-        tokens[start + prompt : start + prompt + response] = row.sample.token_ids
-        mask[number, :response] = not row.masked
-        scored[number, :response] = True
-        logprobs[number, :response] = row.sample.logprobs
-        # A token is predicted by the one before it.
-        predicted_by.append(np.arange(start + prompt - 1, start + prompt + response - 1))
-        places.append(np.arange(number * width, number * width + response))
-        temperatures.append(np.full(response, row.group.temperature, dtype=np.float32))
-    # Something must be scored, or the dummy's gradients would not reach every parameter.
-    columns = np.concatenate(predicted_by) if any(map(len, predicted_by)) else np.zeros(1, dtype=np.int64)
-    where = np.concatenate(places) if any(map(len, places)) else np.zeros(1, dtype=np.int64)
-    scale = np.concatenate(temperatures) if any(map(len, temperatures)) else np.ones(1, dtype=np.float32)
+    tokens, starts = np.zeros(computed, dtype=np.int64), np.array(_starts(rectangles)[: len(rows)], dtype=np.int64)
+    prompts = np.array([len(row.group.prompt_ids) for row in rows], dtype=np.int64)
+    responses = np.array([len(row.sample.token_ids) for row in rows], dtype=np.int64)
+    width = max(1, int(responses.max(initial=0)))
+    scored = np.zeros((max(1, len(rows)), width), dtype=np.bool_)
+    scored[: len(rows)] = np.arange(width) < responses[:, None]
+    mask, logprobs = scored.copy(), np.zeros(scored.shape, dtype=np.float32)
+    mask[[number for number, row in enumerate(rows) if row.masked]] = False
+    for number, (row, start, end) in enumerate(zip(rows, starts.tolist(), (starts + prompts).tolist(), strict=True)):
+        tokens[start:end] = row.group.prompt_ids
+        tokens[end : end + len(row.sample.token_ids)] = row.sample.token_ids
+        logprobs[number, : len(row.sample.logprobs)] = row.sample.logprobs
+    _check(tokens, rows, slots, feeding.vocabulary)
+    scale = np.array([row.group.temperature for row in rows], dtype=np.float32).repeat(responses)
+    where = np.flatnonzero(scored)
+    # A token is predicted by the one before it; `where % width` counts a response's tokens.
+    columns = (starts + prompts - 1).repeat(responses) + where % width
+    if not len(where):
+        # Something must be scored, or the dummy's gradients would not reach every parameter.
+        columns, where, scale = np.zeros(1, np.int64), np.zeros(1, np.int64), np.ones(1, np.float32)
 
     def put(values: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(values).to(feeding.device)
@@ -154,27 +154,33 @@ def _tensors(
         put(mask),
         put(scored),
         put(logprobs),
-        sum(len(row.group.prompt_ids) + len(row.sample.token_ids) for row in rows),
+        int(prompts.sum() + responses.sum()),
         computed,
     )
 
 
-def _rows(work: Work, plan: MicroPlan, vocabulary: int) -> list[_Row]:
+def _rows(work: Work, plan: MicroPlan) -> list[_Row]:
     rows = []
     for slot in plan.slots:
         sealed = work.seal.groups[slot.group]
         group = work.groups[sealed.digest]
-        sample = group.samples[slot.sample]
-        for what, ids in (("prompt", group.prompt_ids), ("response", sample.token_ids)):
+        rows.append(_Row(group, group.samples[slot.sample], slot.sample in sealed.masked))
+    return rows
+
+
+def _check(tokens: NDArray[np.int64], rows: Sequence[_Row], slots: Sequence[SampleSlot], vocabulary: int) -> None:
+    """Raise DataError if one of them is none of the model's: torch would say no more than that an index is wrong."""
+    if not len(tokens) or (int(tokens.min()) >= 0 and int(tokens.max()) < vocabulary):
+        return
+    for row, slot in zip(rows, slots, strict=True):
+        for what, ids in (("prompt", row.group.prompt_ids), ("response", row.sample.token_ids)):
             wrong = ids[(ids < 0) | (ids >= vocabulary)]
             if len(wrong):
                 raise DataError(
                     f"token {wrong[0]} in the {what} of sample {slot.sample} is none of the model's {vocabulary}",
-                    where=f"prompt {group.ref}",
+                    where=f"prompt {row.group.ref}",
                     fix="The tokenizer and the engine must be of the model that is trained",
                 )
-        rows.append(_Row(group, sample, slot.sample in sealed.masked))
-    return rows
 
 
 def _starts(rectangles: Sequence[Rectangle]) -> list[int]:
