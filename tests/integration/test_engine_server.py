@@ -115,7 +115,11 @@ def test_stop_ends_an_engine_that_is_busy(folder: Path, supervise: Callable[...,
     body = json.dumps({"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 30_000}}).encode()
     host, port = address.split(":")
     with socket.create_connection((host, int(port))) as line:
-        line.sendall(b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        line.sendall(
+            b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+            % len(body)
+            + body
+        )
         supervisor.hear_until(lambda m: m.get("phase") == "generate")
         supervisor.say({"command": "stop"})
         assert supervisor.process.wait(TIMEOUT_S) == 0

@@ -20,8 +20,8 @@ SLOTS = 5
 """So few that the torch engine's cache has to move all the time."""
 FIRST = "0.0"
 """What the weights are called that an engine starts with."""
-ENDLESS = {"max_new_tokens": 20_000, "ignore_eos": True}
-"""Half a minute of work: nothing waits for its end."""
+ENDLESS = {"max_new_tokens": 10_000, "ignore_eos": True}
+"""Many seconds of work: nothing waits for its end. Five of them fit into the cache of the real SGLang together."""
 TOLERANCE = {"torch": 1e-5, "sglang": 1e-4}
 
 
