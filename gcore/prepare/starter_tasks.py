@@ -12,6 +12,7 @@ what a model of this size learned by heart does not carry over to prompts it nev
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import string
 from collections.abc import Callable, Iterator
@@ -122,6 +123,7 @@ TASKS = {
 }
 
 
+@functools.cache
 def split_task(task: StarterTask, seed: int) -> StarterSplit:
     """The exercises of a task, dealt out. `seed` decides which prompts there are."""
     drawn: dict[str, Item] = {}
