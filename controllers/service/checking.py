@@ -26,6 +26,7 @@ from gcore.models.weights import check_whole
 from gcore.prompts.lengths import LengthReport, check_lengths
 from gcore.prompts.opening import JobPrompts, open_prompts
 from gcore.prompts.source import OpenSource
+from gcore.reward.registry import Reward, RewardError
 
 MAX_SEAL_BYTES = 1 << 20
 """A sealed step's record must stay well under the store's 1.5 MiB a request."""
@@ -35,6 +36,8 @@ MIN_FREE_BYTES = 64 << 20
 LENGTH_SAMPLE = 10_000
 """Prompts of a source whose length is looked at before a job starts; `gcore validate` looks at all. A longer one fails
 alone."""
+
+REWARDS_TRIED = 3
 
 CheckProgress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done and how much there is."""
@@ -77,7 +80,7 @@ def check_submission(
     Blocks, for minutes if the data are large and new. Raises GcoreError for the first mistake.
     """
     find_flow(spec.flow.name)
-    rewards_of((*training_sources(spec), *eval_sources(spec)))
+    rewards = rewards_of((*training_sources(spec), *eval_sources(spec)))
     _check_step_size(spec)
     _check_disk(run_root)
     model = resolve_model(spec.model.path, trust_remote_code=spec.model.trust_remote_code, weights=False)
@@ -91,6 +94,8 @@ def check_submission(
     for held_out in prompts.evaluation:
         shown = min(len(held_out), spec.eval.limit)
         checked.append(_counted(held_out.opened, True, shown, sample, progress))
+    for one in checked:
+        _try_reward(rewards[one.opened.source.reward.name], one)
     check_curriculum(spec, prompts.stream, LENGTH_SAMPLE)
     config = json.loads((model.folder / "config.json").read_text(encoding="utf-8"))
     return CheckedJob(prompts, tuple(checked), attention_equals_at(config), model)
@@ -104,6 +109,23 @@ def _counted(
             progress(f"counting the tokens of {opened.name}", done, total)
 
     return CheckedSource(opened, check_lengths(opened, among=among, sample=sample, progress=tell), held_out)
+
+
+def _try_reward(reward: Reward, checked: CheckedSource) -> None:
+    """Score an empty response to a few prompts: an option that is misspelt, or answers of the wrong kind, fail all alike.
+
+    Raises SpecError if none can be scored; a single one that cannot fails alone, when its turn comes.
+    """
+    source, dataset = checked.opened.source, checked.opened.dataset
+    failed: RewardError | None = None
+    for index in range(min(len(dataset), REWARDS_TRIED)):
+        try:
+            reward("", dataset.entry(index), source.reward)
+            return
+        except RewardError as error:
+            failed = error
+    if failed is not None:
+        raise SpecError(failed.what, where=f"reward of source {source.name!r}", fix=failed.fix) from failed
 
 
 def _check_step_size(spec: JobSpec) -> None:

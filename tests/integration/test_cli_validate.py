@@ -159,6 +159,12 @@ MISTAKES: list[tuple[str, tuple[str, ...], Callable[[Path], object], str]] = [
         "'exakt'",
     ),
     (
+        "an option that the reward does not know",
+        ("--set", "data.sources.1.reward={name: exact, answer: label, options: {tolerence: 1}}"),
+        lambda f: None,
+        "has no option 'tolerence'",
+    ),
+    (
         "more shards than prompts",
         ("--set", "data.shards=39"),
         lambda f: None,
