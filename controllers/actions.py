@@ -133,10 +133,11 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class SetPhase:
-    """End the job."""
+    """End the job. `at_head`: only if head is still what the decision followed from."""
 
     phase: JobPhase
     reason: str
+    at_head: bool = False
 
 
 Action = (

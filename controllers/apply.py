@@ -156,8 +156,7 @@ def _transaction(action: Action, view: JobView, hands: Hands) -> Transaction:
         case SetPhase():
             assert mirror.status is not None
             status = JobStatus(phase=action.phase, reason=action.reason, changed=hands.clock.wall())
-            head_matters = mirror.head if action.phase is JobPhase.SUCCEEDED else None
-            return transactions.set_status(keys, mirror.status, status, head_matters)
+            return transactions.set_status(keys, mirror.status, status, mirror.head if action.at_head else None)
         case _:
             raise TypeError(f"{action} is not one transaction")
 

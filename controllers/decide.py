@@ -185,12 +185,17 @@ def training(view: JobView) -> Iterator[Intent]:
 
 
 def despairing(view: JobView) -> Iterator[Intent]:
-    """A job whose data brought nothing to train for a whole epoch fails: the next epoch would bring the same, for ever."""
+    """A job whose data brought nothing to train for a whole epoch fails: the next epoch would bring the same, for ever.
+
+    Not while a group of a later epoch is offered or sealed: then it did bring something.
+    """
     head = _head(view)
     epoch = barren_epoch(view.rules.shape, head)
-    if epoch is not None and head.step < view.spec.flow.steps:
+    if epoch is None or head.step >= view.spec.flow.steps:
+        return
+    if not view.offered.groups and not any(stored.record.groups for stored in view.mirror.seals.values()):
         why = why_barren(epoch, [stored.record for stored in view.mirror.log.values()])
-        yield Intent(SetPhase(JobPhase.FAILED, str(why)), "barren", _turn(view, "barren"))
+        yield Intent(SetPhase(JobPhase.FAILED, str(why), at_head=True), "barren", _turn(view, "barren"))
 
 
 def recovering(view: JobView) -> Iterator[Intent]:
@@ -251,7 +256,8 @@ def finishing(view: JobView) -> Iterator[Intent]:
     """All steps are committed, the last checkpoint is registered and the last evaluation made."""
     if is_complete(view):
         steps = view.spec.flow.steps
-        yield Intent(SetPhase(JobPhase.SUCCEEDED, f"all {steps} steps are trained"), "finish", _turn(view, "finish"))
+        done = SetPhase(JobPhase.SUCCEEDED, f"all {steps} steps are trained", at_head=True)
+        yield Intent(done, "finish", _turn(view, "finish"))
 
 
 def is_complete(view: JobView) -> bool:

@@ -8,6 +8,7 @@ checks that. An engine that does not serve head's version is not routed to.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -56,6 +57,7 @@ class EngineBook:
         self._connect = connect
         self._lines: dict[str, _Line] = {}
         self._aborts: set[asyncio.Task[None]] = set()
+        self._requests = itertools.count()
 
     @property
     def views(self) -> dict[str, EngineView]:
@@ -125,6 +127,8 @@ class EngineBook:
         await self._changes.until(lambda: bool(self.ready(version)))
         instance = self.ready(version)[0]
         line = self._lines[instance]
+        # No two requests are called the same: an abort of one that was given up must not end the one that repeats it.
+        rid = f"{rid}/{next(self._requests)}"
         line.in_flight += 1
         finished = False
         try:

@@ -30,9 +30,11 @@ def waiting_for(view: JobView) -> Iterator[Wait]:
     mirror = view.mirror
     if mirror.status is None or mirror.status.record.phase.ended:
         return
+    joined = {stored.record.node for stored in mirror.members.values()}
     for stored in mirror.fetches.values():
-        if stored.record.done < stored.record.total:
-            fetch = stored.record
+        fetch = stored.record
+        # A node joins with its model: the last word on its progress may have been lost, and would stand here for ever.
+        if fetch.done < fetch.total and fetch.node not in joined:
             yield Wait("model", f"{fetch.node} is {fetch.sentence}", f"wait model {fetch.node}")
     if mirror.status.record.phase is JobPhase.PENDING or mirror.head is None or mirror.plan is None:
         yield Wait("start", "the job is about to be started", "wait start")

@@ -33,7 +33,7 @@ from gcore.config import parse_spec
 from gcore.ledger import chain
 from gcore.ledger.balance import balance
 from gcore.ledger.chain import Writer
-from gcore.ledger.job import EnginePlace, JobPhase, JobStatus, NodeRecord, Plan, RankClaim, RankPlace
+from gcore.ledger.job import EnginePlace, JobPhase, JobStatus, ModelFetch, NodeRecord, Plan, RankClaim, RankPlace
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records import (
     Checkpoint,
@@ -298,6 +298,7 @@ def test_a_complete_job_succeeds() -> None:
     (action,) = actions(view)
     assert isinstance(action, SetPhase)
     assert action.phase is JobPhase.SUCCEEDED
+    assert action.at_head
 
 
 def test_a_saved_checkpoint_is_registered_but_not_one_older_than_what_is_registered() -> None:
@@ -384,6 +385,24 @@ def test_a_job_that_has_trained_something_of_the_epoch_goes_on() -> None:
     assert SetPhase not in kinds(with_mirror(view, head=stored(trained)))
 
 
+def test_a_job_with_a_group_of_the_next_epoch_offered_or_sealed_does_not_despair() -> None:
+    view = ended_refs(running(), 1)
+    later = group(PromptRef(1, 0, 0))
+    offered = with_mirror(view, offers={PEER: stored(Offer(incarnation=PEER, groups=(later,)))})
+    assert SetPhase not in kinds(offered)
+    head = view.mirror.head.record
+    chosen = SealNow((held_by(later, PEER),), ())
+    seal = chain.sealed(None, head, chosen, world_size=2, mini_batches=1, sealer=ME)
+    assert SetPhase not in kinds(with_mirror(view, seals={1: stored(seal)}))
+    gone = with_mirror(view, seals={1: stored(chain.resealed(seal, ME))})
+    assert SetPhase in kinds(gone)
+
+
+def test_what_follows_from_head_ends_a_job_only_at_that_head() -> None:
+    (failed,) = [action for action in actions(ended_refs(running(), 1)) if isinstance(action, SetPhase)]
+    assert failed.at_head
+
+
 def curriculum(view: JobView) -> JobView:
     data = SPEC.data.model_copy(update={"curriculum": "easy_first"})
     return replace(view, spec=SPEC.model_copy(update={"data": data}))
@@ -444,6 +463,17 @@ def test_a_job_says_which_ranks_and_engines_it_waits_for() -> None:
     assert "the engines of node-0 are to load the first weights (none is ready)" in said
     unknown = replace(view, engines={"e": EngineView("e", "h:1", None)})
     assert waits(unknown)["engines"] == "the engines of node-0 are to load the first weights (none is ready)"
+
+
+def test_a_node_that_has_joined_is_not_waited_for_whatever_was_last_heard_of_its_model() -> None:
+    view = running()
+    fetch = ModelFetch(node="node-1", path="hf://o/n", done=1_000_000, total=4_000_000)
+    fetching = with_mirror(view, fetches={"node-1": stored(fetch)})
+    assert "model" not in waits(fetching)
+    alone = {ME: view.mirror.members[ME]}
+    assert waits(with_mirror(fetching, members=alone))["model"] == (
+        "node-1 is downloading model hf://o/n, 1.0 of 4.0 MB"
+    )
 
 
 def test_ranks_and_weights_are_named_as_people_count_them() -> None:

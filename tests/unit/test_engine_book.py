@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,3 +60,34 @@ async def test_an_engine_that_has_the_version_already_is_let_go_on_for_its_publi
     await engines.aim({"e": SimpleNamespace(address="h:1")})  # type: ignore[dict-item]
     await engines.publish("e", Version(0, 2), tmp_path)
     assert [engine.resumed for engine in made] == [1]
+
+
+class NamedEngine(OldEngine):
+    """Notes what its requests are called and which it is to give up, and answers none of them."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+        self.called: asyncio.Queue[str] = asyncio.Queue()
+        self.given_up: asyncio.Queue[str] = asyncio.Queue()
+
+    async def generate_each(self, prompts: Any, params: Any, *, seeds: Any, rid: str) -> tuple[Sample, ...]:
+        self.called.put_nowait(rid)
+        await asyncio.Event().wait()
+        return ()
+
+    async def abort(self, rid: str, count: int) -> None:
+        self.given_up.put_nowait(rid)
+
+
+async def test_the_abort_of_a_request_that_was_given_up_cannot_end_the_one_that_repeats_it(tmp_path: Any) -> None:
+    engine = NamedEngine()
+    engines = EngineBook(Changes(), timeout_s=1.0, connect=lambda *_, **__: engine)  # type: ignore[arg-type, return-value]
+    await engines.aim({"e": SimpleNamespace(address="h:1")})  # type: ignore[dict-item]
+    await engines.publish("e", Version(0, 2), tmp_path)
+    first = asyncio.create_task(engines.generate(Version(0, 2), [(1,)], PARAMS, (0,), "r"))
+    name = await engine.called.get()
+    first.cancel()
+    again = asyncio.create_task(engines.generate(Version(0, 2), [(1,)], PARAMS, (0,), "r"))
+    assert await engine.given_up.get() == name
+    assert await engine.called.get() != name
+    again.cancel()
