@@ -27,6 +27,7 @@ from gcore.prompts.lengths import LengthReport, check_lengths
 from gcore.prompts.opening import JobPrompts, open_prompts
 from gcore.prompts.source import OpenSource
 from gcore.reward.registry import Reward, RewardError
+from gcore.rollout.sglang.command import check_engine_args
 
 MAX_SEAL_BYTES = 1 << 20
 """A sealed step's record must stay well under the store's 1.5 MiB a request."""
@@ -81,6 +82,7 @@ def check_submission(
     """
     find_flow(spec.flow.name)
     rewards = rewards_of((*training_sources(spec), *eval_sources(spec)))
+    check_engine_args(spec.rollout.engine_args)
     _check_step_size(spec)
     _check_disk(run_root)
     model = resolve_model(spec.model.path, trust_remote_code=spec.model.trust_remote_code, weights=False)
@@ -90,10 +92,10 @@ def check_submission(
     if progress is not None:
         reading = lambda name, done, total: progress(f"reading {name}", done, total)  # noqa: E731
     prompts = open_prompts(spec, cache_dir, model.folder, reading)
-    checked = [_counted(opened, False, len(opened), sample, progress) for opened in prompts.stream.sources]
+    checked = [_counted(o, len(o), sample, progress, held_out=False) for o in prompts.stream.sources]
     for held_out in prompts.evaluation:
         shown = min(len(held_out), spec.eval.limit)
-        checked.append(_counted(held_out.opened, True, shown, sample, progress))
+        checked.append(_counted(held_out.opened, shown, sample, progress, held_out=True))
     for one in checked:
         _try_reward(rewards[one.opened.source.reward.name], one)
     check_curriculum(spec, prompts.stream, LENGTH_SAMPLE)
@@ -102,7 +104,7 @@ def check_submission(
 
 
 def _counted(
-    opened: OpenSource, held_out: bool, among: int, sample: int | None, progress: CheckProgress | None
+    opened: OpenSource, among: int, sample: int | None, progress: CheckProgress | None, *, held_out: bool
 ) -> CheckedSource:
     def tell(done: int, total: int) -> None:
         if progress is not None:

@@ -45,7 +45,9 @@ class SamplingSpec(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="Nucleus")
     top_k: PositiveInt | None = Field(None, description="Keep only the k likeliest tokens")
     min_p: Annotated[float, Field(ge=0, lt=1)] | None = Field(None, description="Least share of the likeliest token")
-    max_new_tokens: PositiveInt | None = Field(None, description="Longest response, in tokens; at most rollout's")
+    max_new_tokens: PositiveInt | None = Field(
+        None, description="Longest response, in tokens; in training at most rollout's"
+    )
     stop: tuple[str, ...] | None = Field(None, description="Strings that end a response")
 
 
@@ -123,7 +125,10 @@ class DataSpec(Origin):
 
 
 class EvalSpec(Origin):
-    """Evaluation on held-out prompts, greedy. Prompts are shown as those of `data` are."""
+    """Evaluation on held-out prompts, greedy. Prompts are shown as those of `data` are.
+
+    A source here may say all that one of `data` may; weight, filters by length and how tokens are drawn are for training.
+    """
 
     every: PositiveInt | None = Field(None, description="Steps between evaluations; always before and after the run")
     limit: PositiveInt = Field(1000, description="Prompts evaluated of each source, at most")

@@ -13,22 +13,22 @@ import struct
 from pathlib import Path
 from typing import Any
 
+from gcore.models.hub import INDEX, WHOLE
 from gcore.models.names import ModelError
 
 MAX_HEADER_BYTES = 100_000_000
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _FIX = "Copy or download it again; it was not written to its end"
 
 
 def check_whole(folder: Path) -> None:
     """Raises ModelError if a folder's weights are missing, or one of their files is cut off or no safetensors."""
-    if (folder / _INDEX).is_file():
-        files = _files_of_index(folder / _INDEX)
+    if (folder / INDEX).is_file():
+        files = _files_of_index(folder / INDEX)
     else:
-        files = [_WEIGHTS]
-        if not (folder / _WEIGHTS).is_file():
+        files = [WHOLE]
+        if not (folder / WHOLE).is_file():
             raise ModelError(
-                f"the model folder has no weights ({_WEIGHTS})",
+                f"the model folder has no weights ({WHOLE})",
                 where=str(folder),
                 fix="Save the model with its weights (model.save_pretrained)",
             )

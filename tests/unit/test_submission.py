@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from controllers.service.checking import check_submission
 from controllers.service.submission import check_unchanged
 from gcore.config import parse_spec
+from gcore.errors import UsageError
 from gcore.ledger.job import JobRecord
 from gcore.prompts.dataset import DataChanged
 from gcore.prompts.opening import DataIdentity, identify_data
@@ -42,3 +44,11 @@ def test_a_job_that_noted_no_digest_still_knows_the_number_of_its_prompts(tmp_pa
     check_unchanged(job_on(before), opened(tmp_path / "other.jsonl", [*LINES[:3], LINES[0]]))
     with pytest.raises(DataChanged):
         check_unchanged(job_on(before), opened(tmp_path / "shorter.jsonl", LINES[:3]))
+
+
+def test_an_engine_argument_that_gcore_chooses_is_refused_before_anything_is_read_or_written(tmp_path: Path) -> None:
+    spec = {"name": "j", "model": {"path": "nowhere"}, "data": {"path": "nowhere"}, "flow": {"steps": 1}}
+    spec |= {"rollout": {"max_new_tokens": 4, "engine": "sglang", "engine_args": ["--port=80"]}}
+    with pytest.raises(UsageError, match="--port is chosen by gcore"):
+        check_submission(parse_spec(spec), tmp_path / "runs", tmp_path / "cache")
+    assert list(tmp_path.iterdir()) == []
