@@ -111,6 +111,9 @@ def _manifest(launch: RankLaunch) -> Manifest | None:
 
 
 def _import_the_rest(tell: Callable[[str], None]) -> None:
+    from gcore.uncompiled import leave_compiler_out
+
+    leave_compiler_out()
     import gcore.train.models  # DeepSpeed and transformers: seconds
 
     del gcore

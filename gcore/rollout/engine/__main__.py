@@ -26,6 +26,9 @@ def main() -> int:
         launch = from_arguments(sys.argv[1:]) if control is None else from_document(control.launch)
         check_folder(launch.model)
         os.environ.setdefault("OMP_NUM_THREADS", str(launch.threads))
+        from gcore.uncompiled import leave_compiler_out
+
+        leave_compiler_out()
         from gcore.rollout.engine.serve import serve
 
         serve(launch, control)
