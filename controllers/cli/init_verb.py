@@ -46,7 +46,7 @@ def init(
 ) -> None:
     """Write a project that learns: spec, data, a reward of its own with its test, and a small model to begin with.
 
-    Making the model takes about half a minute and needs no network.
+    Most of the time goes into training the small model, on one core. Nothing is downloaded.
     """
     from gcore.prepare.project import package_of
     from gcore.prepare.starter_tasks import TASKS
