@@ -27,7 +27,7 @@ from controllers.identity import Identity
 from controllers.material import Material, material_of
 from controllers.ordering import EpochOrders
 from controllers.peer import JobPeer
-from controllers.ranks import RankLinks, WorldName
+from controllers.ranks import RankLinks
 from controllers.service.events import EventLog
 from controllers.service.submission import check_unchanged
 from controllers.staffing import Staff, StopWorker, staffing
@@ -48,6 +48,7 @@ from gcore.prompts.dataset import DataChanged
 from gcore.prompts.opening import identify_data, open_prompts
 from gcore.store.keys import JobKeys
 from gcore.store.types import Compare, Put, Store, WatchBatch
+from gcore.train.feed_state import WorldName
 from gcore.worker.process import send_signal
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import grpc
-import numpy as np
 
 from controllers.view import RankView, SavedCheckpoint
 from gcore.api.v1 import train_pb2 as pb
@@ -21,30 +20,18 @@ from gcore.api.v1 import train_pb2_grpc
 from gcore.clock import Clock
 from gcore.errors import GcoreError
 from gcore.ledger.records import SCHEMA_VERSION, Seal
+from gcore.train.feed_state import WorldName
+from gcore.train.messages import CHUNK_BYTES, read_held, read_token, write_payload, write_token, write_world
 from gcore.types import Group, Token, Version
 
 log = logging.getLogger(__name__)
 
-CHUNK_BYTES = 1 << 20
 CALL_TIMEOUT_S = 30.0
 RECONNECT_S = 0.3
 
 
 class NotConnected(GcoreError):
     """There is no line to the rank, or no longer: it may have ended between a decision and the deed."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorldName:
-    """Which world is meant. Whoever is not it refuses."""
-
-    job_uid: str
-    world: str
-    lineage: int
-
-    def message(self) -> pb.WorldId:
-        """As the protocol spells it."""
-        return pb.WorldId(job_uid=self.job_uid, world=self.world, lineage=self.lineage)
 
 
 @dataclass(slots=True)
@@ -91,14 +78,14 @@ class RankLinks:
         self._reach(rank)
         world = self._world
         # Off the event loop: it may be some hundred MB, and the lease must be kept meanwhile.
-        payload = await asyncio.to_thread(_payload, tuple(groups))
+        payload = await asyncio.to_thread(write_payload, tuple(groups))
         line = self._reach(rank)
         if world is None or world != self._world:
             raise NotConnected(f"the world of rank {rank} is over", fix="Look again")
         header = pb.FeedHeader(
             schema_version=SCHEMA_VERSION,
-            world=world.message(),
-            token=_token(seal.token),
+            world=write_world(world),
+            token=write_token(seal.token),
             sender=sender,
             total_bytes=len(payload),
             sha256=hashlib.sha256(payload).digest(),
@@ -113,7 +100,7 @@ class RankLinks:
         line, world = self._reach(rank), self._world
         assert world is not None
         request = pb.ApplyRequest(
-            schema_version=SCHEMA_VERSION, world=world.message(), token=_token(seal.token), seal=stored
+            schema_version=SCHEMA_VERSION, world=write_world(world), token=write_token(seal.token), seal=stored
         )
         await train_pb2_grpc.TrainRankStub(line.channel).Apply(request, timeout=CALL_TIMEOUT_S)
 
@@ -135,7 +122,7 @@ class RankLinks:
         stub = train_pb2_grpc.TrainRankStub(channel)
         while True:
             try:
-                async for state in stub.Watch(pb.WatchRequest(world=world.message())):
+                async for state in stub.Watch(pb.WatchRequest(world=write_world(world))):
                     if world == self._world:
                         self._note(rank, state)
             except grpc.aio.AioRpcError as error:
@@ -145,9 +132,9 @@ class RankLinks:
     def _note(self, rank: int, state: pb.RankState) -> None:
         view = RankView(
             rank=rank,
-            holding=_read_token(state.holding) if state.HasField("holding") else None,
-            held=_held(state.held),
-            applied=_read_token(state.applied) if state.HasField("applied") else None,
+            holding=read_token(state.holding) if state.HasField("holding") else None,
+            held=read_held(state.held),
+            applied=read_token(state.applied) if state.HasField("applied") else None,
             content=state.report.content_sha256,
             metrics=dict(state.report.metrics),
             phase=state.phase,
@@ -160,7 +147,7 @@ class RankLinks:
     def _note_held(self, rank: int, token: Token, held: Iterable[pb.HeldGroup]) -> None:
         view = self.views.get(rank, RankView(rank))
         if view.holding is None or view.holding <= token:
-            self._show(replace(view, holding=token, held=_held(held)))
+            self._show(replace(view, holding=token, held=read_held(held)))
 
     def _show(self, view: RankView) -> None:
         """What a rank holds of one token only grows, but its answers and its stream overtake each other."""
@@ -173,43 +160,6 @@ class RankLinks:
 
 def _joined(one: Mapping[str, frozenset[int]], other: Mapping[str, frozenset[int]]) -> dict[str, frozenset[int]]:
     return {digest: one.get(digest, frozenset()) | other.get(digest, frozenset()) for digest in {*one, *other}}
-
-
-def _held(groups: Iterable[pb.HeldGroup]) -> dict[str, frozenset[int]]:
-    return {group.digest: frozenset(group.samples) for group in groups}
-
-
-def _token(token: Token) -> pb.StepToken:
-    return pb.StepToken(lineage=token.lineage, step=token.step, attempt=token.attempt)
-
-
-def _read_token(token: pb.StepToken) -> Token:
-    return Token(token.lineage, token.step, token.attempt)
-
-
-def _payload(groups: Iterable[tuple[Group, frozenset[int]]]) -> bytes:
-    return pb.FeedPayload(groups=[_part(group, samples) for group, samples in groups]).SerializeToString()
-
-
-def _part(group: Group, samples: frozenset[int]) -> pb.GroupPart:
-    return pb.GroupPart(
-        ref=pb.PromptRef(data_epoch=group.ref.data_epoch, shard=group.ref.shard, seq=group.ref.seq),
-        digest=group.digest(),
-        prompt_ids=np.asarray(group.prompt_ids, dtype="<i4").tobytes(),
-        sample_digests=[sample.digest() for sample in group.samples],
-        samples=[
-            pb.SamplePart(
-                index=index,
-                token_ids=np.asarray(group.samples[index].token_ids, dtype="<i4").tobytes(),
-                logprobs=np.asarray(group.samples[index].logprobs, dtype="<f4").tobytes(),
-                reward=group.samples[index].reward,
-                finish_reason=group.samples[index].finish_reason,
-                masked=group.samples[index].masked,
-            )
-            for index in sorted(samples)
-        ],
-        temperature=group.temperature,
-    )
 
 
 async def _chunks(header: pb.FeedHeader, payload: bytes) -> AsyncIterator[pb.FeedChunk]:

@@ -1,4 +1,5 @@
-"""The messages of `TrainRank`, checked and turned into what `gcore.train.feed_state` knows, and back.
+"""The messages of `TrainRank`, checked and turned into what `gcore.train.feed_state` knows, and back: the only place that
+knows how tokens, worlds and groups go over the wire, for the rank and for whoever feeds it.
 
 A payload must have the size and the SHA-256 its header announced; every sample must have the digest that came with it,
 and the digests of a group's samples must give the group's own. Whether that is the digest in the seal is decided later,
@@ -10,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -18,7 +19,7 @@ from google.protobuf.message import DecodeError
 from gcore.api.v1 import train_pb2 as pb
 from gcore.errors import GcoreError
 from gcore.train.feed_state import FeedState, HeldGroup, HeldSample, Listing, WorldName
-from gcore.types import PromptRef, Token, group_digest
+from gcore.types import Group, PromptRef, Token, group_digest
 
 CHUNK_BYTES = 1 << 20
 LARGEST_PAYLOAD = (1 << 31) - 1
@@ -54,6 +55,11 @@ def write_held(held: Listing) -> list[pb.HeldGroup]:
     return [pb.HeldGroup(digest=digest, samples=sorted(samples)) for digest, samples in sorted(held.items())]
 
 
+def read_held(held: Iterable[pb.HeldGroup]) -> dict[str, frozenset[int]]:
+    """Inverse of `write_held`."""
+    return {group.digest: frozenset(group.samples) for group in held}
+
+
 def write_state(state: FeedState) -> pb.RankState:
     """The part of a rank's state that this module knows."""
     message = pb.RankState(
@@ -68,6 +74,11 @@ def write_state(state: FeedState) -> pb.RankState:
     if state.applied is not None:
         message.applied.CopyFrom(write_token(state.applied))
     return message
+
+
+def write_payload(groups: Iterable[tuple[Group, frozenset[int]]]) -> bytes:
+    """A feed of some samples (by index) of groups. What `read_payload` reads."""
+    return pb.FeedPayload(groups=[_part(group, samples) for group, samples in groups]).SerializeToString()
 
 
 def read_payload(header: pb.FeedHeader, data: bytes) -> Mapping[str, HeldGroup]:
@@ -94,6 +105,27 @@ def sample_digest(token_ids: bytes, logprobs: bytes, reward: float, *, masked: b
     h.update(logprobs)
     h.update(struct.pack("<f?", reward, masked))
     return h.digest()
+
+
+def _part(group: Group, samples: frozenset[int]) -> pb.GroupPart:
+    return pb.GroupPart(
+        ref=pb.PromptRef(data_epoch=group.ref.data_epoch, shard=group.ref.shard, seq=group.ref.seq),
+        digest=group.digest(),
+        prompt_ids=np.asarray(group.prompt_ids, dtype="<i4").tobytes(),
+        sample_digests=[sample.digest() for sample in group.samples],
+        samples=[
+            pb.SamplePart(
+                index=index,
+                token_ids=np.asarray(group.samples[index].token_ids, dtype="<i4").tobytes(),
+                logprobs=np.asarray(group.samples[index].logprobs, dtype="<f4").tobytes(),
+                reward=group.samples[index].reward,
+                finish_reason=group.samples[index].finish_reason,
+                masked=group.samples[index].masked,
+            )
+            for index in sorted(samples)
+        ],
+        temperature=group.temperature,
+    )
 
 
 def _group(part: pb.GroupPart, sender: str) -> HeldGroup:

@@ -8,11 +8,12 @@ import pytest
 
 from controllers.changes import Changes
 from controllers.engines import EngineBook
-from controllers.ranks import NotConnected, RankLinks, WorldName
+from controllers.ranks import NotConnected, RankLinks
 from gcore.api.v1 import train_pb2 as pb
 from gcore.errors import EngineUnreachable
 from gcore.ledger.records import Seal, SealState
 from gcore.testing import FakeClock
+from gcore.train.feed_state import WorldName
 from gcore.types import Token, Version
 
 SEAL = Seal(lineage=0, step=1, attempt=1, state=SealState.SEALED, world="w", world_size=2, mini_batches=1)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gcore.api.v1 import train_pb2 as pb
-from gcore.train.messages import FeedDamaged, read_payload, sample_digest
+from gcore.train.messages import FeedDamaged, read_payload, sample_digest, write_payload
 from gcore.types import Group, PromptRef, Sample, Version, VersionSpan
 
 floats = st.floats(-50, 50, width=32)
@@ -20,7 +20,8 @@ floats = st.floats(-50, 50, width=32)
 def samples(draw: st.DrawFn) -> Sample:
     ids = draw(st.lists(st.integers(0, 2**31 - 1), max_size=12))
     logprobs = [draw(floats) for _ in ids]
-    return Sample(tuple(ids), tuple(logprobs), "", "stop", (VersionSpan(Version(0, 0), 0, len(ids)),), draw(floats))
+    spans = (VersionSpan(Version(0, 0), 0, len(ids)),)
+    return Sample(tuple(ids), tuple(logprobs), "", "stop", spans, draw(floats), masked=draw(st.booleans()))
 
 
 groups = st.builds(
@@ -28,6 +29,7 @@ groups = st.builds(
     st.builds(PromptRef, st.integers(0, 3), st.integers(0, 9), st.integers(0, 99)),
     st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=9).map(tuple),
     st.lists(samples(), min_size=1, max_size=4).map(tuple),
+    temperature=st.floats(0.125, 8, width=32),
 )
 
 
@@ -44,6 +46,7 @@ def part(group: Group) -> pb.GroupPart:
                 token_ids=np.asarray(sample.token_ids, dtype="<i4").tobytes(),
                 logprobs=np.asarray(sample.logprobs, dtype="<f4").tobytes(),
                 reward=sample.reward,
+                masked=sample.masked,
             )
             for index, sample in enumerate(group.samples)
         ],
@@ -53,6 +56,21 @@ def part(group: Group) -> pb.GroupPart:
 def read(*parts: pb.GroupPart) -> object:
     data = pb.FeedPayload(groups=parts).SerializeToString()
     return read_payload(pb.FeedHeader(total_bytes=len(data), sha256=hashlib.sha256(data).digest(), sender="s"), data)
+
+
+@given(groups, st.data())
+def test_a_feed_brings_the_samples_that_it_was_made_of_and_no_others(group: Group, data: st.DataObject) -> None:
+    wanted = data.draw(st.frozensets(st.integers(0, len(group.samples) - 1)))
+    payload = write_payload([(group, wanted)])
+    header = pb.FeedHeader(total_bytes=len(payload), sha256=hashlib.sha256(payload).digest(), sender="s")
+    (found,) = read_payload(header, payload).values()
+    assert (found.ref, found.digest, found.temperature) == (group.ref, group.digest(), group.temperature)
+    assert tuple(found.prompt_ids.tolist()) == group.prompt_ids
+    assert found.samples.keys() == wanted
+    for index, held in found.samples.items():
+        sent = group.samples[index]
+        assert (tuple(held.token_ids.tolist()), held.masked) == (sent.token_ids, sent.masked)
+        assert (held.logprobs.tolist(), held.reward) == (list(sent.logprobs), sent.reward)
 
 
 @given(groups)
@@ -72,7 +90,7 @@ def test_a_group_arrives_as_it_was_sent(group: Group) -> None:
 def test_the_digest_of_bytes_is_the_digest_of_the_sample(sample: Sample) -> None:
     ids = np.asarray(sample.token_ids, dtype="<i4").tobytes()
     logprobs = np.asarray(sample.logprobs, dtype="<f4").tobytes()
-    assert sample_digest(ids, logprobs, sample.reward, masked=False) == sample.digest()
+    assert sample_digest(ids, logprobs, sample.reward, masked=sample.masked) == sample.digest()
 
 
 GROUP = Group(
