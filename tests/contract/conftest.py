@@ -5,7 +5,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from engine_contract import CONTEXT, FIRST, SLOTS, Serving
+from engine_contract import CHAT_TEMPLATE, CONTEXT, FIRST, SLOTS, Serving
 
 from gcore.rollout.client import EngineClient
 from gcore.testing.engine_process import engine_process
@@ -19,10 +19,9 @@ TIMEOUT_S = 120
 @pytest.fixture(scope="session")
 def engine_folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     root = tmp_path_factory.mktemp("models")
-    return (
-        make_tiny_model(root / "first", seed=0, context=CONTEXT, ends=False),
-        make_tiny_model(root / "second", seed=1, context=CONTEXT, ends=False),
-    )
+    first = make_tiny_model(root / "first", seed=0, context=CONTEXT, ends=False)
+    (first / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    return first, make_tiny_model(root / "second", seed=1, context=CONTEXT, ends=False)
 
 
 @pytest.fixture(scope="session", params=ENGINES)

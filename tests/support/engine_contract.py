@@ -22,6 +22,10 @@ FIRST = "0.0"
 """What the weights are called that an engine starts with."""
 ENDLESS = {"max_new_tokens": 10_000, "ignore_eos": True}
 """Many seconds of work: nothing waits for its end. Five of them fit into the cache of the real SGLang together."""
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}:{{ message['content'] }}/{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
 TOLERANCE = {"torch": 1e-5, "sglang": 1e-4}
 
 

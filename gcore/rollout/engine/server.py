@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -25,6 +26,7 @@ from gcore.rollout.engine.auth import Guard, Keys
 from gcore.rollout.engine.bodies import checker, read, seconds
 from gcore.rollout.engine.core import Core
 from gcore.rollout.engine.desk import BIG_ANSWER_TOKENS, Desk
+from gcore.rollout.engine.openai_routes import OpenAIRoutes
 from gcore.rollout.engine.protocol import Generate, generate_body
 from gcore.rollout.engine.refusals import no_such_route, refusing, streamed_refusal
 from gcore.rollout.engine.weight_routes import WeightRoutes
@@ -54,6 +56,13 @@ class Routes:
         self._describe = describe
         self._keys = keys
         self._weights = WeightRoutes(core, desk, str(describe["model_path"]))
+        self._openai = OpenAIRoutes(
+            desk,
+            Path(str(describe["tokenizer_path"])),
+            core.model.context,
+            served=lambda: self._weights.model_path,
+            answers=self._answers,
+        )
         self._flushing = asyncio.Lock()
 
     def app(self) -> ASGIApp:
@@ -86,6 +95,7 @@ class Routes:
         routes += [Route(path, refusing(handler), methods=["POST"]) for path, handler in posts.items()]
         routes += [Route(path, handler, methods=["GET"]) for path, handler in reads.items()]
         routes += [Route(path, refusing(handler), methods=both) for path, handler in either.items()]
+        routes += self._openai.routes()
         return Guard(Starlette(routes=routes, exception_handlers={HTTPException: no_such_route}), self._keys)
 
     async def generate(self, request: Request) -> Response:
@@ -93,21 +103,24 @@ class Routes:
         body = await read(request, generate_body)
         if body.stream:
             return StreamingResponse(self._events(body), media_type="text/event-stream")
-        tickets = self._desk.admit(body)
-        answering = asyncio.ensure_future(self._desk.answers(tickets))
-        leaving = asyncio.ensure_future(_gone(request))
-        try:
-            await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if not answering.done():
-                return Response(status_code=499)
-            answers = answering.result()
-        finally:
-            answering.cancel()
-            leaving.cancel()
+        answers = await self._answers(request, self._desk.admit(body))
+        if body.prompts and not answers:
+            return Response(status_code=499)
         whole = answers if body.is_list else answers[0]
         if sum(len(a["output_ids"]) for a in answers) < BIG_ANSWER_TOKENS:
             return JSONResponse(whole)
         return await asyncio.to_thread(JSONResponse, whole)
+
+    async def _answers(self, request: Request, tickets: Any) -> list[dict[str, Any]]:
+        """The samples; none when the client has gone away first."""
+        answering = asyncio.ensure_future(self._desk.answers(tickets))
+        leaving = asyncio.ensure_future(_gone(request))
+        try:
+            await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            return answering.result() if answering.done() else []
+        finally:
+            answering.cancel()
+            leaving.cancel()
 
     async def _events(self, body: Generate) -> AsyncIterator[bytes]:
         """Server-sent events. What the desk refuses is one of them, for the status has been sent."""
