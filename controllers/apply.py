@@ -46,10 +46,11 @@ from gcore.errors import EngineError, GcoreError, SpecError
 from gcore.ledger import archive, chain, transactions
 from gcore.ledger.ancestry import resumable
 from gcore.ledger.balance import balance
+from gcore.ledger.guarded import Ledger, Stored, Transaction, TxnKind, TxnOutcome, TxnReport
 from gcore.ledger.job import JobPhase, JobStatus, Plan
 from gcore.ledger.records import Checkpoint, LogEntry, Member
 from gcore.ledger.tally import NOTHING
-from gcore.ledger.transactions import Ledger, OpenSlots, Stored, Transaction, TxnKind, TxnOutcome, TxnReport
+from gcore.ledger.transactions import OpenSlots
 from gcore.store.types import Compare, Put, Store
 from gcore.types import Version
 from gcore.weights.layout import CheckpointDamaged, manifest_digest, verify_checkpoint, weights_folder

@@ -39,10 +39,10 @@ from gcore.clock import Clock
 from gcore.config import NodeConfig, parse_spec
 from gcore.errors import GcoreError, StoreUnavailable
 from gcore.flows import find_flow
+from gcore.ledger.guarded import Ledger, TxnOutcome
 from gcore.ledger.job import Evaluation, JobPhase
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.stream import StreamRules, rules_of
-from gcore.ledger.transactions import Ledger, TxnOutcome
 from gcore.metrics import Metrics
 from gcore.prompts.dataset import DataChanged
 from gcore.prompts.opening import identify_data, open_prompts

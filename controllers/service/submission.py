@@ -20,8 +20,8 @@ from gcore.clock import Clock
 from gcore.config import JobSpec, parse_spec
 from gcore.errors import SpecError, StoreUnavailable
 from gcore.ledger import transactions
+from gcore.ledger.guarded import Ledger, TxnOutcome
 from gcore.ledger.job import JobPhase, JobRecord, JobStatus
-from gcore.ledger.transactions import Ledger, TxnOutcome
 from gcore.prompts.dataset import DataChanged
 from gcore.prompts.opening import DataIdentity, identify_data
 from gcore.store import keys

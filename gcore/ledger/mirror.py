@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from gcore.ledger.guarded import Stored
 from gcore.ledger.job import Evaluation, JobRecord, JobStatus, ModelFetch, Plan, RankClaim
 from gcore.ledger.records import Assignment, Checkpoints, EpochRecord, Head, LogEntry, Member, Offer, Record, Seal
-from gcore.ledger.transactions import OpenSlots, Stored
+from gcore.ledger.transactions import OpenSlots
 from gcore.store.keys import JobKeys
 from gcore.store.types import WatchBatch, WatchEvent
 

@@ -1,8 +1,7 @@
 """Every write to a job's chain, as one transaction that compares what its writer believed.
 
 A function here takes the stored records with their revisions and returns a `Transaction`: the compares, the writes and
-the nonce. `Ledger.run` makes it and says what became of it. A lost compare is an outcome (`STALE`: look again), not an
-exception; an answer that never came is resolved by reading head again (`UNKNOWN` only when that cannot be done either).
+the nonce. `gcore.ledger.guarded` makes it and says what became of it.
 
 No function decides whether the transaction should be made; that is `controllers.decide`'s. Nothing here compares the
 assignment, an offer or a lease for safety: they are hints.
@@ -12,12 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import Generic, TypeVar
 
-from gcore.errors import LeaseLost, StoreUnavailable
 from gcore.ledger import chain
 from gcore.ledger.cost import ATTENTION_EQUALS_AT
+from gcore.ledger.guarded import Stored, Transaction, TxnKind
 from gcore.ledger.job import JobPhase, JobRecord, JobStatus, Plan
 from gcore.ledger.records import (
     Assignment,
@@ -27,7 +24,6 @@ from gcore.ledger.records import (
     Head,
     LogEntry,
     Offer,
-    Record,
     Seal,
     SealState,
 )
@@ -35,69 +31,10 @@ from gcore.ledger.stream import SealNow
 from gcore.prompts.cursor import StreamShape
 from gcore.store import keys as store_keys
 from gcore.store.keys import JobKeys
-from gcore.store.types import Compare, Delete, Put, Store
-
-R = TypeVar("R", bound=Record)
+from gcore.store.types import Compare, Delete, Put
 
 DEPTH = 1
 """Open steps at once. With 1 the next step is sealed after the commit of the one before."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stored(Generic[R]):
-    """A record and the revision of its last write."""
-
-    record: R
-    revision: int
-
-
-class TxnKind(StrEnum):
-    """Names of the transactions, as metrics and logs show them."""
-
-    CREATE = "create"
-    START = "start"
-    JOIN = "join"
-    ASSIGN = "assign"
-    OFFER = "offer"
-    SEAL = "seal"
-    RESEAL = "reseal"
-    READY = "ready"
-    COMMIT = "commit"
-    ACCOUNT = "account"
-    REGISTER = "register"
-    RETAIN = "retain"
-    PRUNE = "prune"
-    DELETE = "delete"
-    ROLLBACK = "rollback"
-    STATUS = "status"
-    REPLAN = "replan"
-    EPOCH = "epoch"
-
-
-class TxnOutcome(StrEnum):
-    """WON: written. STALE: a compare failed, nothing was written; look again. UNKNOWN: no answer; look again later."""
-
-    WON = "won"
-    STALE = "stale"
-    UNKNOWN = "unknown"
-
-
-@dataclass(frozen=True, slots=True)
-class TxnReport:
-    """What became of a transaction; `revision`: the store's when it was decided, 0 if that is not known."""
-
-    outcome: TxnOutcome
-    revision: int
-
-
-@dataclass(frozen=True, slots=True)
-class Transaction:
-    """Compares and writes. `nonce`: if set, head carries it once the transaction was made."""
-
-    kind: TxnKind
-    compares: tuple[Compare, ...]
-    writes: tuple[Put | Delete, ...]
-    nonce: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,10 +261,8 @@ def set_status(keys: JobKeys, old: Stored[JobStatus], new: JobStatus, head: Stor
     compares = [Compare(keys.state, old.revision)]
     if head is not None:
         compares.append(Compare(keys.head, head.revision))
-    writes: tuple[Put | Delete, ...] = (Put(keys.state, new.encode()),)
-    if new.phase.ended:
-        writes = (*writes, Delete(keys.active))
-    return Transaction(TxnKind.STATUS, tuple(compares), writes)
+    ending = (Delete(keys.active),) if new.phase.ended else ()
+    return Transaction(TxnKind.STATUS, tuple(compares), (Put(keys.state, new.encode()), *ending))
 
 
 def replan(keys: JobKeys, old: Stored[Plan], new: Plan) -> Transaction:
@@ -362,38 +297,4 @@ def begin_epoch(
 
 
 def _advance(keys: JobKeys, advance: chain.Advance) -> tuple[Put, Put]:
-    return (
-        Put(keys.head, advance.head.encode()),
-        Put(keys.log(advance.entry.seq), advance.entry.encode()),
-    )
-
-
-class Ledger:
-    """Makes transactions against the store, and finds out what became of those without an answer."""
-
-    def __init__(self, store: Store, keys: JobKeys) -> None:
-        self._store = store
-        self._keys = keys
-
-    async def run(self, txn: Transaction) -> TxnReport:
-        """Make `txn` once. Never repeats it: after an unknown answer it reads head and compares the nonce."""
-        try:
-            result = await self._store.transact(txn.compares, txn.writes)
-        except LeaseLost:
-            return TxnReport(TxnOutcome.STALE, 0)
-        except StoreUnavailable:
-            return await self._find_out(txn)
-        return TxnReport(TxnOutcome.WON if result.won else TxnOutcome.STALE, result.revision)
-
-    async def _find_out(self, txn: Transaction) -> TxnReport:
-        if not txn.nonce:
-            # Whoever looks again sees the record itself; there is nothing to be resolved.
-            return TxnReport(TxnOutcome.UNKNOWN, 0)
-        try:
-            kv = await self._store.get(self._keys.head)
-        except StoreUnavailable:
-            return TxnReport(TxnOutcome.UNKNOWN, 0)
-        if kv is not None and Head.decode(kv.value, kv.key).nonce == txn.nonce:
-            return TxnReport(TxnOutcome.WON, kv.mod_revision)
-        # It may still be made later; its compare on head decides that, and whoever looks again sees it.
-        return TxnReport(TxnOutcome.UNKNOWN, 0)
+    return (Put(keys.head, advance.head.encode()), Put(keys.log(advance.entry.seq), advance.entry.encode()))

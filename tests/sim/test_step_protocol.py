@@ -10,8 +10,8 @@ from step_simulation import KEYS, RULES, SMALL, BadNetwork, Simulation
 
 from gcore.ledger import chain, transactions
 from gcore.ledger.chain import Writer
+from gcore.ledger.guarded import Ledger, TxnOutcome
 from gcore.ledger.records import EndedRef
-from gcore.ledger.transactions import Ledger, TxnOutcome
 from gcore.testing import Call, Fate, MemoryStore
 from gcore.types import PromptRef
 

@@ -19,11 +19,12 @@ from gcore.ledger.ancestry import is_acceptable, is_ancestor, resumable
 from gcore.ledger.audit import Receipt, audit
 from gcore.ledger.balance import balance
 from gcore.ledger.chain import Writer
+from gcore.ledger.guarded import Ledger, Stored, Transaction
 from gcore.ledger.job import EnginePlace, JobPhase, JobStatus, Plan, RankPlace
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records import Checkpoint, EndedRef, LogEntry, Offer, OfferedGroup, Seal, SealState
 from gcore.ledger.stream import AccountNow, Offered, SealNow, StreamRules, choose, due, refuse_seal
-from gcore.ledger.transactions import Ledger, OpenSlots, Stored, Transaction
+from gcore.ledger.transactions import OpenSlots
 from gcore.prompts.cursor import shard_lengths
 from gcore.store.keys import JobKeys
 from gcore.store.types import Put, WatchBatch, WatchEvent

@@ -12,11 +12,11 @@ from controllers.view import JobView
 from gcore.config import parse_spec
 from gcore.ledger import chain
 from gcore.ledger.chain import Writer
+from gcore.ledger.guarded import Stored, Transaction, TxnKind, TxnOutcome, TxnReport
 from gcore.ledger.job import EnginePlace, NodeRecord, Plan, RankPlace
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records import Checkpoint, Checkpoints
 from gcore.ledger.stream import StreamRules
-from gcore.ledger.transactions import Stored, Transaction, TxnKind, TxnOutcome, TxnReport
 from gcore.prompts.cursor import shard_lengths
 from gcore.store.keys import JobKeys
 

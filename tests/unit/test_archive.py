@@ -10,10 +10,10 @@ import pytest
 
 from gcore.ledger import archive, chain, transactions
 from gcore.ledger.chain import Writer
+from gcore.ledger.guarded import Ledger, Stored, Transaction, TxnOutcome
 from gcore.ledger.job import JobPhase, JobStatus
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records import Checkpoint, Checkpoints, Head, LogEntry
-from gcore.ledger.transactions import Ledger, Stored, TxnOutcome
 from gcore.store.keys import JobKeys
 from gcore.store.types import Put, WatchBatch, WatchEvent
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
@@ -74,7 +74,7 @@ def mirror_of(cluster: MemoryCluster) -> JobMirror:
     return JobMirror(KEYS).fold(WatchBatch(tuple(WatchEvent("put", kv) for kv in listing.kvs), listing.revision, True))
 
 
-def run(cluster: MemoryCluster, txn: transactions.Transaction) -> TxnOutcome:
+def run(cluster: MemoryCluster, txn: Transaction) -> TxnOutcome:
     return asyncio.run(Ledger(MemoryStore(cluster), KEYS).run(txn)).outcome
 
 

@@ -33,6 +33,7 @@ from gcore.config import parse_spec
 from gcore.ledger import chain
 from gcore.ledger.balance import balance
 from gcore.ledger.chain import Writer
+from gcore.ledger.guarded import Stored
 from gcore.ledger.job import EnginePlace, JobPhase, JobStatus, ModelFetch, NodeRecord, Plan, RankClaim, RankPlace
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records import (
@@ -47,7 +48,6 @@ from gcore.ledger.records import (
     Seal,
 )
 from gcore.ledger.stream import SealNow, StreamRules, held_by, in_order
-from gcore.ledger.transactions import Stored
 from gcore.prompts.cursor import shard_lengths
 from gcore.store.keys import JobKeys
 from gcore.types import PromptRef, Version

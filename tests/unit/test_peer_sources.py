@@ -25,11 +25,11 @@ from gcore.config.sources import training_sources
 from gcore.errors import EngineError, EngineUnreachable, SpecError
 from gcore.ledger import chain
 from gcore.ledger.chain import Writer
+from gcore.ledger.guarded import Stored
 from gcore.ledger.job import EvalSample, Evaluation, JobPhase, JobStatus, Plan
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records import Assignment, Checkpoint, Checkpoints, Member
 from gcore.ledger.stream import StreamRules
-from gcore.ledger.transactions import Stored
 from gcore.prompts.opening import open_prompts
 from gcore.rollout.client import SamplingParams
 from gcore.store.keys import JobKeys

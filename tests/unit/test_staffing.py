@@ -24,11 +24,11 @@ from controllers.view import JobView
 from gcore.config import NodeConfig, parse_spec
 from gcore.ledger import chain
 from gcore.ledger.chain import Writer
+from gcore.ledger.guarded import Stored
 from gcore.ledger.job import EnginePlace, JobRecord, Plan, RankClaim, RankPlace
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records import Checkpoint, Checkpoints, Tally
 from gcore.ledger.stream import StreamRules
-from gcore.ledger.transactions import Stored
 from gcore.prompts.cursor import Cursors, shard_lengths
 from gcore.store.keys import JobKeys
 from gcore.testing import FakeClock
