@@ -50,7 +50,7 @@ demo-kill: prepare ## The same, and kill -9 of a controller in the middle
 	@$(BIN)/python examples/arithmetic/demo_kill.py
 
 demo-sglang: prepare sglang-setup ## The demo with the real SGLang as its engine, on the CPU
-	@$(SGLANG_ENV) $(BIN)/gcore run examples/arithmetic/grpo.yaml --new --set rollout.engine=sglang --controllers 1 --slots cpu:1
+	@$(SGLANG_ENV) $(BIN)/gcore run examples/arithmetic/grpo.yaml --new --controllers 2 --slots cpu:2 --set rollout.engine=sglang
 
 test: setup ## Everything that is checked on each commit
 	@$(MAKE) --no-print-directory lint
