@@ -1,8 +1,9 @@
 """Evaluation: greedy answers to the held-out prompts, made by one peer for all.
 
 The first peer in the version's order makes it; the others wait for its record and take over, one after the other, when it
-does not come. It is written once for a version; what a second peer made meanwhile is thrown away. Every source has its own prompts,
-reward and longest response; the accuracy is the mean over all prompts, whichever source they are from.
+does not come. It is written once for a version; what a second peer made meanwhile is thrown away. Every source has its
+own prompts, reward and longest response; the accuracy is the mean over all prompts, whichever source they are from. An
+answer that its reward cannot score is worth 0, and the log says so: as in training, it does not end the job.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from gcore.clock import Clock
 from gcore.errors import EngineError
 from gcore.ledger.job import EvalSample, Evaluation, SourceScore
 from gcore.prompts.source import EvalSource
+from gcore.reward.registry import RewardError
 from gcore.types import Prompt, Sample, Version
 
 log = logging.getLogger(__name__)
@@ -126,12 +128,17 @@ def judged(practice: Practice, prompt: Prompt, sample: Sample, version: Version)
     """An evaluation answer and what it is worth. Raises EngineError if other weights had a part in it."""
     if sample.oldest != version or sample.finish_reason == "abort":
         raise EngineError(f"an evaluation answer was made by {sample.oldest}, not {version}", fix="It is made again")
+    try:
+        reward = practice.scored(prompt, sample).value
+    except RewardError as error:
+        log.warning("evaluation of %s, source %s, prompt %s: %s", version, practice.source.name, prompt.ref.seq, error)
+        reward = 0.0
     expected = str(prompt.fields.get(practice.source.reward.answer, ""))
     return EvalSample(
         prompt=prompt.text,
         response=sample.text,
         answer=expected,
-        reward=practice.scored(prompt, sample).value,
+        reward=reward,
         source=practice.source.name,
     )
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from gcore.errors import EngineError
+from gcore.worker.threads import thread_environment
 
 STOP_S = 20
 
@@ -22,7 +23,7 @@ def engine_process(model: Path, **options: object) -> Iterator[str]:
         [sys.executable, "-m", "gcore.rollout.engine", "--model", str(model), *arguments],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
+        env={**os.environ, **thread_environment(1)},
     )
     assert process.stdout is not None
     try:

@@ -89,7 +89,7 @@ class LaunchSpec(Record):
     env: dict[str, str] = Field(default_factory=dict)
     """Added to the supervisor's environment for the child."""
     threads: PositiveInt = 1
-    """OMP_NUM_THREADS of the child, unless `env` names another."""
+    """Of each of the child's pools of threads (`gcore.worker.threads`), unless `env` says otherwise."""
     world: str | None = None
     rank: NonNegativeInt | None = None
     lease_ttl_s: PositiveInt = 10

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from controllers.changes import Changes
-from controllers.evaluating import SHOWN_CHARACTERS, shown
+from controllers.evaluating import SHOWN_CHARACTERS, judged, shown
 from controllers.holdings import Holdings
 from controllers.material import material_of, rewards_of
 from controllers.ordering import EpochOrders
@@ -31,6 +32,7 @@ from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records import Assignment, Checkpoint, Checkpoints, Member
 from gcore.ledger.stream import StreamRules
 from gcore.prompts.opening import open_prompts
+from gcore.reward.registry import RewardError
 from gcore.rollout.client import SamplingParams
 from gcore.store.keys import JobKeys
 from gcore.testing import FakeClock
@@ -303,6 +305,19 @@ async def test_an_evaluation_is_greedy_and_has_an_accuracy_for_each_source(tmp_p
     }
     assert (made.accuracy, made.count) == (pytest.approx(1 / 3), 6)
     assert [sample.source for sample in made.samples] == ["sums", "letters", "sums"]
+
+
+def test_an_evaluation_answer_that_its_reward_cannot_score_is_worth_nothing_and_the_log_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def odd(response: str, fields: Any, spec: Any) -> Any:
+        raise RewardError("reward 'odd' raised ValueError")
+
+    job = Alone(tmp_path)
+    practice = replace(job.peer.material.evaluated["sums"], reward=odd)
+    sample = Sample((7,), (0.0,), "x", "stop", (VersionSpan(HEAD, 0, 1),))
+    assert judged(practice, job.prompt("sums"), sample, HEAD).reward == 0.0
+    assert "reward 'odd' raised ValueError" in caplog.text
 
 
 def test_the_answers_shown_are_of_every_source_in_turn_and_short() -> None:

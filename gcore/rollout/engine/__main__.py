@@ -8,6 +8,7 @@ import sys
 from gcore.errors import GcoreError
 from gcore.rollout.engine.launch import check_folder, from_arguments, from_document
 from gcore.worker.child import Control
+from gcore.worker.threads import thread_environment
 
 INTERRUPTED_EXIT = 130
 
@@ -19,13 +20,12 @@ def main() -> int:
     os.environ.setdefault("USE_TORCH", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     control = Control.inherit()
     try:
         launch = from_arguments(sys.argv[1:]) if control is None else from_document(control.launch)
         check_folder(launch.model)
-        os.environ.setdefault("OMP_NUM_THREADS", str(launch.threads))
+        for name, value in thread_environment(launch.threads).items():
+            os.environ.setdefault(name, value)
         from gcore.uncompiled import leave_compiler_out
 
         leave_compiler_out()

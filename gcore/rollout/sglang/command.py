@@ -11,6 +11,7 @@ from pathlib import Path
 
 from gcore.errors import UsageError
 from gcore.rollout.sglang.launch import SglangLaunch
+from gcore.worker.threads import thread_environment
 
 CPU_CACHE_TOKENS = 65536
 """The cache of a CPU server for which none was said: SGLang would take 30 % of all memory for it, per server."""
@@ -80,10 +81,8 @@ def server_environment(launch: SglangLaunch, base: Mapping[str, str], scratch: P
     """The server's whole environment. `scratch`: its folder for temporary files, sockets among them (so: a short path)."""
     kept = {name: value for name, value in base.items() if name not in DROPPED}
     return kept | {
-        "OMP_NUM_THREADS": str(launch.threads),
-        "OMP_WAIT_POLICY": "PASSIVE",
+        **thread_environment(launch.threads),
         "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
         # Longer than the client keeps an idle connection: none is closed in the moment in which it is used again.
         "SGLANG_TIMEOUT_KEEP_ALIVE": "60",
