@@ -54,6 +54,13 @@ def _logprobs(delivery: Delivery, prompt: Sequence[int], asked: Asked, text_of: 
     if asked.top:
         found["input_top_logprobs"] = [] if of_prompt is None else entries([None, *of_prompt.tops[1:]])
         found["output_top_logprobs"] = entries(delivery.tops)
+    if asked.named:
+
+        def of_names(rows: Sequence[Sequence[float] | None]) -> list[list[Any] | None]:
+            return [None if row is None else [entry(*p) for p in zip(row, asked.named, strict=True)] for row in rows]
+
+        found["input_token_ids_logprobs"] = [] if of_prompt is None else of_names([None, *of_prompt.named[1:]])
+        found["output_token_ids_logprobs"] = of_names(delivery.named[: len(delivery.tokens)])
     return found
 
 

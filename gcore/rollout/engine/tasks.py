@@ -12,6 +12,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Literal
 
 from gcore.types import Version
@@ -35,6 +36,8 @@ class Sampling:
     """Tokens that end the sample, the model's own end tokens among them unless they are to be ignored."""
     top_logprobs: int = 0
     """How many of the likeliest tokens are told at each position of the output (and of the prompt, where asked for)."""
+    named_tokens: tuple[int, ...] = ()
+    """Tokens whose log-probabilities are told at each of these positions too, whether they are likely or not."""
     prompt_logprobs_from: int | None = None
     """Log-probabilities of the prompt's tokens are told from this position on; None: of none."""
 
@@ -48,12 +51,14 @@ class PromptLogprobs:
     """What the model thinks of a prompt's tokens from position `start` on, each given those before it.
 
     `values[i]` belongs to token `start + i`: of the untempered softmax; None for the prompt's very first token, before
-    which there is nothing. `tops` has the likeliest tokens of the same positions, and is empty when none were asked for.
+    which there is nothing. `tops` has the likeliest tokens of the same positions, `named` the log-probabilities of the
+    named ones; each is empty when none were asked for.
     """
 
     start: int
     values: tuple[float | None, ...]
     tops: tuple[Top | None, ...]
+    named: tuple[tuple[float, ...] | None, ...] = ()
 
 
 def prompt_key(prompt: Sequence[int]) -> bytes:
@@ -108,6 +113,8 @@ class Delivery:
     ending: Ending | None
     tops: tuple[Top, ...] = ()
     """By output token, when `top_logprobs` were asked for."""
+    named: tuple[tuple[float, ...], ...] = ()
+    """By output token: log-probabilities of the `named_tokens`, when there are any."""
     prompt_logprobs: PromptLogprobs | None = None
     retractions: int = 0
     """How often it had to give its row back."""
@@ -134,6 +141,7 @@ class Work:
     marks: list[Mark] = field(default_factory=list)
     cached_tokens: int = 0
     tops: list[Top] = field(default_factory=list)
+    named: list[tuple[float, ...]] = field(default_factory=list)
     prompt_logprobs: PromptLogprobs | None = None
     retractions: int = 0
 
@@ -143,6 +151,10 @@ class Work:
             self.marks.pop()
         if not self.marks or self.marks[-1].version != version:
             self.marks.append(Mark(version, count))
+
+    def drop_last(self) -> None:
+        """Its last token is not to be told."""
+        del self.tokens[-1], self.logprobs[-1], self.tops[len(self.tokens) :], self.named[len(self.tokens) :]
 
     def never_joined(self, version: str) -> tuple[Span, ...]:
         """Spans of what ended before it began: none of the tokens by `version`."""
@@ -171,6 +183,10 @@ class Waiting:
     def put_back(self, works: Sequence[Work]) -> None:
         """Before all others, in this order."""
         self._queue.extendleft(reversed(works))
+
+    def peek(self, count: int) -> list[Work]:
+        """The first `count`, which stay."""
+        return list(islice(self._queue, max(0, count)))
 
     def take(self, count: int) -> list[Work]:
         """The first `count`, or as many as there are."""
