@@ -20,16 +20,15 @@ from controllers.changes import Changes
 from controllers.cluster import ClusterMirror
 from controllers.decide import decide
 from controllers.engines import EngineBook, responsible_for
-from controllers.fetching import FetchReport, fetch_model
 from controllers.gauges import show
 from controllers.holdings import Holdings
 from controllers.identity import Identity
-from controllers.material import Material, material_of
+from controllers.material import Material
 from controllers.ordering import EpochOrders
 from controllers.peer import JobPeer
+from controllers.preparing import Preparation
 from controllers.ranks import RankLinks
 from controllers.service.events import EventLog
-from controllers.service.submission import check_unchanged
 from controllers.staffing import Staff, StopWorker, staffing
 from controllers.stopwatch import Stopwatch
 from controllers.turns import Waits
@@ -44,8 +43,6 @@ from gcore.ledger.job import Evaluation, JobPhase
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.stream import StreamRules, rules_of
 from gcore.metrics import Metrics
-from gcore.prompts.dataset import DataChanged
-from gcore.prompts.opening import identify_data, open_prompts
 from gcore.store.keys import JobKeys
 from gcore.store.types import Compare, Put, Store, WatchBatch
 from gcore.train.feed_state import WorldName
@@ -55,8 +52,6 @@ log = logging.getLogger(__name__)
 
 LOOK_ANYWAY_S = 1.0
 """A look is taken so often even if nothing was heard."""
-DATA_AGAIN_S = 5.0
-"""Until data that were changed are looked at again."""
 LOOK_AGAIN_S = 0.2
 """After a lost compare or an unknown answer, until the action is tried again if nothing was heard."""
 
@@ -156,10 +151,10 @@ class JobRunner:
         self._rules = self._rules_or_none()
         self.is_working = True
         try:
-            await self._model_is_here()
-            material = await self._opened()
+            material = await self._preparation().material(spec, self.mirror.job.record)
             if material is None:
                 return
+            self._spec, self._view = material.spec, None
             flow = find_flow(spec.flow.name)
             orders = self._orders = EpochOrders(spec, material.stream, self.changes.notify)
         except GcoreError as error:
@@ -190,45 +185,11 @@ class JobRunner:
     def _rules_or_none(self) -> StreamRules | None:
         return None if self.mirror.job is None else rules_of(self.mirror.job.record)
 
+    def _preparation(self) -> Preparation:
+        return Preparation(self._store, self.keys, self._identity, self._cache_dir, self.changes, lambda: self.mirror)
+
     def _ended(self) -> bool:
         return self.mirror.status is not None and self.mirror.status.record.phase.ended
-
-    async def _model_is_here(self) -> None:
-        """From here on the spec names the model's folder on this node. Raises ModelError."""
-        assert self.mirror.job is not None
-        job, model = self.mirror.job.record, self._spec.model
-        report = FetchReport(self._store, self.keys.fetch(self.node), self.node, model.path, lease=self._identity.lease)
-        reporting = asyncio.create_task(report.run(), name=f"model {self.uid}")
-        fetching = asyncio.create_task(fetch_model(model, job.model_revision, report.note), name=f"fetch {self.uid}")
-        ended = asyncio.create_task(self.changes.until(self._ended))
-        try:
-            await asyncio.wait({fetching, ended}, return_when=asyncio.FIRST_COMPLETED)
-            if fetching.done():
-                here = fetching.result()
-                self._spec = self._spec.model_copy(
-                    update={"model": model.model_copy(update={"path": str(here.folder)})}
-                )
-        finally:
-            for task in (fetching, reporting, ended):
-                task.cancel()
-            await asyncio.wait({fetching})
-
-    async def _opened(self) -> Material | None:
-        """What the job is made of; None if it ended before its data were again what it began with. Raises GcoreError."""
-        while not self._ended():
-            try:
-                return await asyncio.to_thread(self._open)
-            except DataChanged as error:
-                # Not the job's end: its progress would be lost for a file that can be put back.
-                log.warning("job %s is not worked on: %s", self.uid, error)
-                await self.changes.wait(DATA_AGAIN_S)
-        return None
-
-    def _open(self) -> Material:
-        spec = self._spec
-        assert self.mirror.job is not None
-        check_unchanged(self.mirror.job.record, identify_data(spec, self._cache_dir))
-        return material_of(spec, self.uid, open_prompts(spec, self._cache_dir, Path(spec.model.path)))
 
     async def _produce(self, flow: object, peer: JobPeer) -> None:
         """The flow, again and again: after a rollback from behind the last step there is more to do."""

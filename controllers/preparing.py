@@ -1,0 +1,103 @@
+"""What a node must have before it works on a job: the model, and the data as they were when the job was created.
+
+What is wrong ends the job, with a sentence: nothing could be made here. With two exceptions. Data that have changed are
+looked at again and again: the job's progress would be lost for a file that can be put back. And a node that the plan does
+not name, because it came later, only stays away, and tries again: the others get on without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from controllers.changes import Changes
+from controllers.fetching import FetchReport, fetch_model
+from controllers.identity import Identity
+from controllers.material import Material, material_of
+from controllers.service.submission import check_unchanged
+from gcore.config import JobSpec
+from gcore.errors import GcoreError
+from gcore.ledger.job import JobRecord
+from gcore.ledger.mirror import JobMirror
+from gcore.prompts.dataset import DataChanged
+from gcore.prompts.opening import identify_data, open_prompts
+from gcore.store.keys import JobKeys
+from gcore.store.types import Store
+
+log = logging.getLogger(__name__)
+
+DATA_AGAIN_S = 5.0
+"""Until data that were changed are looked at again."""
+LATE_AGAIN_S = 30.0
+"""Until a node that came later tries again."""
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """One job on one node. `mirror`: the job's records as they are when it is called."""
+
+    store: Store
+    keys: JobKeys
+    identity: Identity
+    cache_dir: Path
+    changes: Changes
+    mirror: Callable[[], JobMirror]
+
+    async def material(self, spec: JobSpec, job: JobRecord) -> Material | None:
+        """What the job is made of, its spec naming the model's folder on this node; None if the job ended before.
+
+        Raises GcoreError.
+        """
+        while not self._ended():
+            try:
+                here = await self._with_model(spec, job)
+                return None if here is None else await asyncio.to_thread(self._open, here, job)
+            except DataChanged as error:
+                log.warning("job %s is not worked on: %s", job.uid, error)
+                await self._pause(DATA_AGAIN_S)
+            except GcoreError as error:
+                if self._is_counted_on():
+                    raise
+                log.warning("job %s goes on without %s: %s", job.uid, self.identity.node, error)
+                await self._pause(LATE_AGAIN_S)
+        return None
+
+    async def _with_model(self, spec: JobSpec, job: JobRecord) -> JobSpec | None:
+        """The spec, naming the model's folder on this node; None if the job ended before. Raises ModelError."""
+        node, model = self.identity.node, spec.model
+        report = FetchReport(self.store, self.keys.fetch(node), node, model.path, lease=self.identity.lease)
+        reporting = asyncio.create_task(report.run(), name=f"model {job.uid}")
+        fetching = asyncio.create_task(fetch_model(model, job.model_revision, report.note), name=f"fetch {job.uid}")
+        ended = asyncio.create_task(self.changes.until(self._ended))
+        try:
+            await asyncio.wait({fetching, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if not fetching.done():
+                return None
+            folder = fetching.result().folder
+            return spec.model_copy(update={"model": model.model_copy(update={"path": str(folder)})})
+        finally:
+            for task in (fetching, reporting, ended):
+                task.cancel()
+            await asyncio.wait({fetching})
+
+    def _open(self, spec: JobSpec, job: JobRecord) -> Material:
+        check_unchanged(job, identify_data(spec, self.cache_dir))
+        return material_of(spec, job.uid, open_prompts(spec, self.cache_dir, Path(spec.model.path)))
+
+    def _is_counted_on(self) -> bool:
+        """Whether the job waits for this node: before it has a plan for all, then if the plan names it."""
+        plan = self.mirror().plan
+        return plan is None or self.identity.node in plan.record.nodes
+
+    def _ended(self) -> bool:
+        status = self.mirror().status
+        return status is not None and status.record.phase.ended
+
+    async def _pause(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self.changes.until(self._ended)

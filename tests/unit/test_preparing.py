@@ -1,0 +1,89 @@
+"""A node that cannot have what a job needs: when that ends the job, and when the node stays away and tries again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from controllers import preparing
+from controllers.changes import Changes
+from controllers.identity import Identity
+from controllers.material import Material
+from controllers.preparing import Preparation
+from gcore.config import JobSpec, parse_spec
+from gcore.errors import DataError
+from gcore.ledger.guarded import Stored
+from gcore.ledger.job import EnginePlace, JobPhase, JobRecord, JobStatus, Plan
+from gcore.ledger.mirror import JobMirror
+from gcore.prompts.dataset import DataChanged
+from gcore.store.keys import JobKeys
+from gcore.testing import FakeClock, MemoryCluster, MemoryStore
+
+
+def plan_over(node: str) -> Stored[Plan]:
+    return Stored(Plan(generation=1, world="w", ranks=(), engines=(EnginePlace(node=node, slot="cpu:0"),)), 1)
+
+
+def mirror_of(**records: Any) -> JobMirror:
+    return JobMirror(JobKeys("u"), status=Stored(JobStatus(phase=JobPhase.RUNNING), 1), **records)
+
+
+class Node:
+    """`late`, whose data are what `mistakes` say: each an error at one try, after which they are there."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, *mistakes: Exception) -> None:
+        tree = {"name": "j", "model": {"path": str(folder)}, "data": {"path": "d"}, "flow": {"steps": 1}}
+        self.spec: JobSpec = parse_spec(tree | {"rollout": {"max_new_tokens": 4}})
+        self.job = JobRecord(uid="u", name="j", spec={}, run_dir="r", created=0.0, prompts=1)
+        self.mirror = mirror_of()
+        self.mistakes = list(mistakes)
+        self.changes = Changes()
+        self.made = Material(self.spec, "u", None, {}, (), {})  # type: ignore[arg-type]
+        store, identity = MemoryStore(MemoryCluster(FakeClock())), Identity("late", "late.aaaa", "h:1", 1)
+        self.preparation = Preparation(store, JobKeys("u"), identity, folder, self.changes, lambda: self.mirror)
+        monkeypatch.setattr(Preparation, "_open", self.open)
+        monkeypatch.setattr(preparing, "LATE_AGAIN_S", 0.0)
+        monkeypatch.setattr(preparing, "DATA_AGAIN_S", 0.0)
+
+    def open(self, *_: Any) -> Material:
+        if self.mistakes:
+            raise self.mistakes.pop(0)
+        return self.made
+
+    async def material(self) -> Material | None:
+        return await self.preparation.material(self.spec, self.job)
+
+
+@pytest.mark.parametrize("records", [{}, {"plan": plan_over("late")}], ids=["before a plan", "named by the plan"])
+async def test_a_job_that_counts_on_the_node_hears_what_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, records: dict[str, Any]
+) -> None:
+    node = Node(tmp_path, monkeypatch, DataError("there is no such file"))
+    node.mirror = mirror_of(**records)
+    with pytest.raises(DataError, match="no such file"):
+        await node.material()
+
+
+async def test_a_node_that_came_later_tries_again_and_the_job_goes_on_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = Node(tmp_path, monkeypatch, DataError("there is no such file"), DataError("there is no such file"))
+    node.mirror = mirror_of(plan=plan_over("other"))
+    assert await node.material() is node.made
+
+
+async def test_data_that_have_changed_are_waited_for_whoever_counts_on_the_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = Node(tmp_path, monkeypatch, DataChanged("the data have changed"))
+    node.mirror = mirror_of(plan=plan_over("late"))
+    assert await node.material() is node.made
+
+
+async def test_a_job_that_has_ended_is_not_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Node(tmp_path, monkeypatch, DataError("there is no such file"))
+    node.mirror = JobMirror(JobKeys("u"), status=Stored(JobStatus(phase=JobPhase.CANCELLED), 1))
+    assert await node.material() is None
+    assert len(node.mistakes) == 1
