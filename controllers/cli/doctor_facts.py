@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from controllers.cli.doctor_checks import EtcdTry, Home, Machine, Package, Probe
+from controllers.cli.doctor_seen import EtcdTry, Home, Machine, Package, Probe
 from gcore.clock import Clock
 from gcore.errors import GcoreError
 from gcore.store.launcher import EtcdBinary, ExternalEtcd, LocalEtcd, find_etcd
@@ -63,7 +63,7 @@ def packages() -> tuple[Package, ...]:
     return tuple(found.values())
 
 
-async def probe(devices: bool) -> Probe:
+async def probe(*, devices: bool) -> Probe:
     """torch and DeepSpeed. `devices` False: GPUs are not looked for."""
     environment = {**os.environ, **thread_environment(1), "DS_ACCELERATOR": "cpu"}
     if not devices:

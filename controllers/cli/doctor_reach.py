@@ -9,8 +9,9 @@ from pathlib import Path
 
 import httpx
 
-from controllers.cli.doctor_checks import Answer, Check, Cluster
+from controllers.cli.doctor_checks import Check
 from controllers.cli.doctor_checks import sglang as judged_sglang
+from controllers.cli.doctor_seen import Answer, Cluster
 from gcore.client import JobsClient, Patience
 from gcore.clock import Clock
 from gcore.config.cluster import LocalCluster

@@ -12,7 +12,8 @@ from controllers.cli.answers import Output, as_json, console
 from controllers.cli.options import DEFAULT_HOME, DEFAULT_SLOTS, Format, Home, SglangPython, Slots
 
 if TYPE_CHECKING:
-    from controllers.cli.doctor_checks import Check, Wanted
+    from controllers.cli.doctor_checks import Check
+    from controllers.cli.doctor_seen import Wanted
 
 DOCTOR_EXAMPLES = """
 [bold]Examples[/bold]
@@ -43,7 +44,8 @@ def doctor(
     from rich.table import Table
     from rich.text import Text
 
-    from controllers.cli.doctor_checks import State, Wanted
+    from controllers.cli.doctor_checks import State
+    from controllers.cli.doctor_seen import Wanted
     from controllers.cli.local import deal_slots
 
     wanted = Wanted(slots.partition(":")[0], len(deal_slots(slots, 1)[0]))
@@ -77,7 +79,7 @@ async def _look(home: Path, wanted: Wanted, *, online: bool, sglang_python: Path
 
     clock = SystemClock()
     probe, etcd, place, sglang, hubs, cluster = await asyncio.gather(
-        facts.probe(wanted.kind == "cuda"),
+        facts.probe(devices=wanted.kind == "cuda"),
         facts.try_etcd(clock),
         asyncio.to_thread(facts.home, home, clock),
         reach.sglang(sglang_python),

@@ -54,12 +54,12 @@ def init(
     if task not in TASKS:
         raise UsageError(f"there is no task {task!r}", where="--task", fix=f"Known: {', '.join(TASKS)}")
     target = Path(os.path.abspath(name.expanduser()))
-    _refuse_occupied(target, force)
+    _refuse_occupied(target, force=force)
     package_of(target.name)
     own = None if model is None else _own_model(model)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it, too, leaves nothing half-made
     try:
-        accuracy = _write(target, TASKS[task], own, force)
+        accuracy = _write(target, TASKS[task], own, force=force)
     except OSError as error:
         raise UsageError(
             f"the project cannot be written here ({error.strerror or error})",
@@ -79,7 +79,7 @@ def init(
         typer.echo(f"  {command}")
 
 
-def _write(target: Path, task: StarterTask, own: OwnModel | None, force: bool) -> float | None:
+def _write(target: Path, task: StarterTask, own: OwnModel | None, *, force: bool) -> float | None:
     """Everything, into `target`; the starter model's accuracy, if one was made."""
     from gcore.prepare.progress import Reporter
     from gcore.prepare.project import StarterModel, files
@@ -101,11 +101,11 @@ def _write(target: Path, task: StarterTask, own: OwnModel | None, force: bool) -
             file.write_text(text, encoding="utf-8")
         (draft / "data").mkdir()
         write_data(task, draft / "data", seed=SEED, spelt_out=own is not None)
-        _refuse_occupied(target, force)  # somebody may have made it meanwhile
+        _refuse_occupied(target, force=force)  # somebody may have made it meanwhile
     return accuracy
 
 
-def _refuse_occupied(target: Path, force: bool) -> None:
+def _refuse_occupied(target: Path, *, force: bool) -> None:
     if not target.exists() and not target.is_symlink():
         return
     if target.is_symlink() or not target.is_dir():

@@ -111,7 +111,7 @@ def run(
         except KeyboardInterrupt:
             if address is None and not started:
                 _clear_half_started(home)
-            _say_interrupted(screen, started)
+            _say_interrupted(screen, started=started)
             raise typer.Exit(INTERRUPTED) from None
     finally:
         if started:
@@ -166,7 +166,7 @@ def _clear_half_started(home: Path) -> None:
             local.down(home, clock=SystemClock(), grace_s=0)
 
 
-def _say_interrupted(screen: Screen, started: bool) -> None:
+def _say_interrupted(screen: Screen, *, started: bool) -> None:
     state = screen.state
     where = f" at step {state.step} of {state.steps}" if state.steps else ""
     if started:

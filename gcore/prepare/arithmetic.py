@@ -101,7 +101,7 @@ def prepare(
             if found is not None:
                 return _prepared(to, found, cached=True)
             _refuse_foreign(to)
-            made = _make(to, seed, warm_updates, Reporter.for_terminal(progress), must_fit)
+            made = _make(to, seed, warm_updates, Reporter.for_terminal(progress), must_fit=must_fit)
             return _prepared(to, made, cached=False)
     except OSError as error:
         raise DataError(
@@ -111,7 +111,7 @@ def prepare(
         ) from error
 
 
-def _make(to: Path, seed: int, warm_updates: int, reporter: Reporter, must_fit: bool) -> Manifest:
+def _make(to: Path, seed: int, warm_updates: int, reporter: Reporter, *, must_fit: bool) -> Manifest:
     from gcore.prepare.warmstart import THREADS, save_model, torch_version, warm_start  # imports torch
 
     for remnant in to.parent.glob(f".{to.name}.making-*"):  # of a preparation that was killed: we hold the lock

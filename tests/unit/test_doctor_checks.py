@@ -8,19 +8,9 @@ from pathlib import Path
 import pytest
 
 from controllers.cli import doctor_checks as judge
-from controllers.cli.doctor_checks import (
-    Answer,
-    Check,
-    Cluster,
-    EtcdTry,
-    Home,
-    Machine,
-    Package,
-    Probe,
-    State,
-    Wanted,
-)
+from controllers.cli.doctor_checks import Check, State
 from controllers.cli.doctor_facts import read_probe
+from controllers.cli.doctor_seen import Answer, Cluster, EtcdTry, Home, Machine, Package, Probe, Wanted
 
 GIB = 1 << 30
 MACHINE = Machine(cpus=2, cores=2, memory=16 * GIB, available=8 * GIB, open_files=20000, shared=8 * GIB, wall=1.9e9)
