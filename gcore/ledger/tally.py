@@ -67,11 +67,15 @@ def since(now: Mapping[str, SourceTally], then: Mapping[str, SourceTally]) -> di
 def barren_epoch(shape: StreamShape, head: Head) -> int | None:
     """The newest data epoch that has ended in every shard if no prompt of it, or of a later one, was trained.
 
-    None while there is hope: a prompt of it that is still in flight or offered has not ended.
+    None while there is hope: a prompt of it that is still in flight or offered has not ended. None too if the tally does
+    not know of all that has ended: the job began under a version that kept none.
     """
     cursors = head.cursors.shards
     over = min(cursor.low_water // length for cursor, length in zip(cursors, shape.lengths, strict=True))
     trained = head.tally.trained_epoch
+    counted = sum(one.kept + one.filtered + one.failed for one in head.tally.sources.values())
+    if counted < over * sum(shape.lengths):
+        return None
     return over - 1 if over > (0 if trained is None else trained + 1) else None
 
 

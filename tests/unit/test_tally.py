@@ -107,6 +107,13 @@ def test_an_epoch_that_has_ended_without_a_trained_prompt_is_barren() -> None:
     assert barren_epoch(SHAPE, head) == 0
 
 
+def test_a_job_that_kept_no_tally_when_it_began_is_not_called_barren_for_what_nobody_counted() -> None:
+    older = chain.base(3, "w", WRITER).head
+    older = older.model_copy(update={"cursors": older.cursors.union(SHAPE, epoch_refs(0))})
+    assert barren_epoch(SHAPE, older) is None
+    assert barren_epoch(SHAPE, accounted(older, *epoch_refs(1))) is None
+
+
 def test_one_trained_prompt_gives_an_epoch_and_those_before_it_a_sense() -> None:
     head = accounted(chain.base(3, "w", WRITER).head, *epoch_refs(0))
     trained = head.model_copy(update={"tally": added(head.tally, [group(PromptRef(1, 0, 0))], ())})
