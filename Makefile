@@ -21,7 +21,7 @@ SGLANG_ENV := GCORE_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup sglang-setup demo demo-kill demo-sglang prepare test test-sglang bench-demo bench-grpo bench-trainer test-gpu sim lint proto clean
+.PHONY: help setup sglang-setup demo demo-kill demo-sglang prepare test test-sglang bench-demo bench-idle bench-startup bench-grpo bench-trainer test-gpu sim lint proto clean
 
 help: ## What there is to make
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk 'BEGIN {FS = ":.*## "} {printf "  make %-12s %s\n", $$1, $$2}'
@@ -62,6 +62,12 @@ test-sglang: prepare sglang-setup ## What is checked against the real SGLang, on
 
 bench-demo: prepare ## The demo three times: seconds, accuracy; benchmarks/results/demo.json
 	@$(TEST_ENV) $(BIN)/python benchmarks/demo.py
+
+bench-idle: prepare ## What idle processes take: memory, share of a core; benchmarks/results/idle.json
+	@$(TEST_ENV) $(BIN)/python benchmarks/idle.py $(BENCH_ARGS)
+
+bench-startup: prepare ## How long commands, daemons and workers take to start; benchmarks/results/startup.json
+	@$(TEST_ENV) $(BIN)/python benchmarks/startup.py $(BENCH_ARGS)
 
 bench-grpo: prepare ## Seconds per GRPO step beside TRL's (an environment of its own); benchmarks/results/grpo_step.json
 	@bash benchmarks/setup_trl.sh "$(PYTHON)" .venv-trl
