@@ -10,7 +10,7 @@ import pytest
 from gcore.ledger import chain
 from gcore.ledger.audit import Receipt, audit
 from gcore.ledger.chain import Writer
-from gcore.ledger.records import Checkpoint, EndedRef, Head, LogEntry, Offer, OfferedGroup
+from gcore.ledger.records import Checkpoint, EndedRef, Head, LogEntry, Offer, OfferedGroup, Tally
 from gcore.ledger.stream import Offered, SealNow, StreamRules, choose, in_order
 from gcore.prompts.cursor import shard_lengths
 from gcore.types import PromptRef, Version
@@ -139,3 +139,12 @@ def test_a_rank_that_trained_on_half_of_a_group_only_is_refuted() -> None:
         run, receipts=run.receipts[:-2] + (replace(last, samples={r: frozenset({1}) for r in last.samples}),)
     )
     assert any("samples [1]" in violation for violation in check(half))
+
+
+def test_a_tally_that_is_not_the_sum_of_its_chain_is_found_unless_the_job_began_without_one() -> None:
+    run = good_run()
+    forgetful = run.head.model_copy(update={"tally": Tally()})
+    said = audit(RULES, forgetful, run.log, run.receipts).violations
+    assert any(violation.startswith("head's tally says 0 prompts trained") for violation in said)
+    older = {**run.log, 0: run.log[0].model_copy(update={"tally": None})}
+    assert audit(RULES, forgetful, older, run.receipts).violations == ()
