@@ -321,19 +321,24 @@ async def test_what_a_stream_cannot_serve_is_one_of_its_parts(http: httpx.AsyncC
 
 
 async def test_a_stop_token_ends_the_sample_and_is_its_last_token_but_not_in_its_text(http: httpx.AsyncClient) -> None:
-    free = await generate(http, input_ids=prompt(9, 7), sampling_params={"max_new_tokens": 40, **GREEDY})
+    async def made(**sampling: Any) -> dict[str, Any]:
+        found: dict[str, Any] = await generate(
+            http, input_ids=prompt(9, 7), sampling_params={"max_new_tokens": 40, "temperature": 0.0, **sampling}
+        )
+        return found
+
+    free = await made(ignore_eos=True)
     stop = varied(free)[-1]
     where = free["output_ids"].index(stop)
-    sampling = {"max_new_tokens": 40, "temperature": 0.0, "stop_token_ids": [stop, -5, 10**6]}
-    answer = await generate(http, input_ids=prompt(9, 7), sampling_params=sampling)
+    stops = [stop, -5, 10**6]
+    answer = await made(stop_token_ids=stops)
     assert answer["output_ids"] == free["output_ids"][: where + 1]
     assert reason(answer) == {"type": "stop", "matched": stop}
-    assert answer["text"] == free["text"][:where]
-    kept = await generate(http, input_ids=prompt(9, 7), sampling_params={**sampling, "no_stop_trim": True})
-    assert kept["text"] == free["text"][: where + 1]
+    assert answer["text"] == (await made(ignore_eos=True, max_new_tokens=where))["text"]
+    kept = await made(stop_token_ids=stops, no_stop_trim=True)
+    assert kept["text"] == (await made(ignore_eos=True, max_new_tokens=where + 1))["text"]
     # Ignoring the end ignores every token that would be one.
-    ignored = await generate(http, input_ids=prompt(9, 7), sampling_params={**sampling, "ignore_eos": True})
-    assert ignored["output_ids"] == free["output_ids"]
+    assert (await made(stop_token_ids=stops, ignore_eos=True))["output_ids"] == free["output_ids"]
 
 
 async def test_a_stop_string_ends_the_sample_and_is_not_in_its_text(http: httpx.AsyncClient) -> None:
