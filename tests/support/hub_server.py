@@ -43,6 +43,8 @@ class FakeHub:
     """By file: after how many bytes the next transfers break off, one number a transfer."""
     stall: bool = False
     """Take requests and never answer."""
+    held: threading.Event | None = None
+    """Weights come only once this is set: what a slow line looks like."""
     asked: threading.Event = field(default_factory=threading.Event)
     """Set by the first request."""
     ranges: list[str] = field(default_factory=list)
@@ -197,6 +199,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if not with_body:
             return
+        if self.served.held is not None and file.endswith(".safetensors"):
+            self.served.held.wait(timeout=300)
         breaks = self.served.break_after.get(file)
         if breaks:
             self.wfile.write(body[: breaks.pop(0)])
