@@ -186,6 +186,9 @@ class JobRunner:
         return None if self.mirror.job is None else rules_of(self.mirror.job.record)
 
     def _preparation(self) -> Preparation:
+        # Nobody decides while this is under way, so nobody else notes since when the job waits for it.
+        models = [f"wait model {node}" for node in (self.node, *self._cluster.nodes)]
+        self.waits = self.waits.note(["wait start", *models], self._clock.monotonic())
         return Preparation(self._store, self.keys, self._identity, self._cache_dir, self.changes, lambda: self.mirror)
 
     def _ended(self) -> bool:
