@@ -22,7 +22,7 @@ class GcoreError(Exception):
 
     def __str__(self) -> str:
         text = f"{self.where}: {self.what}" if self.where else self.what
-        return f"{text}. {self.fix}" if self.fix else text
+        return f"{text}{'' if text.endswith('?') else '.'} {self.fix}" if self.fix else text
 
 
 class JobFailed(GcoreError):

@@ -147,7 +147,7 @@ def test_an_override_of_an_item_that_is_not_there_is_told(place: str) -> None:
         pytest.param("flow.steps=" + "[" * 5000, "not valid YAML: nested too deep", id="brackets without end"),
         pytest.param("flow.stesp=3", "unknown key 'flow.stesp', did you mean 'flow.steps'", id="unknown"),
         pytest.param("flow.steps=nan", "flow.steps: .*got 'nan'", id="not a number"),
-        pytest.param("train=3", "train: .*dictionary", id="a value for a section"),
+        pytest.param("train=3", "train: it is a section", id="a value for a section"),
         pytest.param(".".join("a" * 3000) + "=1", "nested more than 16 deep", id="a path without end"),
     ],
 )
@@ -155,6 +155,40 @@ def test_an_override_that_is_wrong_is_told(tmp_path: Path, override: str, messag
     with pytest.raises(SpecError, match=message) as caught:
         load_spec(write(tmp_path, TEXT), [override])
     assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("dotted", "value", "said"),
+    [
+        pytest.param("name", "A b", "name: it should be lower-case letters, digits", id="a name"),
+        pytest.param("model", "folder", "model: it is a section with keys of its own", id="a value for a section"),
+        pytest.param("flow.steps", 1.5, "flow.steps: it should be a whole number (got 1.5)", id="a fraction"),
+        pytest.param("flow.steps", [1], "flow.steps: it should be a whole number", id="a list for a number"),
+        pytest.param(
+            "rollout.temperature", "hot", "rollout.temperature: it should be a number", id="a word for a number"
+        ),
+        pytest.param("model.path", 3, "model.path: it should be text", id="a number for text"),
+        pytest.param("rollout.stop", "x", "rollout.stop: it should be a list", id="text for a list"),
+        pytest.param("model.chat", "maybe", "model.chat: it should be true or false", id="no truth"),
+        pytest.param(
+            "reward.options",
+            {"a": {"b": 1}},
+            "job.yaml: reward.options.a: it should be a single value: text, a number, true or false. See",
+            id="a mapping for an option",
+        ),
+        pytest.param(
+            "data.sources",
+            [{"name": "a", "path": "p"}, {"name": "b", "path": "p", "promt": "q"}],
+            "unknown key 'data.sources.1.promt', did you mean 'data.sources.1.prompt'? See",
+            id="a key of a source",
+        ),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_told_in_the_words_of_a_spec(dotted: str, value: Any, said: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_spec(changed(dotted, value), where="job.yaml")
+    assert said in str(caught.value)
+    assert "?." not in str(caught.value)
 
 
 # --- files that are wrong
@@ -265,7 +299,7 @@ def test_a_path_that_cannot_be_one_is_told_with_its_key(tmp_path: Path, key: str
         pytest.param("train.mini_batches", 33, r"train\.mini_batches \(33\) is more than flow\.groups_per_step \(32\)", id="more updates than groups"),
         pytest.param("train.betas", [0.9, 1.0], r"train\.betas\.1: .*\(got 1\.0\)", id="a beta of one"),
         pytest.param("model.max_length", 8, r"max_new_tokens \(8\) leaves no room", id="no room for a prompt"),
-        pytest.param("name", "Job", r"name: .*pattern.*\(got 'Job'\)", id="a capital"),
+        pytest.param("name", "Job", r"name: .*lower-case.*\(got 'Job'\)", id="a capital"),
         pytest.param("name", "", "name: ", id="no name"),
         pytest.param("name", "job\n", "name: ", id="a line break"),
         pytest.param("name", "a" * 64, "name: ", id="a long name"),
