@@ -201,6 +201,16 @@ async def test_submit_prints_the_job_and_repeats_the_request_id(server, script, 
     assert script.requests[0].request_id == "nightly"
 
 
+@pytest.mark.parametrize("verb", ["submit", "run"])
+async def test_code_that_comes_with_a_model_is_warned_of_at_once(server, script, folder, verb):
+    script.play(finished())
+    trusting = ("--set", "model.trust_remote_code=true")
+    done = await gcore(verb, "spec.yaml", *trusting, "--address", server.address, cwd=folder)
+    assert done.code == 0
+    assert done.err.startswith("warning: model.trust_remote_code is set: Python code that comes with ")
+    assert "warning" not in (await gcore(verb, "spec.yaml", "--new", "--address", server.address, cwd=folder)).err
+
+
 @pytest.mark.parametrize(("state", "code"), [("SUCCEEDED", 0), ("FAILED", 1)])
 async def test_submit_that_follows_ends_as_the_job_does(server, script, folder, state, code):
     script.play(finished(state))
