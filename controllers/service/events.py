@@ -17,6 +17,7 @@ from gcore.config.sources import ONLY_SOURCE
 from gcore.ledger.job import Evaluation, JobRecord, JobStatus, ModelFetch
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records import Assignment, Checkpoints, LogEntry
+from gcore.ledger.tally import commonest_reason
 from gcore.store.keys import JobKeys
 from gcore.store.types import WatchBatch, WatchEvent
 
@@ -177,7 +178,17 @@ def _entry(before: JobMirror, entry: LogEntry, after: JobMirror) -> Iterator[tup
         data = {"from_step": from_step, "to_step": entry.step, "lineage": entry.lineage, "reason": entry.reason}
         yield "rollback", f"back from step {from_step} to {entry.step}: {entry.reason}", data
     elif entry.kind == "account":
-        yield "account", f"{len(entry.delta)} prompts ended without a step", {"count": len(entry.delta)}
+        yield _untrained(entry)
+
+
+def _untrained(entry: LogEntry) -> Derived:
+    kinds = {kind: sum(one.kind == kind for one in entry.delta) for kind in ("filtered", "failed")}
+    common = commonest_reason(entry.delta)
+    message = ", ".join(f"{n} {'prompt' if n == 1 else 'prompts'} {kind}" for kind, n in kinds.items() if n)
+    if common is not None:
+        reason, times = common
+        message += f": {reason}" if times == len(entry.delta) else f"; the commonest reason, {times} times: {reason}"
+    return "account", message, {"count": len(entry.delta), **kinds, "reason": common[0] if common else ""}
 
 
 def _evaluation(evaluation: Evaluation) -> tuple[str, str, dict[str, Any]]:

@@ -99,14 +99,18 @@ class Barrenness:
 
 def why_barren(epoch: int, log: Iterable[LogEntry]) -> Barrenness:
     """The counts and the commonest reason of `epoch`, from the entries of `log` (those the store still has)."""
-    kinds: Counter[str] = Counter()
+    outcomes = [ended for entry in log for ended in entry.delta if ended.ref.data_epoch == epoch]
+    kinds = Counter(ended.kind for ended in outcomes)
+    reason, times = commonest_reason(outcomes) or ("none is known any more", 0)
+    return Barrenness(epoch, kinds["filtered"], kinds["failed"], reason, times)
+
+
+def commonest_reason(outcomes: Iterable[EndedRef]) -> tuple[str, int] | None:
+    """The reason that most of the outcomes give, and how many give it; None if there are no outcomes."""
     reasons: dict[str, list[str]] = {}
-    for entry in log:
-        for ended in entry.delta:
-            if ended.ref.data_epoch == epoch:
-                kinds[ended.kind] += 1
-                # A reason may name its entry: what differs in its numbers only is the same reason.
-                reasons.setdefault(re.sub(r"\d+", "0", ended.reason), []).append(ended.reason or "none was given")
+    for ended in outcomes:
+        # A reason may name its entry: what differs in its numbers only is the same reason.
+        reasons.setdefault(re.sub(r"\d+", "0", ended.reason), []).append(ended.reason or "none was given")
     # Of equally common ones the first in the alphabet, so that every controller says the same.
-    same = min(reasons.values(), key=lambda those: (-len(those), min(those)), default=["none is known any more"])
-    return Barrenness(epoch, kinds["filtered"], kinds["failed"], min(same), len(same) if reasons else 0)
+    same = min(reasons.values(), key=lambda those: (-len(those), min(those)), default=None)
+    return None if same is None else (min(same), len(same))

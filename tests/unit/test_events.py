@@ -7,10 +7,10 @@ from gcore.ledger import chain
 from gcore.ledger.chain import Writer
 from gcore.ledger.job import Evaluation, JobPhase, JobStatus, SourceScore
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records import Assignment, Member
+from gcore.ledger.records import Assignment, EndedRef, Member
 from gcore.store.keys import JobKeys
 from gcore.store.types import KeyValue, WatchBatch, WatchEvent
-from gcore.types import Version
+from gcore.types import PromptRef, Version
 
 KEYS = JobKeys("u")
 
@@ -137,3 +137,18 @@ def test_an_evaluation_tells_the_accuracy_of_each_source() -> None:
         "sums": {"accuracy": 0.75, "count": 4},
         "words": {"accuracy": 0.0, "count": 2},
     }
+
+
+def test_prompts_that_ended_untrained_are_told_with_how_and_why() -> None:
+    long, empty = "the prompt has 90 tokens, more than 80", "every response was cut off"
+    refs = [EndedRef(ref=PromptRef(0, 0, n), kind="filtered", reason=r) for n, r in enumerate([empty, empty, long])]
+    failed = EndedRef(ref=PromptRef(0, 1, 0), kind="failed", reason="its reward raised an error")
+    entry = chain.base(2, "w", Writer("node-0.a", "n")).entry
+    deltas = [tuple(refs[:1]), (*refs, failed)]
+    made = [entry.model_copy(update={"seq": n, "kind": "account", "delta": d}) for n, d in enumerate(deltas, 1)]
+    one, several = heard([[put(KEYS.log(e.seq), e.encode(), 10 + e.seq)] for e in made]).events
+    assert (one.kind, one.message) == ("account", "1 prompt filtered: every response was cut off")
+    assert several.message == (
+        "3 prompts filtered, 1 prompt failed; the commonest reason, 2 times: every response was cut off"
+    )
+    assert several.data == {"count": 4, "filtered": 3, "failed": 1, "reason": empty}
