@@ -183,15 +183,21 @@ class _Exportable:
 
 def _exportable(job: str, home: Path, address: str | None) -> _Exportable:
     from controllers.cli.job_verbs import call
-    from controllers.cli.summary import find_summary
+    from controllers.cli.summary import find_summary, finished_jobs
 
     try:
         found = call(lambda client: client.get_job(job), address, home)
         name, uid, checkpoint, by = found.name, found.uid, found.checkpoint, ""
-    except Unreachable:
-        summary = find_summary(home / "runs", job) if address is None else None
-        if summary is None:
+    except Unreachable as error:
+        if address is not None:
             raise
+        summary = find_summary(home / "runs", job)
+        if summary is None:
+            finished = finished_jobs(home / "runs")
+            known = f"; finished are {', '.join(map(repr, finished))}" if finished else ""
+            raise Unreachable(
+                f"{error.what}, and among its runs is no finished job {job!r}{known}", where=str(home), fix=error.fix
+            ) from error
         name, uid, checkpoint = summary["job"], summary["uid"], summary["checkpoint"]
         by = f", found in {home / 'runs'} because no cluster is up,"
     if not checkpoint:

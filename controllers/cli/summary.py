@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -174,15 +175,24 @@ def rows(summary: Summary, again: str) -> dict[str, str]:
     return shown
 
 
+def finished_jobs(runs: Path) -> list[str]:
+    """The names of the finished runs under `runs`, each once."""
+    return sorted({tree["job"] for _, tree in _summaries(runs)})
+
+
 def find_summary(runs: Path, job: str) -> dict[str, str] | None:
     """Name, uid and checkpoint (`job`, `uid`, `checkpoint`) of the newest finished run of that name or uid under `runs`; None if there is none."""
-    found: list[tuple[float, dict[str, str]]] = []
+    found = [pair for pair in _summaries(runs) if job in (pair[1]["job"], pair[1]["uid"])]
+    return max(found, key=lambda pair: pair[0])[1] if found else None
+
+
+def _summaries(runs: Path) -> Iterator[tuple[float, dict[str, str]]]:
+    """Of every finished run when its summary was written, and name, uid and checkpoint."""
     for path in runs.glob(f"*/{FILE_NAME}"):
         try:
             tree = json.loads(path.read_text(encoding="utf-8"))
             changed = path.stat().st_mtime
         except (OSError, ValueError):
             continue
-        if isinstance(tree, dict) and job in (tree.get("job"), tree.get("uid")):
-            found.append((changed, {key: str(tree.get(key, "")) for key in ("job", "uid", "checkpoint")}))
-    return max(found, key=lambda pair: pair[0])[1] if found else None
+        if isinstance(tree, dict):
+            yield changed, {key: str(tree.get(key, "")) for key in ("job", "uid", "checkpoint")}

@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gcore.config.sources import Option
-from gcore.errors import GcoreError, SpecError
+from gcore.errors import GcoreError, SpecError, UsageError
 from gcore.prompts.shards import ShardOrder
 from gcore.prompts.stream import PromptStream
 
@@ -38,8 +38,11 @@ LARGEST = 3.4e38
 """Keys are compared as float32."""
 
 
-class CurriculumError(GcoreError):
-    """A curriculum gave no order. The job cannot go on: another order than the one asked for is not what was asked for."""
+class CurriculumError(UsageError):
+    """A curriculum gave no order: its options, its code or the data are wrong.
+
+    The job cannot go on: another order than the one asked for is not what was asked for.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,5 +46,9 @@ def test_a_folder_that_cannot_be_made_is_a_sentence(home: Path, tmp_path: Path, 
 
 
 def test_a_job_that_nobody_knows_is_not_found(home: Path, tmp_path: Path) -> None:
-    with pytest.raises(Unreachable):
+    with pytest.raises(
+        Unreachable, match="no cluster is up here, and among its runs is no finished job 'other'; finished are 'sums'"
+    ):
         export("other", tmp_path / "to", home)
+    with pytest.raises(Unreachable, match=r"no finished job 'other'\. Start"):
+        export("other", tmp_path / "to", tmp_path / "empty")

@@ -361,8 +361,9 @@ async def test_without_a_curriculum_everything_is_ready_and_nothing_is_kept(tmp_
 
 def test_a_spec_whose_data_have_no_such_field_is_refused_at_submission(tmp_path: Path) -> None:
     spec = make_spec(tmp_path, curriculum="easy_first", curriculum_options={"field": "hardness"})
-    with pytest.raises(CurriculumError, match=r"sums\.jsonl, entry \d+: the entry has no field 'hardness'"):
+    with pytest.raises(CurriculumError, match=r"sums\.jsonl, entry \d+: the entry has no field 'hardness'") as caught:
         check_curriculum(spec, open_stream(spec, tmp_path), 4)
+    assert caught.value.exit_code == 2, "the spec is wrong, and nothing was started"
 
 
 def test_the_guides_example_does_what_it_says() -> None:
