@@ -359,6 +359,15 @@ async def test_a_stop_string_ends_the_sample_and_is_not_in_its_text(http: httpx.
     assert kept["text"] == free["text"][: where + 2]
 
 
+async def test_a_stream_tells_no_beginning_of_a_stop_string(http: httpx.AsyncClient) -> None:
+    ids, sampling = prompt(9, 7), {"max_new_tokens": 40, **GREEDY, "skip_special_tokens": False}
+    free = await generate(http, input_ids=ids, sampling_params=sampling)
+    stop = free["text"][3:6]
+    parts = await parts_of(http, input_ids=ids, sampling_params={**sampling, "stop": [stop]})
+    assert parts[-1]["text"] == free["text"][: free["text"].index(stop)]
+    assert all(parts[-1]["text"].startswith(part["text"]) for part in parts)
+
+
 @pytest.mark.parametrize("engine", ["torch", pytest.param("sglang", marks=pytest.mark.sglang)])
 async def test_the_end_token_ends_a_sample_unless_it_is_ignored_or_too_early(tmp_path: Path, engine: str) -> None:
     async def made(http: httpx.AsyncClient, **more: Any) -> list[Any]:

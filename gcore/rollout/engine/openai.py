@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from gcore.rollout.engine.bodies import sentence
 from gcore.rollout.engine.protocol import Asked, Generate, SamplingBody
 from gcore.rollout.engine.refusals import BodyRefused
+from gcore.rollout.engine.settled import settled
 
 B = TypeVar("B", bound=BaseModel)
 Count = Annotated[int, Field(ge=0)]
@@ -275,21 +276,6 @@ class Wording:
             # As in SGLang: where a token begins in the text is not told.
             "text_offset": [-1] * len(entries),
         }
-
-
-def settled(text: str, stop: Sequence[str]) -> str:
-    """The part of a growing text that stays, whatever comes.
-
-    A character that is not whole yet stands there as a replacement, and the beginning of a stop string may become one.
-    """
-    text = text.rstrip("\ufffd")
-    longest = 0
-    for one in stop:
-        for length in range(min(len(one) - 1, len(text)), longest, -1):
-            if text.endswith(one[:length]):
-                longest = length
-                break
-    return text[: len(text) - longest]
 
 
 @dataclass

@@ -29,6 +29,7 @@ from gcore.rollout.engine.desk import BIG_ANSWER_TOKENS, Desk
 from gcore.rollout.engine.openai_routes import OpenAIRoutes
 from gcore.rollout.engine.protocol import Generate, generate_body
 from gcore.rollout.engine.refusals import no_such_route, refusing, streamed_refusal
+from gcore.rollout.engine.settled import settled
 from gcore.rollout.engine.weight_routes import WeightRoutes
 
 HEALTH_GENERATE_S = 20.0
@@ -132,6 +133,9 @@ class Routes:
             try:
                 async for parts in stream:
                     for part in parts:
+                        if part["meta_info"]["finish_reason"] is None:
+                            params = body.params[part["index"] // body.params[0].n]
+                            part["text"] = settled(part["text"], params.stop_strings)
                         if not body.is_list:
                             del part["index"]
                         big = len(part["output_ids"]) >= BIG_ANSWER_TOKENS
