@@ -7,7 +7,9 @@ One process, one model, one thread for the model, one event loop for HTTP. From 
 - `rows`: what is known of each running sequence, as arrays (numpy);
 - `cache`, `attention`, `sampling`, `model`: the leaf modules that import torch;
 - `decoder`: one decode step; `runner`: the thread; `text`: the tokenizer;
-- `protocol`, `server`, `serve`: requests, routes, the process.
+- `bodies`, `refusals`, `params`, `protocol`, `administration`: what requests say, and how they are refused;
+- `desk`, `gate`, `answers`, `settled`: from requests to tasks and back;
+- `server`, `weight_routes`, `openai_routes`, `auth`: routes; `launch`, `serve`: the process.
 
 This package's `__init__` imports nothing, so that a client never imports torch by accident.
 """
