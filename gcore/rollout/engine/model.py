@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM
 
 from gcore.errors import DataError, EngineError
+from gcore.models.folder import check_code
 from gcore.rollout.engine.attention import NAME, Attention
 from gcore.rollout.engine.cache import CacheShape
 from gcore.rollout.engine.text import Text
@@ -41,17 +42,33 @@ class Model:
     end_tokens: tuple[int, ...]
 
 
-def load(folder: Path, *, dtype: str, device: str, context: int | None, text: Text | None) -> Model:
-    """Load from a local folder. Raises DataError in one sentence when it cannot be served."""
+def load(
+    folder: Path,
+    *,
+    dtype: str,
+    device: str,
+    context: int | None,
+    text: Text | None,
+    trust_remote_code: bool = False,
+) -> Model:
+    """Load from a local folder. Raises DataError in one sentence when it cannot be served.
+
+    `trust_remote_code`: run Python files that the folder brings.
+    """
     try:
         config = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError) as error:
         raise DataError(
             f"the model's config.json cannot be read ({error})", where=str(folder), fix="Name the folder of a model"
         ) from error
+    check_code(config, trusted=trust_remote_code, where=str(folder))
     try:
         module: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=DTYPES[dtype], attn_implementation="eager", local_files_only=True
+            folder,
+            dtype=DTYPES[dtype],
+            attn_implementation="eager",
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
         )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
@@ -166,7 +183,8 @@ def stage(model: Model, folder: Path) -> Staged:
 
 
 def _converted(model: Model, folder: Path) -> Mapping[str, torch.Tensor]:
-    module: Any = AutoModelForCausalLM.from_pretrained(
+    # The class that serves already, which may be one that came with the model.
+    module: Any = type(model.module).from_pretrained(
         folder, config=model.module.config, dtype=model.shape.dtype, local_files_only=True
     )
     state: dict[str, torch.Tensor] = module.state_dict()

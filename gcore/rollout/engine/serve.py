@@ -51,7 +51,14 @@ def serve(launch: EngineLaunch, control: Control | None, clock: Clock | None = N
         raise UsageError(f"device {device!r} is not there", where="--device", fix="Use --device cpu")
     folder = Path(launch.model)
     text = Text.load(folder)
-    model = load(folder, dtype=launch.dtype, device=device, context=launch.context_length, text=text)
+    model = load(
+        folder,
+        dtype=launch.dtype,
+        device=device,
+        context=launch.context_length,
+        text=text,
+        trust_remote_code=launch.trust_remote_code,
+    )
     prove(model, folder)
     sys.setswitchinterval(SWITCH_S)
     core = Core(model, text, slots=launch.batch_slots, version=launch.weight_version)
