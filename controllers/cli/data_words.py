@@ -27,18 +27,14 @@ PROMPT_SHOWN = 240
 
 
 def sources_table(sources: Sequence[CheckedSource]) -> Table:
-    """One line a source."""
+    """One line a source. Of 80 columns, if names are short; lengths have a place of their own below."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("SOURCE", "FOR", "ENTRIES", "WEIGHT", "AN EPOCH SHOWS", "FILTERED", "REWARD"):
         table.add_column(heading, justify="right" if heading in ("ENTRIES", "WEIGHT", "AN EPOCH SHOWS") else "left")
-    table.add_column("TOKENS: MEAN", justify="right")
-    for heading in ("P50", "P95", "MAX"):
-        table.add_column(heading, justify="right")
     for checked in sources:
         tree = source_tree(checked)
-        tokens = tree["tokens"]
         table.add_row(
             visible(tree["source"]),
             tree["for"],
@@ -47,8 +43,6 @@ def sources_table(sources: Sequence[CheckedSource]) -> Table:
             f"{tree['refs']:,}",
             _filtered(checked.lengths),
             visible(tree["reward"]),
-            f"{tokens['mean']:.1f}",
-            *(str(tokens[name]) for name in ("p50", "p95", "max")),
         )
     return table
 
@@ -104,6 +98,13 @@ def histogram(lengths: LengthReport) -> list[str]:
         f"{name:>{width}}  {'█' * round(BAR_CELLS * count / most) or ('▏' if count else ''):<{BAR_CELLS}} {count:,}"
         for name, count in zip(names, counts, strict=True)
     ]
+
+
+def lengths_title(checked: CheckedSource) -> str:
+    """What stands above the histogram: how long the prompts are in a few numbers."""
+    tokens = source_tree(checked)["tokens"]
+    numbers = f"mean {tokens['mean']:.1f}, P50 {tokens['p50']}, P95 {tokens['p95']}, longest {tokens['max']}"
+    return f"Prompts of {title(checked)} by tokens ({numbers}):"
 
 
 def first_prompt(checked: CheckedSource) -> str:

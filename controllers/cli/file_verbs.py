@@ -72,7 +72,7 @@ def validate(
     import yaml
     from rich.table import Table
 
-    from controllers.cli.data_words import first_prompt, histogram, notes, source_tree, sources_table, title
+    from controllers.cli.data_words import first_prompt, histogram, lengths_title, notes, source_tree, sources_table
     from controllers.cli.model_words import download_sentence, download_tree, trust_warning
     from controllers.service.capability import missing_here
     from gcore.config import load_spec
@@ -101,7 +101,7 @@ def validate(
         typer.echo(note)
     for source in checked.sources:
         typer.echo(f"{first_prompt(source)}\n")
-        typer.echo(f"Prompts of {title(source)} by tokens:")
+        typer.echo(lengths_title(source))
         for line in histogram(source.lengths):
             typer.echo(f"  {line}")
         typer.echo()

@@ -70,7 +70,7 @@ def test_the_projects_tests_pass_with_plain_pytest(quick: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q"]
     ended = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "9 passed" in ended.stdout
+    assert "10 passed" in ended.stdout
 
 
 @pytest.mark.parametrize(
