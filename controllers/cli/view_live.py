@@ -20,7 +20,7 @@ from rich.text import Text
 from controllers.cli.view_points import PHASES, Answer, NodeView
 from controllers.cli.view_sources import sources_table
 from controllers.cli.view_state import RECENT_STEPS, ViewState
-from controllers.cli.view_text import chart, columns, held, moved_cells, parts, seconds, strip, visible
+from controllers.cli.view_text import chart, columns, held, moved_cells, parts, seconds, strip, told_apart, visible
 
 CHART_HEIGHT = 5
 HIGHLIGHT_S = 6.0
@@ -217,11 +217,10 @@ def _answers(state: ViewState) -> RenderableType:
         Text(f"after step {last.step} ({last.accuracy:.1%})" if last is not first else "now", style="dim"),
         Text("expected", style="dim"),
     )
-    for before in first.samples[:ANSWERS_SHOWN]:
+    answers = first.samples[:ANSWERS_SHOWN]
+    for before, prompt in zip(answers, told_apart([answer.prompt for answer in answers], 40), strict=True):
         now = now_by_prompt.get(before.prompt) if last is not first else None
-        table.add_row(
-            Text(visible(before.prompt, 40)), _marked(before), _marked(now), Text(visible(before.answer, 24), "dim")
-        )
+        table.add_row(Text(prompt), _marked(before), _marked(now), Text(visible(before.answer, 24), "dim"))
     return table
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from controllers.cli.view_points import Answer, EvalPoint, StepPoint
 from controllers.cli.view_state import ViewState
-from controllers.cli.view_text import seconds, visible
+from controllers.cli.view_text import seconds, told_apart, visible
 from gcore.events import JobEvent
 
 SHOWN_ANSWERS = 5
@@ -57,11 +57,12 @@ def _eval_lines(state: ViewState, point: EvalPoint) -> Iterator[str]:
     if len(point.by_source) > 1:
         yield "  " + ", ".join(f"{visible(name)} {share:.1%}" for name, share in sorted(point.by_source.items()))
     if len(state.evals) == 1 or point.step >= state.steps:
-        for answer in point.samples[:SHOWN_ANSWERS]:
-            yield "  " + answer_line(answer)
+        answers = point.samples[:SHOWN_ANSWERS]
+        for answer, prompt in zip(answers, told_apart([answer.prompt for answer in answers]), strict=True):
+            yield "  " + answer_line(answer, prompt)
 
 
-def answer_line(answer: Answer) -> str:
-    """`47+8= → 55  right` or `47+8= → 54  wrong, 55 is expected`."""
+def answer_line(answer: Answer, prompt: str) -> str:
+    """`47+8= → 55  right` or `47+8= → 54  wrong, 55 is expected`. `prompt`: what is shown of it."""
     verdict = "right" if answer.reward > 0 else f"wrong, {visible(answer.answer, 40)} is expected"
-    return f"{visible(answer.prompt)} → {visible(answer.response) or '(nothing)'}  {verdict}"
+    return f"{prompt} → {visible(answer.response) or '(nothing)'}  {verdict}"

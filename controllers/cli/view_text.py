@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Collection, Mapping, Sequence
+from itertools import takewhile
 
 from controllers.cli.view_points import SourceFigures
 
@@ -19,6 +20,16 @@ def visible(text: str, limit: int = 60) -> str:
     """`text` on one line, at most `limit` characters, with every control or invisible character spelt out."""
     shown = "".join(c if c == " " or _harmless(c) else _spelt(c) for c in text[: limit + 1])
     return shown if len(shown) <= limit else shown[: limit - 1] + "…"
+
+
+def told_apart(texts: Sequence[str], limit: int = 60) -> list[str]:
+    """Each of `texts` as `visible` shows it. Where one is too long, the words that all begin with (a system message, say)
+    give way to "…", so that what is left tells them apart."""
+    alike = takewhile(lambda column: len(set(column)) == 1, zip(*texts, strict=False)) if len(texts) > 1 else ()
+    end = max((n + 1 for n, column in enumerate(alike) if column[0].isspace()), default=0)
+    if not end or all(len(text) <= limit for text in texts):
+        return [visible(text, limit) for text in texts]
+    return ["…" + visible(text[end:], limit - 1) for text in texts]
 
 
 def _harmless(character: str) -> bool:

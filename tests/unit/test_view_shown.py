@@ -11,7 +11,7 @@ from controllers.cli import picture, view_plain
 from controllers.cli.view_live import render
 from controllers.cli.view_points import JobSnapshot, Wait
 from controllers.cli.view_state import ViewState
-from controllers.cli.view_text import chart, columns, held, moved_cells, parts, seconds, strip, visible
+from controllers.cli.view_text import chart, columns, held, moved_cells, parts, seconds, strip, told_apart, visible
 from gcore.errors import UsageError
 from gcore.events import JobEvent
 
@@ -156,6 +156,21 @@ def test_shown_text_has_no_control_characters_and_keeps_to_its_limit(text, limit
     shown = visible(text, limit)
     assert shown.isprintable()
     assert len(shown) <= limit
+
+
+def test_prompts_that_begin_alike_are_told_apart_by_what_follows():
+    system = "system: Answer with a number alone, and with nothing else.\n"
+    assert told_apart([system + "user: What is 6 times 7?", system + "user: What is 6 times 8?"], 40) == ["…7?", "…8?"]
+    assert told_apart([system + "Ada has 2 packs", system + "Ben has 3"], 40) == ["…Ada has 2 packs", "…Ben has 3"]
+    assert told_apart(["sort 08652:", "sort 01272:"], 40) == ["sort 08652:", "sort 01272:"]
+    assert told_apart([system], 20) == [visible(system, 20)]
+
+
+@given(st.lists(st.text(max_size=80), max_size=4), st.integers(2, 100))
+def test_texts_told_apart_have_no_control_characters_and_keep_to_their_limit(texts, limit):
+    shown = told_apart(texts, limit)
+    assert len(shown) == len(texts)
+    assert all(text.isprintable() and len(text) <= limit for text in shown)
 
 
 @given(st.dictionaries(st.text(max_size=3), st.floats(0, 1e6), max_size=6), st.integers(1, 80))
