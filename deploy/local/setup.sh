@@ -13,13 +13,16 @@ if [ ! -x "$venv/bin/python" ]; then
   "$python" -m venv "$venv" || fail "no virtual environment could be made: on Debian, install python3-venv"
 fi
 pip="$venv/bin/python -m pip install -qq --disable-pip-version-check -c $constraints"
-say "packages (the first time takes a few minutes)"
+say "packages; the first time takes some minutes, most of them for torch"
 $pip -U "pip>=25.1"
 $pip setuptools wheel hatchling editables ninja py-cpuinfo
+say "torch"
 # torch first, by its pin: whatever depends on it must not pull another build.
 $pip torch numpy
+say "DeepSpeed"
 # DeepSpeed's build looks at the torch that is there, and compiles nothing for the CPU.
 DS_ACCELERATOR=${DS_ACCELERATOR:-cpu} DS_BUILD_OPS=0 $pip --no-build-isolation deepspeed
+say "gcore and what it is worked on with"
 $pip --no-build-isolation -e '.[train,engine,local,modelscope]' --group dev
 if command -v etcd >/dev/null; then
   say "etcd from PATH: $(etcd --version | head -n 1)"

@@ -139,8 +139,12 @@ def prepare(to: Path, source: Path | None, *, tiny_model: bool) -> dict[str, int
                 made = ((row, where) for row, where in numbered(files_of(source, theirs)))
             counts[ours] = write_entries(made, draft / f"{ours}.jsonl")
         if tiny_model:
+            print("prepare: making a small random model, which takes some seconds ...", flush=True)
+            from transformers.utils import logging
+
             from gcore.testing.tiny_model import make_tiny_model
 
+            logging.disable_progress_bar()
             make_tiny_model(draft / "tiny-model", hidden=64, context=1024)
             (draft / "tiny-model" / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
         elif (to / "tiny-model").is_dir():
