@@ -148,10 +148,15 @@ def rows(summary: Summary, again: str) -> dict[str, str]:
 
     rate = summary.tokens_per_second
     groups = ", ".join(f"{visible(name)} {count}" for name, count in summary.groups_by_controller.items())
-    sources = "; ".join(
-        f"{visible(name)} {one.trained} trained, {share(one.eval_accuracy_before)} → {share(one.eval_accuracy_after)}"
-        for name, one in summary.sources.items()
-    )
+
+    def words(one: SourceSummary) -> str:
+        """A source may be for training, for evaluation, or for both."""
+        before, after = one.eval_accuracy_before, one.eval_accuracy_after
+        evaluated = f"{share(before)} → {share(after)}" if before is not None or after is not None else ""
+        trained = "" if evaluated and not one.trained else f"{one.trained} trained"
+        return ", ".join(part for part in (trained, evaluated) if part)
+
+    sources = "; ".join(f"{visible(name)} {words(one)}" for name, one in summary.sources.items())
     shown = {
         "job": f"{visible(summary.job)} ({summary.uid}) {summary.state}"
         + (f": {visible(summary.reason, 300)}" if summary.reason else ""),

@@ -204,7 +204,10 @@ def test_the_summary_has_what_came_of_each_source(tmp_path):
     }  # fmt: skip
     assert written["sums"]["mean_reward"] is None
     shown = summaries.rows(summary, again="gcore run x.yaml")["sources"]
-    assert shown == "letters 5 trained, 40.0% → 90.0%; sums 7 trained, - → -"
+    assert shown == "letters 5 trained, 40.0% → 90.0%; sums 7 trained"
+    held_out = dataclasses.replace(summary.sources["letters"], trained=0)  # a source for evaluation alone
+    summary = dataclasses.replace(summary, sources=summary.sources | {"letters": held_out})
+    assert summaries.rows(summary, again="x")["sources"] == "letters 40.0% → 90.0%; sums 7 trained"
 
 
 @pytest.mark.parametrize(
