@@ -13,14 +13,10 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
 import transformers
+from engine_core import LLAMA_LIKE, save
 
-from gcore.rollout.engine.core import Core
-from gcore.rollout.engine.model import install, load, stage
-from gcore.rollout.engine.prove import prove
-from gcore.rollout.engine.tasks import Delivery, Sampling, Task
-from gcore.testing.tiny_model import VOCABULARY, make_tiny_model
+from gcore.testing.tiny_model import make_tiny_model
 from gcore.worker.child import CONTROL_FD, ORPHANED_EXIT
 
 TIMEOUT_S = 120
@@ -209,126 +205,9 @@ def test_an_interrupted_engine_ends_without_a_traceback(folder: Path) -> None:
     assert process.returncode == 130
 
 
-SMALL = {
-    "num_hidden_layers": 2,
-    "vocab_size": VOCABULARY,
-    "eos_token_id": None,
-    "bos_token_id": None,
-    "pad_token_id": 0,
-}
-LLAMA_LIKE = {
-    **SMALL, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}  # fmt: skip
-SERVED: dict[str, Callable[[], Any]] = {
-    "llama": lambda: transformers.LlamaConfig(**LLAMA_LIKE),
-    "llama with other rope": lambda: transformers.LlamaConfig(
-        **LLAMA_LIKE, rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
-    ),
-    "qwen2": lambda: transformers.Qwen2Config(**LLAMA_LIKE),
-    "mistral with a window as long as its context": lambda: transformers.MistralConfig(**LLAMA_LIKE, sliding_window=128),
-    "mixture of experts": lambda: transformers.Qwen3MoeConfig(
-        **LLAMA_LIKE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8
-    ),
-    "gpt2": lambda: transformers.GPT2Config(
-        n_layer=2, n_head=4, n_embd=32, n_positions=128, vocab_size=VOCABULARY, eos_token_id=None, bos_token_id=None
-    ),
-    "gpt-neox": lambda: transformers.GPTNeoXConfig(
-        **SMALL, hidden_size=32, intermediate_size=48, num_attention_heads=4, max_position_embeddings=128
-    ),
-}  # fmt: skip
-REFUSED: dict[str, Callable[[], Any]] = {
-    "a sliding window": lambda: transformers.MistralConfig(**LLAMA_LIKE, sliding_window=32),
-    "some layers with a window": lambda: transformers.Qwen3Config(
-        **LLAMA_LIKE, head_dim=8, use_sliding_window=True, sliding_window=32, max_window_layers=1
-    ),
-    "soft-capped attention": lambda: transformers.Gemma2Config(**LLAMA_LIKE, head_dim=8, sliding_window=128),
-    "a state space": lambda: transformers.MambaConfig(**SMALL, hidden_size=32, state_size=8),
-    "attention with a linear bias": lambda: transformers.BloomConfig(
-        n_layer=2, n_head=4, hidden_size=32, vocab_size=VOCABULARY
-    ),
-    "positions that depend on the batch": lambda: transformers.LlamaConfig(
-        **LLAMA_LIKE, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    ),
-}  # fmt: skip
-
-
-def save(config: Any, folder: Path, seed: int = 0) -> Path:
-    torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.2)
-    model.save_pretrained(folder)
-    return folder
-
-
-def finish(core: Core, tasks: list[Task]) -> dict[int, Delivery]:
-    core.submit(tasks)
-    while core.can_work:
-        core.cycle()
-    return {delivery.number: delivery for delivery in core.outbox}
-
-
-@pytest.mark.parametrize("name", SERVED)
-def test_a_model_with_full_attention_is_served_as_its_plain_forward_pass_says(tmp_path: Path, name: str) -> None:
-    folder = save(SERVED[name](), tmp_path)
-    model = load(folder, dtype="float32", device="cpu", context=None, text=None)
-    prove(model, folder)
-    prompts = [tuple(range(3, 3 + length)) for length in (2, 30, 7, 1, 12, 30)]
-    tasks = [Task(n, "", ids, Sampling(60 - 7 * n, seed=n)) for n, ids in enumerate(prompts)]
-    done = finish(Core(model, None, slots=2, version="0.0"), tasks)
-    plain: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    for number, ids in enumerate(prompts):
-        tokens = torch.tensor([[*ids, *done[number].tokens]])
-        with torch.inference_mode():
-            logits = plain(tokens).logits[0, len(ids) - 1 : -1]
-        expected = torch.log_softmax(logits, -1).gather(-1, tokens[0, len(ids) :, None])[:, 0]
-        assert (expected - torch.tensor(done[number].logprobs)).abs().max() < 1e-4
-        assert len(done[number].tokens) == 60 - 7 * number
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_model_that_its_cache_cannot_serve_is_refused_in_one_sentence(tmp_path: Path, name: str) -> None:
-    folder = save(REFUSED[name](), tmp_path)
+def test_a_model_that_no_lane_can_serve_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    folder = save(transformers.LlamaConfig(**LLAMA_LIKE, rope_parameters=rope), tmp_path)
     ended = run_engine("--model", str(folder))
     one_sentence(ended, "the torch engine cannot serve this model")
     assert "Serve it with SGLang instead" in ended.stderr
-
-
-@pytest.mark.parametrize("name", ["llama", "mixture of experts"])
-def test_weights_are_changed_from_a_folder_as_transformers_saves_it(tmp_path: Path, name: str) -> None:
-    first, second = save(SERVED[name](), tmp_path / "first"), save(SERVED[name](), tmp_path / "second", seed=1)
-    model = load(first, dtype="float32", device="cpu", context=None, text=None)
-    install(model, stage(model, second))
-    expected = transformers.AutoModelForCausalLM.from_pretrained(second, dtype=torch.float32).state_dict()
-    found = model.module.state_dict()
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
-
-
-def test_weights_that_become_nonsense_end_samples_with_a_reason(folder: Path) -> None:
-    model = load(folder, dtype="float32", device="cpu", context=None, text=None)
-    prove(model, folder)
-    core = Core(model, None, slots=2, version="0.0")
-    core.submit([Task(n, "", (3, 4), Sampling(50, seed=n)) for n in range(3)])
-    for _ in range(5):
-        core.cycle()
-    with torch.no_grad():
-        model.module.get_input_embeddings().weight.fill_(float("nan"))
-    while core.can_work:
-        core.cycle()
-    assert len(core.outbox) == 3
-    for delivery in core.outbox:
-        assert delivery.ending is not None
-        assert delivery.ending.kind == "abort"
-        assert "not finite" in str(delivery.ending.message)
-        assert len(delivery.tokens) == len(delivery.logprobs)
-        assert all(logprob == logprob for logprob in delivery.logprobs)
-
-
-def test_half_precision_is_served_near_its_plain_forward_pass(folder: Path) -> None:
-    model = load(folder, dtype="bfloat16", device="cpu", context=None, text=None)
-    prove(model, folder)
-    done = finish(Core(model, None, slots=2, version="0.0"), [Task(0, "", (3, 4, 5), Sampling(40, seed=0))])
-    assert len(done[0].tokens) == 40

@@ -76,7 +76,7 @@ def test_rows_keep_their_tokens_when_others_come_and_go(data: st.DataObject) -> 
         if rows.active == 0 or data.draw(st.booleans()):
             new = [work(started + i, limit=data.draw(st.integers(20, 90))) for i in range(data.draw(st.integers(1, 5)))]
             started += len(new)
-            rows.join(new, [0] * len(new))
+            rows.join(new)
             history |= {w.task.number: [] for w in new}
         else:
             leaving = data.draw(st.lists(st.integers(0, rows.active - 1), unique=True))
@@ -99,7 +99,6 @@ def test_a_row_ends_by_count_or_by_token_and_is_suspected_of_a_stop_string() -> 
     rows.know_stop_strings((";",), np.array([False, False, False, False, True]))
     rows.join(
         [work(0, limit=1), work(1, stop_token_ids=(3, 2)), work(2, stop=(";",)), work(3)],
-        [0, 0, 0, 0],
     )
     ended = rows.record(0, np.array([4, 2, 4, 4]), np.zeros(4, np.float32))
     assert ended.by_count.tolist() == [0]
@@ -109,7 +108,7 @@ def test_a_row_ends_by_count_or_by_token_and_is_suspected_of_a_stop_string() -> 
 
 def test_a_row_below_its_minimum_may_not_draw_a_stop_token() -> None:
     rows = Rows()
-    rows.join([work(0), work(1, min_new_tokens=1, stop_token_ids=(3, 2))], [0, 0])
+    rows.join([work(0), work(1, min_new_tokens=1, stop_token_ids=(3, 2))])
     assert rows.forbidden(0) == [(1, 3), (1, 2)]
     assert rows.forbidden(1) == [(0, 3), (0, 2)]
     rows.record(0, np.array([5, 5]), np.zeros(2, np.float32))

@@ -1,11 +1,12 @@
-"""The key-value cache of the running rows, as two tensors, and what a Hugging Face model sees of it.
+"""The key-value cache of the running rows, one pair of tensors a layer, and what a Hugging Face model sees of it.
 
-`columns` decides where everything stands; this module only moves numbers. Keys and values are
-`[layer, row, kv_head, column, head_dim]`. `bias` is `[row, kv_head, 1, column]`, 0 inside a row's window and -inf left
-of it; it is kept from step to step, because it changes only when rows come, go or move.
+`columns` decides where everything stands; this module only moves numbers. Keys and values of a layer are
+`[row, kv_head, column, head_dim]`. `bias` is `[row, kv_head, 1, column]`, 0 inside a row's window and -inf left of it; it
+is kept from step to step, because it changes only when rows come, go or move.
 
-The table begins as zeros and a window's neighbourhood may hold what a row left behind: finite numbers that the bias
-silences. Does not compute attention (`attention`) and does not choose rows.
+A table begins as zeros and a window's neighbourhood may hold what a row left behind: finite numbers that the bias
+silences (`clean` sees to it when a broken model has made others). A table of another size is made layer by layer, so that
+of old and new only one layer stands twice. Does not compute attention (`attention`) and does not choose rows.
 """
 
 from __future__ import annotations
@@ -22,34 +23,33 @@ from gcore.rollout.engine.columns import SMALLEST, Refill, Room
 
 
 @dataclass(frozen=True, slots=True)
-class CacheShape:
-    """One layer's cell, and how many layers."""
+class LayerShape:
+    """What one layer keeps of a token: `kv_heads` keys of `key_dim` numbers and values of `value_dim`."""
 
-    layers: int
     kv_heads: int
-    head_dim: int
+    key_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """The layers, and where and as what their numbers are kept."""
+
+    layers: tuple[LayerShape, ...]
     dtype: torch.dtype
     device: torch.device
 
-
-class Prefix:
-    """Keys and values of freshly computed prompts, `[prompt, kv_head, token, head_dim]` for each layer."""
-
-    def __init__(self) -> None:
-        self.keys: list[torch.Tensor] = []
-        self.values: list[torch.Tensor] = []
-
-    def update(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Take the next layer's."""
-        self.keys.append(keys)
-        self.values.append(values)
+    @property
+    def bytes_per_token(self) -> int:
+        """Keys and values of one token in all layers, and its place in the bias."""
+        numbers = sum(layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in self.layers)
+        return (numbers + max((layer.kv_heads for layer in self.layers), default=0)) * self.dtype.itemsize
 
 
 class RowCache(Cache):  # type: ignore[misc]  # transformers is not typed
-    """What the model is given as `past_key_values`.
+    """What the model is given as `past_key_values` in a decode step.
 
-    While a `Prefix` is open the model's keys and values go there (prefill); otherwise they are a decode step's, go to
-    the write column of the first rows, and the model gets the live part of the table back.
+    Its keys and values go to the write column of the first rows, and it gets the live part of the table back.
     """
 
     is_compileable = False
@@ -58,23 +58,24 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers is not typed
         super().__init__(layers=[])
         self.shape = shape
         self.rows = 0
-        self.columns = 0
-        self.prefix: Prefix | None = None
+        self.columns = SMALLEST
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+        self.bias = torch.zeros(0)
         self._first = 0
         self._column = 0
         self._active = 0
-        self._allocate(0, SMALLEST)
-
-    def _allocate(self, rows: int, columns: int) -> None:
-        s = self.shape
-        size = (s.layers, rows, s.kv_heads, columns, s.head_dim)
-        self.keys, self.values = _zeros(size, s), _zeros(size, s)
-        self.bias = _zeros((rows, s.kv_heads, 1, columns), s)
-        self.rows, self.columns = rows, columns
+        self.release()
 
     def release(self) -> None:
         """Give the memory back; no row may be running."""
-        self._allocate(0, SMALLEST)
+        self.keys = [self._table(0, SMALLEST, layer, layer.key_dim) for layer in self.shape.layers]
+        self.values = [self._table(0, SMALLEST, layer, layer.value_dim) for layer in self.shape.layers]
+        self.bias = self._table(0, 1, self.shape.layers[0], SMALLEST)
+        self.rows, self.columns = 0, SMALLEST
+
+    def _table(self, rows: int, columns: int, layer: LayerShape, dim: int) -> torch.Tensor:
+        return zeros((rows, layer.kv_heads, columns, dim), self.shape)
 
     def move(self, room: Room, *, rows: int, active: int, first: int, column: int, starts: Sequence[int]) -> None:
         """Carry the live part `[first, column)` of the first `active` rows over, as `room` says.
@@ -83,18 +84,22 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers is not typed
         """
         if room.shift == 0 and rows == self.rows and room.columns == self.columns:
             return
-        keys, values = self.keys, self.values
-        old = slice(first, column)
-        new = slice(first + room.shift, column + room.shift)
-        if rows != self.rows or room.columns != self.columns:
-            self._allocate(rows, room.columns)
-            if active:
-                self.keys[:, :active, :, new] = keys[:, :active, :, old]
-                self.values[:, :active, :, new] = values[:, :active, :, old]
-        elif active:
-            # The two windows may overlap.
-            self.keys[:, :active, :, new] = keys[:, :active, :, old].clone()
-            self.values[:, :active, :, new] = values[:, :active, :, old].clone()
+        old, new = slice(first, column), slice(first + room.shift, column + room.shift)
+        anew = rows != self.rows or room.columns != self.columns
+        for tables in (self.keys, self.values):
+            for number, (table, layer) in enumerate(zip(tables, self.shape.layers, strict=True)):
+                # Within one table the two windows may overlap.
+                live = table[:active, :, old]
+                if anew:
+                    tables[number] = self._table(rows, room.columns, layer, table.shape[-1])
+                if anew and active:
+                    tables[number][:active, :, new] = live
+                elif active:
+                    table[:active, :, new] = live.clone()
+                del table, live
+        if anew:
+            self.bias = self._table(rows, 1, self.shape.layers[0], room.columns)
+            self.rows, self.columns = rows, room.columns
         for row, start in enumerate(starts):
             self._begin(slice(row, row + 1), start + room.shift)
 
@@ -102,21 +107,30 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers is not typed
         self.bias[rows, :, :, :start] = float("-inf")
         self.bias[rows, :, :, start:] = 0
 
-    def join(self, prefix: Prefix, members: Sequence[int], length: int, *, row: int, column: int) -> None:
-        """Prompts `members` of `prefix`, all `length` tokens long, become the rows from `row` on."""
+    def join(
+        self,
+        keys: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+        members: Sequence[int],
+        length: int,
+        *,
+        row: int,
+        column: int,
+    ) -> None:
+        """Prompts of `length` tokens become the rows from `row` on: `members` of a layer's `[prompt, kv_head, ...]`."""
         rows = slice(row, row + len(members))
         window = slice(column - length, column)
         index = torch.tensor(members, device=self.shape.device)
-        for layer, (keys, values) in enumerate(zip(prefix.keys, prefix.values, strict=True)):
-            self.keys[layer, rows, :, window] = keys[:, :, :length].index_select(0, index)
-            self.values[layer, rows, :, window] = values[:, :, :length].index_select(0, index)
+        for tables, made in ((self.keys, keys), (self.values, values)):
+            for table, layer in zip(tables, made, strict=True):
+                table[rows, :, window] = layer[:, :, :length].index_select(0, index)
         self._begin(rows, column - length)
 
     def copy(self, source: int, start: int, length: int, *, rows: slice, column: int) -> None:
         """`rows` join with the first `length` tokens of the running row `source`, whose window begins at `start`."""
         old, new = slice(start, start + length), slice(column - length, column)
-        for table in (self.keys, self.values):
-            table[:, rows, :, new] = table[:, source, :, old].clone().unsqueeze(1)
+        for table in (*self.keys, *self.values):
+            table[rows, :, new] = table[source, :, old].clone().unsqueeze(0)
         self._begin(rows, column - length)
 
     def refill(self, refill: Refill, *, first: int, column: int) -> None:
@@ -125,28 +139,28 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers is not typed
             return
         holes = torch.tensor(refill.holes, device=self.shape.device)
         sources = torch.tensor(refill.sources, device=self.shape.device)
-        for layer in range(self.shape.layers):
-            for table in (self.keys[layer], self.values[layer]):
-                live = table[:, :, first:column]
-                live[holes] = live[sources]
+        for table in (*self.keys, *self.values):
+            live = table[:, :, first:column]
+            live[holes] = live[sources]
         self.bias[holes] = self.bias[sources]
+
+    def clean(self) -> None:
+        """Replace what is not finite: silenced or not, it would make everything it is multiplied with not finite."""
+        for table in (*self.keys, *self.values):
+            table.nan_to_num_(0.0, 0.0, 0.0)
 
     def aim(self, *, active: int, first: int, column: int) -> torch.Tensor:
         """The next forward pass is a decode step of `active` rows at `column`. The bias, `[active * kv, 1, width]`."""
-        self.prefix = None
         self._active, self._first, self._column = active, first, column
         window = self.bias[:active, :, :, first : column + 1]
-        return window.view(active * self.shape.kv_heads, 1, column + 1 - first)
+        return window.view(active * self.shape.layers[0].kv_heads, 1, column + 1 - first)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Called by the model, layer by layer; `[row, kv_head, token, head_dim]` in and out."""
-        if self.prefix is not None:
-            self.prefix.update(key_states, value_states)
-            return key_states, value_states
+        """Called by the model, layer by layer; `[row, kv_head, 1, head_dim]` in, all live columns out."""
         rows, column = self._active, self._column
-        keys, values = self.keys[layer_idx, :rows], self.values[layer_idx, :rows]
+        keys, values = self.keys[layer_idx][:rows], self.values[layer_idx][:rows]
         keys[:, :, column] = key_states[:, :, 0]
         values[:, :, column] = value_states[:, :, 0]
         return keys[:, :, self._first : column + 1], values[:, :, self._first : column + 1]
@@ -156,7 +170,8 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers is not typed
         return 0
 
 
-def _zeros(size: tuple[int, ...], shape: CacheShape) -> torch.Tensor:
+def zeros(size: tuple[int, ...], shape: CacheShape) -> torch.Tensor:
+    """Of the shape's type and place. On a CPU the memory is taken only as it is used."""
     if shape.device.type != "cpu" or math.prod(size) == 0:
         return torch.zeros(size, dtype=shape.dtype, device=shape.device)
     # torch.zeros writes every page; numpy's come from the system zeroed and cost nothing until they are used.

@@ -1,41 +1,64 @@
-"""What the engine does between two looks at its mailbox: admit, step, finish; and the changes that others ask for.
+"""What the engine does between two looks at its mailbox: make way, read, step, finish; and the changes that others ask for.
 
-Rows that are free are given to what waits, in order, before each step. A change of weights, a pause or an abort takes
-effect between steps. What is running then goes on: after a change of weights with `flush` its keys and values are made
-anew by the new weights, without it they stay as they are; either way its spans tell which version made which tokens.
+A cycle takes rows away where the memory has grown too small for all of them, admits what fits, reads a portion of the
+waiting prompts, and makes one token for every row (`schedule` decides each of these). A change of weights, a pause or an
+abort takes effect between cycles. What is running then goes on: after a change of weights with `flush` its keys and values
+are made anew by the new weights, without it they stay as they are; either way its spans tell which version made which
+tokens.
 
 Single-threaded and without a clock; the runner's thread calls it. What has ended, or streams, is collected in `outbox`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from gcore.errors import EngineError
 from gcore.rollout.engine.decoder import Decoder, Made
-from gcore.rollout.engine.model import Model, Staged, install, put_to_sleep, wake
+from gcore.rollout.engine.lane import Lane
+from gcore.rollout.engine.memory import memory_error_explained
+from gcore.rollout.engine.model import Model
+from gcore.rollout.engine.prefill import Chunk, Prompt
+from gcore.rollout.engine.schedule import IDLE_TOKENS, Size, Want, admissible, fits_alone, outgrown, portions
 from gcore.rollout.engine.tasks import Delivery, Ending, Task, Waiting, Work, is_older
 from gcore.rollout.engine.text import Text, tail_length
+from gcore.rollout.engine.weights import ASLEEP, Bed, Staged, give_back_free_memory, install
 
 PauseMode = Literal["abort", "retract", "in_place"]
 ABORTED = "aborted on request"
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Rows at once, tokens in the cache (the budget), and prompt tokens read between two steps."""
+
+    slots: int
+    cache_tokens: int
+    prefill_chunk_tokens: int = 512
+
+
 class Core:
     """A model that serves. `version`: the served weights' name."""
 
-    def __init__(self, model: Model, text: Text | None, *, slots: int, version: str) -> None:
+    def __init__(self, model: Model, text: Text | None, lane: Lane, limits: Limits, *, version: str) -> None:
         self.model = model
+        self.limits = limits
+        self.lane = lane
         self.version = version
         self.paused = False
         self.asleep: frozenset[str] = frozenset()
         """What of "weights" and "kv_cache" has been released."""
         self.outbox: list[Delivery] = []
         self.generated_tokens = 0
+        self.retractions = 0
         self._text = text
-        self._decoder = Decoder(model, slots)
+        self._bed = Bed(model)
+        self._decoder = Decoder(model, lane, limits.slots)
         self._waiting = Waiting()
+        self._reading: list[Work] = []
+        """Admitted, their prompts not yet read to the end."""
 
     @property
     def running(self) -> int:
@@ -45,38 +68,125 @@ class Core:
     @property
     def waiting(self) -> int:
         """Sequences without one."""
-        return len(self._waiting)
+        return len(self._waiting) + len(self._reading)
 
     @property
     def can_work(self) -> bool:
         """Whether a cycle would do anything."""
         return not self.paused and not self.asleep and (self.running > 0 or self.waiting > 0)
 
+    def check(self, prompt_tokens: int, max_new_tokens: int) -> None:
+        """Raises EngineError for a request that the cache could never hold. May be called from any thread."""
+        want = Want(prompt_tokens, max_new_tokens)
+        if not fits_alone(want, budget=self.limits.cache_tokens, footprint=self.lane.footprint):
+            raise EngineError(
+                f"a prompt of {prompt_tokens} tokens and max_new_tokens {max_new_tokens} take "
+                f"{self.lane.footprint(Size().plus(prompt_tokens + max_new_tokens))} places in a cache that has "
+                f"{self.limits.cache_tokens}",
+                fix="Shorten the request, or raise rollout.cache_tokens",
+            )
+
     def submit(self, tasks: list[Task]) -> None:
         """Tasks that have been checked. They wait for a row."""
         self._waiting.put(Work(task) for task in tasks)
 
     def cycle(self) -> None:
-        """Admit what fits, and make one token for all that run."""
-        if self._decoder.free and self.waiting:
-            works = self._waiting.take(self._decoder.free)
-            for work in works:
-                self._prepare(work)
-            self._after(self._decoder.join(works))
-        if self.running:
-            self._after(self._decoder.step())
+        """Make way, read a portion, and make one token for all that run. Raises EngineError when memory runs out."""
+        with memory_error_explained("while it was generating"):
+            self._make_way()
+            if self.waiting:
+                self._read()
+            if self.running:
+                self._after(self._decoder.step())
 
-    def _prepare(self, work: Work) -> None:
-        stop = work.task.sampling.stop
-        if not self._decoder.rows.knows_stop_strings(stop):
-            assert self._text is not None
-            self._decoder.rows.know_stop_strings(stop, self._text.suspects(stop, self.model.vocabulary))
-        work.mark(self.version, len(work.tokens))
+    def _held(self) -> list[int]:
+        reading = [len(self._decoder.ids(work)) + 1 for work in self._reading]
+        return [*self._decoder.rows.lengths.tolist(), *reading]
+
+    def _make_way(self) -> None:
+        """The youngest leave when the rows have outgrown the memory."""
+        lengths, footprint = self._held(), self.lane.footprint
+        if footprint(Size.of(lengths)) <= self.limits.cache_tokens:
+            return
+        rows = self.running
+        ages = [work.task.number for work in (*self._decoder.rows.works, *self._reading)]
+        gone = outgrown(lengths, ages, budget=self.limits.cache_tokens, footprint=footprint)
+        back = [self._reading[i - rows] for i in gone if i >= rows]
+        self._reading = [work for work in self._reading if work not in back]
+        self._put_back([*self._decoder.leave([i for i in gone if i < rows]), *back])
+        self._decoder.drop_prompts(self._reading)
+
+    def _put_back(self, works: Sequence[Work]) -> None:
+        for work in works:
+            work.retractions += 1
+        self.retractions += len(works)
+        self._waiting.put_back(sorted(works, key=lambda work: work.task.number))
+
+    def _read(self) -> None:
+        """Admit what fits, read a portion of the prompts, and let join whose prompt is done."""
+        decoder, works = self._decoder, [*self._reading, *self._admissible()]
+        if not works:
+            return
+        known = decoder.known()
+        prompts: dict[Prompt, None] = {}
+        needs: list[Prompt | None] = []
+        for work in works:
+            prompt = None if decoder.key(work) in known else decoder.prompt(work)
+            needs.append(prompt)
+            if prompt is not None:
+                prompts[prompt] = None
+        budget = (
+            self.limits.prefill_chunk_tokens if self.running else max(IDLE_TOKENS, self.limits.prefill_chunk_tokens)
+        )
+        counts = portions(
+            [prompt.left for prompt in prompts],
+            budget=budget,
+            grid=self.lane.grid,
+            done=[prompt.done for prompt in prompts],
+        )
+        chunks = [Chunk(prompt, count) for prompt, count in zip(prompts, counts, strict=True) if count]
+        cut = next((chunk.prompt for chunk in chunks if chunk.count < chunk.prompt.left), None)
+        begun = {chunk.prompt for chunk in chunks}
+        taken = _prefix(needs, begun, cut)
+        self._waiting.take(max(0, taken - len(self._reading)))
+        decoder.drop_prompts(works[:taken])
+        decoder.read(chunks)
+        joining = [w for w, prompt in zip(works[:taken], needs, strict=False) if prompt is None or not prompt.left]
+        self._reading = [
+            w for w, prompt in zip(works[:taken], needs, strict=False) if prompt is not None and prompt.left
+        ]
+        if joining:
+            self._prepare(joining)
+            self._after(decoder.join(joining))
+
+    def _admissible(self) -> list[Work]:
+        free = self.limits.slots - self.running - len(self._reading)
+        first = self._waiting.peek(free)
+        if not first:
+            return []
+        count = admissible(
+            [Want(len(w.task.prompt) + len(w.tokens), w.task.sampling.max_new_tokens - len(w.tokens)) for w in first],
+            Size.of(self._held()),
+            free=free,
+            budget=self.limits.cache_tokens,
+            footprint=self.lane.footprint,
+        )
+        return first[:count]
+
+    def _prepare(self, works: Sequence[Work]) -> None:
+        rows = self._decoder.rows
+        rows.forget_stop_strings()
+        for work in works:
+            stop = work.task.sampling.stop
+            if not rows.knows_stop_strings(stop):
+                assert self._text is not None
+                rows.know_stop_strings(stop, self._text.suspects(stop, self.model.vocabulary))
+            work.mark(self.version, len(work.tokens))
 
     def _after(self, made: Made) -> None:
         """Let go what has ended with these tokens, and tell those who stream."""
         rows = self._decoder.rows
-        self.generated_tokens += rows.active - made.first
+        self.generated_tokens += rows.active - made.first - made.ended.replayed
         endings: dict[int, Ending] = {row: Ending("length") for row in made.ended.by_count.tolist()}
         for row in made.ended.by_token.tolist():
             endings[row] = Ending("stop", matched=rows.tail(row, 1)[0])
@@ -89,12 +199,12 @@ class Core:
             endings[row] = Ending("abort", message="the model's output is not finite; its weights may be broken")
         if rows.streaming:
             for row in range(made.first, rows.active):
-                if rows.works[row].task.streams and row not in endings:
+                if rows.works[row].task.streams and row not in endings and not rows.replays(row):
                     self._deliver(rows.save(row), None)
         if endings:
             for row, work in zip(endings, self._decoder.leave(list(endings)), strict=True):
                 if row in made.broken:
-                    del work.tokens[-1], work.logprobs[-1]
+                    work.drop_last()
                 self._deliver(work, endings[row])
 
     def _deliver(self, work: Work, ending: Ending | None) -> None:
@@ -106,6 +216,10 @@ class Core:
                 work.spans(len(work.tokens)) if work.marks else work.never_joined(self.version),
                 work.cached_tokens,
                 ending,
+                tuple(work.tops),
+                tuple(work.named),
+                work.prompt_logprobs,
+                work.retractions,
             )
         )
 
@@ -113,7 +227,11 @@ class Core:
         """End these now, with the tokens they have."""
         rows = self._decoder.rows
         leaving = [row for row, work in enumerate(rows.works) if unwanted(work.task)]
-        for work in [*self._decoder.leave(leaving), *self._waiting.drop(unwanted)]:
+        unread = [work for work in self._reading if unwanted(work.task)]
+        if unread:
+            self._reading = [work for work in self._reading if not unwanted(work.task)]
+            self._decoder.drop_prompts(self._reading)
+        for work in [*self._decoder.leave(leaving), *unread, *self._waiting.drop(unwanted)]:
             self._deliver(work, Ending("abort", message=message))
 
     def abort_all(self, message: str = ABORTED) -> None:
@@ -133,7 +251,10 @@ class Core:
         self.paused = False
 
     def _retract(self) -> None:
-        self._waiting.put_back(self._decoder.leave(range(self.running)))
+        works = [*self._decoder.leave(range(self.running)), *self._reading]
+        self._reading = []
+        self._decoder.drop_prompts()
+        self._put_back(works)
 
     def flush(self) -> None:
         """Forget the cache. Raises EngineError while sequences run, whose cache it is."""
@@ -141,7 +262,8 @@ class Core:
             raise EngineError(
                 f"{self.running} requests are running", fix="Pause with mode retract, or abort them, first"
             )
-        self._decoder.cache.release()
+        self._retract()
+        self.lane.release()
 
     def check_version(self, version: str | None) -> None:
         """Raises EngineError for a version older than what is served."""
@@ -152,11 +274,11 @@ class Core:
         """Serve these weights from the next token on. Raises EngineError; then nothing has changed."""
         self.check_version(version)
         if "weights" in self.asleep:
-            raise EngineError("the weights are released", fix="Call /resume_memory_occupation first")
+            raise ASLEEP
         if abort:
             self.abort_all("aborted by a change of weights")
         install(self.model, staged)
-        self._decoder.forget_prompts()
+        self._decoder.distrust_prompts()
         if flush:
             self._retract()
         self.rename(version or self.version)
@@ -167,20 +289,38 @@ class Core:
         self.version = version
         rows = self._decoder.rows
         for row, work in enumerate(rows.works):
-            work.mark(version, int(rows.counts[row]))
+            work.mark(version, rows.made(row))
 
     def release(self, tags: frozenset[str]) -> None:
         """Give memory back ("weights", "kv_cache"). Raises EngineError unless nothing runs."""
         if self.running:
             raise EngineError(f"{self.running} requests are running", fix="Pause or abort them first")
         if "kv_cache" in tags:
-            self._decoder.cache.release()
+            self._retract()
+            self.lane.release()
         if "weights" in tags - self.asleep:
-            put_to_sleep(self.model)
+            self._bed.put_to_sleep()
         self.asleep |= tags
+        give_back_free_memory()
 
     def wake(self, tags: frozenset[str]) -> None:
         """Take memory again; the cache grows by itself."""
         if "weights" in tags & self.asleep:
-            wake(self.model)
+            with memory_error_explained("while the weights came back"):
+                self._bed.wake()
         self.asleep -= tags
+
+
+def _prefix(needs: Sequence[Prompt | None], begun: set[Prompt], cut: Prompt | None) -> int:
+    """How many works, in order, are taken: up to the first prompt that has no turn yet.
+
+    Behind a prompt that is cut come only those that share it; nobody overtakes it.
+    """
+    behind = False
+    for count, prompt in enumerate(needs):
+        if prompt is not None and prompt not in begun and prompt.left:
+            return count
+        if behind and prompt is not cut:
+            return count
+        behind = behind or (cut is not None and prompt is cut)
+    return len(needs)

@@ -1,8 +1,9 @@
-"""The running rows and one decode step over them.
+"""The running rows and one decode step over them, whatever the lane.
 
-Joining: prompts go through the model together (`prefill`); a prompt that several joining rows share goes through once,
-and one that a running row has goes through not at all: its keys, values and last logits are copied. The first token is
-drawn from the prompt's last logits, every further one by `step`.
+Joining: a prompt that several joining rows share is read once, and one that a running row has is not read at all where the
+lane can copy it: its keys, values and last logits are taken over. The first token is drawn from the prompt's last logits,
+every further one by `step`. A row that comes back, with tokens it made before, has them read like a prompt, or (where the
+lane replays) makes them again and keeps what it had.
 
 Not thread-safe, knows no queue and no clock: the runner's thread owns it.
 """
@@ -11,18 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 import numpy as np
 import torch
 
-from gcore.rollout.engine.cache import RowCache
-from gcore.rollout.engine.columns import make_room, refill, rows_for
+from gcore.rollout.engine.columns import refill
+from gcore.rollout.engine.lane import Lane, Origin
 from gcore.rollout.engine.model import Model
-from gcore.rollout.engine.prefill import Pass, prefill
+from gcore.rollout.engine.prefill import Chunk, Prompt
 from gcore.rollout.engine.rows import Ended, Rows
-from gcore.rollout.engine.sampling import Forbidden, RowParams, draw
+from gcore.rollout.engine.sampling import Forbidden, RowParams, draw, likeliest, named
 from gcore.rollout.engine.tasks import Work, prompt_key
+
+Key = tuple[bytes, int | None, int, tuple[int, ...]]
+"""What a prompt that is read is known by: its content, and which log-probabilities of it are wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,118 +37,107 @@ class Made:
     broken: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Origin:
-    """Where a joining row's prompt of `length` tokens is copied from: place `source` of a pass, or of the running rows."""
-
-    length: int
-    fresh: int | None
-    """Which pass; None: the running rows."""
-    source: int
-    logits: torch.Tensor
-
-    @property
-    def together(self) -> tuple[int, int, int]:
-        """Rows of which this is equal are written at once."""
-        return (-1, self.length, self.source) if self.fresh is None else (self.fresh, self.length, 0)
-
-
 class Decoder:
-    """A model, its cache and the running rows. `slots`: rows at once, at most."""
+    """A lane and the running rows. `slots`: rows at once, at most."""
 
-    def __init__(self, model: Model, slots: int) -> None:
+    def __init__(self, model: Model, lane: Lane, slots: int) -> None:
         self.model = model
+        self.lane = lane
         self.slots = slots
         self.rows = Rows()
-        self.cache = RowCache(model.shape)
-        self.column = 0
-        """The next write column."""
         self._after_prompt: list[torch.Tensor | None] = []
         """By row: the logits after its prompt, as long as the present weights made all that is known of the prompt."""
+        self._prompts: dict[Key, Prompt] = {}
+        """Prompts that are being read."""
         self._params: RowParams | None = None
+        self._asking = False
+        """Whether any row asks for the log-probabilities of tokens besides its own."""
 
-    @property
-    def free(self) -> int:
-        """Rows that may join."""
-        return self.slots - self.rows.active
+    def key(self, work: Work) -> Key:
+        """By what its prompt is known."""
+        again = bool(work.tokens) and not self.lane.replays
+        content = prompt_key(self.ids(work)) if again else work.task.key
+        sampling = work.task.sampling
+        if sampling.prompt_logprobs_from is None or work.prompt_logprobs is not None:
+            return (content, None, 0, ())
+        return (content, sampling.prompt_logprobs_from, sampling.top_logprobs, sampling.named_tokens)
+
+    def ids(self, work: Work) -> tuple[int, ...]:
+        """What is read before it joins."""
+        return work.task.prompt if self.lane.replays else work.task.prompt + tuple(work.tokens)
+
+    def known(self) -> dict[Key, int]:
+        """Prompts that running rows have, and the row."""
+        if not self.lane.copies:
+            return {}
+        return {
+            (work.task.key, None, 0, ()): row
+            for row, work in enumerate(self.rows.works)
+            if self._after_prompt[row] is not None
+        }
+
+    def prompt(self, work: Work) -> Prompt:
+        """The work's prompt as it is being read; a new one when it is not."""
+        key = self.key(work)
+        if key not in self._prompts:
+            self._prompts[key] = Prompt(self.ids(work), *key[1:])
+        return self._prompts[key]
+
+    @torch.inference_mode()
+    def read(self, chunks: Sequence[Chunk]) -> None:
+        """Parts of prompts through the model."""
+        self.lane.read(chunks)
 
     @torch.inference_mode()
     def join(self, works: Sequence[Work]) -> Made:
-        """These become the last rows, and each draws a token. At most `free` of them."""
-        prompts = {work.task.key if not work.tokens else prompt_key(_ids(work)): work for work in works}
-        running = {
-            work.task.key: row for row, work in enumerate(self.rows.works) if self._after_prompt[row] is not None
-        }
-        fresh = [key for key in prompts if key not in running]
-        passes = prefill(self.model, self.cache, [_ids(prompts[key]) for key in fresh])
-        origins = {fresh[m]: o for number, p in enumerate(passes) for m, o in _origins_of(number, p, prompts, fresh)}
-        for key in prompts.keys() & running.keys():
-            row = running[key]
-            logits = self._after_prompt[row]
-            assert logits is not None
-            origins[key] = _Origin(len(_ids(prompts[key])), None, row, logits)
-        return self._enter(works, origins, passes)
-
-    def _enter(self, works: Sequence[Work], origins: dict[bytes, _Origin], passes: list[Pass]) -> Made:
-        found = [(work, origins[work.task.key if not work.tokens else prompt_key(_ids(work))]) for work in works]
-        found.sort(key=lambda pair: pair[1].together)
-        before = self.rows.active
-        self._make_room(longest=max(o.length for _, o in found), rows=before + len(found))
-        row = before
-        for _, group in groupby((o for _, o in found), key=lambda o: o.together):
-            members = list(group)
-            one, new = members[0], slice(row, row + len(members))
-            if one.fresh is None:
-                start = int(self.rows.starts[one.source])
-                self.cache.copy(one.source, start, one.length, rows=new, column=self.column)
+        """These, whose prompts are read or known, become the last rows, and each draws a token."""
+        known = self.known()
+        paid: set[Key] = set()
+        origins = []
+        for work in works:
+            key = self.key(work)
+            prompt = self._prompts.get(key)
+            if prompt is None:
+                row = known[key]
+                logits = self._after_prompt[row]
+                assert logits is not None
+                origins.append(Origin(len(self.ids(work)), logits, row=row))
+                work.cached_tokens = origins[-1].length
             else:
-                prefix = passes[one.fresh].prefix
-                self.cache.join(prefix, [o.source for o in members], one.length, row=row, column=self.column)
-            row = new.stop
-        for work, origin in found:
-            work.cached_tokens = origin.length if origin.fresh is None else 0
-        self.rows.join([work for work, _ in found], [self.column - o.length for _, o in found])
-        self._after_prompt += [None if work.tokens else o.logits for work, o in found]
-        self._params = None
-        return self._draw(torch.stack([o.logits for _, o in found]), before)
+                assert prompt.logits is not None
+                origins.append(Origin(len(prompt.tokens), prompt.logits, prompt=prompt))
+                # One of those that share a prompt has it computed, the others get it from there.
+                work.cached_tokens = origins[-1].length if key in paid else 0
+                work.prompt_logprobs = work.prompt_logprobs or prompt.logprobs
+            paid.add(key)
+        return self._enter(works, origins, paid)
 
-    def _make_room(self, *, longest: int, rows: int) -> None:
-        active = self.rows.active
-        first = self.rows.first_column() if active else None
-        room = make_room(first=first, column=self.column, longest=longest, columns=self.cache.columns)
-        self.cache.move(
-            room,
-            rows=rows_for(rows, rows=self.cache.rows, most=self.slots),
-            active=active,
-            first=first or 0,
-            column=self.column,
-            starts=self.rows.starts[:active].tolist(),
-        )
-        self.rows.shift(room.shift)
-        self.column += room.shift
+    def _enter(self, works: Sequence[Work], origins: Sequence[Origin], read: set[Key]) -> Made:
+        before = self.rows.active
+        order = self.lane.enter(origins, before)
+        again = not self.lane.replays
+        self.rows.join([works[i] for i in order], replay=self.lane.replays)
+        for i in order:
+            prompt = origins[i].prompt
+            stale = prompt is not None and prompt.stale
+            self._after_prompt.append(None if stale or (again and works[i].tokens) else origins[i].logits)
+        for key in read:
+            self._prompts.pop(key, None)
+        self._params = None
+        asked = (work.task.sampling for work in self.rows.works)
+        self._asking = any(sampling.top_logprobs or sampling.named_tokens for sampling in asked)
+        return self._draw(torch.stack([origins[i].logits for i in order]), before)
 
     @torch.inference_mode()
     def step(self) -> Made:
         """Every row makes a token; there must be one."""
-        active, device = self.rows.active, self.model.shape.device
-        if self.column >= self.cache.columns:
-            self._make_room(longest=0, rows=active)
-        self.model.attention.bias = self.cache.aim(active=active, first=self.rows.first_column(), column=self.column)
-        positions = self.column - self.rows.starts[:active]
-        logits = self.model.module(
-            input_ids=torch.from_numpy(self.rows.pending()[:, None]).to(device),
-            position_ids=torch.from_numpy(positions[:, None]).to(device),
-            past_key_values=self.cache,
-            use_cache=True,
-        ).logits[:, -1]
-        self.column += 1
-        return self._draw(logits, 0)
+        return self._draw(self.lane.step(self.rows.pending(), self.rows.lengths), 0)
 
     def _draw(self, logits: torch.Tensor, first: int) -> Made:
         rows, device = self.rows, self.model.shape.device
         if first or self._params is None:
             new = slice(first, rows.active)
-            params = RowParams.of(rows.temperature[new], rows.top_p[new], rows.top_k[new], device)
+            params = RowParams.of(rows.temperature[new], rows.top_p[new], rows.top_k[new], rows.min_p[new], device)
             self._params = None if first else params
         else:
             params = self._params
@@ -154,34 +146,47 @@ class Decoder:
         drawn = draw(logits, torch.from_numpy(rows.uniforms(first)).to(device), params, forbidden)
         logprobs = drawn.logprobs.cpu().numpy()
         ended = rows.record(first, drawn.tokens.cpu().numpy(), logprobs)
-        broken = () if np.isfinite(logprobs).all() else tuple((np.flatnonzero(~np.isfinite(logprobs)) + first).tolist())
-        return Made(first, ended, broken)
+        if self._asking:
+            self._tell_others(logits, first)
+        if np.isfinite(logprobs).all():
+            return Made(first, ended, ())
+        self.lane.clean()
+        return Made(first, ended, tuple((np.flatnonzero(~np.isfinite(logprobs)) + first).tolist()))
+
+    def _tell_others(self, logits: torch.Tensor, first: int) -> None:
+        """The likeliest tokens and the named ones, for the rows that ask for them."""
+        for row in range(first, self.rows.active):
+            work, own = self.rows.works[row], logits[row - first : row - first + 1]
+            sampling = work.task.sampling
+            if self.rows.replays(row):
+                continue
+            if sampling.top_logprobs:
+                work.tops += likeliest(own, [sampling.temperature], sampling.top_logprobs)
+            if sampling.named_tokens:
+                work.named += named(own, [sampling.temperature], sampling.named_tokens)
 
     @torch.inference_mode()  # moving rows writes to tensors that were made in it
     def leave(self, leaving: Sequence[int]) -> list[Work]:
         """These rows give their place back; their works, with all that they made, in the order asked for."""
+        if not leaving:
+            return []
         works = [self.rows.save(row) for row in leaving]
         change = refill(leaving, self.rows.active)
-        if change.holes:
-            self.cache.refill(change, first=self.rows.first_column(), column=self.column)
-            for hole, source in zip(change.holes, change.sources, strict=True):
-                self._after_prompt[hole] = self._after_prompt[source]
+        self.lane.leave(change)
+        for hole, source in zip(change.holes, change.sources, strict=True):
+            self._after_prompt[hole] = self._after_prompt[source]
         self.rows.refill(change)
         del self._after_prompt[change.active :]
         self._params = None
         return works
 
-    def forget_prompts(self) -> None:
-        """The weights have changed: what a running row knows of its prompt is not for others any more."""
+    def drop_prompts(self, works: Sequence[Work] = ()) -> None:
+        """Forget what has been read of prompts, all but those of these works."""
+        keep = {self.key(work) for work in works}
+        self._prompts = {key: prompt for key, prompt in self._prompts.items() if key in keep}
+
+    def distrust_prompts(self) -> None:
+        """The weights have changed: what is known of a prompt is not for others any more."""
         self._after_prompt = [None] * self.rows.active
-
-
-def _ids(work: Work) -> tuple[int, ...]:
-    return work.task.prompt + tuple(work.tokens)
-
-
-def _origins_of(number: int, one: Pass, prompts: dict[bytes, Work], fresh: list[bytes]) -> list[tuple[int, _Origin]]:
-    return [
-        (member, _Origin(len(_ids(prompts[fresh[member]])), number, place, one.logits[place]))
-        for place, member in enumerate(one.members)
-    ]
+        for prompt in self._prompts.values():
+            prompt.stale = prompt.stale or prompt.done > 0

@@ -1,60 +1,152 @@
-"""Loading a Hugging Face model, refusing those that the engine's cache cannot serve, and changing weights.
+"""Loading a Hugging Face causal model, and one forward pass through it.
 
-A model is refused at start when its configuration names what the cache does not do (windows, states, positions that
-depend on the length of the batch). What a configuration does not tell, `decoder.prove` finds out.
+A model folder is refused at start, in one sentence, when it cannot be loaded whole: weights that are truncated, missing or
+do not fit, a configuration of no known architecture, a tokenizer with more tokens than the model has. Which lane can serve
+a model that loads is not decided here (`prove`).
 
-New weights are first read into host memory (`stage`, in any thread) and compared with what the model has: names and
-shapes must all fit before anything is written (`install`, between decode steps). A folder whose names differ from the
-module's own (older checkpoints, fused experts) is read through transformers instead, which knows how to convert them.
+A forward pass needs the logits of a few positions only, and an output layer over a large vocabulary is most of its work.
+So a hook stands before that layer and lets through the positions that are wanted, whatever the model's own forward offers
+for that; and the logits of a decode step over a large vocabulary are written into the same memory each time, because
+tens of megabytes that are fresh at every step cost the system more than the multiplication.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from torch.nn import functional
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
-from gcore.errors import DataError, EngineError
+from gcore.errors import DataError
 from gcore.models.folder import check_code
 from gcore.rollout.engine.attention import NAME, Attention
 from gcore.rollout.engine.cache import CacheShape
 from gcore.rollout.engine.text import Text
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+CONTEXT = 2048
+"""Of a model that names none, when the launch does not either."""
+LARGE_VOCABULARY = 16_384
 LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
 
-@dataclass(frozen=True, slots=True)
+class Head:
+    """Stands at the output layer. `wanted`: rows and positions whose logits are needed; None: of every row's only one."""
+
+    def __init__(self, layer: Any, device: torch.device) -> None:
+        self.wanted: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._buffer = torch.zeros(0)
+        self._layer = layer
+        layer.register_forward_pre_hook(self._select)
+        plain = type(layer) is torch.nn.Linear and layer.bias is None
+        if plain and device.type == "cpu" and int(layer.weight.shape[0]) >= LARGE_VOCABULARY:
+            layer.forward = self._into_buffer
+
+    def _select(self, layer: torch.nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        hidden = arguments[0]
+        if self.wanted is None or hidden.dim() != 3:
+            return None
+        rows, positions = self.wanted
+        return (hidden[rows, positions][:, None], *arguments[1:])
+
+    def _into_buffer(self, hidden: torch.Tensor) -> torch.Tensor:
+        weight: torch.Tensor = self._layer.weight
+        if self.wanted is not None or hidden.dim() != 3 or hidden.shape[1] != 1:
+            return functional.linear(hidden, weight)
+        rows = hidden.shape[0]
+        if self._buffer.shape[0] < rows or self._buffer.dtype != hidden.dtype:
+            self._buffer = torch.empty((rows, weight.shape[0]), dtype=hidden.dtype)
+        return torch.mm(hidden[:, 0], weight.t(), out=self._buffer[:rows])[:, None]
+
+
+@dataclass(slots=True)
 class Model:
     """A loaded model. `end_tokens` end a sample unless the request ignores them."""
 
     module: Any
+    folder: Path
     attention: Attention
     shape: CacheShape
+    """What the fast lanes' caches hold; no layers until `prove` has measured them."""
+    head: Head
     vocabulary: int
     context: int
     end_tokens: tuple[int, ...]
+    trusted: bool = False
+    """Whether code from the folder may run."""
+    cache_name: str = "past_key_values"
+    """What the model's forward calls its cache."""
+    asleep: bool = False
+    """Whether the weights are released."""
+
+    def forward(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        cache: Any,
+        *,
+        wanted: tuple[Sequence[int], Sequence[int]] | None = None,
+    ) -> torch.Tensor:
+        """[row, vocabulary]: logits of each row's only token, or of the `wanted` (rows, positions).
+
+        `ids` and `positions` [row, token].
+        """
+        arguments = {"input_ids": ids, "position_ids": positions, self.cache_name: cache, "use_cache": True}
+        places = None if wanted is None else _places(wanted, ids.device)
+        self.head.wanted = places
+        try:
+            logits: torch.Tensor = self.module(**arguments).logits
+        finally:
+            self.head.wanted = None
+        return _picked(logits, places)
+
+    def forward_own(
+        self, ids: torch.Tensor, cache: Any, *, wanted: tuple[Sequence[int], Sequence[int]] | None = None
+    ) -> tuple[torch.Tensor, Any]:
+        """As `forward`, with the cache that the model makes for itself (None: a new one), which is given back too."""
+        places = None if wanted is None else _places(wanted, ids.device)
+        self.head.wanted = places
+        try:
+            out = self.module(**{"input_ids": ids, self.cache_name: cache, "use_cache": True})
+        finally:
+            self.head.wanted = None
+        kept = getattr(out, self.cache_name, None)
+        if kept is None:
+            raise ValueError("it keeps no cache")
+        return _picked(out.logits, places), kept
+
+    def use_own_attention(self) -> None:
+        """Attend in the engine's way. Raises ValueError where a model cannot be made to."""
+        self.module.set_attn_implementation(NAME)
+
+    def use_plain_attention(self) -> None:
+        """Attend in transformers' own plain way, as loaded models do."""
+        self.module.set_attn_implementation("eager")
+
+
+def _picked(logits: torch.Tensor, places: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
+    if places is None:
+        return logits[:, -1]
+    # A model that does not call its output layer as a module has not been stopped there.
+    return logits[:, 0] if logits.shape[:2] == (len(places[0]), 1) else logits[places]
+
+
+def _places(wanted: tuple[Sequence[int], Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.tensor(wanted[0], device=device), torch.tensor(wanted[1], device=device)
 
 
 def load(
-    folder: Path,
-    *,
-    dtype: str,
-    device: str,
-    context: int | None,
-    text: Text | None,
-    trust_remote_code: bool = False,
+    folder: Path, *, dtype: str, device: str, context: int | None, text: Text | None, trust_remote_code: bool = False
 ) -> Model:
-    """Load from a local folder. Raises DataError in one sentence when it cannot be served.
-
-    `trust_remote_code`: run Python files that the folder brings.
-    """
+    """Load from a local folder. Raises DataError in one sentence when it cannot be served."""
     try:
         config = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError) as error:
@@ -62,67 +154,117 @@ def load(
             f"the model's config.json cannot be read ({error})", where=str(folder), fix="Name the folder of a model"
         ) from error
     check_code(config, trusted=trust_remote_code, where=str(folder))
+    module = _module(folder, DTYPES[dtype], trust_remote_code=trust_remote_code)
+    c = module.config.get_text_config()
+    limit = getattr(c, "max_position_embeddings", None) or getattr(c, "n_positions", None)
+    length = min(int(limit), context or int(limit)) if limit else context or CONTEXT
+    head = module.get_output_embeddings()
+    if head is None or getattr(head, "weight", None) is None:
+        raise refusal(folder, f"a {c.model_type} has no output layer")
+    rope = getattr(c, "rope_parameters", None) or {}
+    kind = rope.get("rope_type", "default") if isinstance(rope, dict) else "default"
+    if kind in LENGTH_DEPENDENT_ROPE:
+        raise refusal(folder, f"its positions ({kind}) depend on the longest sequence of the batch")
+    vocabulary = int(head.weight.shape[0])
+    if text is not None and text.highest_token >= vocabulary:
+        raise DataError(
+            f"the tokenizer has a token {text.highest_token} ({text.token(text.highest_token)!r}), but the model's "
+            f"vocabulary ends at {vocabulary - 1}",
+            where=str(folder),
+            fix="Save the tokenizer that belongs to the model, or resize the model's embeddings",
+        )
+    place = torch.device(device)
+    module.to(place).eval().requires_grad_(False)
+    attention = Attention()
+    attention.register()
+    parameters = inspect.signature(module.forward).parameters
+    use_fused_norms(module)
+    return Model(
+        module,
+        folder,
+        attention,
+        CacheShape((), DTYPES[dtype], place),
+        Head(head, place),
+        vocabulary,
+        length,
+        _end_tokens(folder, config, text),
+        trusted=trust_remote_code,
+        cache_name="cache_params" if "cache_params" in parameters else "past_key_values",
+    )
+
+
+def _module(folder: Path, dtype: torch.dtype, *, trust_remote_code: bool) -> Any:
+    transformers_logging.disable_progress_bar()
     try:
-        module: Any = AutoModelForCausalLM.from_pretrained(
+        module, report = AutoModelForCausalLM.from_pretrained(
             folder,
-            dtype=DTYPES[dtype],
+            dtype=dtype,
             attn_implementation="eager",
             local_files_only=True,
             trust_remote_code=trust_remote_code,
+            output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
         raise DataError(
             f"cannot load this model ({reason})", where=str(folder), fix="Check the folder's files"
         ) from error
-    c = module.config
-    limit = int(getattr(c, "max_position_embeddings", None) or getattr(c, "n_positions", None) or 2048)
-    length = min(limit, context or limit)
-    if (unfit := _unfit(module, length)) is not None:
-        raise _refusal(folder, unfit)
-    module.to(device).eval().requires_grad_(False)
-    heads = int(c.num_attention_heads)
-    attention = Attention(length)
-    attention.register()
-    shape = CacheShape(
-        layers=int(c.num_hidden_layers),
-        kv_heads=int(getattr(c, "num_key_value_heads", None) or heads),
-        head_dim=int(getattr(c, "head_dim", None) or c.hidden_size // heads),
-        dtype=DTYPES[dtype],
-        device=torch.device(device),
-    )
-    vocabulary = int(module.get_output_embeddings().weight.shape[0])
-    return Model(module, attention, shape, vocabulary, length, _end_tokens(folder, config, text))
+    # transformers would make these up at random and only warn.
+    missing = sorted(report["missing_keys"])
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise DataError(
+            f"the model's weights lack {missing[0]}{more}", where=str(folder), fix="Copy or save the model again"
+        )
+    return module
 
 
-def use_own_attention(model: Model) -> None:
-    """Loaded models attend in transformers' plain way until this is called."""
-    model.module.set_attn_implementation(NAME)
-
-
-def _refusal(folder: Path, why: str) -> DataError:
+def refusal(folder: Path, why: str) -> DataError:
+    """The sentence for a model that loads and still cannot be served."""
     return DataError(
         f"the torch engine cannot serve this model: {why}", where=str(folder), fix="Serve it with SGLang instead"
     )
 
 
-def _unfit(module: Any, context: int) -> str | None:
-    c = module.config
-    kinds = set(getattr(c, "layer_types", None) or ()) - {"full_attention"}
-    window = getattr(c, "sliding_window", None) if getattr(c, "use_sliding_window", True) else None
-    rope = getattr(c, "rope_parameters", None) or {}
-    kind = rope.get("rope_type", "default") if isinstance(rope, Mapping) else "default"
-    if not getattr(module, "_supports_attention_backend", False):
-        return f"a {c.model_type} has no attention that can be replaced"
-    if kinds:
-        return f"it has layers of kind {', '.join(sorted(kinds))}, and only full attention is served"
-    if window is not None and window < context:
-        return f"its attention has a sliding window of {window} tokens, less than its context of {context}"
-    if kind in LENGTH_DEPENDENT_ROPE:
-        return f"its positions ({kind}) depend on the longest sequence of the batch"
-    if getattr(c, "num_attention_heads", None) is None or module.get_output_embeddings() is None:
-        return f"a {c.model_type} has no attention heads or no output layer"
-    return None
+@torch.inference_mode()
+def use_fused_norms(module: Any) -> None:
+    """Give layers that compute torch's own RMS norm, to the same bits, that one: it is half as many steps."""
+    found: dict[type, bool] = {}
+    for layer in module.modules():
+        kind = type(layer)
+        if not kind.__name__.endswith("RMSNorm") or not hasattr(layer, "variance_epsilon"):
+            continue
+        if kind not in found:
+            found[kind] = _is_rms_norm(layer)
+        if found[kind]:
+            layer.forward = _fused(layer)
+
+
+def _fused(layer: Any) -> Any:
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        weight = layer.weight
+        return functional.rms_norm(hidden, weight.shape, weight, layer.variance_epsilon)
+
+    return forward
+
+
+def _is_rms_norm(layer: Any) -> bool:
+    """Asked of other weights than its own, which may be all ones."""
+    weight = getattr(layer, "weight", None)
+    if weight is None or weight.dim() != 1 or len(list(layer.parameters())) != 1:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    own = weight.clone()
+    weight.copy_(torch.randn(weight.shape, generator=generator).to(weight))
+    try:
+        for size in ((1, 1), (7, 3), (64, 1), (5, 4, 3)):
+            hidden = torch.randn((*size, *weight.shape), generator=generator).to(weight) * 3
+            fused = functional.rms_norm(hidden, weight.shape, weight, layer.variance_epsilon)
+            if not torch.equal(layer(hidden), fused):
+                return False
+    finally:
+        weight.copy_(own)
+    return True
 
 
 def _end_tokens(folder: Path, config: dict[str, Any], text: Text | None) -> tuple[int, ...]:
@@ -142,70 +284,3 @@ def _end_tokens(folder: Path, config: dict[str, Any], text: Text | None) -> tupl
     if text is not None and isinstance(end, str) and (known := text.token_id(end)) is not None:
         found.add(known)
     return tuple(sorted(found))
-
-
-@dataclass(frozen=True, slots=True)
-class Staged:
-    """Weights in host memory that fit the model; by the module's names."""
-
-    tensors: Mapping[str, torch.Tensor]
-
-
-def stage(model: Model, folder: Path) -> Staged:
-    """Read a folder's weights. Raises EngineError, and nothing has changed, when they do not fit."""
-    own: dict[str, torch.Tensor] = model.module.state_dict()
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise EngineError("there are no weights (*.safetensors)", where=str(folder), fix="Publish a whole model folder")
-    tensors: dict[str, torch.Tensor] = {}
-    try:
-        for file in files:
-            with safe_open(file, framework="pt") as weights:
-                tensors.update({name: weights.get_tensor(name) for name in weights.keys()})  # noqa: SIM118
-        if tensors.keys() - own.keys():
-            tensors = dict(_converted(model, folder))
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise EngineError(
-            f"cannot read the weights ({' '.join(str(error).split())[:300]})",
-            where=str(folder),
-            fix="Publish them again",
-        ) from error
-    # Tied weights stand in a checkpoint once.
-    written = {own[name].data_ptr() for name in tensors if name in own}
-    missing = sorted(name for name in own.keys() - tensors.keys() if own[name].data_ptr() not in written)
-    unknown = sorted(tensors.keys() - own.keys())
-    wrong = sorted(n for n, t in tensors.items() if n in own and t.shape != own[n].shape)
-    for names, what in ((missing, "lacks"), (unknown, "has, unknown to the model,"), (wrong, "has in another shape")):
-        if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise EngineError(f"the weights do not fit: the folder {what} {names[0]}{more}", where=str(folder))
-    return Staged(tensors)
-
-
-def _converted(model: Model, folder: Path) -> Mapping[str, torch.Tensor]:
-    # The class that serves already, which may be one that came with the model.
-    module: Any = type(model.module).from_pretrained(
-        folder, config=model.module.config, dtype=model.shape.dtype, local_files_only=True
-    )
-    state: dict[str, torch.Tensor] = module.state_dict()
-    return state
-
-
-def install(model: Model, staged: Staged) -> None:
-    """Write staged weights over the model's own."""
-    own: dict[str, torch.Tensor] = model.module.state_dict()
-    with torch.no_grad():
-        for name, tensor in staged.tensors.items():
-            own[name].copy_(tensor)
-
-
-def put_to_sleep(model: Model) -> None:
-    """The weights go from the accelerator to host memory; where they are there already, nothing happens."""
-    if model.shape.device.type != "cpu":
-        model.module.to("cpu")
-        torch.cuda.empty_cache()
-
-
-def wake(model: Model) -> None:
-    """The weights come back."""
-    model.module.to(model.shape.device)

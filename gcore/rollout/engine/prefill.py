@@ -1,53 +1,206 @@
-"""Prompts through the model: their keys and values, and the logits after their last token.
+"""Prompts on their way through the model: keys and values, the logits after the last token, log-probabilities of the rest.
 
-Several prompts in one forward pass, padded on the right; attention is causal, so no real token sees the padding, and what
-stands there is never copied into the cache. Does not choose rows and draws no tokens.
+A prompt may be read in several chunks; what of it is done stands in a buffer of its own until a row takes it over. Whole
+prompts share forward passes, padded on the right; attention is causal, so no real token sees the padding, and what stands
+there is never copied into the cache. Does not choose rows, plan chunks or draw tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from transformers.cache_utils import Cache
 
-from gcore.rollout.engine.cache import Prefix, RowCache
-from gcore.rollout.engine.columns import Batch, prefill_batches
+from gcore.rollout.engine.attention import Reading
+from gcore.rollout.engine.cache import CacheShape, zeros
+from gcore.rollout.engine.columns import prefill_batches
 from gcore.rollout.engine.model import Model
+from gcore.rollout.engine.sampling import likeliest, named
+from gcore.rollout.engine.schedule import IDLE_TOKENS
+from gcore.rollout.engine.tasks import PromptLogprobs, Top
 
-MOST_TOKENS = 8192
-"""Padded prompt tokens in one forward pass, unless a single prompt is longer."""
+LOGIT_CELLS = 32 * 1024 * 1024
+"""Logits in one pass, at most, where log-probabilities of prompt tokens are asked for."""
+
+
+@dataclass(slots=True, eq=False)
+class Prompt:
+    """A prompt, or the tokens of a sample that goes on. `kept`: what the lane keeps of it."""
+
+    tokens: tuple[int, ...]
+    logprobs_from: int | None = None
+    """Log-probabilities of its tokens are wanted from this position on."""
+    tops: int = 0
+    names: tuple[int, ...] = ()
+    """Tokens whose log-probabilities are wanted at the same positions."""
+    done: int = 0
+    """Tokens read."""
+    kept: Any = None
+    logits: torch.Tensor | None = None
+    """[vocabulary]: what follows the last token, once all are read."""
+    stale: bool = False
+    """Other weights than the present ones read a part of it."""
+    values: list[float | None] = field(default_factory=list)
+    likeliest: list[Top | None] = field(default_factory=list)
+    named: list[tuple[float, ...] | None] = field(default_factory=list)
+
+    @property
+    def left(self) -> int:
+        """Tokens to read."""
+        return len(self.tokens) - self.done
+
+    @property
+    def logprobs(self) -> PromptLogprobs | None:
+        """Of its tokens; None when none are wanted."""
+        if self.logprobs_from is None:
+            return None
+        return PromptLogprobs(self.logprobs_from, tuple(self.values), tuple(self.likeliest), tuple(self.named))
+
+    def most(self, vocabulary: int) -> int | None:
+        """Tokens that one pass may read; None: any number."""
+        return None if self.logprobs_from is None else max(1, LOGIT_CELLS // vocabulary)
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
-    """One forward pass: prompt `members[i]` is `prefix`'s i-th, and `logits[i]` [vocabulary] follow it."""
+class Chunk:
+    """The next `count` tokens of a prompt."""
 
-    members: tuple[int, ...]
+    prompt: Prompt
+    count: int
+
+    @property
+    def alone(self) -> bool:
+        """Whether it cannot share a pass: a part of a prompt, or one whose own tokens are to be judged."""
+        return self.count < len(self.prompt.tokens) or self.prompt.logprobs_from is not None
+
+
+class Prefix(Cache):  # type: ignore[misc]  # transformers is not typed
+    """Keys and values of prompts in one pass, by layer `[prompt, kv_head, token, head_dim]`.
+
+    With `length` it is a buffer for one prompt of so many tokens, read in several passes.
+    """
+
+    is_compileable = False
+
+    def __init__(self, shape: CacheShape | None = None, length: int | None = None) -> None:
+        super().__init__(layers=[])
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+        self.begin = 0
+        self._buffered = length is not None
+        if shape is not None and length is not None:
+            for layer in shape.layers:
+                self.keys.append(zeros((1, layer.kv_heads, length, layer.key_dim), shape))
+                self.values.append(zeros((1, layer.kv_heads, length, layer.value_dim), shape))
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: object, **__: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Called by the model, layer by layer."""
+        if not self._buffered:
+            assert layer_idx == len(self.keys), "layers must come in order"
+            self.keys.append(key_states)
+            self.values.append(value_states)
+            return key_states, value_states
+        end = self.begin + key_states.shape[2]
+        keys, values = self.keys[layer_idx], self.values[layer_idx]
+        keys[:, :, self.begin : end] = key_states
+        values[:, :, self.begin : end] = value_states
+        return keys[:, :, :end], values[:, :, :end]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Nothing, as far as the model is concerned: it is told every position."""
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a read prompt stands: the i-th of a prefix."""
+
     prefix: Prefix
-    logits: torch.Tensor
+    index: int
 
 
-def prefill(model: Model, cache: RowCache, prompts: Sequence[Sequence[int]]) -> list[Pass]:
-    """All prompts, in as few passes as is sensible."""
-    batches = prefill_batches([len(prompt) for prompt in prompts], most_tokens=MOST_TOKENS)
-    return [_forward(model, cache, [prompts[m] for m in batch.members], batch) for batch in batches]
+def read(model: Model, chunks: Sequence[Chunk], *, together: bool = True) -> None:
+    """All chunks, in as few passes as is sensible, or (not `together`) each in a pass of its own."""
+    sharing = [chunk.prompt for chunk in chunks if together and not chunk.alone]
+    for chunk in chunks:
+        if not together or chunk.alone:
+            _read_alone(model, chunk)
+    for batch in prefill_batches([len(prompt.tokens) for prompt in sharing], most_tokens=IDLE_TOKENS):
+        _read_together(model, [sharing[m] for m in batch.members], batch.width)
 
 
-def _forward(model: Model, cache: RowCache, prompts: Sequence[Sequence[int]], batch: Batch) -> Pass:
+def _read_together(model: Model, prompts: Sequence[Prompt], width: int) -> None:
     device = model.shape.device
-    padded = [list(prompt) + [0] * (batch.width - len(prompt)) for prompt in prompts]
-    last = [len(prompt) - 1 for prompt in prompts]
-    kept = sorted(set(last))
-    model.attention.bias = None
-    cache.prefix = prefix = Prefix()
-    out = model.module(
-        input_ids=torch.tensor(padded, device=device),
-        position_ids=torch.arange(batch.width, device=device).expand(len(prompts), -1),
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=torch.tensor(kept, device=device),
-    ).logits
-    cache.prefix = None
-    place = torch.tensor([kept.index(position) for position in last], device=device)
-    return Pass(batch.members, prefix, out[torch.arange(len(prompts), device=device), place])
+    padded = [[*prompt.tokens, *(0,) * (width - len(prompt.tokens))] for prompt in prompts]
+    prefix = Prefix()
+    model.attention.kind = Reading()
+    logits = model.forward(
+        torch.tensor(padded, device=device),
+        torch.arange(width, device=device).expand(len(prompts), -1),
+        prefix,
+        wanted=(list(range(len(prompts))), [len(prompt.tokens) - 1 for prompt in prompts]),
+    )
+    for index, prompt in enumerate(prompts):
+        prompt.kept, prompt.logits, prompt.done = Place(prefix, index), logits[index], len(prompt.tokens)
+
+
+def _read_alone(model: Model, chunk: Chunk) -> None:
+    prompt, device = chunk.prompt, model.shape.device
+    if prompt.kept is None:
+        prompt.kept = Place(Prefix(model.shape, len(prompt.tokens)), 0)
+    left = chunk.count
+    while left:
+        count = min(left, prompt.most(model.vocabulary) or left)
+        begin, end = prompt.done, prompt.done + count
+        prefix: Prefix = prompt.kept.prefix
+        prefix.begin = begin
+        model.attention.kind = Reading(past=begin)
+        wanted = positions_wanted(prompt, begin, end)
+        logits = model.forward(
+            torch.tensor([prompt.tokens[begin:end]], device=device),
+            torch.arange(begin, end, device=device)[None],
+            prefix,
+            wanted=([0] * len(wanted), [position - begin for position in wanted]),
+        )
+        judge(prompt, wanted, logits)
+        prompt.done = end
+        left -= count
+
+
+def positions_wanted(prompt: Prompt, begin: int, end: int) -> list[int]:
+    """Positions in [begin, end) whose logits are needed; at least one, for a pass must have some."""
+    if prompt.logprobs_from is None:
+        return [end - 1]
+    # The logits at a position judge the token behind it.
+    return list(range(min(max(begin, prompt.logprobs_from - 1), end - 1), end))
+
+
+def judge(prompt: Prompt, positions: Sequence[int], logits: torch.Tensor) -> None:
+    """Keep what is wanted of `logits` [position, vocabulary], which stand at these positions of the prompt."""
+    length = len(prompt.tokens)
+    if positions[-1] == length - 1:
+        prompt.logits = logits[-1]
+    start = prompt.logprobs_from
+    if start is None or start >= length:
+        return
+    if start == 0 and not prompt.values:
+        # Before the first token there is nothing that could foretell it.
+        prompt.values.append(None)
+        prompt.likeliest += [None] if prompt.tops else []
+        prompt.named += [None] if prompt.names else []
+    judged = [(i, position + 1) for i, position in enumerate(positions) if start <= position + 1 < length]
+    if not judged:
+        return
+    rows = logits[torch.tensor([i for i, _ in judged], device=logits.device)]
+    targets = torch.tensor([prompt.tokens[t] for _, t in judged], device=logits.device)
+    logprobs = torch.log_softmax(rows.float(), dim=-1)
+    prompt.values += logprobs.gather(-1, targets[:, None])[:, 0].cpu().tolist()
+    if prompt.tops:
+        prompt.likeliest += likeliest(rows, [1.0] * len(judged), prompt.tops)
+    if prompt.names:
+        prompt.named += named(rows, [1.0] * len(judged), prompt.names)

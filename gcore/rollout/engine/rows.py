@@ -2,6 +2,9 @@
 
 Row `i` of every array belongs to `works[i]`. Padding cells of `stops` hold -1, which is no token's id. Imports numpy, not
 torch. Decides nothing: it answers which rows have ended by count or by token, and which may have met a stop string.
+
+A row may be replayed: what it made in an earlier life goes through the model again, token by token, and is kept as it is
+instead of what would be drawn.
 """
 
 from __future__ import annotations
@@ -42,11 +45,22 @@ class Uniforms:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Rows that ended with the token just recorded: at their limit, or at a stop token; `suspects` may have met a string."""
+    """Rows that ended with the token just recorded: at their limit, or at a stop token; `suspects` may have met a string.
+
+    `replayed`: how many rows recorded a token that they had made before.
+    """
 
     by_count: Ints
     by_token: Ints
     suspects: Ints
+    replayed: int = 0
+
+
+FEW = 256
+"""Tokens that a row has places for at first."""
+MOST_STOP_SETS = 64
+"""Sets of stop strings that are remembered, beyond those in use."""
+PER_ROW = ("counts", "prompts", "temperature", "top_p", "top_k", "min_p", "_known", "_limits", "_minimums", "_sets")
 
 
 class Rows:
@@ -55,17 +69,21 @@ class Rows:
     def __init__(self) -> None:
         self.works: list[Work] = []
         self._streaming = 0
+        self._replaying = False
         self._uniform_source = Uniforms()
         self._stop_sets: dict[tuple[str, ...], int] = {}
         self._suspect_tokens: Flags = np.zeros((1, 1), dtype=np.bool_)
-        self.starts: Ints = np.zeros(0, np.int64)
-        """The first column of each row's window."""
         self.counts: Ints = np.zeros(0, np.int64)
-        """Tokens made so far."""
+        """Tokens made so far; of a row that is replayed, those that went through the model again."""
+        self.prompts: Ints = np.zeros(0, np.int64)
+        """Tokens of each row's prompt."""
         self.temperature: Doubles = np.zeros(0)
         self.top_p: Doubles = np.zeros(0)
         self.top_k: Ints = np.zeros(0, np.int64)
         """0: no limit."""
+        self.min_p: Doubles = np.zeros(0)
+        self._known: Ints = np.zeros(0, np.int64)
+        """Tokens made in an earlier life."""
         self._limits: Ints = np.zeros(0, np.int64)
         self._minimums: Ints = np.zeros(0, np.int64)
         self._sets: Ints = np.zeros(0, np.int64)
@@ -84,6 +102,19 @@ class Rows:
         """Whether any of them delivers token by token."""
         return self._streaming > 0
 
+    @property
+    def lengths(self) -> Ints:
+        """[row] tokens of each: prompt and what it made."""
+        return self.prompts[: self.active] + self.counts[: self.active]
+
+    def made(self, row: int) -> int:
+        """Tokens that the row has made, in all its lives."""
+        return max(int(self.counts[row]), int(self._known[row]))
+
+    def replays(self, row: int) -> bool:
+        """Whether the last token recorded was one that the row had made before."""
+        return bool(self.counts[row] <= self._known[row])
+
     def know_stop_strings(self, stop: tuple[str, ...], suspects: Flags) -> None:
         """`suspects[t]`: whether a sequence may meet one of `stop` with token `t`. Needed before such a row joins."""
         if stop in self._stop_sets:
@@ -93,50 +124,74 @@ class Rows:
         self._stop_sets[stop] = len(self._suspect_tokens)
         self._suspect_tokens = np.vstack([self._suspect_tokens, suspects])
 
+    def forget_stop_strings(self) -> None:
+        """Once there are many sets of them, all but those of the running rows."""
+        if len(self._stop_sets) < MOST_STOP_SETS:
+            return
+        used = sorted({work.task.sampling.stop for work in self.works} & self._stop_sets.keys())
+        self._suspect_tokens = self._suspect_tokens[[0, *(self._stop_sets[stop] for stop in used)]]
+        self._stop_sets = {stop: number for number, stop in enumerate(used, 1)}
+        self._sets[: self.active] = [self._stop_sets.get(work.task.sampling.stop, 0) for work in self.works]
+
     def knows_stop_strings(self, stop: tuple[str, ...]) -> bool:
         """Whether `know_stop_strings` was told of them, or there are none."""
         return not stop or stop in self._stop_sets
 
-    def join(self, works: Sequence[Work], starts: Sequence[int]) -> None:
-        """New rows at the end."""
+    def join(self, works: Sequence[Work], *, replay: bool = False) -> None:
+        """New rows at the end. With `replay` what they made before goes through the model again, token by token."""
         sampling = [work.task.sampling for work in works]
         before, after = self.active, self.active + len(works)
         self._reserve(
             after,
-            length=max(s.max_new_tokens for s in sampling),
+            length=max(
+                min(s.max_new_tokens, max(FEW, len(w.tokens) + 1)) for s, w in zip(sampling, works, strict=True)
+            ),
             stops=max(len(s.stop_token_ids) for s in sampling),
         )
         new = slice(before, after)
         self.works.extend(works)
         self._streaming += sum(work.task.streams for work in works)
-        self.starts[new] = starts
-        self.counts[new] = [len(work.tokens) for work in works]
+        known = [len(work.tokens) for work in works]
+        self._known[new] = known if replay else 0
+        self.counts[new] = 0 if replay else known
+        self._replaying |= replay and any(known)
+        self.prompts[new] = [len(work.task.prompt) for work in works]
         self.temperature[new] = [s.temperature for s in sampling]
         self.top_p[new] = [s.top_p for s in sampling]
         self.top_k[new] = [s.top_k or 0 for s in sampling]
+        self.min_p[new] = [s.min_p for s in sampling]
         self._limits[new] = [s.max_new_tokens for s in sampling]
         self._minimums[new] = [s.min_new_tokens for s in sampling]
         self._sets[new] = [self._stop_sets[s.stop] if s.stop else 0 for s in sampling]
         self._stops[new] = NO_TOKEN
         for row, (work, s) in enumerate(zip(works, sampling, strict=True), before):
             self._stops[row, : len(s.stop_token_ids)] = s.stop_token_ids
-            if s.temperature > 0:
-                self._uniforms[row, : s.max_new_tokens] = self._uniform_source.draw(s.seed, s.max_new_tokens)
             if work.tokens:
                 self._tokens[row, : len(work.tokens)] = work.tokens
                 self._logprobs[row, : len(work.tokens)] = work.logprobs
+        self._draw_uniforms(range(before, after))
+
+    def _draw_uniforms(self, rows: Sequence[int]) -> None:
+        """As many as there are places. A stream begins with the same numbers however many are drawn of it."""
+        width = self._uniforms.shape[1]
+        for row in rows:
+            s = self.works[row].task.sampling
+            if s.temperature > 0:
+                count = min(width, s.max_new_tokens)
+                self._uniforms[row, :count] = self._uniform_source.draw(s.seed, count)
 
     def _reserve(self, rows: int, *, length: int, stops: int) -> None:
-        have, (_, long), (_, wide) = len(self.starts), self._tokens.shape, self._stops.shape
+        have, (_, long), (_, wide) = len(self.counts), self._tokens.shape, self._stops.shape
         if rows > have:
             rows = max(rows, 2 * have)
-            for name in ("starts", "counts", "temperature", "top_p", "top_k", "_limits", "_minimums", "_sets"):
+            for name in PER_ROW:
                 setattr(self, name, _grown(getattr(self, name), (rows,)))
-        rows = len(self.starts)
+        rows = len(self.counts)
         if rows > have or length > long:
-            long = max(length, long)
             for name in ("_uniforms", "_tokens", "_logprobs"):
-                setattr(self, name, _grown(getattr(self, name), (rows, long)))
+                setattr(self, name, _grown(getattr(self, name), (rows, max(length, long))))
+        if length > long:
+            self._draw_uniforms(range(self.active))
         if rows > have or stops > wide:
             old = self._stops
             self._stops = np.full((rows, max(stops, wide)), NO_TOKEN, np.int64)
@@ -146,24 +201,13 @@ class Rows:
         """Rows left; the last ones move into the holes."""
         holes, sources = list(refill.holes), list(refill.sources)
         if holes:
-            for array in (self.starts, self.counts, self.temperature, self.top_p, self.top_k):
+            for name in (*PER_ROW, "_stops", "_uniforms", "_tokens", "_logprobs"):
+                array = getattr(self, name)
                 array[holes] = array[sources]
-            for array in (self._limits, self._minimums, self._sets, self._stops):
-                array[holes] = array[sources]
-            for table in (self._uniforms, self._tokens, self._logprobs):
-                table[holes] = table[sources]
             for hole, source in zip(holes, sources, strict=True):
                 self.works[hole] = self.works[source]
         del self.works[refill.active :]
         self._streaming = sum(work.task.streams for work in self.works) if self._streaming else 0
-
-    def shift(self, columns: int) -> None:
-        """All windows moved right by `columns`."""
-        self.starts[: self.active] += columns
-
-    def first_column(self) -> int:
-        """The leftmost live column; there must be a row."""
-        return int(self.starts[: self.active].min())
 
     def pending(self) -> Ints:
         """Each row's last token: the next one to go through the model."""
@@ -184,17 +228,28 @@ class Rows:
         """Rows from `first` on made these tokens. Which of them ended?"""
         rows = np.arange(first, self.active)
         counts = self.counts[first : self.active]
+        replayed = counts < self._known[first : self.active] if self._replaying else None
+        if replayed is not None:
+            tokens = np.where(replayed, self._tokens[rows, counts], tokens)
+            logprobs = np.where(replayed, self._logprobs[rows, counts], logprobs)
         self._tokens[rows, counts] = tokens
         self._logprobs[rows, counts] = logprobs
         counts += 1
         by_token = (tokens[:, None] == self._stops[first : self.active]).any(axis=1)
         by_count = counts >= self._limits[first : self.active]
         sets = self._sets[first : self.active]
-        if self._stop_sets and sets.any():
-            suspects = np.flatnonzero(self._suspect_tokens[sets, tokens]) + first
-        else:
-            suspects = np.zeros(0, np.int64)
-        return Ended(np.flatnonzero(by_count) + first, np.flatnonzero(by_token) + first, suspects)
+        suspected = self._suspect_tokens[sets, tokens] if self._stop_sets and sets.any() else np.zeros_like(by_count)
+        again = 0
+        if replayed is not None:
+            # They did not end there in their earlier life.
+            by_token, by_count, suspected = by_token & ~replayed, by_count & ~replayed, suspected & ~replayed
+            again = int(replayed.sum())
+            self._replaying = bool((self.counts[: self.active] < self._known[: self.active]).any())
+        if ((counts >= self._tokens.shape[1]) & ~by_count).any():
+            self._reserve(self.active, length=2 * self._tokens.shape[1], stops=0)
+        return Ended(
+            np.flatnonzero(by_count) + first, np.flatnonzero(by_token) + first, np.flatnonzero(suspected) + first, again
+        )
 
     def tail(self, row: int, count: int) -> list[int]:
         """The last `count` tokens that the row has made, or all."""
@@ -204,7 +259,7 @@ class Rows:
 
     def save(self, row: int) -> Work:
         """The row's work, with all that it has made."""
-        work, made = self.works[row], int(self.counts[row])
+        work, made = self.works[row], self.made(row)
         work.tokens = self._tokens[row, :made].tolist()
         work.logprobs = self._logprobs[row, :made].tolist()
         return work

@@ -24,10 +24,10 @@ from gcore.rollout.engine.auth import Keys
 from gcore.rollout.engine.core import Core
 from gcore.rollout.engine.desk import Desk
 from gcore.rollout.engine.launch import EngineLaunch
-from gcore.rollout.engine.model import Model, load
-from gcore.rollout.engine.prove import prove
+from gcore.rollout.engine.model import Model
 from gcore.rollout.engine.runner import Report, Runner
 from gcore.rollout.engine.server import Routes
+from gcore.rollout.engine.start import start
 from gcore.rollout.engine.text import Text
 from gcore.worker.child import Control
 
@@ -46,23 +46,10 @@ def serve(launch: EngineLaunch, control: Control | None, clock: Clock | None = N
     torch.set_num_threads(launch.threads)
     torch.set_num_interop_threads(1)  # nothing here runs operators side by side
     torch.set_grad_enabled(False)
-    device = launch.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise UsageError(f"device {device!r} is not there", where="--device", fix="Use --device cpu")
-    folder = Path(launch.model)
-    text = Text.load(folder)
-    model = load(
-        folder,
-        dtype=launch.dtype,
-        device=device,
-        context=launch.context_length,
-        text=text,
-        trust_remote_code=launch.trust_remote_code,
-    )
-    prove(model, folder)
+    text = Text.load(Path(launch.model))
+    core = start(launch, text)
     sys.setswitchinterval(SWITCH_S)
-    core = Core(model, text, slots=launch.batch_slots, version=launch.weight_version)
-    asyncio.run(_run(core, text, launch, model, listener, control, clock))
+    asyncio.run(_run(core, text, launch, core.model, listener, control, clock))
 
 
 async def _run(
@@ -89,6 +76,8 @@ async def _run(
         "context_length": model.context,
         "vocab_size": model.vocabulary,
         "max_running_requests": launch.batch_slots,
+        "max_total_num_tokens": core.limits.cache_tokens,
+        "lane": core.lane.name,
         "dtype": launch.dtype,
         "device": str(model.shape.device),
     }

@@ -54,6 +54,16 @@ class Text:
         found: int | None = self._tokenizer.token_to_id(token)
         return found
 
+    @property
+    def highest_token(self) -> int:
+        """The largest token id; -1 when there is none."""
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    def token(self, number: int) -> str | None:
+        """The name of a token."""
+        name: str | None = self._tokenizer.id_to_token(number)
+        return name
+
     def suspects(self, stop: tuple[str, ...], vocabulary: int) -> npt.NDArray[np.bool_]:
         """Over all token ids: whether a sequence may meet one of `stop` with this token."""
         last = {s[-1] for s in stop}

@@ -35,7 +35,7 @@ from gcore.rollout.engine.administration import (
 from gcore.rollout.engine.bodies import checker, read
 from gcore.rollout.engine.core import Core
 from gcore.rollout.engine.desk import Desk
-from gcore.rollout.engine.model import Staged, stage
+from gcore.rollout.engine.weights import Staged, stage
 from gcore.weights.broadcast import Manifest, WeightGroup
 
 T = TypeVar("T")

@@ -1,0 +1,303 @@
+"""The torch engine beside `transformers.generate`: same model, same requests, same process, same threads.
+
+    make bench-engine          all cases; writes benchmarks/results/engine.json
+
+Each case is run in pairs, engine and `generate` in turn, who begins changing from pair to pair; the ratio of a pair is
+the seconds of `generate` over those of the engine. `generate` gets the requests in batches of `SLOTS`, in order of
+arrival, prompts padded on the left, and has to wait for the longest of each batch; the engine gets them all at once and
+has as many rows. Both sample at temperature 1 from the whole vocabulary; only the engine also returns log-probabilities,
+and these are compared with a full forward pass in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).parents[1]
+SLOTS = 64
+SMALL_VOCABULARY = 49
+LARGE_VOCABULARY = 151_936
+"""As the Qwen 2 and 3 families have it."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Requests: prompt lengths and the numbers of new tokens."""
+
+    name: str
+    what: str
+    vocabulary: int
+    prompts: tuple[int, ...]
+    limits: tuple[int, ...]
+    goal: float | None
+
+
+def cases() -> list[Case]:
+    """The workloads; their random lengths are always the same."""
+    generator = np.random.default_rng(7)
+    tail = np.minimum(256, np.maximum(1, np.round(np.exp(generator.normal(math.log(31), 0.9, 256))))).astype(int)
+    tail[17] = 256
+    mixed = np.round(np.exp(generator.uniform(math.log(8), math.log(512), 128))).astype(int)
+    few = np.minimum(256, np.maximum(1, np.round(np.exp(generator.normal(math.log(31), 0.9, 128))))).astype(int)
+    return [
+        Case("equal", "64 prompts of 8 tokens, 64 new tokens each", SMALL_VOCABULARY, (8,) * 64, (64,) * 64, 1.1),
+        Case(
+            "tail",
+            "256 prompts of 8 tokens, a long tail of lengths (median 31, at most 256)",
+            SMALL_VOCABULARY,
+            (8,) * 256,
+            tuple(tail.tolist()),
+            2.5,
+        ),
+        Case(
+            "mixed",
+            "128 prompts of 8 to 512 tokens, a long tail of lengths",
+            SMALL_VOCABULARY,
+            tuple(mixed.tolist()),
+            tuple(few.tolist()),
+            None,
+        ),
+        Case(
+            "vocabulary",
+            "64 prompts of 8 tokens, 16 new tokens each, a vocabulary of 151,936",
+            LARGE_VOCABULARY,
+            (8,) * 64,
+            (16,) * 64,
+            None,
+        ),
+        Case(
+            "vocabulary-tail",
+            "64 prompts of 8 to 512 tokens, lengths from 1 to 48, a vocabulary of 151,936",
+            LARGE_VOCABULARY,
+            tuple(mixed[:64].tolist()),
+            tuple(np.minimum(48, few[:64]).tolist()),
+            None,
+        ),
+    ]
+
+
+def make_model(folder: Path, vocabulary: int) -> Path:
+    """A random qwen3 of 4 layers x 128 (1.0M parameters and the embedding), ending nowhere."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=vocabulary,
+        hidden_size=128,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(config)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=128**-0.5)
+    model.save_pretrained(folder)
+    return folder
+
+
+class Pair:
+    """One model, as the engine has it and as `generate` does."""
+
+    def __init__(self, folder: Path) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        from gcore.rollout.engine.launch import EngineLaunch
+        from gcore.rollout.engine.start import start
+
+        self.plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.core = start(EngineLaunch(model=str(folder), batch_slots=SLOTS, device="cpu"), None)
+        self.parameters = sum(p.numel() for p in self.plain.parameters())
+        self._number = 0
+
+    def engine(self, prompts: list[list[int]], limits: tuple[int, ...]) -> list[Any]:
+        """All requests; deliveries in their order."""
+        from gcore.rollout.engine.tasks import Sampling, Task
+
+        first = self._number
+        self._number += len(prompts)
+        self.core.submit(
+            [
+                Task(first + i, f"r{i}", tuple(ids), Sampling(limit, seed=first + i))
+                for i, (ids, limit) in enumerate(zip(prompts, limits, strict=True))
+            ]
+        )
+        done: dict[int, Any] = {}
+        while self.core.can_work:
+            self.core.cycle()
+            done.update((d.number, d) for d in self.core.outbox)
+            self.core.outbox.clear()
+        return [done[first + i] for i in range(len(prompts))]
+
+    def generate(self, prompts: list[list[int]], limits: tuple[int, ...]) -> None:
+        """All requests, batch by batch."""
+        import torch
+
+        for begin in range(0, len(prompts), SLOTS):
+            batch, limit = prompts[begin : begin + SLOTS], max(limits[begin : begin + SLOTS])
+            width = max(len(ids) for ids in batch)
+            ids = torch.tensor([[0] * (width - len(ids)) + ids for ids in batch])
+            mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in batch])
+            out = self.plain.generate(
+                input_ids=ids, attention_mask=mask, max_new_tokens=limit, do_sample=True, top_k=0, top_p=1.0
+            )
+            assert out.shape[1] == width + limit
+
+    def error(self, prompts: list[list[int]], deliveries: list[Any]) -> float:
+        """Largest difference of the engine's log-probabilities from those of a full forward pass."""
+        import torch
+
+        worst = 0.0
+        with torch.inference_mode():
+            for ids, delivery in zip(prompts, deliveries, strict=True):
+                whole = torch.tensor([[*ids, *delivery.tokens]])
+                kept = torch.arange(len(ids) - 1, whole.shape[1] - 1)
+                logits = self.plain(whole, logits_to_keep=kept).logits[0]
+                expected = torch.log_softmax(logits, -1).gather(-1, whole[0, len(ids) :, None])[:, 0]
+                worst = max(worst, float((expected - torch.tensor(delivery.logprobs)).abs().max()))
+        return worst
+
+
+def measure(case: Case, pair: Pair, pairs: int, tick: Callable[[], None]) -> dict[str, Any]:
+    """Warm up, then run the pairs."""
+    generator = np.random.default_rng(11)
+    prompts = [generator.integers(3, case.vocabulary, length).tolist() for length in case.prompts]
+    deliveries = pair.engine(prompts, case.limits)
+    error = pair.error(prompts, deliveries)
+    tick()
+    pair.generate(prompts[:SLOTS], case.limits[:SLOTS])
+    tick()
+    engine: list[float] = []
+    plain: list[float] = []
+    for number in range(pairs):
+        sides = [(engine, pair.engine), (plain, pair.generate)]
+        for seconds, run in sides if number % 2 == 0 else reversed(sides):
+            began = perf_counter()
+            run(prompts, case.limits)
+            seconds.append(round(perf_counter() - began, 4))
+            tick()
+    ratios = [b / a for a, b in zip(engine, plain, strict=True)]
+    tokens = sum(case.limits)
+    return {
+        "case": case.name,
+        "what": case.what,
+        "parameters": pair.parameters,
+        "requests": len(prompts),
+        "new_tokens": tokens,
+        "median_ratio": round(statistics.median(ratios), 3),
+        "spread_ratio": [round(min(ratios), 3), round(max(ratios), 3)],
+        "goal_ratio": case.goal,
+        "engine_tokens_per_second": round(tokens / statistics.median(engine)),
+        "generate_tokens_per_second": round(tokens / statistics.median(plain)),
+        "largest_logprob_error": error,
+        "engine_seconds": engine,
+        "generate_seconds": plain,
+    }
+
+
+def cpu_model() -> str:
+    """As the kernel calls it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
+    )
+
+
+def main() -> None:
+    """Run, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--case", action="append", help="only this one (may be given several times)")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "engine.json")
+    arguments = parser.parse_args()
+    # Before torch is imported.
+    os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import torch
+    import transformers
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.table import Table
+
+    torch.set_num_threads(arguments.threads)
+    load_before = os.getloadavg()[0]
+    wanted = [case for case in cases() if not arguments.case or case.name in arguments.case]
+    results, models = [], {}
+    console = Console()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with tempfile.TemporaryDirectory() as folder, Progress(*columns, console=console) as progress:
+        bar = progress.add_task("engine", total=len(wanted) * (2 + 2 * arguments.pairs))
+        for case in wanted:
+            progress.update(bar, description=case.name)
+            if case.vocabulary not in models:
+                models[case.vocabulary] = Pair(make_model(Path(folder) / str(case.vocabulary), case.vocabulary))
+            results.append(measure(case, models[case.vocabulary], arguments.pairs, lambda: progress.advance(bar)))
+    table = Table(title=f"engine and transformers.generate, {arguments.threads} thread(s)")
+    for column in ("case", "ratio", "spread", "goal", "engine tok/s", "generate tok/s", "log-probability error"):
+        table.add_column(column, justify="left" if column == "case" else "right")
+    for r in results:
+        table.add_row(
+            r["case"],
+            f"{r['median_ratio']:.2f}",
+            "{:.2f} - {:.2f}".format(*r["spread_ratio"]),
+            f"{r['goal_ratio']}" if r["goal_ratio"] else "",
+            f"{r['engine_tokens_per_second']:,}",
+            f"{r['generate_tokens_per_second']:,}",
+            f"{r['largest_logprob_error']:.1e}",
+        )
+    console.print(table)
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    document = {
+        "what": "the torch engine beside transformers.generate; a ratio is generate's seconds over the engine's in one pair",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit.stdout.strip(),
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}",
+        "cpu": cpu_model(),
+        "threads": arguments.threads,
+        "wait_policy": "PASSIVE",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "load_before": round(load_before, 2),
+        "pairs": arguments.pairs,
+        "slots": SLOTS,
+        "cases": results,
+    }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(document, indent=2) + "\n")
+    console.print(f"written to {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""Other weights for a loaded model, and putting its weights to sleep.
+
+New weights are first read into host memory (`stage`, in any thread) and compared with what the model has: names and
+shapes must all fit before anything is written (`install`, between decode steps). A folder whose names differ from the
+module's own (older checkpoints, fused experts) is read through transformers instead, which knows how to convert them.
+
+Asleep, weights stand where they cost no memory of the device: those of a GPU in host memory, those of a CPU in a file
+under the system's temporary folder (`TMPDIR`), whence they come back bit for bit. The file has no name, so none is left
+behind however the process ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from gcore.errors import EngineError
+from gcore.rollout.engine.model import Model
+
+ASLEEP = EngineError("the weights are released", fix="Call /resume_memory_occupation first")
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """Weights in host memory that fit the model; by the module's names."""
+
+    tensors: Mapping[str, torch.Tensor]
+
+
+def stage(model: Model, folder: Path) -> Staged:
+    """Read a folder's weights. Raises EngineError, and nothing has changed, when they do not fit."""
+    if model.asleep:
+        raise ASLEEP
+    own: dict[str, torch.Tensor] = model.module.state_dict()
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise EngineError("there are no weights (*.safetensors)", where=str(folder), fix="Publish a whole model folder")
+    tensors: dict[str, torch.Tensor] = {}
+    try:
+        for file in files:
+            with safe_open(file, framework="pt") as weights:
+                tensors.update({name: weights.get_tensor(name) for name in weights.keys()})  # noqa: SIM118
+        if tensors.keys() - own.keys():
+            tensors = dict(_converted(model, folder))
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise EngineError(
+            f"cannot read the weights ({' '.join(str(error).split())[:300]})",
+            where=str(folder),
+            fix="Publish them again",
+        ) from error
+    # Tied weights stand in a checkpoint once.
+    written = {own[name].data_ptr() for name in tensors if name in own}
+    missing = sorted(name for name in own.keys() - tensors.keys() if own[name].data_ptr() not in written)
+    unknown = sorted(tensors.keys() - own.keys())
+    wrong = sorted(n for n, t in tensors.items() if n in own and t.shape != own[n].shape)
+    for names, what in ((missing, "lacks"), (unknown, "has, unknown to the model,"), (wrong, "has in another shape")):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise EngineError(f"the weights do not fit: the folder {what} {names[0]}{more}", where=str(folder))
+    return Staged(tensors)
+
+
+def _converted(model: Model, folder: Path) -> Mapping[str, torch.Tensor]:
+    # The class that serves already, which may be one that came with the model.
+    module: Any = type(model.module).from_pretrained(
+        folder, config=model.module.config, dtype=model.shape.dtype, local_files_only=True
+    )
+    state: dict[str, torch.Tensor] = module.state_dict()
+    return state
+
+
+def install(model: Model, staged: Staged) -> None:
+    """Write staged weights over the model's own."""
+    own: dict[str, torch.Tensor] = model.module.state_dict()
+    with torch.no_grad():
+        for name, tensor in staged.tensors.items():
+            own[name].copy_(tensor)
+
+
+class Bed:
+    """Where a model's weights sleep."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._file: IO[bytes] | None = None
+        self._shapes: list[torch.Size] = []
+
+    def put_to_sleep(self) -> None:
+        """Free the weights' memory. Raises EngineError, and nothing has changed, when there is no room for the file."""
+        model = self._model
+        if model.shape.device.type != "cpu":
+            model.module.to("cpu")
+            torch.cuda.empty_cache()
+        else:
+            self._spill()
+            give_back_free_memory()
+        model.asleep = True
+
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        # Tied ones once.
+        return list(self._model.module.parameters())
+
+    def _spill(self) -> None:
+        # Without a name, so that nothing is left behind however the process ends.
+        file = tempfile.TemporaryFile(prefix="gcore-asleep-")  # noqa: SIM115  # open until the weights are awake
+        try:
+            for parameter in self._parameters():
+                file.write(_bytes_of(parameter.data.contiguous()))
+            file.flush()
+        except OSError as error:
+            file.close()
+            raise EngineError(
+                f"the weights cannot be put aside ({error.strerror or error})",
+                where=tempfile.gettempdir(),
+                fix="Make room there, or let TMPDIR name another folder",
+            ) from error
+        self._shapes = [parameter.shape for parameter in self._parameters()]
+        for parameter in self._parameters():
+            parameter.data = torch.empty(0, dtype=parameter.dtype)
+        self._file = file
+
+    def wake(self) -> None:
+        """The weights come back."""
+        model = self._model
+        if self._file is None:
+            model.module.to(model.shape.device)
+        else:
+            self._file.seek(0)
+            for parameter, shape in zip(self._parameters(), self._shapes, strict=True):
+                data = torch.empty(shape, dtype=parameter.dtype)
+                self._file.readinto(_bytes_of(data))  # type: ignore[attr-defined]
+                parameter.data = data
+            self._file.close()
+            self._file = None
+        model.asleep = False
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    raw: Any = tensor.view(-1).view(torch.uint8).numpy()
+    return memoryview(raw)
+
+
+def give_back_free_memory() -> None:
+    """What the C library holds of freed memory goes back to the system (where that is Linux's)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)
