@@ -21,7 +21,7 @@ import torch
 from gcore.rollout.engine.columns import Refill
 from gcore.rollout.engine.lane import UNCUT, Origin
 from gcore.rollout.engine.model import Model
-from gcore.rollout.engine.prefill import Chunk, Prompt, judge, positions_wanted
+from gcore.rollout.engine.prefill import Chunk, Prompt, judge, piece, positions_wanted
 from gcore.rollout.engine.rows import Ints
 from gcore.rollout.engine.schedule import IDLE_TOKENS, Size
 
@@ -93,8 +93,8 @@ class PlainLane:
         one = first.kept.one
         left = count
         while left:
-            piece = left if self._whole else min(left, first.most(self.model.vocabulary) or left)
-            begin, end = first.done, first.done + piece
+            count = left if self._whole else piece(first, left, self.model.vocabulary, self.grid)
+            begin, end = first.done, first.done + count
             wanted = positions_wanted(first, begin, end)
             rows = [i for i in range(len(prompts)) for _ in wanted]
             columns = [position - begin for _ in prompts for position in wanted]
@@ -104,7 +104,7 @@ class PlainLane:
             for index, prompt in enumerate(prompts):
                 judge(prompt, wanted, logits[index])
                 prompt.done = end
-            left -= piece
+            left -= count
         if self._splits is None:
             self._splits = hasattr(one.cache, "reorder_cache")
 

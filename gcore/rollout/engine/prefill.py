@@ -124,12 +124,12 @@ class Place:
     index: int
 
 
-def read(model: Model, chunks: Sequence[Chunk], *, together: bool = True) -> None:
-    """All chunks, in as few passes as is sensible, or (not `together`) each in a pass of its own."""
-    sharing = [chunk.prompt for chunk in chunks if together and not chunk.alone]
+def read(model: Model, chunks: Sequence[Chunk], *, grid: int | None = None) -> None:
+    """All chunks, in as few passes as is sensible; with a `grid` each in passes of its own that end at multiples of it."""
+    sharing = [chunk.prompt for chunk in chunks if grid is None and not chunk.alone]
     for chunk in chunks:
-        if not together or chunk.alone:
-            _read_alone(model, chunk)
+        if grid is not None or chunk.alone:
+            _read_alone(model, chunk, grid)
     for batch in prefill_batches([len(prompt.tokens) for prompt in sharing], most_tokens=IDLE_TOKENS):
         _read_together(model, [sharing[m] for m in batch.members], batch.width)
 
@@ -149,13 +149,13 @@ def _read_together(model: Model, prompts: Sequence[Prompt], width: int) -> None:
         prompt.kept, prompt.logits, prompt.done = Place(prefix, index), logits[index], len(prompt.tokens)
 
 
-def _read_alone(model: Model, chunk: Chunk) -> None:
+def _read_alone(model: Model, chunk: Chunk, grid: int | None) -> None:
     prompt, device = chunk.prompt, model.shape.device
     if prompt.kept is None:
         prompt.kept = Place(Prefix(model.shape, len(prompt.tokens)), 0)
     left = chunk.count
     while left:
-        count = min(left, prompt.most(model.vocabulary) or left)
+        count = piece(prompt, left, model.vocabulary, grid)
         begin, end = prompt.done, prompt.done + count
         prefix: Prefix = prompt.kept.prefix
         prefix.begin = begin
@@ -170,6 +170,12 @@ def _read_alone(model: Model, chunk: Chunk) -> None:
         judge(prompt, wanted, logits)
         prompt.done = end
         left -= count
+
+
+def piece(prompt: Prompt, left: int, vocabulary: int, grid: int | None) -> int:
+    """Tokens in the next pass, of `left` that are to be read now."""
+    to_line = left if grid is None else grid - prompt.done % grid
+    return min(left, to_line, prompt.most(vocabulary) or left)
 
 
 def positions_wanted(prompt: Prompt, begin: int, end: int) -> list[int]:

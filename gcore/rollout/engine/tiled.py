@@ -108,7 +108,7 @@ class TiledLane:
 
     def read(self, chunks: Sequence[Chunk]) -> None:
         """Each prompt in passes of its own."""
-        read(self.model, chunks, together=False)
+        read(self.model, chunks, grid=self.grid)
 
     def _at(self, row: int) -> tuple[Tile, int]:
         return self._tiles[row // self.tile], row % self.tile
