@@ -122,7 +122,8 @@ def test_nothing_is_left_of_the_server_when(start: Callable[..., Fake], how: str
     fake = start()
     worker = fake.worker
     worker.hear("serving")
-    servers = fake.servers()
+    servers, scratch, wardens = fake.servers(), fake.scratch(), worker.below()[:1]
+    assert scratch.is_dir()
     if how == "the worker is killed":
         worker.process.kill()
     elif how == "its group is killed":
@@ -131,7 +132,8 @@ def test_nothing_is_left_of_the_server_when(start: Callable[..., Fake], how: str
         worker.line.shutdown(socket.SHUT_RDWR)
     code = worker.process.wait(LONG_S)
     assert code == (ORPHANED_EXIT if how == "its supervisor is gone" else -signal.SIGKILL)
-    check_ended(servers)
+    check_ended(servers + wardens)
+    assert not scratch.exists()
 
 
 def test_the_wardens_death_takes_the_server_and_is_told(start: Callable[..., Fake]) -> None:

@@ -54,7 +54,7 @@ class Server:
         self._oom_kills = death.out_of_memory_kills()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(WARDEN), str(TETHER), *command],
+                [sys.executable, "-I", "-S", str(WARDEN), str(TETHER), str(scratch), *command],
                 env=dict(env),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -92,6 +92,7 @@ class Server:
         if not self.wait(KILL_S):
             self._process.kill()
             self._process.wait()
+        # The warden did it, unless it was killed.
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _read(self) -> None:

@@ -1,9 +1,9 @@
-"""Runs a command that leaves nothing behind: `warden.py TETHER COMMAND...`, its standard input held open by its owner.
+"""Runs a command that leaves nothing behind: `warden.py TETHER SCRATCH COMMAND...`, its standard input held open by its owner.
 
 The command leads a process group of its own. When the owner dies, however it dies, standard input ends, and the whole
 group is killed, with everything else that came from it: orphans fall to this process, which made itself their reaper.
-When the command has ended, the rest of its group is killed, and this process ends
-the way the command did. The command itself is tethered, so that it dies of this process's death too.
+When the command has ended, the rest of its group is killed, and this process ends the way the command did. SCRATCH, the
+command's folder for temporary files, goes with it. The command is tethered, so that it dies of this process's death too.
 
 A program of its own, run by its path with an interpreter that loads nothing else, in a session of its own, so that
 whoever kills its owner's group does not kill it before its work. Imports nothing of gcore; no threads.
@@ -14,6 +14,7 @@ import ctypes
 import os
 import resource
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ PR_SET_CHILD_SUBREAPER = 36
 
 def main() -> None:
     """Never returns."""
-    tether, command = sys.argv[1], sys.argv[2:]
+    tether, scratch, command = sys.argv[1], sys.argv[2], sys.argv[3:]
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     leader = subprocess.Popen(
         [sys.executable, "-I", "-S", tether, str(os.getpid()), *command], stdin=subprocess.DEVNULL, process_group=0
@@ -34,6 +35,7 @@ def main() -> None:
         os.killpg(leader.pid, signal.SIGKILL)
     code = leader.wait()
     kill_orphans()
+    shutil.rmtree(scratch, ignore_errors=True)
     end_as(code)
 
 
