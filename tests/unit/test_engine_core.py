@@ -157,7 +157,9 @@ def test_requests_wait_while_the_cache_is_full(folder: Path) -> None:
 def test_a_request_that_could_never_fit_is_refused_at_once(folder: Path) -> None:
     core = make_core(folder, cache_tokens=400)
     core.check(300, 60)
-    with pytest.raises(EngineError, match=r"prompt of 300 tokens and max_new_tokens 90 .* 400. .*rollout.cache_tokens"):
+    with pytest.raises(
+        EngineError, match=r"prompt of 300 tokens and max_new_tokens 90 exceed the 368 .*rollout.cache_tokens"
+    ):
         core.check(300, 90)
 
 
@@ -379,3 +381,43 @@ def test_many_sets_of_stop_strings_are_forgotten_again(tmp_path: Path) -> None:
         assert ended is not None
         assert (ended.matched == stop) == (stop in whole)
     assert core._decoder.rows._suspect_tokens.shape[0] <= MOST_STOP_SETS + 5
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        pytest.param(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), id="cuda"),
+        pytest.param(
+            RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes"),
+            id="cpu",
+        ),
+        pytest.param(MemoryError("Unable to allocate 9 TiB for an array"), id="numpy"),
+    ],
+)
+@pytest.mark.parametrize("when", ["read", "step"])
+def test_memory_that_runs_out_ends_in_a_sentence_that_names_what_to_lower(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, when: str
+) -> None:
+    core = make_core(folder)
+    core.submit([task(0, (3, 4), 5)])
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(core.lane, when, fail)
+    with pytest.raises(EngineError) as caught:
+        core.cycle()
+    for name in ("rollout.cache_tokens", "rollout.batch_slots", "rollout.prefill_chunk_tokens"):
+        assert name in str(caught.value)
+
+
+def test_a_defect_is_not_taken_for_a_lack_of_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = make_core(folder)
+    core.submit([task(0, (3, 4), 5)])
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("The size of tensor a must match the size of tensor b")
+
+    monkeypatch.setattr(core.lane, "step", fail)
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        core.cycle()

@@ -14,7 +14,7 @@ from gcore.rollout.engine.schedule import (
     Size,
     Want,
     admissible,
-    fits_alone,
+    longest_alone,
     outgrown,
     portions,
 )
@@ -47,6 +47,13 @@ def test_what_is_admitted_fits_with_its_reserve_and_none_is_passed_over(
     assert footprint(size) <= budget or (not held and count == 1) or count == 0
     if count < min(free, len(waiting)):
         assert footprint(size.plus(waiting[count].reserved)) > budget
+
+
+@given(st.integers(0, 3000), st.integers(1, 2000), footprints)
+def test_the_longest_request_is_the_longest_that_fits(budget: int, most: int, footprint: Footprint) -> None:
+    longest = longest_alone(most, budget=budget, footprint=footprint)
+    assert longest == 0 or footprint(Size().plus(longest)) <= budget
+    assert longest == most or footprint(Size().plus(longest + 1)) > budget
 
 
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=20), st.data(), st.integers(100, 6000), footprints)
@@ -186,7 +193,7 @@ def test_every_request_comes_to_its_end_in_whatever_order_and_size_they_arrive(
     samples, work = [], 0
     for number, (pause, length, limit) in enumerate(lives):
         sample = Sample(number, length, limit)
-        if not fits_alone(Want(length, limit), budget=engine.budget, footprint=footprint):
+        if length + limit > longest_alone(1000, budget=engine.budget, footprint=footprint):
             continue
         samples.append(sample)
         engine.waiting.append(sample)
@@ -208,7 +215,8 @@ def test_every_request_comes_to_its_end_in_whatever_order_and_size_they_arrive(
 def test_the_oldest_is_never_sent_back(lives: list[tuple[int, int, int]]) -> None:
     engine = Engine(700, 6, rectangle)
     samples = [Sample(n, length, limit) for n, (_, length, limit) in enumerate(lives)]
-    engine.waiting = [s for s in samples if fits_alone(Want(s.prompt, s.limit), budget=700, footprint=rectangle)]
+    longest = longest_alone(1000, budget=700, footprint=rectangle)
+    engine.waiting = [s for s in samples if s.prompt + s.limit <= longest]
     while engine.waiting or engine.reading or engine.running:
         oldest = min((s.number for s in (*engine.waiting, *engine.reading, *engine.running)), default=None)
         lives_before = {s.number: s.lives for s in samples}

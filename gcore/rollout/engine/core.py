@@ -21,7 +21,7 @@ from gcore.rollout.engine.lane import Lane
 from gcore.rollout.engine.memory import memory_error_explained
 from gcore.rollout.engine.model import Model
 from gcore.rollout.engine.prefill import Chunk, Prompt
-from gcore.rollout.engine.schedule import IDLE_TOKENS, Size, Want, admissible, fits_alone, outgrown, portions
+from gcore.rollout.engine.schedule import IDLE_TOKENS, Size, Want, admissible, longest_alone, outgrown, portions
 from gcore.rollout.engine.tasks import Delivery, Ending, Task, Waiting, Work, is_older
 from gcore.rollout.engine.text import Text, tail_length
 from gcore.rollout.engine.weights import ASLEEP, Bed, Staged, give_back_free_memory, install
@@ -53,6 +53,8 @@ class Core:
         self.outbox: list[Delivery] = []
         self.generated_tokens = 0
         self.retractions = 0
+        self.longest = longest_alone(model.context, budget=limits.cache_tokens, footprint=lane.footprint)
+        """Tokens, prompt and response, of the longest request that can be served."""
         self._text = text
         self._bed = Bed(model)
         self._decoder = Decoder(model, lane, limits.slots)
@@ -77,12 +79,10 @@ class Core:
 
     def check(self, prompt_tokens: int, max_new_tokens: int) -> None:
         """Raises EngineError for a request that the cache could never hold. May be called from any thread."""
-        want = Want(prompt_tokens, max_new_tokens)
-        if not fits_alone(want, budget=self.limits.cache_tokens, footprint=self.lane.footprint):
+        if prompt_tokens + max_new_tokens > self.longest:
             raise EngineError(
-                f"a prompt of {prompt_tokens} tokens and max_new_tokens {max_new_tokens} take "
-                f"{self.lane.footprint(Size().plus(prompt_tokens + max_new_tokens))} places in a cache that has "
-                f"{self.limits.cache_tokens}",
+                f"a prompt of {prompt_tokens} tokens and max_new_tokens {max_new_tokens} exceed the {self.longest} tokens "
+                f"of one request that a cache of {self.limits.cache_tokens} holds",
                 fix="Shorten the request, or raise rollout.cache_tokens",
             )
 

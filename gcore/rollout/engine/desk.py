@@ -132,7 +132,7 @@ class Desk:
                 index=index,
                 drawn_seed=int(self._seeds.integers(2**63)),
                 end_tokens=model.end_tokens,
-                room=model.context - len(prompt),
+                room=self._core.longest - len(prompt),
                 vocabulary=model.vocabulary,
                 asked=asked,
             )
@@ -177,6 +177,8 @@ class Desk:
                 f"the context of {model.context} tokens",
                 fix="Shorten the prompt or lower max_new_tokens",
             )
+        # Where there is no limit it is what the cache holds, and that must be one token at least.
+        self._core.check(len(tokens), 1 if params.max_new_tokens is None else params.max_new_tokens)
         return tokens
 
     def _send(self, tickets: Sequence[_Ticket], arrivals: _Arrivals) -> None:

@@ -28,7 +28,7 @@ class EngineLaunch(BaseModel):
     device: str | None = Field(None, description="cpu or cuda; default: cuda where there is one")
     context_length: PositiveInt | None = Field(None, description="longest prompt and response; default: the model's")
     cache_tokens: PositiveInt | None = Field(
-        None, description="tokens that the cache holds, at most; default: no bound"
+        None, description="tokens that the cache holds, at most; default: as many as fit a part of the free memory"
     )
     prefill_chunk_tokens: PositiveInt = Field(
         512, description="tokens of waiting prompts read between two decode steps"

@@ -35,6 +35,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 CONTEXT = 2048
 """Of a model that names none, when the launch does not either."""
 LARGE_VOCABULARY = 16_384
+ALIGNMENT = 64
+"""Bytes."""
 LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
 
@@ -175,6 +177,7 @@ def load(
         )
     place = torch.device(device)
     module.to(place).eval().requires_grad_(False)
+    _align(module)
     attention = Attention()
     attention.register()
     parameters = inspect.signature(module.forward).parameters
@@ -217,6 +220,13 @@ def _module(folder: Path, dtype: torch.dtype, *, trust_remote_code: bool) -> Any
             f"the model's weights lack {missing[0]}{more}", where=str(folder), fix="Copy or save the model again"
         )
     return module
+
+
+def _align(module: Any) -> None:
+    """Weights as a file's bytes lie anywhere; a matrix product's last bits, and its speed, may depend on where."""
+    for parameter in module.parameters():
+        if parameter.data_ptr() % ALIGNMENT:
+            parameter.data = parameter.data.clone()
 
 
 def refusal(folder: Path, why: str) -> DataError:

@@ -18,6 +18,7 @@ Knows no torch, no cache and no clock.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -64,9 +65,9 @@ class Want:
         return self.length + min(self.growth, RESERVE)
 
 
-def fits_alone(want: Want, *, budget: int, footprint: Footprint) -> bool:
-    """Whether it can be served to its end when nothing else runs."""
-    return footprint(Size().plus(want.length + want.growth)) <= budget
+def longest_alone(most: int, *, budget: int, footprint: Footprint) -> int:
+    """The longest request, of at most `most` tokens, that can be served when nothing else runs; 0: none."""
+    return bisect_right(range(1, most + 1), budget, key=lambda length: footprint(Size().plus(length)))
 
 
 def admissible(waiting: Sequence[Want], held: Size, *, free: int, budget: int, footprint: Footprint) -> int:

@@ -13,7 +13,8 @@ is either fixed or a function of the row's own tokens:
 What was seen with torch 2.13 in float32 on an x86 CPU, with one and with two threads, at widths 32 to 3072: matrix
 products with four or more rows give a row the same bits whatever the other rows hold, wherever the row stands, and
 whatever their number; with one or two rows they give others. Batched products are the same for every batch. Softmax,
-log_softmax and cumulative sums go row by row. Whether it holds for a model on a machine is tried out at start (`prove`),
+log_softmax and cumulative sums go row by row. The bits also depend on where weights lie in memory: all begin at multiples
+of 64 bytes (`model`). Whether it holds for a model on a machine is tried out at start (`prove`),
 and where a fixed size is not enough (layers that send each token to experts of its own) the tile is one row. Models that
 cannot be served here take the plain lane, sample by sample.
 

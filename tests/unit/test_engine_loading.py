@@ -1,0 +1,88 @@
+"""Model folders that cannot be served: one sentence that says what is wrong, before anything is served."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from engine_core import make_core
+from safetensors.torch import load_file, save_file
+
+from gcore.errors import DataError
+from gcore.rollout.engine.launch import EngineLaunch
+from gcore.rollout.engine.start import start
+from gcore.rollout.engine.text import Text
+from gcore.testing.tiny_model import make_tiny_model
+
+WEIGHTS = "model.safetensors"
+
+
+def truncate(folder: Path) -> None:
+    data = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(data[: len(data) // 2])
+
+
+def remove(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+
+
+def lose_a_tensor(folder: Path) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def reshape_a_tensor(folder: Path) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors[name] = tensors[name][:-1].contiguous()
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def change_config(**more: object) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text()) | more
+        (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+
+    return change
+
+
+def garble_the_config(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        pytest.param(truncate, "cannot load this model", id="truncated weights"),
+        pytest.param(remove, "cannot load this model", id="no weights"),
+        pytest.param(lose_a_tensor, r"weights lack model.layers.1.mlp.up_proj.weight", id="a weight is missing"),
+        pytest.param(reshape_a_tensor, "cannot load this model", id="a weight of another shape"),
+        pytest.param(
+            change_config(model_type=None, architectures=None), "cannot load this model", id="no architecture"
+        ),
+        pytest.param(change_config(model_type="nobody_knows"), "cannot load this model", id="an unknown architecture"),
+        pytest.param(change_config(model_type="bert"), "cannot|lack", id="weights of another architecture"),
+        pytest.param(garble_the_config, "config.json cannot be read", id="a broken configuration"),
+        pytest.param(change_config(max_position_embeddings=5), "context of 5 tokens is too short", id="no context"),
+    ],
+)
+def test_a_model_that_is_broken_is_refused_in_one_sentence(
+    tmp_path: Path, spoil: Callable[[Path], None], says: str
+) -> None:
+    folder = make_tiny_model(tmp_path)
+    spoil(folder)
+    with pytest.raises(DataError, match=says) as caught:
+        make_core(folder)
+    assert str(folder) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["zzz"] = 49
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(DataError, match=r"tokenizer has a token 49 \('zzz'\).* vocabulary ends at 48"):
+        start(EngineLaunch(model=str(folder), device="cpu"), Text.load(folder))
