@@ -12,23 +12,18 @@ and these are compared with a full forward pass in the same run.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
-import platform
-import statistics
-import subprocess
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import measured
 import numpy as np
 
-ROOT = Path(__file__).parents[1]
 SLOTS = 64
 SMALL_VOCABULARY = 49
 LARGE_VOCABULARY = 151_936
@@ -208,26 +203,13 @@ def measure(case: Case, pair: Pair, pairs: int, tick: Callable[[], None]) -> dic
         "parameters": pair.parameters,
         "requests": len(prompts),
         "new_tokens": tokens,
-        "median_ratio": round(statistics.median(ratios), 3),
-        "spread_ratio": [round(min(ratios), 3), round(max(ratios), 3)],
+        "ratio": measured.spread(ratios),
         "goal_ratio": case.goal,
-        "engine_tokens_per_second": round(tokens / statistics.median(engine)),
-        "generate_tokens_per_second": round(tokens / statistics.median(plain)),
+        "engine_tokens_per_second": measured.spread([tokens / s for s in engine], 0),
+        "generate_tokens_per_second": measured.spread([tokens / s for s in plain], 0),
         "largest_logprob_error": error,
-        "engine_seconds": engine,
-        "generate_seconds": plain,
+        "pairs": [[round(b, 4), round(a, 4)] for a, b in zip(engine, plain, strict=True)],
     }
-
-
-def cpu_model() -> str:
-    """As the kernel calls it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next(
-        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
-    )
 
 
 def main() -> None:
@@ -236,7 +218,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--case", action="append", help="only this one (may be given several times)")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "engine.json")
+    parser.add_argument("--out", default="engine", help="the result's name")
     arguments = parser.parse_args()
     # Before torch is imported.
     os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
@@ -244,13 +226,12 @@ def main() -> None:
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     os.environ["HF_HUB_OFFLINE"] = "1"
     import torch
-    import transformers
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     from rich.table import Table
 
     torch.set_num_threads(arguments.threads)
-    load_before = os.getloadavg()[0]
+    circumstances = measured.circumstances("torch", "transformers")
     wanted = [case for case in cases() if not arguments.case or case.name in arguments.case]
     results, models = [], {}
     console = Console()
@@ -268,35 +249,23 @@ def main() -> None:
     for r in results:
         table.add_row(
             r["case"],
-            f"{r['median_ratio']:.2f}",
-            "{:.2f} - {:.2f}".format(*r["spread_ratio"]),
+            f"{r['ratio']['median']:.2f}",
+            f"{r['ratio']['least']:.2f} - {r['ratio']['most']:.2f}",
             f"{r['goal_ratio']}" if r["goal_ratio"] else "",
-            f"{r['engine_tokens_per_second']:,}",
-            f"{r['generate_tokens_per_second']:,}",
+            f"{r['engine_tokens_per_second']['median']:,.0f}",
+            f"{r['generate_tokens_per_second']['median']:,.0f}",
             f"{r['largest_logprob_error']:.1e}",
         )
     console.print(table)
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    document = {
+    document = circumstances | {
         "what": "the torch engine beside transformers.generate; a ratio is generate's seconds over the engine's in one pair",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit.stdout.strip(),
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}",
-        "cpu": cpu_model(),
         "threads": arguments.threads,
         "wait_policy": "PASSIVE",
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "load_before": round(load_before, 2),
-        "pairs": arguments.pairs,
         "slots": SLOTS,
+        "pairs_are": "seconds of generate, seconds of the engine",
         "cases": results,
     }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(document, indent=2) + "\n")
-    console.print(f"written to {arguments.out}")
+    console.print(f"written to {measured.write(arguments.out, document)}")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ No example of a property is judged by how long it took, because machines are sha
 
 import asyncio
 import os
+import signal
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +18,10 @@ from gcore.store.launcher import LocalEtcd
 
 settings.register_profile("gcore", deadline=None)
 settings.load_profile("gcore")
+
+# What a shell starts in the background ignores SIGINT, and so would every command that a test means to interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 REQUIRE_ALL = os.environ.get("GCORE_REQUIRE_ALL", "") not in ("", "0")
 
