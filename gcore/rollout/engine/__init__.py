@@ -2,14 +2,16 @@
 
 One process, one model, one thread for the model, one event loop for HTTP. From the bottom up:
 
-- `columns`: where in the cache things stand (pure);
-- `plan`: what waits, what joins, which version is served (pure);
-- `rows`: what is known of each running sequence, as arrays (numpy);
-- `cache`, `attention`, `sampling`, `model`: the leaf modules that import torch;
-- `decoder`: one decode step; `runner`: the thread; `text`: the tokenizer;
+- `columns`: where in the cache things stand; `schedule`: who gets a row, and how much of the prompts is read (pure);
+- `tasks`: what was asked and what has come of it; `rows`: the running sequences as arrays (numpy);
+- `model`, `cache`, `attention`, `sampling`, `prefill`: the leaf modules over torch;
+- `lane`: how rows are kept and stepped: `shared` (one batch, one cache), `tiled` (deterministic), `plain` (any model that
+  the others cannot bear); `prove`: which lane a model bears, found out by trial;
+- `decoder`: one step over a lane; `reading`: what a cycle reads; `core`: a cycle; `runner`: the thread; `text`: the tokenizer;
+- `weights`, `memory`: change and release; `start`: from a launch to a core;
 - `bodies`, `refusals`, `params`, `protocol`, `administration`: what requests say, and how they are refused;
 - `desk`, `gate`, `answers`, `settled`: from requests to tasks and back;
-- `server`, `weight_routes`, `openai_routes`, `auth`: routes; `launch`, `serve`: the process.
+- `server`, `weight_routes`, `openai`, `openai_routes`, `auth`: routes; `launch`, `serve`: the process.
 
 This package's `__init__` imports nothing, so that a client never imports torch by accident.
 """

@@ -20,8 +20,8 @@ from gcore.rollout.engine.decoder import Decoder, Made
 from gcore.rollout.engine.lane import Lane
 from gcore.rollout.engine.memory import memory_error_explained
 from gcore.rollout.engine.model import Model
-from gcore.rollout.engine.prefill import Chunk, Prompt
-from gcore.rollout.engine.schedule import IDLE_TOKENS, Size, Want, admissible, longest_alone, outgrown, portions
+from gcore.rollout.engine.reading import plan
+from gcore.rollout.engine.schedule import IDLE_TOKENS, Size, Want, admissible, longest_alone, outgrown
 from gcore.rollout.engine.tasks import Delivery, Ending, Task, Waiting, Work, is_older
 from gcore.rollout.engine.text import Text, tail_length
 from gcore.rollout.engine.weights import ASLEEP, Bed, Staged, give_back_free_memory, install
@@ -128,33 +128,15 @@ class Core:
         if not works:
             return
         known = decoder.known()
-        prompts: dict[Prompt, None] = {}
-        needs: list[Prompt | None] = []
-        for work in works:
-            prompt = None if decoder.key(work) in known else decoder.prompt(work)
-            needs.append(prompt)
-            if prompt is not None:
-                prompts[prompt] = None
-        budget = (
-            self.limits.prefill_chunk_tokens if self.running else max(IDLE_TOKENS, self.limits.prefill_chunk_tokens)
-        )
-        counts = portions(
-            [prompt.left for prompt in prompts],
-            budget=budget,
-            grid=self.lane.grid,
-            done=[prompt.done for prompt in prompts],
-        )
-        chunks = [Chunk(prompt, count) for prompt, count in zip(prompts, counts, strict=True) if count]
-        cut = next((chunk.prompt for chunk in chunks if chunk.count < chunk.prompt.left), None)
-        begun = {chunk.prompt for chunk in chunks}
-        taken = _prefix(needs, begun, cut)
-        self._waiting.take(max(0, taken - len(self._reading)))
-        decoder.drop_prompts(works[:taken])
-        decoder.read(chunks)
-        joining = [w for w, prompt in zip(works[:taken], needs, strict=False) if prompt is None or not prompt.left]
-        self._reading = [
-            w for w, prompt in zip(works[:taken], needs, strict=False) if prompt is not None and prompt.left
-        ]
+        needs = [None if decoder.key(work) in known else decoder.prompt(work) for work in works]
+        portion = self.limits.prefill_chunk_tokens
+        planned = plan(needs, budget=portion if self.running else max(IDLE_TOKENS, portion), grid=self.lane.grid)
+        works, needs = works[: planned.works], needs[: planned.works]
+        self._waiting.take(max(0, len(works) - len(self._reading)))
+        decoder.drop_prompts(works)
+        decoder.read(planned.chunks)
+        self._reading = [work for work, prompt in zip(works, needs, strict=True) if prompt is not None and prompt.left]
+        joining = [work for work, prompt in zip(works, needs, strict=True) if prompt is None or not prompt.left]
         if joining:
             self._prepare(joining)
             self._after(decoder.join(joining))
@@ -309,18 +291,3 @@ class Core:
             with memory_error_explained("while the weights came back"):
                 self._bed.wake()
         self.asleep -= tags
-
-
-def _prefix(needs: Sequence[Prompt | None], begun: set[Prompt], cut: Prompt | None) -> int:
-    """How many works, in order, are taken: up to the first prompt that has no turn yet.
-
-    Behind a prompt that is cut come only those that share it; nobody overtakes it.
-    """
-    behind = False
-    for count, prompt in enumerate(needs):
-        if prompt is not None and prompt not in begun and prompt.left:
-            return count
-        if behind and prompt is not cut:
-            return count
-        behind = behind or (cut is not None and prompt is cut)
-    return len(needs)
