@@ -105,6 +105,7 @@ def test_a_new_spec_that_is_refused_does_not_end_the_old_job(cluster: LocalClust
 def test_events_are_the_same_from_every_controller_and_end_with_the_job(
     cluster: LocalCluster, tree: dict[str, Any]
 ) -> None:
+    """From where both know the job: one that heard of it later may not have seen its first state, which is overwritten."""
     tree = tree | {"name": "events"}
     create(cluster, tree, "e1")
 
@@ -122,7 +123,11 @@ def test_events_are_the_same_from_every_controller_and_end_with_the_job(
             return list(await asyncio.gather(*following))
 
     first, second = asyncio.run(both())
-    assert first == second
+    known = max(first[0], second[0])
+    assert known[1] == "state"
+    assert [event for event in first if event >= known] == [event for event in second if event >= known]
+    assert len(first) > 1
+    assert first[-1] == second[-1]
     assert first[-1][1] == "state"
 
 
