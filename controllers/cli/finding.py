@@ -18,10 +18,11 @@ def find_addresses(address: str | None, home: Path) -> tuple[str, ...]:
 
     cluster = LocalCluster.load(home)
     if cluster is None:
+        kept = " (what `gcore run` started ended with it; its jobs are kept)" if (home / "runs").is_dir() else ""
         raise Unreachable(
             "no cluster is up here",
             where=str((home / FILE_NAME).absolute()),
-            fix="Start one with `gcore up`, or name a controller with --address host:port",
+            fix=f"Start one with `gcore up`{kept}, or name a controller with --address host:port",
         )
     return cluster.addresses
 

@@ -34,9 +34,9 @@ def dropped(samples: Sequence[Sample], policy: Policy) -> Outcome | None:
     cut_off = [sample for sample in samples if is_truncated(sample)]
     if policy == "drop_group" and cut_off:
         longest = max(len(sample.token_ids) for sample in cut_off)
-        return Outcome("filtered", f"a response was cut off at {longest} tokens")
+        return Outcome("filtered", f"a response was cut off at {longest} tokens (rollout.max_new_tokens)")
     if policy == "mask" and len(cut_off) == len(samples):
-        return Outcome("filtered", "every response was cut off, and none is left for the loss")
+        return Outcome("filtered", "every response was cut off (rollout.max_new_tokens), and none is left for the loss")
     return None
 
 

@@ -116,6 +116,12 @@ def test_without_a_cluster_nobody_can_be_asked(tmp_path):
         find_addresses(None, tmp_path)
 
 
+def test_who_looks_for_the_cluster_of_a_run_is_told_that_it_ended_with_the_run(tmp_path):
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(Unreachable, match=r"`gcore up` \(what `gcore run` started ended with it; its jobs are kept\)"):
+        find_addresses(None, tmp_path)
+
+
 def test_a_damaged_cluster_file_says_what_to_do(tmp_path):
     (tmp_path / "cluster.json").write_text("{}")
     with pytest.raises(UsageError, match="gcore down"):
