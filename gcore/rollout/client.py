@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -250,11 +251,23 @@ def _sample(answer: Mapping[str, Any]) -> Sample:
     count = len(tokens)
     if len(triples) != count:
         raise ValueError(f"{count} tokens came with {len(triples)} log-probabilities")
-    logprobs = struct.unpack(f"<{count}f", struct.pack(f"<{count}f", *(triple[0] for triple in triples)))
+    logprobs = _as_float32([triple[0] for triple in triples])
     reason: FinishReason = meta["finish_reason"]["type"]
     if reason not in ("stop", "length", "abort"):
         raise ValueError(f"finish reason {reason!r}")
     return Sample(tokens, logprobs, str(answer["text"]), reason, _spans(meta, count))
+
+
+def _as_float32(logprobs: Sequence[float]) -> tuple[float, ...]:
+    """Raises ValueError for what no rank takes: a group with such a number would be fed, and refused, for ever."""
+    form = f"<{len(logprobs)}f"
+    try:
+        rounded = struct.unpack(form, struct.pack(form, *logprobs))
+    except (struct.error, OverflowError) as error:  # null is what SGLang's JSON makes of NaN
+        raise ValueError(f"a log-probability is no number ({error})") from error
+    if not all(map(math.isfinite, rounded)):
+        raise ValueError("a log-probability is not finite")
+    return rounded
 
 
 def _spans(meta: Mapping[str, Any], count: int) -> tuple[VersionSpan, ...]:

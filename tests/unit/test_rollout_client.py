@@ -33,6 +33,15 @@ def sample(count: int = 2, **meta: Any) -> dict[str, Any]:
     }
 
 
+def with_logprob(written: str) -> bytes:
+    """An answer whose second token has this log-probability."""
+    return (
+        json.dumps([sample(output_token_logprobs=[[-0.1, 0, None], ["HERE", 1, None]])])
+        .replace('"HERE"', written)
+        .encode()
+    )
+
+
 async def test_a_group_is_one_request_with_a_seed_and_a_name_for_each_sample() -> None:
     asked: list[dict[str, Any]] = []
 
@@ -114,6 +123,10 @@ async def test_a_big_answer_is_read_like_a_small_one() -> None:
         pytest.param(httpx.Response(200, json=[sample(finish_reason={"type": "tired"})]), id="an unknown reason"),
         pytest.param(httpx.Response(200, json=[sample(weight_version="default")]), id="an unknown version"),
         pytest.param(httpx.Response(200, json=[sample(output_token_logprobs=[])]), id="no log-probabilities"),
+        pytest.param(httpx.Response(200, content=with_logprob("null")), id="null as log-probability"),
+        pytest.param(httpx.Response(200, content=with_logprob("NaN")), id="NaN as log-probability"),
+        pytest.param(httpx.Response(200, content=with_logprob("-Infinity")), id="an infinite log-probability"),
+        pytest.param(httpx.Response(200, content=with_logprob("-1e300")), id="a log-probability beyond float32"),
         pytest.param(httpx.Response(200, content=b"<html>"), id="no JSON"),
         pytest.param(httpx.Response(400, json={"error": {"message": "too long"}}), id="a refusal"),
     ],
