@@ -7,6 +7,7 @@ here blocks; callers keep it off their event loop.
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -29,6 +30,8 @@ SMALL = (
 """Configuration, tokenizer and templates: what a controller itself reads. None of them is large."""
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
+NO_ANSWER = (ValueError, TypeError, LookupError, AttributeError, AssertionError)
+"""What the hubs' clients raise where an answer is not of the form that they expect."""
 
 
 class HubUnreachable(ModelError):
@@ -37,6 +40,16 @@ class HubUnreachable(ModelError):
 
 class HubOffline(ModelError):
     """The hub may not be asked, by the environment's word, and the cache does not have the model."""
+
+
+def no_hub(who: str, model: HubModel, error: Exception) -> HubUnreachable:
+    """What answers is no hub, or a broken one: often the page of a proxy that wants somebody to sign in."""
+    said = " ".join(str(error).split())[:160] or type(error).__name__
+    return HubUnreachable(
+        f"{who} answers with something else than the model's files ({said})",
+        where=str(model),
+        fix="Check for a proxy in between, and the endpoint; or name the folder of a copy",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +124,15 @@ def is_whole(folder: Path, *, weights: bool) -> bool:
     """Whether everything needed is in `folder`; what a hub's client puts under its name there is whole."""
     needed = {"config.json", "tokenizer.json"} | (shards(folder) if weights else frozenset())
     return all((folder / name).is_file() for name in needed)
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file; 0 for a folder, and for one that is not there, or was given another name just now."""
+    try:
+        found = path.stat()
+    except OSError:
+        return 0
+    return found.st_size if stat.S_ISREG(found.st_mode) else 0
 
 
 def total_size(files: Iterable[HubFile]) -> int:

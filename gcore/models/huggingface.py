@@ -22,10 +22,11 @@ from huggingface_hub.errors import (
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
+    RevisionResolutionError,
 )
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
-from gcore.models.hub import HubFile, HubOffline, HubUnreachable, Listing
+from gcore.models.hub import NO_ANSWER, HubFile, HubOffline, HubUnreachable, Listing, no_hub, size_of
 from gcore.models.names import HubModel, ModelError, is_commit
 
 DEFAULT_BRANCH = "main"
@@ -58,7 +59,7 @@ class HuggingFace:
             )
             if not is_commit(revision):  # so that the cache knows what the branch was, for when there is no hub
                 self._api.resolve_revision(model.repo, revision=revision or DEFAULT_BRANCH, cache_dir=self._cache)
-        files = tuple(HubFile(s.rfilename, s.size or 0) for s in info.siblings or ())
+        files = tuple(HubFile(s.rfilename, s.size if isinstance(s.size, int) else 0) for s in info.siblings or ())
         if info.sha is None:
             raise ModelError("the hub names no commit", where=str(model), fix="Name one: hf://OWNER/NAME@COMMIT")
         return Listing(model, info.sha, files)
@@ -93,7 +94,7 @@ class HuggingFace:
         folder = self._folder(listing.model)
         here = [folder / "snapshots" / listing.commit / name for name in names]
         # What is under way lies beside the blobs until it is whole.
-        return sum(_size(path) for path in (*here, *folder.glob("blobs/*.incomplete")))
+        return sum(size_of(path) for path in (*here, *folder.glob("blobs/*.incomplete")))
 
     def _folder(self, model: HubModel) -> Path:
         return self._cache / f"models--{model.owner}--{model.name}"
@@ -130,7 +131,7 @@ class HuggingFace:
             ) from error
         except HfHubHTTPError as error:
             raise self._refused(model, error) from error
-        except (httpx2.HTTPError, LocalEntryNotFoundError) as error:
+        except (httpx2.HTTPError, LocalEntryNotFoundError, RevisionResolutionError) as error:
             raise self._away(model, error) from error
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
@@ -140,6 +141,8 @@ class HuggingFace:
                     fix="Make room, or set HF_HOME to another folder",
                 ) from error
             raise self._away(model, error) from error  # the client's word for a transfer of the wrong size
+        except NO_ANSWER as error:
+            raise no_hub(f"{self.title} at {self.endpoint}", model, error) from error
 
     def _refused(self, model: HubModel, error: HfHubHTTPError) -> ModelError:
         code = error.response.status_code
@@ -182,13 +185,6 @@ def _near(wrong: str, known: Any) -> str:
     except (httpx2.HTTPError, OSError, ValueError, KeyError):
         return ""
     return f"; did you mean {near[0]!r}?" if near else ""
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
 
 
 def _literally(name: str) -> str:

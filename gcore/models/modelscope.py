@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gcore.models.hub import HubFile, HubUnreachable, Listing
+from gcore.models.hub import NO_ANSWER, HubFile, HubUnreachable, Listing, no_hub, size_of
 from gcore.models.names import HubModel, ModelError, is_commit
 
 DEFAULT_BRANCH = "master"
@@ -46,8 +46,8 @@ class ModelScope:
         branch = revision or DEFAULT_BRANCH
         with self._explained(model, branch):
             entries = self._api.legacy.list_repo_files(model.repo, "model", revision=branch)
-        blobs = [e for e in entries if isinstance(e, dict) and e.get("Type", "blob") != "tree"]
-        files = tuple(HubFile(str(e.get("Path") or e.get("Name")), int(e.get("Size") or 0)) for e in blobs)
+            blobs = [e for e in entries if isinstance(e, dict) and e.get("Type", "blob") != "tree"]
+            files = tuple(HubFile(str(e.get("Path") or e.get("Name")), int(e.get("Size") or 0)) for e in blobs)
         return Listing(model, branch if is_commit(branch) else _newest(blobs) or branch, files)
 
     def fetch(self, listing: Listing, names: Sequence[str]) -> Path:
@@ -72,8 +72,8 @@ class ModelScope:
         """See `Hub`."""
         folder = self._folder(listing.model) / "snapshots" / listing.commit
         # A file that is under way has a longer name, beside its place.
-        there = [path for path in folder.rglob("*") if path.is_file()]
-        return sum(path.stat().st_size for path in there if any(path.name.startswith(Path(n).name) for n in names))
+        there = [path for path in folder.rglob("*") if any(path.name.startswith(Path(n).name) for n in names)]
+        return sum(size_of(path) for path in there)
 
     def _folder(self, model: HubModel) -> Path:
         return self._cache / "models" / f"{model.owner}--{model.name}"
@@ -106,6 +106,8 @@ class ModelScope:
                     fix="Make room, or set MODELSCOPE_CACHE to another folder",
                 ) from error
             raise self._away(model, error) from error
+        except NO_ANSWER as error:
+            raise no_hub(self.title, model, error) from error
 
     def _away(self, model: HubModel, error: Exception) -> HubUnreachable:
         said = " ".join(str(error).split())[:160]

@@ -17,7 +17,18 @@ from pathlib import Path
 import tenacity
 
 from gcore.models.folder import check_code, check_weights, read_config
-from gcore.models.hub import Hub, HubFile, HubOffline, HubUnreachable, Listing, is_whole, total_size
+from gcore.models.hub import (
+    INDEX,
+    WHOLE,
+    Hub,
+    HubFile,
+    HubOffline,
+    HubUnreachable,
+    Listing,
+    is_whole,
+    shards,
+    total_size,
+)
 from gcore.models.names import HubModel, ModelError, Scheme, hub_model, is_commit
 
 Progress = Callable[[int, int], None]
@@ -135,6 +146,7 @@ class _Fetching:
         code = check_code(read_config(folder), trusted=self.trusted, where=self.path)
         small = listing.small(code=bool(code))
         self._fetch(listing, small)
+        self._check_index(listing, folder)
         if weights:
             needed = listing.weights(folder)
             with self._watched(listing, (*small, *needed)):
@@ -155,7 +167,29 @@ class _Fetching:
                 where=self.path,
                 fix="Name a model in the transformers format",
             )
-        return _patient(self.tries)(self.hub.fetch, listing, [f.name for f in files])
+        return _patient(self.tries)(self._brought, listing, [f.name for f in files])
+
+    def _brought(self, listing: Listing, names: Sequence[str]) -> Path:
+        folder = self.hub.fetch(listing, names)
+        lacking = [name for name in names if not (folder / name).is_file()]
+        if lacking:  # clients keep what a hub calls another commit in another place
+            raise HubUnreachable(
+                f"{self.hub.title} listed {lacking[0]} at commit {listing.commit} and brought something else",
+                where=self.path,
+                fix="Try again later, or name the folder of a copy",
+            )
+        return folder
+
+    def _check_index(self, listing: Listing, folder: Path) -> None:
+        """Raise ModelError if the index of the weights names files that the hub does not have: an upload broke off."""
+        there = {file.name for file in listing.files}
+        missing = sorted(shards(folder) - there)
+        if INDEX in there and WHOLE not in there and missing:
+            raise ModelError(
+                f"its index names weights that the hub does not list ({missing[0]}, {len(missing)} in all)",
+                where=self.path,
+                fix="Name another revision, or ask its owner to upload the rest",
+            )
 
     @contextlib.contextmanager
     def _watched(self, listing: Listing, files: Sequence[HubFile]) -> Iterator[None]:

@@ -197,6 +197,42 @@ def test_no_hub_at_all_says_what_to_do(tmp_path: Path) -> None:
     assert "HF_ENDPOINT" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "page", ["<html>Sign in</html>", "null", "[]", '{"id": "own/t', '{"siblings": ["config.json"]}']
+)
+@pytest.mark.parametrize("scheme", ["hf", "ms"])
+def test_what_is_no_answer_of_a_hub_is_told_and_may_be_asked_again(
+    served: FakeHub, tmp_path: Path, scheme: str, page: str
+) -> None:
+    served.add("own/tiny", TINY, branch="master")
+    served.page = page.encode()
+    hub = on(served, tmp_path) if scheme == "hf" else ModelScope(endpoint=served.url, cache=tmp_path)
+    with pytest.raises(ModelError) as caught:
+        resolve_model(f"{scheme}://own/tiny", hub=hub)
+    # An object without files is an answer, of a model that has none.
+    assert isinstance(caught.value, HubUnreachable) or "lists no config.json" in str(caught.value)
+    assert caught.value.fix
+
+
+def test_weights_of_another_commit_are_not_taken_for_those_of_the_job(served: FakeHub, tmp_path: Path) -> None:
+    commit = served.add("own/tiny", TINY)
+    served.other_commit = "a" * 40
+    with pytest.raises(HubUnreachable, match=f"listed model.safetensors at commit {commit}"):
+        resolve_model("hf://own/tiny", hub=on(served, tmp_path))
+
+
+def test_weights_that_were_never_uploaded_are_missed_before_any_weight_moves(served: FakeHub, tmp_path: Path) -> None:
+    index = {"weight_map": {f"t{n}": f"model-0000{n}-of-00002.safetensors" for n in (1, 2)}}
+    files = {k: v for k, v in TINY.items() if k != "model.safetensors"} | {
+        "model-00001-of-00002.safetensors": b"here",
+        "model.safetensors.index.json": json.dumps(index).encode(),
+    }
+    served.add("own/half", files)
+    with pytest.raises(ModelError, match=r"does not list \(model-00002-of-00002.safetensors, 1 in all"):
+        resolve_model("hf://own/half", hub=on(served, tmp_path), weights=False)
+    assert not any("model-0000" in request for request in served.requests)
+
+
 def test_offline_says_that_the_environment_forbids_it(served: FakeHub, tmp_path: Path) -> None:
     served.add("own/tiny", TINY)
     with pytest.raises(HubOffline, match="HF_HUB_OFFLINE"):

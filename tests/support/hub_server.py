@@ -47,6 +47,10 @@ class FakeHub:
     """Weights come only once this is set: what a slow line looks like."""
     asked: threading.Event = field(default_factory=threading.Event)
     """Set by the first request."""
+    page: bytes | None = None
+    """What every question about a model is answered with, in place of an answer."""
+    other_commit: str | None = None
+    """The commit that weights are said to be of, in place of their own."""
     ranges: list[str] = field(default_factory=list)
     url: str = ""
 
@@ -107,6 +111,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.rfile.read()  # until who asked is gone
             return
         parts = url.path.strip("/").split("/")
+        if hub.page is not None and parts[:1] == ["api"]:
+            self._send(hub.page, 200, {"Content-Type": "text/html"})
+            return
         query = parse_qs(url.query)
         if parts[:3] == ["api", "v1", "models"]:
             self._modelscope("/".join(parts[3:5]), parts[5:], query)
@@ -160,7 +167,10 @@ class _Handler(BaseHTTPRequestHandler):
             code = "RevisionNotFound" if files is None else "EntryNotFound"
             self._json({"error": code}, 404, {"X-Error-Code": code})
             return
-        headers = {"ETag": f'"{_oid(files[file])}"', "X-Repo-Commit": commit_of(files)}
+        commit = commit_of(files)
+        if self.served.other_commit is not None and file.endswith(".safetensors"):
+            commit = self.served.other_commit
+        headers = {"ETag": f'"{_oid(files[file])}"', "X-Repo-Commit": commit}
         self._bytes(file, files[file], headers, with_body=with_body)
 
     def _modelscope(self, name: str, rest: list[str], query: dict[str, list[str]]) -> None:
@@ -210,10 +220,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def _json(self, tree: object, code: int = 200, headers: dict[str, str] | None = None) -> None:
-        body = json.dumps(tree).encode()
+        self._send(json.dumps(tree).encode(), code, {"Content-Type": "application/json"} | (headers or {}))
+
+    def _send(self, body: bytes, code: int, headers: dict[str, str]) -> None:
         self.send_response(code)
-        self.send_header("Content-Type", "application/json")
-        for key, value in (headers or {}).items():
+        for key, value in headers.items():
             self.send_header(key, value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
