@@ -68,6 +68,7 @@ def gcore_steps(model: Path, folder: Path, tokens: int, steps: int) -> list[dict
             "betas": [0.9, 0.95],
             "old_logprobs": "current",
             "micro_batch_tokens": 2048,
+            "ranks": 2,
         },
         "checkpoint": {"every": steps},
     }

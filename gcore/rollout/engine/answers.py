@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,6 +10,13 @@ from gcore.rollout.engine.protocol import Asked
 from gcore.rollout.engine.tasks import Delivery, Ending, Top
 
 TextOf = Callable[[int], str]
+
+
+def finite(value: Any) -> Any:
+    """A number, or numbers in lists, with null for what JSON cannot say: an infinite one, or none at all (NaN)."""
+    if isinstance(value, list):
+        return [finite(one) for one in value]
+    return value if value is None or math.isfinite(value) else None
 
 
 def answer(
@@ -34,7 +42,7 @@ def answer(
 
 def _logprobs(delivery: Delivery, prompt: Sequence[int], asked: Asked, text_of: TextOf | None) -> dict[str, Any]:
     def entry(logprob: float | None, token: int) -> list[Any]:
-        return [logprob, token, None if text_of is None else text_of(token)]
+        return [finite(logprob), token, None if text_of is None else text_of(token)]
 
     def entries(tops: Sequence[Top | None]) -> list[list[Any] | None]:
         return [None if top is None else [entry(*pair) for pair in top] for top in tops]

@@ -24,6 +24,8 @@ MOST_BODY_BYTES = 128 * 1024 * 1024
 """A bigger body is refused, before it is read where its length is told: about 20 million token ids."""
 BIG_BODY_BYTES = 256 * 1024
 """A body from this size on is parsed and checked off the event loop."""
+HALVES = re.compile(rb"\\\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
+"""What may be half of a surrogate pair: JSON can say it, but it is no character, and nothing could encode it again."""
 TYPE_NAMES = frozenset({"str", "int", "bool", "float", "list", "dict"})
 
 
@@ -98,8 +100,11 @@ def _too_big() -> BodyTooBig:
 
 def _parsed(raw: bytes) -> Any:
     try:
-        return json.loads(raw, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+        value = json.loads(raw, parse_constant=_no_constant)
+        if HALVES.search(raw):
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
+    except (ValueError, RecursionError) as error:  # a UnicodeError is a ValueError
         raise BodyRefused(f"the body is not JSON ({error})") from error
 
 

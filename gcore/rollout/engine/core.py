@@ -24,7 +24,7 @@ from gcore.rollout.engine.reading import plan
 from gcore.rollout.engine.schedule import IDLE_TOKENS, Size, Want, admissible, longest_alone, outgrown
 from gcore.rollout.engine.tasks import Delivery, Ending, Task, Waiting, Work, is_older
 from gcore.rollout.engine.text import Text, tail_length
-from gcore.rollout.engine.weights import ASLEEP, Bed, Staged, give_back_free_memory, install
+from gcore.rollout.engine.weights import Bed, Staged, check_awake, give_back_free_memory, install
 
 PauseMode = Literal["abort", "retract", "in_place"]
 ABORTED = "aborted on request"
@@ -255,8 +255,7 @@ class Core:
     def change_weights(self, staged: Staged, version: str | None, *, flush: bool, abort: bool) -> None:
         """Serve these weights from the next token on. Raises EngineError; then nothing has changed."""
         self.check_version(version)
-        if "weights" in self.asleep:
-            raise ASLEEP
+        check_awake(self.model)
         if abort:
             self.abort_all("aborted by a change of weights")
         install(self.model, staged)

@@ -24,12 +24,16 @@ from gcore.rollout.engine.core import Core
 from gcore.rollout.engine.gate import Gate
 from gcore.rollout.engine.protocol import Asked, Generate, SamplingBody
 from gcore.rollout.engine.runner import Runner
-from gcore.rollout.engine.tasks import Delivery, Ending, Task
+from gcore.rollout.engine.tasks import Delivery, Ending, Task, prompt_key
 from gcore.rollout.engine.text import Text, cut_at
 
 T = TypeVar("T")
 BIG_ANSWER_TOKENS = 16_384
 """From so many tokens on, an answer is put together off the event loop."""
+
+
+MOST_SAMPLES = 65_536
+"""Of one request: so many are entered in a second, in which the engine hears nobody else."""
 
 
 class _Arrivals:
@@ -111,6 +115,10 @@ class Desk:
 
     def admit(self, request: Generate) -> list[_Ticket]:
         """The request's samples as tickets, prompt by prompt. Raises EngineError for what cannot be served."""
+        if (count := sum(params.n for params in request.params)) > MOST_SAMPLES:
+            raise EngineError(
+                f"the request asks for {count} samples, and {MOST_SAMPLES} are the most", fix="Send several requests"
+            )
         pairs = list(zip(request.prompts, request.params, request.asked, strict=True))
         prompts = [self._tokens(prompt, params) for prompt, params, _ in pairs]
         names = request.rids or tuple(uuid.uuid4().hex for _ in prompts)
@@ -125,7 +133,7 @@ class Desk:
     def _tickets(
         self, prompt: tuple[int, ...], params: SamplingBody, asked: Asked, name: str, *, streams: bool
     ) -> list[_Ticket]:
-        model, now = self._core.model, self.clock.monotonic()
+        model, now, key = self._core.model, self.clock.monotonic(), prompt_key(prompt)
         tickets = []
         for index in range(params.n):
             sampling = params.sampling(
@@ -137,7 +145,7 @@ class Desk:
                 asked=asked,
             )
             rid = name if params.n == 1 else f"{name}_{index}"
-            task = Task(self._next, rid, prompt, sampling, streams=streams and params.makes_tokens)
+            task = Task(self._next, rid, prompt, sampling, streams=streams and params.makes_tokens, key=key)
             self._next += 1
             tickets.append(_Ticket(task, name, params, asked, now))
         return tickets

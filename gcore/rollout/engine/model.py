@@ -29,6 +29,7 @@ from gcore.errors import DataError
 from gcore.models.folder import check_code
 from gcore.rollout.engine.attention import NAME, Attention
 from gcore.rollout.engine.cache import CacheShape
+from gcore.rollout.engine.quick import make_quick
 from gcore.rollout.engine.text import Text
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -181,7 +182,7 @@ def load(
     attention = Attention()
     attention.register()
     parameters = inspect.signature(module.forward).parameters
-    use_fused_norms(module)
+    make_quick(module)
     return Model(
         module,
         folder,
@@ -234,47 +235,6 @@ def refusal(folder: Path, why: str) -> DataError:
     return DataError(
         f"the torch engine cannot serve this model: {why}", where=str(folder), fix="Serve it with SGLang instead"
     )
-
-
-@torch.inference_mode()
-def use_fused_norms(module: Any) -> None:
-    """Give layers that compute torch's own RMS norm, to the same bits, that one: it is half as many steps."""
-    found: dict[type, bool] = {}
-    for layer in module.modules():
-        kind = type(layer)
-        if not kind.__name__.endswith("RMSNorm") or not hasattr(layer, "variance_epsilon"):
-            continue
-        if kind not in found:
-            found[kind] = _is_rms_norm(layer)
-        if found[kind]:
-            layer.forward = _fused(layer)
-
-
-def _fused(layer: Any) -> Any:
-    def forward(hidden: torch.Tensor) -> torch.Tensor:
-        weight = layer.weight
-        return functional.rms_norm(hidden, weight.shape, weight, layer.variance_epsilon)
-
-    return forward
-
-
-def _is_rms_norm(layer: Any) -> bool:
-    """Asked of other weights than its own, which may be all ones."""
-    weight = getattr(layer, "weight", None)
-    if weight is None or weight.dim() != 1 or len(list(layer.parameters())) != 1:
-        return False
-    generator = torch.Generator().manual_seed(0)
-    own = weight.clone()
-    weight.copy_(torch.randn(weight.shape, generator=generator).to(weight))
-    try:
-        for size in ((1, 1), (7, 3), (64, 1), (5, 4, 3)):
-            hidden = torch.randn((*size, *weight.shape), generator=generator).to(weight) * 3
-            fused = functional.rms_norm(hidden, weight.shape, weight, layer.variance_epsilon)
-            if not torch.equal(layer(hidden), fused):
-                return False
-    finally:
-        weight.copy_(own)
-    return True
 
 
 def _end_tokens(folder: Path, config: dict[str, Any], text: Text | None) -> tuple[int, ...]:

@@ -136,7 +136,8 @@ class SamplingBody(BaseModel):
         return Sampling(
             max_new_tokens=max(1, most),
             seed=seed,
-            min_new_tokens=self.min_new_tokens,
+            # Without a max_new_tokens it may be any number, beyond the context and beyond 64 bits.
+            min_new_tokens=min(self.min_new_tokens, max(1, most)),
             temperature=self.temperature if self.temperature >= GREEDY_BELOW else 0.0,
             top_p=self.top_p,
             top_k=None if self.top_k == -1 or self.top_k >= vocabulary else self.top_k,

@@ -212,26 +212,46 @@ def _inverse(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """[row]: the first index at which the cumulative weight passes uniform x total; `weights` [row, token]."""
     rows, width = weights.shape
     if width <= SMALL_VOCABULARY:
-        return _search(weights, uniforms)[0]
+        return _search(weights, uniforms).index
     # In double precision, or a large vocabulary's tail would drown in rounding; over blocks, or that would be slow.
     whole = width // BLOCK
     sums = weights[:, : whole * BLOCK].view(rows, whole, BLOCK).sum(-1)
     if whole * BLOCK < width:
         sums = torch.cat([sums, weights[:, whole * BLOCK :].sum(-1, keepdim=True)], -1)
-    block, within = _search(sums, uniforms)
+    found = _search(sums, uniforms)
+    block, within = found.index, found.within()
     index = block[:, None] * BLOCK + torch.arange(BLOCK, device=weights.device)[None, :]
     inside = weights.gather(-1, index.clamp(max=width - 1)).masked_fill_(index >= width, 0.0)
-    return block * BLOCK + _search(inside, within)[0]
+    return block * BLOCK + _search(inside, within).index
 
 
-def _search(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[row] the index, and [row] where between its two ends the uniform number came to stand, in [0, 1)."""
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Where uniform numbers came to stand among weights. `column` [row, 1] int64; the others as in `_search`."""
+
+    column: torch.Tensor
+    weights: torch.Tensor
+    cumulative: torch.Tensor
+    target: torch.Tensor
+
+    @property
+    def index(self) -> torch.Tensor:
+        """[row]"""
+        return self.column[:, 0]
+
+    def within(self) -> torch.Tensor:
+        """[row]: where between the two ends of its weight each came to stand, in [0, 1)."""
+        own = self.weights.gather(-1, self.column).double()
+        into = (self.target - (self.cumulative.gather(-1, self.column) - own)) / own
+        return into[:, 0].nan_to_num_(0.0).clamp_(0.0, BELOW_ONE)
+
+
+def _search(weights: torch.Tensor, uniforms: torch.Tensor) -> Found:
+    """The first index at which the cumulative weight passes uniform x total, by row."""
     cumulative = weights.cumsum(-1, dtype=torch.float64)
     target = uniforms[:, None] * cumulative[:, -1:]
-    found = torch.searchsorted(cumulative, target, right=True).clamp_(max=weights.shape[-1] - 1)
-    own = weights.gather(-1, found).double()
-    into = (target - (cumulative.gather(-1, found) - own)) / own
-    return found[:, 0], into[:, 0].nan_to_num_(0.0).clamp_(0.0, BELOW_ONE)
+    column = torch.searchsorted(cumulative, target, right=True).clamp_(max=weights.shape[-1] - 1)
+    return Found(column, weights, cumulative, target)
 
 
 def _truncated(weights: torch.Tensor, uniforms: torch.Tensor, cut: Truncation) -> torch.Tensor:
@@ -255,7 +275,7 @@ def _truncated(weights: torch.Tensor, uniforms: torch.Tensor, cut: Truncation) -
     place = torch.where(keep, index, width)
     place, order = place.sort(dim=-1)
     kept = torch.where(keep, ordered, 0.0).gather(-1, order)
-    tokens = place.gather(-1, _search(kept, uniforms)[0][:, None])[:, 0]
+    tokens = place.gather(-1, _search(kept, uniforms).column)[:, 0]
     if not everything:
         short = keep[:, -1] & ((cut.top_k[:, 0] == 0) | (cut.top_k[:, 0] > cut.candidates))
         if bool(short.any()):

@@ -76,11 +76,12 @@ class Task:
     sampling: Sampling
     streams: bool = False
     """Whether every token is delivered as soon as it is there."""
-    key: bytes = field(init=False, repr=False, compare=False)
-    """Names the prompt's content. Bytes, because they remember their hash and tuples do not."""
+    key: bytes = field(default=b"", repr=False, compare=False)
+    """Names the prompt's content; samples of one prompt share it. Bytes, because they remember their hash and tuples do not."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "key", prompt_key(self.prompt))
+        if not self.key:
+            object.__setattr__(self, "key", prompt_key(self.prompt))
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,10 +32,11 @@ from gcore.rollout.engine.administration import (
     UpdateVersionBody,
     WeightsByNameBody,
 )
+from gcore.rollout.engine.answers import finite
 from gcore.rollout.engine.bodies import checker, read
 from gcore.rollout.engine.core import Core
 from gcore.rollout.engine.desk import Desk
-from gcore.rollout.engine.weights import Staged, stage
+from gcore.rollout.engine.weights import Staged, check_awake, same_kind, stage
 from gcore.weights.broadcast import Manifest, WeightGroup
 
 T = TypeVar("T")
@@ -194,11 +195,12 @@ class WeightRoutes:
         body = await read(request, checker(WeightsByNameBody))
 
         def look() -> Any:
+            check_awake(self._core.model)
             tensor = self._core.model.module.state_dict().get(body.name)
             if tensor is None:
                 raise EngineError(f"the model has no tensor {body.name!r}")
             rows: Any = tensor[: max(0, body.truncate_size)] if tensor.dim() else tensor
-            return rows.to("cpu", torch.float32).tolist()
+            return finite(rows.to("cpu", torch.float32).tolist())
 
         return JSONResponse(await self._desk.perform(look))
 
@@ -228,6 +230,8 @@ def _part(core: Core, tensors: dict[str, torch.Tensor]) -> Staged:
                 f"{name} came as {list(tensor.shape)} and is {list(own[name].shape)}; "
                 "nothing of this broadcast was taken"
             )
+        if not same_kind(tensor, own[name]):
+            raise EngineError(f"{name} came as whole numbers ({tensor.dtype}); nothing of this broadcast was taken")
     return Staged(tensors)
 
 

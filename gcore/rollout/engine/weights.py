@@ -25,8 +25,6 @@ from safetensors import SafetensorError, safe_open
 from gcore.errors import EngineError
 from gcore.rollout.engine.model import Model
 
-ASLEEP = EngineError("the weights are released", fix="Call /resume_memory_occupation first")
-
 
 @dataclass(frozen=True, slots=True)
 class Staged:
@@ -35,16 +33,19 @@ class Staged:
     tensors: Mapping[str, torch.Tensor]
 
 
+def check_awake(model: Model) -> None:
+    """Raises EngineError while the weights are released: there is nothing to look at or to write to."""
+    if model.asleep:
+        raise EngineError("the weights are released", fix="Call /resume_memory_occupation first")
+
+
 def stage(model: Model, folder: Path) -> Staged:
     """Read a folder's weights. Raises EngineError, and nothing has changed, when they do not fit."""
-    if model.asleep:
-        raise ASLEEP
+    check_awake(model)
     own: dict[str, torch.Tensor] = model.module.state_dict()
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise EngineError("there are no weights (*.safetensors)", where=str(folder), fix="Publish a whole model folder")
     tensors: dict[str, torch.Tensor] = {}
     try:
+        files = sorted(folder.glob("*.safetensors"))
         for file in files:
             with safe_open(file, framework="pt") as weights:
                 tensors.update({name: weights.get_tensor(name) for name in weights.keys()})  # noqa: SIM118
@@ -56,12 +57,20 @@ def stage(model: Model, folder: Path) -> Staged:
             where=str(folder),
             fix="Publish them again",
         ) from error
+    if not files:
+        raise EngineError("there are no weights (*.safetensors)", where=str(folder), fix="Publish a whole model folder")
     # Tied weights stand in a checkpoint once.
     written = {own[name].data_ptr() for name in tensors if name in own}
     missing = sorted(name for name in own.keys() - tensors.keys() if own[name].data_ptr() not in written)
     unknown = sorted(tensors.keys() - own.keys())
     wrong = sorted(n for n, t in tensors.items() if n in own and t.shape != own[n].shape)
-    for names, what in ((missing, "lacks"), (unknown, "has, unknown to the model,"), (wrong, "has in another shape")):
+    coded = sorted(n for n, t in tensors.items() if n in own and not same_kind(t, own[n]))
+    for names, what in (
+        (missing, "lacks"),
+        (unknown, "has, unknown to the model,"),
+        (wrong, "has in another shape"),
+        (coded, "has as whole numbers"),
+    ):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise EngineError(f"the weights do not fit: the folder {what} {names[0]}{more}", where=str(folder))
@@ -70,11 +79,23 @@ def stage(model: Model, folder: Path) -> Staged:
 
 def _converted(model: Model, folder: Path) -> Mapping[str, torch.Tensor]:
     # The class that serves already, which may be one that came with the model.
-    module: Any = type(model.module).from_pretrained(
-        folder, config=model.module.config, dtype=model.shape.dtype, local_files_only=True
+    module, report = type(model.module).from_pretrained(
+        folder,
+        config=model.module.config,
+        dtype=model.shape.dtype,
+        local_files_only=True,
+        output_loading_info=True,
     )
+    # transformers makes these up at random and only warns.
+    if missing := sorted(report["missing_keys"]):
+        raise ValueError(f"they lack {missing[0]} and have {sorted(report['unexpected_keys'])[:1]}")
     state: dict[str, torch.Tensor] = module.state_dict()
     return state
+
+
+def same_kind(tensor: torch.Tensor, own: torch.Tensor) -> bool:
+    """Whether one can stand for the other: whole numbers where fractions belong are a code that nobody here can read."""
+    return tensor.is_floating_point() == own.is_floating_point()
 
 
 def install(model: Model, staged: Staged) -> None:
