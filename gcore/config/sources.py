@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from gcore.config.base import Section
 
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 DataFormat = Literal["auto", "jsonl", "parquet", "hf"]
 SourceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$")]
 Option = str | int | float | bool
+Temperature = Annotated[float, Field(ge=1e-6, le=1e6)]
+"""Below, engines take the likeliest token and tell log-probabilities of another distribution; and it travels as float32."""
+StopString = Annotated[str, Field(min_length=1)]
 ONLY_SOURCE = "data"
 """The name of the source of a spec that has one file."""
 FORMAT_HELP = (
@@ -41,14 +44,14 @@ class RewardSpec(Section):
 class SamplingSpec(Section):
     """What a source draws differently from `rollout`."""
 
-    temperature: PositiveFloat | None = Field(None, description="Sampling temperature")
+    temperature: Temperature | None = Field(None, description="Sampling temperature")
     top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="Nucleus")
     top_k: PositiveInt | None = Field(None, description="Keep only the k likeliest tokens")
     min_p: Annotated[float, Field(ge=0, lt=1)] | None = Field(None, description="Least share of the likeliest token")
     max_new_tokens: PositiveInt | None = Field(
         None, description="Longest response, in tokens; in training at most rollout's"
     )
-    stop: tuple[str, ...] | None = Field(None, description="Strings that end a response")
+    stop: tuple[StopString, ...] | None = Field(None, description="Strings that end a response")
 
 
 class SourceSpec(Section):

@@ -11,7 +11,15 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from gcore.config.base import Section
-from gcore.config.sources import DataSpec, EvalSpec, RewardSpec, eval_sources, training_sources
+from gcore.config.sources import (
+    DataSpec,
+    EvalSpec,
+    RewardSpec,
+    StopString,
+    Temperature,
+    eval_sources,
+    training_sources,
+)
 
 __all__ = [
     "CheckpointSpec",
@@ -62,9 +70,7 @@ class RolloutSpec(Section):
     """Generation."""
 
     engine: Literal["torch", "sglang"] = Field("torch", description="What serves the rollout pool")
-    temperature: PositiveFloat = Field(
-        1.0, description="Sampling temperature; the trainer divides its logits by it too"
-    )
+    temperature: Temperature = Field(1.0, description="Sampling temperature; the trainer divides its logits by it too")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Nucleus; below 1 needs `correction`")
     top_k: int | None = Field(None, ge=1, description="Keep only the k likeliest tokens; needs `correction`")
     min_p: Annotated[float, Field(ge=0, lt=1)] = Field(
@@ -75,7 +81,7 @@ class RolloutSpec(Section):
     )
     max_new_tokens: PositiveInt = Field(description="Longest response, in tokens")
     min_new_tokens: Annotated[int, Field(ge=0)] = Field(0, description="No response ends before, in tokens")
-    stop: tuple[str, ...] = Field((), description="Strings that end a response")
+    stop: tuple[StopString, ...] = Field((), description="Strings that end a response")
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field((), description="Tokens that end a response")
     truncated: Literal["keep", "mask", "penalise", "drop_group"] = Field(
         "keep",

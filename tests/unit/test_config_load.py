@@ -169,6 +169,9 @@ def test_an_override_that_is_wrong_is_told(tmp_path: Path, override: str, messag
         ),
         pytest.param("model.path", 3, "model.path: it should be text", id="a number for text"),
         pytest.param("rollout.stop", "x", "rollout.stop: it should be a list", id="text for a list"),
+        pytest.param("rollout.temperature", 1e-7, "greater than or equal to 0.000001", id="colder than engines sample"),
+        pytest.param("rollout.temperature", 1e300, "less than or equal to", id="hotter than a float32"),
+        pytest.param("rollout.stop", ["x", ""], "rollout.stop.1: ", id="a stop string that every text holds"),
         pytest.param("model.chat", "maybe", "model.chat: it should be true or false", id="no truth"),
         pytest.param(
             "reward.options",
