@@ -72,10 +72,11 @@ def copy_of(data: DataFiles, split: str | None, cache_dir: Path, progress: Progr
         return found
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
-        # Held by whoever makes it; the kernel lets go of it however that process ends.
+        # Held by whoever makes it, and by the process that writes for it: one whose maker was killed goes on for a while,
+        # in the very file that the next maker would write. The kernel lets go of it however those two end.
         with (cache_dir / f"{stem}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            return made.find() or made.make(progress)
+            return made.find() or made.make(lock.fileno(), progress)
     except OSError as error:
         raise DataError(
             f"cannot keep a copy of {data.path.name} there ({(error.strerror or str(error)).lower()})",
@@ -102,12 +103,12 @@ class _Copy:
             return None
         return RowCopy(self.data, self.lines, tuple(manifest.rows))
 
-    def make(self, progress: Progress | None) -> RowCopy:
-        """Under the lock. Raises DataError, OSError."""
+    def make(self, lock: int, progress: Progress | None) -> RowCopy:
+        """Under the lock, an open file. Raises DataError, OSError."""
         sources = self._sources()
         part = self.lines.with_suffix(".part")
         try:
-            rows = _convert(self.data, part, progress)
+            rows = _convert(self.data, part, lock, progress)
             if self._sources() != sources:
                 raise DataError(
                     "the data changed while they were read",
@@ -133,11 +134,13 @@ def _known(identity: FileIdentity) -> tuple[int, int, int]:
     return identity.size, identity.mtime_ns, identity.inode
 
 
-def _convert(data: DataFiles, to: Path, progress: Progress | None) -> list[int]:
+def _convert(data: DataFiles, to: Path, lock: int, progress: Progress | None) -> list[int]:
     request = {"kind": data.kind, "files": [str(file) for file in data.files], "to": str(to)}
     command = [sys.executable, "-m", "gcore.prompts.tables"]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, encoding="utf-8") as process:
+    with subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, encoding="utf-8", pass_fds=(lock,)
+    ) as process:
         try:
             assert process.stdin is not None
             assert process.stdout is not None

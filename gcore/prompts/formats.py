@@ -35,6 +35,13 @@ class DataFiles:
 
 def find_files(path: Path, declared: DataFormat, split: str | None) -> DataFiles:
     """The files of a source. Raises DataError if there is nothing of the declared format, or more than one split."""
+    try:
+        return _found(path, declared, split)
+    except OSError as error:  # a folder above that may not be looked into, a name that is too long
+        raise unreadable(path, error) from error
+
+
+def _found(path: Path, declared: DataFormat, split: str | None) -> DataFiles:
     kind = _kind(path) if declared == "auto" else declared
     if kind == "jsonl":
         if split is not None:
@@ -47,24 +54,21 @@ def find_files(path: Path, declared: DataFormat, split: str | None) -> DataFiles
 
 
 def _kind(path: Path) -> Kind:
-    try:
-        if path.is_dir():
-            names = {entry.name for entry in path.iterdir()}
-            if _DICT in names or _STATE in names:
-                return "hf"
-            if any(name.endswith(".parquet") for name in names):
+    if path.is_dir():
+        names = {entry.name for entry in path.iterdir()}
+        if _DICT in names or _STATE in names:
+            return "hf"
+        if any(name.endswith(".parquet") for name in names):
+            return "parquet"
+        raise DataError(
+            "the folder holds no Parquet files and no dataset saved by `datasets` (save_to_disk)",
+            where=str(path),
+            fix="Name a JSONL file, a Parquet file, or a folder of either kind",
+        )
+    if path.is_file():
+        with path.open("rb") as file:
+            if file.read(len(PARQUET_MAGIC)) == PARQUET_MAGIC:
                 return "parquet"
-            raise DataError(
-                "the folder holds no Parquet files and no dataset saved by `datasets` (save_to_disk)",
-                where=str(path),
-                fix="Name a JSONL file, a Parquet file, or a folder of either kind",
-            )
-        if path.is_file():
-            with path.open("rb") as file:
-                if file.read(len(PARQUET_MAGIC)) == PARQUET_MAGIC:
-                    return "parquet"
-    except OSError as error:
-        raise unreadable(path, error) from error
     return "parquet" if path.suffix == ".parquet" else "jsonl"
 
 
@@ -75,10 +79,8 @@ def _parquet_files(path: Path, split: str | None) -> tuple[Path, ...]:
                 f"a single Parquet file has no split {split!r}", where=str(path), fix="Remove `split`, or name a folder"
             )
         return (path,)
-    try:
-        files = sorted(entry for entry in path.iterdir() if entry.suffix == ".parquet" and entry.is_file())
-    except OSError as error:
-        raise unreadable(path, error) from error
+    # A link to nothing is a file that is missing: to pass over it would train on less than was asked for.
+    files = sorted(entry for entry in path.iterdir() if entry.suffix == ".parquet" and not entry.is_dir())
     if not files:
         raise DataError(
             "the folder holds no Parquet files", where=str(path), fix="Name the folder in which *.parquet files lie"
@@ -105,7 +107,7 @@ def _saved_files(path: Path, split: str | None) -> tuple[Path, ...]:
     folder = path
     if (path / _DICT).is_file():
         splits = _read_object(path / _DICT).get("splits")
-        if not isinstance(splits, list) or not all(isinstance(name, str) for name in splits):
+        if not isinstance(splits, list) or not splits or not all(isinstance(name, str) for name in splits):
             raise DataError("the file names no splits", where=str(path / _DICT), fix="Save the dataset again")
         if split is None and len(splits) != 1:
             raise _which_split(path, splits)
@@ -129,7 +131,8 @@ def _saved_files(path: Path, split: str | None) -> tuple[Path, ...]:
             fix="Load it with that version, call flatten_indices(), and save it again",
         )
     listed = state.get("_data_files")
-    names = [item.get("filename") if isinstance(item, dict) else None for item in listed or []]
+    items = listed if isinstance(listed, list) else []
+    names = [item.get("filename") if isinstance(item, dict) else None for item in items]
     if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
         raise DataError("the file names no data files", where=str(folder / _STATE), fix="Save the dataset again")
     return tuple(folder / str(name) for name in names)

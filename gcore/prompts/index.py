@@ -36,6 +36,14 @@ MAX_ENTRY_BYTES = 64 << 20
 _MAGIC = b"gcoreidx"
 _HEADER = struct.Struct("<8sIIQQQQ16s8x")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_COMPRESSED = {
+    b"\x1f\x8b": "gzip",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"\xfd7zXZ": "xz",
+    b"BZh": "bzip2",
+    b"PK\x03\x04": "zip",
+}
+"""How compressed files begin; none of it begins a JSON object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +174,10 @@ class _Scan:
         rest = b""
         while block := data.read(BLOCK_BYTES):
             self._hash.update(block)
-            if not self._offset and not rest and block.startswith(_BYTE_ORDER_MARK):
-                self._offset, block = len(_BYTE_ORDER_MARK), block[len(_BYTE_ORDER_MARK) :]
+            if not self._offset and not rest:
+                self._refuse_compressed(block)
+                if block.startswith(_BYTE_ORDER_MARK):
+                    self._offset, block = len(_BYTE_ORDER_MARK), block[len(_BYTE_ORDER_MARK) :]
             cut = block.rfind(b"\n")
             if cut < 0:
                 rest += block
@@ -204,6 +214,15 @@ class _Scan:
         self.entries += len(kept)
         self._line += len(starts)
         self._offset += len(lines) + 1
+
+    def _refuse_compressed(self, beginning: bytes) -> None:
+        for magic, name in _COMPRESSED.items():
+            if beginning.startswith(magic):
+                raise DataError(
+                    f"the file is compressed ({name})",
+                    where=str(self._path),
+                    fix="Decompress it; entries are read at any place of the file, so it must be plain JSON lines",
+                )
 
     def _check_length(self, rest: bytes) -> None:
         if len(rest) > MAX_ENTRY_BYTES:

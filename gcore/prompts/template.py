@@ -29,6 +29,7 @@ FOREIGN_FAILURES = (
     ArithmeticError,
     AttributeError,
     RecursionError,
+    MemoryError,
 )
 """What a template raises that does not take its prompt."""
 

@@ -162,7 +162,9 @@ BAD: list[Any] = [
     pytest.param(b"", "jsonl", "holds no prompts", id="empty"),
     pytest.param(b"\n \n\t\n", "jsonl", "holds no prompts", id="only blank lines"),
     pytest.param(b"\xef\xbb\xbf", "jsonl", "holds no prompts", id="only a byte order mark"),
-    pytest.param(b"\x1f\x8b\x08\x00abc", ":1", "not UTF-8", id="compressed"),
+    pytest.param(b"\x1f\x8b\x08\x00abc", "jsonl", "is compressed .gzip", id="compressed by gzip"),
+    pytest.param(b"\x28\xb5\x2f\xfdabc", "jsonl", "is compressed .zstd", id="compressed by zstd"),
+    pytest.param(b"\xff\xfe{\x00", ":1", "not UTF-8 text .byte 0xff", id="UTF-16"),
 ]
 
 

@@ -214,6 +214,7 @@ def test_a_template_that_wants_the_date_falls_back_to_its_own(make_model: Maker)
 @pytest.mark.parametrize(
     ("template", "message"),
     [
+        pytest.param("{{ 'x' * 10**15 }}", "MemoryError", id="more than fits into memory"),
         pytest.param("{{ raise_exception('no system message') }}", "no system message", id="the template refuses"),
         pytest.param("{{ messages[0].content.__class__.__mro__ }}", "unsafe", id="an escape from the sandbox"),
         pytest.param("{{ messages.append(1) }}", "unsafe|not safely", id="a change to the messages"),

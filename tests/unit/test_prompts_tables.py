@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import decimal
+import fcntl
 import json
 import os
 import subprocess
@@ -243,6 +244,22 @@ def test_files_beside_the_parquet_files_of_a_folder_are_left_out(tmp_path: Path,
     assert len(open_dataset(tmp_path / "data", cache)) == len(ROWS)
 
 
+def test_a_link_to_a_file_that_is_gone_is_missed_and_not_passed_over(tmp_path: Path, cache: Path) -> None:
+    write_parquet(tmp_path / "data" / "a.parquet", ROWS)
+    link = tmp_path / "data" / "b.parquet"
+    link.symlink_to(tmp_path / "blobs" / "gone")
+    error = error_of(tmp_path / "data", cache)
+    assert "cannot read the file (no such file" in str(error)
+    assert error.where == str(link)
+
+
+@pytest.mark.parametrize("declared", ["auto", "jsonl", "parquet", "hf"])
+def test_a_path_that_the_system_does_not_let_us_look_at_is_a_sentence(
+    tmp_path: Path, cache: Path, declared: str
+) -> None:
+    assert "cannot read the file (file name too long)" in str(error_of(tmp_path / ("n" * 300), cache, format=declared))
+
+
 # --- mistakes: the sentences of JSONL, with the row
 
 BAD: list[Any] = [
@@ -334,6 +351,9 @@ DAMAGE: list[Any] = [
         "names no data files",
         id="a file elsewhere",
     ),
+    pytest.param(
+        "saved", lambda p: (p / "state.json").write_text('{"_data_files": 5}'), "names no data files", id="no list"
+    ),
     pytest.param("saved", lambda p: next(p.glob("*.arrow")).unlink(), "cannot read the file", id="no data file"),
     pytest.param("saved", lambda p: next(p.glob("*.arrow")).write_bytes(b"ARROW1"), "is not an Arrow file", id="no Arrow"),
     pytest.param(
@@ -343,6 +363,9 @@ DAMAGE: list[Any] = [
         id="Arrow cut off",
     ),
     pytest.param("splits", lambda p: (p / "dataset_dict.json").write_text("{}"), "names no splits", id="no splits"),
+    pytest.param(
+        "splits", lambda p: (p / "dataset_dict.json").write_text('{"splits": []}'), "names no splits", id="empty splits"
+    ),
 ]  # fmt: skip
 
 
@@ -488,3 +511,32 @@ def test_a_half_written_copy_of_a_process_that_was_killed_is_in_nobodys_way(tmp_
     rows.rename(part)
     assert made(path, cache) == 1
     assert not part.exists()
+
+
+MAKER = """
+import sys
+from pathlib import Path
+from gcore.prompts.copies import copy_of
+from gcore.prompts.formats import find_files
+path, cache, sys.executable = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+copy_of(find_files(path, "auto", None), None, cache)
+"""
+
+
+def test_nobody_writes_a_copy_while_the_writer_of_a_killed_maker_goes_on(tmp_path: Path, cache: Path) -> None:
+    path = write_parquet(tmp_path / "d.parquet", ROWS)
+    for pipe in ("begun", "end"):
+        os.mkfifo(tmp_path / pipe)
+    writer = tmp_path / "writer"
+    writer.write_text(f"#!/bin/sh\necho x > {tmp_path}/begun\nread x < {tmp_path}/end\n")
+    writer.chmod(0o755)
+    maker = subprocess.Popen([sys.executable, "-c", MAKER, str(path), str(cache), str(writer)])
+    (tmp_path / "begun").read_text()  # waits for the writer
+    maker.kill()
+    maker.wait()
+    with next(cache.glob(".*.lock")).open("w") as lock:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        (tmp_path / "end").write_text("x")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    assert made(path, cache) == 1
