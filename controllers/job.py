@@ -97,6 +97,7 @@ class JobRunner:
         self._asked_to_stop: set[str] = set()
         self._view: tuple[int, JobView] | None = None
         self._orders: EpochOrders | None = None
+        self._lacks = ""
 
     async def run(self) -> None:
         """Until the job has ended."""
@@ -186,10 +187,17 @@ class JobRunner:
         return None if self.mirror.job is None else rules_of(self.mirror.job.record)
 
     def _preparation(self) -> Preparation:
-        # Nobody decides while this is under way, so nobody else notes since when the job waits for it.
-        models = [f"wait model {node}" for node in (self.node, *self._cluster.nodes)]
-        self.waits = self.waits.note(["wait start", *models], self._clock.monotonic())
-        return Preparation(self._store, self.keys, self._identity, self._cache_dir, self.changes, lambda: self.mirror)
+        def lacks(reason: str) -> None:
+            # Nobody decides while this is under way, so nobody else notes since when the job waits for it.
+            models = [f"wait model {node}" for node in (self.node, *self._cluster.nodes)]
+            conditions = ["wait start", *models] + ["wait material"] * bool(reason)
+            self.waits = self.waits.note(conditions, self._clock.monotonic())
+            self._lacks, self._view = reason, None
+
+        lacks("")
+        return Preparation(
+            self._store, self.keys, self._identity, self._cache_dir, self.changes, lambda: self.mirror, lacks
+        )
 
     def _ended(self) -> bool:
         return self.mirror.status is not None and self.mirror.status.record.phase.ended
@@ -256,6 +264,7 @@ class JobRunner:
             saved=self._ranks.saved,
             staged=staged_versions(run_dir),
             arranging=self._orders is not None and self._orders.arranging,
+            lacks=self._lacks,
             hopeless=self._staff.hopeless(self._cluster.workers),
         )
 

@@ -1,8 +1,10 @@
 """What a node must have before it works on a job: the model, and the data as they were when the job was created.
 
 What is wrong ends the job, with a sentence: nothing could be made here. With two exceptions. Data that have changed are
-looked at again and again: the job's progress would be lost for a file that can be put back. And a node that the plan does
-not name, because it came later, only stays away, and tries again: the others get on without it.
+looked at again and again, and so is whatever is wrong once the job has trained a step: its progress would be lost for a
+file that can be put back, or for a disk that is mounted later than the daemon is started. And a node that the plan does
+not name, because it came later, only stays away, and tries again: the others get on without it. Whatever is waited for so
+is told.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from gcore.store.types import Store
 log = logging.getLogger(__name__)
 
 DATA_AGAIN_S = 5.0
-"""Until data that were changed are looked at again."""
+"""Until data that were changed, or what a job with progress lacks, are looked at again."""
 LATE_AGAIN_S = 30.0
 """Until a node that came later tries again."""
 
@@ -46,6 +48,8 @@ class Preparation:
     cache_dir: Path
     changes: Changes
     mirror: Callable[[], JobMirror]
+    lacks: Callable[[str], None] = lambda reason: None
+    """Told why the node cannot work on the job yet; nothing when it can."""
 
     async def material(self, spec: JobSpec, job: JobRecord) -> Material | None:
         """What the job is made of, its spec naming the model's folder on this node; None if the job ended before.
@@ -55,15 +59,17 @@ class Preparation:
         while not self._ended():
             try:
                 here = await self._with_model(spec, job)
-                return None if here is None else await asyncio.to_thread(self._open, here, job)
-            except DataChanged as error:
-                log.warning("job %s is not worked on: %s", job.uid, error)
-                await self._pause(DATA_AGAIN_S)
+                material = None if here is None else await asyncio.to_thread(self._open, here, job)
             except GcoreError as error:
-                if self._is_counted_on():
+                waits = isinstance(error, DataChanged) or self._has_progress()
+                if self._is_counted_on() and not waits:
                     raise
-                log.warning("job %s goes on without %s: %s", job.uid, self.identity.node, error)
-                await self._pause(LATE_AGAIN_S)
+                log.warning("job %s is not worked on by %s: %s", job.uid, self.identity.node, error)
+                self.lacks(str(error))
+                await self._pause(DATA_AGAIN_S if waits else LATE_AGAIN_S)
+            else:
+                self.lacks("")
+                return material
         return None
 
     async def _with_model(self, spec: JobSpec, job: JobRecord) -> JobSpec | None:
@@ -92,6 +98,11 @@ class Preparation:
         """Whether the job waits for this node: before it has a plan for all, then if the plan names it."""
         plan = self.mirror().plan
         return plan is None or self.identity.node in plan.record.nodes
+
+    def _has_progress(self) -> bool:
+        """Whether a step of the job stands, which its end would throw away."""
+        head = self.mirror().head
+        return head is not None and head.record.step > 0
 
     def _ended(self) -> bool:
         status = self.mirror().status

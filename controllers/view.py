@@ -87,6 +87,8 @@ class JobView:
     """Versions whose weights lie in the run's folder."""
     arranging: bool = False
     """Whether this peer works out the order that a curriculum gives."""
+    lacks: str = ""
+    """Why this node cannot work on the job yet."""
     hopeless: str = ""
     """Why a worker of the job cannot be started here, after several tries."""
 

@@ -36,6 +36,9 @@ def waiting_for(view: JobView) -> Iterator[Wait]:
         # A node joins with its model: the last word on its progress may have been lost, and would stand here for ever.
         if fetch.done < fetch.total and fetch.node not in joined:
             yield Wait("model", f"{fetch.node} is {fetch.sentence}", f"wait model {fetch.node}")
+    if view.lacks:
+        yield Wait("material", f"{view.node} cannot work on the job: {view.lacks.rstrip('.')}", "wait material")
+        return  # whatever else is missing here is missing because of that
     if mirror.status.record.phase is JobPhase.PENDING or mirror.head is None or mirror.plan is None:
         yield Wait("start", "the job is about to be started", "wait start")
         return

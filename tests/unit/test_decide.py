@@ -465,6 +465,13 @@ def test_a_job_says_which_ranks_and_engines_it_waits_for() -> None:
     assert waits(unknown)["engines"] == "the engines of node-0 are to load the first weights (none is ready)"
 
 
+def test_a_node_that_cannot_work_on_a_job_says_why() -> None:
+    said = waits(replace(running(), lacks="d.jsonl: cannot read the file. Name an existing, readable file"))
+    assert said == {
+        "material": "node-0 cannot work on the job: d.jsonl: cannot read the file. Name an existing, readable file"
+    }
+
+
 def test_a_node_that_has_joined_is_not_waited_for_whatever_was_last_heard_of_its_model() -> None:
     view = running()
     fetch = ModelFetch(node="node-1", path="hf://o/n", done=1_000_000, total=4_000_000)

@@ -17,6 +17,8 @@ from gcore.errors import DataError
 from gcore.ledger.guarded import Stored
 from gcore.ledger.job import EnginePlace, JobPhase, JobRecord, JobStatus, Plan
 from gcore.ledger.mirror import JobMirror
+from gcore.ledger.records import Head
+from gcore.prompts.cursor import Cursors
 from gcore.prompts.dataset import DataChanged
 from gcore.store.keys import JobKeys
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
@@ -41,8 +43,11 @@ class Node:
         self.mistakes = list(mistakes)
         self.changes = Changes()
         self.made = Material(self.spec, "u", None, {}, (), {})  # type: ignore[arg-type]
+        self.told: list[str] = []
         store, identity = MemoryStore(MemoryCluster(FakeClock())), Identity("late", "late.aaaa", "h:1", 1)
-        self.preparation = Preparation(store, JobKeys("u"), identity, folder, self.changes, lambda: self.mirror)
+        self.preparation = Preparation(
+            store, JobKeys("u"), identity, folder, self.changes, lambda: self.mirror, self.told.append
+        )
         monkeypatch.setattr(Preparation, "_open", self.open)
         monkeypatch.setattr(preparing, "LATE_AGAIN_S", 0.0)
         monkeypatch.setattr(preparing, "DATA_AGAIN_S", 0.0)
@@ -80,6 +85,17 @@ async def test_data_that_have_changed_are_waited_for_whoever_counts_on_the_node(
     node = Node(tmp_path, monkeypatch, DataChanged("the data have changed"))
     node.mirror = mirror_of(plan=plan_over("late"))
     assert await node.material() is node.made
+
+
+async def test_what_a_job_with_progress_lacks_is_waited_for_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = Node(tmp_path, monkeypatch, DataError("there is no such file"), DataError("the last line is cut off"))
+    cursors = Cursors.start(1)
+    head = Head(seq=7, parent=6, lineage=0, step=3, cursors=cursors, lineages=(), world="w", nonce="n")
+    node.mirror = mirror_of(plan=plan_over("late"), head=Stored(head, 1))
+    assert await node.material() is node.made
+    assert node.told == ["there is no such file", "the last line is cut off", ""]
 
 
 async def test_a_job_that_has_ended_is_not_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
