@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from controllers.changes import Changes
+from controllers.routing import Load, route
 from controllers.turns import turn
 from controllers.view import EngineView
 from gcore.errors import EngineError, EngineUnreachable
@@ -46,6 +47,9 @@ class _Line:
     client: EngineClient
     view: EngineView
     in_flight: int = 0
+    """Samples asked for and not answered, with those that wait for its weights."""
+    coming: Version | None = None
+    """What it is being brought to."""
 
 
 class EngineBook:
@@ -63,11 +67,6 @@ class EngineBook:
     def views(self) -> dict[str, EngineView]:
         """What is known of my engines."""
         return {instance: line.view for instance, line in self._lines.items()}
-
-    @property
-    def in_flight(self) -> int:
-        """Requests under way."""
-        return sum(line.in_flight for line in self._lines.values())
 
     async def aim(self, workers: Mapping[str, WorkerRecord]) -> None:
         """These are mine from now on."""
@@ -91,15 +90,19 @@ class EngineBook:
         if line is None:
             # It may have ended, or become a peer's, between the decision and the deed.
             raise EngineUnreachable(f"{instance} is not connected", fix="Look again")
-        served = (await line.client.info()).version
-        if served != version:
-            await line.client.update_weights(str(folder), version)
+        line.coming = version
+        try:
             served = (await line.client.info()).version
-        else:
-            # Whoever brought it there may have died before it let the engine go on; going on twice does no harm.
-            await line.client.resume()
-        line.view = replace(line.view, version=served)
-        self._changes.notify()
+            if served != version:
+                await line.client.update_weights(str(folder), version)
+                served = (await line.client.info()).version
+            else:
+                # Whoever brought it there may have died before it let the engine go on; going on twice does no harm.
+                await line.client.resume()
+            line.view = replace(line.view, version=served)
+        finally:
+            line.coming = None
+            self._changes.notify()
 
     def distrust(self, instance: str) -> None:
         """Nothing is known of the engine any more; it is asked, and brought up to date, before it is used again."""
@@ -120,16 +123,13 @@ class EngineBook:
         seeds: Sequence[int],
         rid: str,
     ) -> tuple[Sample, ...]:
-        """A sample for each prompt and its seed, on the least busy engine that serves `version`; waits for one.
+        """A sample for each prompt and its seed, on an engine that serves `version` (`controllers.routing`); waits for one.
 
         Raises EngineError. An engine that does not answer is distrusted, and the request is for the caller to repeat.
         """
-        await self._changes.until(lambda: bool(self.ready(version)))
-        instance = self.ready(version)[0]
-        line = self._lines[instance]
+        instance, line = await self._seat(version, len(seeds))
         # No two requests are called the same: an abort of one that was given up must not end the one that repeats it.
         rid = f"{rid}/{next(self._requests)}"
-        line.in_flight += 1
         finished = False
         try:
             samples = await line.client.generate_each(prompts, params, seeds=seeds, rid=rid)
@@ -146,9 +146,39 @@ class EngineBook:
             self.distrust(instance)
             raise
         finally:
-            line.in_flight -= 1
+            line.in_flight -= len(seeds)
+            self._changes.notify()
             if not finished:
                 self._abandon(line, rid, len(seeds))
+
+    async def _seat(self, version: Version, size: int) -> tuple[str, _Line]:
+        """An engine that serves `version`, `size` samples added to what it has in flight, for the caller to take away."""
+        held: tuple[str, _Line] | None = None
+        try:
+            while True:
+                known = self._lines.get(held[0]) if held is not None else None
+                if held is not None and known is not held[1]:
+                    held = None  # it has gone, or another has its name
+                instance = route(self._loads(version), size, held[0] if held is not None else None)
+                if instance is not None and (held is None or instance != held[0]):
+                    if held is not None:
+                        held[1].in_flight -= size
+                    held = instance, self._lines[instance]
+                    held[1].in_flight += size
+                if held is not None and held[1].view.version == version:
+                    return held
+                await self._changes.wait()
+        except BaseException:
+            if held is not None:
+                held[1].in_flight -= size
+            raise
+
+    def _loads(self, version: Version) -> list[Load]:
+        return [
+            Load(instance, line.in_flight, line.view.version == version)
+            for instance, line in self._lines.items()
+            if version in (line.view.version, line.coming)
+        ]
 
     def _abandon(self, line: _Line, rid: str, count: int) -> None:
         """The caller gave up: let the engine give up too. In the background, and as far as it goes."""

@@ -91,3 +91,114 @@ async def test_the_abort_of_a_request_that_was_given_up_cannot_end_the_one_that_
     assert await engine.given_up.get() == name
     assert await engine.called.get() != name
     again.cancel()
+
+
+class SlowEngine(OldEngine):
+    """Takes its weights, and answers, when it is let."""
+
+    def __init__(self, address: str, **_: Any) -> None:
+        super().__init__()
+        self.address = address
+        self.weights: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.answers = asyncio.Event()
+        self.asked = 0
+        self._version = Version(0, 1)
+
+    async def info(self) -> Any:
+        return SimpleNamespace(version=self._version)
+
+    async def update_weights(self, folder: str, version: Version) -> None:
+        await self.weights
+        self._version = version
+
+    async def generate_each(self, prompts: Any, params: Any, *, seeds: Any, rid: str) -> tuple[Sample, ...]:
+        self.asked += 1
+        await self.answers.wait()
+        return tuple(Sample((1,), (0.0,), "a", "stop", (VersionSpan(self._version, 0, 1),)) for _ in seeds)
+
+    async def abort(self, rid: str, count: int) -> None:
+        return None
+
+
+class Two:
+    """A quick engine that serves version 0.2 and a slow one on its way there, and four requests for that version."""
+
+    def __init__(self, folder: Any) -> None:
+        self.folder = folder
+        self.made: dict[str, SlowEngine] = {}
+        self.book = EngineBook(Changes(), timeout_s=1.0, connect=self._connect)  # type: ignore[arg-type]
+        self.requests: list[asyncio.Task[tuple[Sample, ...]]] = []
+        self.publication: asyncio.Task[None]
+
+    def _connect(self, address: str, **_: Any) -> SlowEngine:
+        self.made[address] = SlowEngine(address)
+        return self.made[address]
+
+    async def begin(self) -> tuple[SlowEngine, SlowEngine]:
+        await self.book.aim({name: SimpleNamespace(address=name) for name in ("quick", "slow")})  # type: ignore[arg-type]
+        quick, slow = self.made["http://quick"], self.made["http://slow"]
+        quick.weights.set_result(None)
+        self.publication = asyncio.create_task(self.book.publish("slow", Version(0, 2), self.folder))
+        await asyncio.sleep(0)
+        await self.book.publish("quick", Version(0, 2), self.folder)
+        self.requests = [
+            asyncio.create_task(self.book.generate(Version(0, 2), [(1,)] * 8, PARAMS, (0,) * 8, str(n)))
+            for n in range(4)
+        ]
+        await settle()
+        return quick, slow
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_a_step_is_dealt_to_all_engines_though_one_is_ready_first(tmp_path: Any) -> None:
+    two = Two(tmp_path)
+    quick, slow = await two.begin()
+    assert (quick.asked, slow.asked) == (2, 0)
+    slow.weights.set_result(None)
+    await settle()
+    assert (quick.asked, slow.asked) == (2, 2)
+    quick.answers.set()
+    slow.answers.set()
+    assert [len(samples) for samples in await asyncio.gather(*two.requests)] == [8] * 4
+    await two.publication
+
+
+async def test_what_waits_for_an_engine_that_does_not_come_up_goes_to_one_that_is_free(tmp_path: Any) -> None:
+    two = Two(tmp_path)
+    quick, slow = await two.begin()
+    quick.answers.set()
+    await asyncio.gather(*two.requests)
+    assert (quick.asked, slow.asked) == (4, 0)
+    two.publication.cancel()
+
+
+async def test_what_waits_for_an_engine_whose_weights_fail_goes_elsewhere_at_once(tmp_path: Any) -> None:
+    two = Two(tmp_path)
+    quick, slow = await two.begin()
+    slow.weights.set_exception(EngineError("no such weights"))
+    await settle()
+    assert (quick.asked, slow.asked) == (4, 0)
+    with pytest.raises(EngineError, match="no such weights"):
+        await two.publication
+    quick.answers.set()
+    await asyncio.gather(*two.requests)
+
+
+async def test_a_request_that_is_given_up_while_it_waits_leaves_its_place(tmp_path: Any) -> None:
+    two = Two(tmp_path)
+    quick, slow = await two.begin()
+    for request in two.requests:
+        request.cancel()
+    await asyncio.gather(*two.requests, return_exceptions=True)
+    slow.weights.set_result(None)
+    await two.publication
+    again = [asyncio.create_task(two.book.generate(Version(0, 2), [(1,)], PARAMS, (0,), str(n))) for n in range(2)]
+    await settle()
+    assert (quick.asked, slow.asked) == (3, 1)
+    quick.answers.set()
+    slow.answers.set()
+    await asyncio.gather(*again)

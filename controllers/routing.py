@@ -1,0 +1,41 @@
+"""Which engine a request goes to. Pure.
+
+The least busy of those that serve the wanted weights or are being brought to them at this moment: when a step begins, one
+engine is ready a little before the others, and would be given the whole step. A request that was given to an engine on its
+way waits for it there; as soon as one that serves is no busier, it goes there instead, so that an engine which does not
+come up holds nothing back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """An engine as a request of `version` sees it. `samples`: what it has to answer, with what waits for it."""
+
+    instance: str
+    samples: int
+    serving: bool
+    """Whether it serves the version; if not, it is on its way there."""
+
+
+def route(loads: Sequence[Load], size: int, held: str | None = None) -> str | None:
+    """Where a request of `size` samples goes; None while there is nobody.
+
+    `held`: where it waits already, its samples counted there.
+    """
+    by_name = {load.instance: load for load in loads}
+    own = by_name.get(held) if held is not None else None
+    if own is not None:
+        if own.serving:
+            return own.instance
+        others = [load for load in loads if load.serving and load.samples + size <= own.samples]
+        return min(others, key=_busy).instance if others else own.instance
+    return min(loads, key=_busy).instance if loads else None
+
+
+def _busy(load: Load) -> tuple[int, bool, str]:
+    return (load.samples, not load.serving, load.instance)
