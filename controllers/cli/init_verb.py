@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gcore.errors import UsageError
+from gcore.worker.process import identify
 
 if TYPE_CHECKING:
     from gcore.prepare.project import OwnModel
@@ -53,7 +54,7 @@ def init(
 
     if task not in TASKS:
         raise UsageError(f"there is no task {task!r}", where="--task", fix=f"Known: {', '.join(TASKS)}")
-    target = Path(os.path.abspath(name.expanduser()))
+    target = _absolute(name)
     _refuse_occupied(target, force=force)
     package_of(target.name)
     own = None if model is None else _own_model(model)
@@ -129,10 +130,20 @@ def _own_model(given: str) -> OwnModel:
         raise UsageError(
             f"{given!r} is neither a folder nor a hub's model", where="--model", fix="Write hf://OWNER/NAME"
         )
-    folder = Path(os.path.abspath(Path(given).expanduser()))
+    folder = _absolute(Path(given))
     if not (folder / "config.json").is_file():
         raise UsageError("this is no model folder: it has no config.json", where=str(folder), fix="Name another")
     return OwnModel(str(folder), chat=_has_chat_template(folder))
+
+
+def _absolute(path: Path) -> Path:
+    """Raises UsageError."""
+    try:
+        return Path(os.path.abspath(path.expanduser()))
+    except (RuntimeError, OSError) as error:  # no such user; the folder that we are in was removed
+        raise UsageError(
+            f"this is no path ({' '.join(str(error).split()).rstrip('.')})", where=str(path), fix="Write it in full"
+        ) from error
 
 
 def _has_chat_template(folder: Path) -> bool:
@@ -148,5 +159,5 @@ def _sweep(target: Path) -> None:
     """Remove what an `init` of this name left that was killed and is no longer running."""
     for remnant in target.parent.glob(f".{target.name}.init-*.tmp"):
         pid = remnant.name.removesuffix(".tmp").rpartition("-")[2]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+        if pid.isdigit() and identify(int(pid)) is None:
             shutil.rmtree(remnant, ignore_errors=True)

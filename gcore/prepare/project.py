@@ -58,10 +58,13 @@ def package_of(name: str) -> str:
         raise UsageError(f"Python has something called {package!r} already", where="init", fix="Choose another name")
     found = find_spec(package)
     if found is not None and found.origin is not None:  # a mere folder in the way of imports has no origin
+        earlier = any(
+            p.name == name and p.dist is not None and p.dist.name == name for p in entry_points(group=REWARDS)
+        )
         raise UsageError(
             f"a package called {package!r} is installed already ({found.origin})",
             where="init",
-            fix=f"Choose another name, or `pip uninstall {name}` first",
+            fix="Choose another name" + (f", or `pip uninstall {name}` first" if earlier else ""),
         )
     provider = next((p.dist for p in entry_points(group=REWARDS) if p.name == name), None)
     if provider is not None and provider.name != name:

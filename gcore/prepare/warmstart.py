@@ -13,6 +13,8 @@ are left as they were. This is a leaf: it imports torch and transformers, and is
 from __future__ import annotations
 
 import copy
+import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn import functional
 
@@ -105,9 +108,16 @@ def warm_start(
 
 
 def save_model(started: WarmStart, folder: Path) -> None:
-    """A folder that `AutoModelForCausalLM`, `AutoTokenizer` and the `tokenizers` library load."""
-    with _without_progress_bars():
-        started.model.save_pretrained(folder)
+    """A folder that `AutoModelForCausalLM`, `AutoTokenizer` and the `tokenizers` library load. Raises OSError."""
+    try:
+        with _without_progress_bars():
+            started.model.save_pretrained(folder)
+    except SafetensorError as error:
+        # Only its words hold what the system said, a full disk for one.
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(folder)) from error
     save_tokenizer(started.alphabet, folder)
 
 

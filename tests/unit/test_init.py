@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -85,7 +86,7 @@ def test_the_projects_tests_pass_with_plain_pytest(quick: Path) -> None:
         ("match", "Python has something called"),
         ("json", "Python has something called"),
         ("gcore", "installed already"),
-        ("torch", "installed already"),
+        ("torch", r"installed already \(.*\). Choose another name$"),
         ("numeric", "gcore has a reward called 'numeric'"),
     ],
 )
@@ -174,6 +175,35 @@ def test_an_interrupted_init_leaves_nothing_and_ends_with_130(tmp_path: Path, se
     assert process.returncode == 130
     assert said.splitlines()[-1] == "gcore: interrupted"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_home_that_is_nobodys_is_a_sentence() -> None:
+    with pytest.raises(UsageError, match="this is no path"):
+        init(Path("~nobody-of-that-name/mine"))
+
+
+def test_a_full_disk_is_told_while_the_model_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from safetensors import SafetensorError
+
+    from gcore.prepare import warmstart
+
+    class Model:
+        def save_pretrained(self, folder: Path) -> None:
+            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    alphabet: Any = None
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        warmstart.save_model(warmstart.WarmStart(Model(), alphabet, 0.4, 0.5), tmp_path)
+    assert caught.value.errno == 28
+
+
+def test_what_a_killed_init_left_is_removed_though_nobody_collected_it(quick: Path) -> None:
+    zombie = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
+    (quick / f".mine.init-{zombie.pid}.tmp").mkdir()
+    init(Path("mine"))
+    zombie.wait()
+    assert [p.name for p in quick.iterdir()] == ["mine"]
 
 
 def test_what_a_killed_init_left_is_removed_by_the_next_but_not_that_of_one_that_runs(quick: Path) -> None:
