@@ -150,7 +150,8 @@ class Tally:
             "mismatch_kl": _ratio(sums["mismatch"], sums["mismatch_tokens"]),
             "mismatch_k3": _ratio(sums["mismatch_k3"], sums["mismatch_tokens"]),
             "mismatch_abs": _ratio(sums["mismatch_abs"], sums["mismatch_tokens"]),
-            "mismatch_max": largest if sums["mismatch_tokens"] else math.nan,
+            # A maximum passes over what is not a number; the sum does not.
+            "mismatch_max": largest if sums["mismatch_tokens"] and math.isfinite(sums["mismatch_abs"]) else math.nan,
             "mismatch_correlation": _correlation(sums),
             "reward_mean": _ratio(sums["reward"], sums["samples"]),
             "response_length_mean": _ratio(sums["tokens"], sums["samples"]),

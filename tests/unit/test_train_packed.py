@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from gcore.train.module import checkpoint_activations, evaluate, logits_of, para
 from gcore.train.packing import Cutting, MicroPlan, Rectangle, plan_step
 from gcore.train.prove import Fit, fit, why_not
 from gcore.train.reference import Reference
+from gcore.train.tally import Tally
 from gcore.types import PromptRef, Version
 
 VOCABULARY = 96
@@ -404,3 +406,20 @@ def test_out_of_memory_names_the_fields_to_lower_in_the_order_to_try(error: Base
 def test_other_errors_are_left_as_they_are() -> None:
     with pytest.raises(RuntimeError, match="shapes"), explained("x", TrainSpec(), ()):
         raise RuntimeError("shapes do not fit")
+
+
+def test_a_mismatch_that_is_no_number_is_missing_and_not_zero() -> None:
+    class Alone:
+        def sum(self, values: Sequence[float]) -> list[float]:
+            return list(values)
+
+        max = sum
+
+    def told(trainer: float) -> dict[str, float]:
+        tally = Tally()
+        batch: Any = SimpleNamespace(rollout_logp=torch.full((1, 2), -1.0), mask=torch.ones(1, 2, dtype=torch.bool))
+        tally.mismatch(torch.tensor([[-1.0, trainer]]), batch)
+        return {name: value for name, value in tally.metrics(Alone()).items() if name.startswith("mismatch")}
+
+    assert told(-1.5)["mismatch_max"] == 0.5
+    assert told(float("nan")) == {}
