@@ -344,6 +344,15 @@ async def test_memory_is_released_and_resumed(http: httpx.AsyncClient, serving: 
     assert error_of(serving.weights[0], [5, 6], await waiting) < serving.tolerance
 
 
+@TORCH_ONLY  # a CPU has no memory to release in SGLang
+async def test_released_weights_are_not_shown_as_if_they_were_empty(http: httpx.AsyncClient) -> None:
+    await post(http, "/release_memory_occupation", tags=["weights"])
+    response = await http.post("/get_weights_by_name", json={"name": "model.norm.weight"})
+    await post(http, "/resume_memory_occupation", tags=["weights"])
+    assert response.status_code == 400
+    assert "weights are released" in response.json()["error"]["message"]
+
+
 @TORCH_ONLY  # SGLang's scheduler dies of the first two, and takes the third for granted
 async def test_memory_is_not_taken_from_what_runs(http: httpx.AsyncClient) -> None:
     await post(http, "/resume_memory_occupation")

@@ -6,6 +6,7 @@ The shapes are SGLang's. "whole": an object with `object: "error"`, where the bo
 is not there. "outcome": `{"success": false, "message": ...}`, a change of weights.
 """
 
+import asyncio
 import socket
 from typing import Any
 
@@ -108,6 +109,7 @@ async def test_a_request_that_cannot_be_served_is_refused(http: httpx.AsyncClien
         pytest.param(
             {**sampled(), "return_hidden_states": True}, "return_hidden_states", id="states, which it has not"
         ),
+        pytest.param(sampled(n=10**6), "1000000 samples", id="a million samples"),
     ],
 )
 async def test_what_would_break_an_engine_or_be_passed_over_is_refused_by_name(
@@ -147,6 +149,29 @@ async def test_a_name_that_is_under_way_is_refused_and_afterwards_taken(http: ht
 async def test_a_body_that_is_no_json_is_refused(http: httpx.AsyncClient, content: bytes) -> None:
     response = await http.post("/generate", content=content, headers=JSON)
     assert (response.status_code, shape(response)) == (400, "whole")
+
+
+# What SGLang does with half a character nobody has looked at.
+@TORCH_ONLY
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/update_weight_version"])
+async def test_half_a_surrogate_pair_is_no_json(http: httpx.AsyncClient, path: str) -> None:
+    for half in (rb"\ud83d", b"\xed\xa0\xbd"):
+        content = b'{"text":"%b","prompt":"%b","new_version":"%b"}' % (half, half, half)
+        response = await http.post(path, content=content, headers=JSON)
+        assert (response.status_code, shape(response)) == (400, "whole")
+    both = rb'{"text":"\ud83d\ude00","sampling_params":{"max_new_tokens":1}}'
+    assert (await http.post("/generate", content=both, headers=JSON)).status_code == 200
+
+
+@TORCH_ONLY
+async def test_of_two_requests_of_one_name_that_come_at_once_one_is_refused(http: httpx.AsyncClient) -> None:
+    both = (http.post("/generate", json={**sampled(), "rid": "twin"}) for _ in range(2))
+    await post(http, "/pause_generation", mode="in_place")
+    tasks = [asyncio.create_task(one) for one in both]
+    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    assert [one.result().status_code for one in done] == [400]
+    await post(http, "/continue_generation")
+    assert sorted([(await one).status_code for one in tasks]) == [200, 400]
 
 
 async def test_a_body_that_does_not_call_itself_json_is_refused(http: httpx.AsyncClient) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -211,3 +212,21 @@ def test_a_model_that_no_lane_can_serve_is_refused_in_one_sentence(tmp_path: Pat
     ended = run_engine("--model", str(folder))
     one_sentence(ended, "the torch engine cannot serve this model")
     assert "Serve it with SGLang instead" in ended.stderr
+
+
+def test_an_engine_may_have_as_many_connections_as_the_system_allows(folder: Path) -> None:
+    """Not only the 1024 of a login shell: each waiting request is one."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    engine = subprocess.Popen(
+        ["bash", "-c", f"ulimit -Sn 64 && exec {sys.executable} -m gcore.rollout.engine --model {folder}"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
+    assert engine.stdout is not None
+    try:
+        assert engine.stdout.readline().startswith("serving on ")
+        assert resource.prlimit(engine.pid, resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        engine.terminate()
+        engine.communicate()

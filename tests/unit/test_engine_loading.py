@@ -5,13 +5,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from engine_core import make_core
 from safetensors.torch import load_file, save_file
 
-from gcore.errors import DataError
+from gcore.errors import DataError, EngineError
 from gcore.rollout.engine.launch import EngineLaunch
 from gcore.rollout.engine.start import start
 from gcore.rollout.engine.text import Text
+from gcore.rollout.engine.weights import stage
 from gcore.testing.tiny_model import make_tiny_model
 
 WEIGHTS = "model.safetensors"
@@ -86,3 +88,36 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) 
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(DataError, match=r"tokenizer has a token 49 \('zzz'\).* vocabulary ends at 48"):
         start(EngineLaunch(model=str(folder), device="cpu"), Text.load(folder))
+
+
+def as_whole_numbers(folder: Path) -> None:
+    tensors = {name: (10 * tensor).to(torch.int8) for name, tensor in load_file(folder / WEIGHTS).items()}
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def under_other_names(folder: Path) -> None:
+    tensors = {f"somewhere.else.{name}": tensor for name, tensor in load_file(folder / WEIGHTS).items()}
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        pytest.param(truncate, "cannot read the weights", id="truncated"),
+        pytest.param(remove, "there are no weights", id="gone"),
+        pytest.param(lose_a_tensor, "lacks model.layers.1.mlp.up_proj.weight", id="a weight is missing"),
+        pytest.param(reshape_a_tensor, "in another shape model.layers.0.mlp.up_proj.weight", id="of another shape"),
+        pytest.param(as_whole_numbers, "as whole numbers", id="quantised"),
+        pytest.param(under_other_names, "they lack lm_head.weight", id="of other names, which would come up random"),
+    ],
+)
+def test_new_weights_that_are_broken_are_refused_in_one_sentence(
+    tmp_path: Path, spoil: Callable[[Path], None], says: str
+) -> None:
+    core = make_core(make_tiny_model(tmp_path / "served"))
+    folder = make_tiny_model(tmp_path / "new", seed=1)
+    spoil(folder)
+    with pytest.raises(EngineError, match=says) as caught:
+        stage(core.model, folder)
+    assert str(folder) in str(caught.value)
+    assert "\n" not in str(caught.value)

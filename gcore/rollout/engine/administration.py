@@ -6,10 +6,13 @@ nothing here, but for `load_format`, where another loader would mean other weigh
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, field_validator
 
+NUMBERED = re.compile(r"(_[0-9]+){0,2}")
+"""What stands behind a request's name in the names of its samples: the prompt's number in a batch, the sample's in `n`."""
 Tag = Literal["weights", "kv_cache", "cuda_graph"]
 LOADED = (None, "auto", "safetensors")
 """Load formats that name what this engine does."""
@@ -29,7 +32,8 @@ class AbortBody(Body):
 
     def names(self, rid: str) -> bool:
         """Whether the sample called `rid` is meant."""
-        return bool(self.rid) and (rid == self.rid or rid.startswith(f"{self.rid}_"))
+        mine, rest = self.rid or "", rid.removeprefix(self.rid or "")
+        return bool(mine) and rid.startswith(mine) and NUMBERED.fullmatch(rest) is not None
 
 
 class _ChangeBody(Body):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from gcore.rollout.engine.protocol import Asked
@@ -17,6 +18,19 @@ def finite(value: Any) -> Any:
     if isinstance(value, list):
         return [finite(one) for one in value]
     return value if value is None or math.isfinite(value) else None
+
+
+def cost(delivery: Delivery, asked: Asked) -> int:
+    """How many entries the lists of its answer have, about."""
+    of_prompt = delivery.prompt_logprobs
+    positions = len(delivery.tokens) + (0 if of_prompt is None else len(of_prompt.values))
+    return positions * (1 + asked.top + len(asked.named))
+
+
+def told_cost(answer: Mapping[str, Any], asked: Asked) -> int:
+    """The same, once it has been put together."""
+    positions = len(answer["output_ids"]) + len(answer["meta_info"].get("input_token_logprobs", ()))
+    return positions * (1 + asked.top + len(asked.named))
 
 
 def answer(
@@ -80,3 +94,10 @@ def _finish_reason(ending: Ending | None, length: int) -> dict[str, Any] | None:
     if ending.kind == "stop":
         return {"type": "stop", "matched": ending.matched}
     return {"type": "abort", "message": ending.message, "status_code": None, "err_type": None}
+
+
+def emptied(delivery: Delivery) -> Delivery:
+    """No tokens were asked for: the one that was made is not told."""
+    ending = delivery.ending if delivery.ending is not None and delivery.ending.kind == "abort" else Ending("length")
+    spans = (replace(delivery.spans[0], start=0, end=0),)
+    return replace(delivery, tokens=(), logprobs=(), tops=(), spans=spans, ending=ending)

@@ -24,7 +24,7 @@ MOST_BODY_BYTES = 128 * 1024 * 1024
 """A bigger body is refused, before it is read where its length is told: about 20 million token ids."""
 BIG_BODY_BYTES = 256 * 1024
 """A body from this size on is parsed and checked off the event loop."""
-HALVES = re.compile(rb"\\\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
+HALVES = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 """What may be half of a surrogate pair: JSON can say it, but it is no character, and nothing could encode it again."""
 TYPE_NAMES = frozenset({"str", "int", "bool", "float", "list", "dict"})
 

@@ -19,21 +19,17 @@ import numpy as np
 
 from gcore.clock import Clock
 from gcore.errors import EngineError
-from gcore.rollout.engine.answers import answer
+from gcore.rollout.engine.answers import answer, cost, emptied
 from gcore.rollout.engine.core import Core
 from gcore.rollout.engine.gate import Gate
 from gcore.rollout.engine.protocol import Asked, Generate, SamplingBody
 from gcore.rollout.engine.runner import Runner
-from gcore.rollout.engine.tasks import Delivery, Ending, Task, prompt_key
+from gcore.rollout.engine.tasks import Delivery, Task, prompt_key
 from gcore.rollout.engine.text import Text, cut_at
 
 T = TypeVar("T")
 BIG_ANSWER_TOKENS = 16_384
-"""From so many tokens on, an answer is put together off the event loop."""
-
-
-MOST_SAMPLES = 65_536
-"""Of one request: so many are entered in a second, in which the engine hears nobody else."""
+"""From so many on (or other entries of its lists), an answer is put together off the event loop."""
 
 
 class _Arrivals:
@@ -113,22 +109,29 @@ class Desk:
         """Carry out `action` between two steps."""
         return await asyncio.wrap_future(self.runner.perform(action))
 
+    def encoded(self, request: Generate) -> Generate:
+        """With tokens for texts. May be called from any thread: a long text takes seconds."""
+        if (text := self._text) is None:
+            return request
+        return replace(
+            request, prompts=tuple(list(text.encode(p)) if isinstance(p, str) else p for p in request.prompts)
+        )
+
     def admit(self, request: Generate) -> list[_Ticket]:
-        """The request's samples as tickets, prompt by prompt. Raises EngineError for what cannot be served."""
-        if (count := sum(params.n for params in request.params)) > MOST_SAMPLES:
-            raise EngineError(
-                f"the request asks for {count} samples, and {MOST_SAMPLES} are the most", fix="Send several requests"
-            )
+        """The samples of an encoded request as tickets, prompt by prompt. Raises EngineError for what cannot be served."""
         pairs = list(zip(request.prompts, request.params, request.asked, strict=True))
         prompts = [self._tokens(prompt, params) for prompt, params, _ in pairs]
         names = request.rids or tuple(uuid.uuid4().hex for _ in prompts)
-        if taken := self._names & set(names):
-            raise EngineError(f"a request called {min(taken)!r} is under way", fix="Give each request a rid of its own")
+        self._check_names(set(names))
         return [
             ticket
             for tokens, (_, params, asked), name in zip(prompts, pairs, names, strict=True)
             for ticket in self._tickets(tokens, params, self._placed(asked, tokens), name, streams=request.stream)
         ]
+
+    def _check_names(self, names: set[str]) -> None:
+        if taken := self._names & names:
+            raise EngineError(f"a request called {min(taken)!r} is under way", fix="Give each request a rid of its own")
 
     def _tickets(
         self, prompt: tuple[int, ...], params: SamplingBody, asked: Asked, name: str, *, streams: bool
@@ -165,11 +168,8 @@ class Desk:
         model = self._core.model
         if self._text is None and (isinstance(prompt, str) or params.stop_strings):
             raise EngineError("the model folder has no tokenizer.json", fix="Send input_ids, and no stop strings")
-        if isinstance(prompt, str):
-            assert self._text is not None
-            tokens = self._text.encode(prompt)
-        else:
-            tokens = tuple(prompt)
+        assert not isinstance(prompt, str)
+        tokens = tuple(prompt)
         if not tokens:
             raise EngineError("the prompt has no tokens")
         wrong = next((token for token in (min(tokens), max(tokens)) if not 0 <= token < model.vocabulary), None)
@@ -205,6 +205,8 @@ class Desk:
     async def _deliveries(self, tickets: Sequence[_Ticket]) -> AsyncIterator[list[Delivery]]:
         """What arrives for these, until all have ended. Closing it takes back what still runs."""
         names = {ticket.name for ticket in tickets}
+        # Again: of two that were admitted in one turn of the loop neither had its names yet.
+        self._check_names(names)
         self._names |= names
         try:
             async with self.gate.passing():
@@ -234,7 +236,7 @@ class Desk:
         def word() -> list[dict[str, Any]]:
             return [self._word(ticket, ended[ticket.task.number], now) for ticket in tickets]
 
-        if sum(len(delivery.tokens) for delivery in ended.values()) < BIG_ANSWER_TOKENS:
+        if sum(cost(ended[t.task.number], t.asked) for t in tickets) < BIG_ANSWER_TOKENS:
             return word()
         return await asyncio.to_thread(word)
 
@@ -260,7 +262,7 @@ class Desk:
                 def word(pairs: list[tuple[int, Delivery]] = pairs, now: float = now) -> list[dict[str, Any]]:
                     return [{**self._word(tickets[i], d, now), "index": i} for i, d in pairs]
 
-                if sum(len(delivery.tokens) for _, delivery in pairs) < BIG_ANSWER_TOKENS:
+                if sum(cost(d, tickets[i].asked) for i, d in pairs) < BIG_ANSWER_TOKENS:
                     yield word()
                 else:
                     yield await asyncio.to_thread(word)
@@ -269,7 +271,7 @@ class Desk:
 
     def _word(self, ticket: _Ticket, delivery: Delivery, now: float) -> dict[str, Any]:
         if not ticket.params.makes_tokens:
-            delivery = _emptied(delivery)
+            delivery = emptied(delivery)
         return answer(
             delivery,
             rid=ticket.task.rid,
@@ -291,10 +293,3 @@ class Desk:
         tokens = delivery.tokens[:-1] if isinstance(matched, int) else delivery.tokens
         text = self._text.decode(tokens, skip_special_tokens=params.skip_special_tokens)
         return cut_at(text, matched) if isinstance(matched, str) else text
-
-
-def _emptied(delivery: Delivery) -> Delivery:
-    """No tokens were asked for: the one that was made is not told."""
-    ending = delivery.ending if delivery.ending is not None and delivery.ending.kind == "abort" else Ending("length")
-    spans = (replace(delivery.spans[0], start=0, end=0),)
-    return replace(delivery, tokens=(), logprobs=(), tops=(), spans=spans, ending=ending)

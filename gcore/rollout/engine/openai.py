@@ -14,13 +14,14 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from gcore.rollout.engine.bodies import sentence
-from gcore.rollout.engine.protocol import Asked, Generate, SamplingBody
+from gcore.rollout.engine.protocol import Asked, Generate, SamplingBody, Texts
 from gcore.rollout.engine.refusals import BodyRefused
 from gcore.rollout.engine.settled import settled
 
 B = TypeVar("B", bound=BaseModel)
 Count = Annotated[int, Field(ge=0)]
-Ids = Annotated[list[int], Field(min_length=1)]
+SOME = Field(min_length=1, fail_fast=True)
+Ids = Annotated[list[int], SOME]
 Render = Callable[[Sequence[Mapping[str, Any]]], list[int]]
 """From messages to the tokens that the model is shown."""
 
@@ -65,8 +66,8 @@ class _Asking(BaseModel):
     min_p: float = 0.0
     min_tokens: int = 0
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Texts | None = None
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
@@ -110,7 +111,7 @@ class _Asking(BaseModel):
 class CompletionBody(_Asking):
     """POST /v1/completions."""
 
-    prompt: str | Annotated[list[str], Field(min_length=1)] | Ids | Annotated[list[Ids], Field(min_length=1)]
+    prompt: str | Annotated[list[str], SOME] | Ids | Annotated[list[Ids], SOME]
     max_tokens: int = 16
     logprobs: Count | None = None
 
@@ -133,7 +134,7 @@ class Message(BaseModel):
 class ChatBody(_Asking):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], SOME]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False

@@ -10,6 +10,7 @@ import asyncio
 import json
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,8 @@ class OpenAIRoutes:
     async def _answered(self, request: Request, check: Callable[[Any], openai.Asking]) -> Response:
         try:
             # The first chat reads files; and a template is foreign code that may take its time.
-            asking = await asyncio.to_thread(check, await read(request, lambda value: value))
+            value = await read(request, lambda value: value)
+            asking = await asyncio.to_thread(lambda: self._encoded(check(value)))
             tickets = self._desk.admit(asking.request)
             wording = openai.Wording(asking, name=uuid.uuid4().hex, created=int(self._desk.clock.wall()))
             if asking.request.stream:
@@ -87,6 +89,9 @@ class OpenAIRoutes:
         except GcoreError as error:
             known = isinstance(error, (BodyRefused, BodyTooBig))
             return refusal(error if known else BodyRefused(str(error)))
+
+    def _encoded(self, asking: openai.Asking) -> openai.Asking:
+        return replace(asking, request=self._desk.encoded(asking.request))
 
     async def _events(self, tickets: Any, wording: openai.Wording) -> AsyncIterator[bytes]:
         stream = self._desk.stream(tickets)

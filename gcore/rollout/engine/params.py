@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from gcore.errors import EngineError
 from gcore.rollout.engine.bodies import sentence
@@ -64,8 +64,8 @@ class SamplingBody(BaseModel):
     top_k: int = -1
     min_p: float = 0.0
     n: int = 1
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
     ignore_eos: bool = False
     sampling_seed: int | None = None
     skip_special_tokens: bool = True

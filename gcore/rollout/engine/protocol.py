@@ -22,8 +22,14 @@ from gcore.rollout.engine.refusals import BodyRefused, ParamsRefused
 __all__ = ["Asked", "Generate", "SamplingBody", "generate_body"]
 
 
+MOST_SAMPLES = 65_536
+"""Of one request: so many are entered in a second, in which the engine hears nobody else."""
 Id = Annotated[int, Field(ge=-INT64, lt=INT64)]
-OneOrEach = Id | list[Id]
+Ids = Annotated[list[Id], Field(fail_fast=True)]
+"""The first wrong one is told; the complaints about a million of them would take gigabytes."""
+IdLists = Annotated[list[Ids], Field(fail_fast=True)]
+OneOrEach = Id | Ids
+Texts = Annotated[list[str], Field(fail_fast=True)]
 
 UNSERVED_FIELDS = frozenset(
     [
@@ -64,21 +70,21 @@ class _GenerateFields(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
-    text: str | list[str] | None = None
-    input_ids: list[Id] | list[list[Id]] | None = None
-    sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
-    rid: str | list[str] | None = None
-    return_logprob: bool | list[bool] | None = None
+    text: str | Texts | None = None
+    input_ids: Ids | IdLists | None = None
+    sampling_params: dict[str, Any] | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    rid: str | Texts | None = None
+    return_logprob: bool | Annotated[list[bool], Field(fail_fast=True)] | None = None
     logprob_start_len: OneOrEach | None = None
     top_logprobs_num: OneOrEach | None = None
-    token_ids_logprob: list[Id] | list[list[Id]] | None = None
+    token_ids_logprob: Ids | IdLists | None = None
     return_text_in_logprobs: bool | None = None
     stream: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Generate:
-    """A checked request: one entry of each list a prompt."""
+    """A checked request: one entry of each list a prompt. Raises EngineError where there are too many samples."""
 
     prompts: tuple[str | list[int], ...]
     params: tuple[SamplingBody, ...]
@@ -88,6 +94,16 @@ class Generate:
     stream: bool
     is_list: bool
     """Whether the answer is a list, even of one sample."""
+
+    def __post_init__(self) -> None:
+        if (count := sum(params.n for params in self.params)) > MOST_SAMPLES:
+            raise EngineError(
+                f"the request asks for {count} samples, and {MOST_SAMPLES} are the most", fix="Send several requests"
+            )
+
+    def asked_by(self, index: int) -> Asked:
+        """What sample `index` of the answer asks for."""
+        return self.asked[index // self.params[0].n]
 
 
 def generate_body(value: Any) -> Generate:

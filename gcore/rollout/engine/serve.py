@@ -7,7 +7,9 @@ model serves. A supervisor hears "serving", progress, and "failed" with a senten
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import resource
 import socket
 import sys
 import threading
@@ -42,6 +44,7 @@ DEATH_EXIT = 1
 def serve(launch: EngineLaunch, control: Control | None, clock: Clock | None = None) -> None:
     """Serve until told to stop. Raises UsageError and DataError before that, each in one sentence."""
     clock = clock or SystemClock()
+    _raise_descriptor_limit()
     listener = _listen(launch.host, launch.port)
     torch.set_num_threads(launch.threads)
     torch.set_num_interop_threads(1)  # nothing here runs operators side by side
@@ -102,6 +105,13 @@ async def _run(
         control.send("progress", phase="waiting", progress=0)
         threading.Thread(target=_obey, args=(control, server), name="stop", daemon=True).start()
     await serving
+
+
+def _raise_descriptor_limit() -> None:
+    """Each request under way is an open connection, and the limit that shells set, 1024, is for programs that select()."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # a kernel may allow less than it says
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -22,6 +22,7 @@ from starlette.types import ASGIApp
 
 from gcore.errors import EngineError
 from gcore.rollout.engine.administration import AbortBody, EmptyBody, MemoryBody, PauseBody
+from gcore.rollout.engine.answers import told_cost
 from gcore.rollout.engine.auth import Guard, Keys
 from gcore.rollout.engine.bodies import checker, read, seconds
 from gcore.rollout.engine.core import Core
@@ -101,14 +102,14 @@ class Routes:
 
     async def generate(self, request: Request) -> Response:
         """Samples."""
-        body = await read(request, generate_body)
+        body = await read(request, lambda value: self._desk.encoded(generate_body(value)))
         if body.stream:
             return StreamingResponse(self._events(body), media_type="text/event-stream")
         answers = await self._answers(request, self._desk.admit(body))
         if body.prompts and not answers:
             return Response(status_code=499)
         whole = answers if body.is_list else answers[0]
-        if sum(len(a["output_ids"]) for a in answers) < BIG_ANSWER_TOKENS:
+        if sum(told_cost(a, body.asked_by(i)) for i, a in enumerate(answers)) < BIG_ANSWER_TOKENS:
             return JSONResponse(whole)
         return await asyncio.to_thread(JSONResponse, whole)
 
@@ -133,12 +134,13 @@ class Routes:
             try:
                 async for parts in stream:
                     for part in parts:
+                        asked = body.asked_by(part["index"])
                         if part["meta_info"]["finish_reason"] is None:
                             params = body.params[part["index"] // body.params[0].n]
                             part["text"] = settled(part["text"], params.stop_strings)
                         if not body.is_list:
                             del part["index"]
-                        big = len(part["output_ids"]) >= BIG_ANSWER_TOKENS
+                        big = told_cost(part, asked) >= BIG_ANSWER_TOKENS
                         yield await asyncio.to_thread(_event, part) if big else _event(part)
             finally:
                 await stream.aclose()  # type: ignore[attr-defined]  # it is a generator
