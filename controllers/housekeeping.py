@@ -38,8 +38,10 @@ def checkpointing(view: JobView) -> Iterator[Intent]:
                 )
                 yield Intent(Register(checkpoint), f"register {version}", _turn(view, f"register {version}"))
     kept = kept_checkpoints(head, known, view.spec.checkpoint.keep)
-    if len(kept) < len(known):
-        topic = f"retain {' '.join(str(c.seq) for c in kept)}"
+    forgotten = [c.seq for c in known if c not in kept]
+    if forgotten:
+        # Called by what goes, not by what stays: that changes with every new checkpoint, and nothing would ever be ripe.
+        topic = f"forget {min(forgotten)}"
         yield Intent(Retain(kept), topic, _turn(view, topic), after=SETTLE_S)
 
 

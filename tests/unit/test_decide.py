@@ -19,13 +19,14 @@ from controllers.actions import (
     Ready,
     Register,
     Reseal,
+    Retain,
     Rollback,
     SetPhase,
     StartJob,
 )
 from controllers.assignment import assign_shards
 from controllers.decide import MAX_FRUITLESS_ROLLBACKS, NODE_GRACE_S, decide
-from controllers.housekeeping import KEEP_LOG, PRUNE_AT, kept_checkpoints
+from controllers.housekeeping import KEEP_LOG, PRUNE_AT, checkpointing, kept_checkpoints
 from controllers.turns import TURN_SECONDS, Waits, turn
 from controllers.view import EngineView, JobView, RankView, SavedCheckpoint
 from controllers.waiting import ranks_of, waiting_for, weights_of
@@ -338,6 +339,17 @@ def test_the_base_and_the_newest_checkpoints_are_kept() -> None:
     head = running().mirror.head.record.model_copy(update={"step": 9})
     known = tuple(Checkpoint(lineage=0, step=s, seq=s, file=f"c{s}" if s else "") for s in (0, 2, 4, 6))
     assert [c.step for c in kept_checkpoints(head, known, 2)] == [0, 4, 6]
+
+
+def test_old_checkpoints_are_forgotten_however_often_new_ones_are_written() -> None:
+    def conditions(steps: range) -> set[str]:
+        known = tuple(Checkpoint(lineage=0, step=s, seq=s, file=f"c{s}" if s else "") for s in steps)
+        head = running().mirror.head.record.model_copy(update={"step": steps[-1], "seq": steps[-1]})
+        view = with_mirror(running(), head=stored(head), checkpoints=stored(Checkpoints(entries=known)))
+        return {intent.condition for intent in checkpointing(view) if isinstance(intent.action, Retain)}
+
+    few, more = (conditions(range(count)) for count in (6, 9))
+    assert few == more != set(), "a condition that changes with every checkpoint never holds for long"
 
 
 def test_what_is_under_way_is_not_decided_again() -> None:
