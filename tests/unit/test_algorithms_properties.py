@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gcore.train.algorithms.advantages import group_advantages
+from gcore.train.algorithms.advantages import GroupKind, group_advantages
 from gcore.train.algorithms.aggregate import Mode, denominator, loss_sum
 from gcore.train.algorithms.corrections import tis_weight
 from gcore.train.algorithms.kl import kl_estimate
@@ -21,7 +21,7 @@ from gcore.train.algorithms.losses import clip_fraction_tokens, ppo_loss
 from gcore.train.algorithms.schedule import learning_rate
 
 MODES: tuple[Mode, ...] = get_args(Mode)
-KINDS = ("grpo", "dr_grpo")
+KINDS = ("grpo", "dr_grpo", "rloo")
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 
 rewards_lists = st.lists(st.lists(st.floats(-100, 100), min_size=2, max_size=6), min_size=1, max_size=5)
@@ -40,7 +40,7 @@ def generic(seed: int, *shape: int) -> Tensor:
 
 
 @given(rewards_lists, st.sampled_from(KINDS))
-def test_the_advantages_of_a_group_sum_to_zero(groups: list[list[float]], kind: Literal["grpo", "dr_grpo"]) -> None:
+def test_the_advantages_of_a_group_sum_to_zero(groups: list[list[float]], kind: GroupKind) -> None:
     rewards, index = flat(groups)
     advantages = group_advantages(rewards, index, kind)
     for group in range(len(groups)):
@@ -49,7 +49,7 @@ def test_the_advantages_of_a_group_sum_to_zero(groups: list[list[float]], kind: 
 
 @given(rewards_lists, st.sampled_from(KINDS), st.randoms(use_true_random=False))
 def test_the_order_of_samples_and_the_names_of_groups_do_not_matter(
-    groups: list[list[float]], kind: Literal["grpo", "dr_grpo"], random: object
+    groups: list[list[float]], kind: GroupKind, random: object
 ) -> None:
     rewards, index = flat(groups)
     order = list(range(len(rewards)))
@@ -60,7 +60,7 @@ def test_the_order_of_samples_and_the_names_of_groups_do_not_matter(
 
 @given(st.integers(2, 9), st.floats(-1e3, 1e3), st.sampled_from(KINDS), st.sampled_from([torch.float32, torch.float64]))
 def test_a_group_whose_rewards_are_all_the_same_gets_zeros(
-    samples: int, reward: float, kind: Literal["grpo", "dr_grpo"], dtype: torch.dtype
+    samples: int, reward: float, kind: GroupKind, dtype: torch.dtype
 ) -> None:
     rewards = torch.full((samples,), reward, dtype=dtype)
     assert group_advantages(rewards, torch.zeros(samples, dtype=torch.int64), kind).tolist() == [0.0] * samples
@@ -80,7 +80,7 @@ def test_rewards_far_from_zero_keep_their_differences() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_group_of_one_is_refused(kind: Literal["grpo", "dr_grpo"]) -> None:
+def test_a_group_of_one_is_refused(kind: GroupKind) -> None:
     with pytest.raises(ValueError, match="group of one"):
         group_advantages(torch.tensor([1.0, 0.0, 1.0]), torch.tensor([0, 0, 1]), kind)
 

@@ -8,11 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from gcore.train.algorithms.advantages import group_advantages
+from gcore.train.algorithms.advantages import GroupKind, against_greedy, group_advantages
 from gcore.train.algorithms.aggregate import Mode, denominator, loss_sum
-from gcore.train.algorithms.corrections import tis_weight
+from gcore.train.algorithms.corrections import icepop_weight, mis_mask, ratio_weight, tis_weight
 from gcore.train.algorithms.kl import kl_estimate
-from gcore.train.algorithms.losses import clip_fraction_tokens, ppo_loss
+from gcore.train.algorithms.losses import cispo_loss, clip_fraction_tokens, gspo_loss, ppo_loss, value_loss
+from gcore.train.algorithms.returns import at_last_token, discounted, gae
+from gcore.train.algorithms.shaping import less_kl, overlong_penalty
+from gcore.train.algorithms.whitening import Moments, whitened
 
 
 def f64(values: list[float] | list[list[float]]) -> Tensor:
@@ -42,9 +45,10 @@ def total(token_loss: Tensor, mode: Mode, horizon: float | None = None) -> Tenso
     [
         pytest.param("grpo", [0.577349, -1.154699, 0.577349, 0.999999, 0, -0.999999], id="grpo"),
         pytest.param("dr_grpo", [0.333333, -0.666667, 0.333333, 1.5, 0, -1.5], id="dr_grpo"),
+        pytest.param("rloo", [0.5, -1, 0.5, 2.25, 0, -2.25], id="rloo"),
     ],
 )
-def test_advantages_agree_with_the_reference(kind: Literal["grpo", "dr_grpo"], expected: list[float]) -> None:
+def test_advantages_agree_with_the_reference(kind: GroupKind, expected: list[float]) -> None:
     close(group_advantages(REWARDS, GROUPS, kind), f64(expected))
 
 
@@ -86,3 +90,90 @@ def test_the_clip_fraction_counts_the_tokens_that_the_clip_holds_back() -> None:
     held = clip_fraction_tokens(LOGP, OLD, ADVANTAGES, clip_low=0.2, clip_high=0.2)
     close(held, f64([[1, 1, 0], [0, 1, 0]]))
     close(clip_fraction_tokens(LOGP, OLD, ADVANTAGES, clip_low=0.2, clip_high=0.28), f64([[0, 1, 0], [0, 1, 0]]))
+
+
+LENGTHS = [4, 3, 2, 4, 2, 1]
+RESPONSES = torch.tensor([[1] * n + [0] * (4 - n) for n in LENGTHS])
+
+
+def first_tokens(values: Tensor) -> Tensor:
+    """A sequence's advantage, which all of its tokens share."""
+    for row, count in zip(values, LENGTHS, strict=True):
+        close(row[:count], row[:1].expand(count))
+        close(row[count:], torch.zeros(4 - count).double())
+    return values[:, 0]
+
+
+def test_reinforce_plus_plus_with_a_baseline_whitens_what_is_left_of_the_groups_mean() -> None:
+    tokens = group_advantages(REWARDS, GROUPS, "dr_grpo")[:, None] * RESPONSES
+    made = whitened(tokens, RESPONSES, Moments.of(tokens, RESPONSES))
+    close(first_tokens(made), f64([0.058269, -1.060494, 0.058269, 1.363492, -0.314652, -1.992796]))
+
+
+def test_reinforce_plus_plus_whitens_returns_to_go() -> None:
+    tokens = discounted(at_last_token(REWARDS, RESPONSES), RESPONSES, 1.0)
+    made = whitened(tokens, RESPONSES, Moments.of(tokens, RESPONSES))
+    close(first_tokens(made), f64([0.144338, -1.010363, 0.144338, 1.299038, -0.433013, -2.165063]))
+
+
+def test_remax_compares_with_the_greedy_answer() -> None:
+    close(against_greedy(REWARDS, f64([0.5, 0.5, 0.5, 1, 1, 1])), f64([0.5, -0.5, 0.5, 1, -0.5, -2]))
+
+
+def test_generalised_advantages_agree_with_the_reference() -> None:
+    values, mask = f64([[0.5, 0.4, 0.3, 0.2]]), torch.ones(1, 4)
+    advantages, returns = gae(f64([[0, 0, 0, 1]]), values, mask, gamma=0.9, lam=0.8)
+    # The reference gives the first with five digits.
+    torch.testing.assert_close(advantages, f64([[0.00279, 0.19832, 0.456, 0.8]]), atol=5e-6, rtol=0)
+    close(returns, advantages + values)
+
+
+def test_gspo_agrees_with_the_reference() -> None:
+    loss = gspo_loss(LOGP, OLD, ADVANTAGES, MASK, clip_low=0.2, clip_high=0.2)
+    close(total(loss, "seq-mean-token-mean"), torch.tensor(-0.107582).double())
+
+
+def test_cispo_agrees_with_the_reference() -> None:
+    loss = cispo_loss(LOGP, OLD, ADVANTAGES, clip_low=1.0, clip_high=0.28)
+    close(total(loss, "token-mean"), torch.tensor(0.314016).double())
+
+
+def test_the_dual_clip_agrees_with_the_reference() -> None:
+    logp = f64([[5.0]]).log()
+    close(ppo_loss(logp, f64([[0]]), f64([[-1]]), clip_low=0.2, clip_high=0.2, dual_clip=3.0), f64([[3]]))
+    close(ppo_loss(logp, f64([[0]]), f64([[-1]]), clip_low=0.2, clip_high=0.2), f64([[5]]))
+    close(ppo_loss(logp, f64([[0]]), f64([[1]]), clip_low=0.2, clip_high=0.2, dual_clip=3.0), f64([[-1.2]]))
+
+
+def test_the_value_loss_agrees_with_the_reference() -> None:
+    values, returns, old = f64([[0.8, 0.1], [0.4, 0.9]]), f64([[1, 0.5], [0, 0.9]]), f64([[0.5, 0.2], [0.4, 0.5]])
+    loss = value_loss(values, returns, old, 0.2)
+    close(loss_sum(loss, torch.ones(2, 2), "token-mean") / 4, torch.tensor(0.05625).double())
+    close(value_loss(values, returns, old, None), 0.5 * (values - returns) ** 2)
+
+
+def test_the_penalty_of_length_agrees_with_the_reference() -> None:
+    made = overlong_penalty(torch.tensor([3, 16, 17, 18, 20]), longest=20, cache=4, factor=1.0)
+    close(made, f64([0, 0, -0.25, -0.5, -1]))
+
+
+def test_icepop_drops_what_is_outside_its_band_and_mis_does_not_count_it() -> None:
+    # ratios of OLD to ROLLOUT: e^.7, e^-.1, 1; e^-.1, e^.2, 1
+    weight = icepop_weight(OLD, ROLLOUT, low=0.5, high=2.0)
+    inside = f64([[0, 1, 1], [1, 1, 1]])
+    close(weight, (OLD - ROLLOUT).exp() * inside)
+    close(mis_mask(OLD, ROLLOUT, MASK, low=0.5, high=2.0).double(), MASK * inside)
+
+
+def test_decoupled_ppo_weighs_by_the_proximal_policy_and_clips_around_it() -> None:
+    loss = ratio_weight(OLD, ROLLOUT) * ppo_loss(LOGP, OLD, ADVANTAGES, clip_low=0.2, clip_high=0.2)
+    spelled = (OLD - ROLLOUT).exp() * torch.maximum(
+        -ADVANTAGES * (LOGP - OLD).exp(), -ADVANTAGES * (LOGP - OLD).exp().clamp(0.8, 1.2)
+    )
+    close(loss, spelled)
+
+
+def test_kl_inside_the_reward_is_taken_off_token_by_token() -> None:
+    rewards = at_last_token(f64([1, 2]), MASK)
+    kl = kl_estimate(LOGP, OLD, "k1")
+    close(less_kl(rewards, kl, MASK, 0.1), f64([[-0.02, -0.04, 1.05], [0, 2.04, 0]]))
