@@ -78,7 +78,9 @@ def test_a_norm_that_only_looks_like_one_keeps_its_own_form() -> None:
             self.variance_epsilon = 1e-6
 
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            return hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.variance_epsilon) * (1 + self.weight)
+            return (
+                hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.variance_epsilon) * (1 + self.weight)
+            )
 
     layer = TwistedRMSNorm()
     hidden = torch.arange(8.0)
