@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -34,7 +35,7 @@ def load_module(folder: Path, dtype: torch.dtype, *, trust_remote_code: bool = F
         module: nn.Module = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, local_files_only=True, trust_remote_code=trust_remote_code
         )
-    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError, StrictDataclassError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise DataError(f"this model cannot be loaded ({first})", where=str(folder)) from error
     if "logits_to_keep" not in inspect.signature(module.forward).parameters:

@@ -9,7 +9,7 @@ import torch
 from engine_core import make_core
 from safetensors.torch import load_file, save_file
 
-from gcore.errors import DataError, EngineError
+from gcore.errors import DataError, EngineError, UsageError
 from gcore.rollout.engine.launch import EngineLaunch
 from gcore.rollout.engine.start import start
 from gcore.rollout.engine.text import Text
@@ -53,6 +53,10 @@ def garble_the_config(folder: Path) -> None:
     (folder / "config.json").write_text("{")
 
 
+def make_the_config_a_list(folder: Path) -> None:
+    (folder / "config.json").write_text("[]")
+
+
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
@@ -66,6 +70,9 @@ def garble_the_config(folder: Path) -> None:
         pytest.param(change_config(model_type="nobody_knows"), "cannot load this model", id="an unknown architecture"),
         pytest.param(change_config(model_type="bert"), "cannot|lack", id="weights of another architecture"),
         pytest.param(garble_the_config, "config.json cannot be read", id="a broken configuration"),
+        pytest.param(make_the_config_a_list, "it is no JSON object", id="a configuration that is a list"),
+        pytest.param(change_config(num_hidden_layers=0), "num_hidden_layers", id="fewer layers than their kinds"),
+        pytest.param(change_config(num_hidden_layers="two"), "expected int", id="a word for a number"),
         pytest.param(change_config(max_position_embeddings=5), "context of 5 tokens is too short", id="no context"),
     ],
 )
@@ -121,3 +128,9 @@ def test_new_weights_that_are_broken_are_refused_in_one_sentence(
         stage(core.model, folder)
     assert str(folder) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("device", ["tpu", "cpux", "meta"])
+def test_a_device_that_is_not_there_is_refused(tmp_path: Path, device: str) -> None:
+    with pytest.raises(UsageError, match="is not there"):
+        start(EngineLaunch(model=str(make_tiny_model(tmp_path)), device=device), None)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
@@ -152,6 +153,8 @@ def load(
     """Load from a local folder. Raises DataError in one sentence when it cannot be served."""
     try:
         config = json.loads((folder / "config.json").read_text())
+        if not isinstance(config, dict):
+            raise ValueError("it is no JSON object")
     except (OSError, ValueError) as error:
         raise DataError(
             f"the model's config.json cannot be read ({error})", where=str(folder), fix="Name the folder of a model"
@@ -208,8 +211,12 @@ def _module(folder: Path, dtype: torch.dtype, *, trust_remote_code: bool) -> Any
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError, SafetensorError) as error:
-        reason = " ".join(str(error).split())[:300]
+    except (
+        OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError, SafetensorError, StrictDataclassError
+    ) as error:  # fmt: skip
+        # A missing key's own words are its name alone.
+        said = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        reason = " ".join(said.split())[:300]
         raise DataError(
             f"cannot load this model ({reason})", where=str(folder), fix="Check the folder's files"
         ) from error

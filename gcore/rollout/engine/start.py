@@ -21,7 +21,8 @@ TOO_BIG = "Serve a smaller model, free memory on this machine, or set dtype bflo
 def start(launch: EngineLaunch, text: Text | None) -> Core:
     """Raises UsageError, DataError and EngineError, each in one sentence, for what cannot be served here."""
     device = launch.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device.startswith("cuda") and not torch.cuda.is_available():
+    kind = device.partition(":")[0]
+    if kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
         raise UsageError(f"device {device!r} is not there", where="--device", fix="Use --device cpu")
     with memory_error_explained("while it loaded the model", TOO_BIG):
         model = load(
