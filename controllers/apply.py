@@ -7,11 +7,7 @@ what the view does not hold (a log entry, a checkpoint's files), it is read here
 from __future__ import annotations
 
 import asyncio
-import logging
 import shutil
-import uuid
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
@@ -37,52 +33,19 @@ from controllers.actions import (
     SetPhase,
     StartJob,
 )
-from controllers.engines import EngineBook
-from controllers.holdings import Holdings
-from controllers.ranks import NotConnected, RankLinks
+from controllers.hands import Applied, Hands, new_world, place, slots, writer
+from controllers.ranks import NotConnected
+from controllers.rolling import roll_back
 from controllers.view import JobView
-from gcore.clock import Clock
-from gcore.errors import EngineError, GcoreError, SpecError
+from gcore.errors import EngineError
 from gcore.ledger import archive, chain, transactions
-from gcore.ledger.ancestry import resumable
 from gcore.ledger.balance import balance
-from gcore.ledger.guarded import Ledger, Stored, Transaction, TxnKind, TxnOutcome, TxnReport
-from gcore.ledger.job import JobPhase, JobStatus, Plan
-from gcore.ledger.records import Checkpoint, LogEntry, Member
-from gcore.ledger.tally import NOTHING
-from gcore.ledger.transactions import OpenSlots
-from gcore.store.types import Compare, Put, Store
+from gcore.ledger.guarded import Transaction, TxnKind, TxnOutcome, TxnReport
+from gcore.ledger.job import JobPhase, JobStatus
+from gcore.ledger.records import Member
+from gcore.store.types import Compare, Put
 from gcore.types import Version
-from gcore.weights.layout import CheckpointDamaged, manifest_digest, verify_checkpoint, weights_folder
-from placement.plan import NodeSlots, Snapshot, colocated
-
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Applied:
-    """What became of an action: a code that is counted, a sentence that is logged."""
-
-    outcome: TxnOutcome
-    sentence: str
-    revision: int = 0
-
-
-@dataclass(frozen=True)
-class Hands:
-    """What actions are carried out with."""
-
-    store: Store
-    ledger: Ledger
-    lease: int
-    address: str
-    ranks: RankLinks
-    engines: EngineBook
-    holdings: Holdings
-    clock: Clock
-    stats: Callable[[JobView], dict[str, float]]
-    """Numbers for the log entry of the step that is committed."""
-    run_dir: Path
+from gcore.weights.layout import weights_folder
 
 
 async def apply(action: Action, view: JobView, hands: Hands) -> Applied:
@@ -95,7 +58,7 @@ async def apply(action: Action, view: JobView, hands: Hands) -> Applied:
         case Publish():
             return await _publish(action, hands)
         case Rollback():
-            return await _rollback(action, view, hands)
+            return await roll_back(action, view, hands)
         case Retain():
             return await _retain(action, view, hands)
         case Prune():
@@ -112,7 +75,7 @@ def _transaction(action: Action, view: JobView, hands: Hands) -> Transaction:
     match action:
         case StartJob():
             assert mirror.status is not None
-            advance = chain.base(len(view.rules.shape.lengths), _new_world(), _writer(view))
+            advance = chain.base(len(view.rules.shape.lengths), new_world(), writer(view))
             plan = place(view, advance.head.world, generation=1)
             running = JobStatus(phase=JobPhase.RUNNING, reason="training", changed=hands.clock.wall())
             return transactions.start(keys, mirror.status, advance, plan, running)
@@ -129,25 +92,25 @@ def _transaction(action: Action, view: JobView, hands: Hands) -> Transaction:
             assert mirror.job is not None
             mini_batches, weight = view.spec.train.mini_batches, mirror.job.record.attention_equals_at
             return transactions.seal(
-                keys, _slots(view), action.chosen, mirror.plan.record, mini_batches, view.me, weight
+                keys, slots(view), action.chosen, mirror.plan.record, mini_batches, view.me, weight
             )
         case Account():
-            head = _slots(view).head.record
-            advance = chain.accounted(head, action.outcomes, view.rules.shape, _writer(view))
-            return transactions.account(keys, _slots(view), advance)
+            head = slots(view).head.record
+            advance = chain.accounted(head, action.outcomes, view.rules.shape, writer(view))
+            return transactions.account(keys, slots(view), advance)
         case BeginEpoch():
             assert mirror.head is not None
             assert mirror.checkpoints is not None
             old = mirror.epochs.get(action.record.epoch)
             return transactions.begin_epoch(keys, mirror.head, mirror.checkpoints, old, action.record, action.forgotten)
         case Reseal():
-            return transactions.reseal(keys, _slots(view), action.step, view.me)
+            return transactions.reseal(keys, slots(view), action.step, view.me)
         case Ready():
-            return transactions.ready(keys, _slots(view), action.step)
+            return transactions.ready(keys, slots(view), action.step)
         case Commit():
             keep = action.step in view.spec.checkpoint_due
             return transactions.commit(
-                keys, _slots(view), view.rules.shape, _writer(view), keep_cursors=keep, stats=hands.stats(view)
+                keys, slots(view), view.rules.shape, writer(view), keep_cursors=keep, stats=hands.stats(view)
             )
         case Register():
             assert mirror.head is not None
@@ -160,12 +123,6 @@ def _transaction(action: Action, view: JobView, hands: Hands) -> Transaction:
             return transactions.set_status(keys, mirror.status, status, mirror.head if action.at_head else None)
         case _:
             raise TypeError(f"{action} is not one transaction")
-
-
-def place(view: JobView, world: str, *, generation: int) -> Plan:
-    """A plan over the nodes that are there now."""
-    nodes = tuple(NodeSlots(record.name, record.slots) for record in view.nodes.values())
-    return colocated(Snapshot(nodes), world=world, generation=generation, ranks=view.spec.train.ranks)
 
 
 async def _feed(action: Feed, view: JobView, hands: Hands) -> Applied:
@@ -209,60 +166,6 @@ async def _publish(action: Publish, hands: Hands) -> Applied:
     return Applied(TxnOutcome.WON, sentence)
 
 
-async def _rollback(action: Rollback, view: JobView, hands: Hands) -> Applied:
-    """Load and verify first, then one transaction: weights and cursors always come from the same record."""
-    mirror = view.mirror
-    assert mirror.checkpoints is not None
-    assert mirror.plan is not None
-    head = _slots(view).head.record
-    world = _new_world()
-    try:
-        plan = place(view, world, generation=mirror.plan.record.generation + 1)
-    except SpecError as error:
-        # Nodes that are away may come back: a job that fitted once does not fail for want of them.
-        return Applied(TxnOutcome.STALE, f"rollback: {error}")
-    reason = action.reason
-    for target in resumable(head, mirror.checkpoints.record.entries):
-        entry = await _entry_of(target, view, hands)
-        cursors = entry.cursors if entry is not None else None
-        problem = await asyncio.to_thread(damage, hands.run_dir, target)
-        if cursors is None:
-            problem = f"its log entry {target.seq} is not there"
-        if problem or entry is None or cursors is None:
-            log.warning("checkpoint %s is skipped: %s", target.file, problem)
-            reason += f"; checkpoint {target.file} is skipped: {problem}"
-            continue
-        advance = chain.rolled_back(head, target, cursors, world, _writer(view), reason, tally=entry.tally or NOTHING)
-        txn = transactions.rollback(mirror.keys, _slots(view), mirror.checkpoints, advance, mirror.plan, plan)
-        report = await hands.ledger.run(txn)
-        sentence = f"rollback from step {head.step} to {target.step}, lineage {advance.head.lineage}: {reason}"
-        return Applied(report.outcome, sentence, report.revision)
-    raise GcoreError("no whole checkpoint is left on the chain, not even the first model", where=str(hands.run_dir))
-
-
-def damage(run_dir: Path, checkpoint: Checkpoint) -> str:
-    """What is wrong with a checkpoint's files, or nothing. The base has none: it is the job's model."""
-    if not checkpoint.file:
-        return ""
-    folder = run_dir / checkpoint.file
-    try:
-        verify_checkpoint(folder)
-        if manifest_digest(folder) != checkpoint.digest:
-            return "it is not the one that was registered"
-    except CheckpointDamaged as error:
-        return str(error)
-    return ""
-
-
-async def _entry_of(target: Checkpoint, view: JobView, hands: Hands) -> LogEntry | None:
-    """The target's log entry, whose cursors and tally are gone back to."""
-    known: Stored[LogEntry] | None = view.mirror.log.get(target.seq)
-    if known is not None:
-        return known.record
-    kv = await hands.store.get(view.mirror.keys.log(target.seq))
-    return LogEntry.decode(kv.value, kv.key) if kv is not None else None
-
-
 async def _retain(action: Retain, view: JobView, hands: Hands) -> Applied:
     mirror = view.mirror
     assert mirror.head is not None
@@ -289,20 +192,6 @@ async def _prune(action: Prune, view: JobView, hands: Hands) -> Applied:
         return Applied(TxnOutcome.UNKNOWN, f"prune: the run's folder takes no entries ({error.strerror or error})")
     report = await hands.ledger.run(transactions.prune(mirror.keys, mirror.head, mirror.checkpoints, action.seqs))
     return Applied(report.outcome, f"prune {len(action.seqs)} log entries", report.revision)
-
-
-def _slots(view: JobView) -> OpenSlots:
-    slots = view.mirror.open_slots
-    assert slots is not None
-    return slots
-
-
-def _writer(view: JobView) -> chain.Writer:
-    return chain.Writer(view.me, uuid.uuid4().hex[:16])
-
-
-def _new_world() -> str:
-    return uuid.uuid4().hex[:12]
 
 
 def _name(action: Action) -> str:

@@ -14,13 +14,15 @@ import traceback
 from collections.abc import Mapping
 from pathlib import Path
 
-from controllers.actions import Apply, Feed, Intent, Prune, Publish, Retain, Rollback, SetPhase
-from controllers.apply import Applied, Hands, apply, staged_versions
+from controllers.actions import SetPhase
+from controllers.apply import apply, staged_versions
 from controllers.changes import Changes
 from controllers.cluster import ClusterMirror
 from controllers.decide import decide
+from controllers.deeds import LOOK_AGAIN_S, Deeds
 from controllers.engines import EngineBook, responsible_for
 from controllers.gauges import show
+from controllers.hands import Hands
 from controllers.holdings import Holdings
 from controllers.identity import Identity
 from controllers.material import Material
@@ -52,8 +54,6 @@ log = logging.getLogger(__name__)
 
 LOOK_ANYWAY_S = 1.0
 """A look is taken so often even if nothing was heard."""
-LOOK_AGAIN_S = 0.2
-"""After a lost compare or an unknown answer, until the action is tried again if nothing was heard."""
 
 
 class JobRunner:
@@ -91,9 +91,7 @@ class JobRunner:
         self.stopwatch = Stopwatch()
         self.waits = Waits({})
         self._ranks = RankLinks(clock, changes.notify)
-        self._held_off: dict[str, tuple[int, float]] = {}
-        self._background: dict[str, asyncio.Task[None]] = {}
-        self._defect: BaseException | None = None
+        self._deeds = Deeds(self, metrics, clock)
         self._asked_to_stop: set[str] = set()
         self._view: tuple[int, JobView] | None = None
         self._orders: EpochOrders | None = None
@@ -113,8 +111,7 @@ class JobRunner:
                 self._metrics.forget_job(self.mirror.job.record.name)
             self.changes.notify()
             watching.cancel()
-            for task in self._background.values():
-                task.cancel()
+            self._deeds.cancel()
             await self._ranks.close()
 
     async def _unless(self, watching: asyncio.Task[None], work: object) -> None:
@@ -155,11 +152,12 @@ class JobRunner:
             material = await self._preparation().material(spec, self.mirror.job.record)
             if material is None:
                 return
-            self._spec, self._view = material.spec, None
+            self._spec = material.spec
+            self.look_anew()
             flow = find_flow(spec.flow.name)
             orders = self._orders = EpochOrders(spec, material.stream, self.changes.notify)
         except GcoreError as error:
-            await self._fail(str(error))
+            await self.fail(str(error))
             return
         peer = JobPeer(
             material,
@@ -208,11 +206,11 @@ class JobRunner:
             try:
                 await flow(peer)  # type: ignore[operator]
             except GcoreError as error:
-                await self._fail(str(error))
+                await self.fail(str(error))
             except Exception as error:
                 log.exception("the flow of job %s failed", self.uid)
                 last = traceback.extract_tb(error.__traceback__)[-1]
-                await self._fail(f"the flow raised {error!r} at {last.filename}:{last.lineno}")
+                await self.fail(f"the flow raised {error!r} at {last.filename}:{last.lineno}")
             await self.changes.until(self._has_more)
             # A flow that always ends at once must not keep everything else from running.
             await self._clock.sleep(LOOK_AGAIN_S)
@@ -222,14 +220,18 @@ class JobRunner:
         head = self.mirror.head
         return not self._ended() and head is not None and head.record.step < self._spec.flow.steps
 
-    async def _fail(self, reason: str) -> None:
+    async def fail(self, reason: str) -> None:
         """End the job as failed, however long the store is away."""
         while not self._ended():
-            done = await apply(SetPhase(JobPhase.FAILED, reason), self.look(), self._hands())
+            done = await apply(SetPhase(JobPhase.FAILED, reason), self.look(), self.hands())
             if done.outcome is not TxnOutcome.WON:
                 await self.changes.wait(LOOK_AGAIN_S)
             else:
                 await self.changes.until(self._ended)
+
+    def look_anew(self) -> None:
+        """What is under way has changed, which no record tells."""
+        self._view = None
 
     def look(self) -> JobView:
         """The view now; computed once for each change."""
@@ -238,12 +240,6 @@ class JobRunner:
         return self._view[1]
 
     def _build(self) -> JobView:
-        now = self._clock.monotonic()
-        held_off = {
-            condition
-            for condition, (revision, until) in self._held_off.items()
-            if now < until and self.mirror.revision < revision
-        }
         assert self.mirror.job is not None
         assert self._rules is not None
         run_dir = Path(self.mirror.job.record.run_dir)
@@ -260,7 +256,7 @@ class JobRunner:
             holdings=self.holdings.offers,
             outcomes=self.holdings.outcomes,
             busy=bool(self.holdings.in_flight),
-            under_way=frozenset(self._background) | held_off,
+            under_way=self._deeds.under_way(),
             saved=self._ranks.saved,
             staged=staged_versions(run_dir),
             arranging=self._orders is not None and self._orders.arranging,
@@ -271,8 +267,7 @@ class JobRunner:
     async def _drive(self, material: Material) -> None:
         """Decide at every change; carry out what is ripe; wake up when something becomes so."""
         while True:
-            if self._defect is not None:
-                raise self._defect
+            self._deeds.raise_defect()
             await self._aim()
             view = self.look()
             now = self._clock.monotonic()
@@ -280,20 +275,20 @@ class JobRunner:
             intents = decide(view)
             waiting = {w.key: w for w in waiting_for(view)}
             self.waits = self.waits.note([*(i.condition for i in intents), *waiting], now)
-            delays = [LOOK_AGAIN_S if self._held_off else LOOK_ANYWAY_S]
+            delays = [LOOK_AGAIN_S if self._deeds.held_off else LOOK_ANYWAY_S]
             acted = False
             for intent in intents:
                 if self.waits.ripe(intent.condition, intent.turn, now, after=intent.after):
                     acted = True
-                    await self._carry_out(intent, view)
+                    await self._deeds.carry_out(intent, view)
                 else:
                     ripe_at = self.waits.since[intent.condition] + Waits.wait(intent.turn, intent.after)
                     delays.append(max(ripe_at - now, 0.01))
-            self._held_off = {c: held for c, held in self._held_off.items() if now < held[1]}
+            self._deeds.forget_what_is_over(now)
             if not acted:
                 await self.changes.wait(min(delays))
-                if self._held_off:
-                    self._view = None
+                if self._deeds.held_off:
+                    self.look_anew()
 
     def _staff_up(self, view: JobView, now: float) -> None:
         """Start and stop this node's workers of the job."""
@@ -331,46 +326,8 @@ class JobRunner:
                 addresses[place.rank] = worker.address
         self._ranks.aim(WorldName(self.uid, head.world, head.lineage), addresses)
 
-    async def _carry_out(self, intent: Intent, view: JobView) -> None:
-        # What moves or reads many bytes must not keep the driver from everything else.
-        if isinstance(intent.action, Feed | Apply | Prune | Publish | Retain | Rollback):
-            task = asyncio.create_task(self._in_background(intent, view), name=intent.condition)
-            task.add_done_callback(self._background_done)
-            self._background[intent.condition] = task
-            self._view = None
-            return
-        await self._now(intent, view)
-
-    async def _now(self, intent: Intent, view: JobView) -> None:
-        try:
-            done = await apply(intent.action, view, self._hands())
-        except StoreUnavailable as error:
-            done = Applied(TxnOutcome.UNKNOWN, f"{intent.condition}: {error}")
-        except GcoreError as error:
-            await self._fail(str(error))
-            return
-        self._metrics.transactions.labels(type(intent.action).__name__.lower(), done.outcome.value).inc()
-        level = logging.INFO if done.outcome is TxnOutcome.WON else logging.DEBUG
-        log.log(level, "%s: %s", done.sentence, done.outcome, extra={"job": self.uid})
-        # Until what was written is heard, the view is older than the deed; deciding on it again would only lose.
-        until = self._clock.monotonic() + (5.0 if done.outcome is TxnOutcome.WON else LOOK_AGAIN_S)
-        self._held_off[intent.condition] = (done.revision or self.mirror.revision + 1, until)
-        self._view = None
-
-    async def _in_background(self, intent: Intent, view: JobView) -> None:
-        try:
-            await self._now(intent, view)
-        finally:
-            self._background.pop(intent.condition, None)
-            self.changes.notify()
-
-    def _background_done(self, task: asyncio.Task[None]) -> None:
-        """A defect must not end in silence: the driver raises it."""
-        if not task.cancelled() and (defect := task.exception()) is not None:
-            self._defect = self._defect or defect
-            self.changes.notify()
-
-    def _hands(self) -> Hands:
+    def hands(self) -> Hands:
+        """What this job's actions are carried out with."""
         assert self.mirror.job is not None
         return Hands(
             store=self._store,

@@ -1,0 +1,69 @@
+"""What actions are carried out with, and the small things that several of them need. Decides nothing, writes nothing."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from controllers.engines import EngineBook
+from controllers.holdings import Holdings
+from controllers.ranks import RankLinks
+from controllers.view import JobView
+from gcore.clock import Clock
+from gcore.ledger import chain
+from gcore.ledger.guarded import Ledger, TxnOutcome
+from gcore.ledger.job import Plan
+from gcore.ledger.transactions import OpenSlots
+from gcore.store.types import Store
+from placement.plan import NodeSlots, Snapshot, colocated
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What became of an action: a code that is counted, a sentence that is logged."""
+
+    outcome: TxnOutcome
+    sentence: str
+    revision: int = 0
+
+
+@dataclass(frozen=True)
+class Hands:
+    """What actions are carried out with."""
+
+    store: Store
+    ledger: Ledger
+    lease: int
+    address: str
+    ranks: RankLinks
+    engines: EngineBook
+    holdings: Holdings
+    clock: Clock
+    stats: Callable[[JobView], dict[str, float]]
+    """Numbers for the log entry of the step that is committed."""
+    run_dir: Path
+
+
+def place(view: JobView, world: str, *, generation: int) -> Plan:
+    """A plan over the nodes that are there now."""
+    nodes = tuple(NodeSlots(record.name, record.slots) for record in view.nodes.values())
+    return colocated(Snapshot(nodes), world=world, generation=generation, ranks=view.spec.train.ranks)
+
+
+def slots(view: JobView) -> OpenSlots:
+    """What stands at head and at the step after it; it must be there."""
+    slots = view.mirror.open_slots
+    assert slots is not None
+    return slots
+
+
+def writer(view: JobView) -> chain.Writer:
+    """Me, with a name for this one transaction."""
+    return chain.Writer(view.me, uuid.uuid4().hex[:16])
+
+
+def new_world() -> str:
+    """A name that no train world had."""
+    return uuid.uuid4().hex[:12]
