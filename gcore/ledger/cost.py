@@ -16,7 +16,8 @@ from collections.abc import Mapping
 from typing import Any
 
 ATTENTION_EQUALS_AT = 24_576
-"""For a model that tells nothing: six times a width of 4096."""
+"""For a model that tells nothing: six times a width of 4096. Never to be changed: it is the value of records that were
+written without one, and ranks that read another would deal a sealed batch differently."""
 LARGEST = 1 << 24
 
 
