@@ -159,9 +159,10 @@ def machine(clock: Clock) -> Machine:
 
 def home(folder: Path, clock: Clock) -> Home:
     """A cluster's folder, or the nearest folder above it that is there."""
-    path = folder.absolute()
-    there = next(parent for parent in (path, *path.parents) if parent.exists())
+    path = folder
     try:
+        path = folder.absolute()
+        there = next(parent for parent in (path, *path.parents) if parent.exists())
         status = os.statvfs(there)
         times, apart = _write_in(there, clock)
     except OSError as error:

@@ -9,8 +9,11 @@ import pytest
 
 from controllers.cli import doctor_checks as judge
 from controllers.cli.doctor_checks import Check, State
+from controllers.cli.doctor_facts import home as look_at_home
 from controllers.cli.doctor_facts import read_probe
 from controllers.cli.doctor_seen import Answer, Cluster, EtcdTry, Home, Machine, Package, Probe, Wanted
+from gcore.rollout.sglang.environment import find_python
+from gcore.testing import FakeClock
 
 GIB = 1 << 30
 MACHINE = Machine(cpus=2, cores=2, memory=16 * GIB, available=8 * GIB, open_files=20000, shared=8 * GIB, wall=1.9e9)
@@ -122,3 +125,16 @@ def test_a_probe_that_died_leaves_its_last_words() -> None:
     probe = read_probe('{"torch": "2.13.0", "cuda": null, "devices": []}\n', "Traceback\nImportError: no gloo\n\n", 1)
     assert probe == Probe("2.13.0", error="ImportError: no gloo")
     assert read_probe("", "", -9).error == "ended with -9"
+
+
+def test_a_home_that_cannot_be_looked_at_is_a_verdict_and_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert look_at_home(tmp_path / ("n" * 300), FakeClock()).error == "File name too long"
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert look_at_home(Path(".gcore"), FakeClock()).error == "No such file or directory"
+    found = find_python(environ={})  # not every machine has one
+    assert found is None or found.is_absolute()

@@ -25,9 +25,9 @@ def find_python(named: Path | str | None = None, *, environ: Mapping[str, str] |
         if given:
             return _checked(Path(given), where)
     checkout = Path(__file__).parents[3]
-    for folder in dict.fromkeys((checkout / FOLDER, Path.cwd() / FOLDER)):
+    for folder in (checkout / FOLDER, Path(FOLDER)):
         if has_sglang(folder / "bin" / "python"):
-            return folder / "bin" / "python"
+            return folder.absolute() / "bin" / "python"  # only now: the folder that we are in may have been removed
     return None
 
 
