@@ -26,6 +26,8 @@ from pyarrow import types
 from gcore.errors import DataError
 
 BATCH_ROWS = 2048
+PIECE_BYTES = 16 << 20
+"""A batch of large rows is written in pieces of about so much: as Python's objects and as text it is several times that."""
 BUFFER_BYTES = 1 << 20
 TELL_EVERY = 16
 """Batches between two reports."""
@@ -43,7 +45,8 @@ def write_rows(kind: str, files: list[Path], to: Path, out: TextIO) -> list[int]
     with to.open("wb", buffering=BUFFER_BYTES) as lines:
         for reader in readers:
             rows = 0
-            for number, batch in enumerate(reader.batches()):
+            pieces = (piece for batch in reader.batches() for piece in _pieces(batch))
+            for number, batch in enumerate(pieces):
                 text = _as_lines(batch, reader.path, rows)
                 lines.write(text)
                 rows += batch.num_rows
@@ -151,6 +154,11 @@ def _plain(kind: Any) -> Any:
     if not plain:
         raise Unsuitable("binary data" if "binary" in str(kind) else f"values of the type {kind}")
     return kind
+
+
+def _pieces(batch: Any) -> Iterator[Any]:
+    rows = max(1, batch.num_rows * PIECE_BYTES // max(1, batch.nbytes))
+    return (batch.slice(start, rows) for start in range(0, batch.num_rows, rows))
 
 
 def _as_lines(batch: Any, path: Path, first: int) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import decimal
 import fcntl
+import io
 import json
 import os
 import subprocess
@@ -273,6 +274,24 @@ BAD: list[Any] = [
     pytest.param({"prompt": "x"}, "no field 'answer', only 'prompt'", id="no answer"),
     pytest.param({"prompt": "x", "answer": None}, "'answer' is null", id="null as answer"),
 ]
+
+
+def test_large_rows_are_written_a_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_parquet(tmp_path / "d.parquet", [{"prompt": f"{i}" * 1000, "answer": i} for i in range(10)])
+    tables.write_rows("parquet", [path], tmp_path / "whole", io.StringIO())
+    sizes: list[int] = []
+    real = tables._as_lines
+
+    def noted(batch: Any, *where: Any) -> bytes:
+        sizes.append(batch.num_rows)
+        return real(batch, *where)
+
+    monkeypatch.setattr(tables, "_as_lines", noted)
+    monkeypatch.setattr(tables, "PIECE_BYTES", 4000)
+    assert tables.write_rows("parquet", [path], tmp_path / "pieces", io.StringIO()) == [10]
+    assert sum(sizes) == 10
+    assert max(sizes) == 3
+    assert (tmp_path / "pieces").read_bytes() == (tmp_path / "whole").read_bytes()
 
 
 @pytest.mark.parametrize(("bad", "message"), BAD)
