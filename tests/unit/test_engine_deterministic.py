@@ -128,6 +128,27 @@ def test_a_pause_that_takes_rows_away_changes_no_bit_and_streams_nothing_twice(t
     assert (found.tokens, found.logprobs) == (expected.tokens, expected.logprobs)
 
 
+@pytest.mark.parametrize("width", [32, 128, 512])
+def test_a_prompt_whose_log_probabilities_are_asked_for_changes_no_bit_of_others_that_share_it(
+    tmp_path: Path, width: int
+) -> None:
+    folder = make_tiny_model(tmp_path, hidden=width, layers=1, ends=False)
+    lengths = (5, 40, 61)
+    plain = [task(length, prompt(1, length), 20, temperature=0.8) for length in lengths]
+    judged = [task(100 + length, prompt(1, length), 40, prompt_logprobs_from=0) for length in lengths]
+    core = make_core(folder, deterministic=True, prefill_chunk_tokens=CHUNK)
+
+    def between(cycle: int) -> None:
+        if cycle == 12:
+            assert core.running == len(judged)
+            core.submit(plain)
+
+    found = finish(core, judged, between)
+    for one in plain:
+        alone = finish(make_core(folder, deterministic=True, prefill_chunk_tokens=CHUNK), [one])[one.number]
+        assert (found[one.number].tokens, found[one.number].logprobs) == (alone.tokens, alone.logprobs)
+
+
 def test_what_the_lane_stands_on_holds_here() -> None:
     """A row of a matrix product with the tile's rows does not depend on its place or its neighbours, at any width used."""
     generator = torch.Generator().manual_seed(0)

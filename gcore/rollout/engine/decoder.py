@@ -46,7 +46,7 @@ class Decoder:
         self.slots = slots
         self.rows = Rows()
         self._after_prompt: list[torch.Tensor | None] = []
-        """By row: the logits after its prompt, as long as the present weights made all that is known of the prompt."""
+        """By row: the logits after its prompt, as long as they are what another row with this prompt would begin with."""
         self._prompts: dict[Key, Prompt] = {}
         """Prompts that are being read."""
         self._params: RowParams | None = None
@@ -119,14 +119,19 @@ class Decoder:
         self.rows.join([works[i] for i in order], replay=self.lane.replays)
         for i in order:
             prompt = origins[i].prompt
-            stale = prompt is not None and prompt.stale
-            self._after_prompt.append(None if stale or (again and works[i].tokens) else origins[i].logits)
+            own = (again and works[i].tokens) or (prompt is not None and self._is_private(prompt))
+            self._after_prompt.append(None if own else origins[i].logits)
         for key in read:
             self._prompts.pop(key, None)
         self._params = None
         asked = (work.task.sampling for work in self.rows.works)
         self._asking = any(sampling.top_logprobs or sampling.named_tokens for sampling in asked)
         return self._draw(torch.stack([origins[i].logits for i in order]), before)
+
+    def _is_private(self, prompt: Prompt) -> bool:
+        """Whether what follows the prompt is not for other rows: other weights read a part of it; or it came with the
+        logits of more positions, which where every bit counts are not those of one."""
+        return prompt.stale or (self.lane.replays and prompt.logprobs_from is not None)
 
     @torch.inference_mode()
     def step(self) -> Made:
