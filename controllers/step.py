@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -23,7 +24,7 @@ from gcore.clock import Clock
 from gcore.errors import EngineError, EngineUnreachable
 from gcore.ledger.ancestry import is_acceptable, is_ancestor
 from gcore.ledger.records import SealState
-from gcore.reward.registry import RewardError
+from gcore.reward.registry import LARGEST, RewardError
 from gcore.types import Group, Outcome, Prompt, PromptRef, Version
 
 log = logging.getLogger(__name__)
@@ -219,6 +220,7 @@ class JobBatch:
         try:
             result = await produce
             if isinstance(result, Group):
+                _check_numbers(result)
                 # A flow that makes its groups itself need not know of sources.
                 self._step.keep(result if result.source else replace(result, source=prompt.source))
             else:
@@ -237,3 +239,12 @@ class JobBatch:
         finally:
             holdings.in_flight.discard(ref)
             self._peer.changes.notify()
+
+
+def _check_numbers(group: Group) -> None:
+    """Raises RewardError for a group that no rank takes: a flow of one's own may have scored it itself."""
+    for sample in group.samples:
+        if not math.isfinite(sample.reward) or abs(sample.reward) > LARGEST:
+            raise RewardError(
+                f"the flow gave a reward of {sample.reward}, which is not finite in float32", fix="Correct the flow"
+            )

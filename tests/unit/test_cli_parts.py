@@ -48,6 +48,12 @@ def test_what_is_no_number_of_slots_is_refused(text):
         deal_slots(text, 1)
 
 
+@pytest.mark.parametrize("text", ["cpu:4097", "cuda:99999999", "cpu:" + "9" * 5000])
+def test_more_slots_than_any_machine_has_are_refused_before_they_are_counted_out(text):
+    with pytest.raises(UsageError, match="more than one machine has"):
+        deal_slots(text, 1)
+
+
 def test_no_controller_at_all_is_refused():
     with pytest.raises(UsageError, match="0 controllers"):
         deal_slots("cpu:2", 0)

@@ -284,6 +284,29 @@ async def test_an_engine_that_refused_is_asked_again_at_once(tmp_path: Path) -> 
     assert job.holdings.reissues[prompt.ref] == 1
 
 
+@pytest.mark.parametrize("reward", [float("nan"), float("-inf"), 1e39])
+async def test_a_group_that_a_flow_scored_itself_with_what_is_no_number_fails_its_prompt(
+    tmp_path: Path, reward: float
+) -> None:
+    job = Alone(tmp_path)
+    prompt = job.prompt("sums")
+
+    async def own_score() -> Group:
+        group = await job.group(prompt)
+        assert isinstance(group, Group)
+        return replace(group, samples=(replace(group.samples[0], reward=reward), *group.samples[1:]))
+
+    step = JobStep(job.peer, HEAD)
+    batch = JobBatch(job.peer, step)
+    step.hand_out(prompt)
+    batch.start(own_score())
+    await job.clock.advance(0)
+    ended = job.holdings.outcomes[prompt.ref]
+    assert ended.kind == "failed"
+    assert "not finite in float32" in ended.reason
+    assert job.holdings.offers == {}
+
+
 def test_the_longest_delay_is_five_seconds() -> None:
     assert [reissue_delay(tries) for tries in (1, 5, 6, 1000)] == [0.2, 3.2, 5.0, 5.0]
 
