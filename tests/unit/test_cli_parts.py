@@ -50,7 +50,7 @@ def test_what_is_no_number_of_slots_is_refused(text):
 
 @pytest.mark.parametrize("text", ["cpu:4097", "cuda:99999999", "cpu:" + "9" * 5000])
 def test_more_slots_than_any_machine_has_are_refused_before_they_are_counted_out(text):
-    with pytest.raises(UsageError, match="more than one machine has"):
+    with pytest.raises(UsageError, match="more slots than one machine has"):
         deal_slots(text, 1)
 
 
