@@ -62,7 +62,10 @@ class Manifest:
                 raise DataError(f"the shape {list(shape)} has a negative length", where=name)
             if name in found:
                 raise DataError("the tensor is named twice", where=name)
-            found[name] = torch.empty(shape, dtype=kind, device=device)
+            try:
+                found[name] = torch.empty(shape, dtype=kind, device=device)
+            except (RuntimeError, TypeError) as error:  # more than there is, or than 64 bits count
+                raise DataError(f"there is no room for {dtype} {list(shape)}", where=name) from error
         return found
 
 

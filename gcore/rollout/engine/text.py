@@ -42,7 +42,8 @@ class Text:
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Tokens of a prompt, with the special tokens that the tokenizer adds by itself."""
-        return tuple(self._tokenizer.encode(text).ids)
+        # `encode` holds on to the interpreter while it works; a batch, even of one, lets it go.
+        return tuple(self._tokenizer.encode_batch_fast([text])[0].ids)
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Text of a response."""
