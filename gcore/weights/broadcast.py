@@ -26,6 +26,7 @@ from gcore.errors import DataError, EngineError, UsageError
 SENDER = 0
 """The rank that sends."""
 BACKENDS = ("gloo", "nccl")
+MOST_MEMBERS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +88,14 @@ class WeightGroup:
         """
         if backend not in BACKENDS:
             raise UsageError(f"{backend!r} is no backend of a weight group", fix=f"Use one of {', '.join(BACKENDS)}")
-        if not 0 <= rank < world_size:
-            raise UsageError(f"rank {rank} is not in a group of {world_size}", where=name)
+        if not 0 <= rank < world_size or world_size > MOST_MEMBERS:
+            raise UsageError(
+                f"rank {rank} of a group of {world_size} cannot be",
+                where=name,
+                fix=f"Use at most {MOST_MEMBERS} members",
+            )
+        if not 0 < port < 1 << 16:
+            raise UsageError(f"{port} is no port", where=name, fix="Name the port that the sender listens on")
         if not name:
             raise UsageError("the group's name is empty", fix="Give the group a name")
         if backend == "nccl" and not torch.cuda.is_available():

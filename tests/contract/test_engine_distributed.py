@@ -238,7 +238,9 @@ async def test_a_group_that_cannot_be_is_refused_and_a_trainer_that_dies_is_told
     changing: httpx.AsyncClient, serving: Serving, trainers: Callable[..., Trainer]
 ) -> None:
     fields = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2, "group_name": "g"}
-    for wrong in ({"backend": "carrier pigeon"}, {"backend": "nccl"}, {"rank_offset": 2}, {"group_name": ""}):
+    many = {"rank_offset": 2**70, "world_size": 2**71}
+    wrongs = ({"backend": "carrier pigeon"}, {"backend": "nccl"}, {"rank_offset": 2}, {"group_name": ""}, many)
+    for wrong in (*wrongs, {"master_port": 0}, {"master_port": 2**16}):
         response = await changing.post("/init_weights_update_group", json={**fields, "backend": "gloo", **wrong})
         assert response.status_code == 400
         assert response.json()["success"] is False

@@ -134,3 +134,10 @@ def test_new_weights_that_are_broken_are_refused_in_one_sentence(
 def test_a_device_that_is_not_there_is_refused(tmp_path: Path, device: str) -> None:
     with pytest.raises(UsageError, match="is not there"):
         start(EngineLaunch(model=str(make_tiny_model(tmp_path)), device=device), None)
+
+
+def test_a_cache_in_which_no_request_fits_is_refused_at_the_start(tmp_path: Path) -> None:
+    folder = str(make_tiny_model(tmp_path / "m"))
+    with pytest.raises(UsageError, match=r"a cache of 1 tokens holds no request.*rollout\.cache_tokens"):
+        start(EngineLaunch(model=folder, device="cpu", cache_tokens=1), None)
+    assert start(EngineLaunch(model=folder, device="cpu", cache_tokens=200), None).longest >= 2

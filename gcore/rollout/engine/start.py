@@ -15,6 +15,8 @@ from gcore.rollout.engine.prove import choose_lane
 from gcore.rollout.engine.shared import SharedLane
 from gcore.rollout.engine.text import Text
 
+SHORTEST = 2
+"""Tokens of a request: one of the prompt, one of the response."""
 TOO_BIG = "Serve a smaller model, free memory on this machine, or set dtype bfloat16"
 
 
@@ -38,4 +40,11 @@ def start(launch: EngineLaunch, text: Text | None) -> Core:
     if isinstance(lane, SharedLane):
         lane = SharedLane(model, slots=launch.batch_slots, budget=budget)
     limits = Limits(launch.batch_slots, budget, launch.prefill_chunk_tokens)
-    return Core(model, text, lane, limits, version=launch.weight_version)
+    core = Core(model, text, lane, limits, version=launch.weight_version)
+    if core.longest < SHORTEST:
+        raise UsageError(
+            f"a cache of {budget} tokens holds no request, not even one of {SHORTEST} tokens",
+            where="--cache-tokens",
+            fix="Raise rollout.cache_tokens, or leave it out and let the engine see what there is",
+        )
+    return core
