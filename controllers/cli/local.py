@@ -72,7 +72,13 @@ MOST_SLOTS = 4096
 def deal_slots(text: str, controllers: int) -> tuple[tuple[str, ...], ...]:
     """`cpu:4` over two controllers: ("cpu:0", "cpu:1"), ("cpu:2", "cpu:3"). Raises UsageError."""
     kind, colon, number = text.partition(":")
-    if kind not in ("cpu", "cuda") or not colon or not number.isascii() or not number.isdigit() or not number.strip("0"):
+    if (
+        kind not in ("cpu", "cuda")
+        or not colon
+        or not number.isascii()
+        or not number.isdigit()
+        or not number.strip("0")
+    ):
         raise UsageError(f"{text!r} is no number of slots", where="--slots", fix="For example --slots cpu:2, or cuda:8")
     count = int(number) if len(number) < 7 else MOST_SLOTS + 1
     if count > MOST_SLOTS:
