@@ -4,7 +4,7 @@ One process, one model, one thread for the model, one event loop for HTTP. From 
 
 - `columns`: where in the cache things stand; `schedule`: who gets a row, and how much of the prompts is read (pure);
 - `tasks`: what was asked and what has come of it; `rows`: the running sequences as arrays (numpy);
-- `model`, `quick`, `cache`, `attention`, `sampling`, `prefill`: the leaf modules over torch;
+- `model`, `quick`, `straight`, `cache`, `attention`, `sampling`, `prefill`: the leaf modules over torch;
 - `lane`: how rows are kept and stepped: `shared` (one batch, one cache), `tiled` (deterministic), `plain` (any model that
   the others cannot bear); `prove`: which lane a model bears, found out by trial;
 - `decoder`: one step over a lane; `reading`: what a cycle reads; `core`: a cycle; `runner`: the thread; `text`: the tokenizer;

@@ -31,6 +31,7 @@ from gcore.models.folder import check_code
 from gcore.rollout.engine.attention import NAME, Attention
 from gcore.rollout.engine.cache import CacheShape
 from gcore.rollout.engine.quick import make_quick
+from gcore.rollout.engine.straight import Straight
 from gcore.rollout.engine.text import Text
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -90,6 +91,8 @@ class Model:
     """What the model's forward calls its cache."""
     asleep: bool = False
     """Whether the weights are released."""
+    straight: Straight | None = None
+    """A quicker way through a step of one token a row, to the same bits."""
 
     def forward(
         self,
@@ -103,6 +106,8 @@ class Model:
 
         `ids` and `positions` [row, token].
         """
+        if self.straight is not None and wanted is None and ids.shape[1] == 1:
+            return self.straight.logits(ids, positions, cache)
         arguments = {"input_ids": ids, "position_ids": positions, self.cache_name: cache, "use_cache": True}
         places = None if wanted is None else _places(wanted, ids.device)
         self.head.wanted = places

@@ -29,6 +29,7 @@ from gcore.rollout.engine.model import Model, refusal
 from gcore.rollout.engine.plain import PlainLane
 from gcore.rollout.engine.prefill import Chunk, Prefix
 from gcore.rollout.engine.shared import SharedLane
+from gcore.rollout.engine.straight import straight
 from gcore.rollout.engine.tasks import Sampling, Task, Work
 from gcore.rollout.engine.tiled import TILE, TiledLane
 
@@ -100,6 +101,7 @@ def _lanes(model: Model, deterministic: bool, chunk: int, reasons: list[str]) ->
                     yield TiledLane(model, chunk=chunk, tile=TILE)
                 yield TiledLane(model, chunk=chunk, tile=1)
     model.use_plain_attention()
+    model.straight = None
     for whole in (False, True):
         yield PlainLane(model, whole=whole, alone=deterministic, chunk=chunk)
 
@@ -133,6 +135,7 @@ def _measure(model: Model) -> None:
     if any(keys.shape[2] != 2 for keys in prefix.keys):
         raise Unproved("its layers do not keep one key a token")
     model.shape = CacheShape(layers, prefix.keys[0].dtype, device)
+    model.straight = straight(model.module, model.attention, model.vocabulary)
 
 
 def _window(model: Model) -> int | None:

@@ -1,0 +1,199 @@
+"""A decode step of the most common kind of model, straight from layer to layer.
+
+A step over few rows of a small model spends a third of its time in Python, between the products: modules that call modules,
+wrappers around them, the same rotation spelled out for queries and for keys. Llama, Mistral, Qwen 2, Qwen 3 and whatever is
+built as they are has the same few parts in each layer, so one loop over those parts is the whole step.
+
+Nothing is taken for granted: the parts are recognised by their names, what each layer tells its attention is overheard while
+the model itself makes a step, and then the straight step must give the same bits. A model of which any of this is not so
+goes on through its own modules. Weights are looked at as they are at each step, so a change of weights, or sleep, needs
+nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache
+
+from gcore.rollout.engine.attention import NAME, Attention, OneToken
+
+LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+HEADS = {"q_proj", "k_proj", "v_proj", "o_proj"}
+NORMED = HEADS | {"q_norm", "k_norm"}
+GATED = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+PAST = 3
+"""Tokens before the one of the trial."""
+POSITIONS = (3, 4, 11, 30)
+"""Of the trial's rows."""
+
+Function = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """The parts of a layer. `told`: what it tells its attention besides queries, keys and values."""
+
+    before: Any
+    q: Any
+    k: Any
+    v: Any
+    o: Any
+    q_norm: Any
+    k_norm: Any
+    after: Any
+    gate: Any
+    up: Any
+    down: Any
+    act: Any
+    told: dict[str, Any]
+
+
+class Straight:
+    """See the module. Made by `straight`."""
+
+    def __init__(self, module: Any, attention: Attention, told: list[dict[str, Any]]) -> None:
+        base = module.model
+        self._attention = attention
+        self._embedding = base.embed_tokens
+        self._rotary = base.rotary_emb
+        self._norm = base.norm
+        self._head = module.lm_head
+        self._dim = base.layers[0].self_attn.head_dim
+        self._layers = [_parts(layer, one) for layer, one in zip(base.layers, told, strict=True)]
+
+    def logits(self, ids: Tensor, positions: Tensor, cache: Any) -> Tensor:
+        """[row, vocabulary] after one token a row; `ids` and `positions` [row, 1]."""
+        rows, dim = ids.shape[0], self._dim
+        hidden = functional.embedding(ids[:, 0], self._embedding.weight)
+        cos, sin = self._rotary(hidden[:, None], positions)
+        half = dim // 2
+        for index, layer in enumerate(self._layers):
+            x = layer.before.forward(hidden)
+            q = _linear(x, layer.q).view(rows, -1, dim)
+            k = _linear(x, layer.k).view(rows, -1, dim)
+            v = _linear(x, layer.v).view(rows, -1, 1, dim)
+            if layer.q_norm is not None:
+                q, k = layer.q_norm.forward(q), layer.k_norm.forward(k)
+            heads = q.shape[1]
+            both = torch.cat((q, k), 1)
+            turned = torch.cat((-both[..., half:], both[..., :half]), -1).mul_(sin)
+            both = (both * cos).add_(turned)[:, :, None]
+            keys, values = cache.update(both[:, heads:], v, index)
+            out, _ = self._attention(layer, both[:, :heads], keys, values, None, **layer.told)  # type: ignore[arg-type]
+            hidden = _linear(out.reshape(rows, -1), layer.o).add_(hidden)
+            x = layer.after.forward(hidden)
+            inner = layer.act(_linear(x, layer.gate)).mul_(_linear(x, layer.up))
+            hidden = _linear(inner, layer.down).add_(hidden)
+        made: Tensor = self._head(self._norm.forward(hidden)[:, None])
+        return made[:, 0]
+
+
+@torch.inference_mode()
+def straight(module: Any, attention: Attention, vocabulary: int) -> Straight | None:
+    """The straight step of a model whose attention is the engine's; None for one of another kind."""
+    if not _recognised(module):
+        return None
+    device = module.lm_head.weight.device
+    ids = torch.tensor([[(7 * n + 1) % vocabulary] for n in range(len(POSITIONS))], device=device)
+    positions = torch.tensor(POSITIONS, device=device)[:, None]
+    told: list[dict[str, Any]] = []
+
+    def overhear(part: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **more: Any) -> Any:
+        told.append({name: more[name] for name in ("scaling", "sliding_window", "softcap", "s_aux") if name in more})
+        return attention(part, query, key, value, mask, **more)
+
+    kind, attention.kind = attention.kind, OneToken(None)
+    AttentionInterface.register(NAME, overhear)
+    try:
+        expected = module(input_ids=ids, position_ids=positions, past_key_values=_Past(), use_cache=True).logits[:, -1]
+        if len(told) != len(module.model.layers):
+            return None
+        made = Straight(module, attention, told)
+        same = torch.equal(made.logits(ids, positions, _Past()), expected)
+    except (
+        AttributeError,
+        IndexError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ):  # parts of these names that are no such parts
+        return None
+    finally:
+        attention.kind = kind
+        attention.register()
+    return made if same else None
+
+
+class _Past(Cache):  # type: ignore[misc]  # transformers is not typed
+    """A few tokens, always the same, before the one that comes."""
+
+    is_compileable = False
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        """`[row, kv_head, 1, head_dim]` in, all tokens out."""
+        generator = torch.Generator().manual_seed(layer)
+        size = (*keys.shape[:2], PAST, keys.shape[3])
+        made = [torch.randn(size, generator=generator).to(keys) for _ in range(2)]
+        return torch.cat((made[0], keys), 2), torch.cat((made[1], values), 2)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """As the engine's own caches: the model is told every position."""
+        return 0
+
+
+def _recognised(module: Any) -> bool:
+    base: Any = getattr(module, "model", None)
+    layers = getattr(base, "layers", None)
+    if not layers or set(module._modules) != {"model", "lm_head"}:
+        return False
+    if set(base._modules) != {"embed_tokens", "layers", "norm", "rotary_emb"}:
+        return False
+    linear = (*HEADS, "gate_proj", "up_proj", "down_proj")
+    for layer in layers:
+        if set(layer._modules) != LAYER or set(layer.self_attn._modules) not in (HEADS, NORMED):
+            return False
+        parts = layer.self_attn._modules | layer.mlp._modules
+        if set(layer.mlp._modules) != GATED or any(type(parts[name]) is not torch.nn.Linear for name in linear):
+            return False
+    return type(base.embed_tokens) is torch.nn.Embedding and hasattr(layers[0].self_attn, "head_dim")
+
+
+def _parts(layer: Any, told: dict[str, Any]) -> _Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    return _Layer(
+        layer.input_layernorm,
+        attention.q_proj,
+        attention.k_proj,
+        attention.v_proj,
+        attention.o_proj,
+        attention._modules.get("q_norm"),
+        attention._modules.get("k_norm"),
+        layer.post_attention_layernorm,
+        mlp.gate_proj,
+        mlp.up_proj,
+        mlp.down_proj,
+        _function(mlp.act_fn),
+        told,
+    )
+
+
+def _function(act: Any) -> Function:
+    """The activation without its module. The trial finds out whether it is the same."""
+    if isinstance(act, torch.nn.SiLU) or type(act).__name__ == "SiLUActivation":
+        return functional.silu
+    forward: Function = act.forward
+    return forward
+
+
+def _linear(x: Tensor, part: Any) -> Tensor:
+    return functional.linear(x, part.weight, part.bias)
