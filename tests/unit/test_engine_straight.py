@@ -125,3 +125,12 @@ def test_parts_of_the_right_names_that_work_otherwise_are_found_out() -> None:
     plain = module.model.layers[1].mlp.forward
     module.model.layers[1].mlp.forward = lambda x: plain(x) * 1.0001
     assert straight(module, attention, 40) is None
+
+
+def test_a_weight_beside_the_parts_that_does_nothing_yet_is_found_out() -> None:
+    module, attention = made(*COMMON["llama"])
+    layer = module.model.layers[0]
+    layer.scale = torch.nn.Parameter(torch.ones(1), requires_grad=False)
+    plain = layer.mlp.forward
+    layer.mlp.forward = lambda x: plain(x) * layer.scale
+    assert straight(module, attention, 40) is None

@@ -77,7 +77,7 @@ class Attention:
 
     def __call__(
         self,
-        module: torch.nn.Module,
+        module: object,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,

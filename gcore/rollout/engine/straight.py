@@ -4,10 +4,13 @@ A step over few rows of a small model spends a third of its time in Python, betw
 wrappers around them, the same rotation spelled out for queries and for keys. Llama, Mistral, Qwen 2, Qwen 3 and whatever is
 built as they are has the same few parts in each layer, so one loop over those parts is the whole step.
 
-Nothing is taken for granted: the parts are recognised by their names, what each layer tells its attention is overheard while
-the model itself makes a step, and then the straight step must give the same bits. A model of which any of this is not so
-goes on through its own modules. Weights are looked at as they are at each step, so a change of weights, or sleep, needs
-nothing here.
+Nothing is taken for granted: the parts are recognised by their names and must hold all of the model's weights, for one that
+does nothing today (a scale of 1) may do something after the next change of weights. What each layer tells its attention is
+overheard while the model itself makes a step, and then the straight step must give the same bits. A model of which any of
+this is not so goes on through its own modules. Weights are looked at as they are at each step, so a change of weights, or
+sleep, needs nothing here.
+
+Does not read prompts, and does not know lanes: `Model.forward` takes it for a step of one token a row.
 """
 
 from __future__ import annotations
@@ -86,7 +89,7 @@ class Straight:
             turned = torch.cat((-both[..., half:], both[..., :half]), -1).mul_(sin)
             both = (both * cos).add_(turned)[:, :, None]
             keys, values = cache.update(both[:, heads:], v, index)
-            out, _ = self._attention(layer, both[:, :heads], keys, values, None, **layer.told)  # type: ignore[arg-type]
+            out, _ = self._attention(layer, both[:, :heads], keys, values, None, **layer.told)
             hidden = _linear(out.reshape(rows, -1), layer.o).add_(hidden)
             x = layer.after.forward(hidden)
             inner = layer.act(_linear(x, layer.gate)).mul_(_linear(x, layer.up))
@@ -165,6 +168,8 @@ def _recognised(module: Any) -> bool:
         parts = layer.self_attn._modules | layer.mlp._modules
         if set(layer.mlp._modules) != GATED or any(type(parts[name]) is not torch.nn.Linear for name in linear):
             return False
+    if any(part._parameters for part in module.modules() if part._modules):
+        return False  # weights of its own beside its parts, which nothing here would look at
     return type(base.embed_tokens) is torch.nn.Embedding and hasattr(layers[0].self_attn, "head_dim")
 
 
