@@ -149,8 +149,8 @@ class Gcore:
     def __init__(self, model: Path, folder: Path, case: Case, budget: int, rank: int, size: int) -> None:
         from gcore.clock import SystemClock
         from gcore.ledger.cost import attention_equals_at
+        from gcore.testing.rank_launch import rank_launch
         from gcore.train.collective import Collective, Meeting, find_store, open_store
-        from gcore.train.launch import RankLaunch
         from gcore.train.models import load_models
         from gcore.train.saving import Progress, Saver
         from gcore.train.step import StepTrainer
@@ -178,19 +178,7 @@ class Gcore:
             },
             "checkpoint": {"every": 1_000_000},
         }
-        launch = RankLaunch.model_validate(
-            {
-                "kind": "rank",
-                "job_uid": "j",
-                "world": "w",
-                "lineage": 0,
-                "rank": rank,
-                "world_size": size,
-                "spec": spec,
-                "run_dir": str(folder / f"run-{size}"),
-                "start": {"step": 0},
-            }
-        )
+        launch = rank_launch(spec, folder / f"run-{size}", rank=rank, world_size=size)
         models = load_models(launch, world.device, world.max, lambda: None)
         self.trainer = StepTrainer(launch, world, models, Saver(launch, models.policy), SystemClock(), Progress(0, 0))
         self.weight = attention_equals_at(json.loads((model / "config.json").read_text()))

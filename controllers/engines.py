@@ -110,10 +110,9 @@ class EngineBook:
             self._lines[instance].view = replace(self._lines[instance].view, version=None)
             self._changes.notify()
 
-    def ready(self, version: Version) -> list[str]:
-        """My engines that serve `version`, least busy first."""
-        serving = [i for i, line in self._lines.items() if line.view.version == version]
-        return sorted(serving, key=lambda i: (self._lines[i].in_flight, i))
+    def serves(self, version: Version) -> bool:
+        """Whether one of my engines serves `version`."""
+        return any(line.view.version == version for line in self._lines.values())
 
     async def generate(
         self,

@@ -74,7 +74,7 @@ class Evaluator:
             if self._clock.monotonic() - began < place * EVAL_TAKEOVER_S:
                 await self.changes.wait(timeout=1.0)
                 continue
-            if not self._engines.ready(version):
+            if not self._engines.serves(version):
                 await self.changes.wait(timeout=1.0)
                 continue
             try:

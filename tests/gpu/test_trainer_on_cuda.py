@@ -21,6 +21,7 @@ from gcore.config.spec import TrainSpec
 from gcore.errors import GcoreError
 from gcore.ledger.balance import balance
 from gcore.ledger.records import Seal, SealedGroup, SealState
+from gcore.testing.rank_launch import rank_launch
 from gcore.train.attention import PACKED
 from gcore.train.batch import Feeding, make_dummy
 from gcore.train.collective import Collective, Meeting, open_store
@@ -119,27 +120,16 @@ def make_work(step: int, mini_batches: int = 2) -> Work:
 
 def launch_of(model: Path, run: Path, start: dict[str, Any] | None = None, **train: Any) -> RankLaunch:
     fixed = {"learning_rate": 1e-3, "micro_batch_tokens": 256, "mini_batches": 2, "old_logprobs": "engine"}
-    return RankLaunch.model_validate(
-        {
-            "kind": "rank",
-            "job_uid": "j",
-            "world": "w",
-            "lineage": 0,
-            "rank": 0,
-            "world_size": 1,
-            "spec": {
-                "name": "gpu",
-                "model": {"path": str(model)},
-                "data": {"path": "none"},
-                "flow": {"steps": 2, "groups_per_step": 4, "samples_per_prompt": 4},
-                "rollout": {"max_new_tokens": 60},
-                "train": fixed | train,
-                "checkpoint": {"every": 1},
-            },
-            "run_dir": str(run),
-            "start": start or {"step": 0},
-        }
-    )
+    spec = {
+        "name": "gpu",
+        "model": {"path": str(model)},
+        "data": {"path": "none"},
+        "flow": {"steps": 2, "groups_per_step": 4, "samples_per_prompt": 4},
+        "rollout": {"max_new_tokens": 60},
+        "train": fixed | train,
+        "checkpoint": {"every": 1},
+    }
+    return rank_launch(spec, run, start=start)
 
 
 def started(launch: RankLaunch, world: Collective) -> tuple[StepTrainer, Models]:

@@ -5,35 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster_run import ClusterRun, gcore, processes_of, run_to_the_end
+from cluster_run import ClusterRun, gcore, run_to_the_end
 
 from gcore.config.cluster import LocalCluster
-from gcore.prepare.arithmetic import prepare
 
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(600)]
-
-SPEC = Path(__file__).parents[2] / "examples" / "arithmetic" / "grpo.yaml"
-EXAMPLE = Path(__file__).parents[2] / ".cache" / "examples" / "arithmetic"
-
-
-@pytest.fixture(scope="session")
-def spec() -> Path:
-    """The example, prepared; cached between runs as it is for a user."""
-    prepare(EXAMPLE, progress=False)
-    return SPEC
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Iterator[Path]:
-    """A cluster's folder; nothing of it is left running."""
-    folder = tmp_path / "home"
-    yield folder
-    gcore("down", "--home", str(folder), check=None)
-    assert processes_of(folder) == []
 
 
 def events_of(home: Path) -> list[dict]:
@@ -75,7 +54,7 @@ def test_etcd_is_killed_and_the_run_goes_on(spec: Path, home: Path) -> None:
 
 
 def test_a_learning_rate_of_zero_teaches_nothing_and_exports_what_it_began_with(
-    spec: Path, home: Path, tmp_path: Path
+    spec: Path, example: Path, home: Path, tmp_path: Path
 ) -> None:
     outcome = run_to_the_end(spec, home, ["--set", "train.learning_rate=0", "--set", "flow.steps=4"])
     assert outcome.code == 0, outcome.output
@@ -87,7 +66,7 @@ def test_a_learning_rate_of_zero_teaches_nothing_and_exports_what_it_began_with(
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     tokens = AutoTokenizer.from_pretrained(tmp_path / "model")("12+3=", return_tensors="pt")
     assert exported(**tokens).logits.isfinite().all()
-    first = AutoModelForCausalLM.from_pretrained(EXAMPLE / "model").state_dict()
+    first = AutoModelForCausalLM.from_pretrained(example / "model").state_dict()
     assert all(value.equal(first[name]) for name, value in exported.state_dict().items())
 
 

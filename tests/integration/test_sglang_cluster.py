@@ -7,39 +7,19 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_run import ClusterRun, gcore, processes_of
+from cluster_run import ClusterRun, processes_of
 from sglang_worker import LONG_S, check_ended, children_of
 
-from gcore.prepare.arithmetic import prepare
 from gcore.worker.process import identify
 
 pytestmark = [pytest.mark.sglang, pytest.mark.serial, pytest.mark.timeout(1800)]
 
-ROOT = Path(__file__).parents[2]
-SPEC = ROOT / "examples" / "arithmetic" / "grpo.yaml"
 SGLANG = ["--set", "rollout.engine=sglang"]
 LONG_RUN_S = 1500.0
-
-
-@pytest.fixture(scope="session")
-def spec() -> Path:
-    """The example, prepared; cached between runs as it is for a user."""
-    prepare(ROOT / ".cache" / "examples" / "arithmetic", progress=False)
-    return SPEC
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Iterator[Path]:
-    """A cluster's folder; nothing of it is left running."""
-    folder = tmp_path / "home"
-    yield folder
-    gcore("down", "--home", str(folder), check=None)
-    assert processes_of(folder) == []
 
 
 def events_of(home: Path, kind: str) -> list[dict[str, Any]]:

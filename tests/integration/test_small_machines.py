@@ -4,33 +4,20 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster_run import ClusterRun, gcore, processes_of
+from cluster_run import ClusterRun, gcore
 from hub_server import serve_hub
 
 from controllers.cli.leftovers import processes_of as kinds_of
 from gcore.config.cluster import LocalCluster
-from gcore.prepare.arithmetic import prepare
 from gcore.worker.threads import SIZED
 
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(600)]
 
-SPEC = Path(__file__).parents[2] / "examples" / "arithmetic" / "grpo.yaml"
-EXAMPLE = Path(__file__).parents[2] / ".cache" / "examples" / "arithmetic"
 LARGEST = 80e6
 """Bytes an idle daemon may take."""
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Iterator[Path]:
-    """A cluster's folder; nothing of it is left running."""
-    folder = tmp_path / "home"
-    yield folder
-    gcore("down", "--home", str(folder), check=None)
-    assert processes_of(folder) == []
 
 
 def resident(pid: int) -> int:
@@ -53,10 +40,9 @@ def test_a_controller_without_a_job_is_small(home: Path) -> None:
 
 
 def test_a_model_of_a_hub_is_fetched_pinned_and_trained_by_workers_that_keep_to_their_slots(
-    home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    spec: Path, example: Path, home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    prepare(EXAMPLE, progress=False)
-    files = {path.name: path.read_bytes() for path in (EXAMPLE / "model").iterdir() if path.is_file()}
+    files = {path.name: path.read_bytes() for path in (example / "model").iterdir() if path.is_file()}
     # What the caller's shell says of threads is not what the workers do.
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     monkeypatch.setenv("MKL_NUM_THREADS", "64")
@@ -66,7 +52,7 @@ def test_a_model_of_a_hub_is_fetched_pinned_and_trained_by_workers_that_keep_to_
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
         monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
         monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-        run = ClusterRun(SPEC, home, "--set", "model.path=hf://own/arithmetic", "--set", "flow.steps=2")
+        run = ClusterRun(spec, home, "--set", "model.path=hf://own/arithmetic", "--set", "flow.steps=2")
         try:
             run.until("both nodes to fetch the model", lambda: _fetching(run) == {"node-0", "node-1"})
             # The branch moves on while the nodes fetch: all of them still get what the job was created with.

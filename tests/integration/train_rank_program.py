@@ -23,9 +23,9 @@ from torch.nn import functional
 from gcore.clock import SystemClock
 from gcore.ledger.balance import balance
 from gcore.ledger.records import Seal, SealedGroup, SealState
+from gcore.testing.rank_launch import rank_launch
 from gcore.train import collective as meeting_place
 from gcore.train.feed_state import HeldGroup, HeldSample, Work
-from gcore.train.launch import RankLaunch
 from gcore.types import PromptRef, Version
 
 VOCABULARY, GROUPS, SAMPLES = 64, 3, 3
@@ -300,19 +300,7 @@ def rank_process(folder: Path, rank: int, size: int) -> None:
     seal, held = make_step()
 
     def trainer(name: str, spec_: dict[str, Any]) -> StepTrainer:
-        launch = RankLaunch.model_validate(
-            {
-                "kind": "rank",
-                "job_uid": "j",
-                "world": "w",
-                "lineage": 0,
-                "rank": rank,
-                "world_size": size,
-                "spec": spec_,
-                "run_dir": str(folder / f"{name}-{size}"),
-                "start": {"step": 0},
-            }
-        )
+        launch = rank_launch(spec_, folder / f"{name}-{size}", rank=rank, world_size=size)
         train = launch.spec.train
         models = load_models(launch, world.device, world.max, lambda: None)
         if models.reference is not None:  # of another model than the policy's, or the KL would be 0

@@ -41,10 +41,10 @@ async def test_an_answer_made_with_other_weights_is_refused_and_its_engine_distr
     engines = EngineBook(Changes(), timeout_s=1.0, connect=OldEngine)  # type: ignore[arg-type]
     await engines.aim({"e": SimpleNamespace(address="h:1")})  # type: ignore[dict-item]
     await engines.publish("e", Version(0, 2), tmp_path)
-    assert engines.ready(Version(0, 2)) == ["e"]
+    assert engines.serves(Version(0, 2))
     with pytest.raises(EngineError, match=r"weights 0\.1, not 0\.2"):
         await engines.generate(Version(0, 2), [(1,)], PARAMS, (0,), "r")
-    assert engines.ready(Version(0, 2)) == []
+    assert not engines.serves(Version(0, 2))
 
 
 async def test_an_engine_that_has_the_version_already_is_let_go_on_for_its_publisher_may_have_died(

@@ -93,8 +93,8 @@ class Engines:
         self.errors: list[EngineError] = []
         self.texts: list[str] = ["x"]
 
-    def ready(self, version: Version) -> list[str]:
-        return ["e"]
+    def serves(self, version: Version) -> bool:
+        return True
 
     async def generate(
         self, version: Version, prompts: Any, params: SamplingParams, seeds: Sequence[int], rid: str

@@ -19,11 +19,11 @@ from gcore.config.spec import TrainSpec
 from gcore.errors import DataError
 from gcore.ledger.balance import balance
 from gcore.ledger.records import Seal, SealedGroup, SealState
+from gcore.testing.rank_launch import rank_launch
 from gcore.train import models
 from gcore.train.attention import PACKED, PackedAttention
 from gcore.train.batch import Feeding, make_batch, make_dummy, score
 from gcore.train.feed_state import HeldGroup, HeldSample, Work
-from gcore.train.launch import RankLaunch
 from gcore.train.logprobs import token_logprobs
 from gcore.train.memory import OutOfMemory, explained
 from gcore.train.module import checkpoint_activations, evaluate, logits_of, parameter_groups, vocabulary_of
@@ -353,25 +353,14 @@ def test_at_the_first_start_the_models_files_are_read_once_and_later_the_referen
     monkeypatch.setattr(models, "load_module", reading)
     policy = make_model("llama")
     for checkpoint, expected in (("", []), ("checkpoints/0-4", [tmp_path / "model"])):
-        launch = RankLaunch.model_validate(
-            {
-                "kind": "rank",
-                "job_uid": "j",
-                "world": "w",
-                "lineage": 0,
-                "rank": 0,
-                "world_size": 1,
-                "spec": {
-                    "name": "x",
-                    "model": {"path": str(tmp_path / "model")},
-                    "data": {"path": "none"},
-                    "flow": {"steps": 9},
-                    "rollout": {"max_new_tokens": 4},
-                },
-                "run_dir": str(tmp_path),
-                "start": {"step": 0, "checkpoint": checkpoint},
-            }
-        )
+        spec = {
+            "name": "x",
+            "model": {"path": str(tmp_path / "model")},
+            "data": {"path": "none"},
+            "flow": {"steps": 9},
+            "rollout": {"max_new_tokens": 4},
+        }
+        launch = rank_launch(spec, tmp_path, start={"step": 0, "checkpoint": checkpoint})
         original = models._original(launch, policy, "packed")
         assert original is not policy
         assert read == expected
