@@ -22,6 +22,7 @@ from gcore.errors import EngineError, GcoreError
 from gcore.flows import Step
 from gcore.prompts.dataset import DataChanged
 from gcore.prompts.source import PromptFiltered
+from gcore.rollout.overlong import shortened
 from gcore.rollout.truncated import dropped, treated
 from gcore.types import Group, Outcome, Prompt, PromptRef, Sample
 
@@ -127,7 +128,13 @@ class JobPeer:
         for sample in samples:
             result = practice.scored(prompt, sample)
             rewarded = replace(sample, reward=result.value, reward_parts=result.parts)
-            scored.append(treated(rewarded, rollout.truncated, rollout.truncated_penalty))
+            long = shortened(
+                rewarded,
+                longest=practice.params.max_new_tokens,
+                cache=rollout.overlong_tokens,
+                penalty=rollout.overlong_penalty,
+            )
+            scored.append(treated(long, rollout.truncated, rollout.truncated_penalty))
         return Group(prompt.ref, prompt.token_ids, tuple(scored), prompt.source, practice.params.temperature)
 
     async def evaluate(self) -> None:

@@ -76,8 +76,10 @@ class RolloutSpec(Section):
     min_p: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0, description="Drop tokens below this share of the likeliest one's probability; needs `correction`"
     )
-    correction: Literal["none", "tis"] = Field(
-        "none", description="How training corrects for truncated sampling or engine mismatch"
+    correction: Literal["none", "tis", "icepop"] = Field(
+        "none",
+        description="How training corrects for truncated sampling or engine mismatch: not at all, each token weighed by "
+        "its capped importance ratio, or by its ratio within train.icepop_band and not at all outside",
     )
     max_new_tokens: PositiveInt = Field(description="Longest response, in tokens")
     min_new_tokens: Annotated[int, Field(ge=0)] = Field(0, description="No response ends before, in tokens")
@@ -89,6 +91,13 @@ class RolloutSpec(Section):
         "baseline), worth truncated_penalty less, or their whole group filtered",
     )
     truncated_penalty: PositiveFloat = Field(1.0, description="What `penalise` takes off a truncated response's reward")
+    overlong_tokens: PositiveInt | None = Field(
+        None,
+        description="Before the longest length, over so many tokens, a response is worth less and less (DAPO's cache)",
+    )
+    overlong_penalty: PositiveFloat = Field(
+        1.0, description="What a response of the longest length is worth less, with overlong_tokens"
+    )
     deterministic: bool = Field(
         False, description="The same tokens whatever else is in an engine's batch; slower (the torch engine only)"
     )
@@ -113,6 +122,10 @@ class RolloutSpec(Section):
             )
         if self.min_new_tokens > self.max_new_tokens:
             raise ValueError(f"min_new_tokens ({self.min_new_tokens}) is above max_new_tokens ({self.max_new_tokens})")
+        if self.overlong_tokens is not None and self.overlong_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"overlong_tokens ({self.overlong_tokens}) is above max_new_tokens ({self.max_new_tokens})"
+            )
         if self.engine == "sglang" and self.deterministic:
             raise ValueError("deterministic is the torch engine's; give SGLang its own flags in engine_args")
         if self.engine == "torch" and self.engine_args:
@@ -147,7 +160,19 @@ class TrainSpec(Section):
     offload_reference: bool = Field(
         True, description="Keep the reference model in host memory while it is not used (GPUs)"
     )
-    advantage: Literal["grpo", "dr_grpo"] = Field("grpo", description="Group-relative estimator")
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"] = Field(
+        "grpo",
+        description="Estimator: against the group's mean and deviation, its mean, or the mean of the others; the return to "
+        "go, or what is left of the group's mean, whitened over the step's tokens",
+    )
+    gamma: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Discount a token, of reinforce_pp")
+    loss: Literal["ppo", "gspo", "cispo"] = Field(
+        "ppo", description="Clipped by token, clipped by sequence, or with a clipped weight and every token's gradient"
+    )
+    dual_clip: Annotated[float, Field(gt=1)] | None = Field(
+        None, description="ppo: a token of negative advantage is worth at most this many times it"
+    )
+    entropy_coef: Annotated[float, Field(ge=0)] = Field(0.0, description="Weight of the entropy bonus")
     clip_low: PositiveFloat = Field(0.2, description="The ratio is clipped below 1 - clip_low")
     clip_high: PositiveFloat = Field(0.2, description="The ratio is clipped above 1 + clip_high")
     aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = Field(
@@ -168,9 +193,29 @@ class TrainSpec(Section):
         description="What the ratio is taken against: this update's own (ratio 1), recomputed before the step, the engine's",
     )
     tis_cap: PositiveFloat = Field(2.0, description="Cap of the truncated importance weight, with correction: tis")
+    icepop_band: tuple[Annotated[float, Field(ge=0)], PositiveFloat] = Field(
+        (0.5, 5.0), description="Importance ratios whose tokens are trained, with correction: icepop"
+    )
     watchdog_s: PositiveFloat = Field(
         120.0, description="A world that gets nowhere for so long is ended and started again"
     )
+
+    @property
+    def compares_group(self) -> bool:
+        """Whether the estimator needs a group of at least two."""
+        return self.advantage != "reinforce_pp"
+
+    @model_validator(mode="after")
+    def _fits_the_loss(self) -> TrainSpec:
+        if self.dual_clip is not None and self.loss != "ppo":
+            raise ValueError(f"dual_clip belongs to loss: ppo, not to {self.loss}")
+        if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
+            raise ValueError(f"dual_clip ({self.dual_clip}) must be above 1 + clip_high ({1 + self.clip_high})")
+        if self.gamma != 1 and self.advantage != "reinforce_pp":
+            raise ValueError(f"gamma is reinforce_pp's; advantage {self.advantage!r} has no returns to discount")
+        if self.icepop_band[0] >= self.icepop_band[1]:
+            raise ValueError(f"icepop_band {list(self.icepop_band)} holds nothing; its first must be below its second")
+        return self
 
 
 class PlacementSpec(Section):
@@ -205,7 +250,7 @@ class JobSpec(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> JobSpec:
-        if self.flow.samples_per_prompt < 2:
+        if self.flow.samples_per_prompt < 2 and self.train.compares_group:
             raise ValueError(
                 f"flow.samples_per_prompt is {self.flow.samples_per_prompt}, and train.advantage {self.train.advantage!r} "
                 "compares the samples of a group; use at least 2"
@@ -226,6 +271,11 @@ class JobSpec(Section):
                 raise ValueError(
                     f"source {source.name!r} allows {own.max_new_tokens} new tokens, fewer than rollout.min_new_tokens "
                     f"({self.rollout.min_new_tokens})"
+                )
+            if self.rollout.overlong_tokens is not None and own.max_new_tokens < self.rollout.overlong_tokens:
+                raise ValueError(
+                    f"source {source.name!r} allows {own.max_new_tokens} new tokens, fewer than rollout.overlong_tokens "
+                    f"({self.rollout.overlong_tokens})"
                 )
             if own.max_new_tokens > self.rollout.max_new_tokens:
                 raise ValueError(

@@ -77,7 +77,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scores:
-    """Of a micro-batch's tokens: log-probabilities [b, w] float32, entropies [b, w] (no gradient)."""
+    """Of a micro-batch's tokens: log-probabilities [b, w] float32, entropies [b, w] in nats."""
 
     logp: Tensor
     entropy: Tensor
@@ -104,9 +104,12 @@ def make_dummy(feeding: Feeding) -> MicroBatch:
     return _tensors((), (), (DUMMY,), feeding)
 
 
-def score(logits_of: LogitsOf, batch: MicroBatch) -> Scores:
-    """Log-probabilities and entropies of a micro-batch under a model. Gradients as the caller has them enabled."""
-    logp, entropy = token_logprobs(logits_of(batch.inputs), batch.targets, batch.temperature)
+def score(logits_of: LogitsOf, batch: MicroBatch, *, entropic: bool = False) -> Scores:
+    """Log-probabilities and entropies of a micro-batch under a model. Gradients as the caller has them enabled.
+
+    `entropic`: whether a gradient goes through the entropies too.
+    """
+    logp, entropy = token_logprobs(logits_of(batch.inputs), batch.targets, batch.temperature, entropic=entropic)
     return Scores(batch.spread(logp), batch.spread(entropy))
 
 

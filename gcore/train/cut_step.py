@@ -49,7 +49,7 @@ class Step:
 class Known:
     """What is known before the updates. `old` may lack the first mini-batch; it is filled in on the way."""
 
-    advantages: dict[SampleSlot, float]
+    advantages: dict[Place, Tensor]
     old: dict[Place, Tensor]
     reference: dict[Place, Tensor]
 

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from gcore.clock import Clock
-from gcore.ledger.balance import SampleSlot
-from gcore.train.algorithms.advantages import group_advantages
+from gcore.train.advantages import advantages
 from gcore.train.algorithms.kl import kl_estimate
 from gcore.train.algorithms.schedule import learning_rate
 from gcore.train.batch import LogitsOf, MicroBatch, Scores, score
@@ -96,9 +95,9 @@ class StepTrainer:
             reference = self._reference_pass(step, tell)
         with timer.phase("old_logprobs"):
             old = self._old_pass(step, tally, tell)
-        advantages = self._advantages(step, old, reference, tally)
+        known = Known(self._advantages(step, old, reference, tally), old, reference)
         with timer.phase("update"):
-            self._updates(step, Known(advantages, old, reference), tally, tell)
+            self._updates(step, known, tally, tell)
         metrics = tally.metrics(self._collective)
         with timer.phase("saving"):
             tell("saving")
@@ -145,38 +144,24 @@ class StepTrainer:
             found[place] = self._scored(logits_of, step.at(place), phase).logp
         return found
 
-    def _scored(self, logits_of: LogitsOf, batch: MicroBatch, phase: str) -> Scores:
+    def _scored(self, logits_of: LogitsOf, batch: MicroBatch, phase: str, *, entropic: bool = False) -> Scores:
         with explained(f"{phase}: {_size(batch)}", self._train, REMEDIES):
-            return score(logits_of, batch)
+            return score(logits_of, batch, entropic=entropic)
 
     def _advantages(
         self, step: Step, old: dict[Place, Tensor], reference: dict[Place, Tensor], tally: Tally
-    ) -> dict[SampleSlot, float]:
-        """Of every sample of the step, from everybody's outcomes."""
-        every = [
-            SampleSlot(g, s) for g, group in enumerate(step.work.seal.groups) for s in range(len(group.response_tokens))
-        ]
-        outcomes = dict.fromkeys(every, 0.0)
+    ) -> dict[Place, Tensor]:
         for slot in step.work.layout.of_rank(step.work.rank):
-            outcomes[slot] = step.reward(slot)
-            tally.sample(outcomes[slot], step.work.seal.groups[slot.group], slot.sample)
+            tally.sample(step.reward(slot), step.work.seal.groups[slot.group], slot.sample)
+        penalties = {}
         for place in step.places():
             batch = step.at(place)
             tally.fed(batch)
-            if not reference or self._train.kl_in != "reward":
-                continue
-            policy = batch.rollout_logp if self._train.old_logprobs == "engine" else old[place]
-            k1 = torch.where(batch.scored, kl_estimate(policy, reference[place], "k1"), 0.0)
-            penalties = (self._train.kl_coef * k1.double().sum(dim=1)).tolist()
-            for slot, penalty in zip(batch.slots, penalties, strict=False):  # a dummy has a row and no slot
-                outcomes[slot] -= penalty
-        gathered = self._collective.sum(list(outcomes.values()))  # one rank knows each, the others bring 0
-        values = group_advantages(
-            torch.tensor(gathered, dtype=torch.float64),
-            torch.tensor([slot.group for slot in every], dtype=torch.int64),
-            self._train.advantage,
-        )
-        return dict(zip(every, values.tolist(), strict=True))
+            if reference and self._train.kl_in == "reward":
+                policy = batch.rollout_logp if self._train.old_logprobs == "engine" else old[place]
+                k1 = torch.where(batch.scored, kl_estimate(policy, reference[place], "k1"), 0.0)
+                penalties[place] = self._train.kl_coef * k1.double()
+        return advantages(step, self._train, penalties, self._collective)
 
     def _updates(self, step: Step, known: Known, tally: Tally, tell: Tell) -> None:
         for epoch in range(self._train.epochs):
@@ -194,7 +179,7 @@ class StepTrainer:
                 self._update(tally)
 
     def _backward(self, batch: MicroBatch, place: Place, known: Known, tally: Tally, part: _Part) -> None:
-        scores = self._scored(self._policy.logits_of, batch, "update")
+        scores = self._scored(self._policy.logits_of, batch, "update", entropic=self._losses.entropic)
         own = scores.logp.detach()
         if part.untouched and place not in known.old:
             tally.mismatch(own, batch)
@@ -205,15 +190,11 @@ class StepTrainer:
                 old = own
             case "engine":
                 old = batch.rollout_logp
-        targets = Targets(batch, self._advantages_of(batch, known), old, known.reference.get(place))
-        loss = self._losses.sum(scores.logp, targets) / part.divisor
+        targets = Targets(batch, known.advantages[place], old, known.reference.get(place))
+        loss = self._losses.sum(scores, targets) / part.divisor
         with explained(f"update: {_size(batch)}", self._train, REMEDIES):
             self._policy.backward(loss, last=part.last)
         tally.trained(float(loss.detach()), scores, targets, self._losses)
-
-    def _advantages_of(self, batch: MicroBatch, known: Known) -> Tensor:
-        rows = [known.advantages[slot] for slot in batch.slots] or [0.0]  # a dummy has one row and no slot
-        return torch.tensor(rows, dtype=torch.float32, device=self._collective.device).unsqueeze(1)
 
     def _update(self, tally: Tally) -> None:
         rate = learning_rate(

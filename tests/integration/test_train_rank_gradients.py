@@ -13,7 +13,21 @@ import pytest
 from safetensors.numpy import load_file
 
 PROGRAM = Path(__file__).with_name("train_rank_program.py")
-CASES = ["engine", "recompute", "norm", "reward", "tis", "rows", "again", "masked", "masked-reward"]
+CASES = [
+    "engine",
+    "recompute",
+    "norm",
+    "reward",
+    "tis",
+    "rows",
+    "again",
+    "masked",
+    "masked-reward",
+    "gspo",
+    "cispo",
+    "plus",
+]
+HALF_MASKED = ("masked", "masked-reward", "cispo", "plus")
 WORLDS = [pytest.param(size, id=f"{size} rank{'s' if size > 1 else ''}") for size in (1, 2)]
 BETA1 = 0.9
 
@@ -73,8 +87,8 @@ def test_every_rank_reports_the_same_and_the_plain_loss(folder: Path, case: str,
     reports = [json.loads((run / f"metrics-{rank}.json").read_text()) for rank in range(size)]
     assert all(report == reports[0] for report in reports)
     assert reports[0]["loss"] == pytest.approx(json.loads((folder / f"plain-{case}.json").read_text()), abs=2e-6)
-    assert ("kl_reference" in reports[0]) == (case in ("engine", "reward", "masked-reward"))
-    assert reports[0]["masked_samples"] == (3 if case.startswith("masked") else 0)
+    assert ("kl_reference" in reports[0]) == (case in ("engine", "reward", "masked-reward", "plus"))
+    assert reports[0]["masked_samples"] == (3 if case in HALF_MASKED else 0)
     assert {"mismatch_kl", "mismatch_abs", "mismatch_k3", "mismatch_max", "padding"} <= reports[0].keys()
 
 

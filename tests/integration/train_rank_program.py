@@ -47,10 +47,28 @@ CASES: dict[str, dict[str, Any]] = {
     "again": {"old_logprobs": "recompute", "packing": "packed", "activation_checkpointing": True},
     "masked": {"old_logprobs": "recompute", "aggregation": "seq-mean-token-mean"},
     "masked-reward": {"old_logprobs": "recompute", "kl_coef": 0.5, "kl_in": "reward"},
+    "gspo": {
+        "old_logprobs": "engine",
+        "loss": "gspo",
+        "advantage": "rloo",
+        "aggregation": "seq-mean-token-mean",
+        "entropy_coef": 0.2,
+    },
+    "cispo": {"old_logprobs": "engine", "loss": "cispo", "advantage": "reinforce_pp_baseline", "clip_high": 0.28},
+    "plus": {
+        "old_logprobs": "recompute",
+        "advantage": "reinforce_pp",
+        "gamma": 0.9,
+        "kl_coef": 0.5,
+        "kl_in": "reward",
+        "icepop_band": (0.7, 1.4),
+    },
 }
+CORRECTIONS = {"tis": "tis", "plus": "icepop"}
 TEN: dict[str, Any] = {"old_logprobs": "engine"}
 STEPS = 10
-MASKED = {"masked": ((1,), (), (0, 2)), "masked-reward": ((1,), (), (0, 2)), "lonely": ((0, 2), (0, 1, 2), ())}
+SOME = ((1,), (), (0, 2))
+MASKED = {"masked": SOME, "masked-reward": SOME, "plus": SOME, "cispo": SOME, "lonely": ((0, 2), (0, 1, 2), ())}
 """Cases in which samples are masked: which, by group. Of the lonely one's mini-batches the first leaves only one sample
 to train on, whatever the number of ranks, and the second none."""
 UPDATES: dict[str, Any] = {
@@ -81,7 +99,7 @@ def spec(folder: Path, case: str, stage: int, **train: Any) -> dict[str, Any]:
         "flow": {"steps": STEPS if case == "ten" else 1, "groups_per_step": GROUPS, "samples_per_prompt": SAMPLES},
         "rollout": {
             "max_new_tokens": 12,
-            "correction": "tis" if case == "tis" else "none",
+            "correction": CORRECTIONS.get(case, "none"),
         },
         "train": fixed
         | (TEN if case == "ten" else CASES.get(case, UPDATES))
@@ -169,12 +187,16 @@ def plain(folder: Path) -> None:
         (folder / f"plain-{case}.json").write_text(json.dumps(float(loss.detach())))
 
 
-def logprobs(model: Any, group: HeldGroup, sample: HeldSample) -> torch.Tensor:
-    """Of one response, without padding."""
+def distribution(model: Any, group: HeldGroup, sample: HeldSample) -> torch.Tensor:
+    """Log-probabilities [response, vocabulary] of one response, without padding."""
     ids = torch.tensor([*group.prompt_ids.tolist(), *sample.token_ids.tolist()])[None]
-    start = len(group.prompt_ids)
-    logits = model(input_ids=ids).logits[0, start - 1 : -1] / group.temperature
-    return torch.log_softmax(logits, -1).gather(1, ids[0, start:, None])[:, 0]
+    logits = model(input_ids=ids).logits[0, len(group.prompt_ids) - 1 : -1] / group.temperature
+    return torch.log_softmax(logits, -1)
+
+
+def logprobs(model: Any, group: HeldGroup, sample: HeldSample) -> torch.Tensor:
+    """Of one response's tokens."""
+    return distribution(model, group, sample).gather(1, torch.tensor(sample.token_ids.tolist())[:, None])[:, 0]
 
 
 def plain_updates(folder: Path, case: str) -> None:
@@ -239,26 +261,57 @@ def plain_loss(case: str, model: Any, reference: Any) -> torch.Tensor:
     ]
     tokens = sum(len(sample.token_ids) for _, sample in kept)
 
-    def outcome(group: HeldGroup, sample: HeldSample) -> float:
+    def penalties(group: HeldGroup, sample: HeldSample) -> torch.Tensor:
         if options.get("kl_in") != "reward":
-            return sample.reward
+            return torch.zeros(len(sample.token_ids), dtype=torch.float64)
         with torch.no_grad():
             k1 = logprobs(model, group, sample) - logprobs(reference, group, sample)
-        return sample.reward - options["kl_coef"] * float(k1.sum())
+        return options["kl_coef"] * k1
 
+    def outcome(group: HeldGroup, sample: HeldSample) -> float:
+        return sample.reward - float(penalties(group, sample).sum())
+
+    def gains(group: HeldGroup, sample: HeldSample) -> torch.Tensor:
+        """Of every token, before whitening."""
+        n = len(sample.token_ids)
+        kind = options.get("advantage", "grpo")
+        if kind == "reinforce_pp":
+            rewards = -penalties(group, sample)
+            rewards[-1] += sample.reward
+            powers = options["gamma"] ** torch.arange(n, dtype=torch.float64)
+            return torch.stack([(rewards[t:] * powers[: n - t]).sum() for t in range(n)])
+        outcomes = torch.tensor([outcome(group, group.samples[i]) for i in range(SAMPLES)], dtype=torch.float64)
+        own = outcome(group, sample)
+        if kind == "rloo":
+            return ((SAMPLES * own - outcomes.sum()) / (SAMPLES - 1)).expand(n)
+        gain = own - outcomes.mean()
+        return (gain / (outcomes.std() + 1e-6) if kind == "grpo" else gain).expand(n)
+
+    advantages = [gains(group, sample) for group, sample in kept]
+    if options.get("advantage", "").startswith("reinforce_pp"):
+        whole = torch.cat(advantages)
+        advantages = [(one - whole.mean()) / (whole.var() + 1e-8).sqrt() for one in advantages]
+    low, high = 0.8, 1 + options.get("clip_high", 0.2)
     total = torch.zeros((), dtype=torch.float64)
-    for group, sample in kept:
-        own = logprobs(model, group, sample)
+    for (group, sample), advantage in zip(kept, advantages, strict=True):
+        everything = distribution(model, group, sample)
+        own = everything.gather(1, torch.tensor(sample.token_ids.tolist())[:, None])[:, 0]
         rollout = torch.tensor(sample.logprobs.tolist(), dtype=torch.float64)
         old = rollout if options["old_logprobs"] == "engine" else own.detach()
-        outcomes = torch.tensor([outcome(group, group.samples[i]) for i in range(SAMPLES)], dtype=torch.float64)
-        advantage = outcome(group, sample) - outcomes.mean()
-        if options.get("advantage") != "dr_grpo":
-            advantage = advantage / (outcomes.std() + 1e-6)
         ratio = (own - old).exp()
-        loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1 + options.get("clip_high", 0.2)))
+        if options.get("loss") == "gspo":
+            ratio = (own - old).mean().exp().detach() * (own - own.detach()).exp()
+        loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(low, high))
+        if options.get("loss") == "cispo":
+            loss = -ratio.detach().clamp(low, high) * advantage * own
+        weight = (old - rollout).exp()
         if case == "tis":
-            loss = loss * (old - rollout).exp().clamp(max=options["tis_cap"])
+            loss = loss * weight.clamp(max=options["tis_cap"])
+        if case == "plus":
+            first, last = options["icepop_band"]
+            loss = torch.where((weight >= first) & (weight <= last), loss * weight, 0.0)
+        if options.get("entropy_coef"):
+            loss = loss + options["entropy_coef"] * (everything.exp() * everything).sum(-1)
         if options.get("kl_in", "loss") == "loss" and options.get("kl_coef"):
             loss = loss + options["kl_coef"] * (own - logprobs(reference, group, sample).detach())
         match options.get("aggregation", "token-mean"):

@@ -48,10 +48,7 @@ def gspo_loss(
     its own gradient. To be aggregated as "seq-mean-token-mean". `logp`, `old_logp` and `mask` [batch, tokens], `advantages`
     [batch, 1] or [batch, tokens]; a sequence stands whole in one row. Returns [batch, tokens] in the type of `logp`.
     """
-    trained = mask != 0
-    apart = torch.where(trained, logp.detach() - old_logp.detach(), 0.0)
-    mean = apart.sum(dim=1, keepdim=True) / trained.sum(dim=1, keepdim=True).clamp(min=1)
-    ratio = mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() * (logp - logp.detach()).exp()
+    ratio = _sequence_ratio(logp, old_logp, mask) * (logp - logp.detach()).exp()
     gain = advantages.detach().to(logp.dtype)
     return torch.maximum(-gain * ratio, -gain * ratio.clamp(1 - clip_low, 1 + clip_high))
 
@@ -87,9 +84,27 @@ def clip_fraction_tokens(
     Shapes as in `ppo_loss`; returns [batch, tokens] in the type of `logp`, detached. Its mean over the mask is the clip
     fraction.
     """
-    ratio = _ratio(logp, old_logp).detach()
-    held = ((advantages > 0) & (ratio > 1 + clip_high)) | ((advantages < 0) & (ratio < 1 - clip_low))
-    return held.to(logp.dtype)
+    return _held(_ratio(logp, old_logp).detach(), advantages, clip_low, clip_high).to(logp.dtype)
+
+
+def gspo_clip_fraction_tokens(
+    logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, *, clip_low: float, clip_high: float
+) -> Tensor:
+    """As `clip_fraction_tokens`, by the ratio of the sequence; shapes as in `gspo_loss`."""
+    ratio = _sequence_ratio(logp, old_logp, mask).expand(logp.shape)
+    return _held(ratio, advantages, clip_low, clip_high).to(logp.dtype)
+
+
+def _held(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    return ((advantages > 0) & (ratio > 1 + clip_high)) | ((advantages < 0) & (ratio < 1 - clip_low))
+
+
+def _sequence_ratio(logp: Tensor, old_logp: Tensor, mask: Tensor) -> Tensor:
+    """[batch, 1], detached: exp of the mean log-ratio over the row's trained tokens."""
+    trained = mask != 0
+    apart = torch.where(trained, logp.detach() - old_logp.detach(), 0.0)
+    mean = apart.sum(dim=1, keepdim=True) / trained.sum(dim=1, keepdim=True).clamp(min=1)
+    return mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def _ratio(logp: Tensor, old_logp: Tensor) -> Tensor:

@@ -1,0 +1,103 @@
+"""The advantage of every token that this rank trains, from the outcomes of the whole step.
+
+A group's estimate needs all of its samples, and whitening all of the step's tokens; both are spread over ranks. So outcomes
+are gathered first, and every rank computes the same from them. In float64; what the loss gets is float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gcore.config.spec import TrainSpec
+from gcore.ledger.balance import SampleSlot
+from gcore.train.algorithms.advantages import group_advantages
+from gcore.train.algorithms.returns import at_last_token, discounted
+from gcore.train.algorithms.whitening import Moments, whitened
+from gcore.train.batch import MicroBatch
+from gcore.train.cut_step import Place, Step
+
+
+class Summing(Protocol):
+    """Of each number over the ranks; a collective."""
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Their sum."""
+        ...
+
+
+def advantages(
+    step: Step, train: TrainSpec, penalties: Mapping[Place, Tensor], over_ranks: Summing
+) -> dict[Place, Tensor]:
+    """[b, 1] or [b, w] float32 by micro-batch; a row that is no sample's has 0.
+
+    `penalties` [b, w] float64: what each token's reward is worth less, for the KL inside it; may be empty. A collective.
+    """
+    match train.advantage:
+        case "grpo" | "dr_grpo" | "rloo" as kind:
+            return _spread(step, _by_group(step, kind, penalties, over_ranks))
+        case "reinforce_pp_baseline":
+            found = _spread(step, _by_group(step, "dr_grpo", penalties, over_ranks))
+            return _whitened(step, found, over_ranks)
+        case "reinforce_pp":
+            return _whitened(step, _returns(step, train.gamma, penalties), over_ranks)
+
+
+def _by_group(step: Step, kind: str, penalties: Mapping[Place, Tensor], over_ranks: Summing) -> dict[SampleSlot, float]:
+    """Of every sample of the step; a sample's outcome is its reward less the penalties of all its tokens."""
+    groups = step.work.seal.groups
+    every = [SampleSlot(g, s) for g, group in enumerate(groups) for s in range(len(group.response_tokens))]
+    outcomes = dict.fromkeys(every, 0.0)
+    for slot in step.work.layout.of_rank(step.work.rank):
+        outcomes[slot] = step.reward(slot)
+    for place, penalty in penalties.items():
+        for slot, sum_ in zip(step.at(place).slots, penalty.sum(dim=1).tolist(), strict=False):  # a dummy has no slot
+            outcomes[slot] -= sum_
+    gathered = over_ranks.sum(list(outcomes.values()))  # one rank knows each, the others bring 0
+    values = group_advantages(
+        torch.tensor(gathered, dtype=torch.float64),
+        torch.tensor([slot.group for slot in every], dtype=torch.int64),
+        kind,  # type: ignore[arg-type]
+    )
+    return dict(zip(every, values.tolist(), strict=True))
+
+
+def _spread(step: Step, values: Mapping[SampleSlot, float]) -> dict[Place, Tensor]:
+    """Each sample's number as a row of its micro-batch, [b, 1]."""
+    return {place: _rows(step.at(place), values) for place in step.places()}
+
+
+def _rows(batch: MicroBatch, values: Mapping[SampleSlot, float]) -> Tensor:
+    rows = [values[slot] for slot in batch.slots] or [0.0]  # a dummy has one row and no slot
+    return torch.tensor(rows, dtype=torch.float32, device=batch.mask.device).unsqueeze(1)
+
+
+def _returns(step: Step, gamma: float, penalties: Mapping[Place, Tensor]) -> dict[Place, Tensor]:
+    """Return to go of every token that is computed, [b, w] float64. A response of no tokens has none."""
+    found = {}
+    for place in step.places():
+        batch = step.at(place)
+        mine = torch.zeros(batch.scored.shape, dtype=torch.float64, device=batch.scored.device)
+        some = batch.scored.any(dim=1)
+        if bool(some.any()):
+            rewards = torch.tensor([step.reward(slot) for slot in batch.slots], dtype=torch.float64, device=mine.device)
+            mine[some] = at_last_token(rewards[some], batch.scored[some])
+        if place in penalties:
+            mine -= penalties[place]
+        found[place] = discounted(mine, batch.scored, gamma)
+    return found
+
+
+def _whitened(step: Step, values: Mapping[Place, Tensor], over_ranks: Summing) -> dict[Place, Tensor]:
+    """Over the step's trained tokens, wherever they are."""
+    tokens = {place: value.double().expand(step.at(place).mask.shape) for place, value in values.items()}
+    own = sum((Moments.of(value, step.at(place).mask) for place, value in tokens.items()), Moments())
+    count, total = over_ranks.sum([own.count, own.mean * own.count])
+    mean = total / count if count else 0.0
+    # Around the common mean: what each rank's own squares lack.
+    (squares,) = over_ranks.sum([own.squares + own.count * (own.mean - mean) ** 2])
+    whole = Moments(int(count), mean, squares)
+    return {place: whitened(value, step.at(place).mask, whole).float() for place, value in tokens.items()}
