@@ -1,0 +1,77 @@
+"""The section `rollout` of a job spec: what serves, how responses are drawn, and what becomes of odd ones."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from gcore.config.base import Section
+from gcore.config.sources import StopString, Temperature
+
+
+class RolloutSpec(Section):
+    """Generation."""
+
+    engine: Literal["torch", "sglang"] = Field("torch", description="What serves the rollout pool")
+    temperature: Temperature = Field(1.0, description="Sampling temperature; the trainer divides its logits by it too")
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Nucleus; below 1 needs `correction`")
+    top_k: int | None = Field(None, ge=1, description="Keep only the k likeliest tokens; needs `correction`")
+    min_p: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0, description="Drop tokens below this share of the likeliest one's probability; needs `correction`"
+    )
+    correction: Literal["none", "tis", "icepop"] = Field(
+        "none",
+        description="How training corrects for truncated sampling or engine mismatch: not at all, each token weighed by "
+        "its capped importance ratio, or by its ratio within train.icepop_band and not at all outside",
+    )
+    max_new_tokens: PositiveInt = Field(description="Longest response, in tokens")
+    min_new_tokens: Annotated[int, Field(ge=0)] = Field(0, description="No response ends before, in tokens")
+    stop: tuple[StopString, ...] = Field((), description="Strings that end a response")
+    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field((), description="Tokens that end a response")
+    truncated: Literal["keep", "mask", "penalise", "drop_group"] = Field(
+        "keep",
+        description="Responses cut off at max_new_tokens: trained as they are, left out of the loss (not of the group's "
+        "baseline), worth truncated_penalty less, or their whole group filtered",
+    )
+    truncated_penalty: PositiveFloat = Field(1.0, description="What `penalise` takes off a truncated response's reward")
+    overlong_tokens: PositiveInt | None = Field(
+        None,
+        description="Before the longest length, over so many tokens, a response is worth less and less (DAPO's cache)",
+    )
+    overlong_penalty: PositiveFloat = Field(
+        1.0, description="What a response of the longest length is worth less, with overlong_tokens"
+    )
+    deterministic: bool = Field(
+        False, description="The same tokens whatever else is in an engine's batch; slower (the torch engine only)"
+    )
+    concurrency: PositiveInt = Field(256, description="Groups in flight per controller, at most")
+    batch_slots: PositiveInt = Field(256, description="Sequences an engine decodes at once, at most")
+    cache_tokens: PositiveInt | None = Field(
+        None, description="Tokens an engine caches at once, at most; default: from the memory that is free"
+    )
+    prefill_chunk_tokens: PositiveInt = Field(
+        512, description="Prompt tokens an engine takes in between two tokens of what it is decoding"
+    )
+    engine_args: tuple[str, ...] = Field((), description="Further arguments of SGLang's server, word by word")
+    staleness: Literal[0] = Field(0, description="Steps that rollout may run ahead of training; 0: strictly on-policy")
+    timeout_s: PositiveFloat = Field(120.0, description="Longest wait for one group before it goes to another engine")
+
+    @model_validator(mode="after")
+    def _truncation_needs_a_correction(self) -> RolloutSpec:
+        if (self.top_p < 1 or self.top_k is not None or self.min_p > 0) and self.correction == "none":
+            raise ValueError(
+                "top_p < 1, top_k or min_p truncates what is sampled, so its log-probabilities are not those that are "
+                "trained; set rollout.correction: tis, or top_p: 1 without top_k and min_p"
+            )
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(f"min_new_tokens ({self.min_new_tokens}) is above max_new_tokens ({self.max_new_tokens})")
+        if self.overlong_tokens is not None and self.overlong_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"overlong_tokens ({self.overlong_tokens}) is above max_new_tokens ({self.max_new_tokens})"
+            )
+        if self.engine == "sglang" and self.deterministic:
+            raise ValueError("deterministic is the torch engine's; give SGLang its own flags in engine_args")
+        if self.engine == "torch" and self.engine_args:
+            raise ValueError("engine_args are SGLang's; set engine: sglang")
+        return self
