@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from gcore.config.base import Section
+from gcore.config.critic import CriticSpec
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -38,17 +39,23 @@ class TrainSpec(Section):
     offload_reference: bool = Field(
         True, description="Keep the reference model in host memory while it is not used (GPUs)"
     )
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"] = Field(
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae"] = Field(
         "grpo",
         description="Estimator: against the group's mean and deviation, its mean, or the mean of the others; the return to "
-        "go, or what is left of the group's mean, whitened over the step's tokens",
+        "go, or what is left of the group's mean, whitened over the step's tokens; gae: against a critic's values, whitened",
     )
-    gamma: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Discount a token, of reinforce_pp")
+    gamma: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Discount a token, of reinforce_pp and gae")
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] = Field(
+        1.0,
+        description="gae: how far ahead rewards are taken as they came and not as the critic values them; 1: to the end, "
+        "so that a young critic only adds noise. Below 1 a last token's reward fades on the way (0.95: to half in 14 tokens)",
+    )
+    critic: CriticSpec | None = Field(None, description="The model of values of advantage: gae; default: its defaults")
     loss: Literal["ppo", "gspo", "cispo"] = Field(
         "ppo", description="Clipped by token, clipped by sequence, or with a clipped weight and every token's gradient"
     )
     dual_clip: Annotated[float, Field(gt=1)] | None = Field(
-        None, description="ppo: a token of negative advantage is worth at most this many times it"
+        None, description="With loss ppo, a token of negative advantage is worth at most this many times it"
     )
     entropy_coef: Annotated[float, Field(ge=0)] = Field(0.0, description="Weight of the entropy bonus")
     clip_low: PositiveFloat = Field(0.2, description="The ratio is clipped below 1 - clip_low")
@@ -81,7 +88,14 @@ class TrainSpec(Section):
     @property
     def compares_group(self) -> bool:
         """Whether the estimator needs a group of at least two."""
-        return self.advantage != "reinforce_pp"
+        return self.advantage not in ("reinforce_pp", "gae")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gae_has_a_critic(cls, tree: Any) -> Any:
+        if isinstance(tree, dict) and tree.get("advantage") == "gae" and tree.get("critic") is None:
+            return {**tree, "critic": {}}
+        return tree
 
     @model_validator(mode="after")
     def _fits_the_loss(self) -> TrainSpec:
@@ -89,8 +103,14 @@ class TrainSpec(Section):
             raise ValueError(f"dual_clip belongs to loss: ppo, not to {self.loss}")
         if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
             raise ValueError(f"dual_clip ({self.dual_clip}) must be above 1 + clip_high ({1 + self.clip_high})")
-        if self.gamma != 1 and self.advantage != "reinforce_pp":
-            raise ValueError(f"gamma is reinforce_pp's; advantage {self.advantage!r} has no returns to discount")
+        if self.gamma != 1 and self.advantage not in ("reinforce_pp", "gae"):
+            raise ValueError(
+                f"gamma is reinforce_pp's and gae's; advantage {self.advantage!r} has no returns to discount"
+            )
+        if self.critic is not None and self.advantage != "gae":
+            raise ValueError(f"critic belongs to advantage: gae; advantage {self.advantage!r} asks no critic")
+        if self.gae_lambda != 1 and self.advantage != "gae":
+            raise ValueError(f"gae_lambda belongs to advantage: gae, not to {self.advantage!r}")
         if self.icepop_band[0] >= self.icepop_band[1]:
             raise ValueError(f"icepop_band {list(self.icepop_band)} holds nothing; its first must be below its second")
         return self
