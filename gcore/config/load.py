@@ -272,6 +272,16 @@ def _absolute(spec: JobSpec, base: Path, where: str) -> JobSpec:
     model = spec.model
     if not model.path.startswith(HUB_SCHEMES):
         model = model.model_copy(update={"path": resolve("model.path", model.path)})
+    train = spec.train
+    if train.critic is not None and train.critic.path is not None:
+        train = train.model_copy(
+            update={"critic": train.critic.model_copy(update=files(train.critic, "train.critic."))}
+        )
     return spec.model_copy(
-        update={"model": model, "data": origin("data", spec.data), "eval": origin("eval", spec.eval)}
+        update={
+            "model": model,
+            "data": origin("data", spec.data),
+            "train": train,
+            "eval": origin("eval", spec.eval),
+        }
     )

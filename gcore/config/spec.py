@@ -95,6 +95,12 @@ class JobSpec(Section):
                 f"train.mini_batches ({self.train.mini_batches}) is more than flow.groups_per_step "
                 f"({self.flow.groups_per_step}); a mini-batch holds at least one group"
             )
+        critic = self.train.critic
+        if critic is not None and critic.warmup_steps >= self.flow.steps:
+            raise ValueError(
+                f"train.critic.warmup_steps ({critic.warmup_steps}) leaves none of flow.steps ({self.flow.steps}) to the "
+                "policy"
+            )
         for source in training_sources(self):
             own = source.sampling
             truncates = own.top_p < 1 or own.top_k is not None or own.min_p > 0

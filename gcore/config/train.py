@@ -47,8 +47,8 @@ class TrainSpec(Section):
     gamma: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Discount a token, of reinforce_pp and gae")
     gae_lambda: Annotated[float, Field(ge=0, le=1)] = Field(
         1.0,
-        description="gae: how far ahead rewards are taken as they came and not as the critic values them; 1: to the end, "
-        "so that a young critic only adds noise. Below 1 a last token's reward fades on the way (0.95: to half in 14 tokens)",
+        description="How far ahead gae takes rewards as they came and not as the critic values them; 1: to the end, so "
+        "that a young critic only adds noise. Below 1 a last token's reward fades on the way (0.95: to half in 14 tokens)",
     )
     critic: CriticSpec | None = Field(None, description="The model of values of advantage: gae; default: its defaults")
     loss: Literal["ppo", "gspo", "cispo"] = Field(
