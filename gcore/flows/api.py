@@ -6,13 +6,11 @@ cluster. It holds no state that matters: whatever it has not offered is issued a
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
-from importlib.metadata import entry_points
 from typing import Any, Protocol
 
-from gcore.errors import SpecError
+from gcore.plugins import PluginKind, find_plugin
 from gcore.types import Group, Outcome, Prompt, Sample
 
 
@@ -70,24 +68,10 @@ class Peer(Protocol):
 
 
 Flow = Callable[[Peer], Awaitable[None]]
-GROUP = "gcore.flows"
+FLOWS = PluginKind("flow", "gcore.flows", "flow.name")
 
 
 def find_flow(name: str) -> Flow:
-    """The flow of that entry-point name. Raises SpecError with the nearest name."""
-    known = {point.name: point for point in entry_points(group=GROUP)}
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f", did you mean {near[0]!r}?" if near else ""
-        raise SpecError(
-            f"no flow is called {name!r}{hint}", where="flow.name", fix=f"Known: {', '.join(sorted(known))}"
-        )
-    try:
-        flow: Flow = known[name].load()
-    except (ImportError, AttributeError) as error:
-        raise SpecError(
-            f"flow {name!r} cannot be loaded from {known[name].value} ({error})",
-            where="flow.name",
-            fix="Correct or reinstall the package that provides it",
-        ) from error
-    return flow
+    """The flow of that entry-point name. Raises PluginFault, with the nearest name if there is none."""
+    found: Flow = find_plugin(FLOWS, name)
+    return found

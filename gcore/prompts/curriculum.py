@@ -18,22 +18,21 @@ and that each comes exactly once, no curriculum can change; nor the order in whi
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from gcore.config.sources import Option
-from gcore.errors import GcoreError, SpecError, UsageError
+from gcore.errors import GcoreError, UsageError
+from gcore.plugins import PluginKind, find_plugin
 from gcore.prompts.shards import ShardOrder
 from gcore.prompts.stream import PromptStream
 
-GROUP = "gcore.curricula"
+CURRICULA = PluginKind("curriculum", "gcore.curricula", "data.curriculum")
 LARGEST = 3.4e38
 """Keys are compared as float32."""
 
@@ -94,29 +93,8 @@ class Curriculum(Protocol):
 
 
 def find_curriculum(name: str) -> Curriculum:
-    """The curriculum of that entry-point name. Raises SpecError, with the nearest name if there is none."""
-    known = {point.name: point for point in entry_points(group=GROUP)}
-    where = "data.curriculum"
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f", did you mean {near[0]!r}?" if near else ""
-        raise SpecError(
-            f"no curriculum is called {name!r}{hint}", where=where, fix=f"Known: {', '.join(sorted(known)) or 'none'}"
-        )
-    try:
-        curriculum = known[name].load()
-    except Exception as error:  # the edge to foreign code: importing it may raise anything
-        raise SpecError(
-            f"curriculum {name!r} cannot be loaded from {known[name].value} ({error!r})",
-            where=where,
-            fix="Correct or reinstall the package that provides it",
-        ) from error
-    if not callable(curriculum):
-        raise SpecError(
-            f"curriculum {name!r} at {known[name].value} is a {type(curriculum).__name__}, which cannot be called",
-            where=where,
-            fix="Let the entry point name a function",
-        )
+    """The curriculum of that entry-point name. Raises PluginFault, with the nearest name if there is none."""
+    curriculum: Curriculum = find_plugin(CURRICULA, name)
     return CheckedCurriculum(name, curriculum)
 
 

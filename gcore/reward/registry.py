@@ -11,17 +11,16 @@ Rewards that ask a model are not here.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from typing import Any, Protocol
 
 from gcore.config.spec import RewardSpec
-from gcore.errors import GcoreError, SpecError
+from gcore.errors import GcoreError
+from gcore.plugins import PluginKind, find_plugin, sentence_of
 
-GROUP = "gcore.rewards"
+REWARDS = PluginKind("reward", "gcore.rewards", "reward.name")
 LARGEST = 3.4e38
 """Rewards travel as float32."""
 
@@ -47,38 +46,8 @@ class Reward(Protocol):
 
 
 def find_reward(name: str) -> Reward:
-    """The reward of that entry-point name, its results checked. Raises SpecError, with the nearest name if there is none."""
-    points = [point for point in entry_points(group=GROUP) if point.name == name]
-    if not points:
-        known = sorted({point.name for point in entry_points(group=GROUP)})
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f", did you mean {near[0]!r}?" if near else ""
-        raise SpecError(
-            f"no reward is called {name!r}{hint}",
-            where="reward.name",
-            fix=f"Known: {', '.join(known)}; one of your own once its package is installed where controllers run",
-        )
-    targets = sorted({point.value for point in points})
-    if len(targets) > 1:
-        raise SpecError(
-            f"reward {name!r} is provided more than once, by {' and '.join(targets)}",
-            where="reward.name",
-            fix="Uninstall all but one of the packages",
-        )
-    try:
-        reward = points[0].load()
-    except Exception as error:  # the edge to foreign code: importing it may raise anything
-        raise SpecError(
-            f"reward {name!r} cannot be loaded from {targets[0]} ({_sentence(error)})",
-            where="reward.name",
-            fix="Correct or reinstall the package that provides it",
-        ) from error
-    if not callable(reward):
-        raise SpecError(
-            f"reward {name!r} at {targets[0]} is a {type(reward).__name__}, which cannot be called",
-            where="reward.name",
-            fix="Let the entry point name a function",
-        )
+    """The reward of that entry-point name, its results checked. Raises PluginFault, with the nearest name if there is none."""
+    reward: Reward = find_plugin(REWARDS, name)
     return CheckedReward(name, reward)
 
 
@@ -96,7 +65,7 @@ class CheckedReward:
         except RewardError:
             raise
         except Exception as error:  # the edge to foreign code: one odd response must not end the controller
-            raise RewardError(f"reward {self._name!r} raised {_sentence(error)}", fix="Correct the reward") from error
+            raise RewardError(f"reward {self._name!r} raised {sentence_of(error)}", fix="Correct the reward") from error
         if not isinstance(result, RewardResult):
             raise RewardError(
                 f"reward {self._name!r} returned a {type(result).__name__}, not a RewardResult",
@@ -116,9 +85,3 @@ class CheckedReward:
                 fix="Correct the reward",
             )
         return number
-
-
-def _sentence(error: Exception) -> str:
-    """The error on one line."""
-    first = next(iter(str(error).splitlines()), "")
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from controllers.changes import Changes
 from controllers.ordering import EpochOrders, check_curriculum, curriculum_view
+from gcore import plugins
 from gcore.config import JobSpec, parse_spec
 from gcore.config.sources import training_sources
 from gcore.errors import SpecError
 from gcore.ledger.records import EpochRecord, SourceTally
-from gcore.prompts import curriculum as module
 from gcore.prompts.curricula import easy_first, hard_sources_first
 from gcore.prompts.curriculum import (
     CheckedCurriculum,
@@ -196,7 +196,7 @@ def provide(monkeypatch: pytest.MonkeyPatch, target: Any) -> None:
         assert group == "gcore.curricula"
         return [Entry(target)]
 
-    monkeypatch.setattr(module, "entry_points", found)
+    monkeypatch.setattr(plugins, "entry_points", found)
 
 
 def test_those_that_come_with_gcore_are_found_by_name() -> None:

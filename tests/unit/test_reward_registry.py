@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from plug_in_package import Install, installer
 
 from gcore.config.spec import RewardSpec
 from gcore.errors import SpecError
 from gcore.reward.registry import CheckedReward, RewardError, RewardResult, find_reward
 
 SPEC = RewardSpec()
-Install = Callable[[str, str, str], None]
 
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
-    """Put a package with entry points on the path, as an installer would."""
-
-    def put(package: str, points: str, code: str) -> None:
-        info = tmp_path / package / f"{package}-1.0.dist-info"
-        info.mkdir(parents=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-        (info / "entry_points.txt").write_text(f"[gcore.rewards]\n{points}\n")
-        (tmp_path / package / f"{package}.py").write_text(code)
-        monkeypatch.syspath_prepend(tmp_path / package)
-
-    return put
+    """Put a package with rewards on the path, as an installer would."""
+    return installer(tmp_path, monkeypatch, "gcore.rewards")
 
 
 @pytest.mark.parametrize("name", ["numeric", "exact"])

@@ -1,0 +1,133 @@
+"""Plug-ins: flows, rewards, filters and curricula, found by name through Python entry points.
+
+A spec names a plug-in; whoever runs it asks here. A name that nobody provides is answered with the nearest one that
+somebody does; one that two packages provide, that raises while it is imported, or that cannot be called is refused in a
+sentence that says where. A plug-in that raises while it *works* is its caller's business; `trace_of` gives the plug-in's own
+traceback, without the frames of gcore that called it, for the event that reports it (`PluginFault`).
+
+Nothing here knows what a plug-in of some kind takes or returns.
+"""
+
+from __future__ import annotations
+
+import difflib
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from gcore.errors import GcoreError, SpecError
+
+MAX_TRACE = 4000
+"""Characters of a traceback that are kept: its end, where the error is."""
+_OURS = Path(__file__).parent
+
+
+@dataclass(frozen=True, slots=True)
+class PluginKind:
+    """`noun`: what people call it; `group`: its entry points; `where`: the key of the spec that names one."""
+
+    noun: str
+    group: str
+    where: str
+
+
+class PluginFault(SpecError):
+    """A plug-in cannot be had, or is not what it should be. `trace`: the traceback of its own code, or empty."""
+
+    def __init__(self, what: str, *, where: str | None = None, fix: str | None = None, trace: str = "") -> None:
+        super().__init__(what, where=where, fix=fix)
+        self.trace = trace
+
+
+def find_plugin(kind: PluginKind, name: str) -> Callable[..., Any]:
+    """What the entry point `name` of that kind gives. Raises PluginFault."""
+    known = entry_points(group=kind.group)
+    points = [point for point in known if point.name == name]
+    if not points:
+        raise _unknown(kind, name, {point.name for point in known})
+    targets = sorted({point.value for point in points})
+    if len(targets) > 1:
+        raise PluginFault(
+            f"{kind.noun} {name!r} is provided more than once, by {' and '.join(targets)}",
+            where=kind.where,
+            fix="Uninstall all but one of the packages",
+        )
+    return _loaded(kind, name, points[0])
+
+
+def sentence_of(error: BaseException) -> str:
+    """The error's type and the first line of what it says."""
+    first = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+def trace_of(error: BaseException | None) -> str:
+    """The traceback of the plug-in's own code: of `error`, or of what it says it was raised from. Empty if there is none.
+
+    At most MAX_TRACE characters, the last ones.
+    """
+    if error is None:
+        return ""
+    told = getattr(error, "trace", None)
+    if isinstance(told, str):
+        return told[-MAX_TRACE:]
+    if isinstance(error, GcoreError):  # what a plug-in says in gcore's own words needs no traceback
+        return trace_of(error.__cause__)
+    lines = traceback.format_exception(type(error), error, _theirs(error.__traceback__), chain=False)
+    return "".join(lines).strip()[-MAX_TRACE:]
+
+
+def _unknown(kind: PluginKind, name: str, names: set[str]) -> PluginFault:
+    near = difflib.get_close_matches(name, sorted(names), n=1)
+    hint = f", did you mean {near[0]!r}?" if near else ""
+    known = ", ".join(sorted(names)) or "none"
+    return PluginFault(
+        f"no {kind.noun} is called {name!r}{hint}",
+        where=kind.where,
+        fix=f"Known: {known}; one of your own once its package is installed where controllers run",
+    )
+
+
+def _loaded(kind: PluginKind, name: str, point: EntryPoint) -> Callable[..., Any]:
+    try:
+        found = point.load()
+    except Exception as error:  # the edge to foreign code: importing it may raise anything
+        raise PluginFault(
+            f"{kind.noun} {name!r} cannot be loaded from {point.value} ({sentence_of(error)}){_place_of(error)}",
+            where=kind.where,
+            fix="Correct or reinstall the package that provides it",
+            trace=trace_of(error),
+        ) from error
+    if not callable(found):
+        raise PluginFault(
+            f"{kind.noun} {name!r} at {point.value} is a {type(found).__name__}, which cannot be called",
+            where=kind.where,
+            fix="Let the entry point name a function",
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def _place_of(error: BaseException) -> str:
+    """`, raised at FILE:LINE`, if it is in code of the plug-in's."""
+    theirs = _theirs(error.__traceback__)
+    last = traceback.extract_tb(theirs)[-1:] if theirs is not None else []
+    where = last[0] if last else None
+    odd = where is None or where.filename.startswith("<") or "importlib" in where.filename
+    return "" if odd or where is None else f", raised at {where.filename}:{where.lineno}"
+
+
+def _theirs(trace: TracebackType | None) -> TracebackType | None:
+    """The part that begins with the first frame outside gcore and Python's import; all of it if there is none."""
+    frame = trace
+    while frame is not None:
+        file = frame.tb_frame.f_code.co_filename
+        ours = _OURS in Path(file).parents
+        importing = file.startswith("<frozen importlib") or "/importlib/" in file
+        if not ours and not importing:
+            return frame
+        frame = frame.tb_next
+    return trace
