@@ -108,12 +108,21 @@ class OfferedGroup(Part):
     """Samples that were cut off at their longest length."""
 
 
+class InFlightRef(Part):
+    """A ref that its holder has begun and not finished. `version`: the weights that made, or may make, its first token."""
+
+    ref: PromptRef
+    version: Version
+
+
 class Offer(Record):
     """`offer/{incarnation}`, under that incarnation's lease."""
 
     incarnation: str
     groups: tuple[OfferedGroup, ...] = ()
     outcomes: tuple[EndedRef, ...] = ()
+    in_flight: tuple[InFlightRef, ...] = ()
+    """What goes on from step to step; none at staleness 0, where nothing does."""
 
 
 class SealedGroup(OfferedGroup):

@@ -10,34 +10,15 @@ Pure. Knows nothing of who works on which shard, nor of time.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from gcore.config import parse_spec
 from gcore.ledger.ancestry import is_acceptable, is_ancestor
-from gcore.ledger.job import JobRecord
 from gcore.ledger.records import EndedRef, Head, Offer, OfferedGroup, Seal, SealedGroup
 from gcore.prompts.cursor import StreamShape, shard_lengths
-from gcore.types import PromptRef
+from gcore.types import PromptRef, Version
 
 MOST_OUTCOMES = 512
 """Outcomes that one seal or one account entry takes, at most: with their reasons they stay well under 1.5 MiB."""
-
-
-@dataclass(frozen=True, slots=True)
-class StreamRules:
-    """The job's constants that the order depends on."""
-
-    shape: StreamShape
-    window: int
-    quota: int
-    staleness: int = 0
-
-
-def rules_of(job: JobRecord) -> StreamRules:
-    """The rules of a job, as it was created: they never change."""
-    spec = parse_spec(job.spec)
-    shape = shard_lengths(job.prompts, spec.data.shards)
-    return StreamRules(shape, spec.data.window, spec.flow.groups_per_step, spec.rollout.staleness)
 
 
 def sealed_refs(seals: Collection[Seal]) -> frozenset[PromptRef]:
@@ -67,6 +48,8 @@ class Offered:
 
     groups: Mapping[PromptRef, SealedGroup]
     outcomes: Mapping[PromptRef, EndedRef]
+    in_flight: Mapping[PromptRef, Version] = field(default_factory=dict)
+    """What goes on from step to step and was not offered yet, with the oldest weights it was begun with."""
 
     @classmethod
     def collect(cls, rules: StreamRules, head: Head, offers: Sequence[Offer]) -> Offered:
@@ -74,6 +57,7 @@ class Offered:
         step = head.step + 1
         groups: dict[PromptRef, SealedGroup] = {}
         outcomes: dict[PromptRef, EndedRef] = {}
+        in_flight: dict[PromptRef, Version] = {}
         for offer in sorted(offers, key=lambda o: o.incarnation):
             for group in offer.groups:
                 if group.ref not in groups and is_acceptable(head, step, group.versions, rules.staleness):
@@ -82,7 +66,12 @@ class Offered:
                 # Outcomes need ancestry, no staleness bound; a prompt that failed before it was generated has no version.
                 if ended.ref not in outcomes and all(is_ancestor(head, v) for v in ended.versions):
                     outcomes[ended.ref] = ended
-        return cls(groups, {ref: ended for ref, ended in outcomes.items() if ref not in groups})
+            for one in offer.in_flight:
+                if is_acceptable(head, step, (one.version,), rules.staleness):
+                    in_flight[one.ref] = min(one.version, in_flight.get(one.ref, one.version))
+        outcomes = {ref: ended for ref, ended in outcomes.items() if ref not in groups}
+        going_on = {ref: version for ref, version in in_flight.items() if ref not in groups and ref not in outcomes}
+        return cls(groups, outcomes, going_on)
 
 
 def held_by(group: OfferedGroup, holder: str) -> SealedGroup:
