@@ -139,6 +139,8 @@ class Group:
     """The name of the source its prompt comes from."""
     temperature: float = 1.0
     """At which it was sampled; the trainer divides its logits by it."""
+    baseline: float | None = None
+    """What a flow found its samples' rewards should be held against, such as the greedy answer's reward; float32."""
 
     @property
     def versions(self) -> tuple[Version, ...]:
@@ -146,16 +148,22 @@ class Group:
         return tuple(sorted({span.version for s in self.samples for span in s.spans}))
 
     def digest(self) -> str:
-        """Names the content: SHA-256 over the ref, the temperature, the prompt's tokens and the samples' digests; 32 hex digits."""
-        return group_digest(self.ref, self.prompt_ids, [s.digest() for s in self.samples], self.temperature)
+        """Names the content: SHA-256 over ref, temperature, baseline, prompt tokens and the samples' digests; 32 hex digits."""
+        samples = [sample.digest() for sample in self.samples]
+        return group_digest(self.ref, self.prompt_ids, samples, self.temperature, self.baseline)
 
 
 def group_digest(
-    ref: PromptRef, prompt_ids: tuple[int, ...], sample_digests: list[bytes], temperature: float = 1.0
+    ref: PromptRef,
+    prompt_ids: tuple[int, ...],
+    sample_digests: list[bytes],
+    temperature: float = 1.0,
+    baseline: float | None = None,
 ) -> str:
     """The digest of a group from its samples' digests, so that who holds only some samples can check it too."""
     h = hashlib.sha256()
     h.update(struct.pack(f"<3qfI{len(prompt_ids)}i", *ref, temperature, len(prompt_ids), *prompt_ids))
+    h.update(b"" if baseline is None else struct.pack("<cf", b"b", baseline))
     for digest in sample_digests:
         h.update(digest)
     return h.hexdigest()[:32]

@@ -55,13 +55,18 @@ class HeldSample:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldGroup:
-    """The samples of a group that were fed, by index. `prompt_ids` [n] int32; `temperature` is what it was sampled at."""
+    """The samples of a group that were fed, by index.
+
+    `prompt_ids` [n] int32; `temperature` is what it was sampled at, `baseline` what its rewards are held against, if the
+    flow found one.
+    """
 
     ref: PromptRef
     digest: str
     prompt_ids: NDArray[np.int32]
     samples: Mapping[int, HeldSample]
     temperature: float = 1.0
+    baseline: float | None = None
 
     def joined(self, other: HeldGroup) -> HeldGroup:
         """With the samples of both; they are parts of the same group, since the digests are equal."""

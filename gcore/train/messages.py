@@ -125,6 +125,7 @@ def _part(group: Group, samples: frozenset[int]) -> pb.GroupPart:
             for index in sorted(samples)
         ],
         temperature=group.temperature,
+        baseline=group.baseline,
     )
 
 
@@ -136,14 +137,18 @@ def _group(part: pb.GroupPart, sender: str) -> HeldGroup:
     prompt_ids = np.frombuffer(part.prompt_ids, dtype="<i4").astype(np.int32)
     if not (math.isfinite(part.temperature) and part.temperature > 0):
         raise FeedDamaged(f"temperature {part.temperature}; it must be above 0", where=where)
-    if group_digest(ref, tuple(prompt_ids.tolist()), list(part.sample_digests), part.temperature) != part.digest:
+    baseline = part.baseline if part.HasField("baseline") else None
+    if baseline is not None and not math.isfinite(baseline):
+        raise FeedDamaged(f"baseline {baseline}; it must be finite", where=where)
+    digests = list(part.sample_digests)
+    if group_digest(ref, tuple(prompt_ids.tolist()), digests, part.temperature, baseline) != part.digest:
         raise FeedDamaged("the digest is not that of the prompt and the samples' digests", where=where)
     samples = {}
     for sample in part.samples:
         if sample.index >= len(part.sample_digests):
             raise FeedDamaged(f"sample {sample.index} of {len(part.sample_digests)}", where=where)
         samples[sample.index] = _sample(sample, part.sample_digests[sample.index], where)
-    return HeldGroup(ref, part.digest, prompt_ids, samples, part.temperature)
+    return HeldGroup(ref, part.digest, prompt_ids, samples, part.temperature, baseline)
 
 
 def _sample(sample: pb.SamplePart, digest: bytes, where: str) -> HeldSample:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -30,6 +31,7 @@ groups = st.builds(
     st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=9).map(tuple),
     st.lists(samples(), min_size=1, max_size=4).map(tuple),
     temperature=st.floats(0.125, 8, width=32),
+    baseline=st.none() | floats,
 )
 
 
@@ -40,6 +42,7 @@ def part(group: Group) -> pb.GroupPart:
         prompt_ids=np.asarray(group.prompt_ids, dtype="<i4").tobytes(),
         sample_digests=[sample.digest() for sample in group.samples],
         temperature=group.temperature,
+        baseline=group.baseline,
         samples=[
             pb.SamplePart(
                 index=index,
@@ -65,6 +68,7 @@ def test_a_feed_brings_the_samples_that_it_was_made_of_and_no_others(group: Grou
     header = pb.FeedHeader(total_bytes=len(payload), sha256=hashlib.sha256(payload).digest(), sender="s")
     (found,) = read_payload(header, payload).values()
     assert (found.ref, found.digest, found.temperature) == (group.ref, group.digest(), group.temperature)
+    assert found.baseline == group.baseline
     assert tuple(found.prompt_ids.tolist()) == group.prompt_ids
     assert found.samples.keys() == wanted
     for index, held in found.samples.items():
@@ -84,6 +88,10 @@ def test_a_group_arrives_as_it_was_sent(group: Group) -> None:
         assert tuple(held.samples[index].token_ids.tolist()) == sample.token_ids
         assert tuple(held.samples[index].logprobs.tolist()) == sample.logprobs
         assert held.samples[index].reward == sample.reward
+
+
+def test_another_baseline_is_another_group() -> None:
+    assert len({replace(GROUP, baseline=value).digest() for value in (None, 0.0, 1.0)}) == 3
 
 
 @given(samples())
@@ -112,6 +120,8 @@ def damaged(what: str) -> pb.GroupPart:
             message.prompt_ids = message.prompt_ids[:-4]
         case "no prompt":
             message.prompt_ids = b""
+        case "baseline":
+            message.baseline = 0.0
         case "ref":
             message.ref.seq += 1
         case "token":
@@ -131,7 +141,7 @@ def damaged(what: str) -> pb.GroupPart:
 
 @pytest.mark.parametrize(
     "what",
-    ["digest", "prompt", "no prompt", "ref", "token", "logprob", "reward", "swapped", "index", "lengths"],
+    ["digest", "prompt", "no prompt", "baseline", "ref", "token", "logprob", "reward", "swapped", "index", "lengths"],
 )
 def test_a_damaged_group_is_refused(what: str) -> None:
     with pytest.raises(FeedDamaged):
@@ -142,6 +152,8 @@ def test_numbers_that_are_not_finite_are_refused_though_their_digests_fit() -> N
     bad = Sample((1,), (float("nan"),), "", "stop", (VersionSpan(Version(0, 0), 0, 1),), 0.0)
     with pytest.raises(FeedDamaged, match="finite"):
         read(part(Group(PromptRef(0, 0, 0), (1,), (bad,))))
+    with pytest.raises(FeedDamaged, match="baseline nan"):
+        read(part(replace(GROUP, baseline=float("nan"))))
 
 
 @given(st.integers(0, 10**6), st.integers(1, 255))

@@ -67,20 +67,22 @@ class FeedPayload(_message.Message):
     def __init__(self, groups: _Optional[_Iterable[_Union[GroupPart, _Mapping]]] = ...) -> None: ...
 
 class GroupPart(_message.Message):
-    __slots__ = ("ref", "digest", "prompt_ids", "sample_digests", "samples", "temperature")
+    __slots__ = ("ref", "digest", "prompt_ids", "sample_digests", "samples", "temperature", "baseline")
     REF_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_DIGESTS_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    BASELINE_FIELD_NUMBER: _ClassVar[int]
     ref: PromptRef
     digest: str
     prompt_ids: bytes
     sample_digests: _containers.RepeatedScalarFieldContainer[bytes]
     samples: _containers.RepeatedCompositeFieldContainer[SamplePart]
     temperature: float
-    def __init__(self, ref: _Optional[_Union[PromptRef, _Mapping]] = ..., digest: _Optional[str] = ..., prompt_ids: _Optional[bytes] = ..., sample_digests: _Optional[_Iterable[bytes]] = ..., samples: _Optional[_Iterable[_Union[SamplePart, _Mapping]]] = ..., temperature: _Optional[float] = ...) -> None: ...
+    baseline: float
+    def __init__(self, ref: _Optional[_Union[PromptRef, _Mapping]] = ..., digest: _Optional[str] = ..., prompt_ids: _Optional[bytes] = ..., sample_digests: _Optional[_Iterable[bytes]] = ..., samples: _Optional[_Iterable[_Union[SamplePart, _Mapping]]] = ..., temperature: _Optional[float] = ..., baseline: _Optional[float] = ...) -> None: ...
 
 class SamplePart(_message.Message):
     __slots__ = ("index", "token_ids", "logprobs", "reward", "finish_reason", "masked")
