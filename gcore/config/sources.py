@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from gcore.config.base import Section
+from gcore.config.reward import Option, RewardSpec
 
 if TYPE_CHECKING:
     from gcore.config.spec import JobSpec
 
 DataFormat = Literal["auto", "jsonl", "parquet", "hf"]
 SourceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$")]
-Option = str | int | float | bool
 Temperature = Annotated[float, Field(ge=1e-6, le=1e6)]
 """Below, engines take the likeliest token and tell log-probabilities of another distribution; and it travels as float32."""
 StopString = Annotated[str, Field(min_length=1)]
@@ -31,14 +31,6 @@ FORMAT_HELP = (
 SYSTEM_HELP = "System message before the prompt; needs a chat template"
 TEMPLATE_HELP = "Jinja file with a chat template in place of the tokenizer's, relative to the spec's folder"
 TOOLS_HELP = "JSON file with a list of tool definitions for the chat template, relative to the spec's folder"
-
-
-class RewardSpec(Section):
-    """Scoring."""
-
-    name: str = Field("numeric", description="Reward, by its entry-point name in `gcore.rewards`")
-    answer: str = Field("answer", description="Field of the prompt's entry that holds the expected answer")
-    options: dict[str, Option] = Field({}, description="Settings of the reward's own, by name")
 
 
 class SamplingSpec(Section):

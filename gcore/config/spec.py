@@ -12,11 +12,11 @@ from pydantic import Field, PositiveInt, model_validator
 
 from gcore.config.base import Section
 from gcore.config.flow import FlowSpec
+from gcore.config.reward import RewardSpec, ScoringSpec
 from gcore.config.rollout import RolloutSpec
 from gcore.config.sources import (
     DataSpec,
     EvalSpec,
-    RewardSpec,
     eval_sources,
     training_sources,
 )
@@ -32,6 +32,7 @@ __all__ = [
     "PlacementSpec",
     "RewardSpec",
     "RolloutSpec",
+    "ScoringSpec",
     "Section",
     "TrainSpec",
 ]
@@ -78,6 +79,7 @@ class JobSpec(Section):
     flow: FlowSpec
     rollout: RolloutSpec
     reward: RewardSpec = RewardSpec()
+    scoring: ScoringSpec = ScoringSpec()
     train: TrainSpec = TrainSpec()
     placement: PlacementSpec = PlacementSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()

@@ -1,0 +1,102 @@
+"""How responses are scored: the section `reward` of a job or of a source, and the section `scoring` of a job.
+
+A composed reward lists its parts, each a reward with options of its own; what they come to together is said by `compose`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from gcore.config.base import Section
+
+Option = str | int | float | bool
+DEFAULT_REWARD = "numeric"
+MAX_PARTS = 16
+ANSWER_HELP = "Field of the prompt's entry that holds the expected answer"
+OPTIONS_HELP = "Settings of the reward's own, by name"
+
+
+class RewardPart(Section):
+    """One of the rewards that a composed one is made of."""
+
+    name: str = Field(description="Reward, by its entry-point name in `gcore.rewards`")
+    label: Annotated[str, Field(min_length=1, max_length=32, pattern=r"^[A-Za-z0-9_.-]+$")] | None = Field(
+        None, description="Under which its value is kept and shown; default: its name. No two parts have the same"
+    )
+    answer: str | None = Field(None, description=f"{ANSWER_HELP}; default: reward.answer")
+    options: dict[str, Option] = Field({}, description=OPTIONS_HELP)
+    weight: float = Field(1.0, description="What its value is multiplied with")
+
+    @property
+    def shown_as(self) -> str:
+        """Its label, or else its name."""
+        return self.label or self.name
+
+
+class RewardSpec(Section):
+    """Scoring."""
+
+    name: str = Field(
+        DEFAULT_REWARD,
+        description="Reward, by its entry-point name in `gcore.rewards`; a composed one has parts instead",
+    )
+    answer: str = Field("answer", description=ANSWER_HELP)
+    options: dict[str, Option] = Field({}, description=OPTIONS_HELP)
+    parts: tuple[RewardPart, ...] = Field((), description="Rewards that together make the response's")
+    compose: Literal["sum", "gate", "min"] = Field(
+        "sum",
+        description="How parts make one reward. sum: weight times value, added up; gate: the first part only decides: "
+        "unless it is positive the reward is 0, else the sum of the others; min: the smallest of weight times value",
+    )
+    timeout_s: PositiveFloat = Field(
+        10.0, le=3600, description="Longest time one response may take to be scored, in seconds"
+    )
+    timeout_value: float | None = Field(
+        None,
+        description="What a response is worth whose scoring took longer or killed its process; default: its prompt fails",
+    )
+
+    @model_validator(mode="after")
+    def _one_form(self) -> RewardSpec:
+        if not self.parts:
+            if self.compose != "sum":
+                raise ValueError("compose belongs to parts; there are none")
+            return self
+        if self.name != DEFAULT_REWARD or self.options:
+            raise ValueError("give a name with options, or parts that have their own, not both")
+        if len(self.parts) > MAX_PARTS:
+            raise ValueError(f"{len(self.parts)} parts; at most {MAX_PARTS}")
+        label, times = Counter(part.shown_as for part in self.parts).most_common(1)[0]
+        if times > 1:
+            raise ValueError(f"two parts are called {label!r}; give them labels that differ")
+        if self.compose == "gate":
+            if len(self.parts) < 2:
+                raise ValueError("a gate needs a part behind it; list at least two")
+            if self.parts[0].weight != 1.0:
+                raise ValueError(f"part {self.parts[0].shown_as!r} is the gate and only decides; it has no weight")
+        return self
+
+    @property
+    def shown_as(self) -> str:
+        """Its name; for people."""
+        inner = ", ".join(part.shown_as for part in self.parts)
+        return f"{self.compose}({inner})" if self.parts else self.name
+
+    def of_part(self, part: RewardPart) -> RewardSpec:
+        """What `part` is told: as if it were the only reward."""
+        return RewardSpec(
+            name=part.name, answer=part.answer or self.answer, options=part.options, timeout_s=self.timeout_s
+        )
+
+
+class ScoringSpec(Section):
+    """Where rewards run: in processes of their own on each controller's node."""
+
+    workers: PositiveInt = Field(1, le=256, description="Processes on each node; each scores one response at a time")
+    memory_mb: PositiveInt = Field(4096, ge=64, description="Most memory that one of them may take, in MiB")
+    start_timeout_s: PositiveFloat = Field(
+        120.0, le=3600, description="Longest time one of them may take to load the rewards, in seconds"
+    )
