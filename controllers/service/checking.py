@@ -16,7 +16,8 @@ from pathlib import Path
 from controllers.material import rewards_of
 from controllers.ordering import check_curriculum
 from gcore.config import JobSpec
-from gcore.config.sources import eval_sources, training_sources
+from gcore.config.evaluation import eval_sources
+from gcore.config.sources import training_sources
 from gcore.errors import GcoreError, SpecError
 from gcore.flows import find_flow
 from gcore.ledger.cost import attention_equals_at

@@ -1,8 +1,8 @@
-"""Where prompts come from: the sections `data` and `eval` of a spec, and the sources they resolve to.
+"""Where prompts come from: the section `data` of a spec, and the sources it resolves to; of `eval`, what both share.
 
 A spec with one file says `data.path`; one with several lists `data.sources`. What a source leaves out, the section says
-for all of them. `training_sources` and `eval_sources` are what the rest of gcore reads: every field decided, no fallback
-left to apply.
+for all of them. `training_sources` is what the rest of gcore reads: every field decided, no fallback left to apply.
+Held-out sets are `gcore.config.evaluation`'s.
 """
 
 from __future__ import annotations
@@ -119,22 +119,6 @@ class DataSpec(Origin):
         return self
 
 
-class EvalSpec(Origin):
-    """Evaluation on held-out prompts, greedy. Prompts are shown as those of `data` are.
-
-    A source here may say all that one of `data` may; weight, filters by length and how tokens are drawn are for training.
-    """
-
-    every: PositiveInt | None = Field(None, description="Steps between evaluations; always before and after the run")
-    limit: PositiveInt = Field(1000, description="Prompts evaluated of each source, at most")
-    show: Annotated[int, Field(ge=0, le=50)] = Field(5, description="Answers shown before and after, at most 50")
-
-    @property
-    def wanted(self) -> bool:
-        """Whether anything is evaluated."""
-        return self.path is not None or bool(self.sources)
-
-
 @dataclass(frozen=True, slots=True)
 class SourceSampling:
     """How responses to a source's prompts are drawn, every field decided."""
@@ -169,12 +153,7 @@ class Source:
 
 def training_sources(spec: JobSpec) -> tuple[Source, ...]:
     """Where the prompt stream comes from; at least one source."""
-    return tuple(_resolved(spec, source) for source in _listed(spec.data))
-
-
-def eval_sources(spec: JobSpec) -> tuple[Source, ...]:
-    """Where held-out prompts come from; none if nothing is evaluated."""
-    return tuple(_resolved(spec, source) for source in _listed(spec.eval))
+    return tuple(resolved(spec, source) for source in _listed(spec.data))
 
 
 def _listed(origin: Origin) -> tuple[SourceSpec, ...]:
@@ -183,7 +162,8 @@ def _listed(origin: Origin) -> tuple[SourceSpec, ...]:
     return (SourceSpec(name=ONLY_SOURCE, path=origin.path, format=origin.format, split=origin.split),)
 
 
-def _resolved(spec: JobSpec, source: SourceSpec) -> Source:
+def resolved(spec: JobSpec, source: SourceSpec) -> Source:
+    """The source with every field decided, as `data`, `model`, `reward` and `rollout` say where it says nothing."""
     data, rollout, own = spec.data, spec.rollout, source.sampling
     return Source(
         name=source.name,

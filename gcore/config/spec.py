@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveInt, model_validator
 
 from gcore.config.base import Section
+from gcore.config.evaluation import ACCURACY, NO_BEST, EvalSpec, eval_sources
 from gcore.config.flow import FlowSpec
 from gcore.config.reward import RewardSpec, ScoringSpec
 from gcore.config.rollout import RolloutSpec
@@ -65,6 +66,11 @@ class CheckpointSpec(Section):
 
     every: PositiveInt = Field(50, description="Steps between checkpoints; the last step always has one")
     keep: PositiveInt = Field(3, description="Newest checkpoints kept; the job's first model always is")
+    best: str | None = Field(
+        None,
+        description="The evaluated metric whose best checkpoint is kept too: accuracy (over all sets), SET/accuracy, "
+        "SET/mean@N, SET/pass@K, or none; default: accuracy, if anything is evaluated. Evaluated steps then have checkpoints",
+    )
 
 
 class JobSpec(Section):
@@ -131,6 +137,8 @@ class JobSpec(Section):
                     f"eval source {source.name!r} allows {source.sampling.max_new_tokens} new tokens, fewer than "
                     f"rollout.min_new_tokens ({self.rollout.min_new_tokens})"
                 )
+        if self.best_metric is not None and (why := self.eval.refuse_metric(self.best_metric)) is not None:
+            raise ValueError(f"checkpoint.{why}")
         if self.model.max_length is not None and self.rollout.max_new_tokens >= self.model.max_length:
             raise ValueError(
                 f"rollout.max_new_tokens ({self.rollout.max_new_tokens}) leaves no room for a prompt in model.max_length "
@@ -139,10 +147,18 @@ class JobSpec(Section):
         return self
 
     @property
+    def best_metric(self) -> str | None:
+        """By which the best checkpoint is told; None if none is."""
+        if self.checkpoint.best is None:
+            return ACCURACY if self.eval.wanted else None
+        return None if self.checkpoint.best == NO_BEST else self.checkpoint.best
+
+    @property
     def checkpoint_due(self) -> frozenset[int]:
-        """The steps after which a checkpoint is written."""
+        """The steps after which a checkpoint is written: so often, after the last, and after each that may be the best."""
         steps = self.flow.steps
-        return frozenset(range(self.checkpoint.every, steps + 1, self.checkpoint.every)) | {steps}
+        evaluated = self.eval_due - {0} if self.best_metric is not None else frozenset()
+        return frozenset(range(self.checkpoint.every, steps + 1, self.checkpoint.every)) | {steps} | evaluated
 
     @property
     def eval_due(self) -> frozenset[int]:
@@ -150,4 +166,5 @@ class JobSpec(Section):
         if not self.eval.wanted:
             return frozenset()
         every = self.eval.every or self.flow.steps
-        return frozenset(range(0, self.flow.steps + 1, every)) | {0, self.flow.steps}
+        start = frozenset({0} if self.eval.at_start else ())
+        return frozenset(range(every, self.flow.steps + 1, every)) | {self.flow.steps} | start

@@ -48,6 +48,8 @@ class TxnKind(StrEnum):
     STATUS = "status"
     REPLAN = "replan"
     EPOCH = "epoch"
+    EVAL_PART = "eval_part"
+    EVALUATE = "evaluate"
 
 
 class TxnOutcome(StrEnum):

@@ -98,21 +98,60 @@ class EvalSample(Part):
 
 
 class SourceScore(Part):
-    """How the held-out prompts of one source were answered."""
+    """How the prompts of one held-out set were answered."""
 
     accuracy: float
+    """The share of all responses that are correct: whose reward reaches the set's threshold. 0 to 1."""
     count: int
+    """Prompts."""
+    samples: PositiveInt = 1
+    """Responses to each."""
+    metrics: dict[str, float] = Field(default_factory=dict)
+    """`mean@N` (the mean reward of the scored responses; absent if none was scored), `pass@1`, and `pass@K` as asked for."""
+    unscored: int = 0
+    """Responses that the reward could not score. They count as not correct, and in no mean of rewards."""
 
 
 class Evaluation(Record):
-    """`eval/{version}`: written once for a policy version. `accuracy` is the mean over all prompts of all sources."""
+    """`eval/{version}`: written once for a policy version, from its parts, whoever made them.
+
+    `accuracy` is the mean over all prompts of all sets of the share of correct responses; `count` is of prompts.
+    """
 
     version: Version
     accuracy: float
     count: int
     by: str = ""
+    """Who made all of it: in records of a time when one peer did."""
     samples: tuple[EvalSample, ...] = ()
     by_source: dict[str, SourceScore] = Field(default_factory=dict)
+    unscored: int = 0
+    responses_by: dict[str, int] = Field(default_factory=dict)
+    """Responses, by the incarnation of the controller that had them made."""
+
+
+class EvalPart(Record):
+    """`evalpart/{version}/{number}`: some prompts of one set, answered and scored by one controller; written once.
+
+    Part `number` of `parts`; deleted with the transaction that writes the evaluation. Prompts `first` and following of the
+    set, as many as `correct` has numbers: how many of the `samples` responses to each are correct.
+    """
+
+    version: Version
+    number: int
+    parts: PositiveInt
+    source: str
+    first: int
+    samples: PositiveInt
+    correct: tuple[int, ...]
+    reward: float
+    """The sum over the responses that were scored."""
+    unscored: int = 0
+    why_unscored: str = ""
+    """What the reward said of the first of those, for people."""
+    shown: tuple[EvalSample, ...] = ()
+    """First responses, to the set's first prompts."""
+    by: str = ""
 
 
 class RankClaim(Record):

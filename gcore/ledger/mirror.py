@@ -10,11 +10,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from gcore.ledger.guarded import Stored
-from gcore.ledger.job import Evaluation, JobRecord, JobStatus, ModelFetch, Plan, RankClaim
+from gcore.ledger.job import EvalPart, Evaluation, JobRecord, JobStatus, ModelFetch, Plan, RankClaim
 from gcore.ledger.records import Assignment, Checkpoints, EpochRecord, Head, LogEntry, Member, Offer, Record, Seal
 from gcore.ledger.transactions import OpenSlots
 from gcore.store.keys import JobKeys
 from gcore.store.types import WatchBatch, WatchEvent
+from gcore.types import Version
 
 R = TypeVar("R", bound=Record)
 
@@ -36,6 +37,8 @@ class JobMirror:
     members: Mapping[str, Stored[Member]] = field(default_factory=dict)
     log: Mapping[int, Stored[LogEntry]] = field(default_factory=dict)
     evaluations: Mapping[str, Stored[Evaluation]] = field(default_factory=dict)
+    eval_parts: Mapping[str, Stored[EvalPart]] = field(default_factory=dict)
+    """Of evaluations that are not complete, by "version/number" as the key spells it."""
     epochs: Mapping[int, Stored[EpochRecord]] = field(default_factory=dict)
     fetches: Mapping[str, Stored[ModelFetch]] = field(default_factory=dict)
     claims: Mapping[str, Stored[RankClaim]] = field(default_factory=dict)
@@ -58,6 +61,11 @@ class JobMirror:
         """Which instance is this rank of this world, if any ever was."""
         stored = self.claims.get(self.keys.world_rank(world, rank))
         return stored.record if stored else None
+
+    def parts_of(self, version: Version) -> dict[int, EvalPart]:
+        """The parts of a version's evaluation that are there, by number."""
+        parts = (stored.record for stored in self.eval_parts.values())
+        return {part.number: part for part in parts if part.version == version}
 
     def _apply(self, event: WatchEvent, changes: dict[str, Any]) -> None:
         key = event.kv.key
@@ -92,6 +100,7 @@ _MANY: tuple[tuple[str, str, type[Record]], ...] = (
     ("member/", "members", Member),
     ("log/", "log", LogEntry),
     ("eval/", "evaluations", Evaluation),
+    ("evalpart/", "eval_parts", EvalPart),
     ("epoch/", "epochs", EpochRecord),
     ("fetch/", "fetches", ModelFetch),
     ("world/", "claims", RankClaim),

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 
-from gcore.config.sources import Source, eval_sources, training_sources
+from gcore.config.evaluation import eval_sources
+from gcore.config.sources import Source, training_sources
 from gcore.config.spec import JobSpec
 from gcore.errors import DataError
 from gcore.prompts.dataset import Dataset

@@ -50,6 +50,7 @@ class JobKeys:
         self.member_prefix = f"{self.prefix}member/"
         self.offer_prefix = f"{self.prefix}offer/"
         self.eval_prefix = f"{self.prefix}eval/"
+        self.eval_part_prefix = f"{self.prefix}evalpart/"
         self.fetch_prefix = f"{self.prefix}fetch/"
         self.world_prefix = f"{self.prefix}world/"
         self.epoch_prefix = f"{self.prefix}epoch/"
@@ -73,6 +74,10 @@ class JobKeys:
     def evaluation(self, version: str) -> str:
         """The evaluation of one policy version; written once."""
         return f"{self.eval_prefix}{version}"
+
+    def eval_part(self, version: str, number: int) -> str:
+        """A part of the evaluation of one policy version; written once, and gone with the evaluation's record."""
+        return f"{self.eval_part_prefix}{version}/{number:06d}"
 
     def fetch(self, node: str) -> str:
         """How far a node is with fetching the model, under its controller's lease."""

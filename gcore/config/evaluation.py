@@ -1,0 +1,210 @@
+"""How a model is evaluated: the section `eval` of a spec, and the sets it resolves to.
+
+A spec with one file says `eval.path`; one with several sets lists `eval.sources`. What a set leaves out, the section says for
+all of them; what the section leaves out of how prompts look and how long answers may be, `data` and `rollout` say.
+`eval_sets` is what the rest of gcore reads: every field decided.
+
+What a set measures has a name each: `accuracy`, `mean@N`, `pass@1` and a `pass@K` for each K in `pass_k` (`EvalSet.metrics`).
+`gcore.estimators` computes them, `gcore.ledger.evaluation` records them.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field, PositiveInt, field_validator, model_validator
+
+from gcore.config.sources import (
+    ONLY_SOURCE,
+    Origin,
+    SamplingSpec,
+    Source,
+    SourceSpec,
+    resolved,
+)
+
+if TYPE_CHECKING:
+    from gcore.config.spec import JobSpec
+
+LEAST_TEMPERATURE = 1e-6
+"""Below it, and above 0, engines take the likeliest token: whoever wants that says 0."""
+MOST_SAMPLES = 10_000
+ACCURACY = "accuracy"
+"""The share of correct responses; without a set before it, over the prompts of all sets."""
+NO_BEST = "none"
+
+EvalTemperature = Annotated[float, Field(ge=0, le=1e6)]
+TopP = Annotated[float, Field(gt=0, le=1)]
+Samples = Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
+Threshold = Annotated[float, Field(allow_inf_nan=False)]
+
+SAMPLES_HELP = "Responses to each prompt; more than 1 needs a temperature"
+TEMPERATURE_HELP = "0: the likeliest token, always (greedy); above: drawn, each response from a seed of its own"
+TOP_P_HELP = "Nucleus of what is drawn"
+PASS_K_HELP = "Estimate pass@k (unbiased) for each of these k, at most `samples`; pass@1 is always there"
+MAX_NEW_HELP = "Longest answer, in tokens; default: rollout.max_new_tokens"
+THRESHOLD_HELP = "A response whose reward is at least this counts as correct, for accuracy and pass@k"
+
+
+class EvalSetSpec(SourceSpec):
+    """One of several held-out sets. It may say all that a source of `data` may; weight and filters by length are training's."""
+
+    sampling: SamplingSpec = Field(
+        SamplingSpec(),
+        description="As of a source of `data`; here only max_new_tokens and stop count, because an evaluation draws by its own "
+        "temperature and top_p",
+    )
+    samples: Samples | None = Field(None, description=f"{SAMPLES_HELP}; default: eval.samples")
+    temperature: EvalTemperature | None = Field(None, description=f"{TEMPERATURE_HELP}; default: eval.temperature")
+    top_p: TopP | None = Field(None, description=f"{TOP_P_HELP}; default: eval.top_p")
+    pass_k: tuple[PositiveInt, ...] | None = Field(None, description=f"{PASS_K_HELP}; default: eval.pass_k")
+    max_new_tokens: PositiveInt | None = Field(None, description="Longest answer, in tokens; default: eval's")
+    threshold: Threshold | None = Field(None, description=f"{THRESHOLD_HELP}; default: eval.threshold")
+    limit: PositiveInt | None = Field(None, description="Prompts evaluated of this set, at most; default: eval.limit")
+
+
+class EvalSpec(Origin):
+    """Evaluation on held-out prompts, shown as those of `data` are, none of them filtered.
+
+    Before the first step (`at_start`), every `every` steps, and after the last; greedy unless a temperature is set.
+    """
+
+    sources: tuple[EvalSetSpec, ...] = Field((), description="Several named sets in place of one path")
+    at_start: bool = Field(True, description="Whether the model is evaluated before the first step too")
+    every: PositiveInt | None = Field(None, description="Steps between evaluations; always after the last step")
+    limit: PositiveInt = Field(1000, description="Prompts evaluated of each set, at most")
+    samples: Samples = Field(1, description=SAMPLES_HELP)
+    temperature: EvalTemperature = Field(0.0, description=TEMPERATURE_HELP)
+    top_p: TopP = Field(1.0, description=TOP_P_HELP)
+    pass_k: tuple[PositiveInt, ...] = Field((), description=PASS_K_HELP)
+    max_new_tokens: PositiveInt | None = Field(None, description=MAX_NEW_HELP)
+    threshold: Threshold = Field(1.0, description=THRESHOLD_HELP)
+    show: Annotated[int, Field(ge=0, le=50)] = Field(5, description="Answers shown before and after, at most 50")
+
+    @field_validator("sources")
+    @classmethod
+    def _no_set_is_called_as_a_metric(cls, sources: tuple[EvalSetSpec, ...]) -> tuple[EvalSetSpec, ...]:
+        if any(source.name == ACCURACY for source in sources):
+            raise ValueError(f"a set cannot be called {ACCURACY!r}: that names what is measured over all sets")
+        return sources
+
+    @model_validator(mode="after")
+    def _can_be_measured(self) -> EvalSpec:
+        for name, draws in self.drawn.items():
+            draws.check(f"set {name!r}: " if self.sources else "")
+        return self
+
+    @property
+    def wanted(self) -> bool:
+        """Whether anything is evaluated."""
+        return self.path is not None or bool(self.sources)
+
+    @property
+    def drawn(self) -> dict[str, EvalDraws]:
+        """How each set is answered and counted, by name, in the order of the spec."""
+        own = EvalDraws(self.samples, self.temperature, self.top_p, self.pass_k, self.threshold, self.limit)
+        if self.path is not None:
+            return {ONLY_SOURCE: own}
+        names = ("samples", "temperature", "top_p", "pass_k", "threshold", "limit")
+        return {
+            one.name: replace(own, **{n: value for n in names if (value := getattr(one, n)) is not None})
+            for one in self.sources
+        }
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Everything that is measured, as `checkpoint.best` may name it: `accuracy`, `SET/accuracy`, `SET/pass@4`, ..."""
+        if not self.wanted:
+            return ()
+        return (ACCURACY, *(f"{name}/{metric}" for name, draws in self.drawn.items() for metric in draws.metrics))
+
+    def refuse_metric(self, name: str) -> str | None:
+        """Why `name` cannot tell which checkpoint is best, with the nearest name; None if it can."""
+        if name in self.metrics:
+            return None
+        if not self.wanted:
+            return f"best is {name!r}, and nothing is evaluated; name held-out prompts in eval, or say best: {NO_BEST}"
+        near = difflib.get_close_matches(name, self.metrics, n=1)
+        hint = f", did you mean {near[0]!r}?" if near else ""
+        return f"best is {name!r}, which is not measured{hint} (measured: {', '.join(self.metrics[:12])})"
+
+
+@dataclass(frozen=True, slots=True)
+class EvalDraws:
+    """How the prompts of a set are answered and counted. `samples` responses to each; `temperature` 0 is greedy."""
+
+    samples: int
+    temperature: float
+    top_p: float
+    pass_k: tuple[int, ...]
+    threshold: float
+    limit: int
+
+    def check(self, where: str) -> None:
+        """Raises ValueError, in one sentence that begins with `where`."""
+        if 0 < self.temperature < LEAST_TEMPERATURE:
+            raise ValueError(f"{where}a temperature of {self.temperature} is neither greedy (0) nor at least 1e-06")
+        if self.samples > 1 and self.temperature == 0:
+            raise ValueError(
+                f"{where}samples is {self.samples} with temperature 0, which draws the same response each time; set a "
+                "temperature, or samples: 1"
+            )
+        if self.top_p < 1 and self.temperature == 0:
+            raise ValueError(f"{where}top_p is {self.top_p} with temperature 0, which draws nothing; set a temperature")
+        if self.pass_k and max(self.pass_k) > self.samples:
+            raise ValueError(
+                f"{where}pass@{max(self.pass_k)} needs at least {max(self.pass_k)} responses to a prompt, and samples is "
+                f"{self.samples}; raise samples, or lower pass_k"
+            )
+
+    @property
+    def ks(self) -> tuple[int, ...]:
+        """Every k of which pass@k is estimated, ascending: 1 is always there."""
+        return tuple(sorted({1, *self.pass_k}))
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """What the set measures."""
+        return (ACCURACY, f"mean@{self.samples}", *(f"pass@{k}" for k in self.ks))
+
+
+@dataclass(frozen=True, slots=True)
+class EvalSet:
+    """A held-out set with every field decided. `source.sampling` is how its prompts are answered."""
+
+    source: Source
+    draws: EvalDraws
+
+
+def eval_sets(spec: JobSpec) -> tuple[EvalSet, ...]:
+    """The held-out sets, in the order of the spec; none if nothing is evaluated."""
+    section = spec.eval
+    if section.path is not None:
+        listed: tuple[SourceSpec, ...] = (
+            SourceSpec(name=ONLY_SOURCE, path=section.path, format=section.format, split=section.split),
+        )
+    else:
+        listed = section.sources
+    sets = []
+    for one in listed:
+        draws = section.drawn[one.name]
+        source = resolved(spec, one)
+        longest = one.max_new_tokens if isinstance(one, EvalSetSpec) else None
+        longest = longest or one.sampling.max_new_tokens or section.max_new_tokens or spec.rollout.max_new_tokens
+        sampling = replace(
+            source.sampling,
+            temperature=draws.temperature,
+            top_p=draws.top_p,
+            top_k=None,
+            min_p=0.0,
+            max_new_tokens=longest,
+        )
+        sets.append(EvalSet(replace(source, sampling=sampling), draws))
+    return tuple(sets)
+
+
+def eval_sources(spec: JobSpec) -> tuple[Source, ...]:
+    """Where held-out prompts come from, set by set."""
+    return tuple(one.source for one in eval_sets(spec))

@@ -1,0 +1,169 @@
+"""An evaluation is made of parts: how its prompts are cut into them, what their records add up to, and which is the best.
+
+The cut is a pure function of the sets' sizes, so that every controller cuts alike. A part is written once, under a key that
+was absent, and never changed; so the evaluation, which is composed from all parts, is the same whoever composes it, even
+where two controllers answered the same part. It compares head: what was begun on weights that a rollback cut off is not
+written down any more. All numbers are sums and counts until they are composed.
+
+Which checkpoint is the best follows from the evaluations on head's chain alone. Equal ones: the earlier step, because it
+came as far with less training, and has moved less from the model it began with.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from gcore.config.evaluation import ACCURACY, EvalDraws
+from gcore.estimators import mean_correct, mean_pass_at_k
+from gcore.ledger.ancestry import is_ancestor
+from gcore.ledger.guarded import Stored, Transaction, TxnKind
+from gcore.ledger.job import EvalPart, EvalSample, Evaluation, SourceScore
+from gcore.ledger.records import Head
+from gcore.store.keys import JobKeys
+from gcore.store.types import Compare, Delete, Put
+from gcore.types import Version
+
+PART_RESPONSES = 64
+"""Responses in a part, as long as there are few parts: small enough that a few controllers get some each."""
+MOST_PARTS = 256
+"""Of one evaluation, beside one more for each set. Larger ones have larger parts."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartPlan:
+    """Part `number` of `parts`: prompts `first` to `last` - 1 of set `source`."""
+
+    number: int
+    parts: int
+    source: str
+    first: int
+    last: int
+
+    @property
+    def prompts(self) -> range:
+        """Their indexes in the set."""
+        return range(self.first, self.last)
+
+
+def cut(sizes: Sequence[tuple[str, int, int]]) -> tuple[PartPlan, ...]:
+    """The parts of an evaluation, in the order of the sets. `sizes`: name, prompts and responses to each, set by set."""
+    responses = sum(prompts * samples for _, prompts, samples in sizes)
+    most = max(PART_RESPONSES, -(-responses // MOST_PARTS))
+    pieces = []
+    for name, prompts, samples in sizes:
+        each = max(1, most // samples)
+        pieces += [(name, first, min(first + each, prompts)) for first in range(0, prompts, each)]
+    return tuple(PartPlan(number, len(pieces), *piece) for number, piece in enumerate(pieces))
+
+
+def compose(
+    version: Version, plans: Sequence[PartPlan], parts: Mapping[int, EvalPart], sets: Mapping[str, EvalDraws], show: int
+) -> Evaluation:
+    """The evaluation that all parts of `plans` add up to. `sets`: how each was drawn and counted, in the spec's order.
+
+    Raises ValueError if a part is missing or is not what was planned.
+    """
+    for plan in plans:
+        part = parts.get(plan.number)
+        if part is None or (part.source, part.first, len(part.correct)) != (plan.source, plan.first, len(plan.prompts)):
+            raise ValueError(f"part {plan.number} of the evaluation of {version} is not there as it was planned")
+    ordered = [parts[plan.number] for plan in plans]
+    scores, shown = {}, []
+    for name, draws in sets.items():
+        its = [part for part in ordered if part.source == name]
+        if its:
+            scores[name] = _score(draws, its)
+            shown.append([sample for part in its for sample in part.shown])
+    by: Counter[str] = Counter()
+    for part in ordered:
+        by[part.by] += len(part.correct) * part.samples
+    count = sum(score.count for score in scores.values())
+    return Evaluation(
+        version=version,
+        accuracy=math.fsum(score.accuracy * score.count for score in scores.values()) / count,
+        count=count,
+        samples=in_turn(shown, show),
+        by_source=scores,
+        unscored=sum(score.unscored for score in scores.values()),
+        responses_by=dict(sorted(by.items())),
+    )
+
+
+def _score(draws: EvalDraws, parts: Sequence[EvalPart]) -> SourceScore:
+    by_correct = Counter(correct for part in parts for correct in part.correct)
+    count, unscored = sum(by_correct.values()), sum(part.unscored for part in parts)
+    scored = count * draws.samples - unscored
+    metrics = {}
+    if scored:
+        metrics[f"mean@{draws.samples}"] = math.fsum(part.reward for part in parts) / scored
+    for k in draws.ks:
+        metrics[f"pass@{k}"] = mean_pass_at_k(draws.samples, by_correct, k)
+    accuracy = mean_correct(draws.samples, by_correct)
+    return SourceScore(
+        accuracy=accuracy,
+        count=count,
+        samples=draws.samples,
+        metrics=metrics | {"pass@1": accuracy},
+        unscored=unscored,
+    )
+
+
+def in_turn(by_source: Sequence[Sequence[EvalSample]], count: int) -> tuple[EvalSample, ...]:
+    """`count` answers to be shown, from every set in turn."""
+    row = (one for row in itertools.zip_longest(*by_source) for one in row if one is not None)
+    return tuple(itertools.islice(row, count))
+
+
+def value_of(evaluation: Evaluation, metric: str) -> float | None:
+    """What `metric` (`accuracy`, `SET/accuracy`, `SET/pass@4`, ...) is in an evaluation; None if it was not measured."""
+    if metric == ACCURACY:
+        return evaluation.accuracy
+    name, _, of_set = metric.rpartition("/")
+    score = evaluation.by_source.get(name)
+    if score is None:
+        return None
+    return score.accuracy if of_set == ACCURACY else score.metrics.get(of_set)
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The best evaluated state on a chain. `version` is the one that was evaluated."""
+
+    version: Version
+    metric: str
+    value: float
+
+
+def best_of(head: Head, evaluations: Iterable[Evaluation], metric: str | None) -> Best | None:
+    """The best among the evaluations on head's chain; the earlier of equal ones. None without a metric or a measurement."""
+    if metric is None:
+        return None
+    found = [
+        Best(one.version, metric, value)
+        for one in evaluations
+        if is_ancestor(head, one.version) and (value := value_of(one, metric)) is not None
+    ]
+    return min(found, key=lambda b: (-b.value, b.version.step, b.version.lineage), default=None)
+
+
+def record_part(keys: JobKeys, part: EvalPart) -> Transaction:
+    """Write a part down, unless it stands already, or the evaluation does."""
+    key, whole = keys.eval_part(str(part.version), part.number), keys.evaluation(str(part.version))
+    return Transaction(TxnKind.EVAL_PART, (Compare(key, 0), Compare(whole, 0)), (Put(key, part.encode()),))
+
+
+def record_evaluation(keys: JobKeys, head: Stored[Head], evaluation: Evaluation) -> Transaction:
+    """Write a version's evaluation down, and take all parts away, those of versions that were cut off too.
+
+    Compares head: only its version is evaluated, so nobody else's parts are under way.
+    """
+    key = keys.evaluation(str(evaluation.version))
+    return Transaction(
+        TxnKind.EVALUATE,
+        (Compare(key, 0), Compare(keys.head, head.revision)),
+        (Put(key, evaluation.encode()), Delete(keys.eval_part_prefix, prefix=True)),
+    )
