@@ -17,7 +17,7 @@ from controllers.service.checking import check_submission
 from controllers.service.records import StoredJobs
 from controllers.service.refusals import Conflict
 from gcore.clock import Clock
-from gcore.config import JobSpec, parse_spec
+from gcore.config import JobSpec, new_spec, parse_spec
 from gcore.errors import SpecError, StoreUnavailable
 from gcore.ledger import transactions
 from gcore.ledger.guarded import Ledger, TxnOutcome
@@ -47,7 +47,7 @@ class Submissions:
             raise SpecError("the spec in the request is not JSON", fix="Submit it with `gcore submit`") from error
         if not isinstance(tree, dict):
             raise SpecError("the spec in the request is not an object", fix="Submit it with `gcore submit`")
-        spec = parse_spec(tree)
+        spec = await asyncio.to_thread(new_spec, tree)
         while True:
             if request_id and (known := await self._store.get(keys.request(request_id))) is not None:
                 return known.value.decode()

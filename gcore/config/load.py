@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from gcore.config.explain import explain, shortened
 from gcore.config.sources import Origin
 from gcore.config.spec import JobSpec
 from gcore.errors import SpecError
@@ -19,29 +19,12 @@ from gcore.errors import SpecError
 MAX_SPEC_BYTES = 1 << 16
 MAX_SPEC_DEPTH = 16
 MAX_PROBLEMS = 8
-MAX_SHOWN = 100
 T = TypeVar("T", bound=Origin)
 HUB_SCHEMES = ("hf://", "ms://")
 """Models that are named by hub, not by folder."""
 _UNSTORABLE = re.compile("[\\x00\\ud800-\\udfff]")
 # YAML 1.1 takes a number without a point before its exponent (1e-4) for a string; people mean a number.
 _EXPONENT = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?[eE][+-]?[0-9]{1,3}")
-
-
-_WORDS = {
-    "model_type": "it is a section with keys of its own, not a single value",
-    "int_parsing": "it should be a whole number",
-    "int_type": "it should be a whole number",
-    "int_from_float": "it should be a whole number",
-    "float_parsing": "it should be a number",
-    "float_type": "it should be a number",
-    "bool_type": "it should be true or false",
-    "bool_parsing": "it should be true or false",
-    "string_type": "it should be text; put it in quotes if it looks like something else",
-    "tuple_type": "it should be a list",
-    "dict_type": "it is a section with keys of its own, not a single value",
-}
-"""In place of what pydantic says in the words of Python."""
 
 
 class _PlainLoader(yaml.SafeLoader):
@@ -93,20 +76,46 @@ def load_spec(path: Path, overrides: Sequence[str] = ()) -> JobSpec:
         raise SpecError(
             "the spec is not a mapping of sections", where=where, fix="Start from examples/arithmetic/grpo.yaml"
         )
-    return parse_spec(apply_overrides(tree, overrides), where=where, base=path.parent)
+    return new_spec(apply_overrides(tree, overrides), where=where, base=path.parent)
+
+
+def new_spec(tree: dict[str, Any], *, where: str = "spec", base: Path | None = None) -> JobSpec:
+    """As `parse_spec`, for what a user wrote: what it leaves out is as its flow sets it. Raises SpecError.
+
+    A spec that was stored is whole, and goes to `parse_spec`: no flow is looked up for it.
+    """
+    from gcore.flows.settings import blamed, settled  # a flow is foreign code: only with a spec that is new
+
+    _check_tree(tree, where)
+    whole = settled(tree)
+    return _checked(whole, where, base, blame=lambda problems: blamed(tree, problems, _problems(tree)))
 
 
 def parse_spec(tree: dict[str, Any], *, where: str = "spec", base: Path | None = None) -> JobSpec:
     """Validate a mapping. With `base`, relative paths are resolved against it. Raises SpecError."""
+    return _checked(tree, where, base, blame=lambda problems: problems)
+
+
+def _checked(
+    tree: dict[str, Any], where: str, base: Path | None, *, blame: Callable[[list[str]], list[str]]
+) -> JobSpec:
     _check_tree(tree, where)
     try:
         spec = JobSpec.model_validate(tree)
     except ValidationError as error:
-        problems = list(_explain(error))
+        problems = blame(list(explain(error)))
         more = len(problems) - MAX_PROBLEMS
         text = "; ".join(problems[:MAX_PROBLEMS]) + (f"; and {more} more" if more > 0 else "")
         raise SpecError(text, where=where, fix="See `gcore schema` for every field") from error
     return _absolute(spec, base, where) if base is not None else spec
+
+
+def _problems(tree: dict[str, Any]) -> list[str]:
+    try:
+        JobSpec.model_validate(tree)
+    except ValidationError as error:
+        return list(explain(error))
+    return []
 
 
 def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -120,16 +129,16 @@ def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str,
         keys = dotted.strip().split(".")
         if not equals or not all(keys):
             raise SpecError(
-                f"{_shortened(repr(override))} is not of the form section.field=value",
+                f"{shortened(repr(override))} is not of the form section.field=value",
                 where="--set",
                 fix="For example --set train.learning_rate=1e-4",
             )
-        parsed = _read_yaml(value, f"--set {_shortened(override)}")
+        parsed = _read_yaml(value, f"--set {shortened(override)}")
         if isinstance(parsed, str) and _EXPONENT.fullmatch(parsed):
             parsed = float(parsed)
         if len(keys) > MAX_SPEC_DEPTH:
             raise SpecError(
-                f"{_shortened(repr(override))} is nested more than {MAX_SPEC_DEPTH} deep",
+                f"{shortened(repr(override))} is nested more than {MAX_SPEC_DEPTH} deep",
                 where="--set",
                 fix="A spec is a few levels deep; see `gcore schema`",
             )
@@ -145,7 +154,7 @@ def _replaced(node: Any, keys: Sequence[str], value: Any, override: str, above: 
     if isinstance(node, list):
         if not key.isdecimal() or int(key) >= len(node):
             raise SpecError(
-                f"{_shortened(repr(key))} in {_shortened(repr(override))} is no item of a list of {len(node)}",
+                f"{shortened(repr(key))} in {shortened(repr(override))} is no item of a list of {len(node)}",
                 where="--set",
                 fix=f"Number its items from 0 to {len(node) - 1}" if node else "Give the whole list",
             )
@@ -153,7 +162,7 @@ def _replaced(node: Any, keys: Sequence[str], value: Any, override: str, above: 
         return [*node[:place], _replaced(node[place], rest, value, override, key), *node[place + 1 :]]
     if node is not None and not isinstance(node, dict):
         raise SpecError(
-            f"{_shortened(repr(above))} in {_shortened(repr(override))} is a value, not a section",
+            f"{shortened(repr(above))} in {shortened(repr(override))} is a value, not a section",
             where="--set",
             fix="See `gcore schema`",
         )
@@ -171,7 +180,7 @@ def _read_yaml(text: str, where: str) -> Any:
             where = f"{where}:{mark.line + 1}:{mark.column + 1}"
         problem = getattr(error, "problem", None) or next(iter(str(error).splitlines()), type(error).__name__)
         problem = "nested too deep" if isinstance(error, RecursionError) else problem
-        raise SpecError(f"not valid YAML: {_shortened(problem)}", where=where, fix="Correct or quote it") from error
+        raise SpecError(f"not valid YAML: {shortened(problem)}", where=where, fix="Correct or quote it") from error
 
 
 def _check_tree(node: Any, where: str, path: tuple[str, ...] = ()) -> None:
@@ -182,7 +191,7 @@ def _check_tree(node: Any, where: str, path: tuple[str, ...] = ()) -> None:
         )
     if isinstance(node, str) and _UNSTORABLE.search(node):
         raise SpecError(
-            f"{_shortened('.'.join(path))}: {_shortened(repr(node))} holds a NUL or half a surrogate pair",
+            f"{shortened('.'.join(path))}: {shortened(repr(node))} holds a NUL or half a surrogate pair",
             where=where,
             fix="Remove it",
         )
@@ -195,68 +204,13 @@ def _check_tree(node: Any, where: str, path: tuple[str, ...] = ()) -> None:
             _check_tree(child, where, (*path, str(number)))
 
 
-def _explain(error: ValidationError) -> Iterator[str]:
-    for problem in error.errors():
-        loc = problem["loc"]
-        option = len(loc) > 2 and loc[-3] in ("options", "curriculum_options")  # its last part is one of four types
-        if option and loc[-1] != "str":
-            continue  # the first type speaks for all
-        dotted = ".".join(str(part) for part in (loc[:-1] if option else loc)) or "spec"
-        if option:
-            yield f"{dotted}: it should be a single value: text, a number, true or false"
-        elif problem["type"] == "extra_forbidden":
-            near = _nearest(loc)
-            yield f"unknown key {_shortened(repr(dotted))}" + (f", did you mean {near!r}?" if near else "")
-        elif problem["type"] == "missing":
-            yield f"{dotted!r} is missing"
-        else:
-            message = _WORDS.get(problem["type"]) or problem["msg"].removeprefix("Value error, ")
-            if problem["type"] == "string_pattern_mismatch":  # only names have a pattern
-                letters = "letters" if "A-Z" in problem["ctx"]["pattern"] else "lower-case letters"
-                message = (
-                    f"it should be {letters}, digits, '.', '_' and '-', with a letter or digit at both ends, at most 63"
-                )
-            given = problem["input"]
-            shown = f" (got {_shortened(repr(given))})" if isinstance(given, str | int | float | bool) else ""
-            yield f"{dotted}: {message}{shown}"
-
-
-def _nearest(loc: tuple[int | str, ...]) -> str | None:
-    """The known key that is nearest to an unknown one, under the same items of the same lists."""
-    named = ".".join(part for part in loc if isinstance(part, str))
-    near = difflib.get_close_matches(named[:MAX_SHOWN], list(_known_keys(JobSpec)), n=1, cutoff=0.5)
-    if not near:
-        return None
-    parts: list[str] = near[0].split(".")
-    for place, part in enumerate(loc):
-        if isinstance(part, int) and place < len(parts):
-            parts.insert(place, str(part))
-    return ".".join(parts)
-
-
-def _shortened(text: str) -> str:
-    """On one line, of bounded length, and printable anywhere (half a surrogate pair is not)."""
-    line = " ".join(text[: 2 * MAX_SHOWN].split())
-    shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
-    return shown if len(text) <= MAX_SHOWN else f"{shown[:MAX_SHOWN]}…"
-
-
-def _known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    for name, field in model.model_fields.items():
-        yield prefix + name
-        kinds = [field.annotation, *get_args(field.annotation)]
-        for kind in kinds:
-            if isinstance(kind, type) and issubclass(kind, BaseModel):
-                yield from _known_keys(kind, f"{prefix}{name}.")
-
-
 def _absolute(spec: JobSpec, base: Path, where: str) -> JobSpec:
     def resolve(key: str, path: str) -> str:
         try:
             return str((base / Path(path).expanduser()).resolve())
         except (OSError, ValueError, RuntimeError) as error:  # no such user, a loop of links, a NUL
             raise SpecError(
-                f"{key}: {_shortened(repr(path))} is no path ({_shortened(str(error))})", where=where, fix="Name a file"
+                f"{key}: {shortened(repr(path))} is no path ({shortened(str(error))})", where=where, fix="Name a file"
             ) from error
 
     def files(value: BaseModel, prefix: str) -> dict[str, Any]:

@@ -1,0 +1,84 @@
+"""What is wrong with a spec, in words: the problems that pydantic found, each with its key, a sentence and the nearest key."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from typing import get_args
+
+from pydantic import BaseModel, ValidationError
+
+from gcore.config.spec import JobSpec
+
+MAX_SHOWN = 100
+
+_WORDS = {
+    "model_type": "it is a section with keys of its own, not a single value",
+    "int_parsing": "it should be a whole number",
+    "int_type": "it should be a whole number",
+    "int_from_float": "it should be a whole number",
+    "float_parsing": "it should be a number",
+    "float_type": "it should be a number",
+    "bool_type": "it should be true or false",
+    "bool_parsing": "it should be true or false",
+    "string_type": "it should be text; put it in quotes if it looks like something else",
+    "tuple_type": "it should be a list",
+    "dict_type": "it is a section with keys of its own, not a single value",
+}
+"""In place of what pydantic says in the words of Python."""
+
+
+def explain(error: ValidationError) -> Iterator[str]:
+    """The problems of a spec, a sentence each, with the key."""
+    for problem in error.errors():
+        loc = problem["loc"]
+        option = len(loc) > 2 and loc[-3] in ("options", "curriculum_options")  # its last part is one of four types
+        if option and loc[-1] != "str":
+            continue  # the first type speaks for all
+        dotted = ".".join(str(part) for part in (loc[:-1] if option else loc)) or "spec"
+        if option:
+            yield f"{dotted}: it should be a single value: text, a number, true or false"
+        elif problem["type"] == "extra_forbidden":
+            near = _nearest(loc)
+            yield f"unknown key {shortened(repr(dotted))}" + (f", did you mean {near!r}?" if near else "")
+        elif problem["type"] == "missing":
+            yield f"{dotted!r} is missing"
+        else:
+            message = _WORDS.get(problem["type"]) or problem["msg"].removeprefix("Value error, ")
+            if problem["type"] == "string_pattern_mismatch":  # only names have a pattern
+                letters = "letters" if "A-Z" in problem["ctx"]["pattern"] else "lower-case letters"
+                message = (
+                    f"it should be {letters}, digits, '.', '_' and '-', with a letter or digit at both ends, at most 63"
+                )
+            given = problem["input"]
+            shown = f" (got {shortened(repr(given))})" if isinstance(given, str | int | float | bool) else ""
+            yield f"{dotted}: {message}{shown}"
+
+
+def _nearest(loc: tuple[int | str, ...]) -> str | None:
+    """The known key that is nearest to an unknown one, under the same items of the same lists."""
+    named = ".".join(part for part in loc if isinstance(part, str))
+    near = difflib.get_close_matches(named[:MAX_SHOWN], list(_known_keys(JobSpec)), n=1, cutoff=0.5)
+    if not near:
+        return None
+    parts: list[str] = near[0].split(".")
+    for place, part in enumerate(loc):
+        if isinstance(part, int) and place < len(parts):
+            parts.insert(place, str(part))
+    return ".".join(parts)
+
+
+def shortened(text: str) -> str:
+    """The text on one line, of bounded length, and printable anywhere (half a surrogate pair is not)."""
+    line = " ".join(text[: 2 * MAX_SHOWN].split())
+    shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+    return shown if len(text) <= MAX_SHOWN else f"{shown[:MAX_SHOWN]}…"
+
+
+def _known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        kinds = [field.annotation, *get_args(field.annotation)]
+        for kind in kinds:
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from _known_keys(kind, f"{prefix}{name}.")
