@@ -21,7 +21,7 @@ from gcore.ledger.records import (
     Tally,
 )
 from gcore.ledger.stream import SealNow
-from gcore.ledger.tally import NOTHING, added
+from gcore.ledger.tally import NOTHING, added, after_step
 from gcore.prompts.cursor import Cursors, StreamShape
 
 
@@ -75,11 +75,14 @@ def sealed(
         state=SealState.SEALED,
         world=head.world,
         world_size=world_size,
-        mini_batches=min(mini_batches, len(chosen.groups)),
+        mini_batches=max(1, min(mini_batches, len(chosen.groups))),
         groups=chosen.groups,
         outcomes=chosen.outcomes,
         sealer=sealer,
         attention_equals_at=attention_equals_at,
+        padding=chosen.padding,
+        last=chosen.last,
+        planned_steps=chosen.planned,
     )
 
 
@@ -93,6 +96,9 @@ def resealed(slot: Seal, sealer: str) -> Seal:
             "state": SealState.OPEN,
             "groups": (),
             "outcomes": (),
+            "padding": 0,
+            "last": False,
+            "planned_steps": None,
             "sealer": sealer,
         }
     )
@@ -131,7 +137,7 @@ def committed(
             "parent": head.seq,
             "step": seal.step,
             "cursors": cursors,
-            "tally": added(head.tally, seal.groups, seal.outcomes),
+            "tally": after_step(added(head.tally, seal.groups, seal.outcomes), len(seal.groups)),
             "nonce": writer.nonce,
         }
     )

@@ -13,7 +13,15 @@ import json
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, PositiveInt, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    NonNegativeInt,
+    PlainSerializer,
+    PositiveInt,
+    ValidationError,
+)
 
 from gcore.errors import GcoreError
 from gcore.ledger.cost import ATTENTION_EQUALS_AT
@@ -85,6 +93,10 @@ class EndedRef(Part):
     versions: tuple[Version, ...] = ()
     source: str = ""
     """Of what was filtered or failed: the source its prompt comes from. A trained one's stands in its group."""
+    reward: float | None = None
+    """Of what was scored and filtered: the mean reward of its responses."""
+    length: float | None = None
+    """Of the same: the mean length of its responses, in tokens."""
 
 
 class OfferedGroup(Part):
@@ -157,6 +169,17 @@ class Seal(Record):
     outcomes: tuple[EndedRef, ...] = ()
     sealer: str = ""
     attention_equals_at: PositiveInt = ATTENTION_EQUALS_AT
+    padding: NonNegativeInt = 0
+    """Groups that the step lacks, which the loss's denominators count as if they were there, masked."""
+    last: bool = False
+    """Whether no step follows; such a one may hold outcomes only."""
+    planned_steps: int | None = None
+    """How many steps the job will have had, as far as that is known; the learning rate's schedule runs over them."""
+
+    @property
+    def padding_scale(self) -> float:
+        """What the denominators are to be multiplied by, from 1 on."""
+        return 1.0 + self.padding / len(self.groups) if self.groups else 1.0
 
     @property
     def token(self) -> Token:
@@ -180,10 +203,31 @@ class SourceTally(Part):
     """Sum of the groups' mean rewards."""
 
 
+class SinceStep(Part):
+    """What ended without a step since the newest one, along the chain: it counts for the step to come."""
+
+    filtered: int = 0
+    failed: int = 0
+    scored: int = 0
+    """Of the filtered ones, those of which reward and length are known."""
+    reward: float = 0.0
+    """Sum of their mean rewards."""
+    length: float = 0.0
+    """Sum of their mean lengths, in tokens."""
+
+    @property
+    def ended(self) -> int:
+        """Prompts that the step to come has used up already."""
+        return self.filtered + self.failed
+
+
 class Tally(Part):
     """What came of all prompts along the chain, source by source: a pure function of its entries' seals and outcomes."""
 
     sources: dict[str, SourceTally] = {}
+    since_step: SinceStep = SinceStep()
+    issue_ratio: float = 1.0
+    """Prompts that a trained group has taken lately: a mean in which older steps count less and less."""
     trained_epoch: int | None = None
     """The newest data epoch of which a prompt was trained."""
 

@@ -4,6 +4,10 @@ Refs come in the order (position, shard). At staleness 0 a seal takes them in th
 order in which they finished, or training would lean towards short answers. What is due is computed anew at every look:
 not terminal at head, in no open seal, inside each shard's window; there is no "next" pointer to lose.
 
+Where prompts are filtered, more are issued at once than groups are wanted, as many as it took lately (`issue_ratio`): else
+each filtered one would cost another round of generation. What is over in the end was made in vain at staleness 0. A step
+uses up a bounded number of prompts; what happens at the limit is the spec's choice (`flow.on_limit`).
+
 Pure. Knows nothing of who works on which shard, nor of time.
 """
 
@@ -14,8 +18,33 @@ from dataclasses import dataclass, field
 
 from gcore.ledger.ancestry import is_acceptable, is_ancestor
 from gcore.ledger.records import EndedRef, Head, Offer, OfferedGroup, Seal, SealedGroup
-from gcore.prompts.cursor import StreamShape, shard_lengths
+from gcore.ledger.rules import (
+    StreamRules,
+    is_last,
+    issue_ratio,
+    last_position,
+    planned_steps,
+    prompts_left,
+    rules_of,
+)
 from gcore.types import PromptRef, Version
+
+__all__ = [
+    "MOST_OUTCOMES",
+    "AccountNow",
+    "NotYet",
+    "Offered",
+    "SealNow",
+    "Short",
+    "StreamRules",
+    "choose",
+    "due",
+    "held_by",
+    "in_order",
+    "refuse_seal",
+    "rules_of",
+    "sealed_refs",
+]
 
 MOST_OUTCOMES = 512
 """Outcomes that one seal or one account entry takes, at most: with their reasons they stay well under 1.5 MiB."""
@@ -27,14 +56,17 @@ def sealed_refs(seals: Collection[Seal]) -> frozenset[PromptRef]:
 
 
 def in_order(rules: StreamRules, head: Head, seals: Collection[Seal]) -> Iterator[PromptRef]:
-    """The refs that are neither terminal nor sealed, in the order (position, shard), to the windows' ends."""
+    """The refs that are neither terminal nor sealed, in the order (position, shard), to the ends of windows and epochs."""
     sealed = sealed_refs(seals)
     cursors = head.cursors.shards
+    ends = [cursor.low_water + rules.window for cursor in cursors]
+    for shard in range(len(cursors)):
+        last = last_position(rules, shard)
+        ends[shard] = ends[shard] if last is None else min(ends[shard], last)
     position = min(cursor.low_water for cursor in cursors)
-    end = max(cursor.low_water for cursor in cursors) + rules.window
-    while position < end:
+    while position < max(ends):
         for shard, cursor in enumerate(cursors):
-            if position >= cursor.low_water + rules.window or cursor.is_terminal(position):
+            if position >= ends[shard] or cursor.is_terminal(position):
                 continue
             ref = rules.shape.ref(shard, position)
             if ref not in sealed:
@@ -84,28 +116,36 @@ def due(
 ) -> tuple[PromptRef, ...]:
     """The refs that must still be produced for the next seal, oldest first.
 
-    Walks the order until quota (+ `ahead`) refs were met that are kept or may yet be; those among them that nobody has
-    offered are due.
+    Walks the order until quota (+ `ahead`) groups are there or may be expected: a ref that nobody has offered is due, and
+    counts for as much of a group as recent prompts came to. Everything that `choose` waits for is among them. No walk is
+    longer than the prompts that the step may still use up.
     """
     wanted: list[PromptRef] = []
-    counted = 0
-    for ref in in_order(rules, head, seals):
-        if counted >= rules.quota + ahead:
+    ratio = issue_ratio(rules, head)
+    room = None if rules.limit is None else rules.limit + ahead - head.tally.since_step.ended
+    kept = 0
+    for walked, ref in enumerate(in_order(rules, head, seals)):
+        if kept + len(wanted) / ratio >= rules.quota + ahead or (room is not None and walked >= room):
             break
-        if ref in offered.outcomes:
-            continue
-        counted += 1
-        if ref not in offered.groups:
+        if ref in offered.groups:
+            kept += 1
+        elif ref not in offered.outcomes:
             wanted.append(ref)
     return tuple(wanted)
 
 
 @dataclass(frozen=True, slots=True)
 class SealNow:
-    """The quota is met (or cannot be met, and this is what there is)."""
+    """The quota is met, or this is what there is. `padding`: groups that lack and count in the denominators all the same.
+
+    `last`: no step follows. `planned`: how many steps the job will have had, as far as it is known (`planned_steps`).
+    """
 
     groups: tuple[SealedGroup, ...]
     outcomes: tuple[EndedRef, ...]
+    padding: int = 0
+    last: bool = False
+    planned: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +163,49 @@ class NotYet:
     missing: int
 
 
-def choose(rules: StreamRules, head: Head, seals: Collection[Seal], offered: Offered) -> SealNow | AccountNow | NotYet:
+@dataclass(frozen=True, slots=True)
+class Short:
+    """The step has used up its prompts without its quota, and the job is to fail, or cannot but fail: with no group at all.
+
+    `outcomes`: those of its prompts that have not been written down.
+    """
+
+    groups: int
+    outcomes: tuple[EndedRef, ...]
+
+
+@dataclass(slots=True)
+class _Walk:
+    """The order, as far as the next seal needs it."""
+
+    groups: list[SealedGroup] = field(default_factory=list)
+    outcomes: list[EndedRef] = field(default_factory=list)
+    missing: list[PromptRef] = field(default_factory=list)
+    limited: bool = False
+    """Whether the step has used up its prompts, rather than met its quota or come to the end of what there is."""
+
+    @classmethod
+    def along(cls, rules: StreamRules, head: Head, seals: Collection[Seal], offered: Offered) -> _Walk:
+        walk = cls()
+        room = None if rules.limit is None else rules.limit - head.tally.since_step.ended
+        for walked, ref in enumerate(in_order(rules, head, seals)):
+            if len(walk.groups) + len(walk.missing) >= rules.quota:
+                break
+            if room is not None and walked >= room:
+                walk.limited = True
+                break
+            if ref in offered.groups:
+                walk.groups.append(offered.groups[ref])
+            elif ref in offered.outcomes:
+                walk.outcomes.append(offered.outcomes[ref])
+            else:
+                walk.missing.append(ref)
+        return walk
+
+
+def choose(
+    rules: StreamRules, head: Head, seals: Collection[Seal], offered: Offered
+) -> SealNow | AccountNow | NotYet | Short:
     """What to seal next.
 
     Exhausted means: every ref in every shard's window is terminal, sealed or offered. Then a full quota cannot come, and
@@ -131,27 +213,39 @@ def choose(rules: StreamRules, head: Head, seals: Collection[Seal], offered: Off
     there make a smaller step. Outcomes do not wait for a quota once there are `MOST_OUTCOMES`: neither a seal nor the
     offers that name them have room for as many as the windows hold. Nor once there are as many as an epoch has prompts:
     it is to be seen soon that the data bring nothing.
+
+    What remains of the job's last epoch makes the last step, which may be smaller, and is empty if all of it was filtered:
+    a step there must be, for the last checkpoint is written in one. A job of which nothing was ever trained has none.
     """
-    groups: list[SealedGroup] = []
-    outcomes: list[EndedRef] = []
-    missing: list[PromptRef] = []
-    for ref in in_order(rules, head, seals):
-        if len(groups) + len(missing) >= rules.quota:
-            break
-        if ref in offered.groups:
-            groups.append(offered.groups[ref])
-        elif ref in offered.outcomes:
-            outcomes.append(offered.outcomes[ref])
-        else:
-            missing.append(ref)
+    walk = _Walk.along(rules, head, seals, offered)
+    ends = rules.epochs is not None and prompts_left(rules, head) == len(walk.groups) + len(walk.outcomes)
+    closes = ends and not walk.groups and head.step > 0
     room = min(MOST_OUTCOMES, sum(rules.shape.lengths))
-    if len(outcomes) >= room:
-        return AccountNow(tuple(outcomes[:room]))
-    if missing:
-        return NotYet(missing[0], len(missing))
-    if len(groups) < rules.quota and outcomes:
-        return AccountNow(tuple(outcomes))
-    return SealNow(tuple(groups), tuple(outcomes))
+    if len(walk.outcomes) >= room and not (closes and len(walk.outcomes) == room):
+        return AccountNow(tuple(walk.outcomes[:room]))
+    if walk.missing:
+        return NotYet(walk.missing[0], len(walk.missing))
+    full = len(walk.groups) >= rules.quota
+    if full or (ends and (walk.groups or closes)):
+        return _sealed(rules, head, walk)
+    if walk.limited:
+        if rules.on_limit == "fail" or not walk.groups:
+            return Short(len(walk.groups), tuple(walk.outcomes))
+        return _sealed(rules, head, walk, padded=rules.on_limit == "pad_masked")
+    if walk.outcomes:
+        return AccountNow(tuple(walk.outcomes))
+    return _sealed(rules, head, walk)
+
+
+def _sealed(rules: StreamRules, head: Head, walk: _Walk, *, padded: bool = False) -> SealNow:
+    last = is_last(rules, head, walk.groups, walk.outcomes)
+    return SealNow(
+        groups=tuple(walk.groups),
+        outcomes=tuple(walk.outcomes),
+        padding=rules.quota - len(walk.groups) if padded else 0,
+        last=last,
+        planned=head.step + 1 if last else planned_steps(rules, head),
+    )
 
 
 def refuse_seal(rules: StreamRules, head: Head, seals: Collection[Seal], seal: SealNow) -> str | None:
@@ -168,4 +262,4 @@ def refuse_seal(rules: StreamRules, head: Head, seals: Collection[Seal], seal: S
             return (
                 f"prompt {group.ref} was made by {', '.join(map(str, group.versions))}, too old or of a cut-off lineage"
             )
-    return None if seal.groups else "there is no group in it"
+    return None if seal.groups or (seal.last and seal.outcomes) else "there is no group in it"

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from gcore.ledger.records import EndedRef, Head, LogEntry, SealedGroup, SourceTally, Tally
+from gcore.ledger.records import EndedRef, Head, LogEntry, SealedGroup, SinceStep, SourceTally, Tally
 from gcore.prompts.cursor import StreamShape
 
 NOTHING = Tally()
+NEWEST_SHARE = 0.3
+"""How much the newest step counts in `issue_ratio`."""
+MOST_OBSERVED = 16.0
+"""One step counts for no more than that, or a single one that came to its limit would be felt for many."""
 
 
-def added(tally: Tally, groups: Iterable[SealedGroup], outcomes: Iterable[EndedRef]) -> Tally:
+def added(tally: Tally, groups: Iterable[SealedGroup], outcomes: Collection[EndedRef]) -> Tally:
     """The tally after an entry that trained `groups` and ended `outcomes`."""
     sources = dict(tally.sources)
     newest = tally.trained_epoch
@@ -40,7 +44,34 @@ def added(tally: Tally, groups: Iterable[SealedGroup], outcomes: Iterable[EndedR
         old = sources.get(ended.source, SourceTally())
         counts = {"failed": old.failed + 1} if ended.kind == "failed" else {"filtered": old.filtered + 1}
         sources[ended.source] = old.model_copy(update=counts)
-    return Tally(sources=sources, trained_epoch=newest)
+    return tally.model_copy(
+        update={"sources": sources, "trained_epoch": newest, "since_step": gathered(tally.since_step, outcomes)}
+    )
+
+
+def gathered(before: SinceStep, outcomes: Iterable[EndedRef]) -> SinceStep:
+    """What the step to come has used up, with `outcomes`."""
+    counts = before.model_dump()
+    for ended in outcomes:
+        counts["failed" if ended.kind == "failed" else "filtered"] += 1
+        if ended.reward is not None and ended.length is not None:
+            counts["scored"] += 1
+            counts["reward"] += ended.reward
+            counts["length"] += ended.length
+    return SinceStep(**counts)
+
+
+def after_step(tally: Tally, groups: int) -> Tally:
+    """The tally once the entry that trained `groups` is added: the next step begins to count, and knows what this one took.
+
+    The first step that trained anything is all that is known; later ones move the mean by `NEWEST_SHARE`.
+    """
+    ratio = tally.issue_ratio
+    if groups:
+        took = min((tally.since_step.ended + groups) / groups, MOST_OBSERVED)
+        is_first = sum(one.kept for one in tally.sources.values()) == groups
+        ratio = took if is_first else ratio + NEWEST_SHARE * (took - ratio)
+    return tally.model_copy(update={"since_step": SinceStep(), "issue_ratio": ratio})
 
 
 def since(now: Mapping[str, SourceTally], then: Mapping[str, SourceTally]) -> dict[str, SourceTally]:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from gcore.ledger import chain
 from gcore.ledger.chain import Writer
-from gcore.ledger.records import EndedRef, Head, LogEntry, SealedGroup, SourceTally, Tally
+from gcore.ledger.records import EndedRef, Head, LogEntry, SealedGroup, SinceStep, SourceTally, Tally
 from gcore.ledger.tally import NOTHING, added, barren_epoch, since, why_barren
 from gcore.prompts.cursor import shard_lengths
 from gcore.types import PromptRef, Version
@@ -55,6 +55,7 @@ def test_what_is_kept_filtered_and_failed_is_counted_by_source() -> None:
             "words": SourceTally(kept=1, failed=1, samples=2, tokens=7, reward=0.5),
         },
         trained_epoch=2,
+        since_step=SinceStep(filtered=1, failed=1),
     )
 
 

@@ -1,0 +1,101 @@
+"""A job's constants, as the ledger needs them, and what follows from them and head alone: how far the job goes, and how
+many prompts are issued for each group that is still wanted.
+
+A job goes to a step, or through whole data epochs. In the second case the number of its steps is not known before the
+end: they are estimated, the last one is known when it is sealed, and nothing beyond the epochs is ever issued.
+
+Pure, and the same for every controller, because it reads nothing but the chain; a rollback takes it back too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sized
+from dataclasses import dataclass
+
+from gcore.config import parse_spec
+from gcore.config.flow import OnLimit
+from gcore.ledger.job import JobRecord
+from gcore.ledger.records import Head
+from gcore.prompts.cursor import StreamShape, shard_lengths
+
+
+@dataclass(frozen=True, slots=True)
+class StreamRules:
+    """The job's constants that the order and the size of a step depend on."""
+
+    shape: StreamShape
+    window: int
+    quota: int
+    staleness: int = 0
+    steps: int | None = None
+    """The last step, if it is known from the beginning."""
+    epochs: int | None = None
+    """Data epochs after which nothing is issued; None: it goes on and on, until the last step."""
+    issue_cap: float = 1.0
+    """Prompts that are issued at once for each group still wanted, at most."""
+    limit: int | None = None
+    """Prompts that one step may use up."""
+    on_limit: OnLimit = "train_smaller"
+
+
+def rules_of(job: JobRecord) -> StreamRules:
+    """The rules of a job, as it was created: they never change."""
+    spec = parse_spec(job.spec)
+    flow = spec.flow
+    by_prompts = flow.steps is None and flow.count == "prompts"
+    return StreamRules(
+        shape=shard_lengths(job.prompts, spec.data.shards),
+        window=spec.data.window,
+        quota=flow.groups_per_step,
+        staleness=spec.rollout.staleness,
+        steps=flow.last_step(job.prompts),
+        epochs=flow.epochs if by_prompts else None,
+        issue_cap=flow.issue_cap,
+        limit=flow.prompt_limit,
+        on_limit=flow.on_limit,
+    )
+
+
+def last_position(rules: StreamRules, shard: int) -> int | None:
+    """The first position of `shard` that is never issued; None if there is none."""
+    return None if rules.epochs is None else rules.epochs * rules.shape.lengths[shard]
+
+
+def prompts_left(rules: StreamRules, head: Head) -> int | None:
+    """Prompts of the job's epochs without an outcome; None for a job that goes by steps."""
+    if rules.epochs is None:
+        return None
+    return rules.epochs * sum(rules.shape.lengths) - head.cursors.terminal_count
+
+
+def is_over(rules: StreamRules, head: Head) -> bool:
+    """Whether there is no step after head's."""
+    if rules.steps is not None:
+        return head.step >= rules.steps
+    return prompts_left(rules, head) == 0
+
+
+def is_last(rules: StreamRules, head: Head, groups: Sized, outcomes: Sized) -> bool:
+    """Whether no step follows the one after head's, if it takes `groups` and `outcomes`."""
+    if rules.steps is not None:
+        return head.step + 1 >= rules.steps
+    return prompts_left(rules, head) == len(groups) + len(outcomes)
+
+
+def planned_steps(rules: StreamRules, head: Head) -> int | None:
+    """How many steps the job will have had: known, or estimated from what a kept group has taken lately."""
+    if rules.steps is not None:
+        return rules.steps
+    left = prompts_left(rules, head)
+    return None if left is None else head.step + math.ceil(left / (rules.quota * head.tally.issue_ratio))
+
+
+def issue_ratio(rules: StreamRules, head: Head) -> float:
+    """Prompts issued at once for each group that is still wanted."""
+    return min(rules.issue_cap, max(1.0, head.tally.issue_ratio))
+
+
+def beyond(rules: StreamRules, refs: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Those of `refs` that lie beyond the job's epochs: none may ever have ended."""
+    return [ref for ref in refs if rules.epochs is not None and ref[0] >= rules.epochs]
