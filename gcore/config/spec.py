@@ -13,6 +13,7 @@ from pydantic import Field, PositiveInt, model_validator
 from gcore.config.base import Section
 from gcore.config.evaluation import ACCURACY, NO_BEST, EvalSpec, eval_sources
 from gcore.config.flow import FlowSpec
+from gcore.config.reading import SamplesSpec, TrackerSpec
 from gcore.config.reward import RewardSpec, ScoringSpec
 from gcore.config.rollout import RolloutSpec
 from gcore.config.sources import (
@@ -90,9 +91,14 @@ class JobSpec(Section):
     placement: PlacementSpec = PlacementSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
     eval: EvalSpec = EvalSpec()
+    samples: SamplesSpec = SamplesSpec()
+    tracking: tuple[TrackerSpec, ...] = Field((), description="Where the run's numbers go besides metrics.jsonl")
 
     @model_validator(mode="after")
     def _fits_together(self) -> JobSpec:
+        names = [tracker.name for tracker in self.tracking]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"tracking names {twice[0]!r} twice; a tracker takes the numbers once")
         if self.flow.samples_per_prompt < 2 and self.train.compares_group:
             raise ValueError(
                 f"flow.samples_per_prompt is {self.flow.samples_per_prompt}, and train.advantage {self.train.advantage!r} "

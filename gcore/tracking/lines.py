@@ -1,0 +1,151 @@
+"""A run's numbers as the lines of `metrics.jsonl`, derived from its chain. Pure.
+
+    {"kind": "start", "seq": 0, ...}                  the chain's first entry: job, uid
+    {"kind": "step", "seq": 7, "lineage": 0, "step": 6, "metrics": {"reward": 0.5, ...}, "groups": 8, ...}
+    {"kind": "account", "seq": 8, ...}                prompts that ended without a step
+    {"kind": "rollback", "seq": 9, "lineage": 1, "step": 4, "from_step": 6, "reason": "..."}
+    {"kind": "eval", "id": "0.10", "lineage": 0, "step": 10, "metrics": {"accuracy": 0.9, ...}}
+    {"kind": "end", "state": "SUCCEEDED", "reason": "..."}
+
+Every line of the chain names its number `seq` there, an evaluation what it is of, and there is one end: so whoever writes
+knows from the file alone what it lacks, and whoever reads a line twice knows that it is the same. A rollback takes nothing
+out: its line says from where the steps are counted anew, in another lineage. `time` is when a line was written, in seconds
+since the epoch, for people. Numbers that are not finite are left out, as in the metrics of a step.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gcore.ledger.job import Evaluation, JobRecord, JobStatus
+from gcore.ledger.records import LogEntry
+
+VERSION = 1
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a file holds already. `seq`, `step`: of the newest line of the chain; -1 and 0 before the first."""
+
+    seq: int = -1
+    step: int = 0
+    evaluations: frozenset[str] = frozenset()
+    ended: bool = False
+
+    def after(self, line: Line) -> Written:
+        """With one line more. What is no line of this version's changes nothing."""
+        kind, seq = line.get("kind"), line.get("seq")
+        if kind == "end":
+            return replace(self, ended=True)
+        if kind == "eval":
+            return replace(self, evaluations=self.evaluations | {str(line.get("id"))})
+        if isinstance(seq, int) and seq > self.seq:
+            return replace(self, seq=seq, step=int(line.get("step", self.step)))
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What lines are made of, as last heard."""
+
+    job: JobRecord
+    status: JobStatus | None
+    log: Mapping[int, LogEntry]
+    evaluations: Mapping[str, Evaluation]
+
+
+def lacks(written: Written, source: Source) -> bool:
+    """Whether a file that holds `written` lacks anything of `source`."""
+    return (
+        max(source.log, default=-1) > written.seq
+        or not written.evaluations.issuperset(source.evaluations)
+        or (not written.ended and _ended(source))
+    )
+
+
+def gap(written: Written, source: Source) -> bool:
+    """Whether entries between the file's newest and the store's oldest left the store meanwhile."""
+    later = [seq for seq in source.log if seq > written.seq]
+    return len(later) < max(source.log, default=-1) - written.seq
+
+
+def fresh(written: Written, source: Source, wall: float) -> list[Line]:
+    """The lines that are missing, in the chain's order; an evaluation follows the step it is of, the end is the last."""
+    lines: list[Line] = []
+    step = written.step
+    waiting = {id_: one for id_, one in source.evaluations.items() if id_ not in written.evaluations}
+
+    def evaluations_of(entry: LogEntry | None) -> Iterable[Line]:
+        for id_ in sorted(waiting):
+            version = waiting[id_].version
+            if entry is None or (version.lineage, version.step) == (entry.lineage, entry.step):
+                yield _evaluation(id_, waiting[id_])
+
+    for seq in sorted(s for s in source.log if s > written.seq):
+        entry = source.log[seq]
+        lines.append(_entry(entry, step, source.job))
+        step = entry.step
+        if entry.kind in ("base", "train"):
+            for line in list(evaluations_of(entry)):
+                lines.append(line)
+                del waiting[line["id"]]
+    lines += evaluations_of(None)
+    if not written.ended and _ended(source):
+        assert source.status is not None
+        lines.append({"kind": "end", "state": source.status.phase.value, "reason": source.status.reason})
+    return [{**line, "time": round(wall, 3)} for line in lines]
+
+
+def encode(lines: Sequence[Line]) -> bytes:
+    """As they stand in the file. Only ASCII, so that no reader stumbles over half a character."""
+    return b"".join(json.dumps(line, separators=(",", ":"), allow_nan=False).encode() + b"\n" for line in lines)
+
+
+def decode(line: bytes) -> Line | None:
+    """Inverse for one line; None for what is none (a disk that was full may have left half of one)."""
+    try:
+        tree = json.loads(line)
+    except ValueError:
+        return None
+    return tree if isinstance(tree, dict) and isinstance(tree.get("kind"), str) else None
+
+
+def numbers(tree: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """The finite numbers of a tree, those of sections as "section/name"."""
+    found: dict[str, float] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            found |= numbers(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            found[f"{prefix}{name}"] = float(value)
+    return found
+
+
+def _ended(source: Source) -> bool:
+    return source.status is not None and source.status.phase.ended
+
+
+def _entry(entry: LogEntry, step_before: int, job: JobRecord) -> Line:
+    line: Line = {"kind": entry.kind, "seq": entry.seq, "lineage": entry.lineage, "step": entry.step}
+    kinds = {kind: sum(one.kind == kind for one in entry.delta) for kind in ("trained", "filtered", "failed")}
+    match entry.kind:
+        case "base":
+            return line | {"kind": "start", "version": VERSION, "job": job.name, "uid": job.uid}
+        case "train":
+            counts = {"groups": kinds["trained"], "filtered": kinds["filtered"], "failed": kinds["failed"]}
+            return line | {"kind": "step", "metrics": numbers(entry.stats), **counts}
+        case "account":
+            return line | {"filtered": kinds["filtered"], "failed": kinds["failed"]}
+        case "rollback":
+            return line | {"from_step": step_before, "reason": entry.reason}
+
+
+def _evaluation(id_: str, evaluation: Evaluation) -> Line:
+    shown = evaluation.model_dump(mode="json", exclude={"schema_version", "version", "samples", "by"})
+    version = evaluation.version
+    return {"kind": "eval", "id": id_, "lineage": version.lineage, "step": version.step, "metrics": numbers(shown)}
