@@ -30,6 +30,7 @@ from controllers.ordering import EpochOrders
 from controllers.peer import JobPeer
 from controllers.preparing import Preparation
 from controllers.ranks import RankLinks
+from controllers.reading import Reading
 from controllers.service.events import EventLog
 from controllers.staffing import Staff, StopWorker, staffing
 from controllers.stopwatch import Stopwatch
@@ -92,6 +93,7 @@ class JobRunner:
         self.waits = Waits({})
         self._ranks = RankLinks(clock, changes.notify)
         self._deeds = Deeds(self, metrics, clock)
+        self._reading = Reading(identity.incarnation, lambda: self.mirror, changes, clock)
         self._asked_to_stop: set[str] = set()
         self._view: tuple[int, JobView] | None = None
         self._orders: EpochOrders | None = None
@@ -104,8 +106,12 @@ class JobRunner:
             while self.mirror.job is None or self.mirror.status is None:
                 await self._unless(watching, self.changes.wait())
             if not self.mirror.status.record.phase.ended:
+                self._reading.begin()
                 await self._unless(watching, self._work())
+            if self.mirror.status.record.phase.ended:
+                await self._reading.finish()
         finally:
+            self._reading.cancel()
             self.closed, self.is_working = True, False
             if self.mirror.job is not None:
                 self._metrics.forget_job(self.mirror.job.record.name)
