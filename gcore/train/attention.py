@@ -63,8 +63,16 @@ class PackedAttention:
             bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
             self._bounds = bounds.to(device, non_blocking=True)
 
-    def use_fastest(self, config: Any, dtype: torch.dtype, device: torch.device) -> None:
-        """Take the variable-length kernel where there is one and it computes what the plain way does."""
+    def use_fastest(self, config: Any, dtype: torch.dtype, device: torch.device, *, beside: Any = None) -> None:
+        """Take the variable-length kernel where there is one and it computes what the plain way does.
+
+        `beside`: the configuration of another model that attends by it too; it must hold for both.
+        """
+        self._use(config, dtype, device)
+        if beside is not None and self._varlen is not None:
+            self._use(beside, dtype, device)
+
+    def _use(self, config: Any, dtype: torch.dtype, device: torch.device) -> None:
         self._varlen = None
         if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
             return

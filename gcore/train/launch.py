@@ -50,12 +50,24 @@ class RankLaunch(Part):
         return Path(self.spec.model.path)
 
     @property
+    def critic_path(self) -> Path:
+        """What the critic started from: where its config and tokenizer come from."""
+        critic = self.spec.train.critic
+        return self.model_path if critic is None or critic.path is None else Path(critic.path)
+
+    @property
     def checkpoint_path(self) -> Path | None:
         """The checkpoint to go on from; None: the job's model."""
         return self.run_path / self.start.checkpoint if self.start.checkpoint else None
 
     @property
     def total_updates(self) -> int:
-        """Optimizer updates of the whole job, which the learning rate's schedule runs over."""
+        """The policy's optimizer updates in the whole job, which the learning rate's schedule runs over."""
         train = self.spec.train
-        return self.spec.flow.steps * train.epochs * train.mini_batches
+        warmup = 0 if train.critic is None else train.critic.warmup_steps
+        return (self.spec.flow.steps - warmup) * train.epochs * train.mini_batches
+
+    @property
+    def critic_updates(self) -> int:
+        """The critic's, which is trained in every step."""
+        return self.spec.flow.steps * self.spec.train.epochs * self.spec.train.mini_batches

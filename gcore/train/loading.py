@@ -18,7 +18,7 @@ from gcore.train.feed_state import Work
 from gcore.train.launch import RankLaunch
 from gcore.train.report import StepResult
 from gcore.types import Version
-from gcore.weights.layout import Manifest, read_manifest, verify_checkpoint
+from gcore.weights.layout import Manifest, has_critic, read_manifest, verify_checkpoint
 
 if TYPE_CHECKING:
     from gcore.train.collective import Collective
@@ -65,7 +65,7 @@ def load(launch: RankLaunch, meet: Meet, clock: Clock, tell: Callable[[str], Non
     collective = meeting_place.Collective.join(meeting, store)
     tell("loading")
 
-    from gcore.train.saving import Progress, Saver, restore_optimizer
+    from gcore.train.saving import Progress, Saver, restore_critic, restore_optimizer
     from gcore.train.step import StepTrainer
 
     models = _models(launch, collective, tell)
@@ -73,8 +73,10 @@ def load(launch: RankLaunch, meet: Meet, clock: Clock, tell: Callable[[str], Non
     folder = launch.checkpoint_path
     if manifest is not None and folder is not None:
         restore_optimizer(models.policy, folder, manifest)
-        progress = Progress(manifest.updates, manifest.skipped)
-    saver = Saver(launch, models.policy)
+        if models.critic is not None:
+            restore_critic(models.critic, folder, manifest)
+        progress = Progress.of(manifest)
+    saver = Saver(launch, models.policy, models.critic)
     saver.stage(Version(launch.lineage, launch.start.step), lambda: tell("loading"))
     tell("loading")
     trainer = StepTrainer(launch, collective, models, saver, clock, progress)
@@ -82,7 +84,7 @@ def load(launch: RankLaunch, meet: Meet, clock: Clock, tell: Callable[[str], Non
 
 
 def _models(launch: RankLaunch, collective: Collective, tell: Callable[[str], None]) -> Models:
-    """The policy, and the reference where the KL has a weight. One reading of the files serves both at the first start."""
+    """All that the spec asks for. One reading of the files serves them all at the first start."""
     import torch
 
     from gcore.train.memory import explained
@@ -106,6 +108,12 @@ def _manifest(launch: RankLaunch) -> Manifest | None:
             f"the checkpoint is of step {manifest.step} of job {manifest.job_uid}, "
             f"not of step {launch.start.step} of job {launch.job_uid}",
             where=str(folder),
+        )
+    if launch.spec.train.critic is not None and not has_critic(manifest):
+        raise GcoreError(
+            "the checkpoint holds no critic, and this job trains one (train.advantage: gae)",
+            where=str(folder),
+            fix="Go on from a checkpoint of a job with a critic, or start from the model with a new one",
         )
     return manifest
 

@@ -122,8 +122,11 @@ def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, A
     return [group for group in groups if group["params"]]
 
 
-def check_names(folder: Path, module: nn.Module) -> None:
-    """Weights are written under the parameters' names, so those must be the names that loaders expect. DataError."""
+def check_names(folder: Path, module: nn.Module, *, part: str = "") -> None:
+    """Weights are written under the parameters' names, so those must be the names that loaders expect. DataError.
+
+    `part`: the prefix of those that matter, "" for all.
+    """
     index = folder / "model.safetensors.index.json"
     single = folder / "model.safetensors"
     if index.is_file():
@@ -133,7 +136,8 @@ def check_names(folder: Path, module: nn.Module) -> None:
             stored = set(file.keys())
     else:
         return
-    unknown = sorted(name for name, _ in module.named_parameters() if name not in stored)
+    names = (name for name, _ in module.named_parameters() if name.startswith(f"{part}." if part else ""))
+    unknown = sorted(name for name in names if name not in stored)
     if unknown:
         raise DataError(
             f"{len(unknown)} parameters of {type(module).__name__} are not stored under their own names, e.g. {unknown[0]}",

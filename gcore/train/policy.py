@@ -1,210 +1,26 @@
-"""A model under DeepSpeed ZeRO: scoring, exact global gradients, updates, and its full tensors in and out.
-
-The recipe, the same for stages 1, 2 and 3:
-
-- The caller scales each micro-batch's loss to its part of the global one; ranks are averaged by DeepSpeed, so it is
-  multiplied by their number here. The boundary is set by hand before each backward, so that a mini-batch may have any
-  number of micro-batches. All ranks must run equally many, forward or backward.
-- No compiler is needed: torch's own Adam, fused, and no shared-memory collectives.
-- Adam's state is made at load by one update with learning rate 0, which changes nothing, and then set to what the
-  checkpoint says; weights are in the module before DeepSpeed takes it over. So a checkpoint loads at any stage and
-  number of ranks.
-
-Weights are loaded whole by every rank before ZeRO partitions them: host memory must hold the model once a rank.
-"""
+"""The policy: the model whose log-probabilities are trained, and whose weights engines serve."""
 
 from __future__ import annotations
 
-import logging
-import sys
-import types
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
-
-import deepspeed
 import torch
-from deepspeed.utils import logger as deepspeed_logger
-from deepspeed.utils import (
-    safe_get_full_fp32_param,
-    safe_get_full_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_optimizer_state,
-)
-from safetensors import safe_open
-from torch import Tensor, nn
+from torch import nn
 
-from gcore.config.spec import TrainSpec
-from gcore.train.batch import Feeding, LogitsOf, make_dummy
-from gcore.train.module import evaluate, logits_of, parameter_groups, vocabulary_of
+from gcore.config.train import TrainSpec
+from gcore.train.batch import Feeding, LogitsOf
+from gcore.train.module import vocabulary_of
 from gcore.train.packing import Packing
-
-LARGEST_BUCKET = 500_000_000
-ADAM_EPS = 1e-8
-Kind = Literal["served", "master", "exp_avg", "exp_avg_sq"]
-"""`served`: as forward computes with it; `master`: float32; the rest is Adam's, float32."""
+from gcore.train.trained import Optimizing, TrainedModel
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class NamedTensor:
-    """A whole tensor of the model, under its Hugging Face name."""
-
-    name: str
-    tensor: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateResult:
-    """Whether an update was made, and the global gradient norm before clipping; not made: the norm was not finite."""
-
-    applied: bool
-    grad_norm: float
-
-
-class Policy:
-    """A model being trained. All methods but `shapes` and `buffers` are collectives."""
-
-    def __init__(self, engine: Any, module: nn.Module, feeding: Feeding, stage: int) -> None:
-        self._engine = engine
-        self._module = module
-        self._stage = stage
-        self._ranks: int = engine.world_size
-        self._names: dict[str, nn.Parameter] = dict(module.named_parameters())
-        self.feeding = feeding
-        self.logits_of: LogitsOf = logits_of(engine)
-        self.shapes: Mapping[str, tuple[int, ...]] = {}
-        """Every parameter's shape, in the order in which `tensors` gives them."""
+class Policy(TrainedModel):
+    """A causal language model being trained."""
 
     @classmethod
     def of(cls, module: nn.Module, train: TrainSpec, packing: Packing, device: torch.device) -> Policy:
         """A module in float32, ready to train, Adam's state zero. The module is the policy's from now on."""
-        quieten()
-        shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-        feeding = Feeding(packing, vocabulary_of(module), device)
-        # DeepSpeed rounds all of the module, and makes its float32 copy from that. What is lost is put back below: of
-        # parameters the lost bits, of buffers all of them, since rotary frequencies are no good in half precision.
-        half = train.dtype == "bf16"
-        masters = {name: one.detach().clone() for name, one in module.named_parameters()} if half else {}
-        buffers = {name: one.detach().clone() for name, one in module.named_buffers()}
-        parameters = sum(parameter.numel() for parameter in module.parameters())
-        engine, *_ = deepspeed.initialize(
-            model=module,
-            model_parameters=parameter_groups(module, train.weight_decay),
-            config=_config(train, parameters),
-        )
-        evaluate(engine)
-        for name, buffer in module.named_buffers():
-            buffer.data = buffers[name].to(buffer.device)
-        policy = cls(engine, module, feeding, train.zero_stage)
-        policy.shapes = shapes
-        policy._make_optimizer_state()
-        for name, value in masters.items():
-            safe_set_full_fp32_param(policy._names[name], value.to(device))
-        return policy
+        return cls(module, Optimizing.of(train, train), Feeding(packing, vocabulary_of(module), device))
 
-    def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Add this rank's part of the global loss. `last`: of the update."""
-        self._engine.set_gradient_accumulation_boundary(last)
-        self._engine.backward(loss * self._ranks, scale_wrt_gas=False)
-
-    def update(self, learning_rate: float) -> UpdateResult:
-        """Clip and apply the gradients; leave them out if their norm is not finite."""
-        for group in self._engine.optimizer.param_groups:
-            group["lr"] = learning_rate
-        self._engine.step()
-        norm = self._engine.get_global_grad_norm()
-        applied = bool(self._engine.was_step_applied())
-        return UpdateResult(applied, float(norm) if applied and norm is not None else float("inf"))
-
-    def tensors(self, kind: Kind) -> Iterator[NamedTensor]:
-        """Every parameter whole, one after the other, on every rank. To be read to the end by all."""
-        for name, parameter in self._names.items():
-            if kind != "served":
-                value = (
-                    safe_get_full_fp32_param(parameter)
-                    if kind == "master"
-                    else safe_get_full_optimizer_state(parameter, kind)
-                )
-                yield NamedTensor(name, value)
-            elif self._stage == 3:
-                with deepspeed.zero.GatheredParameters([parameter]):
-                    yield NamedTensor(name, parameter.detach())
-            else:
-                yield NamedTensor(name, parameter.detach())
-
-    def buffers(self) -> Iterator[NamedTensor]:
-        """What a model saves besides its parameters; mostly nothing. Not a collective."""
-        saved = self._module.state_dict().keys()
-        for name, buffer in self._module.named_buffers():
-            if name in saved:
-                yield NamedTensor(name, buffer)
-
-    def restore_optimizer(self, states: Mapping[Literal["exp_avg", "exp_avg_sq"], Path], adam_steps: int) -> None:
-        """Set Adam's state from safetensors files under the parameters' names, and its count of updates."""
-        for kind, path in states.items():
-            with safe_open(path, framework="pt") as file:
-                for name, parameter in self._names.items():
-                    safe_set_full_optimizer_state(parameter, file.get_tensor(name).to(parameter.device), kind)
-        self._set_adam_steps(adam_steps)
-
-    def _make_optimizer_state(self) -> None:
-        self.backward(self.logits_of(make_dummy(self.feeding).inputs).float().sum() * 0.0, last=True)
-        self.update(0.0)
-        optimizer = self._engine.optimizer
-        if self._stage < 3:
-            # DeepSpeed links Adam's state to the parameters in the midst of its first step, when only the first group of
-            # parameters has any.
-            optimizer._hp_optimizer_states_linked = False
-            optimizer._lazy_init_hp_params_optimizer_state()
-        self._set_adam_steps(0)
-
-    def _set_adam_steps(self, steps: int) -> None:
-        for state in self._engine.optimizer.optimizer.state.values():
-            if isinstance(state.get("step"), Tensor):
-                state["step"].fill_(steps)
-
-
-def quieten() -> None:
-    """DeepSpeed without its chatter, its compiler, and the optimizer that nobody asked for. Before `initialize`."""
-    deepspeed_logger.setLevel(logging.WARNING)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    _leave_muon_out()
-
-
-def _leave_muon_out() -> None:
-    """DeepSpeed asks whether the optimizer is Muon, and that module pulls all of torch's compiler in: most of a second.
-
-    A module whose Muon is a class of which there are no instances answers the question too.
-    """
-    name = "deepspeed.runtime.zero.muon.muon_optimizer"
-    stand_in = types.ModuleType(name)
-    vars(stand_in)["MuonWithAuxAdam"] = type("MuonWithAuxAdam", (), {})
-    sys.modules.setdefault(name, stand_in)
-
-
-def _config(train: TrainSpec, parameters: int) -> dict[str, Any]:
-    bucket = max(1, min(LARGEST_BUCKET, parameters))  # the default would set two gigabytes aside for any model
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": train.max_grad_norm,
-        "optimizer": {
-            "type": "AdamW",
-            "params": {
-                "torch_adam": True,
-                "fused": True,
-                "lr": 0.0,
-                "betas": list(train.betas),
-                "eps": ADAM_EPS,
-                "weight_decay": train.weight_decay,
-            },
-        },
-        "zero_optimization": {
-            "stage": train.zero_stage,
-            "reduce_bucket_size": bucket,
-            "allgather_bucket_size": bucket,
-        },
-        "bf16": {"enabled": train.dtype == "bf16", "check_grad_overflow": True},
-        "steps_per_print": None,
-    }
+    @property
+    def logits_of(self) -> LogitsOf:
+        """The logits of the scored tokens, [n, vocabulary]."""
+        return self.outputs_of

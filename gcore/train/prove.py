@@ -43,20 +43,31 @@ class Fit:
 
 
 def fit(
-    module: nn.Module, train: TrainSpec, context: int | None, most: Callable[[Sequence[float]], list[float]]
+    module: nn.Module,
+    train: TrainSpec,
+    context: int | None,
+    most: Callable[[Sequence[float]], list[float]],
+    *,
+    beside: nn.Module | None = None,
 ) -> Fit:
     """Try, decide, and leave the module with the attention that goes with it. Raises DataError.
 
     `context`: the longest sequence, in tokens, if the job has a limit. `most`: each number's largest over the ranks.
+    `beside`: another model that is fed the same micro-batches; it is decided for both.
     """
     if train.packing == "bucketed":
         return Fit("bucketed")
-    reason = why_not(module, context)
+    every: list[Any] = [module] if beside is None else [module, beside]
+    before = [one.config._attn_implementation for one in every]
+    unfit, reason = next(((one, why) for one in every if (why := why_not(one, context))), (module, ""))
     if any(most([float(bool(reason))])):
+        for one, own in zip(every, before, strict=True):
+            if one.config._attn_implementation != own:
+                one.set_attn_implementation(own)
         reason = reason or "another rank cannot pack it"
         if train.packing == "packed":
             raise DataError(
-                f"a {_kind(module)} cannot be packed: {reason}", where="train.packing", fix="Set it to auto or bucketed"
+                f"a {_kind(unfit)} cannot be packed: {reason}", where="train.packing", fix="Set it to auto or bucketed"
             )
         log.info("sequences are bucketed: %s", reason)
         return Fit("bucketed", reason)

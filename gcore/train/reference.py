@@ -21,7 +21,7 @@ from torch import nn
 from gcore.config.spec import TrainSpec
 from gcore.train.batch import LogitsOf
 from gcore.train.module import cast_parameters, logits_of
-from gcore.train.policy import quieten
+from gcore.train.trained import quieten
 
 
 class Reference:

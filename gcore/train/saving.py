@@ -18,11 +18,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from gcore.train.critic import Critic
 from gcore.train.launch import RankLaunch
-from gcore.train.policy import Kind, Policy
+from gcore.train.policy import Policy
+from gcore.train.trained import Kind, TrainedModel
 from gcore.types import Version
 from gcore.weights.atomic import sweep, whole_folder
 from gcore.weights.layout import (
+    CRITIC_FOLDER,
     EXP_AVG_FILE,
     EXP_AVG_SQ_FILE,
     MANIFEST_FILE,
@@ -31,6 +34,7 @@ from gcore.weights.layout import (
     Manifest,
     checkpoint_folder,
     companions,
+    critic_folder,
     file_entry,
     manifest_digest,
     weights_folder,
@@ -70,16 +74,25 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Optimizer updates so far in the job, and those of them that were left out because of their gradient."""
+    """Optimizer updates so far in the job, and those of them that were left out because of their gradient; the policy's,
+    and the critic's."""
 
     updates: int
     skipped: int
+    critic_updates: int = 0
+    critic_skipped: int = 0
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Progress:
+        """As a checkpoint has it."""
+        return cls(manifest.updates, manifest.skipped, manifest.critic_updates, manifest.critic_skipped)
 
 
 @dataclass(frozen=True, slots=True)
-class _As:
-    """Which tensors, of what type in the file, and whether its digest is wanted."""
+class _Part:
+    """A file: which tensors, of what type in it, and whether its digest is wanted."""
 
+    file: str
     kind: Kind
     dtype: torch.dtype
     hashed: bool
@@ -91,9 +104,10 @@ class Saver:
     `tell` hears of each tensor, because a large model takes longer than a hang is given.
     """
 
-    def __init__(self, launch: RankLaunch, policy: Policy) -> None:
+    def __init__(self, launch: RankLaunch, policy: Policy, critic: Critic | None = None) -> None:
         self._launch = launch
         self._policy = policy
+        self._critic = critic
         self._dtype = model_dtype(launch.model_path)
         self._writes = launch.rank == 0
         if self._writes:
@@ -107,7 +121,7 @@ class Saver:
             if folder is not None:
                 for source in companions(self._launch.model_path):
                     _link_or_copy(source, folder / source.name)
-            self._write(folder, MODEL_FILE, _As("served", self._dtype, hashed=False), tell)
+            self._write(folder, self._policy, _Part(MODEL_FILE, "served", self._dtype, hashed=False), tell)
         if self._writes:
             _keep_newest(target.parent)
         return str(target.relative_to(self._launch.run_path))
@@ -116,15 +130,16 @@ class Saver:
         """Write a checkpoint of `version`, whole and on the disk. A collective."""
         target = checkpoint_folder(self._launch.run_path, version)
         with self._folder(target, durable=True) as folder:
-            files = {}
-            for name, kind in CHECKPOINT_KINDS.items():
-                entry = self._write(folder, name, _As(kind, torch.float32, hashed=True), tell)
-                if entry is not None:
-                    files[name] = entry
+            files = self._whole(folder, self._policy, tell)
+            if self._critic is not None:
+                inner = None if folder is None else critic_folder(folder)
+                if inner is not None:
+                    inner.mkdir()
+                    files |= {f"{CRITIC_FOLDER}/{name}": one for name, one in _copied(self._launch.critic_path, inner)}
+                own = self._whole(inner, self._critic, tell)
+                files |= {f"{CRITIC_FOLDER}/{name}": one for name, one in own.items()}
             if folder is not None:
-                for source in companions(self._launch.model_path):
-                    shutil.copyfile(source, folder / source.name)
-                    files[source.name] = file_entry(folder / source.name)
+                files |= dict(_copied(self._launch.model_path, folder))
                 manifest = Manifest(
                     job_uid=self._launch.job_uid,
                     world=self._launch.world,
@@ -132,6 +147,8 @@ class Saver:
                     step=version.step,
                     updates=count.updates,
                     skipped=count.skipped,
+                    critic_updates=count.critic_updates,
+                    critic_skipped=count.critic_skipped,
                     files=files,
                 )
                 (folder / MANIFEST_FILE).write_bytes(manifest.encode())
@@ -147,28 +164,43 @@ class Saver:
         with whole_folder(target, owner=self._launch.world, durable=durable) as folder:
             yield folder
 
-    def _write(self, folder: Path | None, name: str, what: _As, tell: Callable[[], None]) -> FileEntry | None:
+    def _whole(self, folder: Path | None, model: TrainedModel, tell: Callable[[], None]) -> dict[str, FileEntry]:
+        """A model's weights and its optimizer's state; the files, by name, on the rank that writes."""
+        parts = (_Part(name, kind, torch.float32, hashed=True) for name, kind in CHECKPOINT_KINDS.items())
+        found = {part.file: self._write(folder, model, part, tell) for part in parts}
+        return {name: entry for name, entry in found.items() if entry is not None}
+
+    def _write(
+        self, folder: Path | None, model: TrainedModel, part: _Part, tell: Callable[[], None]
+    ) -> FileEntry | None:
         if folder is None:
-            for _ in self._policy.tensors(what.kind):
+            for _ in model.tensors(part.kind):
                 tell()
             return None
-        extra = list(self._policy.buffers()) if name == MODEL_FILE else []
-        shapes = {key: TensorShape(CODES[what.dtype], shape) for key, shape in self._policy.shapes.items()}
+        extra = list(model.buffers()) if part.file == MODEL_FILE else []
+        shapes = {key: TensorShape(CODES[part.dtype], shape) for key, shape in model.shapes.items()}
         shapes |= {one.name: TensorShape(CODES[one.tensor.dtype], tuple(one.tensor.shape)) for one in extra}
-        with TensorsFile(folder / name, shapes, hashed=what.hashed) as file:
-            for one in self._policy.tensors(what.kind):
-                file.write(one.name, _bytes(one.tensor.to(what.dtype)))
+        with TensorsFile(folder / part.file, shapes, hashed=part.hashed) as file:
+            for one in model.tensors(part.kind):
+                file.write(one.name, _bytes(one.tensor.to(part.dtype)))
                 tell()
             for one in extra:
                 file.write(one.name, _bytes(one.tensor))
-        return file.entry if what.hashed else None
+        return file.entry if part.hashed else None
 
 
 def restore_optimizer(policy: Policy, folder: Path, manifest: Manifest) -> None:
     """Put Adam's state back from a checkpoint that was verified. A collective."""
-    policy.restore_optimizer(
-        {"exp_avg": folder / EXP_AVG_FILE, "exp_avg_sq": folder / EXP_AVG_SQ_FILE}, manifest.updates - manifest.skipped
-    )
+    _restore(policy, folder, manifest.updates - manifest.skipped)
+
+
+def restore_critic(critic: Critic, folder: Path, manifest: Manifest) -> None:
+    """Put the critic's optimizer back, likewise."""
+    _restore(critic, critic_folder(folder), manifest.critic_updates - manifest.critic_skipped)
+
+
+def _restore(model: TrainedModel, folder: Path, adam_steps: int) -> None:
+    model.restore_optimizer({"exp_avg": folder / EXP_AVG_FILE, "exp_avg_sq": folder / EXP_AVG_SQ_FILE}, adam_steps)
 
 
 def model_dtype(model: Path) -> torch.dtype:
@@ -181,6 +213,13 @@ def model_dtype(model: Path) -> torch.dtype:
 def _bytes(tensor: Tensor) -> memoryview:
     flat = tensor.detach().contiguous().cpu().reshape(-1)
     return flat.view(torch.uint8).numpy().data
+
+
+def _copied(model: Path, to: Path) -> Iterator[tuple[str, FileEntry]]:
+    """What belongs to a model besides its weights, copied."""
+    for source in companions(model):
+        shutil.copyfile(source, to / source.name)
+        yield source.name, file_entry(to / source.name)
 
 
 def _link_or_copy(source: Path, to: Path) -> None:

@@ -31,7 +31,7 @@ from gcore.ledger.records import SealedGroup
 from gcore.train.algorithms.kl import kl_estimate
 from gcore.train.batch import MicroBatch, Scores
 from gcore.train.loss import Losses, Targets
-from gcore.train.policy import UpdateResult
+from gcore.train.trained import UpdateResult
 
 Count = Literal[
     "loss",

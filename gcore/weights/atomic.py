@@ -36,7 +36,7 @@ def whole_folder(target: Path, *, owner: str, durable: bool) -> Iterator[Path]:
         temporary.mkdir(parents=True)
         yield temporary
         if durable:
-            for path in temporary.iterdir():
+            for path in temporary.rglob("*"):
                 sync(path)
             sync(temporary)
         _take_name(temporary, target)

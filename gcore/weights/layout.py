@@ -2,7 +2,8 @@
 
     weights/{lineage}-{step}/        a model as engines load it: config, tokenizer, model.safetensors
     checkpoints/{lineage}-{step}/    the same with float32 weights, and beside them what the optimizer needs:
-                                     exp_avg.safetensors, exp_avg_sq.safetensors, manifest.json
+                                     exp_avg.safetensors, exp_avg_sq.safetensors, manifest.json; and, of a job that has
+                                     a critic, that one in critic/, likewise
     receipts/{world}-{rank}.jsonl    what a rank trained on, one line a token
 
 A folder of that name is whole, because it got its name last (`gcore.weights.atomic`). A checkpoint also carries a
@@ -26,6 +27,7 @@ MODEL_FILE = "model.safetensors"
 EXP_AVG_FILE = "exp_avg.safetensors"
 EXP_AVG_SQ_FILE = "exp_avg_sq.safetensors"
 MANIFEST_FILE = "manifest.json"
+CRITIC_FOLDER = "critic"
 TRAINING_FILES = frozenset({EXP_AVG_FILE, EXP_AVG_SQ_FILE, MANIFEST_FILE})
 """What a checkpoint has beyond a model."""
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5")
@@ -47,7 +49,7 @@ class Manifest(Record):
     """`manifest.json` of a checkpoint: where it comes from, and every other file of the folder.
 
     `updates` counts the optimizer updates up to here, `skipped` those of them that were left out because their gradient
-    was not finite: the learning rate follows the first, Adam's own count the difference.
+    was not finite: the learning rate follows the first, Adam's own count the difference. The critic's likewise.
     """
 
     job_uid: str
@@ -56,6 +58,8 @@ class Manifest(Record):
     step: int
     updates: int
     skipped: int = 0
+    critic_updates: int = 0
+    critic_skipped: int = 0
     files: dict[str, FileEntry]
 
     @property
@@ -72,6 +76,16 @@ def weights_folder(run_dir: Path, version: Version) -> Path:
 def checkpoint_folder(run_dir: Path, version: Version) -> Path:
     """Where the checkpoint made at `version` lies."""
     return run_dir / "checkpoints" / f"{version.lineage}-{version.step}"
+
+
+def critic_folder(checkpoint: Path) -> Path:
+    """Where a checkpoint has the critic: a model with a head `score`, float32, and what its optimizer needs."""
+    return checkpoint / CRITIC_FOLDER
+
+
+def has_critic(manifest: Manifest) -> bool:
+    """Whether a checkpoint holds a critic."""
+    return f"{CRITIC_FOLDER}/{MODEL_FILE}" in manifest.files
 
 
 def receipts_file(run_dir: Path, world: str, rank: int) -> Path:
