@@ -121,15 +121,17 @@ class Evaluator:
         rid = f"{self.material.uid}/eval/{version}/{source.source.name}/{indexes.start}/{self.look().me}"
         token_ids = [prompt.token_ids for prompt in prompts]
         samples = await self._engines.generate(version, token_ids, practice.params, [0] * len(prompts), rid)
-        return [judged(practice, prompt, sample, version) for prompt, sample in zip(prompts, samples, strict=True)]
+        pairs = zip(prompts, samples, strict=True)
+        return await all_or_none(judged(practice, prompt, sample, version) for prompt, sample in pairs)
 
 
-def judged(practice: Practice, prompt: Prompt, sample: Sample, version: Version) -> EvalSample:
+async def judged(practice: Practice, prompt: Prompt, sample: Sample, version: Version) -> EvalSample:
     """An evaluation answer and what it is worth. Raises EngineError if other weights had a part in it."""
     if sample.oldest != version or sample.finish_reason == "abort":
         raise EngineError(f"an evaluation answer was made by {sample.oldest}, not {version}", fix="It is made again")
     try:
-        reward = practice.scored(prompt, sample).value
+        (result,) = await practice.scored(prompt, (sample,))
+        reward = result.value
     except RewardError as error:
         log.warning("evaluation of %s, source %s, prompt %s: %s", version, practice.source.name, prompt.ref.seq, error)
         reward = 0.0

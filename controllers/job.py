@@ -46,6 +46,7 @@ from gcore.ledger.job import Evaluation, JobPhase
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.stream import StreamRules, rules_of
 from gcore.metrics import Metrics
+from gcore.reward.scoring import DirectScorer, Scorer
 from gcore.store.keys import JobKeys
 from gcore.store.types import Compare, Put, Store, WatchBatch
 from gcore.train.feed_state import WorldName
@@ -155,7 +156,7 @@ class JobRunner:
         self._rules = self._rules_or_none()
         self.is_working = True
         try:
-            material = await self._preparation().material(spec, self.mirror.job.record)
+            material = await self._preparation(DirectScorer()).material(spec, self.mirror.job.record)
             if material is None:
                 return
             self._spec = material.spec
@@ -190,7 +191,7 @@ class JobRunner:
     def _rules_or_none(self) -> StreamRules | None:
         return None if self.mirror.job is None else rules_of(self.mirror.job.record)
 
-    def _preparation(self) -> Preparation:
+    def _preparation(self, scorer: Scorer) -> Preparation:
         def lacks(reason: str) -> None:
             # Nobody decides while this is under way, so nobody else notes since when the job waits for it.
             models = [f"wait model {node}" for node in (self.node, *self._cluster.nodes)]
@@ -200,7 +201,7 @@ class JobRunner:
 
         lacks("")
         return Preparation(
-            self._store, self.keys, self._identity, self._cache_dir, self.changes, lambda: self.mirror, lacks
+            self._store, self.keys, self._identity, self._cache_dir, self.changes, lambda: self.mirror, scorer, lacks
         )
 
     def _ended(self) -> bool:

@@ -6,17 +6,19 @@ Opening touches the disk and may take long: it is done off the event loop, and t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gcore.config import JobSpec
 from gcore.config.sources import Source
-from gcore.errors import SpecError
+from gcore.config.spec import RewardSpec
 from gcore.prompts.opening import JobPrompts
 from gcore.prompts.source import EvalSource
 from gcore.prompts.stream import PromptStream
-from gcore.reward.registry import Reward, RewardResult, find_reward
+from gcore.reward.registry import Response, RewardError, RewardResult
+from gcore.reward.scoring import Scored, Scorer
 from gcore.rollout.client import SamplingParams
+from gcore.rollout.truncated import is_truncated
 from gcore.types import Prompt, PromptRef, Sample
 
 
@@ -26,11 +28,21 @@ class Practice:
 
     source: Source
     params: SamplingParams
-    reward: Reward
+    scorer: Scorer
 
-    def scored(self, prompt: Prompt, sample: Sample) -> RewardResult:
-        """The reward of one response. Raises RewardError."""
-        return self.reward(sample.text, prompt.fields, self.source.reward)
+    async def scored(self, prompt: Prompt, samples: Sequence[Sample]) -> tuple[RewardResult, ...]:
+        """The rewards of the responses to one prompt, in their order. Raises RewardError if one has none."""
+        results = []
+        for result in await self.each_scored(prompt, samples):
+            if isinstance(result, RewardError):
+                raise result
+            results.append(result)
+        return tuple(results)
+
+    async def each_scored(self, prompt: Prompt, samples: Sequence[Sample]) -> tuple[Scored, ...]:
+        """The same, with an error in the place of each response that cannot be scored."""
+        responses = [Response(sample.text, len(sample.token_ids), is_truncated(sample)) for sample in samples]
+        return await self.scorer.score(self.source.reward, prompt.fields, responses)
 
 
 @dataclass(frozen=True)
@@ -48,30 +60,26 @@ class Material:
     """How those are answered (greedy) and scored, by source."""
 
 
-def material_of(spec: JobSpec, uid: str, prompts: JobPrompts) -> Material:
-    """Raises SpecError for a reward that cannot be had."""
+def material_of(spec: JobSpec, uid: str, prompts: JobPrompts, scorer: Scorer) -> Material:
+    """What the opened prompts are made into. `scorer` knows the rewards that the spec names."""
     trained = [opened.source for opened in prompts.stream.sources]
     held_out = [opened.source for opened in prompts.evaluation]
-    rewards = rewards_of((*trained, *held_out))
     return Material(
         spec=spec,
         uid=uid,
         stream=prompts.stream,
-        sources={s.name: Practice(s, sampling_of(spec, s), rewards[s.reward.name]) for s in trained},
+        sources={s.name: Practice(s, sampling_of(spec, s), scorer) for s in trained},
         evaluation=prompts.evaluation,
-        evaluated={s.name: Practice(s, greedy_of(spec, s), rewards[s.reward.name]) for s in held_out},
+        evaluated={s.name: Practice(s, greedy_of(spec, s), scorer) for s in held_out},
     )
 
 
-def rewards_of(sources: Iterable[Source]) -> dict[str, Reward]:
-    """Every reward that the sources name, by name. Raises SpecError naming the source whose reward cannot be had."""
-    found: dict[str, Reward] = {}
+def rewards_of(sources: Iterable[Source]) -> dict[str, RewardSpec]:
+    """Every reward that the sources want, once, under the name of the first that wants it."""
+    found: dict[str, RewardSpec] = {}
     for source in sources:
-        if source.reward.name not in found:
-            try:
-                found[source.reward.name] = find_reward(source.reward.name)
-            except SpecError as error:
-                raise SpecError(error.what, where=f"{error.where} of source {source.name!r}", fix=error.fix) from error
+        if source.reward not in found.values():
+            found[source.name] = source.reward
     return found
 
 

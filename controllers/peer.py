@@ -119,14 +119,14 @@ class JobPeer:
         return samples
 
     async def score(self, prompt: Prompt, samples: tuple[Sample, ...]) -> Group | Outcome:
-        """The source's rule reward, sample by sample, and what the spec says of cut-off responses. Raises RewardError."""
+        """The source's rule reward, and what the spec says of cut-off responses. Raises RewardError."""
         rollout, practice = self.material.spec.rollout, self.material.sources[prompt.source]
         outcome = dropped(samples, rollout.truncated)
         if outcome is not None:
             return outcome
+        results = await practice.scored(prompt, samples)
         scored = []
-        for sample in samples:
-            result = practice.scored(prompt, sample)
+        for sample, result in zip(samples, results, strict=True):
             rewarded = replace(sample, reward=result.value, reward_parts=result.parts)
             long = shortened(
                 rewarded,

@@ -27,6 +27,7 @@ from gcore.ledger.job import JobRecord
 from gcore.ledger.mirror import JobMirror
 from gcore.prompts.dataset import DataChanged
 from gcore.prompts.opening import identify_data, open_prompts
+from gcore.reward.scoring import Scorer
 from gcore.store.keys import JobKeys
 from gcore.store.types import Store
 
@@ -48,6 +49,7 @@ class Preparation:
     cache_dir: Path
     changes: Changes
     mirror: Callable[[], JobMirror]
+    scorer: Scorer
     lacks: Callable[[str], None] = lambda reason: None
     """Told why the node cannot work on the job yet; nothing when it can."""
 
@@ -92,7 +94,7 @@ class Preparation:
 
     def _open(self, spec: JobSpec, job: JobRecord) -> Material:
         check_unchanged(job, identify_data(spec, self.cache_dir))
-        return material_of(spec, job.uid, open_prompts(spec, self.cache_dir, Path(spec.model.path)))
+        return material_of(spec, job.uid, open_prompts(spec, self.cache_dir, Path(spec.model.path)), self.scorer)
 
     def _is_counted_on(self) -> bool:
         """Whether the job waits for this node: before it has a plan for all, then if the plan names it."""

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from controllers.material import rewards_of
 from controllers.ordering import check_curriculum
 from gcore.config import JobSpec
 from gcore.config.evaluation import eval_sources
@@ -27,7 +26,8 @@ from gcore.models.weights import check_whole
 from gcore.prompts.lengths import LengthReport, check_lengths
 from gcore.prompts.opening import JobPrompts, open_prompts
 from gcore.prompts.source import OpenSource
-from gcore.reward.registry import Reward, RewardError
+from gcore.reward.composed import OpenReward
+from gcore.reward.registry import RewardError
 from gcore.rollout.sglang.command import check_engine_args
 
 MAX_SEAL_BYTES = 1 << 20
@@ -82,7 +82,8 @@ def check_submission(
     Blocks, for minutes if the data are large and new. Raises GcoreError for the first mistake.
     """
     find_flow(spec.flow.name)
-    rewards = rewards_of((*training_sources(spec), *eval_sources(spec)))
+    sources = (*training_sources(spec), *eval_sources(spec))
+    rewards = {source.name: OpenReward.of(source.reward) for source in sources}
     check_engine_args(spec.rollout.engine_args)
     _check_step_size(spec)
     _check_disk(run_root)
@@ -98,7 +99,7 @@ def check_submission(
         shown = min(len(held_out), spec.eval.limit)
         checked.append(_counted(held_out.opened, shown, sample, progress, held_out=True))
     for one in checked:
-        _try_reward(rewards[one.opened.source.reward.name], one)
+        _try_reward(rewards, one)
     check_curriculum(spec, prompts.stream, LENGTH_SAMPLE)
     config = json.loads((model.folder / "config.json").read_text(encoding="utf-8"))
     return CheckedJob(prompts, tuple(checked), attention_equals_at(config), model)
@@ -114,7 +115,7 @@ def _counted(
     return CheckedSource(opened, check_lengths(opened, among=among, sample=sample, progress=tell), held_out)
 
 
-def _try_reward(reward: Reward, checked: CheckedSource) -> None:
+def _try_reward(rewards: Mapping[str, OpenReward], checked: CheckedSource) -> None:
     """Score an empty response to a few prompts: an option that is misspelt, or answers of the wrong kind, fail all alike.
 
     Raises SpecError if none can be scored; a single one that cannot fails alone, when its turn comes.
@@ -123,7 +124,7 @@ def _try_reward(reward: Reward, checked: CheckedSource) -> None:
     failed: RewardError | None = None
     for index in range(min(len(dataset), REWARDS_TRIED)):
         try:
-            reward("", dataset.entry(index), source.reward)
+            rewards[source.name]("", dataset.entry(index))
             return
         except RewardError as error:
             failed = error

@@ -1,10 +1,10 @@
 """What a reward is, and how a job's reward is found by name.
 
 A reward is a plug-in: a function under the entry-point group `gcore.rewards`. It sees one response, the prompt's entry and
-the spec's reward section, and returns a number with its parts. It is called on the controller's event loop, so it must be
-quick and must not wait. Because it is foreign code, what `find_reward` returns checks each result: a number that is not
-finite, a result of another type, or an exception becomes a `RewardError`, with which the prompt ends as failed and the job
-goes on.
+the spec's reward section, and returns a number with its parts. Because it is foreign code, what `find_reward` returns checks
+each result: a number that is not finite, a result of another type, or an exception becomes a `RewardError`, with which the
+prompt ends as failed and the job goes on. What foreign code may do beyond that (hang, crash, take all memory) is bounded by
+the process that it runs in (`gcore.reward.pool`).
 
 Rewards that ask a model are not here.
 """
@@ -12,21 +12,49 @@ Rewards that ask a model are not here.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from gcore.config.spec import RewardSpec
 from gcore.errors import GcoreError
-from gcore.plugins import PluginKind, find_plugin, sentence_of
+from gcore.plugins import PluginKind, find_plugin, sentence_of, trace_of
 
 REWARDS = PluginKind("reward", "gcore.rewards", "reward.name")
 LARGEST = 3.4e38
 """Rewards travel as float32."""
+MOST_PARTS, LONGEST_PART = 64, 64
+"""Parts of a result, and characters of a part's name: they are kept for every response."""
 
 
 class RewardError(GcoreError):
-    """A response could not be scored. Its prompt's outcome is failed, with this as the reason."""
+    """A response could not be scored. Its prompt's outcome is failed, with this as the reason.
+
+    `trace`: the traceback of the plug-in's own code, or empty. It is for the event, not for the reason.
+    """
+
+    def __init__(self, what: str, *, where: str | None = None, fix: str | None = None, trace: str = "") -> None:
+        super().__init__(what, where=where, fix=fix)
+        self.trace = trace
+
+
+class Response(str):
+    """A response's text, without special tokens, which also knows its length in tokens.
+
+    Rewards are handed one; to those that only want the text it is a string like any other.
+    """
+
+    __slots__ = ("tokens", "truncated")
+    tokens: int | None
+    """Its length, end token included; None where nobody knows."""
+    truncated: bool
+    """Whether it was cut off at its longest length."""
+
+    def __new__(cls, text: str, tokens: int | None = None, truncated: bool = False) -> Response:
+        """`text` with what else is known of it."""
+        response = super().__new__(cls, text)
+        response.tokens, response.truncated = tokens, truncated
+        return response
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +73,7 @@ class Reward(Protocol):
         ...
 
 
-def find_reward(name: str) -> Reward:
+def find_reward(name: str) -> CheckedReward:
     """The reward of that entry-point name, its results checked. Raises PluginFault, with the nearest name if there is none."""
     reward: Reward = find_plugin(REWARDS, name)
     return CheckedReward(name, reward)
@@ -58,21 +86,60 @@ class CheckedReward:
         self._name = name
         self._reward = reward
 
+    def start(self, spec: RewardSpec) -> None:
+        """What the reward wants done once before its first response, if it has a `start` of its own. Raises RewardError."""
+        start: Callable[[RewardSpec], object] | None = getattr(self._reward, "start", None)
+        if start is None:
+            return
+        try:
+            start(spec)
+        except RewardError:
+            raise
+        except Exception as error:  # the edge to foreign code
+            raise self._raised(error, "while it was started") from error
+
     def __call__(self, response: str, fields: Mapping[str, Any], spec: RewardSpec) -> RewardResult:
         """As the reward. Raises RewardError and nothing else."""
         try:
             result = self._reward(response, fields, spec)
         except RewardError:
             raise
-        except Exception as error:  # the edge to foreign code: one odd response must not end the controller
-            raise RewardError(f"reward {self._name!r} raised {sentence_of(error)}", fix="Correct the reward") from error
+        except Exception as error:  # the edge to foreign code: one odd response must not end the process
+            raise self._raised(error) from error
         if not isinstance(result, RewardResult):
             raise RewardError(
                 f"reward {self._name!r} returned a {type(result).__name__}, not a RewardResult",
                 fix="Correct the reward",
             )
         value = self._number("value", result.value)
-        return RewardResult(value, tuple((str(part), self._number(str(part), number)) for part, number in result.parts))
+        return RewardResult(
+            value, tuple((self._part(part), self._number(str(part), n)) for part, n in self._parts(result))
+        )
+
+    def _raised(self, error: Exception, when: str = "") -> RewardError:
+        said = " ".join(word for word in (f"reward {self._name!r} raised", sentence_of(error), when) if word)
+        return RewardError(said, fix="Correct the reward", trace=trace_of(error))
+
+    def _parts(self, result: RewardResult) -> list[tuple[Any, Any]]:
+        try:
+            pairs = [(name, number) for name, number in result.parts]
+        except (TypeError, ValueError) as error:
+            raise RewardError(
+                f"reward {self._name!r} gave parts that are no pairs of a name and a number", fix="Correct the reward"
+            ) from error
+        if len(pairs) > MOST_PARTS:
+            raise RewardError(
+                f"reward {self._name!r} gave {len(pairs)} parts; at most {MOST_PARTS}", fix="Correct the reward"
+            )
+        return pairs
+
+    def _part(self, name: Any) -> str:
+        if len(str(name)) > LONGEST_PART:
+            raise RewardError(
+                f"reward {self._name!r} gave a part a name of {len(str(name))} characters; at most {LONGEST_PART}",
+                fix="Correct the reward",
+            )
+        return str(name)
 
     def _number(self, what: str, value: Any) -> float:
         try:

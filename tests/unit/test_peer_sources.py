@@ -15,15 +15,14 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from controllers.changes import Changes
 from controllers.evaluating import SHOWN_CHARACTERS, judged, shown
 from controllers.holdings import Holdings
-from controllers.material import material_of, rewards_of
+from controllers.material import material_of
 from controllers.ordering import EpochOrders
 from controllers.peer import JobPeer
 from controllers.step import JobBatch, JobStep, reissue_delay
 from controllers.stopwatch import Stopwatch
 from controllers.view import JobView
 from gcore.config import JobSpec, parse_spec
-from gcore.config.sources import training_sources
-from gcore.errors import EngineError, EngineUnreachable, SpecError
+from gcore.errors import EngineError, EngineUnreachable
 from gcore.ledger import chain
 from gcore.ledger.chain import Writer
 from gcore.ledger.guarded import Stored
@@ -33,6 +32,7 @@ from gcore.ledger.records import Assignment, Checkpoint, Checkpoints, Member
 from gcore.ledger.stream import StreamRules
 from gcore.prompts.opening import open_prompts
 from gcore.reward.registry import RewardError
+from gcore.reward.scoring import DirectScorer
 from gcore.rollout.client import SamplingParams
 from gcore.store.keys import JobKeys
 from gcore.testing import FakeClock
@@ -137,7 +137,7 @@ class Alone:
             plan=Stored(Plan(generation=1, world="w", ranks=(), engines=()), 1),
             members={"me": Stored(Member(incarnation="me", node="n", address="h:1"), 1)},
         )
-        material = material_of(self.spec, "u", self.prompts)
+        material = material_of(self.spec, "u", self.prompts, DirectScorer())
         self.peer = JobPeer(
             material,
             self.look,
@@ -330,16 +330,20 @@ async def test_an_evaluation_is_greedy_and_has_an_accuracy_for_each_source(tmp_p
     assert [sample.source for sample in made.samples] == ["sums", "letters", "sums"]
 
 
-def test_an_evaluation_answer_that_its_reward_cannot_score_is_worth_nothing_and_the_log_says_so(
+class Odd:
+    """Can score nothing."""
+
+    async def score(self, spec: Any, fields: Any, responses: Any) -> Any:
+        return tuple(RewardError("reward 'odd' raised ValueError") for _ in responses)
+
+
+async def test_an_evaluation_answer_that_its_reward_cannot_score_is_worth_nothing_and_the_log_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def odd(response: str, fields: Any, spec: Any) -> Any:
-        raise RewardError("reward 'odd' raised ValueError")
-
     job = Alone(tmp_path)
-    practice = replace(job.peer.material.evaluated["sums"], reward=odd)
+    practice = replace(job.peer.material.evaluated["sums"], scorer=Odd())
     sample = Sample((7,), (0.0,), "x", "stop", (VersionSpan(HEAD, 0, 1),))
-    assert judged(practice, job.prompt("sums"), sample, HEAD).reward == 0.0
+    assert (await judged(practice, job.prompt("sums"), sample, HEAD)).reward == 0.0
     assert "reward 'odd' raised ValueError" in caplog.text
 
 
@@ -351,12 +355,3 @@ def test_the_answers_shown_are_of_every_source_in_turn_and_short() -> None:
     found = shown([[answer("a", "1"), answer("a", "2"), answer("a", "3")], [answer("b", long)]], 3)
     assert [(one.source, len(one.response)) for one in found] == [("a", 1), ("b", SHOWN_CHARACTERS), ("a", 1)]
     assert shown([], 5) == ()
-
-
-def test_an_unknown_reward_is_refused_with_the_source_that_names_it(tmp_path: Path) -> None:
-    write_data(tmp_path)
-    spec = make_spec(tmp_path)
-    tree = spec.model_dump(mode="json")
-    tree["data"]["sources"][1]["reward"]["name"] = "exacct"
-    with pytest.raises(SpecError, match=r"reward.name of source 'letters': no reward is called 'exacct'"):
-        rewards_of(training_sources(parse_spec(tree)))

@@ -1,0 +1,82 @@
+"""Several rewards as one: a weighted sum, a gate, the smallest.
+
+Every part is computed for every response, also where it cannot change the value any more: the parts are what people look at
+to see why a response is worth what it is. A part that cannot score a response makes the whole one that cannot be scored;
+nothing is filled in for it. What a part is itself made of stays with it, as "LABEL.NAME".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from gcore.config.spec import RewardSpec
+from gcore.plugins import PluginFault
+from gcore.reward.registry import LARGEST, CheckedReward, RewardError, RewardResult, find_reward
+
+
+class OpenReward:
+    """A reward of a spec, found and started. `OpenReward.of` makes it."""
+
+    def __init__(self, spec: RewardSpec, parts: tuple[tuple[RewardSpec, CheckedReward], ...]) -> None:
+        self._spec = spec
+        self._parts = parts
+
+    @classmethod
+    def of(cls, spec: RewardSpec) -> OpenReward:
+        """Find what the spec names, and start it. Raises SpecError (PluginFault) or RewardError."""
+        told = [spec.of_part(part) for part in spec.parts] or [spec]
+        found = []
+        for number, one in enumerate(told):
+            try:
+                reward = find_reward(one.name)
+            except PluginFault as fault:
+                if not spec.parts:
+                    raise
+                where = f"reward.parts.{number}.name"
+                raise PluginFault(fault.what, where=where, fix=fault.fix, trace=fault.trace) from fault
+            reward.start(one)
+            found.append((one, reward))
+        return cls(spec, tuple(found))
+
+    def __call__(self, response: str, fields: Mapping[str, Any]) -> RewardResult:
+        """The response's reward and its parts. Raises RewardError."""
+        if not self._spec.parts:
+            spec, reward = self._parts[0]
+            return reward(response, fields, spec)
+        results = [self._scored(number, response, fields) for number in range(len(self._parts))]
+        labels = [part.shown_as for part in self._spec.parts]
+        value = self._value([result.value for result in results])
+        if not math.isfinite(value) or abs(value) > LARGEST:
+            raise RewardError(
+                f"the parts of the reward come to {value}, which is not finite in float32", fix="Lower their weights"
+            )
+        shown = [(label, result.value) for label, result in zip(labels, results, strict=True)]
+        inner = [
+            (f"{label}.{name}", number)
+            for label, result in zip(labels, results, strict=True)
+            for name, number in result.parts
+        ]
+        return RewardResult(value, (*shown, *inner))
+
+    def _scored(self, number: int, response: str, fields: Mapping[str, Any]) -> RewardResult:
+        spec, reward = self._parts[number]
+        try:
+            return reward(response, fields, spec)
+        except RewardError as error:
+            label = self._spec.parts[number].shown_as
+            raise RewardError(f"part {label!r}: {error.what}", fix=error.fix, trace=error.trace) from error
+
+    def _value(self, values: list[float]) -> float:
+        weighted = [part.weight * value for part, value in zip(self._spec.parts, values, strict=True)]
+        if self._spec.compose == "min":
+            return min(weighted)
+        if self._spec.compose == "gate":
+            return math.fsum(weighted[1:]) if values[0] > 0 else 0.0
+        return math.fsum(weighted)
+
+
+def known_names(spec: RewardSpec) -> tuple[str, ...]:
+    """The entry-point names that the spec uses, each once."""
+    return tuple(dict.fromkeys(part.name for part in spec.parts)) or (spec.name,)
