@@ -37,6 +37,7 @@ from gcore.train.models import Models
 from gcore.train.receipts import ReceiptBook
 from gcore.train.report import PhaseTimer, StepResult
 from gcore.train.saving import Progress, Saved, Saver
+from gcore.train.shown import show_advantages
 from gcore.train.tally import Tally
 from gcore.types import Version
 
@@ -96,6 +97,7 @@ class StepTrainer:
         with timer.phase("old_logprobs"):
             old = self._old_pass(step, tally, tell)
         known = Known(self._advantages(step, old, reference, tally), old, reference)
+        show_advantages(self._launch.run_path, self._launch.spec.samples, step, known.advantages)
         with timer.phase("update"):
             self._updates(step, known, tally, tell)
         metrics = tally.metrics(self._collective)

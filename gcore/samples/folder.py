@@ -1,0 +1,91 @@
+"""The folder `samples` of a run: one folder a step, one file a writer in it. Blocks on the disk; called off event loops.
+
+A file is there whole or not at all. Of all steps the newest are kept; whoever has written removes the oldest. Nothing is
+waited for: samples that cannot be written are missing, and the step they are of is none the worse.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from gcore.ledger.records import Record, UnreadableRecord
+from gcore.samples.records import KeptAdvantage, KeptGroup
+from gcore.types import Version
+
+log = logging.getLogger(__name__)
+R = TypeVar("R", bound=Record)
+
+FOLDER = "samples"
+ADVANTAGES = "advantages-"
+
+
+def step_folder(run_dir: Path, version: Version) -> Path:
+    """Where the samples of the step that led to `version` lie."""
+    return run_dir / FOLDER / f"{version.lineage}-{version.step}"
+
+
+def write(run_dir: Path, version: Version, name: str, records: Iterable[Record]) -> None:
+    """Write a file of `name` whole. Raises OSError."""
+    folder = step_folder(run_dir, version)
+    folder.mkdir(parents=True, exist_ok=True)
+    half = folder / f".{name}.tmp"
+    try:
+        half.write_bytes(b"".join(record.encode() + b"\n" for record in records))
+        half.rename(folder / f"{name}.jsonl")
+    except BaseException:
+        with contextlib.suppress(OSError):
+            half.unlink(missing_ok=True)
+        raise
+
+
+def advantages_name(rank: int) -> str:
+    """The name of a rank's file."""
+    return f"{ADVANTAGES}{rank}"
+
+
+def kept_steps(run_dir: Path) -> list[Version]:
+    """The steps that have samples, oldest first. Raises OSError."""
+    found = []
+    with contextlib.suppress(FileNotFoundError):
+        for entry in os.scandir(run_dir / FOLDER):
+            lineage, _, step = entry.name.partition("-")
+            if lineage.isdigit() and step.isdigit():
+                found.append(Version(int(lineage), int(step)))
+    return sorted(found)
+
+
+def prune(run_dir: Path, keep: int) -> None:
+    """Remove the oldest steps beyond `keep`. Raises OSError."""
+    for version in kept_steps(run_dir)[:-keep]:
+        shutil.rmtree(step_folder(run_dir, version), ignore_errors=True)
+
+
+def read_groups(run_dir: Path, version: Version) -> list[KeptGroup]:
+    """The kept groups of a step, by ref. Raises OSError."""
+    files = [f for f in _files(run_dir, version) if not f.name.startswith(ADVANTAGES)]
+    groups = {group.digest: group for file in files for group in _records(file, KeptGroup)}
+    return sorted(groups.values(), key=lambda group: group.ref)
+
+
+def read_advantages(run_dir: Path, version: Version) -> dict[tuple[str, int], KeptAdvantage]:
+    """The known advantages of a step, by the group's digest and the sample's index. Raises OSError."""
+    files = [f for f in _files(run_dir, version) if f.name.startswith(ADVANTAGES)]
+    return {(one.digest, one.sample): one for file in files for one in _records(file, KeptAdvantage)}
+
+
+def _files(run_dir: Path, version: Version) -> list[Path]:
+    return sorted(step_folder(run_dir, version).glob("[!.]*.jsonl"))
+
+
+def _records(file: Path, kind: type[R]) -> Iterator[R]:
+    for number, line in enumerate(file.read_bytes().splitlines(), 1):
+        try:
+            yield kind.decode(line, f"{file}:{number}")
+        except UnreadableRecord as error:
+            log.warning("%s", error)
