@@ -108,7 +108,8 @@ def _transaction(action: Action, view: JobView, hands: Hands) -> Transaction:
         case Ready():
             return transactions.ready(keys, slots(view), action.step)
         case Commit():
-            keep = action.step in view.spec.checkpoint_due
+            assert view.seal is not None
+            keep = view.spec.checkpoints_after(action.step, last=view.seal.last)
             return transactions.commit(
                 keys, slots(view), view.rules.shape, writer(view), keep_cursors=keep, stats=hands.stats(view)
             )

@@ -34,7 +34,8 @@ from gcore.ledger.ancestry import resumable
 from gcore.ledger.balance import balance
 from gcore.ledger.job import JobPhase
 from gcore.ledger.records import Head, Offer, Seal, SealState
-from gcore.ledger.stream import AccountNow, SealNow, refuse_seal
+from gcore.ledger.shortage import why_short
+from gcore.ledger.stream import AccountNow, SealNow, Short, refuse_seal
 from gcore.ledger.tally import barren_epoch, why_barren
 
 COALESCE_S = 0.3
@@ -123,7 +124,7 @@ def sealing(view: JobView) -> Iterator[Intent]:
     """The batch is closed as soon as the offers hold its quota."""
     head = _head(view)
     slot = view.seal
-    if head.step >= view.spec.flow.steps or (slot is not None and slot.state is not SealState.OPEN):
+    if view.is_over or (slot is not None and slot.state is not SealState.OPEN):
         return
     seals = [stored.record for stored in view.mirror.seals.values()]
     chosen = view.chosen
@@ -132,6 +133,9 @@ def sealing(view: JobView) -> Iterator[Intent]:
         yield Intent(MakeSeal(head.step + 1, chosen), topic, _turn(view, topic))
     elif isinstance(chosen, AccountNow):
         yield Intent(Account(chosen.outcomes), f"account {head.seq}", _turn(view, topic))
+    elif isinstance(chosen, Short):
+        why = why_short(view.rules, head, chosen, [stored.record for stored in view.mirror.log.values()])
+        yield Intent(SetPhase(JobPhase.FAILED, why, at_head=True), f"short {head.seq}", _turn(view, topic))
 
 
 def exchanging(view: JobView) -> Iterator[Intent]:
@@ -191,7 +195,7 @@ def despairing(view: JobView) -> Iterator[Intent]:
     """
     head = _head(view)
     epoch = barren_epoch(view.rules.shape, head)
-    if epoch is None or head.step >= view.spec.flow.steps:
+    if epoch is None or (view.is_over and head.step > 0):
         return
     if not view.offered.groups and not any(stored.record.groups for stored in view.mirror.seals.values()):
         why = why_barren(epoch, [stored.record for stored in view.mirror.log.values()])
@@ -255,21 +259,28 @@ def publishing(view: JobView) -> Iterator[Intent]:
 def finishing(view: JobView) -> Iterator[Intent]:
     """All steps are committed, the last checkpoint is registered and the last evaluation made."""
     if is_complete(view):
-        steps = view.spec.flow.steps
-        done = SetPhase(JobPhase.SUCCEEDED, f"all {steps} steps are trained", at_head=True)
+        done = SetPhase(JobPhase.SUCCEEDED, _how_it_ended(view), at_head=True)
         yield Intent(done, "finish", _turn(view, "finish"))
 
 
 def is_complete(view: JobView) -> bool:
     """Whether nothing is left to do."""
     head = _head(view)
-    steps = view.spec.flow.steps
     assert view.mirror.checkpoints is not None
     return (
-        head.step >= steps
-        and any(c.step == steps for c in resumable(head, view.mirror.checkpoints.record.entries))
-        and (steps not in view.spec.eval_due or str(head.version) in view.mirror.evaluations)
+        view.is_over
+        and head.step > 0
+        and any(c.step == head.step for c in resumable(head, view.mirror.checkpoints.record.entries))
+        and (not view.spec.evaluates_after(head.step, last=True) or str(head.version) in view.mirror.evaluations)
     )
+
+
+def _how_it_ended(view: JobView) -> str:
+    epochs, steps = view.rules.epochs, _head(view).step
+    if epochs is None:
+        return f"all {steps} steps are trained"
+    through = "the data epoch" if epochs == 1 else f"all {epochs} data epochs"
+    return f"every prompt of {through} has its outcome, after {steps} steps"
 
 
 def _head(view: JobView) -> Head:

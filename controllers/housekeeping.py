@@ -59,7 +59,7 @@ def pruning(view: JobView) -> Iterator[Intent]:
 def beginning(view: JobView) -> Iterator[Intent]:
     """With a curriculum, a data epoch begins when its statistics are fixed, once for all peers: by whoever needs it."""
     head = _head(view)
-    if view.spec.data.curriculum is None or head.step >= view.spec.flow.steps:
+    if view.spec.data.curriculum is None or view.is_over:
         return
     epoch = epochs.needed(view.due, view.epochs)
     if epoch is None:

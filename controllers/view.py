@@ -16,11 +16,13 @@ from gcore.ledger.epochs import standing
 from gcore.ledger.job import NodeRecord
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records import EndedRef, EpochRecord, OfferedGroup, Seal
+from gcore.ledger.rules import is_over
 from gcore.ledger.stream import (
     AccountNow,
     NotYet,
     Offered,
     SealNow,
+    Short,
     StreamRules,
     choose,
     due,
@@ -106,7 +108,7 @@ class JobView:
         return due(self.rules, self.mirror.head.record, self._seals, self.offered)
 
     @cached_property
-    def chosen(self) -> SealNow | AccountNow | NotYet:
+    def chosen(self) -> SealNow | AccountNow | NotYet | Short:
         """What the next seal would take."""
         assert self.mirror.head is not None
         return choose(self.rules, self.mirror.head.record, self._seals, self.offered)
@@ -116,6 +118,12 @@ class JobView:
         """The data epochs that have begun, of a job with a curriculum."""
         assert self.mirror.head is not None
         return standing(self.mirror.head.record, [stored.record for stored in self.mirror.epochs.values()])
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no step is left to make."""
+        assert self.mirror.head is not None
+        return is_over(self.rules, self.mirror.head.record)
 
     @property
     def _seals(self) -> list[Seal]:

@@ -59,7 +59,7 @@ def waiting_for(view: JobView) -> Iterator[Wait]:
         what = f"the engines of {view.node} are to load {weights_of(head.version)} ({have})"
         yield Wait("engines", what, "wait engines")
     seal = view.seal
-    if head.step >= view.spec.flow.steps:
+    if view.is_over:
         yield Wait("finish", "all steps are trained; the last checkpoint or evaluation is not yet there", "wait finish")
     elif seal is None or seal.state is SealState.OPEN:
         chosen = view.chosen

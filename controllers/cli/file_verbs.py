@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from controllers.cli.answers import Output, as_json, console
+from controllers.cli.extent_words import so_far
 from controllers.cli.options import (
     DEFAULT_CONTROLLERS,
     DEFAULT_HOME,
@@ -113,7 +114,7 @@ def validate(
     console().print(table)
     if answer is not None:
         typer.echo(f"\n{download_sentence(loaded.model.path, answer)}")
-    typer.echo(f"\n{spec} is valid: {prompts} prompts, {loaded.flow.steps} steps.")
+    typer.echo(f"\n{spec} is valid: {prompts} prompts, {so_far(loaded.flow, prompts)}.")
 
 
 def schema() -> None:

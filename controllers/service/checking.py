@@ -94,6 +94,7 @@ def check_submission(
     if progress is not None:
         reading = lambda name, done, total: progress(f"reading {name}", done, total)  # noqa: E731
     prompts = open_prompts(spec, cache_dir, model.folder, reading)
+    _check_quota(spec, prompts.prompts)
     checked = [_counted(o, len(o), sample, progress, held_out=False) for o in prompts.stream.sources]
     for held_out in prompts.evaluation:
         shown = min(len(held_out), spec.eval.limit)
@@ -148,6 +149,16 @@ def _check_step_size(spec: JobSpec) -> None:
             f"{spec.data.shards * spec.data.window}",
             where="data.window",
             fix="Raise data.window or data.shards",
+        )
+
+
+def _check_quota(spec: JobSpec, prompts: int) -> None:
+    """A step that takes more groups than there are prompts would take some of them twice."""
+    if spec.flow.groups_per_step > prompts:
+        raise SpecError(
+            f"a step takes {spec.flow.groups_per_step} groups, and a data epoch has {prompts} prompts",
+            where="flow.groups_per_step",
+            fix=f"Lower it to {prompts} at most, or add data",
         )
 
 

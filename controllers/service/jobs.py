@@ -27,6 +27,7 @@ from gcore.errors import GcoreError, StoreUnavailable, UsageError
 from gcore.ledger.ancestry import resumable
 from gcore.ledger.job import JobPhase
 from gcore.ledger.mirror import JobMirror
+from gcore.ledger.rules import planned_steps, rules_of
 from gcore.store.keys import JobKeys
 
 if TYPE_CHECKING:  # imported when there is a job: see controllers.wire
@@ -250,7 +251,7 @@ def _message(mirror: JobMirror) -> pb.Job:
         spec_json=json.dumps(job.spec),
         run_dir=job.run_dir,
         created=job.created,
-        steps=int(job.spec.get("flow", {}).get("steps", 0)),
+        steps=_planned_steps(mirror),
         ended=status.changed if status.phase.ended else 0.0,
     )
     if mirror.head is not None:
@@ -265,6 +266,15 @@ def _message(mirror: JobMirror) -> pb.Job:
     if newest is not None:
         message.checkpoint = f"{job.run_dir}/{newest}"
     return message
+
+
+def _planned_steps(mirror: JobMirror) -> int:
+    """How many steps the job will have had; an estimate where it goes by epochs. 0: nothing is known yet."""
+    assert mirror.job is not None
+    rules = rules_of(mirror.job.record)
+    if mirror.head is None:
+        return rules.steps or 0
+    return planned_steps(rules, mirror.head.record) or 0
 
 
 def _newest_checkpoint(mirror: JobMirror) -> str | None:

@@ -28,10 +28,10 @@ class FlowSpec(Section):
     """The RL program, its sizes, and how far it goes: by `steps` or by `epochs`."""
 
     name: str = Field("grpo", description="Flow, by its entry-point name in `gcore.flows`")
-    steps: Annotated[int, Field(ge=1, le=MOST_STEPS)] | None = Field(
+    steps: Annotated[int, Field(gt=0, le=MOST_STEPS)] | None = Field(
         None, description="Steps (sealed batches) until the job has succeeded; either these or `epochs`"
     )
-    epochs: Annotated[int, Field(ge=1, le=MOST_STEPS)] | None = Field(
+    epochs: Annotated[int, Field(gt=0, le=MOST_STEPS)] | None = Field(
         None, description="Data epochs until the job has succeeded; either these or `steps`"
     )
     count: Literal["prompts", "steps"] = Field(

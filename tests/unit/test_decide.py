@@ -65,7 +65,7 @@ SPEC = parse_spec(
         "checkpoint": {"every": 2},
     }
 )
-RULES = StreamRules(shard_lengths(40, 4), 8, 4)
+RULES = StreamRules(shard_lengths(40, 4), 8, 4, steps=3)
 KEYS = JobKeys("u")
 
 

@@ -115,7 +115,6 @@ async def test_an_ended_job_has_no_more_steps() -> None:
     peer: Any = Present()
     ended = SimpleNamespace(record=SimpleNamespace(phase=JobPhase.CANCELLED))
     mirror = SimpleNamespace(head=SimpleNamespace(record=peer.head), status=ended)
-    peer.look = lambda: SimpleNamespace(mirror=mirror)
+    peer.look = lambda: SimpleNamespace(mirror=mirror, is_over=False)
     peer.changes = Changes()
-    peer.material = SimpleNamespace(spec=SimpleNamespace(flow=SimpleNamespace(steps=3)))
     assert [step async for step in JobPeer.steps(peer)] == []
