@@ -140,6 +140,7 @@ class JobRunner:
     def _note(self, batch: WatchBatch) -> None:
         before = self.mirror
         self.mirror = before.fold(batch)
+        self._reading.note(self.mirror, self.holdings)
         if self.mirror.head is not None and self.mirror.head != before.head:
             rules = self._rules_or_none()
             if rules is not None:
@@ -160,6 +161,7 @@ class JobRunner:
             if material is None:
                 return
             self._spec = material.spec
+            self._reading.samples.open(material.spec, material.stream, Path(self.mirror.job.record.run_dir))
             self.look_anew()
             flow = find_flow(spec.flow.name)
             orders = self._orders = EpochOrders(spec, material.stream, self.changes.notify)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from controllers.changes import Changes
+from controllers.holdings import Holdings
+from controllers.keeping import SampleKeeper
 from controllers.recording import Recorder
 from gcore.clock import Clock
 from gcore.ledger.mirror import JobMirror
@@ -23,16 +25,24 @@ class Reading:
 
     def __init__(self, me: str, look: Callable[[], JobMirror], changes: Changes, clock: Clock) -> None:
         self._recorder = Recorder(me, look, changes, clock)
+        self.samples = SampleKeeper(me)
         self._task: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
         """Run beside the caller, until `finish` or `cancel`."""
         self._task = asyncio.create_task(self._run(), name="reading")
 
+    def note(self, mirror: JobMirror, holdings: Holdings) -> None:
+        """A change, before what is terminal leaves the holdings."""
+        try:
+            self.samples.note(mirror, holdings)
+        except Exception:
+            log.exception("samples are not kept")
+
     async def finish(self) -> None:
         """The job has ended: what is missing is written, for a bounded time."""
         self.cancel()
-        await _contained(self._recorder.finish())
+        await asyncio.gather(_contained(self._recorder.finish()), _contained(self.samples.write()))
 
     def cancel(self) -> None:
         """Stop at once."""
@@ -40,12 +50,12 @@ class Reading:
             self._task.cancel()
 
     async def _run(self) -> None:
-        await _contained(self._recorder.run())
+        await asyncio.gather(_contained(self._recorder.run()), _contained(self.samples.run()))
 
 
-async def _contained(work: object) -> None:
+async def _contained(work: Awaitable[None]) -> None:
     """What people read must not end what they read about."""
     try:
-        await work  # type: ignore[misc]
+        await work
     except Exception:
         log.exception("what is kept of the run for people to read goes no further here")

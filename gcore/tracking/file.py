@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -29,11 +30,12 @@ class Busy(Exception):
 
 
 class MetricsFile:
-    """One writer's hand on the file. Not for two threads at once."""
+    """One writer's hand on the file. A second thread of the same process finds it busy."""
 
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / FILE
         self._offset = 0
+        self._thread = threading.Lock()
         self.written = Written()
         """What the file held when it was last looked at."""
 
@@ -46,7 +48,7 @@ class MetricsFile:
         written (ValueError): what is missing may not be seen here yet. Without `whole` it is passed over.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a+b") as file, _locked(file):
+        with _alone(self._thread), self.path.open("a+b") as file, _locked(file):
             self._catch_up(file)
             if gap(self.written, source):
                 source = Source(source.job, source.status, archived() | dict(source.log), source.evaluations)
@@ -83,6 +85,17 @@ def read_lines(file: BinaryIO, offset: int) -> Iterator[tuple[Line | None, int]]
         for raw in whole:
             offset += len(raw) + 1
             yield decode(raw), offset
+
+
+@contextlib.contextmanager
+def _alone(lock: threading.Lock) -> Iterator[None]:
+    """Raises Busy."""
+    if not lock.acquire(blocking=False):
+        raise Busy
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 @contextlib.contextmanager
