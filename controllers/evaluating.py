@@ -1,9 +1,12 @@
-"""Evaluation: greedy answers to the held-out prompts, made by one peer for all.
+"""Evaluation: answers to the held-out prompts, made by all peers for all.
 
-The first peer in the version's order makes it; the others wait for its record and take over, one after the other, when it
-does not come. It is written once for a version; what a second peer made meanwhile is thrown away. Every source has its
-own prompts, reward and longest response; the accuracy is the mean over all prompts, whichever source they are from. An
-answer that its reward cannot score is worth 0, and the log says so: as in training, it does not end the job.
+The prompts of a version's evaluation are cut into parts (`gcore.ledger.evaluation`); every peer answers those that are its
+(`controllers.eval_turns`) on its engines, has them scored as their set says, and writes each down once. When all are there,
+one peer composes the evaluation, and the parts go. Greedy, or each response drawn from a seed that follows from the job, the
+version, the set, the prompt and the number of the response: the same whoever asks.
+
+A response that its reward cannot score is not correct, is counted as not scored, and is told of: as in training, it does
+not end the job. Nothing is filtered here, and nothing decides when an evaluation is due (`gcore.config.spec`).
 """
 
 from __future__ import annotations
@@ -12,38 +15,57 @@ import asyncio
 import itertools
 import logging
 import math
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from controllers.changes import Changes
 from controllers.engines import EngineBook
+from controllers.eval_turns import equipped, order, to_take
+from controllers.judging import Verdict, eval_seed, judged
 from controllers.material import Material, Practice
-from controllers.step import Look
-from controllers.turns import turn
+from controllers.step import Look, reissue_delay
+from controllers.turns import TURN_SECONDS
 from gcore.clock import Clock
+from gcore.config.evaluation import EvalDraws
 from gcore.errors import EngineError
-from gcore.ledger.job import EvalSample, Evaluation, SourceScore
+from gcore.ledger.evaluation import PartPlan, compose, cut
+from gcore.ledger.job import EvalPart, Evaluation
 from gcore.prompts.source import EvalSource
-from gcore.reward.registry import RewardError
 from gcore.types import Prompt, Sample, Version
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 EVAL_BATCH = 64
-"""Evaluation prompts in one request."""
-SHOWN_CHARACTERS = 1000
-"""Of a text in an evaluation's record: fifty answers, the most there are, then fit into one write to the store."""
-EVAL_TAKEOVER_S = 20.0
-"""An evaluation that its peer has not delivered by then is made by the next."""
+"""Evaluation responses in one request."""
 
 
-class RecordEvaluation(Protocol):
-    """Writes an evaluation down, unless someone has."""
+class EvaluationBook(Protocol):
+    """Where parts and evaluations are written down."""
 
-    async def __call__(self, evaluation: Evaluation) -> None:
+    async def add_part(self, part: EvalPart) -> bool:
+        """Whether the part stands now, this one or another's; False if that is not known."""
+        ...
+
+    async def conclude(self, evaluation: Evaluation) -> None:
         """Returns when it was tried; the view tells what stands."""
         ...
+
+
+@dataclass
+class _Round:
+    """One peer's work on one version."""
+
+    version: Version
+    quiet_since: float
+    known: int = 0
+    """Parts there when this was last looked at."""
+    running: dict[int, asyncio.Task[bool]] = field(default_factory=dict)
+    delivered: set[int] = field(default_factory=set)
+    """Written down, whether the mirror shows it yet or not."""
+    tries: dict[int, int] = field(default_factory=dict)
+    not_before: dict[int, float] = field(default_factory=dict)
 
 
 class Evaluator:
@@ -55,111 +77,172 @@ class Evaluator:
         look: Look,
         changes: Changes,
         engines: EngineBook,
-        record_evaluation: RecordEvaluation,
+        book: EvaluationBook,
         clock: Clock,
     ) -> None:
         self.material = material
         self.look = look
         self.changes = changes
         self._engines = engines
-        self._record_evaluation = record_evaluation
+        self._book = book
         self._clock = clock
+        self._sets: dict[str, EvalSource] = {one.source.name: one for one in material.evaluation}
+        self._draws: Mapping[str, EvalDraws] = material.spec.eval.drawn
+        sizes = [(n, min(len(one), self._draws[n].limit), self._draws[n].samples) for n, one in self._sets.items()]
+        self.plans = cut(sizes)
 
     async def evaluate(self) -> None:
-        """Greedy answers to the held-out prompts, once for a version that is due. The others wait for the first peer."""
-        began = self._clock.monotonic()
-        while (version := self._eval_missing()) is not None:
-            view = self.look()
-            place = turn(view.mirror.members, view.me, f"eval {version}")
-            if self._clock.monotonic() - began < place * EVAL_TAKEOVER_S:
-                await self.changes.wait(timeout=1.0)
-                continue
-            if not self._engines.serves(version):
-                await self.changes.wait(timeout=1.0)
-                continue
-            try:
-                await self._record_evaluation(await self._evaluate(version))
-            except EngineError as error:
-                log.warning("evaluation of %s: %s", version, error)
-            await self.changes.wait(timeout=1.0)
+        """Until the version that is due, if any, is evaluated. Raises what a prompt that cannot be shown raises."""
+        while (version := self._missing()) is not None:
+            await self._take_part(_Round(version, self._clock.monotonic()))
 
-    def _eval_missing(self) -> Version | None:
+    def _missing(self) -> Version | None:
         """Head's version, if it is to be evaluated and is not yet."""
-        mirror = self.look().mirror
+        view = self.look()
+        mirror = view.mirror
         if mirror.head is None or mirror.status is None or mirror.status.record.phase.ended:
             return None
         version = mirror.head.record.version
-        due_now = version.step in self.material.spec.eval_due and bool(self.material.evaluation)
+        due_now = self.material.spec.evaluates_after(version.step, last=view.is_over) and bool(self.plans)
         return version if due_now and str(version) not in mirror.evaluations else None
 
-    async def _evaluate(self, version: Version) -> Evaluation:
-        limit = self.material.spec.eval.limit
-        parts = [
-            (source, range(first, min(first + EVAL_BATCH, len(source), limit)))
-            for source in self.material.evaluation
-            for first in range(0, min(len(source), limit), EVAL_BATCH)
-        ]
-        answers = [one for part in await all_or_none(self._answer(version, *p) for p in parts) for one in part]
-        by_source: dict[str, list[EvalSample]] = {}
-        for answer in answers:
-            by_source.setdefault(answer.source, []).append(answer)
-        return Evaluation(
+    async def _take_part(self, work: _Round) -> None:
+        """Until the version is evaluated, or is head's no more."""
+        try:
+            while self._missing() == work.version:
+                now = self._clock.monotonic()
+                parts = self.look().mirror.parts_of(work.version)
+                if len(parts) != work.known:
+                    work.known, work.quiet_since = len(parts), now
+                self._gather(work, parts, now)
+                if len(parts) == len(self.plans):
+                    await self._conclude(work, parts, now)
+                elif self._engines.serves(work.version):
+                    self._begin(work, parts, now)
+                await self.changes.wait(timeout=1.0)
+        finally:
+            await _end(work.running.values())
+
+    def _begin(self, work: _Round, parts: Mapping[int, EvalPart], now: float) -> None:
+        """Start as many parts as the engines have room for. One at least, however large."""
+        view = self.look()
+        away = parts.keys() | work.delivered | work.running.keys()
+        open_parts = [plan.number for plan in self.plans if plan.number not in away]
+        plan = view.mirror.plan.record if view.mirror.plan is not None else None
+        members = order(work.version, equipped(view.mirror.members, plan))
+        room = self._room() - sum(self._responses(number) for number in work.running)
+        for number in to_take(view.me, open_parts, members, now - work.quiet_since):
+            if now < work.not_before.get(number, now):
+                continue
+            if work.running and self._responses(number) > room:
+                return
+            room -= self._responses(number)
+            task = asyncio.create_task(self._deliver(work.version, self.plans[number]), name=f"evaluation {number}")
+            task.add_done_callback(lambda _: self.changes.notify())
+            work.running[number] = task
+
+    def _room(self) -> int:
+        """Responses asked for at once: what my engines decode, and as many in their queues."""
+        return 2 * self.material.spec.rollout.batch_slots * max(1, len(self.look().engines))
+
+    def _responses(self, number: int) -> int:
+        plan = self.plans[number]
+        return len(plan.prompts) * self._draws[plan.source].samples
+
+    def _gather(self, work: _Round, parts: Mapping[int, EvalPart], now: float) -> None:
+        """Take note of what has ended. Raises what is neither an engine's nor a reward's failure."""
+        for number, task in list(work.running.items()):
+            if number in parts:
+                task.cancel()  # another was faster; if it is done already, this does nothing
+            if not task.done():
+                continue
+            del work.running[number]
+            if task.cancelled():
+                continue
+            try:
+                stands = task.result()
+            except EngineError as error:
+                log.warning("evaluation of %s, part %d: %s", work.version, number, error)
+                stands = False
+            if stands:
+                work.delivered.add(number)
+            else:
+                tries = work.tries[number] = work.tries.get(number, 0) + 1
+                work.not_before[number] = now + reissue_delay(tries)
+
+    async def _conclude(self, work: _Round, parts: Mapping[int, EvalPart], now: float) -> None:
+        """Compose the evaluation, one peer after the other: all would write the same."""
+        view = self.look()
+        members = order(work.version, view.mirror.members)
+        place = members.index(view.me) if view.me in members else len(members)
+        if now - work.quiet_since >= place * TURN_SECONDS:
+            evaluation = compose(work.version, self.plans, parts, self._draws, self.material.spec.eval.show)
+            await self._book.conclude(evaluation)
+
+    async def _deliver(self, version: Version, plan: PartPlan) -> bool:
+        """Answer a part and write it down; whether it stands. Raises EngineError, DataError."""
+        return await self._book.add_part(await self._answer(version, plan))
+
+    async def _answer(self, version: Version, plan: PartPlan) -> EvalPart:
+        draws, practice = self._draws[plan.source], self.material.evaluated[plan.source]
+        held_out = self._sets[plan.source]
+        tries = [(index, number) for index in plan.prompts for number in range(draws.samples)]
+        prompts = {index: held_out.prompt(index) for index in plan.prompts}
+        batches = [tries[first : first + EVAL_BATCH] for first in range(0, len(tries), EVAL_BATCH)]
+        turns = asyncio.Semaphore(max(1, self._room() // EVAL_BATCH))
+        answered = await all_or_none(self._batch(turns, version, practice, prompts, batch) for batch in batches)
+        verdicts = list(itertools.chain.from_iterable(answered))
+        unscored = [one for one in verdicts if one.shown.unscored]
+        if unscored:
+            log.warning(
+                "evaluation of %s, set %s: %d of %d responses could not be scored; the first, to prompt %d: %s",
+                version,
+                plan.source,
+                len(unscored),
+                len(verdicts),
+                unscored[0].index,
+                unscored[0].shown.unscored,
+            )
+        firsts = [one.shown for one in verdicts[:: draws.samples] if one.index < self.material.spec.eval.show]
+        by_prompt = [verdicts[at : at + draws.samples] for at in range(0, len(verdicts), draws.samples)]
+        return EvalPart(
             version=version,
-            accuracy=_mean_reward(answers),
-            count=len(answers),
+            number=plan.number,
+            parts=plan.parts,
+            source=plan.source,
+            first=plan.first,
+            samples=draws.samples,
+            correct=tuple(sum(bool(one.shown.correct) for one in its) for its in by_prompt),
+            reward=math.fsum(one.shown.reward for one in verdicts if not one.shown.unscored),
+            unscored=len(unscored),
+            why_unscored=unscored[0].shown.unscored if unscored else "",
+            shown=tuple(firsts),
             by=self.look().me,
-            samples=shown(list(by_source.values()), self.material.spec.eval.show),
-            by_source={
-                name: SourceScore(accuracy=_mean_reward(of_it), count=len(of_it)) for name, of_it in by_source.items()
-            },
         )
 
-    async def _answer(self, version: Version, source: EvalSource, indexes: range) -> list[EvalSample]:
-        """The answers to some prompts of one source. Raises EngineError."""
-        practice = self.material.evaluated[source.source.name]
-        prompts = [source.prompt(index) for index in indexes]
-        rid = f"{self.material.uid}/eval/{version}/{source.source.name}/{indexes.start}/{self.look().me}"
-        token_ids = [prompt.token_ids for prompt in prompts]
-        samples = await self._engines.generate(version, token_ids, practice.params, [0] * len(prompts), rid)
-        pairs = zip(prompts, samples, strict=True)
-        return await all_or_none(judged(practice, prompt, sample, version) for prompt, sample in pairs)
-
-
-async def judged(practice: Practice, prompt: Prompt, sample: Sample, version: Version) -> EvalSample:
-    """An evaluation answer and what it is worth. Raises EngineError if other weights had a part in it."""
-    if sample.oldest != version or sample.finish_reason == "abort":
-        raise EngineError(f"an evaluation answer was made by {sample.oldest}, not {version}", fix="It is made again")
-    try:
-        (result,) = await practice.scored(prompt, (sample,))
-        reward = result.value
-    except RewardError as error:
-        log.warning("evaluation of %s, source %s, prompt %s: %s", version, practice.source.name, prompt.ref.seq, error)
-        reward = 0.0
-    expected = str(prompt.fields.get(practice.source.reward.answer, ""))
-    return EvalSample(
-        prompt=prompt.text,
-        response=sample.text,
-        answer=expected,
-        reward=reward,
-        source=practice.source.name,
-    )
-
-
-def shown(by_source: Sequence[Sequence[EvalSample]], count: int) -> tuple[EvalSample, ...]:
-    """`count` answers to be shown, from every source in turn, with texts that a record has room for."""
-    in_turn = [one for row in itertools.zip_longest(*by_source) for one in row if one is not None]
-    return tuple(
-        one.model_copy(update={name: _shortened(getattr(one, name)) for name in ("prompt", "response", "answer")})
-        for one in in_turn[:count]
-    )
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 1]}…"
-
-
-def _mean_reward(answers: Sequence[EvalSample]) -> float:
-    return math.fsum(answer.reward for answer in answers) / len(answers)
+    async def _batch(
+        self,
+        turns: asyncio.Semaphore,
+        version: Version,
+        practice: Practice,
+        prompts: Mapping[int, Prompt],
+        tries: Sequence[tuple[int, int]],
+    ) -> list[Verdict]:
+        """The answers to some tries (prompt, number of the response) of one set, scored. Raises EngineError."""
+        name, draws = practice.source.name, self._draws[practice.source.name]
+        (first, number), me = tries[0], self.look().me
+        rid = f"{self.material.uid}/eval/{version}/{name}/{first}.{number}/{me}"
+        token_ids = [prompts[index].token_ids for index, _ in tries]
+        seeds = [eval_seed(self.material, version, name, *one) if draws.temperature else 0 for one in tries]
+        async with turns:  # a request that waits in an engine's queue would run into its time limit there
+            samples = await self._engines.generate(version, token_ids, practice.params, seeds, rid)
+        of_prompt: dict[int, list[Sample]] = {}
+        for (index, _), sample in zip(tries, samples, strict=True):
+            of_prompt.setdefault(index, []).append(sample)
+        judgements = (
+            judged(practice, draws.threshold, prompts[index], its, version) for index, its in of_prompt.items()
+        )
+        return list(itertools.chain.from_iterable(await all_or_none(judgements)))
 
 
 async def all_or_none(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -171,6 +254,11 @@ async def all_or_none(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     try:
         return await asyncio.gather(*tasks)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await _end(tasks)
+
+
+async def _end(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -7,7 +7,6 @@ in `Changes` and in the view, never in each other. When the incarnation ends, al
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import signal
 import traceback
@@ -21,6 +20,7 @@ from controllers.cluster import ClusterMirror
 from controllers.decide import decide
 from controllers.deeds import LOOK_AGAIN_S, Deeds
 from controllers.engines import EngineBook, responsible_for
+from controllers.eval_book import StoredEvaluations
 from controllers.gauges import show
 from controllers.hands import Hands
 from controllers.holdings import Holdings
@@ -39,16 +39,16 @@ from controllers.view import JobView
 from controllers.waiting import waiting_for
 from gcore.clock import Clock
 from gcore.config import NodeConfig, parse_spec
-from gcore.errors import GcoreError, StoreUnavailable
+from gcore.errors import GcoreError
 from gcore.flows import find_flow
 from gcore.ledger.guarded import Ledger, TxnOutcome
-from gcore.ledger.job import Evaluation, JobPhase
+from gcore.ledger.job import JobPhase
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.stream import StreamRules, rules_of
 from gcore.metrics import Metrics
 from gcore.reward.scoring import DirectScorer, Scorer
 from gcore.store.keys import JobKeys
-from gcore.store.types import Compare, Put, Store, WatchBatch
+from gcore.store.types import Store, WatchBatch
 from gcore.train.feed_state import WorldName
 from gcore.worker.process import send_signal
 
@@ -174,7 +174,7 @@ class JobRunner:
             self.changes,
             self._engines,
             self.holdings,
-            self._record_evaluation,
+            StoredEvaluations(Ledger(self._store, self.keys), lambda: self.mirror),
             self._clock,
             self.stopwatch,
             orders,
@@ -353,8 +353,3 @@ class JobRunner:
 
     def _stats(self, view: JobView) -> dict[str, float]:
         return self.stopwatch.stats(view, self._clock.monotonic())
-
-    async def _record_evaluation(self, evaluation: Evaluation) -> None:
-        key = self.keys.evaluation(str(evaluation.version))
-        with contextlib.suppress(StoreUnavailable):  # whoever still misses it makes it again
-            await self._store.transact((Compare(key, 0),), (Put(key, evaluation.encode()),))

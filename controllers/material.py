@@ -57,7 +57,7 @@ class Material:
     evaluation: tuple[EvalSource, ...]
     """Held-out prompts, in the order of the spec."""
     evaluated: Mapping[str, Practice]
-    """How those are answered (greedy) and scored, by source."""
+    """How those are answered and scored, by set."""
 
 
 def material_of(spec: JobSpec, uid: str, prompts: JobPrompts, scorer: Scorer) -> Material:
@@ -70,7 +70,7 @@ def material_of(spec: JobSpec, uid: str, prompts: JobPrompts, scorer: Scorer) ->
         stream=prompts.stream,
         sources={s.name: Practice(s, sampling_of(spec, s), scorer) for s in trained},
         evaluation=prompts.evaluation,
-        evaluated={s.name: Practice(s, greedy_of(spec, s), scorer) for s in held_out},
+        evaluated={s.name: Practice(s, evaluating_of(spec, s), scorer) for s in held_out},
     )
 
 
@@ -98,8 +98,21 @@ def sampling_of(spec: JobSpec, source: Source) -> SamplingParams:
     )
 
 
+def evaluating_of(spec: JobSpec, source: Source) -> SamplingParams:
+    """How held-out prompts are answered: as `eval` says of them, and ended by the same as in training."""
+    own = source.sampling
+    return SamplingParams(
+        temperature=own.temperature,
+        top_p=own.top_p,
+        max_new_tokens=own.max_new_tokens,
+        min_new_tokens=spec.rollout.min_new_tokens,
+        stop=own.stop,
+        stop_token_ids=spec.rollout.stop_token_ids,
+    )
+
+
 def greedy_of(spec: JobSpec, source: Source) -> SamplingParams:
-    """How held-out prompts are answered: always the likeliest token, but as long, and ended by the same, as in training."""
+    """The likeliest token always, but as long, and ended by the same, as in training."""
     return SamplingParams(
         temperature=0.0,
         max_new_tokens=source.sampling.max_new_tokens,

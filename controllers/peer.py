@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from controllers.changes import Changes
 from controllers.engines import EngineBook
-from controllers.evaluating import Evaluator, RecordEvaluation
+from controllers.evaluating import EvaluationBook, Evaluator
 from controllers.holdings import Holdings
 from controllers.material import Material, sample_seed
 from controllers.ordering import EpochOrders
@@ -37,7 +37,7 @@ class JobPeer:
         changes: Changes,
         engines: EngineBook,
         holdings: Holdings,
-        record_evaluation: RecordEvaluation,
+        evaluations: EvaluationBook,
         clock: Clock,
         stopwatch: Stopwatch,
         orders: EpochOrders,
@@ -47,7 +47,7 @@ class JobPeer:
         self.changes = changes
         self.holdings = holdings
         self._engines = engines
-        self._evaluator = Evaluator(material, look, changes, engines, record_evaluation, clock)
+        self._evaluator = Evaluator(material, look, changes, engines, evaluations, clock)
         self.clock = clock
         self._stopwatch = stopwatch
         self._orders = orders
@@ -138,7 +138,7 @@ class JobPeer:
         return Group(prompt.ref, prompt.token_ids, tuple(scored), prompt.source, practice.params.temperature)
 
     async def evaluate(self) -> None:
-        """Held-out prompts are answered, once for a version that is due."""
+        """Held-out prompts are answered, once for a version that is due, by all peers together."""
         await self._evaluator.evaluate()
 
     def _due(self) -> list[PromptRef]:

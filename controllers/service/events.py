@@ -158,7 +158,8 @@ def _entry(before: JobMirror, entry: LogEntry, after: JobMirror) -> Iterator[tup
             if ended.kind == "trained":
                 node = node_of(ended.holder)
                 by_node[node] = by_node.get(node, 0) + 1
-        steps = after.job.record.spec.get("flow", {}).get("steps", 0) if after.job else 0
+        given = after.job.record.spec.get("flow", {}).get("steps") if after.job else None
+        steps = given or int(entry.stats.get("planned_steps", 0))
         data = {
             "step": entry.step,
             "steps": steps,
@@ -197,7 +198,12 @@ def _evaluation(evaluation: Evaluation) -> tuple[str, str, dict[str, Any]]:
         "lineage": evaluation.version.lineage,
         "accuracy": evaluation.accuracy,
         "count": evaluation.count,
+        "unscored": evaluation.unscored,
         "samples": [sample.model_dump() for sample in evaluation.samples],
         "by_source": {name: score.model_dump() for name, score in evaluation.by_source.items()},
     }
-    return "eval", f"accuracy {evaluation.accuracy:.1%} after step {evaluation.version.step}", data
+    message = f"accuracy {evaluation.accuracy:.1%} after step {evaluation.version.step}"
+    if evaluation.unscored:
+        why = next((f": {score.why_unscored}" for score in evaluation.by_source.values() if score.why_unscored), "")
+        message += f"; {evaluation.unscored} responses could not be scored and count as not correct{why}"
+    return "eval", message, data

@@ -18,8 +18,6 @@ from gcore.config.reward import RewardSpec, ScoringSpec
 from gcore.config.rollout import RolloutSpec
 from gcore.config.sources import (
     DataSpec,
-    EvalSpec,
-    eval_sources,
     training_sources,
 )
 from gcore.config.train import TrainSpec
@@ -110,7 +108,7 @@ class JobSpec(Section):
                 f"({self.flow.groups_per_step}); a mini-batch holds at least one group"
             )
         critic = self.train.critic
-        if critic is not None and critic.warmup_steps >= self.flow.steps:
+        if critic is not None and self.flow.steps is not None and critic.warmup_steps >= self.flow.steps:
             raise ValueError(
                 f"train.critic.warmup_steps ({critic.warmup_steps}) leaves none of flow.steps ({self.flow.steps}) to the "
                 "policy"
@@ -159,18 +157,34 @@ class JobSpec(Section):
             return ACCURACY if self.eval.wanted else None
         return None if self.checkpoint.best == NO_BEST else self.checkpoint.best
 
+    def evaluates_after(self, step: int, *, last: bool) -> bool:
+        """Whether the model is evaluated after `step`; 0 is before training. Never without an eval set."""
+        if not self.eval.wanted or step == 0:
+            return self.eval.wanted and self.eval.at_start
+        return last or (self.eval.every is not None and step % self.eval.every == 0)
+
+    def checkpoints_after(self, step: int, *, last: bool) -> bool:
+        """Whether a checkpoint is written after `step`: so often, after the last, and after each that may be the best.
+
+        Which evaluated step is the best is known only after its evaluation, when its optimizer's state is about to change;
+        so each of them has a checkpoint, and those that were not the best go as the newest do (`controllers.housekeeping`).
+        """
+        if step == 0:
+            return False
+        may_be_best = self.best_metric is not None and self.evaluates_after(step, last=last)
+        return last or step % self.checkpoint.every == 0 or may_be_best
+
     @property
     def checkpoint_due(self) -> frozenset[int]:
-        """The steps after which a checkpoint is written: so often, after the last, and after each that may be the best."""
-        steps = self.flow.steps
-        evaluated = self.eval_due - {0} if self.best_metric is not None else frozenset()
-        return frozenset(range(self.checkpoint.every, steps + 1, self.checkpoint.every)) | {steps} | evaluated
+        """The steps after which a checkpoint is written, of a job whose steps are given."""
+        return frozenset(step for step in self._steps() if self.checkpoints_after(step, last=step == self.flow.steps))
 
     @property
     def eval_due(self) -> frozenset[int]:
-        """The steps after which the model is evaluated; 0 is before training. Empty without an eval set."""
-        if not self.eval.wanted:
-            return frozenset()
-        every = self.eval.every or self.flow.steps
-        start = frozenset({0} if self.eval.at_start else ())
-        return frozenset(range(every, self.flow.steps + 1, every)) | {self.flow.steps} | start
+        """The steps after which the model is evaluated, of a job whose steps are given; 0 is before training."""
+        return frozenset(step for step in self._steps() if self.evaluates_after(step, last=step == self.flow.steps))
+
+    def _steps(self) -> range:
+        if self.flow.steps is None:
+            raise ValueError("how many steps a job that goes by epochs has is not in its spec")
+        return range(self.flow.steps + 1)

@@ -109,6 +109,7 @@ def _score(draws: EvalDraws, parts: Sequence[EvalPart]) -> SourceScore:
         samples=draws.samples,
         metrics=metrics | {"pass@1": accuracy},
         unscored=unscored,
+        why_unscored=next((part.why_unscored for part in parts if part.why_unscored), ""),
     )
 
 

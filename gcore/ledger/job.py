@@ -95,6 +95,10 @@ class EvalSample(Part):
     answer: str
     reward: float
     source: str = ""
+    unscored: str = ""
+    """Why its reward could not score it; it is not correct then. Empty if it could."""
+    correct: bool | None = None
+    """Whether the reward reaches the set's threshold; None in records of a time without thresholds."""
 
 
 class SourceScore(Part):
@@ -110,6 +114,8 @@ class SourceScore(Part):
     """`mean@N` (the mean reward of the scored responses; absent if none was scored), `pass@1`, and `pass@K` as asked for."""
     unscored: int = 0
     """Responses that the reward could not score. They count as not correct, and in no mean of rewards."""
+    why_unscored: str = ""
+    """What the reward said of the first of those."""
 
 
 class Evaluation(Record):

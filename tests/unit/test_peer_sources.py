@@ -13,8 +13,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from controllers.changes import Changes
-from controllers.evaluating import SHOWN_CHARACTERS, judged, shown
 from controllers.holdings import Holdings
+from controllers.judging import SHOWN_CHARACTERS, judged, shortened
 from controllers.material import material_of
 from controllers.ordering import EpochOrders
 from controllers.peer import JobPeer
@@ -25,8 +25,9 @@ from gcore.config import JobSpec, parse_spec
 from gcore.errors import EngineError, EngineUnreachable
 from gcore.ledger import chain
 from gcore.ledger.chain import Writer
+from gcore.ledger.evaluation import in_turn
 from gcore.ledger.guarded import Stored
-from gcore.ledger.job import EvalSample, Evaluation, JobPhase, JobStatus, Plan
+from gcore.ledger.job import EvalPart, EvalSample, Evaluation, JobPhase, JobStatus, Plan
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records import Assignment, Checkpoint, Checkpoints, Member
 from gcore.ledger.stream import StreamRules
@@ -144,7 +145,7 @@ class Alone:
             self.changes,
             self.engines,  # type: ignore[arg-type]
             self.holdings,
-            self.record,
+            self,
             self.clock,
             Stopwatch(),
             EpochOrders(self.spec, material.stream, self.changes.notify),
@@ -154,11 +155,16 @@ class Alone:
         rules = StreamRules(self.prompts.stream.shape, 16, self.spec.flow.groups_per_step)
         return JobView(self.spec, rules, self.mirror, "me", "n", {}, {})
 
-    async def record(self, evaluation: Evaluation) -> None:
+    async def add_part(self, part: EvalPart) -> bool:
+        self._now(eval_parts={**self.mirror.eval_parts, f"{part.version}/{part.number}": Stored(part, 2)})
+        return True
+
+    async def conclude(self, evaluation: Evaluation) -> None:
         self.evaluations.append(evaluation)
-        self.mirror = JobMirror(
-            **{**self.mirror.__dict__, "evaluations": {str(evaluation.version): Stored(evaluation, 2)}}
-        )
+        self._now(evaluations={str(evaluation.version): Stored(evaluation, 3)}, eval_parts={})
+
+    def _now(self, **changed: Any) -> None:
+        self.mirror = replace(self.mirror, **changed)
         self.changes.notify()
 
     def prompt(self, source: str, seqs: int = 7) -> Prompt:
@@ -337,21 +343,36 @@ class Odd:
         return tuple(RewardError("reward 'odd' raised ValueError") for _ in responses)
 
 
-async def test_an_evaluation_answer_that_its_reward_cannot_score_is_worth_nothing_and_the_log_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_an_evaluation_answer_that_its_reward_cannot_score_is_not_correct_and_says_why(tmp_path: Path) -> None:
     job = Alone(tmp_path)
     practice = replace(job.peer.material.evaluated["sums"], scorer=Odd())
     sample = Sample((7,), (0.0,), "x", "stop", (VersionSpan(HEAD, 0, 1),))
-    assert (await judged(practice, job.prompt("sums"), sample, HEAD)).reward == 0.0
-    assert "reward 'odd' raised ValueError" in caplog.text
+    (verdict,) = await judged(practice, -1.0, job.prompt("sums"), [sample], HEAD)
+    assert (verdict.shown.reward, verdict.shown.correct) == (0.0, False), "not even where nothing is demanded"
+    assert verdict.shown.unscored == "reward 'odd' raised ValueError"
+
+
+async def test_responses_that_cannot_be_scored_are_counted_and_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Alone(tmp_path)
+    job.engines.texts = ["1", "x"]
+    job.peer.material.evaluated["letters"] = replace(job.peer.material.evaluated["letters"], scorer=Odd())  # type: ignore[index]
+    await asyncio.gather(job.peer.evaluate(), job.clock.advance(0))
+    (made,) = job.evaluations
+    assert (made.unscored, made.accuracy, made.count) == (3, pytest.approx(1 / 6), 6)
+    letters = made.by_source["letters"]
+    assert (letters.accuracy, letters.unscored, letters.metrics) == (0.0, 3, {"pass@1": 0.0}), "and no mean reward"
+    assert letters.why_unscored == "reward 'odd' raised ValueError"
+    assert "3 of 3 responses could not be scored; the first, to prompt 0: reward 'odd' raised ValueError" in caplog.text
 
 
 def test_the_answers_shown_are_of_every_source_in_turn_and_short() -> None:
     def answer(source: str, text: str) -> EvalSample:
         return EvalSample(prompt=text, response=text, answer="", reward=0.0, source=source)
 
-    long = "y" * (2 * SHOWN_CHARACTERS)
-    found = shown([[answer("a", "1"), answer("a", "2"), answer("a", "3")], [answer("b", long)]], 3)
-    assert [(one.source, len(one.response)) for one in found] == [("a", 1), ("b", SHOWN_CHARACTERS), ("a", 1)]
-    assert shown([], 5) == ()
+    found = in_turn([[answer("a", "1"), answer("a", "2"), answer("a", "3")], [answer("b", "4")]], 3)
+    assert [(one.source, one.response) for one in found] == [("a", "1"), ("b", "4"), ("a", "2")]
+    assert in_turn([], 5) == ()
+    assert len(shortened("y" * (2 * SHOWN_CHARACTERS))) == SHOWN_CHARACTERS
+    assert len(json.dumps(shortened("😀" * SHOWN_CHARACTERS))) * 150 < 3 * 512 * 1024, "fifty fit into one write"

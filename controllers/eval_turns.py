@@ -1,0 +1,49 @@
+"""Which parts of an evaluation a controller answers, and when it takes those of others. Pure.
+
+The members that have engines stand in an order that depends on the version; part after part goes to one after the other, so
+that all get as many. Whoever is done with its own and sees no part come for a while helps with those of the others: first
+the next in the order, and from the end, because whoever owns them goes from the beginning. When a member is gone, the order
+is another at once. Two that answer one part do no harm: the first to write it down wins.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping
+
+from gcore.ledger.guarded import Stored
+from gcore.ledger.job import Plan
+from gcore.ledger.records import Member
+from gcore.types import Version
+
+TAKEOVER_S = 20.0
+"""So long no part must have come before the next peer helps; twice as long before the one after it, and so on."""
+
+
+def order(version: Version, members: Collection[str]) -> tuple[str, ...]:
+    """The members in the order of the version's evaluation."""
+    return tuple(sorted(members, key=lambda name: hashlib.blake2b(f"eval {version}|{name}".encode()).digest()))
+
+
+def equipped(members: Mapping[str, Stored[Member]], plan: Plan | None) -> tuple[str, ...]:
+    """The members on whose nodes the plan has engines; all of them if that is none."""
+    nodes = {place.node for place in plan.engines} if plan is not None else set()
+    return tuple(sorted(name for name, member in members.items() if member.record.node in nodes)) or tuple(
+        sorted(members)
+    )
+
+
+def place_of(me: str, number: int, members: tuple[str, ...]) -> int:
+    """My place in the order of part `number`: 0 answers it. Whoever is not among the `members` comes last."""
+    return (members.index(me) - number) % len(members) if me in members else len(members)
+
+
+def to_take(me: str, open_parts: Collection[int], members: tuple[str, ...], quiet_s: float) -> tuple[int, ...]:
+    """Which of the parts that nobody has delivered are for me now, the most urgent first.
+
+    `members` in the version's order; `quiet_s`: since when no part has come.
+    """
+    mine = sorted(number for number in open_parts if place_of(me, number, members) == 0)
+    places = {number: place_of(me, number, members) for number in open_parts}
+    others = [number for number, place in places.items() if place > 0 and quiet_s >= place * TAKEOVER_S]
+    return (*mine, *sorted(others, key=lambda number: (places[number], -number)))

@@ -1,0 +1,71 @@
+"""What one evaluation response is worth, from which seed it is drawn, and what of it a record has room for.
+
+A response that its reward cannot score is not correct, and says why. Asks no engine and writes nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from controllers.material import Material, Practice
+from gcore.errors import EngineError
+from gcore.ledger.job import EvalSample
+from gcore.reward.registry import RewardError
+from gcore.types import Prompt, Sample, Version
+
+SHOWN_CHARACTERS = 1000
+SHOWN_BYTES = 7200
+"""Of a text in an evaluation's record, as JSON: fifty answers, the most there are, then fit into one write to the store."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a response to prompt `index` of a set is worth."""
+
+    index: int
+    shown: EvalSample
+
+
+async def judged(
+    practice: Practice, threshold: float, prompt: Prompt, samples: Sequence[Sample], version: Version
+) -> list[Verdict]:
+    """The evaluation responses to one prompt, scored. Raises EngineError if other weights had a part in one."""
+    for sample in samples:
+        if sample.oldest != version or sample.finish_reason == "abort":
+            made_by = f"an evaluation answer was made by {sample.oldest}, not {version}"
+            raise EngineError(made_by, fix="It is made again")
+    verdicts = []
+    for sample, result in zip(samples, await practice.each_scored(prompt, samples), strict=True):
+        why = str(result) if isinstance(result, RewardError) else ""
+        reward = 0.0 if isinstance(result, RewardError) else result.value
+        shown = EvalSample(
+            prompt=shortened(prompt.text),
+            response=shortened(sample.text),
+            answer=shortened(str(prompt.fields.get(practice.source.reward.answer, ""))),
+            reward=reward,
+            source=practice.source.name,
+            correct=not why and reward >= threshold,
+            unscored=shortened(why),
+        )
+        verdicts.append(Verdict(prompt.ref.seq, shown))
+    return verdicts
+
+
+def eval_seed(material: Material, version: Version, name: str, index: int, number: int) -> int:
+    """The seed of response `number` to prompt `index` of a set: a hash of these, the job's name and seed and the version.
+
+    63 bits. Not of the uid, nor of who asks: the same spec started anew draws the same, as long as its weights are the same.
+    """
+    text = f"{material.spec.name}|{material.spec.seed}|eval|{version}|{name}|{index}|{number}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def shortened(text: str) -> str:
+    """What a record has room for."""
+    short = text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 1]}…"
+    while len(json.dumps(short)) > SHOWN_BYTES:  # JSON spells out what is not ASCII, in up to twelve bytes
+        short = f"{short[: len(short) // 2]}…"
+    return short
