@@ -34,7 +34,7 @@ def show(metrics: Metrics, mirror: JobMirror, batch: WatchBatch, me: str) -> Non
             continue
         entry = LogEntry.decode(event.kv.value, event.kv.key)
         if entry.kind == "train":
-            metrics.show_stats(job, entry.stats)
+            metrics.show_stats(job, {"groups_lacking": 0.0} | entry.stats)
             _show_sources(metrics, job, mirror, entry)
         if entry.writer == me and not batch.reset:
             for name, phase in PHASES.items():

@@ -28,6 +28,8 @@ class Holdings:
         self._outcomes: dict[PromptRef, EndedRef] = {}
         self.in_flight: set[PromptRef] = set()
         self.reissues: dict[PromptRef, int] = {}
+        self._scores: dict[PromptRef, tuple[float, float]] = {}
+        """Mean reward and mean length of what was scored: known of a filtered prompt too, whose group is gone."""
 
     @property
     def offers(self) -> Mapping[PromptRef, OfferedGroup]:
@@ -50,8 +52,15 @@ class Holdings:
                 return self._groups[ref]
         return None
 
+    def note_scores(self, group: Group) -> None:
+        """What the responses to a prompt are worth, before a filter sees them."""
+        count = max(len(group.samples), 1)
+        lengths = sum(len(sample.token_ids) for sample in group.samples)
+        self._scores[group.ref] = (math.fsum(sample.reward for sample in group.samples) / count, lengths / count)
+
     def keep(self, group: Group) -> None:
         """A finished group."""
+        self._scores.pop(group.ref, None)
         self._groups[group.ref] = group
         self._offers[group.ref] = OfferedGroup(
             ref=group.ref,
@@ -67,6 +76,7 @@ class Holdings:
 
     def end(self, ref: PromptRef, outcome: Outcome, holder: str, version: Version, source: str) -> None:
         """A ref of `source` that ended without a group."""
+        reward, length = self._scores.pop(ref, (None, None))
         self._outcomes[ref] = EndedRef(
             ref=ref,
             kind=outcome.kind,
@@ -74,6 +84,8 @@ class Holdings:
             holder=holder,
             versions=(version,),
             source=source,
+            reward=reward if reward is not None and math.isfinite(reward) else None,
+            length=length,
         )
 
     def prune(self, rules: StreamRules, head: Head) -> None:
@@ -88,3 +100,5 @@ class Holdings:
                 del self._outcomes[ref]
         for ref in [r for r in self.reissues if head.cursors.is_terminal(rules.shape, r)]:
             del self.reissues[ref]
+        for ref in [r for r in self._scores if head.cursors.is_terminal(rules.shape, r)]:
+            del self._scores[ref]

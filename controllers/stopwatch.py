@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from controllers.before_filter import sampling_stats
 from controllers.by_source import by_source, truncated_share
 from controllers.view import JobView
 from gcore.ledger.mirror import JobMirror
@@ -39,8 +40,11 @@ class Stopwatch:
     def stats(self, view: JobView, now: float) -> dict[str, float]:
         """Numbers for the log entry of the READY step, committed now."""
         seal = view.seal
-        if seal is None or not seal.groups:
+        if seal is None or view.mirror.head is None:
             return {}
+        sampled = sampling_stats(view.rules, view.mirror.head.record, seal)
+        if not seal.groups:
+            return sampled
         samples = [n for group in seal.groups for n in group.response_tokens]
         tokens = sum(samples) + sum(group.prompt_tokens * len(group.response_tokens) for group in seal.groups)
         stats = {
@@ -49,7 +53,7 @@ class Stopwatch:
             "tokens": float(tokens),
             "response_length": sum(samples) / len(samples),
             "truncated": truncated_share(seal.groups),
-        }
+        } | sampled
         stats |= by_source(seal.groups, seal.outcomes, several=len(view.spec.data.sources) > 1)
         ranks = [view.ranks[rank] for rank in sorted(view.ranks)]
         if ranks:

@@ -52,6 +52,21 @@ STEP_STATS = MappingProxyType(
         ),
         "grad_norm": ("gcore_gradient_norm", "Global gradient norm before clipping, last committed step."),
         "learning_rate": ("gcore_learning_rate", "Learning rate of the last update."),
+        "filter_rate": ("gcore_filtered_ratio", "Share of the last step's prompts that were filtered, 0 to 1."),
+        "prompts_per_group": ("gcore_prompts_per_group", "Prompts that a trained group took in the last step."),
+        "issue_ratio": (
+            "gcore_prompts_issued_per_group",
+            "Prompts issued at once for each group wanted, in the last step.",
+        ),
+        "groups_lacking": ("gcore_groups_lacking", "Groups that the last step had fewer than its quota."),
+        "reward_before_filter": (
+            "gcore_reward_before_filter",
+            "Mean reward of the last step's scored groups, the filtered ones too.",
+        ),
+        "response_length_before_filter": (
+            "gcore_response_tokens_before_filter",
+            "Mean response length of the last step's scored groups, the filtered ones too, in tokens.",
+        ),
     }
 )
 """A committed step's numbers, by their name in the step's statistics, and the gauges that show them."""

@@ -46,7 +46,8 @@ def step_line(state: ViewState, point: StepPoint) -> str:
     if point.groups:
         words.append("groups " + " ".join(f"{visible(name)}:{count}" for name, count in sorted(point.groups.items())))
     if point.filtered:
-        words.append(f"filtered {point.filtered}")
+        rate = point.stats.get("filter_rate")
+        words.append(f"filtered {point.filtered}" + (f" ({rate:.0%})" if rate is not None else ""))
     if point.failed:
         words.append(f"failed {point.failed}")
     return " ".join(words)
