@@ -54,6 +54,8 @@ class Patience:
     """For the creation of a job, before which its data are read and checked, and copied if they are no JSONL."""
     audit_s: float = 600.0
     """For an audit, which reads the whole log."""
+    samples_s: float = 120.0
+    """For samples, which may be many."""
     quiet_s: float = 5.0
     """Following, without an event: then the controller is asked whether it is still there."""
     probe_s: float = 3.0
@@ -124,6 +126,26 @@ class JobsClient:
         return await self._anywhere(
             "audit the job", lambda s, t: s.AuditJob(request, timeout=t), timeout_s=self._patience.audit_s
         )
+
+    async def get_samples(
+        self,
+        job: str,
+        *,
+        step: int | None = None,
+        source: str = "",
+        order: pb.SampleOrder = pb.SAMPLE_ORDER_UNSPECIFIED,
+        limit: int = 0,
+    ) -> list[pb.SampleGroup]:
+        """What `step` (default: the newest) was trained on, as far as it is kept: at most `limit` groups, 0 for all.
+
+        Raises UsageError if there is no such job, or there are no such samples; it says which there are.
+        """
+        request = pb.GetSamplesRequest(job=job, step=step, source=source, order=order, limit=limit)
+
+        async def read(stub: Any, timeout_s: float) -> list[pb.SampleGroup]:
+            return [group async for group in stub.GetSamples(request, timeout=timeout_s)]
+
+        return await self._anywhere("read the samples", read, timeout_s=self._patience.samples_s)
 
     async def list_nodes(self) -> pb.ListNodesReply:
         """The daemons and workers of the cluster."""

@@ -18,6 +18,7 @@ from controllers.identity import node_of
 from controllers.service.events import Event, EventLog
 from controllers.service.records import StoredJobs
 from controllers.service.refusals import Conflict, NotFound
+from controllers.service.samples import find_samples
 from controllers.service.sources import source_reports
 from controllers.waiting import waiting_for
 from gcore.api.v1 import jobs_pb2 as pb
@@ -179,6 +180,15 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
                     message=event.message,
                     data_json=event.data_json,
                 )
+        except GcoreError as error:
+            await context.abort(status_of(error), str(error))
+
+    async def GetSamples(self, request: pb.GetSamplesRequest, context: Context) -> AsyncIterator[pb.SampleGroup]:
+        """What a step was trained on, as far as it is kept."""
+        try:
+            mirror = await self._jobs.mirror(await self._find(request.job))
+            for group in await find_samples(mirror, request):
+                yield group
         except GcoreError as error:
             await context.abort(status_of(error), str(error))
 

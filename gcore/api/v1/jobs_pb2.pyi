@@ -21,6 +21,19 @@ class StartMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     START_MODE_UNSPECIFIED: _ClassVar[StartMode]
     START_MODE_RESUME: _ClassVar[StartMode]
     START_MODE_NEW: _ClassVar[StartMode]
+
+class SampleOrder(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SAMPLE_ORDER_UNSPECIFIED: _ClassVar[SampleOrder]
+    SAMPLE_ORDER_BEST: _ClassVar[SampleOrder]
+    SAMPLE_ORDER_WORST: _ClassVar[SampleOrder]
+
+class StepStanding(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    STEP_STANDING_UNSPECIFIED: _ClassVar[StepStanding]
+    STEP_STANDING_COMMITTED: _ClassVar[StepStanding]
+    STEP_STANDING_UNDER_WAY: _ClassVar[StepStanding]
+    STEP_STANDING_CUT_OFF: _ClassVar[StepStanding]
 JOB_STATE_UNSPECIFIED: JobState
 JOB_STATE_PENDING: JobState
 JOB_STATE_RUNNING: JobState
@@ -30,6 +43,13 @@ JOB_STATE_CANCELLED: JobState
 START_MODE_UNSPECIFIED: StartMode
 START_MODE_RESUME: StartMode
 START_MODE_NEW: StartMode
+SAMPLE_ORDER_UNSPECIFIED: SampleOrder
+SAMPLE_ORDER_BEST: SampleOrder
+SAMPLE_ORDER_WORST: SampleOrder
+STEP_STANDING_UNSPECIFIED: StepStanding
+STEP_STANDING_COMMITTED: StepStanding
+STEP_STANDING_UNDER_WAY: StepStanding
+STEP_STANDING_CUT_OFF: StepStanding
 
 class Job(_message.Message):
     __slots__ = ("uid", "name", "state", "reason", "spec_json", "run_dir", "created", "step", "steps", "lineage", "shares", "waiting", "checkpoint", "ended", "sources")
@@ -193,6 +213,92 @@ class AuditReport(_message.Message):
     groups_by_node: _containers.ScalarMap[str, int]
     lineages: int
     def __init__(self, clean: _Optional[bool] = ..., violations: _Optional[_Iterable[str]] = ..., steps: _Optional[int] = ..., trained: _Optional[int] = ..., filtered: _Optional[int] = ..., failed: _Optional[int] = ..., in_flight: _Optional[int] = ..., groups_by_node: _Optional[_Mapping[str, int]] = ..., lineages: _Optional[int] = ...) -> None: ...
+
+class GetSamplesRequest(_message.Message):
+    __slots__ = ("job", "step", "source", "order", "limit")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    step: int
+    source: str
+    order: SampleOrder
+    limit: int
+    def __init__(self, job: _Optional[str] = ..., step: _Optional[int] = ..., source: _Optional[str] = ..., order: _Optional[_Union[SampleOrder, str]] = ..., limit: _Optional[int] = ...) -> None: ...
+
+class SampleGroup(_message.Message):
+    __slots__ = ("lineage", "step", "standing", "of", "ref", "digest", "source", "holder", "prompt", "prompt_tokens", "answer", "temperature", "responses")
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    STANDING_FIELD_NUMBER: _ClassVar[int]
+    OF_FIELD_NUMBER: _ClassVar[int]
+    REF_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_FIELD_NUMBER: _ClassVar[int]
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    RESPONSES_FIELD_NUMBER: _ClassVar[int]
+    lineage: int
+    step: int
+    standing: StepStanding
+    of: int
+    ref: str
+    digest: str
+    source: str
+    holder: str
+    prompt: SampleText
+    prompt_tokens: int
+    answer: str
+    temperature: float
+    responses: _containers.RepeatedCompositeFieldContainer[SampleResponse]
+    def __init__(self, lineage: _Optional[int] = ..., step: _Optional[int] = ..., standing: _Optional[_Union[StepStanding, str]] = ..., of: _Optional[int] = ..., ref: _Optional[str] = ..., digest: _Optional[str] = ..., source: _Optional[str] = ..., holder: _Optional[str] = ..., prompt: _Optional[_Union[SampleText, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., answer: _Optional[str] = ..., temperature: _Optional[float] = ..., responses: _Optional[_Iterable[_Union[SampleResponse, _Mapping]]] = ...) -> None: ...
+
+class SampleText(_message.Message):
+    __slots__ = ("text", "more")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    more: int
+    def __init__(self, text: _Optional[str] = ..., more: _Optional[int] = ...) -> None: ...
+
+class SampleResponse(_message.Message):
+    __slots__ = ("index", "text", "tokens", "reward", "parts", "advantage", "advantage_least", "advantage_most", "finish_reason", "masked", "versions")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REWARD_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    ADVANTAGE_FIELD_NUMBER: _ClassVar[int]
+    ADVANTAGE_LEAST_FIELD_NUMBER: _ClassVar[int]
+    ADVANTAGE_MOST_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    MASKED_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    text: SampleText
+    tokens: int
+    reward: float
+    parts: _containers.RepeatedCompositeFieldContainer[RewardPart]
+    advantage: float
+    advantage_least: float
+    advantage_most: float
+    finish_reason: str
+    masked: bool
+    versions: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, index: _Optional[int] = ..., text: _Optional[_Union[SampleText, _Mapping]] = ..., tokens: _Optional[int] = ..., reward: _Optional[float] = ..., parts: _Optional[_Iterable[_Union[RewardPart, _Mapping]]] = ..., advantage: _Optional[float] = ..., advantage_least: _Optional[float] = ..., advantage_most: _Optional[float] = ..., finish_reason: _Optional[str] = ..., masked: _Optional[bool] = ..., versions: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class RewardPart(_message.Message):
+    __slots__ = ("name", "value")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    value: float
+    def __init__(self, name: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
 
 class ListNodesRequest(_message.Message):
     __slots__ = ()

@@ -64,6 +64,11 @@ class JobsStub:
                 request_serializer=gcore_dot_api_dot_v1_dot_jobs__pb2.AuditJobRequest.SerializeToString,
                 response_deserializer=gcore_dot_api_dot_v1_dot_jobs__pb2.AuditReport.FromString,
                 _registered_method=True)
+        self.GetSamples = channel.unary_stream(
+                '/gcore.api.v1.Jobs/GetSamples',
+                request_serializer=gcore_dot_api_dot_v1_dot_jobs__pb2.GetSamplesRequest.SerializeToString,
+                response_deserializer=gcore_dot_api_dot_v1_dot_jobs__pb2.SampleGroup.FromString,
+                _registered_method=True)
         self.ListNodes = channel.unary_unary(
                 '/gcore.api.v1.Jobs/ListNodes',
                 request_serializer=gcore_dot_api_dot_v1_dot_jobs__pb2.ListNodesRequest.SerializeToString,
@@ -113,6 +118,13 @@ class JobsServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetSamples(self, request, context):
+        """What a step was trained on, group by group: prompts, responses, rewards, advantages, as far as they are kept.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListNodes(self, request, context):
         """The daemons and workers of the cluster.
         """
@@ -152,6 +164,11 @@ def add_JobsServicer_to_server(servicer, server):
                     servicer.AuditJob,
                     request_deserializer=gcore_dot_api_dot_v1_dot_jobs__pb2.AuditJobRequest.FromString,
                     response_serializer=gcore_dot_api_dot_v1_dot_jobs__pb2.AuditReport.SerializeToString,
+            ),
+            'GetSamples': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetSamples,
+                    request_deserializer=gcore_dot_api_dot_v1_dot_jobs__pb2.GetSamplesRequest.FromString,
+                    response_serializer=gcore_dot_api_dot_v1_dot_jobs__pb2.SampleGroup.SerializeToString,
             ),
             'ListNodes': grpc.unary_unary_rpc_method_handler(
                     servicer.ListNodes,
@@ -321,6 +338,33 @@ class Jobs:
             '/gcore.api.v1.Jobs/AuditJob',
             gcore_dot_api_dot_v1_dot_jobs__pb2.AuditJobRequest.SerializeToString,
             gcore_dot_api_dot_v1_dot_jobs__pb2.AuditReport.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetSamples(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/gcore.api.v1.Jobs/GetSamples',
+            gcore_dot_api_dot_v1_dot_jobs__pb2.GetSamplesRequest.SerializeToString,
+            gcore_dot_api_dot_v1_dot_jobs__pb2.SampleGroup.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,91 @@
+"""The kept samples of a job, read from its run's folder for whoever asks. Any controller can: they all see the folder."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+from gcore.api.v1 import jobs_pb2 as pb
+from gcore.config.reading import SamplesSpec
+from gcore.errors import GcoreError
+from gcore.ledger.mirror import JobMirror
+from gcore.ledger.records import Head
+from gcore.samples import folder
+from gcore.samples.records import KeptGroup, KeptText
+from gcore.samples.selection import Order, Response, Selection, find_version, select, standing
+from gcore.types import Version
+
+_ORDERS: dict[int, Order] = {pb.SAMPLE_ORDER_BEST: "best", pb.SAMPLE_ORDER_WORST: "worst"}
+_STANDINGS = {
+    "committed": pb.STEP_STANDING_COMMITTED,
+    "under way": pb.STEP_STANDING_UNDER_WAY,
+    "cut off": pb.STEP_STANDING_CUT_OFF,
+}
+
+
+async def find_samples(mirror: JobMirror, request: pb.GetSamplesRequest) -> Iterator[pb.SampleGroup]:
+    """The groups that fit the request. Raises NoSamples, and GcoreError if the folder cannot be read."""
+    assert mirror.job is not None
+    job = mirror.job.record
+    run_dir, head = Path(job.run_dir), mirror.head.record if mirror.head else None
+    spec = SamplesSpec.model_validate(job.spec.get("samples", {}))
+    step = request.step if request.HasField("step") else None
+
+    def read() -> tuple[Version, Selection]:
+        version = find_version(folder.kept_steps(run_dir), head, spec, step)
+        groups, advantages = folder.read_groups(run_dir, version), folder.read_advantages(run_dir, version)
+        order = _ORDERS.get(request.order, "stream")
+        return version, select(groups, advantages, source=request.source, order=order, limit=request.limit)
+
+    try:
+        version, selection = await asyncio.to_thread(read)
+    except OSError as error:
+        raise GcoreError(f"the run's folder cannot be read ({error.strerror or error})", where=str(run_dir)) from error
+    return _messages(head, version, selection)
+
+
+def _messages(head: Head | None, version: Version, selection: Selection) -> Iterator[pb.SampleGroup]:
+    for group, responses in selection.groups:
+        message = _group(group, responses)
+        message.lineage, message.step, message.of = version.lineage, version.step, selection.of
+        if head is not None:
+            message.standing = _STANDINGS[standing(head, version)]
+        yield message
+
+
+def _group(group: KeptGroup, responses: tuple[Response, ...]) -> pb.SampleGroup:
+    return pb.SampleGroup(
+        ref=str(group.ref),
+        digest=group.digest,
+        source=group.source,
+        holder=group.holder,
+        prompt=_text(group.prompt),
+        prompt_tokens=group.prompt_tokens,
+        answer=group.answer,
+        temperature=group.temperature,
+        responses=[_response(one) for one in responses],
+    )
+
+
+def _response(one: Response) -> pb.SampleResponse:
+    sample, advantage = one.sample, one.advantage
+    message = pb.SampleResponse(
+        index=one.index,
+        text=_text(sample.response),
+        tokens=sample.tokens,
+        reward=sample.reward,
+        parts=[pb.RewardPart(name=name, value=value) for name, value in sample.parts],
+        finish_reason=sample.finish_reason,
+        masked=sample.masked,
+        versions=sample.versions,
+    )
+    if advantage is not None:
+        message.advantage = advantage.mean
+        if advantage.least is not None and advantage.most is not None:
+            message.advantage_least, message.advantage_most = advantage.least, advantage.most
+    return message
+
+
+def _text(text: KeptText) -> pb.SampleText:
+    return pb.SampleText(text=text.text, more=text.more)
