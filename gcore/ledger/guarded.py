@@ -48,6 +48,8 @@ class TxnKind(StrEnum):
     STATUS = "status"
     REPLAN = "replan"
     EPOCH = "epoch"
+    GIVE = "give"
+    AGREE = "agree"
     EVAL_PART = "eval_part"
     EVALUATE = "evaluate"
 

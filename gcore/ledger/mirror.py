@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from gcore.ledger.collectives import Agreed, Part
 from gcore.ledger.guarded import Stored
 from gcore.ledger.job import EvalPart, Evaluation, JobRecord, JobStatus, ModelFetch, Plan, RankClaim
 from gcore.ledger.records import Assignment, Checkpoints, EpochRecord, Head, LogEntry, Member, Offer, Record, Seal
@@ -41,6 +42,10 @@ class JobMirror:
     """Of evaluations that are not complete, by "version/number" as the key spells it."""
     epochs: Mapping[int, Stored[EpochRecord]] = field(default_factory=dict)
     fetches: Mapping[str, Stored[ModelFetch]] = field(default_factory=dict)
+    parts: Mapping[str, Stored[Part]] = field(default_factory=dict)
+    """What peers give each other, by incarnation."""
+    agreed: Mapping[str, Stored[Agreed]] = field(default_factory=dict)
+    """By "version/name"."""
     claims: Mapping[str, Stored[RankClaim]] = field(default_factory=dict)
     """By "world/rank" as the key spells it."""
 
@@ -103,6 +108,8 @@ _MANY: tuple[tuple[str, str, type[Record]], ...] = (
     ("evalpart/", "eval_parts", EvalPart),
     ("epoch/", "epochs", EpochRecord),
     ("fetch/", "fetches", ModelFetch),
+    ("part/", "parts", Part),
+    ("agreed/", "agreed", Agreed),
     ("world/", "claims", RankClaim),
 )
 

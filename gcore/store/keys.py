@@ -54,6 +54,21 @@ class JobKeys:
         self.fetch_prefix = f"{self.prefix}fetch/"
         self.world_prefix = f"{self.prefix}world/"
         self.epoch_prefix = f"{self.prefix}epoch/"
+        self.part_prefix = f"{self.prefix}part/"
+        self.agreed_prefix = f"{self.prefix}agreed/"
+        self.fault_prefix = f"{self.prefix}fault/"
+
+    def part(self, incarnation: str) -> str:
+        """What a peer gives to the others in a step, under its lease."""
+        return f"{self.part_prefix}{incarnation}"
+
+    def agreed(self, version: object, name: str) -> str:
+        """What the peers agreed on under a name in the step that begins with `version`; written once."""
+        return f"{self.agreed_prefix}{version}/{name}"
+
+    def fault(self, noun: str, name: str) -> str:
+        """The first time that a plug-in raised in this job; written once."""
+        return f"{self.fault_prefix}{noun}/{name}"
 
     def log(self, seq: int) -> str:
         """A log entry. Zero-padded, so that keys sort as numbers do."""
