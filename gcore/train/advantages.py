@@ -1,12 +1,14 @@
 """The advantage of every token that this rank trains, from the outcomes of the whole step.
 
 A group's estimate needs all of its samples, and whitening all of the step's tokens; both are spread over ranks. So outcomes
-are gathered first, and every rank computes the same from them. In float64; what the loss gets is float32.
+are gathered first, and every rank computes the same from them. A critic's advantages need their own sample only, and
+what the critic is fitted to is taken from them before they are whitened. In float64; what the losses get is float32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor
 from gcore.config.spec import TrainSpec
 from gcore.ledger.balance import SampleSlot
 from gcore.train.algorithms.advantages import group_advantages
-from gcore.train.algorithms.returns import at_last_token, discounted
+from gcore.train.algorithms.returns import at_last_token, discounted, gae
 from gcore.train.algorithms.whitening import Moments, whitened
 from gcore.train.batch import MicroBatch
 from gcore.train.cut_step import Place, Step
@@ -29,13 +31,39 @@ class Summing(Protocol):
         ...
 
 
-def advantages(
-    step: Step, train: TrainSpec, penalties: Mapping[Place, Tensor], over_ranks: Summing
-) -> dict[Place, Tensor]:
-    """[b, 1] or [b, w] float32 by micro-batch; a row that is no sample's has 0.
+@dataclass(frozen=True, slots=True, eq=False)
+class ValueTargets:
+    """By micro-batch: advantages against the critic's values, and the returns that it is fitted to; [b, w] float64."""
 
-    `penalties` [b, w] float64: what each token's reward is worth less, for the KL inside it; may be empty. A collective.
+    advantages: dict[Place, Tensor]
+    returns: dict[Place, Tensor]
+
+
+def value_targets(
+    step: Step, train: TrainSpec, values: Mapping[Place, Tensor], penalties: Mapping[Place, Tensor]
+) -> ValueTargets:
+    """By GAE from the values before each token [b, w]; 0 where nothing is computed. `penalties` as in `advantages`."""
+    found, returns = {}, {}
+    for place in step.places():
+        rewards, scored = _token_rewards(step, place, penalties), step.at(place).scored
+        found[place], returns[place] = gae(rewards, values[place], scored, gamma=train.gamma, lam=train.gae_lambda)
+    return ValueTargets(found, returns)
+
+
+def advantages(
+    step: Step,
+    train: TrainSpec,
+    penalties: Mapping[Place, Tensor],
+    over_ranks: Summing,
+    targets: ValueTargets | None = None,
+) -> dict[Place, Tensor]:
+    """[b, 1] or [b, w] float32 by micro-batch; a row that is no sample's has 0, and so has all that is only imitated.
+
+    `penalties` [b, w] float64: what each token's reward is worth less, for the KL inside it; may be empty. `targets`: of a
+    job with a critic. A collective.
     """
+    if train.loss == "sft":
+        return {place: torch.zeros_like(step.at(place).rollout_logp[:, :1]) for place in step.places()}
     match train.advantage:
         case "grpo" | "dr_grpo" | "rloo" as kind:
             return _spread(step, _by_group(step, kind, penalties, over_ranks))
@@ -44,6 +72,11 @@ def advantages(
             return _whitened(step, found, over_ranks)
         case "reinforce_pp":
             return _whitened(step, _returns(step, train.gamma, penalties), over_ranks)
+        case "gae":
+            assert targets is not None, "a job with this estimator has a critic"
+            return _whitened(step, targets.advantages, over_ranks)
+        case "remax":
+            return _less_baseline(step, _returns(step, train.gamma, penalties))
 
 
 def _by_group(step: Step, kind: str, penalties: Mapping[Place, Tensor], over_ranks: Summing) -> dict[SampleSlot, float]:
@@ -77,27 +110,43 @@ def _rows(batch: MicroBatch, values: Mapping[SampleSlot, float]) -> Tensor:
 
 def _returns(step: Step, gamma: float, penalties: Mapping[Place, Tensor]) -> dict[Place, Tensor]:
     """Return to go of every token that is computed, [b, w] float64. A response of no tokens has none."""
-    found = {}
-    for place in step.places():
-        batch = step.at(place)
-        mine = torch.zeros(batch.scored.shape, dtype=torch.float64, device=batch.scored.device)
-        some = batch.scored.any(dim=1)
-        if bool(some.any()):
-            rewards = torch.tensor([step.reward(slot) for slot in batch.slots], dtype=torch.float64, device=mine.device)
-            mine[some] = at_last_token(rewards[some], batch.scored[some])
-        if place in penalties:
-            mine -= penalties[place]
-        found[place] = discounted(mine, batch.scored, gamma)
-    return found
+    places = step.places()
+    return {place: discounted(_token_rewards(step, place, penalties), step.at(place).scored, gamma) for place in places}
 
 
-def _whitened(step: Step, values: Mapping[Place, Tensor], over_ranks: Summing) -> dict[Place, Tensor]:
-    """Over the step's trained tokens, wherever they are."""
-    tokens = {place: value.double().expand(step.at(place).mask.shape) for place, value in values.items()}
-    own = sum((Moments.of(value, step.at(place).mask) for place, value in tokens.items()), Moments())
+def _token_rewards(step: Step, place: Place, penalties: Mapping[Place, Tensor]) -> Tensor:
+    """What each token of a micro-batch is rewarded with, [b, w] float64."""
+    batch = step.at(place)
+    mine = torch.zeros(batch.scored.shape, dtype=torch.float64, device=batch.scored.device)
+    some = batch.scored.any(dim=1)
+    if bool(some.any()):
+        rewards = torch.tensor([step.reward(slot) for slot in batch.slots], dtype=torch.float64, device=mine.device)
+        mine[some] = at_last_token(rewards[some], batch.scored[some])
+    return mine - penalties[place] if place in penalties else mine
+
+
+def moments(step: Step, values: Mapping[Place, Tensor], over_ranks: Summing) -> Moments:
+    """Of values [b, w] over the step's trained tokens, wherever they are. A collective."""
+    own = sum((Moments.of(value, step.at(place).mask) for place, value in values.items()), Moments())
     count, total = over_ranks.sum([own.count, own.mean * own.count])
     mean = total / count if count else 0.0
     # Around the common mean: what each rank's own squares lack.
     (squares,) = over_ranks.sum([own.squares + own.count * (own.mean - mean) ** 2])
-    whole = Moments(int(count), mean, squares)
+    return Moments(int(count), mean, squares)
+
+
+def _whitened(step: Step, values: Mapping[Place, Tensor], over_ranks: Summing) -> dict[Place, Tensor]:
+    tokens = {place: value.double().expand(step.at(place).mask.shape) for place, value in values.items()}
+    whole = moments(step, tokens, over_ranks)
     return {place: whitened(value, step.at(place).mask, whole).float() for place, value in tokens.items()}
+
+
+def _less_baseline(step: Step, returns: Mapping[Place, Tensor]) -> dict[Place, Tensor]:
+    """Every scored token's return to go less what its group's flow found to compare with, [b, w] float32."""
+    found = {}
+    for place, value in returns.items():
+        batch = step.at(place)
+        rows = [step.baseline(slot) for slot in batch.slots] or [0.0]  # a dummy has one row and no slot
+        baseline = torch.tensor(rows, dtype=torch.float64, device=value.device).unsqueeze(1)
+        found[place] = torch.where(batch.scored, value - baseline, 0.0).float()
+    return found

@@ -69,6 +69,12 @@ class MicroBatch:
     real: int
     computed: int
 
+    @property
+    def size(self) -> str:
+        """For people."""
+        longest = max(one.length for one in self.inputs.rectangles)
+        return f"a micro-batch of {len(self.slots)} samples, {self.computed} tokens, the longest {longest}"
+
     def spread(self, values: Tensor) -> Tensor:
         """Values [n] of the scored tokens, as [b, w] with 0 elsewhere."""
         flat = torch.zeros(self.mask.numel(), dtype=values.dtype, device=values.device)

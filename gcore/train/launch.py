@@ -60,14 +60,21 @@ class RankLaunch(Part):
         """The checkpoint to go on from; None: the job's model."""
         return self.run_path / self.start.checkpoint if self.start.checkpoint else None
 
-    @property
-    def total_updates(self) -> int:
-        """The policy's optimizer updates in the whole job, which the learning rate's schedule runs over."""
+    def total_updates(self, planned_steps: int | None = None) -> int:
+        """The policy's optimizer updates in the whole job, which the learning rate's schedule runs over.
+
+        `planned_steps`: the seal's, for a job that goes by epochs; it comes closer from step to step.
+        """
         train = self.spec.train
         warmup = 0 if train.critic is None else train.critic.warmup_steps
-        return (self.spec.flow.steps - warmup) * train.epochs * train.mini_batches
+        return max(1, self._steps(planned_steps) - warmup) * train.epochs * train.mini_batches
 
-    @property
-    def critic_updates(self) -> int:
+    def critic_updates(self, planned_steps: int | None = None) -> int:
         """The critic's, which is trained in every step."""
-        return self.spec.flow.steps * self.spec.train.epochs * self.spec.train.mini_batches
+        return self._steps(planned_steps) * self.spec.train.epochs * self.spec.train.mini_batches
+
+    def _steps(self, planned: int | None) -> int:
+        steps = self.spec.flow.steps or planned
+        if steps is None:
+            raise ValueError("a job that goes by epochs has its number of steps in each seal, and this one has none")
+        return steps

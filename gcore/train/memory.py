@@ -13,6 +13,9 @@ from gcore.errors import GcoreError
 WORDS = ("out of memory", "not enough memory", "DefaultCPUAllocator", "can't allocate memory")
 """What torch's own errors say of it, besides having a type of their own for it on GPUs."""
 
+REMEDIES = ("micro_batch_tokens", "activation_checkpointing", "zero_stage", "offload_reference")
+"""Fields that help against too little memory in a micro-batch, in this order."""
+
 
 class OutOfMemory(GcoreError):
     """A rank's memory does not hold what the spec makes it compute."""

@@ -6,15 +6,18 @@ In this order (each phase on all ranks before the next, because advantages need 
 2. log-probabilities of the reference (the job's model as it was), where the KL to it has a weight;
 3. old log-probabilities, where π_old is recomputed: before the first update, in the same micro-batches. The first
    mini-batch is left out where nothing else needs it: its first update computes the very same numbers;
-4. the KL inside the reward, then advantages, from the outcomes of the whole step, in float64, the same on every rank;
-5. epochs × mini-batches of updates, each divided by its own global count;
-6. weights for engines, a checkpoint if one is due, this rank's receipt; then the report, the same on every rank.
+4. the critic's values, in a job that has one;
+5. the KL inside the reward, then advantages, from the outcomes of the whole step, in float64, the same on every rank;
+6. epochs × mini-batches of updates, each divided by its own global count; the critic's, and the policy's. In the critic's
+   warm-up steps the policy is left as it is;
+7. weights for engines, a checkpoint if one is due, this rank's receipt; then the report, the same on every rank.
 
 An exception anywhere leaves the step half applied and the process unusable; the caller ends it. Does not know gRPC.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -23,16 +26,19 @@ import torch
 from torch import Tensor
 
 from gcore.clock import Clock
+from gcore.ledger.records import Seal
 from gcore.train.advantages import advantages
 from gcore.train.algorithms.kl import kl_estimate
 from gcore.train.algorithms.schedule import learning_rate
 from gcore.train.batch import LogitsOf, MicroBatch, Scores, score
 from gcore.train.collective import Collective
+from gcore.train.counted import Trained, trained
+from gcore.train.critique import CriticStep, Critique
 from gcore.train.cut_step import Known, Place, Step, cut_step
 from gcore.train.feed_state import Work
 from gcore.train.launch import RankLaunch
 from gcore.train.loss import Losses, Targets
-from gcore.train.memory import explained
+from gcore.train.memory import REMEDIES, explained
 from gcore.train.models import Models
 from gcore.train.receipts import ReceiptBook
 from gcore.train.report import PhaseTimer, StepResult
@@ -44,14 +50,13 @@ from gcore.types import Version
 Tell = Callable[[str], None]
 """Told the phase whenever there is progress."""
 DIGEST_BYTES = 32
-REMEDIES = ("micro_batch_tokens", "activation_checkpointing", "zero_stage", "offload_reference")
-"""What helps against too little memory in a micro-batch, in this order."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A micro-batch's part of its update. `untouched`: no update of the step was made yet."""
+    """A micro-batch's part of its update: what of it is trained, [b, w]. `untouched`: no update of the step was made yet."""
 
+    mask: Tensor
     divisor: float
     last: bool
     untouched: bool
@@ -83,6 +88,8 @@ class StepTrainer:
         self._saver = saver
         self._clock = clock
         self._losses = Losses.of(launch.spec)
+        critic = models.critic
+        self._critique = None if critic is None else Critique(critic, launch, self._losses)
         self._receipts = ReceiptBook(launch.run_path, launch.world, launch.rank)
         self.progress = progress
 
@@ -92,29 +99,42 @@ class StepTrainer:
         timer, tally = PhaseTimer(self._clock), Tally()
         with timer.phase("cut"):
             step = cut_step(work, self._train, self._policy.feeding)
-        with timer.phase("reference"):
-            reference = self._reference_pass(step, tell)
-        with timer.phase("old_logprobs"):
-            old = self._old_pass(step, tally, tell)
-        known = Known(self._advantages(step, old, reference, tally), old, reference)
-        show_advantages(self._launch.run_path, self._launch.spec.samples, step, known.advantages)
-        with timer.phase("update"):
-            self._updates(step, known, tally, tell)
-        metrics = tally.metrics(self._collective)
+        critic = None
+        if work.seal.groups:  # the last step of a job may have none: it is there for its checkpoint
+            critic = self._learn(step, timer, tally, tell)
+        metrics = tally.metrics(self._collective) | (critic.metrics(self._collective) if critic is not None else {})
         with timer.phase("saving"):
             tell("saving")
-            saved = self._save(work.seal.token.step, tell)
+            saved = self._save(work.seal, tell)
             self._receipts.write(work, metrics.get("loss"))
         digest = self._shared_digest(saved.checkpoint.sha256)
         seconds = self._collective.max(list(timer.seconds.values()))  # also waits for rank 0 to have saved
         metrics |= {f"{name}_seconds": value for name, value in zip(timer.seconds, seconds, strict=True)}
         return StepResult(metrics, saved.weights_file, saved.checkpoint.file, digest)
 
+    def _learn(self, step: Step, timer: PhaseTimer, tally: Tally, tell: Tell) -> CriticStep | None:
+        """Everything up to the new weights."""
+        with timer.phase("reference"):
+            reference = self._reference_pass(step, tell)
+        with timer.phase("old_logprobs"):
+            old = self._old_pass(step, tally, tell)
+        penalties, critic = self._penalties(step, old, reference, tally), None
+        if self._critique is not None:
+            with timer.phase("values"):
+                critic = self._critique.begin(step, penalties, self._collective, tell)
+        targets = None if critic is None else critic.targets
+        known = Known(advantages(step, self._train, penalties, self._collective, targets), old, reference)
+        show_advantages(self._launch.run_path, self._launch.spec.samples, step, known.advantages)
+        kept = trained(step, self._losses, old, self._collective)
+        with timer.phase("update"):
+            self._updates(step, known, kept, critic, tally, tell)
+        return critic
+
     def _agree(self, work: Work) -> None:
         seal = int.from_bytes(hashlib.sha256(work.seal.encode()).digest()[:7], "big")
         self._collective.agree(
-            "what they apply (lineage, step, attempt, seal, updates, skipped)",
-            (*work.seal.token, seal, self.progress.updates, self.progress.skipped),
+            "what they apply (lineage, step, attempt, seal, updates and skipped ones of policy and critic)",
+            (*work.seal.token, seal, *dataclasses.astuple(self.progress)),
         )
 
     @torch.no_grad()
@@ -128,8 +148,9 @@ class StepTrainer:
     def _old_pass(self, step: Step, tally: Tally, tell: Tell) -> dict[Place, Tensor]:
         """The policy's log-probabilities before the first update, where they must be known by then."""
         train = self._train
-        everywhere = train.kl_coef > 0 and train.kl_in == "reward" and train.old_logprobs != "engine"
-        if not everywhere and train.old_logprobs != "recompute":
+        warming = self._warms_up(step)  # no update will score the first mini-batch
+        everywhere = warming or self._losses.drops or (train.rewards_kl and train.old_logprobs != "engine")
+        if self._losses.supervised or (not everywhere and train.old_logprobs != "recompute"):
             return {}
         places = [place for place in step.places() if everywhere or place.mini_batch > 0]
         found = self._score(self._policy.logits_of, step, places, "old_logprobs", tell)
@@ -147,43 +168,61 @@ class StepTrainer:
         return found
 
     def _scored(self, logits_of: LogitsOf, batch: MicroBatch, phase: str, *, entropic: bool = False) -> Scores:
-        with explained(f"{phase}: {_size(batch)}", self._train, REMEDIES):
+        with explained(f"{phase}: {batch.size}", self._train, REMEDIES):
             return score(logits_of, batch, entropic=entropic)
 
-    def _advantages(
+    def _penalties(
         self, step: Step, old: dict[Place, Tensor], reference: dict[Place, Tensor], tally: Tally
     ) -> dict[Place, Tensor]:
+        """What the KL takes off each token's reward, where it stands there."""
         for slot in step.work.layout.of_rank(step.work.rank):
             tally.sample(step.reward(slot), step.work.seal.groups[slot.group], slot.sample)
         penalties = {}
         for place in step.places():
             batch = step.at(place)
             tally.fed(batch)
-            if reference and self._train.kl_in == "reward":
+            if reference and self._train.rewards_kl:
                 policy = batch.rollout_logp if self._train.old_logprobs == "engine" else old[place]
-                k1 = torch.where(batch.scored, kl_estimate(policy, reference[place], "k1"), 0.0)
-                penalties[place] = self._train.kl_coef * k1.double()
-        return advantages(step, self._train, penalties, self._collective)
+                kl = torch.where(batch.scored, kl_estimate(policy, reference[place], self._train.kl_kind), 0.0)
+                penalties[place] = self._train.kl_coef * kl.double()
+        return penalties
 
-    def _updates(self, step: Step, known: Known, tally: Tally, tell: Tell) -> None:
+    def _warms_up(self, step: Step) -> bool:
+        return self._critique is not None and self._critique.warms_up(step.work.seal.step)
+
+    def _updates(
+        self, step: Step, known: Known, kept: Trained, critic: CriticStep | None, tally: Tally, tell: Tell
+    ) -> None:
+        warming = self._warms_up(step)
         for epoch in range(self._train.epochs):
             for number, plan in enumerate(step.plans):
-                if not plan.tokens:
-                    continue  # only empty or masked responses: nothing to learn, and every rank sees that in the seal
-                divisor = self._losses.denominator(plan)
+                if critic is not None:
+                    self._update_critic(critic, number, tell)
+                count = kept.counts[number]
+                if warming or not count.tokens:
+                    continue  # only empty, masked or dropped responses: nothing to learn, and every rank counts the same
+                divisor = self._losses.denominator(tokens=count.tokens, sequences=count.sequences)
+                # What lacks of the step's quota counts as if it were there, masked, if the job wants that.
+                divisor *= step.work.seal.padding_scale
                 for k in range(len(plan.micro_batches)):
                     tell("update")
                     place = Place(number, k)
                     untouched = epoch == 0 and number == 0  # the policy is still the one the step began with
-                    self._backward(
-                        step.at(place), place, known, tally, _Part(divisor, k + 1 == len(plan.micro_batches), untouched)
-                    )
-                self._update(tally)
+                    part = _Part(kept.masks[place], divisor, k + 1 == len(plan.micro_batches), untouched)
+                    self._backward(step.at(place), place, known, tally, part)
+                self._update(step.work.seal, tally)
+
+    def _update_critic(self, critic: CriticStep, number: int, tell: Tell) -> None:
+        now = self.progress
+        result = critic.update(number, now.critic_updates, tell)
+        if result is not None:
+            more, skipped = now.critic_updates + 1, now.critic_skipped + (not result.applied)
+            self.progress = dataclasses.replace(now, critic_updates=more, critic_skipped=skipped)
 
     def _backward(self, batch: MicroBatch, place: Place, known: Known, tally: Tally, part: _Part) -> None:
         scores = self._scored(self._policy.logits_of, batch, "update", entropic=self._losses.entropic)
         own = scores.logp.detach()
-        if part.untouched and place not in known.old:
+        if part.untouched and place not in known.old and not self._losses.supervised:
             tally.mismatch(own, batch)
         match self._train.old_logprobs:
             case "recompute":
@@ -192,33 +231,35 @@ class StepTrainer:
                 old = own
             case "engine":
                 old = batch.rollout_logp
-        targets = Targets(batch, known.advantages[place], old, known.reference.get(place))
+        old = own if self._losses.supervised else old
+        targets = Targets(batch, known.advantages[place], old, known.reference.get(place), part.mask)
         loss = self._losses.sum(scores, targets) / part.divisor
-        with explained(f"update: {_size(batch)}", self._train, REMEDIES):
+        with explained(f"update: {batch.size}", self._train, REMEDIES):
             self._policy.backward(loss, last=part.last)
         tally.trained(float(loss.detach()), scores, targets, self._losses)
 
-    def _update(self, tally: Tally) -> None:
+    def _update(self, seal: Seal, tally: Tally) -> None:
         rate = learning_rate(
             self.progress.updates,
             peak=self._train.learning_rate,
             warmup_updates=self._train.warmup_updates,
             schedule=self._train.schedule,
-            total_updates=self._launch.total_updates,
+            total_updates=self._launch.total_updates(seal.planned_steps),
         )
         with explained("update: the optimizer", self._train, ("zero_stage", "offload_reference")):
             result = self._policy.update(rate)
-        self.progress = Progress(self.progress.updates + 1, self.progress.skipped + (not result.applied))
+        now = self.progress
+        self.progress = dataclasses.replace(now, updates=now.updates + 1, skipped=now.skipped + (not result.applied))
         tally.updated(result, rate)
 
-    def _save(self, step: int, tell: Tell) -> _Written:
-        version = Version(self._launch.lineage, step)
+    def _save(self, seal: Seal, tell: Tell) -> _Written:
+        version, spec = Version(self._launch.lineage, seal.step), self._launch.spec
 
         def saving() -> None:
             tell("saving")
 
         weights = self._saver.stage(version, saving)
-        if step not in self._launch.spec.checkpoint_due:
+        if not spec.checkpoints_after(seal.step, last=seal.last or seal.step == spec.flow.steps):
             return _Written(weights, Saved("", ""))
         return _Written(weights, self._saver.checkpoint(version, self.progress, saving))
 
@@ -227,9 +268,3 @@ class StepTrainer:
         mine = bytes.fromhex(sha256)
         brought = self._collective.sum([float(byte) for byte in mine] or [0.0] * DIGEST_BYTES)
         return bytes(int(value) for value in brought).hex() if any(brought) else ""
-
-
-def _size(batch: MicroBatch) -> str:
-    """Of a micro-batch, for people."""
-    longest = max(one.length for one in batch.inputs.rectangles)
-    return f"a micro-batch of {len(batch.slots)} samples, {batch.computed} tokens, the longest {longest}"

@@ -194,7 +194,8 @@ def _leave_muon_out() -> None:
 
 
 def _config(how: Optimizing, parameters: int) -> dict[str, Any]:
-    bucket = max(1, min(LARGEST_BUCKET, parameters))  # the default would set two gigabytes aside for any model
+    # The default would set two gigabytes aside for any model. DeepSpeed wants an even number.
+    bucket = 2 * max(1, min(LARGEST_BUCKET, parameters + 1) // 2)
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,

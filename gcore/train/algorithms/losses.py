@@ -29,7 +29,7 @@ def ppo_loss(
     tokens] in the type of `logp`. The gradient goes through `logp` only. Raises ValueError for a `dual_clip` that is not
     above 1.
     """
-    ratio = _ratio(logp, old_logp)
+    ratio = token_ratio(logp, old_logp)
     gain = advantages.detach().to(logp.dtype)
     loss = torch.maximum(-gain * ratio, -gain * ratio.clamp(1 - clip_low, 1 + clip_high))
     if dual_clip is None:
@@ -48,7 +48,7 @@ def gspo_loss(
     its own gradient. To be aggregated as "seq-mean-token-mean". `logp`, `old_logp` and `mask` [batch, tokens], `advantages`
     [batch, 1] or [batch, tokens]; a sequence stands whole in one row. Returns [batch, tokens] in the type of `logp`.
     """
-    ratio = _sequence_ratio(logp, old_logp, mask) * (logp - logp.detach()).exp()
+    ratio = sequence_ratio(logp, old_logp, mask) * (logp - logp.detach()).exp()
     gain = advantages.detach().to(logp.dtype)
     return torch.maximum(-gain * ratio, -gain * ratio.clamp(1 - clip_low, 1 + clip_high))
 
@@ -58,7 +58,7 @@ def cispo_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, *, clip_low: 
 
     The weight is clipped, not the update: every token keeps a gradient. Shapes as in `ppo_loss`.
     """
-    weight = _ratio(logp, old_logp).detach().clamp(1 - clip_low, 1 + clip_high)
+    weight = token_ratio(logp, old_logp).detach().clamp(1 - clip_low, 1 + clip_high)
     return -weight * advantages.detach().to(logp.dtype) * logp
 
 
@@ -76,36 +76,77 @@ def value_loss(values: Tensor, returns: Tensor, old_values: Tensor, clip: float 
     return 0.5 * torch.maximum(plain, (held - target).square())
 
 
+def nll_loss(logp: Tensor) -> Tensor:
+    """-logp: maximum likelihood of given responses (supervised fine-tuning), without rewards or an old policy.
+
+    `logp` [batch, tokens] in nats; returns that shape. Aggregated by "token-mean" it is the cross entropy a token.
+    """
+    return -logp
+
+
+def value_clip_tokens(values: Tensor, returns: Tensor, old_values: Tensor, clip: float | None) -> Tensor:
+    """1.0 where the clip holds a value back: its loss is the clipped one, which has no gradient there; else 0.0.
+
+    Shapes as in `value_loss`; returns [batch, tokens] in the type of `values`, detached.
+    """
+    if clip is None:
+        return torch.zeros_like(values).detach()
+    value, target, old = (one.detach().to(values.dtype) for one in (values, returns, old_values))
+    held = old + (value - old).clamp(-clip, clip)
+    beyond = (held - target).square() > (value - target).square()
+    return (beyond & ((value - old).abs() > clip)).to(values.dtype)
+
+
 def clip_fraction_tokens(
-    logp: Tensor, old_logp: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
+    logp: Tensor,
+    old_logp: Tensor,
+    advantages: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
 ) -> Tensor:
-    """Where the clip holds a token back: 1.0 where the loss has no gradient because of it, else 0.0.
+    """Where the clip holds a token back: 1.0 where `ppo_loss` has no gradient because of it, else 0.0.
 
     Shapes as in `ppo_loss`; returns [batch, tokens] in the type of `logp`, detached. Its mean over the mask is the clip
     fraction.
     """
-    return _held(_ratio(logp, old_logp).detach(), advantages, clip_low, clip_high).to(logp.dtype)
+    ratio = token_ratio(logp, old_logp).detach()
+    held = _held(ratio, advantages, clip_low, clip_high)
+    if dual_clip is not None:
+        held = held | ((advantages < 0) & (ratio > dual_clip))
+    return held.to(logp.dtype)
 
 
 def gspo_clip_fraction_tokens(
     logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, *, clip_low: float, clip_high: float
 ) -> Tensor:
     """As `clip_fraction_tokens`, by the ratio of the sequence; shapes as in `gspo_loss`."""
-    ratio = _sequence_ratio(logp, old_logp, mask).expand(logp.shape)
+    ratio = sequence_ratio(logp, old_logp, mask).expand(logp.shape)
     return _held(ratio, advantages, clip_low, clip_high).to(logp.dtype)
 
 
-def _held(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    return ((advantages > 0) & (ratio > 1 + clip_high)) | ((advantages < 0) & (ratio < 1 - clip_low))
+def cispo_clip_fraction_tokens(logp: Tensor, old_logp: Tensor, *, clip_low: float, clip_high: float) -> Tensor:
+    """1.0 where the weight of `cispo_loss` is not the ratio itself, whatever the advantage, else 0.0.
+
+    Shapes as in `ppo_loss`; returns [batch, tokens] in the type of `logp`, detached. These tokens keep their gradients.
+    """
+    ratio = token_ratio(logp, old_logp).detach()
+    return ((ratio < 1 - clip_low) | (ratio > 1 + clip_high)).to(logp.dtype)
 
 
-def _sequence_ratio(logp: Tensor, old_logp: Tensor, mask: Tensor) -> Tensor:
-    """[batch, 1], detached: exp of the mean log-ratio over the row's trained tokens."""
+def token_ratio(logp: Tensor, old_logp: Tensor) -> Tensor:
+    """r = exp(logp - old_logp), the log-ratio held within ±20; of one shape. The gradient goes through `logp` only."""
+    return (logp - old_logp.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def sequence_ratio(logp: Tensor, old_logp: Tensor, mask: Tensor) -> Tensor:
+    """s = exp(mean over the row's trained tokens of log r), [batch, tokens] to [batch, 1], detached; 1 without any."""
     trained = mask != 0
     apart = torch.where(trained, logp.detach() - old_logp.detach(), 0.0)
     mean = apart.sum(dim=1, keepdim=True) / trained.sum(dim=1, keepdim=True).clamp(min=1)
     return mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def _ratio(logp: Tensor, old_logp: Tensor) -> Tensor:
-    return (logp - old_logp.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+def _held(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    return ((advantages > 0) & (ratio > 1 + clip_high)) | ((advantages < 0) & (ratio < 1 - clip_low))
