@@ -18,11 +18,8 @@ from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records import EndedRef, EpochRecord, OfferedGroup, Seal
 from gcore.ledger.rules import is_over
 from gcore.ledger.stream import (
-    AccountNow,
-    NotYet,
+    Choice,
     Offered,
-    SealNow,
-    Short,
     StreamRules,
     choose,
     due,
@@ -108,7 +105,7 @@ class JobView:
         return due(self.rules, self.mirror.head.record, self._seals, self.offered)
 
     @cached_property
-    def chosen(self) -> SealNow | AccountNow | NotYet | Short:
+    def chosen(self) -> Choice:
         """What the next seal would take."""
         assert self.mirror.head is not None
         return choose(self.rules, self.mirror.head.record, self._seals, self.offered)

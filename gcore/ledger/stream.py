@@ -32,12 +32,15 @@ from gcore.types import PromptRef, Version
 __all__ = [
     "MOST_OUTCOMES",
     "AccountNow",
+    "Choice",
+    "Found",
     "NotYet",
     "Offered",
     "SealNow",
     "Short",
     "StreamRules",
     "choose",
+    "concluded",
     "due",
     "held_by",
     "in_order",
@@ -174,39 +177,43 @@ class Short:
     outcomes: tuple[EndedRef, ...]
 
 
-@dataclass(slots=True)
-class _Walk:
-    """The order, as far as the next seal needs it."""
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What there is for the next seal. `limited`: the step has used up its prompts, without having met its quota."""
 
-    groups: list[SealedGroup] = field(default_factory=list)
-    outcomes: list[EndedRef] = field(default_factory=list)
-    missing: list[PromptRef] = field(default_factory=list)
+    groups: tuple[SealedGroup, ...]
+    outcomes: tuple[EndedRef, ...]
+    missing: tuple[PromptRef, ...]
     limited: bool = False
-    """Whether the step has used up its prompts, rather than met its quota or come to the end of what there is."""
-
-    @classmethod
-    def along(cls, rules: StreamRules, head: Head, seals: Collection[Seal], offered: Offered) -> _Walk:
-        walk = cls()
-        room = None if rules.limit is None else rules.limit - head.tally.since_step.ended
-        for walked, ref in enumerate(in_order(rules, head, seals)):
-            if len(walk.groups) + len(walk.missing) >= rules.quota:
-                break
-            if room is not None and walked >= room:
-                walk.limited = True
-                break
-            if ref in offered.groups:
-                walk.groups.append(offered.groups[ref])
-            elif ref in offered.outcomes:
-                walk.outcomes.append(offered.outcomes[ref])
-            else:
-                walk.missing.append(ref)
-        return walk
 
 
-def choose(
-    rules: StreamRules, head: Head, seals: Collection[Seal], offered: Offered
-) -> SealNow | AccountNow | NotYet | Short:
-    """What to seal next.
+Choice = SealNow | AccountNow | NotYet | Short
+
+
+def choose(rules: StreamRules, head: Head, seals: Collection[Seal], offered: Offered) -> Choice:
+    """What to seal next: the first groups of the order, as many as the quota, once nothing before the last is missing."""
+    groups: list[SealedGroup] = []
+    outcomes: list[EndedRef] = []
+    missing: list[PromptRef] = []
+    room = None if rules.limit is None else rules.limit - head.tally.since_step.ended
+    limited = False
+    for walked, ref in enumerate(in_order(rules, head, seals)):
+        if len(groups) + len(missing) >= rules.quota:
+            break
+        if room is not None and walked >= room:
+            limited = True
+            break
+        if ref in offered.groups:
+            groups.append(offered.groups[ref])
+        elif ref in offered.outcomes:
+            outcomes.append(offered.outcomes[ref])
+        else:
+            missing.append(ref)
+    return concluded(rules, head, Found(tuple(groups), tuple(outcomes), tuple(missing), limited))
+
+
+def concluded(rules: StreamRules, head: Head, found: Found) -> Choice:
+    """What follows from what was found, at any staleness.
 
     Exhausted means: every ref in every shard's window is terminal, sealed or offered. Then a full quota cannot come, and
     waiting for it would be for ever: first the outcomes are accounted for; when there are none, the groups that are
@@ -217,32 +224,29 @@ def choose(
     What remains of the job's last epoch makes the last step, which may be smaller, and is empty if all of it was filtered:
     a step there must be, for the last checkpoint is written in one. A job of which nothing was ever trained has none.
     """
-    walk = _Walk.along(rules, head, seals, offered)
-    ends = rules.epochs is not None and prompts_left(rules, head) == len(walk.groups) + len(walk.outcomes)
-    closes = ends and not walk.groups and head.step > 0
+    ends = rules.epochs is not None and prompts_left(rules, head) == len(found.groups) + len(found.outcomes)
+    closes = ends and not found.groups and head.step > 0
     room = min(MOST_OUTCOMES, sum(rules.shape.lengths))
-    if len(walk.outcomes) >= room and not (closes and len(walk.outcomes) == room):
-        return AccountNow(tuple(walk.outcomes[:room]))
-    if walk.missing:
-        return NotYet(walk.missing[0], len(walk.missing))
-    full = len(walk.groups) >= rules.quota
-    if full or (ends and (walk.groups or closes)):
-        return _sealed(rules, head, walk)
-    if walk.limited:
-        if rules.on_limit == "fail" or not walk.groups:
-            return Short(len(walk.groups), tuple(walk.outcomes))
-        return _sealed(rules, head, walk, padded=rules.on_limit == "pad_masked")
-    if walk.outcomes:
-        return AccountNow(tuple(walk.outcomes))
-    return _sealed(rules, head, walk)
+    if len(found.outcomes) >= room and not (closes and len(found.outcomes) == room):
+        return AccountNow(found.outcomes[:room])
+    if found.missing:
+        return NotYet(found.missing[0], len(found.missing))
+    full = len(found.groups) >= rules.quota
+    if full or (ends and (found.groups or closes)):
+        return _sealed(rules, head, found)
+    if found.limited:
+        if rules.on_limit == "fail" or not found.groups:
+            return Short(len(found.groups), found.outcomes)
+        return _sealed(rules, head, found, padded=rules.on_limit == "pad_masked")
+    return AccountNow(found.outcomes) if found.outcomes else _sealed(rules, head, found)
 
 
-def _sealed(rules: StreamRules, head: Head, walk: _Walk, *, padded: bool = False) -> SealNow:
-    last = is_last(rules, head, walk.groups, walk.outcomes)
+def _sealed(rules: StreamRules, head: Head, found: Found, *, padded: bool = False) -> SealNow:
+    last = is_last(rules, head, found.groups, found.outcomes)
     return SealNow(
-        groups=tuple(walk.groups),
-        outcomes=tuple(walk.outcomes),
-        padding=rules.quota - len(walk.groups) if padded else 0,
+        groups=found.groups,
+        outcomes=found.outcomes,
+        padding=rules.quota - len(found.groups) if padded else 0,
         last=last,
         planned=head.step + 1 if last else planned_steps(rules, head),
     )
