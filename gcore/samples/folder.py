@@ -50,7 +50,30 @@ def advantages_name(rank: int) -> str:
 
 
 def kept_steps(run_dir: Path) -> list[Version]:
-    """The steps that have samples, oldest first. Raises OSError."""
+    """The steps of which there are groups, oldest first. Raises OSError."""
+    return [version for version in _step_folders(run_dir) if _files(run_dir, version, advantages=False)]
+
+
+def prune(run_dir: Path, keep: int) -> None:
+    """Remove the oldest steps beyond `keep`. Raises OSError."""
+    for version in _step_folders(run_dir)[:-keep]:
+        shutil.rmtree(step_folder(run_dir, version), ignore_errors=True)
+
+
+def read_groups(run_dir: Path, version: Version) -> list[KeptGroup]:
+    """The kept groups of a step, by ref. Raises OSError."""
+    files = _files(run_dir, version, advantages=False)
+    groups = {group.digest: group for file in files for group in _records(file, KeptGroup)}
+    return sorted(groups.values(), key=lambda group: group.ref)
+
+
+def read_advantages(run_dir: Path, version: Version) -> dict[tuple[str, int], KeptAdvantage]:
+    """The known advantages of a step, by the group's digest and the sample's index. Raises OSError."""
+    files = _files(run_dir, version, advantages=True)
+    return {(one.digest, one.sample): one for file in files for one in _records(file, KeptAdvantage)}
+
+
+def _step_folders(run_dir: Path) -> list[Version]:
     found = []
     with contextlib.suppress(FileNotFoundError):
         for entry in os.scandir(run_dir / FOLDER):
@@ -60,27 +83,9 @@ def kept_steps(run_dir: Path) -> list[Version]:
     return sorted(found)
 
 
-def prune(run_dir: Path, keep: int) -> None:
-    """Remove the oldest steps beyond `keep`. Raises OSError."""
-    for version in kept_steps(run_dir)[:-keep]:
-        shutil.rmtree(step_folder(run_dir, version), ignore_errors=True)
-
-
-def read_groups(run_dir: Path, version: Version) -> list[KeptGroup]:
-    """The kept groups of a step, by ref. Raises OSError."""
-    files = [f for f in _files(run_dir, version) if not f.name.startswith(ADVANTAGES)]
-    groups = {group.digest: group for file in files for group in _records(file, KeptGroup)}
-    return sorted(groups.values(), key=lambda group: group.ref)
-
-
-def read_advantages(run_dir: Path, version: Version) -> dict[tuple[str, int], KeptAdvantage]:
-    """The known advantages of a step, by the group's digest and the sample's index. Raises OSError."""
-    files = [f for f in _files(run_dir, version) if f.name.startswith(ADVANTAGES)]
-    return {(one.digest, one.sample): one for file in files for one in _records(file, KeptAdvantage)}
-
-
-def _files(run_dir: Path, version: Version) -> list[Path]:
-    return sorted(step_folder(run_dir, version).glob("[!.]*.jsonl"))
+def _files(run_dir: Path, version: Version, *, advantages: bool) -> list[Path]:
+    whole = step_folder(run_dir, version).glob("[!.]*.jsonl")
+    return sorted(file for file in whole if file.name.startswith(ADVANTAGES) == advantages)
 
 
 def _records(file: Path, kind: type[R]) -> Iterator[R]:

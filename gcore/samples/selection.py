@@ -82,8 +82,10 @@ def select(
 ) -> Selection:
     """At most `limit` groups (0: all) of `source` ("": any), in `order`. Raises NoSamples for a source that has none."""
     every = sorted(groups, key=lambda group: group.ref)
+    if not every:
+        raise NoSamples("the samples of this step are gone, or being written", fix="Ask again")
     fitting = [group for group in every if not source or group.source == source]
-    if not fitting and every:
+    if not fitting:
         names = ", ".join(sorted({repr(group.source) for group in every}))
         raise NoSamples(f"no group of this step is of source {source!r}", fix=f"There are groups of {names}")
     if order != "stream":

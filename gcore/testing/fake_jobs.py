@@ -39,6 +39,8 @@ class Script:
     events: list[JobEvent] = field(default_factory=list)
     audit: pb.AuditReport = field(default_factory=lambda: pb.AuditReport(clean=True))
     nodes: pb.ListNodesReply = field(default_factory=pb.ListNodesReply)
+    samples: list[pb.SampleGroup] = field(default_factory=list)
+    asked_samples: list[pb.GetSamplesRequest] = field(default_factory=list)
     requests: list[pb.CreateJobRequest] = field(default_factory=list)
     """Every CreateJob that came, repeated ones too."""
     refusal: tuple[grpc.StatusCode, str] | None = None
@@ -126,6 +128,14 @@ class FakeJobs(jobs_pb2_grpc.JobsServicer):
         """The script's nodes."""
         await self._first(context)
         return self.script.nodes
+
+    async def GetSamples(self, request: pb.GetSamplesRequest, context: _Context) -> AsyncIterator[pb.SampleGroup]:
+        """The script's samples, whichever are asked for."""
+        await self._first(context)
+        await self._known(request.job, context)
+        self.script.asked_samples.append(request)
+        for group in self.script.samples:
+            yield group
 
     async def WatchJob(self, request: pb.WatchJobRequest, context: _Context) -> AsyncIterator[pb.JobEvent]:
         """The events after `request.after`, then those to come, until the job has ended."""
