@@ -25,7 +25,7 @@ from controllers.gauges import show
 from controllers.hands import Hands
 from controllers.holdings import Holdings
 from controllers.identity import Identity
-from controllers.material import Material
+from controllers.material import Material, rewards_of
 from controllers.ordering import EpochOrders
 from controllers.peer import JobPeer
 from controllers.preparing import Preparation
@@ -38,7 +38,9 @@ from controllers.turns import Waits
 from controllers.view import JobView
 from controllers.waiting import waiting_for
 from gcore.clock import Clock
-from gcore.config import NodeConfig, parse_spec
+from gcore.config import JobSpec, NodeConfig, parse_spec
+from gcore.config.evaluation import eval_sources
+from gcore.config.sources import training_sources
 from gcore.errors import GcoreError
 from gcore.flows import find_flow
 from gcore.ledger.guarded import Ledger, TxnOutcome
@@ -46,7 +48,8 @@ from gcore.ledger.job import JobPhase
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.stream import StreamRules, rules_of
 from gcore.metrics import Metrics
-from gcore.reward.scoring import DirectScorer, Scorer
+from gcore.reward.pool import RewardPool
+from gcore.reward.scoring import Scorer
 from gcore.store.keys import JobKeys
 from gcore.store.types import Store, WatchBatch
 from gcore.train.feed_state import WorldName
@@ -156,8 +159,16 @@ class JobRunner:
         self._spec = spec
         self._rules = self._rules_or_none()
         self.is_working = True
+        rewards = RewardPool(rewards_of((*training_sources(spec), *eval_sources(spec))), spec.scoring, self._clock)
         try:
-            material = await self._preparation(DirectScorer()).material(spec, self.mirror.job.record)
+            await self._work_on(spec, rewards)
+        finally:
+            await rewards.close()
+
+    async def _work_on(self, spec: JobSpec, rewards: RewardPool) -> None:
+        assert self.mirror.job is not None
+        try:
+            material = await self._preparation(rewards).material(spec, self.mirror.job.record)
             if material is None:
                 return
             self._spec = material.spec
@@ -183,12 +194,20 @@ class JobRunner:
             async with asyncio.TaskGroup() as group:
                 producing = group.create_task(self._produce(flow, peer), name=f"flow {self.uid}")
                 driving = group.create_task(self._drive(material), name=f"drive {self.uid}")
+                warming = group.create_task(self._warm(rewards), name=f"rewards {self.uid}")
                 await self.changes.until(self._ended)
-                producing.cancel()
-                driving.cancel()
+                for task in (producing, driving, warming):
+                    task.cancel()
         finally:
             await self._engines.close()
             await orders.close()
+
+    async def _warm(self, rewards: RewardPool) -> None:
+        """Have the rewards loaded while engines and ranks start. What is wrong with one ends the job."""
+        try:
+            await rewards.warm()
+        except GcoreError as error:
+            await self.fail(str(error))
 
     def _rules_or_none(self) -> StreamRules | None:
         return None if self.mirror.job is None else rules_of(self.mirror.job.record)

@@ -1,0 +1,63 @@
+"""`python -m gcore.reward FD`: a process that scores responses for a controller, over the socket FD (`gcore.reward.lines`).
+
+It loads the rewards that it is told of, and nothing else of gcore than they need: no engine, no torch, no store. Rewards run
+in its main thread, one response at a time, because libraries of mathematics limit their time by signals. What a reward prints
+goes to standard error, which is the controller's log. It ends when the socket does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import sys
+
+from gcore.config.spec import RewardSpec
+from gcore.plugins import PluginFault
+from gcore.reward.composed import OpenReward
+from gcore.reward.lines import answer_line, calls_of, failed_line, line_of
+from gcore.reward.registry import RewardError
+from gcore.reward.scoring import scored
+
+
+def main() -> None:
+    """The process."""
+    line = socket.socket(fileno=int(sys.argv[1]))
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    with line, line.makefile("rb") as heard:
+        setup = json.loads(heard.readline())
+        limit_memory(setup["memory_mb"])
+        try:
+            rewards = [opened(source, RewardSpec.model_validate(spec)) for source, spec in setup["rewards"]]
+        except PluginFault as fault:
+            line.sendall(failed_line(fault))
+            return
+        line.sendall(line_of({"ready": True}))
+        try:
+            for batch in heard:
+                for reward, fields, response in calls_of(json.loads(batch)):
+                    line.sendall(answer_line(scored(rewards[reward], response, fields)))
+        except (BrokenPipeError, ConnectionResetError):  # nobody wants to know any more
+            pass
+
+
+def opened(source: str, spec: RewardSpec) -> OpenReward:
+    """The reward of `source`, found and started. Raises PluginFault."""
+    try:
+        return OpenReward.of(spec)
+    except (PluginFault, RewardError) as error:
+        where = f"{error.where or 'reward'} of source {source!r}"
+        raise PluginFault(error.what, where=where, fix=error.fix, trace=error.trace) from error
+
+
+def limit_memory(megabytes: int) -> None:
+    """What the process may write to: its own data, not the libraries it shares or the addresses it reserves."""
+    most = megabytes << 20
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,298 @@
+"""A job's rewards on one controller: some processes that score, and what happens when one hangs or dies.
+
+Rewards are foreign code, and rules meet any text at all, so none of it runs in the controller. A few processes
+(`scoring.workers`) take responses in turn; quick rewards are sent in batches, slow ones one by one, so that no process waits
+while another has a queue. A response that takes longer than its `reward.timeout_s` costs the process that scores it: it is
+killed and replaced, the response has failed (or is worth `reward.timeout_value`), and those behind it go to another process.
+So with a process that dies. But what killed it may have been left by an earlier response, so a response that it took with it
+is tried once more, first in a fresh process, before it is blamed.
+
+Processes are started by `warm`, before the first step; a reward that cannot be had is told then. What is waiting to be scored
+is only what callers hold anyway: a batch is written when a process is free. Nothing is scored twice but what a dead process
+left, which is why a reward must be pure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gcore.clock import Clock
+from gcore.config.spec import RewardSpec, ScoringSpec
+from gcore.errors import GcoreError
+from gcore.reward.lines import answer_of, batch_line, check_ready
+from gcore.reward.process import ProcessEnded, RewardProcess
+from gcore.reward.registry import Response, RewardError, RewardResult
+from gcore.reward.scoring import Scored
+from gcore.worker.process import CannotStart
+
+log = logging.getLogger(__name__)
+
+LARGEST_BATCH = 64
+"""Responses sent to a process at once."""
+BATCH_S = 0.02
+"""What a batch should take, so that slow responses are spread over the processes."""
+START_TRIES, START_AGAIN_S = 3, 0.5
+TIMED_OUT, KILLED = "timed_out", "killed"
+"""The reward parts that say why a response got `reward.timeout_value`."""
+
+
+@dataclass(eq=False, slots=True)
+class _Request:
+    """Some responses that are scored together."""
+
+    results: list[Scored | None]
+    done: asyncio.Future[None]
+    missing: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    """One response."""
+
+    request: _Request
+    place: int
+    reward: int
+    fields: Mapping[str, Any]
+    response: Response
+    tried: bool = False
+    """Whether a process has died with it. It goes first in a fresh one then, and alone."""
+
+
+@dataclass(eq=False, slots=True)
+class _Slot:
+    """Where a process is, and how long its responses take."""
+
+    process: RewardProcess | None = None
+    seconds: float = BATCH_S
+    """A moving average, seconds a response; at first, such that it gets one."""
+
+
+class RewardPool:
+    """Scores responses for a job (`gcore.reward.scoring.Scorer`). One event loop; close it."""
+
+    def __init__(
+        self,
+        rewards: Mapping[str, RewardSpec],
+        scoring: ScoringSpec,
+        clock: Clock,
+        on_fault: Callable[[RewardError], None] = lambda error: None,
+    ) -> None:
+        """`rewards`: every reward that will be asked for, under the source that it is told by.
+
+        `on_fault` is told of each error with a traceback of the reward's own, also where the caller is content with a value.
+        """
+        self._where = tuple(rewards)
+        self._specs = tuple(rewards.values())
+        self._scoring = scoring
+        self._clock = clock
+        self._on_fault = on_fault
+        self._queue: deque[_Call] = deque()
+        self._news = asyncio.Condition()
+        self._slots: list[_Slot] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._warming = asyncio.Lock()
+        self._broken: GcoreError | None = None
+
+    async def warm(self) -> None:
+        """Start every process and wait until it has loaded the rewards.
+
+        Raises PluginFault (a SpecError), with the reward's own traceback, for one that cannot be had.
+        """
+        async with self._warming:
+            if not self._tasks:
+                await self._warm()
+
+    async def _warm(self) -> None:
+        slots = [_Slot() for _ in range(self._scoring.workers)]
+        starting = [asyncio.create_task(self._started()) for _ in slots]
+        try:
+            for slot, process in zip(slots, await asyncio.gather(*starting), strict=True):
+                slot.process = process
+        except GcoreError:
+            await asyncio.gather(*starting, return_exceptions=True)
+            for task in starting:
+                if not task.cancelled() and task.exception() is None:
+                    await task.result().end()
+            raise
+        self._slots = slots
+        self._tasks = [asyncio.create_task(self._serve(slot), name="rewards") for slot in self._slots]
+
+    async def score(
+        self, spec: RewardSpec, fields: Mapping[str, Any], responses: Sequence[Response]
+    ) -> tuple[Scored, ...]:
+        """What each response is worth, in their order. Raises SpecError if the rewards cannot be had any more."""
+        await self.warm()
+        if self._broken is not None:
+            raise self._broken
+        reward = self._specs.index(spec)
+        request = _Request([None] * len(responses), asyncio.get_running_loop().create_future(), len(responses))
+        if not responses:
+            return ()
+        for place, response in enumerate(responses):
+            self._queue.append(_Call(request, place, reward, fields, response))
+        await self._notify()
+        await request.done
+        return tuple(result for result in request.results if result is not None)
+
+    async def close(self) -> None:
+        """End every process. What is being scored is given up."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._give_up(GcoreError("the rewards of this job are closed"))
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The processes that score now."""
+        return tuple(slot.process.pid for slot in self._slots if slot.process is not None)
+
+    async def _serve(self, slot: _Slot) -> None:
+        """One process after the other, until cancelled."""
+        try:
+            while True:
+                batch = await self._take(slot)
+                try:
+                    if slot.process is None:
+                        slot.process = await self._started()
+                except GcoreError:
+                    self._queue.extendleft(reversed(batch))
+                    raise
+                await self._through(slot, slot.process, batch)
+        except GcoreError as error:
+            log.error("rewards cannot be had any more: %s", error)
+            self._give_up(error)
+        finally:
+            process, slot.process = slot.process, None
+            if process is not None:
+                await process.end()
+
+    async def _take(self, slot: _Slot) -> list[_Call]:
+        async with self._news:
+            while True:
+                while self._queue and self._queue[0].request.done.done():  # its caller has gone
+                    self._queue.popleft()
+                if self._queue:
+                    break
+                await self._news.wait()
+        if self._queue[0].tried:
+            if slot.process is not None:  # what killed the other may lie in wait in this one too
+                await self._end(slot)
+            return [self._queue.popleft()]
+        fair = -(-len(self._queue) // len(self._slots))
+        room = max(1, min(LARGEST_BATCH, fair, int(BATCH_S / max(slot.seconds, 1e-9))))
+        batch: list[_Call] = []
+        while self._queue and len(batch) < room and not self._queue[0].tried:
+            call = self._queue.popleft()
+            if not call.request.done.done():
+                batch.append(call)
+        return batch
+
+    async def _through(self, slot: _Slot, process: RewardProcess, batch: list[_Call]) -> None:
+        """Have a batch scored; what a dead process leaves goes back to the front of the queue."""
+        if not batch:
+            return
+        began = self._clock.monotonic()
+        process.send(batch_line([(call.reward, call.fields, call.response) for call in batch]))
+        for number, call in enumerate(batch):
+            limit = self._specs[call.reward].timeout_s
+            try:
+                self._settle(call, answer_of(await process.answer(limit)))
+                process.served += 1
+            except TimeoutError:
+                await self._end(slot)
+                self._blame(call, TIMED_OUT, f"took longer than {limit:g} s (reward.timeout_s)")
+            except (ProcessEnded, ValueError):
+                fresh = process.served == 0
+                how = await self._end(slot)
+                if fresh or call.tried:
+                    self._blame(call, KILLED, f"took the process that scores with it, which was {how}")
+                else:
+                    call.tried = True
+                    self._queue.appendleft(call)
+            else:
+                continue
+            await self._back(batch[number + 1 :])
+            return
+        slot.seconds = 0.8 * slot.seconds + 0.2 * (self._clock.monotonic() - began) / len(batch)
+
+    async def _back(self, calls: Sequence[_Call]) -> None:
+        """To the front of the queue, but behind one that is tried again."""
+        first = [self._queue.popleft()] if self._queue and self._queue[0].tried else []
+        self._queue.extendleft(reversed(calls))
+        self._queue.extendleft(first)
+        await self._notify()
+
+    def _settle(self, call: _Call, scored: Scored) -> None:
+        if isinstance(scored, RewardError) and scored.trace:
+            self._on_fault(scored)
+        request = call.request
+        if request.results[call.place] is None:
+            request.results[call.place] = scored
+            request.missing -= 1
+        if request.missing == 0 and not request.done.done():
+            request.done.set_result(None)
+
+    def _blame(self, call: _Call, part: str, how: str) -> None:
+        spec = self._specs[call.reward]
+        what = f"reward {spec.shown_as!r} {how}"
+        log.warning("%s; the response began with %r", what, call.response[:100])
+        if spec.timeout_value is None:
+            self._settle(call, RewardError(what, fix="Correct the reward, or see reward.timeout_value"))
+        else:
+            self._settle(call, RewardResult(spec.timeout_value, ((part, 1.0),)))
+
+    async def _end(self, slot: _Slot) -> str:
+        process, slot.process = slot.process, None
+        return "" if process is None else await process.end()
+
+    async def _started(self) -> RewardProcess:
+        """A process that has loaded the rewards. Raises PluginFault, CannotStart."""
+        tries = 0
+        while True:
+            tries += 1
+            try:
+                return await self._loaded()
+            except CannotStart:
+                if tries >= START_TRIES:
+                    raise
+                await self._clock.sleep(START_AGAIN_S)
+
+    async def _loaded(self) -> RewardProcess:
+        process = await RewardProcess.start(self._where, self._specs, self._scoring.memory_mb)
+        try:
+            check_ready(await process.answer(self._scoring.start_timeout_s))
+        except TimeoutError:
+            await process.end()
+            raise CannotStart(
+                f"the rewards were not loaded within {self._scoring.start_timeout_s:g} s",
+                where="scoring.start_timeout_s",
+                fix="Raise it, or make the reward's import quicker",
+            ) from None
+        except (ProcessEnded, ValueError):
+            how = await process.end()
+            raise CannotStart(
+                f"the process that scores died while it loaded the rewards: {how}",
+                where="reward",
+                fix="See the controller's log; raise scoring.memory_mb if memory ran out",
+            ) from None
+        except BaseException:
+            await process.end()
+            raise
+        return process
+
+    def _give_up(self, error: GcoreError) -> None:
+        """Everything that waits, and will, is told why."""
+        self._broken = error
+        for call in self._queue:
+            if not call.request.done.done():
+                call.request.done.set_exception(error)
+        self._queue.clear()
+
+    async def _notify(self) -> None:
+        async with self._news:
+            self._news.notify_all()

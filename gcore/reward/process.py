@@ -1,0 +1,173 @@
+"""One process that scores, from the controller's side: started, asked, and ended.
+
+It dies with the thread that started it (`gcore.worker.tether`), and when its socket closes. Its answers come in the order of
+the questions. What is done when it hangs or dies is the pool's business (`gcore.reward.pool`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from gcore.config.spec import RewardSpec
+from gcore.errors import GcoreError
+from gcore.reward.lines import setup_line
+from gcore.worker import death
+from gcore.worker.parent import TETHER
+from gcore.worker.process import CannotStart
+from gcore.worker.threads import thread_environment
+
+LONGEST_LINE = 1 << 22
+"""Bytes of an answer."""
+LATE_S = 0.25
+"""How much longer than its limit a response is waited for: the controller itself may have been held up."""
+
+
+class ProcessEnded(GcoreError):
+    """The process has died, by itself or because it did not keep to what was agreed."""
+
+
+class RewardProcess(asyncio.Protocol):
+    """A started process. `start` makes it."""
+
+    def __init__(self) -> None:
+        self._answers: deque[Any] = deque()
+        self._half = b""
+        self._heard: asyncio.Future[None] | None = None
+        self._closed = False
+        self._transport: asyncio.Transport | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._oom_kills = 0
+        self.served = 0
+        """Responses it has scored."""
+
+    @classmethod
+    async def start(cls, sources: Sequence[str], specs: Sequence[RewardSpec], memory_mb: int) -> RewardProcess:
+        """Start one, and tell it what to load. Raises CannotStart."""
+        ours, process = _spawn()
+        ours.setblocking(False)
+        _, made = await asyncio.get_running_loop().create_connection(cls, sock=ours)
+        made._process, made._oom_kills = process, death.out_of_memory_kills()
+        made.send(setup_line(sources, specs, memory_mb))
+        return made
+
+    def send(self, line: bytes) -> None:
+        """Send a line; to a dead process, nothing."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(line)
+
+    async def answer(self, timeout_s: float) -> Any:
+        """The next answer. Raises ProcessEnded, and TimeoutError if it takes longer than `timeout_s`."""
+        if not self._answers:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._hear()
+            # Late to look, an answer may be there; or on its way, if this process was held up and that one was not.
+            if not self._answers and not self._closed:
+                async with asyncio.timeout(LATE_S):
+                    await self._hear()
+        if not self._answers:
+            raise ProcessEnded("the process that scores has died")
+        return self._answers.popleft()
+
+    async def _hear(self) -> None:
+        while not self._answers and not self._closed:
+            self._heard = asyncio.get_running_loop().create_future()
+            await self._heard
+
+    async def end(self) -> str:
+        """Kill it and all it started. How it died, in a sentence: by itself, if it had by now."""
+        process = self._process
+        assert process is not None
+        if self._transport is not None:
+            self._transport.abort()
+        if self._closed:  # its death closes the socket a moment before it can be collected
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LATE_S):
+                    await _ended(process.pid)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await _ended(process.pid)
+        process.wait()
+        out_of_memory = death.out_of_memory_kills() > self._oom_kills
+        return death.sentence(process.returncode, "", out_of_memory=out_of_memory)
+
+    @property
+    def pid(self) -> int:
+        """Its pid, and its process group's."""
+        assert self._process is not None
+        return self._process.pid
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Called by asyncio."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """Called by asyncio."""
+        *lines, self._half = (self._half + data).split(b"\n")
+        try:
+            self._answers.extend(json.loads(line) for line in lines)
+        except ValueError:
+            self._half = b""
+            self._break_off()
+        if len(self._half) > LONGEST_LINE:
+            self._break_off()
+        self._wake()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Called by asyncio."""
+        self._closed = True
+        self._wake()
+
+    def _break_off(self) -> None:
+        """It said what no such process says: a reward has written to its socket."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _wake(self) -> None:
+        if self._heard is not None and not self._heard.done():
+            self._heard.set_result(None)
+
+
+def _spawn() -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """A process, and this end of the line to it. Raises CannotStart."""
+    ours, theirs = socket.socketpair()
+    tether = (sys.executable, "-I", "-S", str(TETHER), str(os.getpid()))
+    with theirs:
+        try:
+            return ours, subprocess.Popen(
+                [*tether, sys.executable, "-m", "gcore.reward", str(theirs.fileno())],
+                env={**os.environ, **thread_environment(1)},
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                process_group=0,
+            )
+        except OSError as error:
+            ours.close()
+            raise CannotStart(
+                f"no process for rewards can be started ({error.strerror or error})",
+                fix="Free memory, or lower scoring.workers",
+            ) from error
+
+
+async def _ended(pid: int) -> None:
+    """Return when the child `pid` has ended; it is not collected yet."""
+    fd = os.pidfd_open(pid)
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    loop.add_reader(fd, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(fd)
+        os.close(fd)
