@@ -1,9 +1,9 @@
 """Which parts of an evaluation a controller answers, and when it takes those of others. Pure.
 
 The members that have engines stand in an order that depends on the version; part after part goes to one after the other, so
-that all get as many. Whoever is done with its own and sees no part come for a while helps with those of the others: first
-the next in the order, and from the end, because whoever owns them goes from the beginning. When a member is gone, the order
-is another at once. Two that answer one part do no harm: the first to write it down wins.
+that all get as many. When nothing has come for a while from whoever owns a part, the next in the order takes it over, and goes
+from the end, because its owner goes from the beginning. When a member is gone, the order is another at once. Two that answer
+one part do no harm: the first to write it down wins.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from gcore.ledger.records import Member
 from gcore.types import Version
 
 TAKEOVER_S = 20.0
-"""So long no part must have come before the next peer helps; twice as long before the one after it, and so on."""
+"""So long nothing must have come from a part's owner before the next peer takes it; twice as long, and from both, before
+the one after it does, and so on."""
 
 
 def order(version: Version, members: Collection[str]) -> tuple[str, ...]:
@@ -38,12 +39,18 @@ def place_of(me: str, number: int, members: tuple[str, ...]) -> int:
     return (members.index(me) - number) % len(members) if me in members else len(members)
 
 
-def to_take(me: str, open_parts: Collection[int], members: tuple[str, ...], quiet_s: float) -> tuple[int, ...]:
+def to_take(
+    me: str, open_parts: Collection[int], members: tuple[str, ...], quiet_s: Mapping[str, float]
+) -> tuple[int, ...]:
     """Which of the parts that nobody has delivered are for me now, the most urgent first.
 
-    `members` in the version's order; `quiet_s`: since when no part has come.
+    `members` in the version's order; `quiet_s`: since when each of them has delivered nothing.
     """
-    mine = sorted(number for number in open_parts if place_of(me, number, members) == 0)
+
+    def is_mine(number: int, place: int) -> bool:
+        ahead = (members[(number + before) % len(members)] for before in range(place))
+        return all(quiet_s[name] >= place * TAKEOVER_S for name in ahead)
+
     places = {number: place_of(me, number, members) for number in open_parts}
-    others = [number for number, place in places.items() if place > 0 and quiet_s >= place * TAKEOVER_S]
-    return (*mine, *sorted(others, key=lambda number: (places[number], -number)))
+    mine = [number for number, place in places.items() if is_mine(number, place)]
+    return tuple(sorted(mine, key=lambda number: (places[number], -number if places[number] else number)))

@@ -15,6 +15,7 @@ import asyncio
 import itertools
 import logging
 import math
+from collections import Counter
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -58,14 +59,25 @@ class _Round:
     """One peer's work on one version."""
 
     version: Version
-    quiet_since: float
-    known: int = 0
-    """Parts there when this was last looked at."""
+    began: float
+    complete_since: float | None = None
+    heard: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """How many parts each member has delivered, and when that last changed."""
     running: dict[int, asyncio.Task[bool]] = field(default_factory=dict)
     delivered: set[int] = field(default_factory=set)
     """Written down, whether the mirror shows it yet or not."""
     tries: dict[int, int] = field(default_factory=dict)
     not_before: dict[int, float] = field(default_factory=dict)
+
+    def note(self, parts: Iterable[EvalPart], now: float) -> None:
+        """Who has delivered what by `now`."""
+        for name, count in Counter(part.by for part in parts).items():
+            if self.heard.get(name, (0, now))[0] != count:
+                self.heard[name] = (count, now)
+
+    def quiet(self, members: Iterable[str], now: float) -> dict[str, float]:
+        """Since when each of them has delivered nothing, in seconds."""
+        return {name: now - self.heard.get(name, (0, self.began))[1] for name in members}
 
 
 class Evaluator:
@@ -112,8 +124,7 @@ class Evaluator:
             while self._missing() == work.version:
                 now = self._clock.monotonic()
                 parts = self.look().mirror.parts_of(work.version)
-                if len(parts) != work.known:
-                    work.known, work.quiet_since = len(parts), now
+                work.note(parts.values(), now)
                 self._gather(work, parts, now)
                 if len(parts) == len(self.plans):
                     await self._conclude(work, parts, now)
@@ -131,7 +142,7 @@ class Evaluator:
         plan = view.mirror.plan.record if view.mirror.plan is not None else None
         members = order(work.version, equipped(view.mirror.members, plan))
         room = self._room() - sum(self._responses(number) for number in work.running)
-        for number in to_take(view.me, open_parts, members, now - work.quiet_since):
+        for number in to_take(view.me, open_parts, members, work.quiet(members, now)):
             if now < work.not_before.get(number, now):
                 continue
             if work.running and self._responses(number) > room:
@@ -175,7 +186,8 @@ class Evaluator:
         view = self.look()
         members = order(work.version, view.mirror.members)
         place = members.index(view.me) if view.me in members else len(members)
-        if now - work.quiet_since >= place * TURN_SECONDS:
+        work.complete_since = now if work.complete_since is None else work.complete_since
+        if now - work.complete_since >= place * TURN_SECONDS:
             evaluation = compose(work.version, self.plans, parts, self._draws, self.material.spec.eval.show)
             await self._book.conclude(evaluation)
 
