@@ -8,6 +8,7 @@ train on exactly the entry's prompts? Pure; `receipts` are the lines the ranks l
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,6 +75,9 @@ def audit(rules: StreamRules, head: Head, log: Mapping[int, LogEntry], receipts:
                 violations.append(f"prompt {one.ref} ended twice: in entries {ended[one.ref]} and {entry.seq}")
                 continue
             ended[one.ref] = entry.seq
+            if rules.epochs is not None and one.ref.data_epoch >= rules.epochs:
+                epochs = "1 data epoch" if rules.epochs == 1 else f"{rules.epochs} data epochs"
+                violations.append(f"prompt {one.ref} ended in entry {entry.seq}, beyond the job's {epochs}")
             counts[one.kind] += 1
             cursors = cursors.union(rules.shape, [one.ref])
             if one.kind == "trained":
@@ -83,6 +87,7 @@ def audit(rules: StreamRules, head: Head, log: Mapping[int, LogEntry], receipts:
             _check_receipts(entry, by_token, violations)
     if 0 not in log or log[0].tally is not None:  # a job that began under a version without tallies has no whole one
         violations += _tally_violations(head, counts)
+        violations += _since_step_violations(head, chain)
     if cursors != head.cursors:
         violations.append("head's cursors are not the sum of the entries along its chain")
     if step != head.step:
@@ -109,6 +114,14 @@ def _tally_violations(head: Head, counts: Mapping[str, int]) -> Iterator[str]:
     for kind, count in counts.items():
         if told[kind] != count:
             yield f"head's tally says {told[kind]} prompts {kind}, its chain {count}"
+
+
+def _since_step_violations(head: Head, chain: Sequence[LogEntry]) -> Iterator[str]:
+    """What the step to come has used up already, which its limit counts, is the sum of the entries since the last step."""
+    since = list(itertools.takewhile(lambda entry: entry.kind == "account", reversed(chain)))
+    counted = sum(len(entry.delta) for entry in since)
+    if counted != head.tally.since_step.ended:
+        yield f"head says {head.tally.since_step.ended} prompts ended since step {head.step}, its chain {counted}"
 
 
 def _chain(head: Head, log: Mapping[int, LogEntry], violations: list[str]) -> list[LogEntry]:

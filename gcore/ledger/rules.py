@@ -10,7 +10,7 @@ Pure, and the same for every controller, because it reads nothing but the chain;
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sized
+from collections.abc import Sized
 from dataclasses import dataclass
 
 from gcore.config import parse_spec
@@ -94,8 +94,3 @@ def planned_steps(rules: StreamRules, head: Head) -> int | None:
 def issue_ratio(rules: StreamRules, head: Head) -> float:
     """Prompts issued at once for each group that is still wanted."""
     return min(rules.issue_cap, max(1.0, head.tally.issue_ratio))
-
-
-def beyond(rules: StreamRules, refs: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Those of `refs` that lie beyond the job's epochs: none may ever have ended."""
-    return [ref for ref in refs if rules.epochs is not None and ref[0] >= rules.epochs]

@@ -1,0 +1,360 @@
+"""Sizes, limits and ends of steps in which many prompts are filtered: pure rules, played over whole jobs."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gcore.ledger import chain
+from gcore.ledger.audit import Receipt, audit
+from gcore.ledger.chain import Advance, Writer
+from gcore.ledger.records import Checkpoint, EndedRef, Head, LogEntry, Offer, OfferedGroup, Seal, SealState, SourceTally
+from gcore.ledger.rules import is_over, issue_ratio, planned_steps, prompts_left
+from gcore.ledger.shortage import why_short
+from gcore.ledger.stream import (
+    AccountNow,
+    NotYet,
+    Offered,
+    Short,
+    StreamRules,
+    choose,
+    due,
+    in_order,
+    refuse_seal,
+)
+from gcore.ledger.tally import after_step, gathered
+from gcore.prompts.cursor import shard_lengths
+from gcore.types import PromptRef
+
+Keeps = Callable[[PromptRef], bool]
+
+
+def rules(prompts: int = 400, shards: int = 4, window: int = 64, quota: int = 8, **more: object) -> StreamRules:
+    return replace(StreamRules(shard_lengths(prompts, shards), window, quota, issue_cap=4.0), **more)  # type: ignore[arg-type]
+
+
+def group(ref: PromptRef, head: Head) -> OfferedGroup:
+    return OfferedGroup(
+        ref=ref, digest=str(ref), prompt_tokens=3, response_tokens=(2, 4), versions=(head.version,), reward=0.5
+    )
+
+
+def ended(ref: PromptRef, head: Head) -> EndedRef:
+    return EndedRef(
+        ref=ref,
+        kind="filtered",
+        reason="all its rewards are the same",
+        versions=(head.version,),
+        reward=1.0,
+        length=9.0,
+    )
+
+
+class Job:
+    """One controller that always sees everything: rounds of generation, each of what is due, until nothing is left."""
+
+    def __init__(self, rules: StreamRules, keeps: Keeps) -> None:
+        self.rules, self.keeps = rules, keeps
+        self.head = chain.base(len(rules.shape.lengths), "w", Writer("a", "n")).head
+        self.log: dict[int, LogEntry] = {0: chain.base(len(rules.shape.lengths), "w", Writer("a", "n")).entry}
+        self.receipts: list[Receipt] = []
+        self.outcomes: dict[PromptRef, EndedRef] = {}
+        self.seals: list[Seal] = []
+        self.rounds: list[int] = []
+        """Rounds of generation that each step took."""
+        self.made: list[int] = []
+        """Groups and outcomes that each step's rounds made."""
+        self.short: Short | None = None
+
+    def offered(self, groups: dict[PromptRef, OfferedGroup]) -> Offered:
+        offer = Offer(incarnation="a", groups=tuple(groups.values()), outcomes=tuple(self.outcomes.values()))
+        return Offered.collect(self.rules, self.head, [offer])
+
+    def step(self) -> bool:
+        """Until the next step is committed; False if there is none. Groups of older weights are thrown away."""
+        groups: dict[PromptRef, OfferedGroup] = {}
+        rounds = made = 0
+        while not is_over(self.rules, self.head):
+            known = self.offered(groups)
+            wanted = due(self.rules, self.head, (), known)
+            chosen = choose(self.rules, self.head, (), known)
+            if isinstance(chosen, NotYet):
+                assert chosen.oldest in wanted, "what the seal waits for must be made"
+                rounds, made = rounds + 1, made + len(wanted)
+                for ref in wanted:
+                    if self.keeps(ref):
+                        groups[ref] = group(ref, self.head)
+                    else:
+                        self.outcomes[ref] = ended(ref, self.head)
+            elif isinstance(chosen, AccountNow):
+                self.advance(chain.accounted(self.head, chosen.outcomes, self.rules.shape, Writer("a", "n")))
+            elif isinstance(chosen, Short):
+                self.short = chosen
+                return False
+            else:
+                assert refuse_seal(self.rules, self.head, (), chosen) is None
+                seal = chain.readied(chain.sealed(None, self.head, chosen, world_size=1, mini_batches=2, sealer="a"))
+                seal = Seal.decode(seal.encode())
+                self.seals.append(seal)
+                self.receipts.append(Receipt(seal.token, "w", 0, {g.ref: frozenset((0, 1)) for g in seal.groups}))
+                self.advance(chain.committed(self.head, seal, self.rules.shape, Writer("a", "n"), keep_cursors=False))
+                self.rounds.append(rounds)
+                self.made.append(made)
+                return True
+        return False
+
+    def run(self, steps: int = 10_000) -> Job:
+        """So many steps, or to the end."""
+        while steps and self.step():
+            steps -= 1
+        self.check()
+        return self
+
+    def advance(self, advance: Advance) -> None:
+        self.head, self.log[advance.entry.seq] = advance.head, advance.entry
+        terminal = {e.ref for e in advance.entry.delta}
+        self.outcomes = {ref: e for ref, e in self.outcomes.items() if ref not in terminal}
+
+    def check(self) -> None:
+        """The audit, to which an end that comes too late is a violation too."""
+        found = audit(self.rules, self.head, self.log, self.receipts)
+        assert found.clean, found.violations
+
+
+def share(percent: int) -> Keeps:
+    """Keeps so many of a hundred, spread over the stream, the same for ever."""
+    return lambda ref: _mixed(ref) < percent
+
+
+def _mixed(ref: PromptRef) -> int:
+    return (ref.data_epoch * 7919 + ref.shard * 104_729 + ref.seq * 1_299_709 + 17) * 2_654_435_761 % 2**32 % 100
+
+
+def nothing(ref: PromptRef) -> bool:
+    return False
+
+
+def everything(ref: PromptRef) -> bool:
+    return True
+
+
+class TestSizes:
+    """How many prompts are issued at once."""
+
+    def test_the_first_step_issues_what_it_wants_and_no_more(self) -> None:
+        job = Job(rules(), share(30))
+        assert len(due(job.rules, job.head, (), job.offered({}))) == job.rules.quota
+
+    def test_a_step_issues_at_once_what_recent_steps_took_for_a_group(self) -> None:
+        job = Job(rules(), share(30)).run(6)
+        ratio = issue_ratio(job.rules, job.head)
+        assert 2.0 < ratio < 4.0
+        assert len(due(job.rules, job.head, (), job.offered({}))) in (
+            math.ceil(job.rules.quota * ratio),
+            math.ceil(job.rules.quota * ratio) - len(job.outcomes),
+        )
+
+    def test_never_more_than_the_cap_says(self) -> None:
+        job = Job(rules(prompts=4000, issue_cap=2.0), share(10)).run(6)
+        assert job.head.tally.issue_ratio > 2.0
+        job.outcomes.clear()
+        assert len(due(job.rules, job.head, (), job.offered({}))) == 2 * job.rules.quota
+
+    def test_without_a_filter_nothing_is_ever_made_in_vain(self) -> None:
+        job = Job(rules(), everything).run(20)
+        assert set(job.rounds) == {1}
+        assert set(job.made) == {job.rules.quota}
+
+    def test_sizing_saves_rounds_of_generation(self) -> None:
+        one_by_one = Job(rules(prompts=4000, issue_cap=1.0), share(30)).run(20)
+        sized = Job(rules(prompts=4000), share(30)).run(20)
+        assert sum(sized.rounds) < 0.6 * sum(one_by_one.rounds)
+        assert [len(seal.groups) for seal in sized.seals] == [8] * 20
+
+    def test_a_rollback_takes_the_size_back_too(self) -> None:
+        job = Job(rules(), share(30)).run(3)
+        target = job.head
+        entry = job.log[target.seq].model_copy(update={"cursors": target.cursors, "tally": target.tally})
+        outcomes = tuple(ended(ref, target) for ref in itertools.islice(in_order(job.rules, target, ()), 5))
+        job.advance(chain.accounted(job.head, outcomes, job.rules.shape, Writer("a", "n")))
+        assert job.head.tally.since_step.ended == 5
+        checkpoint = Checkpoint(lineage=0, step=3, seq=target.seq, file="c")
+        assert entry.cursors is not None
+        assert entry.tally is not None
+        back = chain.rolled_back(
+            job.head, checkpoint, entry.cursors, "w2", Writer("a", "m"), "died", tally=entry.tally
+        ).head
+        assert back.tally.since_step.ended == 0
+        assert issue_ratio(job.rules, back) == issue_ratio(job.rules, target)
+
+    @given(st.integers(1, 12), st.floats(1.0, 8.0), st.floats(1.0, 20.0), st.data())
+    def test_what_a_seal_waits_for_is_always_due(
+        self, quota: int, cap: float, ratio: float, data: st.DataObject
+    ) -> None:
+        limit = data.draw(st.none() | st.integers(quota, 40))
+        r = rules(
+            prompts=60, window=8, quota=quota, issue_cap=cap, limit=limit, epochs=data.draw(st.none() | st.just(1))
+        )
+        head = chain.base(4, "w", Writer("a", "n")).head
+        head = head.model_copy(update={"tally": head.tally.model_copy(update={"issue_ratio": ratio})})
+        refs = list(in_order(r, head, ()))
+        kinds = data.draw(st.lists(st.sampled_from("gfn"), min_size=len(refs), max_size=len(refs)))
+        offer = Offer(
+            incarnation="a",
+            groups=tuple(group(ref, head) for ref, k in zip(refs, kinds, strict=True) if k == "g"),
+            outcomes=tuple(ended(ref, head) for ref, k in zip(refs, kinds, strict=True) if k == "f"),
+        )
+        known = Offered.collect(r, head, [offer])
+        wanted, chosen = due(r, head, (), known), choose(r, head, (), known)
+        assert len(set(wanted)) == len(wanted)
+        assert not set(wanted) & (known.groups.keys() | known.outcomes.keys())
+        if isinstance(chosen, NotYet):
+            assert chosen.oldest == wanted[0]
+            assert chosen.missing <= len(wanted)
+        if limit is not None:
+            assert len(wanted) <= limit
+
+    @given(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 500)), min_size=1, max_size=20))
+    def test_the_ratio_stays_between_what_was_seen(self, steps: list[tuple[int, int]]) -> None:
+        head = chain.base(1, "w", Writer("a", "n")).head
+        tally, seen = head.tally, []
+        for groups, outcomes in steps:
+            refs = [EndedRef(ref=PromptRef(0, 0, i), kind="filtered") for i in range(outcomes)]
+            kept = sum(one.kept for one in tally.sources.values()) + groups
+            sources = {"data": SourceTally(kept=kept)}
+            since = gathered(tally.since_step, refs)
+            tally = after_step(tally.model_copy(update={"since_step": since, "sources": sources}), groups)
+            seen.append(min((groups + outcomes) / groups, 16.0))
+            assert min(seen) - 1e-9 <= tally.issue_ratio <= max(seen) + 1e-9
+        if len(seen) == 1:
+            assert tally.issue_ratio == seen[0]
+
+
+class TestLimits:
+    """A step that has used up its prompts."""
+
+    def test_train_smaller_seals_what_there_is(self) -> None:
+        job = Job(rules(prompts=4000, limit=20), share(20)).run(10)
+        assert len(job.seals) == 10
+        sizes = [len(seal.groups) for seal in job.seals]
+        assert min(sizes) < 8
+        assert all(len(seal.groups) + len(seal.outcomes) <= 20 for seal in job.seals)
+        assert {seal.padding for seal in job.seals} == {0}
+
+    def test_pad_masked_says_in_the_seal_what_lacks(self) -> None:
+        job = Job(rules(prompts=4000, limit=20, on_limit="pad_masked"), share(20)).run(10)
+        assert all(len(seal.groups) + seal.padding == 8 for seal in job.seals)
+        smaller = next(seal for seal in job.seals if seal.padding)
+        assert smaller.padding_scale == pytest.approx(8 / len(smaller.groups))
+
+    def test_fail_fails_with_the_counts_the_reason_and_what_to_do(self) -> None:
+        job = Job(rules(prompts=4000, limit=20, on_limit="fail"), share(20)).run(10)
+        assert job.short is not None
+        said = why_short(job.rules, job.head, job.short, job.log.values())
+        kept = job.short.groups
+        assert said.startswith(
+            f"step {job.head.step + 1} has used up its 20 prompts (flow.max_prompts_per_step) with {kept} of 8 groups kept "
+            f"({20 - kept} were filtered, 0 failed); the commonest reason, {20 - kept} times: all its rewards are the same; "
+        )
+        assert "flow.on_limit: train_smaller" in said
+
+    @pytest.mark.parametrize("on_limit", ["train_smaller", "pad_masked", "fail"])
+    def test_without_any_group_every_choice_is_a_failure(self, on_limit: str) -> None:
+        job = Job(rules(prompts=4000, limit=20, on_limit=on_limit), nothing).run()
+        assert job.short == Short(0, job.short.outcomes if job.short else ())
+        assert job.short is not None
+        assert "there is nothing to train on" in why_short(job.rules, job.head, job.short, job.log.values())
+
+    def test_the_count_survives_what_is_written_down_meanwhile(self) -> None:
+        """The windows are smaller than the limit, so that outcomes are accounted for on the way to it."""
+        job = Job(rules(prompts=4000, window=2, limit=30), nothing).run()
+        assert job.short is not None
+        assert job.head.tally.since_step.ended >= 16
+        assert job.head.tally.since_step.ended + len(job.short.outcomes) == 30
+        assert "has used up its 30 prompts" in why_short(job.rules, job.head, job.short, job.log.values())
+
+    def test_a_limit_that_is_not_reached_changes_nothing(self) -> None:
+        free, limited = (Job(rules(prompts=4000, limit=limit), share(50)).run(10) for limit in (None, 80))
+        assert [s.groups for s in free.seals] == [s.groups for s in limited.seals]
+
+    def test_a_seal_that_is_given_up_forgets_what_lacked(self) -> None:
+        job = Job(rules(prompts=4000, limit=20, on_limit="pad_masked"), share(20)).run(10)
+        padded = next(seal for seal in job.seals if seal.padding)
+        opened = chain.resealed(padded.model_copy(update={"state": SealState.SEALED}), "b")
+        assert (opened.padding, opened.last, opened.planned_steps) == (0, False, None)
+
+
+class TestEpochs:
+    """A job that goes by prompts ends exactly when each of them has its outcome."""
+
+    @given(st.integers(0, 100), st.integers(1, 3), st.integers(9, 60), st.integers(1, 9), st.integers(1, 5))
+    def test_it_ends_when_every_prompt_is_terminal_and_not_before(
+        self, percent: int, epochs: int, prompts: int, quota: int, window: int
+    ) -> None:
+        job = Job(rules(prompts=prompts, window=window, quota=quota, epochs=epochs), share(percent)).run()
+        everything_ended = job.head.cursors.terminal_count == epochs * prompts
+        assert everything_ended
+        assert prompts_left(job.rules, job.head) == 0
+        assert all(e.ref.data_epoch < epochs for entry in job.log.values() for e in entry.delta)
+        assert [seal.last for seal in job.seals] == [False] * (len(job.seals) - 1) + [True] * bool(job.seals)
+        trained = sum(len(seal.groups) for seal in job.seals)
+        kept = sum(
+            share(percent)(PromptRef(e, s, q))
+            for e in range(epochs)
+            for s in range(4)
+            for q in range(job.rules.shape.lengths[s])
+        )
+        assert trained == kept
+
+    def test_the_last_partial_quota_makes_a_smaller_last_step(self) -> None:
+        job = Job(rules(prompts=20, epochs=1), everything).run()
+        assert [len(seal.groups) for seal in job.seals] == [8, 8, 4]
+        assert [seal.padding for seal in job.seals] == [0, 0, 0]
+
+    def test_a_rest_that_is_all_filtered_ends_in_an_empty_last_step(self) -> None:
+        job = Job(rules(prompts=40, epochs=1), lambda ref: ref.seq < 4).run()
+        assert [len(seal.groups) for seal in job.seals] == [8, 8, 0]
+        assert job.seals[-1].last
+        assert len(job.seals[-1].outcomes) == 24
+
+    def test_a_rest_longer_than_one_entry_holds_ends_in_a_last_step_too(self) -> None:
+        job = Job(rules(prompts=4000, window=1000, epochs=1), lambda ref: ref.seq < 4).run()
+        assert job.seals[-1].last
+        assert not job.seals[-1].groups
+        assert job.head.cursors.terminal_count == 4000
+
+    def test_a_job_of_which_nothing_was_trained_has_no_last_step(self) -> None:
+        job = Job(rules(prompts=40, epochs=1), nothing).run()
+        assert job.seals == []
+        assert job.head.step == 0
+        assert is_over(job.rules, job.head)
+
+    def test_the_end_comes_before_the_limit(self) -> None:
+        job = Job(rules(prompts=36, epochs=1, limit=20, on_limit="fail"), lambda ref: ref.seq < 4).run()
+        assert job.short is None
+        assert job.seals[-1].last
+
+    def test_how_many_steps_there_will_be_is_known_at_the_end_and_estimated_before(self) -> None:
+        job = Job(rules(prompts=400, epochs=2), share(30))
+        first = planned_steps(job.rules, job.head)
+        assert first == 100
+        job.run()
+        assert planned_steps(job.rules, job.head) == job.head.step == job.seals[-1].planned_steps
+        late = [seal.planned_steps for seal in job.seals[len(job.seals) // 2 :]]
+        assert all(abs(planned - job.head.step) <= 0.5 * job.head.step for planned in late if planned is not None)
+
+    def test_a_job_that_goes_by_steps_ends_in_its_last_step(self) -> None:
+        job = Job(rules(prompts=20, steps=5), share(60)).run()
+        assert [seal.last for seal in job.seals] == [False] * 4 + [True]
+        assert {seal.planned_steps for seal in job.seals} == {5}
+
+    def test_a_prompt_beyond_the_epochs_is_a_violation(self) -> None:
+        job = Job(rules(prompts=20, steps=5), everything).run()
+        found = audit(replace(job.rules, steps=None, epochs=1), job.head, job.log, job.receipts)
+        assert any("beyond the job's 1 data epoch" in violation for violation in found.violations)
