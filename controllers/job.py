@@ -21,6 +21,7 @@ from controllers.decide import decide
 from controllers.deeds import LOOK_AGAIN_S, Deeds
 from controllers.engines import EngineBook, responsible_for
 from controllers.eval_book import StoredEvaluations
+from controllers.faults import FaultBook
 from controllers.gauges import show
 from controllers.hands import Hands
 from controllers.holdings import Holdings
@@ -48,6 +49,7 @@ from gcore.ledger.job import JobPhase
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.stream import StreamRules, rules_of
 from gcore.metrics import Metrics
+from gcore.plugins import trace_of
 from gcore.reward.pool import RewardPool
 from gcore.reward.scoring import Scorer
 from gcore.store.keys import JobKeys
@@ -86,6 +88,7 @@ class JobRunner:
         self._staff = Staff(config, clock)
         self.node = identity.node
         self.events = EventLog(self.keys)
+        self._faults = FaultBook(store, self.keys, identity.node)
         self.closed = False
         """Whether nothing more will be heard here."""
         self.is_working = False
@@ -159,7 +162,12 @@ class JobRunner:
         self._spec = spec
         self._rules = self._rules_or_none()
         self.is_working = True
-        rewards = RewardPool(rewards_of((*training_sources(spec), *eval_sources(spec))), spec.scoring, self._clock)
+        rewards = RewardPool(
+            rewards_of((*training_sources(spec), *eval_sources(spec))),
+            spec.scoring,
+            self._clock,
+            lambda error: self._faults.note(str(error), error.trace),
+        )
         try:
             await self._work_on(spec, rewards)
         finally:
@@ -195,8 +203,9 @@ class JobRunner:
                 producing = group.create_task(self._produce(flow, peer), name=f"flow {self.uid}")
                 driving = group.create_task(self._drive(material), name=f"drive {self.uid}")
                 warming = group.create_task(self._warm(rewards), name=f"rewards {self.uid}")
+                noting = group.create_task(self._faults.run(), name=f"faults {self.uid}")
                 await self.changes.until(self._ended)
-                for task in (producing, driving, warming):
+                for task in (producing, driving, warming, noting):
                     task.cancel()
         finally:
             await self._engines.close()
@@ -207,6 +216,9 @@ class JobRunner:
         try:
             await rewards.warm()
         except GcoreError as error:
+            if trace := trace_of(error):
+                self._faults.note(str(error), trace)
+                await self._faults.finish()
             await self.fail(str(error))
 
     def _rules_or_none(self) -> StreamRules | None:

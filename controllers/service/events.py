@@ -14,7 +14,7 @@ from typing import Any
 from controllers.by_source import key_of, mostly_truncated
 from controllers.identity import node_of
 from gcore.config.sources import ONLY_SOURCE
-from gcore.ledger.job import Evaluation, JobRecord, JobStatus, ModelFetch
+from gcore.ledger.job import Evaluation, FaultRecord, JobRecord, JobStatus, ModelFetch
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records import Assignment, Checkpoints, LogEntry
 from gcore.ledger.tally import commonest_reason
@@ -114,6 +114,9 @@ def _derive(
         fetch = ModelFetch.decode(kv.value, key)
         data = {"node": fetch.node, "model": fetch.path, "done": fetch.done, "total": fetch.total}
         yield "model", f"{fetch.node} is {fetch.sentence}", data
+    elif key.startswith(keys.fault_prefix):
+        fault = FaultRecord.decode(kv.value, key)
+        yield "fault", fault.what, {"node": fault.node, "what": fault.what, "trace": fault.trace}
     elif key == keys.assign:
         yield _shards(before, Assignment.decode(kv.value, key))
     elif key == keys.checkpoints:

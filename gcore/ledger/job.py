@@ -160,6 +160,16 @@ class EvalPart(Record):
     by: str = ""
 
 
+class FaultRecord(Record):
+    """`fault/{name}`: something that was wrong with a plug-in (a reward, a flow), for people; written once."""
+
+    node: str
+    """Where it was seen first."""
+    what: str
+    trace: str = ""
+    """The traceback of the plug-in's own code."""
+
+
 class RankClaim(Record):
     """`world/{world}/rank/{rank}`: the one worker instance that is this rank, written once."""
 
