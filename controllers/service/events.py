@@ -173,6 +173,8 @@ def _entry(before: JobMirror, entry: LogEntry, after: JobMirror) -> Iterator[tup
             "failed": sum(e.kind == "failed" for e in entry.delta),
         }
         yield "step", f"step {entry.step} is committed", data
+        if entry.stats.get("groups_lacking") and entry.stats.get("planned_steps") != entry.step:
+            yield _smaller(entry, sum(by_node.values()))
         skipped = int(entry.stats.get("skipped_updates", 0))
         if skipped:
             updates = f"{skipped} update{'s' if skipped > 1 else ''} of step {entry.step} skipped"
@@ -183,6 +185,16 @@ def _entry(before: JobMirror, entry: LogEntry, after: JobMirror) -> Iterator[tup
         yield "rollback", f"back from step {from_step} to {entry.step}: {entry.reason}", data
     elif entry.kind == "account":
         yield _untrained(entry)
+
+
+def _smaller(entry: LogEntry, groups: int) -> Derived:
+    """A step with fewer groups than its quota must not be a mystery."""
+    lacking, used = int(entry.stats["groups_lacking"]), int(entry.stats.get("prompts_used", 0))
+    message = (
+        f"step {entry.step} trained {groups} of {groups + lacking} groups: there were no more after {used} prompts "
+        "(flow.max_prompts_per_step, the end of the last epoch, or data.window)"
+    )
+    return "warning", message, {"cause": "smaller", "step": entry.step, "groups": groups, "lacking": lacking}
 
 
 def _untrained(entry: LogEntry) -> Derived:

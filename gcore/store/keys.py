@@ -67,10 +67,6 @@ class JobKeys:
         """What the peers agreed on under a name in the step that begins with `version`; written once."""
         return f"{self.agreed_prefix}{version}/{name}"
 
-    def fault(self, noun: str, name: str) -> str:
-        """The first time that a plug-in raised in this job; written once."""
-        return f"{self.fault_prefix}{noun}/{name}"
-
     def log(self, seq: int) -> str:
         """A log entry. Zero-padded, so that keys sort as numbers do."""
         return f"{self.log_prefix}{seq:012d}"
