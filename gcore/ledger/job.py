@@ -170,16 +170,6 @@ class FaultRecord(Record):
     """The traceback of the plug-in's own code."""
 
 
-class Fault(Record):
-    """`fault/{digest}`: what was wrong with a plug-in (a flow, a reward, a filter); written once, for people."""
-
-    node: str
-    """Where it was met first."""
-    what: str
-    trace: str = ""
-    """The traceback of the plug-in's own code."""
-
-
 class RankClaim(Record):
     """`world/{world}/rank/{rank}`: the one worker instance that is this rank, written once."""
 

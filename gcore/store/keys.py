@@ -54,7 +54,6 @@ class JobKeys:
         self.fetch_prefix = f"{self.prefix}fetch/"
         self.world_prefix = f"{self.prefix}world/"
         self.epoch_prefix = f"{self.prefix}epoch/"
-        self.fault_prefix = f"{self.prefix}fault/"
         self.part_prefix = f"{self.prefix}part/"
         self.agreed_prefix = f"{self.prefix}agreed/"
         self.fault_prefix = f"{self.prefix}fault/"
