@@ -11,6 +11,7 @@ from controllers.turns import turn
 from controllers.view import JobView
 from gcore.ledger import chain, epochs
 from gcore.ledger.ancestry import is_ancestor, resumable
+from gcore.ledger.evaluation import best_of
 from gcore.ledger.records import Checkpoint, Head
 from gcore.ledger.transactions import MOST_PRUNED
 
@@ -37,7 +38,9 @@ def checkpointing(view: JobView) -> Iterator[Intent]:
                     lineage=version.lineage, step=version.step, seq=seq, file=saved.file, digest=saved.digest
                 )
                 yield Intent(Register(checkpoint), f"register {version}", _turn(view, f"register {version}"))
-    kept = kept_checkpoints(head, known, view.spec.checkpoint.keep)
+    # The watch brings records in their order: who sees the checkpoints of later steps sees the evaluations before them.
+    best = best_of(head, [stored.record for stored in view.mirror.evaluations.values()], view.spec.best_metric)
+    kept = kept_checkpoints(head, known, view.spec.checkpoint.keep, best.version.step if best is not None else None)
     forgotten = [c.seq for c in known if c not in kept]
     if forgotten:
         # Called by what goes, not by what stays: that changes with every new checkpoint, and nothing would ever be ripe.
@@ -72,9 +75,13 @@ def beginning(view: JobView) -> Iterator[Intent]:
     yield Intent(BeginEpoch(epochs.beginning(head, epoch, view.epochs), forgotten), topic, _turn(view, topic))
 
 
-def kept_checkpoints(head: Head, known: tuple[Checkpoint, ...], keep: int) -> tuple[Checkpoint, ...]:
-    """The newest `keep` on head's chain, and the base, without which a chain could not be resumed at all."""
-    wanted = set(resumable(head, (c for c in known if c.file))[:keep])
+def kept_checkpoints(
+    head: Head, known: tuple[Checkpoint, ...], keep: int, best_step: int | None = None
+) -> tuple[Checkpoint, ...]:
+    """The newest `keep` on head's chain, that of the best step, and the base, without which a chain could not be resumed at
+    all. A chain has one state for each step, whatever lineage it was written in."""
+    on_chain = resumable(head, (c for c in known if c.file))
+    wanted = {*on_chain[:keep], *(c for c in on_chain if c.step == best_step)}
     return tuple(c for c in known if c in wanted or not c.file)
 
 

@@ -35,13 +35,25 @@ from gcore.ledger import chain
 from gcore.ledger.balance import balance
 from gcore.ledger.chain import Writer
 from gcore.ledger.guarded import Stored
-from gcore.ledger.job import EnginePlace, JobPhase, JobStatus, ModelFetch, NodeRecord, Plan, RankClaim, RankPlace
+from gcore.ledger.job import (
+    EnginePlace,
+    Evaluation,
+    JobPhase,
+    JobStatus,
+    ModelFetch,
+    NodeRecord,
+    Plan,
+    RankClaim,
+    RankPlace,
+)
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records import (
     Checkpoint,
     Checkpoints,
     EndedRef,
     EpochRecord,
+    Head,
+    Lineage,
     LogEntry,
     Member,
     Offer,
@@ -339,6 +351,46 @@ def test_the_base_and_the_newest_checkpoints_are_kept() -> None:
     head = running().mirror.head.record.model_copy(update={"step": 9})
     known = tuple(Checkpoint(lineage=0, step=s, seq=s, file=f"c{s}" if s else "") for s in (0, 2, 4, 6))
     assert [c.step for c in kept_checkpoints(head, known, 2)] == [0, 4, 6]
+
+
+def test_the_best_checkpoint_is_kept_beside_the_newest_until_there_is_a_better() -> None:
+    head = running().mirror.head.record.model_copy(update={"step": 9})
+    known = tuple(Checkpoint(lineage=0, step=s, seq=s, file=f"c{s}" if s else "") for s in (0, 2, 4, 6, 8))
+    assert [c.step for c in kept_checkpoints(head, known, 1, best_step=4)] == [0, 4, 8]
+    assert [c.step for c in kept_checkpoints(head, known, 1, best_step=0)] == [0, 8], "the first model always is there"
+    assert [c.step for c in kept_checkpoints(head, known, 1, best_step=5)] == [0, 8], "a step without one"
+
+
+def kept_after(accuracies: dict[int, float], head: Head, known: tuple[Checkpoint, ...]) -> list[int]:
+    """The steps whose checkpoints a controller would keep, with one of the newest."""
+    evaluations = {
+        f"0.{step}": stored(Evaluation(version=Version(0, step), accuracy=accuracy, count=9))
+        for step, accuracy in accuracies.items()
+    }
+    view = with_mirror(
+        running(), head=stored(head), checkpoints=stored(Checkpoints(entries=known)), evaluations=evaluations
+    )
+    spec = view.spec.model_copy(
+        update={
+            "checkpoint": view.spec.checkpoint.model_copy(update={"keep": 1}),
+            "eval": view.spec.eval.model_copy(update={"path": "e"}),
+        }
+    )
+    intents = [i.action for i in checkpointing(replace(view, spec=spec)) if isinstance(i.action, Retain)]
+    return [c.step for c in (intents[0].kept if intents else known)]
+
+
+def test_only_evaluations_on_heads_chain_tell_which_checkpoint_is_the_best() -> None:
+    first = running().mirror.head.record
+    known = tuple(Checkpoint(lineage=0, step=s, seq=s, file=f"c{s}" if s else "") for s in (0, 2, 4, 6))
+    head = first.model_copy(update={"step": 6})
+    assert kept_after({2: 0.5, 4: 0.75, 6: 0.5}, head, known) == [0, 4, 6]
+    assert kept_after({2: 0.75, 4: 0.75, 6: 0.5}, head, known) == [0, 2, 6], "the earlier of equal ones"
+    assert kept_after({}, head, known) == [0, 6]
+    cut_off = head.model_copy(
+        update={"lineage": 1, "step": 3, "lineages": (*first.lineages, Lineage(number=1, base_step=2))}
+    )
+    assert kept_after({2: 0.5, 4: 0.75}, cut_off, known[:3]) == [0, 2], "step 4 is no state of this chain"
 
 
 def test_old_checkpoints_are_forgotten_however_often_new_ones_are_written() -> None:
