@@ -20,10 +20,12 @@ class RolloutSpec(Section):
     min_p: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0, description="Drop tokens below this share of the likeliest one's probability; needs `correction`"
     )
-    correction: Literal["none", "tis", "icepop"] = Field(
+    correction: Literal["none", "tis", "icepop", "mis", "decoupled"] = Field(
         "none",
-        description="How training corrects for truncated sampling or engine mismatch: not at all, each token weighed by "
-        "its capped importance ratio, or by its ratio within train.icepop_band and not at all outside",
+        description="How training corrects for truncated sampling, engine mismatch or stale weights: not at all; tis: each "
+        "token weighed by the trainer's probability over the engine's, up to train.tis_cap; icepop: so within "
+        "train.correction_band, and not at all outside; mis: what is outside is left out of the count too; decoupled: "
+        "weighed without a cap, and clipped around the policy that the step begins with",
     )
     max_new_tokens: PositiveInt = Field(description="Longest response, in tokens")
     min_new_tokens: Annotated[int, Field(ge=0)] = Field(0, description="No response ends before, in tokens")

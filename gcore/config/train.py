@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from gcore.config.base import Section
+from gcore.config.combinations import RETURNS, refuse_train
 from gcore.config.critic import CriticSpec
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -39,20 +40,25 @@ class TrainSpec(Section):
     offload_reference: bool = Field(
         True, description="Keep the reference model in host memory while it is not used (GPUs)"
     )
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae"] = Field(
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "gae"] = Field(
         "grpo",
         description="Estimator: against the group's mean and deviation, its mean, or the mean of the others; the return to "
-        "go, or what is left of the group's mean, whitened over the step's tokens; gae: against a critic's values, whitened",
+        "go, or what is left of the group's mean, whitened over the step's tokens; remax: the return to go less the "
+        "group's baseline, which the flow finds; gae: against a critic's values, whitened",
     )
-    gamma: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Discount a token, of reinforce_pp and gae")
+    gamma: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="Discount a token, of reinforce_pp, remax and gae"
+    )
     gae_lambda: Annotated[float, Field(ge=0, le=1)] = Field(
         1.0,
         description="How far ahead gae takes rewards as they came and not as the critic values them; 1: to the end, so "
         "that a young critic only adds noise. Below 1 a last token's reward fades on the way (0.95: to half in 14 tokens)",
     )
     critic: CriticSpec | None = Field(None, description="The model of values of advantage: gae; default: its defaults")
-    loss: Literal["ppo", "gspo", "cispo"] = Field(
-        "ppo", description="Clipped by token, clipped by sequence, or with a clipped weight and every token's gradient"
+    loss: Literal["ppo", "gspo", "cispo", "sft"] = Field(
+        "ppo",
+        description="Clipped by token, clipped by sequence, or with a clipped weight and every token's gradient; sft: minus "
+        "the log-probability of the response, without rewards, advantages or ratios",
     )
     dual_clip: Annotated[float, Field(gt=1)] | None = Field(
         None, description="With loss ppo, a token of negative advantage is worth at most this many times it"
@@ -70,16 +76,18 @@ class TrainSpec(Section):
         0.0, description="Weight of the KL to the reference; 0: no reference"
     )
     kl_in: Literal["loss", "reward"] = Field("loss", description="Where the KL stands")
-    kl_estimator: Literal["k1", "k2", "k3", "k3+"] = Field(
-        "k3", description="Estimator of the KL as a loss; k3+ has the value of k3 and the gradient of k2"
+    kl_estimator: Literal["k1", "k2", "k3", "k3+"] | None = Field(
+        None,
+        description="Estimator of the KL; k3+ has the value of k3 and the gradient of k2; default: k3 in the loss, and k1, "
+        "the unbiased one, in the reward",
     )
     old_logprobs: Literal["current", "recompute", "engine"] = Field(
         "recompute",
         description="What the ratio is taken against: this update's own (ratio 1), recomputed before the step, the engine's",
     )
     tis_cap: PositiveFloat = Field(2.0, description="Cap of the truncated importance weight, with correction: tis")
-    icepop_band: tuple[Annotated[float, Field(ge=0)], PositiveFloat] = Field(
-        (0.5, 5.0), description="Importance ratios whose tokens are trained, with correction: icepop"
+    correction_band: tuple[Annotated[float, Field(ge=0)], PositiveFloat] = Field(
+        (0.5, 5.0), description="Importance ratios whose tokens are trained, with correction: icepop or mis"
     )
     watchdog_s: PositiveFloat = Field(
         120.0, description="A world that gets nowhere for so long is ended and started again"
@@ -87,8 +95,18 @@ class TrainSpec(Section):
 
     @property
     def compares_group(self) -> bool:
-        """Whether the estimator needs a group of at least two."""
-        return self.advantage not in ("reinforce_pp", "gae")
+        """Whether what is learned from a sample depends on others of its group, so that there must be two."""
+        return self.loss != "sft" and self.advantage not in RETURNS
+
+    @property
+    def kl_kind(self) -> Literal["k1", "k2", "k3", "k3+"]:
+        """The estimator of the KL, decided."""
+        return self.kl_estimator or ("k1" if self.kl_in == "reward" else "k3")
+
+    @property
+    def rewards_kl(self) -> bool:
+        """Whether the KL stands in the reward."""
+        return self.kl_coef > 0 and self.kl_in == "reward"
 
     @model_validator(mode="before")
     @classmethod
@@ -98,19 +116,7 @@ class TrainSpec(Section):
         return tree
 
     @model_validator(mode="after")
-    def _fits_the_loss(self) -> TrainSpec:
-        if self.dual_clip is not None and self.loss != "ppo":
-            raise ValueError(f"dual_clip belongs to loss: ppo, not to {self.loss}")
-        if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
-            raise ValueError(f"dual_clip ({self.dual_clip}) must be above 1 + clip_high ({1 + self.clip_high})")
-        if self.gamma != 1 and self.advantage not in ("reinforce_pp", "gae"):
-            raise ValueError(
-                f"gamma is reinforce_pp's and gae's; advantage {self.advantage!r} has no returns to discount"
-            )
-        if self.critic is not None and self.advantage != "gae":
-            raise ValueError(f"critic belongs to advantage: gae; advantage {self.advantage!r} asks no critic")
-        if self.gae_lambda != 1 and self.advantage != "gae":
-            raise ValueError(f"gae_lambda belongs to advantage: gae, not to {self.advantage!r}")
-        if self.icepop_band[0] >= self.icepop_band[1]:
-            raise ValueError(f"icepop_band {list(self.icepop_band)} holds nothing; its first must be below its second")
+    def _fits_together(self) -> TrainSpec:
+        if (why := refuse_train(self)) is not None:
+            raise ValueError(why)
         return self

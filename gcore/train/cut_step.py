@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from gcore.config.spec import TrainSpec
+from gcore.errors import DataError
 from gcore.ledger.balance import SampleSlot
 from gcore.train.batch import Feeding, MicroBatch, make_batch
 from gcore.train.feed_state import Work
@@ -44,6 +45,17 @@ class Step:
         """Of a sample that this rank holds."""
         return self.work.groups[self.work.seal.groups[slot.group].digest].samples[slot.sample].reward
 
+    def baseline(self, slot: SampleSlot) -> float:
+        """Of the group of a sample that this rank holds. Raises DataError if its flow found none."""
+        group = self.work.groups[self.work.seal.groups[slot.group].digest]
+        if group.baseline is None:
+            raise DataError(
+                "a group without a baseline cannot be trained with train.advantage: remax",
+                where=f"prompt {group.ref}",
+                fix="Use a flow that finds one, such as remax, or another estimator",
+            )
+        return group.baseline
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Known:
@@ -56,7 +68,8 @@ class Known:
 
 def cut_step(work: Work, train: TrainSpec, feeding: Feeding) -> Step:
     """Raises DataError for tokens that the model does not know."""
-    masked = train.kl_coef > 0 and train.kl_in == "reward"  # their rewards need their KL
-    plans = plan_step(work.seal, work.layout, work.rank, Cutting(train.micro_batch_tokens, feeding.packing, masked))
+    # The rewards of masked samples need their KL.
+    cutting = Cutting(train.micro_batch_tokens, feeding.packing, masked=train.rewards_kl)
+    plans = plan_step(work.seal, work.layout, work.rank, cutting)
     batches = tuple(tuple(make_batch(work, one, feeding) for one in plan.micro_batches) for plan in plans)
     return Step(work, plans, batches)

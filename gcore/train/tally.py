@@ -8,7 +8,11 @@ the whole step. What is not finite is left out of the metrics: a number is missi
     learning_rate    of the last update;  updates: made so far in the job
     entropy          of the policy, in nats a token, as the updates saw it
     kl               of the policy from π_old (k3), kl_reference from the reference (k3), as the updates saw it
-    clip_fraction    of tokens
+    ratio_mean, ratio_min, ratio_max    what the clip acts on, over the tokens of all updates: the policy's probability
+                     over π_old's. All are exactly 1 where one update was made with π_old recomputed
+    clip_fraction    of tokens: those that the clip holds back, or whose weight it changes
+    correction_mean  of the correction's weights; correction_dropped: share of the tokens that it gives no weight, or
+                     leaves out
     mismatch_kl      of the engine from the trainer at the step's start: mean of engine's minus trainer's
                      log-probability (k1); mismatch_k3: the same KL by k3, never negative; mismatch_abs: mean of the
                      absolute value, mismatch_max: the largest; mismatch_correlation: of the two's probabilities. Where
@@ -38,7 +42,12 @@ Count = Literal[
     "entropy",
     "kl",
     "kl_reference",
+    "ratio",
     "clipped",
+    "ratio_tokens",
+    "weight",
+    "dropped",
+    "weighed_tokens",
     "trained_tokens",
     "reference_tokens",
     "mismatch",
@@ -81,6 +90,7 @@ class Tally:
         self._updates = 0
         self._rate = 0.0
         self._largest_mismatch = 0.0
+        self._ratios = (math.inf, -math.inf)
 
     def sample(self, reward: float, group: SealedGroup, sample: int) -> None:
         """A sample of this rank's, computed or not."""
@@ -115,16 +125,33 @@ class Tally:
     @torch.no_grad()
     def trained(self, loss: float, scores: Scores, targets: Targets, losses: Losses) -> None:
         """A micro-batch went through an update; `loss` is its part of the update's."""
-        mask, logp = targets.batch.mask, scores.logp.detach()
+        mask, logp = targets.mask, scores.logp.detach()
         tokens = float(mask.sum())
         self._sums["loss"] += loss
         self._sums["entropy"] += _masked(scores.entropy, mask)
-        self._sums["kl"] += _masked(kl_estimate(targets.old, logp, "k3"), mask)
-        self._sums["clipped"] += _masked(losses.clipped(logp, targets), mask)
         self._sums["trained_tokens"] += tokens
+        if not losses.supervised:
+            self._compared(logp, targets, losses)
         if targets.reference is not None:
             self._sums["kl_reference"] += _masked(kl_estimate(logp, targets.reference, "k3"), mask)
             self._sums["reference_tokens"] += tokens
+
+    def _compared(self, logp: Tensor, targets: Targets, losses: Losses) -> None:
+        """With π_old, and with the engine."""
+        mask, scored = targets.mask, targets.batch.mask
+        ratio = losses.ratio(logp, targets)[mask].double()
+        self._sums["kl"] += _masked(kl_estimate(targets.old, logp, "k3"), mask)
+        self._sums["clipped"] += _masked(losses.clipped(logp, targets), mask)
+        self._sums["ratio"] += float(ratio.sum())
+        self._sums["ratio_tokens"] += len(ratio)
+        if len(ratio):
+            low, high = self._ratios
+            self._ratios = (min(low, float(ratio.min())), max(high, float(ratio.max())))
+        if losses.correction != "none":
+            weight = torch.where(mask, losses.weight(targets), 0.0)[scored]
+            self._sums["weight"] += float(weight.double().sum())
+            self._sums["dropped"] += float((weight == 0).sum())
+            self._sums["weighed_tokens"] += len(weight)
 
     def updated(self, result: UpdateResult, rate: float) -> None:
         """An update is over; the same on every rank."""
@@ -136,7 +163,8 @@ class Tally:
     def metrics(self, over_ranks: Sums) -> dict[str, float]:
         """The step's metrics. A collective."""
         totals = over_ranks.sum([self._sums[name] for name in COUNTS])
-        (largest,) = over_ranks.max([self._largest_mismatch])
+        low, high = self._ratios
+        largest, below, ratio_max = over_ranks.max([self._largest_mismatch, -low, high])
         sums: dict[Count, float] = dict(zip(COUNTS, totals, strict=True))
         found = {
             "loss": _ratio(sums["loss"], self._updates),
@@ -144,9 +172,15 @@ class Tally:
             "learning_rate": self._rate,
             "skipped_updates": float(self._updates - len(self._norms)),
             "entropy": _ratio(sums["entropy"], sums["trained_tokens"]),
-            "kl": _ratio(sums["kl"], sums["trained_tokens"]),
+            "kl": _ratio(sums["kl"], sums["ratio_tokens"]),
             "kl_reference": _ratio(sums["kl_reference"], sums["reference_tokens"]),
-            "clip_fraction": _ratio(sums["clipped"], sums["trained_tokens"]),
+            "ratio_mean": _ratio(sums["ratio"], sums["ratio_tokens"]),
+            # A smallest and a largest pass over what is not a number; the sum does not.
+            "ratio_min": -below if math.isfinite(sums["ratio"]) else math.nan,
+            "ratio_max": ratio_max if math.isfinite(sums["ratio"]) else math.nan,
+            "clip_fraction": _ratio(sums["clipped"], sums["ratio_tokens"]),
+            "correction_mean": _ratio(sums["weight"], sums["weighed_tokens"]),
+            "correction_dropped": _ratio(sums["dropped"], sums["weighed_tokens"]),
             "mismatch_kl": _ratio(sums["mismatch"], sums["mismatch_tokens"]),
             "mismatch_k3": _ratio(sums["mismatch_k3"], sums["mismatch_tokens"]),
             "mismatch_abs": _ratio(sums["mismatch_abs"], sums["mismatch_tokens"]),

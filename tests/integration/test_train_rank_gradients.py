@@ -26,8 +26,14 @@ CASES = [
     "gspo",
     "cispo",
     "plus",
+    "dual",
+    "remax",
+    "mis",
+    "sft",
 ]
-HALF_MASKED = ("masked", "masked-reward", "cispo", "plus")
+HALF_MASKED = ("masked", "masked-reward", "cispo", "plus", "mis")
+REFERRED = ("engine", "reward", "masked-reward", "plus", "dual", "remax", "mis", "sft")
+OFF_POLICY = ("engine", "gspo", "cispo", "dual")
 WORLDS = [pytest.param(size, id=f"{size} rank{'s' if size > 1 else ''}") for size in (1, 2)]
 BETA1 = 0.9
 CLOSE = {"gspo": 1e-5, "plus": 1e-5}
@@ -90,10 +96,46 @@ def test_every_rank_reports_the_same_and_the_plain_loss(folder: Path, case: str,
     run = folder / f"{case}-{stage}-{size}"
     reports = [json.loads((run / f"metrics-{rank}.json").read_text()) for rank in range(size)]
     assert all(report == reports[0] for report in reports)
-    assert reports[0]["loss"] == pytest.approx(json.loads((folder / f"plain-{case}.json").read_text()), abs=2e-6)
-    assert ("kl_reference" in reports[0]) == (case in ("engine", "reward", "masked-reward", "plus"))
+    assert reports[0]["loss"] == pytest.approx(
+        json.loads((folder / f"plain-{case}.json").read_text()), abs=2e-6, rel=1e-6
+    )
+    assert ("kl_reference" in reports[0]) == (case in REFERRED)
     assert reports[0]["masked_samples"] == (3 if case in HALF_MASKED else 0)
-    assert {"mismatch_kl", "mismatch_abs", "mismatch_k3", "mismatch_max", "padding"} <= reports[0].keys()
+    compared = {"mismatch_kl", "mismatch_abs", "mismatch_k3", "mismatch_max", "ratio_mean", "clip_fraction", "kl"}
+    assert compared & reports[0].keys() == (set() if case == "sft" else compared)
+    assert "padding" in reports[0]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case != "sft"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("size", WORLDS)
+def test_ratios_are_exactly_one_in_the_first_update_and_not_against_the_engine(
+    folder: Path, case: str, stage: int, size: int
+) -> None:
+    metrics = json.loads((folder / f"{case}-{stage}-{size}" / "metrics-0.json").read_text())
+    if case in OFF_POLICY:
+        assert metrics["ratio_min"] < metrics["ratio_mean"] < metrics["ratio_max"]
+        assert not 0.8 < metrics["ratio_min"] < metrics["ratio_max"] < 1.2
+        assert metrics["clip_fraction"] > 0
+    else:
+        assert (metrics["ratio_min"], metrics["ratio_mean"], metrics["ratio_max"]) == (1.0, 1.0, 1.0)
+        assert metrics["clip_fraction"] == 0
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("size", WORLDS)
+def test_what_a_correction_did_is_in_the_numbers(folder: Path, stage: int, size: int) -> None:
+    found = {}
+    for case in ("tis", "plus", "remax", "mis", "engine"):
+        metrics = json.loads((folder / f"{case}-{stage}-{size}" / "metrics-0.json").read_text())
+        found[case] = {name: metrics.get(f"correction_{name}") for name in ("mean", "dropped")}
+    assert found["engine"] == {"mean": None, "dropped": None}
+    assert 0 < found["tis"]["mean"] <= 1.5
+    assert (found["tis"]["dropped"], found["remax"]["dropped"]) == (0, 0)
+    assert found["remax"]["mean"] > found["tis"]["mean"]
+    for case in ("plus", "mis"):
+        assert 0 < found[case]["dropped"] < 1
+    assert found["mis"]["mean"] == pytest.approx(1 - found["mis"]["dropped"])
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -122,6 +164,7 @@ def test_many_updates_of_one_step_lead_to_the_weights_of_a_plain_loop(
     assert apart < 1e-3 * moved
     metrics = json.loads((run / "metrics-0.json").read_text())
     assert metrics["clip_fraction"] > 0
+    assert metrics["ratio_min"] < 0.8 < 1.2 < metrics["ratio_max"], "the clip acts on what earlier updates changed"
     assert metrics["learning_rate"] == pytest.approx(2e-2 / 4 if case == "updates" else 2e-2 * 3 / 4)
     assert metrics["skipped_updates"] == 0
 

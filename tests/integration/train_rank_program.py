@@ -61,14 +61,43 @@ CASES: dict[str, dict[str, Any]] = {
         "gamma": 0.9,
         "kl_coef": 0.5,
         "kl_in": "reward",
-        "icepop_band": (0.7, 1.4),
+        "correction_band": (0.7, 1.4),
     },
+    "dual": {
+        "old_logprobs": "engine",
+        "advantage": "rloo",
+        "dual_clip": 1.5,
+        "aggregation": "seq-mean-token-sum",
+        "kl_coef": 0.1,
+    },
+    "remax": {
+        "old_logprobs": "recompute",
+        "advantage": "remax",
+        "gamma": 0.9,
+        "kl_coef": 0.5,
+        "kl_in": "reward",
+        "kl_estimator": "k3",
+    },
+    "mis": {
+        "old_logprobs": "recompute",
+        "advantage": "dr_grpo",
+        "aggregation": "seq-mean-token-mean",
+        "correction_band": (0.3, 3.0),
+        "kl_coef": 0.2,
+        "kl_estimator": "k2",
+    },
+    "sft": {"loss": "sft", "kl_coef": 0.3, "kl_estimator": "k3+", "entropy_coef": 0.1},
 }
-CORRECTIONS = {"tis": "tis", "plus": "icepop"}
+CORRECTIONS = {"tis": "tis", "plus": "icepop", "remax": "decoupled", "mis": "mis", "updates": "decoupled"}
+SIZES = {"dual": (2, 3, 3), "mis": (3, 2, 3)}
+"""Cases in which groups are of different sizes."""
+BASELINES = (0.5, 1.0, -0.25)
+BUDGETS = {1: 30, 2: 17, 3: 1000}
+"""Tokens of a micro-batch, by stage: many pieces, single samples, one piece; the gradient is the same."""
 TEN: dict[str, Any] = {"old_logprobs": "engine"}
 STEPS = 10
 SOME = ((1,), (), (0, 2))
-MASKED = {"masked": SOME, "masked-reward": SOME, "plus": SOME, "cispo": SOME, "lonely": ((0, 2), (0, 1, 2), ())}
+MASKED = dict.fromkeys(("masked", "masked-reward", "plus", "cispo", "mis"), SOME) | {"lonely": ((0, 2), (0, 1, 2), ())}
 """Cases in which samples are masked: which, by group. Of the lonely one's mini-batches the first leaves only one sample
 to train on, whatever the number of ranks, and the second none."""
 UPDATES: dict[str, Any] = {
@@ -87,7 +116,7 @@ UPDATES: dict[str, Any] = {
 def spec(folder: Path, case: str, stage: int, **train: Any) -> dict[str, Any]:
     fixed = {
         "learning_rate": 1e-3,
-        "micro_batch_tokens": 30,
+        "micro_batch_tokens": BUDGETS[stage],
         "max_grad_norm": 1e9,
         "zero_stage": stage,
         "betas": [BETA1, 0.999],
@@ -123,7 +152,9 @@ def make_step() -> tuple[Seal, dict[str, HeldGroup]]:
                 rng.integers(0, VOCABULARY, n).astype(np.int32), logprobs, float(rng.integers(0, 3))
             )
         digest = f"{number:032x}"
-        held[digest] = HeldGroup(PromptRef(0, number, 0), digest, prompt, samples, TEMPERATURES[number])
+        held[digest] = HeldGroup(
+            PromptRef(0, number, 0), digest, prompt, samples, TEMPERATURES[number], BASELINES[number]
+        )
         sealed.append(
             SealedGroup(
                 ref=PromptRef(0, number, 0),
@@ -224,7 +255,11 @@ def plain_updates(folder: Path, case: str) -> None:
         losses = []
         for i in sorted({*range(SAMPLES)} - {*masked[number]}):
             ratio = (logprobs(model, group, group.samples[i]) - old[number, i]).exp()
-            losses.append(torch.maximum(-advantages[i] * ratio, -advantages[i] * ratio.clamp(0.8, 1.2)))
+            loss = torch.maximum(-advantages[i] * ratio, -advantages[i] * ratio.clamp(0.8, 1.2))
+            if CORRECTIONS.get(case) == "decoupled":
+                rollout = torch.tensor(group.samples[i].logprobs.tolist(), dtype=torch.float64)
+                loss = loss * (old[number, i] - rollout).exp()
+            losses.append(loss)
         optimizer.zero_grad()
         torch.cat(losses).mean().backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), UPDATES["max_grad_norm"])
@@ -254,74 +289,111 @@ def plain_losses(folder: Path) -> None:
 
 def plain_loss(case: str, model: Any, reference: Any) -> torch.Tensor:
     """Of the whole step, sample by sample."""
-    options, masked = CASES.get(case, TEN), MASKED.get(case, ((),) * GROUPS)
-    _, held = make_step()
-    kept = [
-        (group, group.samples[i]) for g, group in enumerate(held.values()) for i in range(SAMPLES) if i not in masked[g]
+    options, masked, counts = (
+        CASES.get(case, TEN),
+        MASKED.get(case, ((),) * GROUPS),
+        SIZES.get(case, (SAMPLES,) * GROUPS),
+    )
+    held = list(make_step()[1].values())
+    kept = [(g, i) for g in range(GROUPS) for i in range(counts[g]) if i not in masked[g]]
+    gains = [plain_gains(options, model, reference, held[g], i, counts[g]) for g, i in kept]
+    if options.get("advantage", "").startswith("reinforce_pp"):
+        whole = torch.cat(gains)
+        gains = [(one - whole.mean()) / (whole.var() + 1e-8).sqrt() for one in gains]
+    losses = [
+        plain_token_loss(case, model, reference, held[g], held[g].samples[i], gain)
+        for (g, i), gain in zip(kept, gains, strict=True)
     ]
-    tokens = sum(len(sample.token_ids) for _, sample in kept)
+    losses = [one for one in losses if len(one)]
+    match options.get("aggregation", "token-mean"):
+        case "token-mean":
+            return torch.cat(losses).mean()
+        case "seq-mean-token-mean":
+            return torch.stack([one.mean() for one in losses]).mean()
+        case "seq-mean-token-sum":
+            return torch.stack([one.sum() for one in losses]).mean()
+        case "seq-mean-token-sum-norm":
+            return torch.stack([one.sum() / options["horizon"] for one in losses]).mean()
+    raise AssertionError(options)
 
-    def penalties(group: HeldGroup, sample: HeldSample) -> torch.Tensor:
+
+def plain_gains(
+    options: dict[str, Any], model: Any, reference: Any, group: HeldGroup, index: int, size: int
+) -> torch.Tensor:
+    """Of every token of a response, before whitening; the group has `size` samples."""
+
+    def penalties(sample: HeldSample) -> torch.Tensor:
         if options.get("kl_in") != "reward":
             return torch.zeros(len(sample.token_ids), dtype=torch.float64)
         with torch.no_grad():
-            k1 = logprobs(model, group, sample) - logprobs(reference, group, sample)
-        return options["kl_coef"] * k1
+            apart = logprobs(model, group, sample) - logprobs(reference, group, sample)
+        return options["kl_coef"] * plain_kl(apart, options.get("kl_estimator", "k1"))
 
-    def outcome(group: HeldGroup, sample: HeldSample) -> float:
-        return sample.reward - float(penalties(group, sample).sum())
+    own = group.samples[index]
+    n, kind = len(own.token_ids), options.get("advantage", "grpo")
+    if kind in ("reinforce_pp", "remax"):
+        rewards = -penalties(own)
+        rewards[-1] += own.reward
+        powers = options["gamma"] ** torch.arange(n, dtype=torch.float64)
+        returns = torch.stack([(rewards[t:] * powers[: n - t]).sum() for t in range(n)])
+        return returns if group.baseline is None or kind == "reinforce_pp" else returns - group.baseline
+    outcomes = torch.tensor(
+        [group.samples[i].reward - float(penalties(group.samples[i]).sum()) for i in range(size)], dtype=torch.float64
+    )
+    if kind == "rloo":
+        return ((size * outcomes[index] - outcomes.sum()) / (size - 1)).expand(n)
+    gain = outcomes[index] - outcomes.mean()
+    return (gain / (outcomes.std() + 1e-6) if kind == "grpo" else gain).expand(n)
 
-    def gains(group: HeldGroup, sample: HeldSample) -> torch.Tensor:
-        """Of every token, before whitening."""
-        n = len(sample.token_ids)
-        kind = options.get("advantage", "grpo")
-        if kind == "reinforce_pp":
-            rewards = -penalties(group, sample)
-            rewards[-1] += sample.reward
-            powers = options["gamma"] ** torch.arange(n, dtype=torch.float64)
-            return torch.stack([(rewards[t:] * powers[: n - t]).sum() for t in range(n)])
-        outcomes = torch.tensor([outcome(group, group.samples[i]) for i in range(SAMPLES)], dtype=torch.float64)
-        own = outcome(group, sample)
-        if kind == "rloo":
-            return ((SAMPLES * own - outcomes.sum()) / (SAMPLES - 1)).expand(n)
-        gain = own - outcomes.mean()
-        return (gain / (outcomes.std() + 1e-6) if kind == "grpo" else gain).expand(n)
 
-    advantages = [gains(group, sample) for group, sample in kept]
-    if options.get("advantage", "").startswith("reinforce_pp"):
-        whole = torch.cat(advantages)
-        advantages = [(one - whole.mean()) / (whole.var() + 1e-8).sqrt() for one in advantages]
+def plain_kl(apart: torch.Tensor, kind: str) -> torch.Tensor:
+    match kind:
+        case "k1":
+            return apart
+        case "k2":
+            return apart**2 / 2
+        case "k3":
+            return (-apart).exp() - 1 + apart
+        case _:  # the value of k3, the gradient of k2
+            return ((-apart).exp() - 1 + apart).detach() + apart.detach() * (apart - apart.detach())
+
+
+def plain_token_loss(
+    case: str, model: Any, reference: Any, group: HeldGroup, sample: HeldSample, advantage: torch.Tensor
+) -> torch.Tensor:
+    """Of a response's tokens; those that the correction leaves out are not there."""
+    options, correction = CASES.get(case, TEN), CORRECTIONS.get(case, "none")
+    everything = distribution(model, group, sample)
+    own = everything.gather(1, torch.tensor(sample.token_ids.tolist())[:, None])[:, 0]
+    rollout = torch.tensor(sample.logprobs.tolist(), dtype=torch.float64)
+    old = rollout if options.get("old_logprobs") == "engine" else own.detach()
+    ratio = (own - old).exp()
     low, high = 0.8, 1 + options.get("clip_high", 0.2)
-    total = torch.zeros((), dtype=torch.float64)
-    for (group, sample), advantage in zip(kept, advantages, strict=True):
-        everything = distribution(model, group, sample)
-        own = everything.gather(1, torch.tensor(sample.token_ids.tolist())[:, None])[:, 0]
-        rollout = torch.tensor(sample.logprobs.tolist(), dtype=torch.float64)
-        old = rollout if options["old_logprobs"] == "engine" else own.detach()
-        ratio = (own - old).exp()
-        if options.get("loss") == "gspo":
-            ratio = (own - old).mean().exp().detach() * (own - own.detach()).exp()
-        loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(low, high))
-        if options.get("loss") == "cispo":
-            loss = -ratio.detach().clamp(low, high) * advantage * own
-        weight = (old - rollout).exp()
-        if case == "tis":
+    if options.get("loss") == "gspo":
+        ratio = (own - old).mean().exp().detach() * (own - own.detach()).exp()
+    loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(low, high))
+    if "dual_clip" in options:
+        loss = torch.where(advantage < 0, torch.minimum(loss, -advantage * options["dual_clip"]), loss)
+    if options.get("loss") == "cispo":
+        loss = -ratio.detach().clamp(low, high) * advantage * own
+    if options.get("loss") == "sft":
+        loss = -own
+    weight = (old - rollout).exp()
+    first, last = options.get("correction_band", (0.0, 1e9))
+    inside = (weight >= first) & (weight <= last)
+    match correction:
+        case "tis":
             loss = loss * weight.clamp(max=options["tis_cap"])
-        if case == "plus":
-            first, last = options["icepop_band"]
-            loss = torch.where((weight >= first) & (weight <= last), loss * weight, 0.0)
-        if options.get("entropy_coef"):
-            loss = loss + options["entropy_coef"] * (everything.exp() * everything).sum(-1)
-        if options.get("kl_in", "loss") == "loss" and options.get("kl_coef"):
-            loss = loss + options["kl_coef"] * (own - logprobs(reference, group, sample).detach())
-        match options.get("aggregation", "token-mean"):
-            case "token-mean":
-                total = total + loss.sum() / tokens
-            case "seq-mean-token-mean":
-                total = total + loss.mean() / len(kept)
-            case "seq-mean-token-sum-norm":
-                total = total + loss.sum() / options["horizon"] / len(kept)
-    return total
+        case "icepop":
+            loss = torch.where(inside, loss * weight, 0.0)
+        case "decoupled":
+            loss = loss * weight
+    if options.get("entropy_coef"):
+        loss = loss + options["entropy_coef"] * (everything.exp() * everything).sum(-1)
+    if options.get("kl_in", "loss") == "loss" and options.get("kl_coef"):
+        apart = own - logprobs(reference, group, sample).detach()
+        loss = loss + options["kl_coef"] * plain_kl(apart, options.get("kl_estimator", "k3"))
+    return loss[inside] if correction == "mis" else loss
 
 
 def rank_process(folder: Path, rank: int, size: int) -> None:
@@ -366,7 +438,11 @@ def rank_process(folder: Path, rank: int, size: int) -> None:
 
     def sealed(case: str, mini_batches: int) -> Work:
         masked = MASKED.get(case, ((),) * GROUPS)
-        groups = tuple(g.model_copy(update={"masked": m}) for g, m in zip(seal.groups, masked, strict=True))
+        counts = SIZES.get(case, (SAMPLES,) * GROUPS)
+        groups = tuple(
+            g.model_copy(update={"masked": m, "response_tokens": g.response_tokens[:n]})
+            for g, m, n in zip(seal.groups, masked, counts, strict=True)
+        )
         cut = seal.model_copy(update={"world_size": size, "mini_batches": mini_batches, "groups": groups})
         return Work(cut, balance(cut), rank, held)
 

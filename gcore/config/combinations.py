@@ -1,0 +1,73 @@
+"""Which estimators, losses and corrections go together: one sentence for what contradicts itself, or would do nothing.
+
+Pure. What a single setting may be stands at its field; what needs a flow, a model or data is found where those are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gcore.config.rollout import RolloutSpec
+    from gcore.config.train import TrainSpec
+
+RETURNS = ("reinforce_pp", "remax", "gae")
+"""Estimators that look at what is still to come, token by token, and not at the group."""
+
+
+def refuse_train(train: TrainSpec) -> str | None:
+    """Why the section `train` contradicts itself, if it does."""
+    return next(_of_train(train), None)
+
+
+def refuse_correction(rollout: RolloutSpec, train: TrainSpec) -> str | None:
+    """Why `rollout.correction` cannot be had with the section `train`, if it cannot."""
+    return next(_of_correction(rollout.correction, train), None)
+
+
+def _of_train(train: TrainSpec) -> Iterator[str]:
+    if train.dual_clip is not None and train.loss != "ppo":
+        yield f"dual_clip belongs to loss: ppo, not to {train.loss}"
+    if train.dual_clip is not None and train.dual_clip <= 1 + train.clip_high:
+        yield f"dual_clip ({train.dual_clip}) must be above 1 + clip_high ({1 + train.clip_high})"
+    if train.loss == "gspo" and train.aggregation != "seq-mean-token-mean":
+        yield (
+            "loss: gspo clips whole sequences, each of which counts once; set aggregation: seq-mean-token-mean, not "
+            f"{train.aggregation}"
+        )
+    if train.horizon is not None and train.aggregation != "seq-mean-token-sum-norm":
+        yield f"horizon belongs to aggregation: seq-mean-token-sum-norm, not to {train.aggregation}"
+    if train.gamma != 1 and train.advantage not in RETURNS:
+        yield (
+            f"gamma is for {', '.join(RETURNS[:-1])} and {RETURNS[-1]}; advantage {train.advantage!r} has no returns to "
+            "discount"
+        )
+    if train.critic is not None and train.advantage != "gae":
+        yield f"critic belongs to advantage: gae; advantage {train.advantage!r} asks no critic"
+    if train.gae_lambda != 1 and train.advantage != "gae":
+        yield f"gae_lambda belongs to advantage: gae, not to {train.advantage!r}"
+    if train.correction_band[0] >= train.correction_band[1]:
+        yield f"correction_band {list(train.correction_band)} holds nothing; its first must be below its second"
+    if train.loss == "sft" and train.critic is not None:
+        yield "loss: sft knows no rewards, so there is nothing for a critic to learn; leave advantage: gae out"
+    if train.loss == "sft" and train.kl_in == "reward" and train.kl_coef > 0:
+        yield "loss: sft knows no rewards; set kl_in: loss"
+
+
+def _of_correction(correction: str, train: TrainSpec) -> Iterator[str]:
+    if correction == "none":
+        return
+    if train.loss == "sft":
+        yield f"rollout.correction {correction!r} weighs what an engine sampled, and train.loss: sft trains on no samples"
+    if train.old_logprobs == "engine":
+        yield (
+            f"rollout.correction {correction!r} compares the trainer's log-probabilities with the engine's, and with "
+            "train.old_logprobs: engine they are the same; set old_logprobs: recompute"
+        )
+    if train.old_logprobs == "current" and correction in ("mis", "decoupled"):
+        why = {
+            "mis": "leaves tokens out of the count, which must be known before an update",
+            "decoupled": "clips around the policy that the step begins with",
+        }[correction]
+        yield f"rollout.correction {correction!r} {why}; set train.old_logprobs: recompute"

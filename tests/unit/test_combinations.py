@@ -1,0 +1,89 @@
+"""What estimators, losses and corrections do not go together, and that everything else does."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+
+from gcore.config import JobSpec, parse_spec
+from gcore.errors import SpecError
+
+
+def spec(*, samples: int = 2, correction: str = "none", top_p: float = 1.0, **train: Any) -> JobSpec:
+    return parse_spec(
+        {
+            "name": "job",
+            "model": {"path": "m"},
+            "data": {"path": "d"},
+            "flow": {"steps": 3, "samples_per_prompt": samples},
+            "rollout": {"max_new_tokens": 8, "correction": correction, "top_p": top_p},
+            "train": train,
+        }
+    )
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"])
+def test_a_group_of_one_is_refused_for_estimators_that_compare_a_group(advantage: str) -> None:
+    with pytest.raises(SpecError, match=rf"'{advantage}' compares the samples of a group; use at least 2"):
+        spec(samples=1, advantage=advantage)
+
+
+@pytest.mark.parametrize("advantage", ["reinforce_pp", "remax", "gae"])
+def test_a_group_of_one_will_do_for_estimators_that_look_ahead(advantage: str) -> None:
+    assert not spec(samples=1, advantage=advantage).train.compares_group
+
+
+def test_a_group_of_one_will_do_where_nothing_is_compared() -> None:
+    assert not spec(samples=1, loss="sft").train.compares_group
+
+
+@pytest.mark.parametrize("correction", ["none", "tis", "icepop", "mis", "decoupled"])
+@pytest.mark.parametrize("loss", ["ppo", "gspo", "cispo"])
+def test_every_estimator_goes_with_every_loss_and_every_correction(loss: str, correction: str) -> None:
+    aggregation = "seq-mean-token-mean" if loss == "gspo" else "token-mean"
+    for advantage in ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "gae"):
+        spec(loss=loss, correction=correction, advantage=advantage, aggregation=aggregation)
+
+
+def test_every_kl_goes_with_every_place() -> None:
+    for where, kind in product(("loss", "reward"), ("k1", "k2", "k3", "k3+")):
+        assert spec(kl_coef=0.1, kl_in=where, kl_estimator=kind).train.kl_kind == kind
+
+
+def test_the_kl_is_k1_in_the_reward_and_k3_in_the_loss_where_nothing_is_said() -> None:
+    inside, beside = spec(kl_coef=0.1, kl_in="reward").train, spec(kl_coef=0.1).train
+    assert (inside.kl_kind, inside.rewards_kl) == ("k1", True)
+    assert (beside.kl_kind, beside.rewards_kl) == ("k3", False)
+    assert not spec(kl_in="reward").train.rewards_kl
+
+
+REFUSED = {
+    "dual clip": ({"loss": "cispo", "dual_clip": 3.0}, "dual_clip belongs to loss: ppo, not to cispo"),
+    "dual clip below": ({"dual_clip": 1.1}, r"dual_clip \(1.1\) must be above 1 \+ clip_high"),
+    "gspo": ({"loss": "gspo", "aggregation": "token-mean"}, "set aggregation: seq-mean-token-mean, not token-mean"),
+    "horizon": ({"horizon": 9}, "horizon belongs to aggregation: seq-mean-token-sum-norm"),
+    "gamma": ({"gamma": 0.9}, "advantage 'grpo' has no returns to discount"),
+    "band": ({"correction_band": [2.0, 0.5]}, "holds nothing; its first must be below its second"),
+    "sft and a critic": ({"loss": "sft", "advantage": "gae"}, "nothing for a critic to learn"),
+    "sft and kl": ({"loss": "sft", "kl_coef": 0.1, "kl_in": "reward"}, "sft knows no rewards; set kl_in: loss"),
+    "sft corrected": ({"loss": "sft", "correction": "tis"}, "trains on no samples"),
+    "tis of nothing": (
+        {"old_logprobs": "engine", "correction": "tis"},
+        "they are the same; set old_logprobs: recompute",
+    ),
+    "mis too late": ({"old_logprobs": "current", "correction": "mis"}, "must be known before an update"),
+    "decoupled": (
+        {"old_logprobs": "current", "correction": "decoupled"},
+        "clips around the policy that the step begins",
+    ),
+    "truncated": ({"top_p": 0.9}, r"set rollout\.correction: tis"),
+    "truncated and uncorrected": ({"top_p": 0.9, "correction": "tis", "old_logprobs": "engine"}, "they are the same"),
+}
+
+
+@pytest.mark.parametrize(("settings", "sentence"), REFUSED.values(), ids=REFUSED)
+def test_what_contradicts_itself_is_one_sentence(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(SpecError, match=sentence):
+        spec(**settings)
