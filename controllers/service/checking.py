@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from controllers.material import rewards_of
 from controllers.ordering import check_curriculum
 from gcore.config import JobSpec
 from gcore.config.evaluation import eval_sources
@@ -23,11 +24,12 @@ from gcore.ledger.cost import attention_equals_at
 from gcore.models.names import hub_model
 from gcore.models.resolve import ResolvedModel, resolve_model
 from gcore.models.weights import check_whole
+from gcore.plugins import PluginFault
 from gcore.prompts.lengths import LengthReport, check_lengths
 from gcore.prompts.opening import JobPrompts, open_prompts
 from gcore.prompts.source import OpenSource
-from gcore.reward.composed import OpenReward
-from gcore.reward.registry import RewardError
+from gcore.reward.registry import Response, RewardError
+from gcore.reward.trial import RewardTrial
 from gcore.rollout.sglang.command import check_engine_args
 
 MAX_SEAL_BYTES = 1 << 20
@@ -82,9 +84,19 @@ def check_submission(
     Blocks, for minutes if the data are large and new. Raises GcoreError for the first mistake.
     """
     find_flow(spec.flow.name)
-    sources = (*training_sources(spec), *eval_sources(spec))
-    rewards = {source.name: OpenReward.of(source.reward) for source in sources}
     check_engine_args(spec.rollout.engine_args)
+    with RewardTrial(rewards_of((*training_sources(spec), *eval_sources(spec))), spec.scoring) as rewards:
+        return _checked(spec, run_root, cache_dir, rewards, sample, progress)
+
+
+def _checked(
+    spec: JobSpec,
+    run_root: Path,
+    cache_dir: Path,
+    rewards: RewardTrial,
+    sample: int | None,
+    progress: CheckProgress | None,
+) -> CheckedJob:
     _check_step_size(spec)
     _check_disk(run_root)
     model = resolve_model(spec.model.path, trust_remote_code=spec.model.trust_remote_code, weights=False)
@@ -116,7 +128,7 @@ def _counted(
     return CheckedSource(opened, check_lengths(opened, among=among, sample=sample, progress=tell), held_out)
 
 
-def _try_reward(rewards: Mapping[str, OpenReward], checked: CheckedSource) -> None:
+def _try_reward(rewards: RewardTrial, checked: CheckedSource) -> None:
     """Score an empty response to a few prompts: an option that is misspelt, or answers of the wrong kind, fail all alike.
 
     Raises SpecError if none can be scored; a single one that cannot fails alone, when its turn comes.
@@ -124,13 +136,13 @@ def _try_reward(rewards: Mapping[str, OpenReward], checked: CheckedSource) -> No
     source, dataset = checked.opened.source, checked.opened.dataset
     failed: RewardError | None = None
     for index in range(min(len(dataset), REWARDS_TRIED)):
-        try:
-            rewards[source.name]("", dataset.entry(index))
+        result = rewards.score(source.reward, dataset.entry(index), Response(""))
+        if not isinstance(result, RewardError):
             return
-        except RewardError as error:
-            failed = error
+        failed = result
     if failed is not None:
-        raise SpecError(failed.what, where=f"reward of source {source.name!r}", fix=failed.fix) from failed
+        where = f"reward of source {source.name!r}"
+        raise PluginFault(failed.what, where=where, fix=failed.fix, trace=failed.trace) from failed
 
 
 def _check_step_size(spec: JobSpec) -> None:
