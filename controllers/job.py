@@ -17,6 +17,7 @@ from controllers.actions import SetPhase
 from controllers.apply import apply, staged_versions
 from controllers.changes import Changes
 from controllers.cluster import ClusterMirror
+from controllers.collectives import Collectives
 from controllers.decide import decide
 from controllers.deeds import LOOK_AGAIN_S, Deeds
 from controllers.engines import EngineBook, responsible_for
@@ -43,7 +44,7 @@ from gcore.config import JobSpec, NodeConfig, parse_spec
 from gcore.config.evaluation import eval_sources
 from gcore.config.sources import training_sources
 from gcore.errors import GcoreError
-from gcore.flows import find_flow
+from gcore.flows import find_filters, find_flow
 from gcore.ledger.guarded import Ledger, TxnOutcome
 from gcore.ledger.job import JobPhase
 from gcore.ledger.mirror import JobMirror
@@ -183,10 +184,13 @@ class JobRunner:
             self._reading.samples.open(material.spec, material.stream, Path(self.mirror.job.record.run_dir))
             self.look_anew()
             flow = find_flow(spec.flow.name)
+            filters = find_filters(material.spec.flow.filters)
             orders = self._orders = EpochOrders(spec, material.stream, self.changes.notify)
         except GcoreError as error:
-            await self.fail(str(error))
+            await self._fail_with(error)
             return
+        me = self._identity
+        collectives = Collectives(self._store, lambda: self.mirror, me.incarnation, me.lease, self.changes, self._clock)
         peer = JobPeer(
             material,
             self.look,
@@ -197,6 +201,9 @@ class JobRunner:
             self._clock,
             self.stopwatch,
             orders,
+            filters,
+            collectives,
+            self._faults,
         )
         try:
             async with asyncio.TaskGroup() as group:
@@ -204,8 +211,9 @@ class JobRunner:
                 driving = group.create_task(self._drive(material), name=f"drive {self.uid}")
                 warming = group.create_task(self._warm(rewards), name=f"rewards {self.uid}")
                 noting = group.create_task(self._faults.run(), name=f"faults {self.uid}")
+                telling = group.create_task(collectives.answer_others(), name=f"collectives {self.uid}")
                 await self.changes.until(self._ended)
-                for task in (producing, driving, warming, noting):
+                for task in (producing, driving, warming, noting, telling):
                     task.cancel()
         finally:
             await self._engines.close()
@@ -216,10 +224,7 @@ class JobRunner:
         try:
             await rewards.warm()
         except GcoreError as error:
-            if trace := trace_of(error):
-                self._faults.note(str(error), trace)
-                await self._faults.finish()
-            await self.fail(str(error))
+            await self._fail_with(error)
 
     def _rules_or_none(self) -> StreamRules | None:
         return None if self.mirror.job is None else rules_of(self.mirror.job.record)
@@ -246,11 +251,11 @@ class JobRunner:
             try:
                 await flow(peer)  # type: ignore[operator]
             except GcoreError as error:
-                await self.fail(str(error))
+                await self._fail_with(error)
             except Exception as error:
                 log.exception("the flow of job %s failed", self.uid)
                 last = traceback.extract_tb(error.__traceback__)[-1]
-                await self.fail(f"the flow raised {error!r} at {last.filename}:{last.lineno}")
+                await self._fail_with(error, f"the flow raised {error!r} at {last.filename}:{last.lineno}")
             await self.changes.until(self._has_more)
             # A flow that always ends at once must not keep everything else from running.
             await self._clock.sleep(LOOK_AGAIN_S)
@@ -258,7 +263,14 @@ class JobRunner:
     def _has_more(self) -> bool:
         """Whether there are steps to make. It may be so again after the last: by a rollback."""
         head = self.mirror.head
-        return not self._ended() and head is not None and head.record.step < self._spec.flow.steps
+        return not self._ended() and head is not None and not self.look().is_over
+
+    async def _fail_with(self, error: Exception, reason: str = "") -> None:
+        """End the job because of `error`; first the traceback of a plug-in that raised it."""
+        if trace := trace_of(error):
+            self._faults.note(reason or str(error), trace)
+            await self._faults.finish()
+        await self.fail(reason or str(error))
 
     async def fail(self, reason: str) -> None:
         """End the job as failed, however long the store is away."""

@@ -10,16 +10,20 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 
 from controllers.changes import Changes
+from controllers.collectives import Collectives
+from controllers.demonstrating import demonstration
 from controllers.engines import EngineBook
 from controllers.evaluating import EvaluationBook, Evaluator
+from controllers.faults import FaultBook
 from controllers.holdings import Holdings
 from controllers.material import Material, sample_seed
 from controllers.ordering import EpochOrders
 from controllers.step import JobStep, Look
 from controllers.stopwatch import Stopwatch
 from gcore.clock import Clock
-from gcore.errors import EngineError, GcoreError
+from gcore.errors import EngineError, GcoreError, SpecError
 from gcore.flows import Step
+from gcore.flows.filters import CheckedFilter, filtered
 from gcore.prompts.dataset import DataChanged
 from gcore.prompts.source import PromptFiltered
 from gcore.rollout.overlong import shortened
@@ -41,6 +45,9 @@ class JobPeer:
         clock: Clock,
         stopwatch: Stopwatch,
         orders: EpochOrders,
+        filters: tuple[CheckedFilter, ...],
+        collectives: Collectives,
+        faults: FaultBook,
     ) -> None:
         self.material = material
         self.look = look
@@ -51,6 +58,11 @@ class JobPeer:
         self.clock = clock
         self._stopwatch = stopwatch
         self._orders = orders
+        self._filters = filters
+        self._filtered: set[PromptRef] = set()
+        """Prompts whose group has passed the filters, and is not held yet."""
+        self.collectives = collectives
+        self.faults = faults
 
     async def steps(self) -> AsyncIterator[Step]:
         """A step for each look at which the next batch is not sealed yet, or is on its way; none of an ended job.
@@ -62,7 +74,8 @@ class JobPeer:
             mirror = self.look().mirror
             assert mirror.head is not None
             head = mirror.head.record
-            if head.step >= self.material.spec.flow.steps or (mirror.status and mirror.status.record.phase.ended):
+            self.collectives.begin(head.version)
+            if self.look().is_over or (mirror.status and mirror.status.record.phase.ended):
                 return
             yield JobStep(self, head.version)
 
@@ -103,20 +116,30 @@ class JobPeer:
         except GcoreError as error:
             return Outcome("failed", str(error))
 
-    async def rollout(self, prompt: Prompt) -> tuple[Sample, ...]:
-        """The group's samples, all of head's version, drawn as the prompt's source says. Raises EngineError."""
+    async def rollout(self, prompt: Prompt, samples: int | None = None, *, greedy: bool = False) -> tuple[Sample, ...]:
+        """Responses of head's version, drawn as the prompt's source says, or greedy. Raises EngineError."""
         view = self.look()
         assert view.mirror.head is not None
-        count = self.material.spec.flow.samples_per_prompt
+        count = self.material.spec.flow.samples_per_prompt if samples is None else samples
         reissue = self.holdings.reissues.get(prompt.ref, 0)
         seeds = tuple(sample_seed(self.material, prompt.ref, index, reissue) for index in range(count))
-        rid = f"{self.material.uid}/{prompt.ref}/{reissue}/{view.me}"
+        rid = f"{self.material.uid}/{prompt.ref}/{reissue}/{view.me}{'/greedy' if greedy else ''}"
         version = view.mirror.head.record.version
         params = self.material.sources[prompt.source].params
-        samples = await self._engines.generate(version, [prompt.token_ids] * count, params, seeds, rid)
-        if any(sample.finish_reason == "abort" for sample in samples):
+        if greedy:
+            params = replace(params, temperature=0.0, top_p=1.0, top_k=None, min_p=0.0)
+        made = await self._engines.generate(version, [prompt.token_ids] * count, params, seeds, rid)
+        if any(sample.finish_reason == "abort" for sample in made):
             raise EngineError(f"the engine gave up on prompt {prompt.ref}", fix="It is issued again")
-        return samples
+        return made
+
+    async def demonstrate(self, prompt: Prompt) -> Group | Outcome:
+        """The answer of the prompt's entry, in the name of head's version."""
+        view = self.look()
+        assert view.mirror.head is not None
+        opened, _ = self.material.stream.found(prompt.ref)
+        longest = self.material.sources[prompt.source].params.max_new_tokens
+        return demonstration(prompt, opened, view.mirror.head.record.version, longest)
 
     async def score(self, prompt: Prompt, samples: tuple[Sample, ...]) -> Group | Outcome:
         """The source's rule reward, and what the spec says of cut-off responses. Raises RewardError."""
@@ -135,7 +158,28 @@ class JobPeer:
                 penalty=rollout.overlong_penalty,
             )
             scored.append(treated(long, rollout.truncated, rollout.truncated_penalty))
-        return Group(prompt.ref, prompt.token_ids, tuple(scored), prompt.source, practice.params.temperature)
+        group = Group(prompt.ref, prompt.token_ids, tuple(scored), prompt.source, practice.params.temperature)
+        self.holdings.note_scores(group)
+        return group
+
+    async def filter(self, prompt: Prompt, group: Group | Outcome) -> Group | Outcome:
+        """What the spec's filters make of the group. Raises FilterError."""
+        if isinstance(group, Outcome):
+            return group
+        result = filtered(self._filters, group, prompt.fields)
+        if isinstance(result, Group):
+            self._filtered.add(prompt.ref)
+        return result
+
+    def check_filtered(self, group: Group) -> None:
+        """Raises SpecError for a group that the spec's filters have not seen: its flow does not ask them."""
+        if self._filters and group.ref not in self._filtered:
+            raise SpecError(
+                f"flow {self.material.spec.flow.name!r} trains a group that flow.filters has not seen",
+                where="flow.filters",
+                fix="Let the flow ask peer.filter for every group, or take the filters out of the spec",
+            )
+        self._filtered.discard(group.ref)
 
     async def evaluate(self) -> None:
         """Held-out prompts are answered, once for a version that is due, by all peers together."""

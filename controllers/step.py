@@ -17,13 +17,17 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from controllers.changes import Changes
+from controllers.collectives import Collectives
+from controllers.faults import FaultBook
 from controllers.holdings import Holdings
 from controllers.material import Material
 from controllers.view import JobView
 from gcore.clock import Clock
 from gcore.errors import EngineError, EngineUnreachable
+from gcore.flows.filters import FilterError
 from gcore.ledger.ancestry import is_acceptable, is_ancestor
 from gcore.ledger.records import SealState
+from gcore.plugins import trace_of
 from gcore.reward.registry import LARGEST, RewardError
 from gcore.types import Group, Outcome, Prompt, PromptRef, Version
 
@@ -66,6 +70,20 @@ class Producer(Protocol):
         """What the job is made of."""
         ...
 
+    @property
+    def collectives(self) -> Collectives:
+        """What peers tell each other."""
+        ...
+
+    @property
+    def faults(self) -> FaultBook:
+        """Where what plug-ins raise is told."""
+        ...
+
+    def check_filtered(self, group: Group) -> None:
+        """Raises SpecError for a group that the spec's filters have not seen."""
+        ...
+
 
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.2, 5.0
 """Before a prompt is issued again when no engine could be reached: twice as long each time."""
@@ -84,6 +102,8 @@ class JobStep:
         self.version = version
         self._handed_out: Prompt | None = None
         self._defect: BaseException | None = None
+        self._told: set[str] = set()
+        """Names that were given something under."""
 
     @property
     def number(self) -> int:
@@ -182,6 +202,22 @@ class JobStep:
 
         await self._peer.changes.until(served)
 
+    async def gather(self, name: str, value: Any) -> tuple[Any, ...]:
+        """What all peers give under `name`. Raises ValueError."""
+        self._use(name)
+        return await self._peer.collectives.gather(self.version, name, value)
+
+    async def sum(self, name: str, value: float) -> float:
+        """The sum of what all peers give under `name`. Raises ValueError."""
+        self._use(name)
+        return await self._peer.collectives.sum(self.version, name, value)
+
+    def _use(self, name: str) -> None:
+        # The second value would be passed over, for what is given is never changed.
+        if name in self._told:
+            raise ValueError(f"{name!r} was used in this step; give what is told again another name")
+        self._told.add(name)
+
 
 class JobBatch:
     """Implements `gcore.flows.Batch`: productions under way, one task each."""
@@ -221,11 +257,14 @@ class JobBatch:
             result = await produce
             if isinstance(result, Group):
                 _check_numbers(result)
+                self._peer.check_filtered(result)
                 # A flow that makes its groups itself need not know of sources.
                 self._step.keep(result if result.source else replace(result, source=prompt.source))
             else:
                 self._step.end(ref, result, prompt.source)
-        except RewardError as error:
+        except (RewardError, FilterError) as error:
+            if trace := trace_of(error):
+                self._peer.faults.note(str(error), trace)
             self._step.end(ref, Outcome("failed", str(error)), prompt.source)
         except EngineError as error:
             tries = holdings.reissues.get(ref, 0) + 1

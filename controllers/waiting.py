@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from controllers.view import JobView
 from gcore.ledger.balance import balance
+from gcore.ledger.collectives import awaited
 from gcore.ledger.job import JobPhase
 from gcore.ledger.records import SealState
 from gcore.ledger.stream import NotYet
@@ -58,6 +59,7 @@ def waiting_for(view: JobView) -> Iterator[Wait]:
         have = f"they have {', '.join(served)}" if served else "none is ready"
         what = f"the engines of {view.node} are to load {weights_of(head.version)} ({have})"
         yield Wait("engines", what, "wait engines")
+    yield from _collectives(view)
     seal = view.seal
     if view.is_over:
         yield Wait("finish", "all steps are trained; the last checkpoint or evaluation is not yet there", "wait finish")
@@ -79,6 +81,19 @@ def waiting_for(view: JobView) -> Iterator[Wait]:
         phases = {view.ranks[r].phase if r in view.ranks else "not connected" for r in behind}
         what = f"{ranks_of(behind)} {'trains' if len(behind) == 1 else 'train'} step {seal.step}"
         yield Wait("train", f"{what} ({', '.join(sorted(phases))})" if phases else what, f"wait train {seal.token}")
+
+
+def _collectives(view: JobView) -> Iterator[Wait]:
+    """What some peers have given in a step, and others have not yet."""
+    parts = {member: stored.record for member, stored in view.mirror.parts.items()}
+    for at, name in sorted({(part.at, name) for part in parts.values() for name in part.given}):
+        if f"{at}/{name}" in view.mirror.agreed:
+            continue
+        late = awaited(at, name, view.mirror.members, parts)
+        if late:
+            nodes = ", ".join(sorted(view.mirror.members[member].record.node for member in late))
+            what = f"step {at.step + 1}: {nodes} {'has' if len(late) == 1 else 'have'} not yet given {name!r}"
+            yield Wait("peers", f"{what} (the flow there has not come to it)", f"wait {at} {name}")
 
 
 def weights_of(version: Version) -> str:

@@ -4,6 +4,7 @@ What a flow or filter plug-in needs is exported here.
 """
 
 from gcore.flows.api import Batch, Peer, Step, find_flow
+from gcore.flows.filters import FilterError, find_filters
 from gcore.flows.settings import flow
 
-__all__ = ["Batch", "Peer", "Step", "find_flow", "flow"]
+__all__ = ["Batch", "FilterError", "Peer", "Step", "find_filters", "find_flow", "flow"]

@@ -42,6 +42,19 @@ class Step(Protocol):
         """Until this peer's engines serve the committed weights."""
         ...
 
+    async def gather(self, name: str, value: Any) -> tuple[Any, ...]:
+        """What every peer gives under `name` in this step, in the order of the peers' names; the same answer for all.
+
+        Every peer's flow must come to it. `value`: a number, a text or a list or mapping of such, small (4 KiB as JSON).
+        A peer that dies before all have given is left out, and one that repeats the step, or comes late, is told what was
+        agreed. A name serves once in a step. Raises ValueError for a value or name that is not so.
+        """
+        ...
+
+    async def sum(self, name: str, value: float) -> float:
+        """The sum of what every peer gives under `name`, as `gather` has it. Raises ValueError."""
+        ...
+
 
 class Peer(Protocol):
     """A controller's side of one job."""
@@ -54,12 +67,33 @@ class Peer(Protocol):
         """The prompts of this peer's shards that are due for `step`, oldest first, until its batch is sealed."""
         ...
 
-    async def rollout(self, prompt: Prompt) -> tuple[Sample, ...]:
-        """`flow.samples_per_prompt` responses, sampled as the prompt's source says."""
+    async def rollout(self, prompt: Prompt, samples: int | None = None, *, greedy: bool = False) -> tuple[Sample, ...]:
+        """Responses, sampled as the prompt's source says; `samples` of them, or `flow.samples_per_prompt`.
+
+        With `greedy` each is the likeliest token by token; it is made for comparison, not to be trained. Raises EngineError
+        if no engine answers: let it through, and the prompt is issued again.
+        """
+        ...
+
+    async def demonstrate(self, prompt: Prompt) -> Group | Outcome:
+        """The answer that the prompt's entry holds (the field `reward.answer`) as a group of one sample, with reward 0.
+
+        Failed, if the entry has none, or it is longer than a response may be: it is never cut.
+        """
         ...
 
     async def score(self, prompt: Prompt, samples: tuple[Sample, ...]) -> Group | Outcome:
-        """The samples with their rewards; or that the prompt is filtered, where the spec says so of cut-off responses."""
+        """The samples with their rewards; or that the prompt is filtered, where the spec says so of cut-off responses.
+
+        Raises RewardError if one cannot be scored: let it through, and the prompt has failed, with that reason.
+        """
+        ...
+
+    async def filter(self, prompt: Prompt, group: Group | Outcome) -> Group | Outcome:
+        """The group, or that a filter of `flow.filters` refuses it, and why. An outcome is given back as it is.
+
+        Every group that is trained must have been here, or filters that a user names would do nothing. Raises FilterError.
+        """
         ...
 
     async def evaluate(self) -> None:

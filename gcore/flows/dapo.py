@@ -1,16 +1,20 @@
 """DAPO: GRPO without the groups that teach nothing, which are drawn anew until the step is full (arXiv 2503.14476).
 
-The wider upper clip, the mean over tokens and the penalty of length are settings: `train.clip_high`, `train.aggregation`,
-`rollout.overlong_tokens`; `examples/arithmetic/dapo.yaml` has them as the paper does.
+The ratio may rise further than it may fall, tokens are weighed alike, and no reference holds the model back: the settings
+below. The penalty of length wants a length: `rollout.overlong_tokens`.
 """
 
 from __future__ import annotations
 
 from gcore.flows.api import Peer
-from gcore.flows.signal import has_signal
+from gcore.flows.settings import flow
 from gcore.types import Group, Outcome, Prompt
 
 
+@flow(
+    flow={"filters": [{"name": "signal"}]},
+    train={"advantage": "grpo", "clip_low": 0.2, "clip_high": 0.28, "aggregation": "token-mean", "kl_coef": 0.0},
+)
 async def dapo(peer: Peer) -> None:
     """The whole algorithm, on every controller."""
     async for step in peer.steps():
@@ -24,8 +28,6 @@ async def dapo(peer: Peer) -> None:
 
 
 async def sample_group(peer: Peer, prompt: Prompt) -> Group | Outcome:
-    """One prompt's group, or that it is filtered because all its rewards are the same."""
+    """One prompt's group; or that it is filtered, because all its rewards are the same."""
     group = await peer.score(prompt, await peer.rollout(prompt))
-    if isinstance(group, Group) and not has_signal(group):
-        return Outcome("filtered", "all its rewards are the same")
-    return group
+    return await peer.filter(prompt, group)

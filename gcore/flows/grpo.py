@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from gcore.flows.api import Peer
+from gcore.flows.settings import flow
 from gcore.types import Group, Outcome, Prompt
 
 
+@flow(train={"advantage": "grpo"})
 async def grpo(peer: Peer) -> None:
     """The whole algorithm, on every controller."""
     async for step in peer.steps():
@@ -19,5 +21,5 @@ async def grpo(peer: Peer) -> None:
 
 
 async def score_group(peer: Peer, prompt: Prompt) -> Group | Outcome:
-    """One prompt's group, with rewards; or that it is filtered."""
-    return await peer.score(prompt, await peer.rollout(prompt))
+    """One prompt's group, with rewards; or that it is filtered, if the spec names filters."""
+    return await peer.filter(prompt, await peer.score(prompt, await peer.rollout(prompt)))

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.flows.signal import has_signal
+from gcore.flows.filters import has_signal
 from gcore.reward.registry import RewardError
 from gcore.rollout.overlong import PART, overlong, shortened
 from gcore.train.algorithms.advantages import group_advantages

@@ -13,6 +13,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from controllers.changes import Changes
+from controllers.collectives import Collectives
+from controllers.faults import FaultBook
 from controllers.holdings import Holdings
 from controllers.judging import SHOWN_CHARACTERS, judged, shortened
 from controllers.material import material_of
@@ -23,6 +25,7 @@ from controllers.stopwatch import Stopwatch
 from controllers.view import JobView
 from gcore.config import JobSpec, parse_spec
 from gcore.errors import EngineError, EngineUnreachable
+from gcore.flows import find_filters
 from gcore.ledger import chain
 from gcore.ledger.chain import Writer
 from gcore.ledger.evaluation import in_turn
@@ -36,7 +39,7 @@ from gcore.reward.registry import RewardError
 from gcore.reward.scoring import DirectScorer
 from gcore.rollout.client import SamplingParams
 from gcore.store.keys import JobKeys
-from gcore.testing import FakeClock
+from gcore.testing import FakeClock, MemoryCluster, MemoryStore
 from gcore.types import FinishReason, Group, Outcome, Prompt, PromptRef, Sample, Version, VersionSpan
 
 HEAD = Version(0, 0)
@@ -139,6 +142,8 @@ class Alone:
             members={"me": Stored(Member(incarnation="me", node="n", address="h:1"), 1)},
         )
         material = material_of(self.spec, "u", self.prompts, DirectScorer())
+        store = MemoryStore(MemoryCluster(self.clock))
+        self.faults = FaultBook(store, self.mirror.keys, "n")
         self.peer = JobPeer(
             material,
             self.look,
@@ -149,6 +154,9 @@ class Alone:
             self.clock,
             Stopwatch(),
             EpochOrders(self.spec, material.stream, self.changes.notify),
+            find_filters(self.spec.flow.filters),
+            Collectives(store, lambda: self.mirror, "me", 0, self.changes, self.clock),
+            self.faults,
         )
 
     def look(self) -> JobView:

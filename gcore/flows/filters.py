@@ -1,0 +1,143 @@
+"""Filters: which groups are not trained, and why. Found by name under the entry-point group `gcore.filters`.
+
+A filter looks at a scored group and says None to keep it, or a sentence why it is filtered:
+
+    def two_ways(group: Group, fields: Mapping[str, Any], options: Mapping[str, Option]) -> str | None:
+        texts = {sample.text for sample in group.samples}
+        return None if len(texts) > 1 else "all its responses are the same"
+
+A spec names them in `flow.filters`, in order; the first that refuses a group names the reason. They are plug-ins and run on
+the controller's event loop, so they must be quick and wait for nothing, and pure: a group may be filtered again elsewhere.
+What one raises, or returns that is neither None nor a sentence, ends its prompt as failed, with the reason, and the
+plug-in's own traceback goes into the job's events.
+
+The three that come with gcore are below: `signal`, `reward_band` and `length`. Whatever a group is dropped for before it is
+scored is not here (`rollout.truncated`, filters of a source by length).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from gcore.config.flow import FilterSpec
+from gcore.config.sources import Option
+from gcore.errors import GcoreError
+from gcore.plugins import PluginKind, find_plugin, sentence_of
+from gcore.types import Group, Outcome
+
+FILTERS = PluginKind("filter", "gcore.filters", "flow.filters")
+CONSTANT_REWARD_STD = 1e-6
+"""As `gcore.train.algorithms.advantages` has it: such a group has advantages of zero."""
+
+
+class FilterError(GcoreError):
+    """A filter could not say. The prompt's outcome is failed, with this as the reason."""
+
+
+class Filter(Protocol):
+    """Says of a scored group whether it is trained."""
+
+    def __call__(self, group: Group, fields: Mapping[str, Any], options: Mapping[str, Option]) -> str | None:
+        """None to keep it, else why not. `fields`: the prompt's entry. Raises FilterError, also for options it lacks."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedFilter:
+    """A filter with its options, whose every result is checked."""
+
+    name: str
+    function: Filter
+    options: Mapping[str, Option]
+
+    def refuses(self, group: Group, fields: Mapping[str, Any]) -> str | None:
+        """Why the group is not trained, or None. Raises FilterError and nothing else."""
+        try:
+            reason: Any = self.function(group, fields, self.options)
+        except FilterError:
+            raise
+        except Exception as error:  # the edge to foreign code: one odd group must not end the controller
+            raise FilterError(f"filter {self.name!r} raised {sentence_of(error)}", fix="Correct the filter") from error
+        if reason is None:
+            return None
+        if not isinstance(reason, str) or not reason.strip():
+            raise FilterError(
+                f"filter {self.name!r} returned {reason!r}, neither None nor a sentence", fix="Correct the filter"
+            )
+        return reason
+
+
+def find_filters(specs: Sequence[FilterSpec]) -> tuple[CheckedFilter, ...]:
+    """The filters of a spec, in its order. Raises PluginFault, with the nearest name if there is none."""
+    return tuple(CheckedFilter(spec.name, find_plugin(FILTERS, spec.name), spec.options) for spec in specs)
+
+
+def filtered(filters: Sequence[CheckedFilter], group: Group, fields: Mapping[str, Any]) -> Group | Outcome:
+    """The group, or that it is filtered, and why. Raises FilterError."""
+    for one in filters:
+        reason = one.refuses(group, fields)
+        if reason is not None:
+            return Outcome("filtered", reason)
+    return group
+
+
+def signal(group: Group, fields: Mapping[str, Any], options: Mapping[str, Option]) -> str | None:
+    """Refuses a group whose rewards are the same up to rounding (deviation at most 1e-6, in float64), as DAPO does.
+
+    A masked sample's reward counts: it stands in the group's baseline. A single sample is compared with nothing.
+    """
+    _known(options, "signal")
+    return None if has_signal(group) else "all its rewards are the same"
+
+
+def reward_band(group: Group, fields: Mapping[str, Any], options: Mapping[str, Option]) -> str | None:
+    """Refuses a group whose mean reward is below `low` or above `high`: prompts that are too hard, or known by heart.
+
+    Options: `low`, `high`; one may be left out.
+    """
+    _known(options, "reward_band", "low", "high")
+    low, high = _band(options, "reward_band", "low", "high")
+    mean = math.fsum(sample.reward for sample in group.samples) / len(group.samples)
+    if mean < low:
+        return f"its mean reward is below {low:g}"
+    return f"its mean reward is above {high:g}" if mean > high else None
+
+
+def length(group: Group, fields: Mapping[str, Any], options: Mapping[str, Option]) -> str | None:
+    """Refuses a group one of whose responses is shorter than `least` or longer than `most`, in tokens."""
+    _known(options, "length", "least", "most")
+    least, most = _band(options, "length", "least", "most")
+    lengths = [len(sample.token_ids) for sample in group.samples]
+    if min(lengths) < least:
+        return f"a response is shorter than {least:g} tokens"
+    return f"a response is longer than {most:g} tokens" if max(lengths) > most else None
+
+
+def has_signal(group: Group) -> bool:
+    """False if the rewards are the same up to rounding, in float64, or if there is only one."""
+    rewards = [float(sample.reward) for sample in group.samples]
+    return len(rewards) > 1 and statistics.stdev(rewards) > CONSTANT_REWARD_STD
+
+
+def _known(options: Mapping[str, Option], name: str, *known: str) -> None:
+    for option in options:
+        if option not in known:
+            raise FilterError(f"filter {name!r} has no option {option!r}", fix=f"Known: {', '.join(known) or 'none'}")
+
+
+def _band(options: Mapping[str, Option], name: str, low: str, high: str) -> tuple[float, float]:
+    if not options:
+        raise FilterError(f"filter {name!r} has no bound", fix=f"Give options.{low}, options.{high} or both")
+    ends = []
+    for option, default in ((low, -math.inf), (high, math.inf)):
+        value = options.get(option, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+            raise FilterError(f"option {option!r} of filter {name!r} is {value!r}, no number", fix="Write a number")
+        ends.append(float(value))
+    if ends[0] > ends[1]:
+        raise FilterError(f"filter {name!r} keeps nothing: {low} is above {high}", fix="Correct the options")
+    return ends[0], ends[1]
