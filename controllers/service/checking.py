@@ -19,7 +19,8 @@ from gcore.config import JobSpec
 from gcore.config.evaluation import eval_sources
 from gcore.config.sources import training_sources
 from gcore.errors import GcoreError, SpecError
-from gcore.flows import find_flow
+from gcore.flows import find_filters, find_flow
+from gcore.flows.filters import try_filters
 from gcore.ledger.cost import attention_equals_at
 from gcore.models.names import hub_model
 from gcore.models.resolve import ResolvedModel, resolve_model
@@ -84,9 +85,13 @@ def check_submission(
     Blocks, for minutes if the data are large and new. Raises GcoreError for the first mistake.
     """
     find_flow(spec.flow.name)
+    filters = find_filters(spec.flow.filters)
     check_engine_args(spec.rollout.engine_args)
     with RewardTrial(rewards_of((*training_sources(spec), *eval_sources(spec))), spec.scoring) as rewards:
-        return _checked(spec, run_root, cache_dir, rewards, sample, progress)
+        checked = _checked(spec, run_root, cache_dir, rewards, sample, progress)
+    first = checked.prompts.stream.sources[0].dataset
+    try_filters(filters, spec.flow.samples_per_prompt, first.entry(0) if len(first) else {})
+    return checked
 
 
 def _checked(

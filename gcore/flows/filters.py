@@ -26,8 +26,8 @@ from typing import Any, Protocol
 from gcore.config.flow import FilterSpec
 from gcore.config.sources import Option
 from gcore.errors import GcoreError
-from gcore.plugins import PluginKind, find_plugin, sentence_of
-from gcore.types import Group, Outcome
+from gcore.plugins import PluginFault, PluginKind, find_plugin, sentence_of, trace_of
+from gcore.types import Group, Outcome, PromptRef, Sample, Version, VersionSpan
 
 FILTERS = PluginKind("filter", "gcore.filters", "flow.filters")
 CONSTANT_REWARD_STD = 1e-6
@@ -83,6 +83,27 @@ def filtered(filters: Sequence[CheckedFilter], group: Group, fields: Mapping[str
         if reason is not None:
             return Outcome("filtered", reason)
     return group
+
+
+def try_filters(filters: Sequence[CheckedFilter], samples: int, fields: Mapping[str, Any]) -> None:
+    """Ask each filter about a made-up group with rewards 0 and 1 in turn: what is wrong with its options fails all groups.
+
+    `fields`: an entry of the data. Raises PluginFault.
+    """
+    spans = (VersionSpan(Version(0, 0), 0, 1),)
+    made = (Sample((0,), (0.0,), "", "stop", spans, reward=float(index % 2)) for index in range(samples))
+    group = Group(PromptRef(0, 0, 0), (0,), tuple(made))
+    for one in filters:
+        try:
+            one.refuses(group, fields)
+        except FilterError as error:
+            raise PluginFault(error.what, where=FILTERS.where, fix=error.fix, trace=trace_of(error)) from error
+        if one.function is signal and samples < 2:
+            raise PluginFault(
+                f"filter {one.name!r} compares the samples of a group, and flow.samples_per_prompt is {samples}",
+                where=FILTERS.where,
+                fix="Use at least 2, or leave the filter out",
+            )
 
 
 def signal(group: Group, fields: Mapping[str, Any], options: Mapping[str, Option]) -> str | None:
