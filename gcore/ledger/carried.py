@@ -6,7 +6,7 @@ offered, responses in flight go on over the change of weights, and both come bef
 
 Taking what finishes first leans towards short answers only if the long ones never come. So that they come, nothing new
 is issued while k + 1 quotas are offered or in flight: what is issued now then has its turn before it is too old. And a
-seal waits for what would be too old otherwise: of what must be trained within j more steps, j quotas can wait, the rest
+seal waits for what would be too old after it; of what must be trained within j more steps, j quotas can wait, the rest
 is taken now. The wait is bounded by whoever holds the prompt (`controllers.decide.expiring`).
 
 Pure. Staleness 0 is `gcore.ledger.stream`'s; who works on which shard, and time, are known to neither.
@@ -14,12 +14,13 @@ Pure. Staleness 0 is `gcore.ledger.stream`'s; who works on which shard, and time
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from gcore.ledger.records import Head, Seal, SealedGroup
-from gcore.ledger.rules import StreamRules, issue_ratio
-from gcore.ledger.stream import Choice, Found, Offered, concluded, in_order
+from gcore.ledger.rules import StreamRules, issue_ratio, last_position
+from gcore.ledger.stream import Choice, Found, NotYet, Offered, concluded, in_order, sealed_refs
 from gcore.types import PromptRef, Version
 
 
@@ -37,67 +38,77 @@ def due(rules: StreamRules, head: Head, seals: Collection[Seal], offered: Offere
     quotas = rules.staleness + 1
     if rules.steps is not None:
         quotas = max(min(quotas, rules.steps - head.step), 0)
-    unknown: list[PromptRef] = []
-    there = going_on = ended = 0
-    for ref in in_order(rules, head, seals):
-        if ref in offered.groups:
-            there += 1
-        elif ref in offered.in_flight:
-            going_on += 1
-        elif ref in offered.outcomes:
-            ended += 1
-        else:
-            unknown.append(ref)
+    there = len(_standing(rules, head, seals, offered.groups))
     wanted = math.ceil(max(rules.quota * quotas - there, 0) * issue_ratio(rules, head))
-    issued = wanted - going_on
-    if rules.limit is not None:
-        used = head.tally.since_step.ended + ended + there + going_on
-        issued = min(issued, rules.limit + rules.quota * (quotas - 1) - used)
-    return tuple(unknown[: max(issued, 0)])
+    room = max(wanted - len(_standing(rules, head, seals, offered.in_flight)), 0)
+    unknown = (
+        ref
+        for ref in in_order(rules, head, seals)
+        if ref not in offered.groups and ref not in offered.in_flight and ref not in offered.outcomes
+    )
+    return tuple(itertools.islice(unknown, room))
 
 
 def choose(rules: StreamRules, head: Head, seals: Collection[Seal], offered: Offered) -> Choice:
-    """What to seal next; what follows from exhausted windows, limits and ends is as at staleness 0 (`concluded`)."""
-    order = list(in_order(rules, head, seals))
-    there = sorted((offered.groups[ref] for ref in order if ref in offered.groups), key=_begun)
-    outcomes = tuple(offered.outcomes[ref] for ref in order if ref in offered.outcomes)
-    groups = tuple(there[: rules.quota])
-    used = head.tally.since_step.ended + len(outcomes) + len(there)
-    limited = rules.limit is not None and used >= rules.limit and len(groups) < rules.quota
+    """What to seal next: what was begun first of what is offered, unless something else would then become too old."""
+    groups = [offered.groups[ref] for ref in _standing(rules, head, seals, offered.groups)]
+    groups.sort(key=_begun)
+    outcomes = tuple(offered.outcomes[ref] for ref in _standing(rules, head, seals, offered.outcomes))
+    lacking = rules.quota - len(groups)
     late = awaited(rules, head, seals, offered)
-    missing: tuple[PromptRef, ...] = ()
     if late:
-        missing = late
-    elif len(groups) < rules.quota and not limited:
-        unknown = [ref for ref in order if ref not in offered.groups and ref not in offered.outcomes]
-        missing = tuple(unknown[: rules.quota - len(groups)])
-    return concluded(rules, head, Found(groups, outcomes, missing, limited))
+        return NotYet(late[0], max(len(late), lacking))
+    used = head.tally.since_step.ended + len(outcomes) + min(len(groups), rules.quota)
+    limited = lacking > 0 and rules.limit is not None and used >= rules.limit
+    missing: tuple[PromptRef, ...] = ()
+    if lacking > 0 and not limited:
+        order = in_order(rules, head, seals)
+        open_refs = (ref for ref in order if ref not in offered.groups and ref not in offered.outcomes)
+        missing = tuple(itertools.islice(open_refs, lacking))
+    return concluded(rules, head, Found(tuple(groups[: rules.quota]), outcomes, missing, limited))
 
 
 def awaited(rules: StreamRules, head: Head, seals: Collection[Seal], offered: Offered) -> tuple[PromptRef, ...]:
     """The refs in flight that the next seal waits for, oldest first: without them some would become too old.
 
-    Of the refs with at most j steps left, j quotas may be trained later. The rest must be in this seal; while too few of
-    them are finished, it waits for those that are not. Of what has more than this step left, only so much counts as will
-    be kept, by the sizing.
+    It waits for everything that would be too old after it, even if there are a quota without it: what is not finished
+    then is what takes longest. Of what has at most j steps left, j quotas may be trained later; while too few of the rest
+    are finished, it waits for those too. Of these only so many count as will be kept, by the sizing.
     """
     ratio = issue_ratio(rules, head)
-    order = [ref for ref in in_order(rules, head, seals) if ref in offered.groups or ref in offered.in_flight]
-    left = {ref: steps_left(rules, head, _version(offered, ref)) for ref in order}
+    groups = [
+        steps_left(rules, head, _oldest(offered.groups[r])) for r in _standing(rules, head, seals, offered.groups)
+    ]
+    flying = {
+        ref: steps_left(rules, head, offered.in_flight[ref]) for ref in _standing(rules, head, seals, offered.in_flight)
+    }
     for j in range(rules.staleness + 1):
-        within = [ref for ref in order if left[ref] <= j]
-        unfinished = [ref for ref in within if ref in offered.in_flight]
-        finished = len(within) - len(unfinished)
-        expected = finished + (math.ceil(len(unfinished) / ratio) if j else len(unfinished))
-        if unfinished and min(finished, rules.quota) < min(expected - j * rules.quota, rules.quota):
-            return tuple(sorted(unfinished, key=lambda ref: left[ref]))
+        finished = sum(left <= j for left in groups)
+        unfinished = [ref for ref, left in flying.items() if left <= j]
+        kept = finished + math.ceil(len(unfinished) / ratio)
+        if unfinished and (j == 0 or min(finished, rules.quota) < min(kept - j * rules.quota, rules.quota)):
+            return tuple(sorted(unfinished, key=flying.__getitem__))
     return ()
 
 
+def _standing(
+    rules: StreamRules, head: Head, seals: Collection[Seal], refs: Iterable[PromptRef]
+) -> tuple[PromptRef, ...]:
+    """Those of `refs` that `in_order` gives, in its order, without walking it."""
+    sealed = sealed_refs(seals)
+    found = []
+    for ref in refs:
+        cursor, position = head.cursors.shards[ref.shard], rules.shape.position(ref)
+        last = last_position(rules, ref.shard)
+        end = cursor.low_water + rules.window
+        if position < (end if last is None else min(end, last)) and not cursor.is_terminal(position):
+            found.append((position, ref.shard, ref))
+    return tuple(ref for _, _, ref in sorted(found) if ref not in sealed)
+
+
+def _oldest(group: SealedGroup) -> Version:
+    return min(group.versions, key=lambda version: version.step)
+
+
 def _begun(group: SealedGroup) -> int:
-    return min(version.step for version in group.versions)
-
-
-def _version(offered: Offered, ref: PromptRef) -> Version:
-    """The oldest weights that had, or may have, a part in the ref's group."""
-    return min(offered.groups[ref].versions, key=lambda v: v.step) if ref in offered.groups else offered.in_flight[ref]
+    return _oldest(group).step
