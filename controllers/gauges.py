@@ -26,6 +26,8 @@ def show(metrics: Metrics, mirror: JobMirror, batch: WatchBatch, me: str) -> Non
         metrics.show_stats(job, {"accuracy": newest.record.accuracy})
         for source, score in newest.record.by_source.items():
             metrics.show_source(job, source, {"accuracy": score.accuracy})
+            measured = {"accuracy": score.accuracy, "unscored": float(score.unscored), **score.metrics}
+            metrics.show_evaluation(job, source, measured)
     for source, tally in mirror.head.record.tally.sources.items():
         prompts = {"trained": tally.kept, "filtered": tally.filtered, "failed": tally.failed}
         metrics.show_source(job, source, {}, prompts)

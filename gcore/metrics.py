@@ -2,8 +2,8 @@
 
 Base units (seconds, bytes; ratios from 0 to 1), `_total` for counters and for nothing else. Labels take few values: a
 code, a phase, a result, a pool. Never a prompt, a request, an instance, an incarnation or a free text. What is known
-about a job is a gauge labelled with the job's name, or with a source's of its spec too, and goes with `forget_job` when the
-controller lets go of it.
+about a job is a gauge labelled with the job's name, or with a source's or a set's of its spec too, and goes with
+`forget_job` when the controller lets go of it.
 
 Each process has one `Metrics` with a registry of its own, handed to whoever counts; no metric lives at module level.
 Does not decide what is worth an alert (`deploy/prometheus`).
@@ -146,6 +146,15 @@ class Metrics:
             "outcome",
         )
         self._sources: dict[str, set[str]] = {}
+        self._eval = self._gauge(
+            "gcore_eval",
+            "The newest evaluation of a held-out set: accuracy (share of correct responses), mean@N (mean reward), pass@K, "
+            "and unscored (responses that the reward could not score).",
+            "job",
+            "set",
+            "metric",
+        )
+        self._evaluated: dict[str, set[tuple[str, str]]] = {}
 
     def _generation(self) -> None:
         """Engines and what they make."""
@@ -212,8 +221,16 @@ class Metrics:
         for outcome, count in prompts.items():
             self._source_prompts.labels(job, source, outcome).set(count)
 
+    def show_evaluation(self, job: str, name: str, values: Mapping[str, float]) -> None:
+        """Set what the newest evaluation of a set measured, metric by metric."""
+        for metric, value in values.items():
+            self._evaluated.setdefault(job, set()).add((name, metric))
+            self._eval.labels(job, name, metric).set(value)
+
     def forget_job(self, job: str) -> None:
         """Take away everything that is about `job`."""
+        for name, metric in self._evaluated.pop(job, ()):
+            self._eval.remove(job, name, metric)
         for source in self._sources.pop(job, ()):
             for gauge in self._source_stats.values():
                 with contextlib.suppress(KeyError):

@@ -13,8 +13,8 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from controllers.cli.view_points import JobSnapshot, NodeView, SourceFigures, Wait
-from controllers.cli.view_text import seconds, source_line, visible
+from controllers.cli.view_points import BestPoint, JobSnapshot, NodeView, SourceFigures, Wait
+from controllers.cli.view_text import measure, seconds, source_line, visible
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -66,7 +66,12 @@ def snapshot(job: pb.Job) -> JobSnapshot:
         shares=tuple(NodeView(s.node, True, tuple(s.shards)) for s in job.shares),
         waiting=tuple(Wait(w.who, w.what, w.since) for w in job.waiting),
         sources=tuple(_source(report) for report in job.sources),
+        best=_best(job.best) if job.HasField("best") else None,
     )
+
+
+def _best(best: pb.BestCheckpoint) -> BestPoint:
+    return BestPoint(best.step, best.metric, best.value, best.checkpoint, best.lineage)
 
 
 def _source(report: pb.SourceReport) -> SourceFigures:
@@ -79,6 +84,9 @@ def _source(report: pb.SourceReport) -> SourceFigures:
         mean_length=report.mean_length if report.HasField("mean_length") else None,
         truncated=report.truncated if report.HasField("truncated") else None,
         accuracy=report.accuracy if report.HasField("accuracy") else None,
+        metrics=dict(sorted(report.metrics.items())),
+        eval_samples=report.eval_samples,
+        eval_unscored=report.eval_unscored,
     )
 
 
@@ -151,6 +159,8 @@ def job_rows(job: JobSnapshot, now: float) -> dict[str, str]:
         rows["ended"] = moment(job.ended)
     rows["run folder"] = job.run_dir
     rows["checkpoint"] = job.checkpoint or "none yet"
+    if job.best is not None:
+        rows["best"] = best_line(job.best)
     for node in job.shares:
         rows[f"shards of {visible(node.name)}"] = f"{len(node.shards)}: {ranges(node.shards)}"
     for source in job.sources:
@@ -159,6 +169,12 @@ def job_rows(job: JobSnapshot, now: float) -> dict[str, str]:
         since = seconds(max(0.0, now - wait.since))
         rows[f"waits ({number})"] = f"{visible(wait.who)}: {visible(wait.what, 300)}, for {since}"
     return rows
+
+
+def best_line(best: BestPoint) -> str:
+    """`step 32, accuracy 98.5%: FOLDER`."""
+    where = best.checkpoint or ("the model it began with" if best.step == 0 else "its checkpoint is being written")
+    return f"step {best.step}, {measure(best.metric, best.value)}: {where}"
 
 
 def audit_rows(report: pb.AuditReport) -> dict[str, str]:

@@ -52,6 +52,8 @@ EXPORT_EXAMPLES = """
 
 gcore export arithmetic --to ./trained
 
+[dim]The one that its evaluations found best:[/dim]  gcore export arithmetic --best --to ./trained
+
 [dim]One of several jobs of that name:[/dim]  gcore export 08d8f27366e5 --to ./trained
 """
 
@@ -145,13 +147,16 @@ def export(
     to: Annotated[Path, typer.Option(help="Folder that is new: gets a Hugging Face model.")],
     home: Home = DEFAULT_HOME,
     address: Address = None,
+    best: Annotated[
+        bool, typer.Option("--best", help="Not the newest checkpoint: the best by the spec's checkpoint.best.")
+    ] = False,
 ) -> None:
-    """Copy the model of a job's newest checkpoint, ready for `from_pretrained` and for serving.
+    """Copy the model of a job's newest checkpoint, or of its best, ready for `from_pretrained` and for serving.
 
     A name means the newest job of that name; a uid means that one. Where no cluster is up, what `gcore run` finished in
     this home is found by its summary.
     """
-    found = _exportable(job, home, address)
+    found = _exportable(job, home, address, best=best)
     folder = found.checkpoint
     if not folder.is_dir():
         raise UsageError(
@@ -169,26 +174,30 @@ def export(
             where=str(to),
             fix="Name a folder that can be made, with room for the model",
         ) from error
-    typer.echo(f"The model of job {found.name} ({found.uid}){found.by} is in {to}; its checkpoint is {folder}.")
+    typer.echo(f"The model of job {found.name} ({found.uid}){found.by} is in {to}; {found.what} is {folder}.")
 
 
 @dataclass(frozen=True, slots=True)
 class _Exportable:
-    """A job's newest checkpoint. `by`: how the job was found, if not by asking the cluster."""
+    """A job's newest checkpoint, or its best. `by`: how the job was found, if not by asking the cluster."""
 
     name: str
     uid: str
     checkpoint: Path
     by: str = ""
+    what: str = "its checkpoint"
 
 
-def _exportable(job: str, home: Path, address: str | None) -> _Exportable:
+def _exportable(job: str, home: Path, address: str | None, *, best: bool) -> _Exportable:
+    from controllers.cli.answers import best_line, snapshot
     from controllers.cli.job_verbs import call
     from controllers.cli.summary import find_summary, finished_jobs
 
     try:
-        found = call(lambda client: client.get_job(job), address, home)
+        found = snapshot(call(lambda client: client.get_job(job), address, home))
         name, uid, checkpoint, by = found.name, found.uid, found.checkpoint, ""
+        best_words = best_line(found.best) if found.best is not None else ""
+        best_checkpoint = found.best.checkpoint if found.best is not None else ""
     except Unreachable as error:
         if address is not None:
             raise
@@ -200,7 +209,22 @@ def _exportable(job: str, home: Path, address: str | None) -> _Exportable:
                 f"{error.what}, and among its runs is no finished job {job!r}{known}", where=str(home), fix=error.fix
             ) from error
         name, uid, checkpoint = summary["job"], summary["uid"], summary["checkpoint"]
+        best_words, best_checkpoint = summary.get("best", ""), summary.get("best_checkpoint", "")
         by = f", found in {home / 'runs'} because no cluster is up,"
+    if best:
+        if not best_words:
+            raise UsageError(
+                f"job {job!r} ({uid}) has no best checkpoint: nothing on its chain was evaluated, or checkpoint.best is none",
+                fix="Export the newest one, without --best",
+            )
+        if not best_checkpoint:
+            raise UsageError(
+                f"the best of job {job!r} ({uid}) is no checkpoint ({best_words})",
+                fix="Export the newest one, without --best",
+            )
+        return _Exportable(
+            name, uid, Path(best_checkpoint), by, f"its best checkpoint ({best_words.partition(': ')[0]})"
+        )
     if not checkpoint:
         raise UsageError(f"job {job!r} ({uid}) has no checkpoint yet", fix="Wait for one, or lower checkpoint.every")
     return _Exportable(name, uid, Path(checkpoint), by)

@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from controllers.cli.answers import best_line
 from controllers.cli.called import program
-from controllers.cli.view_points import Answer, JobSnapshot, SourceFigures
+from controllers.cli.view_points import Answer, BestPoint, JobSnapshot, SourceFigures, finite, text_of, whole_of
 from controllers.cli.view_state import ViewState
-from controllers.cli.view_text import seconds, visible
+from controllers.cli.view_text import measures, seconds, visible
 from gcore.errors import GcoreError
 
 FILE_NAME = "summary.json"
@@ -48,6 +49,11 @@ class SourceSummary:
     truncated: float | None
     eval_accuracy_before: float | None
     eval_accuracy_after: float | None
+    eval_before: dict[str, float] = dataclasses.field(default_factory=dict)
+    """`mean@N`, `pass@1` and `pass@K` of the set of that name, in the first evaluation."""
+    eval_after: dict[str, float] = dataclasses.field(default_factory=dict)
+    eval_unscored: int = 0
+    """Responses of the last evaluation that the reward could not score."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +80,8 @@ class Summary:
     """"clean", or the violations."""
     run_dir: str
     checkpoint: str
+    best: BestPoint | None
+    """The best evaluated state, and the folder of its checkpoint."""
     sources: dict[str, SourceSummary]
     answers_before: tuple[Answer, ...]
     answers_after: tuple[Answer, ...]
@@ -106,6 +114,7 @@ def summarize(state: ViewState, job: JobSnapshot, audit: AuditVerdict, wall_seco
         audit="clean" if audit.clean else list(audit.violations),
         run_dir=job.run_dir,
         checkpoint=job.checkpoint,
+        best=job.best,
         sources={source.name: _source(state, source) for source in job.sources},
         answers_before=state.evals[0].samples if state.evals else (),
         answers_after=state.evals[-1].samples if later else (),
@@ -123,7 +132,15 @@ def _source(state: ViewState, source: SourceFigures) -> SourceSummary:
         truncated=source.truncated,
         eval_accuracy_before=state.evals[0].by_source.get(source.name) if state.evals else None,
         eval_accuracy_after=state.evals[-1].by_source.get(source.name) if later else None,
+        eval_before=_metrics(state, 0, source.name),
+        eval_after=_metrics(state, -1, source.name) if later else {},
+        eval_unscored=source.eval_unscored,
     )
+
+
+def _metrics(state: ViewState, place: int, name: str) -> dict[str, float]:
+    found = state.evals[place].sets.get(name) if state.evals else None
+    return dict(sorted(found.metrics.items())) if found is not None else {}
 
 
 def write(summary: Summary, run_dir: Path) -> Path:
@@ -153,6 +170,13 @@ def rows(summary: Summary, again: str) -> dict[str, str]:
         """A source may be for training, for evaluation, or for both."""
         before, after = one.eval_accuracy_before, one.eval_accuracy_after
         evaluated = f"{share(before)} → {share(after)}" if before is not None or after is not None else ""
+        # What is measured beside the accuracy, as it was in the end.
+        evaluated = ", ".join(
+            [evaluated, *measures(one.eval_after or one.eval_before, before if after is None else after)]
+        )
+        if one.eval_unscored:
+            evaluated += f", {one.eval_unscored} responses not scored"
+        evaluated = evaluated.removeprefix(", ")
         trained = "" if evaluated and not one.trained else f"{one.trained} trained"
         return ", ".join(part for part in (trained, evaluated) if part)
 
@@ -171,11 +195,15 @@ def rows(summary: Summary, again: str) -> dict[str, str]:
     }
     if len(summary.sources) > 1:
         shown["sources"] = sources
+    if summary.best is not None:
+        shown["best"] = best_line(summary.best)
     if summary.state != SUCCEEDED:
         shown["logs"] = f"{summary.run_dir}/logs"
     if summary.checkpoint:
         shown["checkpoint"] = summary.checkpoint
         shown["export"] = f"{program()} export {summary.uid} --to DIR"
+        if summary.best is not None and summary.best.checkpoint not in ("", summary.checkpoint):
+            shown["export"] += ", with --best the best"
     shown["run again"] = again
     return shown
 
@@ -186,13 +214,14 @@ def finished_jobs(runs: Path) -> list[str]:
 
 
 def find_summary(runs: Path, job: str) -> dict[str, str] | None:
-    """Name, uid and checkpoint (`job`, `uid`, `checkpoint`) of the newest finished run of that name or uid under `runs`; None if there is none."""
+    """Of the newest finished run of that name or uid under `runs`: `job`, `uid`, `checkpoint`, and, if it has a best state,
+    `best` (as a person reads it) and `best_checkpoint` (empty: that state has none). None if there is no such run."""
     found = [pair for pair in _summaries(runs) if job in (pair[1]["job"], pair[1]["uid"])]
     return max(found, key=lambda pair: pair[0])[1] if found else None
 
 
 def _summaries(runs: Path) -> Iterator[tuple[float, dict[str, str]]]:
-    """Of every finished run when its summary was written, and name, uid and checkpoint."""
+    """Of every finished run when its summary was written, and what `find_summary` says."""
     for path in runs.glob(f"*/{FILE_NAME}"):
         try:
             tree = json.loads(path.read_text(encoding="utf-8"))
@@ -200,4 +229,18 @@ def _summaries(runs: Path) -> Iterator[tuple[float, dict[str, str]]]:
         except (OSError, ValueError):
             continue
         if isinstance(tree, dict):
-            yield changed, {key: str(tree.get(key, "")) for key in ("job", "uid", "checkpoint")}
+            found = {key: str(tree.get(key, "")) for key in ("job", "uid", "checkpoint")}
+            best = _best(tree.get("best"))
+            if best is not None:
+                found |= {"best": best_line(best), "best_checkpoint": best.checkpoint}
+            yield changed, found
+
+
+def _best(tree: object) -> BestPoint | None:
+    """As `summary.json` has it; None from one without, or of another shape."""
+    if not isinstance(tree, dict):
+        return None
+    step, value = whole_of(tree, "step"), finite(tree.get("value"))
+    if step is None or value is None:
+        return None
+    return BestPoint(step, text_of(tree, "metric"), value, text_of(tree, "checkpoint"))

@@ -20,7 +20,18 @@ from rich.text import Text
 from controllers.cli.view_points import PHASES, Answer, NodeView
 from controllers.cli.view_sources import sources_table
 from controllers.cli.view_state import RECENT_STEPS, ViewState
-from controllers.cli.view_text import chart, columns, held, moved_cells, parts, seconds, strip, told_apart, visible
+from controllers.cli.view_text import (
+    chart,
+    columns,
+    held,
+    measure,
+    moved_cells,
+    parts,
+    seconds,
+    strip,
+    told_apart,
+    visible,
+)
 
 CHART_HEIGHT = 5
 HIGHLIGHT_S = 6.0
@@ -100,13 +111,24 @@ def _charts(state: ViewState, width: int) -> RenderableType:
         _chart(
             "held-out accuracy",
             held(columns(accuracies, cells), end),
-            f"{accuracies[-1][1]:.1%}" if accuracies else "-",
+            _accuracy(state),
             0.0,
             1.0,
             "green",
         ),
     )
     return table
+
+
+def _accuracy(state: ViewState) -> str:
+    """`97.1%`, and where it was best if that is not now."""
+    if not state.evals:
+        return "-"
+    now = f"{state.evals[-1].accuracy:.1%}"
+    best = state.best
+    if best is None or best.step == state.evals[-1].step:
+        return now
+    return f"{now}, best {measure(best.metric, best.value).removeprefix('accuracy ')} (step {best.step})"
 
 
 def _chart(
@@ -227,7 +249,7 @@ def _answers(state: ViewState) -> RenderableType:
 def _marked(answer: Answer | None) -> Text:
     if answer is None:
         return Text("-", style="dim")
-    right = answer.reward > 0
+    right = answer.right
     text = Text("✓ " if right else "✗ ", style="green" if right else "red")
     return text.append(visible(answer.response, 24) or "(nothing)")
 

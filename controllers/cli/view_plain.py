@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from controllers.cli.view_points import Answer, EvalPoint, StepPoint
+from controllers.cli.view_points import Answer, EvalPoint, SetPoint, StepPoint
 from controllers.cli.view_state import ViewState
-from controllers.cli.view_text import seconds, told_apart, visible
+from controllers.cli.view_text import measures, seconds, told_apart, visible
 from gcore.events import JobEvent
 
 SHOWN_ANSWERS = 5
@@ -55,15 +55,26 @@ def step_line(state: ViewState, point: StepPoint) -> str:
 
 def _eval_lines(state: ViewState, point: EvalPoint) -> Iterator[str]:
     yield f"eval: accuracy {point.accuracy:.1%} on {point.count} held-out prompts after step {point.step}"
-    if len(point.by_source) > 1:
-        yield "  " + ", ".join(f"{visible(name)} {share:.1%}" for name, share in sorted(point.by_source.items()))
+    if len(point.by_source) > 1 or any(one.samples > 1 for one in point.sets.values()):
+        sets = [set_line(point, name) for name in sorted(point.by_source)]
+        yield "  " + ("; " if any(", " in one for one in sets) else ", ").join(sets)
+    if point.unscored:
+        yield f"  {point.unscored} responses could not be scored, and count as not correct"
     if len(state.evals) == 1 or point.step >= state.steps:
         answers = point.samples[:SHOWN_ANSWERS]
         for answer, prompt in zip(answers, told_apart([answer.prompt for answer in answers]), strict=True):
             yield "  " + answer_line(answer, prompt)
 
 
+def set_line(point: EvalPoint, name: str) -> str:
+    """`sums 45.0%, pass@4 71.2%` of a set; the mean reward where it is not the accuracy."""
+    score = point.sets.get(name, SetPoint())
+    return ", ".join([f"{visible(name)} {point.by_source[name]:.1%}", *measures(score.metrics, point.by_source[name])])
+
+
 def answer_line(answer: Answer, prompt: str) -> str:
     """`47+8= → 55  right` or `47+8= → 54  wrong, 55 is expected`. `prompt`: what is shown of it."""
-    verdict = "right" if answer.reward > 0 else f"wrong, {visible(answer.answer, 40)} is expected"
+    verdict = "right" if answer.right else f"wrong, {visible(answer.answer, 40)} is expected"
+    if answer.unscored:
+        verdict = f"not scored: {visible(answer.unscored, 200)}"
     return f"{prompt} → {visible(answer.response) or '(nothing)'}  {verdict}"

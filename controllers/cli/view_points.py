@@ -49,6 +49,25 @@ class Answer:
     response: str
     answer: str
     reward: float
+    correct: bool | None = None
+    """Whether the reward reaches the set's threshold; None from a cluster that does not tell."""
+    unscored: str = ""
+    """Why the reward could not score it; empty if it could."""
+
+    @property
+    def right(self) -> bool:
+        """Whether it counts as correct."""
+        return self.reward > 0 if self.correct is None else self.correct
+
+
+@dataclass(frozen=True, slots=True)
+class SetPoint:
+    """What one evaluation says of one set. `metrics`: `mean@N`, `pass@1`, `pass@K`, those that are known."""
+
+    count: int = 0
+    samples: int = 1
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    unscored: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +80,20 @@ class EvalPoint:
     count: int
     samples: tuple[Answer, ...] = ()
     by_source: Mapping[str, float] = field(default_factory=dict)
-    """Accuracies, by source."""
+    """Accuracies, by set."""
+    sets: Mapping[str, SetPoint] = field(default_factory=dict)
+    unscored: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BestPoint:
+    """The best evaluated state of a job. `checkpoint` is its folder; empty if it has none."""
+
+    step: int
+    metric: str
+    value: float
+    checkpoint: str = ""
+    lineage: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +108,10 @@ class SourceFigures:
     mean_length: float | None = None
     truncated: float | None = None
     accuracy: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of the newest evaluation of the set of that name."""
+    eval_samples: int = 0
+    eval_unscored: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +160,7 @@ class JobSnapshot:
     shares: tuple[NodeView, ...] = ()
     waiting: tuple[Wait, ...] = ()
     sources: tuple[SourceFigures, ...] = ()
+    best: BestPoint | None = None
 
     @property
     def shard_count(self) -> int:
@@ -134,8 +171,22 @@ class JobSnapshot:
 
 def answer_of(data: Mapping[str, Any]) -> Answer:
     """An evaluation's sample."""
+    correct = data.get("correct")
     return Answer(
-        text_of(data, "prompt"), text_of(data, "response"), text_of(data, "answer"), finite(data.get("reward")) or 0.0
+        text_of(data, "prompt"),
+        text_of(data, "response"),
+        text_of(data, "answer"),
+        finite(data.get("reward")) or 0.0,
+        correct if isinstance(correct, bool) else None,
+        text_of(data, "unscored"),
+    )
+
+
+def set_of(score: Mapping[str, Any]) -> SetPoint:
+    """What an evaluation says of one set."""
+    metrics = {name: n for name, value in mapping_of(score, "metrics").items() if (n := finite(value)) is not None}
+    return SetPoint(
+        whole_of(score, "count") or 0, whole_of(score, "samples") or 1, metrics, whole_of(score, "unscored") or 0
     )
 
 

@@ -17,6 +17,7 @@ from statistics import median
 from typing import Any
 
 from controllers.cli.view_points import (
+    BestPoint,
     EvalPoint,
     JobSnapshot,
     LogLine,
@@ -26,6 +27,7 @@ from controllers.cli.view_points import (
     answer_of,
     finite,
     mapping_of,
+    set_of,
     text_of,
     whole_of,
 )
@@ -60,6 +62,8 @@ class ViewState:
     rollbacks: int = 0
     checkpoint: str = ""
     waiting: tuple[Wait, ...] = ()
+    best: BestPoint | None = None
+    """As the API last said."""
     started: float | None = None
     """The first event's time."""
     last_time: float | None = None
@@ -133,6 +137,7 @@ class ViewState:
             steps=job.steps or self.steps,
             shard_count=job.shard_count or self.shard_count,
             waiting=job.waiting,
+            best=job.best,
         )
         if self.sequence == 0:
             state = replace(state, state=job.state, reason=job.reason, step=job.step, lineage=job.lineage)
@@ -259,6 +264,12 @@ def _eval(state: ViewState, event: JobEvent) -> ViewState:
             for name, score in mapping_of(event.data, "by_source").items()
             if isinstance(score, Mapping) and (share := finite(score.get("accuracy"))) is not None
         },
+        {
+            name: set_of(score)
+            for name, score in mapping_of(event.data, "by_source").items()
+            if isinstance(score, Mapping)
+        },
+        whole_of(event.data, "unscored") or 0,
     )
     evals = (*(e for e in state.evals if e.step < step), point)
     text = f"accuracy {accuracy:.1%} on {point.count} held-out prompts after step {step}"

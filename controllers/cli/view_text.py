@@ -122,6 +122,23 @@ def _cells(count: int, width: int) -> tuple[range, ...]:
     return tuple(range(first, min(count, first + each)) for first in range(0, count, each))
 
 
+def measure(metric: str, value: float) -> str:
+    """`accuracy 98.5%`, `pass@4 71.2%`; `mean@4 0.712`, because rewards need not be shares."""
+    number = f"{value:.3f}" if metric.rpartition("/")[2].startswith("mean@") else f"{value:.1%}"
+    return f"{metric} {number}"
+
+
+def measures(metrics: Mapping[str, float], accuracy: float | None) -> list[str]:
+    """What a set's metrics say beside its accuracy, which pass@1 is, and the mean reward too where rewards are 0 and 1."""
+
+    def place(metric: str) -> tuple[str, int]:
+        name, _, number = metric.partition("@")
+        return name, int(number) if number.isdecimal() else 0
+
+    told = {m: v for m, v in metrics.items() if m != "pass@1" and not (m.startswith("mean@") and v == accuracy)}
+    return [measure(metric, told[metric]) for metric in sorted(told, key=place)]
+
+
 def source_line(source: SourceFigures) -> str:
     """`120 trained, 3 filtered, 0 failed; reward 0.531, length 3.1, 4% cut off; accuracy 75.0%`."""
     words = [f"{source.trained} trained, {source.filtered} filtered, {source.failed} failed"]
@@ -135,5 +152,8 @@ def source_line(source: SourceFigures) -> str:
     if means:
         words.append(", ".join(means))
     if source.accuracy is not None:
-        words.append(f"accuracy {source.accuracy:.1%}")
+        told = [f"accuracy {source.accuracy:.1%}", *measures(source.metrics, source.accuracy)]
+        if source.eval_unscored:
+            told.append(f"{source.eval_unscored} responses not scored")
+        words.append(", ".join(told))
     return "; ".join(words)

@@ -215,7 +215,7 @@ def _evaluation(evaluation: Evaluation) -> tuple[str, str, dict[str, Any]]:
         "count": evaluation.count,
         "unscored": evaluation.unscored,
         "samples": [sample.model_dump() for sample in evaluation.samples],
-        "by_source": {name: score.model_dump() for name, score in evaluation.by_source.items()},
+        "by_source": {name: score.model_dump(exclude_defaults=True) for name, score in evaluation.by_source.items()},
     }
     message = f"accuracy {evaluation.accuracy:.1%} after step {evaluation.version.step}"
     if evaluation.unscored:

@@ -19,11 +19,12 @@ from controllers.service.events import Event, EventLog
 from controllers.service.records import StoredJobs
 from controllers.service.refusals import Conflict, NotFound
 from controllers.service.samples import find_samples
-from controllers.service.sources import source_reports
+from controllers.service.sources import best_checkpoint, source_reports
 from controllers.waiting import waiting_for
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.api.v1 import jobs_pb2_grpc
 from gcore.clock import Clock
+from gcore.config import parse_spec
 from gcore.errors import GcoreError, StoreUnavailable, UsageError
 from gcore.ledger.ancestry import resumable
 from gcore.ledger.job import JobPhase
@@ -272,6 +273,9 @@ def _message(mirror: JobMirror) -> pb.Job:
             shards = mirror.assign.record.shards_of(member)
             message.shares.add(node=node_of(member), incarnation=member, shards=shards)
     message.sources.extend(source_reports(mirror))
+    best = best_checkpoint(mirror, parse_spec(job.spec).best_metric)
+    if best is not None:
+        message.best.CopyFrom(best)
     newest = _newest_checkpoint(mirror)
     if newest is not None:
         message.checkpoint = f"{job.run_dir}/{newest}"

@@ -1,8 +1,10 @@
-"""A job's sources as the API reports them: from head's tally and the newest evaluation. Pure."""
+"""A job's sources as the API reports them, from head's tally and the newest evaluation; and its best checkpoint. Pure."""
 
 from __future__ import annotations
 
 from gcore.api.v1 import jobs_pb2 as pb
+from gcore.ledger.ancestry import resumable
+from gcore.ledger.evaluation import best_of
 from gcore.ledger.job import Evaluation
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records import SourceTally
@@ -23,9 +25,31 @@ def source_reports(mirror: JobMirror) -> list[pb.SourceReport]:
             report.mean_length = tally.tokens / tally.samples
             report.truncated = tally.truncated / tally.samples
         if name in scores:
-            report.accuracy = scores[name].accuracy
+            score = scores[name]
+            report.accuracy = score.accuracy
+            report.metrics.update(score.metrics)
+            report.eval_samples, report.eval_unscored = score.samples, score.unscored
         reports.append(report)
     return reports
+
+
+def best_checkpoint(mirror: JobMirror, metric: str | None) -> pb.BestCheckpoint | None:
+    """The best evaluated state on head's chain, and where its checkpoint lies; None if there is none."""
+    if mirror.job is None or mirror.head is None:
+        return None
+    head, evaluations = mirror.head.record, [stored.record for stored in mirror.evaluations.values()]
+    best = best_of(head, evaluations, metric)
+    if best is None:
+        return None
+    known = mirror.checkpoints.record.entries if mirror.checkpoints is not None else ()
+    file = next((c.file for c in resumable(head, known) if c.step == best.version.step and c.file), "")
+    return pb.BestCheckpoint(
+        step=best.version.step,
+        lineage=best.version.lineage,
+        metric=best.metric,
+        value=best.value,
+        checkpoint=f"{mirror.job.record.run_dir}/{file}" if file else "",
+    )
 
 
 def newest_evaluation(mirror: JobMirror) -> Evaluation | None:

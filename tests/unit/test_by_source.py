@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from controllers.by_source import by_source, key_of, mostly_truncated, split_key, truncated_share
 from controllers.gauges import show
-from controllers.service.sources import source_reports
+from controllers.service.sources import best_checkpoint, source_reports
 from gcore.ledger import chain
 from gcore.ledger.chain import Writer
+from gcore.ledger.guarded import Stored
 from gcore.ledger.job import Evaluation, JobRecord, SourceScore
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records import EndedRef, SealedGroup
+from gcore.ledger.records import Checkpoint, Checkpoints, EndedRef, SealedGroup
 from gcore.ledger.tally import added
 from gcore.metrics import Metrics
 from gcore.store.keys import JobKeys
@@ -81,7 +84,8 @@ def mirror_and_batch(stats: dict[str, float]) -> tuple[JobMirror, WatchBatch]:
     head = base.head.model_copy(update={"step": 1, "tally": added(base.head.tally, GROUPS, OUTCOMES)})
     entry = base.entry.model_copy(update={"seq": 1, "kind": "train", "step": 1, "stats": stats, "writer": "a"})
     job = JobRecord(uid="u", name="j", spec={}, run_dir="/r", created=0.0, prompts=9)
-    scores = {"words": SourceScore(accuracy=0.125, count=8)}
+    measured = {"mean@4": 0.5, "pass@1": 0.125, "pass@4": 0.375}
+    scores = {"words": SourceScore(accuracy=0.125, count=8, samples=4, metrics=measured, unscored=3)}
     old, new = (Evaluation(version=Version(0, step), accuracy=0.5, count=8, by_source=scores) for step in (0, 1))
     records = {
         KEYS.job: job.encode(),
@@ -109,8 +113,12 @@ def test_metrics_show_every_source() -> None:
     assert value("gcore_source_accuracy_ratio", source="sums") is None
     assert value("gcore_source_prompts", source="sums", outcome="trained") == 2
     assert value("gcore_source_prompts", source="words", outcome="filtered") == 2
+    labels = {"set": "words"}
+    shown = {metric: value("gcore_eval", metric=metric, **labels) for metric in ("accuracy", "pass@4", "unscored")}
+    assert shown == {"accuracy": 0.125, "pass@4": 0.375, "unscored": 3.0}
     metrics.forget_job("j")
     assert value("gcore_source_reward", source="sums") is None
+    assert value("gcore_eval", metric="pass@4", **labels) is None
 
 
 def test_the_api_reports_every_source_with_what_is_known_of_it() -> None:
@@ -124,4 +132,22 @@ def test_the_api_reports_every_source_with_what_is_known_of_it() -> None:
     )
     assert (sums.trained, sums.mean_reward, sums.mean_length, sums.truncated) == (2, 0.75, 2.5, 0.25)
     assert (words.filtered, words.accuracy) == (2, 0.125)
+    assert dict(words.metrics) == {"mean@4": 0.5, "pass@1": 0.125, "pass@4": 0.375}
+    assert (words.eval_samples, words.eval_unscored) == (4, 3)
     assert source_reports(JobMirror(KEYS)) == []
+
+
+def test_the_api_names_the_best_state_and_its_checkpoint() -> None:
+    mirror, _ = mirror_and_batch(NUMBERS)
+    # Both evaluations have the same accuracy: the earlier step, which is the model that the job began with.
+    first = best_checkpoint(mirror, "accuracy")
+    assert first is not None
+    assert (first.step, first.metric, first.value, first.checkpoint) == (0, "accuracy", 0.5, "")
+    entry = Checkpoint(lineage=0, step=1, seq=1, file="checkpoints/0-1")
+    mirror = replace(mirror, checkpoints=Stored(Checkpoints(entries=(entry,)), 9))
+    best = best_checkpoint(mirror, "words/pass@4")
+    assert best is not None
+    assert (best.step, best.value, best.checkpoint) == (1, 0.375, "/r/checkpoints/0-1")
+    assert best_checkpoint(mirror, None) is None
+    assert best_checkpoint(mirror, "words/pass@9") is None
+    assert best_checkpoint(JobMirror(KEYS), "accuracy") is None

@@ -38,6 +38,37 @@ def test_an_export_names_the_job_and_the_checkpoint(
     assert f"sums-{uid}/checkpoints/0-40" in said
 
 
+def give_best(home: Path, uid: str, step: int, checkpoint: str) -> None:
+    """What the run's evaluations found best."""
+    file = home / "runs" / f"sums-{uid}" / "summary.json"
+    best = {"step": step, "metric": "accuracy", "value": 0.985, "checkpoint": checkpoint, "lineage": 0}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"best": best}))
+
+
+def test_the_best_checkpoint_is_exported_in_place_of_the_newest(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = home / "runs" / "sums-u1" / "checkpoints" / "0-32"
+    checkpoint.mkdir()
+    (checkpoint / "config.json").write_text(json.dumps({"best": True}))
+    (checkpoint / "model.safetensors").write_bytes(b"weights")
+    give_best(home, "u1", 32, str(checkpoint))
+    export("u1", tmp_path / "to", home, best=True)
+    assert json.loads((tmp_path / "to" / "config.json").read_text()) == {"best": True}
+    assert f"its best checkpoint (step 32, accuracy 98.5%) is {checkpoint}" in capsys.readouterr().out
+
+
+def test_a_best_that_is_not_there_to_be_exported_is_a_sentence(home: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        UsageError, match=r"has no best checkpoint: nothing on its chain was evaluated, or .* without --best"
+    ):
+        export("u1", tmp_path / "to", home, best=True)
+    give_best(home, "u1", 0, "")
+    with pytest.raises(UsageError, match=r"is no checkpoint \(step 0, accuracy 98\.5%: the model it began with\)"):
+        export("u1", tmp_path / "to", home, best=True)
+    assert not (tmp_path / "to").exists()
+
+
 @pytest.mark.parametrize("to", ["file/to", "/proc/gcore/to"], ids=["below a file", "where nothing can be made"])
 def test_a_folder_that_cannot_be_made_is_a_sentence(home: Path, tmp_path: Path, to: str) -> None:
     (tmp_path / "file").write_text("")

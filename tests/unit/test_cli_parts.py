@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from controllers.cli import summary as summaries
-from controllers.cli.answers import job_rows, job_tree, ranges, snapshot
+from controllers.cli.answers import best_line, job_rows, job_tree, ranges, snapshot
 from controllers.cli.finding import find_addresses
 from controllers.cli.leftovers import kind_of
 from controllers.cli.local import deal_slots
 from controllers.cli.main import app
 from controllers.cli.record import EventFile
 from controllers.cli.summary import AuditVerdict, find_summary, summarize
-from controllers.cli.view_points import JobSnapshot, SourceFigures
+from controllers.cli.view_points import BestPoint, JobSnapshot, SourceFigures
 from controllers.cli.view_state import ViewState
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.config.cluster import ControllerProcess, EtcdProcess, LocalCluster
@@ -213,6 +213,7 @@ def test_the_summary_has_what_came_of_each_source(tmp_path):
     assert written["letters"] == {
         "trained": 5, "filtered": 1, "failed": 0, "mean_reward": 0.25, "mean_length": 3.5, "truncated": 0.5,
         "eval_accuracy_before": 0.4, "eval_accuracy_after": 0.9,
+        "eval_before": {}, "eval_after": {}, "eval_unscored": 0,
     }  # fmt: skip
     assert written["sums"]["mean_reward"] is None
     shown = summaries.rows(summary, again="gcore run x.yaml")["sources"]
@@ -220,6 +221,37 @@ def test_the_summary_has_what_came_of_each_source(tmp_path):
     held_out = dataclasses.replace(summary.sources["letters"], trained=0)  # a source for evaluation alone
     summary = dataclasses.replace(summary, sources=summary.sources | {"letters": held_out})
     assert summaries.rows(summary, again="x")["sources"] == "letters 40.0% → 90.0%; sums 7 trained"
+
+
+def test_the_summary_has_what_was_measured_beside_the_accuracy_and_the_best_state(tmp_path):
+    score = {"accuracy": 0.5, "count": 5, "samples": 4, "metrics": {"mean@4": 0.55, "pass@1": 0.5, "pass@4": 0.8}}
+    event = JobEvent(1, 1.0, "eval", data={"step": 0, "accuracy": 0.5, "count": 5, "by_source": {"letters": score}})
+    best = BestPoint(32, "letters/pass@4", 0.985, "/runs/u1/checkpoints/0-32")
+    figures = (dataclasses.replace(SOURCES[0], trained=0, eval_unscored=2), SOURCES[1])
+    job = dataclasses.replace(JOB, sources=figures, best=best)
+    summary = summarize(ViewState().apply(event), job, AuditVerdict(), 1.0)
+    written = json.loads(summaries.write(summary, tmp_path).read_text())
+    assert written["sources"]["letters"]["eval_before"] == score["metrics"]
+    assert written["best"] == dataclasses.asdict(best)
+    shown = summaries.rows(summary, again="x")
+    assert shown["best"] == "step 32, letters/pass@4 98.5%: /runs/u1/checkpoints/0-32"
+    assert shown["sources"] == ("letters 50.0% → -, mean@4 0.550, pass@4 80.0%, 2 responses not scored; sums 7 trained")
+    assert shown["export"] == "gcore export u1 --to DIR, with --best the best"
+
+
+@pytest.mark.parametrize(
+    ("best", "line"),
+    [
+        pytest.param(BestPoint(0, "accuracy", 0.4), "step 0, accuracy 40.0%: the model it began with", id="the first"),
+        pytest.param(
+            BestPoint(8, "a/mean@4", 1.25),
+            "step 8, a/mean@4 1.250: its checkpoint is being written",
+            id="not yet there",
+        ),
+    ],
+)
+def test_a_best_state_without_a_checkpoint_says_why(best, line):
+    assert best_line(best) == line
 
 
 @pytest.mark.parametrize(
@@ -267,7 +299,10 @@ def test_a_described_job_says_who_has_which_shards_and_what_is_waited_for():
         name="letters", trained=5, filtered=1, mean_reward=0.25, mean_length=3.5, truncated=0.5, accuracy=0.9
     )
     job.sources.add(name="sums", failed=2)
+    job.best.CopyFrom(pb.BestCheckpoint(step=2, metric="accuracy", value=0.9, checkpoint="/c/0-2"))
     found = snapshot(job)
+    assert job_rows(found, 100.0)["best"] == "step 2, accuracy 90.0%: /c/0-2"
+    assert job_tree(found)["best"]["step"] == 2
     shown = job_rows(found, 100.0)
     assert shown["state"] == "RUNNING"
     assert shown["shards of node-0"] == "4: 0-2, 5"

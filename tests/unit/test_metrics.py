@@ -28,6 +28,8 @@ LABELS = {
     "state",
     "cause",
     "version",
+    "set",
+    "metric",
 }
 WRONG_UNITS = re.compile(r"_(ms|millis\w*|micros\w*|minutes|hours|kb|mb|kib|mib|percent|pct)(_|$)")
 WITH_UNIT = {"seconds": r"\b[Ss]econds?\b", "bytes": r"\b[Bb]ytes\b", "ratio": r"0 to 1", "tokens": r"\b[Tt]okens\b"}
@@ -65,7 +67,7 @@ def test_labels_are_few_and_bounded() -> None:
             labels = set(getattr(one, "_labelnames", ()))
             assert labels <= LABELS
             if "job" in labels:
-                known = ({"job"}, {"job", "source"}, {"job", "source", "outcome"})
+                known = ({"job"}, {"job", "source"}, {"job", "source", "outcome"}, {"job", "set", "metric"})
                 assert labels in known, "or forget_job could not take it away"
 
 

@@ -52,7 +52,7 @@ STEP_STANDING_UNDER_WAY: StepStanding
 STEP_STANDING_CUT_OFF: StepStanding
 
 class Job(_message.Message):
-    __slots__ = ("uid", "name", "state", "reason", "spec_json", "run_dir", "created", "step", "steps", "lineage", "shares", "waiting", "checkpoint", "ended", "sources")
+    __slots__ = ("uid", "name", "state", "reason", "spec_json", "run_dir", "created", "step", "steps", "lineage", "shares", "waiting", "checkpoint", "ended", "sources", "best")
     UID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -68,6 +68,7 @@ class Job(_message.Message):
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
+    BEST_FIELD_NUMBER: _ClassVar[int]
     uid: str
     name: str
     state: JobState
@@ -83,10 +84,32 @@ class Job(_message.Message):
     checkpoint: str
     ended: float
     sources: _containers.RepeatedCompositeFieldContainer[SourceReport]
-    def __init__(self, uid: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[_Union[JobState, str]] = ..., reason: _Optional[str] = ..., spec_json: _Optional[str] = ..., run_dir: _Optional[str] = ..., created: _Optional[float] = ..., step: _Optional[int] = ..., steps: _Optional[int] = ..., lineage: _Optional[int] = ..., shares: _Optional[_Iterable[_Union[ShardShare, _Mapping]]] = ..., waiting: _Optional[_Iterable[_Union[Waiting, _Mapping]]] = ..., checkpoint: _Optional[str] = ..., ended: _Optional[float] = ..., sources: _Optional[_Iterable[_Union[SourceReport, _Mapping]]] = ...) -> None: ...
+    best: BestCheckpoint
+    def __init__(self, uid: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[_Union[JobState, str]] = ..., reason: _Optional[str] = ..., spec_json: _Optional[str] = ..., run_dir: _Optional[str] = ..., created: _Optional[float] = ..., step: _Optional[int] = ..., steps: _Optional[int] = ..., lineage: _Optional[int] = ..., shares: _Optional[_Iterable[_Union[ShardShare, _Mapping]]] = ..., waiting: _Optional[_Iterable[_Union[Waiting, _Mapping]]] = ..., checkpoint: _Optional[str] = ..., ended: _Optional[float] = ..., sources: _Optional[_Iterable[_Union[SourceReport, _Mapping]]] = ..., best: _Optional[_Union[BestCheckpoint, _Mapping]] = ...) -> None: ...
+
+class BestCheckpoint(_message.Message):
+    __slots__ = ("step", "lineage", "metric", "value", "checkpoint")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    METRIC_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    lineage: int
+    metric: str
+    value: float
+    checkpoint: str
+    def __init__(self, step: _Optional[int] = ..., lineage: _Optional[int] = ..., metric: _Optional[str] = ..., value: _Optional[float] = ..., checkpoint: _Optional[str] = ...) -> None: ...
 
 class SourceReport(_message.Message):
-    __slots__ = ("name", "trained", "filtered", "failed", "mean_reward", "mean_length", "truncated", "accuracy")
+    __slots__ = ("name", "trained", "filtered", "failed", "mean_reward", "mean_length", "truncated", "accuracy", "metrics", "eval_samples", "eval_unscored")
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     NAME_FIELD_NUMBER: _ClassVar[int]
     TRAINED_FIELD_NUMBER: _ClassVar[int]
     FILTERED_FIELD_NUMBER: _ClassVar[int]
@@ -95,6 +118,9 @@ class SourceReport(_message.Message):
     MEAN_LENGTH_FIELD_NUMBER: _ClassVar[int]
     TRUNCATED_FIELD_NUMBER: _ClassVar[int]
     ACCURACY_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    EVAL_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    EVAL_UNSCORED_FIELD_NUMBER: _ClassVar[int]
     name: str
     trained: int
     filtered: int
@@ -103,7 +129,10 @@ class SourceReport(_message.Message):
     mean_length: float
     truncated: float
     accuracy: float
-    def __init__(self, name: _Optional[str] = ..., trained: _Optional[int] = ..., filtered: _Optional[int] = ..., failed: _Optional[int] = ..., mean_reward: _Optional[float] = ..., mean_length: _Optional[float] = ..., truncated: _Optional[float] = ..., accuracy: _Optional[float] = ...) -> None: ...
+    metrics: _containers.ScalarMap[str, float]
+    eval_samples: int
+    eval_unscored: int
+    def __init__(self, name: _Optional[str] = ..., trained: _Optional[int] = ..., filtered: _Optional[int] = ..., failed: _Optional[int] = ..., mean_reward: _Optional[float] = ..., mean_length: _Optional[float] = ..., truncated: _Optional[float] = ..., accuracy: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., eval_samples: _Optional[int] = ..., eval_unscored: _Optional[int] = ...) -> None: ...
 
 class ShardShare(_message.Message):
     __slots__ = ("node", "incarnation", "shards")
