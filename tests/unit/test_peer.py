@@ -117,4 +117,5 @@ async def test_an_ended_job_has_no_more_steps() -> None:
     mirror = SimpleNamespace(head=SimpleNamespace(record=peer.head), status=ended)
     peer.look = lambda: SimpleNamespace(mirror=mirror, is_over=False)
     peer.changes = Changes()
+    peer.collectives = SimpleNamespace(begin=lambda at: None)
     assert [step async for step in JobPeer.steps(peer)] == []
