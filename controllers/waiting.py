@@ -61,6 +61,8 @@ def waiting_for(view: JobView) -> Iterator[Wait]:
         yield Wait("engines", what, "wait engines")
     yield from _collectives(view)
     seal = view.seal
+    if view.is_over or seal is None or seal.state is SealState.OPEN:
+        yield from _evaluation(view)
     if view.is_over:
         yield Wait("finish", "all steps are trained; the last checkpoint or evaluation is not yet there", "wait finish")
     elif seal is None or seal.state is SealState.OPEN:
@@ -94,6 +96,18 @@ def _collectives(view: JobView) -> Iterator[Wait]:
             nodes = ", ".join(sorted(view.mirror.members[member].record.node for member in late))
             what = f"step {at.step + 1}: {nodes} {'has' if len(late) == 1 else 'have'} not yet given {name!r}"
             yield Wait("peers", f"{what} (the flow there has not come to it)", f"wait {at} {name}")
+
+
+def _evaluation(view: JobView) -> Iterator[Wait]:
+    """How far the evaluation of head's weights is, if it is due and not made yet."""
+    assert view.mirror.head is not None
+    version = view.mirror.head.record.version
+    if not view.spec.evaluates_after(version.step, last=view.is_over) or str(version) in view.mirror.evaluations:
+        return
+    parts = view.mirror.parts_of(version)
+    made = f"{len(parts)} of its {next(iter(parts.values())).parts} parts" if parts else "none of its parts"
+    what = f"the evaluation of {weights_of(version)} has {made}"
+    yield Wait("evaluation", what, f"wait evaluation {version}")
 
 
 def weights_of(version: Version) -> str:

@@ -37,6 +37,7 @@ from gcore.ledger.chain import Writer
 from gcore.ledger.guarded import Stored
 from gcore.ledger.job import (
     EnginePlace,
+    EvalPart,
     Evaluation,
     JobPhase,
     JobStatus,
@@ -391,6 +392,24 @@ def test_only_evaluations_on_heads_chain_tell_which_checkpoint_is_the_best() -> 
         update={"lineage": 1, "step": 3, "lineages": (*first.lineages, Lineage(number=1, base_step=2))}
     )
     assert kept_after({2: 0.5, 4: 0.75}, cut_off, known[:3]) == [0, 2], "step 4 is no state of this chain"
+
+
+def test_an_evaluation_that_is_due_is_waited_for_in_words() -> None:
+    view = running()
+    view = replace(view, spec=view.spec.model_copy(update={"eval": view.spec.eval.model_copy(update={"path": "e"})}))
+
+    def waits(**changes: Any) -> list[str]:
+        return [wait.what for wait in waiting_for(with_mirror(view, **changes)) if wait.cause == "evaluation"]
+
+    assert waits() == ["the evaluation of the first weights has none of its parts"]
+    part = EvalPart(
+        version=Version(0, 0), number=2, parts=5, source="data", first=0, samples=1, correct=(1,), reward=1.0
+    )
+    assert waits(eval_parts={"0.0/000002": stored(part)}) == [
+        "the evaluation of the first weights has 1 of its 5 parts"
+    ]
+    made = Evaluation(version=Version(0, 0), accuracy=1.0, count=1)
+    assert waits(evaluations={"0.0": stored(made)}) == []
 
 
 def test_old_checkpoints_are_forgotten_however_often_new_ones_are_written() -> None:
