@@ -32,9 +32,12 @@ from deepspeed.utils import (
     safe_get_full_optimizer_state,
     safe_set_full_fp32_param,
     safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_optimizer_state,
 )
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.nn import functional
 
 from gcore.config.critic import CriticSpec
 from gcore.config.train import TrainSpec
@@ -111,7 +114,7 @@ class TrainedModel:
         """Every parameter's shape, in the order in which `tensors` gives them."""
         self._make_optimizer_state()
         for name, value in masters.items():
-            safe_set_full_fp32_param(self._names[name], value.to(feeding.device))
+            self._set(self._names[name], value.to(feeding.device), "master")
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add this rank's part of the global loss. `last`: of the update."""
@@ -155,8 +158,23 @@ class TrainedModel:
         for kind, path in states.items():
             with safe_open(path, framework="pt") as file:
                 for name, parameter in self._names.items():
-                    safe_set_full_optimizer_state(parameter, file.get_tensor(name).to(parameter.device), kind)
+                    self._set(parameter, file.get_tensor(name).to(parameter.device), kind)
         self._set_adam_steps(adam_steps)
+
+    def _set(self, parameter: nn.Parameter, value: Tensor, kind: Literal["master", "exp_avg", "exp_avg_sq"]) -> None:
+        if self._stage == 3:
+            # DeepSpeed's own cut of a whole value fails where its size is no multiple of the ranks' number.
+            size = -(-value.numel() // self._ranks)
+            padded = functional.pad(value.flatten(), (0, size * self._ranks - value.numel()))
+            own = padded.narrow(0, size * self._engine.global_rank, size)
+            if kind == "master":
+                safe_set_local_fp32_param(parameter, own)
+            else:
+                safe_set_local_optimizer_state(parameter, own, kind)
+        elif kind == "master":
+            safe_set_full_fp32_param(parameter, value)
+        else:
+            safe_set_full_optimizer_state(parameter, value, kind)
 
     def _make_optimizer_state(self) -> None:
         self.backward(self.outputs_of(make_dummy(self.feeding).inputs).float().sum() * 0.0, last=True)
