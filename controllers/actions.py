@@ -133,7 +133,7 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class SetPhase:
-    """End the job. `at_head`: only if head is still what the decision followed from."""
+    """End the job. `at_head`: only if head and the open steps are still what the decision followed from."""
 
     phase: JobPhase
     reason: str

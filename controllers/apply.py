@@ -121,7 +121,7 @@ def _transaction(action: Action, view: JobView, hands: Hands) -> Transaction:
         case SetPhase():
             assert mirror.status is not None
             status = JobStatus(phase=action.phase, reason=action.reason, changed=hands.clock.wall())
-            return transactions.set_status(keys, mirror.status, status, mirror.head if action.at_head else None)
+            return transactions.set_status(keys, mirror.status, status, slots(view) if action.at_head else None)
         case _:
             raise TypeError(f"{action} is not one transaction")
 

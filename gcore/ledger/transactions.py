@@ -254,13 +254,13 @@ def start(
     )
 
 
-def set_status(keys: JobKeys, old: Stored[JobStatus], new: JobStatus, head: Stored[Head] | None) -> Transaction:
-    """Move the job to another phase; never out of an ended one. With `head`, only if head is still that."""
+def set_status(keys: JobKeys, old: Stored[JobStatus], new: JobStatus, open_slots: OpenSlots | None) -> Transaction:
+    """Move the job to another phase; never out of an ended one. With `open_slots`, only if head and they are still that."""
     if old.record.phase.ended or new.phase is JobPhase.PENDING:
         raise ValueError(f"a job does not go from {old.record.phase} to {new.phase}")
     compares = [Compare(keys.state, old.revision)]
-    if head is not None:
-        compares.append(Compare(keys.head, head.revision))
+    if open_slots is not None:
+        compares += open_slots.compares(keys)
     ending = (Delete(keys.active),) if new.phase.ended else ()
     return Transaction(TxnKind.STATUS, tuple(compares), (Put(keys.state, new.encode()), *ending))
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
+from dataclasses import replace
 
 import pytest
 from step_simulation import KEYS, RULES, SMALL, BadNetwork, Simulation
 
+from gcore.config.flow import OnLimit
 from gcore.ledger import chain, transactions
 from gcore.ledger.chain import Writer
 from gcore.ledger.guarded import Ledger, TxnOutcome
+from gcore.ledger.job import JobPhase
 from gcore.ledger.records import EndedRef
 from gcore.testing import Call, Fate, MemoryStore
 from gcore.types import PromptRef
@@ -47,6 +50,37 @@ def test_with_a_curriculum_every_epoch_goes_by_one_record(seed: int) -> None:
     steps, begun = asyncio.run(story())
     assert steps >= 6
     assert begun >= 2
+
+
+CHOICES: tuple[OnLimit, ...] = ("train_smaller", "pad_masked", "fail")
+
+
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + max(1, SEEDS // 4)))
+def test_with_most_prompts_filtered_every_step_has_its_quota_or_what_its_limit_says_and_the_job_ends_with_its_epochs(
+    seed: int,
+) -> None:
+    rules = replace(RULES, epochs=2, issue_cap=4.0, limit=(None, 6, 11)[seed % 3], on_limit=CHOICES[seed // 3 % 3])
+
+    async def story() -> Simulation:
+        simulation = Simulation(seed, rules, filter_rate=(0.3, 0.7, 0.9)[seed // 9 % 3])
+        simulation.start()
+        await simulation.faulty(150)
+        simulation.check_quotas()
+        await simulation.calm()
+        return simulation
+
+    simulation = asyncio.run(story())
+    simulation.check_quotas()
+    mirror = simulation.fresh()
+    assert mirror.head is not None
+    assert mirror.status is not None
+    head = mirror.head.record
+    if simulation.phase is JobPhase.FAILED:
+        assert f" has used up its {rules.limit} prompts" in mirror.status.record.reason
+        assert " with 0 of 3 groups kept" in mirror.status.record.reason or rules.on_limit == "fail"
+    else:
+        assert head.cursors.terminal_count == 2 * 17
+        assert head.step > 0 or head.tally.trained_epoch is None
 
 
 def test_the_ledger_recognises_its_own_commit_after_a_lost_reply() -> None:

@@ -4,6 +4,9 @@ Controllers act on views that are arbitrarily old, crash, come back as new incar
 train worlds die, or are wrongly believed dead, and go on as zombies. After every event the audit must be clean; once the
 faults stop, the job must get on. Nothing here decides, seals or commits by rules of its own.
 
+With a filter rate up to nine of ten prompts are filtered; a job by epochs ends with them, and one whose step comes to
+its limit does what its rules say. Each committed step must have its quota, or a reason not to.
+
 With a curriculum a ref stands for a prompt only together with the record its epoch began with; the simulation notes that
 record with whatever is produced, and after every event all that ended in one epoch must have ended under one.
 """
@@ -23,9 +26,11 @@ from gcore.ledger.guarded import Ledger, Stored, Transaction
 from gcore.ledger.job import EnginePlace, JobPhase, JobStatus, Plan, RankPlace
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records import Checkpoint, EndedRef, LogEntry, Offer, OfferedGroup, Seal, SealState
-from gcore.ledger.stream import AccountNow, Offered, SealNow, StreamRules, choose, due, refuse_seal
+from gcore.ledger.rules import is_over, last_position
+from gcore.ledger.shortage import why_short
+from gcore.ledger.stream import AccountNow, Offered, SealNow, Short, StreamRules, choose, due, refuse_seal
 from gcore.ledger.transactions import OpenSlots
-from gcore.prompts.cursor import shard_lengths
+from gcore.prompts.cursor import Cursors, shard_lengths
 from gcore.store.keys import JobKeys
 from gcore.store.types import Put, WatchBatch, WatchEvent
 from gcore.testing import Call, FakeClock, Fate, MemoryCluster, MemoryStore
@@ -80,9 +85,12 @@ class Controller:
 class Simulation:
     """One seeded run."""
 
-    def __init__(self, seed: int, rules: StreamRules = RULES, *, curriculum: bool = False) -> None:
+    def __init__(
+        self, seed: int, rules: StreamRules = RULES, *, curriculum: bool = False, filter_rate: float = 0.2
+    ) -> None:
         self.rules = rules
         self.curriculum = curriculum
+        self.filter_rate = filter_rate
         self.issued: dict[tuple[PromptRef, str, Version], Version] = {}
         """The record under which each ref of a later epoch was produced, by whom, with which weights."""
         self.begun = 0
@@ -141,6 +149,42 @@ class Simulation:
         if self.curriculum:
             self.check_epochs(mirror, log)
 
+    @property
+    def phase(self) -> JobPhase:
+        """Whether the job still runs."""
+        status = self.fresh().status
+        assert status is not None
+        return status.record.phase
+
+    def check_quotas(self) -> None:
+        """Along the chain, a step has its quota, or has used up its prompts, or there was no more in any window."""
+        head, log = self.fresh().head, self.full_log()
+        assert head is not None
+        chained, seq = [], head.record.seq
+        while (entry := log[seq].record).parent is not None:
+            chained.append(entry)
+            seq = entry.parent
+        before, used = Cursors.start(len(self.rules.shape.lengths)), 0
+        for entry in reversed(chained):
+            after = before.union(self.rules.shape, (one.ref for one in entry.delta))
+            used = len(entry.delta) + (used if entry.kind != "rollback" else 0)
+            if entry.kind == "train":
+                trained = sum(one.kind == "trained" for one in entry.delta)
+                at_limit = trained > 0 and used == self.rules.limit and self.rules.on_limit != "fail"
+                reason = trained == self.rules.quota or at_limit or self.exhausted(before, after)
+                assert reason, "\n".join([*self.history[-40:], f"step {entry.step}: {trained} of {used} prompts"])
+                used = 0
+            before = after
+
+    def exhausted(self, before: Cursors, after: Cursors) -> bool:
+        """Whether whatever stood in a window, up to the epochs' end, has its outcome `after`."""
+        for shard, (old, new) in enumerate(zip(before.shards, after.shards, strict=True)):
+            last = last_position(self.rules, shard)
+            end = old.low_water + self.rules.window if last is None else min(old.low_water + self.rules.window, last)
+            if not all(new.is_terminal(position) for position in range(old.low_water, end)):
+                return False
+        return True
+
     def check_epochs(self, mirror: JobMirror, log: dict[int, LogEntry]) -> None:
         """Along the chain, every epoch went by one record, and what is not forgotten is that one."""
         assert mirror.head is not None
@@ -171,6 +215,8 @@ class Simulation:
         mirror = who.mirror
         slots = mirror.open_slots
         assert slots is not None
+        if mirror.status is not None and mirror.status.record.phase.ended:
+            return
         seal = slots.slots.get(slots.head.record.step + 1)
         deeds = ["produce", "offer", "assign", "register", "rollback"] + ["begin"] * (2 * self.curriculum)
         if seal is None or seal.record.state is SealState.OPEN:
@@ -192,7 +238,7 @@ class Simulation:
                 if ref.data_epoch not in begun:
                     continue
                 self.issued[ref, who.name, head.version] = begun[ref.data_epoch].version
-            if self.chance.random() < 0.2:
+            if self.chance.random() < self.filter_rate:
                 ended = EndedRef(ref=ref, kind="filtered", reason="constant", holder=who.name, versions=(head.version,))
                 who.outcomes[ref] = ended
             else:
@@ -241,6 +287,11 @@ class Simulation:
         elif isinstance(chosen, AccountNow):
             advance = chain.accounted(head, chosen.outcomes, self.rules.shape, self.writer(who))
             await self.run(transactions.account(KEYS, slots, advance), who)
+        elif isinstance(chosen, Short):
+            assert who.mirror.status is not None
+            why = why_short(self.rules, head, chosen, [stored.record for stored in who.mirror.log.values()])
+            failed = JobStatus(phase=JobPhase.FAILED, reason=why)
+            await self.run(transactions.set_status(KEYS, who.mirror.status, failed, slots), who)
 
     async def reseal(self, who: Controller, slots: OpenSlots, seal: Seal | None) -> None:
         assert seal is not None
@@ -280,7 +331,7 @@ class Simulation:
     async def commit(self, who: Controller, slots: OpenSlots, seal: Seal | None) -> None:
         assert seal is not None
         if self.worlds[seal.world].applied == seal.token:
-            keep = seal.step % 2 == 0
+            keep = seal.last or seal.step % 2 == 0
             txn = transactions.commit(KEYS, slots, self.rules.shape, self.writer(who), keep_cursors=keep, stats={})
             await self.run(txn, who)
 
@@ -350,14 +401,19 @@ class Simulation:
             if gone or not all(is_ancestor(head, version) for version in ended.versions):
                 del who.outcomes[ref]
 
-    async def calm(self, target: int) -> None:
-        """Faults have stopped: everybody sees what is, does what is to be done, and gives up what cannot come."""
+    async def calm(self, target: int | None = None) -> None:
+        """Faults have stopped: everybody sees what is, does what is to be done, and gives up what cannot come.
+
+        Until step `target` is committed; without one, until the job is over or has failed.
+        """
         self.network.bad = False
         self.cluster.deliver_late()
         for _ in range(4000):
             head = self.fresh().head
             assert head is not None
-            if head.record.step >= target:
+            if self.phase.ended or (target is None and is_over(self.rules, head.record)):
+                return
+            if target is not None and head.record.step >= target:
                 return
             who = self.chance.choice(self.controllers)
             who.mirror = self.fresh()
