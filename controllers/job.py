@@ -101,7 +101,8 @@ class JobRunner:
         self.waits = Waits({})
         self._ranks = RankLinks(clock, changes.notify)
         self._deeds = Deeds(self, metrics, clock)
-        self._reading = Reading(identity.incarnation, lambda: self.mirror, changes, clock)
+        home = Path(config.home)
+        self._reading = Reading(identity, home, store, self.keys, lambda: self.mirror, changes, clock)
         self._asked_to_stop: set[str] = set()
         self._view: tuple[int, JobView] | None = None
         self._orders: EpochOrders | None = None
@@ -119,13 +120,13 @@ class JobRunner:
             if self.mirror.status.record.phase.ended:
                 await self._reading.finish()
         finally:
-            self._reading.cancel()
             self.closed, self.is_working = True, False
             if self.mirror.job is not None:
                 self._metrics.forget_job(self.mirror.job.record.name)
             self.changes.notify()
             watching.cancel()
             self._deeds.cancel()
+            await self._reading.stop()
             await self._ranks.close()
 
     async def _unless(self, watching: asyncio.Task[None], work: object) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from controllers.changes import Changes
@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 RETRY_S = 2.0
 GAP_PATIENCE = 15
 """Tries before entries that are found nowhere are passed over."""
+Warn = Callable[[str, str], Awaitable[None]]
+"""Tells people: what has trouble, and a sentence."""
 END_PATIENCE_S = 10.0
 """For the last lines of a job that has ended."""
 
@@ -33,8 +35,9 @@ END_PATIENCE_S = 10.0
 class Recorder:
     """One controller's part in one job's file. `look`: the mirror now."""
 
-    def __init__(self, me: str, look: Callable[[], JobMirror], changes: Changes, clock: Clock) -> None:
+    def __init__(self, me: str, look: Callable[[], JobMirror], changes: Changes, warn: Warn, clock: Clock) -> None:
         self._me = me
+        self._warn = warn
         self._look = look
         self._changes = changes
         self._clock = clock
@@ -95,8 +98,9 @@ class Recorder:
         except (OSError, ValueError) as error:
             self._gaps += isinstance(error, ValueError)
             if (trouble := f"{file.path} is not written: {error}") != self._trouble:
+                self._trouble = trouble
                 log.warning("%s", trouble)
-            self._trouble = trouble
+                await self._warn("metrics", trouble)
             return False
         self._gaps, self._trouble = 0, ""
         if new:

@@ -1,7 +1,7 @@
 """The processes of one home on this machine, found by their command lines.
 
 `gcore down` promises that nothing is left, also when what `gcore up` wrote down is lost or out of date. So it asks the
-kernel: daemons and workers carry `--home HOME`, the local etcd its data folder under it, and whatever a worker started is
+kernel: daemons, workers and trackers' processes carry `--home HOME`, the local etcd its data folder under it, and whatever a worker started is
 its descendant. The command line itself (`gcore run --home HOME`) is none of them. Only this user's processes are looked
 at. Signals nobody.
 """
@@ -23,12 +23,13 @@ _PROGRAMS: Mapping[str, Kind] = {
     "gcore-controller": "controller",
     "gcore.worker.main": "worker",
     "gcore-worker": "worker",
+    "gcore.tracking": "child",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class HomeProcess:
-    """A process of the home. `child`: an engine or a rank, or what it started."""
+    """A process of the home. `child`: an engine, a rank or a tracker, or what it started."""
 
     process: ProcessId
     kind: Kind

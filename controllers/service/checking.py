@@ -32,6 +32,7 @@ from gcore.prompts.source import OpenSource
 from gcore.reward.registry import Response, RewardError
 from gcore.reward.trial import RewardTrial
 from gcore.rollout.sglang.command import check_engine_args
+from gcore.tracking.registry import check_trackers
 
 MAX_SEAL_BYTES = 1 << 20
 """A sealed step's record must stay well under the store's 1.5 MiB a request."""
@@ -87,6 +88,7 @@ def check_submission(
     find_flow(spec.flow.name)
     filters = find_filters(spec.flow.filters)
     check_engine_args(spec.rollout.engine_args)
+    check_trackers(spec.tracking)
     with RewardTrial(rewards_of((*training_sources(spec), *eval_sources(spec))), spec.scoring) as rewards:
         checked = _checked(spec, run_root, cache_dir, rewards, sample, progress)
     first = checked.prompts.stream.sources[0].dataset

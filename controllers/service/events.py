@@ -14,7 +14,7 @@ from typing import Any
 from controllers.by_source import key_of, mostly_truncated
 from controllers.identity import node_of
 from gcore.config.sources import ONLY_SOURCE
-from gcore.ledger.job import Evaluation, FaultRecord, JobRecord, JobStatus, ModelFetch
+from gcore.ledger.job import Evaluation, FaultRecord, JobRecord, JobStatus, ModelFetch, Trouble
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records import Assignment, Checkpoints, LogEntry
 from gcore.ledger.tally import commonest_reason
@@ -117,6 +117,10 @@ def _derive(
     elif key.startswith(keys.fault_prefix):
         fault = FaultRecord.decode(kv.value, key)
         yield "fault", fault.what, {"node": fault.node, "what": fault.what, "trace": fault.trace}
+    elif key.startswith(keys.trouble_prefix):
+        trouble = Trouble.decode(kv.value, key)
+        data = {"cause": trouble.topic, "node": trouble.node, "reason": trouble.sentence}
+        yield "warning", f"{trouble.node}: {trouble.sentence}", data
     elif key == keys.assign:
         yield _shards(before, Assignment.decode(kv.value, key))
     elif key == keys.checkpoints:

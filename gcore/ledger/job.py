@@ -191,6 +191,14 @@ class ModelFetch(Record):
         return f"downloading model {self.path}, {self.done / size:.1f} of {self.total / size:.1f} {unit}"
 
 
+class Trouble(Record):
+    """`trouble/{topic}`: what last went wrong beside the run, such as with a tracker; the run itself is none the worse."""
+
+    topic: str
+    node: str
+    sentence: str
+
+
 class NodeRecord(Record):
     """`nodes/{name}`: a daemon that is there, under its lease."""
 

@@ -54,6 +54,7 @@ class JobKeys:
         self.fetch_prefix = f"{self.prefix}fetch/"
         self.world_prefix = f"{self.prefix}world/"
         self.epoch_prefix = f"{self.prefix}epoch/"
+        self.trouble_prefix = f"{self.prefix}trouble/"
         self.part_prefix = f"{self.prefix}part/"
         self.agreed_prefix = f"{self.prefix}agreed/"
         self.fault_prefix = f"{self.prefix}fault/"
@@ -101,6 +102,10 @@ class JobKeys:
     def fault(self, name: str) -> str:
         """What was wrong with a plug-in; written once, for people. `name` is made of what was wrong."""
         return f"{self.fault_prefix}{name}"
+
+    def trouble(self, topic: str) -> str:
+        """What last went wrong beside the run; read by events only."""
+        return f"{self.trouble_prefix}{topic}"
 
     def world_rank(self, world: str, rank: int) -> str:
         """Which worker instance took this rank of this world; written once, never deleted while the world matters."""
