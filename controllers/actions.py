@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from gcore.ledger.job import JobPhase
 from gcore.ledger.records import Assignment, Checkpoint, EndedRef, EpochRecord, Offer
 from gcore.ledger.stream import SealNow
-from gcore.types import Token, Version
+from gcore.types import PromptRef, Token, Version
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +132,15 @@ class Publish:
 
 
 @dataclass(frozen=True, slots=True)
+class GiveUp:
+    """Cancel what is in flight here for `ref`. `stale`: it was issued in vain, and counts."""
+
+    ref: PromptRef
+    reason: str
+    stale: bool
+
+
+@dataclass(frozen=True, slots=True)
 class SetPhase:
     """End the job. `at_head`: only if head and the open steps are still what the decision followed from."""
 
@@ -158,6 +167,7 @@ Action = (
     | BeginEpoch
     | Rollback
     | Publish
+    | GiveUp
     | SetPhase
 )
 

@@ -20,6 +20,7 @@ from controllers.actions import (
     BeginEpoch,
     Commit,
     Feed,
+    GiveUp,
     Join,
     MakeSeal,
     Prune,
@@ -57,6 +58,9 @@ async def apply(action: Action, view: JobView, hands: Hands) -> Applied:
             return await _apply(action, view, hands)
         case Publish():
             return await _publish(action, hands)
+        case GiveUp():
+            hands.holdings.in_flight.give_up(action.ref, stale=action.stale)
+            return Applied(TxnOutcome.WON, f"prompt {action.ref} is given up: {action.reason}")
         case Rollback():
             return await roll_back(action, view, hands)
         case Retain():

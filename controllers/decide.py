@@ -27,6 +27,7 @@ from controllers.actions import (
     StartJob,
 )
 from controllers.assignment import assign_shards
+from controllers.carrying import expiring, is_misnamed, named_in_flight, owes_evaluation
 from controllers.housekeeping import SETTLE_S, beginning, checkpointing, pruning
 from controllers.turns import turn
 from controllers.view import JobView
@@ -73,6 +74,7 @@ def decide(view: JobView) -> tuple[Intent, ...]:
         despairing,
         recovering,
         publishing,
+        expiring,
         finishing,
     )
     return tuple(intent for rule in rules for intent in rule(view) if intent.condition not in view.under_way)
@@ -110,12 +112,14 @@ def offering(view: JobView) -> Iterator[Intent]:
     held = {group.digest for group in view.holdings.values()}
     dropped = [ref for digest, ref in named.items() if digest not in held]
     void = any(not head.cursors.is_terminal(view.rules.shape, ref) for ref in dropped)
-    if new or void:
+    misnamed = is_misnamed(view, head, stored.record if stored else None)
+    if new or void or misnamed:
         # Groups in a seal stay in the offer: if the seal is given up, they are there for the next.
         offer = Offer(
             incarnation=view.me,
             groups=tuple(view.holdings[ref] for ref in sorted(view.holdings)),
             outcomes=tuple(view.outcomes[ref] for ref in sorted(view.outcomes)),
+            in_flight=named_in_flight(view),
         )
         yield Intent(PutOffer(offer), "offer", after=0.0 if void or not view.busy else COALESCE_S)
 
@@ -124,7 +128,7 @@ def sealing(view: JobView) -> Iterator[Intent]:
     """The batch is closed as soon as the offers hold its quota."""
     head = _head(view)
     slot = view.seal
-    if view.is_over or (slot is not None and slot.state is not SealState.OPEN):
+    if view.is_over or (slot is not None and slot.state is not SealState.OPEN) or owes_evaluation(view):
         return
     seals = [stored.record for stored in view.mirror.seals.values()]
     chosen = view.chosen

@@ -42,6 +42,14 @@ def responsible_for(
     return mine
 
 
+@dataclass(frozen=True, slots=True)
+class Following:
+    """How a request lives through changes of weights: it begins with the version `wanted` now, of which `began` is told."""
+
+    wanted: Callable[[], Version]
+    began: Callable[[Version], None]
+
+
 @dataclass
 class _Line:
     client: EngineClient
@@ -121,19 +129,26 @@ class EngineBook:
         params: SamplingParams,
         seeds: Sequence[int],
         rid: str,
+        follow: Following | None = None,
     ) -> tuple[Sample, ...]:
         """A sample for each prompt and its seed, on an engine that serves `version` (`controllers.routing`); waits for one.
 
+        With `follow` it is whichever version is wanted when there is a seat, and tokens of newer ones may come after.
         Raises EngineError. An engine that does not answer is distrusted, and the request is for the caller to repeat.
         """
-        instance, line = await self._seat(version, len(seeds))
+        instance, line = await self._seat(follow.wanted if follow is not None else lambda: version, len(seeds))
+        if follow is not None:
+            assert line.view.version is not None
+            version = line.view.version
+            follow.began(version)
         # No two requests are called the same: an abort of one that was given up must not end the one that repeats it.
         rid = f"{rid}/{next(self._requests)}"
         finished = False
         try:
             samples = await line.client.generate_each(prompts, params, seeds=seeds, rid=rid)
             finished = True
-            others = {span.version for sample in samples for span in sample.spans} - {version}
+            made = {span.version for sample in samples for span in sample.spans}
+            others = {one for one in made if one < version or (one != version and follow is None)}
             if others:
                 # A peer that also believed it to be its own has published to it.
                 self.distrust(instance)
@@ -150,11 +165,12 @@ class EngineBook:
             if not finished:
                 self._abandon(line, rid, len(seeds))
 
-    async def _seat(self, version: Version, size: int) -> tuple[str, _Line]:
-        """An engine that serves `version`, `size` samples added to what it has in flight, for the caller to take away."""
+    async def _seat(self, wanted: Callable[[], Version], size: int) -> tuple[str, _Line]:
+        """An engine that serves what is wanted, `size` samples added to what it has in flight, for the caller to take away."""
         held: tuple[str, _Line] | None = None
         try:
             while True:
+                version = wanted()
                 known = self._lines.get(held[0]) if held is not None else None
                 if held is not None and known is not held[1]:
                     held = None  # it has gone, or another has its name

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from controllers.flights import Flights
 from gcore.ledger.ancestry import is_acceptable, is_ancestor
 from gcore.ledger.records import EndedRef, Head, OfferedGroup
 from gcore.ledger.stream import StreamRules
@@ -26,7 +27,7 @@ class Holdings:
         self._groups: dict[PromptRef, Group] = {}
         self._offers: dict[PromptRef, OfferedGroup] = {}
         self._outcomes: dict[PromptRef, EndedRef] = {}
-        self.in_flight: set[PromptRef] = set()
+        self.in_flight = Flights()
         self.reissues: dict[PromptRef, int] = {}
         self._scores: dict[PromptRef, tuple[float, float]] = {}
         """Mean reward and mean length of what was scored: known of a filtered prompt too, whose group is gone."""
@@ -88,12 +89,22 @@ class Holdings:
             length=length,
         )
 
+    def lose(self, ref: PromptRef) -> int:
+        """`ref` was issued in vain; how often so far."""
+        self.reissues[ref] = self.reissues.get(ref, 0) + 1
+        return self.reissues[ref]
+
     def prune(self, rules: StreamRules, head: Head) -> None:
-        """Drop what is terminal, of a cut-off lineage, or too old for the next step."""
+        """Drop what is terminal, of a cut-off lineage, or too old for the next step.
+
+        What has become too old where some staleness is allowed was issued in vain, and counts.
+        """
         for ref, offered in list(self._offers.items()):
             gone = head.cursors.is_terminal(rules.shape, ref)
             if gone or not is_acceptable(head, head.step + 1, offered.versions, rules.staleness):
                 del self._groups[ref], self._offers[ref]
+                if rules.staleness and not gone and all(is_ancestor(head, version) for version in offered.versions):
+                    self.lose(ref)
         for ref, ended in list(self._outcomes.items()):
             gone = head.cursors.is_terminal(rules.shape, ref)
             if gone or not all(is_ancestor(head, version) for version in ended.versions):

@@ -217,6 +217,7 @@ class JobRunner:
                 for task in (producing, driving, warming, noting, telling):
                     task.cancel()
         finally:
+            await peer.close()
             await self._engines.close()
             await orders.close()
 
@@ -308,6 +309,7 @@ class JobRunner:
             engines=self._engines.views,
             holdings=self.holdings.offers,
             outcomes=self.holdings.outcomes,
+            in_flight=self.holdings.in_flight.versions(self.mirror.head.record) if self.mirror.head is not None else {},
             busy=bool(self.holdings.in_flight),
             under_way=self._deeds.under_way(),
             saved=self._ranks.saved,

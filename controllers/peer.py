@@ -12,7 +12,7 @@ from dataclasses import replace
 from controllers.changes import Changes
 from controllers.collectives import Collectives
 from controllers.demonstrating import demonstration
-from controllers.engines import EngineBook
+from controllers.engines import EngineBook, Following
 from controllers.evaluating import EvaluationBook, Evaluator
 from controllers.faults import FaultBook
 from controllers.holdings import Holdings
@@ -28,7 +28,7 @@ from gcore.prompts.dataset import DataChanged
 from gcore.prompts.source import PromptFiltered
 from gcore.rollout.overlong import shortened
 from gcore.rollout.truncated import dropped, treated
-from gcore.types import Group, Outcome, Prompt, PromptRef, Sample
+from gcore.types import Group, Outcome, Prompt, PromptRef, Sample, Version
 
 
 class JobPeer:
@@ -76,8 +76,13 @@ class JobPeer:
             head = mirror.head.record
             self.collectives.begin(head.version)
             if self.look().is_over or (mirror.status and mirror.status.record.phase.ended):
+                await self.holdings.in_flight.give_up_all()
                 return
             yield JobStep(self, head.version)
+
+    async def close(self) -> None:
+        """Nothing is in flight any more when this returns."""
+        await self.holdings.in_flight.give_up_all()
 
     async def prompts(self, step: Step) -> AsyncIterator[Prompt]:
         """Due refs of my shards that nobody has offered and I have not begun, oldest first."""
@@ -86,7 +91,7 @@ class JobPeer:
             seen = self.changes.count
             room = max(self.material.spec.rollout.concurrency - len(self.holdings.in_flight), 0)
             for ref in self._due()[:room]:
-                prompt = self._shown(ref)
+                prompt = self._issued_too_often(ref) or self._shown(ref)
                 if isinstance(prompt, Prompt):
                     step.hand_out(prompt)
                     self._stopwatch.produced(self.clock.monotonic())
@@ -104,6 +109,13 @@ class JobPeer:
             if step.is_open() and self.changes.count == seen:
                 await self.changes.wait()
             step.raise_defect()
+
+    def _issued_too_often(self, ref: PromptRef) -> Outcome | None:
+        """What becomes of a prompt whose groups were too old every time, though they were finished."""
+        tries = self.holdings.reissues.get(ref, 0)
+        if tries <= self.material.spec.flow.max_reissues:
+            return None
+        return Outcome("failed", f"stale: issued {tries} times, and no longer fresh enough to be trained each time")
 
     def _shown(self, ref: PromptRef) -> Prompt | Outcome:
         """The prompt, or how it ends because there is nothing to show to an engine. Raises DataChanged."""
@@ -128,10 +140,25 @@ class JobPeer:
         params = self.material.sources[prompt.source].params
         if greedy:
             params = replace(params, temperature=0.0, top_p=1.0, top_k=None, min_p=0.0)
-        made = await self._engines.generate(version, [prompt.token_ids] * count, params, seeds, rid)
+        prompts = [prompt.token_ids] * count
+        if self.material.spec.rollout.staleness:
+            follow = self._following(prompt.ref)
+            made = await self._engines.generate(version, prompts, params, seeds, rid, follow)
+        else:
+            made = await self._engines.generate(version, prompts, params, seeds, rid)
         if any(sample.finish_reason == "abort" for sample in made):
             raise EngineError(f"the engine gave up on prompt {prompt.ref}", fix="It is issued again")
         return made
+
+    def _following(self, ref: PromptRef) -> Following:
+        """The answers to `ref` begin with head's weights, whichever they are by then, and go on with newer ones."""
+
+        def wanted() -> Version:
+            head = self.look().mirror.head
+            assert head is not None
+            return head.record.version
+
+        return Following(wanted, lambda version: self.holdings.in_flight.note_version(ref, version))
 
     async def demonstrate(self, prompt: Prompt) -> Group | Outcome:
         """The answer of the prompt's entry, in the name of head's version."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -25,10 +24,11 @@ from controllers.view import JobView
 from gcore.clock import Clock
 from gcore.errors import EngineError, EngineUnreachable
 from gcore.flows.filters import FilterError
+from gcore.flows.fit import misfit
 from gcore.ledger.ancestry import is_acceptable, is_ancestor
 from gcore.ledger.records import SealState
 from gcore.plugins import trace_of
-from gcore.reward.registry import LARGEST, RewardError
+from gcore.reward.registry import RewardError
 from gcore.types import Group, Outcome, Prompt, PromptRef, Version
 
 log = logging.getLogger(__name__)
@@ -101,7 +101,6 @@ class JobStep:
         self._peer = peer
         self.version = version
         self._handed_out: Prompt | None = None
-        self._defect: BaseException | None = None
         self._told: set[str] = set()
         """Names that were given something under."""
 
@@ -128,7 +127,7 @@ class JobStep:
         """`prompt` is the flow's now; the next `start` is for it."""
         self.put_back()
         self._handed_out = prompt
-        self._peer.holdings.in_flight.add(prompt.ref)
+        self._peer.holdings.in_flight.begin(prompt.ref, self.version, self._peer.clock.monotonic())
 
     def take(self) -> Prompt:
         """The prompt handed out last, once. Raises RuntimeError if there is none."""
@@ -140,7 +139,7 @@ class JobStep:
     def put_back(self) -> None:
         """A prompt that the flow did not start is not in flight."""
         if self._handed_out is not None:
-            self._peer.holdings.in_flight.discard(self._handed_out.ref)
+            self._peer.holdings.in_flight.end(self._handed_out.ref)
             self._handed_out = None
 
     def keep(self, group: Group) -> None:
@@ -148,7 +147,8 @@ class JobStep:
 
         What is held is not issued again, so nothing may be held that no seal would take; nor what was issued in a lineage
         that was cut off meanwhile, whatever made it: with a curriculum the ref may stand for another prompt by now.
-        Raises EngineError if head is where it was and other weights had a part in the group.
+        Raises EngineError if head is where it was and other weights had a part in the group, and where some staleness is
+        allowed also if the group has become too old: it was issued in vain, and counts.
         """
         view = self._peer.look()
         assert view.mirror.head is not None
@@ -157,7 +157,7 @@ class JobStep:
             return
         if is_acceptable(head, head.step + 1, group.versions, view.rules.staleness):
             self._peer.holdings.keep(group)
-        elif self.is_current():
+        elif self.is_current() or view.rules.staleness:
             made_by = ", ".join(map(str, group.versions))
             raise EngineError(f"prompt {group.ref} was made by {made_by}, not {self.version}", fix="It is issued again")
 
@@ -170,22 +170,24 @@ class JobStep:
 
     def fail(self, defect: BaseException) -> None:
         """A production raised what is not an outcome: the flow or a plug-in is wrong."""
-        self._defect = self._defect or defect
+        flights = self._peer.holdings.in_flight
+        flights.defect = flights.defect or defect
 
     def raise_defect(self) -> None:
         """Raise what a production raised, rather than issue its prompt for ever."""
-        if self._defect is not None:
-            raise self._defect
+        if self._peer.holdings.in_flight.defect is not None:
+            raise self._peer.holdings.in_flight.defect
 
     @asynccontextmanager
     async def collect(self) -> AsyncIterator[JobBatch]:
-        """Leaves when the batch is sealed; what is in flight then is given up."""
+        """Leaves when the batch is sealed; what is in flight then is given up, or goes on where some staleness is allowed."""
         batch = JobBatch(self._peer, self)
         try:
             yield batch
         finally:
             self.put_back()
-            await batch.give_up()
+            if not self._peer.material.spec.rollout.staleness:
+                await batch.give_up()
 
     async def train(self) -> None:
         """Until head moved, or the batch is open again."""
@@ -236,6 +238,7 @@ class JobBatch:
             raise
         task = asyncio.create_task(self._produce(prompt, produce), name=f"prompt {prompt.ref}")
         self._tasks.add(task)
+        self._peer.holdings.in_flight.launch(prompt.ref, task)
         task.add_done_callback(self._done)
 
     async def give_up(self) -> None:
@@ -256,7 +259,8 @@ class JobBatch:
         try:
             result = await produce
             if isinstance(result, Group):
-                _check_numbers(result)
+                if (why := misfit(result, self._peer.material.spec.train)) is not None:
+                    raise RewardError(why, fix="Correct the flow, or choose another for this estimator")
                 self._peer.check_filtered(result)
                 # A flow that makes its groups itself need not know of sources.
                 self._step.keep(result if result.source else replace(result, source=prompt.source))
@@ -267,8 +271,7 @@ class JobBatch:
                 self._peer.faults.note(str(error), trace)
             self._step.end(ref, Outcome("failed", str(error)), prompt.source)
         except EngineError as error:
-            tries = holdings.reissues.get(ref, 0) + 1
-            holdings.reissues[ref] = tries
+            tries = holdings.lose(ref)
             log.info("prompt %s, try %d: %s", ref, tries, error)
             if tries > self._peer.material.spec.flow.max_reissues:
                 reason = f"issued {tries} times, the last: {error}"
@@ -276,14 +279,14 @@ class JobBatch:
             elif isinstance(error, EngineUnreachable):
                 await self._peer.clock.sleep(reissue_delay(tries))  # still in flight, so not issued meanwhile
         finally:
-            holdings.in_flight.discard(ref)
+            if holdings.in_flight.end(ref):
+                self._lost(prompt)
             self._peer.changes.notify()
 
-
-def _check_numbers(group: Group) -> None:
-    """Raises RewardError for a group that no rank takes: a flow of one's own may have scored it itself."""
-    for sample in group.samples:
-        if not math.isfinite(sample.reward) or abs(sample.reward) > LARGEST:
-            raise RewardError(
-                f"the flow gave a reward of {sample.reward}, which is not finite in float32", fix="Correct the flow"
-            )
+    def _lost(self, prompt: Prompt) -> None:
+        """It took so long that its weights became too old; once too often, and it has failed."""
+        tries = self._peer.holdings.lose(prompt.ref)
+        log.info("prompt %s, try %d: given up, for its weights became too old", prompt.ref, tries)
+        if tries > self._peer.material.spec.flow.max_reissues:
+            reason = f"stale: issued {tries} times, the last one took more than rollout.staleness allows"
+            self._step.end(prompt.ref, Outcome("failed", reason), prompt.source)

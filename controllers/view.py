@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from gcore.config import JobSpec
+from gcore.ledger import carried
 from gcore.ledger.balance import StepLayout
 from gcore.ledger.epochs import standing
 from gcore.ledger.job import NodeRecord
@@ -76,6 +77,8 @@ class JobView:
     engines: Mapping[str, EngineView] = field(default_factory=dict)
     holdings: Mapping[PromptRef, OfferedGroup] = field(default_factory=dict)
     outcomes: Mapping[PromptRef, EndedRef] = field(default_factory=dict)
+    in_flight: Mapping[PromptRef, Version] = field(default_factory=dict)
+    """What this peer has begun and not finished, with the oldest weights that have, or may have, a part in it."""
     busy: bool = False
     """Whether this peer still produces something that is due."""
     under_way: frozenset[str] = frozenset()
@@ -102,13 +105,23 @@ class JobView:
     def due(self) -> tuple[PromptRef, ...]:
         """The refs that must still be produced for the next seal, by whomever; oldest first."""
         assert self.mirror.head is not None
-        return due(self.rules, self.mirror.head.record, self._seals, self.offered)
+        rule = carried.due if self.rules.staleness else due
+        return rule(self.rules, self.mirror.head.record, self._seals, self.offered)
 
     @cached_property
     def chosen(self) -> Choice:
         """What the next seal would take."""
         assert self.mirror.head is not None
-        return choose(self.rules, self.mirror.head.record, self._seals, self.offered)
+        rule = carried.choose if self.rules.staleness else choose
+        return rule(self.rules, self.mirror.head.record, self._seals, self.offered)
+
+    @cached_property
+    def awaited(self) -> tuple[PromptRef, ...]:
+        """What the next seal waits for because it would be too old after it; nothing at staleness 0."""
+        assert self.mirror.head is not None
+        if not self.rules.staleness:
+            return ()
+        return carried.awaited(self.rules, self.mirror.head.record, self._seals, self.offered)
 
     @cached_property
     def epochs(self) -> Mapping[int, EpochRecord]:
