@@ -23,7 +23,7 @@ say "DeepSpeed"
 # DeepSpeed's build looks at the torch that is there, and compiles nothing for the CPU.
 DS_ACCELERATOR=${DS_ACCELERATOR:-cpu} DS_BUILD_OPS=0 $pip --no-build-isolation deepspeed
 say "gcore and what it is worked on with"
-$pip --no-build-isolation -e '.[train,engine,local,modelscope]' --group dev
+$pip --no-build-isolation -e '.[train,engine,local,modelscope,math]' --group dev
 if command -v etcd >/dev/null; then
   say "etcd from PATH: $(etcd --version | head -n 1)"
 else

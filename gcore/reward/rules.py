@@ -14,11 +14,12 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from gcore.config.spec import RewardSpec
+from gcore.reward.options import answer_field, refuse_unknown
 from gcore.reward.registry import RewardError, RewardResult
 
 LONGEST_NUMBER = 400
-"""Characters looked at before the last digit, or behind a marker: a response that runs on in digits must not take the
-controller's time."""
+"""Characters looked at before the last digit, or behind a marker: a response that runs on in digits must not take
+long."""
 NUMERIC_OPTIONS = ("after", "tolerance")
 
 # A sign counts if it touches the number and does not stand behind a number, a word or a bracket, where it subtracts.
@@ -53,8 +54,8 @@ def exact(response: str, fields: Mapping[str, Any], spec: RewardSpec) -> RewardR
 
     An answer that is no string is compared as JSON writes it. Raises RewardError if there is no expected answer.
     """
-    _refuse_unknown(spec, ())
-    answer = _answer(fields, spec)
+    refuse_unknown(spec, ())
+    answer = answer_field(fields, spec)
     text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
     return _result(response.strip() == text.strip())
 
@@ -84,7 +85,7 @@ def _distance(one: Decimal, other: Decimal) -> Decimal:
 
 def _numeric_options(spec: RewardSpec) -> tuple[str | None, Decimal]:
     """The marker, if there is one, and the tolerance."""
-    _refuse_unknown(spec, NUMERIC_OPTIONS)
+    refuse_unknown(spec, NUMERIC_OPTIONS)
     after, tolerance = spec.options.get("after"), spec.options.get("tolerance", 0)
     if after is not None and (not isinstance(after, str) or not after.strip()):
         raise RewardError(f"reward.options.after is {after!r}, no marker", fix="Write, for example, after: '####'")
@@ -93,21 +94,13 @@ def _numeric_options(spec: RewardSpec) -> tuple[str | None, Decimal]:
     return after, Decimal(str(tolerance))
 
 
-def _refuse_unknown(spec: RewardSpec, known: tuple[str, ...]) -> None:
-    unknown = sorted(set(spec.options) - set(known))
-    if unknown:
-        raise RewardError(
-            f"reward {spec.name!r} has no option {unknown[0]!r}", fix=f"Known: {', '.join(known) or 'none'}"
-        )
-
-
 def _result(correct: bool) -> RewardResult:
     value = 1.0 if correct else 0.0
     return RewardResult(value, (("correct", value),))
 
 
 def _expected_number(fields: Mapping[str, Any], spec: RewardSpec, after: str | None) -> Decimal:
-    answer = _answer(fields, spec)
+    answer = answer_field(fields, spec)
     if after is not None and isinstance(answer, str):
         answer = answer.rpartition(after)[2]
     try:
@@ -122,12 +115,3 @@ def _expected_number(fields: Mapping[str, Any], spec: RewardSpec, after: str | N
             fix="Use reward.name: exact, or name another field in reward.answer",
         ) from error
     return number
-
-
-def _answer(fields: Mapping[str, Any], spec: RewardSpec) -> Any:
-    answer = fields.get(spec.answer)
-    if answer is None:
-        raise RewardError(
-            f"the prompt's entry has no answer in field {spec.answer!r}", fix="Name the field in reward.answer"
-        )
-    return answer
