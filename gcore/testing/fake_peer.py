@@ -1,0 +1,304 @@
+"""One peer of a `gcore.testing.fake_cluster.FakeCluster`: `Peer`, `Step` and `Batch` in memory, by the rules of the real ones.
+
+Only what a flow can see is here; what becomes of groups and prompts is the cluster's to remember.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from gcore.config.sources import training_sources
+from gcore.errors import EngineError
+from gcore.flows.api import Peer
+from gcore.flows.filters import FilterError, filtered
+from gcore.ledger.collectives import check_given, summed
+from gcore.reward.registry import Response, RewardError
+from gcore.types import Group, Outcome, Prompt, PromptRef, Sample, Version, VersionSpan
+
+if TYPE_CHECKING:
+    from gcore.testing.fake_cluster import FakeCluster
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One response that a flow asked for. `index`: which of the prompt's; `tries`: how often the prompt was issued before."""
+
+    prompt: Prompt
+    index: int
+    greedy: bool
+    tries: int
+
+
+@dataclass
+class StepState:
+    """A step, as its peers share it."""
+
+    number: int
+    closed: bool = False
+    gathered: dict[str, dict[str, Any]] = field(default_factory=dict)
+    gave: asyncio.Event = field(default_factory=asyncio.Event)
+    through: set[str] = field(default_factory=set)
+    """Peers that asked for it to be trained."""
+    published: set[str] = field(default_factory=set)
+    """Peers that asked for its weights."""
+
+
+class FakePeer:
+    """Implements `gcore.flows.Peer`."""
+
+    def __init__(self, cluster: FakeCluster, name: str, number: int, peers: int) -> None:
+        self.cluster = cluster
+        self.name = name
+        self._number, self._peers = number, peers
+        self._passed: set[PromptRef] = set()
+
+    @property
+    def version(self) -> Version:
+        """Of the weights that are served."""
+        return Version(0, self.cluster.head)
+
+    async def steps(self) -> AsyncIterator[FakeStep]:
+        """The steps to come."""
+        steps = self.cluster.spec.flow.steps
+        assert steps is not None
+        number = 0
+        while (number := max(self.cluster.head, number)) < steps:
+            number += 1
+            yield FakeStep(self, self.cluster.step(number))
+            await asyncio.sleep(0)  # noqa: TID251 - gives way, so that a flow that does nothing hangs nobody
+
+    async def prompts(self, step: Any) -> AsyncIterator[Prompt]:
+        """This peer's prompts, oldest first, until the step is full."""
+        cluster, mine = self.cluster, step.state
+        while not mine.closed:
+            before = len(cluster.outcomes)
+            wanted = max(cluster.spec.flow.groups_per_step - len(cluster.held) - len(cluster.in_flight), 0)
+            for place in self._due(wanted):
+                prompt = cluster.prompt(place)
+                cluster.taken.add(prompt.ref)
+                cluster.in_flight.add(prompt.ref)
+                step.handed_out = prompt
+                yield prompt
+                await asyncio.sleep(0)  # noqa: TID251 - what was started begins
+                step.raise_defect()
+                if step.handed_out is not None:
+                    raise AssertionError(f"the flow took prompt {prompt.ref} and did not start it")
+            if not mine.closed and len(cluster.outcomes) == before:
+                await asyncio.sleep(0)  # noqa: TID251 - others go on
+            if len(cluster.outcomes) > 30 * len(cluster.entries):
+                raise AssertionError("a step never gets its quota: nearly everything is filtered or fails")
+            step.raise_defect()
+
+    def _due(self, wanted: int) -> list[int]:
+        found: list[int] = []
+        place = self._number
+        while len(found) < wanted:
+            if self.cluster.prompt(place).ref not in self.cluster.taken:
+                found.append(place)
+            place += self._peers
+        return found[:1] if found else []
+
+    async def rollout(self, prompt: Prompt, samples: int | None = None, *, greedy: bool = False) -> tuple[Sample, ...]:
+        """What the script answers."""
+        count = self.cluster.spec.flow.samples_per_prompt if samples is None else samples
+        tries, version = self.cluster.tries.get(prompt.ref, 0), self.version
+        made = []
+        for index in range(count):
+            asked = Asked(prompt, index, greedy, tries)
+            self.cluster.asked.append(asked)
+            made.append(sample_of(self.cluster.script(asked), version, self.cluster.spec.rollout.max_new_tokens))
+        await asyncio.sleep(0)  # noqa: TID251 - an engine takes its time
+        return tuple(made)
+
+    async def demonstrate(self, prompt: Prompt) -> Group | Outcome:
+        """The entry's answer."""
+        field_ = training_sources(self.cluster.spec)[0].reward.answer
+        answer = prompt.fields.get(field_)
+        if answer is None:
+            return Outcome("failed", f"the entry has no answer in field {field_!r} (reward.answer)")
+        text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
+        longest = self.cluster.spec.rollout.max_new_tokens
+        sample = sample_of(text, self.version, longest)
+        if sample.finish_reason == "length":
+            return Outcome("failed", f"the answer has {len(text) + 1} tokens, more than max_new_tokens ({longest})")
+        return Group(prompt.ref, prompt.token_ids, (sample,), prompt.source)
+
+    async def score(self, prompt: Prompt, samples: tuple[Sample, ...]) -> Group | Outcome:
+        """What the spec's reward says of them. Raises RewardError."""
+        source = training_sources(self.cluster.spec)[0]
+        responses = [Response(s.text, len(s.token_ids), s.finish_reason == "length") for s in samples]
+        scored = []
+        for sample, result in zip(
+            samples, await self.cluster.scorer.score(source.reward, prompt.fields, responses), strict=True
+        ):
+            if isinstance(result, RewardError):
+                raise result
+            scored.append(replace(sample, reward=result.value, reward_parts=result.parts))
+        return Group(prompt.ref, prompt.token_ids, tuple(scored), prompt.source, source.sampling.temperature)
+
+    async def filter(self, prompt: Prompt, group: Group | Outcome) -> Group | Outcome:
+        """What the spec's filters make of it. Raises FilterError."""
+        if isinstance(group, Outcome):
+            return group
+        result = filtered(self.cluster.filters, group, prompt.fields)
+        if isinstance(result, Group):
+            self._passed.add(prompt.ref)
+        return result
+
+    def passed(self, ref: PromptRef) -> bool:
+        """Whether a group of that prompt came through the filters, since last asked."""
+        there = ref in self._passed
+        self._passed.discard(ref)
+        return there
+
+    async def evaluate(self) -> None:
+        """Notes that it was asked for."""
+        if self._number == 0:
+            self.cluster.evaluated.append(self.cluster.head)
+
+
+class FakeStep:
+    """Implements `gcore.flows.Step`."""
+
+    def __init__(self, peer: FakePeer, state: StepState) -> None:
+        self._peer, self._cluster = peer, peer.cluster
+        self.state = state
+        self.handed_out: Prompt | None = None
+        self._defect: BaseException | None = None
+        self._told: set[str] = set()
+
+    @property
+    def number(self) -> int:
+        """The step's number."""
+        return self.state.number
+
+    def fail(self, defect: BaseException) -> None:
+        """A production raised what is no outcome."""
+        self._defect = self._defect or defect
+
+    def raise_defect(self) -> None:
+        """Raise it."""
+        if self._defect is not None:
+            raise self._defect
+
+    @asynccontextmanager
+    async def collect(self) -> AsyncIterator[FakeBatch]:
+        """Ends when the peers have the quota."""
+        batch = FakeBatch(self._peer, self)
+        try:
+            yield batch
+            self.raise_defect()
+        finally:
+            await batch.give_up()
+
+    async def train(self) -> None:
+        """Until every peer has come to it, and the step is trained."""
+        if not self.state.closed:
+            raise AssertionError(f"step.train() in step {self.number}, and its batch was never collected")
+        self.state.through.add(self._peer.name)
+        if self._cluster.head < self.number:
+            self._cluster.train()
+
+    async def publish(self) -> None:
+        """At once."""
+        if self._cluster.head < self.number:
+            raise AssertionError(f"step.publish() in step {self.number}, and it was never trained")
+        self.state.published.add(self._peer.name)
+
+    async def gather(self, name: str, value: Any) -> tuple[Any, ...]:
+        """What all peers give. Raises ValueError."""
+        check_given(name, value)
+        if name in self._told:
+            raise ValueError(f"{name!r} was used in this step; give what is told again another name")
+        self._told.add(name)
+        given = self.state.gathered.setdefault(name, {})
+        given.setdefault(self._peer.name, value)
+        self.state.gave.set()
+        while len(given) < len(self._cluster.peers):
+            self.state.gave.clear()
+            await self.state.gave.wait()
+        return tuple(value for _, value in sorted(given.items()))
+
+    async def sum(self, name: str, value: float) -> float:
+        """The sum of what all peers give. Raises ValueError."""
+        summed([value])
+        return summed(await self.gather(name, value))
+
+
+class FakeBatch:
+    """Implements `gcore.flows.Batch`."""
+
+    def __init__(self, peer: FakePeer, step: FakeStep) -> None:
+        self._peer, self._cluster, self._step = peer, peer.cluster, step
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, produce: Coroutine[Any, Any, Group | Outcome]) -> None:
+        """Run it beside others."""
+        prompt, self._step.handed_out = self._step.handed_out, None
+        if prompt is None:
+            produce.close()
+            raise RuntimeError("batch.start() was called twice for one prompt, or before peer.prompts() gave one")
+        task = asyncio.create_task(self._produce(prompt, produce), name=f"prompt {prompt.ref}")
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    async def give_up(self) -> None:
+        """Cancel what is under way; it is issued again."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (defect := task.exception()) is not None:
+            self._step.fail(defect)
+
+    async def _produce(self, prompt: Prompt, produce: Coroutine[Any, Any, Group | Outcome]) -> None:
+        cluster, ref = self._cluster, prompt.ref
+        try:
+            result = await produce
+            if self._step.state.closed:
+                cluster.taken.discard(ref)  # it lost the race
+            elif isinstance(result, Group):
+                if not self._peer.passed(ref):
+                    cluster.unfiltered.add(ref)
+                cluster.held[ref] = result if result.source else replace(result, source=prompt.source)
+                cluster.close_if_full()
+            else:
+                cluster.outcomes[ref] = result
+        except (RewardError, FilterError) as error:
+            cluster.outcomes[ref] = Outcome("failed", str(error))
+        except EngineError as error:
+            cluster.tries[ref] = cluster.tries.get(ref, 0) + 1
+            if cluster.tries[ref] > cluster.spec.flow.max_reissues:
+                cluster.outcomes[ref] = Outcome("failed", str(error))
+            else:
+                cluster.taken.discard(ref)
+        except asyncio.CancelledError:
+            cluster.taken.discard(ref)
+            raise
+        finally:
+            cluster.in_flight.discard(ref)
+
+
+def tokens_of(text: str) -> tuple[int, ...]:
+    """A token for each character; 0 is the end."""
+    return tuple(ord(character) for character in text) or (1,)
+
+
+def sample_of(text: str, version: Version, longest: int) -> Sample:
+    """A response of that text, cut off at `longest` tokens."""
+    tokens = (*(ord(character) for character in text), 0)
+    cut = len(tokens) > longest
+    tokens, text = (tokens[:longest], text[:longest]) if cut else (tokens, text)
+    spans = (VersionSpan(version, 0, len(tokens)),)
+    return Sample(tokens, (-1.0,) * len(tokens), text, "length" if cut else "stop", spans)
+
+
+def _is_peer(peer: FakePeer) -> Peer:
+    """Read by the type checker alone: a fake peer is a peer."""
+    return peer
