@@ -9,11 +9,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from gcore.config.flow import FlowSpec
     from gcore.config.rollout import RolloutSpec
     from gcore.config.train import TrainSpec
 
 RETURNS = ("reinforce_pp", "remax", "gae")
 """Estimators that look at what is still to come, token by token, and not at the group."""
+SAMPLING = ("grpo", "dapo", "ppo", "rloo", "reinforce_pp")
+"""gcore's own flows that find no baseline. Of a flow of the user's own only its groups tell (`gcore.flows.fit`)."""
 
 
 def refuse_train(train: TrainSpec) -> str | None:
@@ -24,6 +27,17 @@ def refuse_train(train: TrainSpec) -> str | None:
 def refuse_correction(rollout: RolloutSpec, train: TrainSpec) -> str | None:
     """Why `rollout.correction` cannot be had with the section `train`, if it cannot."""
     return next(_of_correction(rollout.correction, train), None)
+
+
+def refuse_flow(flow: FlowSpec, train: TrainSpec) -> str | None:
+    """Why what one of gcore's own flows makes cannot be trained so, if it cannot."""
+    if train.loss == "sft":
+        return None
+    if flow.name == "sft":
+        return f"flow 'sft' shows answers that no engine drew, so train.loss must be sft, not {train.loss}"
+    if train.advantage == "remax" and flow.name in SAMPLING:
+        return f"train.advantage 'remax' holds rewards against a baseline, which flow {flow.name!r} does not find; set flow.name: remax"
+    return None
 
 
 def _of_train(train: TrainSpec) -> Iterator[str]:

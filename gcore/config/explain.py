@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator
 from typing import get_args
 
@@ -43,6 +44,8 @@ def explain(error: ValidationError) -> Iterator[str]:
             yield f"unknown key {shortened(repr(dotted))}" + (f", did you mean {near!r}?" if near else "")
         elif problem["type"] == "missing":
             yield f"{dotted!r} is missing"
+        elif problem["type"] == "literal_error" and isinstance(problem["input"], str | int | float):
+            yield f"{dotted}: {_choice(problem['input'], problem['ctx']['expected'])}"
         else:
             message = _WORDS.get(problem["type"]) or problem["msg"].removeprefix("Value error, ")
             if problem["type"] == "string_pattern_mismatch":  # only names have a pattern
@@ -53,6 +56,13 @@ def explain(error: ValidationError) -> Iterator[str]:
             given = problem["input"]
             shown = f" (got {shortened(repr(given))})" if isinstance(given, str | int | float | bool) else ""
             yield f"{dotted}: {message}{shown}"
+
+
+def _choice(given: str | float, expected: str) -> str:
+    """That `given` is no choice, with the nearest that is one; `expected` lists them, words in quotes."""
+    near = difflib.get_close_matches(str(given)[:MAX_SHOWN], re.findall(r"'([^']*)'", expected), n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"it should be {expected} (got {shortened(repr(given))}){hint}"
 
 
 def _nearest(loc: tuple[int | str, ...]) -> str | None:

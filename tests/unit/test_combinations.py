@@ -9,15 +9,17 @@ import pytest
 
 from gcore.config import JobSpec, parse_spec
 from gcore.errors import SpecError
+from gcore.flows.fit import misfit
+from gcore.types import Group, PromptRef, Sample, Version, VersionSpan
 
 
-def spec(*, samples: int = 2, correction: str = "none", top_p: float = 1.0, **train: Any) -> JobSpec:
+def spec(*, flow: str = "own", samples: int = 2, correction: str = "none", top_p: float = 1.0, **train: Any) -> JobSpec:
     return parse_spec(
         {
             "name": "job",
             "model": {"path": "m"},
             "data": {"path": "d"},
-            "flow": {"steps": 3, "samples_per_prompt": samples},
+            "flow": {"name": flow, "steps": 3, "samples_per_prompt": samples},
             "rollout": {"max_new_tokens": 8, "correction": correction, "top_p": top_p},
             "train": train,
         }
@@ -78,6 +80,8 @@ REFUSED = {
         {"old_logprobs": "current", "correction": "decoupled"},
         "clips around the policy that the step begins",
     ),
+    "remax without": ({"flow": "grpo", "advantage": "remax"}, "flow 'grpo' does not find; set flow.name: remax"),
+    "answers": ({"flow": "sft", "loss": "ppo"}, "answers that no engine drew, so train.loss must be sft, not ppo"),
     "truncated": ({"top_p": 0.9}, r"set rollout\.correction: tis"),
     "truncated and uncorrected": ({"top_p": 0.9, "correction": "tis", "old_logprobs": "engine"}, "they are the same"),
 }
@@ -87,3 +91,64 @@ REFUSED = {
 def test_what_contradicts_itself_is_one_sentence(settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(SpecError, match=sentence):
         spec(**settings)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "given", "sentence"),
+    [
+        (
+            "train",
+            "advantage",
+            "gpro",
+            r"train\.advantage: it should be 'grpo', .* \(got 'gpro'\); did you mean 'grpo'\?",
+        ),
+        ("train", "advantage", "reinforce++", r"did you mean 'reinforce_pp'\?"),
+        ("train", "loss", "gpso", r"train\.loss: .* or 'sft' \(got 'gpso'\); did you mean 'gspo'\?"),
+        ("train", "aggregation", "token_mean", r"did you mean 'token-mean'\?"),
+        ("train", "kl_estimator", "k4", r"did you mean 'k[123]'\?"),
+        ("train", "zero_stage", 7, r"train\.zero_stage: it should be 1, 2 or 3 \(got 7\)\."),
+        ("rollout", "correction", "ice-pop", r"did you mean 'icepop'\?"),
+        ("rollout", "correction", "zzz", r"it should be 'none', 'tis', 'icepop', 'mis' or 'decoupled' \(got 'zzz'\)\."),
+    ],
+)
+def test_an_unknown_name_is_told_with_the_nearest_one(section: str, key: str, given: Any, sentence: str) -> None:
+    tree: dict[str, Any] = {
+        "name": "job",
+        "model": {"path": "m"},
+        "data": {"path": "d"},
+        "flow": {"steps": 3},
+        "rollout": {"max_new_tokens": 8},
+        "train": {},
+    }
+    tree[section] = tree[section] | {key: given}
+    with pytest.raises(SpecError, match=sentence):
+        parse_spec(tree)
+
+
+def group(*rewards: float, baseline: float | None = None) -> Group:
+    span = VersionSpan(Version(0, 0), 0, 1)
+    return Group(
+        PromptRef(0, 0, 0),
+        (1,),
+        tuple(Sample((5,), (-0.1,), "x", "stop", (span,), reward=reward) for reward in rewards),
+        baseline=baseline,
+    )
+
+
+def test_a_flows_group_of_one_fails_its_prompt_where_a_group_is_compared() -> None:
+    assert "at least 2 are needed" in (misfit(group(1.0), spec().train) or "")
+    assert misfit(group(1.0), spec(advantage="reinforce_pp").train) is None
+    assert misfit(group(1.0), spec(loss="sft").train) is None
+    assert misfit(group(1.0, 0.0), spec().train) is None
+    assert "without samples" in (misfit(group(), spec(loss="sft").train) or "")
+
+
+def test_a_flows_group_without_a_baseline_fails_its_prompt_where_one_is_needed() -> None:
+    assert "without a baseline" in (misfit(group(1.0), spec(advantage="remax").train) or "")
+    assert misfit(group(1.0, baseline=0.0), spec(advantage="remax").train) is None
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e39])
+def test_a_flows_numbers_that_no_rank_takes_fail_the_prompt(value: float) -> None:
+    assert "reward of" in (misfit(group(1.0, value), spec().train) or "")
+    assert "baseline of" in (misfit(group(1.0, 0.0, baseline=value), spec().train) or "")
