@@ -29,6 +29,16 @@ def refuse_correction(rollout: RolloutSpec, train: TrainSpec) -> str | None:
     return next(_of_correction(rollout.correction, train), None)
 
 
+def refuse_stale(rollout: RolloutSpec, train: TrainSpec) -> str | None:
+    """Why tokens of older weights cannot be trained so, if they cannot."""
+    if rollout.staleness == 0 or rollout.correction != "none" or train.old_logprobs == "engine" or train.loss == "sft":
+        return None
+    return (
+        f"rollout.staleness is {rollout.staleness}, and nothing corrects for tokens that older weights made; set "
+        "rollout.correction: tis, icepop, mis or decoupled, or train.old_logprobs: engine"
+    )
+
+
 def refuse_flow(flow: FlowSpec, train: TrainSpec) -> str | None:
     """Why what one of gcore's own flows makes cannot be trained so, if it cannot."""
     if train.loss == "sft":

@@ -56,7 +56,12 @@ class RolloutSpec(Section):
         512, description="Prompt tokens an engine takes in between two tokens of what it is decoding"
     )
     engine_args: tuple[str, ...] = Field((), description="Further arguments of SGLang's server, word by word")
-    staleness: Literal[0] = Field(0, description="Steps that rollout may run ahead of training; 0: strictly on-policy")
+    staleness: Annotated[int, Field(ge=0, le=64)] = Field(
+        0,
+        description="Steps that may lie between the weights that made a token and those it trains; 0: strictly on-policy. "
+        "From 1 on what a step leaves over is carried into the next ones, and needs `correction` or train.old_logprobs: "
+        "engine",
+    )
     timeout_s: PositiveFloat = Field(120.0, description="Longest wait for one group before it goes to another engine")
 
     @model_validator(mode="after")

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveInt, model_validator
 
 from gcore.config.base import Section
-from gcore.config.combinations import refuse_correction, refuse_flow
+from gcore.config.combinations import refuse_correction, refuse_flow, refuse_stale
 from gcore.config.evaluation import ACCURACY, NO_BEST, EvalSpec, eval_sources
 from gcore.config.flow import FlowSpec
 from gcore.config.reading import SamplesSpec, TrackerSpec
@@ -108,7 +108,11 @@ class JobSpec(Section):
                 f"train.mini_batches ({self.train.mini_batches}) is more than flow.groups_per_step "
                 f"({self.flow.groups_per_step}); a mini-batch holds at least one group"
             )
-        why = refuse_correction(self.rollout, self.train) or refuse_flow(self.flow, self.train)
+        why = (
+            refuse_correction(self.rollout, self.train)
+            or refuse_stale(self.rollout, self.train)
+            or refuse_flow(self.flow, self.train)
+        )
         if why is not None:
             raise ValueError(why)
         critic = self.train.critic
