@@ -33,7 +33,7 @@ from gcore.errors import EngineError
 from gcore.ledger.evaluation import PartPlan, compose, cut
 from gcore.ledger.job import EvalPart, Evaluation
 from gcore.prompts.source import EvalSource
-from gcore.types import Prompt, Sample, Version
+from gcore.types import Sample, Version
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -197,12 +197,10 @@ class Evaluator:
 
     async def _answer(self, version: Version, plan: PartPlan) -> EvalPart:
         draws, practice = self._draws[plan.source], self.material.evaluated[plan.source]
-        held_out = self._sets[plan.source]
         tries = [(index, number) for index in plan.prompts for number in range(draws.samples)]
-        prompts = {index: held_out.prompt(index) for index in plan.prompts}
         batches = [tries[first : first + EVAL_BATCH] for first in range(0, len(tries), EVAL_BATCH)]
         turns = asyncio.Semaphore(max(1, self._room() // EVAL_BATCH))
-        answered = await all_or_none(self._batch(turns, version, practice, prompts, batch) for batch in batches)
+        answered = await all_or_none(self._batch(turns, version, practice, batch) for batch in batches)
         verdicts = list(itertools.chain.from_iterable(answered))
         unscored = [one for one in verdicts if one.shown.unscored]
         if unscored:
@@ -237,16 +235,16 @@ class Evaluator:
         turns: asyncio.Semaphore,
         version: Version,
         practice: Practice,
-        prompts: Mapping[int, Prompt],
         tries: Sequence[tuple[int, int]],
     ) -> list[Verdict]:
-        """The answers to some tries (prompt, number of the response) of one set, scored. Raises EngineError."""
+        """The answers to some tries (prompt, number of the response) of one set, scored. Raises EngineError, DataError."""
         name, draws = practice.source.name, self._draws[practice.source.name]
         (first, number), me = tries[0], self.look().me
         rid = f"{self.material.uid}/eval/{version}/{name}/{first}.{number}/{me}"
-        token_ids = [prompts[index].token_ids for index, _ in tries]
         seeds = [eval_seed(self.material, version, name, *one) if draws.temperature else 0 for one in tries]
         async with turns:  # a request that waits in an engine's queue would run into its time limit there
+            prompts = {index: self._sets[name].prompt(index) for index in dict.fromkeys(index for index, _ in tries)}
+            token_ids = [prompts[index].token_ids for index, _ in tries]
             samples = await self._engines.generate(version, token_ids, practice.params, seeds, rid)
         of_prompt: dict[int, list[Sample]] = {}
         for (index, _), sample in zip(tries, samples, strict=True):

@@ -116,7 +116,7 @@ def _checked(
     _check_quota(spec, prompts.prompts)
     checked = [_counted(o, len(o), sample, progress, held_out=False) for o in prompts.stream.sources]
     for held_out in prompts.evaluation:
-        shown = min(len(held_out), spec.eval.limit)
+        shown = min(len(held_out), spec.eval.drawn[held_out.source.name].limit)
         checked.append(_counted(held_out.opened, shown, sample, progress, held_out=True))
     for one in checked:
         _try_reward(rewards, one)
