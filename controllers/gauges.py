@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 from controllers.by_source import split_key
+from controllers.holdings import Holdings
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records import LogEntry
 from gcore.metrics import Metrics
 from gcore.store.types import WatchBatch
 
 PHASES = {"collect_s": "collect", "exchange_s": "exchange", "train_s": "train", "publish_s": "publish"}
+
+
+def show_flights(metrics: Metrics, mirror: JobMirror, holdings: Holdings, now: float) -> None:
+    """What this peer has in flight and holds, and how old the oldest in flight is. `now`: the monotonic clock."""
+    if mirror.job is None or mirror.head is None:
+        return
+    job, head = mirror.job.record.name, mirror.head.record
+    metrics.groups_in_flight.labels(job).set(len(holdings.in_flight))
+    metrics.groups_offered.labels(job).set(len(holdings.offers))
+    oldest = holdings.in_flight.oldest()
+    metrics.oldest_seconds.labels(job).set(0.0 if oldest is None else max(now - oldest[1].since, 0.0))
+    versions = holdings.in_flight.versions(head).values()
+    metrics.oldest_steps.labels(job).set(max((head.step - version.step for version in versions), default=0))
 
 
 def show(metrics: Metrics, mirror: JobMirror, batch: WatchBatch, me: str) -> None:

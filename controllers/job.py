@@ -23,7 +23,7 @@ from controllers.deeds import LOOK_AGAIN_S, Deeds
 from controllers.engines import EngineBook, responsible_for
 from controllers.eval_book import StoredEvaluations
 from controllers.faults import FaultBook
-from controllers.gauges import show
+from controllers.gauges import show, show_flights
 from controllers.hands import Hands
 from controllers.holdings import Holdings
 from controllers.identity import Identity
@@ -327,6 +327,7 @@ class JobRunner:
             view = self.look()
             now = self._clock.monotonic()
             self._staff_up(view, now)
+            show_flights(self._metrics, view.mirror, self.holdings, now)
             intents = decide(view)
             waiting = {w.key: w for w in waiting_for(view)}
             self.waits = self.waits.note([*(i.condition for i in intents), *waiting], now)

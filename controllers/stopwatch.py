@@ -5,6 +5,7 @@ from __future__ import annotations
 from controllers.before_filter import sampling_stats
 from controllers.by_source import by_source, truncated_share
 from controllers.view import JobView
+from gcore.ledger.carried import staleness_stats
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records import SealState
 
@@ -54,6 +55,7 @@ class Stopwatch:
             "response_length": sum(samples) / len(samples),
             "truncated": truncated_share(seal.groups),
         } | sampled
+        stats |= staleness_stats(seal) if view.rules.staleness else {}
         stats |= by_source(seal.groups, seal.outcomes, several=len(view.spec.data.sources) > 1)
         ranks = [view.ranks[rank] for rank in sorted(view.ranks)]
         if ranks:

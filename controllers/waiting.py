@@ -9,7 +9,7 @@ from controllers.view import JobView
 from gcore.ledger.balance import balance
 from gcore.ledger.collectives import awaited
 from gcore.ledger.job import JobPhase
-from gcore.ledger.records import SealState
+from gcore.ledger.records import Head, SealState
 from gcore.ledger.stream import NotYet
 from gcore.types import Version
 
@@ -63,6 +63,7 @@ def waiting_for(view: JobView) -> Iterator[Wait]:
     seal = view.seal
     if view.is_over or seal is None or seal.state is SealState.OPEN:
         yield from _evaluation(view)
+    yield from _oldest_in_flight(view, head)
     if view.is_over:
         yield Wait("finish", "all steps are trained; the last checkpoint or evaluation is not yet there", "wait finish")
     elif seal is None or seal.state is SealState.OPEN:
@@ -70,6 +71,9 @@ def waiting_for(view: JobView) -> Iterator[Wait]:
         if isinstance(chosen, NotYet):
             count = "1 more prompt" if chosen.missing == 1 else f"{chosen.missing} more prompts"
             what = f"step {head.step + 1} needs {count} with all their responses (the oldest: {chosen.oldest})"
+            if view.awaited:
+                begun = weights_of(view.offered.in_flight[chosen.oldest])
+                what += f"; it was begun with {begun}, and would be too old later"
             yield Wait("groups", what, f"wait groups {head.seq}")
         if view.arranging:
             yield Wait("order", f"{view.node} works out the order of the curriculum", "wait order")
@@ -83,6 +87,16 @@ def waiting_for(view: JobView) -> Iterator[Wait]:
         phases = {view.ranks[r].phase if r in view.ranks else "not connected" for r in behind}
         what = f"{ranks_of(behind)} {'trains' if len(behind) == 1 else 'train'} step {seal.step}"
         yield Wait("train", f"{what} ({', '.join(sorted(phases))})" if phases else what, f"wait train {seal.token}")
+
+
+def _oldest_in_flight(view: JobView, head: Head) -> Iterator[Wait]:
+    """What goes on here since an earlier step, where some staleness is allowed."""
+    left_over = [(version.step, ref, version) for ref, version in view.in_flight.items() if version != head.version]
+    if view.rules.staleness and left_over:
+        _, ref, version = min(left_over)
+        count = "1 prompt" if len(left_over) == 1 else f"{len(left_over)} prompts"
+        what = f"{count} of earlier steps still in flight on {view.node}; the oldest, {ref}, was begun with {weights_of(version)}"
+        yield Wait("in_flight", what, f"wait in flight {ref}")
 
 
 def _collectives(view: JobView) -> Iterator[Wait]:

@@ -44,6 +44,12 @@ STEP_STATS = MappingProxyType(
         "mismatch_abs": ("gcore_engine_mismatch_abs", "Mean absolute difference of the two, in nats a token."),
         "mismatch_max": ("gcore_engine_mismatch_max", "Largest absolute difference of the two, in nats."),
         "mismatch_correlation": ("gcore_engine_mismatch_correlation", "Correlation of the two's probabilities."),
+        "staleness": ("gcore_staleness_steps", "Mean age of the oldest weights in a group of the last committed step."),
+        "staleness_max": (
+            "gcore_staleness_max_steps",
+            "Age of the oldest weights in the last committed step, in steps.",
+        ),
+        "mixed_groups": ("gcore_mixed_groups", "Groups of the last committed step that several versions made."),
         "padding": ("gcore_padding_ratio", "Share of the tokens trainers computed that were padding, 0 to 1."),
         "masked_samples": ("gcore_masked_samples", "Samples of the last committed step left out of its loss."),
         "skipped_updates": (
@@ -172,6 +178,14 @@ class Metrics:
         self.groups_in_flight = self._gauge(
             "gcore_groups_in_flight", "Groups this process has started and not finished.", "job"
         )
+        self.oldest_seconds = self._gauge(
+            "gcore_oldest_in_flight_seconds", "Seconds since the oldest prompt in flight here was begun.", "job"
+        )
+        self.oldest_steps = self._gauge(
+            "gcore_oldest_in_flight_steps",
+            "Steps committed since the oldest prompt in flight here was begun; rollout.staleness bounds it.",
+            "job",
+        )
         self.groups_offered = self._gauge(
             "gcore_groups_offered", "Finished groups this process holds and offers.", "job"
         )
@@ -239,7 +253,7 @@ class Metrics:
                 with contextlib.suppress(KeyError):
                     self._source_prompts.remove(job, source, outcome)
         gauges = (self.step, self.lineage, self.groups_in_flight, self.groups_offered, self.members, self.shards_owned)
-        for gauge in (*gauges, *self._step_stats.values()):
+        for gauge in (*gauges, self.oldest_seconds, self.oldest_steps, *self._step_stats.values()):
             with contextlib.suppress(KeyError):
                 gauge.remove(job)
 

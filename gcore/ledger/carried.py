@@ -91,6 +91,16 @@ def awaited(rules: StreamRules, head: Head, seals: Collection[Seal], offered: Of
     return ()
 
 
+def staleness_stats(seal: Seal) -> dict[str, float]:
+    """How old the weights of a batch's groups were, in steps: 0 are those that the step trains."""
+    ages = [seal.step - 1 - _begun(group) for group in seal.groups]
+    return {
+        "staleness": sum(ages) / len(ages),
+        "staleness_max": float(max(ages)),
+        "mixed_groups": float(sum(len(group.versions) > 1 for group in seal.groups)),
+    }
+
+
 def _standing(
     rules: StreamRules, head: Head, seals: Collection[Seal], refs: Iterable[PromptRef]
 ) -> tuple[PromptRef, ...]:
