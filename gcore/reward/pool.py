@@ -157,6 +157,8 @@ class RewardPool:
             while True:
                 batch = await self._take(slot)
                 try:
+                    if slot.process is not None and slot.process.has_ended:  # while it had nothing to do
+                        await self._end(slot)
                     if slot.process is None:
                         slot.process = await self._started()
                 except GcoreError:
@@ -202,14 +204,12 @@ class RewardPool:
             limit = self._specs[call.reward].timeout_s
             try:
                 self._settle(call, answer_of(await process.answer(limit)))
-                process.served += 1
             except TimeoutError:
                 await self._end(slot)
                 self._blame(call, TIMED_OUT, f"took longer than {limit:g} s (reward.timeout_s)")
             except (ProcessEnded, ValueError):
-                fresh = process.served == 0
                 how = await self._end(slot)
-                if fresh or call.tried:
+                if call.tried:
                     self._blame(call, KILLED, f"took the process that scores with it, which was {how}")
                 else:
                     call.tried = True

@@ -47,8 +47,6 @@ class RewardProcess(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._oom_kills = 0
-        self.served = 0
-        """Responses it has scored."""
 
     @classmethod
     async def start(cls, sources: Sequence[str], specs: Sequence[RewardSpec], memory_mb: int) -> RewardProcess:
@@ -100,6 +98,11 @@ class RewardProcess(asyncio.Protocol):
         process.wait()
         out_of_memory = death.out_of_memory_kills() > self._oom_kills
         return death.sentence(process.returncode, "", out_of_memory=out_of_memory)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing will come from it any more."""
+        return self._closed
 
     @property
     def pid(self) -> int:

@@ -33,19 +33,19 @@ def test_a_name_that_is_nearly_right_is_answered_with_the_right_one() -> None:
 
 
 def test_a_name_that_is_far_off_is_answered_with_all() -> None:
-    with pytest.raises(SpecError, match=r"no reward is called 'zzz'\. Known: exact, numeric") as caught:
+    with pytest.raises(SpecError, match=r"no reward is called 'zzz'\. Known: code, exact, length, math, numeric, regex") as caught:
         find_reward("zzz")
     assert caught.value.exit_code == 2
 
 
 def test_a_reward_of_another_package_is_found(install: Install) -> None:
     install(
-        "pack_length",
-        "length = pack_length:score",
+        "pack_letters",
+        "letters = pack_letters:score",
         "from gcore.reward.registry import RewardResult\n"
         "def score(response, fields, spec):\n    return RewardResult(len(response), (('letters', len(response)),))\n",
     )
-    assert find_reward("length")("abcd", {}, SPEC) == RewardResult(4.0, (("letters", 4.0),))
+    assert find_reward("letters")("abcd", {}, SPEC) == RewardResult(4.0, (("letters", 4.0),))
 
 
 @pytest.mark.parametrize(
