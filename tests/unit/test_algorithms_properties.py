@@ -17,7 +17,7 @@ from gcore.train.algorithms.advantages import GroupKind, group_advantages
 from gcore.train.algorithms.aggregate import Mode, denominator, loss_sum
 from gcore.train.algorithms.corrections import tis_weight
 from gcore.train.algorithms.kl import kl_estimate
-from gcore.train.algorithms.losses import clip_fraction_tokens, ppo_loss
+from gcore.train.algorithms.losses import cispo_clip_fraction_tokens, cispo_loss, clip_fraction_tokens, ppo_loss
 from gcore.train.algorithms.schedule import learning_rate
 
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -220,12 +220,24 @@ def test_the_mean_of_k1_and_of_k3_over_the_policy_is_the_divergence() -> None:
         assert float((policy.exp() * kl_estimate(policy, reference, kind)).sum()) == pytest.approx(exact, abs=1e-12)
 
 
+@pytest.mark.parametrize("dual", [None, 2.0], ids=["plain", "dual"])
 @pytest.mark.parametrize("seed", range(5))
-def test_a_token_has_no_gradient_exactly_where_the_clip_holds_it_back(seed: int) -> None:
+def test_a_token_has_no_gradient_exactly_where_the_clip_holds_it_back(seed: int, dual: float | None) -> None:
     logp, old, advantages = generic(seed, 4, 6).requires_grad_(), generic(seed + 50, 4, 6), generic(seed + 90, 4, 1)
-    ppo_loss(logp, old, advantages, **CLIP).sum().backward()
+    ppo_loss(logp, old, advantages, **CLIP, dual_clip=dual).sum().backward()
     assert logp.grad is not None
-    assert torch.equal(logp.grad == 0, clip_fraction_tokens(logp, old, advantages, **CLIP) == 1)
+    assert torch.equal(logp.grad == 0, clip_fraction_tokens(logp, old, advantages, **CLIP, dual_clip=dual) == 1)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_cispos_clip_changes_weights_whatever_the_advantage_and_leaves_every_gradient(seed: int) -> None:
+    logp, old, advantages = generic(seed, 4, 6).requires_grad_(), generic(seed + 50, 4, 6), generic(seed + 90, 4, 1)
+    cispo_loss(logp, old, advantages, **CLIP).sum().backward()
+    assert logp.grad is not None
+    assert bool(logp.grad.all())
+    plain = -(logp.detach() - old).exp() * advantages
+    changed = cispo_clip_fraction_tokens(logp, old, **CLIP) == 1
+    assert torch.equal(changed, ~torch.isclose(logp.grad, plain, rtol=1e-12, atol=0))
 
 
 def test_no_gradient_reaches_the_old_log_probabilities_the_advantages_or_the_weights() -> None:
