@@ -74,7 +74,9 @@ def open_prompts(
     context = spec.model.max_length or tokenizer.max_length
 
     def shown(source: Source, section: str) -> tuple[Source, PromptRenderer, int | None]:
-        limit = prompt_limit(context, source.sampling.max_new_tokens)
+        longest = source.sampling.max_new_tokens
+        own = "" if longest == spec.rollout.max_new_tokens else f" of {section} source {source.name!r}"
+        limit = prompt_limit(context, longest, named=f"max_new_tokens{own}" if own else "rollout.max_new_tokens")
         return source, _renderer(source, section, model_dir, tokenizer), limit
 
     def opened(source: Source, renderer: PromptRenderer, limit: int | None) -> OpenSource:

@@ -83,16 +83,16 @@ def cut(refs: int, shards: int) -> StreamShape:
     return shard_lengths(refs, shards)
 
 
-def prompt_limit(context: int | None, max_new_tokens: int) -> int | None:
+def prompt_limit(context: int | None, max_new_tokens: int, *, named: str = "rollout.max_new_tokens") -> int | None:
     """The most tokens a prompt may have if a response of `max_new_tokens` shall fit into `context` after it.
 
-    None if the context is not known. Raises DataError if no prompt fits at all.
+    None if the context is not known. Raises DataError if no prompt fits at all; `named`: where the length is set.
     """
     if context is None:
         return None
     if max_new_tokens >= context:
         raise DataError(
-            f"rollout.max_new_tokens ({max_new_tokens}) leaves no room for a prompt in the model's context of {context}",
-            fix="Lower rollout.max_new_tokens, or raise model.max_length if the model allows it",
+            f"{named} ({max_new_tokens}) leaves no room for a prompt in the model's context of {context}",
+            fix="Lower it, or raise model.max_length if the model allows it",
         )
     return context - max_new_tokens

@@ -1,6 +1,7 @@
 """What is drawn and printed: plain lines, the live view, the picture; and that no text of a model can do harm."""
 
 import io
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -9,7 +10,7 @@ from rich.console import Console
 
 from controllers.cli import picture, view_plain
 from controllers.cli.view_live import render
-from controllers.cli.view_points import JobSnapshot, Wait
+from controllers.cli.view_points import BestPoint, JobSnapshot, Wait
 from controllers.cli.view_state import ViewState
 from controllers.cli.view_text import chart, columns, held, moved_cells, parts, seconds, strip, told_apart, visible
 from gcore.errors import UsageError
@@ -244,3 +245,39 @@ def test_the_plain_view_shows_an_accuracy_for_each_source():
     assert view_plain.lines(state, one)[1] == "  a 75.0%, b 25.0%"
     alone = event(22, "eval", step=5, accuracy=0.5, count=4, by_source={"data": {"accuracy": 0.5}})
     assert "data" not in " ".join(view_plain.lines(state, alone))
+
+
+PASSED = {"accuracy": 0.25, "count": 4, "samples": 4, "metrics": {"mean@4": 0.25, "pass@1": 0.25, "pass@4": 0.75}}
+
+
+def test_the_plain_view_shows_what_is_measured_beside_the_accuracy_and_what_could_not_be_scored():
+    one = event(22, "eval", step=5, accuracy=0.25, count=4, unscored=3, by_source={"data": PASSED})
+    assert view_plain.lines(of_sources("sums"), one)[1:3] == (
+        "  data 25.0%, pass@4 75.0%",
+        "  3 responses could not be scored, and count as not correct",
+    )
+    parts = {**PASSED, "metrics": {"mean@4": -0.5, "pass@1": 0.25}}
+    one = event(22, "eval", step=5, accuracy=0.25, count=4, by_source={"b": parts, "a": {"accuracy": 1.0}})
+    assert view_plain.lines(of_sources("sums"), one)[1] == "  a 100.0%; b 25.0%, mean@4 -0.500"
+
+
+def test_an_answer_is_right_if_the_evaluation_says_so_and_one_that_was_not_scored_says_why():
+    samples = [
+        {"prompt": "1+1=", "response": "3", "answer": "2", "reward": 0.5, "correct": False},
+        {"prompt": "1+2=", "response": "3", "answer": "3", "reward": -0.5, "correct": True},
+        {"prompt": "1+3=", "response": "4", "answer": "x", "reward": 0.0, "correct": False, "unscored": "no number"},
+    ]
+    one = event(1, "eval", step=0, accuracy=0.25, count=4, samples=samples)
+    wrong, right, unscored = view_plain.lines(ViewState(), one)[1:]
+    assert "wrong, 2 is expected" in wrong
+    assert right.endswith("right")
+    assert unscored.endswith("not scored: no number")
+
+
+def test_the_live_view_has_pass_at_k_and_where_it_was_best():
+    state = of_sources("sums").apply(event(30, "eval", step=5, accuracy=0.25, count=4, by_source={"sums": PASSED}))
+    assert "25.0%, pass@4 75.0%" in drawn(state)
+    best = replace(state, best=BestPoint(3, "accuracy", 0.985))
+    assert "25.0%, best 98.5% (step 3)" in drawn(best)
+    now = replace(state, best=BestPoint(5, "accuracy", 0.25))
+    assert "best" not in drawn(now)
