@@ -17,11 +17,14 @@ EXAMPLE := .cache/examples/arithmetic
 SGLANG_VENV ?= .venv-sglang
 SGLANG_CONSTRAINTS ?= constraints/sglang-cpu.txt
 SGLANG_STAMP := $(SGLANG_VENV)/.gcore-$(shell cat $(SGLANG_CONSTRAINTS) deploy/sglang/setup.sh 2>/dev/null | sha256sum | cut -c1-12)
+# The trackers' own packages, without torch.
+TRACKERS_VENV ?= .venv-trackers
+TRACKERS_STAMP := $(TRACKERS_VENV)/.gcore-$(shell cat pyproject.toml constraints/trackers.txt 2>/dev/null | sha256sum | cut -c1-12)
 SGLANG_ENV := GCORE_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup sglang-setup demo demo-kill demo-sglang prepare test test-sglang bench-demo bench-idle bench-startup bench-grpo bench-trainer bench-engine bench-flows bench-page test-gpu sim lint proto clean
+.PHONY: help setup sglang-setup demo demo-kill demo-sglang prepare test test-sglang test-trackers bench-demo bench-idle bench-startup bench-grpo bench-trainer bench-engine bench-flows bench-page test-gpu sim lint proto clean
 
 help: ## What there is to make
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk 'BEGIN {FS = ":.*## "} {printf "  make %-12s %s\n", $$1, $$2}'
@@ -40,6 +43,14 @@ $(SGLANG_STAMP): $(SGLANG_CONSTRAINTS) deploy/sglang/setup.sh
 	@rm -f $(SGLANG_VENV)/.gcore-*
 	@touch $@
 
+$(TRACKERS_STAMP): pyproject.toml constraints/trackers.txt
+	@$(PYTHON) -m venv $(TRACKERS_VENV)
+	@$(TRACKERS_VENV)/bin/pip install -qq -U "pip>=25.1"
+	@$(TRACKERS_VENV)/bin/pip install -qq -c constraints/trackers.txt hatchling editables pytest pytest-asyncio pytest-timeout hypothesis
+	@$(TRACKERS_VENV)/bin/pip install -qq --no-build-isolation -c constraints/trackers.txt -e '.[tensorboard,wandb,mlflow,swanlab]'
+	@rm -f $(TRACKERS_VENV)/.gcore-*
+	@touch $@
+
 prepare: setup ## The arithmetic example: data and a warm-started model (cached)
 	@$(BIN)/gcore prepare arithmetic --to $(EXAMPLE)
 
@@ -54,8 +65,8 @@ demo-sglang: prepare sglang-setup ## The demo with the real SGLang as its engine
 
 test: setup ## Everything that is checked on each commit
 	@$(MAKE) --no-print-directory lint
-	@$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile -m "not serial and not gpu and not sglang" $(PYTEST_ARGS)
-	@$(TEST_ENV) $(BIN)/python -m pytest -m "serial and not gpu and not sglang" $(PYTEST_ARGS)
+	@$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile -m "not serial and not gpu and not sglang and not trackers" $(PYTEST_ARGS)
+	@$(TEST_ENV) $(BIN)/python -m pytest -m "serial and not gpu and not sglang and not trackers" $(PYTEST_ARGS)
 
 test-sglang: prepare sglang-setup ## What is checked against the real SGLang, on the CPU
 	@$(SGLANG_ENV) $(TEST_ENV) $(BIN)/python -m pytest -m "sglang" $(PYTEST_ARGS)
@@ -84,6 +95,9 @@ bench-flows: prepare ## Every built-in flow's example once: accuracy and seconds
 
 bench-page: setup ## docs/performance.md's tables from benchmarks/results
 	@$(BIN)/python benchmarks/page.py
+
+test-trackers: $(TRACKERS_STAMP) ## TensorBoard, W&B, MLflow and SwanLab themselves, off line, in an environment of their own
+	@$(TRACKERS_VENV)/bin/python -m pytest -m "trackers" tests/trackers $(PYTEST_ARGS)
 
 test-gpu: setup ## What needs a CUDA device (tests/gpu); fails without one
 	@$(BIN)/python -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'make test-gpu: no CUDA device here, or a torch without CUDA (constraints/cuda.txt)')"

@@ -7,6 +7,7 @@ Online, local or offline as SWANLAB_MODE or the option `mode` says; the key come
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 from gcore.tracking.api import Options, Point, TrackedRun, TrackerKind
@@ -47,8 +48,15 @@ class SwanLab:
 
     def finish(self, state: str | None) -> None:
         """Wait until it is sent, or on the disk."""
-        failed = state not in (None, "SUCCEEDED")
-        self._swanlab.finish(state="crashed", error=str(state)) if failed else self._swanlab.finish()
+        if state in (None, "SUCCEEDED"):
+            self._swanlab.finish()
+            return
+        crashed: object = "crashed"
+        with contextlib.suppress(ImportError):  # older versions take a member of an enumeration
+            from swanlab.data.run.helper import SwanLabRunState
+
+            crashed = SwanLabRunState.CRASHED
+        self._swanlab.finish(state=crashed, error=f"the job is {state}")
 
 
 KIND = TrackerKind(SwanLab, "swanlab", "gcore[swanlab]", frozenset({"project", "workspace", "mode", "folder"}))
