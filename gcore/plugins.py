@@ -15,7 +15,6 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -23,7 +22,8 @@ from gcore.errors import GcoreError, SpecError
 
 MAX_TRACE = 4000
 """Characters of a traceback that are kept: its end, where the error is."""
-_OURS = Path(__file__).parent
+_OURS = ("gcore", "controllers", "placement", "importlib", "asyncio")
+"""Packages whose frames come before a plug-in's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,22 +112,22 @@ def _loaded(kind: PluginKind, name: str, point: EntryPoint) -> Callable[..., Any
 
 
 def _place_of(error: BaseException) -> str:
-    """`, raised at FILE:LINE`, if it is in code of the plug-in's."""
-    theirs = _theirs(error.__traceback__)
-    last = traceback.extract_tb(theirs)[-1:] if theirs is not None else []
-    where = last[0] if last else None
-    odd = where is None or where.filename.startswith("<") or "importlib" in where.filename
-    return "" if odd or where is None else f", raised at {where.filename}:{where.lineno}"
+    """`, raised at FILE:LINE`: the last line of the plug-in's own code, if any of it ran."""
+    place, frame = "", error.__traceback__
+    while frame is not None:
+        if not _is_ours(frame):
+            place = f", raised at {frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}"
+        frame = frame.tb_next
+    return place
 
 
 def _theirs(trace: TracebackType | None) -> TracebackType | None:
     """The part that begins with the first frame outside gcore and Python's import; all of it if there is none."""
     frame = trace
-    while frame is not None:
-        file = frame.tb_frame.f_code.co_filename
-        ours = _OURS in Path(file).parents
-        importing = file.startswith("<frozen importlib") or "/importlib/" in file
-        if not ours and not importing:
-            return frame
+    while frame is not None and _is_ours(frame):
         frame = frame.tb_next
-    return trace
+    return frame or trace
+
+
+def _is_ours(frame: TracebackType) -> bool:
+    return str(frame.tb_frame.f_globals.get("__name__", "")).partition(".")[0] in _OURS

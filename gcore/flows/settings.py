@@ -30,8 +30,9 @@ _NOT_A_FLOWS = ("name", "seed", "model", "data")
 def flow(**settings: Mapping[str, Any]) -> Callable[[F], F]:
     """Marks a flow with its settings, section by section as in a spec. Raises ValueError for a section it may not set."""
     for section, values in settings.items():
-        if section in _NOT_A_FLOWS or section not in JobSpec.model_fields or "name" in values:
-            raise ValueError(f"a flow cannot set {section!r} so; it may set keys of any section but the job's own")
+        if section in _NOT_A_FLOWS or section not in JobSpec.model_fields or (section == "flow" and "name" in values):
+            what = "flow.name" if section == "flow" else section
+            raise ValueError(f"a flow cannot set {what!r}: it may set what is not the job's own")
 
     def marked(function: F) -> F:
         setattr(function, _SETTINGS, copy.deepcopy(dict(settings)))
