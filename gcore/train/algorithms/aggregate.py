@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 Mode = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+"""Every token weighs the same (DAPO, arXiv 2503.14476); every sequence (GRPO, GSPO); every sequence by its tokens' sum;
+that sum over a constant (Dr.GRPO, arXiv 2503.20783)."""
 
 
 def loss_sum(token_loss: Tensor, mask: Tensor, mode: Mode, horizon: float | None = None) -> Tensor:

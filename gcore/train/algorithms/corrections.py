@@ -21,7 +21,7 @@ MAX_LOG_RATIO = 20.0
 
 
 def ratio_weight(logp: Tensor, behave_logp: Tensor) -> Tensor:
-    """exp(logp - behave_logp), detached, of one shape, the log-ratio held within ±20.
+    """exp(logp - behave_logp), detached, of one shape such as [batch, tokens], the log-ratio held within ±20.
 
     As the weight of decoupled PPO (arXiv 2505.24298): π_prox / π_behave, times the PPO loss whose ratio is π / π_prox.
     """
@@ -29,9 +29,9 @@ def ratio_weight(logp: Tensor, behave_logp: Tensor) -> Tensor:
 
 
 def tis_weight(old_logp: Tensor, rollout_logp: Tensor, cap: float) -> Tensor:
-    """min(exp(old_logp - rollout_logp), cap), detached.
+    """min(exp(old_logp - rollout_logp), cap), detached: truncated importance sampling (Yao et al., 2025).
 
-    `old_logp` is the trainer's π_old, `rollout_logp` the engine's, of one shape; returns that shape. To be multiplied
+    `old_logp` is the trainer's π_old, `rollout_logp` the engine's, of one shape, such as [batch, tokens]; returns that shape. To be multiplied
     into the token losses. Raises ValueError for a cap that is not above 0.
     """
     if cap <= 0:
@@ -40,7 +40,7 @@ def tis_weight(old_logp: Tensor, rollout_logp: Tensor, cap: float) -> Tensor:
 
 
 def icepop_weight(old_logp: Tensor, rollout_logp: Tensor, *, low: float, high: float) -> Tensor:
-    """exp(old_logp - rollout_logp) where it is within [low, high], else 0 (IcePop, 2025), detached.
+    """exp(old_logp - rollout_logp) where it is within [low, high], else 0, detached: IcePop (arXiv 2510.18855).
 
     Shapes as in `tis_weight`; the tokens outside still count in the denominator. Raises ValueError unless 0 <= low < high.
     """
@@ -51,7 +51,7 @@ def icepop_weight(old_logp: Tensor, rollout_logp: Tensor, *, low: float, high: f
 def mis_mask(old_logp: Tensor, rollout_logp: Tensor, mask: Tensor, *, low: float, high: float) -> Tensor:
     """`mask` without the tokens whose ratio exp(old_logp - rollout_logp) is outside [low, high]; all [batch, tokens].
 
-    The tokens outside are not counted: denominators are those of what it returns. Raises ValueError unless 0 <= low < high.
+    Masked importance sampling as public implementations of 2025 have it. The tokens outside are not counted: denominators are those of what it returns. Raises ValueError unless 0 <= low < high.
     """
     return torch.where(_inside(ratio_weight(old_logp, rollout_logp), low, high), mask, torch.zeros_like(mask))
 

@@ -1,8 +1,8 @@
 """Estimators of the KL divergence from the reference, token by token, from samples of the policy.
 
 With d = logp - ref_logp. k1 is unbiased and may be negative; k2 and k3 never are. As a loss their gradients differ, which
-matters more than their values: that of k1 has mean zero and teaches nothing, that of k2 is the KL's own, that of k3 is
-not. "k3+" therefore shows k3's value and has k2's gradient. As a term of the reward no gradient is taken, and k1 is the
+matters more than their values (arXiv 2506.09477): that of k1 has mean zero and teaches nothing, that of k2 is the KL's own,
+that of k3 is not. "k3+" therefore shows k3's value and has k2's gradient. As a term of the reward no gradient is taken, and k1 is the
 unbiased choice.
 """
 
@@ -17,9 +17,9 @@ MAX_EXPONENT = 20.0
 
 
 def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: Literal["k1", "k2", "k3", "k3+"]) -> Tensor:
-    """k1 = d; k2 = d²/2; k3 = e^(-d) - 1 + d; "k3+" with the value of k3 and the gradient of k2.
+    """k1 = d; k2 = d²/2; k3 = e^(-d) - 1 + d (Schulman, 2020); "k3+" with the value of k3 and the gradient of k2.
 
-    Both inputs of one shape; returns that shape, in the type of `logp`. The gradient goes through `logp` only. The
+    Both inputs of one shape, such as [batch, tokens]; returns that shape, nats, in the type of `logp`. The gradient goes through `logp` only. The
     exponent is held below 20, so that a token the policy all but excludes does not overflow.
     """
     d = logp - ref_logp.detach()

@@ -63,7 +63,8 @@ def cispo_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, *, clip_low: 
 
 
 def value_loss(values: Tensor, returns: Tensor, old_values: Tensor, clip: float | None) -> Tensor:
-    """0.5·max((V - R)², (clip(V, V_old ± clip) - R)²): the critic moves no further than `clip` an update for one target.
+    """0.5·max((V - R)², (clip(V, V_old ± clip) - R)²): no gain from moving a value further than `clip` (PPO's own code,
+    described in arXiv 2005.12729).
 
     `values`, `returns` and `old_values` [batch, tokens]; None: 0.5·(V - R)². Returns [batch, tokens] in the type of
     `values`. The gradient goes through `values` only.

@@ -25,7 +25,7 @@ def at_last_token(rewards: Tensor, mask: Tensor) -> Tensor:
 
 
 def discounted(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """Return to go: G = R + gamma · G', token by token.
+    """Return to go: G = R + gamma · G', token by token (REINFORCE: Williams, 1992).
 
     `rewards` and `mask` [batch, tokens]; returns [batch, tokens] float64, 0 where `mask` is 0. With `gamma` 1 and the reward
     at the last token, every token has the reward.

@@ -21,7 +21,7 @@ def overlong_penalty(lengths: Tensor, *, longest: int, cache: int, factor: float
 
 
 def less_kl(token_rewards: Tensor, kl: Tensor, mask: Tensor, coef: float) -> Tensor:
-    """KL inside the reward: R - coef·kl at every token that counts; [batch, tokens] each, returns float64.
+    """KL inside the reward (arXiv 1909.08593): R - coef·kl at every token that counts; [batch, tokens] each, returns float64.
 
     `kl` is k1 (`kl.kl_estimate`), the unbiased one, for no gradient is taken of a reward. KL as a loss is another thing:
     it is added to the token losses, as k3 or k2.

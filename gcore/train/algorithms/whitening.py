@@ -49,7 +49,7 @@ class Moments:
 
 
 def whitened(values: Tensor, mask: Tensor, whole: Moments) -> Tensor:
-    """(value - mean) / sqrt(variance + 1e-8) by the moments of the whole step; 0 where `mask` is 0.
+    """(value - mean) / sqrt(variance + 1e-8) by the moments of the whole step; 0 where `mask` is 0 (arXiv 2501.03262).
 
     `values` and `mask` [batch, tokens]; returns [batch, tokens] float64. Values that are all the same become 0.
     """
