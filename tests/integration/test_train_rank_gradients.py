@@ -29,11 +29,12 @@ CASES = [
     "dual",
     "remax",
     "mis",
+    "padded",
     "sft",
 ]
 HALF_MASKED = ("masked", "masked-reward", "cispo", "plus", "mis")
 REFERRED = ("engine", "reward", "masked-reward", "plus", "dual", "remax", "mis", "sft")
-OFF_POLICY = ("engine", "gspo", "cispo", "dual")
+OFF_POLICY = ("engine", "gspo", "cispo", "dual", "padded")
 WORLDS = [pytest.param(size, id=f"{size} rank{'s' if size > 1 else ''}") for size in (1, 2)]
 BETA1 = 0.9
 CLOSE = {"gspo": 1e-5, "plus": 1e-5}
@@ -167,6 +168,17 @@ def test_many_updates_of_one_step_lead_to_the_weights_of_a_plain_loop(
     assert metrics["ratio_min"] < 0.8 < 1.2 < metrics["ratio_max"], "the clip acts on what earlier updates changed"
     assert metrics["learning_rate"] == pytest.approx(2e-2 / 4 if case == "updates" else 2e-2 * 3 / 4)
     assert metrics["skipped_updates"] == 0
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("size", WORLDS)
+def test_a_last_step_without_groups_leaves_the_weights_and_a_checkpoint(folder: Path, stage: int, size: int) -> None:
+    run = folder / f"empty-{stage}-{size}"
+    first = load_file(folder / "model" / "model.safetensors")
+    last = load_file(run / "checkpoints" / "0-1" / "model.safetensors")
+    assert all((value == first[name]).all() for name, value in last.items())
+    assert len((run / "receipts" / "w-0.jsonl").read_text().splitlines()) == 1
+    assert "loss" not in json.loads((run / "metrics-0.json").read_text())
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -86,11 +86,14 @@ CASES: dict[str, dict[str, Any]] = {
         "kl_coef": 0.2,
         "kl_estimator": "k2",
     },
+    "padded": {"old_logprobs": "engine", "aggregation": "seq-mean-token-mean"},
     "sft": {"loss": "sft", "kl_coef": 0.3, "kl_estimator": "k3+", "entropy_coef": 0.1},
 }
 CORRECTIONS = {"tis": "tis", "plus": "icepop", "remax": "decoupled", "mis": "mis", "updates": "decoupled"}
 SIZES = {"dual": (2, 3, 3), "mis": (3, 2, 3)}
 """Cases in which groups are of different sizes."""
+PADDING = {"padded": 2}
+"""Groups that a case's step lacks, and which count in its denominators."""
 BASELINES = (0.5, 1.0, -0.25)
 BUDGETS = {1: 30, 2: 17, 3: 1000}
 """Tokens of a micro-batch, by stage: many pieces, single samples, one piece; the gradient is the same."""
@@ -125,7 +128,12 @@ def spec(folder: Path, case: str, stage: int, **train: Any) -> dict[str, Any]:
         "name": "tiny",
         "model": {"path": str(folder / "model")},
         "data": {"path": "none"},
-        "flow": {"steps": STEPS if case == "ten" else 1, "groups_per_step": GROUPS, "samples_per_prompt": SAMPLES},
+        "flow": {
+            "name": case if case in ("remax", "sft") else "grpo",
+            "steps": STEPS if case == "ten" else 1,
+            "groups_per_step": GROUPS,
+            "samples_per_prompt": SAMPLES,
+        },
         "rollout": {
             "max_new_tokens": 12,
             "correction": CORRECTIONS.get(case, "none"),
@@ -211,7 +219,7 @@ def plain(folder: Path) -> None:
             AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float64).eval()
             for name in ("model", "reference")
         )
-        loss = plain_loss(case, model, reference)
+        loss = plain_loss(case, model, reference) * GROUPS / (GROUPS + PADDING.get(case, 0))
         loss.backward()  # type: ignore[no-untyped-call]
         gradients = {name: parameter.grad.float() for name, parameter in model.named_parameters()}
         save_file(gradients, folder / f"plain-{case}.safetensors")
@@ -443,7 +451,8 @@ def rank_process(folder: Path, rank: int, size: int) -> None:
             g.model_copy(update={"masked": m, "response_tokens": g.response_tokens[:n]})
             for g, m, n in zip(seal.groups, masked, counts, strict=True)
         )
-        cut = seal.model_copy(update={"world_size": size, "mini_batches": mini_batches, "groups": groups})
+        more = {"world_size": size, "mini_batches": mini_batches, "groups": groups, "padding": PADDING.get(case, 0)}
+        cut = seal.model_copy(update=more)
         return Work(cut, balance(cut), rank, held)
 
     made_policies: dict[str, Policy] = {}
@@ -453,6 +462,11 @@ def rank_process(folder: Path, rank: int, size: int) -> None:
             work = sealed(case, GROUPS if case in ("updates", "lonely") else 1)
             result = trainer(name, spec(folder, case, stage)).run(work, lambda phase: None)
             (folder / f"{name}-{size}" / f"metrics-{rank}.json").write_text(json.dumps(dict(result.metrics)))
+        nothing = seal.model_copy(update={"world_size": size, "groups": (), "last": True})
+        result = trainer(f"empty-{stage}", spec(folder, "engine", stage)).run(
+            Work(nothing, balance(nothing), rank, {}), lambda phase: None
+        )
+        (folder / f"empty-{stage}-{size}" / f"metrics-{rank}.json").write_text(json.dumps(dict(result.metrics)))
         work = sealed("engine", 1)
         trainer(f"still-{stage}", spec(folder, "engine", stage, learning_rate=0.0, epochs=2)).run(
             work, lambda phase: None
