@@ -63,6 +63,15 @@ STEP_STATS = MappingProxyType(
         ),
         "grad_norm": ("gcore_gradient_norm", "Global gradient norm before clipping, last committed step."),
         "learning_rate": ("gcore_learning_rate", "Learning rate of the last update."),
+        "value_loss": ("gcore_value_loss", "Loss of the critic in the last committed step."),
+        "value_mean": ("gcore_value", "Mean value of the last committed step's tokens, before it was trained."),
+        "value_explained_variance": (
+            "gcore_value_explained_variance",
+            "How much of the returns' variance the critic explains: 1 is all, 0 no more than their mean.",
+        ),
+        "value_clip_fraction": ("gcore_value_clip_ratio", "Share of tokens whose value was held back, 0 to 1."),
+        "critic_grad_norm": ("gcore_critic_gradient_norm", "The critic's gradient norm before clipping, last step."),
+        "critic_skipped_updates": ("gcore_critic_skipped_updates", "Updates of the critic skipped in the last step."),
         "filter_rate": ("gcore_filtered_ratio", "Share of the last step's prompts that were filtered, 0 to 1."),
         "prompts_per_group": ("gcore_prompts_per_group", "Prompts that a trained group took in the last step."),
         "issue_ratio": (
