@@ -92,6 +92,7 @@ bench-trainer: setup ## An optimizer step beside a plain PyTorch loop; benchmark
 
 bench-flows: prepare ## Every built-in flow's example once: accuracy and seconds; benchmarks/results/flows.json
 	@$(TEST_ENV) $(BIN)/python benchmarks/flows.py $(BENCH_ARGS)
+	@$(BIN)/python benchmarks/flows_page.py
 
 bench-page: setup ## docs/performance.md's tables from benchmarks/results
 	@$(BIN)/python benchmarks/page.py

@@ -1,9 +1,11 @@
 """Every built-in flow on the arithmetic example: held-out accuracy before, on the way and after, and how long it took.
 
-    make bench-flows                      each flow once; writes benchmarks/results/flows.json
-    ... BENCH_ARGS="--steps 4 --only rloo --out /tmp/flows.json"
+    make bench-flows                      each flow once; benchmarks/results/flows.json, docs/flows.md, docs/flows.svg
+    ... BENCH_ARGS="--only rloo"          that one again; the others stay as they were measured
+    ... BENCH_ARGS="--steps 4 --out /tmp/flows.json"
 
-One run of each, so a figure here has no spread: it says what a flow reaches, not which of two is better.
+One run of each, so a figure here has no spread: it says what a flow reaches, not which of two is better. Each run says when, at
+which commit and under what load it was taken.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from measured import RESULTS, ROOT, circumstances
 
 FLOWS = ("grpo", "dapo", "ppo", "remax", "rloo", "reinforce_pp", "sft")
 EXAMPLES = ROOT / "examples" / "arithmetic"
+WHAT = "gcore run examples/arithmetic/FLOW.yaml, two controllers on two CPU slots, one run each"
 GOAL = 0.20
 """By how much the held-out accuracy is to rise."""
 
@@ -65,19 +68,18 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=None, help="fewer steps than the examples have")
     parser.add_argument("--out", type=Path, default=RESULTS / "flows.json")
     arguments = parser.parse_args()
-    result = {
-        "what": "gcore run examples/arithmetic/FLOW.yaml, two controllers on two CPU slots, one run each",
-        **circumstances("torch", "deepspeed", "transformers"),
-        "goal": GOAL,
-        "runs": [],
-    }
+    known = json.loads(arguments.out.read_text())["runs"] if arguments.out.exists() else []
+    runs = {run["flow"]: run for run in known}
     for flow in arguments.only:
-        found = one_run(flow, arguments.steps)
-        result["runs"].append(found)
+        if not (EXAMPLES / f"{flow}.yaml").exists():
+            raise SystemExit(f"{EXAMPLES / flow}.yaml is not there")
+        taken = circumstances("torch", "deepspeed", "transformers")
+        found = runs[flow] = one_run(flow, arguments.steps) | taken
         rose = f"{found['accuracy_before']:.1%} to {found['accuracy_after']:.1%}"
         print(f"{flow}: {rose} in {found['steps']} steps, {found['seconds']:.0f} s", flush=True)
         # After each: what was measured is not lost with a later one.
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        result = {"what": WHAT, "goal": GOAL, "runs": [runs[name] for name in FLOWS if name in runs]}
         arguments.out.write_text(json.dumps(result, indent=2) + "\n")
     print(arguments.out)
 

@@ -23,7 +23,8 @@ def test_its_tables_are_those_of_the_committed_results(page: Any) -> None:
 
 
 def test_every_result_has_its_place_on_the_page(page: Any) -> None:
-    assert {file.stem for file in page.RESULTS.glob("*.json")} == set(page.PARTS)
+    elsewhere = {"flows"}  # docs/flows.md
+    assert {file.stem for file in page.RESULTS.glob("*.json")} - elsewhere == set(page.PARTS)
 
 
 def test_a_figure_that_was_changed_by_hand_is_found(page: Any) -> None:
