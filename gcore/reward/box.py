@@ -93,6 +93,7 @@ class Box:
             "readable": self._readable,
             "paths": self._paths,
             "uid": uid,
+            "parent": os.getpid(),
             "report": theirs,
         }
         try:

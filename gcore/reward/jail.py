@@ -1,9 +1,10 @@
 """Runs a foreign Python program so that it can compute, and nothing else: `jail.py < REQUEST`.
 
 The request is a JSON object: `program`; `tests`, a list of statements run after it; `input`, what the program reads from
-standard input; `memory_mb`, `cpu_s`, `threads`; `readable`, the files and folders that Python itself needs; `paths`, where packages may be imported from; `uid`, a user that nothing else runs as, or null if there is
-none to become; `report`, a descriptor. Descriptor 1 is the program's output; what became of the program and its tests is
-written to `report`. Between reading the request and running the program the process gives up, for ever and in this order:
+standard input; `memory_mb`, `cpu_s`, `threads`; `readable`, the files and folders that Python itself needs; `paths`, where
+packages may be imported from; `uid`, a user that nothing else runs as, or null if there is none to become; `parent`, with which
+it dies; `report`, a descriptor. Descriptor 1 is the program's output; what became of the program and its tests is written to
+`report`. Between reading the request and running the program the process gives up, for ever and in this order:
 
 1. resources (rlimits): addresses, processor time, processes and threads, open files; files cannot grow at all;
 2. its user, for one that nothing else runs as (if it is root), and every capability but to look into folders: Python may be
@@ -73,14 +74,13 @@ def main() -> None:
 
 def shut_in(request: dict[str, Any]) -> None:
     """Give up all that the program must not have. Raises OSError if a step of it cannot be done."""
-    parent = os.getppid()
     sys.path.extend(request["paths"])
     # Libraries are opened before the files they lie in are out of reach.
     libc, seccomp = ctypes.CDLL(None, use_errno=True), ctypes.CDLL("libseccomp.so.2", use_errno=True)
     limit_resources(request["memory_mb"], request["cpu_s"], request["threads"])
     drop_rank(libc, request["uid"])
     _checked(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "die with the parent")
-    if os.getppid() != parent:
+    if os.getppid() != request["parent"]:  # it died before we asked
         os._exit(70)
     _checked(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "give up new privileges")
     shut_files(libc, request["readable"])
