@@ -17,6 +17,7 @@ from cluster_run import Outcome, gcore, processes_of
 
 from gcore.clock import SystemClock
 from gcore.config.cluster import LocalCluster
+from gcore.ledger.job import Evaluation
 from gcore.ledger.records import EpochRecord
 from gcore.store.client import EtcdStore
 from gcore.store.keys import JobKeys
@@ -36,7 +37,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     for name, count in (("digits", 6), ("letters", 5)):
         # One of the digits' prompts is longer than the spec allows.
         texts = [f"{name} {n}" if n < 5 else f"{name} {n}, and many more" for n in range(count)]
-        lines = [json.dumps({"prompt": text, "answer": "x", "level": n}) for n, text in enumerate(texts)]
+        lines = [json.dumps({"prompt": text, "answer": "x", "none": "", "level": n}) for n, text in enumerate(texts)]
         (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
     home = folder / "home"
     gcore("up", "--home", str(home), "--controllers", "2", "--slots", "cpu:2")
@@ -59,8 +60,21 @@ def run(home: Path, name: str, changes: dict[str, Any]) -> Outcome:
         "flow": {"steps": 4, "groups_per_step": 8, "samples_per_prompt": 2},
         "rollout": {"max_new_tokens": 5, "stop": STOP},
         "reward": {"name": "exact"},
-        "checkpoint": {"every": 2},
-        "eval": {"sources": [{"name": "digits", "path": "digits.jsonl"}, {"name": "letters", "path": "letters.jsonl"}]},
+        "checkpoint": {"every": 2, "keep": 1, "best": "letters/pass@4"},
+        "eval": {
+            "every": 3,
+            "sources": [
+                {"name": "digits", "path": "digits.jsonl"},
+                {
+                    "name": "letters",
+                    "path": "letters.jsonl",
+                    "samples": 4,
+                    "temperature": 1.0,
+                    "pass_k": [1, 2, 4],
+                    "reward": {"name": "exact", "answer": "none"},  # right is who says nothing, now and then
+                },
+            ],
+        },
     }
     for section, fields in changes.items():
         spec[section] = spec[section] | fields
@@ -91,19 +105,50 @@ def check(outcome: Outcome) -> dict[str, Any]:
     return sources
 
 
-def begun_epochs(home: Path, uid: str) -> list[EpochRecord]:
-    """The records of epochs in the store."""
+def records_of(home: Path, uid: str, prefix: str) -> dict[str, bytes]:
+    """What stands in the store under a prefix of the job's, by key."""
 
-    async def listed() -> list[EpochRecord]:
+    async def listed() -> dict[str, bytes]:
         cluster = LocalCluster.load(home)
         assert cluster is not None
         store = await EtcdStore.connect((cluster.etcd.endpoint,), clock=SystemClock())
         try:
-            return [EpochRecord.decode(kv.value) for kv in (await store.list(JobKeys(uid).epoch_prefix)).kvs]
+            return {kv.key: kv.value for kv in (await store.list(f"{JobKeys(uid).prefix}{prefix}")).kvs}
         finally:
             await store.close()
 
     return asyncio.run(listed())
+
+
+def check_evaluations(home: Path, summary: dict[str, Any]) -> None:
+    """Both controllers answered, each set was drawn and counted as it says, and the best checkpoint is kept."""
+    records = records_of(home, summary["uid"], "eval/")
+    evaluations = sorted(
+        (Evaluation.decode(value, key) for key, value in records.items()), key=lambda e: e.version.step
+    )
+    assert [e.version.step for e in evaluations] == [0, 3, 4]
+    assert records_of(home, summary["uid"], "evalpart/") == {}
+    assert len(evaluations[-1].responses_by) == 2, "each controller has a part of it"
+    for one in evaluations:
+        assert sum(one.responses_by.values()) == 6 + 4 * 5
+        assert set(one.by_source["digits"].metrics) == {"mean@1", "pass@1"}
+        metrics = one.by_source["letters"].metrics
+        assert set(metrics) == {"mean@4", "pass@1", "pass@2", "pass@4"}
+        assert 0.0 < metrics["mean@4"] == metrics["pass@1"] <= metrics["pass@2"] <= metrics["pass@4"]
+    assert summary["sources"]["letters"]["eval_after"] == evaluations[-1].by_source["letters"].metrics
+    best = summary["best"]
+    values = {e.version.step: e.by_source["letters"].metrics["pass@4"] for e in evaluations}
+    assert best["value"] == max(values.values())
+    assert best["step"] == min(step for step, value in values.items() if value == best["value"])
+    kept = {folder.name.split("-")[1] for folder in (Path(summary["run_dir"]) / "checkpoints").iterdir()}
+    assert {int(step) for step in kept} >= {4, best["step"]} - {0}, "the newest and the best"
+    assert (Path(best["checkpoint"]) / "config.json").is_file() if best["step"] else best["checkpoint"] == ""
+
+
+def begun_epochs(home: Path, uid: str) -> list[EpochRecord]:
+    """The records of epochs in the store."""
+
+    return [EpochRecord.decode(value) for value in records_of(home, uid, "epoch/").values()]
 
 
 @pytest.mark.parametrize(
@@ -119,6 +164,7 @@ def test_truncated_responses_in_a_whole_run(home: Path, policy: str, data: dict[
     """With 17 prompts an epoch the four steps reach into the second, and where groups are dropped beyond it."""
     outcome = run(home, f"truncated-{policy}", {"rollout": {"truncated": policy}, "data": data})
     sources = check(outcome)
+    check_evaluations(home, outcome.summary)
     cut_off = [source["truncated"] for source in sources.values()]
     if policy == "drop_group":
         assert cut_off == [0.0, 0.0]

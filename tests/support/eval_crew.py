@@ -67,6 +67,8 @@ class Engines:
         self.text = text
         self.asked: list[tuple[SamplingParams, list[int], list[int]]] = []
         self.hangs = False
+        self.gives_up = asyncio.Event()
+        """What hangs runs into its time limit."""
         self.errors = 0
         self.version: Version | None = FIRST
 
@@ -79,7 +81,8 @@ class Engines:
         tokens = [ids[0] for ids in prompts]
         self.asked.append((params, tokens, list(seeds)))
         if self.hangs:
-            await asyncio.Event().wait()
+            await self.gives_up.wait()
+            raise EngineError("no answer in time")
         await asyncio.sleep(0)
         if self.errors:
             self.errors -= 1
@@ -123,6 +126,7 @@ class Crew:
         self.clock = FakeClock()
         self.cluster = MemoryCluster(self.clock)
         self.changes = Changes()
+        self._mirror = JobMirror(KEYS)
         self.engines = {name: Engines(text) for name in peers}
         head = chain.base(1, "w", Writer("a", "n")).head
         places = tuple(EnginePlace(node=f"node-{name}", slot="cpu:0") for name in peers)
@@ -137,8 +141,11 @@ class Crew:
     @property
     def mirror(self) -> JobMirror:
         """What the store holds now: nobody is ever late here."""
-        listing = self.cluster.listing(KEYS.prefix)
-        return JobMirror(KEYS).fold(WatchBatch(tuple(WatchEvent("put", kv) for kv in listing.kvs), listing.revision))
+        if self._mirror.revision != self.cluster.revision:
+            kvs = self.cluster.listing(KEYS.prefix).kvs
+            batch = WatchBatch(tuple(WatchEvent("put", kv) for kv in kvs), self.cluster.revision)
+            self._mirror = JobMirror(KEYS).fold(batch)
+        return self._mirror
 
     @property
     def evaluations(self) -> dict[str, Evaluation]:
@@ -174,11 +181,12 @@ class Crew:
     async def settle(self, seconds: float = 0.0) -> None:
         """Let everybody do what there is to do, `seconds` later."""
         await self.clock.advance(seconds)
-        for _ in range(50):
+        quiet = 0
+        while quiet < 3 and not all(task.done() for task in self.tasks.values()):
+            before = self.changes.count, self.cluster.revision
             self.changes.notify()
             await self.clock.settle()
-            if not self.tasks or all(task.done() for task in self.tasks.values()):
-                break
+            quiet = quiet + 1 if (self.changes.count, self.cluster.revision) == (before[0] + 1, before[1]) else 0
 
     async def finish(self, limit_s: float = 300.0) -> Evaluation:
         """The evaluation of the first weights, once all who started have ended. Raises what one of them raised."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 
 import pytest
 from eval_crew import FIRST, KEYS, Crew, anonymous, coin
@@ -234,3 +235,46 @@ async def test_without_at_start_the_first_weights_are_not_evaluated() -> None:
     while not all(task.done() for task in crew.tasks.values()):
         await crew.settle(1.0)
     assert set(crew.evaluations) == {"0.4"}
+
+
+class Unreliable(PerfectNetwork):
+    """Loses requests and replies of writes, as its generator draws."""
+
+    def __init__(self, crew: Crew, draw: random.Random) -> None:
+        super().__init__(crew.clock)
+        self._draw = draw
+
+    async def request(self, call: Call) -> Fate:
+        lost = [Fate.LOSE_REQUEST, Fate.LOSE_REPLY]
+        return self._draw.choice(lost) if call.kind == "transact" and self._draw.random() < 0.3 else Fate.DELIVER
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_whatever_fails_on_the_way_the_same_is_recorded(seed: int) -> None:
+    """Writes are lost, engines break, hang and lose their weights, peers die; in the end all is well again."""
+    calm = Crew(SIZES, DRAWN)
+    calm.start()
+    undisturbed = anonymous(await calm.finish())
+    draw = random.Random(seed)
+    names = ["a", "b", "c", "d"]
+    crew = Crew(SIZES, DRAWN, peers=names)
+    for store in crew.stores.values():
+        store.network = Unreliable(crew, draw)
+    crew.start()
+    for _ in range(8):
+        for engines in crew.engines.values():
+            engines.errors = draw.choice([0, 0, 2])
+            engines.hangs = draw.random() < 0.4
+            engines.version = draw.choice([FIRST, FIRST, None])
+        if len(crew.tasks) > 1 and draw.random() < 0.2:
+            crew.leave(draw.choice(sorted(crew.tasks)))
+        await crew.settle(draw.choice([0.2, 1.0, TAKEOVER_S]))
+        if crew.evaluations:
+            break
+    for engines in crew.engines.values():
+        engines.errors, engines.hangs, engines.version = 0, False, FIRST
+        engines.gives_up.set()
+    for name in crew.tasks:
+        crew.stores[name].network = PerfectNetwork(crew.clock)
+    assert anonymous(await crew.finish()) == undisturbed
+    assert crew.parts == []
