@@ -36,6 +36,25 @@ def test_nothing_is_lost_and_nothing_trained_twice(seed: int) -> None:
     assert asyncio.run(story()) >= 3
 
 
+@pytest.mark.parametrize("staleness", [1, 2])
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + max(1, SEEDS // 8)))
+def test_nor_where_what_a_step_leaves_over_goes_on(seed: int, staleness: int) -> None:
+    """What is in flight outlives steps, changes of weights and rollbacks; what is trained is within the bound."""
+
+    async def story() -> tuple[int, int]:
+        simulation = Simulation(seed, replace(RULES, staleness=staleness))
+        simulation.start()
+        await simulation.faulty(250)
+        head = simulation.fresh().head
+        assert head is not None
+        await simulation.calm(head.record.step + 6)
+        return simulation.fresh().head.record.step, simulation.mixed
+
+    steps, mixed = asyncio.run(story())
+    assert steps >= 6
+    assert mixed >= 1
+
+
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + max(1, SEEDS // 8)))
 def test_with_a_curriculum_every_epoch_goes_by_one_record(seed: int) -> None:
     async def story() -> tuple[int, int]:

@@ -17,7 +17,7 @@ import random
 from dataclasses import dataclass, field
 
 from controllers.assignment import assign_shards
-from gcore.ledger import chain, epochs, transactions
+from gcore.ledger import carried, chain, epochs, transactions
 from gcore.ledger.ancestry import is_acceptable, is_ancestor, resumable
 from gcore.ledger.audit import Receipt, audit
 from gcore.ledger.balance import balance
@@ -25,7 +25,7 @@ from gcore.ledger.chain import Writer
 from gcore.ledger.guarded import Ledger, Stored, Transaction
 from gcore.ledger.job import EnginePlace, JobPhase, JobStatus, Plan, RankPlace
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records import Checkpoint, EndedRef, LogEntry, Offer, OfferedGroup, Seal, SealState
+from gcore.ledger.records import Checkpoint, EndedRef, Head, InFlightRef, LogEntry, Offer, OfferedGroup, Seal, SealState
 from gcore.ledger.rules import is_over, last_position
 from gcore.ledger.shortage import why_short
 from gcore.ledger.stream import AccountNow, Offered, SealNow, Short, StreamRules, choose, due, refuse_seal
@@ -80,6 +80,8 @@ class Controller:
     lease: int
     groups: dict[PromptRef, OfferedGroup] = field(default_factory=dict)
     outcomes: dict[PromptRef, EndedRef] = field(default_factory=dict)
+    flights: dict[PromptRef, Version] = field(default_factory=dict)
+    """What goes on from step to step, with the weights it was begun with; nothing at staleness 0."""
 
 
 class Simulation:
@@ -94,6 +96,8 @@ class Simulation:
         self.issued: dict[tuple[PromptRef, str, Version], Version] = {}
         """The record under which each ref of a later epoch was produced, by whom, with which weights."""
         self.begun = 0
+        self.mixed = 0
+        """Groups that several versions made."""
         self.chance = random.Random(seed)
         self.clock = FakeClock()
         self.cluster = MemoryCluster(self.clock)
@@ -219,6 +223,7 @@ class Simulation:
             return
         seal = slots.slots.get(slots.head.record.step + 1)
         deeds = ["produce", "offer", "assign", "register", "rollback"] + ["begin"] * (2 * self.curriculum)
+        deeds += ["finish"] * (2 * (self.rules.staleness > 0))
         if seal is None or seal.record.state is SealState.OPEN:
             deeds += ["seal"] * 4
         elif seal.record.state is SealState.SEALED:
@@ -227,28 +232,54 @@ class Simulation:
             deeds += ["apply", "apply", "commit", "commit"]
         await getattr(self, self.chance.choice(deeds))(who, slots, seal.record if seal else None)
 
+    def offered(self, who: Controller, head: Head) -> Offered:
+        return Offered.collect(self.rules, head, [stored.record for stored in who.mirror.offers.values()])
+
+    def due(self, who: Controller, slots: OpenSlots) -> tuple[PromptRef, ...]:
+        head = slots.head.record
+        rule = carried.due if self.rules.staleness else due
+        return rule(self.rules, head, slots.seals, self.offered(who, head))
+
+    async def finish(self, who: Controller, slots: OpenSlots, seal: Seal | None) -> None:
+        """Some of what is in flight is finished, with whatever weights its engine has by now; some is given up."""
+        version = slots.head.record.version
+        for ref, begun in list(who.flights.items()):
+            if self.chance.random() < 0.5:
+                continue
+            del who.flights[ref]
+            if self.chance.random() < 0.9:
+                versions = tuple(sorted({begun, version}))
+                self.mixed += len(versions) > 1
+                self.make(who, ref, versions)
+
+    def make(self, who: Controller, ref: PromptRef, versions: tuple[Version, ...]) -> None:
+        """A group of these weights, or that it is filtered."""
+        if self.chance.random() < self.filter_rate:
+            ended = EndedRef(ref=ref, kind="filtered", reason="constant", holder=who.name, versions=versions[-1:])
+            who.outcomes[ref] = ended
+        else:
+            who.groups[ref] = OfferedGroup(
+                ref=ref,
+                digest=f"{who.name}:{ref}:{'-'.join(map(str, versions))}",
+                prompt_tokens=2,
+                response_tokens=(1, 2),
+                versions=versions,
+            )
+
     async def produce(self, who: Controller, slots: OpenSlots, seal: Seal | None) -> None:
         head = slots.head.record
-        offers = [stored.record for stored in who.mirror.offers.values()]
         begun = epochs.standing(head, [stored.record for stored in who.mirror.epochs.values()])
-        for ref in due(self.rules, head, slots.seals, Offered.collect(self.rules, head, offers)):
-            if ref in who.groups or ref in who.outcomes:
+        for ref in self.due(who, slots):
+            if ref in who.groups or ref in who.outcomes or ref in who.flights:
                 continue
             if self.curriculum and ref.data_epoch > 0:
                 if ref.data_epoch not in begun:
                     continue
                 self.issued[ref, who.name, head.version] = begun[ref.data_epoch].version
-            if self.chance.random() < self.filter_rate:
-                ended = EndedRef(ref=ref, kind="filtered", reason="constant", holder=who.name, versions=(head.version,))
-                who.outcomes[ref] = ended
+            if self.rules.staleness:
+                who.flights[ref] = head.version
             else:
-                who.groups[ref] = OfferedGroup(
-                    ref=ref,
-                    digest=f"{who.name}:{ref}:{head.version}",
-                    prompt_tokens=2,
-                    response_tokens=(1, 2),
-                    versions=(head.version,),
-                )
+                self.make(who, ref, (head.version,))
 
     async def begin(self, who: Controller, slots: OpenSlots, seal: Seal | None) -> None:
         """Fix the statistics of the epoch that is needed next, as this view has them."""
@@ -269,7 +300,12 @@ class Simulation:
         await self.run(txn, who)
 
     async def offer(self, who: Controller, slots: OpenSlots, seal: Seal | None) -> None:
-        record = Offer(incarnation=who.name, groups=tuple(who.groups.values()), outcomes=tuple(who.outcomes.values()))
+        record = Offer(
+            incarnation=who.name,
+            groups=tuple(who.groups.values()),
+            outcomes=tuple(who.outcomes.values()),
+            in_flight=tuple(InFlightRef(ref=ref, version=version) for ref, version in who.flights.items()),
+        )
         await self.run(transactions.offer(KEYS, who.mirror.offers.get(who.name), record, who.lease), who)
 
     async def assign(self, who: Controller, slots: OpenSlots, seal: Seal | None) -> None:
@@ -279,8 +315,8 @@ class Simulation:
 
     async def seal(self, who: Controller, slots: OpenSlots, seal: Seal | None) -> None:
         head = slots.head.record
-        offers = [stored.record for stored in who.mirror.offers.values()]
-        chosen = choose(self.rules, head, slots.seals, Offered.collect(self.rules, head, offers))
+        rule = carried.choose if self.rules.staleness else choose
+        chosen = rule(self.rules, head, slots.seals, self.offered(who, head))
         assert who.mirror.plan is not None
         if isinstance(chosen, SealNow) and refuse_seal(self.rules, head, slots.seals, chosen) is None:
             await self.run(transactions.seal(KEYS, slots, chosen, who.mirror.plan.record, 2, who.name), who)
@@ -394,8 +430,12 @@ class Simulation:
         head = who.mirror.head.record
         for ref, group in list(who.groups.items()):
             gone = head.cursors.is_terminal(self.rules.shape, ref)
-            if gone or not is_acceptable(head, head.step + 1, group.versions, 0):
+            if gone or not is_acceptable(head, head.step + 1, group.versions, self.rules.staleness):
                 del who.groups[ref]
+        for ref, version in list(who.flights.items()):
+            gone = head.cursors.is_terminal(self.rules.shape, ref)
+            if gone or not is_acceptable(head, head.step + 1, (version,), self.rules.staleness):
+                del who.flights[ref]
         for ref, ended in list(who.outcomes.items()):
             gone = head.cursors.is_terminal(self.rules.shape, ref)
             if gone or not all(is_ancestor(head, version) for version in ended.versions):
