@@ -25,9 +25,7 @@ class TrackerSpec(Section):
 class SamplesSpec(Section):
     """Which prompts and responses are kept in the run's folder for `gcore samples`."""
 
-    every: PositiveInt = Field(
-        1, description="Steps between steps whose samples are kept; the first always are"
-    )
+    every: PositiveInt = Field(1, description="Steps between steps whose samples are kept; the first always are")
     groups: Annotated[int, Field(ge=0)] = Field(
         64, description="Groups kept of a step, of each controller; spread evenly over the step. 0: none are kept"
     )
