@@ -25,6 +25,8 @@ from gcore.ledger.job import Evaluation, JobRecord, JobStatus
 from gcore.ledger.records import LogEntry
 
 VERSION = 1
+NO_FIGURES = {"schema_version", "version", "samples", "by", "responses_by"}
+"""Of an evaluation: what is no figure of the model's."""
 Line = dict[str, Any]
 
 
@@ -116,9 +118,9 @@ def decode(line: bytes) -> Line | None:
 
 
 def numbers(tree: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """The finite numbers of a tree, those of sections as "section/name"."""
+    """The finite numbers of a tree by name, those of sections as "section/name"."""
     found: dict[str, float] = {}
-    for name, value in tree.items():
+    for name, value in sorted(tree.items()):
         if isinstance(value, Mapping):
             found |= numbers(value, f"{prefix}{name}/")
         elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
@@ -146,6 +148,6 @@ def _entry(entry: LogEntry, step_before: int, job: JobRecord) -> Line:
 
 
 def _evaluation(id_: str, evaluation: Evaluation) -> Line:
-    shown = evaluation.model_dump(mode="json", exclude={"schema_version", "version", "samples", "by"})
+    shown = evaluation.model_dump(mode="json", exclude=NO_FIGURES)
     version = evaluation.version
     return {"kind": "eval", "id": id_, "lineage": version.lineage, "step": version.step, "metrics": numbers(shown)}
