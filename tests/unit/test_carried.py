@@ -1,0 +1,183 @@
+"""What is due, and what a seal takes and waits for, where steps may train what older weights made."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gcore.ledger import chain
+from gcore.ledger.carried import awaited, choose, due, staleness_stats, steps_left
+from gcore.ledger.chain import Writer
+from gcore.ledger.records import EndedRef, Head, InFlightRef, Offer, OfferedGroup
+from gcore.ledger.rules import StreamRules
+from gcore.ledger.stream import AccountNow, NotYet, Offered, SealNow, in_order, refuse_seal
+from gcore.prompts.cursor import shard_lengths
+from gcore.types import PromptRef, Version
+
+WRITER = Writer("a.1", "n")
+
+
+def rules(staleness: int = 1, *, prompts: int = 40, shards: int = 4, window: int = 8, quota: int = 4) -> StreamRules:
+    return StreamRules(shard_lengths(prompts, shards), window, quota, staleness=staleness)
+
+
+def at(step: int, shards: int = 4) -> Head:
+    return chain.base(shards, "w", WRITER).head.model_copy(update={"step": step})
+
+
+def group(ref: PromptRef, *steps: int) -> OfferedGroup:
+    versions = tuple(Version(0, step) for step in steps)
+    return OfferedGroup(ref=ref, digest=str(ref), prompt_tokens=3, response_tokens=(2, 2), versions=versions)
+
+
+def offer(*groups: OfferedGroup, flying: dict[PromptRef, int] | None = None, name: str = "a") -> Offer:
+    in_flight = tuple(InFlightRef(ref=ref, version=Version(0, step)) for ref, step in (flying or {}).items())
+    return Offer(incarnation=name, groups=groups, in_flight=in_flight)
+
+
+def refs(r: StreamRules, head: Head, count: int) -> list[PromptRef]:
+    return list(in_order(r, head, ()))[:count]
+
+
+def sealed(chosen: object) -> list[PromptRef]:
+    assert isinstance(chosen, SealNow)
+    return [one.ref for one in chosen.groups]
+
+
+def test_a_seal_takes_what_is_offered_and_does_not_wait_for_the_oldest() -> None:
+    r, head = rules(), at(0)
+    first = refs(r, head, 6)
+    known = Offered.collect(r, head, [offer(*(group(ref, 0) for ref in first[1:5]), flying={first[0]: 0})])
+    assert sealed(choose(r, head, (), known)) == first[1:5]
+
+
+def test_what_was_begun_for_an_earlier_step_comes_before_what_stands_earlier_in_the_order() -> None:
+    r, head = rules(), at(1)
+    first = refs(r, head, 6)
+    groups = [group(ref, 1) for ref in first[:4]] + [group(first[4], 0, 1), group(first[5], 0)]
+    known = Offered.collect(r, head, [offer(*groups)])
+    assert sealed(choose(r, head, (), known)) == [first[4], first[5], first[0], first[1]]
+
+
+def test_a_seal_waits_for_what_would_be_too_old_after_it_though_the_quota_is_there() -> None:
+    r, head = rules(), at(1)
+    first = refs(r, head, 6)
+    known = Offered.collect(r, head, [offer(*(group(ref, 1) for ref in first[1:]), flying={first[0]: 0})])
+    assert choose(r, head, (), known) == NotYet(first[0], 1)
+    assert awaited(r, head, (), known) == (first[0],)
+
+
+def test_what_has_a_step_left_is_waited_for_only_if_a_quota_of_it_is_left_already() -> None:
+    """With two steps left for twelve prompts of four a step, four of them must be in this one."""
+    r, head = rules(2), at(1)
+    first = refs(r, head, 14)
+    newer = [group(ref, 1) for ref in first[8:12]]
+    few = Offered.collect(r, head, [offer(*newer, flying=dict.fromkeys(first[:4], 0))])
+    many = Offered.collect(r, head, [offer(*newer, flying=dict.fromkeys(first[:8], 0))])
+    assert sealed(choose(r, head, (), few)) == first[8:12]
+    assert isinstance(choose(r, head, (), many), NotYet)
+    assert awaited(r, head, (), many) == tuple(first[:8])
+
+
+def test_nothing_is_waited_for_that_is_too_old_already_or_whose_holder_is_gone() -> None:
+    r, head = rules(), at(2)
+    first = refs(r, head, 6)
+    known = Offered.collect(r, head, [offer(*(group(ref, 2) for ref in first[1:5]), flying={first[0]: 0})])
+    assert sealed(choose(r, head, (), known)) == first[1:5]
+    assert first[0] in due(r, head, (), known)
+
+
+def test_nothing_new_is_issued_while_k_and_one_quotas_are_offered_or_in_flight() -> None:
+    r, head = rules(), at(1)
+    first = refs(r, head, 12)
+    assert due(r, head, (), Offered({}, {})) == tuple(first[:8])
+    held = offer(*(group(ref, 0) for ref in first[2:5]), flying=dict.fromkeys(first[5:8], 0))
+    assert due(r, head, (), Offered.collect(r, head, [held])) == tuple(first[:2])
+    full = offer(*(group(ref, 0) for ref in first[:5]), flying=dict.fromkeys(first[5:8], 0), name="b")
+    assert due(r, head, (), Offered.collect(r, head, [full])) == ()
+
+
+def test_what_a_dead_holder_had_is_issued_before_anything_new() -> None:
+    r, head = rules(), at(1)
+    first = refs(r, head, 12)
+    left = offer(*(group(ref, 0) for ref in first[3:6]), flying={first[6]: 0})
+    wanted = due(r, head, (), Offered.collect(r, head, [left]))
+    assert wanted == (*first[:3], first[7])
+
+
+def test_towards_the_end_no_more_is_issued_than_the_last_steps_take() -> None:
+    r = StreamRules(shard_lengths(40, 4), 8, 4, staleness=2, steps=3)
+    assert [len(due(r, at(step), (), Offered({}, {}))) for step in range(4)] == [12, 8, 4, 0]
+
+
+def test_an_offer_that_names_nothing_in_flight_is_written_as_before() -> None:
+    assert b"in_flight" not in Offer(incarnation="a").encode()
+    named = offer(flying={PromptRef(0, 0, 0): 3})
+    assert Offer.decode(named.encode()) == named
+
+
+def test_of_two_holders_that_both_have_begun_a_prompt_the_older_counts() -> None:
+    r, head = rules(2), at(2)
+    ref = refs(r, head, 1)[0]
+    both = [offer(flying={ref: 1}, name="a"), offer(flying={ref: 0}, name="b")]
+    assert Offered.collect(r, head, both).in_flight == {ref: Version(0, 0)}
+
+
+def test_a_step_tells_how_old_its_weights_were() -> None:
+    r, head = rules(2), at(2)
+    first = refs(r, head, 4)
+    groups = [group(first[0], 0, 2), group(first[1], 1), group(first[2], 2), group(first[3], 1, 2)]
+    chosen = choose(r, head, (), Offered.collect(r, head, [offer(*groups)]))
+    assert isinstance(chosen, SealNow)
+    seal = chain.sealed(None, head, chosen, world_size=1, mini_batches=1, sealer="a")
+    assert staleness_stats(seal) == {"staleness": 1.0, "staleness_max": 2.0, "mixed_groups": 2.0}
+
+
+@given(st.integers(1, 3), st.integers(1, 5), st.integers(2, 6), st.integers(1, 7), st.data())
+def test_whatever_is_sealed_is_fresh_enough_and_taken_once_and_nothing_gets_stuck(
+    staleness: int, shards: int, window: int, quota: int, data: st.DataObject
+) -> None:
+    """Arbitrary prompts finish, are filtered or go on at every look; what a seal waits for is finished then."""
+    r = rules(staleness, prompts=shards * 3 + 1, shards=shards, window=window, quota=quota)
+    head = at(0, shards)
+    groups: dict[PromptRef, OfferedGroup] = {}
+    outcomes: dict[PromptRef, EndedRef] = {}
+    flying: dict[PromptRef, int] = {}
+    ended: set[PromptRef] = set()
+    for _ in range(12):
+        held = Offer(
+            incarnation="a",
+            groups=tuple(groups.values()),
+            outcomes=tuple(outcomes.values()),
+            in_flight=offer(flying=flying).in_flight,
+        )
+        known = Offered.collect(r, head, [held])
+        assert set(known.in_flight) == set(flying), "what is in flight never becomes too old"
+        late = set(awaited(r, head, (), known))
+        chosen = choose(r, head, (), known)
+        if isinstance(chosen, NotYet):
+            flying |= dict.fromkeys(due(r, head, (), known), head.step)
+            assert flying
+            for ref in sorted(flying):
+                what = "g" if ref in late else data.draw(st.sampled_from("gfn"))
+                if what == "g":
+                    groups[ref] = group(ref, *sorted({flying.pop(ref), head.step}))
+                elif what == "f":
+                    outcomes[ref] = EndedRef(ref=ref, kind="filtered", versions=(Version(0, flying.pop(ref)),))
+            continue
+        if isinstance(chosen, AccountNow):
+            advance = chain.accounted(head, chosen.outcomes, r.shape, WRITER)
+        else:
+            assert isinstance(chosen, SealNow)
+            if refuse_seal(r, head, (), chosen) is not None:
+                assert not chosen.groups
+                continue
+            assert all(steps_left(r, head, one.versions[0]) >= 0 for one in chosen.groups)
+            seal = chain.sealed(None, head, chosen, world_size=2, mini_batches=2, sealer="a")
+            advance = chain.committed(head, chain.readied(seal), r.shape, WRITER, keep_cursors=False)
+        gone = {one.ref for one in advance.entry.delta}
+        assert not gone & ended
+        ended |= gone
+        head = advance.head
+        groups = {ref: one for ref, one in groups.items() if ref not in gone}
+        outcomes = {ref: one for ref, one in outcomes.items() if ref not in gone}
