@@ -1,0 +1,161 @@
+"""Several rewards as one, and what a spec may say of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from plug_in_package import Install, installer
+
+from gcore.config import parse_spec
+from gcore.config.reward import RewardPart
+from gcore.config.spec import RewardSpec
+from gcore.errors import SpecError
+from gcore.plugins import PluginFault
+from gcore.reward.composed import OpenReward
+from gcore.reward.registry import CheckedReward, RewardError, RewardResult
+
+ANSWER = {"prompt": "", "answer": "46", "other": "x"}
+Parts = list[dict[str, Any]]
+PARTS: Parts = [
+    {"name": "numeric", "weight": 2.0},
+    {"name": "regex", "label": "form", "options": {"pattern": r"The answer is \d+\."}, "weight": 0.5},
+]
+
+
+def reward(parts: Parts, compose: str = "sum") -> Callable[[str], RewardResult]:
+    opened = OpenReward.of(RewardSpec.model_validate({"parts": parts, "compose": compose}))
+    return lambda response: opened(response, ANSWER)
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Rewards of other packages."""
+    return installer(tmp_path, monkeypatch, "gcore.rewards")
+
+
+@pytest.mark.parametrize(
+    ("compose", "response", "value"),
+    [
+        ("sum", "The answer is 46.", 2.5),
+        ("sum", "46", 2.0),
+        ("sum", "The answer is 47.", 0.5),
+        ("sum", "", 0.0),
+        ("min", "The answer is 46.", 0.5),
+        ("min", "46", 0.0),
+    ],
+)
+def test_parts_come_to(compose: str, response: str, value: float) -> None:
+    assert reward(PARTS, compose)(response).value == value
+
+
+@pytest.mark.parametrize(("response", "value"), [("The answer is 46.", 3.0), ("46", 0.0), ("The answer is 47.", 0.0)])
+def test_a_gate_decides_whether_the_others_count(response: str, value: float) -> None:
+    gate = [PARTS[1] | {"weight": 1.0}, {"name": "numeric", "weight": 3.0}]
+    assert reward(gate, "gate")(response).value == value
+
+
+def test_every_part_is_kept_under_its_label_with_what_it_is_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = reward(PARTS)("The answer is 47.")
+    assert found.parts == (("numeric", 0.0), ("form", 1.0), ("numeric.correct", 0.0))
+
+
+def test_parts_behind_a_closed_gate_are_kept_too() -> None:
+    gate = [PARTS[1] | {"weight": 1.0}, {"name": "numeric"}]
+    assert reward(gate, "gate")("46").parts == (("form", 0.0), ("numeric", 1.0), ("numeric.correct", 1.0))
+
+
+def test_a_part_may_look_at_another_answer() -> None:
+    exact = [{"name": "exact", "answer": "other"}, {"name": "exact", "label": "main"}]
+    assert reward(exact)("x").parts[:2] == (("exact", 1.0), ("main", 0.0))
+
+
+numbers = st.floats(-1e6, 1e6)
+
+
+@given(st.lists(st.tuples(numbers, numbers), min_size=2, max_size=8))
+def test_a_sum_is_that_of_weight_times_value_and_a_min_its_smallest(pairs: list[tuple[float, float]]) -> None:
+    parts = tuple(RewardPart(name="n", label=f"part{n}", weight=weight) for n, (weight, _) in enumerate(pairs))
+    rewards = [
+        CheckedReward("n", lambda response, fields, spec, value=value: RewardResult(value)) for _, value in pairs
+    ]  # type: ignore[misc]
+
+    def come_to(compose: str) -> float:
+        of_gate = (RewardPart(name="n", label="gate"), *parts[1:])
+        spec = RewardSpec.model_validate({"parts": of_gate if compose == "gate" else parts, "compose": compose})
+        return OpenReward(spec, tuple((spec.of_part(p), r) for p, r in zip(spec.parts, rewards, strict=True)))(
+            "", {}
+        ).value
+
+    weighted = [weight * value for weight, value in pairs]
+    assert come_to("sum") == math.fsum(weighted)
+    assert come_to("min") == min(weighted)
+    assert come_to("gate") == (math.fsum(weighted[1:]) if pairs[0][1] > 0 else 0.0)
+
+
+def test_a_part_that_cannot_score_is_named_and_nothing_is_filled_in(install: Install) -> None:
+    install("pack_bad", "bad = pack_bad:score", "def score(response, fields, spec):\n    raise KeyError('gone')\n")
+    with pytest.raises(RewardError, match="part 'worse': reward 'bad' raised KeyError: 'gone'") as caught:
+        reward([{"name": "bad", "label": "worse"}, PARTS[0]])("46")
+    assert "pack_bad.py" in caught.value.trace
+
+
+def test_parts_that_come_to_no_number_are_an_error(install: Install) -> None:
+    code = "from gcore.reward import RewardResult\ndef score(response, fields, spec):\n    return RewardResult(3e38)\n"
+    install("pack_big", "big = pack_big:score", code)
+    with pytest.raises(RewardError, match=r"come to 6e\+38, which is not finite in float32"):
+        reward([{"name": "big", "weight": 2.0}])("46")
+
+
+def test_an_unknown_part_is_refused_with_its_place_and_the_nearest_name() -> None:
+    with pytest.raises(
+        PluginFault, match=r"reward\.parts\.1\.name: no reward is called 'regexx', did you mean 'regex'"
+    ):
+        reward([PARTS[0], {"name": "regexx"}])
+
+
+def spec(**reward: Any) -> Any:
+    tree = {"name": "j", "model": {"path": "m"}, "data": {"path": "d"}, "flow": {"steps": 1}}
+    return parse_spec(tree | {"rollout": {"max_new_tokens": 4}, "reward": reward}).reward
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        pytest.param({"parts": [{"name": "exact"}] * 2}, "two parts are called 'exact'; give them labels", id="twice"),
+        pytest.param({"parts": [{"name": "exact", "weight": math.inf}]}, "parts.0.weight", id="infinite weight"),
+        pytest.param({"parts": [{"name": "exact", "weight": math.nan}]}, "parts.0.weight", id="NaN weight"),
+        pytest.param({"parts": [{"name": "exact", "wieght": 2}]}, "did you mean 'reward.parts.0.weight'", id="key"),
+        pytest.param({"parts": [{"name": "exact", "label": "a b"}]}, "parts.0.label", id="label"),
+        pytest.param({"parts": [{"name": "exact"}], "name": "math"}, "not both", id="name and parts"),
+        pytest.param({"parts": [{"name": "exact"}], "options": {"a": 1}}, "not both", id="options and parts"),
+        pytest.param({"compose": "min"}, "compose belongs to parts", id="no parts"),
+        pytest.param({"compose": "mean", "parts": [{"name": "exact"}]}, "compose", id="unknown compose"),
+        pytest.param(
+            {"compose": "gate", "parts": [{"name": "exact"}]}, "a gate needs a part behind it", id="gate alone"
+        ),
+        pytest.param(
+            {"compose": "gate", "parts": [{"name": "exact", "weight": 2}, {"name": "numeric"}]},
+            "part 'exact' is the gate and only decides",
+            id="gate with weight",
+        ),
+        pytest.param({"parts": [{"name": "exact", "label": f"l{n}"} for n in range(17)]}, "at most 16", id="many"),
+        pytest.param({"timeout_s": 0}, "timeout_s", id="no time"),
+        pytest.param({"timeout_value": math.inf}, "timeout_value", id="infinite value"),
+    ],
+)
+def test_a_spec_that_says_nonsense_of_its_reward_is_refused(told: dict[str, Any], said: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        spec(**told)
+    assert said in str(caught.value)
+
+
+def test_a_composed_reward_survives_the_store() -> None:
+    told = spec(parts=PARTS, compose="min", timeout_s=3)
+    assert RewardSpec.model_validate_json(told.model_dump_json()) == told
+    assert told.shown_as == "min(numeric, form)"
