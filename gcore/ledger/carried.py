@@ -40,13 +40,17 @@ def due(rules: StreamRules, head: Head, seals: Collection[Seal], offered: Offere
         quotas = max(min(quotas, rules.steps - head.step), 0)
     there = len(_standing(rules, head, seals, offered.groups))
     wanted = math.ceil(max(rules.quota * quotas - there, 0) * issue_ratio(rules, head))
-    room = max(wanted - len(_standing(rules, head, seals, offered.in_flight)), 0)
+    going_on = len(_standing(rules, head, seals, offered.in_flight))
+    room = wanted - going_on
+    if rules.limit is not None:  # what the step may still use up, and what later steps have of it already
+        used = head.tally.since_step.ended + len(_standing(rules, head, seals, offered.outcomes)) + there + going_on
+        room = min(room, rules.limit + rules.quota * (quotas - 1) - used)
     unknown = (
         ref
         for ref in in_order(rules, head, seals)
         if ref not in offered.groups and ref not in offered.in_flight and ref not in offered.outcomes
     )
-    return tuple(itertools.islice(unknown, room))
+    return tuple(itertools.islice(unknown, max(room, 0)))
 
 
 def choose(rules: StreamRules, head: Head, seals: Collection[Seal], offered: Offered) -> Choice:

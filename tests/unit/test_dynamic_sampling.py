@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.ledger import chain
+from gcore.ledger import carried, chain
+from gcore.ledger.ancestry import is_acceptable
 from gcore.ledger.audit import Receipt, audit
 from gcore.ledger.chain import Advance, Writer
 from gcore.ledger.records import Checkpoint, EndedRef, Head, LogEntry, Offer, OfferedGroup, Seal, SealState, SourceTally
@@ -19,6 +20,7 @@ from gcore.ledger.rules import is_over, issue_ratio, planned_steps, prompts_left
 from gcore.ledger.shortage import why_short
 from gcore.ledger.stream import (
     AccountNow,
+    Choice,
     NotYet,
     Offered,
     Short,
@@ -65,6 +67,7 @@ class Job:
         self.log: dict[int, LogEntry] = {0: chain.base(len(rules.shape.lengths), "w", Writer("a", "n")).entry}
         self.receipts: list[Receipt] = []
         self.outcomes: dict[PromptRef, EndedRef] = {}
+        self.groups: dict[PromptRef, OfferedGroup] = {}
         self.seals: list[Seal] = []
         self.rounds: list[int] = []
         """Rounds of generation that each step took."""
@@ -72,24 +75,29 @@ class Job:
         """Groups and outcomes that each step's rounds made."""
         self.short: Short | None = None
 
-    def offered(self, groups: dict[PromptRef, OfferedGroup]) -> Offered:
-        offer = Offer(incarnation="a", groups=tuple(groups.values()), outcomes=tuple(self.outcomes.values()))
+    def offered(self) -> Offered:
+        offer = Offer(incarnation="a", groups=tuple(self.groups.values()), outcomes=tuple(self.outcomes.values()))
         return Offered.collect(self.rules, self.head, [offer])
 
+    def due(self) -> tuple[PromptRef, ...]:
+        rule = carried.due if self.rules.staleness else due
+        return rule(self.rules, self.head, (), self.offered())
+
+    def chosen(self) -> Choice:
+        rule = carried.choose if self.rules.staleness else choose
+        return rule(self.rules, self.head, (), self.offered())
+
     def step(self) -> bool:
-        """Until the next step is committed; False if there is none. Groups of older weights are thrown away."""
-        groups: dict[PromptRef, OfferedGroup] = {}
+        """Until the next step is committed; False if there is none. Groups of too old weights are thrown away."""
         rounds = made = 0
         while not is_over(self.rules, self.head):
-            known = self.offered(groups)
-            wanted = due(self.rules, self.head, (), known)
-            chosen = choose(self.rules, self.head, (), known)
+            wanted, chosen = self.due(), self.chosen()
             if isinstance(chosen, NotYet):
                 assert chosen.oldest in wanted, "what the seal waits for must be made"
                 rounds, made = rounds + 1, made + len(wanted)
                 for ref in wanted:
                     if self.keeps(ref):
-                        groups[ref] = group(ref, self.head)
+                        self.groups[ref] = group(ref, self.head)
                     else:
                         self.outcomes[ref] = ended(ref, self.head)
             elif isinstance(chosen, AccountNow):
@@ -120,6 +128,11 @@ class Job:
         self.head, self.log[advance.entry.seq] = advance.head, advance.entry
         terminal = {e.ref for e in advance.entry.delta}
         self.outcomes = {ref: e for ref, e in self.outcomes.items() if ref not in terminal}
+        self.groups = {
+            ref: g
+            for ref, g in self.groups.items()
+            if ref not in terminal and is_acceptable(self.head, self.head.step + 1, g.versions, self.rules.staleness)
+        }
 
     def check(self) -> None:
         """The audit, to which an end that comes too late is a violation too."""
@@ -149,13 +162,13 @@ class TestSizes:
 
     def test_the_first_step_issues_what_it_wants_and_no_more(self) -> None:
         job = Job(rules(), share(30))
-        assert len(due(job.rules, job.head, (), job.offered({}))) == job.rules.quota
+        assert len(job.due()) == job.rules.quota
 
     def test_a_step_issues_at_once_what_recent_steps_took_for_a_group(self) -> None:
         job = Job(rules(), share(30)).run(6)
         ratio = issue_ratio(job.rules, job.head)
         assert 2.0 < ratio < 4.0
-        assert len(due(job.rules, job.head, (), job.offered({}))) in (
+        assert len(job.due()) in (
             math.ceil(job.rules.quota * ratio),
             math.ceil(job.rules.quota * ratio) - len(job.outcomes),
         )
@@ -164,7 +177,7 @@ class TestSizes:
         job = Job(rules(prompts=4000, issue_cap=2.0), share(10)).run(6)
         assert job.head.tally.issue_ratio > 2.0
         job.outcomes.clear()
-        assert len(due(job.rules, job.head, (), job.offered({}))) == 2 * job.rules.quota
+        assert len(job.due()) == 2 * job.rules.quota
 
     def test_without_a_filter_nothing_is_ever_made_in_vain(self) -> None:
         job = Job(rules(), everything).run(20)
@@ -239,6 +252,16 @@ class TestSizes:
 class TestLimits:
     """A step that has used up its prompts."""
 
+    @pytest.mark.parametrize("staleness", [1, 2])
+    def test_at_any_staleness_a_step_uses_up_no_more_than_its_limit_and_what_goes_on(self, staleness: int) -> None:
+        job = Job(rules(prompts=4000, limit=20, staleness=staleness), share(20)).run(10)
+        assert len(job.seals) == 10
+        assert min(len(seal.groups) for seal in job.seals) < 8
+        assert all(len(seal.outcomes) <= 20 + 8 * staleness for seal in job.seals)
+        barren = Job(rules(prompts=4000, limit=20, staleness=staleness), nothing).run()
+        assert barren.short is not None
+        assert barren.short.groups == 0
+
     def test_train_smaller_seals_what_there_is(self) -> None:
         job = Job(rules(prompts=4000, limit=20), share(20)).run(10)
         assert len(job.seals) == 10
@@ -293,11 +316,19 @@ class TestLimits:
 class TestEpochs:
     """A job that goes by prompts ends exactly when each of them has its outcome."""
 
-    @given(st.integers(0, 100), st.integers(1, 3), st.integers(9, 60), st.integers(1, 9), st.integers(1, 5))
+    @given(
+        st.integers(0, 100),
+        st.integers(1, 3),
+        st.integers(9, 60),
+        st.integers(1, 9),
+        st.integers(1, 5),
+        st.integers(0, 2),
+    )
     def test_it_ends_when_every_prompt_is_terminal_and_not_before(
-        self, percent: int, epochs: int, prompts: int, quota: int, window: int
+        self, percent: int, epochs: int, prompts: int, quota: int, window: int, staleness: int
     ) -> None:
-        job = Job(rules(prompts=prompts, window=window, quota=quota, epochs=epochs), share(percent)).run()
+        constants = rules(prompts=prompts, window=window, quota=quota, epochs=epochs, staleness=staleness)
+        job = Job(constants, share(percent)).run()
         everything_ended = job.head.cursors.terminal_count == epochs * prompts
         assert everything_ended
         assert prompts_left(job.rules, job.head) == 0
