@@ -52,11 +52,12 @@ def make_tiny_model(
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=hidden**-0.5, generator=generator)
     model.save_pretrained(folder)
-    _save_tokenizer(folder, ends=ends)
+    save_tokenizer(folder, ends=ends)
     return folder
 
 
-def _save_tokenizer(folder: Path, *, ends: bool) -> None:
+def save_tokenizer(folder: Path, *, ends: bool) -> None:
+    """A tokenizer of single characters, without a model. `ends`: whether it names an end of sequence."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     vocabulary = {token: i for i, token in enumerate([*SPECIAL, *CHARACTERS])}

@@ -34,6 +34,7 @@ from gcore.config import parse_spec
 from gcore.ledger import chain
 from gcore.ledger.balance import balance
 from gcore.ledger.chain import Writer
+from gcore.ledger.collectives import Agreed, Part
 from gcore.ledger.guarded import Stored
 from gcore.ledger.job import (
     EnginePlace,
@@ -576,3 +577,18 @@ def test_ranks_and_weights_are_named_as_people_count_them() -> None:
     assert weights_of(Version(0, 0)) == "the first weights"
     assert weights_of(Version(0, 7)) == "the weights of step 7"
     assert weights_of(Version(2, 7)) == "the weights of step 7 in lineage 2"
+
+
+def test_whoever_has_not_come_to_what_the_others_wait_in_is_named() -> None:
+    view = running()
+    at = view.mirror.head.record.version  # type: ignore[union-attr]
+    mine = Part(incarnation=ME, at=at, given={"tried": 3})
+    waiting = replace(view, mirror=replace(view.mirror, parts={ME: Stored(mine, 9)}))
+    (wait,) = [w for w in waiting_for(waiting) if w.cause == "peers"]
+    assert wait.what == f"step {at.step + 1}: node-1 has not yet given 'tried' (the flow there has not come to it)"
+    past = Part(incarnation=PEER, at=Version(at.lineage, at.step + 1))
+    gone_on = replace(view, mirror=replace(view.mirror, parts={ME: Stored(mine, 9), PEER: Stored(past, 10)}))
+    assert not [w for w in waiting_for(gone_on) if w.cause == "peers"]
+    agreed = Agreed(version=at, name="tried", values={ME: 3})
+    done = replace(view, mirror=replace(waiting.mirror, agreed={f"{at}/tried": Stored(agreed, 11)}))
+    assert not [w for w in waiting_for(done) if w.cause == "peers"]

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from plug_in_package import installer
 
 from controllers.service.checking import check_submission
 from controllers.service.submission import check_unchanged
-from gcore.config import parse_spec
+from gcore.config import new_spec, parse_spec
 from gcore.errors import UsageError
 from gcore.ledger.job import JobRecord
+from gcore.plugins import PluginFault
 from gcore.prompts.dataset import DataChanged
 from gcore.prompts.opening import DataIdentity, identify_data
 
@@ -52,3 +54,39 @@ def test_an_engine_argument_that_gcore_chooses_is_refused_before_anything_is_rea
     with pytest.raises(UsageError, match="--port is chosen by gcore"):
         check_submission(parse_spec(spec), tmp_path / "runs", tmp_path / "cache")
     assert list(tmp_path.iterdir()) == []
+
+
+BROKEN = "def helper():\n    return {}['nothing']\n\n\nhelper()\n"
+
+
+def test_a_flow_that_raises_at_import_is_refused_with_its_place_and_carries_its_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installer(tmp_path / "packages", monkeypatch, "gcore.flows")("broken_flow", "broken = broken_flow:flow", BROKEN)
+    tree = {"name": "j", "model": {"path": "m"}, "data": {"path": "d"}, "flow": {"steps": 1, "name": "broken"}}
+    tree |= {"rollout": {"max_new_tokens": 4}}
+    with pytest.raises(PluginFault, match=r"KeyError: 'nothing'\), raised at .*broken_flow\.py:2") as caught:
+        new_spec(tree)  # what `gcore validate`, `run` and `submit` read a spec with, and CreateJob too
+    assert "in helper" in caught.value.trace
+    with pytest.raises(PluginFault, match="broken_flow"):
+        check_submission(parse_spec(tree), tmp_path / "runs", tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    ("filters", "said"),
+    [
+        pytest.param(
+            [{"name": "signall"}], "no filter is called 'signall', did you mean 'signal'", id="no such filter"
+        ),
+        pytest.param([{"name": "broken"}], "cannot be loaded from broken_filter:f .*KeyError", id="raises at import"),
+    ],
+)
+def test_a_filter_that_cannot_be_had_is_refused_before_anything_is_read_or_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, filters: list[dict[str, str]], said: str
+) -> None:
+    installer(tmp_path / "packages", monkeypatch, "gcore.filters")("broken_filter", "broken = broken_filter:f", BROKEN)
+    tree = {"name": "j", "model": {"path": "m"}, "data": {"path": "d"}, "flow": {"steps": 1, "filters": filters}}
+    tree |= {"rollout": {"max_new_tokens": 4}}
+    with pytest.raises(PluginFault, match=said):
+        check_submission(parse_spec(tree), tmp_path / "runs", tmp_path / "cache")
+    assert not (tmp_path / "runs").exists()
