@@ -1,0 +1,86 @@
+"""What a step says of the prompts it used up, and what was worth what before the filter."""
+
+from __future__ import annotations
+
+import pytest
+
+from controllers.before_filter import sampling_stats
+from controllers.holdings import Holdings
+from controllers.service.events import EventLog
+from gcore.ledger import chain
+from gcore.ledger.chain import Writer
+from gcore.ledger.mirror import JobMirror
+from gcore.ledger.records import EndedRef, LogEntry, OfferedGroup
+from gcore.ledger.rules import StreamRules
+from gcore.ledger.stream import SealNow, held_by
+from gcore.prompts.cursor import shard_lengths
+from gcore.store.keys import JobKeys
+from gcore.store.types import KeyValue, WatchBatch, WatchEvent
+from gcore.types import Group, Outcome, PromptRef, Sample, Version, VersionSpan
+
+RULES = StreamRules(shard_lengths(40, 4), 8, 4, epochs=1, issue_cap=2.0)
+HEAD = chain.base(4, "w", Writer("a", "n")).head
+FIRST = Version(0, 0)
+
+
+def group(seq: int, reward: float, *lengths: int) -> OfferedGroup:
+    ref = PromptRef(0, 0, seq)
+    return OfferedGroup(
+        ref=ref, digest=str(ref), prompt_tokens=1, response_tokens=lengths, versions=(FIRST,), reward=reward
+    )
+
+
+def filtered(seq: int, reward: float | None = None, length: float | None = None) -> EndedRef:
+    return EndedRef(ref=PromptRef(0, 1, seq), kind="filtered", reason="r", reward=reward, length=length)
+
+
+def test_rewards_and_lengths_before_the_filter_are_of_all_groups_that_were_scored() -> None:
+    accounted = chain.accounted(HEAD, (filtered(0, 1.0, 10.0), filtered(1)), RULES.shape, Writer("a", "m")).head
+    failed = EndedRef(ref=PromptRef(0, 2, 0), kind="failed", reason="no engine")
+    groups = tuple(held_by(one, "a") for one in (group(0, 0.5, 2, 4), group(1, 0.5, 3, 3)))
+    chosen = SealNow(groups, (filtered(2, 0.0, 6.0), failed))
+    seal = chain.sealed(None, accounted, chosen, world_size=1, mini_batches=1, sealer="a")
+    stats = sampling_stats(RULES, accounted, seal)
+    assert stats["prompts_used"] == 6
+    assert stats["filter_rate"] == pytest.approx(3 / 6)
+    assert stats["prompts_per_group"] == pytest.approx(3.0)
+    assert stats["groups_lacking"] == 2
+    assert stats["reward_before_filter"] == pytest.approx((1.0 + 0.0 + 0.5 + 0.5) / 4)
+    assert stats["response_length_before_filter"] == pytest.approx((10.0 + 6.0 + 3.0 + 3.0) / 4)
+    assert stats["issue_ratio"] == 1.0
+
+
+def test_a_last_step_without_groups_still_says_what_was_filtered() -> None:
+    chosen = SealNow((), (filtered(0, 1.0, 4.0),), last=True, planned=1)
+    seal = chain.sealed(None, HEAD, chosen, world_size=1, mini_batches=1, sealer="a")
+    stats = sampling_stats(RULES, HEAD, seal)
+    assert (stats["filter_rate"], stats["reward_before_filter"], stats["planned_steps"]) == (1.0, 1.0, 1.0)
+    assert "prompts_per_group" not in stats
+
+
+def test_what_is_filtered_is_offered_with_what_it_was_worth() -> None:
+    holdings = Holdings()
+    spans = (VersionSpan(FIRST, 0, 2),)
+    samples = tuple(Sample((1,) * n, (0.0,) * n, "", "stop", spans, reward=r) for n, r in ((2, 1.0), (4, 0.0)))
+    made = Group(PromptRef(0, 0, 0), (1,), samples)
+    holdings.note_scores(made)
+    holdings.end(made.ref, Outcome("filtered", "why"), "me", FIRST, "data")
+    holdings.end(PromptRef(0, 0, 1), Outcome("filtered", "too long"), "me", FIRST, "data")
+    (one, other) = holdings.outcomes.values()
+    assert (one.reward, one.length) == (0.5, 3.0)
+    assert (other.reward, other.length) == (None, None)
+
+
+@pytest.mark.parametrize(("planned", "warned"), [(None, True), (9.0, True), (3.0, False)])
+def test_a_smaller_step_is_told_unless_it_is_the_last(planned: float | None, warned: bool) -> None:
+    keys = JobKeys("u")
+    ended = (EndedRef(ref=PromptRef(0, 0, 0), kind="trained", holder="node-0.x"),)
+    stats = {"groups_lacking": 5.0, "prompts_used": 80.0} | ({"planned_steps": planned} if planned else {})
+    entry = LogEntry(seq=3, parent=2, kind="train", lineage=0, step=3, world="w", nonce="n", delta=ended, stats=stats)
+    batch = WatchBatch((WatchEvent("put", KeyValue(keys.log(3), entry.encode(), 5, 5)),), 5)
+    log = EventLog(keys)
+    log.note(JobMirror(keys), batch, JobMirror(keys), 0.0)
+    said = [event.message for event in log.events if event.kind == "warning"]
+    assert bool(said) == warned
+    if warned:
+        assert said[0].startswith("step 3 trained 1 of 6 groups: there were no more after 80 prompts")
