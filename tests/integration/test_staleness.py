@@ -1,0 +1,49 @@
+"""Steps that train what older weights made: a whole cluster whose answers outlast the steps."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from cluster_run import run_to_the_end
+
+pytestmark = [pytest.mark.serial, pytest.mark.timeout(600)]
+
+STEPS = 3
+
+
+def test_answers_go_on_over_changes_of_weights_and_are_trained(spec: Path, example: Path, home: Path) -> None:
+    """Each engine answers half of what it is asked for at a time, so every seal finds answers half made."""
+    model = home.parent / "model"
+    shutil.copytree(example / "model", model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}))
+    changes = {
+        "model.path": model,
+        "flow.steps": STEPS,
+        "flow.groups_per_step": 4,
+        "flow.samples_per_prompt": 4,
+        "rollout.staleness": 1,
+        "rollout.correction": "tis",
+        "rollout.min_new_tokens": 250,
+        "rollout.max_new_tokens": 300,
+        "rollout.batch_slots": 8,
+        "train.mini_batches": 1,
+        "eval.limit": 1,
+        "eval.every": STEPS,
+        "checkpoint.every": STEPS,
+    }
+    outcome = run_to_the_end(
+        spec, home, [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
+    )
+    assert outcome.code == 0, outcome.output
+    assert outcome.summary["audit"] == "clean"
+    assert outcome.summary["steps"] == STEPS
+    (run,) = (home / "runs").iterdir()
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [line["metrics"] for line in lines if line["kind"] == "step"]
+    assert len(steps) == STEPS
+    assert max(step["staleness_max"] for step in steps) == 1
+    assert sum(step["mixed_groups"] for step in steps) >= 1
