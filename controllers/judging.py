@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -47,11 +48,17 @@ async def judged(
             answer=shortened(str(prompt.fields.get(practice.source.reward.answer, ""))),
             reward=reward,
             source=practice.source.name,
-            correct=not why and reward >= threshold,
+            correct=not why and reaches(reward, threshold),
             unscored=shortened(why),
         )
         verdicts.append(Verdict(prompt.ref.seq, shown))
     return verdicts
+
+
+def reaches(reward: float, threshold: float) -> bool:
+    """Whether a response of that reward is correct. A sum of parts such as 0.7 + 0.2 + 0.1, which floats make a little less
+    than 1, is."""
+    return reward >= threshold or math.isclose(reward, threshold, rel_tol=1e-6, abs_tol=1e-9)
 
 
 def eval_seed(material: Material, version: Version, name: str, index: int, number: int) -> int:

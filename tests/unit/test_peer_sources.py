@@ -16,7 +16,7 @@ from controllers.changes import Changes
 from controllers.collectives import Collectives
 from controllers.faults import FaultBook
 from controllers.holdings import Holdings
-from controllers.judging import SHOWN_CHARACTERS, judged, shortened
+from controllers.judging import SHOWN_CHARACTERS, judged, reaches, shortened
 from controllers.material import material_of
 from controllers.ordering import EpochOrders
 from controllers.peer import JobPeer
@@ -358,6 +358,16 @@ async def test_an_evaluation_answer_that_its_reward_cannot_score_is_not_correct_
     (verdict,) = await judged(practice, -1.0, job.prompt("sums"), [sample], HEAD)
     assert (verdict.shown.reward, verdict.shown.correct) == (0.0, False), "not even where nothing is demanded"
     assert verdict.shown.unscored == "reward 'odd' raised ValueError"
+
+
+@pytest.mark.parametrize(
+    ("reward", "threshold", "is_correct"),
+    [(1.0, 1.0, True), (0.7 + 0.2 + 0.1, 1.0, True), (0.99, 1.0, False), (-1e-12, 0.0, True), (-0.1, 0.0, False)],
+)
+def test_a_reward_that_is_a_sum_of_parts_reaches_its_threshold(
+    reward: float, threshold: float, is_correct: bool
+) -> None:
+    assert reaches(reward, threshold) == is_correct
 
 
 async def test_responses_that_cannot_be_scored_are_counted_and_told_of(
