@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from controllers.by_source import split_key
 from controllers.holdings import Holdings
+from controllers.parts import named_parts
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records import LogEntry
 from gcore.metrics import Metrics
@@ -52,6 +53,7 @@ def show(metrics: Metrics, mirror: JobMirror, batch: WatchBatch, me: str) -> Non
         if entry.kind == "train":
             metrics.show_stats(job, {"groups_lacking": 0.0} | entry.stats)
             _show_sources(metrics, job, mirror, entry)
+            metrics.show_parts(job, named_parts(entry.stats))
         if entry.writer == me and not batch.reset:
             for name, phase in PHASES.items():
                 if name in entry.stats:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 
 from controllers.flights import Flights
+from controllers.parts import group_parts
 from gcore.ledger.ancestry import is_acceptable, is_ancestor
 from gcore.ledger.records import EndedRef, Head, OfferedGroup
 from gcore.ledger.stream import StreamRules
@@ -73,6 +74,7 @@ class Holdings:
             source=group.source,
             masked=tuple(index for index, sample in enumerate(group.samples) if sample.masked),
             truncated=sum(is_truncated(sample) for sample in group.samples),
+            parts=group_parts(group),
         )
 
     def end(self, ref: PromptRef, outcome: Outcome, holder: str, version: Version, source: str) -> None:

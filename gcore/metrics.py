@@ -158,6 +158,10 @@ class Metrics:
         self._source_stats = {
             key: self._gauge(name, help_, "job", "source") for key, (name, help_) in SOURCE_STATS.items()
         }
+        self._reward_part = self._gauge(
+            "gcore_reward_part", "Mean of a part of the rewards of the last committed step.", "job", "part"
+        )
+        self._reward_parts: dict[str, set[str]] = {}
         self._source_prompts = self._gauge(
             "gcore_source_prompts",
             "Prompts of a source on the job's chain by outcome (trained, filtered, failed).",
@@ -255,8 +259,16 @@ class Metrics:
             self._evaluated.setdefault(job, set()).add((name, metric))
             self._eval.labels(job, name, metric).set(value)
 
+    def show_parts(self, job: str, parts: Mapping[str, float]) -> None:
+        """Set the gauges of what a step's rewards are made of."""
+        for part, value in parts.items():
+            self._reward_parts.setdefault(job, set()).add(part)
+            self._reward_part.labels(job, part).set(value)
+
     def forget_job(self, job: str) -> None:
         """Take away everything that is about `job`."""
+        for part in self._reward_parts.pop(job, ()):
+            self._reward_part.remove(job, part)
         for name, metric in self._evaluated.pop(job, ()):
             self._eval.remove(job, name, metric)
         for source in self._sources.pop(job, ()):

@@ -13,11 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from controllers import parts
 from controllers.material import rewards_of
 from controllers.ordering import check_curriculum
 from gcore.config import JobSpec
 from gcore.config.evaluation import eval_sources
 from gcore.config.sources import training_sources
+from gcore.config.spec import RewardSpec
 from gcore.errors import GcoreError, SpecError
 from gcore.flows import find_filters, find_flow
 from gcore.flows.filters import try_filters
@@ -38,6 +40,8 @@ MAX_SEAL_BYTES = 1 << 20
 """A sealed step's record must stay well under the store's 1.5 MiB a request."""
 GROUP_BYTES, SAMPLE_BYTES = 260, 11
 """What a group, beside its source's name, and a sample take in a seal, generously."""
+PART_BYTES = 32
+"""What a part of a reward takes there, with a short name."""
 MIN_FREE_BYTES = 64 << 20
 LENGTH_SAMPLE = 10_000
 """Prompts of a source whose length is looked at before a job starts; `gcore validate` looks at all. A longer one fails
@@ -152,8 +156,13 @@ def _try_reward(rewards: RewardTrial, checked: CheckedSource) -> None:
         raise PluginFault(failed.what, where=where, fix=failed.fix, trace=failed.trace) from failed
 
 
+def _parts_bytes(reward: RewardSpec) -> int:
+    """What the parts of a group's reward take in a seal; of what they are themselves made of there is no telling."""
+    return sum(len(part.shown_as) + PART_BYTES for part in reward.parts[: parts.MOST]) or 2 * PART_BYTES
+
+
 def _check_step_size(spec: JobSpec) -> None:
-    group = GROUP_BYTES + max(len(source.name) for source in training_sources(spec))
+    group = GROUP_BYTES + max(len(source.name) + _parts_bytes(source.reward) for source in training_sources(spec))
     seal = spec.flow.groups_per_step * (group + SAMPLE_BYTES * spec.flow.samples_per_prompt)
     if seal > MAX_SEAL_BYTES:
         raise SpecError(

@@ -118,6 +118,8 @@ class OfferedGroup(Part):
     """The samples, ascending, whose tokens are left out of the loss: they do not count in its denominators."""
     truncated: int = 0
     """Samples that were cut off at their longest length."""
+    parts: dict[str, float] = {}
+    """What its reward is made of: means over its samples, by part, for people."""
 
 
 class InFlightRef(Part):

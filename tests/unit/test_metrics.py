@@ -30,6 +30,7 @@ LABELS = {
     "version",
     "set",
     "metric",
+    "part",
 }
 WRONG_UNITS = re.compile(r"_(ms|millis\w*|micros\w*|minutes|hours|kb|mb|kib|mib|percent|pct)(_|$)")
 WITH_UNIT = {"seconds": r"\b[Ss]econds?\b", "bytes": r"\b[Bb]ytes\b", "ratio": r"0 to 1", "tokens": r"\b[Tt]okens\b"}
@@ -67,7 +68,7 @@ def test_labels_are_few_and_bounded() -> None:
             labels = set(getattr(one, "_labelnames", ()))
             assert labels <= LABELS
             if "job" in labels:
-                known = ({"job"}, {"job", "source"}, {"job", "source", "outcome"}, {"job", "set", "metric"})
+                known = ({"job"}, {"job", "source"}, {"job", "source", "outcome"}, {"job", "set", "metric"}, {"job", "part"})
                 assert labels in known, "or forget_job could not take it away"
 
 
