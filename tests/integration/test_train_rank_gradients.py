@@ -40,7 +40,7 @@ BETA1 = 0.9
 CLOSE = {"gspo": 1e-5, "plus": 1e-5}
 """Where float32 rounds more than elsewhere: a bonus of entropy, whitened advantages of penalties."""
 
-pytestmark = pytest.mark.timeout(600)  # everything is run once, for the first test
+pytestmark = pytest.mark.timeout(1200)  # everything is run once, for the first test
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def finish(*processes: subprocess.Popen[str]) -> None:
         try:
             for process in processes:
-                output, _ = process.communicate(timeout=280)
+                output, _ = process.communicate(timeout=400)
                 assert process.returncode == 0, output[-6000:]
         finally:
             for process in processes:
