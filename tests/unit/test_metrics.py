@@ -68,7 +68,13 @@ def test_labels_are_few_and_bounded() -> None:
             labels = set(getattr(one, "_labelnames", ()))
             assert labels <= LABELS
             if "job" in labels:
-                known = ({"job"}, {"job", "source"}, {"job", "source", "outcome"}, {"job", "set", "metric"}, {"job", "part"})
+                known = (
+                    {"job"},
+                    {"job", "source"},
+                    {"job", "source", "outcome"},
+                    {"job", "set", "metric"},
+                    {"job", "part"},
+                )
                 assert labels in known, "or forget_job could not take it away"
 
 
