@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from controllers import collectives
 from controllers.changes import Changes
 from controllers.collectives import Collectives
 from gcore.clock import SystemClock
@@ -32,7 +33,7 @@ from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records import Member
 from gcore.store.keys import JobKeys
 from gcore.store.types import Compare, Put, WatchBatch, WatchEvent
-from gcore.testing import FakeClock, MemoryCluster, MemoryStore, PerfectNetwork
+from gcore.testing import Call, FakeClock, Fate, MemoryCluster, MemoryStore, PerfectNetwork
 from gcore.types import Version
 
 KEYS = JobKeys("u")
@@ -322,3 +323,37 @@ async def test_answers_of_steps_that_all_have_left_are_forgotten() -> None:
             await asyncio.gather(a.gather(at, "x", 1), b.gather(at, "x", 2))
         await a.changes.until(lambda: f"{Version(0, 5)}/x" in a.mirror.agreed)
         assert f"{FIRST}/x" not in a.mirror.agreed
+
+
+class LossyNetwork:
+    """Loses requests and replies of transactions, some of which arrive later."""
+
+    def __init__(self, seed: int) -> None:
+        self._chance = random.Random(seed)
+
+    async def request(self, call: Call) -> Fate:
+        await asyncio.sleep(0)
+        if call.kind != "transact" or self._chance.random() > 0.4:
+            return Fate.DELIVER
+        return self._chance.choice([Fate.LOSE_REQUEST, Fate.LOSE_REPLY, Fate.DELIVER_LATE])
+
+    async def reply(self, call: Call) -> None:
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_over_a_network_that_loses_requests_and_replies_all_read_the_same(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LOOK_AGAIN_S", "TURN_S"):
+        monkeypatch.setattr(collectives, name, 0.01)
+    async with nodes("a", "b", "c") as crew:
+        for number, node in enumerate(crew):
+            node.store.network = LossyNetwork(10 * seed + number)
+            node.store._timeout_s = 0.0
+        for at in (FIRST, SECOND):
+            given = [node.gather(at, "x", node.name) for node in crew]
+            first, second, third = await asyncio.gather(*given)
+            assert first == second == third == ("a", "b", "c")
+            crew[0].cluster.deliver_late()
+            assert await crew[0].gather(at, "x", "again") == first
