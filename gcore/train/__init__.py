@@ -3,12 +3,14 @@
     launch       the launch document                     feed_state   what it holds and may apply: pure
     serving      the process: thread, server, end        messages     the wire's messages, checked and unpacked
     loading      from nothing to a rank that can train   service      the gRPC service
-    models       from a folder to policy and reference   module       a Hugging Face model as a plain module
+    models       from folders to policy and the others   module       a Hugging Face model as a plain module
     prove        whether sequences may be packed         attention    attention over packed sequences
     packing      micro-batches of a step: pure           batch        samples as tensors, scored
     cut_step     a sealed step as tensors                logprobs     log-probabilities in little memory
     step         one sealed step                         loss, tally  what is minimised, what is counted
-    policy       the model under DeepSpeed               reference    the model as it was, for the KL
+    trained      a model under DeepSpeed                 policy       the one whose tokens are trained
+    critic       the one that says what is to come       critique     its part of a step
+    reference    the model as it was, for the KL         advantages   how much better each token was
     saving       weights and checkpoints                 collective   what ranks tell one another
     receipts     what was trained on, on paper           report       what comes out of a step
     memory       when it runs out                        algorithms   the mathematics
