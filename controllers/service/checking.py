@@ -24,6 +24,7 @@ from gcore.errors import GcoreError, SpecError
 from gcore.flows import find_filters, find_flow
 from gcore.flows.filters import try_filters
 from gcore.ledger.cost import attention_equals_at
+from gcore.models.critic import check_critic
 from gcore.models.names import hub_model
 from gcore.models.resolve import ResolvedModel, resolve_model
 from gcore.models.weights import check_whole
@@ -113,6 +114,8 @@ def _checked(
     model = resolve_model(spec.model.path, trust_remote_code=spec.model.trust_remote_code, weights=False)
     if hub_model(spec.model.path) is None and model.folder.is_dir():
         check_whole(model.folder)
+    if spec.train.critic is not None and spec.train.critic.path is not None:
+        check_critic(spec.train.critic.path, trust_remote_code=spec.model.trust_remote_code)
     reading: CheckProgress | None = None
     if progress is not None:
         reading = lambda name, done, total: progress(f"reading {name}", done, total)  # noqa: E731
