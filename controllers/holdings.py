@@ -30,6 +30,8 @@ class Holdings:
         self._outcomes: dict[PromptRef, EndedRef] = {}
         self.in_flight = Flights()
         self.reissues: dict[PromptRef, int] = {}
+        self.went_stale: set[PromptRef] = set()
+        """Prompts whose last group was finished, and became too old while it was held."""
         self._scores: dict[PromptRef, tuple[float, float]] = {}
         """Mean reward and mean length of what was scored: known of a filtered prompt too, whose group is gone."""
 
@@ -94,6 +96,7 @@ class Holdings:
     def lose(self, ref: PromptRef) -> int:
         """`ref` was issued in vain; how often so far."""
         self.reissues[ref] = self.reissues.get(ref, 0) + 1
+        self.went_stale.discard(ref)
         return self.reissues[ref]
 
     def prune(self, rules: StreamRules, head: Head) -> None:
@@ -107,11 +110,13 @@ class Holdings:
                 del self._groups[ref], self._offers[ref]
                 if rules.staleness and not gone and all(is_ancestor(head, version) for version in offered.versions):
                     self.lose(ref)
+                    self.went_stale.add(ref)
         for ref, ended in list(self._outcomes.items()):
             gone = head.cursors.is_terminal(rules.shape, ref)
             if gone or not all(is_ancestor(head, version) for version in ended.versions):
                 del self._outcomes[ref]
         for ref in [r for r in self.reissues if head.cursors.is_terminal(rules.shape, r)]:
             del self.reissues[ref]
+            self.went_stale.discard(ref)
         for ref in [r for r in self._scores if head.cursors.is_terminal(rules.shape, r)]:
             del self._scores[ref]

@@ -111,11 +111,11 @@ class JobPeer:
             step.raise_defect()
 
     def _issued_too_often(self, ref: PromptRef) -> Outcome | None:
-        """What becomes of a prompt whose groups were too old every time, though they were finished."""
+        """What becomes of a prompt that was issued in vain so often, and whose last group became too old."""
         tries = self.holdings.reissues.get(ref, 0)
-        if tries <= self.material.spec.flow.max_reissues:
+        if ref not in self.holdings.went_stale or tries <= self.material.spec.flow.max_reissues:
             return None
-        return Outcome("failed", f"stale: issued {tries} times, and no longer fresh enough to be trained each time")
+        return Outcome("failed", f"stale: issued {tries} times, the last group was too old before a step could take it")
 
     def _shown(self, ref: PromptRef) -> Prompt | Outcome:
         """The prompt, or how it ends because there is nothing to show to an engine. Raises DataChanged."""

@@ -157,8 +157,12 @@ class JobStep:
             return
         if is_acceptable(head, head.step + 1, group.versions, view.rules.staleness):
             self._peer.holdings.keep(group)
-        elif self.is_current() or view.rules.staleness:
-            made_by = ", ".join(map(str, group.versions))
+            return
+        made_by = ", ".join(map(str, group.versions))
+        if view.rules.staleness and all(is_ancestor(head, version) for version in group.versions):
+            why = f"stale: prompt {group.ref} was made by {made_by}, too old for step {head.step + 1}"
+            raise EngineError(why, fix="It is issued again")
+        if not view.rules.staleness and self.is_current():
             raise EngineError(f"prompt {group.ref} was made by {made_by}, not {self.version}", fix="It is issued again")
 
     def end(self, ref: PromptRef, outcome: Outcome, source: str) -> None:

@@ -129,7 +129,9 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
         uid = await self._find(request.job)
         found = await self._jobs.audit(uid)
         mirror = await self._jobs.mirror(uid)
-        in_flight = {ref for offer in mirror.offers.values() for ref in (g.ref for g in offer.record.groups)}
+        offers = [stored.record for stored in mirror.offers.values()]
+        in_flight = {group.ref for offer in offers for group in offer.groups}
+        in_flight |= {one.ref for offer in offers for one in offer.in_flight}
         by_node: dict[str, int] = {}
         for holder, count in found.groups_by_holder.items():
             by_node[node_of(holder)] = by_node.get(node_of(holder), 0) + count

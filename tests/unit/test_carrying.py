@@ -280,6 +280,18 @@ async def test_a_group_that_is_too_old_when_it_is_finished_counts_as_issued_in_v
     assert peer.holdings.reissues == {REF: 1}
 
 
+async def test_a_group_with_tokens_of_a_cut_off_lineage_is_issued_again_and_does_not_count() -> None:
+    peer, answer = Peer(), asyncio.get_running_loop().create_future()
+    await begun(peer, answer)
+    back = Checkpoint(lineage=0, step=1, seq=0, file="")
+    head = at(2)
+    peer.head = chain.rolled_back(head, back, head.cursors, "w2", Writer(ME, "m"), "died", tally=head.tally).head
+    answer.set_result(made(REF, OLD, NEW))
+    await settled(peer)
+    assert not peer.holdings.knows(REF)
+    assert peer.holdings.reissues == {}
+
+
 def test_a_held_group_that_becomes_too_old_counts_as_issued_in_vain() -> None:
     holdings = Holdings()
     holdings.keep(made(REF, OLD))
@@ -288,6 +300,9 @@ def test_a_held_group_that_becomes_too_old_counts_as_issued_in_vain() -> None:
     holdings.prune(RULES, at(3))
     assert not holdings.knows(REF)
     assert holdings.reissues == {REF: 1}
+    assert holdings.went_stale == {REF}
+    holdings.lose(REF)
+    assert holdings.went_stale == set()
 
 
 async def test_a_defect_of_a_production_that_outlived_its_step_ends_the_flow() -> None:
