@@ -27,7 +27,7 @@ from controllers.actions import (
     StartJob,
 )
 from controllers.assignment import assign_shards
-from controllers.carrying import expiring, is_misnamed, named_in_flight, owes_evaluation
+from controllers.carrying import EVALUATION_PATIENCE_S, expiring, is_misnamed, named_in_flight, owes_evaluation
 from controllers.housekeeping import SETTLE_S, beginning, checkpointing, pruning
 from controllers.turns import turn
 from controllers.view import JobView
@@ -128,13 +128,14 @@ def sealing(view: JobView) -> Iterator[Intent]:
     """The batch is closed as soon as the offers hold its quota."""
     head = _head(view)
     slot = view.seal
-    if view.is_over or (slot is not None and slot.state is not SealState.OPEN) or owes_evaluation(view):
+    if view.is_over or (slot is not None and slot.state is not SealState.OPEN):
         return
     seals = [stored.record for stored in view.mirror.seals.values()]
     chosen = view.chosen
     topic = f"seal {head.seq} {slot.attempt if slot else 0}"
     if isinstance(chosen, SealNow) and refuse_seal(view.rules, head, seals, chosen) is None:
-        yield Intent(MakeSeal(head.step + 1, chosen), topic, _turn(view, topic))
+        after = EVALUATION_PATIENCE_S if owes_evaluation(view) else 0.0
+        yield Intent(MakeSeal(head.step + 1, chosen), topic, _turn(view, topic), after=after)
     elif isinstance(chosen, AccountNow):
         yield Intent(Account(chosen.outcomes), f"account {head.seq}", _turn(view, topic))
     elif isinstance(chosen, Short):

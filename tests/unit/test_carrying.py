@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from controllers.actions import GiveUp, Intent, MakeSeal, PutOffer
-from controllers.carrying import expiring
+from controllers.carrying import EVALUATION_PATIENCE_S, expiring
 from controllers.changes import Changes
 from controllers.decide import decide
 from controllers.engines import EngineBook, Following
@@ -137,10 +137,10 @@ def test_a_batch_of_what_was_carried_is_not_closed_before_the_weights_are_evalua
     full = Offer(incarnation=ME, groups=tuple(map(group, refs[:4])))
     spec = parse_spec(DOCUMENT | {"eval": {"path": "e", "every": 2}})
     view = view_of(offer=full, spec=spec)
-    assert not any(isinstance(intent.action, MakeSeal) for intent in decide(view))
+    assert [i.after for i in decide(view) if isinstance(i.action, MakeSeal)] == [EVALUATION_PATIENCE_S]
     evaluations = {"0.2": Stored(Evaluation(version=NEW, accuracy=0.5, count=1, by=ME), 1)}
     view = replace(view, mirror=replace(view.mirror, evaluations=evaluations))
-    assert any(isinstance(intent.action, MakeSeal) for intent in decide(view))
+    assert [i.after for i in decide(view) if isinstance(i.action, MakeSeal)] == [0.0]
 
 
 def test_what_goes_on_and_what_is_waited_for_is_told_in_words() -> None:
