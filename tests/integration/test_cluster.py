@@ -34,6 +34,12 @@ def test_the_demo_learns_on_two_controllers_and_two_ranks(spec: Path, home: Path
     groups = outcome.summary["groups_by_controller"]
     assert min(groups.values()) >= 0.3 * sum(groups.values())
     assert len(groups) == 2
+    best = outcome.summary["best"]
+    assert best["value"] >= outcome.summary["eval_accuracy_after"]
+    gcore("export", "arithmetic", "--best", "--to", str(home / "best"), "--home", str(home))
+    assert (home / "best" / "model.safetensors").read_bytes() == (
+        Path(best["checkpoint"]) / "model.safetensors"
+    ).read_bytes()
     newest = max((home / "runs").iterdir(), key=lambda p: p.stat().st_mtime)
     assert len({p.name.split("-")[1] for p in (newest / "receipts").glob("*.jsonl")}) == 2
 
