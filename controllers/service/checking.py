@@ -13,17 +13,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from controllers import parts
 from controllers.material import rewards_of
 from controllers.ordering import check_curriculum
 from gcore.config import JobSpec
 from gcore.config.evaluation import eval_sources
 from gcore.config.sources import training_sources
-from gcore.config.spec import RewardSpec
 from gcore.errors import GcoreError, SpecError
 from gcore.flows import find_filters, find_flow
 from gcore.flows.filters import try_filters
 from gcore.ledger.cost import attention_equals_at
+from gcore.ledger.rules import MOST_BYTES, seal_bytes
 from gcore.models.critic import check_critic
 from gcore.models.names import hub_model
 from gcore.models.resolve import ResolvedModel, resolve_model
@@ -37,12 +36,6 @@ from gcore.reward.trial import RewardTrial
 from gcore.rollout.sglang.command import check_engine_args
 from gcore.tracking.registry import check_trackers
 
-MAX_SEAL_BYTES = 1 << 20
-"""A sealed step's record must stay well under the store's 1.5 MiB a request."""
-GROUP_BYTES, SAMPLE_BYTES = 260, 11
-"""What a group, beside its source's name, and a sample take in a seal, generously."""
-PART_BYTES = 32
-"""What a part of a reward takes there, with a short name."""
 MIN_FREE_BYTES = 64 << 20
 LENGTH_SAMPLE = 10_000
 """Prompts of a source whose length is looked at before a job starts; `gcore validate` looks at all. A longer one fails
@@ -159,18 +152,12 @@ def _try_reward(rewards: RewardTrial, checked: CheckedSource) -> None:
         raise PluginFault(failed.what, where=where, fix=failed.fix, trace=failed.trace) from failed
 
 
-def _parts_bytes(reward: RewardSpec) -> int:
-    """What the parts of a group's reward take in a seal; of what they are themselves made of there is no telling."""
-    return sum(len(part.shown_as) + PART_BYTES for part in reward.parts[: parts.MOST]) or 2 * PART_BYTES
-
-
 def _check_step_size(spec: JobSpec) -> None:
-    group = GROUP_BYTES + max(len(source.name) + _parts_bytes(source.reward) for source in training_sources(spec))
-    seal = spec.flow.groups_per_step * (group + SAMPLE_BYTES * spec.flow.samples_per_prompt)
-    if seal > MAX_SEAL_BYTES:
+    seal = seal_bytes(spec)
+    if seal > MOST_BYTES:
         raise SpecError(
             f"a step of {spec.flow.groups_per_step} groups of {spec.flow.samples_per_prompt} takes about {seal >> 10} KiB "
-            f"in the store, more than {MAX_SEAL_BYTES >> 10}",
+            f"in the store, more than {MOST_BYTES >> 10}",
             where="flow.groups_per_step",
             fix="Lower it",
         )

@@ -13,11 +13,18 @@ import math
 from collections.abc import Sized
 from dataclasses import dataclass
 
-from gcore.config import parse_spec
+from gcore.config import JobSpec, parse_spec
 from gcore.config.flow import OnLimit
+from gcore.config.sources import training_sources
+from gcore.config.spec import RewardSpec
 from gcore.ledger.job import JobRecord
 from gcore.ledger.records import Head
 from gcore.prompts.cursor import StreamShape, shard_lengths
+
+MOST_BYTES = 1 << 20
+"""The record of a sealed step, or of an offer, must stay well under the store's 1.5 MiB a request."""
+GROUP_BYTES, SAMPLE_BYTES, PART_BYTES = 260, 11, 32
+"""What a group, beside its source's name, a sample, and a part of a reward, beside its own, take in a record, generously."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +58,22 @@ def rules_of(job: JobRecord) -> StreamRules:
         staleness=spec.rollout.staleness,
         steps=flow.last_step(job.prompts),
         epochs=flow.epochs if by_prompts else None,
-        issue_cap=flow.issue_cap,
+        # One peer may come to hold all that was issued, and must be able to offer it.
+        issue_cap=max(1.0, min(flow.issue_cap, MOST_BYTES / seal_bytes(spec))),
         limit=flow.prompt_limit,
         on_limit=flow.on_limit,
     )
+
+
+def seal_bytes(spec: JobSpec) -> int:
+    """What the groups of a whole step take in its record, generously."""
+    group = GROUP_BYTES + max(len(source.name) + _parts_bytes(source.reward) for source in training_sources(spec))
+    return spec.flow.groups_per_step * (group + SAMPLE_BYTES * spec.flow.samples_per_prompt)
+
+
+def _parts_bytes(reward: RewardSpec) -> int:
+    """What the parts of a group's reward take; of what they are themselves made of there is no telling."""
+    return sum(len(part.shown_as) + PART_BYTES for part in reward.parts) or 2 * PART_BYTES
 
 
 def last_position(rules: StreamRules, shard: int) -> int | None:

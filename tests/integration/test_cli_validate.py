@@ -171,6 +171,12 @@ MISTAKES: list[tuple[str, tuple[str, ...], Callable[[Path], object], str]] = [
         "data.shards: an epoch holds 38 prompts, and data.shards is 39",
     ),
     (
+        "a quota larger than the data",
+        ("--set", "flow.groups_per_step=39"),
+        lambda f: None,
+        "flow.groups_per_step: a step takes 39 groups, and a data epoch has 38 prompts",
+    ),
+    (
         "two sources of one name",
         ("--set", "data.sources.1.name=sums"),
         lambda f: None,

@@ -70,6 +70,12 @@ def test_rules_follow_from_the_spec_and_the_number_of_prompts() -> None:
     assert (fixed.steps, fixed.epochs) == (5000, None)
 
 
+def test_no_more_is_issued_at_once_than_one_peer_can_offer() -> None:
+    tree = spec(flow={"groups_per_step": 2000, "steps": 1}).model_dump(mode="json")
+    constants = rules_of(JobRecord(uid="u", name="job", spec=tree, run_dir="", created=0.0, prompts=20_000))
+    assert 1.0 < constants.issue_cap < 2.0
+
+
 @given(st.integers(1, 50), st.integers(1, 5000), st.integers(1, 64))
 def test_an_epoch_of_steps_is_as_many_as_take_every_prompt_once(epochs: int, prompts: int, quota: int) -> None:
     last = FlowSpec(epochs=epochs, count="steps", groups_per_step=quota).last_step(prompts)
