@@ -1,7 +1,7 @@
 """What a controller decides about what outlives a step, where some staleness is allowed: naming it, and giving it up.
 
-Others count what is in flight here, and wait for what would become too old, as far as the offer names it. So it does once
-a prompt is left over from an earlier step; what was begun for the present one is named with whatever else is written.
+Others count what is in flight here, and wait for what would become too old, as far as the offer names it. So it does, with
+whatever else is written, or a little after it was begun: before the step for which it was begun can have been committed.
 Nothing is waited for without end: what a seal waits for because of its age is given up after a while, and issued again;
 after so many times it has failed. Pure, and nothing at staleness 0.
 """
@@ -28,13 +28,15 @@ def named_in_flight(view: JobView) -> tuple[InFlightRef, ...]:
 
 
 def is_misnamed(view: JobView, head: Head, stored: Offer | None) -> bool:
-    """Whether the stored offer lacks what is left over from an earlier step, or has what is no longer in flight."""
+    """Whether the stored offer lacks what is in flight, or has what no longer is.
+
+    What is not named when head moves could be passed over by a seal that it should have been waited for.
+    """
     if not view.rules.staleness:
         return False
     named = {one.ref: one.version for one in stored.in_flight} if stored else {}
-    for ref, version in view.in_flight.items():
-        if named.get(ref) != version and (ref in named or version != head.version):
-            return True
+    if any(named.get(ref) != version for ref, version in view.in_flight.items()):
+        return True
     ended = named.keys() - view.in_flight.keys() - view.holdings.keys() - view.outcomes.keys()
     return any(not head.cursors.is_terminal(view.rules.shape, ref) for ref in ended)
 

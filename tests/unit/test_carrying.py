@@ -12,7 +12,7 @@ import pytest
 from controllers.actions import GiveUp, Intent, MakeSeal, PutOffer
 from controllers.carrying import EVALUATION_PATIENCE_S, expiring
 from controllers.changes import Changes
-from controllers.decide import decide
+from controllers.decide import COALESCE_S, decide
 from controllers.engines import EngineBook, Following
 from controllers.flights import Flights
 from controllers.gauges import show_flights
@@ -81,17 +81,16 @@ def given_up(view: JobView) -> list[Intent]:
     return [intent for intent in expiring(view) if isinstance(intent.action, GiveUp)]
 
 
-def test_what_is_left_over_from_an_earlier_step_is_named_once() -> None:
+def test_what_is_in_flight_is_named_once() -> None:
     (written,) = offers(view_of(in_flight={REF: OLD}))
     assert written.in_flight == (InFlightRef(ref=REF, version=OLD),)
     assert offers(view_of(offer=written, in_flight={REF: OLD})) == []
 
 
-def test_what_was_begun_for_the_present_step_is_named_with_whatever_else_is_written() -> None:
-    assert offers(view_of(in_flight={REF: NEW})) == []
-    other = PromptRef(0, 1, 0)
-    (written,) = offers(view_of(in_flight={REF: NEW}, holdings={other: group(other)}))
-    assert written.in_flight == (InFlightRef(ref=REF, version=NEW),)
+def test_what_was_just_begun_is_named_with_others_that_are_begun_a_moment_later() -> None:
+    (intent,) = (i for i in decide(view_of(in_flight={REF: NEW}, busy=True)) if isinstance(i.action, PutOffer))
+    assert intent.after == COALESCE_S
+    assert intent.action.offer.in_flight == (InFlightRef(ref=REF, version=NEW),)
 
 
 def test_what_is_no_longer_in_flight_is_taken_out_unless_it_has_ended() -> None:
