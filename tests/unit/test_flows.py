@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from plug_in_package import installer
 
 from gcore import flows
 from gcore.errors import EngineUnreachable, SpecError
@@ -132,3 +133,24 @@ async def test_a_prompt_that_cannot_be_scored_has_failed_with_the_reason(name: s
 def test_a_flow_nobody_has_is_answered_with_the_nearest() -> None:
     with pytest.raises(SpecError, match="no flow is called 'reinforce', did you mean 'reinforce_pp'"):
         find_flow("reinforce")
+
+
+@pytest.mark.parametrize(
+    ("code", "is_flow"),
+    [
+        pytest.param("async def f(peer): ...", True, id="a coroutine function"),
+        pytest.param("class F:\n    async def __call__(self, peer): ...\nf = F()", True, id="an object that is one"),
+        pytest.param("def f(peer): ...", False, id="a plain function"),
+        pytest.param("async def f(peer):\n    yield", False, id="a generator"),
+    ],
+)
+def test_a_flow_is_something_to_be_awaited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, is_flow: bool
+) -> None:
+    package = f"flow_kind_{len(code)}"
+    installer(tmp_path, monkeypatch, "gcore.flows")(package, f"kind = {package}:f", code + "\n")
+    if is_flow:
+        assert callable(find_flow("kind"))
+    else:
+        with pytest.raises(SpecError, match=r"flow 'kind' is no coroutine function.*async def"):
+            find_flow("kind")
