@@ -253,22 +253,15 @@ def _eval(state: ViewState, event: JobEvent) -> ViewState:
     if step is None or accuracy is None:
         return state._logged(event, "")
     samples = event.data.get("samples")
+    by_source = {n: score for n, score in mapping_of(event.data, "by_source").items() if isinstance(score, Mapping)}
     point = EvalPoint(
         step,
         whole_of(event.data, "lineage") or 0,
         accuracy,
         whole_of(event.data, "count") or 0,
         tuple(answer_of(s) for s in samples if isinstance(s, Mapping)) if isinstance(samples, list | tuple) else (),
-        {
-            name: share
-            for name, score in mapping_of(event.data, "by_source").items()
-            if isinstance(score, Mapping) and (share := finite(score.get("accuracy"))) is not None
-        },
-        {
-            name: set_of(score)
-            for name, score in mapping_of(event.data, "by_source").items()
-            if isinstance(score, Mapping)
-        },
+        {name: share for name, score in by_source.items() if (share := finite(score.get("accuracy"))) is not None},
+        {name: set_of(score) for name, score in by_source.items()},
         whole_of(event.data, "unscored") or 0,
     )
     evals = (*(e for e in state.evals if e.step < step), point)
