@@ -14,7 +14,9 @@ LIGHT = (
     "controllers.cli.main",
     "gcore.worker.main",
     "gcore.client",
+    "gcore.flows",
     "gcore.rollout.sglang.adapter",
+    "gcore.testing.contract",
     "placement.plan",
 )
 
