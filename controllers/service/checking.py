@@ -22,7 +22,7 @@ from gcore.errors import GcoreError, SpecError
 from gcore.flows import find_filters, find_flow
 from gcore.flows.filters import try_filters
 from gcore.ledger.cost import attention_equals_at
-from gcore.ledger.rules import MOST_BYTES, seal_bytes
+from gcore.ledger.rules import MOST_BYTES, offer_bytes, seal_bytes
 from gcore.models.critic import check_critic
 from gcore.models.names import hub_model
 from gcore.models.resolve import ResolvedModel, resolve_model
@@ -160,6 +160,14 @@ def _check_step_size(spec: JobSpec) -> None:
             f"in the store, more than {MOST_BYTES >> 10}",
             where="flow.groups_per_step",
             fix="Lower it",
+        )
+    if offer_bytes(spec) > MOST_BYTES:
+        raise SpecError(
+            f"with rollout.staleness {spec.rollout.staleness} a controller may offer {spec.rollout.staleness + 1} steps of "
+            f"{spec.flow.groups_per_step} groups, about {offer_bytes(spec) >> 10} KiB in the store, more than "
+            f"{MOST_BYTES >> 10}",
+            where="rollout.staleness",
+            fix="Lower it, or flow.groups_per_step",
         )
     if spec.flow.groups_per_step > spec.data.shards * spec.data.window:
         raise SpecError(

@@ -59,10 +59,15 @@ def rules_of(job: JobRecord) -> StreamRules:
         steps=flow.last_step(job.prompts),
         epochs=flow.epochs if by_prompts else None,
         # One peer may come to hold all that was issued, and must be able to offer it.
-        issue_cap=max(1.0, min(flow.issue_cap, MOST_BYTES / seal_bytes(spec))),
+        issue_cap=max(1.0, min(flow.issue_cap, MOST_BYTES / offer_bytes(spec))),
         limit=flow.prompt_limit,
         on_limit=flow.on_limit,
     )
+
+
+def offer_bytes(spec: JobSpec) -> int:
+    """About what the groups that one controller may hold at once take in its offer: k + 1 quotas at staleness k."""
+    return seal_bytes(spec) * (spec.rollout.staleness + 1)
 
 
 def seal_bytes(spec: JobSpec) -> int:

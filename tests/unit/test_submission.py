@@ -10,7 +10,7 @@ from plug_in_package import installer
 from controllers.service.checking import check_submission
 from controllers.service.submission import check_unchanged
 from gcore.config import new_spec, parse_spec
-from gcore.errors import UsageError
+from gcore.errors import SpecError, UsageError
 from gcore.ledger.job import JobRecord
 from gcore.plugins import PluginFault
 from gcore.prompts.dataset import DataChanged
@@ -52,6 +52,15 @@ def test_an_engine_argument_that_gcore_chooses_is_refused_before_anything_is_rea
     spec = {"name": "j", "model": {"path": "nowhere"}, "data": {"path": "nowhere"}, "flow": {"steps": 1}}
     spec |= {"rollout": {"max_new_tokens": 4, "engine": "sglang", "engine_args": ["--port=80"]}}
     with pytest.raises(UsageError, match="--port is chosen by gcore"):
+        check_submission(parse_spec(spec), tmp_path / "runs", tmp_path / "cache")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_more_groups_than_an_offer_has_room_for_are_refused_before_anything_is_read_or_written(tmp_path: Path) -> None:
+    spec = {"name": "j", "model": {"path": "nowhere"}, "data": {"path": "nowhere"}}
+    spec |= {"flow": {"steps": 1, "groups_per_step": 256}}
+    spec |= {"rollout": {"max_new_tokens": 4, "correction": "tis", "staleness": 64}}
+    with pytest.raises(SpecError, match=r"rollout.staleness 64 a controller may offer 65 steps of 256 groups"):
         check_submission(parse_spec(spec), tmp_path / "runs", tmp_path / "cache")
     assert list(tmp_path.iterdir()) == []
 
