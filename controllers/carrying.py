@@ -17,7 +17,8 @@ from gcore.ledger.carried import steps_left
 from gcore.ledger.records import Head, InFlightRef, Offer
 
 EVALUATION_PATIENCE_S = 900.0
-"""A batch of what was carried waits so long for the evaluation of the weights before it. A flow may never ask for it."""
+"""A batch of what was carried waits so long for the evaluation of the weights before it, or for another part of it. A flow
+may never ask for it."""
 
 
 def named_in_flight(view: JobView) -> tuple[InFlightRef, ...]:

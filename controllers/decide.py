@@ -134,8 +134,12 @@ def sealing(view: JobView) -> Iterator[Intent]:
     chosen = view.chosen
     topic = f"seal {head.seq} {slot.attempt if slot else 0}"
     if isinstance(chosen, SealNow) and refuse_seal(view.rules, head, seals, chosen) is None:
-        after = EVALUATION_PATIENCE_S if owes_evaluation(view) else 0.0
-        yield Intent(MakeSeal(head.step + 1, chosen), topic, _turn(view, topic), after=after)
+        owed = owes_evaluation(view)
+        # Named by the evaluation's parts while it is waited for: each that comes begins the wait anew.
+        waits = f"{topic} evaluated {len(view.mirror.parts_of(head.version))}" if owed else topic
+        yield Intent(
+            MakeSeal(head.step + 1, chosen), waits, _turn(view, topic), after=EVALUATION_PATIENCE_S if owed else 0.0
+        )
     elif isinstance(chosen, AccountNow):
         yield Intent(Account(chosen.outcomes), f"account {head.seq}", _turn(view, topic))
     elif isinstance(chosen, Short):

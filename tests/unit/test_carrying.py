@@ -25,7 +25,7 @@ from gcore.errors import EngineError
 from gcore.ledger import chain
 from gcore.ledger.chain import Writer
 from gcore.ledger.guarded import Stored
-from gcore.ledger.job import Evaluation, JobPhase, JobStatus, Plan
+from gcore.ledger.job import EvalPart, Evaluation, JobPhase, JobStatus, Plan
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records import Checkpoint, Checkpoints, Head, InFlightRef, Member, Offer, OfferedGroup
 from gcore.ledger.rules import StreamRules
@@ -137,6 +137,10 @@ def test_a_batch_of_what_was_carried_is_not_closed_before_the_weights_are_evalua
     spec = parse_spec(DOCUMENT | {"eval": {"path": "e", "every": 2}})
     view = view_of(offer=full, spec=spec)
     assert [i.after for i in decide(view) if isinstance(i.action, MakeSeal)] == [EVALUATION_PATIENCE_S]
+    part = EvalPart(version=NEW, number=0, parts=2, source="data", first=0, samples=1, correct=(1,), reward=1.0)
+    going_on = replace(view, mirror=replace(view.mirror, eval_parts={"0.2/000000": Stored(part, 1)}))
+    conditions = {i.condition for v in (view, going_on) for i in decide(v) if isinstance(i.action, MakeSeal)}
+    assert len(conditions) == 2, "each part that comes begins the wait anew"
     evaluations = {"0.2": Stored(Evaluation(version=NEW, accuracy=0.5, count=1, by=ME), 1)}
     view = replace(view, mirror=replace(view.mirror, evaluations=evaluations))
     assert [i.after for i in decide(view) if isinstance(i.action, MakeSeal)] == [0.0]
