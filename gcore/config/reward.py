@@ -14,6 +14,8 @@ from gcore.config.base import Section
 
 Option = str | int | float | bool
 DEFAULT_REWARD = "numeric"
+NEEDS_NO_ANSWER = frozenset({"regex", "length"})
+"""gcore's own rewards that look at nothing but the response. Of a plug-in it is not known."""
 MAX_PARTS = 16
 ANSWER_HELP = "Field of the prompt's entry that holds the expected answer"
 OPTIONS_HELP = "Settings of the reward's own, by name"
@@ -78,6 +80,12 @@ class RewardSpec(Section):
             if self.parts[0].weight != 1.0:
                 raise ValueError(f"part {self.parts[0].shown_as!r} is the gate and only decides; it has no weight")
         return self
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        """The fields that an entry must have for it, each once."""
+        wanted = [(part.name, part.answer or self.answer) for part in self.parts] or [(self.name, self.answer)]
+        return tuple(dict.fromkeys(answer for name, answer in wanted if name not in NEEDS_NO_ANSWER))
 
     @property
     def shown_as(self) -> str:

@@ -107,7 +107,7 @@ def _open_dataset(source: Source, cache_dir: Path, progress: OpeningProgress | N
     return Dataset.open(
         source.path,
         prompt_field=source.prompt,
-        answer_fields=(source.reward.answer,),
+        answer_fields=source.reward.answers,
         format=source.format,
         split=source.split,
         cache_dir=cache_dir,

@@ -159,3 +159,17 @@ def test_a_composed_reward_survives_the_store() -> None:
     told = spec(parts=PARTS, compose="min", timeout_s=3)
     assert RewardSpec.model_validate_json(told.model_dump_json()) == told
     assert told.shown_as == "min(numeric, form)"
+
+
+@pytest.mark.parametrize(
+    ("told", "fields"),
+    [
+        ({}, ("answer",)),
+        ({"answer": "sum"}, ("sum",)),
+        ({"name": "regex", "options": {"pattern": "a"}}, ()),
+        ({"parts": [{"name": "length"}, {"name": "math", "answer": "x"}, {"name": "exact"}]}, ("x", "answer")),
+        ({"name": "of_another_package"}, ("answer",)),
+    ],
+)
+def test_an_entry_must_have_the_fields_that_its_rewards_look_at(told: dict[str, Any], fields: tuple[str, ...]) -> None:
+    assert spec(**told).answers == fields
