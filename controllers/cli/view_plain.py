@@ -25,6 +25,9 @@ def lines(before: ViewState, event: JobEvent) -> tuple[str, ...]:
         return (step_line(after, after.points[-1]),)
     if event.kind == "eval" and after.evals and after.evals[-1] not in before.evals:
         return tuple(_eval_lines(after, after.evals[-1]))
+    if event.kind == "fault":  # of a plug-in: its own traceback is what its author needs
+        trace = str(event.data.get("trace", "")).splitlines()
+        return (f"fault: {visible(event.message, 500)}", *(f"  {visible(line, 300)}" for line in trace))
     text = visible(event.message, 500) or (visible(after.log[-1].text, 500) if after.log != before.log else "")
     return (f"{event.kind}: {text}",) if text else ()
 
@@ -34,7 +37,7 @@ def step_line(state: ViewState, point: StepPoint) -> str:
     reward, length = point.stats.get("reward"), point.stats.get("response_length")
     accuracy = state.evals[-1].accuracy if state.evals else None
     words = [
-        f"step {point.step}/{state.steps or '?'}",
+        f"step {point.step}/{state.of_steps}",
         "reward " + ("-" if reward is None else f"{reward:.3f}"),
         "accuracy " + ("-" if accuracy is None else f"{accuracy:.3f}"),
         "length " + ("-" if length is None else f"{length:.1f}"),

@@ -281,3 +281,13 @@ def test_the_live_view_has_pass_at_k_and_where_it_was_best():
     assert "25.0%, best 98.5% (step 3)" in drawn(best)
     now = replace(state, best=BestPoint(5, "accuracy", 0.25))
     assert "best" not in drawn(now)
+
+
+def test_what_a_plug_in_raised_is_shown_with_its_own_traceback_line_by_line():
+    trace = 'Traceback (most recent call last):\n  File "mine.py", line 2, in score\nKeyError: \x1b[2Jx'
+    told = event(9, "fault", "reward 'mine' raised KeyError", what="...", trace=trace, node="node-0")
+    head, *rest = view_plain.lines(ViewState(), told)
+    assert head == "fault: reward 'mine' raised KeyError"
+    assert rest[1] == '    File "mine.py", line 2, in score'
+    assert len(rest) == 3
+    assert "\x1b" not in rest[2]
