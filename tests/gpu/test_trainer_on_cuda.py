@@ -34,7 +34,7 @@ from gcore.train.module import load_module
 from gcore.train.packing import Rectangle
 from gcore.train.reference import Reference
 from gcore.train.report import StepResult
-from gcore.train.saving import Progress, Saver, restore_optimizer
+from gcore.train.saving import Progress, Saver, restore_critic, restore_optimizer
 from gcore.train.step import StepTrainer
 from gcore.types import PromptRef, Version
 
@@ -138,8 +138,10 @@ def started(launch: RankLaunch, world: Collective) -> tuple[StepTrainer, Models]
     progress = Progress(0, 0)
     if manifest is not None and launch.checkpoint_path is not None:
         restore_optimizer(models.policy, launch.checkpoint_path, manifest)
-        progress = Progress(manifest.updates, manifest.skipped)
-    saver = Saver(launch, models.policy)
+        if models.critic is not None:
+            restore_critic(models.critic, launch.checkpoint_path, manifest)
+        progress = Progress.of(manifest)
+    saver = Saver(launch, models.policy, models.critic)
     return StepTrainer(launch, world, models, saver, SystemClock(), progress), models
 
 
@@ -212,6 +214,28 @@ def test_a_checkpoint_goes_on_where_it_was_and_staged_weights_are_the_policys(
     assert repeated.metrics["loss"] == pytest.approx(second.metrics["loss"], abs=1e-5 if dtype == "fp32" else 1e-2)
     after = load_file(tmp_path / repeated.checkpoint_file / "model.safetensors")
     assert all(float((after[name] - before[name]).abs().max()) < 1e-4 for name in before if dtype == "fp32")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_critic_learns_beside_the_policy_and_both_go_on_from_a_checkpoint(
+    world: Collective, models: Path, tmp_path: Path, dtype: str, stage: int
+) -> None:
+    settings: dict[str, Any] = {"advantage": "gae", "critic": {"learning_rate": 1e-2, "clip": None}, "dtype": dtype}
+    trainer, loaded = started(launch_of(models / "qwen3", tmp_path, zero_stage=stage, **settings), world)
+    assert loaded.critic is not None
+    first = run(trainer, 1)
+    assert first.metrics["value_mean"] == 0, "a new head says zero of everything"
+    assert first.metrics["value_loss"] > 0
+    assert first.metrics["critic_skipped_updates"] == 0
+    second = run(trainer, 2)
+    assert second.metrics["value_mean"] != 0
+    start = {"step": 1, "checkpoint": first.checkpoint_file}
+    again, _ = started(launch_of(models / "qwen3", tmp_path, start, zero_stage=4 - stage, **settings), world)
+    repeated = run(again, 2)
+    for name in ("loss", "value_loss", "value_mean"):
+        close = pytest.approx(second.metrics[name], abs=1e-5 if dtype == "fp32" else 1e-2)
+        assert repeated.metrics[name] == close
 
 
 def test_checkpointed_activations_give_the_same_loss_and_gradient_norm_in_less_memory(
