@@ -131,9 +131,44 @@ def test_events_are_the_same_from_every_controller_and_end_with_the_job(
     assert first[-1][1] == "state"
 
 
+def test_samples_are_read_at_any_controller_while_a_job_runs_and_after_it_has_ended(
+    cluster: LocalCluster, tree: dict[str, Any]
+) -> None:
+    tree = tree | {"name": "read", "flow": {"steps": 3, "groups_per_step": 8}, "samples": {"keep": 2, "groups": 2}}
+    create(cluster, tree, "s1")
+
+    async def read(client: JobsClient) -> list[pb.SampleGroup]:
+        while True:
+            try:
+                return await client.get_samples("read")
+            except UsageError:  # none yet
+                await SystemClock().sleep(0.2)
+
+    early = {(group.step, group.lineage) for group in ask(cluster, read)}
+    assert early <= {(1, 0), (2, 0), (3, 0)}
+    assert len(early) == 1
+
+    async def ended(client: JobsClient) -> None:
+        async for _ in client.follow("read"):
+            pass
+
+    ask(cluster, ended)
+    for first in (0, 1):
+        groups = ask(cluster, lambda c: c.get_samples("read"), first=first)
+        assert {group.step for group in groups} == {3}
+        assert 2 <= len(groups) <= 4
+        assert all(response.HasField("advantage") for group in groups for response in group.responses)
+    with pytest.raises(UsageError, match=r"samples of step 1 were removed: samples\.keep is 2.* steps 2-3"):
+        ask(cluster, lambda c: c.get_samples("read", step=1))
+    shown = gcore("samples", "read", "--step", "3", "--best", "--limit", "1", "--address", cluster.addresses[1])
+    assert "step 3, lineage 0: 1 of" in shown.stdout
+    assert "response 0: reward" in shown.stdout
+
+
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no model": ({"model": {"path": "/nowhere"}}, "nowhere"),
     "no data": ({"data": {"path": "/nowhere.jsonl"}}, "nowhere.jsonl"),
+    "unknown tracker": ({"tracking": [{"name": "tensorbord"}]}, "did you mean 'tensorboard'?"),
     "unknown reward": ({"reward": {"name": "numerik"}}, "numeric"),
     "unknown flow": ({"flow": {"name": "grp", "steps": 1}}, "grpo"),
     "too many shards": ({"shards": 5000}, "data.shards"),
