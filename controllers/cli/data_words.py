@@ -60,7 +60,7 @@ def source_tree(checked: CheckedSource) -> dict[str, Any]:
         "entries": len(checked.opened),
         "weight": source.weight,
         "refs": refs,
-        "reward": source.reward.name,
+        "reward": source.reward.shown_as,
         "counted": lengths.checked,
         "filtered": dict(lengths.filtered),
         "unknown": lengths.unknown,

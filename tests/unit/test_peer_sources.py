@@ -298,6 +298,29 @@ async def test_an_engine_that_refused_is_asked_again_at_once(tmp_path: Path) -> 
     assert job.holdings.reissues[prompt.ref] == 1
 
 
+async def test_a_prompt_with_a_response_that_cannot_be_scored_fails_with_the_reason_and_is_not_issued_again(
+    tmp_path: Path,
+) -> None:
+    class LastIsOdd:
+        """Can score all but the last."""
+
+        async def score(self, spec: Any, fields: Any, responses: Any) -> Any:
+            first = DirectScorer().score(spec, fields, responses[:-1])
+            return (*await first, RewardError("reward 'exact' took longer than 10 s (reward.timeout_s)"))
+
+    job = Alone(tmp_path)
+    prompt = job.prompt("letters")
+    practices = job.peer.material.sources
+    odd = {name: replace(practice, scorer=LastIsOdd()) for name, practice in practices.items()}
+    job.peer.material = replace(job.peer.material, sources=odd)
+    await (await produced(job, prompt))
+    ended = job.holdings.outcomes[prompt.ref]
+    assert (ended.kind, ended.source) == ("failed", "letters")
+    assert ended.reason == "reward 'exact' took longer than 10 s (reward.timeout_s)"
+    assert job.holdings.reissues == {}
+    assert job.holdings.offers == {}
+
+
 @pytest.mark.parametrize("reward", [float("nan"), float("-inf"), 1e39])
 async def test_a_group_that_a_flow_scored_itself_with_what_is_no_number_fails_its_prompt(
     tmp_path: Path, reward: float
