@@ -24,7 +24,7 @@ SGLANG_ENV := GCORE_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup sglang-setup demo demo-kill demo-sglang prepare test test-sglang test-trackers bench-demo bench-idle bench-startup bench-grpo bench-trainer bench-engine bench-flows bench-page test-gpu sim lint proto clean
+.PHONY: help setup sglang-setup demo demo-kill demo-sglang prepare test test-sglang test-trackers bench-demo bench-idle bench-startup bench-grpo bench-trainer bench-engine bench-flows bench-issue bench-page test-gpu sim lint proto clean
 
 help: ## What there is to make
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk 'BEGIN {FS = ":.*## "} {printf "  make %-12s %s\n", $$1, $$2}'
@@ -83,6 +83,9 @@ bench-startup: prepare ## How long commands, daemons and workers take to start; 
 bench-grpo: prepare ## Seconds per GRPO step beside TRL's (an environment of its own); benchmarks/results/grpo_step.json
 	@bash benchmarks/setup_trl.sh "$(PYTHON)" .venv-trl
 	@$(TEST_ENV) $(BIN)/python benchmarks/grpo_step.py $(BENCH_ARGS)
+
+bench-issue: setup ## What flow.issue_cap buys and costs, in virtual time; benchmarks/results/issue_ahead.json
+	@$(TEST_ENV) $(BIN)/python benchmarks/issue_ahead.py $(BENCH_ARGS)
 
 bench-engine: setup ## The torch engine beside transformers.generate; benchmarks/results/engine.json
 	@$(TEST_ENV) $(BIN)/python benchmarks/engine.py $(BENCH_ARGS)

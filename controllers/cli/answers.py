@@ -129,7 +129,7 @@ def jobs_table(jobs: Sequence[JobSnapshot]) -> Table:
             visible(job.name),
             visible(job.uid),
             job.state,
-            f"{job.step}/{job.steps}",
+            f"{job.step}/{job.of_steps}",
             moment(job.created),
             visible(job.reason, 80),
         )
@@ -152,7 +152,7 @@ def job_rows(job: JobSnapshot, now: float) -> dict[str, str]:
     rows = {
         "job": f"{visible(job.name)} ({visible(job.uid)})",
         "state": job.state + (f": {visible(job.reason, 300)}" if job.reason else ""),
-        "step": f"{job.step} of {job.steps}, lineage {job.lineage}",
+        "step": f"{job.step} of {job.of_steps}, lineage {job.lineage}",
         "created": moment(job.created),
     }
     if job.ended:

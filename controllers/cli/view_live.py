@@ -79,7 +79,7 @@ def _title(state: ViewState) -> Text:
 def _progress(state: ViewState, now: float, width: int) -> RenderableType:
     line = Table.grid(expand=False, padding=(0, 2, 0, 0))
     share = state.step / state.steps if state.steps else 0.0
-    words = [Text(f"step {state.step}/{state.steps or '?'}", style="bold"), Text(f"{share:.0%}")]
+    words = [Text(f"step {state.step}/{state.of_steps}", style="bold"), Text(f"{share:.0%}")]
     if state.started is not None:
         end = state.last_time if state.ended and state.last_time is not None else now
         words.append(Text(f"{seconds(max(0.0, end - state.started))} so far", style="dim"))

@@ -163,6 +163,18 @@ class JobSnapshot:
     best: BestPoint | None = None
 
     @property
+    def steps_estimated(self) -> bool:
+        """Whether `steps` follows from what remains of the data epochs and what a group has taken lately."""
+        flow = self.spec.get("flow")
+        by_prompts = isinstance(flow, Mapping) and flow.get("steps") is None and flow.get("count") == "prompts"
+        return by_prompts and self.ended == 0
+
+    @property
+    def of_steps(self) -> str:
+        """`40`, or `~40` where it is estimated."""
+        return f"{'~' if self.steps_estimated else ''}{self.steps}"
+
+    @property
     def shard_count(self) -> int:
         """How many shards the job's prompt stream has; 0 if that is unknown."""
         data = self.spec.get("data")

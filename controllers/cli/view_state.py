@@ -50,6 +50,7 @@ class ViewState:
     reason: str = ""
     step: int = 0
     steps: int = 0
+    steps_estimated: bool = False
     lineage: int = 0
     shard_count: int = 0
     points: tuple[StepPoint, ...] = ()
@@ -74,6 +75,11 @@ class ViewState:
     def ended(self) -> bool:
         """Whether nothing more will come."""
         return self.state in ENDED_STATES
+
+    @property
+    def of_steps(self) -> str:
+        """`40`, `~40` where it is estimated, `?` while it is unknown."""
+        return f"{'~' if self.steps_estimated else ''}{self.steps}" if self.steps else "?"
 
     @property
     def groups_by_node(self) -> dict[str, int]:
@@ -135,6 +141,7 @@ class ViewState:
             job=job.name,
             uid=job.uid,
             steps=job.steps or self.steps,
+            steps_estimated=job.steps_estimated if job.steps else self.steps_estimated,
             shard_count=job.shard_count or self.shard_count,
             waiting=job.waiting,
             best=job.best,
@@ -200,6 +207,7 @@ def _step(state: ViewState, event: JobEvent) -> ViewState:
         points=(*_up_to(state.points, step - 1), point),
         step=step,
         steps=whole_of(event.data, "steps") or state.steps,
+        steps_estimated=event.data.get("steps_estimated") is True,
         lineage=lineage,
     )
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from controllers.by_source import key_of, mostly_truncated
 from controllers.identity import node_of
+from gcore.config.flow import FlowSpec
 from gcore.config.sources import ONLY_SOURCE
 from gcore.ledger.job import Evaluation, FaultRecord, JobRecord, JobStatus, ModelFetch, Trouble
 from gcore.ledger.mirror import JobMirror
@@ -165,11 +166,12 @@ def _entry(before: JobMirror, entry: LogEntry, after: JobMirror) -> Iterator[tup
             if ended.kind == "trained":
                 node = node_of(ended.holder)
                 by_node[node] = by_node.get(node, 0) + 1
-        given = after.job.record.spec.get("flow", {}).get("steps") if after.job else None
-        steps = given or int(entry.stats.get("planned_steps", 0))
+        known = _known_steps(after.job.record) if after.job else None
+        steps = known or int(entry.stats.get("planned_steps", 0))
         data = {
             "step": entry.step,
             "steps": steps,
+            "steps_estimated": known is None and steps != entry.step,
             "lineage": entry.lineage,
             "stats": entry.stats,
             "groups_by_node": by_node,
@@ -189,6 +191,11 @@ def _entry(before: JobMirror, entry: LogEntry, after: JobMirror) -> Iterator[tup
         yield "rollback", f"back from step {from_step} to {entry.step}: {entry.reason}", data
     elif entry.kind == "account":
         yield _untrained(entry)
+
+
+def _known_steps(job: JobRecord) -> int | None:
+    """The job's last step, if that is known from its beginning."""
+    return FlowSpec.model_validate(job.spec.get("flow", {})).last_step(job.prompts)
 
 
 def _smaller(entry: LogEntry, groups: int) -> Derived:
