@@ -33,8 +33,9 @@ from gcore.prompts.curriculum import CurriculumError, CurriculumView, SourceStat
 from gcore.reward.composed import OpenReward
 from gcore.reward.registry import Response, RewardError, RewardResult
 from gcore.testing.fake_cluster import FakeCluster, Script
-from gcore.testing.fake_peer import Asked, sample_of, tokens_of
-from gcore.types import Group, PromptRef, Version
+from gcore.testing.fake_peer import Asked
+from gcore.testing.fake_samples import group_of
+from gcore.types import Group
 
 Entries = Sequence[Mapping[str, Any]]
 ODD_RESPONSES = ("", " ", "\n", "0", "-", "x" * 20_000, "9" * 20_000, "\u0663", "\x00", "\\boxed{", "((((", "🙂")
@@ -145,16 +146,6 @@ def by_turns(asked: Asked) -> str:
     """Right and wrong in turn, as the entry's `answer` has it; greedy: right."""
     right = str(asked.prompt.fields.get("answer", ""))
     return right if asked.greedy or (asked.index + asked.prompt.ref.seq) % 2 == 0 else f"{right}?"
-
-
-def group_of(rewards: Sequence[float], prompt: str = "a prompt") -> Group:
-    """A scored group with these rewards."""
-    made = (sample_of(f"response {number}", Version(0, 0), 64) for number in range(len(rewards)))
-    samples = tuple(
-        type(sample)(sample.token_ids, sample.logprobs, sample.text, "stop", sample.spans, reward=reward)
-        for sample, reward in zip(made, rewards, strict=True)
-    )
-    return Group(PromptRef(0, 0, 0), tokens_of(prompt), samples, "data")
 
 
 async def _to_its_end(name: str, cluster: FakeCluster) -> None:

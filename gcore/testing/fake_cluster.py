@@ -24,7 +24,8 @@ from gcore.errors import SpecError
 from gcore.flows.api import Flow
 from gcore.flows.filters import find_filters
 from gcore.reward.scoring import DirectScorer, Scorer
-from gcore.testing.fake_peer import Asked, FakePeer, StepState, tokens_of
+from gcore.testing.fake_peer import Asked, FakePeer, StepState
+from gcore.testing.fake_samples import tokens_of
 from gcore.types import Group, Outcome, Prompt, PromptRef
 
 LONGEST = 64

@@ -6,6 +6,7 @@ Only what a flow can see is here; what becomes of groups and prompts is the clus
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
@@ -18,10 +19,15 @@ from gcore.flows.api import Peer
 from gcore.flows.filters import FilterError, filtered
 from gcore.ledger.collectives import check_given, summed
 from gcore.reward.registry import Response, RewardError
-from gcore.types import Group, Outcome, Prompt, PromptRef, Sample, Version, VersionSpan
+from gcore.testing.fake_samples import sample_of
+from gcore.types import Group, Outcome, Prompt, PromptRef, Sample, Version
 
 if TYPE_CHECKING:
     from gcore.testing.fake_cluster import FakeCluster
+
+
+MOST_ROUNDS = 30
+"""Passes over the prompts that may end without a group before a test is told that no step will ever be full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,32 +82,29 @@ class FakePeer:
         """This peer's prompts, oldest first, until the step is full."""
         cluster, mine = self.cluster, step.state
         while not mine.closed:
-            before = len(cluster.outcomes)
-            wanted = max(cluster.spec.flow.groups_per_step - len(cluster.held) - len(cluster.in_flight), 0)
-            for place in self._due(wanted):
+            place = self._next_place()
+            if place is None:
+                await asyncio.sleep(0)  # noqa: TID251 - others go on
+            else:
                 prompt = cluster.prompt(place)
                 cluster.taken.add(prompt.ref)
                 cluster.in_flight.add(prompt.ref)
                 step.handed_out = prompt
                 yield prompt
                 await asyncio.sleep(0)  # noqa: TID251 - what was started begins
-                step.raise_defect()
                 if step.handed_out is not None:
                     raise AssertionError(f"the flow took prompt {prompt.ref} and did not start it")
-            if not mine.closed and len(cluster.outcomes) == before:
-                await asyncio.sleep(0)  # noqa: TID251 - others go on
-            if len(cluster.outcomes) > 30 * len(cluster.entries):
-                raise AssertionError("a step never gets its quota: nearly everything is filtered or fails")
             step.raise_defect()
+            if len(cluster.outcomes) > MOST_ROUNDS * len(cluster.entries):
+                raise AssertionError("a step never gets its quota: nearly everything is filtered or fails")
 
-    def _due(self, wanted: int) -> list[int]:
-        found: list[int] = []
-        place = self._number
-        while len(found) < wanted:
-            if self.cluster.prompt(place).ref not in self.cluster.taken:
-                found.append(place)
-            place += self._peers
-        return found[:1] if found else []
+    def _next_place(self) -> int | None:
+        """My oldest prompt that is due; None while what is in flight may be enough."""
+        cluster = self.cluster
+        if len(cluster.held) + len(cluster.in_flight) >= cluster.spec.flow.groups_per_step:
+            return None
+        mine = itertools.count(self._number, self._peers)
+        return next(place for place in mine if cluster.prompt(place).ref not in cluster.taken)
 
     async def rollout(self, prompt: Prompt, samples: int | None = None, *, greedy: bool = False) -> tuple[Sample, ...]:
         """What the script answers."""
@@ -283,20 +286,6 @@ class FakeBatch:
             raise
         finally:
             cluster.in_flight.discard(ref)
-
-
-def tokens_of(text: str) -> tuple[int, ...]:
-    """A token for each character; 0 is the end."""
-    return tuple(ord(character) for character in text) or (1,)
-
-
-def sample_of(text: str, version: Version, longest: int) -> Sample:
-    """A response of that text, cut off at `longest` tokens."""
-    tokens = (*(ord(character) for character in text), 0)
-    cut = len(tokens) > longest
-    tokens, text = (tokens[:longest], text[:longest]) if cut else (tokens, text)
-    spans = (VersionSpan(version, 0, len(tokens)),)
-    return Sample(tokens, (-1.0,) * len(tokens), text, "length" if cut else "stop", spans)
 
 
 def _is_peer(peer: FakePeer) -> Peer:

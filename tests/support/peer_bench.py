@@ -34,7 +34,8 @@ from gcore.store.keys import JobKeys
 from gcore.store.types import Put, WatchBatch, WatchEvent
 from gcore.testing import MemoryCluster, MemoryStore, PerfectNetwork
 from gcore.testing.fake_cluster import FakeCluster, Script, made_spec
-from gcore.testing.fake_peer import Asked, sample_of
+from gcore.testing.fake_peer import Asked
+from gcore.testing.fake_samples import sample_of
 from gcore.testing.tiny_model import save_tokenizer
 from gcore.types import Outcome, PromptRef, Sample, Version
 

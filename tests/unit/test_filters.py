@@ -33,8 +33,8 @@ from gcore.prompts.cursor import shard_lengths
 from gcore.store.keys import JobKeys
 from gcore.store.types import WatchBatch, WatchEvent
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
-from gcore.testing.contract import group_of
 from gcore.testing.fake_cluster import made_spec
+from gcore.testing.fake_samples import group_of
 from gcore.types import Group, Outcome, Prompt, PromptRef, Version
 
 KEYS = JobKeys("u")
