@@ -157,6 +157,9 @@ def _numbers(state: ViewState, width: int) -> RenderableType:
         ("entropy", stats.get("entropy"), "{:.3f}"),
         ("lr", stats.get("learning_rate"), "{:.1e}"),
     ]
+    if stats.get("filter_rate"):
+        shown.append(("filtered", stats["filter_rate"], "{:.0%}"))
+        shown.append(("reward before", stats.get("reward_before_filter"), "{:.3f}"))
     lines = [Text()]
     for name, value, form in shown:
         number = Text.assemble((f"{name} ", "dim"), "-" if value is None else form.format(value))

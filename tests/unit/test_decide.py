@@ -482,6 +482,58 @@ def test_a_job_with_a_group_of_the_next_epoch_offered_or_sealed_does_not_despair
     assert SetPhase in kinds(gone)
 
 
+def by_epochs(view: JobView, **more: Any) -> JobView:
+    """The job goes once through its forty prompts."""
+    flow = SPEC.flow.model_copy(update={"steps": None, "epochs": 1})
+    return replace(
+        view, spec=SPEC.model_copy(update={"flow": flow}), rules=replace(RULES, steps=None, epochs=1, **more)
+    )
+
+
+def all_filtered(view: JobView, count: int) -> JobView:
+    """The first prompts of the order are offered as filtered."""
+    refs = list(in_order(view.rules, view.mirror.head.record, ()))[:count]
+    ended = tuple(EndedRef(ref=ref, kind="filtered", reason="all the same", versions=(Version(0, 0),)) for ref in refs)
+    return with_mirror(view, offers={PEER: stored(Offer(incarnation=PEER, outcomes=ended))})
+
+
+def test_a_step_that_has_used_up_its_prompts_without_a_group_fails_the_job_with_a_sentence() -> None:
+    limited = replace(RULES, limit=12)
+    assert SetPhase not in kinds(replace(all_filtered(running(), 11), rules=limited))
+    (failed,) = actions(replace(all_filtered(running(), 12), rules=limited))
+    assert isinstance(failed, SetPhase)
+    assert (failed.phase, failed.at_head) == (JobPhase.FAILED, True)
+    assert failed.reason.startswith("step 1 has used up its 12 prompts (flow.max_prompts_per_step) with 0 of 4 groups")
+    assert "the commonest reason, 12 times: all the same" in failed.reason
+
+
+def test_a_job_by_epochs_is_done_when_each_prompt_has_its_outcome_and_the_last_step_its_checkpoint() -> None:
+    view = by_epochs(ended_refs(running(), 1))
+    head = view.mirror.head.record.model_copy(update={"step": 7})
+    view = with_mirror(view, head=stored(head))
+    assert SetPhase not in kinds(view), "its last checkpoint is not there"
+    entries = (Checkpoint(lineage=0, step=0, seq=0, file=""), Checkpoint(lineage=0, step=7, seq=1, file="c"))
+    (done,) = actions(with_mirror(view, checkpoints=stored(Checkpoints(entries=entries))))
+    assert isinstance(done, SetPhase)
+    assert (done.phase, done.reason) == (
+        JobPhase.SUCCEEDED,
+        "every prompt of the data epoch has its outcome, after 7 steps",
+    )
+
+
+def test_a_job_by_epochs_of_which_nothing_was_trained_fails() -> None:
+    (failed,) = actions(by_epochs(ended_refs(running(), 1)))
+    assert isinstance(failed, SetPhase)
+    assert failed.phase is JobPhase.FAILED
+    assert "no prompt of data epoch 0 could be trained" in failed.reason
+
+
+def test_beyond_its_epochs_nothing_is_due() -> None:
+    view = by_epochs(ended_refs(running(), 1))
+    assert ended_refs(running(), 1).due
+    assert view.due == ()
+
+
 def test_what_follows_from_head_ends_a_job_only_at_that_head() -> None:
     (failed,) = [action for action in actions(ended_refs(running(), 1)) if isinstance(action, SetPhase)]
     assert failed.at_head
