@@ -31,7 +31,7 @@ _FENCE = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Tests:
+class Checks:
     """What a program is tested by: statements, or pairs of what it reads and what it should print."""
 
     statements: tuple[str, ...] = ()
@@ -78,7 +78,7 @@ class CodeReward:
         settings = _settings(spec)
         every = word_option(spec, "value", "all", ("all", "share")) == "all"
         most = int(number_option(spec, "most_tests", MOST_TESTS, least=1, whole=True))
-        tests = tests_of(answer_field(fields, spec), spec.answer, most)
+        tests = checks_of(answer_field(fields, spec), spec.answer, most)
         program = before(fields, spec) + program_of(response)
         passed, ran = self._passed(self._box(settings), program, tests, settings.timeout_s)
         share = passed / tests.count
@@ -92,7 +92,7 @@ class CodeReward:
             self._boxes[settings] = box
         return self._boxes[settings]
 
-    def _passed(self, box: Box, program: str, tests: Tests, timeout_s: float) -> tuple[int, bool]:
+    def _passed(self, box: Box, program: str, tests: Checks, timeout_s: float) -> tuple[int, bool]:
         """How many tests it passes, and whether it came to its end."""
         if tests.statements:
             done = box.run(program, tests.statements, timeout_s=timeout_s)
@@ -132,7 +132,7 @@ def before(fields: Mapping[str, Any], spec: RewardSpec) -> str:
     return text
 
 
-def tests_of(answer: Any, field: str, most: int) -> Tests:
+def checks_of(answer: Any, field: str, most: int) -> Checks:
     """The tests that an answer holds, the first `most` of them. Raises RewardError if it holds none."""
     found = _tests(_parsed(answer))
     if found is None or found.count == 0:
@@ -141,7 +141,7 @@ def tests_of(answer: Any, field: str, most: int) -> Tests:
             f"the answer {shown} in field {field!r} holds no tests",
             fix='Give statements, or a list of {"input": ..., "output": ...}; see docs/rewards.md',
         )
-    return Tests(found.statements[:most], found.pairs[:most])
+    return Checks(found.statements[:most], found.pairs[:most])
 
 
 def _parsed(answer: Any) -> Any:
@@ -154,16 +154,16 @@ def _parsed(answer: Any) -> Any:
     return answer
 
 
-def _tests(answer: Any) -> Tests | None:
+def _tests(answer: Any) -> Checks | None:
     match answer:
         case str() if answer.strip():
-            return Tests(statements=(answer,))
+            return Checks(statements=(answer,))
         case {"inputs": list(inputs), "outputs": list(outputs)} if len(inputs) == len(outputs):
-            return Tests(pairs=tuple((_text(one), _text(other)) for one, other in zip(inputs, outputs, strict=True)))
+            return Checks(pairs=tuple((_text(one), _text(other)) for one, other in zip(inputs, outputs, strict=True)))
         case list() if all(isinstance(one, str) and one.strip() for one in answer):
-            return Tests(statements=tuple(answer))
+            return Checks(statements=tuple(answer))
         case list() if all(isinstance(one, Mapping) and {"input", "output"} <= one.keys() for one in answer):
-            return Tests(pairs=tuple((_text(one["input"]), _text(one["output"])) for one in answer))
+            return Checks(pairs=tuple((_text(one["input"]), _text(one["output"])) for one in answer))
     return None
 
 

@@ -1,0 +1,140 @@
+"""A whole run whose rewards are composed, differ by source, raise, hang and crash: the job goes on, and every prompt is told of.
+
+One controller, a random model of a few thousand weights; nothing is learned here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from cluster_run import gcore, processes_of
+
+from gcore.clock import SystemClock
+from gcore.config.cluster import LocalCluster
+from gcore.ledger.job import FaultRecord
+from gcore.ledger.records import LogEntry
+from gcore.store.client import EtcdStore
+from gcore.store.keys import JobKeys
+from gcore.testing.tiny_model import make_tiny_model
+
+pytestmark = [pytest.mark.serial, pytest.mark.timeout(300)]
+
+MOODY = """
+import os
+from gcore.reward import RewardResult
+
+def score(response, fields, spec):
+    if not response:
+        return RewardResult(0.0)
+    if fields["mood"] == "raises":
+        raise ValueError("not today")
+    if fields["mood"] == "hangs":
+        while True:
+            pass
+    if fields["mood"] == "crashes":
+        os._exit(9)
+    return RewardResult(1.0 / len(response), (("short", 1.0 / len(response)),))
+"""
+MOODS = ["good", "raises", "good", "hangs", "good", "crashes", "good", "good"]
+
+
+def install(folder: Path) -> None:
+    """The package with the reward, where PYTHONPATH finds it."""
+    info = folder / "pack_moody-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: pack-moody\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[gcore.rewards]\nmoody = pack_moody:score\nbroken = pack_broken:score\n")
+    (folder / "pack_moody.py").write_text(MOODY)
+    (folder / "pack_broken.py").write_text("import json\nTABLE = json.loads('{')\n")
+
+
+def spec_of(folder: Path, name: str, **letters: Any) -> Path:
+    """A spec with two sources; `letters` is the reward of one."""
+    form = {"name": "regex", "label": "form", "options": {"pattern": "[a-p]*"}}
+    long = {"name": "length", "label": "brief", "weight": 0.5, "options": {"limit": 3, "slope": 0.1}}
+    spec = {
+        "name": name,
+        "model": {"path": "model"},
+        "data": {
+            "sources": [
+                {"name": "digits", "path": "digits.jsonl", "reward": {"compose": "gate", "parts": [form, long]}},
+                {"name": "letters", "path": "letters.jsonl", "reward": letters},
+            ],
+            "shards": 2,
+        },
+        "flow": {"steps": 3, "groups_per_step": 8, "samples_per_prompt": 2},
+        "rollout": {"max_new_tokens": 5},
+        "scoring": {"workers": 2},
+    }
+    file = folder / f"{name}.yaml"
+    file.write_text(yaml.safe_dump(spec))
+    return file
+
+
+def listed(home: Path, prefix: str) -> dict[str, bytes]:
+    """What stands in the store under a prefix."""
+
+    async def read() -> dict[str, bytes]:
+        cluster = LocalCluster.load(home)
+        assert cluster is not None
+        store = await EtcdStore.connect((cluster.etcd.endpoint,), clock=SystemClock())
+        try:
+            return {kv.key: kv.value for kv in (await store.list(prefix)).kvs}
+        finally:
+            await store.close()
+
+    return asyncio.run(read())
+
+
+def test_rewards_that_raise_hang_and_crash_cost_their_own_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_tiny_model(tmp_path / "model", seed=3)
+    for name in ("digits", "letters"):
+        lines = [json.dumps({"prompt": f"{name} {n}", "answer": "x", "mood": mood}) for n, mood in enumerate(MOODS)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    install(tmp_path / "packages")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
+    home = tmp_path / "home"
+    gcore("up", "--home", str(home), "--controllers", "1", "--slots", "cpu:2")
+    try:
+        refused = gcore("run", str(spec_of(tmp_path, "no", name="broken")), "--home", str(home), "--plain", check=None)
+        assert refused.returncode == 2
+        assert "reward 'broken' cannot be loaded" in refused.stderr
+        assert "pack_broken.py:2" in refused.stderr.replace("\n", "")
+        file = spec_of(tmp_path, "moody", name="moody", timeout_s=1.0)
+        ended = gcore("run", str(file), "--home", str(home), "--plain", check=None)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        (folder,) = (home / "runs").glob("moody-*")
+        keys = JobKeys(json.loads((folder / "summary.json").read_text())["uid"])
+        entries = [LogEntry.decode(value, key) for key, value in listed(home, keys.log_prefix).items()]
+        faults = [FaultRecord.decode(value, key) for key, value in listed(home, keys.fault_prefix).items()]
+    finally:
+        gcore("down", "--home", str(home), check=None)
+    assert processes_of(home) == []
+    check(entries, faults)
+
+
+def check(entries: list[LogEntry], faults: list[FaultRecord]) -> None:
+    """Each bad prompt failed for its own reason; the parts of the rewards are told step by step."""
+    trained = [entry for entry in entries if entry.kind == "train"]
+    assert len(trained) == 3
+    for entry in trained:
+        assert 0.0 <= entry.stats["reward_part/form"] <= 1.0
+        assert 0.0 <= entry.stats["reward_part/brief"] <= 1.0
+    failed = {ended.reason.split(".")[0] for entry in entries for ended in entry.delta if ended.kind == "failed"}
+    assert failed == {
+        "reward 'moody' raised ValueError: not today",
+        "reward 'moody' took longer than 1 s (reward",
+        "reward 'moody' took the process that scores with it, which was ended by itself with exit code 9",
+    }
+    assert all(ended.source == "letters" for entry in entries for ended in entry.delta if ended.kind == "failed")
+    (fault,) = faults
+    assert fault.what.startswith("reward 'moody' raised ValueError: not today")
+    assert 'raise ValueError("not today")' in fault.trace
+    assert "pack_moody.py" in fault.trace
