@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gcore.config.spec import RewardSpec
-from gcore.reward.program import Checks, code, program_of, checks_of
+from gcore.reward.program import Checks, checks_of, code, program_of
 from gcore.reward.registry import RewardError
 
 
