@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-import traceback
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -31,6 +30,7 @@ from controllers.material import Material, rewards_of
 from controllers.ordering import EpochOrders
 from controllers.peer import JobPeer
 from controllers.preparing import Preparation
+from controllers.producing import Producing
 from controllers.ranks import RankLinks
 from controllers.reading import Reading
 from controllers.service.events import EventLog
@@ -50,7 +50,6 @@ from gcore.ledger.job import JobPhase
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.stream import StreamRules, rules_of
 from gcore.metrics import Metrics
-from gcore.plugins import trace_of
 from gcore.reward.pool import RewardPool
 from gcore.reward.scoring import Scorer
 from gcore.store.keys import JobKeys
@@ -177,6 +176,7 @@ class JobRunner:
 
     async def _work_on(self, spec: JobSpec, rewards: RewardPool) -> None:
         assert self.mirror.job is not None
+        producing = Producing(self, self._faults, self._clock)
         try:
             material = await self._preparation(rewards).material(spec, self.mirror.job.record)
             if material is None:
@@ -188,7 +188,7 @@ class JobRunner:
             filters = find_filters(material.spec.flow.filters)
             orders = self._orders = EpochOrders(spec, material.stream, self.changes.notify)
         except GcoreError as error:
-            await self._fail_with(error)
+            await producing.fail_with(error)
             return
         me = self._identity
         collectives = Collectives(self._store, lambda: self.mirror, me.incarnation, me.lease, self.changes, self._clock)
@@ -208,25 +208,21 @@ class JobRunner:
         )
         try:
             async with asyncio.TaskGroup() as group:
-                producing = group.create_task(self._produce(flow, peer), name=f"flow {self.uid}")
-                driving = group.create_task(self._drive(material), name=f"drive {self.uid}")
-                warming = group.create_task(self._warm(rewards), name=f"rewards {self.uid}")
-                noting = group.create_task(self._faults.run(), name=f"faults {self.uid}")
-                telling = group.create_task(collectives.answer_others(), name=f"collectives {self.uid}")
+                work = {
+                    "flow": producing.run(flow, peer),
+                    "drive": self._drive(material),
+                    "rewards": producing.warm(rewards),
+                    "faults": self._faults.run(),
+                    "collectives": collectives.answer_others(),
+                }
+                tasks = [group.create_task(one, name=f"{name} {self.uid}") for name, one in work.items()]
                 await self.changes.until(self._ended)
-                for task in (producing, driving, warming, noting, telling):
+                for task in tasks:
                     task.cancel()
         finally:
             await peer.close()
             await self._engines.close()
             await orders.close()
-
-    async def _warm(self, rewards: RewardPool) -> None:
-        """Have the rewards loaded while engines and ranks start. What is wrong with one ends the job."""
-        try:
-            await rewards.warm()
-        except GcoreError as error:
-            await self._fail_with(error)
 
     def _rules_or_none(self) -> StreamRules | None:
         return None if self.mirror.job is None else rules_of(self.mirror.job.record)
@@ -247,32 +243,10 @@ class JobRunner:
     def _ended(self) -> bool:
         return self.mirror.status is not None and self.mirror.status.record.phase.ended
 
-    async def _produce(self, flow: object, peer: JobPeer) -> None:
-        """The flow, again and again: after a rollback from behind the last step there is more to do."""
-        while True:
-            try:
-                await flow(peer)  # type: ignore[operator]
-            except GcoreError as error:
-                await self._fail_with(error)
-            except Exception as error:
-                log.exception("the flow of job %s failed", self.uid)
-                last = traceback.extract_tb(error.__traceback__)[-1]
-                await self._fail_with(error, f"the flow raised {error!r} at {last.filename}:{last.lineno}")
-            await self.changes.until(self._has_more)
-            # A flow that always ends at once must not keep everything else from running.
-            await self._clock.sleep(LOOK_AGAIN_S)
-
-    def _has_more(self) -> bool:
+    def has_more(self) -> bool:
         """Whether there are steps to make. It may be so again after the last: by a rollback."""
         head = self.mirror.head
         return not self._ended() and head is not None and not self.look().is_over
-
-    async def _fail_with(self, error: Exception, reason: str = "") -> None:
-        """End the job because of `error`; first the traceback of a plug-in that raised it."""
-        if trace := trace_of(error):
-            self._faults.note(reason or str(error), trace)
-            await self._faults.finish()
-        await self.fail(reason or str(error))
 
     async def fail(self, reason: str) -> None:
         """End the job as failed, however long the store is away."""

@@ -1,0 +1,75 @@
+"""Running a job's flow, again and again, and what ends the job when it, or another plug-in, raises.
+
+What a plug-in raised is noted with its own traceback before the job ends, so that the event is there first. The flow is begun
+anew when there are steps to make again: after a rollback from behind the last step. Nothing is decided here.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from typing import Protocol
+
+from controllers.changes import Changes
+from controllers.deeds import LOOK_AGAIN_S
+from controllers.faults import FaultBook
+from gcore.clock import Clock
+from gcore.errors import GcoreError
+from gcore.flows.api import Flow, Peer
+from gcore.plugins import trace_of
+from gcore.reward.pool import RewardPool
+
+log = logging.getLogger(__name__)
+
+
+class Job(Protocol):
+    """What is needed of the job whose flow it is."""
+
+    uid: str
+    changes: Changes
+
+    def has_more(self) -> bool:
+        """Whether there are steps to make."""
+        ...
+
+    async def fail(self, reason: str) -> None:
+        """End it."""
+        ...
+
+
+class Producing:
+    """Of one job, on one controller."""
+
+    def __init__(self, job: Job, faults: FaultBook, clock: Clock) -> None:
+        self._job = job
+        self._faults = faults
+        self._clock = clock
+
+    async def run(self, flow: Flow, peer: Peer) -> None:
+        """For ever: the flow to its end, and again when there is more to do."""
+        while True:
+            try:
+                await flow(peer)
+            except GcoreError as error:
+                await self.fail_with(error)
+            except Exception as error:  # the edge to foreign code
+                log.exception("the flow of job %s failed", self._job.uid)
+                last = traceback.extract_tb(error.__traceback__)[-1]
+                await self.fail_with(error, f"the flow raised {error!r} at {last.filename}:{last.lineno}")
+            await self._job.changes.until(self._job.has_more)
+            # A flow that always ends at once must not keep everything else from running.
+            await self._clock.sleep(LOOK_AGAIN_S)
+
+    async def warm(self, rewards: RewardPool) -> None:
+        """Have the rewards loaded while engines and ranks start. What is wrong with one ends the job."""
+        try:
+            await rewards.warm()
+        except GcoreError as error:
+            await self.fail_with(error)
+
+    async def fail_with(self, error: Exception, reason: str = "") -> None:
+        """End the job because of `error`; first the traceback of a plug-in that raised it."""
+        if trace := trace_of(error):
+            self._faults.note(reason or str(error), trace)
+            await self._faults.finish()
+        await self._job.fail(reason or str(error))

@@ -1,0 +1,113 @@
+"""Running a flow: what ends the job, with which words, and when it is begun anew."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plug_in_package import installer
+
+from controllers.changes import Changes
+from controllers.faults import FaultBook
+from controllers.producing import Producing
+from controllers.service.events import EventLog
+from gcore.errors import SpecError
+from gcore.flows import find_flow
+from gcore.ledger.mirror import JobMirror
+from gcore.store.keys import JobKeys
+from gcore.store.types import WatchBatch, WatchEvent
+from gcore.testing import FakeClock, MemoryCluster, MemoryStore
+
+KEYS = JobKeys("u")
+CODE = """
+def deep():
+    return {}["nothing"]
+
+async def raises(peer):
+    deep()
+"""
+
+
+class Job:
+    """A job that remembers why it ended."""
+
+    def __init__(self) -> None:
+        self.uid, self.changes, self.clock = "u", Changes(), FakeClock()
+        self.reasons: list[str] = []
+        self.left = 0
+        self.cluster = MemoryCluster(self.clock)
+        self.faults = FaultBook(MemoryStore(self.cluster), KEYS, "node-0")
+        self.producing = Producing(self, self.faults, self.clock)
+
+    def has_more(self) -> bool:
+        self.left -= 1
+        return self.left >= 0
+
+    async def fail(self, reason: str) -> None:
+        self.reasons.append(reason)
+
+    async def run(self, flow: Any) -> None:
+        """Until it waits for more to do."""
+        task = asyncio.ensure_future(self.producing.run(flow, None))  # type: ignore[arg-type]
+        await self.clock.advance(10.0)
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+    def events(self) -> list[Any]:
+        listing = self.cluster.listing(KEYS.prefix)
+        batch = WatchBatch(tuple(WatchEvent("put", kv) for kv in listing.kvs), listing.revision, reset=True)
+        told = EventLog(KEYS)
+        told.note(JobMirror(KEYS), batch, JobMirror(KEYS).fold(batch), 0.0)
+        return told.events
+
+
+async def test_a_flow_that_raises_ends_the_job_and_its_own_traceback_is_an_event(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installer(tmp_path, monkeypatch, "gcore.flows")("flow_raises", "raises = flow_raises:raises", CODE)
+    job = Job()
+    await job.run(find_flow("raises"))
+    (reason,) = job.reasons
+    assert reason.startswith("the flow raised KeyError('nothing') at ")
+    assert reason.endswith("flow_raises.py:3")
+    (event,) = job.events()
+    trace = json.loads(event.data_json)["trace"]
+    assert "in deep" in trace
+    assert "producing.py" not in trace
+
+
+async def test_what_is_told_in_gcores_words_needs_no_traceback() -> None:
+    async def refuses(peer: Any) -> None:
+        raise SpecError("no", where="flow.filters")
+
+    job = Job()
+    await job.run(refuses)
+    assert job.reasons == ["flow.filters: no"]
+    assert job.events() == []
+
+
+async def test_a_flow_is_begun_anew_when_there_are_steps_to_make_again() -> None:
+    begun = []
+
+    async def ends_at_once(peer: Any) -> None:
+        begun.append(1)
+
+    job = Job()
+    job.left = 2
+    await job.run(ends_at_once)
+    assert len(begun) == 3
+
+
+async def test_rewards_that_cannot_be_loaded_end_the_job_with_their_reason() -> None:
+    class Rewards:
+        async def warm(self) -> None:
+            raise SpecError("reward 'mine' cannot be loaded")
+
+    job = Job()
+    await job.producing.warm(Rewards())  # type: ignore[arg-type]
+    assert job.reasons == ["reward 'mine' cannot be loaded"]
