@@ -24,7 +24,7 @@ SGLANG_ENV := GCORE_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup sglang-setup demo demo-kill demo-sglang prepare test test-sglang test-trackers bench-demo bench-idle bench-startup bench-grpo bench-trainer bench-engine bench-flows bench-issue bench-page test-gpu sim lint proto clean
+.PHONY: help setup sglang-setup demo demo-kill demo-sglang prepare test test-sglang test-trackers bench-demo bench-idle bench-startup bench-grpo bench-trainer bench-engine bench-flows bench-issue bench-rewards bench-page test-gpu sim lint proto clean
 
 help: ## What there is to make
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk 'BEGIN {FS = ":.*## "} {printf "  make %-12s %s\n", $$1, $$2}'
@@ -96,6 +96,9 @@ bench-trainer: setup ## An optimizer step beside a plain PyTorch loop; benchmark
 bench-flows: prepare ## Every built-in flow's example once: accuracy and seconds; benchmarks/results/flows.json
 	@$(TEST_ENV) $(BIN)/python benchmarks/flows.py $(BENCH_ARGS)
 	@$(BIN)/python benchmarks/flows_page.py
+
+bench-rewards: setup ## Scoring in processes of its own beside scoring directly; programs a second; benchmarks/results/rewards.json
+	@$(TEST_ENV) $(BIN)/python benchmarks/rewards.py $(BENCH_ARGS)
 
 bench-page: setup ## docs/performance.md's tables from benchmarks/results
 	@$(BIN)/python benchmarks/page.py

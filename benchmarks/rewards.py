@@ -1,0 +1,100 @@
+"""What scoring takes in processes of its own, beside scoring where it is called.
+
+    make bench-rewards         alternating rounds; writes benchmarks/results/rewards.json
+
+For the rule `numeric`, 8 responses a group: calls a second with everything asked for at once, milliseconds for one group by
+itself, and what a call takes of the controller's own processor time. For `code`: programs a second, one test each, and the
+milliseconds that proving the box takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from measured import circumstances, spread, write
+
+from gcore.clock import SystemClock
+from gcore.config.spec import RewardSpec, ScoringSpec
+from gcore.reward.box import Box
+from gcore.reward.pool import RewardPool
+from gcore.reward.program import code
+from gcore.reward.registry import Response
+from gcore.reward.scoring import DirectScorer, Scorer
+
+RULE = RewardSpec()
+ENTRY = {"prompt": "What is 20 + 26?", "answer": "46"}
+GROUP = [Response("20 + 26 = 46", 9), Response("47", 2)] * 4
+GROUPS, ALONE = 1000, 200
+PROGRAM = "```python\ndef double(n):\n    return 2 * n\n```"
+PROGRAMS = 20
+
+
+async def scored(scorer: Scorer) -> dict[str, float]:
+    """All groups at once, then some by themselves."""
+    processor, began = time.process_time(), time.perf_counter()
+    await asyncio.gather(*(scorer.score(RULE, ENTRY, GROUP) for _ in range(GROUPS)))
+    calls = GROUPS * len(GROUP)
+    at_once = time.perf_counter() - began
+    own = time.process_time() - processor
+    began = time.perf_counter()
+    for _ in range(ALONE):
+        await scorer.score(RULE, ENTRY, GROUP)
+    alone = time.perf_counter() - began
+    return {
+        "calls_per_second": calls / at_once,
+        "controller_us_per_call": own / calls * 1e6,
+        "group_alone_ms": alone / ALONE * 1e3,
+    }
+
+
+async def rounds(count: int) -> dict[str, list[dict[str, float]]]:
+    """Each way in turn, `count` times."""
+    pools = {n: RewardPool({"data": RULE}, ScoringSpec(workers=n), SystemClock()) for n in (1, 2)}
+    ways: dict[str, Callable[[], Awaitable[dict[str, float]]]] = {"direct": lambda: scored(DirectScorer())}
+    ways |= {f"{n} process{'es' if n > 1 else ''}": lambda pool=pool: scored(pool) for n, pool in pools.items()}
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
+    try:
+        for pool in pools.values():
+            await pool.warm()
+        for _ in range(count + 1):
+            for name, way in ways.items():
+                found[name].append(await way())
+    finally:
+        for pool in pools.values():
+            await pool.close()
+    return {name: results[1:] for name, results in found.items()}  # the first round warms everything up
+
+
+def programs() -> dict[str, float]:
+    """Programs a second in this process's box, and what a proof takes."""
+    began = time.perf_counter()
+    Box(512).prove()
+    proof = time.perf_counter() - began
+    spec = RewardSpec(name="code")
+    code.start(spec)
+    began = time.perf_counter()
+    for _ in range(PROGRAMS):
+        assert code(PROGRAM, {"answer": "assert double(2) == 4"}, spec).value == 1.0
+    return {"programs_per_second": PROGRAMS / (time.perf_counter() - began), "proof_ms": proof * 1e3}
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    count = parser.parse_args().rounds
+    rules = asyncio.run(rounds(count))
+    result: dict[str, Any] = {
+        "rule": {way: {key: spread([one[key] for one in ran]) for key in ran[0]} for way, ran in rules.items()},
+    }
+    ran = [programs() for _ in range(count)]
+    result["code"] = {key: spread([one[key] for one in ran]) for key in ran[0]}
+    write("rewards", circumstances() | result)
+
+
+if __name__ == "__main__":
+    main()
