@@ -43,6 +43,8 @@ class Recorder:
         self._clock = clock
         self._file: MetricsFile | None = None
         self._gaps = 0
+        self._settled: JobMirror | None = None
+        """Of which nothing is missing in the file: most changes are none of the chain."""
         self._trouble = ""
         self.told = Changes()
         """Notified when there are new lines here."""
@@ -71,22 +73,16 @@ class Recorder:
                 await self._clock.sleep(TURN_SECONDS / 4)
 
     def _lacks(self) -> bool:
-        source = self._source()
-        return source is not None and (self._file is None or lacks(self._file.written, source))
-
-    def _source(self) -> Source | None:
         mirror = self._look()
-        if mirror.job is None:
-            return None
-        return Source(
-            mirror.job.record,
-            mirror.status.record if mirror.status else None,
-            {seq: stored.record for seq, stored in mirror.log.items()},
-            {id_: stored.record for id_, stored in mirror.evaluations.items()},
-        )
+        if mirror is self._settled:
+            return False
+        source = _source(mirror)
+        missing = source is not None and (self._file is None or lacks(self._file.written, source))
+        self._settled = None if missing else mirror
+        return missing
 
     async def _bring(self) -> bool:
-        source = self._source()
+        source = _source(self._look())
         assert source is not None
         run_dir = Path(source.job.run_dir)
         file = self._file = self._file or MetricsFile(run_dir)
@@ -106,3 +102,14 @@ class Recorder:
         if new:
             self.told.notify()
         return True
+
+
+def _source(mirror: JobMirror) -> Source | None:
+    if mirror.job is None:
+        return None
+    return Source(
+        mirror.job.record,
+        mirror.status.record if mirror.status else None,
+        {seq: stored.record for seq, stored in mirror.log.items()},
+        {id_: stored.record for id_, stored in mirror.evaluations.items()},
+    )

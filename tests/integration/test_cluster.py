@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from cluster_run import ClusterRun, gcore, run_to_the_end
+from run_read import check_metrics, check_tensorboard, newest_run
 
 from gcore.config.cluster import LocalCluster
 
@@ -42,6 +43,8 @@ def test_the_demo_learns_on_two_controllers_and_two_ranks(spec: Path, home: Path
     ).read_bytes()
     newest = max((home / "runs").iterdir(), key=lambda p: p.stat().st_mtime)
     assert len({p.name.split("-")[1] for p in (newest / "receipts").glob("*.jsonl")}) == 2
+    check_metrics(newest, steps=40)
+    assert {folder.name for folder in (newest / "samples").iterdir()} == {f"0-{step}" for step in range(1, 41)}
 
 
 def test_etcd_is_killed_and_the_run_goes_on(spec: Path, home: Path) -> None:
@@ -77,7 +80,7 @@ def test_a_learning_rate_of_zero_teaches_nothing_and_exports_what_it_began_with(
 
 
 def test_each_controller_is_killed_in_turn_and_the_run_goes_on(spec: Path, home: Path) -> None:
-    run = ClusterRun(spec, home, "--set", "flow.steps=28")
+    run = ClusterRun(spec, home, "--set", "flow.steps=28", "--set", "tracking=[{name: tensorboard}]")
     try:
         run.until_step(3)
         run.kill_controller("node-1")
@@ -90,6 +93,8 @@ def test_each_controller_is_killed_in_turn_and_the_run_goes_on(spec: Path, home:
         run.close()
     assert outcome.code == 0, outcome.output
     check_learned(outcome.summary)
+    check_metrics(newest_run(home), steps=28)
+    check_tensorboard(newest_run(home), steps=28)
 
 
 def shards_of(run: ClusterRun) -> dict[str, int]:
@@ -98,7 +103,7 @@ def shards_of(run: ClusterRun) -> dict[str, int]:
 
 
 def test_workers_and_supervisors_are_killed_and_the_run_goes_on(spec: Path, home: Path) -> None:
-    run = ClusterRun(spec, home, "--set", "flow.steps=24")
+    run = ClusterRun(spec, home, "--set", "flow.steps=24", "--set", "tracking=[{name: tensorboard}]")
     try:
         run.until_step(2)
         run.kill_worker("rollout", child=True)
@@ -114,6 +119,8 @@ def test_workers_and_supervisors_are_killed_and_the_run_goes_on(spec: Path, home
     check_learned(outcome.summary)
     rollbacks = [event for event in events_of(home) if event["kind"] == "rollback"]
     assert len(rollbacks) == 2  # an engine's death needs none
+    check_metrics(newest_run(home), steps=24)
+    check_tensorboard(newest_run(home), steps=24)
 
 
 def test_everything_is_killed_at_several_moments_and_the_run_resumes(spec: Path, home: Path) -> None:
@@ -130,3 +137,4 @@ def test_everything_is_killed_at_several_moments_and_the_run_resumes(spec: Path,
     assert outcome.summary["audit"] == "clean"
     assert outcome.summary["steps"] == 8
     assert len(list((home / "runs").iterdir())) == 1
+    check_metrics(newest_run(home), steps=8)

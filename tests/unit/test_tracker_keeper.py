@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 
 from controllers.changes import Changes
+from controllers.cli.leftovers import kind_of
 from controllers.recording import Recorder
 from controllers.service.events import EventLog
 from controllers.trackers import Patience, TrackerKeeper
+from controllers.turns import turn
 from gcore.clock import SystemClock
 from gcore.config.reading import TrackerSpec
 from gcore.ledger.guarded import Stored
@@ -259,3 +261,24 @@ async def test_a_folder_that_takes_no_lines_is_told_once_and_tried_again(
     recording.cancel()
     assert json.loads((run_dir / FILE).read_text())["kind"] == "end"
     assert len(job.warned) == 1
+
+
+async def test_a_peer_writes_the_lines_when_who_is_first_does_not(run_dir: Path) -> None:
+    job = Job(run_dir)
+    job.phase = JobPhase.FAILED
+    job.members = [ME, "node-1.x", "node-2.x"]
+    last = max(job.members, key=lambda name: turn(job.members, name, "metrics"))
+    recorders = [Recorder(last, job.mirror, Changes(), job.warn, SystemClock()) for _ in range(2)]
+    recording = [asyncio.create_task(one.run()) for one in recorders]
+    file = run_dir / FILE
+    await until(lambda: file.exists() and file.read_text())
+    for task, one in zip(recording, recorders, strict=True):
+        task.cancel()
+        await one.finish()
+    assert [json.loads(line)["kind"] for line in file.read_text().splitlines()] == ["end"]
+
+
+def test_gcore_down_knows_a_trackers_process_of_its_home(tmp_path: Path) -> None:
+    command = ["python", "-m", "gcore.tracking", "--home", str(tmp_path), "--run-dir", "r", "--tracker", "own"]
+    assert kind_of(command, tmp_path) == "child"
+    assert kind_of(command, tmp_path / "other") is None
