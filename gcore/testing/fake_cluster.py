@@ -72,6 +72,13 @@ class FakeCluster:
         self.peers = tuple(FakePeer(self, f"peer-{number}", number, peers) for number in range(peers))
 
     @property
+    def steps_to_make(self) -> int:
+        """`flow.steps`. Raises SpecError for a spec that goes by epochs, which are not counted here."""
+        if self.spec.flow.steps is None:
+            raise SpecError("a fake cluster goes by steps", where="flow.epochs", fix="Give flow.steps")
+        return self.spec.flow.steps
+
+    @property
     def head(self) -> int:
         """The last step that was trained."""
         return len(self.trained)

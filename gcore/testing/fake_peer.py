@@ -70,8 +70,7 @@ class FakePeer:
 
     async def steps(self) -> AsyncIterator[FakeStep]:
         """The steps to come."""
-        steps = self.cluster.spec.flow.steps
-        assert steps is not None
+        steps = self.cluster.steps_to_make
         number = 0
         while (number := max(self.cluster.head, number)) < steps:
             number += 1
