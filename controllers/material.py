@@ -75,11 +75,14 @@ def material_of(spec: JobSpec, uid: str, prompts: JobPrompts, scorer: Scorer) ->
 
 
 def rewards_of(sources: Iterable[Source]) -> dict[str, RewardSpec]:
-    """Every reward that the sources want, once, under the name of the first that wants it."""
+    """Every reward that the sources want, once, under the name of the first that wants it.
+
+    `sources`: those of training first; a set of evaluation may have the name of one of them, and another reward.
+    """
     found: dict[str, RewardSpec] = {}
     for source in sources:
         if source.reward not in found.values():
-            found[source.name] = source.reward
+            found[f"{source.name} of eval" if source.name in found else source.name] = source.reward
     return found
 
 

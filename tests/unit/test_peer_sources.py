@@ -17,13 +17,15 @@ from controllers.collectives import Collectives
 from controllers.faults import FaultBook
 from controllers.holdings import Holdings
 from controllers.judging import SHOWN_CHARACTERS, judged, reaches, shortened
-from controllers.material import material_of
+from controllers.material import material_of, rewards_of
 from controllers.ordering import EpochOrders
 from controllers.peer import JobPeer
 from controllers.step import JobBatch, JobStep, reissue_delay
 from controllers.stopwatch import Stopwatch
 from controllers.view import JobView
 from gcore.config import JobSpec, parse_spec
+from gcore.config.evaluation import eval_sources
+from gcore.config.sources import training_sources
 from gcore.errors import EngineError, EngineUnreachable
 from gcore.flows import find_filters
 from gcore.ledger import chain
@@ -296,6 +298,21 @@ async def test_an_engine_that_refused_is_asked_again_at_once(tmp_path: Path) -> 
     await produced(job, prompt)
     assert prompt.ref not in job.holdings.in_flight
     assert job.holdings.reissues[prompt.ref] == 1
+
+
+def test_every_reward_of_a_job_is_found_under_a_name_also_where_evaluation_calls_a_source_the_same(
+    tmp_path: Path,
+) -> None:
+    tree = make_spec(tmp_path).model_dump(mode="json")
+    tree["eval"]["sources"][1]["reward"] = {"name": "length", "options": {"limit": 3}}
+    spec = parse_spec(tree)
+    found = rewards_of((*training_sources(spec), *eval_sources(spec)))
+    assert {name: reward.name for name, reward in found.items()} == {
+        "sums": "exact",
+        "letters": "exact",
+        "letters of eval": "length",
+    }
+    assert {s.reward.answer for s in training_sources(spec)} == {"answer", "solution"}
 
 
 async def test_a_prompt_with_a_response_that_cannot_be_scored_fails_with_the_reason_and_is_not_issued_again(
