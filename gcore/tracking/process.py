@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 from gcore.config.reading import Option
 from gcore.errors import GcoreError
 from gcore.plugins import sentence_of
-from gcore.tracking.api import TrackedRun
+from gcore.tracking.api import TrackedRun, Tracker
 from gcore.tracking.feeding import Cursor, Feeder, load_cursor
 from gcore.tracking.file import FILE
 from gcore.tracking.registry import find_tracker
@@ -93,9 +93,7 @@ class _Ear:
             self.woken.set()
         self.over.set()
         self.woken.set()
-        last = threading.Timer(LAST_S, os._exit, (STUCK,))
-        last.daemon = True
-        last.start()
+        _at_the_latest(LAST_S, STUCK)
 
 
 def main() -> None:
@@ -148,13 +146,31 @@ def track(run_dir: Path, name: str, stdin: BinaryIO, line: _Line) -> int:
             line.say(offset=cursor.offset)
 
         feeder = Feeder(run_dir / FILE, folder / "cursor.json", tracker, progress)
-        while True:
-            over = ear.over.is_set()
-            ear.woken.clear()
-            feeder.feed()
-            if feeder.cursor.done:
-                return 0
-            if over:
+        try:
+            return _feed(feeder, tracker, ear)
+        except Exception as error:
+            line.say(error=sentence_of(error))
+            _at_the_latest(LAST_S, FAILED)
+            with contextlib.suppress(Exception):  # what the package took before that may still be on its way
                 tracker.finish(None)
-                return 0
-            ear.woken.wait(LOOK_ANYWAY_S)
+            raise
+
+
+def _feed(feeder: Feeder, tracker: Tracker, ear: _Ear) -> int:
+    while True:
+        over = ear.over.is_set()
+        ear.woken.clear()
+        feeder.feed()
+        if feeder.cursor.done:
+            return 0
+        if over:
+            tracker.finish(None)
+            return 0
+        ear.woken.wait(LOOK_ANYWAY_S)
+
+
+def _at_the_latest(seconds: float, code: int) -> None:
+    """End the process then, whatever it waits for."""
+    last = threading.Timer(seconds, os._exit, (code,))
+    last.daemon = True
+    last.start()

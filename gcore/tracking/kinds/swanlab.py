@@ -44,7 +44,7 @@ class SwanLab:
         self._swanlab.log({"train/step": float(point.step), "train/lineage": float(point.lineage)}, step=point.seq)
 
     def flush(self) -> None:
-        """SwanLab has it: its own threads write and send it."""
+        """SwanLab's own threads have it, and write and send it; it offers no way to wait for that."""
 
     def finish(self, state: str | None) -> None:
         """Wait until it is sent, or on the disk."""

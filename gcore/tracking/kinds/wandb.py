@@ -39,7 +39,7 @@ class Wandb:
         self._run.summary["rollback"] = f"to step {point.step}, lineage {point.lineage}: {reason}"
 
     def flush(self) -> None:
-        """W&B has it: its own process writes rows to the disk as they come, before it sends them."""
+        """W&B's own process has it and writes it to the disk; it offers no way to wait for that."""
 
     def finish(self, state: str | None) -> None:
         """Wait until it is sent, or on the disk."""
