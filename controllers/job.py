@@ -211,7 +211,6 @@ class JobRunner:
                 work = {
                     "flow": producing.run(flow, peer),
                     "drive": self._drive(material),
-                    "rewards": producing.warm(rewards),
                     "faults": self._faults.run(),
                     "collectives": collectives.answer_others(),
                 }

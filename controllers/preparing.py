@@ -41,7 +41,7 @@ LATE_AGAIN_S = 30.0
 
 @dataclass(frozen=True)
 class Preparation:
-    """One job on one node. `mirror`: the job's records as they are when it is called."""
+    """One job on one node. `mirror`: the job's records as they are when it is called. `scorer`: its rewards."""
 
     store: Store
     keys: JobKeys
@@ -60,8 +60,7 @@ class Preparation:
         """
         while not self._ended():
             try:
-                here = await self._with_model(spec, job)
-                material = None if here is None else await asyncio.to_thread(self._open, here, job)
+                material = await self._prepared(spec, job)
             except GcoreError as error:
                 waits = isinstance(error, DataChanged) or self._has_progress()
                 if self._is_counted_on() and not waits:
@@ -73,6 +72,19 @@ class Preparation:
                 self.lacks("")
                 return material
         return None
+
+    async def _prepared(self, spec: JobSpec, job: JobRecord) -> Material | None:
+        """The material, with the rewards loaded meanwhile; None if the job ended before. Raises GcoreError."""
+        warming = asyncio.create_task(self.scorer.warm(), name=f"rewards {job.uid}")
+        try:
+            here = await self._with_model(spec, job)
+            material = None if here is None else await asyncio.to_thread(self._open, here, job)
+            if material is not None:
+                await warming
+            return material
+        finally:
+            warming.cancel()
+            await asyncio.wait({warming})
 
     async def _with_model(self, spec: JobSpec, job: JobRecord) -> JobSpec | None:
         """The spec, naming the model's folder on this node; None if the job ended before. Raises ModelError."""

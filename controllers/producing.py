@@ -17,7 +17,6 @@ from gcore.clock import Clock
 from gcore.errors import GcoreError
 from gcore.flows.api import Flow, Peer
 from gcore.plugins import trace_of
-from gcore.reward.pool import RewardPool
 
 log = logging.getLogger(__name__)
 
@@ -59,13 +58,6 @@ class Producing:
             await self._job.changes.until(self._job.has_more)
             # A flow that always ends at once must not keep everything else from running.
             await self._clock.sleep(LOOK_AGAIN_S)
-
-    async def warm(self, rewards: RewardPool) -> None:
-        """Have the rewards loaded while engines and ranks start. What is wrong with one ends the job."""
-        try:
-            await rewards.warm()
-        except GcoreError as error:
-            await self.fail_with(error)
 
     async def fail_with(self, error: Exception, reason: str = "") -> None:
         """End the job because of `error`; first the traceback of a plug-in that raised it."""

@@ -24,6 +24,7 @@ from typing import Any
 from gcore.clock import Clock
 from gcore.config.spec import RewardSpec, ScoringSpec
 from gcore.errors import GcoreError
+from gcore.plugins import PluginFault
 from gcore.reward.lines import answer_of, batch_line, check_ready
 from gcore.reward.process import ProcessEnded, RewardProcess
 from gcore.reward.registry import Response, RewardError, RewardResult
@@ -80,7 +81,7 @@ class RewardPool:
         rewards: Mapping[str, RewardSpec],
         scoring: ScoringSpec,
         clock: Clock,
-        on_fault: Callable[[RewardError], None] = lambda error: None,
+        on_fault: Callable[[RewardError | PluginFault], None] = lambda error: None,
     ) -> None:
         """`rewards`: every reward that will be asked for, under the source that it is told by.
 
@@ -113,7 +114,9 @@ class RewardPool:
         try:
             for slot, process in zip(slots, await asyncio.gather(*starting), strict=True):
                 slot.process = process
-        except GcoreError:
+        except GcoreError as error:
+            if isinstance(error, PluginFault) and error.trace:
+                self._on_fault(error)
             await asyncio.gather(*starting, return_exceptions=True)
             for task in starting:
                 if not task.cancelled() and task.exception() is None:

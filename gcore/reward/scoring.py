@@ -19,6 +19,10 @@ Scored = RewardResult | RewardError
 class Scorer(Protocol):
     """Scores responses by the rewards it was made for."""
 
+    async def warm(self) -> None:
+        """Load them. Raises SpecError for one that cannot be had."""
+        ...
+
     async def score(
         self, spec: RewardSpec, fields: Mapping[str, Any], responses: Sequence[Response]
     ) -> tuple[Scored, ...]:
@@ -31,6 +35,9 @@ class DirectScorer:
 
     def __init__(self) -> None:
         self._open: list[tuple[RewardSpec, OpenReward]] = []
+
+    async def warm(self) -> None:
+        """Nothing to do: a reward is loaded when it is first asked for."""
 
     async def score(
         self, spec: RewardSpec, fields: Mapping[str, Any], responses: Sequence[Response]

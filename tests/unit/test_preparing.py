@@ -41,12 +41,13 @@ class Node:
         self.job = JobRecord(uid="u", name="j", spec={}, run_dir="r", created=0.0, prompts=1)
         self.mirror = mirror_of()
         self.mistakes = list(mistakes)
+        self.reward_mistakes: list[Exception] = []
         self.changes = Changes()
         self.made = Material(self.spec, "u", None, {}, (), {})  # type: ignore[arg-type]
         self.told: list[str] = []
         store, identity = MemoryStore(MemoryCluster(FakeClock())), Identity("late", "late.aaaa", "h:1", 1)
         self.preparation = Preparation(
-            store, JobKeys("u"), identity, folder, self.changes, lambda: self.mirror, self.told.append
+            store, JobKeys("u"), identity, folder, self.changes, lambda: self.mirror, self, self.told.append
         )
         monkeypatch.setattr(Preparation, "_open", self.open)
         monkeypatch.setattr(preparing, "LATE_AGAIN_S", 0.0)
@@ -56,6 +57,11 @@ class Node:
         if self.mistakes:
             raise self.mistakes.pop(0)
         return self.made
+
+    async def warm(self) -> None:
+        """As a scorer whose rewards are what `reward_mistakes` say."""
+        if self.reward_mistakes:
+            raise self.reward_mistakes.pop(0)
 
     async def material(self) -> Material | None:
         return await self.preparation.material(self.spec, self.job)
@@ -96,6 +102,19 @@ async def test_what_a_job_with_progress_lacks_is_waited_for_and_told(
     node.mirror = mirror_of(plan=plan_over("late"), head=Stored(head, 1))
     assert await node.material() is node.made
     assert node.told == ["there is no such file", "the last line is cut off", ""]
+
+
+async def test_a_reward_that_cannot_be_loaded_is_treated_as_data_that_are_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = Node(tmp_path, monkeypatch)
+    node.reward_mistakes = [DataError("no reward is called so")]
+    with pytest.raises(DataError, match="no reward is called so"):
+        await node.material()
+    node.reward_mistakes = [DataError("no reward is called so")]
+    node.mirror = mirror_of(plan=plan_over("other"))
+    assert await node.material() is node.made
+    assert node.told[-2:] == ["no reward is called so", ""]
 
 
 async def test_a_job_that_has_ended_is_not_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
