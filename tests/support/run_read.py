@@ -32,7 +32,7 @@ def check_metrics(run_dir: Path, steps: int) -> None:
         elif line["kind"] == "step":
             at += 1
             assert line["step"] == at
-            assert {"reward", "loss", "seconds"} <= line["metrics"].keys()
+            assert {"reward", "loss"} <= line["metrics"].keys()
             assert line["groups"] > 0
     assert at == steps
     evaluations = [line["id"] for line in lines if line["kind"] == "eval"]
