@@ -101,13 +101,3 @@ async def test_a_flow_is_begun_anew_when_there_are_steps_to_make_again() -> None
     job.left = 2
     await job.run(ends_at_once)
     assert len(begun) == 3
-
-
-async def test_rewards_that_cannot_be_loaded_end_the_job_with_their_reason() -> None:
-    class Rewards:
-        async def warm(self) -> None:
-            raise SpecError("reward 'mine' cannot be loaded")
-
-    job = Job()
-    await job.producing.warm(Rewards())  # type: ignore[arg-type]
-    assert job.reasons == ["reward 'mine' cannot be loaded"]
