@@ -38,6 +38,8 @@ LARGEST_BATCH = 64
 BATCH_S = 0.02
 """What a batch should take, so that slow responses are spread over the processes."""
 START_TRIES, START_AGAIN_S = 3, 0.5
+WAIT_S = 5.0
+"""Until a process that could not be replaced is tried again."""
 TIMED_OUT, KILLED = "timed_out", "killed"
 """The reward parts that say why a response got `reward.timeout_value`."""
 
@@ -112,16 +114,19 @@ class RewardPool:
         slots = [_Slot() for _ in range(self._scoring.workers)]
         starting = [asyncio.create_task(self._started()) for _ in slots]
         try:
-            for slot, process in zip(slots, await asyncio.gather(*starting), strict=True):
-                slot.process = process
-        except GcoreError as error:
+            done, _ = await asyncio.wait(starting, return_when=asyncio.FIRST_EXCEPTION)
+            made = [task.result() for task in done]
+        except BaseException as error:
             if isinstance(error, PluginFault) and error.trace:
                 self._on_fault(error)
-            await asyncio.gather(*starting, return_exceptions=True)
             for task in starting:
-                if not task.cancelled() and task.exception() is None:
-                    await task.result().end()
+                task.cancel()
+            for started in await asyncio.gather(*starting, return_exceptions=True):
+                if isinstance(started, RewardProcess):
+                    await started.end()
             raise
+        for slot, process in zip(slots, made, strict=True):
+            slot.process = process
         self._slots = slots
         self._tasks = [asyncio.create_task(self._serve(slot), name="rewards") for slot in self._slots]
 
@@ -164,9 +169,14 @@ class RewardPool:
                         await self._end(slot)
                     if slot.process is None:
                         slot.process = await self._started()
-                except GcoreError:
+                except GcoreError as error:
                     self._queue.extendleft(reversed(batch))
-                    raise
+                    if not isinstance(error, CannotStart):
+                        raise
+                    # The machine lacks something, memory most likely. What waits is better late than lost.
+                    log.warning("rewards wait: %s", error)
+                    await self._clock.sleep(WAIT_S)
+                    continue
                 await self._through(slot, slot.process, batch)
         except GcoreError as error:
             log.error("rewards cannot be had any more: %s", error)

@@ -53,7 +53,12 @@ class RewardProcess(asyncio.Protocol):
         """Start one, and tell it what to load. Raises CannotStart."""
         ours, process = _spawn()
         ours.setblocking(False)
-        _, made = await asyncio.get_running_loop().create_connection(cls, sock=ours)
+        try:
+            _, made = await asyncio.get_running_loop().create_connection(cls, sock=ours)
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
         made._process, made._oom_kills = process, death.out_of_memory_kills()
         made.send(setup_line(sources, specs, memory_mb))
         return made

@@ -53,12 +53,12 @@ def install(folder: Path) -> None:
     (folder / "pack_broken.py").write_text("import json\nTABLE = json.loads('{')\n")
 
 
-def spec_of(folder: Path, name: str, **letters: Any) -> Path:
+def spec_of(folder: Path, job: str, **letters: Any) -> Path:
     """A spec with two sources; `letters` is the reward of one."""
     form = {"name": "regex", "label": "form", "options": {"pattern": "[a-p]*"}}
     long = {"name": "length", "label": "brief", "weight": 0.5, "options": {"limit": 3, "slope": 0.1}}
     spec = {
-        "name": name,
+        "name": job,
         "model": {"path": "model"},
         "data": {
             "sources": [
@@ -71,7 +71,7 @@ def spec_of(folder: Path, name: str, **letters: Any) -> Path:
         "rollout": {"max_new_tokens": 5},
         "scoring": {"workers": 2},
     }
-    file = folder / f"{name}.yaml"
+    file = folder / f"{job}.yaml"
     file.write_text(yaml.safe_dump(spec))
     return file
 

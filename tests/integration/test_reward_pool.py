@@ -19,8 +19,9 @@ from gcore.clock import SystemClock
 from gcore.config.spec import RewardSpec, ScoringSpec
 from gcore.plugins import PluginFault
 from gcore.reward.pool import RewardPool
+from gcore.reward.process import RewardProcess
 from gcore.reward.registry import Response, RewardError, RewardResult
-from gcore.worker.process import is_running, status_of
+from gcore.worker.process import CannotStart, is_running, status_of
 
 CODE = """
 import ctypes, os, sys, threading, time
@@ -318,3 +319,39 @@ def test_processes_die_with_the_controller_that_started_them(tmp_path: Path, mon
         found = status_of(pid)
         while found is not None and is_running(found.identity):  # the kernel kills it a moment later
             found = status_of(pid)
+
+
+async def test_warming_that_is_given_up_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / "pids")
+    tell = f"import os, time\nwith open({str(tmp_path / 'pids')!r}, 'w') as f:\n    f.write(f'{{os.getpid()}} ')\ntime.sleep(60)\n"
+    install(tmp_path / "odd", monkeypatch, tell)
+    pool = RewardPool({"data": RewardSpec(name="odd")}, ScoringSpec(workers=2), SystemClock())
+    warming = asyncio.create_task(pool.warm())
+    pids: set[int] = set()
+    while len(pids) < 2:
+        pids |= {int(word) for word in (await asyncio.to_thread((tmp_path / "pids").read_text)).split()}
+    warming.cancel()
+    await asyncio.wait({warming})
+    assert all(status_of(pid) is None for pid in pids)
+
+
+async def test_processes_that_cannot_be_replaced_are_waited_for(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened() as pool:
+        monkeypatch.setattr("gcore.reward.pool.WAIT_S", 0.05)
+        monkeypatch.setattr("gcore.reward.pool.START_AGAIN_S", 0.01)
+        start, lacking = RewardProcess.start, [CannotStart("no memory")] * 4
+
+        async def refused(*arguments: Any) -> RewardProcess:
+            if lacking:
+                raise lacking.pop()
+            return await start(*arguments)
+
+        monkeypatch.setattr(RewardProcess, "start", refused)
+        os.kill(pool.pids[0], signal.SIGKILL)
+        assert await score(pool, "a", "bb") == (
+            RewardResult(1.0, (("letters", 1.0),)),
+            RewardResult(2.0, (("letters", 2.0),)),
+        )
+        assert lacking == []
