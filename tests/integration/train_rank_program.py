@@ -8,6 +8,7 @@ python train_rank_program.py rank FOLDER RANK SIZE   the same steps through Step
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import sys
@@ -415,6 +416,8 @@ def rank_process(folder: Path, rank: int, size: int) -> None:
     from gcore.train.step import StepTrainer
 
     warnings.filterwarnings("ignore")
+    gc.collect()
+    gc.freeze()  # ZeRO 3 collects garbage at each start, and what was imported is none
     meeting = meeting_place.Meeting(rank, size, "127.0.0.1")
     address = folder / f"address-{size}"
     if rank == 0:
@@ -441,7 +444,8 @@ def rank_process(folder: Path, rank: int, size: int) -> None:
             if train.packing == "packed":
                 other.set_attn_implementation(NAME)
             models = Models(models.policy, Reference(other, train, world.device))
-        made_policies[name] = models.policy
+        if name.startswith(("recompute-", "half-")):
+            made_policies[name] = models.policy
         return StepTrainer(launch, world, models, Saver(launch, models.policy), SystemClock(), Progress(0, 0))
 
     def sealed(case: str, mini_batches: int) -> Work:
