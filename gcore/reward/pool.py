@@ -25,7 +25,7 @@ from gcore.clock import Clock
 from gcore.config.spec import RewardSpec, ScoringSpec
 from gcore.errors import GcoreError
 from gcore.plugins import PluginFault
-from gcore.reward.lines import answer_of, batch_line, check_ready
+from gcore.reward.lines import answer_of, batch_line
 from gcore.reward.process import ProcessEnded, RewardProcess
 from gcore.reward.registry import Response, RewardError, RewardResult
 from gcore.reward.scoring import Scored
@@ -269,34 +269,11 @@ class RewardPool:
         while True:
             tries += 1
             try:
-                return await self._loaded()
+                return await RewardProcess.loaded(self._where, self._specs, self._scoring)
             except CannotStart:
                 if tries >= START_TRIES:
                     raise
                 await self._clock.sleep(START_AGAIN_S)
-
-    async def _loaded(self) -> RewardProcess:
-        process = await RewardProcess.start(self._where, self._specs, self._scoring.memory_mb)
-        try:
-            check_ready(await process.answer(self._scoring.start_timeout_s))
-        except TimeoutError:
-            await process.end()
-            raise CannotStart(
-                f"the rewards were not loaded within {self._scoring.start_timeout_s:g} s",
-                where="scoring.start_timeout_s",
-                fix="Raise it, or make the reward's import quicker",
-            ) from None
-        except (ProcessEnded, ValueError):
-            how = await process.end()
-            raise CannotStart(
-                f"the process that scores died while it loaded the rewards: {how}",
-                where="reward",
-                fix="See the controller's log; raise scoring.memory_mb if memory ran out",
-            ) from None
-        except BaseException:
-            await process.end()
-            raise
-        return process
 
     def _give_up(self, error: GcoreError) -> None:
         """Everything that waits, and will, is told why."""

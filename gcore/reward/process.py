@@ -18,9 +18,10 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from gcore.config.spec import RewardSpec
+from gcore.config.spec import RewardSpec, ScoringSpec
 from gcore.errors import GcoreError
-from gcore.reward.lines import setup_line
+from gcore.plugins import PluginFault
+from gcore.reward.lines import check_ready, setup_line
 from gcore.worker import death
 from gcore.worker.parent import TETHER
 from gcore.worker.process import CannotStart
@@ -62,6 +63,31 @@ class RewardProcess(asyncio.Protocol):
         made._process, made._oom_kills = process, death.out_of_memory_kills()
         made.send(setup_line(sources, specs, memory_mb))
         return made
+
+    @classmethod
+    async def loaded(cls, sources: Sequence[str], specs: Sequence[RewardSpec], scoring: ScoringSpec) -> RewardProcess:
+        """Start one, and wait until it has loaded the rewards. Raises PluginFault for one that cannot be had, CannotStart."""
+        process = await cls.start(sources, specs, scoring.memory_mb)
+        try:
+            check_ready(await process.answer(scoring.start_timeout_s))
+        except TimeoutError:
+            await process.end()
+            raise PluginFault(
+                f"the rewards were not loaded within {scoring.start_timeout_s:g} s",
+                where="scoring.start_timeout_s",
+                fix="Raise it, or make the reward's import quicker",
+            ) from None
+        except (ProcessEnded, ValueError):
+            how = await process.end()
+            raise CannotStart(
+                f"the process that scores died while it loaded the rewards: {how}",
+                where="reward",
+                fix="See the controller's log; raise scoring.memory_mb if memory ran out",
+            ) from None
+        except BaseException:
+            await process.end()
+            raise
+        return process
 
     def send(self, line: bytes) -> None:
         """Send a line; to a dead process, nothing."""

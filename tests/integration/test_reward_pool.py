@@ -355,3 +355,11 @@ async def test_processes_that_cannot_be_replaced_are_waited_for(
             RewardResult(2.0, (("letters", 2.0),)),
         )
         assert lacking == []
+
+
+async def test_rewards_that_take_too_long_to_load_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, "import time\ntime.sleep(60)\n")
+    scoring = ScoringSpec(start_timeout_s=0.5)
+    pool = RewardPool({"data": RewardSpec(name="odd")}, scoring, SystemClock())
+    with pytest.raises(PluginFault, match=r"scoring\.start_timeout_s: the rewards were not loaded within 0\.5 s"):
+        await pool.warm()
