@@ -38,6 +38,10 @@ STEP_STATS = MappingProxyType(
         "kl": ("gcore_kl", "KL divergence of the last committed step, in nats a token."),
         "entropy": ("gcore_entropy", "Entropy of the policy in the last committed step, in nats a token."),
         "clip_fraction": ("gcore_clip_ratio", "Share of tokens whose ratio was clipped, 0 to 1."),
+        "ratio_deviation": (
+            "gcore_importance_deviation",
+            "Mean distance from 1 of the policy's over old probabilities.",
+        ),
         "ratio_mean": ("gcore_importance", "Mean of the policy's over the old probabilities of tokens; 1: on-policy."),
         "ratio_min": ("gcore_importance_min", "The smallest of the policy's over the old probabilities."),
         "ratio_max": ("gcore_importance_max", "The largest of the policy's over the old probabilities."),

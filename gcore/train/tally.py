@@ -10,6 +10,7 @@ the whole step. What is not finite is left out of the metrics: a number is missi
     kl               of the policy from π_old (k3), kl_reference from the reference (k3), as the updates saw it
     ratio_mean, ratio_min, ratio_max    what the clip acts on, over the tokens of all updates: the policy's probability
                      over π_old's. All are exactly 1 where one update was made with π_old recomputed
+    ratio_deviation  mean distance of that ratio from 1; ratio_deviation_last: in the step's last update
     clip_fraction    of tokens: those that the clip holds back, or whose weight it changes
     correction_mean  of the correction's weights; correction_dropped: share of the tokens that it gives no weight, or
                      leaves out
@@ -45,6 +46,9 @@ Count = Literal[
     "ratio",
     "clipped",
     "ratio_tokens",
+    "ratio_off",
+    "last_off",
+    "last_tokens",
     "weight",
     "dropped",
     "weighed_tokens",
@@ -91,6 +95,7 @@ class Tally:
         self._rate = 0.0
         self._largest_mismatch = 0.0
         self._ratios = (math.inf, -math.inf)
+        self._begins = True  # an update, with the next micro-batch
 
     def sample(self, reward: float, group: SealedGroup, sample: int) -> None:
         """A sample of this rank's, computed or not."""
@@ -144,6 +149,13 @@ class Tally:
         self._sums["clipped"] += _masked(losses.clipped(logp, targets), mask)
         self._sums["ratio"] += float(ratio.sum())
         self._sums["ratio_tokens"] += len(ratio)
+        off = float((ratio - 1).abs().sum())
+        self._sums["ratio_off"] += off
+        if self._begins:
+            self._sums["last_off"] = self._sums["last_tokens"] = 0.0
+            self._begins = False
+        self._sums["last_off"] += off
+        self._sums["last_tokens"] += len(ratio)
         if len(ratio):
             low, high = self._ratios
             self._ratios = (min(low, float(ratio.min())), max(high, float(ratio.max())))
@@ -156,6 +168,7 @@ class Tally:
     def updated(self, result: UpdateResult, rate: float) -> None:
         """An update is over; the same on every rank."""
         self._updates += 1
+        self._begins = True
         self._rate = rate
         if result.applied:
             self._norms.append(result.grad_norm)
@@ -175,6 +188,8 @@ class Tally:
             "kl": _ratio(sums["kl"], sums["ratio_tokens"]),
             "kl_reference": _ratio(sums["kl_reference"], sums["reference_tokens"]),
             "ratio_mean": _ratio(sums["ratio"], sums["ratio_tokens"]),
+            "ratio_deviation": _ratio(sums["ratio_off"], sums["ratio_tokens"]),
+            "ratio_deviation_last": _ratio(sums["last_off"], sums["last_tokens"]),
             # A smallest and a largest pass over what is not a number; the sum does not.
             "ratio_min": -below if math.isfinite(sums["ratio"]) else math.nan,
             "ratio_max": ratio_max if math.isfinite(sums["ratio"]) else math.nan,

@@ -134,6 +134,7 @@ def test_several_updates_leave_the_first_policy_and_both_clips_act(folder: Path,
     metrics = numbers(folder / f"updates-{stage}-1" / "metrics-0.json")
     assert metrics["clip_fraction"] > 0
     assert metrics["value_clip_fraction"] > 0
+    assert min(metrics["ratio_deviation"], metrics["ratio_deviation_last"]) > 0.01
     assert metrics["ratio_min"] < 0.99 < 1.01 < metrics["ratio_max"]
 
 

@@ -191,13 +191,16 @@ def plain_case(folder: Path, case: str, options: dict[str, Any]) -> None:
     norms = {"policy": options.get("max_grad_norm", 1e9), "critic": own.get("max_grad_norm", 1e9)}
     losses: dict[str, list[float]] = {"policy": [], "critic": []}
     parts = options.get("mini_batches", 1)
+    apart: list[list[float]] = []
     for _ in range(options.get("epochs", 1)):
         for part in range(parts):
             places = [place for place in kept if parts == 1 or place[0] == part]
             tokens = sum(len(old[place]) for place in places)
+            apart.append([])
             totals = {"policy": torch.zeros((), dtype=torch.float64), "critic": torch.zeros((), dtype=torch.float64)}
             for place in places:
                 ratio = (logprobs(policy, *pair[place]) - old[place]).exp()
+                apart[-1] += (ratio - 1).abs().tolist()
                 loss = torch.maximum(-white[place] * ratio, -white[place] * ratio.clamp(0.8, 1.2))
                 now = critic.values_at_once(*pair[place])
                 off = (now - returns[place]) ** 2
@@ -223,6 +226,9 @@ def plain_case(folder: Path, case: str, options: dict[str, Any]) -> None:
         save_file(found, folder / f"plain-{case}-{name}.safetensors")
     numbers |= {"loss": sum(losses["policy"]) / len(losses["policy"])}
     numbers |= {"value_loss": sum(losses["critic"]) / len(losses["critic"])}
+    together = [one for update in apart for one in update]
+    numbers |= {"ratio_deviation": sum(together) / len(together)}
+    numbers |= {"ratio_deviation_last": sum(apart[-1]) / len(apart[-1])}
     (folder / f"plain-{case}.json").write_text(json.dumps(numbers))
 
 
