@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,11 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controllers.cli.extent_words import so_far
+from controllers.cli.view_points import JobSnapshot
+from controllers.cli.view_state import ViewState
 from gcore.config import JobSpec, parse_spec
 from gcore.config.flow import FlowSpec
 from gcore.errors import SpecError
+from gcore.events import JobEvent
 from gcore.ledger.job import JobRecord
 from gcore.ledger.rules import rules_of
+from gcore.testing.rank_launch import rank_launch
 
 
 def spec(**sections: dict[str, Any]) -> JobSpec:
@@ -99,3 +104,24 @@ def test_how_far_a_job_goes_is_said_in_words() -> None:
     assert so_far(FlowSpec(epochs=2, groups_per_step=32), 100) == (
         "2 data epochs, at most 7 steps, fewer if prompts are filtered"
     )
+
+
+def test_an_estimated_number_of_steps_is_marked_as_one() -> None:
+    by_prompts = spec(flow={"epochs": 2}).model_dump(mode="json")
+    job = JobSnapshot("job", "u", "RUNNING", step=3, steps=40, spec=by_prompts)
+    assert (job.of_steps, ViewState().observe(job).of_steps) == ("~40", "~40")
+    assert JobSnapshot("job", "u", "SUCCEEDED", step=38, steps=38, ended=1.0, spec=by_prompts).of_steps == "38"
+    assert JobSnapshot("job", "u", "RUNNING", steps=40, spec=spec(flow={"steps": 40}).model_dump()).of_steps == "40"
+    said = JobEvent(1, 0.0, "step", data={"step": 3, "steps": 41, "steps_estimated": True})
+    assert ViewState().apply(said).of_steps == "~41"
+    assert ViewState().of_steps == "?"
+
+
+def test_the_learning_rates_schedule_runs_over_the_steps_that_the_seal_says(tmp_path: Path) -> None:
+    by_prompts = spec(flow={"epochs": 2}, train={"epochs": 2, "mini_batches": 3}).model_dump(mode="json")
+    launch = rank_launch(by_prompts, tmp_path)
+    assert launch.total_updates(12) == 12 * 2 * 3
+    with pytest.raises(ValueError, match="this one has none"):
+        launch.total_updates(None)
+    by_steps = spec(flow={"steps": 5}, train={"epochs": 2, "mini_batches": 3}).model_dump(mode="json")
+    assert rank_launch(by_steps, tmp_path).total_updates(99) == 5 * 2 * 3
