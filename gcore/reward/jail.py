@@ -145,9 +145,12 @@ def drop_rank(libc: Any, uid: int | None) -> None:
     kept = next((1 << one for one in LOOK_INTO_FOLDERS if permitted & 1 << one), 0)
     if uid is not None:
         _checked(libc.prctl(PR_SET_KEEPCAPS, 1, 0, 0, 0), "keep a capability")
-        os.setgroups([])
-        os.setresgid(uid, uid, uid)
-        os.setresuid(uid, uid, uid)
+        try:
+            os.setgroups([])
+            os.setresgid(uid, uid, uid)
+            os.setresuid(uid, uid, uid)
+        except OSError as error:
+            raise OSError(f"root may not become another user here ({error.strerror})") from error
     data = ctypes.create_string_buffer(struct.pack("<IIIIII", kept, kept, 0, 0, 0, 0))
     _checked(libc.capset(header, data), "give up its capabilities")
     _checked(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "be nobody's to debug")

@@ -258,6 +258,7 @@ else:
     [
         pytest.param(["landlock_create_ruleset"], "the kernel has no Landlock", id="no Landlock"),
         pytest.param(["landlock_restrict_self"], "cannot shut the files", id="no Landlock for this process"),
+        pytest.param(["setresuid", "setgroups"], "root may not become another user here", id="no other user"),
         pytest.param(["capset"], "cannot give up its capabilities", id="no giving up of capabilities"),
     ],
 )
