@@ -66,8 +66,8 @@ def in_order(rules: StreamRules, head: Head, seals: Collection[Seal]) -> Iterato
     for shard in range(len(cursors)):
         last = last_position(rules, shard)
         ends[shard] = ends[shard] if last is None else min(ends[shard], last)
-    position = min(cursor.low_water for cursor in cursors)
-    while position < max(ends):
+    position, end = min(cursor.low_water for cursor in cursors), max(ends)
+    while position < end:
         for shard, cursor in enumerate(cursors):
             if position >= ends[shard] or cursor.is_terminal(position):
                 continue
