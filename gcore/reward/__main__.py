@@ -1,4 +1,4 @@
-"""`python -m gcore.reward FD`: a process that scores responses for a controller, over the socket FD (`gcore.reward.lines`).
+"""`python -m gcore.reward FD BEGUN`: a process that scores for a controller, over the socket FD (`gcore.reward.lines`).
 
 It loads the rewards that it is told of, and nothing else of gcore than they need: no engine, no torch, no store. Rewards run
 in its main thread, one response at a time, because libraries of mathematics limit their time by signals. What a reward prints
@@ -13,17 +13,21 @@ import resource
 import socket
 import sys
 
+from gcore.clock import SystemClock
 from gcore.config.spec import RewardSpec
 from gcore.plugins import PluginFault
 from gcore.reward.composed import OpenReward
-from gcore.reward.lines import answer_line, calls_of, failed_line, line_of
+from gcore.reward.lines import Begun, answer_line, calls_of, failed_line, line_of
 from gcore.reward.registry import RewardError
 from gcore.reward.scoring import scored
+
+TOGETHER_S = 0.002
+"""Answers wait so long for others: each line that is sent wakes the controller."""
 
 
 def main() -> None:
     """The process."""
-    line = socket.socket(fileno=int(sys.argv[1]))
+    line, begun = socket.socket(fileno=int(sys.argv[1])), Begun(int(sys.argv[2]))
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     with line, line.makefile("rb") as heard:
         setup = json.loads(heard.readline())
@@ -35,11 +39,23 @@ def main() -> None:
             return
         line.sendall(line_of({"ready": True}))
         try:
-            for batch in heard:
-                for reward, fields, response in calls_of(json.loads(batch)):
-                    line.sendall(answer_line(scored(rewards[reward], response, fields)))
+            for number, batch in enumerate(heard, 1):
+                answer(line, begun, number, batch, rewards)
         except (BrokenPipeError, ConnectionResetError):  # nobody wants to know any more
             pass
+
+
+def answer(line: socket.socket, begun: Begun, number: int, batch: bytes, rewards: list[OpenReward]) -> None:
+    """Score a batch, the `number`-th from 1."""
+    clock = SystemClock()
+    answers, since = [], clock.monotonic()
+    for place, (reward, fields, response) in enumerate(calls_of(json.loads(batch))):
+        begun.write(number, place)
+        answers.append(answer_line(scored(rewards[reward], response, fields)))
+        if (now := clock.monotonic()) - since > TOGETHER_S:
+            line.sendall(b"".join(answers))
+            answers, since = [], now
+    line.sendall(b"".join(answers))
 
 
 def opened(source: str, spec: RewardSpec) -> OpenReward:

@@ -3,15 +3,17 @@
     controller → process   {"rewards": [[SOURCE, SPEC]...], "memory_mb": 4096}   once
     process → controller   {"ready": true} or {"failed": {...}}                once, when the rewards are loaded or cannot be
     controller → process   [[REWARD, FIELDS, [[TEXT, TOKENS, TRUNCATED]...]]...]   a batch; REWARD is an index
-    process → controller   [VALUE, [[PART, NUMBER]...]] or {"what": ...}       for each response, in order, as soon as it is there
+    process → controller   [VALUE, [[PART, NUMBER]...]] or {"what": ...}       for each response, in order, a few at once
 
-Each response has its answer sent before the next is begun: when the process hangs or dies, the first response without an
-answer is the one that did it. Nothing here runs anything.
+Answers of quick rewards are sent together, a few milliseconds' worth; so which response a process hangs or dies at is told by a
+few bytes of memory that both see, where the process writes what it begins (`Begun`). Nothing here runs anything.
 """
 
 from __future__ import annotations
 
 import json
+import mmap
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,6 +27,30 @@ LONGEST_TRACE = 4000
 """Characters of a traceback: its end."""
 Call = tuple[int, Mapping[str, Any], Response]
 """The number of a reward, a prompt's entry, a response."""
+
+
+class Begun:
+    """Which response of which batch a process has begun last: memory that it shares with its controller."""
+
+    def __init__(self, fd: int) -> None:
+        self._memory = mmap.mmap(fd, _BEGUN.size)
+
+    def write(self, batch: int, number: int) -> None:
+        """The process: `number` of `batch` is begun."""
+        _BEGUN.pack_into(self._memory, 0, batch, number)
+
+    def read(self, batch: int) -> int:
+        """The controller: the number of the response of `batch` that was begun last; 0 if the batch was not."""
+        found, number = _BEGUN.unpack_from(self._memory)
+        return number if found == batch else 0
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._memory.close()
+
+
+_BEGUN = struct.Struct("<QQ")
+BEGUN_BYTES = _BEGUN.size
 
 
 def line_of(value: Any) -> bytes:

@@ -201,7 +201,10 @@ class RewardPool:
         fair = -(-len(self._queue) // len(self._slots))
         room = max(1, min(LARGEST_BATCH, fair, int(BATCH_S / max(slot.seconds, 1e-9))))
         batch: list[_Call] = []
-        while self._queue and len(batch) < room and not self._queue[0].tried:
+        reward = self._queue[
+            0
+        ].reward  # of one reward only: an answer may wait for the next, so both have the same limit
+        while self._queue and len(batch) < room and not self._queue[0].tried and self._queue[0].reward == reward:
             call = self._queue.popleft()
             if not call.request.done.done():
                 batch.append(call)
@@ -212,26 +215,30 @@ class RewardPool:
         if not batch:
             return
         began = self._clock.monotonic()
-        process.send(batch_line([(call.reward, call.fields, call.response) for call in batch]))
+        process.send_batch(batch_line([(call.reward, call.fields, call.response) for call in batch]))
         for number, call in enumerate(batch):
             limit = self._specs[call.reward].timeout_s
             try:
                 self._settle(call, answer_of(await process.answer(limit)))
-            except TimeoutError:
-                await self._end(slot)
-                self._blame(call, TIMED_OUT, f"took longer than {limit:g} s (reward.timeout_s)")
-            except (ProcessEnded, ValueError):
-                how = await self._end(slot)
-                if call.tried:
-                    self._blame(call, KILLED, f"took the process that scores with it, which was {how}")
-                else:
-                    call.tried = True
-                    self._queue.appendleft(call)
-            else:
-                continue
-            await self._back(batch[number + 1 :])
-            return
+            except (TimeoutError, ProcessEnded, ValueError) as error:
+                # The answers before this one may have been on their way; they are made again.
+                place = max(number, min(process.begun, len(batch) - 1))
+                await self._lost(slot, batch[place], late=isinstance(error, TimeoutError))
+                await self._back(batch[number:place] + batch[place + 1 :])
+                return
         slot.seconds = 0.8 * slot.seconds + 0.2 * (self._clock.monotonic() - began) / len(batch)
+
+    async def _lost(self, slot: _Slot, call: _Call, *, late: bool) -> None:
+        """The process in `slot` hangs or has died at `call`."""
+        limit = self._specs[call.reward].timeout_s
+        how = await self._end(slot)
+        if late:
+            self._blame(call, TIMED_OUT, f"took longer than {limit:g} s (reward.timeout_s)")
+        elif call.tried:
+            self._blame(call, KILLED, f"took the process that scores with it, which was {how}")
+        else:
+            call.tried = True
+            self._queue.appendleft(call)
 
     async def _back(self, calls: Sequence[_Call]) -> None:
         """To the front of the queue, but behind one that is tried again."""

@@ -21,7 +21,7 @@ from typing import Any
 from gcore.config.spec import RewardSpec, ScoringSpec
 from gcore.errors import GcoreError
 from gcore.plugins import PluginFault
-from gcore.reward.lines import check_ready, setup_line
+from gcore.reward.lines import BEGUN_BYTES, Begun, check_ready, setup_line
 from gcore.worker import death
 from gcore.worker.parent import TETHER
 from gcore.worker.process import CannotStart
@@ -47,12 +47,14 @@ class RewardProcess(asyncio.Protocol):
         self._closed = False
         self._transport: asyncio.Transport | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._begun: Begun | None = None
+        self._batches = 0
         self._oom_kills = 0
 
     @classmethod
     async def start(cls, sources: Sequence[str], specs: Sequence[RewardSpec], memory_mb: int) -> RewardProcess:
         """Start one, and tell it what to load. Raises CannotStart."""
-        ours, process = _spawn()
+        ours, begun, process = _spawn()
         ours.setblocking(False)
         try:
             _, made = await asyncio.get_running_loop().create_connection(cls, sock=ours)
@@ -60,7 +62,7 @@ class RewardProcess(asyncio.Protocol):
             process.kill()
             process.wait()
             raise
-        made._process, made._oom_kills = process, death.out_of_memory_kills()
+        made._process, made._begun, made._oom_kills = process, begun, death.out_of_memory_kills()
         made.send(setup_line(sources, specs, memory_mb))
         return made
 
@@ -88,6 +90,17 @@ class RewardProcess(asyncio.Protocol):
             await process.end()
             raise
         return process
+
+    def send_batch(self, line: bytes) -> None:
+        """Send a batch, after everything about the one before has been answered."""
+        self._batches += 1
+        self.send(line)
+
+    @property
+    def begun(self) -> int:
+        """The number of the response of the last batch that it has begun last."""
+        assert self._begun is not None
+        return self._begun.read(self._batches)
 
     def send(self, line: bytes) -> None:
         """Send a line; to a dead process, nothing."""
@@ -173,17 +186,20 @@ class RewardProcess(asyncio.Protocol):
             self._heard.set_result(None)
 
 
-def _spawn() -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    """A process, and this end of the line to it. Raises CannotStart."""
+def _spawn() -> tuple[socket.socket, Begun, subprocess.Popen[bytes]]:
+    """A process, this end of the line to it, and where it writes what it begins. Raises CannotStart."""
     ours, theirs = socket.socketpair()
+    memory = os.memfd_create("begun", os.MFD_CLOEXEC)
+    os.ftruncate(memory, BEGUN_BYTES)
+    begun = Begun(memory)
     tether = (sys.executable, "-I", "-S", str(TETHER), str(os.getpid()))
     with theirs:
         try:
-            return ours, subprocess.Popen(
-                [*tether, sys.executable, "-m", "gcore.reward", str(theirs.fileno())],
+            process = subprocess.Popen(
+                [*tether, sys.executable, "-m", "gcore.reward", str(theirs.fileno()), str(memory)],
                 env={**os.environ, **thread_environment(1)},
                 stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(theirs.fileno(), memory),
                 process_group=0,
             )
         except OSError as error:
@@ -192,6 +208,9 @@ def _spawn() -> tuple[socket.socket, subprocess.Popen[bytes]]:
                 f"no process for rewards can be started ({error.strerror or error})",
                 fix="Free memory, or lower scoring.workers",
             ) from error
+        finally:
+            os.close(memory)
+    return ours, begun, process
 
 
 async def _ended(pid: int) -> None:

@@ -181,6 +181,20 @@ async def test_a_response_that_kills_its_process_fails_alone(opened: Opened, tex
         assert how in str(group[1])
 
 
+@pytest.mark.parametrize("bad", ["hang", "exit"])
+async def test_in_a_batch_of_quick_responses_only_the_bad_one_is_lost(opened: Opened, bad: str) -> None:
+    async with opened(timeout_s=1.0) as pool:
+        for _ in range(5):  # until the pool has learned that they are quick, and sends many at once
+            await score(pool, *["a"] * 200)
+        for place in (0, 1, 20, 39):
+            texts = ["a" * (1 + n % 3) for n in range(40)]
+            texts[place] = bad
+            results = await score(pool, *texts)
+            assert isinstance(results[place], RewardError)
+            good = [r.value if isinstance(r, RewardResult) else None for n, r in enumerate(results) if n != place]
+            assert good == [len(text) for n, text in enumerate(texts) if n != place]
+
+
 async def test_a_response_is_not_blamed_for_what_another_left_behind(opened: Opened, tmp_path: Path) -> None:
     async with opened() as pool:
         results = await score(pool, "a", f"once {tmp_path / 'seen'}", "ccc")
