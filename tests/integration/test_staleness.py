@@ -14,6 +14,12 @@ pytestmark = [pytest.mark.serial, pytest.mark.timeout(600)]
 STEPS = 6
 
 
+def steps_of(home: Path) -> list[dict[str, float]]:
+    (run,) = (home / "runs").iterdir()
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line["metrics"] for line in lines if line["kind"] == "step"]
+
+
 def test_answers_go_on_over_changes_of_weights_and_are_trained(spec: Path, example: Path, home: Path) -> None:
     """Each engine answers one prompt at a time, and two quotas are asked for: half the work is left at the first seal.
 
@@ -44,9 +50,7 @@ def test_answers_go_on_over_changes_of_weights_and_are_trained(spec: Path, examp
     assert outcome.code == 0, outcome.output
     assert outcome.summary["audit"] == "clean"
     assert outcome.summary["steps"] == STEPS
-    (run,) = (home / "runs").iterdir()
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = [line["metrics"] for line in lines if line["kind"] == "step"]
+    steps = steps_of(home)
     assert len(steps) == STEPS
     assert max(step["staleness_max"] for step in steps) == 1
     assert sum(step["mixed_groups"] for step in steps) >= 1
@@ -65,3 +69,7 @@ def test_a_controller_is_killed_and_what_it_carried_is_issued_again(spec: Path, 
     assert outcome.summary["audit"] == "clean"
     assert outcome.summary["steps"] == 12
     assert outcome.summary["eval_accuracy_after"] >= outcome.summary["eval_accuracy_before"] + 0.2
+    stale = [step for step in steps_of(home) if step["staleness"] > 0]
+    assert stale
+    # Only older weights make the trainer's log-probabilities differ so much from the engine's: something is corrected.
+    assert max(step["mismatch_max"] for step in stale) > 0.01
