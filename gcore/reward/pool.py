@@ -195,15 +195,14 @@ class RewardPool:
                     break
                 await self._news.wait()
         if self._queue[0].tried:
-            if slot.process is not None:  # what killed the other may lie in wait in this one too
-                await self._end(slot)
-            return [self._queue.popleft()]
+            alone = [self._queue.popleft()]
+            await self._end(slot)  # what killed the other process may lie in wait in this one too
+            return alone
         fair = -(-len(self._queue) // len(self._slots))
         room = max(1, min(LARGEST_BATCH, fair, int(BATCH_S / max(slot.seconds, 1e-9))))
         batch: list[_Call] = []
-        reward = self._queue[
-            0
-        ].reward  # of one reward only: an answer may wait for the next, so both have the same limit
+        # Of one reward only: an answer may wait for the next, so both must have the same limit.
+        reward = self._queue[0].reward
         while self._queue and len(batch) < room and not self._queue[0].tried and self._queue[0].reward == reward:
             call = self._queue.popleft()
             if not call.request.done.done():

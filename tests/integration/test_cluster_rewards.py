@@ -50,7 +50,7 @@ def install(folder: Path) -> None:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: pack-moody\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[gcore.rewards]\nmoody = pack_moody:score\nbroken = pack_broken:score\n")
     (folder / "pack_moody.py").write_text(MOODY)
-    (folder / "pack_broken.py").write_text("import json\nTABLE = json.loads('{')\n")
+    (folder / "pack_broken.py").write_text("TABLES = {}\nTABLE = TABLES['main']\n")
 
 
 def spec_of(folder: Path, job: str, **letters: Any) -> Path:
