@@ -387,6 +387,26 @@ async def test_a_world_trains_dies_and_goes_on_from_its_checkpoints_with_the_sam
         assert world.ranks[0].process.wait(60) == 0
 
 
+async def test_a_rank_that_is_started_again_has_its_critic_back(model: Path, tmp_path: Path) -> None:
+    critic = {"advantage": "gae", "critic": {"learning_rate": 1e-2}}
+
+    def told(states: list[pb.RankState]) -> dict[str, float]:
+        metrics = states[0].report.metrics
+        return {
+            name: metrics[name] for name in ("loss", "value_loss", "value_mean", "critic_grad_norm", "advantage_std")
+        }
+
+    with train_world(tmp_path, make_spec(model, **critic), ranks=1) as world:
+        first, _, third = [told(await world.step(step)) for step in (1, 2, 3)]
+        assert first["value_mean"] == 0, "a new head"
+        assert third["value_mean"] != 0
+        assert verify_checkpoint(checkpoint_folder(tmp_path, Version(0, 2))).critic_updates == 4
+        assert not (weights_folder(tmp_path, Version(0, 2)) / "critic").exists()
+    again = make_spec(model, zero_stage=3, **critic)
+    with train_world(tmp_path, again, ranks=1, lineage=1, step=2, checkpoint="checkpoints/0-2") as world:
+        assert told(await world.step(3)) == pytest.approx(third, rel=1e-5, abs=1e-6)
+
+
 async def test_a_rank_without_memory_names_the_fields_to_lower(model: Path, tmp_path: Path) -> None:
     # Attention asks for more memory than there is, once the flag is there: torch's own error, in a real rank.
     flag, injected = tmp_path / "full", tmp_path / "injected"
