@@ -143,7 +143,7 @@ def _try_reward(rewards: RewardTrial, checked: CheckedSource) -> None:
     source, dataset = checked.opened.source, checked.opened.dataset
     failed: RewardError | None = None
     for index in range(min(len(dataset), REWARDS_TRIED)):
-        result = rewards.score(source.reward, dataset.entry(index), Response(""))
+        result = rewards.score(source.reward, dataset.entry(index), Response("", 0))
         if not isinstance(result, RewardError):
             return
         failed = result
