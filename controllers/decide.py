@@ -22,31 +22,25 @@ from controllers.actions import (
     PutOffer,
     Ready,
     Reseal,
-    Rollback,
     SetPhase,
     StartJob,
 )
 from controllers.assignment import assign_shards
 from controllers.carrying import EVALUATION_PATIENCE_S, expiring, is_misnamed, named_in_flight, owes_evaluation
+from controllers.ending import despairing, finishing, recovering
 from controllers.housekeeping import SETTLE_S, beginning, checkpointing, pruning
 from controllers.turns import turn
 from controllers.view import JobView
-from gcore.ledger.ancestry import resumable
 from gcore.ledger.balance import balance
 from gcore.ledger.job import JobPhase
-from gcore.ledger.records import Head, Offer, Seal, SealState
+from gcore.ledger.records import Offer, Seal, SealState
 from gcore.ledger.shortage import why_short
 from gcore.ledger.stream import AccountNow, SealNow, Short, refuse_seal
-from gcore.ledger.tally import barren_epoch, why_barren
 
 COALESCE_S = 0.3
 """An offer that is not complete yet waits so long for more, so that a step takes few writes."""
-NODE_GRACE_S = 15.0
-"""A world whose node is away waits so long for the node before it is placed on the others."""
 EXCHANGE_LIMIT_S = 60.0
 """A sealed batch that is not delivered by then is given up."""
-MAX_FRUITLESS_ROLLBACKS = 5
-"""Worlds that died one after the other without a commit between them; then the job has failed."""
 
 
 def decide(view: JobView) -> tuple[Intent, ...]:
@@ -94,7 +88,7 @@ def assigning(view: JobView) -> Iterator[Intent]:
         new = assign_shards(members, len(view.rules.shape.lengths), old.record if old else None)
         # The condition names the members, so that who comes or goes meanwhile starts it anew.
         topic = f"assign {' '.join(members)}"
-        yield Intent(Assign(new), topic, _turn(view, topic), after=0.1)
+        yield Intent(Assign(new), topic, view.turn(topic), after=0.1)
 
 
 def offering(view: JobView) -> Iterator[Intent]:
@@ -104,7 +98,7 @@ def offering(view: JobView) -> Iterator[Intent]:
     dropped and what could be sealed again (after a rollback it may be fresh once more) must go, or it would be sealed and
     given up for ever.
     """
-    head = _head(view)
+    head = view.head
     stored = view.mirror.offers.get(view.me)
     named = {g.digest: g.ref for g in stored.record.groups} if stored else {}
     named_outcomes = {o.ref for o in stored.record.outcomes} if stored else set()
@@ -126,7 +120,7 @@ def offering(view: JobView) -> Iterator[Intent]:
 
 def sealing(view: JobView) -> Iterator[Intent]:
     """The batch is closed as soon as the offers hold its quota."""
-    head = _head(view)
+    head = view.head
     slot = view.seal
     if view.is_over or (slot is not None and slot.state is not SealState.OPEN):
         return
@@ -138,13 +132,13 @@ def sealing(view: JobView) -> Iterator[Intent]:
         # Named by the evaluation's parts while it is waited for: each that comes begins the wait anew.
         waits = f"{topic} evaluated {len(view.mirror.parts_of(head.version))}" if owed else topic
         yield Intent(
-            MakeSeal(head.step + 1, chosen), waits, _turn(view, topic), after=EVALUATION_PATIENCE_S if owed else 0.0
+            MakeSeal(head.step + 1, chosen), waits, view.turn(topic), after=EVALUATION_PATIENCE_S if owed else 0.0
         )
     elif isinstance(chosen, AccountNow):
-        yield Intent(Account(chosen.outcomes), f"account {head.seq}", _turn(view, topic))
+        yield Intent(Account(chosen.outcomes), f"account {head.seq}", view.turn(topic))
     elif isinstance(chosen, Short):
         why = why_short(view.rules, head, chosen, [stored.record for stored in view.mirror.log.values()])
-        yield Intent(SetPhase(JobPhase.FAILED, why, at_head=True), f"short {head.seq}", _turn(view, topic))
+        yield Intent(SetPhase(JobPhase.FAILED, why, at_head=True), f"short {head.seq}", view.turn(topic))
 
 
 def exchanging(view: JobView) -> Iterator[Intent]:
@@ -156,15 +150,15 @@ def exchanging(view: JobView) -> Iterator[Intent]:
     missing = {rank: view.missing(seal, layout, rank) for rank in range(seal.world_size)}
     topic = f"exchange {seal.token}"
     if not any(missing.values()):
-        yield Intent(Ready(seal.step), f"ready {seal.token}", _turn(view, topic))
+        yield Intent(Ready(seal.step), f"ready {seal.token}", view.turn(topic))
         return
     undelivered = {digest for of_rank in missing.values() for digest in of_rank}
     lost = lost_groups(view, seal, undelivered)
     if lost:
-        yield Intent(Reseal(seal.step, lost), f"reseal {seal.token}", _turn(view, topic), after=SETTLE_S / 2)
+        yield Intent(Reseal(seal.step, lost), f"reseal {seal.token}", view.turn(topic), after=SETTLE_S / 2)
     else:
         why = f"{len(undelivered)} groups were not delivered within {EXCHANGE_LIMIT_S:.0f} s"
-        yield Intent(Reseal(seal.step, why), f"overdue {seal.token}", _turn(view, topic), after=EXCHANGE_LIMIT_S)
+        yield Intent(Reseal(seal.step, why), f"overdue {seal.token}", view.turn(topic), after=EXCHANGE_LIMIT_S)
     mine = {g.digest for g in seal.groups if g.holder == view.me}
     for rank, of_rank in missing.items():
         if rank in view.ranks and mine & of_rank.keys() and not lost:
@@ -191,116 +185,20 @@ def training(view: JobView) -> Iterator[Intent]:
         return
     behind = [rank for rank in range(seal.world_size) if _applied(view, rank) != seal.token]
     if not behind:
-        yield Intent(Commit(seal.step), f"commit {seal.token}", _turn(view, f"commit {seal.token}"))
+        yield Intent(Commit(seal.step), f"commit {seal.token}", view.turn(f"commit {seal.token}"))
     for rank in behind:
         if rank in view.ranks:
-            yield Intent(Apply(rank, seal.token), f"apply {rank} {seal.token}", _turn(view, f"exchange {seal.token}"))
-
-
-def despairing(view: JobView) -> Iterator[Intent]:
-    """A job whose data brought nothing to train for a whole epoch fails: the next epoch would bring the same, for ever.
-
-    Not while a group of a later epoch is offered or sealed: then it did bring something.
-    """
-    head = _head(view)
-    epoch = barren_epoch(view.rules.shape, head)
-    if epoch is None or (view.is_over and head.step > 0):
-        return
-    if not view.offered.groups and not any(stored.record.groups for stored in view.mirror.seals.values()):
-        why = why_barren(epoch, [stored.record for stored in view.mirror.log.values()])
-        yield Intent(SetPhase(JobPhase.FAILED, str(why), at_head=True), "barren", _turn(view, "barren"))
-
-
-def recovering(view: JobView) -> Iterator[Intent]:
-    """A world of which a rank is lost starts again from a checkpoint, in a new lineage."""
-    if is_complete(view):
-        return
-    head = _head(view)
-    reason = lost_world(view)
-    fruitless = fruitless_rollbacks(view)
-    if view.hopeless or (reason and fruitless >= MAX_FRUITLESS_ROLLBACKS):
-        why = view.hopeless or f"{fruitless} train worlds died without a step between them; the last: {reason}"
-        yield Intent(SetPhase(JobPhase.FAILED, why), "fail", _turn(view, "fail"))
-    elif reason:
-        assert view.mirror.plan is not None
-        away = view.mirror.plan.record.nodes - view.nodes.keys()
-        after = max(NODE_GRACE_S if away else 0.0, SETTLE_S * 2**fruitless if fruitless else SETTLE_S)
-        topic = f"world {head.world}"
-        yield Intent(Rollback(reason), f"{topic} {sorted(away)}", _turn(view, topic), after=after)
-
-
-def lost_world(view: JobView) -> str:
-    """Why head's world cannot go on, or nothing."""
-    head = _head(view)
-    assert view.mirror.plan is not None
-    for place in view.mirror.plan.record.ranks:
-        claim = view.mirror.claim(head.world, place.rank)
-        if claim is None:
-            if place.node not in view.nodes:
-                return f"{place.node}, which was to run rank {place.rank}, is gone"
-            continue
-        worker = view.workers.get(claim.instance)
-        if worker is None:
-            return f"rank {place.rank} on {place.node} is gone"
-        if worker.state in ("failed", "stopping"):
-            return f"rank {place.rank} on {place.node} failed: {worker.reason or worker.state}"
-    return ""
-
-
-def fruitless_rollbacks(view: JobView) -> int:
-    """Rollbacks since the last commit."""
-    count = 0
-    for _, entry in sorted(view.mirror.log.items(), reverse=True):
-        if entry.record.kind == "train":
-            break
-        count += entry.record.kind == "rollback"
-    return count
+            yield Intent(Apply(rank, seal.token), f"apply {rank} {seal.token}", view.turn(f"exchange {seal.token}"))
 
 
 def publishing(view: JobView) -> Iterator[Intent]:
     """Engines serve what was committed; only after the commit."""
-    version = _head(view).version
+    version = view.head.version
     for engine in view.engines.values():
         if engine.version != version and version in view.staged:
             yield Intent(Publish(engine.instance, version), f"publish {engine.instance} {version}")
 
 
-def finishing(view: JobView) -> Iterator[Intent]:
-    """All steps are committed, the last checkpoint is registered and the last evaluation made."""
-    if is_complete(view):
-        done = SetPhase(JobPhase.SUCCEEDED, _how_it_ended(view), at_head=True)
-        yield Intent(done, "finish", _turn(view, "finish"))
-
-
-def is_complete(view: JobView) -> bool:
-    """Whether nothing is left to do."""
-    head = _head(view)
-    assert view.mirror.checkpoints is not None
-    return (
-        view.is_over
-        and head.step > 0
-        and any(c.step == head.step for c in resumable(head, view.mirror.checkpoints.record.entries))
-        and (not view.spec.evaluates_after(head.step, last=True) or str(head.version) in view.mirror.evaluations)
-    )
-
-
-def _how_it_ended(view: JobView) -> str:
-    epochs, steps = view.rules.epochs, _head(view).step
-    if epochs is None:
-        return f"all {steps} steps are trained"
-    through = "the data epoch" if epochs == 1 else f"all {epochs} data epochs"
-    return f"every prompt of {through} has its outcome, after {steps} steps"
-
-
-def _head(view: JobView) -> Head:
-    assert view.mirror.head is not None
-    return view.mirror.head.record
-
-
 def _applied(view: JobView, rank: int) -> object:
     known = view.ranks.get(rank)
     return known.applied if known else None
-
-
-def _turn(view: JobView, topic: str) -> int:
-    return turn(view.mirror.members, view.me, topic)

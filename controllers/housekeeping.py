@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from controllers.actions import BeginEpoch, Intent, Prune, Register, Retain
-from controllers.turns import turn
 from controllers.view import JobView
 from gcore.ledger import chain, epochs
 from gcore.ledger.ancestry import is_ancestor, resumable
@@ -23,7 +22,7 @@ KEEP_LOG, PRUNE_AT = 64, 32
 
 def checkpointing(view: JobView) -> Iterator[Intent]:
     """Checkpoints on disk are registered, then old ones are forgotten."""
-    head = _head(view)
+    head = view.head
     assert view.mirror.checkpoints is not None
     known = view.mirror.checkpoints.record.entries
     # Only ever a newer one: an older one may have been forgotten already, and its files be gone.
@@ -37,7 +36,7 @@ def checkpointing(view: JobView) -> Iterator[Intent]:
                 checkpoint = Checkpoint(
                     lineage=version.lineage, step=version.step, seq=seq, file=saved.file, digest=saved.digest
                 )
-                yield Intent(Register(checkpoint), f"register {version}", _turn(view, f"register {version}"))
+                yield Intent(Register(checkpoint), f"register {version}", view.turn(f"register {version}"))
     # The watch brings records in their order: who sees the checkpoints of later steps sees the evaluations before them.
     best = best_of(head, [stored.record for stored in view.mirror.evaluations.values()], view.spec.best_metric)
     kept = kept_checkpoints(head, known, view.spec.checkpoint.keep, best.version.step if best is not None else None)
@@ -45,23 +44,23 @@ def checkpointing(view: JobView) -> Iterator[Intent]:
     if forgotten:
         # Called by what goes, not by what stays: that changes with every new checkpoint, and nothing would ever be ripe.
         topic = f"forget {min(forgotten)}"
-        yield Intent(Retain(kept), topic, _turn(view, topic), after=SETTLE_S)
+        yield Intent(Retain(kept), topic, view.turn(topic), after=SETTLE_S)
 
 
 def pruning(view: JobView) -> Iterator[Intent]:
     """The store holds a bounded stretch of the log; what is older goes to the run's folder, many entries at a time."""
-    head = _head(view)
+    head = view.head
     assert view.mirror.checkpoints is not None
     log = {seq: stored.record for seq, stored in view.mirror.log.items()}
     old = chain.prunable(head, view.mirror.checkpoints.record.entries, log, keep=KEEP_LOG)
     if len(old) >= PRUNE_AT:
         topic = f"prune {old[0]}"
-        yield Intent(Prune(old[:MOST_PRUNED]), topic, _turn(view, topic), after=SETTLE_S)
+        yield Intent(Prune(old[:MOST_PRUNED]), topic, view.turn(topic), after=SETTLE_S)
 
 
 def beginning(view: JobView) -> Iterator[Intent]:
     """With a curriculum, a data epoch begins when its statistics are fixed, once for all peers: by whoever needs it."""
-    head = _head(view)
+    head = view.head
     if view.spec.data.curriculum is None or view.is_over:
         return
     epoch = epochs.needed(view.due, view.epochs)
@@ -72,7 +71,7 @@ def beginning(view: JobView) -> Iterator[Intent]:
     known = view.mirror.checkpoints.record.entries
     forgotten = epochs.superfluous(view.rules.shape, head, known, log, view.epochs)
     topic = f"epoch {epoch} {head.lineage}"
-    yield Intent(BeginEpoch(epochs.beginning(head, epoch, view.epochs), forgotten), topic, _turn(view, topic))
+    yield Intent(BeginEpoch(epochs.beginning(head, epoch, view.epochs), forgotten), topic, view.turn(topic))
 
 
 def kept_checkpoints(
@@ -83,12 +82,3 @@ def kept_checkpoints(
     on_chain = resumable(head, (c for c in known if c.file))
     wanted = {*on_chain[:keep], *(c for c in on_chain if c.step == best_step)}
     return tuple(c for c in known if c in wanted or not c.file)
-
-
-def _head(view: JobView) -> Head:
-    assert view.mirror.head is not None
-    return view.mirror.head.record
-
-
-def _turn(view: JobView, topic: str) -> int:
-    return turn(view.mirror.members, view.me, topic)

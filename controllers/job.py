@@ -1,15 +1,12 @@
 """One job on one controller, for one incarnation: watch → view → decide → apply, and the flow beside it.
 
-The mirror is fed by a watch; a driver decides at every change and carries out what is ripe; the flow produces. They meet
-in `Changes` and in the view, never in each other. When the incarnation ends, all of it is thrown away.
+The mirror is fed by a watch; a driver (`controllers.driving`) decides at every change and carries out what is ripe; the flow
+(`controllers.producing`) produces. They meet in `Changes` and in the view, never in each other. When the incarnation ends, all of it is thrown away.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import signal
-from collections.abc import Mapping
 from pathlib import Path
 
 from controllers.actions import SetPhase
@@ -17,16 +14,16 @@ from controllers.apply import apply, staged_versions
 from controllers.changes import Changes
 from controllers.cluster import ClusterMirror
 from controllers.collectives import Collectives
-from controllers.decide import decide
 from controllers.deeds import LOOK_AGAIN_S, Deeds
-from controllers.engines import EngineBook, responsible_for
+from controllers.driving import Driver
+from controllers.engines import EngineBook
 from controllers.eval_book import StoredEvaluations
 from controllers.faults import FaultBook
-from controllers.gauges import show, show_flights
+from controllers.gauges import show
 from controllers.hands import Hands
 from controllers.holdings import Holdings
 from controllers.identity import Identity
-from controllers.material import Material, rewards_of
+from controllers.material import rewards_of
 from controllers.ordering import EpochOrders
 from controllers.peer import JobPeer
 from controllers.preparing import Preparation
@@ -34,11 +31,10 @@ from controllers.producing import Producing
 from controllers.ranks import RankLinks
 from controllers.reading import Reading
 from controllers.service.events import EventLog
-from controllers.staffing import Staff, StopWorker, staffing
+from controllers.staffing import Staff
 from controllers.stopwatch import Stopwatch
 from controllers.turns import Waits
 from controllers.view import JobView
-from controllers.waiting import waiting_for
 from gcore.clock import Clock
 from gcore.config import JobSpec, NodeConfig, parse_spec
 from gcore.config.evaluation import eval_sources
@@ -54,13 +50,6 @@ from gcore.reward.pool import RewardPool
 from gcore.reward.scoring import Scorer
 from gcore.store.keys import JobKeys
 from gcore.store.types import Store, WatchBatch
-from gcore.train.feed_state import WorldName
-from gcore.worker.process import send_signal
-
-log = logging.getLogger(__name__)
-
-LOOK_ANYWAY_S = 1.0
-"""A look is taken so often even if nothing was heard."""
 
 
 class JobRunner:
@@ -102,7 +91,6 @@ class JobRunner:
         self._deeds = Deeds(self, metrics, clock)
         home = Path(config.home)
         self._reading = Reading(identity, home, store, self.keys, lambda: self.mirror, changes, clock)
-        self._asked_to_stop: set[str] = set()
         self._view: tuple[int, JobView] | None = None
         self._orders: EpochOrders | None = None
         self._lacks = ""
@@ -206,11 +194,14 @@ class JobRunner:
             collectives,
             self._faults,
         )
+        driver = Driver(
+            self, self._cluster, self._staff, self._engines, self._ranks, self._deeds, self._metrics, self._clock
+        )
         try:
             async with asyncio.TaskGroup() as group:
                 work = {
                     "flow": producing.run(flow, peer),
-                    "drive": self._drive(material),
+                    "drive": driver.run(),
                     "faults": self._faults.run(),
                     "collectives": collectives.answer_others(),
                 }
@@ -238,6 +229,11 @@ class JobRunner:
         return Preparation(
             self._store, self.keys, self._identity, self._cache_dir, self.changes, lambda: self.mirror, scorer, lacks
         )
+
+    @property
+    def me(self) -> str:
+        """This incarnation."""
+        return self._identity.incarnation
 
     def _ended(self) -> bool:
         return self.mirror.status is not None and self.mirror.status.record.phase.ended
@@ -291,69 +287,6 @@ class JobRunner:
             lacks=self._lacks,
             hopeless=self._staff.hopeless(self._cluster.workers),
         )
-
-    async def _drive(self, material: Material) -> None:
-        """Decide at every change; carry out what is ripe; wake up when something becomes so."""
-        while True:
-            self._deeds.raise_defect()
-            await self._aim()
-            view = self.look()
-            now = self._clock.monotonic()
-            self._staff_up(view, now)
-            show_flights(self._metrics, view.mirror, self.holdings, now)
-            intents = decide(view)
-            waiting = {w.key: w for w in waiting_for(view)}
-            self.waits = self.waits.note([*(i.condition for i in intents), *waiting], now)
-            delays = [LOOK_AGAIN_S if self._deeds.held_off else LOOK_ANYWAY_S]
-            acted = False
-            for intent in intents:
-                if self.waits.ripe(intent.condition, intent.turn, now, after=intent.after):
-                    acted = True
-                    await self._deeds.carry_out(intent, view)
-                else:
-                    ripe_at = self.waits.since[intent.condition] + Waits.wait(intent.turn, intent.after)
-                    delays.append(max(ripe_at - now, 0.01))
-            self._deeds.forget_what_is_over(now)
-            if not acted:
-                await self.changes.wait(min(delays))
-                if self._deeds.held_off:
-                    self.look_anew()
-
-    def _staff_up(self, view: JobView, now: float) -> None:
-        """Start and stop this node's workers of the job."""
-        if view.mirror.status is None or view.mirror.status.record.phase is not JobPhase.RUNNING:
-            return
-        for action in staffing(view, self._staff.launches(view.workers), now):
-            if isinstance(action, StopWorker):
-                # Once: asked twice, a worker does not drain.
-                if action.instance not in self._asked_to_stop:
-                    self._asked_to_stop.add(action.instance)
-                    log.info("stop %s: %s", action.instance, action.reason)
-                    send_signal(view.workers[action.instance].process, signal.SIGTERM)
-            else:
-                self._staff.start(action, view)
-
-    async def _aim(self) -> None:
-        """Point the lines at the ranks of head's world and at the engines that are mine."""
-        mirror = self.mirror
-        members: Mapping[str, object] = mirror.members
-        mine = responsible_for(
-            self.uid,
-            self._cluster.workers,
-            {incarnation: stored.record for incarnation, stored in mirror.members.items()},
-            self._identity.incarnation,
-        )
-        await self._engines.aim(mine if members else {})
-        if mirror.head is None or mirror.plan is None:
-            return
-        head = mirror.head.record
-        addresses = {}
-        for place in mirror.plan.record.ranks:
-            claim = mirror.claim(head.world, place.rank)
-            worker = self._cluster.workers.get(claim.instance) if claim else None
-            if worker is not None and worker.state == "serving":
-                addresses[place.rank] = worker.address
-        self._ranks.aim(WorldName(self.uid, head.world, head.lineage), addresses)
 
     def hands(self) -> Hands:
         """What this job's actions are carried out with."""

@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from controllers.turns import turn
 from gcore.config import JobSpec
 from gcore.ledger import carried
 from gcore.ledger.balance import StepLayout
 from gcore.ledger.epochs import standing
 from gcore.ledger.job import NodeRecord
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records import EndedRef, EpochRecord, OfferedGroup, Seal
+from gcore.ledger.records import EndedRef, EpochRecord, Head, OfferedGroup, Seal
 from gcore.ledger.rules import is_over
 from gcore.ledger.stream import (
     Choice,
@@ -97,53 +98,56 @@ class JobView:
     @cached_property
     def offered(self) -> Offered:
         """All live offers, ref by ref."""
-        assert self.mirror.head is not None
         offers = [stored.record for stored in self.mirror.offers.values()]
-        return Offered.collect(self.rules, self.mirror.head.record, offers)
+        return Offered.collect(self.rules, self.head, offers)
 
     @cached_property
     def due(self) -> tuple[PromptRef, ...]:
         """The refs that must still be produced for the next seal, by whomever; oldest first."""
-        assert self.mirror.head is not None
         rule = carried.due if self.rules.staleness else due
-        return rule(self.rules, self.mirror.head.record, self._seals, self.offered)
+        return rule(self.rules, self.head, self._seals, self.offered)
 
     @cached_property
     def chosen(self) -> Choice:
         """What the next seal would take."""
-        assert self.mirror.head is not None
         rule = carried.choose if self.rules.staleness else choose
-        return rule(self.rules, self.mirror.head.record, self._seals, self.offered)
+        return rule(self.rules, self.head, self._seals, self.offered)
 
     @cached_property
     def awaited(self) -> tuple[PromptRef, ...]:
         """What the next seal waits for because it would be too old after it; nothing at staleness 0."""
-        assert self.mirror.head is not None
         if not self.rules.staleness:
             return ()
-        return carried.awaited(self.rules, self.mirror.head.record, self._seals, self.offered)
+        return carried.awaited(self.rules, self.head, self._seals, self.offered)
 
     @cached_property
     def epochs(self) -> Mapping[int, EpochRecord]:
         """The data epochs that have begun, of a job with a curriculum."""
-        assert self.mirror.head is not None
-        return standing(self.mirror.head.record, [stored.record for stored in self.mirror.epochs.values()])
+        return standing(self.head, [stored.record for stored in self.mirror.epochs.values()])
 
     @property
     def is_over(self) -> bool:
         """Whether no step is left to make."""
-        assert self.mirror.head is not None
-        return is_over(self.rules, self.mirror.head.record)
+        return is_over(self.rules, self.head)
 
     @property
     def _seals(self) -> list[Seal]:
         return [stored.record for stored in self.mirror.seals.values()]
 
     @property
+    def head(self) -> Head:
+        """The newest entry of the chain; there must be one."""
+        assert self.mirror.head is not None
+        return self.mirror.head.record
+
+    def turn(self, topic: str) -> int:
+        """My place among the members in trying what `topic` names."""
+        return turn(self.mirror.members, self.me, topic)
+
+    @property
     def seal(self) -> Seal | None:
         """The slot of the next step, if there is one."""
-        assert self.mirror.head is not None
-        stored = self.mirror.seals.get(self.mirror.head.record.step + 1)
+        stored = self.mirror.seals.get(self.head.step + 1)
         return stored.record if stored else None
 
     @property

@@ -25,7 +25,8 @@ from controllers.actions import (
     StartJob,
 )
 from controllers.assignment import assign_shards
-from controllers.decide import MAX_FRUITLESS_ROLLBACKS, NODE_GRACE_S, decide
+from controllers.decide import decide
+from controllers.ending import MAX_FRUITLESS_ROLLBACKS, NODE_GRACE_S
 from controllers.housekeeping import KEEP_LOG, PRUNE_AT, checkpointing, kept_checkpoints
 from controllers.turns import TURN_SECONDS, Waits, turn
 from controllers.view import EngineView, JobView, RankView, SavedCheckpoint

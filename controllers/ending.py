@@ -1,0 +1,109 @@
+"""How a job ends, or goes back: rules of `controllers.decide`. Pure, like all rules.
+
+It has succeeded when its last step, the checkpoint and the evaluation of that are on head's chain; it has failed when its data
+bring nothing to train, when a worker cannot be started, or when world after world dies without a step between them. A world
+that lost a rank is otherwise begun anew, from a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from controllers.actions import Intent, Rollback, SetPhase
+from controllers.housekeeping import SETTLE_S
+from controllers.view import JobView
+from gcore.ledger.ancestry import resumable
+from gcore.ledger.job import JobPhase
+from gcore.ledger.tally import barren_epoch, why_barren
+
+NODE_GRACE_S = 15.0
+"""A world whose node is away waits so long for the node before it is placed on the others."""
+MAX_FRUITLESS_ROLLBACKS = 5
+"""Worlds that died one after the other without a commit between them; then the job has failed."""
+
+
+def despairing(view: JobView) -> Iterator[Intent]:
+    """A job whose data brought nothing to train for a whole epoch fails: the next epoch would bring the same, for ever.
+
+    Not while a group of a later epoch is offered or sealed: then it did bring something.
+    """
+    head = view.head
+    epoch = barren_epoch(view.rules.shape, head)
+    if epoch is None or (view.is_over and head.step > 0):
+        return
+    if not view.offered.groups and not any(stored.record.groups for stored in view.mirror.seals.values()):
+        why = why_barren(epoch, [stored.record for stored in view.mirror.log.values()])
+        yield Intent(SetPhase(JobPhase.FAILED, str(why), at_head=True), "barren", view.turn("barren"))
+
+
+def recovering(view: JobView) -> Iterator[Intent]:
+    """A world of which a rank is lost starts again from a checkpoint, in a new lineage."""
+    if is_complete(view):
+        return
+    head = view.head
+    reason = lost_world(view)
+    fruitless = fruitless_rollbacks(view)
+    if view.hopeless or (reason and fruitless >= MAX_FRUITLESS_ROLLBACKS):
+        why = view.hopeless or f"{fruitless} train worlds died without a step between them; the last: {reason}"
+        yield Intent(SetPhase(JobPhase.FAILED, why), "fail", view.turn("fail"))
+    elif reason:
+        assert view.mirror.plan is not None
+        away = view.mirror.plan.record.nodes - view.nodes.keys()
+        after = max(NODE_GRACE_S if away else 0.0, SETTLE_S * 2**fruitless if fruitless else SETTLE_S)
+        topic = f"world {head.world}"
+        yield Intent(Rollback(reason), f"{topic} {sorted(away)}", view.turn(topic), after=after)
+
+
+def lost_world(view: JobView) -> str:
+    """Why head's world cannot go on, or nothing."""
+    head = view.head
+    assert view.mirror.plan is not None
+    for place in view.mirror.plan.record.ranks:
+        claim = view.mirror.claim(head.world, place.rank)
+        if claim is None:
+            if place.node not in view.nodes:
+                return f"{place.node}, which was to run rank {place.rank}, is gone"
+            continue
+        worker = view.workers.get(claim.instance)
+        if worker is None:
+            return f"rank {place.rank} on {place.node} is gone"
+        if worker.state in ("failed", "stopping"):
+            return f"rank {place.rank} on {place.node} failed: {worker.reason or worker.state}"
+    return ""
+
+
+def fruitless_rollbacks(view: JobView) -> int:
+    """Rollbacks since the last commit."""
+    count = 0
+    for _, entry in sorted(view.mirror.log.items(), reverse=True):
+        if entry.record.kind == "train":
+            break
+        count += entry.record.kind == "rollback"
+    return count
+
+
+def finishing(view: JobView) -> Iterator[Intent]:
+    """All steps are committed, the last checkpoint is registered and the last evaluation made."""
+    if is_complete(view):
+        done = SetPhase(JobPhase.SUCCEEDED, _how_it_ended(view), at_head=True)
+        yield Intent(done, "finish", view.turn("finish"))
+
+
+def is_complete(view: JobView) -> bool:
+    """Whether nothing is left to do."""
+    head = view.head
+    assert view.mirror.checkpoints is not None
+    return (
+        view.is_over
+        and head.step > 0
+        and any(c.step == head.step for c in resumable(head, view.mirror.checkpoints.record.entries))
+        and (not view.spec.evaluates_after(head.step, last=True) or str(head.version) in view.mirror.evaluations)
+    )
+
+
+def _how_it_ended(view: JobView) -> str:
+    epochs, steps = view.rules.epochs, view.head.step
+    if epochs is None:
+        return f"all {steps} steps are trained"
+    through = "the data epoch" if epochs == 1 else f"all {epochs} data epochs"
+    return f"every prompt of {through} has its outcome, after {steps} steps"
