@@ -16,6 +16,9 @@ class Section(BaseModel):
     @classmethod
     def _truth_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
         # Pydantic takes true for 1, and YAML 1.1 takes yes, no, on and off for truths.
-        if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation not in (bool, bool | None):
+        truths = isinstance(value, bool) or (
+            isinstance(value, list | tuple) and any(isinstance(v, bool) for v in value)
+        )
+        if truths and cls.model_fields[info.field_name or ""].annotation not in (bool, bool | None):
             raise ValueError("true, false, yes, no, on and off are no value here; quote the word if it is meant")
         return value

@@ -31,12 +31,15 @@ if TYPE_CHECKING:
 LEAST_TEMPERATURE = 1e-6
 """Below it, and above 0, engines take the likeliest token: whoever wants that says 0."""
 MOST_SAMPLES = 10_000
+MOST_SETS, MOST_KS = 256, 32
+"""What all of them measure stands in one record, which the store must take."""
 ACCURACY = "accuracy"
 """The share of correct responses; without a set before it, over the prompts of all sets."""
 NO_BEST = "none"
 
 EvalTemperature = Annotated[float, Field(ge=0, le=1e6)]
 TopP = Annotated[float, Field(gt=0, le=1)]
+PassK = Annotated[tuple[PositiveInt, ...], Field(max_length=MOST_KS)]
 Samples = Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
 Threshold = Annotated[float, Field(allow_inf_nan=False)]
 
@@ -59,7 +62,7 @@ class EvalSetSpec(SourceSpec):
     samples: Samples | None = Field(None, description=f"{SAMPLES_HELP}; default: eval.samples")
     temperature: EvalTemperature | None = Field(None, description=f"{TEMPERATURE_HELP}; default: eval.temperature")
     top_p: TopP | None = Field(None, description=f"{TOP_P_HELP}; default: eval.top_p")
-    pass_k: tuple[PositiveInt, ...] | None = Field(None, description=f"{PASS_K_HELP}; default: eval.pass_k")
+    pass_k: PassK | None = Field(None, description=f"{PASS_K_HELP}; default: eval.pass_k")
     max_new_tokens: PositiveInt | None = Field(None, description="Longest answer, in tokens; default: eval's")
     threshold: Threshold | None = Field(None, description=f"{THRESHOLD_HELP}; default: eval.threshold")
     limit: PositiveInt | None = Field(None, description="Prompts evaluated of this set, at most; default: eval.limit")
@@ -71,14 +74,16 @@ class EvalSpec(Origin):
     Before the first step (`at_start`), every `every` steps, and after the last; greedy unless a temperature is set.
     """
 
-    sources: tuple[EvalSetSpec, ...] = Field((), description="Several named sets in place of one path")
+    sources: tuple[EvalSetSpec, ...] = Field(
+        (), max_length=MOST_SETS, description=f"Several named sets in place of one path, at most {MOST_SETS}"
+    )
     at_start: bool = Field(True, description="Whether the model is evaluated before the first step too")
     every: PositiveInt | None = Field(None, description="Steps between evaluations; always after the last step")
     limit: PositiveInt = Field(1000, description="Prompts evaluated of each set, at most")
     samples: Samples = Field(1, description=SAMPLES_HELP)
     temperature: EvalTemperature = Field(0.0, description=TEMPERATURE_HELP)
     top_p: TopP = Field(1.0, description=TOP_P_HELP)
-    pass_k: tuple[PositiveInt, ...] = Field((), description=PASS_K_HELP)
+    pass_k: PassK = Field((), description=PASS_K_HELP)
     max_new_tokens: PositiveInt | None = Field(None, description=MAX_NEW_HELP)
     threshold: Threshold = Field(1.0, description=THRESHOLD_HELP)
     show: Annotated[int, Field(ge=0, le=50)] = Field(5, description="Answers shown before and after, at most 50")
@@ -187,9 +192,9 @@ def eval_sets(spec: JobSpec) -> tuple[EvalSet, ...]:
         )
     else:
         listed = section.sources
-    sets = []
+    sets, drawn = [], section.drawn
     for one in listed:
-        draws = section.drawn[one.name]
+        draws = drawn[one.name]
         source = resolved(spec, one)
         longest = one.max_new_tokens if isinstance(one, EvalSetSpec) else None
         longest = longest or one.sampling.max_new_tokens or section.max_new_tokens or spec.rollout.max_new_tokens

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from gcore.config.spec import JobSpec
 
 MAX_SHOWN = 100
+MAX_SENTENCE = 500
 
 _WORDS = {
     "model_type": "it is a section with keys of its own, not a single value",
@@ -34,6 +35,9 @@ def explain(error: ValidationError) -> Iterator[str]:
     for problem in error.errors():
         loc = problem["loc"]
         option = len(loc) > 2 and loc[-3] in ("options", "curriculum_options")  # its last part is one of four types
+        if option and loc[-1] == "[key]":
+            yield f"{'.'.join(map(str, loc[:-1]))}: the name of an option should be text; put it in quotes"
+            continue
         if option and loc[-1] != "str":
             continue  # the first type speaks for all
         dotted = ".".join(str(part) for part in (loc[:-1] if option else loc)) or "spec"
@@ -44,6 +48,9 @@ def explain(error: ValidationError) -> Iterator[str]:
             yield f"unknown key {shortened(repr(dotted))}" + (f", did you mean {near!r}?" if near else "")
         elif problem["type"] == "missing":
             yield f"{dotted!r} is missing"
+        elif problem["type"] == "too_long":
+            most, given = problem["ctx"]["max_length"], problem["ctx"]["actual_length"]
+            yield f"{dotted}: it should have at most {most} items (got {given})"
         elif problem["type"] == "literal_error" and isinstance(problem["input"], str | int | float):
             yield f"{dotted}: {_choice(problem['input'], problem['ctx']['expected'])}"
         else:
@@ -55,7 +62,7 @@ def explain(error: ValidationError) -> Iterator[str]:
                 )
             given = problem["input"]
             shown = f" (got {shortened(repr(given))})" if isinstance(given, str | int | float | bool) else ""
-            yield f"{dotted}: {message}{shown}"
+            yield f"{dotted}: {message[:MAX_SENTENCE]}{'…' * (len(message) > MAX_SENTENCE)}{shown}"
 
 
 def _choice(given: str | float, expected: str) -> str:

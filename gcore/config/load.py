@@ -184,7 +184,8 @@ def _read_yaml(text: str, where: str) -> Any:
 
 
 def _check_tree(node: Any, where: str, path: tuple[str, ...] = ()) -> None:
-    """What no field can hold, and validation does not look for: deep nesting, and text that no file or store takes."""
+    """What no field can hold, and validation does not look for: deep nesting, text that no file or store takes, and numbers
+    that are too large for either."""
     if len(path) > MAX_SPEC_DEPTH:
         raise SpecError(
             f"the spec is nested more than {MAX_SPEC_DEPTH} deep", where=where, fix="A spec is two levels deep"
@@ -194,6 +195,13 @@ def _check_tree(node: Any, where: str, path: tuple[str, ...] = ()) -> None:
             f"{shortened('.'.join(path))}: {shortened(repr(node))} holds a NUL or half a surrogate pair",
             where=where,
             fix="Remove it",
+        )
+    # A number of thousands of digits passes every check and cannot even be printed; the store and the API take 64 bits.
+    if isinstance(node, int) and node.bit_length() >= 64:
+        raise SpecError(
+            f"{shortened('.'.join(path))}: a whole number of {node.bit_length()} bits",
+            where=where,
+            fix="A number here has at most 63",
         )
     if isinstance(node, dict):
         for key, child in node.items():

@@ -7,6 +7,7 @@ Held-out sets are `gcore.config.evaluation`'s.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -79,9 +80,9 @@ class Origin(Section):
     @field_validator("sources")
     @classmethod
     def _names_differ(cls, sources: tuple[SourceSpec, ...]) -> tuple[SourceSpec, ...]:
-        names = [source.name for source in sources]
-        if len(set(names)) < len(names):
-            raise ValueError(f"two sources have the same name ({', '.join(sorted(names))})")
+        twice = [name for name, count in Counter(source.name for source in sources).items() if count > 1]
+        if twice:
+            raise ValueError(f"two sources have the same name ({', '.join(map(repr, sorted(twice)[:8]))})")
         return sources
 
     @model_validator(mode="after")

@@ -23,6 +23,7 @@ from gcore.ledger.ancestry import is_ancestor
 from gcore.ledger.guarded import Stored, Transaction, TxnKind
 from gcore.ledger.job import EvalPart, EvalSample, Evaluation, SourceScore
 from gcore.ledger.records import Head
+from gcore.ledger.rules import MOST_BYTES
 from gcore.store.keys import JobKeys
 from gcore.store.types import Compare, Delete, Put
 from gcore.types import Version
@@ -31,6 +32,8 @@ PART_RESPONSES = 64
 """Responses in a part, as long as there are few parts: small enough that a few controllers get some each."""
 MOST_PARTS = 256
 """Of one evaluation, beside one more for each set. Larger ones have larger parts."""
+WHY_CHARACTERS = 200
+"""Of why a set has responses that are not scored, in the record of all sets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +85,7 @@ def compose(
     for part in ordered:
         by[part.by] += len(part.correct) * part.samples
     count = sum(score.count for score in scores.values())
-    return Evaluation(
+    made = Evaluation(
         version=version,
         accuracy=math.fsum(score.accuracy * score.count for score in scores.values()) / count,
         count=count,
@@ -91,6 +94,14 @@ def compose(
         unscored=sum(score.unscored for score in scores.values()),
         responses_by=dict(sorted(by.items())),
     )
+    return _storable(made)
+
+
+def _storable(made: Evaluation) -> Evaluation:
+    """With as many of the answers as there is room for beside the numbers, which are of up to hundreds of sets."""
+    while made.samples and len(made.encode()) > MOST_BYTES:
+        made = made.model_copy(update={"samples": made.samples[: len(made.samples) // 2]})
+    return made
 
 
 def _score(draws: EvalDraws, parts: Sequence[EvalPart]) -> SourceScore:
@@ -109,7 +120,7 @@ def _score(draws: EvalDraws, parts: Sequence[EvalPart]) -> SourceScore:
         samples=draws.samples,
         metrics=metrics | {"pass@1": accuracy},
         unscored=unscored,
-        why_unscored=next((part.why_unscored for part in parts if part.why_unscored), ""),
+        why_unscored=next((part.why_unscored for part in parts if part.why_unscored), "")[:WHY_CHARACTERS],
     )
 
 

@@ -180,6 +180,14 @@ def test_an_override_that_is_wrong_is_told(tmp_path: Path, override: str, messag
             id="a mapping for an option",
         ),
         pytest.param(
+            "reward.options",
+            {1: 2},
+            "job.yaml: reward.options.1: the name of an option should be text; put it in quotes. See",
+            id="a number for the name of an option",
+        ),
+        pytest.param("train.betas", [True, 0.9], "train.betas: true, false", id="a truth in a list of numbers"),
+        pytest.param("samples.keep", 1 << 20_000, "samples.keep: a whole number of 20001 bits", id="beyond printing"),
+        pytest.param(
             "data.sources",
             [{"name": "a", "path": "p"}, {"name": "b", "path": "p", "promt": "q"}],
             "unknown key 'data.sources.1.promt', did you mean 'data.sources.1.prompt'? See",
@@ -241,6 +249,17 @@ def test_a_bomb_of_aliases_is_refused_at_its_first_alias(tmp_path: Path) -> None
     layers += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 30)]
     with pytest.raises(SpecError, match=r"job\.yaml:2:10: .*aliases"):
         load_spec(write(tmp_path, "\n".join(layers)))
+
+
+def test_a_number_with_more_digits_than_python_prints_is_told(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"flow\.steps: a whole number of 24000 bits"):
+        load_spec(write(tmp_path, TEXT), ["flow.steps=0x" + "f" * 6000])
+
+
+def test_a_long_word_in_a_spec_makes_no_long_message() -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_spec(changed("checkpoint.best", "a" * 60_000))
+    assert len(str(caught.value)) < 1000
 
 
 def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:

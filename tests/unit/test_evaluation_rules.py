@@ -10,15 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controllers.eval_turns import TAKEOVER_S, order, place_of, to_take
+from controllers.judging import shortened
 from gcore.config import JobSpec, parse_spec
-from gcore.config.evaluation import EvalDraws, eval_sets
+from gcore.config.evaluation import MOST_SETS, EvalDraws, eval_sets
 from gcore.errors import SpecError
 from gcore.estimators import pass_at_k
 from gcore.ledger.chain import Writer, base
 from gcore.ledger.evaluation import MOST_PARTS, PART_RESPONSES, Best, best_of, compose, cut, value_of
-from gcore.ledger.job import EvalPart, Evaluation, SourceScore
+from gcore.ledger.job import EvalPart, EvalSample, Evaluation, SourceScore
 from gcore.ledger.records import Head, Lineage
 from gcore.store.keys import JobKeys
+from gcore.store.limits import check_transaction
+from gcore.store.types import Put
 from gcore.types import Version
 
 VERSION = Version(0, 8)
@@ -140,6 +143,36 @@ def test_a_record_of_a_part_fits_into_the_store_however_large_the_evaluation() -
     assert len(part.encode()) < 64 * 1024
 
 
+def test_an_evaluation_fits_into_the_store_however_many_sets_measure_and_show_whatever_they_like() -> None:
+    draws = EvalDraws(64, 1.0, 1.0, tuple(range(33, 65)), 1.0, 1000)
+    sets = {f"{number:063}": draws for number in range(MOST_SETS)}
+    plans = cut([(name, 1, 64) for name in sets])
+    text = shortened("\U0001f600" * 5000)
+    shown = EvalSample(prompt=text, response=text, answer=text, reward=0.0, unscored=text)
+    parts = {
+        plan.number: EvalPart(
+            version=VERSION,
+            number=plan.number,
+            parts=len(plans),
+            source=plan.source,
+            first=plan.first,
+            samples=64,
+            correct=(21,),
+            reward=1 / 3,
+            unscored=1,
+            why_unscored=text,
+            shown=(shown,),
+        )
+        for plan in plans
+    }
+    made = compose(VERSION, plans, parts, sets, 50)
+    key = JobKeys("u").evaluation(str(VERSION))
+    check_transaction((), (Put(key, made.encode()),))
+    assert len(made.by_source) == MOST_SETS
+    one = compose(VERSION, plans[:1], {0: parts[0]}, sets, 50)
+    assert len(one.samples) == 1, "where there is room"
+
+
 def test_parts_and_evaluations_stand_under_different_keys() -> None:
     keys = JobKeys("u")
     assert keys.eval_part("0.8", 3) == f"{keys.eval_part_prefix}0.8/000003"
@@ -232,6 +265,17 @@ def test_a_set_says_how_it_is_drawn_and_the_section_says_the_rest() -> None:
         pytest.param({"sources": [SETS[0], SETS[0]]}, "have the same name", id="one name"),
         pytest.param({"sources": [{"name": "accuracy", "path": "a"}]}, "cannot be called 'accuracy'", id="a metric"),
         pytest.param({"path": "e", "pass_at": [1]}, "did you mean 'eval.pass_k'", id="misspelt"),
+        pytest.param({"path": "e", "pass_k": [True]}, r"eval\.pass_k: true.*no value here", id="a truth for a k"),
+        pytest.param(
+            {"path": "e", "samples": 99, "temperature": 1, "pass_k": list(range(1, 41))},
+            r"eval\.pass_k: it should have at most 32 items \(got 40\)",
+            id="more than anyone looks at",
+        ),
+        pytest.param(
+            {"sources": [{"name": f"s{n}", "path": "p"} for n in range(257)]},
+            r"eval\.sources: it should have at most 256 items \(got 257\)",
+            id="more sets than a record holds",
+        ),
     ],
 )
 def test_what_cannot_be_measured_is_refused(evaluation: dict[str, Any], said: str) -> None:
