@@ -21,10 +21,10 @@ def marked(group, fields, options):
 """
 
 
-def written(folder: Path) -> Path:
-    """The spec, with a model and data of which three prompts in ten are kept."""
+def written(folder: Path, kept: int, of: int) -> Path:
+    """The spec, with a model and data of which `kept` prompts in `of` are kept."""
     make_tiny_model(folder / "model", seed=5)
-    lines = [{"prompt": f"say {n}", "answer": "x", "keep": n % 10 < 3} for n in range(PROMPTS)]
+    lines = [{"prompt": f"say {n}", "answer": "x", "keep": n % of < kept} for n in range(PROMPTS)]
     (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     spec = {
         "name": "filtered",
@@ -47,15 +47,20 @@ def written(folder: Path) -> Path:
     return path
 
 
-def test_with_seven_of_ten_prompts_filtered_and_a_controller_killed_every_step_has_its_quota_and_the_epoch_ends(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("kept", "of", "rest", "killed"),
+    [pytest.param(3, 10, 2, True, id="a controller killed"), pytest.param(7, 25, 0, False, id="a rest all filtered")],
+)
+def test_with_seven_of_ten_prompts_filtered_every_step_has_its_quota_and_the_epoch_ends(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: int, of: int, rest: int, killed: bool
 ) -> None:
     installer(tmp_path, monkeypatch, "gcore.filters")("filtering", "marked = filtering:marked", FILTER)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "filtering"))
-    run = ClusterRun(written(tmp_path), home)
+    run = ClusterRun(written(tmp_path, kept, of), home)
     try:
-        run.until_step(2)
-        run.kill_controller("node-1")
+        if killed:
+            run.until_step(2)
+            run.kill_controller("node-1")
         outcome = run.wait()
     finally:
         run.close()
@@ -64,11 +69,11 @@ def test_with_seven_of_ten_prompts_filtered_and_a_controller_killed_every_step_h
     (folder,) = (home / "runs").iterdir()
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     steps = [event["data"] for event in events if event["kind"] == "step"]
-    # 30 of the 100 are kept: seven quotas and a rest of two, in a last step of its own.
-    assert [sum(step["groups_by_node"].values()) for step in steps] == [QUOTA] * 7 + [2]
+    # Of the 100 so many are kept that there are seven quotas and a rest, which is a last step of its own even if it is empty.
+    assert [sum(step["groups_by_node"].values()) for step in steps] == [QUOTA] * 7 + [rest]
     assert sum(step["stats"]["prompts_used"] for step in steps) == PROMPTS
     assert steps[0]["stats"]["issue_ratio"] == 1.0
     assert all(step["stats"]["issue_ratio"] > 1.5 for step in steps[1:])
     assert {event["data"]["step"] for event in events if event["kind"] == "checkpoint"} == {8}
     assert [event["data"]["step"] for event in events if event["kind"] == "eval"] == [0, 8]
-    assert any(event["kind"] == "member" and not event["data"]["joined"] for event in events)
+    assert any(event["kind"] == "member" and not event["data"]["joined"] for event in events) == killed
