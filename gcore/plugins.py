@@ -20,6 +20,8 @@ from typing import Any
 
 from gcore.errors import GcoreError, SpecError
 
+MAX_SENTENCE = 500
+"""Characters of what an error says that are told: some put a whole page into a line. It goes into records and over pipes."""
 MAX_TRACE = 4000
 """Characters of a traceback that are kept: its end, where the error is."""
 _OURS = ("gcore", "controllers", "placement", "importlib", "asyncio")
@@ -60,8 +62,9 @@ def find_plugin(kind: PluginKind, name: str) -> Callable[..., Any]:
 
 
 def sentence_of(error: BaseException) -> str:
-    """The error's type and the first line of what it says."""
+    """The error's type and the first line of what it says, at most MAX_SENTENCE characters of it."""
     first = next(iter(str(error).splitlines()), "")
+    first = first if len(first) <= MAX_SENTENCE else f"{first[: MAX_SENTENCE - 1]}…"
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 

@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 LAST_S = 45.0
 """For what is left, once the controller has let go."""
 LOOK_ANYWAY_S = 5.0
+LONGEST_ERROR = 2000
 FAILED, STUCK, BUSY = 1, 3, 75
 
 
@@ -67,7 +68,8 @@ class Document:
 
 
 class _Line:
-    """The line to the controller. When it is broken nobody listens, which is no reason to stop early."""
+    """The line to the controller, which takes a few KiB at once. When it is broken nobody listens, which is no reason to stop
+    early."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -109,7 +111,7 @@ def main() -> None:
     try:
         code = track(arguments.run_dir, arguments.tracker, sys.stdin.buffer, line)
     except GcoreError as error:
-        line.say(error=" ".join(str(error).split()))
+        line.say(error=" ".join(str(error).split())[:LONGEST_ERROR])
         code = FAILED
     except Exception as error:  # the edge to foreign code
         log.exception("the tracker failed")

@@ -86,3 +86,4 @@ def test_a_traceback_that_came_with_the_error_is_taken_as_it_is() -> None:
 def test_a_sentence_is_one_line() -> None:
     assert sentence_of(ValueError("one\ntwo")) == "ValueError: one"
     assert sentence_of(ValueError()) == "ValueError"
+    assert len(sentence_of(ValueError("<" * 1_000_000))) < 600
