@@ -20,6 +20,9 @@ from gcore.plugins import trace_of
 
 log = logging.getLogger(__name__)
 
+LONGEST_REASON = 2000
+"""Characters. Foreign code may say whatever it likes, and the store takes 1.5 MiB."""
+
 
 class Job(Protocol):
     """What is needed of the job whose flow it is."""
@@ -61,7 +64,10 @@ class Producing:
 
     async def fail_with(self, error: Exception, reason: str = "") -> None:
         """End the job because of `error`; first the traceback of a plug-in that raised it."""
+        reason = reason or str(error)
+        if len(reason) > LONGEST_REASON:
+            reason = f"{reason[: LONGEST_REASON - 1]}…"
         if trace := trace_of(error):
-            self._faults.note(reason or str(error), trace)
+            self._faults.note(reason, trace)
             await self._faults.finish()
-        await self._job.fail(reason or str(error))
+        await self._job.fail(reason)

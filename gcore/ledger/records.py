@@ -51,9 +51,15 @@ class Record(BaseModel):
     schema_version: int = SCHEMA_VERSION
 
     def encode(self) -> bytes:
-        """Compact JSON; what is at its default is left out, the schema version never."""
-        fields = self.model_dump(mode="json", exclude_defaults=True)
-        return json.dumps({"schema_version": self.schema_version} | fields, separators=(",", ":")).encode()
+        """Compact JSON; what is at its default is left out, the schema version never.
+
+        Half a surrogate pair, which an error's message may hold, is spelt out: no reader could decode it.
+        """
+        tree = {"schema_version": self.schema_version} | self.model_dump(mode="json", exclude_defaults=True)
+        text = json.dumps(tree, separators=(",", ":"))
+        if "\\ud" in text:
+            text = json.dumps(_whole(tree), separators=(",", ":"))
+        return text.encode()
 
     @classmethod
     def decode(cls, data: bytes, where: str = "a record") -> Self:
@@ -75,6 +81,18 @@ class Record(BaseModel):
                 fix="Run the gcore version that wrote it, or upgrade one version at a time",
             )
         return record
+
+
+def _whole(tree: Any) -> Any:
+    """The tree with each half of a surrogate pair in it spelt out."""
+    match tree:
+        case str():
+            return tree.encode("utf-8", errors="backslashreplace").decode("utf-8")
+        case dict():
+            return {_whole(key): _whole(value) for key, value in tree.items()}
+        case list():
+            return [_whole(value) for value in tree]
+    return tree
 
 
 class Part(BaseModel):

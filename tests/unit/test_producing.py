@@ -17,6 +17,7 @@ from controllers.producing import Producing
 from controllers.service.events import EventLog
 from gcore.errors import SpecError
 from gcore.flows import find_flow
+from gcore.ledger.job import FaultRecord, JobPhase, JobStatus
 from gcore.ledger.mirror import JobMirror
 from gcore.store.keys import JobKeys
 from gcore.store.types import WatchBatch, WatchEvent
@@ -101,3 +102,24 @@ async def test_a_flow_is_begun_anew_when_there_are_steps_to_make_again() -> None
     job.left = 2
     await job.run(ends_at_once)
     assert len(begun) == 3
+
+
+async def test_whatever_a_flow_says_when_it_raises_the_store_takes_it_and_every_controller_can_read_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = 'async def raises(peer):\n    raise RuntimeError("<" * 2_000_000 + "\\udcff")\n'
+    installer(tmp_path, monkeypatch, "gcore.flows")("flow_shouts", "shouts = flow_shouts:raises", code)
+    job = Job()
+    await job.run(find_flow("shouts"))
+    (reason,) = job.reasons
+    assert reason.startswith("the flow raised RuntimeError(")
+    assert len(JobStatus(phase=JobPhase.FAILED, reason=reason).encode()) < 20_000
+    (event,) = job.events()
+    assert json.loads(event.data_json)["trace"].endswith("<\\udcff")
+
+
+def test_half_a_surrogate_pair_in_a_record_is_spelt_out_because_nobody_could_read_it() -> None:
+    fault = FaultRecord(node="n", what="no file \udcff", trace="\U0001f600 \\ud83d \ud83d")
+    read = FaultRecord.decode(fault.encode())
+    assert read.what == "no file \\udcff"
+    assert read.trace == "\U0001f600 \\ud83d \\ud83d"
