@@ -28,6 +28,8 @@ from gcore.store import keys
 from gcore.store.keys import JobKeys
 from gcore.store.types import Store
 
+PUT_BACK = "Put them back as they were, or start it with --new to end the job and begin afresh on these"
+
 
 class Submissions:
     """Writes jobs; each write is one guarded transaction."""
@@ -70,6 +72,7 @@ class Submissions:
                 request_id=request_id,
                 prompts=checked.prompts.prompts,
                 data_digest=checked.prompts.digest,
+                held_out_digest=checked.prompts.identity.held_out,
                 model_revision=checked.model.revision,
                 remote_code=checked.model.remote_code,
                 attention_equals_at=checked.attention_equals_at,
@@ -116,12 +119,19 @@ class Submissions:
 
 
 def check_unchanged(job: JobRecord, data: DataIdentity) -> None:
-    """Raises DataChanged if the data are not those that the job was created with: its prompt refs would mean others."""
+    """Raises DataChanged if the data are not those that the job was created with.
+
+    Its prompt refs would mean others; and its accuracies, of which the best is looked for, would be of other questions.
+    """
     if data.prompts != job.prompts or (job.data_digest and data.digest != job.data_digest):
         raise DataChanged(
             f"the data have changed since the job was created (then {job.prompts} prompts, now {data.prompts})",
             where=data.where,
-            fix="Put them back as they were, or start it with --new to end the job and begin afresh on these",
+            fix=PUT_BACK,
+        )
+    if job.held_out_digest and data.held_out != job.held_out_digest:
+        raise DataChanged(
+            "the held-out prompts have changed since the job was created", where=data.where_held_out, fix=PUT_BACK
         )
 
 

@@ -40,6 +40,8 @@ class JobRecord(Record):
     """Entries of the dataset when the job was created; the shards are cut by it for ever."""
     data_digest: str = ""
     """Names the dataset's content then: a prompt ref must mean the same prompt for ever."""
+    held_out_digest: str = ""
+    """Names the content of what is evaluated, so that accuracies of one job can be compared; empty if nothing is."""
     model_revision: str = ""
     """The commit of a hub's model, as it was then: all nodes load the same weights. Empty for a folder."""
     remote_code: tuple[str, ...] = ()

@@ -31,11 +31,14 @@ OpeningProgress = Callable[[str, int, int], None]
 @dataclass(frozen=True, slots=True)
 class DataIdentity:
     """What a job's prompt refs mean. `prompts`: refs of an epoch, which the shards cut. `digest`: the content of all
-    sources, and how an epoch is made of them. `where`: how messages name the data."""
+    sources, and how an epoch is made of them. `where`: how messages name the data. `held_out`: the content of what is
+    evaluated; empty if nothing is."""
 
     prompts: int
     digest: str
     where: str
+    held_out: str = ""
+    where_held_out: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +92,20 @@ def open_prompts(
     evaluated = [shown(source, "eval") for source in held_out]
     sources = [opened(*one) for one in trained]
     evaluation = tuple(EvalSource(opened(*one)) for one in evaluated)
-    identity = _identity([(s.source, s.dataset) for s in sources])
+    identity = _identity(
+        [(s.source, s.dataset) for s in sources], [(held.source, held.opened.dataset) for held in evaluation]
+    )
     stream = PromptStream(sources, shards=spec.data.shards, seed=spec.seed)
     return JobPrompts(stream, evaluation, identity, context, tokenizer.eos_token_id)
 
 
 def identify_data(spec: JobSpec, cache_dir: Path) -> DataIdentity:
-    """What the training data of a spec are now, without its model. Blocks. Raises DataError."""
-    return _identity([(source, _open_dataset(source, cache_dir, None)) for source in training_sources(spec)])
+    """What the data of a spec are now, without its model. Blocks. Raises DataError."""
+
+    def opened(sources: Sequence[Source]) -> list[tuple[Source, Dataset]]:
+        return [(source, _open_dataset(source, cache_dir, None)) for source in sources]
+
+    return _identity(opened(training_sources(spec)), opened(eval_sources(spec)))
 
 
 def _open_dataset(source: Source, cache_dir: Path, progress: OpeningProgress | None) -> Dataset:
@@ -130,16 +139,34 @@ def _renderer(source: Source, section: str, model_dir: Path, tokenizer: ModelTok
         raise DataError(error.what, where=where, fix=error.fix) from error
 
 
-def _identity(sources: Sequence[tuple[Source, Dataset]]) -> DataIdentity:
+def _identity(sources: Sequence[tuple[Source, Dataset]], held_out: Sequence[tuple[Source, Dataset]]) -> DataIdentity:
     mixture = Mixture([Share(source.name, len(data), source.weight) for source, data in sources], seed=0)
-    where = ", ".join(str(data.path) for _, data in sources)
     first, data = sources[0]
-    files = [file for source, _ in sources for file in (source.template, source.tools) if file is not None]
-    if len(sources) == 1 and first.weight == 1 and not files:
-        return DataIdentity(mixture.refs, data.digest, where)
-    shares = [(source.name, source.weight, len(data), data.digest) for source, data in sources]
-    digest = blake2b(repr((shares, [_content(Path(file)) for file in files])).encode(), digest_size=16).hexdigest()
-    return DataIdentity(mixture.refs, digest, where)
+    if len(sources) == 1 and first.weight == 1 and not _small_files(sources):
+        digest = data.digest
+    else:
+        digest = _digest(sources, [(source.name, source.weight, len(data), data.digest) for source, data in sources])
+    shown = [(source.name, len(data), data.digest) for source, data in held_out]
+    return DataIdentity(
+        prompts=mixture.refs,
+        digest=digest,
+        where=_where(sources),
+        held_out=_digest(held_out, shown) if held_out else "",
+        where_held_out=_where(held_out),
+    )
+
+
+def _digest(sources: Sequence[tuple[Source, Dataset]], shares: Sequence[object]) -> str:
+    contents = [_content(Path(file)) for file in _small_files(sources)]
+    return blake2b(repr((list(shares), contents)).encode(), digest_size=16).hexdigest()
+
+
+def _small_files(sources: Sequence[tuple[Source, Dataset]]) -> list[str]:
+    return [file for source, _ in sources for file in (source.template, source.tools) if file is not None]
+
+
+def _where(sources: Sequence[tuple[Source, Dataset]]) -> str:
+    return ", ".join(str(data.path) for _, data in sources)
 
 
 def _content(file: Path) -> str:

@@ -19,10 +19,14 @@ from gcore.prompts.opening import DataIdentity, identify_data
 LINES = [f'{{"prompt": "{i}+1=", "answer": "{i + 1}"}}' for i in range(4)]
 
 
-def opened(path: Path, lines: list[str]) -> DataIdentity:
+def opened(path: Path, lines: list[str], held_out: list[str] | None = None) -> DataIdentity:
     path.write_text("\n".join(lines) + "\n")
     spec = {"name": "j", "model": {"path": "m"}, "data": {"path": str(path), "shards": 2}}
     spec |= {"flow": {"steps": 1}, "rollout": {"max_new_tokens": 4}}
+    if held_out is not None:
+        evaluated = path.with_suffix(".held.jsonl")
+        evaluated.write_text("\n".join(held_out) + "\n")
+        spec |= {"eval": {"path": str(evaluated)}}
     return identify_data(parse_spec(spec), path.parent)
 
 
@@ -39,6 +43,18 @@ def test_a_job_does_not_go_on_with_other_data_than_it_began_with(tmp_path: Path,
     check_unchanged(job, opened(tmp_path / "copy.jsonl", LINES))
     with pytest.raises(DataChanged, match="have changed since the job was created"):
         check_unchanged(job, opened(tmp_path / "after.jsonl", lines))
+
+
+def test_a_job_does_not_go_on_with_other_held_out_prompts_because_its_accuracies_would_be_of_other_questions(
+    tmp_path: Path,
+) -> None:
+    before = opened(tmp_path / "before.jsonl", LINES, LINES[:2])
+    job = job_on(before, data_digest=before.digest, held_out_digest=before.held_out)
+    check_unchanged(job, opened(tmp_path / "copy.jsonl", LINES, LINES[:2]))
+    with pytest.raises(DataChanged, match=r"after\.held\.jsonl: the held-out prompts have changed since the job"):
+        check_unchanged(job, opened(tmp_path / "after.jsonl", LINES, LINES[1:3]))
+    earlier = job_on(before, data_digest=before.digest)  # of a gcore that did not note it
+    check_unchanged(earlier, opened(tmp_path / "other.jsonl", LINES, LINES[1:3]))
 
 
 def test_a_job_that_noted_no_digest_still_knows_the_number_of_its_prompts(tmp_path: Path) -> None:
