@@ -8,6 +8,17 @@ from typing import Annotated
 import typer
 
 from controllers.cli.answers import Output
+from gcore.errors import UsageError
+
+
+def utf8(word: str | None) -> str | None:
+    """The word, if it can be sent to a controller. Raises UsageError: the shell may hand over any bytes."""
+    try:
+        (word or "").encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{word!a} is not UTF-8 text", fix="Type it again, or copy it from `gcore list`") from error
+    return word
+
 
 Home = Annotated[Path, typer.Option(envvar="GCORE_HOME", help="Folder of the local cluster: its state, logs and runs.")]
 Address = Annotated[
@@ -30,7 +41,7 @@ New = Annotated[bool, typer.Option("--new", help="Always a new job; one of that 
 Plain = Annotated[bool, typer.Option("--plain", help="Lines instead of the live view.")]
 Format = Annotated[Output, typer.Option("--output", "-o", help="How the answer is printed.")]
 SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="A job spec, a YAML file.")]
-JobName = Annotated[str, typer.Argument(metavar="JOB", help="A job's name or uid.")]
+JobName = Annotated[str, typer.Argument(metavar="JOB", help="A job's name or uid.", callback=utf8)]
 
 SglangPython = Annotated[
     Path | None,

@@ -8,7 +8,7 @@ import typer
 
 from controllers.cli.answers import Output, as_json, console
 from controllers.cli.job_verbs import call
-from controllers.cli.options import DEFAULT_HOME, Address, Format, Home, JobName
+from controllers.cli.options import DEFAULT_HOME, Address, Format, Home, JobName, utf8
 from gcore.errors import UsageError
 
 SAMPLES_EXAMPLES = """
@@ -20,16 +20,20 @@ gcore samples arithmetic --step 12 --best --limit 2
 
 gcore samples arithmetic --source sums --worst -o json
 """
-DEFAULT_LIMIT = 3
+DEFAULT_LIMIT, MOST = 3, 2**31 - 1
 
 
 def samples(
     job: JobName,
-    step: Annotated[int | None, typer.Option(help="The step; default: the newest that has samples.")] = None,
-    source: Annotated[str, typer.Option(help="Only prompts of this source.")] = "",
+    step: Annotated[
+        int | None, typer.Option(help="The step; default: the newest that has samples.", min=1, max=MOST)
+    ] = None,
+    source: Annotated[str, typer.Option(help="Only prompts of this source.", callback=utf8)] = "",
     best: Annotated[bool, typer.Option("--best", help="The highest rewards first.")] = False,
     worst: Annotated[bool, typer.Option("--worst", help="The lowest rewards first.")] = False,
-    limit: Annotated[int, typer.Option(help="At most so many prompts; 0: all that are kept.", min=0)] = DEFAULT_LIMIT,
+    limit: Annotated[
+        int, typer.Option(help="At most so many prompts; 0: all that are kept.", min=0, max=MOST)
+    ] = DEFAULT_LIMIT,
     home: Home = DEFAULT_HOME,
     address: Address = None,
     output: Format = Output.TABLE,
