@@ -239,11 +239,9 @@ async def test_the_command_asks_for_what_was_typed_and_prints_what_comes(tmp_pat
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        pytest.param(
-            ["sums", "--limit", "99999999999"], "99999999999 is not in the range", id="more prompts than counted"
-        ),
-        pytest.param(["sums", "--step", "9" * 30], "is not in the range", id="a step of thirty digits"),
-        pytest.param(["sums", "--step", "-1"], "is not in the range", id="a step before the first"),
+        pytest.param(["sums", "--limit", "99999999999"], "'--limit'", id="more prompts than counted"),
+        pytest.param(["sums", "--step", "9" * 30], "'--step'", id="a step of thirty digits"),
+        pytest.param(["sums", "--step", "-1"], "'--step'", id="a step before the first"),
         pytest.param(["sums", "--source", b"\xff"], r"'\udcff' is not UTF-8 text", id="a source of no text"),
         pytest.param([b"sums\xff"], r"'sums\udcff' is not UTF-8 text", id="a job of no text"),
     ],
@@ -251,5 +249,5 @@ async def test_the_command_asks_for_what_was_typed_and_prints_what_comes(tmp_pat
 async def test_a_command_that_cannot_be_sent_is_told_and_raises_nothing(words: list[str | bytes], said: str) -> None:
     code, _, err = await gcore("samples", *words, "--address", "127.0.0.1:1")
     assert code == 2
-    assert said in " ".join(err.replace("│", " ").split()), "in a box"
+    assert said in err
     assert "Traceback" not in err
