@@ -36,7 +36,7 @@ from controllers.stopwatch import Stopwatch
 from controllers.turns import Waits
 from controllers.view import JobView
 from gcore.clock import Clock
-from gcore.config import JobSpec, NodeConfig, parse_spec
+from gcore.config import JobSpec, NodeConfig, stored_spec
 from gcore.config.evaluation import eval_sources
 from gcore.config.sources import training_sources
 from gcore.errors import GcoreError
@@ -146,7 +146,7 @@ class JobRunner:
 
     async def _work(self) -> None:
         assert self.mirror.job is not None
-        spec = parse_spec(self.mirror.job.record.spec)
+        spec = stored_spec(self.mirror.job.record.spec)
         self._engines = EngineBook(self.changes, spec.rollout.timeout_s)
         self._spec = spec
         self._rules = self._rules_or_none()

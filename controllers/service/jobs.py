@@ -24,7 +24,7 @@ from controllers.waiting import waiting_for
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.api.v1 import jobs_pb2_grpc
 from gcore.clock import Clock
-from gcore.config import parse_spec
+from gcore.config import stored_spec
 from gcore.errors import GcoreError, StoreUnavailable, UsageError
 from gcore.ledger.ancestry import resumable
 from gcore.ledger.job import JobPhase
@@ -275,7 +275,7 @@ def _message(mirror: JobMirror) -> pb.Job:
             shards = mirror.assign.record.shards_of(member)
             message.shares.add(node=node_of(member), incarnation=member, shards=shards)
     message.sources.extend(source_reports(mirror))
-    best = best_checkpoint(mirror, parse_spec(job.spec).best_metric)
+    best = best_checkpoint(mirror, stored_spec(job.spec).best_metric)
     if best is not None:
         message.best.CopyFrom(best)
     newest = _newest_checkpoint(mirror)

@@ -17,7 +17,7 @@ from controllers.service.checking import check_submission
 from controllers.service.records import StoredJobs
 from controllers.service.refusals import Conflict
 from gcore.clock import Clock
-from gcore.config import JobSpec, new_spec, parse_spec
+from gcore.config import JobSpec, new_spec, stored_spec
 from gcore.errors import SpecError, StoreUnavailable
 from gcore.ledger import transactions
 from gcore.ledger.guarded import Ledger, TxnOutcome
@@ -95,7 +95,7 @@ class Submissions:
         mirror = await self._jobs.mirror(uid)
         if mirror.job is None or mirror.status is None or mirror.status.record.phase.ended:
             return None
-        if parse_spec(mirror.job.record.spec) != spec:
+        if stored_spec(mirror.job.record.spec) != spec:
             changed = ", ".join(_differences(mirror.job.record.spec, spec.model_dump(mode="json")))
             raise Conflict(
                 f"job {spec.name!r} is not finished and its spec differs ({changed})",

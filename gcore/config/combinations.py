@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from gcore.config.algorithms import is_own_advantage, is_own_loss
+
 if TYPE_CHECKING:
     from gcore.config.flow import FlowSpec
     from gcore.config.rollout import RolloutSpec
@@ -67,6 +69,10 @@ def _of_train(train: TrainSpec) -> Iterator[str]:
             f"gamma is for {', '.join(RETURNS[:-1])} and {RETURNS[-1]}; advantage {train.advantage!r} has no returns to "
             "discount"
         )
+    if train.advantage_options and not is_own_advantage(train.advantage):
+        yield f"advantage_options are for an estimator of your own; {train.advantage!r} has none"
+    if train.loss_options and not is_own_loss(train.loss):
+        yield f"loss_options are for a loss of your own; {train.loss!r} has none"
     if train.critic is not None and train.advantage != "gae":
         yield f"critic belongs to advantage: gae; advantage {train.advantage!r} asks no critic"
     if train.gae_lambda != 1 and train.advantage != "gae":

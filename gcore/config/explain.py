@@ -34,7 +34,7 @@ def explain(error: ValidationError) -> Iterator[str]:
     """The problems of a spec, a sentence each, with the key."""
     for problem in error.errors():
         loc = problem["loc"]
-        option = len(loc) > 2 and loc[-3] in ("options", "curriculum_options")  # its last part is one of four types
+        option = len(loc) > 2 and str(loc[-3]).endswith("options")  # its last part is one of four types
         if option and loc[-1] == "[key]":
             yield f"{'.'.join(map(str, loc[:-1]))}: the name of an option should be text; put it in quotes"
             continue

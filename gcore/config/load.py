@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from gcore.config.algorithms import STORED
 from gcore.config.explain import explain, shortened
 from gcore.config.sources import Origin
 from gcore.config.spec import JobSpec
@@ -96,12 +97,22 @@ def parse_spec(tree: dict[str, Any], *, where: str = "spec", base: Path | None =
     return _checked(tree, where, base, blame=lambda problems: problems)
 
 
+def stored_spec(tree: dict[str, Any]) -> JobSpec:
+    """A job's spec as it was stored: plug-ins that it names need not be installed here. Raises SpecError."""
+    return _checked(tree, "the job's record", None, blame=lambda problems: problems, context=STORED)
+
+
 def _checked(
-    tree: dict[str, Any], where: str, base: Path | None, *, blame: Callable[[list[str]], list[str]]
+    tree: dict[str, Any],
+    where: str,
+    base: Path | None,
+    *,
+    blame: Callable[[list[str]], list[str]],
+    context: dict[str, Any] | None = None,
 ) -> JobSpec:
     _check_tree(tree, where)
     try:
-        spec = JobSpec.model_validate(tree)
+        spec = JobSpec.model_validate(tree, context=context)
     except ValidationError as error:
         problems = blame(list(explain(error)))
         more = len(problems) - MAX_PROBLEMS

@@ -6,9 +6,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
+from gcore.config.algorithms import AdvantageName, LossName, is_own_advantage
 from gcore.config.base import Section
 from gcore.config.combinations import RETURNS, refuse_train
 from gcore.config.critic import CriticSpec
+from gcore.config.sources import Option
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -40,12 +42,14 @@ class TrainSpec(Section):
     offload_reference: bool = Field(
         True, description="Keep the reference model in host memory while it is not used (GPUs)"
     )
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "gae"] = Field(
+    advantage: AdvantageName = Field(
         "grpo",
         description="Estimator: against the group's mean and deviation, its mean, or the mean of the others; the return to "
         "go, or what is left of the group's mean, whitened over the step's tokens; remax: the return to go less the "
-        "group's baseline, which the flow finds; gae: against a critic's values, whitened",
+        "group's baseline, which the flow finds; gae: against a critic's values, whitened; or an entry point in "
+        "`gcore.advantages`",
     )
+    advantage_options: dict[str, Option] = Field({}, description="Settings of an estimator of your own, by name")
     gamma: Annotated[float, Field(gt=0, le=1)] = Field(
         1.0, description="Discount a token, of reinforce_pp, remax and gae"
     )
@@ -55,11 +59,12 @@ class TrainSpec(Section):
         "that a young critic only adds noise. Below 1 a last token's reward fades on the way (0.95: to half in 14 tokens)",
     )
     critic: CriticSpec | None = Field(None, description="The model of values of advantage: gae; default: its defaults")
-    loss: Literal["ppo", "gspo", "cispo", "sft"] = Field(
+    loss: LossName = Field(
         "ppo",
         description="Clipped by token, clipped by sequence, or with a clipped weight and every token's gradient; sft: minus "
-        "the log-probability of the response, without rewards, advantages or ratios",
+        "the log-probability of the response, without rewards, advantages or ratios; or an entry point in `gcore.losses`",
     )
+    loss_options: dict[str, Option] = Field({}, description="Settings of a loss of your own, by name")
     dual_clip: Annotated[float, Field(gt=1)] | None = Field(
         None, description="With loss ppo, a token of negative advantage is worth at most this many times it"
     )
@@ -96,7 +101,7 @@ class TrainSpec(Section):
     @property
     def compares_group(self) -> bool:
         """Whether what is learned from a sample depends on others of its group, so that there must be two."""
-        return self.loss != "sft" and self.advantage not in RETURNS
+        return self.loss != "sft" and self.advantage not in RETURNS and not is_own_advantage(self.advantage)
 
     @property
     def kl_kind(self) -> Literal["k1", "k2", "k3", "k3+"]:

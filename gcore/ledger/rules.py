@@ -13,7 +13,7 @@ import math
 from collections.abc import Sized
 from dataclasses import dataclass
 
-from gcore.config import JobSpec, parse_spec
+from gcore.config import JobSpec, stored_spec
 from gcore.config.flow import OnLimit
 from gcore.config.sources import training_sources
 from gcore.config.spec import RewardSpec
@@ -48,7 +48,7 @@ class StreamRules:
 
 def rules_of(job: JobRecord) -> StreamRules:
     """The rules of a job, as it was created: they never change."""
-    spec = parse_spec(job.spec)
+    spec = stored_spec(job.spec)
     flow = spec.flow
     by_prompts = flow.steps is None and flow.count == "prompts"
     return StreamRules(

@@ -7,8 +7,9 @@ what the critic is fitted to is taken from them before they are whitened. In flo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -21,6 +22,10 @@ from gcore.train.algorithms.returns import at_last_token, discounted, gae
 from gcore.train.algorithms.whitening import Moments, whitened
 from gcore.train.batch import MicroBatch
 from gcore.train.cut_step import Place, Step
+from gcore.train.own import OwnAdvantage
+
+Estimate = Callable[[Tensor, Tensor], Tensor]
+"""Outcomes [n] float64 and the numbers of their groups [n] int64, to advantages [n]."""
 
 
 class Summing(Protocol):
@@ -56,19 +61,21 @@ def advantages(
     penalties: Mapping[Place, Tensor],
     over_ranks: Summing,
     targets: ValueTargets | None = None,
+    own: OwnAdvantage | None = None,
 ) -> dict[Place, Tensor]:
     """[b, 1] or [b, w] float32 by micro-batch; a row that is no sample's has 0, and so has all that is only imitated.
 
     `penalties` [b, w] float64: what each token's reward is worth less, for the KL inside it; may be empty. `targets`: of a
-    job with a critic. A collective.
+    job with a critic; `own`: of one with an estimator of the user's. A collective.
     """
     if train.loss == "sft":
         return {place: torch.zeros_like(step.at(place).rollout_logp[:, :1]) for place in step.places()}
     match train.advantage:
         case "grpo" | "dr_grpo" | "rloo" as kind:
-            return _spread(step, _by_group(step, kind, penalties, over_ranks))
+            return _spread(step, _by_group(step, partial(group_advantages, kind=kind), penalties, over_ranks))
         case "reinforce_pp_baseline":
-            found = _spread(step, _by_group(step, "dr_grpo", penalties, over_ranks))
+            centred = partial(group_advantages, kind="dr_grpo")
+            found = _spread(step, _by_group(step, centred, penalties, over_ranks))
             return _whitened(step, found, over_ranks)
         case "reinforce_pp":
             return _whitened(step, _returns(step, train.gamma, penalties), over_ranks)
@@ -77,9 +84,14 @@ def advantages(
             return _whitened(step, targets.advantages, over_ranks)
         case "remax":
             return _less_baseline(step, _returns(step, train.gamma, penalties))
+        case name:
+            assert own is not None, name
+            return _spread(step, _by_group(step, own, penalties, over_ranks))
 
 
-def _by_group(step: Step, kind: str, penalties: Mapping[Place, Tensor], over_ranks: Summing) -> dict[SampleSlot, float]:
+def _by_group(
+    step: Step, estimate: Estimate, penalties: Mapping[Place, Tensor], over_ranks: Summing
+) -> dict[SampleSlot, float]:
     """Of every sample of the step; a sample's outcome is its reward less the penalties of all its tokens."""
     groups = step.work.seal.groups
     every = [SampleSlot(g, s) for g, group in enumerate(groups) for s in range(len(group.response_tokens))]
@@ -90,10 +102,9 @@ def _by_group(step: Step, kind: str, penalties: Mapping[Place, Tensor], over_ran
         for slot, sum_ in zip(step.at(place).slots, penalty.sum(dim=1).tolist(), strict=False):  # a dummy has no slot
             outcomes[slot] -= sum_
     gathered = over_ranks.sum(list(outcomes.values()))  # one rank knows each, the others bring 0
-    values = group_advantages(
+    values = estimate(
         torch.tensor(gathered, dtype=torch.float64),
         torch.tensor([slot.group for slot in every], dtype=torch.int64),
-        kind,  # type: ignore[arg-type]
     )
     return dict(zip(every, values.tolist(), strict=True))
 

@@ -22,6 +22,7 @@ from gcore.train.algorithms.losses import (
     token_ratio,
 )
 from gcore.train.batch import MicroBatch, Scores
+from gcore.train.own import OwnLoss, own_loss
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,12 +46,13 @@ class Losses:
     train: TrainSpec
     correction: str
     horizon: float
+    own: OwnLoss | None = None
 
     @classmethod
     def of(cls, spec: JobSpec) -> Losses:
-        """As the spec says."""
+        """As the spec says. Raises PluginFault for a loss of the user's own that cannot be had."""
         horizon = spec.train.horizon or spec.rollout.max_new_tokens
-        return cls(spec.train, spec.rollout.correction, float(horizon))
+        return cls(spec.train, spec.rollout.correction, float(horizon), own_loss(spec.train))
 
     @property
     def entropic(self) -> bool:
@@ -91,6 +93,9 @@ class Losses:
                 return cispo_loss(logp, old, gain, clip_low=low, clip_high=high)
             case "sft":
                 return nll_loss(logp)
+            case name:
+                assert self.own is not None, name
+                return self.own(logp, old, gain, targets.batch.mask, clip_low=low, clip_high=high)
 
     def weight(self, targets: Targets) -> Tensor:
         """What the correction multiplies each token's loss by, [b, w]; 1 where there is none."""
@@ -124,7 +129,7 @@ class Losses:
         return token_ratio(logp, targets.old)
 
     def clipped(self, logp: Tensor, targets: Targets) -> Tensor:
-        """1 where the clip holds a token back, or cispo's weight; [b, w]."""
+        """1 where the clip holds a token back, or cispo's weight; [b, w]. For a loss of the user's own: where ppo's would."""
         train, old, gain = self.train, targets.old, targets.advantages
         low, high = train.clip_low, train.clip_high
         match train.loss:

@@ -23,6 +23,7 @@ import grpc
 
 from gcore.api.v1 import train_pb2_grpc
 from gcore.clock import Clock
+from gcore.config.algorithms import STORED
 from gcore.errors import GcoreError
 from gcore.train.feed_state import FeedState, Work, WorldName
 from gcore.train.launch import RankLaunch
@@ -185,7 +186,7 @@ def main(clock: Clock) -> None:
     control = Control.inherit()
     if control is None:
         sys.exit("gcore.train is started by gcore-worker, with a launch document; to train, use gcore run")
-    launch = RankLaunch.model_validate(control.launch)
+    launch = RankLaunch.model_validate(control.launch, context=STORED)
 
     async def live() -> int:
         return await RankProcess(launch, control, clock).run()

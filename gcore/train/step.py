@@ -40,6 +40,7 @@ from gcore.train.launch import RankLaunch
 from gcore.train.loss import Losses, Targets
 from gcore.train.memory import REMEDIES, explained
 from gcore.train.models import Models
+from gcore.train.own import own_advantage
 from gcore.train.receipts import ReceiptBook
 from gcore.train.report import PhaseTimer, StepResult
 from gcore.train.saving import Progress, Saved, Saver
@@ -88,6 +89,7 @@ class StepTrainer:
         self._saver = saver
         self._clock = clock
         self._losses = Losses.of(launch.spec)
+        self._estimator = own_advantage(launch.spec.train)
         critic = models.critic
         self._critique = None if critic is None else Critique(critic, launch, self._losses)
         self._receipts = ReceiptBook(launch.run_path, launch.world, launch.rank)
@@ -123,7 +125,9 @@ class StepTrainer:
             with timer.phase("values"):
                 critic = self._critique.begin(step, penalties, self._collective, tell)
         targets = None if critic is None else critic.targets
-        known = Known(advantages(step, self._train, penalties, self._collective, targets), old, reference)
+        known = Known(
+            advantages(step, self._train, penalties, self._collective, targets, self._estimator), old, reference
+        )
         show_advantages(self._launch.run_path, self._launch.spec.samples, step, known.advantages)
         kept = trained(step, self._losses, old, self._collective)
         with timer.phase("update"):

@@ -45,7 +45,7 @@ def run(command: str, folder: Path, environment: dict[str, str]) -> str:
 
 def test_it_passes_the_contract_kit_and_its_own_tests(project: tuple[Path, dict[str, str]]) -> None:
     folder, environment = project
-    assert "4 passed" in run("pytest -q -p no:cacheprovider", folder, environment)
+    assert "5 passed" in run("pytest -q -p no:cacheprovider", folder, environment)
 
 
 def test_without_it_installed_the_spec_is_refused_by_name() -> None:

@@ -103,7 +103,12 @@ def test_what_contradicts_itself_is_one_sentence(settings: dict[str, Any], sente
             r"train\.advantage: it should be 'grpo', .* \(got 'gpro'\); did you mean 'grpo'\?",
         ),
         ("train", "advantage", "reinforce++", r"did you mean 'reinforce_pp'\?"),
-        ("train", "loss", "gpso", r"train\.loss: .* or 'sft' \(got 'gpso'\); did you mean 'gspo'\?"),
+        (
+            "train",
+            "loss",
+            "gpso",
+            r"train\.loss: .* or 'sft'; one of your own .* \(got 'gpso'\); did you mean 'gspo'\?",
+        ),
         ("train", "aggregation", "token_mean", r"did you mean 'token-mean'\?"),
         ("train", "kl_estimator", "k4", r"did you mean 'k[123]'\?"),
         ("train", "zero_stage", 7, r"train\.zero_stage: it should be 1, 2 or 3 \(got 7\)\."),

@@ -1,7 +1,8 @@
-"""The contract kit, and what these three do beyond it."""
+"""The contract kit, and what these four do beyond it."""
 
 from __future__ import annotations
 
+from gcore.testing.algorithm_contract import check_advantage
 from gcore.testing.contract import check_filter, check_flow, check_reward
 from gcore.testing.fake_peer import Asked
 
@@ -27,3 +28,7 @@ def test_the_reward_gives_something_for_being_near() -> None:
 
 def test_the_filter_wants_two_different_answers() -> None:
     check_filter("two_answers", ENTRIES)
+
+
+def test_the_estimator_does_not_depend_on_how_samples_are_dealt() -> None:
+    check_advantage("against_median")

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 @flow(
     flow={"samples_per_prompt": 4, "filters": [{"name": "two_answers"}]},
     reward={"name": "close"},
-    train={"advantage": "dr_grpo"},
+    train={"advantage": "against_median"},
 )
 async def patient(peer: Peer) -> None:
     """The whole program, on every controller."""
