@@ -41,6 +41,8 @@ class Flight:
     version: Version
     length: int
     number: int
+    named: InFlightRef
+    """How its controller's offer names it."""
     awaited_since: float | None = None
 
 
@@ -164,13 +166,17 @@ class Race:
     # What everybody does after each event.
 
     def _look(self) -> None:
-        while self.seal is None:
-            chosen = self._chosen()
+        if self.seal is not None:
+            return
+        offered = self._offered()
+        while True:
+            chosen = self._chosen(offered)
             if isinstance(chosen, AccountNow):
                 advance = chain.accounted(self.head, chosen.outcomes, self.rules.shape, WRITER)
                 self._end(advance.entry.delta)
                 self.head = advance.head
                 self._prune()
+                offered = self._offered()
                 continue
             if isinstance(chosen, SealNow) and chosen.groups:
                 assert stream.refuse_seal(self.rules, self.head, (), chosen) is None
@@ -184,12 +190,9 @@ class Race:
                         racer.flights.clear()
                 return
             break
-        if self.seal is None:
-            self._give_up()
-            self._issue()
+        self._issue(self._offered() if self._give_up(offered) else offered)
 
-    def _chosen(self) -> Choice:
-        offered = self._offered()
+    def _chosen(self, offered: Offered) -> Choice:
         if self.take_first:
             there = sorted(offered.groups.values(), key=lambda g: self._order[g.digest])
             if len(there) >= self.rules.quota:
@@ -198,8 +201,7 @@ class Race:
         rule = carried.choose if self.rules.staleness else stream.choose
         return rule(self.rules, self.head, (), offered)
 
-    def _due(self) -> Collection[PromptRef]:
-        offered = self._offered()
+    def _due(self, offered: Offered) -> Collection[PromptRef]:
         if self.take_first:
             order = (r for r in stream.in_order(self.rules, self.head, ()) if r not in offered.outcomes)
             return list(itertools.islice((r for r in order), 2 * self.rules.quota))
@@ -212,19 +214,18 @@ class Race:
                 incarnation=racer.name,
                 groups=tuple(racer.groups.values()),
                 outcomes=tuple(racer.outcomes.values()),
-                in_flight=tuple(InFlightRef(ref=f.ref, version=f.version) for f in racer.flights.values()),
+                in_flight=tuple(f.named for f in racer.flights.values()) if self.rules.staleness else (),
             )
             for racer in self.racers
         ]
-        if not self.rules.staleness:
-            offers = [offer.model_copy(update={"in_flight": ()}) for offer in offers]
         return Offered.collect(self.rules, self.head, offers)
 
-    def _give_up(self) -> None:
-        """What has been waited for too long is begun anew; after so many times it has failed."""
+    def _give_up(self, offered: Offered) -> bool:
+        """What has been waited for too long is begun anew; after so many times it has failed. Whether anything was."""
         if not self.rules.staleness:
-            return
-        late = set(carried.awaited(self.rules, self.head, (), self._offered()))
+            return False
+        late = set(carried.awaited(self.rules, self.head, (), offered))
+        lost = False
         for racer in self.racers:
             for flight in list(racer.flights.values()):
                 if flight.ref not in late:
@@ -234,6 +235,8 @@ class Race:
                     self._at(self.now + self.limit, "limit", "", None)
                 elif self.now - flight.awaited_since >= self.limit:
                     self._lose(racer, flight)
+                    lost = True
+        return lost
 
     def _lose(self, racer: Racer, flight: Flight) -> None:
         del racer.flights[flight.ref]
@@ -242,9 +245,9 @@ class Race:
         if tries > self.max_reissues:
             racer.outcomes[flight.ref] = EndedRef(ref=flight.ref, kind="failed", reason="stale")
 
-    def _issue(self) -> None:
+    def _issue(self, offered: Offered) -> None:
         assert self.assign is not None
-        due = self._due()
+        due = self._due(offered)
         for racer in self.racers:
             mine = set(self.assign.shards_of(racer.name))
             for ref in due:
@@ -254,7 +257,8 @@ class Race:
     def _begin(self, racer: Racer, ref: PromptRef) -> None:
         length = long_tailed(self.chance)
         number = next(self._numbers)
-        racer.flights[ref] = Flight(ref, self.head.version, length, number)
+        version = self.head.version
+        racer.flights[ref] = Flight(ref, version, length, number, InFlightRef(ref=ref, version=version))
         self.first_issued.setdefault(ref, self.head.step)
         hangs = random.Random(str(ref)).random() < self.hanging
         if not hangs:
