@@ -21,13 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from gcore.clock import Clock, SystemClock
+from gcore.reward.jail import BEGUN
 from gcore.reward.registry import RewardError
 from gcore.worker import death
 from gcore.worker.threads import thread_environment
 
 JAIL, PROBE = Path(__file__).with_name("jail.py"), Path(__file__).with_name("probe.py")
-MOST_OUTPUT, MOST_REPORT = 1 << 20, 1 << 16
-"""Bytes of what a program prints, and of what is said of it. Whoever says more is ended."""
+MOST_OUTPUT, MOST_REPORT, MOST_OF_A_TEST = 1 << 20, 1 << 16, 8
+"""Bytes of what a program prints, and of what is said of it and of each test. Whoever says more is ended."""
 THREADS = 64
 """Of a program, its first one included."""
 FIRST_USER, USERS = 1_000_000_000, 1_000_000
@@ -105,8 +106,9 @@ class Box:
             os.close(theirs)
         assert process.stdout is not None
         with process.stdout, open(ours, "rb", buffering=0) as report:
-            output, said, cut = self._watch(process, process.stdout.fileno(), report.fileno(), timeout_s)
-        return _ran(process.returncode, output, said, cut)
+            most = {process.stdout.fileno(): MOST_OUTPUT, report.fileno(): MOST_REPORT + MOST_OF_A_TEST * len(tests)}
+            output, said, cut = self._watch(process, most, timeout_s)
+        return _ran(process.returncode, output, said, cut, len(tests))
 
     def _spawn(self, request: bytes, report: int) -> subprocess.Popen[bytes]:
         memory = os.memfd_create("request", os.MFD_CLOEXEC)
@@ -125,11 +127,13 @@ class Box:
             )
 
     def _watch(
-        self, process: subprocess.Popen[bytes], output_fd: int, report_fd: int, timeout_s: float
+        self, process: subprocess.Popen[bytes], most: dict[int, int], timeout_s: float
     ) -> tuple[bytes, bytes, str]:
-        """Until it has ended, or is. What it printed, what was said of it, and why it was ended, if it was."""
-        said: dict[int, bytearray] = {output_fd: bytearray(), report_fd: bytearray()}
-        most = {output_fd: MOST_OUTPUT, report_fd: MOST_REPORT}
+        """Until it has ended, or is. What it printed, what was said of it, and why it was ended, if it was.
+
+        `most`: bytes that are read from its output, and from the report of it, by descriptor.
+        """
+        said = {fd: bytearray() for fd in most}
         deadline = self._clock.monotonic() + timeout_s
         cut = ""
         ended = os.pidfd_open(process.pid)
@@ -155,22 +159,25 @@ class Box:
             os.close(ended)
             process.kill()
             process.wait()
-        return bytes(said[output_fd]), bytes(said[report_fd]), cut
+        output, report = said.values()
+        return bytes(output), bytes(report), cut
 
 
-def _ran(code: int, output: bytes, said: bytes, cut: str) -> Ran:
+def _ran(code: int, output: bytes, said: bytes, cut: str, tests: int) -> Ran:
     text = output.decode("utf-8", errors="replace")
     if cut:
         return Ran(output=text, error=cut)
+    begun = said.startswith(BEGUN)
     report: Any = None
-    with contextlib.suppress(ValueError):
-        report = json.loads(said)
+    with contextlib.suppress(ValueError, RecursionError):  # a program may have written it
+        report = json.loads(said.removeprefix(BEGUN))
+    ended = death.sentence(code, "", out_of_memory=False)
     match report:
-        case {"refused": str(why)}:
+        case {"refused": str(why)} if not begun:
             return Ran(refused=why)
-        case {"error": str(error), "passed": list(passed)}:
-            return Ran(output=text, passed=tuple(bool(one) for one in passed), error=error)
-    return Ran(output=text, error=death.sentence(code, "", out_of_memory=False))
+        case {"error": str(error), "passed": list(passed)} if begun:
+            return Ran(output=text, passed=tuple(bool(one) for one in passed[:tests]), error=error)
+    return Ran(output=text, error=ended) if begun else Ran(refused=f"its process was {ended}")
 
 
 def _spare_user() -> int | None:

@@ -3,15 +3,16 @@
 The request is a JSON object: `program`; `tests`, a list of statements run after it; `input`, what the program reads from
 standard input; `memory_mb`, `cpu_s`, `threads`; `readable`, the files and folders that Python itself needs; `paths`, where
 packages may be imported from; `uid`, a user that nothing else runs as, or null if there is none to become; `parent`, with which
-it dies; `report`, a descriptor. Descriptor 1 is the program's output; what became of the program and its tests is written to
-`report`. Between reading the request and running the program the process gives up, for ever and in this order:
+it dies; `report`, a descriptor. Descriptor 1 is the program's output. To `report` goes either why the program was not begun, or
+BEGUN, and then what became of it and its tests: what stands behind BEGUN the program itself may have written. Between reading
+the request and running the program the process gives up, for ever and in this order:
 
 1. resources (rlimits): addresses, processor time, processes and threads, open files; files cannot grow at all;
 2. its user, for one that nothing else runs as (if it is root), and every capability but to look into folders: Python may be
    installed in root's;
 3. files (Landlock): nothing can be read but `readable`, nothing can be written, made or removed;
-4. system calls (seccomp): those on a list of what computing needs. No socket, no process, no program, no signal to another
-   process, no shared memory; what is not on the list does not exist.
+4. system calls (seccomp): those on a list of what computing needs. No opening but for reading, no socket, no process, no
+   program, no signal to another process, no shared memory; what is not on the list does not exist.
 
 Each step is refused by raising, so that nothing runs half shut in; and whether it holds is not believed but tried, by
 `gcore.reward.box`, before the first program. Imports nothing of gcore and nothing that is not in Python: it is run by its path,
@@ -41,6 +42,10 @@ ALLOW, EPERM, ENOSYS = 0x7FFF0000, 0x00050001, 0x00050026
 EQUAL, MASKED_EQUAL = 4, 7
 CLONE_THREAD = 0x00010000
 TCGETS = 0x5401
+CHANGES = os.O_ACCMODE | os.O_CREAT | os.O_TRUNC
+"""Flags of opening, of which there must be none. Landlock sees to writing, but before Linux 6.2 not to O_TRUNC: that empties a
+file that was opened for reading only, if its mode or a capability allows it."""
+BEGUN = b"begun\n"
 HARMLESS_FCNTL = (0, 1, 2, 3, 4, 1030)
 """F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC; not F_SETOWN, which has signals sent."""
 
@@ -50,7 +55,7 @@ CALLS = """
     epoll_create1 epoll_ctl epoll_pwait epoll_pwait2 epoll_wait eventfd2 exit exit_group faccessat faccessat2 fchdir fstat
     fstatfs ftruncate futex getcwd getdents getdents64 getegid geteuid getgid getpgid getpgrp getpid getppid getrandom
     getresgid getresuid getrlimit getrusage getsid gettid gettimeofday getuid lseek lstat madvise membarrier mincore mmap
-    mprotect mremap munmap nanosleep newfstatat open openat openat2 pause pipe pipe2 poll ppoll pread64 preadv pselect6
+    mprotect mremap munmap nanosleep newfstatat pause pipe pipe2 poll ppoll pread64 preadv pselect6
     pwrite64 pwritev read readlink readlinkat readv restart_syscall rseq rt_sigaction rt_sigpending rt_sigprocmask
     rt_sigreturn rt_sigsuspend rt_sigtimedwait sched_get_priority_max sched_get_priority_min sched_getaffinity
     sched_getparam sched_getscheduler sched_yield select set_robust_list set_tid_address setitimer sigaltstack stat statfs
@@ -69,6 +74,7 @@ def main() -> None:
     except OSError as error:
         os.write(request["report"], json.dumps({"refused": str(error)}).encode())
         os._exit(1)
+    os.write(request["report"], BEGUN)
     run(request["program"], request["tests"], request["report"])
 
 
@@ -212,6 +218,8 @@ def shut_calls(seccomp: Any) -> None:
 
     for call in CALLS:
         allow(call)
+    allow("open", Argument(1, MASKED_EQUAL, CHANGES, 0))
+    allow("openat", Argument(2, MASKED_EQUAL, CHANGES, 0))
     allow("clone", Argument(0, MASKED_EQUAL, CLONE_THREAD, CLONE_THREAD))
     allow("clone3", action=ENOSYS)  # its flags lie where no rule can look; without it clone is used
     allow("tgkill", Argument(0, EQUAL, os.getpid(), 0))

@@ -80,6 +80,7 @@ WAYS: dict[str, Callable[[], object]] = {
     "write temporary files": writes("/tmp/gcore-probe"),
     "write shared memory": writes("/dev/shm/gcore-probe"),
     "change another's file": lambda: writes(KNOWN["secret"])(),
+    "empty a file that it may read": lambda: os.open("/dev/null", os.O_RDONLY | os.O_TRUNC),
     "change a file's mode": lambda: os.chmod(KNOWN["secret"], 0o600),
     "remove a file": lambda: os.remove(KNOWN["secret"]),
     "make a folder": lambda: os.mkdir("/tmp/gcore-probe-folder"),

@@ -22,7 +22,8 @@ LIMIT_S = 20.0
 HARMLESS_OPEN = [
     *("open a socket", "open a datagram socket", "open a local socket", "open a pair of sockets"),
     *("read another's file", "read /etc/passwd", "read about processes", "list folders"),
-    *("write where it is", "write temporary files", "change another's file", "change a file's mode", "remove a file"),
+    *("write where it is", "write temporary files", "change another's file", "empty a file that it may read"),
+    *("change a file's mode", "remove a file"),
     *("make files in memory", "fork", "start a program", "replace itself by a program"),
     *("start a thousand threads", "take more memory than it may", "take more shared memory than it may"),
     *("signal another process", "signal all processes", "be debugged"),
@@ -74,6 +75,7 @@ def test_what_a_program_raises_is_told_and_its_tests_are_not_run(box: Box) -> No
         pytest.param("open('/proc/1/environ').read()", id="reads another process's environment"),
         pytest.param("import os; os.listdir('FOLDER')", id="lists a folder"),
         pytest.param("open('SECRET', 'a').write('x')", id="writes to another's file"),
+        pytest.param("import os; os.open('/dev/null', os.O_RDONLY | os.O_TRUNC)", id="empties a file that it may read"),
         pytest.param("open('/tmp/gcore-attack', 'w').write('x' * 10**6)", id="writes a temporary file"),
         pytest.param("import tempfile; tempfile.TemporaryFile()", id="makes a temporary file"),
         pytest.param("import os; os.ftruncate(os.memfd_create('x'), 10**10)", id="makes a file in memory"),
@@ -185,6 +187,41 @@ def test_a_program_that_does_not_come_to_its_tests_passes_none(box: Box, program
     ran = run(box, program, "pass")
     assert ran.passed == ()
     assert ran.error
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        pytest.param('{"refused": "the machine is to blame"}', id="it was not begun"),
+        pytest.param("[" * 60_000, id="what no reader takes"),
+        pytest.param(
+            '{"error": "", "passed": [' + ", ".join(["true"] * 1000) + "]}", id="it passed what was not asked"
+        ),
+    ],
+)
+def test_a_program_that_reports_of_itself_cannot_fail_its_prompt_nor_be_worth_more_than_all_its_tests(
+    report: str,
+) -> None:
+    program = (
+        "import os, sys\nframe = sys._getframe()\nwhile 'report' not in frame.f_locals:\n    frame = frame.f_back\n"
+    )
+    program += f"os.write(frame.f_locals['report'], {report.encode()!r})\nos._exit(0)"
+    spec = RewardSpec(name="code", answer="tests", options={"value": "share"})
+    assert code(program, {"tests": ["pass"]}, spec).value <= 1.0
+    assert code(program, {"tests": [{"input": "", "output": "1"}]}, spec).value == 0.0
+
+
+def test_a_program_whose_process_dies_before_it_is_begun_could_not_be_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    jail = tmp_path / "jail.py"
+    jail.write_text("import os\nos.abort()\n")
+    monkeypatch.setattr("gcore.reward.box.JAIL", jail)
+    assert run(Box(256), "pass") == Ran(refused="its process was killed by SIGABRT")
+
+
+def test_as_many_tests_are_counted_as_are_asked_for(box: Box) -> None:
+    assert sum(run(box, "pass", *["pass"] * 20_000).passed) == 20_000
 
 
 def test_a_program_dies_with_the_process_that_runs_it() -> None:
