@@ -27,6 +27,8 @@ from gcore.types import Version
 
 MAX_VALUE_BYTES = 4096
 """Of one value, as JSON."""
+MAX_DEPTH = 16
+"""Lists and objects within each other. Far deeper ones can be written and not be read again, by anybody."""
 MAX_NAMES = 64
 """A peer gives under so many names in one step, at most."""
 MAX_FORGOTTEN = 100
@@ -56,10 +58,21 @@ def check_given(name: str, value: Any) -> None:
         raise ValueError(f"{name!r} is no name: up to 64 lower-case letters, digits, '_' and '-'")
     try:
         size = len(json.dumps(value, allow_nan=False).encode())
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"what is given under {name!r} is no JSON of finite numbers ({error})") from error
     if size > MAX_VALUE_BYTES:
         raise ValueError(f"what is given under {name!r} takes {size} bytes as JSON, more than {MAX_VALUE_BYTES}")
+    if _depth(value) > MAX_DEPTH:
+        raise ValueError(f"what is given under {name!r} is nested more than {MAX_DEPTH} deep")
+
+
+def _depth(value: Any) -> int:
+    """How many lists and objects are within each other."""
+    depth, level = 0, [value]
+    while level := [one for one in level if isinstance(one, dict | list | tuple)]:
+        depth += 1
+        level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
+    return depth
 
 
 def with_given(part: Part | None, incarnation: str, at: Version, name: str, value: Any) -> Part:

@@ -17,7 +17,9 @@ from controllers.changes import Changes
 from controllers.collectives import Collectives
 from gcore.clock import SystemClock
 from gcore.ledger.collectives import (
+    MAX_DEPTH,
     MAX_NAMES,
+    Agreed,
     Part,
     agree,
     answer,
@@ -96,6 +98,20 @@ def test_a_name_that_is_no_key_is_refused(name: str) -> None:
 def test_a_value_that_is_no_small_json_is_refused(value: object) -> None:
     with pytest.raises(ValueError, match="'x'"):
         check_given("x", value)
+
+
+def test_what_is_nested_so_deep_that_nobody_could_read_it_again_is_refused() -> None:
+    """A record may be written that no reader takes: it would stand in the way of every controller of the job."""
+    value: object = 1
+    for depth in range(1, 3000):
+        value = [value] if depth % 2 else {"a": value}
+        if depth <= MAX_DEPTH:
+            check_given("x", value)
+            part = Part.decode(with_given(None, "a", FIRST, "x", value).encode())
+            assert Agreed.decode(answer(FIRST, "x", {"a": part}).encode()).values == {"a": value}
+        elif depth < 30 or depth % 500 == 0:
+            with pytest.raises(ValueError, match="what is given under 'x'"):
+                check_given("x", value)
 
 
 @pytest.mark.parametrize("value", [True, "1", None, [1]], ids=repr)
