@@ -53,8 +53,8 @@ class FlowSpec(Section):
     )
     on_limit: OnLimit = Field(
         "train_smaller",
-        description="When a step has used up its prompts without its quota: train on the groups there are; the same, with "
-        "the lacking groups counted in the loss's denominators; or fail the job",
+        description="When a step has used up its prompts, or those in the windows, without its quota: train on the groups "
+        "there are; the same, with the lacking groups counted in the loss's denominators; or fail the job",
     )
     filters: tuple[FilterSpec, ...] = Field(
         (),

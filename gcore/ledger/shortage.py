@@ -1,4 +1,4 @@
-"""Why a job fails whose step has used up its prompts without enough groups: one sentence with the counts. Pure."""
+"""Why a job fails whose step has used up its prompts, or those in the windows, without enough groups: one sentence. Pure."""
 
 from __future__ import annotations
 
@@ -16,12 +16,16 @@ def why_short(rules: StreamRules, head: Head, short: Short, log: Iterable[LogEnt
     used = gathered(head.tally.since_step, short.outcomes)
     common = commonest_reason((*_since_step(log), *short.outcomes))
     reason = f"; the commonest reason, {common[1]} times: {common[0]}" if common is not None else ""
-    if short.groups:
+    over = "its {} prompts (flow.max_prompts_per_step)"
+    if short.exhausted:
+        over = "the prompts in the shards' windows (data.window), {} in all,"
+        fix = "raise data.window or data.shards, or set flow.on_limit: train_smaller to go on with fewer groups"
+    elif short.groups:
         fix = "raise flow.max_prompts_per_step, or set flow.on_limit: train_smaller to go on with fewer groups"
     else:
         fix = "there is nothing to train on: see what the reward and the filter say of the responses (gcore samples)"
     return (
-        f"step {head.step + 1} has used up its {used.ended + short.groups} prompts (flow.max_prompts_per_step) with "
+        f"step {head.step + 1} has used up {over.format(used.ended + short.groups)} with "
         f"{short.groups} of {rules.quota} groups kept ({used.filtered} were filtered, {used.failed} failed){reason}; {fix}"
     )
 

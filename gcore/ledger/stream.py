@@ -6,7 +6,8 @@ not terminal at head, in no open seal, inside each shard's window; there is no "
 
 Where prompts are filtered, more are issued at once than groups are wanted, as many as it took lately (`issue_ratio`): else
 each filtered one would cost another round of generation. What is over in the end was made in vain at staleness 0. A step
-uses up a bounded number of prompts; what happens at the limit is the spec's choice (`flow.on_limit`).
+uses up a bounded number of prompts; what happens at the limit, or when the windows hold no more, is the spec's choice
+(`flow.on_limit`).
 
 Pure. Knows nothing of who works on which shard, nor of time.
 """
@@ -170,11 +171,13 @@ class NotYet:
 class Short:
     """The step has used up its prompts without its quota, and the job is to fail, or cannot but fail: with no group at all.
 
-    `outcomes`: those of its prompts that have not been written down.
+    `outcomes`: those of its prompts that have not been written down. `exhausted`: it is not the limit that was reached, the
+    windows have no more prompts.
     """
 
     groups: int
     outcomes: tuple[EndedRef, ...]
+    exhausted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,8 +219,8 @@ def concluded(rules: StreamRules, head: Head, found: Found) -> Choice:
     """What follows from what was found, at any staleness.
 
     Exhausted means: every ref in every shard's window is terminal, sealed or offered. Then a full quota cannot come, and
-    waiting for it would be for ever: first the outcomes are accounted for; when there are none, the groups that are
-    there make a smaller step. Outcomes do not wait for a quota once there are `MOST_OUTCOMES`: neither a seal nor the
+    waiting for it would be for ever: first the outcomes are accounted for; when there are none, it is as if the step had
+    come to its limit. Outcomes do not wait for a quota once there are `MOST_OUTCOMES`: neither a seal nor the
     offers that name them have room for as many as the windows hold. Nor once there are as many as an epoch has prompts:
     it is to be seen soon that the data bring nothing.
 
@@ -234,11 +237,11 @@ def concluded(rules: StreamRules, head: Head, found: Found) -> Choice:
     full = len(found.groups) >= rules.quota
     if full or (ends and (found.groups or closes)):
         return _sealed(rules, head, found)
-    if found.limited:
-        if rules.on_limit == "fail" or not found.groups:
-            return Short(len(found.groups), found.outcomes)
-        return _sealed(rules, head, found, padded=rules.on_limit == "pad_masked")
-    return AccountNow(found.outcomes) if found.outcomes else _sealed(rules, head, found)
+    if found.outcomes and not found.limited:
+        return AccountNow(found.outcomes)
+    if (found.limited and not found.groups) or (found.groups and rules.on_limit == "fail"):
+        return Short(len(found.groups), found.outcomes, exhausted=not found.limited)
+    return _sealed(rules, head, found, padded=rules.on_limit == "pad_masked")
 
 
 def _sealed(rules: StreamRules, head: Head, found: Found, *, padded: bool = False) -> SealNow:

@@ -175,10 +175,16 @@ class Simulation:
             if entry.kind == "train":
                 trained = sum(one.kind == "trained" for one in entry.delta)
                 at_limit = trained > 0 and used == self.rules.limit and self.rules.on_limit != "fail"
-                reason = trained == self.rules.quota or at_limit or self.exhausted(before, after)
+                rest = self.exhausted(before, after) and (self.rules.on_limit != "fail" or self.is_rest(after))
+                reason = trained == self.rules.quota or at_limit or rest
                 assert reason, "\n".join([*self.history[-40:], f"step {entry.step}: {trained} of {used} prompts"])
                 used = 0
             before = after
+
+    def is_rest(self, after: Cursors) -> bool:
+        """Whether nothing of the epochs is left `after`."""
+        last = [last_position(self.rules, shard) for shard in range(len(after.shards))]
+        return all(end is not None and cursor.low_water >= end for end, cursor in zip(last, after.shards, strict=True))
 
     def exhausted(self, before: Cursors, after: Cursors) -> bool:
         """Whether whatever stood in a window, up to the epochs' end, has its outcome `after`."""

@@ -302,6 +302,26 @@ class TestLimits:
         assert job.head.tally.since_step.ended + len(job.short.outcomes) == 30
         assert "has used up its 30 prompts" in why_short(job.rules, job.head, job.short, job.log.values())
 
+    @pytest.mark.parametrize("staleness", [0, 1])
+    def test_windows_that_hold_no_more_are_a_limit_too_and_end_as_the_spec_says(self, staleness: int) -> None:
+        small = rules(prompts=4000, window=2, staleness=staleness)
+        smaller = Job(small, share(20)).run(10)
+        assert {seal.padding for seal in smaller.seals} == {0}
+        padded = Job(replace(small, on_limit="pad_masked"), share(20)).run(10)
+        assert all(len(seal.groups) + seal.padding == 8 for seal in padded.seals)
+        assert all(min(len(seal.groups) for seal in job.seals) < 8 for job in (smaller, padded))
+        failed = Job(replace(small, on_limit="fail"), share(20)).run(10)
+        assert failed.short is not None
+        said = why_short(failed.rules, failed.head, failed.short, failed.log.values())
+        assert said.startswith("step 2 has used up the prompts in the shards' windows (data.window), ")
+        assert f" in all, with {failed.short.groups} of 8 groups kept (" in said
+        assert "raise data.window or data.shards" in said
+
+    def test_a_rest_of_an_epoch_is_no_limit(self) -> None:
+        job = Job(rules(prompts=20, on_limit="fail", epochs=1), share(90)).run()
+        assert job.short is None
+        assert 0 < len(job.seals[-1].groups) < 8
+
     def test_a_limit_that_is_not_reached_changes_nothing(self) -> None:
         free, limited = (Job(rules(prompts=4000, limit=limit), share(50)).run(10) for limit in (None, 80))
         assert [s.groups for s in free.seals] == [s.groups for s in limited.seals]
