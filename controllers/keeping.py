@@ -1,8 +1,8 @@
 """Keeps samples of each step in the run's folder: those that this controller holds, of groups that were sealed.
 
 What is sealed is picked up when the seal is heard of, before anything of it is dropped, and written once the batch is READY
-or committed, in a thread. Of a batch that was given up nothing is written. What cannot be written is logged and missing:
-samples are for people, and a step must not wait for them.
+or committed, in a thread. Of a batch that was given up nothing is written. What cannot be written is told, once until it can
+be again, and missing: samples are for people, and a step must not wait for them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 
 from controllers.changes import Changes
 from controllers.holdings import Holdings
+from controllers.recording import Warn
 from gcore.config import JobSpec
 from gcore.errors import GcoreError
 from gcore.ledger.mirror import JobMirror
@@ -43,8 +44,10 @@ class _Held:
 class SampleKeeper:
     """One controller's, of one job."""
 
-    def __init__(self, me: str) -> None:
+    def __init__(self, me: str, warn: Warn) -> None:
         self._me = me
+        self._warn = warn
+        self._in_trouble = False
         self._stream: PromptStream | None = None
         self._spec: JobSpec | None = None
         self._held: dict[Token, tuple[_Held, ...]] = {}
@@ -93,7 +96,13 @@ class SampleKeeper:
             try:
                 await asyncio.to_thread(self._write, version, held)
             except OSError as error:
-                log.warning("the samples of step %d are not kept: %s", version.step, error)
+                told = f"the samples of step {version.step} are not kept: {error}"
+                log.warning("%s", told)
+                if not self._in_trouble:
+                    self._in_trouble = True
+                    await self._warn("samples", told)
+            else:
+                self._in_trouble = False
 
     def _mine(self, seal: Seal, holdings: Holdings) -> list[_Held]:
         assert self._stream is not None

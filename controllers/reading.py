@@ -52,7 +52,7 @@ class Reading:
         self._look = look
         self._clock = clock
         self._recorder = Recorder(identity.incarnation, look, changes, self._warn, clock)
-        self.samples = SampleKeeper(identity.incarnation)
+        self.samples = SampleKeeper(identity.incarnation, self._warn)
         self._writing: list[asyncio.Task[None]] = []
         self._trackers: list[asyncio.Task[None]] = []
 

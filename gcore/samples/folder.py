@@ -84,12 +84,18 @@ def _step_folders(run_dir: Path) -> list[Version]:
 
 
 def _files(run_dir: Path, version: Version, *, advantages: bool) -> list[Path]:
-    whole = step_folder(run_dir, version).glob("[!.]*.jsonl")
-    return sorted(file for file in whole if file.name.startswith(ADVANTAGES) == advantages)
+    with contextlib.suppress(FileNotFoundError):  # removed at this moment
+        whole = step_folder(run_dir, version).glob("[!.]*.jsonl")
+        return sorted(file for file in whole if file.name.startswith(ADVANTAGES) == advantages)
+    return []
 
 
 def _records(file: Path, kind: type[R]) -> Iterator[R]:
-    for number, line in enumerate(file.read_bytes().splitlines(), 1):
+    try:
+        lines = file.read_bytes().splitlines()
+    except FileNotFoundError:  # removed since its folder was listed
+        return
+    for number, line in enumerate(lines, 1):
         try:
             yield kind.decode(line, f"{file}:{number}")
         except UnreadableRecord as error:

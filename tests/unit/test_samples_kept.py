@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -86,8 +87,15 @@ class Source:
         return Prompt(ref, f"prompt {ref}", (5, 6), {"answer": entry}, "sums")
 
 
-def keeper(run_dir: Path, **spec: int) -> SampleKeeper:
-    one = SampleKeeper(ME)
+class Told(list[str]):
+    """What people were told."""
+
+    async def __call__(self, topic: str, sentence: str) -> None:
+        self.append(f"{topic}: {sentence}")
+
+
+def keeper(run_dir: Path, warn: Told | None = None, **spec: int) -> SampleKeeper:
+    one = SampleKeeper(ME, Told() if warn is None else warn)
     stream: Any = SimpleNamespace(found=lambda ref: (Source(), 7))
     job: Any = SimpleNamespace(samples=SamplesSpec(**spec))
     one.open(job, stream, run_dir)
@@ -164,13 +172,38 @@ async def test_steps_that_are_not_due_leave_nothing_and_the_oldest_go(tmp_path: 
     assert folder.kept_steps(tmp_path) == [Version(0, 6), Version(0, 8)]
 
 
-async def test_a_folder_that_takes_nothing_disturbs_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "samples").write_text("in the way")
-    one = group(0)
-    samples = keeper(tmp_path)
-    samples.note(mirror(seal([sealed(one)], SealState.READY)), holding(one))
-    await samples.write()
-    assert "the samples of step 1 are not kept" in caplog.text
+async def test_a_folder_that_takes_nothing_disturbs_nobody_and_is_told_of_once(tmp_path: Path) -> None:
+    in_the_way = tmp_path / "samples"
+    in_the_way.write_text("in the way")
+    told = Told()
+    samples = keeper(tmp_path, told)
+
+    async def keep(step: int) -> None:
+        one = group(0, step)
+        samples.note(mirror(seal([sealed(one)], SealState.READY, step), step=step - 1), holding(one))
+        await samples.write()
+
+    await keep(1)
+    await keep(2)
+    (first,) = told
+    assert first.startswith("samples: the samples of step 1 are not kept: [Errno")
+    in_the_way.unlink()
+    await keep(3)
+    assert folder.kept_steps(tmp_path) == [Version(0, 3)]
+    shutil.rmtree(in_the_way)
+    in_the_way.write_text("again")
+    await keep(4)
+    assert len(told) == 2
+
+
+def test_a_step_that_is_removed_while_it_is_read_has_no_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    version = Version(0, 1)
+    folder.write(tmp_path, version, ME, [kept_group(group(0), "d", "1+1", "2", ME, 100)])
+    listed = folder._files(tmp_path, version, advantages=False)
+    assert len(folder.read_groups(tmp_path, version)) == 1
+    shutil.rmtree(folder.step_folder(tmp_path, version))
+    monkeypatch.setattr(folder, "_files", lambda run_dir, version, advantages: listed)
+    assert folder.read_groups(tmp_path, version) == []
 
 
 @given(st.lists(st.sampled_from(["a", "b", "c"]), max_size=60), st.integers(0, 20))
