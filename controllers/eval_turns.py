@@ -8,9 +8,9 @@ one part do no harm: the first to write it down wins.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Mapping
 
+from controllers import turns
 from gcore.ledger.guarded import Stored
 from gcore.ledger.job import Plan
 from gcore.ledger.records import Member
@@ -23,7 +23,7 @@ the one after it does, and so on."""
 
 def order(version: Version, members: Collection[str]) -> tuple[str, ...]:
     """The members in the order of the version's evaluation."""
-    return tuple(sorted(members, key=lambda name: hashlib.blake2b(f"eval {version}|{name}".encode()).digest()))
+    return turns.order(members, f"eval {version}")
 
 
 def equipped(members: Mapping[str, Stored[Member]], plan: Plan | None) -> tuple[str, ...]:

@@ -23,8 +23,8 @@ from typing import Any, Protocol, TypeVar
 from controllers.changes import Changes
 from controllers.engines import EngineBook
 from controllers.eval_turns import equipped, order, to_take
-from controllers.judging import Verdict, eval_seed, judged
-from controllers.material import Material, Practice
+from controllers.judging import Verdict, judged
+from controllers.material import Material, Practice, eval_seed
 from controllers.step import Look, reissue_delay
 from controllers.turns import TURN_SECONDS
 from gcore.clock import Clock

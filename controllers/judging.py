@@ -1,17 +1,16 @@
-"""What one evaluation response is worth, from which seed it is drawn, and what of it a record has room for.
+"""What one evaluation response is worth, and what of it a record has room for.
 
 A response that its reward cannot score is not correct, and says why. Asks no engine and writes nothing.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from controllers.material import Material, Practice
+from controllers.material import Practice
 from gcore.errors import EngineError
 from gcore.ledger.job import EvalSample
 from gcore.reward.registry import RewardError
@@ -59,15 +58,6 @@ def reaches(reward: float, threshold: float) -> bool:
     """Whether a response of that reward is correct. A sum of parts such as 0.7 + 0.2 + 0.1, which floats make a little less
     than 1, is."""
     return reward >= threshold or math.isclose(reward, threshold, rel_tol=1e-6, abs_tol=1e-9)
-
-
-def eval_seed(material: Material, version: Version, name: str, index: int, number: int) -> int:
-    """The seed of response `number` to prompt `index` of a set: a hash of these, the job's name and seed and the version.
-
-    63 bits. Not of the uid, nor of who asks: the same spec started anew draws the same, as long as its weights are the same.
-    """
-    text = f"{material.spec.name}|{material.spec.seed}|eval|{version}|{name}|{index}|{number}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def shortened(text: str) -> str:

@@ -19,7 +19,7 @@ from gcore.reward.registry import Response, RewardError, RewardResult
 from gcore.reward.scoring import Scored, Scorer
 from gcore.rollout.client import SamplingParams
 from gcore.rollout.truncated import is_truncated
-from gcore.types import Prompt, PromptRef, Sample
+from gcore.types import Prompt, PromptRef, Sample, Version
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def material_of(spec: JobSpec, uid: str, prompts: JobPrompts, scorer: Scorer) ->
         stream=prompts.stream,
         sources={s.name: Practice(s, sampling_of(spec, s), scorer) for s in trained},
         evaluation=prompts.evaluation,
-        evaluated={s.name: Practice(s, evaluating_of(spec, s), scorer) for s in held_out},
+        evaluated={s.name: Practice(s, sampling_of(spec, s), scorer) for s in held_out},
     )
 
 
@@ -87,7 +87,7 @@ def rewards_of(sources: Iterable[Source]) -> dict[str, RewardSpec]:
 
 
 def sampling_of(spec: JobSpec, source: Source) -> SamplingParams:
-    """How responses to a source's prompts are drawn in training."""
+    """How responses to a source's prompts are drawn; of a set of evaluation, as `eval` says, and ended as in training."""
     own = source.sampling
     return SamplingParams(
         temperature=own.temperature,
@@ -101,34 +101,21 @@ def sampling_of(spec: JobSpec, source: Source) -> SamplingParams:
     )
 
 
-def evaluating_of(spec: JobSpec, source: Source) -> SamplingParams:
-    """How held-out prompts are answered: as `eval` says of them, and ended by the same as in training."""
-    own = source.sampling
-    return SamplingParams(
-        temperature=own.temperature,
-        top_p=own.top_p,
-        max_new_tokens=own.max_new_tokens,
-        min_new_tokens=spec.rollout.min_new_tokens,
-        stop=own.stop,
-        stop_token_ids=spec.rollout.stop_token_ids,
-    )
-
-
-def greedy_of(spec: JobSpec, source: Source) -> SamplingParams:
-    """The likeliest token always, but as long, and ended by the same, as in training."""
-    return SamplingParams(
-        temperature=0.0,
-        max_new_tokens=source.sampling.max_new_tokens,
-        min_new_tokens=spec.rollout.min_new_tokens,
-        stop=source.sampling.stop,
-        stop_token_ids=spec.rollout.stop_token_ids,
-    )
-
-
 def sample_seed(material: Material, ref: PromptRef, index: int, reissue: int) -> int:
     """A sample's seed: a hash of (job's name and seed, prompt ref, sample index, re-issue), 63 bits.
 
     The name and the seed, not the uid: the same spec started anew draws the same samples.
     """
-    text = f"{material.spec.name}|{material.spec.seed}|{ref}|{index}|{reissue}"
+    return _seed(f"{material.spec.name}|{material.spec.seed}|{ref}|{index}|{reissue}")
+
+
+def eval_seed(material: Material, version: Version, name: str, index: int, number: int) -> int:
+    """The seed of response `number` to prompt `index` of a set: a hash of these, the job's name and seed and the version.
+
+    63 bits. Not of the uid, nor of who asks: the same spec started anew draws the same, as long as its weights are the same.
+    """
+    return _seed(f"{material.spec.name}|{material.spec.seed}|eval|{version}|{name}|{index}|{number}")
+
+
+def _seed(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

@@ -14,11 +14,15 @@ TURN_SECONDS = 1.0
 """How long each peer leaves the one before it."""
 
 
+def order(members: Iterable[str], topic: str) -> tuple[str, ...]:
+    """The members in the order of `topic`."""
+    return tuple(sorted(set(members), key=lambda name: hashlib.blake2b(f"{topic}|{name}".encode()).digest()))
+
+
 def turn(members: Iterable[str], me: str, topic: str) -> int:
     """My place in the order of `topic`: 0 goes first. A peer that is not among the members goes last."""
-    order = sorted(set(members) | {me}, key=lambda name: hashlib.blake2b(f"{topic}|{name}".encode()).digest())
-    place = order.index(me)
-    return place if me in set(members) else len(order)
+    ordered = order(members, topic)
+    return ordered.index(me) if me in ordered else len(ordered) + 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,9 +63,5 @@ class EngineUnreachable(EngineError):
     """No answer from an engine; the request may go to another."""
 
 
-class StaleWorld(GcoreError):
-    """A train rank was spoken to in the name of another world, lineage or attempt than its own."""
-
-
 class LeaseLost(GcoreError):
     """The store has ended a lease that was thought to live."""

@@ -75,8 +75,3 @@ class OpenReward:
         if self._spec.compose == "gate":
             return math.fsum(weighted[1:]) if values[0] > 0 else 0.0
         return math.fsum(weighted)
-
-
-def known_names(spec: RewardSpec) -> tuple[str, ...]:
-    """The entry-point names that the spec uses, each once."""
-    return tuple(dict.fromkeys(part.name for part in spec.parts)) or (spec.name,)

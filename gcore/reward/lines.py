@@ -19,12 +19,10 @@ from typing import Any
 
 from gcore.config.spec import RewardSpec
 from gcore.errors import GcoreError
-from gcore.plugins import PluginFault
+from gcore.plugins import MAX_TRACE, PluginFault
 from gcore.reward.registry import Response, RewardError, RewardResult
 from gcore.reward.scoring import Scored
 
-LONGEST_TRACE = 4000
-"""Characters of a traceback: its end."""
 Call = tuple[int, Mapping[str, Any], Response]
 """The number of a reward, a prompt's entry, a response."""
 
@@ -116,4 +114,4 @@ def check_ready(value: Any) -> None:
 
 
 def _told(error: GcoreError, trace: str) -> dict[str, str | None]:
-    return {"what": error.what, "where": error.where, "fix": error.fix, "trace": trace[-LONGEST_TRACE:]}
+    return {"what": error.what, "where": error.where, "fix": error.fix, "trace": trace[-MAX_TRACE:]}

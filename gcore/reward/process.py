@@ -24,7 +24,7 @@ from gcore.plugins import PluginFault
 from gcore.reward.lines import BEGUN_BYTES, Begun, check_ready, setup_line
 from gcore.worker import death
 from gcore.worker.parent import TETHER
-from gcore.worker.process import CannotStart
+from gcore.worker.process import CannotStart, child_ended
 from gcore.worker.threads import thread_environment
 
 LONGEST_LINE = 1 << 22
@@ -135,10 +135,10 @@ class RewardProcess(asyncio.Protocol):
         if self._closed:  # its death closes the socket a moment before it can be collected
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LATE_S):
-                    await _ended(process.pid)
+                    await child_ended(process.pid)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        await _ended(process.pid)
+        await child_ended(process.pid)
         process.wait()
         out_of_memory = death.out_of_memory_kills() > self._oom_kills
         return death.sentence(process.returncode, "", out_of_memory=out_of_memory)
@@ -211,16 +211,3 @@ def _spawn() -> tuple[socket.socket, Begun, subprocess.Popen[bytes]]:
         finally:
             os.close(memory)
     return ours, begun, process
-
-
-async def _ended(pid: int) -> None:
-    """Return when the child `pid` has ended; it is not collected yet."""
-    fd = os.pidfd_open(pid)
-    loop = asyncio.get_running_loop()
-    ready = asyncio.Event()
-    loop.add_reader(fd, ready.set)
-    try:
-        await ready.wait()
-    finally:
-        loop.remove_reader(fd)
-        os.close(fd)

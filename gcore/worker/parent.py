@@ -33,7 +33,7 @@ from gcore.worker.events import (
     Event,
     LineClosed,
 )
-from gcore.worker.process import CannotStart, status_of
+from gcore.worker.process import CannotStart, child_ended, status_of
 from gcore.worker.records import LaunchSpec
 from gcore.worker.threads import thread_environment
 
@@ -142,7 +142,7 @@ class ChildProcess:
         """Report what it says, and last, `ChildEnded`. Cancelling this kills the child."""
         listener = asyncio.create_task(self._listen(emit))
         try:
-            await _ended(self.pid)
+            await child_ended(self.pid)
             self.kill()  # what it left behind
             await asyncio.wait({listener}, timeout=LAST_WORD_S)
         finally:
@@ -187,16 +187,3 @@ def _spawn(spec: LaunchSpec, line: socket.socket) -> _Spawned:
             process_group=0,
         )
     return _Spawned(process, LogPart(path, start))
-
-
-async def _ended(pid: int) -> None:
-    """Return when the child `pid` has ended; it is not collected yet."""
-    fd = os.pidfd_open(pid)
-    loop = asyncio.get_running_loop()
-    ready = asyncio.Event()
-    loop.add_reader(fd, ready.set)
-    try:
-        await ready.wait()
-    finally:
-        loop.remove_reader(fd)
-        os.close(fd)

@@ -10,6 +10,7 @@ are for. Linux only (`/proc`, pidfd).
 
 from __future__ import annotations
 
+import asyncio
 import os
 import select
 import signal
@@ -112,6 +113,19 @@ def send_signal(process: ProcessId, number: int) -> bool:
     finally:
         os.close(fd)
     return True
+
+
+async def child_ended(pid: int) -> None:
+    """Return when the child `pid` has ended; it is not collected yet, so the pid is nobody else's."""
+    fd = os.pidfd_open(pid)
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    loop.add_reader(fd, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(fd)
+        os.close(fd)
 
 
 def wait_ended(process: ProcessId, timeout_s: float) -> bool:

@@ -9,7 +9,7 @@ import pytest
 from eval_crew import FIRST, KEYS, Crew, anonymous, coin
 
 from controllers.eval_turns import TAKEOVER_S
-from controllers.judging import eval_seed
+from controllers.material import eval_seed
 from gcore.errors import DataError
 from gcore.ledger.evaluation import PART_RESPONSES, record_evaluation, record_part
 from gcore.ledger.guarded import Ledger, TxnOutcome
