@@ -33,9 +33,12 @@ from gcore.tracking.process import BUSY, Document, tracker_folder
 log = logging.getLogger(__name__)
 
 FIRST_RETRY_S, LONGEST_RETRY_S = 2.0, 120.0
+LOG = "output.log"
 LET_GO_S = 5.0
 """For a process to end by itself once it was let go of."""
 LOOK_S = 1.0
+MOST_OUTPUT, KEPT_OUTPUT = 16 << 20, 1 << 20
+"""Bytes of what a tracker's package printed: when there are more, so many stay, the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +150,7 @@ class TrackerKeeper:
                     return
                 if ended_at is None and not self._is_mine():
                     return
+                await asyncio.to_thread(_bound, tracker_folder(Path(self._job().run_dir), self._tracker.name) / LOG)
                 if await self._stalled(heard, now):
                     heard.error = f"it has not moved for {self._patience.stall_s:.0f} s"
                     _kill(process)
@@ -217,7 +221,20 @@ def _kill(process: asyncio.subprocess.Process) -> None:
 
 def _open_log(folder: Path) -> BinaryIO:
     folder.mkdir(parents=True, exist_ok=True)
-    return (folder / "output.log").open("ab")
+    return (folder / LOG).open("ab")
+
+
+def _bound(output: Path) -> None:
+    """Only its end stays of an output that is too long: what a package prints must not fill the disk of the run."""
+    with contextlib.suppress(OSError):
+        if output.stat().st_size <= MOST_OUTPUT:
+            return
+        with output.open("r+b") as file:
+            file.seek(-KEPT_OUTPUT, os.SEEK_END)
+            end = file.read(KEPT_OUTPUT)
+            file.truncate(0)
+        with output.open("ab") as file:  # as its process writes: behind whatever came meanwhile
+            file.write(b"(what was printed before is left out)\n" + end)
 
 
 def _size(file: Path) -> int:

@@ -49,6 +49,8 @@ class Own:
         how = self.how.read_text() if self.how.exists() else ""
         if how == "raises":
             raise RuntimeError("no such project")
+        if how == "prints":
+            print("x" * 4_000_000 + "\\nthe end of it", flush=True)
         if how == "raises much":
             raise RuntimeError("no such page: " + 300_000 * "<")
         if how == "dies":
@@ -188,6 +190,24 @@ async def test_a_tracker_in_trouble_is_started_again_told_of_once_and_misses_not
     (warned,) = job.warned
     assert warned.startswith(f"tracker-own: tracker 'own' fails and is started again: {reason}")
     assert len(warned) < 1000
+
+
+async def test_what_a_package_prints_does_not_fill_the_disk(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("controllers.trackers.MOST_OUTPUT", 2_000_000)
+    monkeypatch.setattr("controllers.trackers.KEPT_OUTPUT", 1000)
+    job = Job(run_dir)
+    job.how("prints")
+    keeping = asyncio.create_task(job.keeper().run())
+    log = run_dir / "trackers" / "own" / "output.log"
+    for _ in range(3):
+        job.step()
+        await until(lambda: len(job.reached()) == job.steps)
+        await until(lambda: log.stat().st_size < 2_000_000)
+        assert "the end of it" in log.read_text()
+    job.how("")
+    job.end()
+    await asyncio.wait_for(keeping, 60)
+    assert job.warned == []
 
 
 async def test_who_is_no_longer_first_lets_go_and_the_next_goes_on(run_dir: Path) -> None:
