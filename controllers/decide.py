@@ -130,7 +130,7 @@ def sealing(view: JobView) -> Iterator[Intent]:
     if isinstance(chosen, SealNow) and refuse_seal(view.rules, head, seals, chosen) is None:
         owed = owes_evaluation(view)
         # Named by the evaluation's parts while it is waited for: each that comes begins the wait anew.
-        waits = f"{topic} evaluated {len(view.mirror.parts_of(head.version))}" if owed else topic
+        waits = f"{topic} evaluated {len(view.mirror.eval_parts_of(head.version))}" if owed else topic
         yield Intent(
             MakeSeal(head.step + 1, chosen), waits, view.turn(topic), after=EVALUATION_PATIENCE_S if owed else 0.0
         )

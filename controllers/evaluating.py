@@ -123,7 +123,7 @@ class Evaluator:
         try:
             while self._missing() == work.version:
                 now = self._clock.monotonic()
-                parts = self.look().mirror.parts_of(work.version)
+                parts = self.look().mirror.eval_parts_of(work.version)
                 work.note(parts.values(), now)
                 self._gather(work, parts, now)
                 if len(parts) == len(self.plans):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from controllers.by_source import split_key
 from controllers.holdings import Holdings
-from controllers.parts import named_parts
+from controllers.reward_parts import named_parts
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records import LogEntry
 from gcore.metrics import Metrics

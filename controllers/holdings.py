@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 
 from controllers.flights import Flights
-from controllers.parts import group_parts
+from controllers.reward_parts import group_parts
 from gcore.ledger.ancestry import is_acceptable, is_ancestor
 from gcore.ledger.records import EndedRef, Head, OfferedGroup
 from gcore.ledger.stream import StreamRules

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from controllers.before_filter import sampling_stats
 from controllers.by_source import by_source, truncated_share
-from controllers.parts import part_stats
+from controllers.reward_parts import part_stats
 from controllers.view import JobView
 from gcore.ledger.carried import staleness_stats
 from gcore.ledger.mirror import JobMirror

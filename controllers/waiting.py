@@ -118,7 +118,7 @@ def _evaluation(view: JobView) -> Iterator[Wait]:
     version = view.mirror.head.record.version
     if not view.spec.evaluates_after(version.step, last=view.is_over) or str(version) in view.mirror.evaluations:
         return
-    parts = view.mirror.parts_of(version)
+    parts = view.mirror.eval_parts_of(version)
     made = f"{len(parts)} of its {next(iter(parts.values())).parts} parts" if parts else "none of its parts"
     what = f"the evaluation of {weights_of(version)} has {made}"
     yield Wait("evaluation", what, f"wait evaluation {version}")

@@ -67,7 +67,7 @@ class JobMirror:
         stored = self.claims.get(self.keys.world_rank(world, rank))
         return stored.record if stored else None
 
-    def parts_of(self, version: Version) -> dict[int, EvalPart]:
+    def eval_parts_of(self, version: Version) -> dict[int, EvalPart]:
         """The parts of a version's evaluation that are there, by number."""
         parts = (stored.record for stored in self.eval_parts.values())
         return {part.number: part for part in parts if part.version == version}

@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import generate_latest
 
 from controllers.holdings import Holdings
-from controllers.parts import MOST, group_parts, named_parts, part_stats
+from controllers.reward_parts import MOST, group_parts, named_parts, part_stats
 from gcore.ledger.records import SealedGroup
 from gcore.metrics import Metrics
 from gcore.types import Group, PromptRef, Sample, Version, VersionSpan
