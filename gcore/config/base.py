@@ -6,6 +6,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
+Option = str | int | float | bool
+"""A setting of a plug-in's own: what it may be is the plug-in's to say."""
+
 
 class Section(BaseModel):
     """Base of all sections."""

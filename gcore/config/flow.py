@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from gcore.config.base import Section
-from gcore.config.sources import Option
+from gcore.config.base import Option, Section
 
 
 class FilterSpec(Section):

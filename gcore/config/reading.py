@@ -6,9 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, PositiveInt
 
-from gcore.config.base import Section
-
-Option = str | int | float | bool
+from gcore.config.base import Option, Section
 
 
 class TrackerSpec(Section):

@@ -10,9 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from gcore.config.base import Section
+from gcore.config.base import Option, Section
 
-Option = str | int | float | bool
 DEFAULT_REWARD = "numeric"
 NEEDS_NO_ANSWER = frozenset({"regex", "length"})
 """gcore's own rewards that look at nothing but the response. Of a plug-in it is not known."""

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from gcore.config.base import Section
-from gcore.config.reward import Option as Option
+from gcore.config.base import Option, Section
 from gcore.config.reward import RewardSpec
 
 if TYPE_CHECKING:

@@ -7,10 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from gcore.config.algorithms import AdvantageName, LossName, is_own_advantage
-from gcore.config.base import Section
+from gcore.config.base import Option, Section
 from gcore.config.combinations import RETURNS, refuse_train
 from gcore.config.critic import CriticSpec
-from gcore.config.sources import Option
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 

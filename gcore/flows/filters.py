@@ -23,8 +23,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from gcore.config.base import Option
 from gcore.config.flow import FilterSpec
-from gcore.config.sources import Option
 from gcore.errors import GcoreError
 from gcore.plugins import PluginFault, PluginKind, find_plugin, sentence_of, trace_of
 from gcore.types import Group, Outcome, PromptRef, Sample, Version, VersionSpan

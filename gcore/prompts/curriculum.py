@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from gcore.config.sources import Option
+from gcore.config.base import Option
 from gcore.errors import GcoreError, UsageError
 from gcore.plugins import PluginKind, find_plugin
 from gcore.prompts.shards import ShardOrder

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from gcore.config.sources import Option
+from gcore.config.base import Option
 from gcore.config.train import TrainSpec
 from gcore.testing.contract import ContractBroken
 from gcore.train.own import own_advantage, own_loss

@@ -21,8 +21,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from gcore.config.base import Option
 from gcore.config.flow import FilterSpec
-from gcore.config.sources import Option
 from gcore.config.spec import RewardSpec
 from gcore.errors import EngineUnreachable, GcoreError
 from gcore.flows.api import find_flow

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from gcore.config.reading import Option
+from gcore.config.base import Option
 
 Options = Mapping[str, Option]
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from gcore.config.reading import Option
+from gcore.config.base import Option
 from gcore.errors import GcoreError
 from gcore.plugins import sentence_of
 from gcore.tracking.api import TrackedRun, Tracker

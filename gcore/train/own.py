@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from gcore.config.algorithms import ADVANTAGES, LOSSES, is_own_advantage, is_own_loss
-from gcore.config.sources import Option
+from gcore.config.base import Option
 from gcore.config.train import TrainSpec
 from gcore.plugins import PluginFault, PluginKind, find_plugin, sentence_of, trace_of
 
