@@ -11,6 +11,7 @@ a stored job's spec has every key, and nothing is looked up for it, so a newer g
 from __future__ import annotations
 
 import copy
+import difflib
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, get_args
@@ -32,13 +33,20 @@ def flow(**settings: Mapping[str, Any]) -> Callable[[F], F]:
     for section, values in settings.items():
         if section in _NOT_A_FLOWS or section not in JobSpec.model_fields or (section == "flow" and "name" in values):
             what = "flow.name" if section == "flow" else section
-            raise ValueError(f"a flow cannot set {what!r}: it may set what is not the job's own")
+            raise ValueError(f"a flow cannot set {what!r}: {_why_not(section)}")
 
     def marked(function: F) -> F:
         setattr(function, _SETTINGS, copy.deepcopy(dict(settings)))
         return function
 
     return marked
+
+
+def _why_not(section: str) -> str:
+    if section in JobSpec.model_fields:
+        return "that is the job's own"
+    near = difflib.get_close_matches(section, [name for name in JobSpec.model_fields if name not in _NOT_A_FLOWS], n=1)
+    return "a spec has no such section" + (f", did you mean {near[0]!r}?" if near else "")
 
 
 def settings_of(found: Callable[..., Any]) -> Mapping[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -127,11 +128,10 @@ def test_a_contradiction_with_what_the_user_wrote_names_the_flow() -> None:
 def test_the_users_own_mistakes_are_not_blamed_on_the_flow() -> None:
     with pytest.raises(SpecError) as caught:
         new_spec(spec_of(flow={"name": "wrong"}, train={"clip_lo": 1}))
-    problems = str(caught.value).split("; ")
-    own = next(problem for problem in problems if "clip_lo" in problem)
-    of_flow = next(problem for problem in problems if "train.advantage" in problem)
-    assert "settings of flow" not in own
-    assert "settings of flow 'wrong'" in of_flow
+    said = str(caught.value)
+    assert "unknown key 'train.clip_lo', did you mean 'train.clip_low'?" in said
+    assert re.search(r"train\.advantage: .*got 'none_such'[^;]*\(with the settings of flow 'wrong'\)", said)
+    assert said.count("with the settings of flow") == 1  # so the user's own are not the flow's
 
 
 def test_overrides_of_the_command_line_count_as_the_users(tmp_path: Path) -> None:
@@ -174,3 +174,19 @@ def test_merging_takes_the_users_value_wherever_there_is_one(own: dict[str, str]
 
     merged = _under({"train": own}, {"train": theirs}, JobSpec)["train"]
     assert merged == {**theirs, **own}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        pytest.param(
+            {"trian": {}}, "cannot set 'trian': a spec has no such section, did you mean 'train'?", id="misspelt"
+        ),
+        pytest.param({"zzz": {}}, "cannot set 'zzz': a spec has no such section", id="nothing like it"),
+        pytest.param({"seed": {}}, "cannot set 'seed': that is the job's own", id="a job's own"),
+        pytest.param({"flow": {"name": "x"}}, "cannot set 'flow.name': that is the job's own", id="another flow"),
+    ],
+)
+def test_a_section_that_no_flow_may_set_is_refused_where_it_is_written(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said) + "$"):
+        flow(**settings)
