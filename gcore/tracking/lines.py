@@ -28,6 +28,7 @@ VERSION = 1
 NO_FIGURES = {"schema_version", "version", "samples", "by", "responses_by"}
 """Of an evaluation: what is no figure of the model's."""
 Line = dict[str, Any]
+_OF_A_STEP = {"start", "step", "account", "rollback", "eval"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +110,20 @@ def encode(lines: Sequence[Line]) -> bytes:
 
 
 def decode(line: bytes) -> Line | None:
-    """Inverse for one line; None for what is none (a disk that was full may have left half of one)."""
+    """Inverse for one line; None for what is none: a disk that was full may have left half of one, an editor anything."""
     try:
         tree = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    return tree if isinstance(tree, dict) and isinstance(tree.get("kind"), str) else None
+    if not isinstance(tree, dict) or not isinstance(tree.get("kind"), str):
+        return None
+    if tree["kind"] in _OF_A_STEP and not all(type(tree.get(name)) is int for name in ("lineage", "step")):
+        return None
+    figures = tree.get("metrics", {})
+    whole = isinstance(figures, dict) and all(
+        isinstance(value, int | float) for value in (*figures.values(), tree.get("time", 0))
+    )
+    return tree if whole else None
 
 
 def numbers(tree: Mapping[str, Any], prefix: str = "") -> dict[str, float]:

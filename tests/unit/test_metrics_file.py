@@ -176,6 +176,30 @@ def test_a_file_that_somebody_emptied_is_written_anew(tmp_path: Path) -> None:
     assert told(tmp_path) == in_order()
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"kind": "step", "seq": 99, "lineage": 0, "step": null, "metrics": {}}',
+        '{"kind": "step", "seq": 99, "metrics": {}}',
+        '{"kind": "eval", "id": "0.0", "lineage": 0, "step": 0, "metrics": []}',
+        '{"kind": "eval", "id": "0.0", "lineage": 0, "step": 0, "metrics": {"accuracy": "high"}}',
+        '{"kind": "rollback", "seq": 99, "lineage": 1, "step": 1, "time": "noon"}',
+        "[" * 100_000,
+        "\0" * 4096,
+    ],
+)
+def test_a_line_of_a_strangers_is_no_line_to_whoever_writes_or_reads(tmp_path: Path, line: str) -> None:
+    file = MetricsFile(tmp_path)
+    file.bring(source(3), 1.0, nothing)
+    with file.path.open("a") as strange:
+        strange.write(f"{line}\n")
+    MetricsFile(tmp_path).bring(source(ended=True), 1.0, nothing)
+    decoded = [decode(raw) for raw in file.path.read_bytes().splitlines()]
+    assert decoded.count(None) == 1
+    file.path.write_bytes(encode([one for one in decoded if one is not None]))
+    assert told(tmp_path) == in_order()
+
+
 def test_who_finds_another_writing_does_not_wait(tmp_path: Path) -> None:
     with (tmp_path / "metrics.jsonl").open("ab") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
