@@ -66,7 +66,8 @@ class FlowSpec(Section):
     @model_validator(mode="after")
     def _goes_so_far_and_no_further(self) -> FlowSpec:
         if (self.steps is None) == (self.epochs is None):
-            given = "both are given" if self.steps is not None else "neither is given"
+            both = "both are given. Take one out, on the command line with --set flow.steps=null or flow.epochs=null"
+            given = both if self.steps is not None else "neither is given"
             raise ValueError(f"a job goes by flow.steps or by flow.epochs, exactly one of them; {given}")
         if self.prompt_limit is not None and self.prompt_limit < self.groups_per_step:
             raise ValueError(

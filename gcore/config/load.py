@@ -177,6 +177,12 @@ def _replaced(node: Any, keys: Sequence[str], value: Any, override: str, above: 
             where="--set",
             fix="See `gcore schema`",
         )
+    if key.isdecimal() and not node and not above.endswith("options"):
+        raise SpecError(
+            f"{shortened(repr(override))} is about an item of a list, and the spec has no list there",
+            where="--set",
+            fix="Give the whole list: SECTION=[{name: NAME}]",
+        )
     section = node or {}
     return {**section, key: _replaced(section.get(key), rest, value, override, key)}
 

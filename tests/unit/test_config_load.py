@@ -138,6 +138,7 @@ def test_an_override_of_an_item_that_is_not_there_is_told(place: str) -> None:
         pytest.param("flow.steps", "not of the form section.field=value", id="no equals sign"),
         pytest.param("=3", "not of the form", id="no key"),
         pytest.param("flow..steps=3", "not of the form", id="an empty part"),
+        pytest.param("tracking.0.name=x", "an item of a list, and the spec has no list there. Give", id="no list"),
         pytest.param("flow.steps.more=3", "'steps' in .* is a value, not a section", id="below a value"),
         pytest.param("flow.steps=[1", "--set flow.steps=.*not valid YAML", id="no YAML"),
         pytest.param("flow.steps=*a", "aliases", id="an alias"),

@@ -42,7 +42,7 @@ def spec(**sections: dict[str, Any]) -> JobSpec:
     ("flow", "said"),
     [
         ({}, "exactly one of them; neither is given"),
-        ({"steps": 3, "epochs": 1}, "exactly one of them; both are given"),
+        ({"steps": 3, "epochs": 1}, "exactly one of them; both are given. Take one out"),
         ({"epochs": 0}, "greater than 0"),
         ({"epochs": 1, "count": "groups"}, "flow.count"),
         ({"steps": 3, "groups_per_step": 8, "max_prompts_per_step": 7}, "is below groups_per_step"),
