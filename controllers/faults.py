@@ -1,4 +1,4 @@
-"""What plug-ins raised, kept for the job's events with their own tracebacks.
+"""What plug-ins raised, with their own tracebacks, and why prompts failed, kept for the job's events.
 
 The same error of the same code is written once for a job, whoever meets it; a controller writes a bounded number. An event
 tells it; what becomes of the prompt or of the job is decided elsewhere. What the store did not take stands in the controller's log,

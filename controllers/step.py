@@ -77,7 +77,7 @@ class Producer(Protocol):
 
     @property
     def faults(self) -> FaultBook:
-        """Where what plug-ins raise is told."""
+        """Where it is told what plug-ins raise, and why prompts fail."""
         ...
 
     def check_filtered(self, group: Group) -> None:
@@ -165,8 +165,14 @@ class JobStep:
         if not view.rules.staleness and self.is_current():
             raise EngineError(f"prompt {group.ref} was made by {made_by}, not {self.version}", fix="It is issued again")
 
-    def end(self, ref: PromptRef, outcome: Outcome, source: str) -> None:
-        """Hold an outcome, unless it belongs to a lineage that was cut off meanwhile: then `ref` is issued again."""
+    def end(self, ref: PromptRef, outcome: Outcome, source: str, trace: str = "") -> None:
+        """Hold an outcome, unless it belongs to a lineage that was cut off meanwhile: then `ref` is issued again.
+
+        Why a prompt failed is an event too, once for each reason, with the plug-in's own `trace`: a count alone would say
+        nothing to whoever follows the job.
+        """
+        if outcome.kind == "failed":
+            self._peer.faults.note(outcome.reason, trace)
         view = self._peer.look()
         assert view.mirror.head is not None
         if is_ancestor(view.mirror.head.record, self.version):
@@ -271,9 +277,7 @@ class JobBatch:
             else:
                 self._step.end(ref, result, prompt.source)
         except (RewardError, FilterError) as error:
-            if trace := trace_of(error):
-                self._peer.faults.note(str(error), trace)
-            self._step.end(ref, Outcome("failed", str(error)), prompt.source)
+            self._step.end(ref, Outcome("failed", str(error)), prompt.source, trace_of(error))
         except EngineError as error:
             tries = holdings.lose(ref)
             log.info("prompt %s, try %d: %s", ref, tries, error)

@@ -121,7 +121,7 @@ def test_rewards_that_raise_hang_and_crash_cost_their_own_prompts(
 
 
 def check(entries: list[LogEntry], faults: list[FaultRecord]) -> None:
-    """Each bad prompt failed for its own reason; the parts of the rewards are told step by step."""
+    """Each bad prompt failed for its own reason, which is an event; the parts of the rewards are told step by step."""
     trained = [entry for entry in entries if entry.kind == "train"]
     assert len(trained) == 3
     for entry in trained:
@@ -134,7 +134,8 @@ def check(entries: list[LogEntry], faults: list[FaultRecord]) -> None:
         "reward 'moody' took the process that scores with it, which was ended by itself with exit code 9",
     }
     assert all(ended.source == "letters" for entry in entries for ended in entry.delta if ended.kind == "failed")
-    (fault,) = faults
+    assert {fault.what.split(".")[0] for fault in faults} == failed  # an event for each reason, once
+    (fault,) = (fault for fault in faults if fault.trace)
     assert fault.what.startswith("reward 'moody' raised ValueError: not today")
     assert 'raise ValueError("not today")' in fault.trace
     assert "pack_moody.py" in fault.trace

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from collections.abc import Coroutine
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +31,7 @@ from gcore.ledger.mirror import JobMirror
 from gcore.ledger.stream import StreamRules
 from gcore.plugins import PluginFault
 from gcore.prompts.cursor import shard_lengths
+from gcore.reward import RewardError
 from gcore.store.keys import JobKeys
 from gcore.store.types import WatchBatch, WatchEvent
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
@@ -193,11 +195,29 @@ class Job:
         async def production() -> Group | Outcome:
             return await self.filter(prompt, group) if ask else group  # type: ignore[arg-type]
 
+        await self._start(prompt, production())
+
+    async def fail(self, ref: PromptRef, reason: str) -> None:
+        async def production() -> Group | Outcome:
+            raise RewardError(reason)
+
+        await self._start(Prompt(ref, "text", (1,), {}, "data"), production())
+
+    async def _start(self, prompt: Prompt, production: Coroutine[Any, Any, Group | Outcome]) -> None:
         batch = JobBatch(self, self.step)  # type: ignore[arg-type]
         self.step.hand_out(prompt)
-        batch.start(production())
-        await self.changes.until(lambda: group.ref not in self.holdings.in_flight)
+        batch.start(production)
+        await self.changes.until(lambda: prompt.ref not in self.holdings.in_flight)
         await asyncio.sleep(0)
+
+    async def events(self) -> list[Any]:
+        """What a follower is told of what was noted."""
+        await self.faults.finish()
+        listing = self.cluster.listing(KEYS.prefix)
+        batch = WatchBatch(tuple(WatchEvent("put", kv) for kv in listing.kvs), listing.revision, reset=True)
+        events = EventLog(KEYS)
+        events.note(JobMirror(KEYS), batch, JobMirror(KEYS).fold(batch), 0.0)
+        return sorted(events.events, key=lambda event: event.message)
 
 
 async def test_what_a_filter_refuses_is_filtered_with_its_reason_and_the_rest_is_held() -> None:
@@ -218,14 +238,26 @@ async def test_a_filter_that_raises_fails_the_prompt_and_its_traceback_is_an_eve
     (outcome,) = job.holdings.outcomes.values()
     assert outcome.kind == "failed"
     assert outcome.reason.startswith("filter 'broken' raised ZeroDivisionError: division by zero")
-    await job.faults.finish()
-    listing = job.cluster.listing(KEYS.prefix)
-    batch = WatchBatch(tuple(WatchEvent("put", kv) for kv in listing.kvs), listing.revision, reset=True)
-    events = EventLog(KEYS)
-    events.note(JobMirror(KEYS), batch, JobMirror(KEYS).fold(batch), 0.0)
-    (event,) = events.events
+    (event,) = await job.events()
     assert "filter 'broken' raised ZeroDivisionError" in event.message
     assert "in broken" in json.loads(event.data_json)["trace"]
+
+
+async def test_why_prompts_fail_is_an_event_once_for_each_reason_also_without_a_traceback() -> None:
+    job = Job()
+    for position, reason in enumerate(("it gave nan", "it gave nan", "it has no answer")):
+        await job.fail(PromptRef(0, 0, position), reason)
+    assert len(job.holdings.outcomes) == 3
+    assert [(event.kind, event.message) for event in await job.events()] == [
+        ("fault", "it gave nan"),
+        ("fault", "it has no answer"),
+    ]
+
+
+async def test_what_is_filtered_is_counted_and_no_event() -> None:
+    job = Job(CheckedFilter("signal", signal, {}))
+    await job.produce(group_of((1.0, 1.0)))
+    assert await job.events() == []
 
 
 async def test_a_flow_that_does_not_ask_the_filters_of_the_spec_ends_with_a_sentence() -> None:
