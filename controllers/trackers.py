@@ -112,15 +112,12 @@ class TrackerKeeper:
         except OSError as error:
             heard.error = f"{folder} cannot be written ({error.strerror or error})"
             return 1
-        with output:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "gcore.tracking", "--home", str(self._home)),
-                *("--run-dir", job.run_dir, "--tracker", self._tracker.name),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=output,
-                start_new_session=True,
-            )
+        try:
+            with output:
+                process = await self._started(job, output)
+        except OSError as error:  # no memory, no room for one more process
+            heard.error = f"its process cannot be started ({error.strerror or error})"
+            return 1
         assert process.stdin is not None
         process.stdin.write(Document(job.uid, job.name, job.spec, dict(self._tracker.options)).encode())
         listening = asyncio.create_task(self._listen(process, heard))
@@ -136,6 +133,16 @@ class TrackerKeeper:
             await asyncio.gather(listening, return_exceptions=True)
         assert process.returncode is not None
         return process.returncode
+
+    async def _started(self, job: JobRecord, output: BinaryIO) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "gcore.tracking", "--home", str(self._home)),
+            *("--run-dir", job.run_dir, "--tracker", self._tracker.name),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=output,
+            start_new_session=True,
+        )
 
     async def _watch(self, process: asyncio.subprocess.Process, heard: _Heard) -> None:
         """Until it has ended, is no longer mine, or has to be killed, which is done here."""

@@ -192,6 +192,28 @@ async def test_a_tracker_in_trouble_is_started_again_told_of_once_and_misses_not
     assert len(warned) < 1000
 
 
+@pytest.mark.usefixtures("quick")
+async def test_a_machine_that_cannot_start_one_more_process_is_told_of_and_tried_again(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(run_dir)
+    start, tries = TrackerKeeper._started, iter([True, True])
+
+    async def started(*arguments: Any) -> asyncio.subprocess.Process:
+        if next(tries, False):
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return await start(*arguments)
+
+    monkeypatch.setattr(TrackerKeeper, "_started", started)
+    keeping = asyncio.create_task(job.keeper().run())
+    job.step()
+    job.end()
+    await asyncio.wait_for(keeping, 60)
+    assert [step for _, step in job.reached()] == [1]
+    (warned,) = job.warned
+    assert "its process cannot be started (Resource temporarily unavailable)" in warned
+
+
 async def test_what_a_package_prints_does_not_fill_the_disk(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("controllers.trackers.MOST_OUTPUT", 2_000_000)
     monkeypatch.setattr("controllers.trackers.KEPT_OUTPUT", 1000)
