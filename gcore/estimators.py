@@ -13,6 +13,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+_MANY = 64
+
 
 def pass_at_k(n: int, c: int, k: int) -> float:
     """The unbiased estimate of pass@k for one prompt: `c` of `n` responses are correct. Between 0 and 1.
@@ -41,7 +43,22 @@ def mean_pass_at_k(n: int, prompts_by_correct: Mapping[int, int], k: int) -> flo
     count = sum(prompts_by_correct.values())
     if count < 1:
         raise ValueError("a mean over no prompts is not defined")
-    return math.fsum(times * pass_at_k(n, c, k) for c, times in sorted(prompts_by_correct.items())) / count
+    chances = []
+    none, lost, summed = 0.0, 0.0, 0  # the logarithm of the chance that none of k is correct, for c = summed
+    for c, times in sorted(prompts_by_correct.items()):
+        if min(c, k) < _MANY or n - c < k:
+            chances.append(times * pass_at_k(n, c, k))
+            continue
+        # What `pass_at_k` sums anew for each c, once for all of them: n steps for thousands of prompts. `lost`: the digits
+        # that the sum had no room for (Neumaier).
+        for j in range(summed, c):
+            term = math.log1p(-k / (n - j))
+            total = none + term
+            lost += (none - total) + term if abs(none) >= abs(term) else (term - total) + none
+            none = total
+        summed = c
+        chances.append(times * -math.expm1(none + lost))
+    return math.fsum(chances) / count
 
 
 def mean_correct(n: int, prompts_by_correct: Mapping[int, int]) -> float:

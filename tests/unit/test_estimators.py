@@ -86,3 +86,15 @@ def test_a_mean_over_nothing_is_refused() -> None:
         mean_pass_at_k(2, {}, 1)
     with pytest.raises(ValueError, match="no responses"):
         mean_correct(2, {})
+
+
+@pytest.mark.parametrize(("n", "k"), [(10_000, 5000), (10_000, 64), (2000, 1999), (300, 150)])
+def test_the_mean_over_many_prompts_is_that_of_each_prompts_own_estimate(n: int, k: int) -> None:
+    by_correct = {c: 1 + c % 3 for c in range(0, n + 1, n // 50)}
+    each = math.fsum(times * pass_at_k(n, c, k) for c, times in by_correct.items()) / sum(by_correct.values())
+    assert mean_pass_at_k(n, by_correct, k) == pytest.approx(each, rel=1e-12)
+    few = dict.fromkeys(range(n // 300, n // 100 + 1), 1)
+    each = math.fsum(pass_at_k(n, c, k) for c in few) / len(few)
+    assert mean_pass_at_k(n, few, k) == pytest.approx(each, rel=1e-12)
+    with pytest.raises(ValueError, match="is not defined"):
+        mean_pass_at_k(n, {n + 1: 1}, k)
