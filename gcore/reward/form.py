@@ -31,7 +31,8 @@ def regex(response: str, fields: Mapping[str, Any], spec: RewardSpec) -> RewardR
     where = word_option(spec, "where", "whole", ("whole", "start", "anywhere"))
     pattern, ignore_case = spec.options.get("pattern"), truth_option(spec, "ignore_case", False)
     if not isinstance(pattern, str) or not pattern:
-        raise RewardError(f"reward.options.pattern is {pattern!r}, no pattern", fix="Write a regular expression")
+        given = "is missing" if pattern is None else f"is {pattern!r}, no pattern"
+        raise RewardError(f"reward.options.pattern {given}", fix="Write a regular expression")
     compiled = _compiled(pattern, re.DOTALL | (re.IGNORECASE if ignore_case else 0))
     text = response.strip()
     if "count" in spec.options:

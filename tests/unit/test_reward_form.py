@@ -39,7 +39,8 @@ def test_a_response_follows_a_pattern(response: str, given: dict[str, Any], valu
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({}, "reward.options.pattern is None"),
+        ({}, "reward.options.pattern is missing"),
+        ({"pattern": 3}, "reward.options.pattern is 3, no pattern"),
         ({"pattern": "("}, "no regular expression"),
         ({"pattern": "a", "where": "somewhere"}, "reward.options.where is 'somewhere'"),
         ({"pattern": "a", "count": 2}, "counts matches anywhere"),
