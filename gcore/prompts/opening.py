@@ -82,8 +82,8 @@ def open_prompts(
         limit = prompt_limit(context, longest, named=f"max_new_tokens{own}" if own else "rollout.max_new_tokens")
         return source, _renderer(source, section, model_dir, tokenizer), limit
 
-    def opened(source: Source, renderer: PromptRenderer, limit: int | None) -> OpenSource:
-        return OpenSource(source, _open_dataset(source, cache_dir, progress), renderer, limit)
+    def opened(source: Source, renderer: PromptRenderer, limit: int | None, *, held_out: bool = False) -> OpenSource:
+        return OpenSource(source, _open_dataset(source, cache_dir, progress), renderer, limit, held_out)
 
     # Filters by length are for training; who asks how good a model is wants no prompt left out.
     held_out = [replace(s, min_prompt_tokens=None, max_prompt_tokens=None) for s in eval_sources(spec)]
@@ -91,7 +91,7 @@ def open_prompts(
     trained = [shown(source, "data") for source in training_sources(spec)]
     evaluated = [shown(source, "eval") for source in held_out]
     sources = [opened(*one) for one in trained]
-    evaluation = tuple(EvalSource(opened(*one)) for one in evaluated)
+    evaluation = tuple(EvalSource(opened(*one, held_out=True)) for one in evaluated)
     identity = _identity(
         [(s.source, s.dataset) for s in sources], [(held.source, held.opened.dataset) for held in evaluation]
     )

@@ -16,18 +16,26 @@ from gcore.prompts.render import PromptRenderer
 from gcore.types import Prompt, PromptRef
 
 
+_MADE_TO_FIT = {
+    False: "Shorten it, filter it with max_prompt_tokens, lower rollout.max_new_tokens",
+    True: "Shorten it or take it out of the set (nothing is filtered in evaluation), lower eval.max_new_tokens",
+}
+
+
 class PromptFiltered(GcoreError):
     """The source's filters leave this prompt out. `what` is the outcome's reason, the same for all of a kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenSource:
-    """`limit`: the most tokens that leave room for a response; None for no limit. Safe to use from several threads."""
+    """`limit`: the most tokens that leave room for a response; None for no limit. `held_out`: it is for evaluation, which
+    filters nothing. Safe to use from several threads."""
 
     source: Source
     dataset: Dataset
     renderer: PromptRenderer
     limit: int | None
+    held_out: bool = False
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -81,8 +89,7 @@ class OpenSource:
             raise DataError(
                 f"the prompt has {tokens} tokens, and at most {self.limit} leave room for the response",
                 where=self.dataset.name_of(index),
-                fix="Shorten it, filter it with max_prompt_tokens, lower rollout.max_new_tokens, or raise "
-                "model.max_length if the model allows it",
+                fix=f"{_MADE_TO_FIT[self.held_out]}, or raise model.max_length if the model allows it",
             )
 
 

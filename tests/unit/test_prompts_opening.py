@@ -242,3 +242,12 @@ def test_reading_is_reported_by_source(folder: Path) -> None:
     spec = spec_of(folder, {"sources": [{"name": "a", "path": "sums.jsonl"}, OTHERS]})
     open_prompts(spec, folder / "cache", Path(spec.model.path), lambda *told: seen.append(told))
     assert [name for name, done, total in seen if done == total] == ["a", "others", "others"], "copied, then checked"
+
+
+def test_a_held_out_prompt_that_is_too_long_is_not_told_to_be_filtered_because_nothing_filters_it(folder: Path) -> None:
+    (folder / "held.jsonl").write_text(json.dumps({"prompt": "1 " * 40, "answer": "2"}) + "\n")
+    sections: dict[str, Any] = {"eval": {"path": "held.jsonl", "max_new_tokens": 4}}
+    prompts = opened(spec_of(folder, {"path": "sums.jsonl", "max_prompt_tokens": 8}, **sections), folder)
+    with pytest.raises(DataError, match=r"entry 0: the prompt has 40 tokens.*lower eval\.max_new_tokens") as caught:
+        prompts.evaluation[0].prompt(0)
+    assert "max_prompt_tokens" not in str(caught.value)
