@@ -15,7 +15,6 @@ from gcore.prompts.dataset import Dataset
 from gcore.prompts.render import PromptRenderer
 from gcore.types import Prompt, PromptRef
 
-
 _MADE_TO_FIT = {
     False: "Shorten it, filter it with max_prompt_tokens, lower rollout.max_new_tokens",
     True: "Shorten it or take it out of the set (nothing is filtered in evaluation), lower eval.max_new_tokens",
