@@ -26,8 +26,8 @@ from gcore.flows import Step
 from gcore.flows.filters import CheckedFilter, filtered
 from gcore.prompts.dataset import DataChanged
 from gcore.prompts.source import PromptFiltered
-from gcore.rollout.overlong import shortened
-from gcore.rollout.truncated import dropped, treated
+from gcore.rollout.scored import scored_group
+from gcore.rollout.truncated import dropped
 from gcore.types import Group, Outcome, Prompt, PromptRef, Sample, Version
 
 
@@ -175,17 +175,7 @@ class JobPeer:
         if outcome is not None:
             return outcome
         results = await practice.scored(prompt, samples)
-        scored = []
-        for sample, result in zip(samples, results, strict=True):
-            rewarded = replace(sample, reward=result.value, reward_parts=result.parts)
-            long = shortened(
-                rewarded,
-                longest=practice.params.max_new_tokens,
-                cache=rollout.overlong_tokens,
-                penalty=rollout.overlong_penalty,
-            )
-            scored.append(treated(long, rollout.truncated, rollout.truncated_penalty))
-        group = Group(prompt.ref, prompt.token_ids, tuple(scored), prompt.source, practice.params.temperature)
+        group = scored_group(prompt, samples, results, rollout, practice.source.sampling)
         self.holdings.note_scores(group)
         return group
 

@@ -19,6 +19,8 @@ from gcore.flows.api import Peer
 from gcore.flows.filters import FilterError, filtered
 from gcore.ledger.collectives import check_given, summed
 from gcore.reward.registry import Response, RewardError
+from gcore.rollout.scored import scored_group
+from gcore.rollout.truncated import dropped, is_truncated
 from gcore.testing.fake_samples import sample_of
 from gcore.types import Group, Outcome, Prompt, PromptRef, Sample, Version
 
@@ -131,17 +133,17 @@ class FakePeer:
         return Group(prompt.ref, prompt.token_ids, (sample,), prompt.source)
 
     async def score(self, prompt: Prompt, samples: tuple[Sample, ...]) -> Group | Outcome:
-        """What the spec's reward says of them. Raises RewardError."""
-        source = training_sources(self.cluster.spec)[0]
-        responses = [Response(s.text, len(s.token_ids), s.finish_reason == "length") for s in samples]
-        scored = []
-        for sample, result in zip(
-            samples, await self.cluster.scorer.score(source.reward, prompt.fields, responses), strict=True
-        ):
+        """What the spec's reward says of them, and what becomes of cut-off ones. Raises RewardError."""
+        rollout, source = self.cluster.spec.rollout, training_sources(self.cluster.spec)[0]
+        if (outcome := dropped(samples, rollout.truncated)) is not None:
+            return outcome
+        responses = [Response(s.text, len(s.token_ids), is_truncated(s)) for s in samples]
+        results = []
+        for result in await self.cluster.scorer.score(source.reward, prompt.fields, responses):
             if isinstance(result, RewardError):
                 raise result
-            scored.append(replace(sample, reward=result.value, reward_parts=result.parts))
-        return Group(prompt.ref, prompt.token_ids, tuple(scored), prompt.source, source.sampling.temperature)
+            results.append(result)
+        return scored_group(prompt, samples, results, rollout, source.sampling)
 
     async def filter(self, prompt: Prompt, group: Group | Outcome) -> Group | Outcome:
         """What the spec's filters make of it. Raises FilterError."""

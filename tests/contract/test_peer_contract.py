@@ -135,6 +135,28 @@ async def test_scores_are_the_rewards_with_their_parts(make: Make) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("rollout", "found"),
+    [
+        pytest.param({}, [(1.0, False), (0.0, False)], id="keep"),
+        pytest.param({"truncated": "mask"}, [(1.0, False), (0.0, True)], id="mask"),
+        pytest.param({"truncated": "penalise", "truncated_penalty": 0.5}, [(1.0, False), (-0.5, False)], id="penalise"),
+        pytest.param({"overlong_tokens": 4, "overlong_penalty": 1.0}, [(1.0, False), (-1.0, False)], id="length"),
+        pytest.param({"truncated": "drop_group"}, None, id="drop the group"),
+    ],
+)
+async def test_cut_off_answers_become_what_the_spec_says(make: Make, rollout: dict[str, Any], found: Any) -> None:
+    bench = make(
+        lambda asked: "and so on, and on" if asked.index else right(asked), rollout={"max_new_tokens": 8} | rollout
+    )
+    _, (prompt, *_) = await some_prompts(bench, 1)
+    group = await bench.peer.score(prompt, await bench.peer.rollout(prompt))
+    if isinstance(group, Outcome):
+        assert (found, group.kind) == (None, "filtered")
+    else:
+        assert [(sample.reward, sample.masked) for sample in group.samples] == found
+
+
 async def test_what_cannot_be_scored_is_an_error_for_the_flow(make: Make) -> None:
     bench = make(entries=NO_NUMBERS, reward={"name": "numeric"})
     _, (prompt, *_) = await some_prompts(bench, 1)
