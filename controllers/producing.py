@@ -6,6 +6,7 @@ anew when there are steps to make again: after a rollback from behind the last s
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import traceback
 from typing import Protocol
@@ -16,7 +17,7 @@ from controllers.faults import FaultBook
 from gcore.clock import Clock
 from gcore.errors import GcoreError
 from gcore.flows.api import Flow, Peer
-from gcore.plugins import trace_of
+from gcore.plugins import RAISED, trace_of
 
 log = logging.getLogger(__name__)
 
@@ -48,21 +49,28 @@ class Producing:
         self._clock = clock
 
     async def run(self, flow: Flow, peer: Peer) -> None:
-        """For ever: the flow to its end, and again when there is more to do."""
+        """Until cancelled: the flow to its end, and again when there is more to do."""
+        me = asyncio.current_task()
+        assert me is not None
         while True:
             try:
                 await flow(peer)
             except GcoreError as error:
                 await self.fail_with(error)
-            except Exception as error:  # the edge to foreign code
+            except (*RAISED, asyncio.CancelledError) as error:  # the edge to foreign code
+                if me.cancelling():
+                    raise
+                # A cancellation that was not meant for it is of a task of the flow's own.
                 log.exception("the flow of job %s failed", self._job.uid)
                 last = traceback.extract_tb(error.__traceback__)[-1]
                 await self.fail_with(error, f"the flow raised {error!r} at {last.filename}:{last.lineno}")
+            if me.cancelling():  # which the flow has kept to itself
+                return
             await self._job.changes.until(self._job.has_more)
             # A flow that always ends at once must not keep everything else from running.
             await self._clock.sleep(LOOK_AGAIN_S)
 
-    async def fail_with(self, error: Exception, reason: str = "") -> None:
+    async def fail_with(self, error: BaseException, reason: str = "") -> None:
         """End the job because of `error`; first the traceback of a plug-in that raised it."""
         reason = reason or str(error)
         if len(reason) > LONGEST_REASON:

@@ -253,10 +253,9 @@ class JobBatch:
 
     async def give_up(self) -> None:
         """Cancel what is under way; whatever is still due is issued again."""
-        tasks = list(self._tasks)
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -282,10 +281,11 @@ class JobBatch:
             tries = holdings.lose(ref)
             log.info("prompt %s, try %d: %s", ref, tries, error)
             if tries > self._peer.material.spec.flow.max_reissues:
-                reason = f"issued {tries} times, the last: {error}"
-                self._step.end(ref, Outcome("failed", reason), prompt.source)
+                self._step.end(ref, Outcome("failed", f"issued {tries} times, the last: {error}"), prompt.source)
             elif isinstance(error, EngineUnreachable):
                 await self._peer.clock.sleep(reissue_delay(tries))  # still in flight, so not issued meanwhile
+        except SystemExit as error:  # let through, it would end this process
+            self._step.fail(error)
         finally:
             if holdings.in_flight.end(ref):
                 self._lost(prompt)

@@ -24,6 +24,8 @@ MAX_SENTENCE = 500
 """Characters of what an error says that are told: some put a whole page into a line. It goes into records and over pipes."""
 MAX_TRACE = 4000
 """Characters of a traceback that are kept: its end, where the error is."""
+RAISED = (Exception, SystemExit)
+"""What plug-ins raise. Who calls sys.exit means the plug-in's end, not that of the controller it runs in."""
 _OURS = ("gcore", "controllers", "placement", "importlib", "asyncio")
 """Packages whose frames come before a plug-in's own."""
 
@@ -63,7 +65,10 @@ def find_plugin(kind: PluginKind, name: str) -> Callable[..., Any]:
 
 def sentence_of(error: BaseException) -> str:
     """The error's type and the first line of what it says, at most MAX_SENTENCE characters of it."""
-    first = next(iter(str(error).splitlines()), "")
+    try:
+        first = next(iter(str(error).splitlines()), "")
+    except Exception:  # noqa: BLE001  the edge to foreign code: an error may even fail to say what it is
+        first = ""
     first = first if len(first) <= MAX_SENTENCE else f"{first[: MAX_SENTENCE - 1]}…"
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
@@ -98,7 +103,7 @@ def _unknown(kind: PluginKind, name: str, names: set[str]) -> PluginFault:
 def _loaded(kind: PluginKind, name: str, point: EntryPoint) -> Callable[..., Any]:
     try:
         found = point.load()
-    except Exception as error:  # the edge to foreign code: importing it may raise anything
+    except RAISED as error:  # the edge to foreign code: importing it may raise anything
         raise PluginFault(
             f"{kind.noun} {name!r} cannot be loaded from {point.value} ({sentence_of(error)}){_place_of(error)}",
             where=kind.where,

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 from gcore.config.base import Option
 from gcore.config.flow import FilterSpec
 from gcore.errors import GcoreError
-from gcore.plugins import PluginFault, PluginKind, find_plugin, sentence_of, trace_of
+from gcore.plugins import RAISED, PluginFault, PluginKind, find_plugin, sentence_of, trace_of
 from gcore.types import Group, Outcome, PromptRef, Sample, Version, VersionSpan
 
 FILTERS = PluginKind("filter", "gcore.filters", "flow.filters")
@@ -60,7 +60,7 @@ class CheckedFilter:
             reason: Any = self.function(group, fields, self.options)
         except FilterError:
             raise
-        except Exception as error:  # the edge to foreign code: one odd group must not end the controller
+        except RAISED as error:  # the edge to foreign code: one odd group must not end the controller
             raise FilterError(f"filter {self.name!r} raised {sentence_of(error)}", fix="Correct the filter") from error
         if reason is None:
             return None

@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from gcore.config.base import Option
 from gcore.errors import GcoreError, UsageError
-from gcore.plugins import PluginKind, find_plugin
+from gcore.plugins import RAISED, PluginKind, find_plugin
 from gcore.prompts.shards import ShardOrder
 from gcore.prompts.stream import PromptStream
 
@@ -111,7 +111,7 @@ class CheckedCurriculum:
             key = self._curriculum(view)
         except CurriculumError:
             raise
-        except Exception as error:  # the edge to foreign code
+        except RAISED as error:  # the edge to foreign code
             raise CurriculumError(
                 f"curriculum {self._name!r} raised {error!r} for epoch {view.epoch}", fix="Correct it"
             ) from error
@@ -127,7 +127,7 @@ class CheckedCurriculum:
                 value = float(key(source, fields))
             except GcoreError:
                 raise
-            except Exception as error:  # the edge to foreign code
+            except RAISED as error:  # the edge to foreign code
                 raise CurriculumError(
                     f"the key of curriculum {self._name!r} raised {error!r}", fix="Correct it, or the data"
                 ) from error

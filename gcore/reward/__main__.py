@@ -2,7 +2,7 @@
 
 It loads the rewards that it is told of, and nothing else of gcore than they need: no engine, no torch, no store. Rewards run
 in its main thread, one response at a time, because libraries of mathematics limit their time by signals. What a reward prints
-goes to standard error, which is the controller's log. It ends when the socket does.
+goes to standard error, which is the controller's log. It ends when the socket does, which no process that a reward starts has.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ TOGETHER_S = 0.002
 def main() -> None:
     """The process."""
     line, begun = socket.socket(fileno=int(sys.argv[1])), Begun(int(sys.argv[2]))
+    keep_from_children(line)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     with line, line.makefile("rb") as heard:
         setup = json.loads(heard.readline())
@@ -43,6 +44,13 @@ def main() -> None:
                 answer(line, begun, number, batch, rewards)
         except (BrokenPipeError, ConnectionResetError):  # nobody wants to know any more
             pass
+
+
+def keep_from_children(line: socket.socket) -> None:
+    """A process that a reward forks cannot answer in this one's place: every answer after that would be another response's."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.set_inheritable(line.fileno(), False)
+    os.register_at_fork(after_in_child=lambda: os.dup2(nothing, line.fileno(), inheritable=False))
 
 
 def answer(line: socket.socket, begun: Begun, number: int, batch: bytes, rewards: list[OpenReward]) -> None:

@@ -23,6 +23,8 @@ from gcore.plugins import MAX_TRACE, PluginFault
 from gcore.reward.registry import Response, RewardError, RewardResult
 from gcore.reward.scoring import Scored
 
+LONGEST_WORDS = 2000
+"""Characters of what an error says, where, and what to do: a reward's own may hold any text."""
 Call = tuple[int, Mapping[str, Any], Response]
 """The number of a reward, a prompt's entry, a response."""
 
@@ -114,4 +116,6 @@ def check_ready(value: Any) -> None:
 
 
 def _told(error: GcoreError, trace: str) -> dict[str, str | None]:
-    return {"what": error.what, "where": error.where, "fix": error.fix, "trace": trace[-MAX_TRACE:]}
+    words = {"where": error.where, "fix": error.fix}
+    said = {name: None if word is None else str(word)[:LONGEST_WORDS] for name, word in words.items()}
+    return {"what": str(error.what)[:LONGEST_WORDS], **said, "trace": trace[-MAX_TRACE:]}

@@ -95,6 +95,7 @@ class RewardPool:
         self._clock = clock
         self._on_fault = on_fault
         self._queue: deque[_Call] = deque()
+        self._requests: set[_Request] = set()
         self._news = asyncio.Condition()
         self._slots: list[_Slot] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -143,16 +144,18 @@ class RewardPool:
             return ()
         for place, response in enumerate(responses):
             self._queue.append(_Call(request, place, reward, fields, response))
+        self._requests.add(request)
+        request.done.add_done_callback(lambda _: self._requests.discard(request))
         await self._notify()
         await request.done
         return tuple(result for result in request.results if result is not None)
 
     async def close(self) -> None:
         """End every process. What is being scored is given up."""
+        self._give_up(GcoreError("the rewards of this job are closed"))
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._give_up(GcoreError("the rewards of this job are closed"))
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -182,6 +185,9 @@ class RewardPool:
             log.error("rewards cannot be had any more: %s", error)
             self._give_up(error)
         finally:
+            self._give_up(
+                GcoreError("rewards are scored no more", fix="See the controller's log")
+            )  # a defect of the pool
             process, slot.process = slot.process, None
             if process is not None:
                 await process.end()
@@ -282,11 +288,11 @@ class RewardPool:
                 await self._clock.sleep(START_AGAIN_S)
 
     def _give_up(self, error: GcoreError) -> None:
-        """Everything that waits, and will, is told why."""
-        self._broken = error
-        for call in self._queue:
-            if not call.request.done.done():
-                call.request.done.set_exception(error)
+        """Everything that waits, and will, is told why; the first reason counts."""
+        self._broken = self._broken or error
+        for request in self._requests:
+            if not request.done.done():
+                request.done.set_exception(self._broken)
         self._queue.clear()
 
     async def _notify(self) -> None:

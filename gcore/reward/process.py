@@ -133,12 +133,13 @@ class RewardProcess(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
         if self._closed:  # its death closes the socket a moment before it can be collected
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(TimeoutError, OSError):
                 async with asyncio.timeout(LATE_S):
                     await child_ended(process.pid)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        await child_ended(process.pid)
+        with contextlib.suppress(OSError):  # no descriptor is left: it is waited for below, and has been killed
+            await child_ended(process.pid)
         process.wait()
         out_of_memory = death.out_of_memory_kills() > self._oom_kills
         return death.sentence(process.returncode, "", out_of_memory=out_of_memory)
@@ -188,26 +189,25 @@ class RewardProcess(asyncio.Protocol):
 
 def _spawn() -> tuple[socket.socket, Begun, subprocess.Popen[bytes]]:
     """A process, this end of the line to it, and where it writes what it begins. Raises CannotStart."""
-    ours, theirs = socket.socketpair()
-    memory = os.memfd_create("begun", os.MFD_CLOEXEC)
-    os.ftruncate(memory, BEGUN_BYTES)
-    begun = Begun(memory)
     tether = (sys.executable, "-I", "-S", str(TETHER), str(os.getpid()))
-    with theirs:
-        try:
-            process = subprocess.Popen(
-                [*tether, sys.executable, "-m", "gcore.reward", str(theirs.fileno()), str(memory)],
-                env={**os.environ, **thread_environment(1)},
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), memory),
-                process_group=0,
-            )
-        except OSError as error:
-            ours.close()
-            raise CannotStart(
-                f"no process for rewards can be started ({error.strerror or error})",
-                fix="Free memory, or lower scoring.workers",
-            ) from error
-        finally:
-            os.close(memory)
+    try:
+        with contextlib.ExitStack() as undo:
+            ours, theirs = socket.socketpair()
+            undo.callback(ours.close)
+            with theirs, open(os.memfd_create("begun", os.MFD_CLOEXEC), "r+b", buffering=0) as memory:
+                memory.truncate(BEGUN_BYTES)
+                begun = Begun(memory.fileno())
+                process = subprocess.Popen(
+                    [*tether, sys.executable, "-m", "gcore.reward", str(theirs.fileno()), str(memory.fileno())],
+                    env={**os.environ, **thread_environment(1)},
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(), memory.fileno()),
+                    process_group=0,
+                )
+            undo.pop_all()
+    except OSError as error:
+        raise CannotStart(
+            f"no process for rewards can be started ({error.strerror or error})",
+            fix="Free memory or descriptors, or lower scoring.workers",
+        ) from error
     return ours, begun, process

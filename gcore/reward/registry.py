@@ -16,9 +16,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from gcore.config.explain import shortened
 from gcore.config.spec import RewardSpec
 from gcore.errors import GcoreError
-from gcore.plugins import PluginKind, find_plugin, sentence_of, trace_of
+from gcore.plugins import RAISED, PluginKind, find_plugin, sentence_of, trace_of
 
 REWARDS = PluginKind("reward", "gcore.rewards", "reward.name")
 LARGEST = 3.4e38
@@ -95,17 +96,20 @@ class CheckedReward:
             start(spec)
         except RewardError:
             raise
-        except Exception as error:  # the edge to foreign code
+        except RAISED as error:  # the edge to foreign code
             raise self._raised(error, "while it was started") from error
 
     def __call__(self, response: str, fields: Mapping[str, Any], spec: RewardSpec) -> RewardResult:
         """As the reward. Raises RewardError and nothing else."""
         try:
-            result = self._reward(response, fields, spec)
+            return self._checked(self._reward(response, fields, spec))
         except RewardError:
             raise
-        except Exception as error:  # the edge to foreign code: one odd response must not end the process
+        except RAISED as error:  # the edge to foreign code: one odd response or result must not end the process
             raise self._raised(error) from error
+
+    def _checked(self, result: Any) -> RewardResult:
+        """What it gave, in gcore's own types. Its numbers, names and sequences may be foreign code too."""
         if not isinstance(result, RewardResult):
             raise RewardError(
                 f"reward {self._name!r} returned a {type(result).__name__}, not a RewardResult",
@@ -116,7 +120,7 @@ class CheckedReward:
             value, tuple((self._part(part), self._number(str(part), n)) for part, n in self._parts(result))
         )
 
-    def _raised(self, error: Exception, when: str = "") -> RewardError:
+    def _raised(self, error: BaseException, when: str = "") -> RewardError:
         said = " ".join(word for word in (f"reward {self._name!r} raised", sentence_of(error), when) if word)
         return RewardError(said, fix="Correct the reward", trace=trace_of(error))
 
@@ -134,18 +138,20 @@ class CheckedReward:
         return pairs
 
     def _part(self, name: Any) -> str:
-        if len(str(name)) > LONGEST_PART:
+        text = str(name)
+        if len(text) > LONGEST_PART:
             raise RewardError(
-                f"reward {self._name!r} gave a part a name of {len(str(name))} characters; at most {LONGEST_PART}",
+                f"reward {self._name!r} gave a part a name of {len(text)} characters; at most {LONGEST_PART}",
                 fix="Correct the reward",
             )
-        return str(name)
+        return text
 
     def _number(self, what: str, value: Any) -> float:
         try:
             number = float(value)
         except (TypeError, ValueError, OverflowError) as error:
-            raise RewardError(f"reward {self._name!r} gave {value!r} as {what}", fix="Correct the reward") from error
+            shown = shortened(repr(value))
+            raise RewardError(f"reward {self._name!r} gave {shown} as {what}", fix="Correct the reward") from error
         if not math.isfinite(number) or abs(number) > LARGEST:
             raise RewardError(
                 f"reward {self._name!r} gave {number} as {what}, which is not finite in float32",

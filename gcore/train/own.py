@@ -26,7 +26,7 @@ from torch import Tensor
 from gcore.config.algorithms import ADVANTAGES, LOSSES, is_own_advantage, is_own_loss
 from gcore.config.base import Option
 from gcore.config.train import TrainSpec
-from gcore.plugins import PluginFault, PluginKind, find_plugin, sentence_of, trace_of
+from gcore.plugins import RAISED, PluginFault, PluginKind, find_plugin, sentence_of, trace_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class _Own:
         """What the function returns for them. Raises PluginFault if it raises, or returns no tensor of that shape."""
         try:
             found = self.function(*tensors, **more, **self.options)
-        except Exception as error:  # the edge to foreign code
+        except RAISED as error:  # the edge to foreign code
             raise self.fault(f"raised {sentence_of(error)}", trace_of(error)) from error
         if not isinstance(found, Tensor) or found.shape != shape:
             what = (

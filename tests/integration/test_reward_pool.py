@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -17,6 +19,7 @@ import pytest
 
 from gcore.clock import SystemClock
 from gcore.config.spec import RewardSpec, ScoringSpec
+from gcore.errors import GcoreError
 from gcore.plugins import PluginFault
 from gcore.reward.pool import RewardPool
 from gcore.reward.process import RewardProcess
@@ -47,6 +50,8 @@ def score(response, fields, spec):
         return RewardResult(len([bytearray(1 << 20) for _ in range(10_000)]))
     if word == "raise":
         raise ValueError(rest)
+    if word == "fork":
+        return RewardResult(1.0 if os.fork() else 7.0)
     if word == "nan":
         return RewardResult(float("nan"))
     if word == "print":
@@ -369,6 +374,46 @@ async def test_processes_that_cannot_be_replaced_are_waited_for(
             RewardResult(2.0, (("letters", 2.0),)),
         )
         assert lacking == []
+
+
+async def test_a_process_that_a_reward_forked_does_not_answer_in_its_place(opened: Opened) -> None:
+    async with opened() as pool:
+        one, letters = RewardResult(1.0), RewardResult(1.0, (("letters", 1.0),))
+        assert await score(pool, "fork", "a") == (one, letters)
+        assert await score(pool, "a", "fork", "a") == (letters, one, letters)
+
+
+async def test_a_controller_without_descriptors_scores_again_once_it_has_some(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened() as pool:
+        monkeypatch.setattr("gcore.reward.pool.WAIT_S", 0.05)
+        monkeypatch.setattr("gcore.reward.pool.START_AGAIN_S", 0.01)
+        warned = asyncio.Event()
+        monkeypatch.setattr("gcore.reward.pool.log.warning", lambda *words: warned.set())
+        os.kill(pool.pids[0], signal.SIGKILL)
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        held = []
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 32, limits[1]))
+            with contextlib.suppress(OSError):
+                while True:
+                    held.append(os.open(os.devnull, os.O_RDONLY))
+            scoring = asyncio.create_task(score(pool, "a"))
+            await warned.wait()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            for fd in held:
+                os.close(fd)
+        assert await scoring == (RewardResult(1.0, (("letters", 1.0),)),)
+
+
+async def test_whoever_waits_when_the_pool_is_closed_is_told(opened: Opened) -> None:
+    async with opened() as pool:
+        scoring = asyncio.create_task(score(pool, "sleep 60", "a"))
+        await asyncio.wait({scoring}, timeout=0.05)
+    with pytest.raises(GcoreError, match="the rewards of this job are closed"):
+        await scoring
 
 
 async def test_rewards_that_take_too_long_to_load_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

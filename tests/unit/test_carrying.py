@@ -194,6 +194,7 @@ class Peer:
         self.holdings = Holdings()
         self.changes = Changes()
         self.clock = FakeClock()
+        self.faults = SimpleNamespace(note=lambda what, trace="": None)
         rollout = SimpleNamespace(staleness=staleness)
         flow = SimpleNamespace(max_reissues=1)
         self.material = SimpleNamespace(spec=SimpleNamespace(rollout=rollout, flow=flow, train=SPEC.train))
@@ -308,14 +309,15 @@ def test_a_held_group_that_becomes_too_old_counts_as_issued_in_vain() -> None:
     assert holdings.went_stale == set()
 
 
-async def test_a_defect_of_a_production_that_outlived_its_step_ends_the_flow() -> None:
+@pytest.mark.parametrize("defect", [ZeroDivisionError("a plug-in's"), SystemExit("a plug-in's")], ids=repr)
+async def test_a_defect_of_a_production_that_outlived_its_step_ends_the_flow(defect: BaseException) -> None:
     peer, answer = Peer(), asyncio.get_running_loop().create_future()
     await begun(peer, answer)
-    answer.set_exception(ZeroDivisionError("a plug-in's"))
+    answer.set_exception(defect)
     await settled(peer)
     await asyncio.sleep(0)
     later: Any = peer
-    with pytest.raises(ZeroDivisionError, match="a plug-in's"):
+    with pytest.raises(type(defect), match="a plug-in's"):
         JobStep(later, NEW).raise_defect()
 
 

@@ -82,6 +82,29 @@ async def test_a_flow_that_raises_ends_the_job_and_its_own_traceback_is_an_event
     assert "producing.py" not in trace
 
 
+@pytest.mark.parametrize("raised", [SystemExit(3), asyncio.CancelledError()], ids=repr)
+async def test_a_flow_that_leaves_python_or_awaits_what_it_cancelled_ends_the_job_and_not_the_controller(
+    raised: BaseException,
+) -> None:
+    async def leaves(peer: Any) -> None:
+        raise raised
+
+    job = Job()
+    await job.run(leaves)
+    (reason,) = job.reasons
+    assert reason.startswith(f"the flow raised {raised!r} at ")
+
+
+async def test_a_flow_that_keeps_its_cancellation_to_itself_is_not_waited_for() -> None:
+    async def swallows(peer: Any) -> None:
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+
+    job = Job()
+    await job.run(swallows)
+    assert job.reasons == []
+
+
 async def test_what_is_told_in_gcores_words_needs_no_traceback() -> None:
     async def refuses(peer: Any) -> None:
         raise SpecError("no", where="flow.filters")

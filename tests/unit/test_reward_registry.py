@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ from plug_in_package import Install, installer
 
 from gcore.config.spec import RewardSpec
 from gcore.errors import SpecError
+from gcore.reward.lines import answer_line, answer_of
 from gcore.reward.registry import CheckedReward, RewardError, RewardResult, find_reward
 
 SPEC = RewardSpec()
@@ -62,6 +66,7 @@ def test_a_reward_of_another_package_is_found(install: Install) -> None:
             "pack_f", "pack_f:score", "raise RuntimeError('one\\ntwo')", r"RuntimeError: one\)", id="two lines"
         ),
         pytest.param("pack_g", "pack_g:score", "raise ValueError", r"\(ValueError\)", id="no words"),
+        pytest.param("pack_h", "pack_h:score", "import sys; sys.exit('bye')", "SystemExit: bye", id="leaves Python"),
     ],
 )
 def test_a_reward_that_cannot_be_loaded_is_told_in_one_sentence(
@@ -91,6 +96,53 @@ def test_a_reward_that_is_no_finite_number_is_an_error(bad: Any) -> None:
         gives(RewardResult(bad))("", {}, SPEC)
     with pytest.raises(RewardError, match="as form"):
         gives(RewardResult(1.0, (("form", bad),)))("", {}, SPEC)
+
+
+class _Odd:
+    """What a result may be made of: a tensor of several numbers cannot be one, for example."""
+
+    def __float__(self) -> float:
+        raise RuntimeError("no number")
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def _parts() -> Iterator[tuple[str, float]]:
+    yield "form", 1.0
+    raise KeyError("more")
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        pytest.param(RewardResult(_Odd()), id="value"),  # type: ignore[arg-type]
+        pytest.param(RewardResult(1.0, ((_Odd(), 1.0),)), id="name"),  # type: ignore[arg-type]
+        pytest.param(RewardResult(1.0, _parts()), id="parts"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_result_that_raises_when_it_is_looked_at_is_an_error(result: RewardResult) -> None:
+    with pytest.raises(RewardError, match="reward 'mine' raised"):
+        gives(result)("", {}, SPEC)
+
+
+@pytest.mark.parametrize("bad", ["x" * 10_000_000, ["x"] * 1_000_000], ids=["text", "list"])
+def test_a_result_of_any_size_is_told_in_a_sentence(bad: Any) -> None:
+    with pytest.raises(RewardError) as error:
+        gives(RewardResult(bad))("", {}, SPEC)
+    assert len(str(error.value)) < 300
+
+
+def test_a_reward_that_leaves_python_has_raised() -> None:
+    with pytest.raises(RewardError, match="reward 'mine' raised SystemExit: 3"):
+        CheckedReward("mine", lambda response, fields, spec: sys.exit(3))("", {}, SPEC)
+
+
+@pytest.mark.parametrize("what", [None, 17, "x" * 10_000_000], ids=["None", "a number", "ten megabytes"])
+def test_whatever_a_reward_says_in_its_error_arrives_as_one(what: Any) -> None:
+    told = answer_of(json.loads(answer_line(RewardError(what, where=what, fix=what))))
+    assert isinstance(told, RewardError)
+    assert len(str(told)) < 10_000
 
 
 @pytest.mark.parametrize("bad", [1.0, None, (1.0, ())], ids=repr)
