@@ -67,16 +67,7 @@ def waiting_for(view: JobView) -> Iterator[Wait]:
     if view.is_over:
         yield Wait("finish", "all steps are trained; the last checkpoint or evaluation is not yet there", "wait finish")
     elif seal is None or seal.state is SealState.OPEN:
-        chosen = view.chosen
-        if isinstance(chosen, NotYet):
-            count = "1 more prompt" if chosen.missing == 1 else f"{chosen.missing} more prompts"
-            what = f"step {head.step + 1} needs {count} with all their responses (the oldest: {chosen.oldest})"
-            if view.awaited:
-                begun = weights_of(view.offered.in_flight[chosen.oldest])
-                what += f"; it was begun with {begun}, and would be too old later"
-            yield Wait("groups", what, f"wait groups {head.seq}")
-        if view.arranging:
-            yield Wait("order", f"{view.node} works out the order of the curriculum", "wait order")
+        yield from _groups(view, head)
     elif seal.state is SealState.SEALED:
         layout = balance(seal)
         late = [rank for rank in range(seal.world_size) if view.missing(seal, layout, rank)]
@@ -87,6 +78,20 @@ def waiting_for(view: JobView) -> Iterator[Wait]:
         phases = {view.ranks[r].phase if r in view.ranks else "not connected" for r in behind}
         what = f"{ranks_of(behind)} {'trains' if len(behind) == 1 else 'train'} step {seal.step}"
         yield Wait("train", f"{what} ({', '.join(sorted(phases))})" if phases else what, f"wait train {seal.token}")
+
+
+def _groups(view: JobView, head: Head) -> Iterator[Wait]:
+    """What the next step's batch lacks."""
+    chosen = view.chosen
+    if isinstance(chosen, NotYet):
+        count = "1 more prompt" if chosen.missing == 1 else f"{chosen.missing} more prompts"
+        what = f"step {head.step + 1} needs {count} with all their responses (the oldest: {chosen.oldest})"
+        if view.awaited:
+            begun = weights_of(view.offered.in_flight[chosen.oldest])
+            what += f"; it was begun with {begun}, and would be too old later"
+        yield Wait("groups", what, f"wait groups {head.seq}")
+    if view.arranging:
+        yield Wait("order", f"{view.node} works out the order of the curriculum", "wait order")
 
 
 def _oldest_in_flight(view: JobView, head: Head) -> Iterator[Wait]:

@@ -13,6 +13,7 @@ from gcore.config.algorithms import is_own_advantage, is_own_loss
 if TYPE_CHECKING:
     from gcore.config.flow import FlowSpec
     from gcore.config.rollout import RolloutSpec
+    from gcore.config.sources import Source
     from gcore.config.train import TrainSpec
 
 RETURNS = ("reinforce_pp", "remax", "gae")
@@ -49,6 +50,21 @@ def refuse_flow(flow: FlowSpec, train: TrainSpec) -> str | None:
         return f"flow 'sft' shows answers that no engine drew, so train.loss must be sft, not {train.loss}"
     if train.advantage == "remax" and flow.name in SAMPLING:
         return f"train.advantage 'remax' holds rewards against a baseline, which flow {flow.name!r} does not find; set flow.name: remax"
+    return None
+
+
+def refuse_source(source: Source, rollout: RolloutSpec) -> str | None:
+    """What a source draws that cannot be trained as `rollout` says, if anything; the sentence begins behind its name."""
+    own = source.sampling
+    allows = f"allows {own.max_new_tokens} new tokens"
+    if (own.top_p < 1 or own.top_k is not None or own.min_p > 0) and rollout.correction == "none":
+        return "truncates what is sampled (top_p, top_k or min_p); set rollout.correction: tis"
+    if own.max_new_tokens < rollout.min_new_tokens:
+        return f"{allows}, fewer than rollout.min_new_tokens ({rollout.min_new_tokens})"
+    if rollout.overlong_tokens is not None and own.max_new_tokens < rollout.overlong_tokens:
+        return f"{allows}, fewer than rollout.overlong_tokens ({rollout.overlong_tokens})"
+    if own.max_new_tokens > rollout.max_new_tokens:
+        return f"{allows}, more than rollout.max_new_tokens ({rollout.max_new_tokens})"
     return None
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveInt, model_validator
 
 from gcore.config.base import Section
-from gcore.config.combinations import refuse_correction, refuse_flow, refuse_stale
+from gcore.config.combinations import refuse_correction, refuse_flow, refuse_source, refuse_stale
 from gcore.config.evaluation import ACCURACY, NO_BEST, EvalSpec, eval_sources
 from gcore.config.flow import FlowSpec
 from gcore.config.reading import SamplesSpec, TrackerSpec
@@ -122,27 +122,8 @@ class JobSpec(Section):
                 "policy"
             )
         for source in training_sources(self):
-            own = source.sampling
-            truncates = own.top_p < 1 or own.top_k is not None or own.min_p > 0
-            if truncates and self.rollout.correction == "none":
-                raise ValueError(
-                    f"source {source.name!r} truncates what is sampled (top_p, top_k or min_p); set rollout.correction: tis"
-                )
-            if own.max_new_tokens < self.rollout.min_new_tokens:
-                raise ValueError(
-                    f"source {source.name!r} allows {own.max_new_tokens} new tokens, fewer than rollout.min_new_tokens "
-                    f"({self.rollout.min_new_tokens})"
-                )
-            if self.rollout.overlong_tokens is not None and own.max_new_tokens < self.rollout.overlong_tokens:
-                raise ValueError(
-                    f"source {source.name!r} allows {own.max_new_tokens} new tokens, fewer than rollout.overlong_tokens "
-                    f"({self.rollout.overlong_tokens})"
-                )
-            if own.max_new_tokens > self.rollout.max_new_tokens:
-                raise ValueError(
-                    f"source {source.name!r} allows {own.max_new_tokens} new tokens, more than rollout.max_new_tokens "
-                    f"({self.rollout.max_new_tokens})"
-                )
+            if (why := refuse_source(source, self.rollout)) is not None:
+                raise ValueError(f"source {source.name!r} {why}")
         for source in eval_sources(self):
             if source.sampling.max_new_tokens < self.rollout.min_new_tokens:
                 raise ValueError(
