@@ -98,6 +98,8 @@ class JobSpec(Section):
         names = [tracker.name for tracker in self.tracking]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"tracking names {twice[0]!r} twice; a tracker takes the numbers once")
+        if (of_flow := refuse_flow(self.flow, self.train)) is not None:
+            raise ValueError(of_flow)  # before a group's size: a group of two would not help
         if self.flow.samples_per_prompt < 2 and self.train.compares_group:
             raise ValueError(
                 f"flow.samples_per_prompt is {self.flow.samples_per_prompt}, and train.advantage {self.train.advantage!r} "
@@ -108,11 +110,7 @@ class JobSpec(Section):
                 f"train.mini_batches ({self.train.mini_batches}) is more than flow.groups_per_step "
                 f"({self.flow.groups_per_step}); a mini-batch holds at least one group"
             )
-        why = (
-            refuse_correction(self.rollout, self.train)
-            or refuse_stale(self.rollout, self.train)
-            or refuse_flow(self.flow, self.train)
-        )
+        why = refuse_correction(self.rollout, self.train) or refuse_stale(self.rollout, self.train)
         if why is not None:
             raise ValueError(why)
         critic = self.train.critic

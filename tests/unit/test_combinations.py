@@ -82,6 +82,7 @@ REFUSED = {
     ),
     "remax without": ({"flow": "grpo", "advantage": "remax"}, "flow 'grpo' does not find; set flow.name: remax"),
     "answers": ({"flow": "sft", "loss": "ppo"}, "answers that no engine drew, so train.loss must be sft, not ppo"),
+    "answers, one each": ({"flow": "sft", "loss": "ppo", "samples": 1}, "so train.loss must be sft, not ppo"),
     "truncated": ({"top_p": 0.9}, r"set rollout\.correction: tis"),
     "truncated and uncorrected": ({"top_p": 0.9, "correction": "tis", "old_logprobs": "engine"}, "they are the same"),
 }
