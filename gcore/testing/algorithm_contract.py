@@ -11,11 +11,14 @@ As `gcore.testing.contract`: each check takes the plug-in by its entry-point nam
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from gcore.config.base import Option
+from gcore.config.explain import explain
 from gcore.config.train import TrainSpec
 from gcore.testing.contract import ContractBroken
 from gcore.train.own import own_advantage, own_loss
@@ -30,7 +33,7 @@ def check_advantage(name: str, *, options: Mapping[str, Option] | None = None) -
 
     Ranks compute it each for itself, and a group's number means nothing. Raises ContractBroken, PluginFault.
     """
-    estimate = own_advantage(TrainSpec(advantage=name, advantage_options=dict(options or {})))
+    estimate = own_advantage(_train(advantage=name, advantage_options=dict(options or {})))
     _promise(estimate is not None, f"{name!r} is gcore's own")
     assert estimate is not None
     order = torch.tensor([4, 0, 5, 2, 1, 3])
@@ -47,7 +50,7 @@ def check_loss(name: str, *, options: Mapping[str, Option] | None = None) -> Non
 
     Else it would depend on how samples are split over ranks and micro-batches. Raises ContractBroken, PluginFault.
     """
-    train = TrainSpec(loss=name, loss_options=dict(options or {}))
+    train = _train(loss=name, loss_options=dict(options or {}))
     loss = own_loss(train)
     _promise(loss is not None, f"{name!r} is gcore's own")
     assert loss is not None
@@ -73,6 +76,14 @@ def check_loss(name: str, *, options: Mapping[str, Option] | None = None) -> Non
     odd = logp.clone()
     odd[1, 2] = -9.0  # behind the response's end
     _same(both, of(slice(0, 2), odd)[0], f"loss {name!r} looks at what the mask leaves out")
+
+
+def _train(**settings: Any) -> TrainSpec:
+    """The section; a name that there is not in words, with the nearest."""
+    try:
+        return TrainSpec(**settings)
+    except ValidationError as error:
+        raise ContractBroken("; ".join(f"train.{problem}" for problem in explain(error))) from error
 
 
 def _promise(kept: bool, sentence: str) -> None:

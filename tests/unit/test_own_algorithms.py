@@ -166,3 +166,11 @@ def test_the_contract_kit_finds_what_depends_on_the_split() -> None:
         check_advantage("first_counts")
     with pytest.raises(ContractBroken, match="of a row depends on the rows beside it"):
         check_loss("leans_on_neighbours")
+
+
+@pytest.mark.usefixtures("estimators", "losses")
+def test_the_contract_kit_names_the_nearest_of_a_name_that_there_is_not() -> None:
+    with pytest.raises(ContractBroken, match=r"train\.advantage: .*did you mean 'against_best'\?"):
+        check_advantage("against_bets")
+    with pytest.raises(ContractBroken, match=r"train\.loss: .*did you mean 'reinforce'\?"):
+        check_loss("reinforc")
