@@ -1,8 +1,8 @@
 """Run by test_train_critic.py: PPO with a critic, through the trainer and by a plain loop, all cases in one process.
 
-python train_critic_program.py models FOLDER          make a tiny policy, a reference, and another model with a head
-python train_critic_program.py plain FOLDER           by the definitions, in float64, sample by sample
-python train_critic_program.py rank FOLDER RANK SIZE  the same steps through StepTrainer and DeepSpeed
+python train_critic_program.py FOLDER
+
+Tiny models; by the definitions, in float64, sample by sample; then the same steps through StepTrainer and DeepSpeed.
 """
 
 from __future__ import annotations
@@ -10,19 +10,17 @@ from __future__ import annotations
 import json
 import os
 import sys
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from train_rank_program import GROUPS, SAMPLES, VOCABULARY, logprobs, make_model, make_step
+from train_rank_program import GROUPS, SAMPLES, VOCABULARY, join, logprobs, make_model, make_step, run
 
 from gcore.clock import SystemClock
 from gcore.ledger.balance import balance
 from gcore.testing.rank_launch import rank_launch
-from gcore.train import collective as meeting_place
 from gcore.train.feed_state import HeldGroup, HeldSample, Work
 
 BETA1 = 0.9
@@ -58,6 +56,8 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }
 """By which the policy's and the critic's gradients, or weights after six updates, are compared."""
+ONCE = ("rows", "fresh")
+"""Cases that two ranks run at stage 3 only."""
 MASKED = {"reward": SOME, "rows": SOME}
 STEPS = 3
 RESUMED: dict[str, Any] = CASES["updates"] | {"schedule": "linear", "warmup_updates": 4}
@@ -141,6 +141,7 @@ class PlainCritic:
 
 
 def plain(folder: Path) -> None:
+    make_models(folder)
     for case, options in CASES.items():
         plain_case(folder, case, options)
 
@@ -244,24 +245,6 @@ def adam(parameters: dict[str, torch.Tensor], decay: float, rate: float) -> torc
 # The ranks ------------------------------------------------------------------------------------------------------------
 
 
-def join(folder: Path, rank: int, size: int) -> meeting_place.Collective:
-    meeting = meeting_place.Meeting(rank, size, "127.0.0.1")
-    address = folder / f"address-{size}"
-    if rank == 0:
-        opened = meeting_place.open_store(meeting)
-        store = opened.store
-        address.with_suffix(".part").write_text(opened.address)
-        address.with_suffix(".part").rename(address)
-    else:
-        clock = SystemClock()
-        began = clock.monotonic()
-        while not address.exists():
-            assert clock.monotonic() - began < 100
-            os.sched_yield()
-        store = meeting_place.find_store(address.read_text(), meeting)
-    return meeting_place.Collective.join(meeting, store)
-
-
 class Rank:
     """One rank's trainers, all of the same world."""
 
@@ -305,6 +288,8 @@ class Rank:
 
     def cases(self, stage: int) -> None:
         for case, options in CASES.items():
+            if case in ONCE and self.size > 1 and stage < 3:
+                continue
             run = self.folder / f"{case}-{stage}-{self.size}"
             trainer = self.trainer(run, spec(self.folder, options, stage))
             result = trainer.run(self.work(case, options.get("mini_batches", 1)), lambda phase: None)
@@ -318,18 +303,17 @@ class Rank:
             (run / f"{name}-{step}.json").write_text(json.dumps(dict(result.metrics)))
 
     def resumes(self, stage: int) -> None:
-        """Three steps, and again the last two of them from the first's checkpoint: of another stage, or another world."""
-        run = self.folder / f"resumes-{stage}-{self.size}"
-        self.steps(run, spec(self.folder, RESUMED, stage, STEPS))
-        self.world.max([0.0])  # rank 0 has written
-        start = {"step": 1, "checkpoint": "checkpoints/0-1"}
+        """Three steps on one rank; and again the last two of them from its first checkpoint: of another stage or world."""
+        source = self.folder / "straight"
+        if self.size == 1:
+            self.steps(source, spec(self.folder, RESUMED, stage, STEPS))
         again = self.folder / f"resumed-{stage}-{self.size}"
-        source = self.folder / f"resumes-{stage}-1" if self.size > 1 else run
         if self.rank == 0:
             (again / "checkpoints").mkdir(parents=True)
             (again / "checkpoints" / "0-1").symlink_to(source / "checkpoints" / "0-1")
-        self.world.max([0.0])
-        other = stage if self.size > 1 else 4 - stage
+        self.world.max([0.0])  # rank 0 has written
+        start = {"step": 1, "checkpoint": "checkpoints/0-1"}
+        other = stage if self.size > 1 else 3
         self.steps(again, spec(self.folder, RESUMED, other, STEPS), 2, start)
 
     def warms_up(self, stage: int) -> None:
@@ -357,24 +341,17 @@ class Rank:
 
 
 def rank_process(folder: Path, rank: int, size: int) -> None:
-    warnings.filterwarnings("ignore")
     one = Rank(folder, rank, size)
-    for stage in (1, 2, 3):
+    for stage in (1, 2, 3) if size > 1 else (2,):
         one.cases(stage)
         one.resumes(stage)
         one.warms_up(stage)
-        one.half(stage)
+        if size > 1:
+            one.half(stage)
     one.world.leave()
     sys.stdout.flush()
     os._exit(0)
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    match sys.argv[1:]:
-        case ["models", folder]:
-            make_models(Path(folder))
-        case ["plain", folder]:
-            plain(Path(folder))
-        case ["rank", folder, rank, size]:
-            rank_process(Path(folder), int(rank), int(size))
+    run(Path(sys.argv[1]), plain, rank_process)

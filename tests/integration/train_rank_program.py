@@ -1,8 +1,8 @@
 """Run by test_train_rank_gradients.py: one rank, or the plain loop it is held against, with all cases in one process.
 
-python train_rank_program.py model FOLDER            make a tiny model
-python train_rank_program.py plain FOLDER            gradients by a plain loop in float64, sample by sample
-python train_rank_program.py rank FOLDER RANK SIZE   the same steps through StepTrainer and DeepSpeed
+python train_rank_program.py FOLDER
+
+A tiny model, and gradients by a plain loop in float64, sample by sample; then the same steps through StepTrainer and DeepSpeed.
 """
 
 from __future__ import annotations
@@ -10,9 +10,14 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import multiprocessing
+import multiprocessing.connection
 import os
 import sys
+import threading
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +47,6 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "recompute": {"old_logprobs": "recompute", "aggregation": "seq-mean-token-mean", "advantage": "dr_grpo"},
     "norm": {"old_logprobs": "current", "aggregation": "seq-mean-token-sum-norm", "horizon": 20},
-    "reward": {"old_logprobs": "recompute", "kl_coef": 0.5, "kl_in": "reward"},
     "tis": {"old_logprobs": "current", "tis_cap": 1.5},
     "rows": {"old_logprobs": "recompute", "packing": "bucketed", "aggregation": "seq-mean-token-mean"},
     "again": {"old_logprobs": "recompute", "packing": "packed", "activation_checkpointing": True},
@@ -90,6 +94,8 @@ CASES: dict[str, dict[str, Any]] = {
     "padded": {"old_logprobs": "engine", "aggregation": "seq-mean-token-mean"},
     "sft": {"loss": "sft", "kl_coef": 0.3, "kl_estimator": "k3+", "entropy_coef": 0.1},
 }
+FEW = ("engine", "updates")
+"""Cases that one rank runs at every stage; the others it runs at stage 2 only, where two ranks run all at every stage."""
 CORRECTIONS = {"tis": "tis", "plus": "icepop", "remax": "decoupled", "mis": "mis", "updates": "decoupled"}
 SIZES = {"dual": (2, 3, 3), "mis": (3, 2, 3)}
 """Cases in which groups are of different sizes."""
@@ -209,9 +215,10 @@ def make_model(folder: Path) -> None:
 
 
 def plain(folder: Path) -> None:
-    """What the definitions say, with autograd and nothing else."""
+    """A model; and what the definitions say, with autograd and nothing else."""
     from transformers import AutoModelForCausalLM
 
+    make_model(folder)
     plain_updates(folder, "updates")
     plain_updates(folder, "lonely")
     plain_losses(folder)
@@ -405,19 +412,36 @@ def plain_token_loss(
     return loss[inside] if correction == "mis" else loss
 
 
-def rank_process(folder: Path, rank: int, size: int) -> None:
-    """Every case at every stage; leaves checkpoints, whose exp_avg is (1 - beta1) times the gradient."""
-    from gcore.train.attention import NAME
-    from gcore.train.models import Models, load_models
-    from gcore.train.module import load_module
-    from gcore.train.policy import Policy
-    from gcore.train.reference import Reference
-    from gcore.train.saving import Progress, Saver
-    from gcore.train.step import StepTrainer
+def run(folder: Path, plain: Callable[[Path], None], rank: Callable[[Path, int, int], None]) -> None:
+    """The plain loop; one rank; two, which may use what the one left. Each a process, forked when all is imported.
+
+    Imports are most of what such a process costs. Nothing has threads before the fork.
+    """
+    import gcore.train.loading  # noqa: F401
 
     warnings.filterwarnings("ignore")
     gc.collect()
     gc.freeze()  # ZeRO 3 collects garbage at each start, and what was imported is none
+    torch.set_num_threads(1)
+    for together in (
+        [partial(plain, folder)],
+        [partial(rank, folder, 0, 1)],
+        [partial(rank, folder, n, 2) for n in (0, 1)],
+    ):
+        processes = [multiprocessing.get_context("fork").Process(target=one, daemon=True) for one in together]
+        for process in processes:
+            process.start()
+        waiting = {process.sentinel: process for process in processes}
+        while waiting:
+            for sentinel in multiprocessing.connection.wait(list(waiting)):
+                ended = waiting.pop(int(sentinel))  # type: ignore[call-overload]
+                ended.join()
+                if ended.exitcode != 0:
+                    sys.exit(f"{ended.name} ended with {ended.exitcode}")
+
+
+def join(folder: Path, rank: int, size: int) -> meeting_place.Collective:
+    """The world of `size` ranks that meet in `folder`."""
     meeting = meeting_place.Meeting(rank, size, "127.0.0.1")
     address = folder / f"address-{size}"
     if rank == 0:
@@ -430,9 +454,22 @@ def rank_process(folder: Path, rank: int, size: int) -> None:
         began = clock.monotonic()
         while not address.exists():
             assert clock.monotonic() - began < 100
-            os.sched_yield()
+            threading.Event().wait(0.02)
         store = meeting_place.find_store(address.read_text(), meeting)
-    world = meeting_place.Collective.join(meeting, store)
+    return meeting_place.Collective.join(meeting, store)
+
+
+def rank_process(folder: Path, rank: int, size: int) -> None:
+    """Every case, two ranks at every stage; leaves checkpoints, whose exp_avg is (1 - beta1) times the gradient."""
+    from gcore.train.attention import NAME
+    from gcore.train.models import Models, load_models
+    from gcore.train.module import load_module
+    from gcore.train.policy import Policy
+    from gcore.train.reference import Reference
+    from gcore.train.saving import Progress, Saver
+    from gcore.train.step import StepTrainer
+
+    world = join(folder, rank, size)
     seal, held = make_step()
 
     def trainer(name: str, spec_: dict[str, Any]) -> StepTrainer:
@@ -461,11 +498,14 @@ def rank_process(folder: Path, rank: int, size: int) -> None:
 
     made_policies: dict[str, Policy] = {}
     for stage in (1, 2, 3):
-        for case in [*CASES, "updates", "lonely"]:
+        whole = size > 1 or stage == 2
+        for case in [*CASES, "updates", "lonely"] if whole else FEW:
             name = f"{case}-{stage}"
             work = sealed(case, GROUPS if case in ("updates", "lonely") else 1)
             result = trainer(name, spec(folder, case, stage)).run(work, lambda phase: None)
             (folder / f"{name}-{size}" / f"metrics-{rank}.json").write_text(json.dumps(dict(result.metrics)))
+        if not whole:
+            continue
         nothing = seal.model_copy(update={"world_size": size, "groups": (), "last": True})
         result = trainer(f"empty-{stage}", spec(folder, "engine", stage)).run(
             Work(nothing, balance(nothing), rank, {}), lambda phase: None
@@ -510,10 +550,4 @@ def skips(policy: Any) -> None:
 
 
 if __name__ == "__main__":
-    match sys.argv[1:]:
-        case ["model", folder]:
-            make_model(Path(folder))
-        case ["plain", folder]:
-            plain(Path(folder))
-        case ["rank", folder, rank, size]:
-            rank_process(Path(folder), int(rank), int(size))
+    run(Path(sys.argv[1]), plain, rank_process)

@@ -1,0 +1,41 @@
+"""Runs a program of train ranks (`train_rank_program.run`): a plain loop, one rank, two, with all cases in each process.
+
+Two ranks run everything at every ZeRO stage; a single one, which has nothing to share out, at one of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+WORLDS = [(1, 2), (2, 1), (2, 2), (2, 3)]
+"""Number of ranks and ZeRO stage."""
+RUNS = [pytest.param(size, stage, id=f"{size} x ZeRO {stage}") for size, stage in WORLDS]
+
+
+def run_worlds(program: Path, folder: Path, limit_s: float) -> None:
+    """`program FOLDER`, with all its processes, on a machine without a compiler."""
+    env = {
+        **os.environ,
+        "PATH": "/nonexistent",
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "CUDA_VISIBLE_DEVICES": "",
+        "DS_ACCELERATOR": "cpu",
+    }
+    command = [sys.executable, str(program), str(folder)]
+    process = subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0
+    )
+    try:
+        output, _ = process.communicate(timeout=limit_s)
+        assert process.returncode == 0, output[-6000:]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
