@@ -216,7 +216,8 @@ async def test_a_flow_that_keeps_its_promises_passes_and_can_be_looked_at(name: 
     ],
 )
 async def test_a_flow_that_breaks_one_is_told_which(name: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contract, "HANGS_S", 1.0)
+    if "hangs" in said:  # no other needs to be waited for, and on a busy machine some take a while
+        monkeypatch.setattr(contract, "HANGS_S", 1.0)
     with pytest.raises((AssertionError, RuntimeError), match=said):
         await check_flow(f"kit_{name}", ENTRIES)
 
