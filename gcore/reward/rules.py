@@ -29,6 +29,9 @@ _NUMBER = re.compile(
     r"|(?:(?<![\w)\]])[+-])?(?<![\w.])\.[0-9]+"
 )
 
+_CUT = re.compile(r"[0-9]*(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,3}(?![0-9]))?")
+"""What is left of a number whose beginning is out of sight."""
+
 
 def numeric(response: str, fields: Mapping[str, Any], spec: RewardSpec) -> RewardResult:
     """1.0 if the last number in the response equals the expected one exactly.
@@ -63,8 +66,11 @@ def exact(response: str, fields: Mapping[str, Any], spec: RewardSpec) -> RewardR
 def last_number(text: str) -> Decimal | None:
     """The last number that `text` holds, or None."""
     end = max(map(text.rfind, "0123456789")) + 1  # behind the last digit; 0 if there is none
-    tail = text[max(0, end - LONGEST_NUMBER) : end].replace("\u2212", "-")  # the typographic minus sign
-    matches = [match.group() for match in _NUMBER.finditer(tail)]
+    begin = max(0, end - LONGEST_NUMBER)
+    tail = text[begin:end].replace("\u2212", "-")  # the typographic minus sign
+    # What begins before is another number than the end of it that is in sight.
+    cut = _CUT.match(tail) if begin > 0 and text[begin - 1] in "0123456789.," else None
+    matches = [match.group() for match in _NUMBER.finditer(tail, cut.end() if cut else 0)]
     return Decimal(matches[-1].replace(",", "")) if matches else None
 
 
@@ -72,6 +78,8 @@ def number_after(text: str, marker: str) -> Decimal | None:
     """The first number behind the last `marker` in `text`, or None."""
     _, found, rest = text.rpartition(marker)
     match = _NUMBER.search(rest[:LONGEST_NUMBER].replace("\u2212", "-")) if found else None
+    if match is not None and match.end() == LONGEST_NUMBER and rest[LONGEST_NUMBER:][:1] in tuple("0123456789.,"):
+        return None  # it goes on
     return Decimal(match.group().replace(",", "")) if match else None
 
 

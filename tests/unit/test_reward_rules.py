@@ -143,6 +143,22 @@ def test_a_response_that_runs_on_is_scored_all_the_same(response: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "response",
+    [
+        pytest.param("1" + "0" * 500 + "46", id="digits"),
+        pytest.param("5." + "0" * 500 + "46", id="a fraction"),
+        pytest.param("1" + ",000" * 150 + ",046", id="thousands"),
+    ],
+)
+def test_the_end_of_a_number_that_runs_on_is_not_taken_for_a_number(response: str) -> None:
+    assert numeric(response, {"answer": "46"}, SPEC).value == 0.0
+    assert numeric(f"{response} or 46", {"answer": "46"}, SPEC).value == 1.0
+    assert numeric(",".join(map(str, range(1000))) + ",4,46", {"answer": "46"}, SPEC).value == 1.0
+    marked = RewardSpec(options={"after": "####"})
+    assert numeric("####46." + "0" * 500 + "1", {"answer": "46"}, marked).value == 0.0
+
+
+@pytest.mark.parametrize(
     "answer",
     ["forty-six", "", "4 6", "46 apples", True, [46], {"a": 1}, float("inf"), "nan", "Infinity"],
     ids=repr,
