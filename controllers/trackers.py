@@ -131,6 +131,7 @@ class TrackerKeeper:
         finally:
             listening.cancel()
             await asyncio.gather(listening, return_exceptions=True)
+            await asyncio.to_thread(_bound, folder / LOG)  # it may have ended because the disk was full
         assert process.returncode is not None
         return process.returncode
 
@@ -228,6 +229,7 @@ def _kill(process: asyncio.subprocess.Process) -> None:
 
 def _open_log(folder: Path) -> BinaryIO:
     folder.mkdir(parents=True, exist_ok=True)
+    _bound(folder / LOG)
     return (folder / LOG).open("ab")
 
 

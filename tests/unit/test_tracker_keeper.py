@@ -49,8 +49,10 @@ class Own:
         how = self.how.read_text() if self.how.exists() else ""
         if how == "raises":
             raise RuntimeError("no such project")
-        if how == "prints":
+        if how.startswith("prints"):
             print("x" * 4_000_000 + "\\nthe end of it", flush=True)
+        if how == "prints and dies":
+            os.kill(os.getpid(), signal.SIGKILL)
         if how == "raises much":
             raise RuntimeError("no such page: " + 300_000 * "<")
         if how == "dies":
@@ -214,6 +216,7 @@ async def test_a_machine_that_cannot_start_one_more_process_is_told_of_and_tried
     assert "its process cannot be started (Resource temporarily unavailable)" in warned
 
 
+@pytest.mark.usefixtures("quick")
 async def test_what_a_package_prints_does_not_fill_the_disk(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("controllers.trackers.MOST_OUTPUT", 2_000_000)
     monkeypatch.setattr("controllers.trackers.KEPT_OUTPUT", 1000)
@@ -226,10 +229,14 @@ async def test_what_a_package_prints_does_not_fill_the_disk(run_dir: Path, monke
         await until(lambda: len(job.reached()) == job.steps)
         await until(lambda: log.stat().st_size < 2_000_000)
         assert "the end of it" in log.read_text()
+    assert job.warned == []
+    job.how("prints and dies")
+    job.step()
+    await until(lambda: job.warned)
+    assert log.stat().st_size < 2_000_000
     job.how("")
     job.end()
     await asyncio.wait_for(keeping, 60)
-    assert job.warned == []
 
 
 async def test_who_is_no_longer_first_lets_go_and_the_next_goes_on(run_dir: Path) -> None:
