@@ -166,7 +166,7 @@ def _small_files(sources: Sequence[tuple[Source, Dataset]]) -> list[str]:
 
 
 def _where(sources: Sequence[tuple[Source, Dataset]]) -> str:
-    return ", ".join(str(data.path) for _, data in sources)
+    return ", ".join(dict.fromkeys(str(data.path) for _, data in sources))
 
 
 def _content(file: Path) -> str:

@@ -115,3 +115,12 @@ def test_a_filter_that_cannot_be_had_is_refused_before_anything_is_read_or_writt
     with pytest.raises(PluginFault, match=said):
         check_submission(parse_spec(tree), tmp_path / "runs", tmp_path / "cache")
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_file_that_several_held_out_sets_share_is_named_once(tmp_path: Path) -> None:
+    file = tmp_path / "d.jsonl"
+    file.write_text("\n".join(LINES) + "\n")
+    sets = [{"name": name, "path": str(file)} for name in ("greedy", "drawn")]
+    spec = {"name": "j", "model": {"path": "m"}, "data": {"path": str(file), "shards": 2}, "flow": {"steps": 1}}
+    found = identify_data(parse_spec(spec | {"rollout": {"max_new_tokens": 4}, "eval": {"sources": sets}}), tmp_path)
+    assert found.where_held_out == str(file)
