@@ -24,7 +24,7 @@ SGLANG_ENV := GCORE_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup sglang-setup demo demo-kill demo-sglang prepare test test-sglang test-trackers bench-demo bench-idle bench-startup bench-grpo bench-trainer bench-engine bench-flows bench-issue bench-rewards bench-page test-gpu sim lint proto clean
+.PHONY: chaos help setup sglang-setup demo demo-kill demo-sglang prepare test test-sglang test-trackers bench-demo bench-idle bench-startup bench-grpo bench-trainer bench-engine bench-flows bench-issue bench-rewards bench-page test-gpu sim lint proto clean
 
 help: ## What there is to make
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk 'BEGIN {FS = ":.*## "} {printf "  make %-12s %s\n", $$1, $$2}'
@@ -65,8 +65,8 @@ demo-sglang: prepare sglang-setup ## The demo with the real SGLang as its engine
 
 test: setup ## Everything that is checked on each commit
 	@$(MAKE) --no-print-directory lint
-	@$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile -m "not serial and not gpu and not sglang and not trackers" $(PYTEST_ARGS)
-	@$(TEST_ENV) $(BIN)/python -m pytest -m "serial and not gpu and not sglang and not trackers" $(PYTEST_ARGS)
+	@$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile -m "not serial and not gpu and not sglang and not trackers and not chaos" $(PYTEST_ARGS)
+	@$(TEST_ENV) $(BIN)/python -m pytest -m "serial and not gpu and not sglang and not trackers and not chaos" $(PYTEST_ARGS)
 
 test-sglang: prepare sglang-setup ## What is checked against the real SGLang, on the CPU
 	@$(SGLANG_ENV) $(TEST_ENV) $(BIN)/python -m pytest -m "sglang" $(PYTEST_ARGS)
@@ -109,6 +109,9 @@ test-trackers: $(TRACKERS_STAMP) ## TensorBoard, W&B, MLflow and SwanLab themsel
 test-gpu: setup ## What needs a CUDA device (tests/gpu); fails without one
 	@$(BIN)/python -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'make test-gpu: no CUDA device here, or a torch without CUDA (constraints/cuda.txt)')"
 	@$(BIN)/python -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
+
+chaos: setup ## Whole clusters with things killed, beyond those of make test
+	@$(TEST_ENV) $(BIN)/python -m pytest -m "chaos" $(PYTEST_ARGS)
 
 sim: setup ## The step protocol under random faults: SEEDS=20000 from FIRST=0
 	@GCORE_SIM_SEEDS=$(or $(SEEDS),2000) GCORE_SIM_FIRST=$(or $(FIRST),0) $(BIN)/python -m pytest -q -n 2 tests/sim
