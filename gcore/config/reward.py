@@ -6,6 +6,7 @@ A composed reward lists its parts, each a reward with options of its own; what t
 from __future__ import annotations
 
 from collections import Counter
+from itertools import permutations
 from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
@@ -16,6 +17,8 @@ DEFAULT_REWARD = "numeric"
 NEEDS_NO_ANSWER = frozenset({"regex", "length"})
 """gcore's own rewards that look at nothing but the response. Of a plug-in it is not known."""
 MAX_PARTS = 16
+LARGEST = 3.4e38
+"""Rewards travel as float32."""
 ANSWER_HELP = "Field of the prompt's entry that holds the expected answer"
 OPTIONS_HELP = "Settings of the reward's own, by name"
 
@@ -55,7 +58,7 @@ class RewardSpec(Section):
     timeout_s: PositiveFloat = Field(
         10.0, le=3600, description="Longest time one response may take to be scored, in seconds"
     )
-    timeout_value: float | None = Field(
+    timeout_value: Annotated[float, Field(ge=-LARGEST, le=LARGEST)] | None = Field(
         None,
         description="What a response is worth whose scoring took longer or killed its process; default: its prompt fails",
     )
@@ -73,6 +76,10 @@ class RewardSpec(Section):
         label, times = Counter(part.shown_as for part in self.parts).most_common(1)[0]
         if times > 1:
             raise ValueError(f"two parts are called {label!r}; give them labels that differ")
+        labels = sorted(part.shown_as for part in self.parts)
+        for one, other in permutations(labels, 2):
+            if other.startswith(f"{one}."):
+                raise ValueError(f"{other!r} is what a part of {one!r} would be called; give them labels that differ")
         if self.compose == "gate":
             if len(self.parts) < 2:
                 raise ValueError("a gate needs a part behind it; list at least two")
@@ -103,7 +110,7 @@ class ScoringSpec(Section):
     """Where rewards run: in processes of their own on each controller's node."""
 
     workers: PositiveInt = Field(1, le=256, description="Processes on each node; each scores one response at a time")
-    memory_mb: PositiveInt = Field(4096, ge=64, description="Most memory that one of them may take, in MiB")
+    memory_mb: PositiveInt = Field(4096, ge=64, le=1 << 30, description="Most memory that one of them may take, in MiB")
     start_timeout_s: PositiveFloat = Field(
         120.0, le=3600, description="Longest time one of them may take to load the rewards, in seconds"
     )

@@ -11,9 +11,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from gcore.config.reward import LARGEST
 from gcore.config.spec import RewardSpec
 from gcore.plugins import PluginFault
-from gcore.reward.registry import LARGEST, CheckedReward, RewardError, RewardResult, find_reward
+from gcore.reward.registry import CheckedReward, RewardError, RewardResult, find_reward
 
 
 class OpenReward:

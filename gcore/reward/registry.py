@@ -17,13 +17,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from gcore.config.explain import shortened
+from gcore.config.reward import LARGEST
 from gcore.config.spec import RewardSpec
 from gcore.errors import GcoreError
 from gcore.plugins import RAISED, PluginKind, find_plugin, sentence_of, trace_of
 
 REWARDS = PluginKind("reward", "gcore.rewards", "reward.name")
-LARGEST = 3.4e38
-"""Rewards travel as float32."""
 MOST_PARTS, LONGEST_PART = 64, 64
 """Parts of a result, and characters of a part's name: they are kept for every response."""
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gcore.reward.registry import LARGEST, RewardError
+from gcore.config.reward import LARGEST
+from gcore.reward.registry import RewardError
 from gcore.types import Sample
 
 PART = "overlong"

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from gcore.reward.registry import LARGEST, RewardError
+from gcore.config.reward import LARGEST
+from gcore.reward.registry import RewardError
 from gcore.types import Outcome, Sample
 
 Policy = Literal["keep", "mask", "penalise", "drop_group"]

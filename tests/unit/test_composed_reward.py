@@ -147,6 +147,12 @@ def spec(**reward: Any) -> Any:
         pytest.param({"parts": [{"name": "exact", "label": f"l{n}"} for n in range(17)]}, "at most 16", id="many"),
         pytest.param({"timeout_s": 0}, "timeout_s", id="no time"),
         pytest.param({"timeout_value": math.inf}, "timeout_value", id="infinite value"),
+        pytest.param({"timeout_value": 1e39}, "timeout_value", id="value that float32 has not"),
+        pytest.param(
+            {"parts": [{"name": "exact", "label": "a.correct"}, {"name": "numeric", "label": "a"}]},
+            "'a.correct' is what a part of 'a' would be called",
+            id="label of a part's part",
+        ),
     ],
 )
 def test_a_spec_that_says_nonsense_of_its_reward_is_refused(told: dict[str, Any], said: str) -> None:
