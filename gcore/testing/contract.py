@@ -27,6 +27,7 @@ from gcore.config.spec import RewardSpec
 from gcore.errors import EngineUnreachable, GcoreError
 from gcore.flows.api import find_flow
 from gcore.flows.filters import CheckedFilter, FilterError, find_filters
+from gcore.flows.fit import misfit
 from gcore.flows.settings import settings_of
 from gcore.plugins import trace_of
 from gcore.prompts.curriculum import CurriculumError, CurriculumView, SourceStatistics, find_curriculum
@@ -172,6 +173,8 @@ def _check_steps(name: str, cluster: FakeCluster) -> None:
             _promise(peer.name in state.published, f"flow {name!r} does not wait for step.publish() in step {number}")
         for group in groups:
             _check_group(name, group)
+            why = misfit(group, cluster.spec.train)
+            _promise(why is None, f"flow {name!r} made a group that would fail its prompt: {why}")
     some = min(cluster.unfiltered, default=None)
     _promise(some is None, f"flow {name!r} gave the group of prompt {some} to its batch without peer.filter")
 

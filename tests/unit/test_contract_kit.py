@@ -55,6 +55,9 @@ async def empty(peer, step, prompt):
     group = await peer.score(prompt, await peer.rollout(prompt))
     return await peer.filter(prompt, replace(group, samples=()))
 
+async def lonely(peer, step, prompt):
+    return await peer.filter(prompt, await peer.score(prompt, await peer.rollout(prompt, 1)))
+
 async def nothing(peer, step, prompt):
     return Outcome("filtered", "on principle")
 
@@ -67,6 +70,7 @@ uncollected = loop(whole, collect=False)
 greedy_handler = loop(swallows)
 not_a_number = loop(nan)
 no_samples = loop(empty)
+group_of_one = loop(lonely)
 filters_all = loop(nothing)
 
 async def gathers(peer):
@@ -174,7 +178,7 @@ def fickle(view):
 """
 FLOWS = (
     "good", "unfiltered", "untrained", "unpublished", "early", "uncollected", "greedy_handler", "not_a_number",
-    "no_samples", "filters_all", "gathers", "waits_alone",
+    "no_samples", "group_of_one", "filters_all", "gathers", "waits_alone",
 )  # fmt: skip
 
 
@@ -211,6 +215,7 @@ async def test_a_flow_that_keeps_its_promises_passes_and_can_be_looked_at(name: 
         ("greedy_handler", "gave up"),
         ("not_a_number", "with a reward of nan"),
         ("no_samples", "without a sample"),
+        ("group_of_one", "compares the samples of a group; at least 2"),
         ("filters_all", "a step never gets its quota"),
         ("waits_alone", "hangs in step"),
     ],
