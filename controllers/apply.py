@@ -35,6 +35,7 @@ from controllers.actions import (
     StartJob,
 )
 from controllers.hands import Applied, Hands, new_world, place, slots, writer
+from controllers.housekeeping import orphaned_checkpoints
 from controllers.ranks import NotConnected
 from controllers.rolling import roll_back
 from controllers.view import JobView
@@ -46,7 +47,9 @@ from gcore.ledger.job import JobPhase, JobStatus
 from gcore.ledger.records import Member
 from gcore.store.types import Compare, Put
 from gcore.types import Version
-from gcore.weights.layout import weights_folder
+from gcore.weights.layout import checkpoint_folder, weights_folder
+
+FIRST = Version(0, 0)
 
 
 async def apply(action: Action, view: JobView, hands: Hands) -> Applied:
@@ -175,13 +178,15 @@ async def _retain(action: Retain, view: JobView, hands: Hands) -> Applied:
     mirror = view.mirror
     assert mirror.head is not None
     assert mirror.checkpoints is not None
-    dropped = [c for c in mirror.checkpoints.record.entries if c not in action.kept and c.file]
+    # Listed before head is compared: what a later lineage writes while this controller sleeps is not among them.
+    lying = versions_in(checkpoint_folder(hands.run_dir, FIRST).parent)
     report: TxnReport = await hands.ledger.run(
         transactions.retain(mirror.keys, mirror.head, mirror.checkpoints, action.kept)
     )
     if report.outcome is TxnOutcome.WON:
-        for checkpoint in dropped:
-            await asyncio.to_thread(shutil.rmtree, hands.run_dir / checkpoint.file, ignore_errors=True)
+        # Not only those that were just forgotten: a deed that was cut off may have left others behind.
+        for version in orphaned_checkpoints(view.head, action.kept, lying):
+            await asyncio.to_thread(shutil.rmtree, checkpoint_folder(hands.run_dir, version), ignore_errors=True)
     return Applied(report.outcome, f"retain {len(action.kept)} checkpoints", report.revision)
 
 
@@ -206,9 +211,12 @@ def _name(action: Action) -> str:
 
 def staged_versions(run_dir: Path) -> frozenset[Version]:
     """The versions whose weights lie whole in the run's folder, and the first, which engines start with."""
-    first = Version(0, 0)
-    folder = weights_folder(run_dir, first).parent
-    found = {first}
+    return versions_in(weights_folder(run_dir, FIRST).parent) | {FIRST}
+
+
+def versions_in(folder: Path) -> frozenset[Version]:
+    """The versions after which folders in `folder` are called."""
+    found = set()
     for path in folder.glob("*-*") if folder.is_dir() else ():
         lineage, _, step = path.name.partition("-")
         if lineage.isdigit() and step.isdigit():

@@ -4,7 +4,7 @@ begin. Pure, like all rules; none of them is needed for a step to be safe.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from controllers.actions import BeginEpoch, Intent, Prune, Register, Retain
 from controllers.view import JobView
@@ -13,6 +13,7 @@ from gcore.ledger.ancestry import is_ancestor, resumable
 from gcore.ledger.evaluation import best_of
 from gcore.ledger.records import Checkpoint, Head
 from gcore.ledger.transactions import MOST_PRUNED
+from gcore.types import Version
 
 SETTLE_S = 1.0
 """A loss is looked at twice: registrations and claims reach a controller through different watches."""
@@ -82,3 +83,19 @@ def kept_checkpoints(
     on_chain = resumable(head, (c for c in known if c.file))
     wanted = {*on_chain[:keep], *(c for c in on_chain if c.step == best_step)}
     return tuple(c for c in known if c in wanted or not c.file)
+
+
+def orphaned_checkpoints(head: Head, kept: Iterable[Checkpoint], lying: Iterable[Version]) -> frozenset[Version]:
+    """The checkpoints among those that lie in the run's folder which no record names, and none ever will.
+
+    Whoever forgot them died before it deleted them, or never heard that it had. One that head's chain still may register is
+    newer than all that are registered there, so it stays.
+    """
+    entries = tuple(kept)
+    named = {(checkpoint.lineage, checkpoint.step) for checkpoint in entries}
+    newest = max((checkpoint.step for checkpoint in resumable(head, entries)), default=0)
+    return frozenset(
+        version
+        for version in lying
+        if version not in named and (version.step <= newest or not is_ancestor(head, version))
+    )

@@ -1,4 +1,4 @@
-"""A rollback that finds too few slots waits for nodes to come back."""
+"""A rollback that finds too few slots waits for nodes to come back; forgetting checkpoints leaves no folder behind."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from controllers.actions import Rollback
+from controllers.actions import Retain, Rollback
 from controllers.apply import apply
+from controllers.housekeeping import orphaned_checkpoints
 from controllers.view import JobView
 from gcore.config import parse_spec
 from gcore.ledger import chain
@@ -19,6 +20,7 @@ from gcore.ledger.records import Checkpoint, Checkpoints
 from gcore.ledger.stream import StreamRules
 from gcore.prompts.cursor import shard_lengths
 from gcore.store.keys import JobKeys
+from gcore.types import Version
 
 SPEC = parse_spec(
     {
@@ -68,3 +70,24 @@ async def test_a_world_that_does_not_fit_on_what_is_left_is_waited_for() -> None
     assert ledger.made == []
     done = await apply(Rollback("rank 1 is gone"), view("node-0", "node-1"), hands)
     assert (done.outcome, ledger.made) == (TxnOutcome.WON, [TxnKind.ROLLBACK])
+
+
+def checkpoint(step: int, lineage: int = 0) -> Checkpoint:
+    return Checkpoint(lineage=lineage, step=step, seq=step, file=f"checkpoints/{lineage}-{step}" if step else "")
+
+
+async def test_what_no_record_names_goes_with_what_is_forgotten(tmp_path: Path) -> None:
+    seen = view("node-0")
+    for name in ("0-0", "1-4", "notes", ".0-2.part"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    hands: Any = SimpleNamespace(ledger=Recorded(), run_dir=tmp_path)
+    done = await apply(Retain((checkpoint(0),)), seen, hands)
+    assert done.outcome is TxnOutcome.WON
+    left = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert left == {"0-0", "notes", ".0-2.part"}, "of a lineage that head does not know: nobody will ever name it"
+
+
+def test_one_that_may_still_be_registered_stays() -> None:
+    head = view("node-0").head.model_copy(update={"step": 9})
+    lying = [Version(0, step) for step in (2, 4, 6, 8)] + [Version(3, 8)]
+    assert orphaned_checkpoints(head, (checkpoint(0), checkpoint(4)), lying) == {Version(0, 2), Version(3, 8)}
