@@ -24,7 +24,7 @@ from controllers.view import JobView
 from gcore.clock import Clock
 from gcore.errors import EngineError, EngineUnreachable
 from gcore.flows.filters import FilterError
-from gcore.flows.fit import misfit
+from gcore.flows.fit import given, misfit
 from gcore.ledger.ancestry import is_acceptable, is_ancestor
 from gcore.ledger.records import SealState
 from gcore.plugins import trace_of
@@ -266,7 +266,7 @@ class JobBatch:
     async def _produce(self, prompt: Prompt, produce: Coroutine[Any, Any, Group | Outcome]) -> None:
         holdings, ref = self._peer.holdings, prompt.ref
         try:
-            result = await produce
+            result = given(await produce, ref)
             if isinstance(result, Group):
                 if (why := misfit(result, self._peer.material.spec.train)) is not None:
                     raise RewardError(why, fix="Correct the flow, or choose another for this estimator")

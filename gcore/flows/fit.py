@@ -7,16 +7,46 @@ outcome, and not the train world's.
 from __future__ import annotations
 
 import math
+from typing import get_args
 
+from gcore.config.reward import LARGEST
 from gcore.config.train import TrainSpec
-from gcore.reward.registry import LARGEST
-from gcore.types import Group
+from gcore.errors import SpecError
+from gcore.types import Group, Outcome, OutcomeKind, PromptRef
+
+WITHOUT_GROUP = tuple(kind for kind in get_args(OutcomeKind) if kind != "trained")
+
+
+def given(result: object, ref: PromptRef) -> Group | Outcome:
+    """What the production of prompt `ref` came to. Raises SpecError if it is neither its group nor a way to end without one.
+
+    Nobody could commit an outcome "trained"; a group of another prompt leaves this one to be issued again, for ever.
+    """
+    if isinstance(result, Group):
+        if result.ref == ref:
+            return result
+        what = f"a group of prompt {result.ref}"
+    elif isinstance(result, Outcome):
+        if result.kind in WITHOUT_GROUP and isinstance(result.reason, str):
+            return result
+        what = f"{result!r:.200}"
+    else:
+        what = "None" if result is None else f"a {type(result).__name__}"
+    kinds = " or ".join(f"Outcome({kind!r}, reason)" for kind in WITHOUT_GROUP)
+    fix = f"Let what batch.start() is given return the prompt's Group, {kinds}"
+    raise SpecError(f"the flow gave {what} for prompt {ref}", where="flow.name", fix=fix)
 
 
 def misfit(group: Group, train: TrainSpec) -> str | None:
     """Why no rank could train the group as it is, or None."""
     if not group.samples:
         return "the flow gave a group without samples"
+    for index, sample in enumerate(group.samples):
+        if not sample.token_ids or not sample.spans or len(sample.logprobs) != len(sample.token_ids):
+            return (
+                f"the flow gave a response (sample {index}) of {len(sample.token_ids)} tokens, {len(sample.logprobs)} "
+                f"log-probabilities and {len(sample.spans)} version spans; it needs tokens, one of the second for each, and spans"
+            )
     if train.loss != "sft":
         if len(group.samples) < 2 and train.compares_group:
             return (

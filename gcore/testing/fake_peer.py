@@ -17,6 +17,7 @@ from gcore.config.sources import training_sources
 from gcore.errors import EngineError
 from gcore.flows.api import Peer
 from gcore.flows.filters import FilterError, filtered
+from gcore.flows.fit import given
 from gcore.ledger.collectives import check_given, summed
 from gcore.reward.registry import Response, RewardError
 from gcore.rollout.scored import scored_group
@@ -264,7 +265,7 @@ class FakeBatch:
     async def _produce(self, prompt: Prompt, produce: Coroutine[Any, Any, Group | Outcome]) -> None:
         cluster, ref = self._cluster, prompt.ref
         try:
-            result = await produce
+            result = given(await produce, ref)
             if self._step.state.closed:
                 cluster.taken.discard(ref)  # it lost the race
             elif isinstance(result, Group):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from peer_bench import FakeBench, PeerBench, RealBench
 
-from gcore.errors import EngineError
+from gcore.errors import EngineError, SpecError
 from gcore.flows import FilterError
 from gcore.flows.grpo import score_group
 from gcore.reward import RewardError
@@ -250,3 +251,40 @@ async def test_a_name_serves_once_in_a_step_and_what_is_no_small_json_is_refused
         await step.gather("No name", 1)
     with pytest.raises(ValueError, match="no number"):
         await step.sum("z", "1")
+
+
+OTHER = PromptRef(0, 0, 50)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda group: None, "gave None for prompt 0/0/0"),
+        (lambda group: [group], "gave a list for prompt 0/0/0"),
+        (lambda group: Outcome("trained"), r"gave Outcome\(kind='trained', reason=''\)"),
+        (lambda group: Outcome("skipped"), "kind='skipped'"),  # type: ignore[arg-type]
+        (lambda group: Outcome("failed", 3), "reason=3"),  # type: ignore[arg-type]
+        (lambda group: replace(group, ref=OTHER), "gave a group of prompt 0/0/50 for prompt 0/0/0"),
+    ],
+    ids=["nothing", "a list", "trained", "no kind", "no reason", "another prompt's"],
+)
+async def test_what_is_neither_the_prompts_group_nor_its_end_ends_the_flow_with_what_to_return(
+    make: Make, wrong: Callable[[Any], Any], said: str
+) -> None:
+    bench = make()
+    step = await first_step(bench)
+
+    async def produce(prompt: Prompt) -> Any:
+        return wrong(await score_group(bench.peer, prompt))
+
+    async def collect() -> None:
+        async with step.collect() as batch:
+            async for prompt in bench.peer.prompts(step):
+                batch.start(produce(prompt))
+                for _ in range(50):
+                    await asyncio.sleep(0)
+
+    with pytest.raises(SpecError, match=f"the flow .*{said}.*return the prompt's Group, Outcome"):
+        await asyncio.wait_for(collect(), 60)
+    assert not bench.kept()
+    assert not bench.ended()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -158,3 +159,10 @@ def test_a_flows_group_without_a_baseline_fails_its_prompt_where_one_is_needed()
 def test_a_flows_numbers_that_no_rank_takes_fail_the_prompt(value: float) -> None:
     assert "reward of" in (misfit(group(1.0, value), spec().train) or "")
     assert "baseline of" in (misfit(group(1.0, 0.0, baseline=value), spec().train) or "")
+
+
+@pytest.mark.parametrize("lacking", [{"token_ids": (), "logprobs": ()}, {"logprobs": ()}, {"spans": ()}], ids=str)
+def test_a_flows_response_that_lacks_what_a_token_needs_fails_its_prompt(lacking: dict[str, Any]) -> None:
+    whole = group(1.0, 0.0)
+    torn = replace(whole, samples=(whole.samples[0], replace(whole.samples[1], **lacking)))
+    assert "the flow gave a response (sample 1) of" in (misfit(torn, spec().train) or "")

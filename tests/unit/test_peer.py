@@ -61,6 +61,7 @@ class Present:
     def __init__(self) -> None:
         self.head = chain.base(2, "w", Writer("a", "n")).head
         self.holdings = Holdings()
+        self.faults = SimpleNamespace(note=lambda reason, trace: None)
 
     def look(self) -> Any:
         return SimpleNamespace(
