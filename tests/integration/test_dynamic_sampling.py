@@ -49,7 +49,10 @@ def written(folder: Path, kept: int, of: int) -> Path:
 
 @pytest.mark.parametrize(
     ("kept", "of", "rest", "killed"),
-    [pytest.param(3, 10, 2, True, id="a controller killed"), pytest.param(7, 25, 0, False, id="a rest all filtered", marks=pytest.mark.chaos)],
+    [
+        pytest.param(3, 10, 2, True, id="a controller killed"),
+        pytest.param(7, 25, 0, False, id="a rest all filtered", marks=pytest.mark.chaos),
+    ],
 )
 def test_with_seven_of_ten_prompts_filtered_every_step_has_its_quota_and_the_epoch_ends(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: int, of: int, rest: int, killed: bool
