@@ -7,11 +7,13 @@ what the program printed is compared here, out of its reach. Both are read as th
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from gcore.clock import SystemClock
@@ -141,7 +143,30 @@ def checks_of(answer: Any, field: str, most: int) -> Checks:
             f"the answer {shown} in field {field!r} holds no tests",
             fix='Give statements, or a list of {"input": ..., "output": ...}; see docs/rewards.md',
         )
+    for statement in found.statements[:most]:
+        if (why := _cannot_tell(statement)) is not None:
+            raise RewardError(
+                f"the test {json.dumps(statement, ensure_ascii=False)[:100]} in field {field!r} {why}",
+                fix="Write what is to hold, as in assert f(2) == 4; a function that checks must be called too",
+            )
     return Checks(found.statements[:most], found.pairs[:most])
+
+
+@lru_cache(maxsize=4096)
+def _cannot_tell(statement: str) -> str | None:
+    """Why a statement says nothing about a program, if it does not: every program would pass it, or none."""
+    try:
+        tree = ast.parse(statement)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return "is no Python"
+    open_: list[ast.AST] = [tree]
+    while open_:
+        node = open_.pop()
+        if isinstance(node, ast.Assert | ast.Raise | ast.Call):
+            return None
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
+            open_ += ast.iter_child_nodes(node)
+    return "asserts and calls nothing, so that every program would pass it"
 
 
 def _parsed(answer: Any) -> Any:

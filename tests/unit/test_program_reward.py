@@ -54,7 +54,7 @@ def test_the_tests_of_an_answer(answer: Any, tests: Checks) -> None:
 
 
 def test_only_so_many_tests_are_run() -> None:
-    assert checks_of(["a", "b", "c"], "answer", 2).count == 2
+    assert checks_of(["a()", "b()", "c()"], "answer", 2).count == 2
 
 
 @pytest.mark.parametrize(
@@ -65,6 +65,22 @@ def test_only_so_many_tests_are_run() -> None:
 def test_an_answer_without_tests_is_an_error(answer: Any) -> None:
     with pytest.raises(RewardError, match="in field 'tests' holds no tests"):
         checks_of(answer, "tests", 100)
+
+
+@pytest.mark.parametrize(
+    ("test", "why"),
+    [
+        ("71", "asserts and calls nothing"),
+        ("def check(f):\n    assert f(1) == 2", "asserts and calls nothing"),
+        ("assert f(1) ==", "is no Python"),
+    ],
+    ids=["an answer to a sum", "a check that nobody calls", "half a line"],
+)
+def test_a_test_that_tells_no_program_from_another_is_an_error(test: str, why: str) -> None:
+    with pytest.raises(RewardError, match=f"in field 'tests' {why}"):
+        checks_of(["assert f(2)", test], "tests", 100)
+    called = "def check(f):\n    assert f(1) == 2\ncheck(g)"
+    assert checks_of(called, "tests", 100).statements == (called,)
 
 
 @given(st.text())
