@@ -113,7 +113,7 @@ def test_any_answer_has_tests_or_is_an_error(answer: Any) -> None:
 )
 def test_a_wrong_option_is_an_error(reward: dict[str, Any], said: str) -> None:
     with pytest.raises(RewardError, match=said):
-        code("x", {"answer": "pass"}, RewardSpec(name="code", **reward))
+        code("x", {"answer": "f()"}, RewardSpec(name="code", **reward))
 
 
 def test_programs_are_not_run_beside_an_event_loop() -> None:
