@@ -207,7 +207,7 @@ def test_a_program_that_reports_of_itself_cannot_fail_its_prompt_nor_be_worth_mo
     )
     program += f"os.write(frame.f_locals['report'], {report.encode()!r})\nos._exit(0)"
     spec = RewardSpec(name="code", answer="tests", options={"value": "share"})
-    assert code(program, {"tests": ["pass"]}, spec).value <= 1.0
+    assert code(program, {"tests": ["print()"]}, spec).value <= 1.0
     assert code(program, {"tests": [{"input": "", "output": "1"}]}, spec).value == 0.0
 
 
@@ -352,7 +352,7 @@ def test_a_user_who_is_not_root_can_shut_programs_in(tmp_path: Path) -> None:
         ),
         pytest.param("print(int(input()) * 2)", [{"input": "2\n", "output": "4"}], {}, 1.0, id="pairs"),
         pytest.param("print(5)", '{"inputs": ["1", "2"], "outputs": ["5", "6"]}', {"value": "share"}, 0.5, id="JSON"),
-        pytest.param("while True: pass", ["pass"], {"timeout_s": 0.5}, 0.0, id="never ends"),
+        pytest.param("while True: pass", ["f()"], {"timeout_s": 0.5}, 0.0, id="never ends"),
         pytest.param(
             "import numpy\nx = int(numpy.ones(3).sum())", ["assert x == 3"], {"packages": True}, 1.0, id="packages"
         ),
