@@ -18,7 +18,7 @@ PAGE = ROOT / "docs" / "flows.md"
 PICTURE = ROOT / "docs" / "flows.svg"
 RESULT = RESULTS / "flows.json"
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 760, 400, 56, 20, 130, 44
-COLOURS = ("#1b6ca8", "#d1495b", "#2e8b57", "#edae49", "#6a4c93", "#444444", "#00798c")
+COLOURS = ("#1b6ca8", "#d1495b", "#2e8b57", "#edae49", "#6a4c93", "#444444", "#b8672a")
 Result = dict[str, Any]
 
 
