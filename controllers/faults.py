@@ -38,7 +38,8 @@ class FaultBook:
         if name in self._known or len(self._known) >= MOST_FAULTS:
             return
         self._known.add(name)
-        log.warning("%s%s", what, f"\n{trace}" if trace else "")
+        told = f"{what}\n{trace}" if trace else what
+        log.warning("%s", told.encode(errors="backslashreplace").decode())  # a log takes no half surrogate pair
         self._to_write.put_nowait((name, FaultRecord(node=self._node, what=what, trace=trace)))
 
     async def run(self) -> None:

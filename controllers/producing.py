@@ -61,7 +61,7 @@ class Producing:
                 if me.cancelling():
                     raise
                 # A cancellation that was not meant for it is of a task of the flow's own.
-                log.exception("the flow of job %s failed", self._job.uid)
+                log.error("the flow of job %s raised a %s", self._job.uid, type(error).__name__)  # the rest is a fault
                 last = traceback.extract_tb(error.__traceback__)[-1]
                 await self.fail_with(error, f"the flow raised {error!r} at {last.filename}:{last.lineno}")
             if me.cancelling():  # which the flow has kept to itself
