@@ -110,7 +110,7 @@ test-gpu: setup ## What needs a CUDA device (tests/gpu); fails without one
 	@$(BIN)/python -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'make test-gpu: no CUDA device here, or a torch without CUDA (constraints/cuda.txt)')"
 	@$(BIN)/python -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
 
-chaos: setup ## Whole clusters with things killed, beyond those of make test
+chaos: setup ## Whole clusters, most with things killed, that make test has no time for
 	@$(TEST_ENV) $(BIN)/python -m pytest -m "chaos" $(PYTEST_ARGS)
 
 sim: setup ## The step protocol under random faults: SEEDS=20000 from FIRST=0

@@ -123,6 +123,7 @@ def test_workers_and_supervisors_are_killed_and_the_run_goes_on(spec: Path, home
     check_tensorboard(newest_run(home), steps=24)
 
 
+@pytest.mark.chaos
 def test_everything_is_killed_at_several_moments_and_the_run_resumes(spec: Path, home: Path) -> None:
     """Also with another number of controllers."""
     steps = ["--set", "flow.steps=8", "--set", "checkpoint.every=2"]

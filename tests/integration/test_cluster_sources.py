@@ -154,8 +154,8 @@ def begun_epochs(home: Path, uid: str) -> list[EpochRecord]:
 @pytest.mark.parametrize(
     ("policy", "data"),
     [
-        ("keep", {}),
-        ("mask", {"curriculum": "hard_sources_first"}),
+        pytest.param("keep", {}, marks=pytest.mark.chaos),
+        pytest.param("mask", {"curriculum": "hard_sources_first"}, marks=pytest.mark.chaos),
         ("penalise", {"curriculum": "easy_first", "curriculum_options": {"field": "level", "epochs": 2}}),
         ("drop_group", {"curriculum": "hard_sources_first"}),
     ],
