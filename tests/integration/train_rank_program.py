@@ -550,4 +550,7 @@ def skips(policy: Any) -> None:
 
 
 if __name__ == "__main__":
-    run(Path(sys.argv[1]), plain, rank_process)
+    if sys.argv[1] == "model":  # the model alone, for tests of whole ranks
+        make_model(Path(sys.argv[2]))
+    else:
+        run(Path(sys.argv[1]), plain, rank_process)

@@ -43,7 +43,7 @@ def test_one_sample_a_prompt_is_enough_for_gae() -> None:
     [
         pytest.param({"critic": {}}, "critic belongs to advantage: gae", id="a critic for grpo"),
         pytest.param({"gae_lambda": 0.9}, "gae_lambda belongs to advantage: gae", id="a lambda for grpo"),
-        pytest.param({"gamma": 0.9}, "gamma is reinforce_pp's and gae's", id="a discount for grpo"),
+        pytest.param({"gamma": 0.9}, "gamma is for reinforce_pp, remax and gae", id="a discount for grpo"),
         pytest.param({"advantage": "gae", "gae_lambda": 1.5}, "train.gae_lambda", id="a lambda above 1"),
         pytest.param({"advantage": "gae", "critic": {"clip": 0}}, "train.critic.clip", id="no room for values"),
         pytest.param(
