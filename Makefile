@@ -24,7 +24,7 @@ SGLANG_ENV := GCORE_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: chaos help setup sglang-setup demo demo-kill demo-sglang prepare test test-sglang test-trackers bench-demo bench-idle bench-startup bench-grpo bench-trainer bench-engine bench-flows bench-issue bench-rewards bench-page test-gpu sim lint proto clean
+.PHONY: chaos test-large help setup sglang-setup demo demo-kill demo-sglang prepare test test-sglang test-trackers bench-demo bench-idle bench-startup bench-grpo bench-trainer bench-checkpoints bench-copies bench-engine bench-flows bench-issue bench-rewards bench-control-plane bench-page test-gpu sim sim-long mutations lint proto clean
 
 help: ## What there is to make
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk 'BEGIN {FS = ":.*## "} {printf "  make %-12s %s\n", $$1, $$2}'
@@ -64,9 +64,9 @@ demo-sglang: prepare sglang-setup ## The demo with the real SGLang as its engine
 	@$(SGLANG_ENV) $(BIN)/gcore run examples/arithmetic/grpo.yaml --new --controllers 2 --slots cpu:2 --set rollout.engine=sglang
 
 test: setup ## Everything that is checked on each commit
-	@$(MAKE) --no-print-directory lint
-	@$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile -m "not serial and not gpu and not sglang and not trackers and not chaos" $(PYTEST_ARGS)
-	@$(TEST_ENV) $(BIN)/python -m pytest -m "serial and not gpu and not sglang and not trackers and not chaos" $(PYTEST_ARGS)
+	@$(MAKE) --no-print-directory -j 2 lint prepare # one core each; tests of whole clusters need what is prepared
+	@$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile -m "not serial and not gpu and not sglang and not trackers and not chaos and not large" $(PYTEST_ARGS)
+	@$(TEST_ENV) $(BIN)/python -m pytest -m "serial and not gpu and not sglang and not trackers and not chaos and not large" $(PYTEST_ARGS)
 
 test-sglang: prepare sglang-setup ## What is checked against the real SGLang, on the CPU
 	@$(SGLANG_ENV) $(TEST_ENV) $(BIN)/python -m pytest -m "sglang" $(PYTEST_ARGS)
@@ -93,9 +93,18 @@ bench-engine: setup ## The torch engine beside transformers.generate; benchmarks
 bench-trainer: setup ## An optimizer step beside a plain PyTorch loop; benchmarks/results/trainer.json
 	@$(TEST_ENV) $(BIN)/python benchmarks/trainer.py $(BENCH_ARGS)
 
+bench-checkpoints: setup ## What a checkpoint costs the steps; benchmarks/results/checkpoints.json
+	@$(TEST_ENV) $(BIN)/python benchmarks/checkpoints.py $(BENCH_ARGS)
+
+bench-copies: setup ## What copies in memory cost a step, and starts from them; benchmarks/results/copies.json
+	@$(TEST_ENV) $(BIN)/python benchmarks/copies.py $(BENCH_ARGS)
+
 bench-flows: prepare ## Every built-in flow's example once: accuracy and seconds; benchmarks/results/flows.json
 	@$(TEST_ENV) $(BIN)/python benchmarks/flows.py $(BENCH_ARGS)
 	@$(BIN)/python benchmarks/flows_page.py
+
+bench-control-plane: prepare ## Seal, commit and the store's writes with 16 controllers and 1,024 emulated engines; benchmarks/results/control_plane.json
+	@$(TEST_ENV) $(BIN)/python benchmarks/control_plane.py $(BENCH_ARGS)
 
 bench-rewards: setup ## Scoring in processes of its own beside scoring directly; programs a second; benchmarks/results/rewards.json
 	@$(TEST_ENV) $(BIN)/python benchmarks/rewards.py $(BENCH_ARGS)
@@ -110,11 +119,21 @@ test-gpu: setup ## What needs a CUDA device (tests/gpu); fails without one
 	@$(BIN)/python -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'make test-gpu: no CUDA device here, or a torch without CUDA (constraints/cuda.txt)')"
 	@$(BIN)/python -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
 
-chaos: setup ## Whole clusters, most with things killed, that make test has no time for
-	@$(TEST_ENV) $(BIN)/python -m pytest -m "chaos" $(PYTEST_ARGS)
+test-large: setup ## What is the same at a size that takes long: millions of prompts, wide models
+	@$(TEST_ENV) $(BIN)/python -m pytest -m "large" $(PYTEST_ARGS)
 
-sim: setup ## The step protocol under random faults: SEEDS=20000 from FIRST=0
-	@GCORE_SIM_SEEDS=$(or $(SEEDS),2000) GCORE_SIM_FIRST=$(or $(FIRST),0) $(BIN)/python -m pytest -q -n 2 tests/sim
+chaos: prepare ## Whole clusters with things killed, paused, cut off: ONLY=controller,etcd MOMENTS=5 FRESH=1
+	@if [ -z "$(ONLY)" ]; then $(TEST_ENV) $(BIN)/python -m pytest -m "chaos" $(PYTEST_ARGS); fi
+	@$(TEST_ENV) $(BIN)/python tests/chaos/table.py --only "$(ONLY)" --moments $(or $(MOMENTS),5) $(if $(FRESH),--fresh)
+
+sim: setup ## Whole clusters and the step protocol under random faults: SEEDS=20000 from FIRST=0; benchmarks/results/sim.json
+	@$(TEST_ENV) $(BIN)/python benchmarks/sim.py --seeds $(or $(SEEDS),2000) --first $(or $(FIRST),0)
+
+sim-long: setup ## The store's size and the audit over STEPS=100000 steps, in simulation
+	@GCORE_SIM_STEPS=$(or $(STEPS),100000) $(TEST_ENV) $(BIN)/python -m pytest -q tests/sim/test_store_bound.py
+
+mutations: setup ## Each compare and rule of the protocol taken out in turn, and what notices it; benchmarks/results/mutations.json
+	@$(TEST_ENV) $(BIN)/python benchmarks/mutations.py $(BENCH_ARGS)
 
 lint: setup ## ruff, mypy, import contracts, generated code
 	@$(BIN)/ruff check -q .

@@ -82,6 +82,29 @@ def trainer(result: Result) -> str:
     return table([*head, "losses differ by at most"], rows)
 
 
+def checkpoints(result: Result) -> str:
+    """What a checkpoint costs the steps, by how it is written."""
+    words = {"beside": "written beside the steps", "within": "written within its step", "none": "none is due"}
+    added = result["added_seconds"]
+
+    def more(kind: str, key: str) -> str:
+        return "" if kind == "none" else spread(added[f"{key}_{kind}_less_none"])
+
+    rows = [
+        [
+            words[kind],
+            spread(numbers["first_step"]),
+            more(kind, "first_step"),
+            spread(numbers["round"]),
+            more(kind, "round"),
+        ]
+        for kind, numbers in result["kinds"].items()
+    ]
+    head = ["checkpoint", "its step, s", "more than none", f"{result['steps_of_a_round']} steps, s", "more than none"]
+    size = f"{result['model']}: {result['checkpoint_bytes'] / 1e6:.0f} MB; load of the machine before: {result['load_before']}"
+    return f"{table(head, rows)}\n\n{size}."
+
+
 def grpo_step(result: Result) -> str:
     """A whole step beside TRL's, and where gcore's time goes."""
     sides = ("gcore", "trl 1 x 2", "trl 2 x 1")
@@ -108,6 +131,24 @@ def grpo_step(result: Result) -> str:
         for case in result["cases"]
     ]
     return f"{compared}\n\n{table(['tokens a response', *names.values()], phases)}"
+
+
+def rewards(result: Result) -> str:
+    """Scoring in processes of its own beside scoring directly, and programs."""
+    rows = [
+        [
+            "in the caller's own process" if where == "direct" else f"in {where} of its own",
+            spread(numbers["calls_per_second"], "{:,.0f}"),
+            spread(numbers["controller_us_per_call"], "{:.0f}"),
+            spread(numbers["group_alone_ms"]),
+        ]
+        for where, numbers in result["rule"].items()
+    ]
+    head = ["a rule", "responses a second", "the caller's µs for each", "one group alone, ms"]
+    code = result["code"]
+    programs = spread(code["programs_per_second"], "{:.0f}")
+    proof = spread(code["proof_ms"], "{:.0f}")
+    return f"{table(head, rows)}\n\nPrograms in the box: {programs} a second; to prove that the box holds, {proof} ms, once."
 
 
 def startup(result: Result) -> str:
@@ -152,7 +193,9 @@ PARTS: dict[str, Callable[[Result], str]] = {
     "demo": demo,
     "engine": engine,
     "trainer": trainer,
+    "checkpoints": checkpoints,
     "grpo_step": grpo_step,
+    "rewards": rewards,
     "startup": startup,
     "idle": idle,
 }

@@ -186,7 +186,8 @@ class Gcore:
 
     def step(self, batch: Batch) -> dict[str, float]:
         """Seconds are those of everything but saving."""
-        work = self._work(batch)
+        self.number += 1
+        work = ready_step(batch, step=self.number, rank=self.rank, size=self.size, weight=self.weight)
         timer = Phases()
         began, busy = perf_counter(), process_time()
         result = self.trainer.run(work, timer.tell)
@@ -195,45 +196,45 @@ class Gcore:
         found = {"seconds": seconds - result.metrics["saving_seconds"], "cpu_seconds": busy - timer.saving()}
         return found | {name: result.metrics[name] for name in kept}
 
-    def _work(self, batch: Batch) -> Any:
-        from gcore.ledger.balance import balance
-        from gcore.ledger.records import Seal, SealedGroup, SealState
-        from gcore.train.feed_state import HeldGroup, HeldSample, Work
-        from gcore.types import PromptRef, Version
 
-        self.number += 1
-        sealed, held = [], {}
-        for group in range(len(batch.responses) // 8):
-            rows = range(8 * group, 8 * group + 8)
-            ref, digest = PromptRef(0, 0, group), f"{group:032x}"
-            samples = {
-                k: HeldSample(batch.responses[i], batch.logprobs[i], float(batch.rewards[i]))
-                for k, i in enumerate(rows)
-            }
-            held[digest] = HeldGroup(ref, digest, batch.prompts[rows[0]], samples)
-            lengths = tuple(len(batch.responses[i]) for i in rows)
-            sealed.append(
-                SealedGroup(
-                    ref=ref,
-                    digest=digest,
-                    prompt_tokens=PROMPT,
-                    response_tokens=lengths,
-                    versions=(Version(0, 0),),
-                    holder="h",
-                )
+def ready_step(batch: Batch, *, step: int, rank: int, size: int, weight: int, lineage: int = 0) -> Any:
+    """A batch as rank `rank` of `size` holds it once its seal is READY. `weight`: see `gcore.ledger.cost`."""
+    from gcore.ledger.balance import balance
+    from gcore.ledger.records import Seal, SealedGroup, SealState
+    from gcore.train.feed_state import HeldGroup, HeldSample, Work
+    from gcore.types import PromptRef, Version
+
+    sealed, held = [], {}
+    for group in range(len(batch.responses) // 8):
+        rows = range(8 * group, 8 * group + 8)
+        ref, digest = PromptRef(0, 0, group), f"{group:032x}"
+        samples = {
+            k: HeldSample(batch.responses[i], batch.logprobs[i], float(batch.rewards[i])) for k, i in enumerate(rows)
+        }
+        held[digest] = HeldGroup(ref, digest, batch.prompts[rows[0]], samples)
+        lengths = tuple(len(batch.responses[i]) for i in rows)
+        sealed.append(
+            SealedGroup(
+                ref=ref,
+                digest=digest,
+                prompt_tokens=PROMPT,
+                response_tokens=lengths,
+                versions=(Version(0, 0),),
+                holder="h",
             )
-        seal = Seal(
-            lineage=0,
-            step=self.number,
-            attempt=1,
-            state=SealState.READY,
-            world="w",
-            world_size=self.size,
-            mini_batches=1,
-            groups=tuple(sealed),
-            attention_equals_at=self.weight,
         )
-        return Work(seal, balance(seal), self.rank, held)
+    seal = Seal(
+        lineage=lineage,
+        step=step,
+        attempt=1,
+        state=SealState.READY,
+        world="w",
+        world_size=size,
+        mini_batches=1,
+        groups=tuple(sealed),
+        attention_equals_at=weight,
+    )
+    return Work(seal, balance(seal), rank, held)
 
 
 # The processes --------------------------------------------------------------------------------------------------------

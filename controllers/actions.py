@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gcore.ledger.job import JobPhase
+from gcore.ledger.job import JobPhase, Plan
 from gcore.ledger.records import Assignment, Checkpoint, EndedRef, EpochRecord, Offer
 from gcore.ledger.stream import SealNow
+from gcore.ledger.sweeping import Swept
 from gcore.types import PromptRef, Token, Version
 
 
@@ -18,6 +19,11 @@ class StartJob:
 @dataclass(frozen=True, slots=True)
 class Join:
     """Register this incarnation as a member of the job."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Say in this incarnation's membership that it is about to end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +108,32 @@ class Retain:
 
 
 @dataclass(frozen=True, slots=True)
+class Warn:
+    """Tell people what went wrong beside the run, under one topic the newest only."""
+
+    topic: str
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
 class Prune:
     """Move these log entries from the store to the run's folder."""
 
     seqs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """Take away what belongs to past worlds and cut-off weights: in the store, then checkpoints in the run's folder."""
+
+    swept: Swept
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetEvaluations:
+    """Move these versions' evaluations from the store to the run's folder."""
+
+    versions: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +146,27 @@ class BeginEpoch:
 
 @dataclass(frozen=True, slots=True)
 class Rollback:
-    """Start a new world from the newest whole checkpoint on head's chain."""
+    """Start a new world: from copies of head's state if they are at hand, else from the newest whole checkpoint on its chain.
+
+    `between_steps`: only if the open steps are still what they were, since the world that is there is well.
+    """
 
     reason: str
+    between_steps: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TakeStock:
+    """Write down which copies of train states lie in this node's memory, now that head's entry is `seq`."""
+
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class Replan:
+    """Change which slots run engines."""
+
+    plan: Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +198,7 @@ class SetPhase:
 Action = (
     StartJob
     | Join
+    | Leave
     | Assign
     | PutOffer
     | MakeSeal
@@ -164,11 +211,16 @@ Action = (
     | Register
     | Retain
     | Prune
+    | Sweep
+    | ForgetEvaluations
     | BeginEpoch
     | Rollback
+    | TakeStock
+    | Replan
     | Publish
     | GiveUp
     | SetPhase
+    | Warn
 )
 
 

@@ -7,11 +7,11 @@ what the view does not hold (a log entry, a checkpoint's files), it is read here
 from __future__ import annotations
 
 import asyncio
-import shutil
 from pathlib import Path
 
 import grpc
 
+from controllers import tidying
 from controllers.actions import (
     Account,
     Action,
@@ -20,36 +20,43 @@ from controllers.actions import (
     BeginEpoch,
     Commit,
     Feed,
+    ForgetEvaluations,
     GiveUp,
     Join,
+    Leave,
     MakeSeal,
     Prune,
     Publish,
     PutOffer,
     Ready,
     Register,
+    Replan,
     Reseal,
     Retain,
     Rollback,
     SetPhase,
     StartJob,
+    Sweep,
+    TakeStock,
+    Warn,
 )
-from controllers.hands import Applied, Hands, new_world, place, slots, writer
-from controllers.housekeeping import orphaned_checkpoints
+from controllers.hands import Applied, Hands, new_world, place, slots, warning, writer
 from controllers.ranks import NotConnected
 from controllers.rolling import roll_back
+from controllers.tidying import FIRST, versions_in
 from controllers.view import JobView
+from gcore.emulated.launch import remark
 from gcore.errors import EngineError
-from gcore.ledger import archive, chain, transactions
-from gcore.ledger.balance import balance
-from gcore.ledger.guarded import Transaction, TxnKind, TxnOutcome, TxnReport
+from gcore.fault_points import At, point
+from gcore.ledger import chain, transactions
+from gcore.ledger.guarded import Transaction, TxnKind, TxnOutcome
 from gcore.ledger.job import JobPhase, JobStatus
 from gcore.ledger.records import Member
+from gcore.ledger.world_state import HeldState, NodeCopies, WorldState
 from gcore.store.types import Compare, Put
 from gcore.types import Version
-from gcore.weights.layout import checkpoint_folder, weights_folder
-
-FIRST = Version(0, 0)
+from gcore.weights.copies import lying
+from gcore.weights.layout import weights_folder
 
 
 async def apply(action: Action, view: JobView, hands: Hands) -> Applied:
@@ -66,10 +73,16 @@ async def apply(action: Action, view: JobView, hands: Hands) -> Applied:
             return Applied(TxnOutcome.WON, f"prompt {action.ref} is given up: {action.reason}")
         case Rollback():
             return await roll_back(action, view, hands)
+        case TakeStock():
+            return await _take_stock(action, view, hands)
         case Retain():
-            return await _retain(action, view, hands)
+            return await tidying.retain(action, view, hands)
         case Prune():
-            return await _prune(action, view, hands)
+            return await tidying.prune(action, view, hands)
+        case Sweep():
+            return await tidying.sweep(action, view, hands)
+        case ForgetEvaluations():
+            return await tidying.forget_evaluations(action, view, hands)
         case _:
             txn = _transaction(action, view, hands)
             report = await hands.ledger.run(txn)
@@ -84,12 +97,19 @@ def _transaction(action: Action, view: JobView, hands: Hands) -> Transaction:
             assert mirror.status is not None
             advance = chain.base(len(view.rules.shape.lengths), new_world(), writer(view))
             plan = place(view, advance.head.world, generation=1)
-            running = JobStatus(phase=JobPhase.RUNNING, reason="training", changed=hands.clock.wall())
+            reason = "training" + remark(one.slot for one in plan.engines)
+            running = JobStatus(phase=JobPhase.RUNNING, reason=reason, changed=hands.clock.wall())
             return transactions.start(keys, mirror.status, advance, plan, running)
         case Join():
             member = Member(incarnation=view.me, node=view.node, address=hands.address)
             key = keys.member(view.me)
             return Transaction(TxnKind.JOIN, (Compare(key, 0),), (Put(key, member.encode(), lease=hands.lease),))
+        case Leave():
+            mine, key = mirror.members[view.me], keys.member(view.me)
+            leaving = mine.record.model_copy(update={"leaving": True})
+            return Transaction(
+                TxnKind.LEAVE, (Compare(key, mine.revision),), (Put(key, leaving.encode(), lease=hands.lease),)
+            )
         case Assign():
             return transactions.assign(keys, mirror.assign, action.assignment)
         case PutOffer():
@@ -110,6 +130,9 @@ def _transaction(action: Action, view: JobView, hands: Hands) -> Transaction:
             assert mirror.checkpoints is not None
             old = mirror.epochs.get(action.record.epoch)
             return transactions.begin_epoch(keys, mirror.head, mirror.checkpoints, old, action.record, action.forgotten)
+        case Replan():
+            assert mirror.plan is not None
+            return transactions.replan(keys, mirror.plan, action.plan)
         case Reseal():
             return transactions.reseal(keys, slots(view), action.step, view.me)
         case Ready():
@@ -125,6 +148,8 @@ def _transaction(action: Action, view: JobView, hands: Hands) -> Transaction:
             assert mirror.checkpoints is not None
             entry = mirror.log[action.checkpoint.seq]
             return transactions.register(keys, mirror.head, mirror.checkpoints, entry, action.checkpoint)
+        case Warn():
+            return warning(view, action.topic, action.sentence)
         case SetPhase():
             assert mirror.status is not None
             status = JobStatus(phase=action.phase, reason=action.reason, changed=hands.clock.wall())
@@ -136,19 +161,21 @@ def _transaction(action: Action, view: JobView, hands: Hands) -> Transaction:
 async def _feed(action: Feed, view: JobView, hands: Hands) -> Applied:
     seal = view.seal
     assert seal is not None
-    missing = view.missing(seal, balance(seal), action.rank)
+    missing = view.missing(seal, action.rank)
     parts = []
     for digest, samples in sorted(missing.items()):
         group = hands.holdings.group(digest)
         if group is not None:
             parts.append((group, frozenset(samples)))
     sentence = f"feed {len(parts)} groups of {action.token} to rank {action.rank}"
+    point(At.FEED, "before")
     try:
         await hands.ranks.feed(action.rank, seal, parts, view.me)
     except grpc.aio.AioRpcError as error:
         return Applied(TxnOutcome.UNKNOWN, f"{sentence}: {error.details()}")
     except NotConnected as error:
         return Applied(TxnOutcome.UNKNOWN, f"{sentence}: {error}")
+    point(At.FEED, "after")
     return Applied(TxnOutcome.WON, sentence)
 
 
@@ -156,52 +183,43 @@ async def _apply(action: Apply, view: JobView, hands: Hands) -> Applied:
     seal = view.seal
     assert seal is not None
     sentence = f"train {action.token} on rank {action.rank}"
+    point(At.APPLY, "before")
     try:
-        await hands.ranks.apply(action.rank, seal, seal.encode())
+        known = view.ranks.get(action.rank)
+        stored = seal.encode(known.speaks if known is not None else None)
+        await hands.ranks.apply(action.rank, seal, stored)
     except grpc.aio.AioRpcError as error:
         return Applied(TxnOutcome.UNKNOWN, f"{sentence}: {error.details()}")
     except NotConnected as error:
         return Applied(TxnOutcome.UNKNOWN, f"{sentence}: {error}")
+    point(At.APPLY, "after")
     return Applied(TxnOutcome.WON, sentence)
 
 
 async def _publish(action: Publish, hands: Hands) -> Applied:
     sentence = f"publish {action.version} to {action.instance}"
+    point(At.PUBLISH, "before")
     try:
         await hands.engines.publish(action.instance, action.version, weights_folder(hands.run_dir, action.version))
     except EngineError as error:
         return Applied(TxnOutcome.UNKNOWN, f"{sentence}: {error}")
+    point(At.PUBLISH, "after")
     return Applied(TxnOutcome.WON, sentence)
 
 
-async def _retain(action: Retain, view: JobView, hands: Hands) -> Applied:
-    mirror = view.mirror
-    assert mirror.head is not None
-    assert mirror.checkpoints is not None
-    # Listed before head is compared: what a later lineage writes while this controller sleeps is not among them.
-    lying = versions_in(checkpoint_folder(hands.run_dir, FIRST).parent)
-    report: TxnReport = await hands.ledger.run(
-        transactions.retain(mirror.keys, mirror.head, mirror.checkpoints, action.kept)
+async def _take_stock(action: TakeStock, view: JobView, hands: Hands) -> Applied:
+    keys = view.mirror.keys
+    found = () if hands.memory_dir is None else await asyncio.to_thread(lying, hands.memory_dir, keys.uid)
+    shards: dict[WorldState, list[int]] = {}
+    for header in found:
+        shards.setdefault(header.of, []).append(header.shard)
+    held = tuple(HeldState(state=state, shards=tuple(own)) for state, own in shards.items())
+    stock = NodeCopies(node=view.node, by=view.me, seq=action.seq, held=held)
+    report = await hands.ledger.run(
+        transactions.take_stock(keys, view.mirror.copies.get(view.node), stock, hands.lease)
     )
-    if report.outcome is TxnOutcome.WON:
-        # Not only those that were just forgotten: a deed that was cut off may have left others behind.
-        for version in orphaned_checkpoints(view.head, action.kept, lying):
-            await asyncio.to_thread(shutil.rmtree, checkpoint_folder(hands.run_dir, version), ignore_errors=True)
-    return Applied(report.outcome, f"retain {len(action.kept)} checkpoints", report.revision)
-
-
-async def _prune(action: Prune, view: JobView, hands: Hands) -> Applied:
-    """First to the run's folder, then out of the store; an entry that stands in both is the same entry."""
-    mirror = view.mirror
-    assert mirror.head is not None
-    assert mirror.checkpoints is not None
-    entries = [mirror.log[seq].record for seq in action.seqs]
-    try:
-        await asyncio.to_thread(archive.append, hands.run_dir, view.me, entries)
-    except OSError as error:
-        return Applied(TxnOutcome.UNKNOWN, f"prune: the run's folder takes no entries ({error.strerror or error})")
-    report = await hands.ledger.run(transactions.prune(mirror.keys, mirror.head, mirror.checkpoints, action.seqs))
-    return Applied(report.outcome, f"prune {len(action.seqs)} log entries", report.revision)
+    there = ", ".join(map(str, shards)) or "none"
+    return Applied(report.outcome, f"take stock of copies of train states: {there}", report.revision)
 
 
 def _name(action: Action) -> str:
@@ -212,13 +230,3 @@ def _name(action: Action) -> str:
 def staged_versions(run_dir: Path) -> frozenset[Version]:
     """The versions whose weights lie whole in the run's folder, and the first, which engines start with."""
     return versions_in(weights_folder(run_dir, FIRST).parent) | {FIRST}
-
-
-def versions_in(folder: Path) -> frozenset[Version]:
-    """The versions after which folders in `folder` are called."""
-    found = set()
-    for path in folder.glob("*-*") if folder.is_dir() else ():
-        lineage, _, step = path.name.partition("-")
-        if lineage.isdigit() and step.isdigit():
-            found.add(Version(int(lineage), int(step)))
-    return frozenset(found)

@@ -52,6 +52,16 @@ def _numbers(groups: Sequence[SealedGroup], outcomes: Sequence[EndedRef]) -> Ite
         yield key_of(kind, source), float(count)
 
 
+def without_rewards(stats: Mapping[str, float]) -> dict[str, float]:
+    """The numbers of a step whose groups are demonstrations: nothing was scored, and a reward of 0 would say that it was."""
+    unscored = {"reward", "reward_before_filter"}
+    return {
+        key: value
+        for key, value in stats.items()
+        if key not in unscored and ((found := split_key(key)) is None or found[0] not in unscored)
+    }
+
+
 def mostly_truncated(stats: Mapping[str, float], only: str) -> list[str]:
     """The sources of which more than half the responses of a step were cut off. `only`: the source of a job with one."""
     shares = {found[1]: value for key, value in stats.items() if (found := split_key(key)) and found[0] == "truncated"}

@@ -12,15 +12,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gcore.config import JobSpec, NodeConfig
+from gcore.emulated.launch import HostLaunch, PlacedEngine, is_emulated
 from gcore.errors import GcoreError
 from gcore.rollout.sglang.environment import HOW
 from gcore.types import Version
+from gcore.worker.records import StoreRef
 
 ENGINE_COMMANDS: Mapping[str, tuple[str, ...]] = {
     "torch": (sys.executable, "-m", "gcore.rollout.engine"),
     "sglang": (sys.executable, "-m", "gcore.rollout.sglang"),
 }
 RANK_COMMAND = (sys.executable, "-m", "gcore.train")
+EMULATED_RANK_COMMAND = (sys.executable, "-m", "gcore.emulated.rank")
 FIRST_WEIGHTS = Version(0, 0)
 """What the weights in the model's own folder are called."""
 START_LIMITS_S: Mapping[str, float] = {"torch": 600.0, "sglang": 1800.0}
@@ -67,6 +70,30 @@ def engine_child(spec: JobSpec, slot: str, config: NodeConfig) -> Child:
             raise NoSglang(f"rollout.engine is sglang, and node {config.node} has no SGLang", fix=HOW)
         told |= {"kind": "sglang", "python": config.sglang_python, "engine_args": list(rollout.engine_args)}
     return Child(ENGINE_COMMANDS[rollout.engine], told, device_env(slot), START_LIMITS_S[rollout.engine])
+
+
+def emulated_host(
+    spec: JobSpec, config: NodeConfig, job_uid: str, name: str, engines: tuple[PlacedEngine, ...]
+) -> HostLaunch:
+    """The one process of a node's emulated engines."""
+    return HostLaunch(
+        name=name,
+        node=config.node,
+        job_uid=job_uid,
+        store=StoreRef(endpoints=config.etcd_endpoints),
+        engines=engines,
+        model=spec.model.path,
+        host=config.listen_host,
+        rows=spec.rollout.batch_slots,
+        weight_version=str(FIRST_WEIGHTS),
+        lease_ttl_s=config.lease_ttl_s,
+        orphan_grace_s=config.orphan_grace_s,
+    )
+
+
+def rank_command(slot: str) -> tuple[str, ...]:
+    """What a train rank on a slot runs."""
+    return EMULATED_RANK_COMMAND if is_emulated(slot) else RANK_COMMAND
 
 
 def is_cuda(slot: str) -> bool:

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from controllers.changes import Changes
 from gcore.ledger.job import NodeRecord
-from gcore.ledger.records import Record, UnreadableRecord
+from gcore.schema import Record, UnreadableRecord
 from gcore.store import keys
 from gcore.store.types import Store, WatchBatch
 from gcore.worker.records import WorkerRecord
@@ -26,13 +26,15 @@ class ClusterMirror:
         self.nodes: dict[str, NodeRecord] = {}
         self.workers: dict[str, WorkerRecord] = {}
         self.active: frozenset[str] = frozenset()
+        self.reads: dict[str, int] = {}
+        """By node: the newest schema version that it reads, where it says so."""
         self.listened: set[str] = set()
         """The prefixes that were heard at least once."""
 
     @property
     def is_complete(self) -> bool:
         """Whether everything was heard at least once."""
-        return len(self.listened) == 3
+        return len(self.listened) == 4
 
     async def watch_nodes(self) -> None:
         """Keep `nodes` current, for ever."""
@@ -45,6 +47,20 @@ class ClusterMirror:
         await self._watch(
             keys.WORKERS, lambda batch: self._set("workers", _fold(self.workers, batch, keys.WORKERS, WorkerRecord))
         )
+
+    async def watch_schemas(self) -> None:
+        """Keep `reads` current, for ever."""
+
+        def fold(batch: WatchBatch) -> None:
+            reads = {} if batch.reset else dict(self.reads)
+            for event in batch.events:
+                node, said = event.kv.key.removeprefix(keys.SCHEMAS), event.kv.value
+                reads.pop(node, None)
+                if event.kind == "put" and said.isdigit():
+                    reads[node] = int(said)
+            self._set("reads", reads)
+
+        await self._watch(keys.SCHEMAS, fold)
 
     async def watch_active(self) -> None:
         """Keep `active` current, for ever."""

@@ -2,7 +2,8 @@
 
 One life after the other: a life is one incarnation under one lease. When the lease is lost, everything of that life is
 thrown away and a new one begins, under a new name; the API goes on answering meanwhile. SIGTERM ends the daemon cleanly:
-its lease is revoked, so that peers take over at once; its workers stay for whoever adopts them.
+its shards go to its peers at once, what it has finished is delivered if that is soon (`controllers.leaving`), and its lease
+is revoked; its workers stay for whoever adopts them. A second SIGTERM skips all but the last.
 """
 
 from __future__ import annotations
@@ -53,10 +54,22 @@ async def _run(file: Path) -> None:
     task = asyncio.current_task()
     assert task is not None
     loop = asyncio.get_running_loop()
+    departing: asyncio.Task[None] | None = None
+
+    def asked() -> None:
+        nonlocal departing
+        if departing is None:
+            departing = loop.create_task(daemon.depart(), name="depart")
+            departing.add_done_callback(lambda _: task.cancel())
+        else:  # once more: at once
+            task.cancel()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, task.cancel)
+        loop.add_signal_handler(number, asked)
     with contextlib.suppress(asyncio.CancelledError):
         await daemon.run()
+    if departing is not None and departing.done() and not departing.cancelled():
+        departing.result()  # a defect must surface
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from controllers.actions import (
     Feed,
     Intent,
     Join,
+    Leave,
     MakeSeal,
     Publish,
     PutOffer,
@@ -27,20 +28,21 @@ from controllers.actions import (
 )
 from controllers.assignment import assign_shards
 from controllers.carrying import EVALUATION_PATIENCE_S, expiring, is_misnamed, named_in_flight, owes_evaluation
+from controllers.coalescing import COALESCE_S, patience_s
 from controllers.ending import despairing, finishing, recovering
-from controllers.housekeeping import SETTLE_S, beginning, checkpointing, pruning
+from controllers.forming import growing, held_for_growth, replanning, taking_stock
+from controllers.housekeeping import SETTLE_S, beginning, checkpointing, pruning, telling
+from controllers.sweeping import forgetting, sweeping
 from controllers.turns import turn
 from controllers.view import JobView
-from gcore.ledger.balance import balance
 from gcore.ledger.job import JobPhase
 from gcore.ledger.records import Offer, Seal, SealState
 from gcore.ledger.shortage import why_short
-from gcore.ledger.stream import AccountNow, SealNow, Short, refuse_seal
+from gcore.ledger.stream import MOST_OUTCOMES, AccountNow, SealNow, Short, refuse_seal
+from gcore.types import PromptRef
 
-COALESCE_S = 0.3
-"""An offer that is not complete yet waits so long for more, so that a step takes few writes."""
 EXCHANGE_LIMIT_S = 60.0
-"""A sealed batch that is not delivered by then is given up."""
+"""A sealed batch of which nothing arrives for so long is given up."""
 
 
 def decide(view: JobView) -> tuple[Intent, ...]:
@@ -49,24 +51,33 @@ def decide(view: JobView) -> tuple[Intent, ...]:
     if status is None or status.record.phase.ended:
         return ()
     if status.record.phase is JobPhase.PENDING:
+        if "start" in view.under_way:  # or it would be tried again and again until what it did is heard
+            return ()
         return (Intent(StartJob(), "start", turn(view.nodes, view.node, "start")),)
     if view.mirror.head is None or view.mirror.plan is None or view.mirror.checkpoints is None:
         return ()
     if view.mirror.head.record.deleted:
         return ()
     if view.me not in view.mirror.members:
-        return (Intent(Join(), "join"),)
+        return () if view.leaving or "join" in view.under_way else (Intent(Join(), "join"),)
     rules = (
+        departing,
         assigning,
         offering,
         sealing,
         exchanging,
         training,
         checkpointing,
+        telling,
         pruning,
+        sweeping,
+        forgetting,
         beginning,
         despairing,
+        taking_stock,
         recovering,
+        replanning,
+        growing,
         publishing,
         expiring,
         finishing,
@@ -74,16 +85,23 @@ def decide(view: JobView) -> tuple[Intent, ...]:
     return tuple(intent for rule in rules for intent in rule(view) if intent.condition not in view.under_way)
 
 
+def departing(view: JobView) -> Iterator[Intent]:
+    """Who is asked to end says so first, so that its shards are others' at once and not when its lease is over."""
+    if view.leaving and not view.mirror.members[view.me].record.leaving:
+        yield Intent(Leave(), "leave")
+
+
 def assigning(view: JobView) -> Iterator[Intent]:
     """Every shard is some member's, and that member has engines to come: else its prompts would never be answered.
 
-    A node that joined, or came back, after the plan was made has none.
+    A node that joined, or came back, after the plan was made has none. Who is leaving takes none, if there are others.
     """
     assert view.mirror.plan is not None
     old = view.mirror.assign
     nodes = {place.node for place in view.mirror.plan.record.engines}
-    equipped = sorted(name for name, member in view.mirror.members.items() if member.record.node in nodes)
-    members = equipped or sorted(view.mirror.members)
+    staying = {name: m for name, m in view.mirror.members.items() if not m.record.leaving} or view.mirror.members
+    equipped = sorted(name for name, member in staying.items() if member.record.node in nodes)
+    members = equipped or sorted(staying)
     if old is None or sorted(old.record.members) != members or None in old.record.owners:
         new = assign_shards(members, len(view.rules.shape.lengths), old.record if old else None)
         # The condition names the members, so that who comes or goes meanwhile starts it anew.
@@ -96,26 +114,35 @@ def offering(view: JobView) -> Iterator[Intent]:
 
     An offer that names what is terminal by now does no harm: whoever seals checks it. One that names what this peer has
     dropped and what could be sealed again (after a rollback it may be fresh once more) must go, or it would be sealed and
-    given up for ever.
+    given up for ever. Of outcomes only so many as one entry takes: the others follow when those are written down.
     """
     head = view.head
     stored = view.mirror.offers.get(view.me)
+    ended = dict(sorted(view.outcomes.items(), key=lambda item: in_stream_order(view, item[0]))[:MOST_OUTCOMES])
     named = {g.digest: g.ref for g in stored.record.groups} if stored else {}
-    named_outcomes = {o.ref for o in stored.record.outcomes} if stored else set()
-    new = any(g.digest not in named for g in view.unsealed) or bool(view.outcomes.keys() - named_outcomes)
+    # By their versions too: an outcome of a cut-off lineage does not stand for the one that came after it.
+    named_outcomes = {(o.ref, o.versions) for o in stored.record.outcomes} if stored else set()
+    groups = sum(g.digest not in named for g in view.unsealed)
+    outcomes = len({(ref, outcome.versions) for ref, outcome in ended.items()} - named_outcomes)
     held = {group.digest for group in view.holdings.values()}
     dropped = [ref for digest, ref in named.items() if digest not in held]
     void = any(not head.cursors.is_terminal(view.rules.shape, ref) for ref in dropped)
     misnamed = is_misnamed(view, head, stored.record if stored else None)
-    if new or void or misnamed:
+    if groups or outcomes or void or misnamed:
         # Groups in a seal stay in the offer: if the seal is given up, they are there for the next.
         offer = Offer(
             incarnation=view.me,
             groups=tuple(view.holdings[ref] for ref in sorted(view.holdings)),
-            outcomes=tuple(view.outcomes[ref] for ref in sorted(view.outcomes)),
+            outcomes=tuple(ended[ref] for ref in sorted(ended)),
             in_flight=named_in_flight(view),
         )
-        yield Intent(PutOffer(offer), "offer", after=0.0 if void or not view.busy else COALESCE_S)
+        after = 0.0 if void or not view.busy else COALESCE_S if misnamed else patience_s(view, groups, outcomes)
+        yield Intent(PutOffer(offer), "offer", after=after)
+
+
+def in_stream_order(view: JobView, ref: PromptRef) -> tuple[int, int]:
+    """Where `ref` comes in the order (position, shard)."""
+    return view.rules.shape.position(ref), ref.shard
 
 
 def sealing(view: JobView) -> Iterator[Intent]:
@@ -146,19 +173,20 @@ def exchanging(view: JobView) -> Iterator[Intent]:
     seal = view.seal
     if seal is None or seal.state is not SealState.SEALED:
         return
-    layout = balance(seal)
-    missing = {rank: view.missing(seal, layout, rank) for rank in range(seal.world_size)}
+    missing = {rank: view.missing(seal, rank) for rank in range(seal.world_size)}
     topic = f"exchange {seal.token}"
     if not any(missing.values()):
-        yield Intent(Ready(seal.step), f"ready {seal.token}", view.turn(topic))
+        yield Intent(Ready(seal.step), f"ready {seal.token}", view.turn(topic), after=held_for_growth(view))
         return
     undelivered = {digest for of_rank in missing.values() for digest in of_rank}
     lost = lost_groups(view, seal, undelivered)
     if lost:
         yield Intent(Reseal(seal.step, lost), f"reseal {seal.token}", view.turn(topic), after=SETTLE_S / 2)
     else:
-        why = f"{len(undelivered)} groups were not delivered within {EXCHANGE_LIMIT_S:.0f} s"
-        yield Intent(Reseal(seal.step, why), f"overdue {seal.token}", view.turn(topic), after=EXCHANGE_LIMIT_S)
+        # Named by how much is missing: whatever arrives begins the wait anew, for a large batch over a slow line gets there.
+        left = sum(len(samples) for of_rank in missing.values() for samples in of_rank.values())
+        why = f"{len(undelivered)} groups were not delivered, and nothing arrived for {EXCHANGE_LIMIT_S:.0f} s"
+        yield Intent(Reseal(seal.step, why), f"overdue {seal.token} {left}", view.turn(topic), after=EXCHANGE_LIMIT_S)
     mine = {g.digest for g in seal.groups if g.holder == view.me}
     for rank, of_rank in missing.items():
         if rank in view.ranks and mine & of_rank.keys() and not lost:
@@ -195,7 +223,7 @@ def publishing(view: JobView) -> Iterator[Intent]:
     """Engines serve what was committed; only after the commit."""
     version = view.head.version
     for engine in view.engines.values():
-        if engine.version != version and version in view.staged:
+        if engine.version != version and version in view.staged and not engine.silent:
             yield Intent(Publish(engine.instance, version), f"publish {engine.instance} {version}")
 
 

@@ -9,7 +9,18 @@ import asyncio
 import logging
 from typing import Protocol
 
-from controllers.actions import Apply, Feed, Intent, Prune, Publish, Retain, Rollback
+from controllers.actions import (
+    Apply,
+    Feed,
+    ForgetEvaluations,
+    Intent,
+    Prune,
+    Publish,
+    Retain,
+    Rollback,
+    Sweep,
+    TakeStock,
+)
 from controllers.apply import apply
 from controllers.changes import Changes
 from controllers.hands import Applied, Hands
@@ -22,6 +33,8 @@ from gcore.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
+MOVES_MUCH = Feed | Apply | Prune | Sweep | ForgetEvaluations | Publish | Retain | Rollback | TakeStock
+"""What reads or writes many bytes."""
 LOOK_AGAIN_S = 0.2
 """After a lost compare or an unknown answer, until the action is tried again if nothing was heard."""
 HEARD_WITHIN_S = 5.0
@@ -87,7 +100,7 @@ class Deeds:
 
     async def carry_out(self, intent: Intent, view: JobView) -> None:
         """Do it, or begin to."""
-        if isinstance(intent.action, Feed | Apply | Prune | Publish | Retain | Rollback):
+        if isinstance(intent.action, MOVES_MUCH):
             task = asyncio.create_task(self._in_background(intent, view), name=intent.condition)
             task.add_done_callback(self._background_done)
             self._background[intent.condition] = task

@@ -14,15 +14,19 @@ from controllers.changes import Changes
 from controllers.cluster import ClusterMirror
 from controllers.decide import decide
 from controllers.deeds import LOOK_AGAIN_S, Deeds
-from controllers.engines import EngineBook, responsible_for
+from controllers.engines import EngineBook
 from controllers.gauges import show_flights
 from controllers.holdings import Holdings
+from controllers.owning import responsible_for
 from controllers.ranks import RankLinks
-from controllers.staffing import Staff, StopWorker, staffing
+from controllers.remembered import Remembered
+from controllers.staffing import Staff, StartEngine, StopWorker, staffing
+from controllers.telling import Telling
+from controllers.troubles import TroubleBook
 from controllers.turns import Waits
 from controllers.view import JobView
-from controllers.waiting import waiting_for
 from gcore.clock import Clock
+from gcore.emulated.launch import is_emulated
 from gcore.ledger.job import JobPhase
 from gcore.ledger.mirror import JobMirror
 from gcore.metrics import Metrics
@@ -33,6 +37,12 @@ log = logging.getLogger(__name__)
 
 LOOK_ANYWAY_S = 1.0
 """A look is taken so often even if nothing was heard."""
+JOIN_S = 15.0
+"""So long are a node's engines left to its controller, which is there and has not joined the job yet."""
+REST = 2.0
+LONGEST_REST_S = 0.05
+"""After a look, so many times as long as it took and at most this, until the next. Where one look takes long, because there
+is much to see or many processes share a core, what changes meanwhile is seen together, in place of one by one."""
 
 
 class Job(Protocol):
@@ -43,6 +53,7 @@ class Job(Protocol):
     mirror: JobMirror
     holdings: Holdings
     waits: Waits
+    troubles: TroubleBook
 
     @property
     def me(self) -> str:
@@ -55,6 +66,10 @@ class Job(Protocol):
 
     def look_anew(self) -> None:
         """What is under way has changed."""
+        ...
+
+    def note_scoring(self) -> None:
+        """See what the rewards are at, of which no change tells."""
         ...
 
 
@@ -80,20 +95,34 @@ class Driver:
         self._deeds = deeds
         self._metrics = metrics
         self._clock = clock
-        self._asked_to_stop: set[str] = set()
+        self._remembered = Remembered()
+        self._joined: set[str] = set()
+        """Nodes that have been members."""
+        self._absent: dict[str, float] = {}
+        """Nodes whose controller is there and has never joined, and since when."""
+        self._joining: frozenset[str] = frozenset()
+        self._staffed: tuple[float, tuple[object, ...]] | None = None
+        """When this node's workers were looked at last, and what of theirs was seen."""
+        self._asked_to_stop: dict[str, str] = {}
+        """By instance: the state in which a worker was asked last."""
+        self._failed: set[str] = set()
+        """Engines that have failed and were told."""
+        self._telling = Telling(job, metrics, clock)
 
     async def run(self) -> None:
         """For ever. Raises what a deed in the background raised that is no GcoreError."""
         while True:
+            began = self._clock.monotonic()
             self._deeds.raise_defect()
             await self._aim()
+            self._engines.look_after()
+            self._job.note_scoring()
             view = self._job.look()
             now = self._clock.monotonic()
             self._staff_up(view, now)
             show_flights(self._metrics, view.mirror, self._job.holdings, now)
             intents = decide(view)
-            waiting = {w.key: w for w in waiting_for(view)}
-            self._job.waits = self._job.waits.note([*(i.condition for i in intents), *waiting], now)
+            self._telling.look(view, (i.condition for i in intents), now)
             delays = [LOOK_AGAIN_S if self._deeds.held_off else LOOK_ANYWAY_S]
             acted = False
             for intent in intents:
@@ -105,7 +134,12 @@ class Driver:
                     delays.append(max(ripe_at - now, 0.01))
             self._deeds.forget_what_is_over(now)
             if not acted:
-                await self._job.changes.wait(min(delays))
+                rest = min(REST * (self._clock.monotonic() - began), LONGEST_REST_S, *delays)
+                changed = self._job.changes.count
+                if rest > 0:
+                    await self._clock.sleep(rest)
+                if self._job.changes.count == changed:
+                    await self._job.changes.wait(min(delays) - rest)
                 if self._deeds.held_off:
                     self._job.look_anew()
 
@@ -113,24 +147,57 @@ class Driver:
         """Start and stop this node's workers of the job."""
         if view.mirror.status is None or view.mirror.status.record.phase is not JobPhase.RUNNING:
             return
+        # Whether a process lives is asked of the kernel, for each of them: not at every look.
+        mirror, hung = view.mirror, {name for name, engine in view.engines.items() if engine.hung}
+        seen = (view.workers, mirror.plan, mirror.head, mirror.claims, hung)
+        if self._staffed is not None and now < self._staffed[0] + LOOK_ANYWAY_S:
+            before = self._staffed[1]
+            if all(one is other for one, other in zip(seen[:-1], before[:-1], strict=True)) and hung == before[-1]:
+                return
+        self._staffed = (now, seen)
+        self._tell_failures(view)
+        emulated: list[StartEngine] = []
         for action in staffing(view, self._staff.launches(view.workers), now):
             if isinstance(action, StopWorker):
-                # Once: asked twice, a worker does not drain.
-                if action.instance not in self._asked_to_stop:
-                    self._asked_to_stop.add(action.instance)
-                    log.info("stop %s: %s", action.instance, action.reason)
-                    send_signal(view.workers[action.instance].process, signal.SIGTERM)
+                # Once: asked twice, a worker does not drain. What hangs is asked twice.
+                worker = view.workers[action.instance]
+                asked_in = self._asked_to_stop.get(action.instance)
+                if asked_in is None or (action.at_once and worker.state == "stopping" and asked_in != "stopping"):
+                    self._asked_to_stop[action.instance] = worker.state
+                    log.warning("stop %s: %s", action.instance, action.reason)
+                    send_signal(worker.process, signal.SIGTERM)
+            elif isinstance(action, StartEngine) and is_emulated(action.place.slot):
+                emulated.append(action)
             else:
-                self._staff.start(action, view)
+                topic = f"{type(action).__name__}-{view.node}-{action.place.slot}"
+                self._job.troubles.hold(topic, self._staff.start(action, view))
+        if emulated:
+            self._staff.start_emulated(emulated, view)
+
+    def _tell_failures(self, view: JobView) -> None:
+        """Engines of this node that failed, hung ones among them. Of a rank the new world tells."""
+        mine = {
+            i: w
+            for i, w in view.workers.items()
+            if (w.node, w.job_uid, w.role) == (view.node, self._job.uid, "rollout")
+        }
+        for instance, worker in mine.items():
+            if worker.state == "failed" and instance not in self._failed:
+                why = worker.reason or "without a word"
+                self._job.troubles.note(f"engine-{view.node}", f"{instance} failed, and another is started: {why}")
+        self._failed = {instance for instance, worker in mine.items() if worker.state == "failed"}
 
     async def _aim(self) -> None:
         """Point the lines at the ranks of head's world and at the engines that are mine."""
         mirror = self._job.mirror
-        mine = responsible_for(
-            self._job.uid,
-            self._cluster.workers,
-            {incarnation: stored.record for incarnation, stored in mirror.members.items()},
-            self._job.me,
+        workers, members = self._cluster.workers, mirror.members
+        # Whoever is leaving asks nothing of engines any more.
+        staying = {name: stored.record for name, stored in members.items() if not stored.record.leaving}
+        joining = self._note_joining()
+        mine = self._remembered.get(
+            "mine",
+            (workers, members, joining),
+            lambda: responsible_for(self._job.uid, workers, staying, self._job.me, joining),
         )
         await self._engines.aim(mine if mirror.members else {})
         if mirror.head is None or mirror.plan is None:
@@ -143,3 +210,16 @@ class Driver:
             if worker is not None and worker.state == "serving":
                 addresses[place.rank] = worker.address
         self._ranks.aim(WorldName(self._job.uid, head.world, head.lineage), addresses)
+
+    def _note_joining(self) -> frozenset[str]:
+        """The nodes whose controller is there and has never joined yet, but for those that do not for too long.
+
+        The engines of one that was away are others' by now, and stay so until it has joined again.
+        """
+        now = self._clock.monotonic()
+        self._joined |= {stored.record.node for stored in self._job.mirror.members.values()}
+        self._absent = {node: self._absent.get(node, now) for node in self._cluster.nodes if node not in self._joined}
+        joining = frozenset(node for node, since in self._absent.items() if now < since + JOIN_S)
+        if joining != self._joining:
+            self._joining = joining
+        return self._joining

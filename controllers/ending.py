@@ -2,7 +2,7 @@
 
 It has succeeded when its last step, the checkpoint and the evaluation of that are on head's chain; it has failed when its data
 bring nothing to train, when a worker cannot be started, or when world after world dies without a step between them. A world
-that lost a rank is otherwise begun anew, from a checkpoint.
+that lost a rank is otherwise begun anew (`controllers.rolling` says from where).
 """
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from controllers.actions import Intent, Rollback, SetPhase
+from controllers.forming import STOCK_PATIENCE_S, unheard
 from controllers.housekeeping import SETTLE_S
+from controllers.lost import lost_world
 from controllers.view import JobView
+from gcore.emulated.launch import remark
 from gcore.ledger.ancestry import resumable
 from gcore.ledger.job import JobPhase
 from gcore.ledger.tally import barren_epoch, why_barren
@@ -37,7 +40,7 @@ def despairing(view: JobView) -> Iterator[Intent]:
 
 
 def recovering(view: JobView) -> Iterator[Intent]:
-    """A world of which a rank is lost starts again from a checkpoint, in a new lineage."""
+    """A world of which a rank is lost starts again, in a new lineage: from copies of head's state, or from a checkpoint."""
     if is_complete(view):
         return
     head = view.head
@@ -48,28 +51,12 @@ def recovering(view: JobView) -> Iterator[Intent]:
         yield Intent(SetPhase(JobPhase.FAILED, why), "fail", view.turn("fail"))
     elif reason:
         assert view.mirror.plan is not None
-        away = view.mirror.plan.record.nodes - view.nodes.keys()
+        away = {place.node for place in view.mirror.plan.record.ranks} - view.nodes.keys()
         after = max(NODE_GRACE_S if away else 0.0, SETTLE_S * 2**fruitless if fruitless else SETTLE_S)
+        if unheard(view):
+            after = max(after, SETTLE_S + STOCK_PATIENCE_S)
         topic = f"world {head.world}"
         yield Intent(Rollback(reason), f"{topic} {sorted(away)}", view.turn(topic), after=after)
-
-
-def lost_world(view: JobView) -> str:
-    """Why head's world cannot go on, or nothing."""
-    head = view.head
-    assert view.mirror.plan is not None
-    for place in view.mirror.plan.record.ranks:
-        claim = view.mirror.claim(head.world, place.rank)
-        if claim is None:
-            if place.node not in view.nodes:
-                return f"{place.node}, which was to run rank {place.rank}, is gone"
-            continue
-        worker = view.workers.get(claim.instance)
-        if worker is None:
-            return f"rank {place.rank} on {place.node} is gone"
-        if worker.state in ("failed", "stopping"):
-            return f"rank {place.rank} on {place.node} failed: {worker.reason or worker.state}"
-    return ""
 
 
 def fruitless_rollbacks(view: JobView) -> int:
@@ -103,7 +90,9 @@ def is_complete(view: JobView) -> bool:
 
 def _how_it_ended(view: JobView) -> str:
     epochs, steps = view.rules.epochs, view.head.step
+    assert view.mirror.plan is not None
+    said = remark(place.slot for place in view.mirror.plan.record.engines)
     if epochs is None:
-        return f"all {steps} steps are trained"
+        return f"all {steps} steps are trained{said}"
     through = "the data epoch" if epochs == 1 else f"all {epochs} data epochs"
-    return f"every prompt of {through} has its outcome, after {steps} steps"
+    return f"every prompt of {through} has its outcome, after {steps} steps{said}"

@@ -1,8 +1,10 @@
 """The rollout replicas that this controller is responsible for: routing to them, and bringing them the weights.
 
-Each engine has one controller at a time that routes to it and publishes to it: its node's, or, while that is away, the
-peer whom a hash names. Two that both believe it do no harm: samples carry the version they were made with, and the seal
-checks that. An engine that does not serve head's version is not routed to.
+Each engine has one controller at a time that routes to it and publishes to it (`controllers.owning`). Two that both believe it do
+no harm: samples carry the version they were made with, and the seal checks that. An engine that does not serve head's version is not routed to.
+
+One that owes answers and gives none is left by everybody who waits for it (`controllers.pulse` says when); it is asked on how it
+is, in the background, and is used again once it answers. To end one that hangs is its node's business (`controllers.staffing`).
 """
 
 from __future__ import annotations
@@ -10,36 +12,22 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from controllers.changes import Changes
+from controllers.pulse import EnginePatience, Pulse, Verdict
 from controllers.routing import Load, route
-from controllers.turns import turn
 from controllers.view import EngineView
+from gcore.clock import Clock, SystemClock
 from gcore.errors import EngineError, EngineUnreachable
-from gcore.ledger.records import Member
 from gcore.rollout.client import EngineClient, SamplingParams
 from gcore.types import Sample, Version
 from gcore.worker.records import WorkerRecord
 
 log = logging.getLogger(__name__)
-
-
-def responsible_for(
-    job_uid: str, workers: Mapping[str, WorkerRecord], members: Mapping[str, Member], me: str
-) -> dict[str, WorkerRecord]:
-    """The serving engines of the job that are mine: those of my node, and those of nodes without a member by hash."""
-    here = {m.node: incarnation for incarnation, m in sorted(members.items())}
-    mine = {}
-    for instance, worker in sorted(workers.items()):
-        if worker.role != "rollout" or worker.job_uid != job_uid or worker.state != "serving":
-            continue
-        owner = here.get(worker.node)
-        if owner == me or (owner is None and me in members and turn(members, me, f"engine {instance}") == 0):
-            mine[instance] = worker
-    return mine
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +46,35 @@ class _Line:
     """Samples asked for and not answered, with those that wait for its weights."""
     coming: Version | None = None
     """What it is being brought to."""
+    pulse: Pulse = field(default_factory=lambda: Pulse(0.0))
+    requests: set[asyncio.Task[tuple[Sample, ...]]] = field(default_factory=set)
+    """For responses, under way."""
+    probe: asyncio.Task[None] | None = None
+    """The last question how it is."""
+    probed: float = 0.0
+    """When it was put."""
 
 
 class EngineBook:
     """Engines by instance id. `aim` says which are mine; `views` is what `decide` sees."""
 
-    def __init__(self, changes: Changes, timeout_s: float, connect: Callable[..., EngineClient] = EngineClient) -> None:
+    def __init__(
+        self,
+        changes: Changes,
+        timeout_s: float,
+        connect: Callable[..., EngineClient] = EngineClient,
+        *,
+        clock: Clock | None = None,
+        patience: EnginePatience | None = None,
+    ) -> None:
         self._changes = changes
         self._timeout_s = timeout_s
         self._connect = connect
+        self._clock = clock or SystemClock()
+        self._patience = patience or EnginePatience(request_s=timeout_s)
         self._lines: dict[str, _Line] = {}
-        self._aborts: set[asyncio.Task[None]] = set()
+        self._beside: set[asyncio.Task[None]] = set()
+        """Aborts and probes."""
         self._requests = itertools.count()
 
     @property
@@ -80,12 +86,16 @@ class EngineBook:
         """These are mine from now on."""
         for instance in list(self._lines):
             if instance not in workers or workers[instance].address != self._lines[instance].view.address:
-                await self._lines.pop(instance).client.close()
+                line = self._lines.pop(instance)
+                _leave(line)
+                await line.client.close()
                 self._changes.notify()
         for instance, worker in workers.items():
             if instance not in self._lines:
                 client = self._connect(f"http://{worker.address}", timeout_s=self._timeout_s)
-                self._lines[instance] = _Line(client, EngineView(instance, worker.address, None))
+                now = self._clock.monotonic()
+                view = EngineView(instance, worker.address, None)
+                self._lines[instance] = _Line(client, view, pulse=Pulse(now))
                 self._changes.notify()
 
     async def close(self) -> None:
@@ -99,6 +109,7 @@ class EngineBook:
             # It may have ended, or become a peer's, between the decision and the deed.
             raise EngineUnreachable(f"{instance} is not connected", fix="Look again")
         line.coming = version
+        asked = self._clock.monotonic()
         try:
             served = (await line.client.info()).version
             if served != version:
@@ -108,6 +119,10 @@ class EngineBook:
                 # Whoever brought it there may have died before it let the engine go on; going on twice does no harm.
                 await line.client.resume()
             line.view = replace(line.view, version=served)
+            line.pulse = line.pulse.answers(self._clock.monotonic())
+        except EngineUnreachable:
+            line.pulse = line.pulse.in_vain(asked)
+            raise
         finally:
             line.coming = None
             self._changes.notify()
@@ -117,6 +132,44 @@ class EngineBook:
         if instance in self._lines:
             self._lines[instance].view = replace(self._lines[instance].view, version=None)
             self._changes.notify()
+
+    def look_after(self) -> None:
+        """Look how everybody is; leave who is silent, and ask on. Called now and then by whoever drives the job."""
+        now = self._clock.monotonic()
+        for instance, line in self._lines.items():
+            if line.coming is not None:
+                continue  # bringing it weights has a limit of its own
+            busy = bool(line.requests)
+            line.pulse = line.pulse.look(self._patience, now, busy=busy)
+            verdict = line.pulse.verdict(self._patience, now)
+            view = replace(
+                line.view,
+                version=line.view.version if verdict is Verdict.WELL else None,
+                silent=verdict is not Verdict.WELL,
+                hung=verdict is Verdict.HUNG,
+                why=line.pulse.why(self._patience, now),
+            )
+            if verdict is not Verdict.WELL:
+                _leave(line)
+            if view != line.view:
+                line.view = view
+                self._changes.notify()
+            if line.pulse.wants_probe(self._patience, now, line.probed, busy=busy) and (
+                line.probe is None or line.probe.done()
+            ):
+                line.probed = now
+                line.probe = self._do_beside(self._probe(line), f"probe {instance}")
+
+    async def _probe(self, line: _Line) -> None:
+        try:
+            async with asyncio.timeout(self._patience.probe_s):
+                await line.client.scheduler_state()
+        except (EngineUnreachable, TimeoutError) as error:
+            log.debug("%s: %s", line.client.base_url, error)
+            return
+        except EngineError as error:  # who refuses has answered
+            log.debug("%s: %s", line.client.base_url, error)
+        line.pulse = line.pulse.answers(self._clock.monotonic())
 
     def serves(self, version: Version) -> bool:
         """Whether one of my engines serves `version`."""
@@ -145,7 +198,9 @@ class EngineBook:
         rid = f"{rid}/{next(self._requests)}"
         finished = False
         try:
-            samples = await line.client.generate_each(prompts, params, seeds=seeds, rid=rid)
+            samples = await self._asked(
+                instance, line, line.client.generate_each(prompts, params, seeds=seeds, rid=rid)
+            )
             finished = True
             made = {span.version for sample in samples for span in sample.spans}
             others = {one for one in made if one < version or (one != version and follow is None)}
@@ -164,6 +219,31 @@ class EngineBook:
             self._changes.notify()
             if not finished:
                 self._abandon(line, rid, len(seeds))
+
+    async def _asked(
+        self, instance: str, line: _Line, request: Coroutine[Any, Any, tuple[Sample, ...]]
+    ) -> tuple[Sample, ...]:
+        """What `request` brings. Raises EngineUnreachable when the engine is left meanwhile."""
+        task = asyncio.create_task(request, name=f"ask {instance}")
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # heard, if nobody waits any more
+        begun = self._clock.monotonic()
+        if not line.requests:
+            line.pulse = line.pulse.begins(begun)
+        line.requests.add(task)
+        try:
+            await asyncio.wait({task})
+        finally:
+            line.requests.discard(task)
+            task.cancel()
+        if task.cancelled():
+            raise EngineUnreachable(f"{instance} is left, for it answers nothing", fix="The request goes to another")
+        try:
+            samples = task.result()
+        except EngineUnreachable:
+            line.pulse = line.pulse.fails(self._patience, begun, self._clock.monotonic())
+            raise
+        line.pulse = line.pulse.responds(self._clock.monotonic())
+        return samples
 
     async def _seat(self, wanted: Callable[[], Version], size: int) -> tuple[str, _Line]:
         """An engine that serves what is wanted, `size` samples added to what it has in flight, for the caller to take away."""
@@ -204,6 +284,16 @@ class EngineBook:
             except EngineError as error:
                 log.debug("abort %s: %s", rid, error)
 
-        task = asyncio.get_running_loop().create_task(abort())
-        self._aborts.add(task)
-        task.add_done_callback(self._aborts.discard)
+        self._do_beside(abort(), f"abort {rid}")
+
+    def _do_beside(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._beside.add(task)
+        task.add_done_callback(self._beside.discard)
+        return task
+
+
+def _leave(line: _Line) -> None:
+    """Whoever waits for its responses goes to another."""
+    for request in line.requests:
+        request.cancel()

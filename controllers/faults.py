@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 
 MOST_FAULTS = 16
 """Of one job, by one controller: a plug-in whose every error is another one must not fill the store."""
+MOST_OF_JOB = 64
+"""Of one job, by all controllers that it ever had; each may write one more."""
 
 
 class FaultBook:
@@ -55,6 +57,8 @@ class FaultBook:
     async def _write(self, name: str, record: FaultRecord) -> None:
         key = self._keys.fault(name)
         try:
+            if len((await self._store.list(self._keys.fault_prefix)).kvs) >= MOST_OF_JOB:
+                return
             await self._store.transact((Compare(key, 0),), (Put(key, record.encode()),))
         except StoreUnavailable:
             self._known.discard(name)  # it is told when it is met again

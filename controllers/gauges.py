@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from controllers.by_source import split_key
 from controllers.holdings import Holdings
 from controllers.reward_parts import named_parts
+from controllers.turns import Waits
+from controllers.waiting import Wait
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records import LogEntry
 from gcore.metrics import Metrics
@@ -24,6 +28,17 @@ def show_flights(metrics: Metrics, mirror: JobMirror, holdings: Holdings, now: f
     metrics.oldest_seconds.labels(job).set(0.0 if oldest is None else max(now - oldest[1].since, 0.0))
     versions = holdings.in_flight.versions(head).values()
     metrics.oldest_steps.labels(job).set(max((head.step - version.step for version in versions), default=0))
+
+
+def show_waits(metrics: Metrics, mirror: JobMirror, waiting: Sequence[Wait], waits: Waits, now: float) -> None:
+    """For how long what the job waits for has been waited for, by cause. `now`: the monotonic clock."""
+    if mirror.job is None:
+        return
+    seconds: dict[str, float] = {}
+    for wait in waiting:
+        held = now - waits.since.get(wait.key, now)
+        seconds[wait.cause] = max(seconds.get(wait.cause, 0.0), held)
+    metrics.show_waits(mirror.job.record.name, seconds)
 
 
 def show(metrics: Metrics, mirror: JobMirror, batch: WatchBatch, me: str) -> None:

@@ -12,9 +12,9 @@ from controllers.holdings import Holdings
 from controllers.ranks import RankLinks
 from controllers.view import JobView
 from gcore.clock import Clock
-from gcore.ledger import chain
-from gcore.ledger.guarded import Ledger, TxnOutcome
-from gcore.ledger.job import Plan
+from gcore.ledger import chain, transactions
+from gcore.ledger.guarded import Ledger, Transaction, TxnOutcome
+from gcore.ledger.job import Plan, Trouble
 from gcore.ledger.transactions import OpenSlots
 from gcore.store.types import Store
 from placement.plan import NodeSlots, Snapshot, colocated
@@ -44,11 +44,18 @@ class Hands:
     stats: Callable[[JobView], dict[str, float]]
     """Numbers for the log entry of the step that is committed."""
     run_dir: Path
+    tell: Callable[[str, str], None] = lambda topic, sentence: None
+    """Tells people of a trouble, by topic, once while it lasts; an empty sentence: it is over."""
+    memory_dir: Path | None = None
+    """Where copies of the job's train states lie in this node's memory."""
 
 
 def place(view: JobView, world: str, *, generation: int) -> Plan:
-    """A plan over the nodes that are there now."""
-    nodes = tuple(NodeSlots(record.name, record.slots) for record in view.nodes.values())
+    """A plan over the nodes that are there now, but for those that still fetch the model, which would hold all others up."""
+    joined = {stored.record.node for stored in view.mirror.members.values()}
+    fetches = (stored.record for stored in view.mirror.fetches.values())
+    fetching = {fetch.node for fetch in fetches if fetch.done < fetch.total} - joined if joined else set()
+    nodes = tuple(NodeSlots(record.name, record.slots) for record in view.nodes.values() if record.name not in fetching)
     return colocated(Snapshot(nodes), world=world, generation=generation, ranks=view.spec.train.ranks)
 
 
@@ -62,6 +69,14 @@ def slots(view: JobView) -> OpenSlots:
 def writer(view: JobView) -> chain.Writer:
     """Me, with a name for this one transaction."""
     return chain.Writer(view.me, uuid.uuid4().hex[:16])
+
+
+def warning(view: JobView, topic: str, sentence: str) -> Transaction:
+    """Tells people what went wrong beside the run; nothing if somebody else has told something of the topic meanwhile."""
+    mirror = view.mirror
+    return transactions.warn(
+        mirror.keys, mirror.troubles.get(topic), Trouble(topic=topic, node=view.node, sentence=sentence)
+    )
 
 
 def new_world() -> str:

@@ -6,8 +6,9 @@ next, which is computed anew at every look. All of it is lost with the process, 
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from controllers.flights import Flights
 from controllers.reward_parts import group_parts
@@ -17,8 +18,17 @@ from gcore.ledger.stream import StreamRules
 from gcore.rollout.truncated import is_truncated
 from gcore.types import Group, Outcome, PromptRef, Version
 
-REASON_CHARACTERS = 200
-"""A reason is a sentence; whatever a plug-in or an engine says beyond that would fill the store."""
+REASON_CHARACTERS, REASON_BYTES = 200, 300
+"""A reason is a sentence; whatever a plug-in or an engine says beyond that would fill the store, in which a character that is
+not ASCII takes up to twelve bytes."""
+
+
+def as_reason(text: str) -> str:
+    """The beginning of `text` that fits into a record."""
+    text = text[:REASON_CHARACTERS]
+    while len(json.dumps(text)) > REASON_BYTES:
+        text = text[: len(text) * 3 // 4]
+    return text
 
 
 class Holdings:
@@ -44,6 +54,11 @@ class Holdings:
     def outcomes(self) -> Mapping[PromptRef, EndedRef]:
         """Filtered and failed refs that head does not have yet."""
         return dict(self._outcomes)
+
+    def refs(self) -> Iterator[PromptRef]:
+        """Of what is held or in flight."""
+        yield from self._groups
+        yield from self.in_flight
 
     def knows(self, ref: PromptRef) -> bool:
         """Whether nothing need be started for `ref` here."""
@@ -85,7 +100,7 @@ class Holdings:
         self._outcomes[ref] = EndedRef(
             ref=ref,
             kind=outcome.kind,
-            reason=outcome.reason[:REASON_CHARACTERS],
+            reason=as_reason(outcome.reason),
             holder=holder,
             versions=(version,),
             source=source,

@@ -6,15 +6,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from controllers.actions import BeginEpoch, Intent, Prune, Register, Retain
+from controllers.actions import BeginEpoch, Intent, Prune, Register, Retain, Warn
 from controllers.view import JobView
 from gcore.ledger import chain, epochs
 from gcore.ledger.ancestry import is_ancestor, resumable
 from gcore.ledger.evaluation import best_of
 from gcore.ledger.records import Checkpoint, Head
+from gcore.ledger.retention import Retention, why_kept
 from gcore.ledger.transactions import MOST_PRUNED
 from gcore.types import Version
 
+CHECKPOINT_TROUBLE = "checkpoint"
+"""What the last trouble with a checkpoint is called in the store."""
 SETTLE_S = 1.0
 """A loss is looked at twice: registrations and claims reach a controller through different watches."""
 KEEP_LOG, PRUNE_AT = 64, 32
@@ -40,12 +43,26 @@ def checkpointing(view: JobView) -> Iterator[Intent]:
                 yield Intent(Register(checkpoint), f"register {version}", view.turn(f"register {version}"))
     # The watch brings records in their order: who sees the checkpoints of later steps sees the evaluations before them.
     best = best_of(head, [stored.record for stored in view.mirror.evaluations.values()], view.spec.best_metric)
-    kept = kept_checkpoints(head, known, view.spec.checkpoint.keep, best.version.step if best is not None else None)
+    policy = view.spec.checkpoint
+    best_step = best.version.step if best is not None else None
+    kept = tuple(why_kept(head, known, Retention(policy.keep, policy.keep_every, best_step)))
     forgotten = [c.seq for c in known if c not in kept]
     if forgotten:
         # Called by what goes, not by what stays: that changes with every new checkpoint, and nothing would ever be ripe.
         topic = f"forget {min(forgotten)}"
         yield Intent(Retain(kept), topic, view.turn(topic), after=SETTLE_S)
+
+
+def telling(view: JobView) -> Iterator[Intent]:
+    """A checkpoint that the disk did not take costs no step, and must not go by in silence."""
+    writing = view.writing
+    if writing is None or not writing.error:
+        return
+    then = "the next one is tried when it is due" if writing.over else "it is tried again until the disk takes it"
+    sentence = f"the checkpoint of step {writing.version.step} could not be written ({writing.error}); {then}"
+    known = view.mirror.troubles.get(CHECKPOINT_TROUBLE)
+    if known is None or known.record.sentence != sentence:
+        yield Intent(Warn(CHECKPOINT_TROUBLE, sentence), f"warn {sentence}", view.turn(f"warn {writing.version}"))
 
 
 def pruning(view: JobView) -> Iterator[Intent]:
@@ -75,21 +92,11 @@ def beginning(view: JobView) -> Iterator[Intent]:
     yield Intent(BeginEpoch(epochs.beginning(head, epoch, view.epochs), forgotten), topic, view.turn(topic))
 
 
-def kept_checkpoints(
-    head: Head, known: tuple[Checkpoint, ...], keep: int, best_step: int | None = None
-) -> tuple[Checkpoint, ...]:
-    """The newest `keep` on head's chain, that of the best step, and the base, without which a chain could not be resumed at
-    all. A chain has one state for each step, whatever lineage it was written in."""
-    on_chain = resumable(head, (c for c in known if c.file))
-    wanted = {*on_chain[:keep], *(c for c in on_chain if c.step == best_step)}
-    return tuple(c for c in known if c in wanted or not c.file)
-
-
 def orphaned_checkpoints(head: Head, kept: Iterable[Checkpoint], lying: Iterable[Version]) -> frozenset[Version]:
     """The checkpoints among those that lie in the run's folder which no record names, and none ever will.
 
     Whoever forgot them died before it deleted them, or never heard that it had. One that head's chain still may register is
-    newer than all that are registered there, so it stays.
+    newer than all that are registered there, so it stays; also one of a step that is trained and not committed yet.
     """
     entries = tuple(kept)
     named = {(checkpoint.lineage, checkpoint.step) for checkpoint in entries}
@@ -97,5 +104,7 @@ def orphaned_checkpoints(head: Head, kept: Iterable[Checkpoint], lying: Iterable
     return frozenset(
         version
         for version in lying
-        if version not in named and (version.step <= newest or not is_ancestor(head, version))
+        if version not in named
+        and (version.step <= newest or not is_ancestor(head, version))
+        and not (version.lineage == head.lineage and version.step > head.step)
     )

@@ -1,6 +1,6 @@
 """One job on one controller, for one incarnation: watch → view → decide → apply, and the flow beside it.
 
-The mirror is fed by a watch; a driver (`controllers.driving`) decides at every change and carries out what is ripe; the flow
+How it stands is `controllers.standing`'s. The mirror is fed by a watch; a driver (`controllers.driving`) decides at every change and carries out what is ripe; the flow
 (`controllers.producing`) produces. They meet in `Changes` and in the view, never in each other. When the incarnation ends, all of it is thrown away.
 """
 
@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from controllers.actions import SetPhase
-from controllers.apply import apply, staged_versions
+from controllers.apply import staged_versions
 from controllers.changes import Changes
 from controllers.cluster import ClusterMirror
 from controllers.collectives import Collectives
@@ -21,18 +20,21 @@ from controllers.eval_book import StoredEvaluations
 from controllers.faults import FaultBook
 from controllers.gauges import show
 from controllers.hands import Hands
-from controllers.holdings import Holdings
 from controllers.identity import Identity
 from controllers.material import rewards_of
 from controllers.ordering import EpochOrders
 from controllers.peer import JobPeer
 from controllers.preparing import Preparation
 from controllers.producing import Producing
+from controllers.pulse import EnginePatience
 from controllers.ranks import RankLinks
 from controllers.reading import Reading
 from controllers.service.events import EventLog
 from controllers.staffing import Staff
+from controllers.standing import JobStanding
 from controllers.stopwatch import Stopwatch
+from controllers.telling import telling
+from controllers.troubles import TroubleBook
 from controllers.turns import Waits
 from controllers.view import JobView
 from gcore.clock import Clock
@@ -41,18 +43,16 @@ from gcore.config.evaluation import eval_sources
 from gcore.config.sources import training_sources
 from gcore.errors import GcoreError
 from gcore.flows import find_filters, find_flow
+from gcore.ledger import transactions
 from gcore.ledger.guarded import Ledger, TxnOutcome
-from gcore.ledger.job import JobPhase
-from gcore.ledger.mirror import JobMirror
-from gcore.ledger.stream import StreamRules, rules_of
 from gcore.metrics import Metrics
 from gcore.reward.pool import RewardPool
 from gcore.reward.scoring import Scorer
-from gcore.store.keys import JobKeys
 from gcore.store.types import Store, WatchBatch
+from gcore.types import Version
 
 
-class JobRunner:
+class JobRunner(JobStanding):
     """Runs one job until it has ended, or the incarnation has."""
 
     def __init__(
@@ -66,34 +66,31 @@ class JobRunner:
         clock: Clock,
         config: NodeConfig,
     ) -> None:
-        self.uid = uid
-        self.keys = JobKeys(uid)
-        self._identity = identity
+        super().__init__(uid, identity, cluster, changes)
         self._store = store
-        self._cluster = cluster
         self._metrics = metrics
         self._clock = clock
         self._cache_dir = Path(config.home) / "cache"
         self._staff = Staff(config, clock)
-        self.node = identity.node
         self.events = EventLog(self.keys)
         self._faults = FaultBook(store, self.keys, identity.node)
+        self.troubles = TroubleBook(store, self.keys, identity.node, clock)
+        self._rewards: RewardPool | None = None
         self.closed = False
         """Whether nothing more will be heard here."""
-        self.is_working = False
-        """Whether there is a view to look at."""
-        self.changes = changes
-        self.mirror = JobMirror(self.keys)
-        self.holdings = Holdings()
         self.stopwatch = Stopwatch()
         self.waits = Waits({})
         self._ranks = RankLinks(clock, changes.notify)
         self._deeds = Deeds(self, metrics, clock)
         home = Path(config.home)
         self._reading = Reading(identity, home, store, self.keys, lambda: self.mirror, changes, clock)
-        self._view: tuple[int, JobView] | None = None
         self._orders: EpochOrders | None = None
-        self._lacks = ""
+
+    async def withdraw(self) -> None:
+        """Be no member of a job that cannot be worked on here, so that the others do not count on this controller."""
+        ledger = Ledger(self._store, self.keys)
+        while (await ledger.run(transactions.withdraw(self.keys, self.me))).outcome is TxnOutcome.UNKNOWN:
+            await self._clock.sleep(LOOK_AGAIN_S)
 
     async def run(self) -> None:
         """Until the job has ended."""
@@ -136,10 +133,7 @@ class JobRunner:
         before = self.mirror
         self.mirror = before.fold(batch)
         self._reading.note(self.mirror, self.holdings)
-        if self.mirror.head is not None and self.mirror.head != before.head:
-            rules = self._rules_or_none()
-            if rules is not None:
-                self.holdings.prune(rules, self.mirror.head.record)
+        self._prune(before)
         self.events.note(before, batch, self.mirror, self._clock.wall())
         self.stopwatch.note(before, self.mirror, self._clock.monotonic())
         show(self._metrics, self.mirror, batch, self._identity.incarnation)
@@ -147,7 +141,9 @@ class JobRunner:
     async def _work(self) -> None:
         assert self.mirror.job is not None
         spec = stored_spec(self.mirror.job.record.spec)
-        self._engines = EngineBook(self.changes, spec.rollout.timeout_s)
+        rollout = spec.rollout
+        patience = EnginePatience(rollout.silent_s, rollout.watchdog_s, rollout.timeout_s)
+        self._engines = EngineBook(self.changes, rollout.timeout_s, clock=self._clock, patience=patience)
         self._spec = spec
         self._rules = self._rules_or_none()
         self.is_working = True
@@ -156,7 +152,9 @@ class JobRunner:
             spec.scoring,
             self._clock,
             lambda error: self._faults.note(str(error), error.trace),
+            lambda news: self.troubles.note(f"reward-{self.node}", news),
         )
+        self._rewards = rewards
         try:
             await self._work_on(spec, rewards)
         finally:
@@ -166,7 +164,8 @@ class JobRunner:
         assert self.mirror.job is not None
         producing = Producing(self, self._faults, self._clock)
         try:
-            material = await self._preparation(rewards).material(spec, self.mirror.job.record)
+            async with telling(self, self._metrics, self._clock):
+                material = await self._preparation(rewards).material(spec, self.mirror.job.record)
             if material is None:
                 return
             self._spec = material.spec
@@ -203,6 +202,7 @@ class JobRunner:
                     "flow": producing.run(flow, peer),
                     "drive": driver.run(),
                     "faults": self._faults.run(),
+                    "troubles": self.troubles.run(),
                     "collectives": collectives.answer_others(),
                 }
                 tasks = [group.create_task(one, name=f"{name} {self.uid}") for name, one in work.items()]
@@ -213,9 +213,6 @@ class JobRunner:
             await peer.close()
             await self._engines.close()
             await orders.close()
-
-    def _rules_or_none(self) -> StreamRules | None:
-        return None if self.mirror.job is None else rules_of(self.mirror.job.record)
 
     def _preparation(self, scorer: Scorer) -> Preparation:
         def lacks(reason: str) -> None:
@@ -230,63 +227,18 @@ class JobRunner:
             self._store, self.keys, self._identity, self._cache_dir, self.changes, lambda: self.mirror, scorer, lacks
         )
 
-    @property
-    def me(self) -> str:
-        """This incarnation."""
-        return self._identity.incarnation
+    def note_scoring(self) -> None:
+        """See what the rewards are at, of which no change tells."""
+        scoring = self._rewards.scoring if self._rewards is not None else None
+        if scoring != self._scoring:
+            self._scoring, self._view = scoring, None
 
-    def _ended(self) -> bool:
-        return self.mirror.status is not None and self.mirror.status.record.phase.ended
-
-    def has_more(self) -> bool:
-        """Whether there are steps to make. It may be so again after the last: by a rollback."""
-        head = self.mirror.head
-        return not self._ended() and head is not None and not self.look().is_over
-
-    async def fail(self, reason: str) -> None:
-        """End the job as failed, however long the store is away."""
-        while not self._ended():
-            done = await apply(SetPhase(JobPhase.FAILED, reason), self.look(), self.hands())
-            if done.outcome is not TxnOutcome.WON:
-                await self.changes.wait(LOOK_AGAIN_S)
-            else:
-                await self.changes.until(self._ended)
-
-    def look_anew(self) -> None:
-        """What is under way has changed, which no record tells."""
-        self._view = None
-
-    def look(self) -> JobView:
-        """The view now; computed once for each change."""
-        if self._view is None or self._view[0] != self.changes.count:
-            self._view = (self.changes.count, self._build())
-        return self._view[1]
-
-    def _build(self) -> JobView:
+    def _staged(self) -> frozenset[Version]:
         assert self.mirror.job is not None
-        assert self._rules is not None
-        run_dir = Path(self.mirror.job.record.run_dir)
-        return JobView(
-            spec=self._spec,
-            rules=self._rules,
-            mirror=self.mirror,
-            me=self._identity.incarnation,
-            node=self._identity.node,
-            nodes=self._cluster.nodes,
-            workers=self._cluster.workers,
-            ranks=self._ranks.views,
-            engines=self._engines.views,
-            holdings=self.holdings.offers,
-            outcomes=self.holdings.outcomes,
-            in_flight=self.holdings.in_flight.versions(self.mirror.head.record) if self.mirror.head is not None else {},
-            busy=bool(self.holdings.in_flight),
-            under_way=self._deeds.under_way(),
-            saved=self._ranks.saved,
-            staged=staged_versions(run_dir),
-            arranging=self._orders is not None and self._orders.arranging,
-            lacks=self._lacks,
-            hopeless=self._staff.hopeless(self._cluster.workers),
-        )
+        return staged_versions(Path(self.mirror.job.record.run_dir))
+
+    def _is_arranging(self) -> bool:
+        return self._orders is not None and self._orders.arranging
 
     def hands(self) -> Hands:
         """What this job's actions are carried out with."""
@@ -301,7 +253,9 @@ class JobRunner:
             holdings=self.holdings,
             clock=self._clock,
             stats=self._stats,
+            tell=self.troubles.hold,
             run_dir=Path(self.mirror.job.record.run_dir),
+            memory_dir=self._staff.memory_dir(self.uid),
         )
 
     def _stats(self, view: JobView) -> dict[str, float]:

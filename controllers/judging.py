@@ -42,13 +42,13 @@ async def judged(
         why = str(result) if isinstance(result, RewardError) else ""
         reward = 0.0 if isinstance(result, RewardError) else result.value
         shown = EvalSample(
-            prompt=shortened(prompt.text),
-            response=shortened(sample.text),
-            answer=shortened(str(prompt.fields.get(practice.source.reward.answer, ""))),
+            prompt=recordable(prompt.text),
+            response=recordable(sample.text),
+            answer=recordable(str(prompt.fields.get(practice.source.reward.answer, ""))),
             reward=reward,
             source=practice.source.name,
             correct=not why and reaches(reward, threshold),
-            unscored=shortened(why),
+            unscored=recordable(why),
         )
         verdicts.append(Verdict(prompt.ref.seq, shown))
     return verdicts
@@ -60,7 +60,7 @@ def reaches(reward: float, threshold: float) -> bool:
     return reward >= threshold or math.isclose(reward, threshold, rel_tol=1e-6, abs_tol=1e-9)
 
 
-def shortened(text: str) -> str:
+def recordable(text: str) -> str:
     """What a record has room for."""
     short = text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 1]}…"
     while len(json.dumps(short)) > SHOWN_BYTES:  # JSON spells out what is not ASCII, in up to twelve bytes

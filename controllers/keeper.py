@@ -13,21 +13,25 @@ import fcntl
 import logging
 import signal
 import sys
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
+from gcore.atomic import whole_file
 from gcore.clock import Clock
 from gcore.config import NodeConfig
-from gcore.config.cluster import ControllerProcess, LocalCluster
+from gcore.config.cluster import FILE_NAME, ControllerProcess, LocalCluster
 from gcore.errors import GcoreError, StoreUnavailable
 from gcore.store import keys
-from gcore.store.launcher import LocalEtcd
+from gcore.store.launcher import LocalEtcd, last_complaint
 from gcore.store.types import Store
 from gcore.worker.process import ProcessId, is_running, send_signal, spawn_detached
 
 log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
+RESTARTS, RELAPSE_S = 3, 60.0
+"""An etcd that was started so often within so long does not last."""
 STOPPING = "stopping"
 
 
@@ -44,24 +48,53 @@ class Keeper:
         self._home = Path(config.home)
         self._store = store
         self._clock = clock
+        self.trouble = ""
+        """Why what has died could not be brought back at the last look, or does not last; nothing if nothing had, or it does."""
+        self._etcd: ProcessId | None = None
+        self._etcd_changed: deque[float] = deque(maxlen=RESTARTS)
+        """When another process was seen to be etcd."""
 
     async def run(self) -> None:
         """For ever."""
         while True:
             await self._clock.sleep(LOOK_S)
-            try:
-                await self._look()
-            except (GcoreError, OSError) as error:
-                log.warning("keeper: %s", error)
+            await self.look()
+
+    async def look(self) -> None:
+        """Bring back what has died, as far as it goes."""
+        try:
+            await self._look()
+        except (GcoreError, OSError) as error:
+            log.warning("keeper: %s", error)
+            self.trouble = str(error)
+        else:
+            self.trouble = self._relapse()
+
+    def _relapse(self) -> str:
+        """Why etcd ends again and again, if it does, whoever starts it."""
+        changed = self._etcd_changed
+        if len(changed) < RESTARTS or self._clock.monotonic() - changed[0] > RELAPSE_S:
+            return ""
+        why = last_complaint(self._home / "logs" / "etcd.log")
+        return (
+            f"etcd has ended {RESTARTS} times within {RELAPSE_S:.0f} s, each time it was started; it last said: {why}"
+        )
 
     async def _look(self) -> None:
         cluster = LocalCluster.load(self._home)
         if cluster is None or (self._home / STOPPING).exists():
             return
+        if cluster.etcd.process != self._etcd:
+            if self._etcd is not None:
+                self._etcd_changed.append(self._clock.monotonic())
+            self._etcd = cluster.etcd.process
         if not is_running(cluster.etcd.process):
             with self._alone() as alone:
                 if alone is not None and not is_running(alone.etcd.process):
-                    await self._bring_back_etcd(alone)
+                    try:
+                        await self._bring_back_etcd(alone)
+                    except (GcoreError, OSError) as error:
+                        raise GcoreError(f"etcd has ended and cannot be started again: {error}") from error
             return
         for daemon in cluster.controllers:
             if daemon.name != self._config.node and not is_running(daemon.process):
@@ -107,14 +140,10 @@ class Keeper:
 
     def _write(self, cluster: LocalCluster, started: ProcessId) -> None:
         """Raises OSError; then `started` is ended, or it would be in the way of the next try, unknown to everybody."""
-        path = self._home / "cluster.json"
-        part = path.with_suffix(".part")
         try:
-            part.write_text(cluster.model_dump_json(indent=2))
-            part.rename(path)
+            whole_file(self._home / FILE_NAME, cluster.model_dump_json(indent=2).encode())
         except OSError:
             send_signal(started, signal.SIGKILL)
-            part.unlink(missing_ok=True)
             raise
 
 

@@ -3,7 +3,8 @@
 An epoch's order follows from its record in the store (`gcore.ledger.epochs`), so that it is the same on every peer;
 epoch 0 needs none. Nothing of a shard is issued in an epoch whose order is not there yet. What is kept is four bytes for
 each ref of a shard and epoch that is due here; orders that a rollback made void, of shards that went elsewhere and of
-epochs that are over are dropped. Without a curriculum none of this is there.
+epochs that are over are dropped; not while groups of them are held or in flight here, whose prompts people may want to read.
+Without a curriculum none of this is there.
 """
 
 from __future__ import annotations
@@ -61,11 +62,15 @@ class EpochOrders:
         return self._work is not None
 
     def ready(
-        self, refs: Iterable[PromptRef], begun: Mapping[int, EpochRecord], mine: Collection[int]
+        self,
+        refs: Iterable[PromptRef],
+        begun: Mapping[int, EpochRecord],
+        mine: Collection[int],
+        held: Iterable[PromptRef] = (),
     ) -> list[PromptRef]:
         """Those of `refs`, which are due of my shards `mine`, whose order is known; the others' are set about.
 
-        Raises what a curriculum, or reading the data for it, raised.
+        `held`: refs that were issued here and are held or in flight, whatever shard they are of. Raises what a curriculum, or reading the data for it, raised.
         """
         due = list(refs)
         if self._curriculum is None:
@@ -73,7 +78,7 @@ class EpochOrders:
         if self._defect is not None:
             raise self._defect
         wanted = list(dict.fromkeys((ref.data_epoch, ref.shard) for ref in due))
-        self._forget(wanted, begun, mine)
+        self._forget(wanted, begun, mine, {(ref.data_epoch, ref.shard) for ref in held})
         known = {pair for pair in wanted if self._is_known(pair, begun)}
         if self._work is None and not self._closed:
             for epoch, shard in wanted:
@@ -102,16 +107,20 @@ class EpochOrders:
         return found is not None and found.version == (record.version if record is not None else None)
 
     def _forget(
-        self, wanted: Iterable[tuple[int, int]], begun: Mapping[int, EpochRecord], mine: Collection[int]
+        self,
+        wanted: Iterable[tuple[int, int]],
+        begun: Mapping[int, EpochRecord],
+        mine: Collection[int],
+        held: Collection[tuple[int, int]],
     ) -> None:
-        """Keep what is due, and what is newer: the window may reach into it again."""
+        """Keep what is due or held, and what is newer: the window may reach into it again."""
         oldest: dict[int, int] = {}
         for epoch, shard in wanted:
             oldest[shard] = min(epoch, oldest.get(shard, epoch))
         for epoch, shard in list(self._arranged):
             # A shard of which nothing is due keeps what it has: the next step begins where this one ended.
             is_over = shard not in mine or epoch < oldest.get(shard, epoch)
-            if is_over or not self._is_known((epoch, shard), begun):
+            if (is_over and (epoch, shard) not in held) or not self._is_known((epoch, shard), begun):
                 del self._arranged[epoch, shard]
 
     async def _arrange(self, epoch: int, shard: int, record: EpochRecord | None) -> None:

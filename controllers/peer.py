@@ -104,6 +104,8 @@ class JobPeer:
                 step.raise_defect()
                 if not step.is_open():
                     return
+                if self.look().leaving:
+                    break
             step.put_back()
             # What changed while prompts were handed out was not looked at yet.
             if step.is_open() and self.changes.count == seen:
@@ -205,8 +207,9 @@ class JobPeer:
     def _due(self) -> list[PromptRef]:
         view = self.look()
         assert view.mirror.head is not None
-        if view.mirror.assign is None:
+        if view.mirror.assign is None or view.leaving:
             return []
         mine = set(view.mirror.assign.record.shards_of(view.me))
         due = [ref for ref in view.due if ref.shard in mine]
-        return [ref for ref in self._orders.ready(due, view.epochs, mine) if not self.holdings.knows(ref)]
+        ready = self._orders.ready(due, view.epochs, mine, self.holdings.refs())
+        return [ref for ref in ready if not self.holdings.knows(ref)]

@@ -1,10 +1,11 @@
-"""What a node must have before it works on a job: the model, and the data as they were when the job was created.
+"""What a node must have before it works on a job: the folder that all its nodes see, the model, and the data as they were when
+the job was created.
 
-What is wrong ends the job, with a sentence: nothing could be made here. With two exceptions. Data that have changed are
-looked at again and again, and so is whatever is wrong once the job has trained a step: its progress would be lost for a
-file that can be put back, or for a disk that is mounted later than the daemon is started. And a node that the plan does
-not name, because it came later, only stays away, and tries again: the others get on without it. Whatever is waited for so
-is told.
+What is wrong ends the job, with a sentence: nothing could be made here. With exceptions. Data that have changed are looked at
+again and again, and so is whatever is wrong once the job has trained a step: its progress would be lost for a file that can
+be put back, or for a disk that is mounted later than the daemon is started. A store that does not answer, and a lease that
+has ended (and with it, soon, this life of the controller), say nothing of the job. And a node that the plan does not name,
+because it came later, only stays away, and tries again: the others get on without it. Whatever is waited for so is told.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from controllers.fetching import FetchReport, fetch_model
 from controllers.identity import Identity
 from controllers.material import Material, material_of
 from controllers.service.submission import check_unchanged
+from controllers.storage import StorageProof
 from gcore.config import JobSpec
-from gcore.errors import GcoreError
+from gcore.errors import GcoreError, LeaseLost, StoreUnavailable
 from gcore.ledger.job import JobRecord
 from gcore.ledger.mirror import JobMirror
 from gcore.prompts.dataset import DataChanged
@@ -62,7 +64,7 @@ class Preparation:
             try:
                 material = await self._prepared(spec, job)
             except GcoreError as error:
-                waits = isinstance(error, DataChanged) or self._has_progress()
+                waits = isinstance(error, DataChanged | StoreUnavailable | LeaseLost) or self._has_progress()
                 if self._is_counted_on() and not waits:
                     raise
                 log.warning("job %s is not worked on by %s: %s", job.uid, self.identity.node, error)
@@ -77,6 +79,7 @@ class Preparation:
         """The material, with the rewards loaded meanwhile; None if the job ended before. Raises GcoreError."""
         warming = asyncio.create_task(self.scorer.warm(), name=f"rewards {job.uid}")
         try:
+            await StorageProof(self.store, self.keys, self.identity, Path(job.run_dir), self._pause).run()
             here = await self._with_model(spec, job)
             material = None if here is None else await asyncio.to_thread(self._open, here, job)
             if material is not None:

@@ -1,7 +1,8 @@
 """The line to the train ranks of one world: what they report, and what they are sent.
 
 One `Watch` stream a rank keeps `views` current; feeds and applies are repeated by whoever decides, never in here: a call
-that fails is simply not reflected in what the rank reports. A rank of another world refuses everything.
+that fails is simply not reflected in what the rank reports. A rank of another world refuses everything. It is spoken to in
+the older of its schema version and this process's.
 """
 
 from __future__ import annotations
@@ -9,25 +10,39 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import grpc
 
-from controllers.view import RankView, SavedCheckpoint
+from controllers.feeding import parts_of, timeout_s
+from controllers.view import CheckpointWriting, RankView, SavedCheckpoint
 from gcore.api.v1 import train_pb2 as pb
 from gcore.api.v1 import train_pb2_grpc
 from gcore.clock import Clock
 from gcore.errors import GcoreError
-from gcore.ledger.records import SCHEMA_VERSION, Seal
+from gcore.ledger.records import Seal
+from gcore.rpc_schema import VersionedStub
+from gcore.schema import READABLE, SCHEMA_VERSION
 from gcore.train.feed_state import WorldName
-from gcore.train.messages import CHUNK_BYTES, read_held, read_token, write_payload, write_token, write_world
+from gcore.train.messages import (
+    CHUNK_BYTES,
+    read_held,
+    read_saved,
+    read_token,
+    read_writing,
+    write_payload,
+    write_token,
+    write_world,
+)
 from gcore.types import Group, Token, Version
 
 log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 30.0
 RECONNECT_S = 0.3
+SAVED_KNOWN = 16
+"""Newest checkpoints that are remembered as saved; they are registered one by one, as they come."""
 
 
 class NotConnected(GcoreError):
@@ -74,24 +89,35 @@ class RankLinks:
         self.aim(None, {})
 
     async def feed(self, rank: int, seal: Seal, groups: Iterable[tuple[Group, frozenset[int]]], sender: str) -> None:
-        """Push samples of groups (by index) to a rank. Raises grpc.aio.AioRpcError, NotConnected."""
+        """Push samples of groups (by index) to a rank, part by part. Raises grpc.aio.AioRpcError, NotConnected."""
         self._reach(rank)
         world = self._world
-        # Off the event loop: it may be some hundred MB, and the lease must be kept meanwhile.
-        payload = await asyncio.to_thread(write_payload, tuple(groups))
+        for part in parts_of(groups):
+            await self._feed_part(world, rank, seal, part, sender)
+
+    async def _feed_part(
+        self,
+        world: WorldName | None,
+        rank: int,
+        seal: Seal,
+        part: tuple[tuple[Group, frozenset[int]], ...],
+        sender: str,
+    ) -> None:
+        # Off the event loop: it may be many MB, and the lease must be kept meanwhile.
+        payload = await asyncio.to_thread(write_payload, part)
         line = self._reach(rank)
         if world is None or world != self._world:
             raise NotConnected(f"the world of rank {rank} is over", fix="Look again")
         header = pb.FeedHeader(
-            schema_version=SCHEMA_VERSION,
+            schema_version=self._speaks(rank),
             world=write_world(world),
             token=write_token(seal.token),
             sender=sender,
             total_bytes=len(payload),
             sha256=hashlib.sha256(payload).digest(),
         )
-        stub = train_pb2_grpc.TrainRankStub(line.channel)
-        reply = await stub.Feed(_chunks(header, payload), timeout=CALL_TIMEOUT_S)
+        stub = VersionedStub(train_pb2_grpc.TrainRankStub(line.channel))
+        reply = await stub.Feed(_chunks(header, payload), timeout=timeout_s(len(payload)))
         if world == self._world:
             self._note_held(rank, seal.token, reply.held)
 
@@ -100,9 +126,13 @@ class RankLinks:
         line, world = self._reach(rank), self._world
         assert world is not None
         request = pb.ApplyRequest(
-            schema_version=SCHEMA_VERSION, world=write_world(world), token=write_token(seal.token), seal=stored
+            schema_version=self._speaks(rank), world=write_world(world), token=write_token(seal.token), seal=stored
         )
-        await train_pb2_grpc.TrainRankStub(line.channel).Apply(request, timeout=CALL_TIMEOUT_S)
+        await VersionedStub(train_pb2_grpc.TrainRankStub(line.channel)).Apply(request, timeout=CALL_TIMEOUT_S)
+
+    def _speaks(self, rank: int) -> int:
+        known = self.views.get(rank)
+        return min(READABLE) if known is None else known.speaks
 
     def _reach(self, rank: int) -> _Line:
         line = self._lines.get(rank)
@@ -119,7 +149,7 @@ class RankLinks:
         closing.add_done_callback(self._closing.discard)
 
     async def _listen(self, world: WorldName, rank: int, channel: grpc.aio.Channel) -> None:
-        stub = train_pb2_grpc.TrainRankStub(channel)
+        stub = VersionedStub(train_pb2_grpc.TrainRankStub(channel))
         while True:
             try:
                 async for state in stub.Watch(pb.WatchRequest(world=write_world(world))):
@@ -138,10 +168,14 @@ class RankLinks:
             content=state.report.content_sha256,
             metrics=dict(state.report.metrics),
             phase=state.phase,
+            writing=_writing(state),
+            progress=state.progress,
+            speaks=max(min(READABLE), min(SCHEMA_VERSION, state.schema_version)),
         )
-        if view.applied and state.report.checkpoint_file:
-            version = Version(view.applied.lineage, view.applied.step)
-            self.saved[version] = SavedCheckpoint(version, state.report.checkpoint_file, state.report.checkpoint_sha256)
+        for saved in _saved(state, view):
+            self.saved[saved.version] = saved
+        for forgotten in sorted(self.saved)[:-SAVED_KNOWN]:
+            del self.saved[forgotten]
         self._show(view)
 
     def _note_held(self, rank: int, token: Token, held: Iterable[pb.HeldGroup]) -> None:
@@ -156,6 +190,23 @@ class RankLinks:
             view = replace(view, held=_joined(known.held, view.held))
         self.views = {**self.views, view.rank: view}
         self._on_change()
+
+
+def _saved(state: pb.RankState, view: RankView) -> Iterator[SavedCheckpoint]:
+    """The newest checkpoint that the rank has brought to the disk, if it has."""
+    if state.HasField("saved"):
+        found = read_saved(state.saved)
+        yield SavedCheckpoint(found.version, found.file, found.sha256)
+    elif view.applied and state.report.checkpoint_file:  # a rank of the version before: it wrote within the step
+        version = Version(view.applied.lineage, view.applied.step)
+        yield SavedCheckpoint(version, state.report.checkpoint_file, state.report.checkpoint_sha256)
+
+
+def _writing(state: pb.RankState) -> CheckpointWriting | None:
+    if not state.HasField("writing"):
+        return None
+    found = read_writing(state.writing)
+    return CheckpointWriting(found.version, found.total, found.written, found.error, found.over)
 
 
 def _joined(one: Mapping[str, frozenset[int]], other: Mapping[str, frozenset[int]]) -> dict[str, frozenset[int]]:

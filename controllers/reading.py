@@ -1,7 +1,7 @@
 """What a controller keeps of a job for people to read, in one place: its numbers, its samples, its trackers.
 
-All of it runs beside the job and never in its way: what fails here is told and tried again, and a defect here is logged and
-ends only this, not the run.
+All of it runs beside the job and never in its way: what fails here (a full disk, a tracker that is down) is told and tried
+again, and a defect in one of these tasks is logged when the task ends, and ends only this, not the run.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 from controllers.changes import Changes
 from controllers.holdings import Holdings
@@ -18,9 +19,11 @@ from controllers.identity import Identity
 from controllers.keeping import SampleKeeper
 from controllers.recording import Recorder
 from controllers.trackers import Patience, TrackerKeeper
+from controllers.turns import turn
 from gcore.clock import Clock
 from gcore.config.reading import TrackerSpec
 from gcore.errors import StoreUnavailable
+from gcore.ledger import store_copy
 from gcore.ledger.job import Trouble
 from gcore.ledger.mirror import JobMirror
 from gcore.store.keys import JobKeys
@@ -28,6 +31,8 @@ from gcore.store.types import Put, Store
 
 log = logging.getLogger(__name__)
 
+COPY_TURN_S = 0.5
+"""How long the next in turn waits for the one before to leave the copy of the records."""
 STOP_S = 10.0
 """For tracker processes to end, once they were let go of."""
 
@@ -61,7 +66,7 @@ class Reading:
         job = self._look().job
         assert job is not None
         for work in (self._recorder.run(), self.samples.run()):
-            self._writing.append(asyncio.create_task(_contained(work), name="reading"))
+            self._writing.append(_beside(work, "reading"))
         for tree in job.record.spec.get("tracking", []):
             tracker = TrackerSpec.model_validate(tree)
             keeper = TrackerKeeper(
@@ -73,20 +78,18 @@ class Reading:
                 self._warn,
                 self._clock,
             )
-            self._trackers.append(asyncio.create_task(_contained(keeper.run()), name=f"tracker {tracker.name}"))
+            self._trackers.append(_beside(keeper.run(), f"tracker {tracker.name}"))
 
     def note(self, mirror: JobMirror, holdings: Holdings) -> None:
         """A change, before what is terminal leaves the holdings."""
-        try:
-            self.samples.note(mirror, holdings)
-        except Exception:
-            log.exception("samples are not kept")
+        self.samples.note(mirror, holdings)
 
     async def finish(self) -> None:
         """The job has ended: what is missing is written and given to the trackers, for a bounded time."""
         for task in self._writing:
             task.cancel()
-        await asyncio.gather(_contained(self._recorder.finish()), _contained(self.samples.write()))
+        last = {"records": self._recorder.finish(), "samples": self.samples.write(), "copy": self._leave_copy()}
+        await asyncio.wait([_beside(work, name) for name, work in last.items()])
         if self._trackers:
             await asyncio.wait(self._trackers, timeout=Patience().end_s + STOP_S)
 
@@ -97,6 +100,20 @@ class Reading:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    async def _leave_copy(self) -> None:
+        """With the job's records in its folder the run can be audited when its cluster is gone; one copy is enough."""
+        mirror = self._look()
+        assert mirror.job is not None
+        run_dir, me = Path(mirror.job.record.run_dir), self._identity.incarnation
+        await self._clock.sleep(COPY_TURN_S * turn(mirror.members, me, "copy"))
+        if await asyncio.to_thread(store_copy.is_left, run_dir):
+            return
+        try:
+            listing = await self._store.list(self._keys.prefix)
+            await asyncio.to_thread(store_copy.leave, run_dir, me, mirror.keys.uid, listing)
+        except (StoreUnavailable, OSError) as error:  # whoever audits it later leaves one
+            log.warning("the run's folder has no copy of the job's records: %s", error)
+
     async def _warn(self, topic: str, sentence: str) -> None:
         key = self._keys.trouble(topic)
         trouble = Trouble(topic=topic, node=self._identity.node, sentence=sentence)
@@ -104,9 +121,13 @@ class Reading:
             await self._store.transact((), (Put(key, trouble.encode()),))
 
 
-async def _contained(work: Awaitable[None]) -> None:
-    """What people read must not end what they read about."""
-    try:
-        await work
-    except Exception:
-        log.exception("what is kept of the run for people to read goes no further here")
+def _beside(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    """Start what people read beside what they read about: its end, also by a defect, is not the caller's."""
+    task = asyncio.create_task(work, name=name)
+    task.add_done_callback(_tell_defect)
+    return task
+
+
+def _tell_defect(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (defect := task.exception()) is not None:
+        log.error("%s: nothing more is kept of the run for people to read", task.get_name(), exc_info=defect)

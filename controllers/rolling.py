@@ -1,4 +1,6 @@
-"""Going back to a checkpoint: the newest whole one on the chain, with its cursors and tally, in one transaction."""
+"""A new world, in one transaction: on from copies of head's own state if the nodes have them in memory, else back to a
+checkpoint, the newest whole one on the chain, with its cursors and tally.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +9,23 @@ import logging
 from pathlib import Path
 
 from controllers.actions import Rollback
-from controllers.hands import Applied, Hands, new_world, place, slots, writer
+from controllers.forming import state_at_hand
+from controllers.hands import Applied, Hands, new_world, place, slots, warning, writer
 from controllers.view import JobView
 from gcore.errors import GcoreError, SpecError
 from gcore.ledger import chain, transactions
 from gcore.ledger.ancestry import resumable
-from gcore.ledger.guarded import Stored, TxnOutcome
+from gcore.ledger.digests import digest_of
+from gcore.ledger.guarded import Stored, Transaction, TxnOutcome
+from gcore.ledger.job import Plan
 from gcore.ledger.records import Checkpoint, LogEntry
 from gcore.ledger.tally import NOTHING
 from gcore.weights.layout import CheckpointDamaged, manifest_digest, verify_checkpoint
 
 log = logging.getLogger(__name__)
+
+DAMAGED = "damaged"
+"""What the last trouble with a registered checkpoint is called in the store."""
 
 
 async def roll_back(action: Rollback, view: JobView, hands: Hands) -> Applied:
@@ -33,6 +41,16 @@ async def roll_back(action: Rollback, view: JobView, hands: Hands) -> Applied:
         # Nodes that are away may come back: a job that fitted once does not fail for want of them.
         return Applied(TxnOutcome.STALE, f"rollback: {error}")
     reason = action.reason
+    state = state_at_hand(view, frozenset(rank.node for rank in plan.ranks))
+    if state is not None:
+        advance = chain.re_formed(head, state, world, writer(view), reason)
+        txn = _transaction(action, view, advance, plan)
+        report = await hands.ledger.run(txn)
+        sentence = (
+            f"{len(plan.ranks)} ranks go on from copies of step {head.step}, lineage {advance.head.lineage}: {reason}"
+        )
+        return Applied(report.outcome, sentence, report.revision)
+    skipped: list[str] = []
     for target in resumable(head, mirror.checkpoints.record.entries):
         entry = await _entry_of(target, view, hands)
         cursors = entry.cursors if entry is not None else None
@@ -41,14 +59,34 @@ async def roll_back(action: Rollback, view: JobView, hands: Hands) -> Applied:
             problem = f"its log entry {target.seq} is not there"
         if problem or entry is None or cursors is None:
             log.warning("checkpoint %s is skipped: %s", target.file, problem)
-            reason += f"; checkpoint {target.file} is skipped: {problem}"
+            skipped.append(f"checkpoint {target.file} is skipped: {problem.rstrip('.')}")
             continue
-        advance = chain.rolled_back(head, target, cursors, world, writer(view), reason, tally=entry.tally or NOTHING)
-        txn = transactions.rollback(mirror.keys, slots(view), mirror.checkpoints, advance, mirror.plan, plan)
+        reason = "; ".join([reason, *skipped])
+        await _tell(skipped, target, view, hands)
+        tally, parent = entry.tally or NOTHING, digest_of(entry)
+        advance = chain.rolled_back(
+            head, target, cursors, world, writer(view), reason, tally=tally, parent_digest=parent
+        )
+        txn = _transaction(action, view, advance, plan)
         report = await hands.ledger.run(txn)
         sentence = f"rollback from step {head.step} to {target.step}, lineage {advance.head.lineage}: {reason}"
         return Applied(report.outcome, sentence, report.revision)
     raise GcoreError("no whole checkpoint is left on the chain, not even the first model", where=str(hands.run_dir))
+
+
+def _transaction(action: Rollback, view: JobView, advance: chain.Advance, plan: Plan) -> Transaction:
+    mirror = view.mirror
+    assert mirror.checkpoints is not None
+    assert mirror.plan is not None
+    return transactions.rollback(
+        mirror.keys,
+        slots(view),
+        mirror.checkpoints,
+        advance,
+        mirror.plan,
+        plan,
+        between_steps=action.between_steps,
+    )
 
 
 def damage(run_dir: Path, checkpoint: Checkpoint) -> str:
@@ -63,6 +101,18 @@ def damage(run_dir: Path, checkpoint: Checkpoint) -> str:
     except CheckpointDamaged as error:
         return str(error)
     return ""
+
+
+async def _tell(skipped: list[str], target: Checkpoint, view: JobView, hands: Hands) -> None:
+    """What is damaged is told by an event of its own: nobody reads why a world began anew if all goes well after it.
+
+    One that is not written is not written again: whoever lost the compare finds it told.
+    """
+    instead = f"the one before it is used, of step {target.step}" if target.file else "the first model is used"
+    sentence = f"{'; '.join(skipped)}; {instead}"
+    known = view.mirror.troubles.get(DAMAGED)
+    if skipped and (known is None or known.record.sentence != sentence):
+        await hands.ledger.run(warning(view, DAMAGED, sentence))
 
 
 async def _entry_of(target: Checkpoint, view: JobView, hands: Hands) -> LogEntry | None:

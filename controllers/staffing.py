@@ -9,17 +9,28 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from controllers.children import RANK_COMMAND, THREADS, Child, NoSglang, device_env, engine_child, is_cuda
+from controllers.children import (
+    THREADS,
+    Child,
+    NoSglang,
+    device_env,
+    emulated_host,
+    engine_child,
+    is_cuda,
+    rank_command,
+)
 from controllers.view import JobView
 from gcore.clock import Clock
 from gcore.config import NodeConfig
+from gcore.emulated.launch import PlacedEngine, start_host
 from gcore.ledger.ancestry import resumable
 from gcore.ledger.job import EnginePlace, RankPlace
-from gcore.ledger.records import Checkpoint
+from gcore.train.launch import Start
+from gcore.weights.copies import memory_folder, open_folder
 from gcore.worker.launch import start_worker
 from gcore.worker.process import CannotStart, ProcessId, is_running
 from gcore.worker.records import LaunchSpec, Role, StoreRef, WorkerRecord
@@ -54,6 +65,8 @@ class StopWorker:
 
     instance: str
     reason: str
+    at_once: bool = False
+    """Whether it is not worth to wait until it has drained: it hangs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +96,16 @@ def staffing(view: JobView, launches: Launches, now: float) -> Iterator[StartEng
         return
     plan, head = view.mirror.plan, view.mirror.head.record
     wanted: set[str] = set()
+    hung = {instance: engine.why for instance, engine in view.engines.items() if engine.hung}
     mine = {i: w for i, w in sorted(view.workers.items()) if w.node == view.node and w.job_uid == view.mirror.keys.uid}
     for place in plan.record.engines:
         if place.node != view.node:
             continue
         key = engine_key(place)
-        running = [i for i, w in mine.items() if w.role == "rollout" and w.slot == place.slot and is_good(w)]
+        # One that hangs keeps its place, and its slot's memory, until it has ended.
+        running = [
+            i for i, w in mine.items() if w.role == "rollout" and w.slot == place.slot and (is_good(w) or i in hung)
+        ]
         wanted.update(running[:1])
         if not running and key not in launches.pending and now >= launches.last.get(key, 0.0) + backoff(launches, key):
             yield StartEngine(place)
@@ -104,7 +121,9 @@ def staffing(view: JobView, launches: Launches, now: float) -> Iterator[StartEng
         if claim is None and not there and key not in launches.pending and ripe:
             yield StartRank(rank, head.world)
     for instance, worker in mine.items():
-        if instance not in wanted and worker.state in ("starting", "serving"):
+        if instance in hung and worker.state != "failed":
+            yield StopWorker(instance, f"it {hung[instance]}", at_once=True)
+        elif instance not in wanted and worker.state in ("starting", "serving"):
             yield StopWorker(instance, "the plan has no place for it")
 
 
@@ -134,17 +153,20 @@ def backoff(launches: Launches, key: str) -> float:
     return min(2.0 ** (tries - 1), MAX_BACKOFF_S) if tries else 0.0
 
 
-def base_checkpoint(view: JobView) -> Checkpoint | None:
-    """What head's world starts from: the checkpoint that its lineage's rollback named, or the base."""
+def world_start(view: JobView) -> Start | None:
+    """What head's world starts from: what its lineage's rollback named, copies or a checkpoint, or the base."""
     assert view.mirror.head is not None
     assert view.mirror.checkpoints is not None
     head = view.mirror.head.record
     entries = view.mirror.checkpoints.record.entries
     if head.lineage == 0:
-        return next(c for c in entries if not c.file)
+        return Start(step=0)
     for entry in view.mirror.log.values():
         if entry.record.kind == "rollback" and entry.record.lineage == head.lineage:
-            return next((c for c in resumable(head, entries) if c.seq == entry.record.parent), None)
+            if entry.record.state is not None:
+                return Start(step=entry.record.step, state=entry.record.state)
+            named = (c for c in resumable(head, entries) if c.seq == entry.record.parent)
+            return next((Start(step=c.step, checkpoint=c.file) for c in named), None)
     return None
 
 
@@ -183,17 +205,47 @@ class Staff:
                 return f"{key} on {self._config.node} was started {tries} times and never lasted: {why}"
         return ""
 
-    def start(self, action: StartEngine | StartRank, view: JobView) -> None:
-        """Spawn a supervisor; it registers itself. One that cannot be spawned (a full disk) is tried again later."""
+    def start(self, action: StartEngine | StartRank, view: JobView) -> str:
+        """Spawn a supervisor; it registers itself. One that cannot be spawned (a full disk) is tried again later: why, or
+        nothing."""
+        why = ""
         key = launch_key(action)
         self._last[key] = self._clock.monotonic()
         try:
             self._newest[key] = self._started[key] = self._spawn(action, view)
         except (CannotStart, NoSglang, OSError) as error:
-            log.warning("%s cannot be started: %s", key, error)
             self._newest.pop(key, None)
             self._why[key] = str(error)
+            why = f"{key} cannot be started: {error}"
         self._tries[key] = self._tries.get(key, 0) + 1
+        return why
+
+    def start_emulated(self, actions: Sequence[StartEngine], view: JobView) -> None:
+        """The same for engines on emulated slots, all in one process: none of them computes, and there may be very many."""
+        name = f"emulated-{self._config.node}-{uuid.uuid4().hex[:8]}"
+        placed = {
+            engine_key(action.place): PlacedEngine(
+                instance=f"rollout-{name}-{action.place.slot.rpartition(':')[2]}", slot=action.place.slot
+            )
+            for action in actions
+        }
+        now = self._clock.monotonic()
+        launch = emulated_host(view.spec, self._config, view.mirror.keys.uid, name, tuple(placed.values()))
+        why, process = "", None
+        try:
+            process = start_host(launch, Path(self._config.home))
+            log.info("started %d emulated engines: %s", len(placed), name, extra={"job": view.mirror.keys.uid})
+        except CannotStart as error:
+            why = str(error)
+            log.warning("%s cannot be started: %s", name, error)
+        for key, one in placed.items():
+            self._last[key] = now
+            self._tries[key] = self._tries.get(key, 0) + 1
+            if process is None:
+                self._newest.pop(key, None)
+                self._why[key] = why
+            else:
+                self._newest[key] = self._started[key] = Launch(one.instance, process, now)
 
     def _spawn(self, action: StartEngine | StartRank, view: JobView) -> Launch:
         """Raises CannotStart, NoSglang, OSError."""
@@ -230,31 +282,40 @@ class Staff:
             lease_ttl_s=self._config.lease_ttl_s,
             orphan_grace_s=self._config.orphan_grace_s,
             start_limit_s=child.start_limit_s,
-            watchdog_s=view.spec.train.watchdog_s,
+            watchdog_s=view.spec.rollout.watchdog_s if role == "rollout" else view.spec.train.watchdog_s,
         )
         process = start_worker(launch, Path(self._config.home))
         log.info("started %s on %s: %s", launch_key(action), slot, instance, extra={"job": uid})
         return Launch(instance, process, self._clock.monotonic())
 
+    def memory_dir(self, job_uid: str) -> Path:
+        """Where copies of a job's train states lie in this node's memory."""
+        return memory_folder(Path(self._config.memory_dir), self._config.home, self._config.node, job_uid)
+
     def _rank_child(self, action: StartRank, view: JobView) -> Child:
         assert view.mirror.job is not None
         assert view.mirror.head is not None
         assert view.mirror.plan is not None
-        base = base_checkpoint(view)
-        assert base is not None
+        start = world_start(view)
+        assert start is not None
         slot = action.place.slot
+        places = sorted(view.mirror.plan.record.ranks, key=lambda place: place.rank)
+        memory = self.memory_dir(view.mirror.keys.uid)
+        makes_copies = view.spec.train.copies_gb != 0 and open_folder(memory, self._config.home)
         document = {
             "kind": "rank",
             "job_uid": view.mirror.keys.uid,
             "world": action.world,
             "lineage": view.mirror.head.record.lineage,
             "rank": action.place.rank,
-            "world_size": len(view.mirror.plan.record.ranks),
+            "world_size": len(places),
             "spec": view.spec.model_dump(mode="json"),
             "run_dir": view.mirror.job.record.run_dir,
-            "start": {"step": base.step, "checkpoint": base.file},
+            "start": start.model_dump(mode="json"),
             "host": self._config.listen_host,
             "threads": THREADS,
+            "nodes": [place.node for place in places],
+            "memory_dir": str(memory) if makes_copies else "",
         }
         env = device_env(slot) | {"DS_ACCELERATOR": "cuda" if is_cuda(slot) else "cpu"}
-        return Child(RANK_COMMAND, document, env)
+        return Child(rank_command(slot), document, env)

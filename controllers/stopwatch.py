@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from controllers.before_filter import sampling_stats
-from controllers.by_source import by_source, truncated_share
+from controllers.by_source import by_source, truncated_share, without_rewards
 from controllers.reward_parts import part_stats
 from controllers.view import JobView
 from gcore.ledger.carried import staleness_stats
@@ -59,6 +59,8 @@ class Stopwatch:
         stats |= staleness_stats(seal) if view.rules.staleness else {}
         stats |= by_source(seal.groups, seal.outcomes, several=len(view.spec.data.sources) > 1)
         stats |= part_stats(seal.groups)
+        if view.spec.train.loss == "sft":
+            stats = without_rewards(stats)
         ranks = [view.ranks[rank] for rank in sorted(view.ranks)]
         if ranks:
             stats = dict(ranks[0].metrics) | stats

@@ -10,14 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from controllers.remembered import Remembered
 from controllers.turns import turn
 from gcore.config import JobSpec
 from gcore.ledger import carried
-from gcore.ledger.balance import StepLayout
+from gcore.ledger.balance import StepLayout, balance
 from gcore.ledger.epochs import standing
 from gcore.ledger.job import NodeRecord
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records import EndedRef, EpochRecord, Head, OfferedGroup, Seal
+from gcore.ledger.records import EndedRef, EpochRecord, Head, Offer, OfferedGroup, Seal, SealedGroup
 from gcore.ledger.rules import is_over
 from gcore.ledger.stream import (
     Choice,
@@ -25,10 +26,27 @@ from gcore.ledger.stream import (
     StreamRules,
     choose,
     due,
+    groups_of,
     sealed_refs,
 )
+from gcore.reward.pace import Scoring
+from gcore.schema import SCHEMA_VERSION
 from gcore.types import PromptRef, Token, Version
 from gcore.worker.records import WorkerRecord
+
+
+@dataclass(frozen=True)
+class CheckpointWriting:
+    """A checkpoint on its way to the disk: `written` of `total` bytes; `error`: why the last try failed, empty if none did.
+
+    `over`: nothing more comes of it, for the next that is due is the next try.
+    """
+
+    version: Version
+    total: int
+    written: int
+    error: str
+    over: bool
 
 
 @dataclass(frozen=True)
@@ -43,11 +61,17 @@ class RankView:
     content: bytes = b""
     metrics: Mapping[str, float] = field(default_factory=dict)
     phase: str = ""
+    writing: CheckpointWriting | None = None
+    """How the newest write of a checkpoint stands, on the rank that writes them."""
+    progress: int = 0
+    """Grows whenever it gets anywhere."""
+    speaks: int = SCHEMA_VERSION
+    """The schema version in which it is spoken to."""
 
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A whole checkpoint that rank 0 reported."""
+    """A checkpoint that is whole and on the disk, as rank 0 reported it."""
 
     version: Version
     file: str
@@ -56,11 +80,17 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True)
 class EngineView:
-    """A rollout replica that this controller is responsible for; `version` None: not known yet."""
+    """A rollout replica that this controller is responsible for; `version` None: not known yet.
+
+    `silent`: it owes an answer and gives none; `hung`: for so long that it is to be ended; `why` says so to people.
+    """
 
     instance: str
     address: str
     version: Version | None
+    silent: bool = False
+    hung: bool = False
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -92,38 +122,66 @@ class JobView:
     """Whether this peer works out the order that a curriculum gives."""
     lacks: str = ""
     """Why this node cannot work on the job yet."""
+    scoring: Scoring | None = None
+    """What this peer's rewards are at."""
     hopeless: str = ""
     """Why a worker of the job cannot be started here, after several tries."""
+    leaving: bool = False
+    """Whether this controller was asked to end, and hands over."""
+
+    remembered: Remembered = field(default_factory=Remembered, repr=False, compare=False)
+    """What earlier looks worked out from the same records."""
 
     @cached_property
     def offered(self) -> Offered:
         """All live offers, ref by ref."""
         offers = [stored.record for stored in self.mirror.offers.values()]
-        return Offered.collect(self.rules, self.head, offers)
+        return self.remembered.get(
+            "offered", self._batch, lambda: Offered.collect(self.rules, self.head, offers, self._named)
+        )
+
+    def _named(self, offer: Offer) -> tuple[SealedGroup, ...]:
+        # When one peer writes its offer, those of all others are what they were.
+        return self.remembered.get(("offer", offer.incarnation), (offer,), lambda: groups_of(offer))
 
     @cached_property
     def due(self) -> tuple[PromptRef, ...]:
         """The refs that must still be produced for the next seal, by whomever; oldest first."""
         rule = carried.due if self.rules.staleness else due
-        return rule(self.rules, self.head, self._seals, self.offered)
+        return self.remembered.get("due", self._batch, lambda: rule(self.rules, self.head, self._seals, self.offered))
 
     @cached_property
     def chosen(self) -> Choice:
         """What the next seal would take."""
         rule = carried.choose if self.rules.staleness else choose
-        return rule(self.rules, self.head, self._seals, self.offered)
+        return self.remembered.get(
+            "chosen", self._batch, lambda: rule(self.rules, self.head, self._seals, self.offered)
+        )
 
     @cached_property
     def awaited(self) -> tuple[PromptRef, ...]:
         """What the next seal waits for because it would be too old after it; nothing at staleness 0."""
         if not self.rules.staleness:
             return ()
-        return carried.awaited(self.rules, self.head, self._seals, self.offered)
+        return self.remembered.get(
+            "awaited", self._batch, lambda: carried.awaited(self.rules, self.head, self._seals, self.offered)
+        )
+
+    @property
+    def _batch(self) -> tuple[object, ...]:
+        """Everything from which it follows what the next seal takes."""
+        mirror = self.mirror
+        return self.rules, mirror.head, mirror.seals, mirror.offers
 
     @cached_property
     def epochs(self) -> Mapping[int, EpochRecord]:
         """The data epochs that have begun, of a job with a curriculum."""
         return standing(self.head, [stored.record for stored in self.mirror.epochs.values()])
+
+    @property
+    def writing(self) -> CheckpointWriting | None:
+        """How the newest write of a checkpoint stands in head's world; None if it has begun none."""
+        return next((rank.writing for rank in self.ranks.values() if rank.writing is not None), None)
 
     @property
     def is_over(self) -> bool:
@@ -156,12 +214,19 @@ class JobView:
         sealed = sealed_refs(self._seals)
         return tuple(g for ref, g in sorted(self.holdings.items()) if ref not in sealed)
 
-    def missing(self, seal: Seal, layout: StepLayout, rank: int) -> dict[str, set[int]]:
+    def layout(self, seal: Seal) -> StepLayout:
+        """Which rank takes which sample of `seal`."""
+        return self.remembered.get("layout", (seal,), lambda: balance(seal))
+
+    def missing(self, seal: Seal, rank: int) -> Mapping[str, set[int]]:
         """What `rank` has not reported of its share: group digest -> sample indexes."""
-        view = self.ranks.get(rank, RankView(rank))
-        held = view.held if view.holding == seal.token else {}
+        known = self.ranks.get(rank)
+        return self.remembered.get(("missing", rank), (seal, known), lambda: self._missing(seal, rank, known))
+
+    def _missing(self, seal: Seal, rank: int, known: RankView | None) -> Mapping[str, set[int]]:
+        held = known.held if known is not None and known.holding == seal.token else {}
         missing: dict[str, set[int]] = {}
-        for slot in layout.of_rank(rank):
+        for slot in self.layout(seal).of_rank(rank):
             digest = seal.groups[slot.group].digest
             if slot.sample not in held.get(digest, frozenset()):
                 missing.setdefault(digest, set()).add(slot.sample)

@@ -1,12 +1,18 @@
-"""What a job waits for, in words: nothing waits in silence. Pure; since when is `controllers.turns`' business."""
+"""What a job waits for, in words: nothing waits in silence. Pure; since when is `controllers.turns`' business.
+
+Each wait says what would show that it gets anywhere (`progress`). One that stands still for as long as `PATIENCE_S` has for its
+cause becomes an event (`controllers.overdue`): a wait of an hour in which something moves is none, one of a minute in which
+nothing does is. Nothing is done about a wait here; what is done, and when, docs/failures.md lists.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
+from controllers.forming import growth, held_for_growth
 from controllers.view import JobView
-from gcore.ledger.balance import balance
 from gcore.ledger.collectives import awaited
 from gcore.ledger.job import JobPhase
 from gcore.ledger.records import Head, SealState
@@ -15,15 +21,51 @@ from gcore.types import Version
 
 WORKER_STATES = {"starting": "is starting", "failed": "has failed and is to be replaced", "stopping": "is stopping"}
 RANKS_NAMED = 4
+RECOVERY, TIDYING = ("world ", "grow "), ("forget ", "prune ", "sweep ")
+"""What the conditions of such deeds begin with."""
+CHECKPOINT = "checkpoint"
+"""The phase of a rank that copies a checkpoint, or waits until the one before is on the disk."""
+PATIENCE_S: Mapping[str, float] = MappingProxyType(
+    {
+        "start": 30.0,
+        "model": 120.0,
+        "material": 30.0,
+        "train_world": 120.0,
+        "engines": 60.0,
+        "peers": 60.0,
+        "evaluation": 120.0,
+        "groups": 120.0,
+        "order": 120.0,
+        "reward": 30.0,
+        "exchange": 30.0,
+        "train": 60.0,
+        "finish": 120.0,
+        "recovery": 60.0,
+        "tidying": 60.0,
+    }
+)
+"""By cause: seconds without progress after which a wait is told in an event. What is in flight for long is given up instead, and
+an engine that answers nothing is told by `controllers.pulse`' times."""
+LOCAL = frozenset({"material", "engines", "engine", "order", "reward", "recovery", "tidying"})
+"""Causes of this node alone: it tells them itself. The others are told by one of the peers for all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """`cause` is one of few words, for a metric; `what` is for people; `key` stays the same while the wait lasts."""
+    """`cause` is one of few words, for a metric; `what` is for people; `key` stays the same while the wait lasts.
+
+    `progress`: another text whenever what is waited for has come nearer.
+    """
 
     cause: str
     what: str
     key: str
+    progress: str = ""
+
+    @property
+    def stall(self) -> str:
+        """What stays the same while the wait lasts and nothing moves."""
+        return f"still {self.key} {self.progress}"
 
 
 def waiting_for(view: JobView) -> Iterator[Wait]:
@@ -36,7 +78,7 @@ def waiting_for(view: JobView) -> Iterator[Wait]:
         fetch = stored.record
         # A node joins with its model: the last word on its progress may have been lost, and would stand here for ever.
         if fetch.done < fetch.total and fetch.node not in joined:
-            yield Wait("model", f"{fetch.node} is {fetch.sentence}", f"wait model {fetch.node}")
+            yield Wait("model", f"{fetch.node} is {fetch.sentence}", f"wait model {fetch.node}", str(fetch.done))
     if view.lacks:
         yield Wait("material", f"{view.node} cannot work on the job: {view.lacks.rstrip('.')}", "wait material")
         return  # whatever else is missing here is missing because of that
@@ -53,31 +95,72 @@ def waiting_for(view: JobView) -> Iterator[Wait]:
                 "train_world",
                 f"train rank {place.rank} on {place.node} {state}",
                 f"wait rank {head.world} {place.rank}",
+                worker.state if worker else "",
             )
+    yield from _under_way(view)
     if not any(e.version == head.version for e in view.engines.values()):
         served = sorted({weights_of(e.version) for e in view.engines.values() if e.version is not None})
         have = f"they have {', '.join(served)}" if served else "none is ready"
         what = f"the engines of {view.node} are to load {weights_of(head.version)} ({have})"
-        yield Wait("engines", what, "wait engines")
+        yield Wait("engines", what, "wait engines", f"{head.version} {have}")
+    for engine in view.engines.values():
+        if engine.why:
+            yield Wait(
+                "engine", f"engine {engine.instance} {engine.why}", f"wait engine {engine.instance} {engine.hung}"
+            )
+    if view.scoring is not None and view.scoring.waiting:
+        yield Wait("reward", f"on {view.node} {view.scoring.what}", "wait reward", str(view.scoring.scored))
     yield from _collectives(view)
     seal = view.seal
     if view.is_over or seal is None or seal.state is SealState.OPEN:
         yield from _evaluation(view)
     yield from _oldest_in_flight(view, head)
     if view.is_over:
-        yield Wait("finish", "all steps are trained; the last checkpoint or evaluation is not yet there", "wait finish")
+        writing = _being_written(view)
+        what = f"all steps are trained; {writing or 'the last checkpoint or evaluation is not yet there'}"
+        yield Wait("finish", what, "wait finish", writing)
     elif seal is None or seal.state is SealState.OPEN:
         yield from _groups(view, head)
     elif seal.state is SealState.SEALED:
-        layout = balance(seal)
-        late = [rank for rank in range(seal.world_size) if view.missing(seal, layout, rank)]
+        late = [rank for rank in range(seal.world_size) if view.missing(seal, rank)]
         what = f"the responses of step {seal.step} are on their way to {ranks_of(late)}"
-        yield Wait("exchange", what, f"wait exchange {seal.token}")
+        if not late and held_for_growth(view):
+            yield Wait("train_world", f"a larger train world is to be formed ({growth(view)})", "wait growth")
+        lacking = sum(len(samples) for rank in late for samples in view.missing(seal, rank).values())
+        yield Wait("exchange", what, f"wait exchange {seal.token}", str(lacking))
     else:
         behind = [r for r in range(seal.world_size) if r not in view.ranks or view.ranks[r].applied != seal.token]
         phases = {view.ranks[r].phase if r in view.ranks else "not connected" for r in behind}
         what = f"{ranks_of(behind)} {'trains' if len(behind) == 1 else 'train'} step {seal.step}"
-        yield Wait("train", f"{what} ({', '.join(sorted(phases))})" if phases else what, f"wait train {seal.token}")
+        moved = " ".join(f"{r}:{view.ranks[r].phase}:{view.ranks[r].progress}" for r in behind if r in view.ranks)
+        what = f"{what} ({', '.join(sorted(phases))})" if phases else what
+        if CHECKPOINT in phases and (writing := _being_written(view)):
+            what = f"{what}; before its own, {writing}"
+        yield Wait("train", what, f"wait train {seal.token}", moved)
+
+
+def _being_written(view: JobView) -> str:
+    """How far the checkpoint is that is on its way to the disk; nothing if none is."""
+    writing = view.writing
+    if writing is None or writing.over:
+        return ""
+    if writing.error:
+        return f"the checkpoint of step {writing.version.step} is tried again until the disk takes it ({writing.error})"
+    megabytes = f"{writing.written / 1e6:.0f} of {writing.total / 1e6:.0f} MB"
+    return f"the checkpoint of step {writing.version.step} is being written ({megabytes})"
+
+
+def _under_way(view: JobView) -> Iterator[Wait]:
+    """What this node is at that takes long, or hangs, when a disk does."""
+    for condition in sorted(view.under_way):
+        if condition.startswith(RECOVERY):
+            what = f"{view.node} reads and checks what the next train world is to start from"
+            yield Wait("recovery", what, f"wait {condition}")
+        elif condition.startswith(TIDYING):
+            yield Wait(
+                "tidying", f"{view.node} moves what is old out of the store and the run's folder", "wait tidying"
+            )
+            return
 
 
 def _groups(view: JobView, head: Head) -> Iterator[Wait]:
@@ -89,7 +172,8 @@ def _groups(view: JobView, head: Head) -> Iterator[Wait]:
         if view.awaited:
             begun = weights_of(view.offered.in_flight[chosen.oldest])
             what += f"; it was begun with {begun}, and would be too old later"
-        yield Wait("groups", what, f"wait groups {head.seq}")
+        moved = f"{chosen.missing} {chosen.oldest} {len(view.offered.groups)} {len(view.holdings)}"
+        yield Wait("groups", what, f"wait groups {head.seq}", moved)
     if view.arranging:
         yield Wait("order", f"{view.node} works out the order of the curriculum", "wait order")
 
@@ -126,7 +210,7 @@ def _evaluation(view: JobView) -> Iterator[Wait]:
     parts = view.mirror.eval_parts_of(version)
     made = f"{len(parts)} of its {next(iter(parts.values())).parts} parts" if parts else "none of its parts"
     what = f"the evaluation of {weights_of(version)} has {made}"
-    yield Wait("evaluation", what, f"wait evaluation {version}")
+    yield Wait("evaluation", what, f"wait evaluation {version}", str(len(parts)))
 
 
 def weights_of(version: Version) -> str:

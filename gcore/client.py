@@ -26,6 +26,7 @@ from gcore.api.v1 import jobs_pb2_grpc
 from gcore.clock import Clock
 from gcore.errors import GcoreError, Unreachable, UsageError
 from gcore.events import JobEvent
+from gcore.rpc_schema import VersionedStub
 
 T = TypeVar("T")
 
@@ -147,6 +148,11 @@ class JobsClient:
 
         return await self._anywhere("read the samples", read, timeout_s=self._patience.samples_s)
 
+    async def list_checkpoints(self, job: str) -> pb.ListCheckpointsReply:
+        """The job's registered checkpoints, the newest first."""
+        request = pb.ListCheckpointsRequest(job=job)
+        return await self._anywhere("list the checkpoints", lambda s, t: s.ListCheckpoints(request, timeout=t))
+
     async def list_nodes(self) -> pb.ListNodesReply:
         """The daemons and workers of the cluster."""
         return await self._anywhere("list the nodes", lambda s, t: s.ListNodes(pb.ListNodesRequest(), timeout=t))
@@ -179,6 +185,8 @@ class JobsClient:
                 if error.code() in _WRONG_REQUEST:
                     raise _explain(error, address, "follow the job") from error
                 self._turn_from(address)
+                # One that cannot follow, because the store is away, is there all the same: it is not what is given up on.
+                await self._health(address)
             except (_Silent, Unreachable):
                 self._turn_from(address)
             finally:
@@ -272,7 +280,7 @@ class JobsClient:
 
     def _stub(self, address: str) -> Any:
         # The generated asynchronous stub is a type only; at run time the one class serves both.
-        return jobs_pb2_grpc.JobsStub(self._channel(address))
+        return VersionedStub(jobs_pb2_grpc.JobsStub(self._channel(address)))
 
     def _channel(self, address: str) -> grpc.aio.Channel:
         if address not in self._channels:

@@ -224,6 +224,18 @@ class Metrics:
             "state",
         )
         self.waiting = self._gauge("gcore_waiting", "What waits in this process now, by cause.", "cause")
+        self._job_waits = self._gauge(
+            "gcore_job_waiting_seconds",
+            "Seconds that the job has been waiting for something, as this process sees it, by cause.",
+            "job",
+            "cause",
+        )
+        self._waited: dict[str, set[str]] = {}
+        self.stalls = self._counter(
+            "gcore_stalls_total",
+            "Waits of which nothing had moved for so long that an event tells it, by cause.",
+            "cause",
+        )
         self.waiting_seconds = self._counter(
             "gcore_waiting_seconds_total", "Seconds waited in this process, by cause.", "cause"
         )
@@ -263,6 +275,14 @@ class Metrics:
             self._evaluated.setdefault(job, set()).add((name, metric))
             self._eval.labels(job, name, metric).set(value)
 
+    def show_waits(self, job: str, seconds: Mapping[str, float]) -> None:
+        """Set for how long the job has been waiting, by cause; of a cause that is over nothing is shown."""
+        for cause in self._waited.get(job, set()) - seconds.keys():
+            self._job_waits.remove(job, cause)
+        self._waited[job] = set(seconds)
+        for cause, held in seconds.items():
+            self._job_waits.labels(job, cause).set(held)
+
     def show_parts(self, job: str, parts: Mapping[str, float]) -> None:
         """Set the gauges of what a step's rewards are made of."""
         for part, value in parts.items():
@@ -271,6 +291,8 @@ class Metrics:
 
     def forget_job(self, job: str) -> None:
         """Take away everything that is about `job`."""
+        self.show_waits(job, {})
+        self._waited.pop(job, None)
         for part in self._reward_parts.pop(job, ()):
             self._reward_part.remove(job, part)
         for name, metric in self._evaluated.pop(job, ()):

@@ -10,7 +10,6 @@ Nothing here knows what a plug-in of some kind takes or returns.
 
 from __future__ import annotations
 
-import difflib
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from gcore.errors import GcoreError, SpecError
+from gcore.nearest import did_you_mean
 
 MAX_SENTENCE = 500
 """Characters of what an error says that are told: some put a whole page into a line. It goes into records and over pipes."""
@@ -90,8 +90,7 @@ def trace_of(error: BaseException | None) -> str:
 
 
 def _unknown(kind: PluginKind, name: str, names: set[str]) -> PluginFault:
-    near = difflib.get_close_matches(name, sorted(names), n=1)
-    hint = f", did you mean {near[0]!r}?" if near else ""
+    hint = did_you_mean(name, names)
     known = ", ".join(sorted(names)) or "none"
     return PluginFault(
         f"no {kind.noun} is called {name!r}{hint}",

@@ -53,3 +53,62 @@ def _round_robin(nodes: Sequence[NodeSlots]) -> list[EnginePlace]:
     """The slots, one of each node before the second of any."""
     deepest = max((len(n.slots) for n in nodes), default=0)
     return [EnginePlace(node=n.node, slot=n.slots[i]) for i in range(deepest) for n in nodes if i < len(n.slots)]
+
+
+MARGIN = 2.0
+"""A larger world must save so many times the seconds that its start takes."""
+UNKNOWN_STEPS_LEFT = 100
+"""What a job that goes by epochs is taken to have before it: its number of steps is not known before its end."""
+
+
+def joined(plan: Plan, snapshot: Snapshot) -> Plan | None:
+    """The plan with an engine on each slot that is there and has none; world and ranks as they are. None: there is no such slot.
+
+    Engines of nodes that are away keep their places: they are started again when the node is back.
+    """
+    have = {(place.node, place.slot) for place in plan.engines}
+    more = [p for p in _round_robin(sorted(snapshot.nodes, key=lambda n: n.node)) if (p.node, p.slot) not in have]
+    if not more:
+        return None
+    names = ", ".join(sorted({place.node for place in more}))
+    return plan.model_copy(
+        update={
+            "generation": plan.generation + 1,
+            "engines": (*plan.engines, *more),
+            "reason": f"{plan.reason}; then engines on {len(more)} slots of {names}",
+        }
+    )
+
+
+def ranks_wanted(snapshot: Snapshot, ranks: int | None) -> int:
+    """How many ranks a world formed now has. `ranks` None: one a node."""
+    return ranks if ranks is not None else sum(1 for node in snapshot.nodes if node.slots)
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """What a larger world is weighed by. `train_s`: of the newest step, from READY to commit; `start_s`: of the newest start
+    of a rank, until it serves; None where they were not measured. `steps_left` None: not known."""
+
+    now: int
+    wanted: int
+    train_s: float | None
+    start_s: float | None
+    steps_left: int | None
+
+
+def worth_forming(growth: Growth) -> str:
+    """Why a larger world is worth its start, or nothing: for want of measurements it is not.
+
+    What a step gains is an upper bound, for ranks do not share out all that a step costs; the margin stands for the rest.
+    """
+    if growth.wanted <= growth.now or growth.train_s is None or growth.start_s is None:
+        return ""
+    left = UNKNOWN_STEPS_LEFT if growth.steps_left is None else growth.steps_left
+    saved = left * growth.train_s * (1 - growth.now / growth.wanted)
+    if saved < MARGIN * growth.start_s:
+        return ""
+    return (
+        f"{growth.wanted} ranks instead of {growth.now} save about {saved:.0f} s in {left} steps, and start in "
+        f"{growth.start_s:.0f} s"
+    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -102,7 +103,10 @@ def audit_tree(report: pb.AuditReport) -> dict[str, Any]:
     return {
         "clean": report.clean,
         "violations": list(report.violations),
+        "findings": [{"kind": one.kind, "sentence": one.sentence, "refs": list(one.refs)} for one in report.findings],
         "steps": report.steps,
+        "epochs": report.epochs,
+        "issued": report.issued,
         "trained": report.trained,
         "filtered": report.filtered,
         "failed": report.failed,
@@ -113,8 +117,22 @@ def audit_tree(report: pb.AuditReport) -> dict[str, Any]:
 
 
 def as_json(tree: Any) -> str:
-    """Indented, in the order given."""
-    return json.dumps(tree, indent=2, ensure_ascii=False)
+    """Indented, in the order given. What is no number (NaN, infinity), for which JSON has no word, is null."""
+    try:
+        return json.dumps(tree, indent=2, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(tree), indent=2, ensure_ascii=False, allow_nan=False)
+
+
+def _finite(tree: Any) -> Any:
+    match tree:
+        case float():
+            return tree if math.isfinite(tree) else None
+        case dict():
+            return {key: _finite(value) for key, value in tree.items()}
+        case list() | tuple():
+            return [_finite(value) for value in tree]
+    return tree
 
 
 def jobs_table(jobs: Sequence[JobSnapshot]) -> Table:
@@ -181,9 +199,9 @@ def audit_rows(report: pb.AuditReport) -> dict[str, str]:
     """What `gcore audit` shows."""
     rows = {
         "verdict": "clean" if report.clean else f"{len(report.violations)} violations",
-        "steps": f"{report.steps}, lineage {report.lineages}",
-        "prompts": f"{report.trained} trained, {report.filtered} filtered, {report.failed} failed, "
-        f"{report.in_flight} in flight",
+        "steps": f"{report.steps}, lineage {report.lineages}; {report.epochs} whole data epochs",
+        "prompts": f"{report.issued} issued: {report.trained} trained, {report.filtered} filtered, "
+        f"{report.failed} failed, {report.in_flight} in flight",
     }
     for node, count in sorted(report.groups_by_node.items()):
         rows[f"groups of {visible(node)}"] = str(count)

@@ -54,6 +54,8 @@ gcore export arithmetic --to ./trained
 
 [dim]The one that its evaluations found best:[/dim]  gcore export arithmetic --best --to ./trained
 
+[dim]The one of a step:[/dim]  gcore export arithmetic --step 200 --to ./at-200
+
 [dim]One of several jobs of that name:[/dim]  gcore export 08d8f27366e5 --to ./trained
 """
 
@@ -150,13 +152,18 @@ def export(
     best: Annotated[
         bool, typer.Option("--best", help="Not the newest checkpoint: the best by the spec's checkpoint.best.")
     ] = False,
+    step: Annotated[
+        int | None, typer.Option(help="Not the newest checkpoint: that of this step.", min=1, max=2**31 - 1)
+    ] = None,
 ) -> None:
-    """Copy the model of a job's newest checkpoint, or of its best, ready for `from_pretrained` and for serving.
+    """Copy the model of a job's newest checkpoint, of its best, or of a step's, ready for `from_pretrained` and for serving.
 
     A name means the newest job of that name; a uid means that one. Where no cluster is up, what `gcore run` finished in
     this home is found by its summary.
     """
-    found = _exportable(job, home, address, best=best)
+    if best and step is not None:
+        raise UsageError("--best and --step name two checkpoints", fix="Give one of them")
+    found = _exportable(job, home, address, best=best) if step is None else _of_step(job, home, address, step)
     folder = found.checkpoint
     if not folder.is_dir():
         raise UsageError(
@@ -191,7 +198,7 @@ class _Exportable:
 def _exportable(job: str, home: Path, address: str | None, *, best: bool) -> _Exportable:
     from controllers.cli.answers import best_line, snapshot
     from controllers.cli.job_verbs import call
-    from controllers.cli.summary import find_summary, finished_jobs
+    from controllers.cli.summary import finished_run
 
     try:
         found = snapshot(call(lambda client: client.get_job(job), address, home))
@@ -201,13 +208,7 @@ def _exportable(job: str, home: Path, address: str | None, *, best: bool) -> _Ex
     except Unreachable as error:
         if address is not None:
             raise
-        summary = find_summary(home / "runs", job)
-        if summary is None:
-            finished = finished_jobs(home / "runs")
-            known = f"; finished are {', '.join(map(repr, finished))}" if finished else ""
-            raise Unreachable(
-                f"{error.what}, and among its runs is no finished job {job!r}{known}", where=str(home), fix=error.fix
-            ) from error
+        summary = finished_run(home, job, error)
         name, uid, checkpoint = summary["job"], summary["uid"], summary["checkpoint"]
         best_words, best_checkpoint = summary.get("best", ""), summary.get("best_checkpoint", "")
         by = f", found in {home / 'runs'} because no cluster is up,"
@@ -230,19 +231,31 @@ def _exportable(job: str, home: Path, address: str | None, *, best: bool) -> _Ex
     return _Exportable(name, uid, Path(checkpoint), by)
 
 
+def _of_step(job: str, home: Path, address: str | None, step: int) -> _Exportable:
+    from controllers.cli.checkpoints_verb import checkpoint_at, find_checkpoints
+
+    found = find_checkpoints(job, home, address)
+    checkpoint = checkpoint_at(found, step)
+    reply, what = found.reply, f"its checkpoint of step {step}"
+    return _Exportable(reply.name, reply.uid, Path(checkpoint.folder), found.by, what)
+
+
 def _processes(spec: JobSpec, controllers: int, slots: str) -> list[dict[str, str]]:
     """Every process that `gcore run` would start, by the code that places them."""
     from controllers.cli.local import deal_slots
+    from gcore.emulated.launch import is_emulated
     from placement.plan import NodeSlots, Snapshot, colocated
 
     nodes = tuple(NodeSlots(f"node-{i}", share) for i, share in enumerate(deal_slots(slots, controllers)))
     plan = colocated(Snapshot(nodes), world="w", generation=1, ranks=spec.train.ranks)
     rows = [{"process": "etcd", "node": "this machine", "slot": "-"}]
     rows += [{"process": "controller", "node": n.node, "slot": " ".join(n.slots)} for n in nodes]
+    kinds = {slot: "emulated" if is_emulated(slot) else spec.rollout.engine for n in nodes for slot in n.slots}
+    rows += [{"process": f"rollout engine ({kinds[e.slot]})", "node": e.node, "slot": e.slot} for e in plan.engines]
     rows += [
-        {"process": f"rollout engine ({spec.rollout.engine})", "node": e.node, "slot": e.slot} for e in plan.engines
+        {"process": f"train rank {r.rank}{' (emulated)' * is_emulated(r.slot)}", "node": r.node, "slot": r.slot}
+        for r in plan.ranks
     ]
-    rows += [{"process": f"train rank {r.rank}", "node": r.node, "slot": r.slot} for r in plan.ranks]
     return rows
 
 

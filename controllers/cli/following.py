@@ -1,7 +1,9 @@
 """Following a job: its events to a screen and to the run's folder, until it has ended.
 
 Beside the events the API is asked now and then what the job waits for, so that a view that stands still says why. That
-asking may fail; the events may not (`JobsClient.follow` goes from controller to controller).
+asking may fail, and the view then says that and why; the events may not (`JobsClient.follow` goes from controller to
+controller). Events that the run's folder does not take wait, and are written when it takes them: a run is not ended by a file
+that is for people.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ async def follow(
             async with aclosing(client.follow(job.uid)) as events:
                 async for event in events:
                     if record is not None:
-                        record.append(event)
+                        screen.trouble("the record", record.offer(event), clock.wall())
                     screen.show(event)
         finally:
             asking.cancel()
@@ -63,5 +65,9 @@ async def audit(client: JobsClient, job: str) -> AuditVerdict:
 async def _ask(client: JobsClient, uid: str, screen: Screen, clock: Clock) -> None:
     while True:
         await clock.sleep(ASK_S)
-        with contextlib.suppress(GcoreError):
+        try:
             screen.observe(snapshot(await client.get_job(uid)))
+        except GcoreError as error:
+            screen.trouble("the cluster", str(error), clock.wall())
+        else:
+            screen.trouble("the cluster", "", clock.wall())

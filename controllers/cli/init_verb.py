@@ -82,10 +82,10 @@ def init(
 
 def _write(target: Path, task: StarterTask, own: OwnModel | None, *, force: bool) -> float | None:
     """Everything, into `target`; the starter model's accuracy, if one was made."""
+    from gcore.atomic import whole_folder
     from gcore.prepare.progress import Reporter
     from gcore.prepare.project import StarterModel, files
     from gcore.prepare.starter import write_data, write_model
-    from gcore.weights.atomic import whole_folder
 
     _sweep(target)
     accuracy = None

@@ -23,6 +23,7 @@ from controllers.cli.answers import (
 from controllers.cli.called import as_called
 from controllers.cli.finding import find_addresses
 from controllers.cli.options import DEFAULT_HOME, Address, Format, Home, JobName, New, Plain, Set, SpecFile
+from gcore.errors import Unreachable
 
 if TYPE_CHECKING:
     from gcore.client import JobsClient
@@ -148,8 +149,20 @@ def cancel(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, out
 
 
 def audit(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE) -> None:
-    """Recompute a job's accounts from its log. Ends with 1 if a prompt is not accounted for exactly once."""
-    report = call(lambda client: client.audit_job(job), address, home)
+    """Recompute a job's accounts from its log and the ranks' receipts. Ends with 1 if they do not add up.
+
+    Where no cluster is up, a run that ended in this home is audited from its folder.
+    """
+    try:
+        report = call(lambda client: client.audit_job(job), address, home)
+    except Unreachable as error:
+        if address is not None:
+            raise
+        from controllers.cli.summary import finished_run
+        from controllers.service.audits import audit_of_folder, report_of, run_of
+
+        run_dir = run_of(home / "runs", job) or Path(finished_run(home, job, error)["folder"])
+        report = report_of(audit_of_folder(run_dir))
     if output is Output.JSON:
         typer.echo(as_json(audit_tree(report)))
     else:

@@ -23,6 +23,7 @@ _PROGRAMS: Mapping[str, Kind] = {
     "gcore-controller": "controller",
     "gcore.worker.main": "worker",
     "gcore-worker": "worker",
+    "gcore.emulated.host": "worker",
     "gcore.tracking": "child",
 }
 

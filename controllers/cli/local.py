@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import fcntl
 import itertools
-import os
+import shutil
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,12 +23,15 @@ from pathlib import Path
 from controllers.cli.devices import check_gpus
 from controllers.cli.ending import Ended, end_all
 from controllers.keeper import STOPPING, daemon_command
+from gcore.atomic import whole_file
 from gcore.client import JobsClient, Patience
 from gcore.clock import Clock
 from gcore.config.cluster import FILE_NAME, ControllerProcess, EtcdProcess, LocalCluster
 from gcore.config.node import NodeConfig
+from gcore.emulated.launch import KIND, SAID
 from gcore.errors import GcoreError, UsageError
 from gcore.store.launcher import LocalEtcd, NoEtcd
+from gcore.weights.copies import MEMORY, home_folder
 from gcore.worker.process import ProcessId, is_running, spawn_detached
 
 HOST = "127.0.0.1"
@@ -46,7 +49,8 @@ DaemonCommand = Callable[[str, str], Sequence[str]]
 class UpRequest:
     """What is to be up. `port`: of the first daemon's API, the others' follow; None: free ones.
 
-    `sglang_python`: the Python that has SGLang; None where there is none.
+    `sglang_python`: the Python that has SGLang; None where there is none. `lease_ttl_s`: of the daemons' leases; None: the
+    default, which is for as many daemons as the machine has cores for.
     """
 
     home: Path
@@ -55,6 +59,7 @@ class UpRequest:
     port: int | None = None
     etcd_port: int | None = None
     sglang_python: Path | None = None
+    lease_ttl_s: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +78,7 @@ def deal_slots(text: str, controllers: int) -> tuple[tuple[str, ...], ...]:
     """`cpu:4` over two controllers: ("cpu:0", "cpu:1"), ("cpu:2", "cpu:3"). Raises UsageError."""
     kind, colon, number = text.partition(":")
     if (
-        kind not in ("cpu", "cuda")
+        kind not in ("cpu", "cuda", "emulated")
         or not colon
         or not number.isascii()
         or not number.isdigit()
@@ -120,6 +125,8 @@ async def up(
             return UpResult(LocalCluster.load(home) or known, started=False, absent=absent)
         if request.slots.startswith("cuda:"):
             check_gpus(sum(len(share) for share in shares))
+        if request.slots.startswith(f"{KIND}:"):
+            say(f"{SAID.capitalize()}.")
         say(f"Bringing up etcd and {request.controllers} controllers in {home} ...")
         end_all(home, clock=clock)
         (home / FILE_NAME).unlink(missing_ok=True)
@@ -143,6 +150,8 @@ def down(home: Path, *, clock: Clock, grace_s: float | None = None) -> Ended:
         try:
             ended = end_all(home, clock=clock, grace_s=grace_s)
             (home / FILE_NAME).unlink(missing_ok=True)
+            # The machine's memory is given back: a job that goes on later starts from a checkpoint.
+            shutil.rmtree(home_folder(MEMORY, str(home)), ignore_errors=True)
         finally:
             (home / STOPPING).unlink(missing_ok=True)
         return ended
@@ -173,15 +182,16 @@ async def _start(
                 run_root=str(home / "runs"),
                 sglang_python=str(request.sglang_python) if request.sglang_python else None,
                 local_cluster=True,
+                **({} if request.lease_ttl_s is None else {"lease_ttl_s": request.lease_ttl_s}),
             )
             file = home / "controllers" / f"{config.node}.json"
             file.parent.mkdir(exist_ok=True)
-            _write(file, config.model_dump_json(indent=2))
+            whole_file(file, config.model_dump_json(indent=2).encode())
             process = spawn_detached(command(str(home), str(file)), log_file=home / "logs" / f"{config.node}.log")
             controllers.append(_remembered(config, file, process))
         cluster = LocalCluster(home=str(home), etcd=_remembered_etcd(etcd), controllers=tuple(controllers))
         await asyncio.gather(*(_ready(one, home, clock) for one in controllers))
-        _write(home / FILE_NAME, cluster.model_dump_json(indent=2))
+        whole_file(home / FILE_NAME, cluster.model_dump_json(indent=2).encode())
     except BaseException:
         (home / FILE_NAME).unlink(missing_ok=True)
         # Blocking on purpose: this also runs while a key press tears the event loop down. All of the home, because a
@@ -297,13 +307,6 @@ def _remembered_etcd(etcd: LocalEtcd) -> EtcdProcess:
         pid=etcd.process.pid,
         started=etcd.process.started,
     )
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    part = path.with_suffix(".part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
 
 
 def _last_line(log_file: Path) -> str:

@@ -13,7 +13,16 @@ from typing import Annotated, Any
 
 import typer
 
-from controllers.cli import cluster_verbs, doctor_verb, file_verbs, init_verb, job_verbs, run_verb, samples_verb
+from controllers.cli import (
+    checkpoints_verb,
+    cluster_verbs,
+    doctor_verb,
+    file_verbs,
+    init_verb,
+    job_verbs,
+    run_verb,
+    samples_verb,
+)
 from controllers.cli.called import as_called
 from gcore import __version__
 from gcore.errors import GcoreError
@@ -72,6 +81,7 @@ _verb("list", job_verbs.list_, job_verbs.LIST_EXAMPLES, _JOBS)
 _verb("describe", job_verbs.describe, job_verbs.examples("describe"), _JOBS)
 _verb("cancel", job_verbs.cancel, job_verbs.examples("cancel"), _JOBS)
 _verb("samples", samples_verb.samples, samples_verb.SAMPLES_EXAMPLES, _JOBS)
+_verb("checkpoints", checkpoints_verb.checkpoints, checkpoints_verb.CHECKPOINTS_EXAMPLES, _JOBS)
 _verb("audit", job_verbs.audit, job_verbs.examples("audit"), _JOBS)
 _verb("export", file_verbs.export, file_verbs.EXPORT_EXAMPLES, _FILES)
 _verb("up", cluster_verbs.up, cluster_verbs.UP_EXAMPLES, _CLUSTER)

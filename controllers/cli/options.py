@@ -29,7 +29,12 @@ Address = Annotated[
     ),
 ]
 Controllers = Annotated[int, typer.Option(help="Daemons on this machine.")]
-Slots = Annotated[str, typer.Option(help="Slots of this machine, dealt out to the daemons: cpu:N or cuda:N.")]
+Slots = Annotated[
+    str,
+    typer.Option(
+        help="Slots of this machine, dealt out to the daemons: cpu:N or cuda:N. emulated:N computes nothing; for tests and benchmarks only."
+    ),
+]
 Set = Annotated[
     list[str] | None,
     typer.Option(

@@ -7,6 +7,7 @@ opened again, and what is there already is not written a second time. So runs th
 from __future__ import annotations
 
 import os
+from collections import deque
 from pathlib import Path
 from types import TracebackType
 
@@ -14,6 +15,8 @@ from gcore.errors import GcoreError
 from gcore.events import JobEvent
 
 FILE_NAME = "events.jsonl"
+MOST_WAITING = 10_000
+"""Events that could not be written and wait for room; when there are more, the oldest are left out."""
 
 
 class EventFile:
@@ -29,6 +32,7 @@ class EventFile:
             raise self._explained(error) from error
         self.last = self._repair()
         """The greatest sequence number in the file; 0 if it is empty."""
+        self._waiting: deque[JobEvent] = deque(maxlen=MOST_WAITING)
 
     def __enter__(self) -> EventFile:
         return self
@@ -37,6 +41,17 @@ class EventFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         os.close(self._fd)
+
+    def offer(self, event: JobEvent) -> str:
+        """Write the event down, after those that could not be before. Why that cannot be done, or nothing."""
+        self._waiting.append(event)
+        try:
+            while self._waiting:
+                self.append(self._waiting[0])
+                self._waiting.popleft()
+        except GcoreError as error:
+            return str(error)
+        return ""
 
     def append(self, event: JobEvent) -> None:
         """Write the event down, unless it is there. Raises GcoreError."""

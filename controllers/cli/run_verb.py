@@ -1,7 +1,8 @@
 """`gcore run`: up if need be, submit, follow, sum up, and down again if this did the up.
 
 The same command after any interruption goes on where the job stands. A key press (or SIGTERM) ends what this started, in
-good order; a second one ends it at once. A cluster that was up before is left as it was, and so is the job on it.
+good order; a second one ends it at once. A cluster that was up before is left as it was, and so is the job on it; one that
+others have come to use meanwhile stays up for them.
 """
 
 from __future__ import annotations
@@ -34,10 +35,12 @@ from controllers.cli.options import (
     Slots,
     SpecFile,
 )
+from controllers.cli.presses import FurtherPresses
 from gcore.errors import GcoreError
 
 if TYPE_CHECKING:
     from controllers.cli.screens import Screen
+    from controllers.cli.sharing import Following
     from controllers.cli.summary import Summary
     from gcore.config import JobSpec
 
@@ -85,6 +88,7 @@ def run(
     from controllers.cli.answers import console as standard_output
     from controllers.cli.model_words import trust_warning
     from controllers.cli.screens import choose_screen
+    from controllers.cli.sharing import following
     from controllers.cli.summary import rows
     from gcore.clock import SystemClock
     from gcore.config import load_spec
@@ -98,24 +102,30 @@ def run(
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     console = standard_output()
     screen = choose_screen(console, clock, plain=plain)
-    started = False
+    started, further, share = False, None, None
+    stack = contextlib.ExitStack()
     try:
         try:
             if address is None:
                 python = find_python(sglang_python)
                 request = local.UpRequest(home, controllers, slots, sglang_python=python)
+                share = stack.enter_context(following(home, clock, say=typer.echo))
                 result = asyncio.run(local.up(request, clock=clock, say=typer.echo))
                 started = result.started
             asked = _Run(loaded, new, find_addresses(address, home), begun)
             summary = asyncio.run(_submit_and_follow(asked, screen))
         except KeyboardInterrupt:
+            further = FurtherPresses()
             if address is None and not started:
                 _clear_half_started(home)
+            started = started and not _is_shared(share, home, screen)
             _say_interrupted(screen, started=started)
             raise typer.Exit(INTERRUPTED) from None
     finally:
-        if started:
-            _down(home)
+        # After a key press that was asked already.
+        if started and (further is not None or not _is_shared(share, home, screen)):
+            _down(home, further)
+        stack.close()
     from controllers.cli.answers import pairs_table
 
     console.print()
@@ -166,6 +176,16 @@ def _clear_half_started(home: Path) -> None:
             local.down(home, clock=SystemClock(), grace_s=0)
 
 
+def _is_shared(share: Following | None, home: Path, screen: Screen) -> bool:
+    """Whether others use the cluster that this has started. Says so: it stays up for them."""
+    jobs = share.others(home, screen.state.uid) if share is not None else ()
+    if share is None or (not jobs and share.is_alone()):
+        return False
+    who = f"job {', '.join(map(repr, jobs))} runs on it" if jobs else "another `gcore run` uses it"
+    typer.echo(f"The cluster stays up, for {who}; `{program()} down` ends it.", err=True)
+    return True
+
+
 def _say_interrupted(screen: Screen, *, started: bool) -> None:
     state = screen.state
     where = f" at step {state.step} of {state.steps}" if state.steps else ""
@@ -174,7 +194,7 @@ def _say_interrupted(screen: Screen, *, started: bool) -> None:
         typer.echo(f"The same command goes on from there: {_again()}", err=True)
     elif state.uid:
         typer.echo(
-            f"No longer watching{where}; the job goes on, because its cluster was up before. "
+            f"No longer watching{where}; the job goes on, because its cluster stays up. "
             f"The same command watches again, `{program()} cancel {state.uid}` ends it.",
             err=True,
         )
@@ -182,12 +202,14 @@ def _say_interrupted(screen: Screen, *, started: bool) -> None:
         typer.echo("Interrupted; nothing was started.", err=True)
 
 
-def _down(home: Path) -> None:
-    """End the cluster; a further key press kills it."""
+def _down(home: Path, further: FurtherPresses | None) -> None:
+    """End the cluster; a further key press, also one since the first, kills it."""
     from controllers.cli import local
     from gcore.clock import SystemClock
 
     try:
+        if further is not None:
+            further.heed()
         local.down(home, clock=SystemClock())
     except KeyboardInterrupt:
         local.down(home, clock=SystemClock(), grace_s=0)

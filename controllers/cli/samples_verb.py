@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -9,7 +10,7 @@ import typer
 from controllers.cli.answers import Output, as_json, console
 from controllers.cli.job_verbs import call
 from controllers.cli.options import DEFAULT_HOME, Address, Format, Home, JobName, utf8
-from gcore.errors import UsageError
+from gcore.errors import Unreachable, UsageError
 
 SAMPLES_EXAMPLES = """
 [bold]Examples[/bold]
@@ -38,16 +39,29 @@ def samples(
     address: Address = None,
     output: Format = Output.TABLE,
 ) -> None:
-    """Prompts that a step was trained on, with their responses, reward parts and advantages."""
+    """Prompts that a step was trained on, with their responses, reward parts and advantages.
+
+    Where no cluster is up, those of a run that ended in this home are read from its folder.
+    """
     from controllers.cli.samples_view import groups_tree, show_groups
     from gcore.api.v1 import jobs_pb2 as pb
 
     if best and worst:
         raise UsageError("--best and --worst are two orders", fix="Give one of them")
     order = pb.SAMPLE_ORDER_BEST if best else pb.SAMPLE_ORDER_WORST if worst else pb.SAMPLE_ORDER_UNSPECIFIED
-    found = call(
-        lambda client: client.get_samples(job, step=step, source=source, order=order, limit=limit), address, home
-    )
+    try:
+        found = call(
+            lambda client: client.get_samples(job, step=step, source=source, order=order, limit=limit), address, home
+        )
+    except Unreachable as error:
+        if address is not None:
+            raise
+        from controllers.cli.summary import finished_run
+        from controllers.service.samples import samples_of_folder
+
+        run_dir = Path(finished_run(home, job, error)["folder"])
+        request = pb.GetSamplesRequest(job=job, step=step, source=source, order=order, limit=limit)
+        found = list(samples_of_folder(run_dir, request))
     if output is Output.JSON:
         typer.echo(as_json(groups_tree(found)))
     else:

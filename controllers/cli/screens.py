@@ -5,11 +5,13 @@ Both fold the events into a `ViewState` and hold it; neither asks the cluster an
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
 from controllers.cli import view_plain
-from controllers.cli.view_points import JobSnapshot
+from controllers.cli.view_points import JobSnapshot, Wait
 from controllers.cli.view_state import ViewState
 from gcore.clock import Clock
 from gcore.events import JobEvent
@@ -35,6 +37,10 @@ class Screen(Protocol):
         """The API was asked."""
         ...
 
+    def trouble(self, who: str, why: str, now: float) -> None:
+        """Why `who` does not do what it should; nothing: it does. `now`: seconds since the epoch."""
+        ...
+
 
 class PlainScreen:
     """Lines on a console."""
@@ -42,17 +48,35 @@ class PlainScreen:
     def __init__(self, console: Console) -> None:
         self.state = ViewState()
         self._console = console
+        self._troubles: dict[str, Wait] = {}
 
     def open(self) -> AbstractContextManager[object]:
         return nullcontext()
 
+    def trouble(self, who: str, why: str, now: float) -> None:
+        """A line when it begins, when the reason becomes another, and when it is over."""
+        before = self._troubles.get(who)
+        self._print(view_plain.trouble_lines(before, who, why, now))
+        if why:
+            self._troubles[who] = Wait(who, why, before.since if before else now)
+        else:
+            self._troubles.pop(who, None)
+
     def show(self, event: JobEvent) -> None:
-        for line in view_plain.lines(self.state, event):
-            self._console.out(line, highlight=False)
+        self._print(view_plain.lines(self.state, event))
         self.state = self.state.apply(event)
 
     def observe(self, job: JobSnapshot) -> None:
         self.state = self.state.observe(job)
+
+    def _print(self, lines: Iterable[str]) -> None:
+        """A log on a full disk must not end what it tells of; whoever reads nothing more (a closed pipe) has ended it."""
+        for line in lines:
+            try:
+                self._console.out(line, highlight=False)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
 
 
 class JsonScreen:
@@ -64,6 +88,9 @@ class JsonScreen:
 
     def open(self) -> AbstractContextManager[object]:
         return nullcontext()
+
+    def trouble(self, who: str, why: str, now: float) -> None:
+        """Not an event."""
 
     def show(self, event: JobEvent) -> None:
         self._console.out(event.to_line(), highlight=False)
@@ -88,6 +115,9 @@ class LiveScreen:
 
     def open(self) -> AbstractContextManager[object]:
         return self._live
+
+    def trouble(self, who: str, why: str, now: float) -> None:
+        self.state = self.state.with_trouble(who, why, now)
 
     def show(self, event: JobEvent) -> None:
         self.state = self.state.apply(event)

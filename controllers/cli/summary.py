@@ -6,9 +6,10 @@ those of the events.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import glob
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,8 @@ from controllers.cli.called import program
 from controllers.cli.view_points import Answer, BestPoint, JobSnapshot, SourceFigures, finite, text_of, whole_of
 from controllers.cli.view_state import ViewState
 from controllers.cli.view_text import measures, seconds, visible
-from gcore.errors import GcoreError
+from gcore.atomic import whole_file
+from gcore.errors import GcoreError, Unreachable
 
 FILE_NAME = "summary.json"
 SUCCEEDED = "SUCCEEDED"
@@ -146,10 +148,8 @@ def _metrics(state: ViewState, place: int, name: str) -> dict[str, float]:
 def write(summary: Summary, run_dir: Path) -> Path:
     """Write `summary.json`, whole or not at all. Raises GcoreError."""
     path = run_dir / FILE_NAME
-    part = path.with_suffix(".part")
     try:
-        part.write_text(json.dumps(dataclasses.asdict(summary), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        os.replace(part, path)
+        whole_file(path, (json.dumps(dataclasses.asdict(summary), indent=2, ensure_ascii=False) + "\n").encode())
     except OSError as error:
         raise GcoreError(
             f"cannot write the summary ({error.strerror or error})", where=str(path), fix="Make the folder writable"
@@ -213,9 +213,44 @@ def finished_jobs(runs: Path) -> list[str]:
     return sorted({tree["job"] for _, tree in _summaries(runs)})
 
 
+def finished_run(home: Path, job: str, unreachable: Unreachable) -> dict[str, str]:
+    """What `find_summary` says where no cluster is up in `home`.
+
+    Raises Unreachable, with the finished jobs there are, also if a name means a newer job that has not finished: of that
+    only a cluster knows how it stands, and to take the older one in its place would be a mistake nobody sees.
+    """
+    found = find_summary(home / "runs", job)
+    newer = newer_unfinished(home / "runs", job) if found is not None and job == found["job"] else None
+    if found is not None and newer is not None:
+        what = f"the newest job {job!r} ({newer}) has not finished, and {unreachable.what}"
+        fix = f"Start the cluster with `gcore up`, or name the older, finished job by its uid: {found['uid']}"
+        raise Unreachable(what, where=str(home), fix=fix) from unreachable
+    if found is None:
+        finished = finished_jobs(home / "runs")
+        known = f"; finished are {', '.join(map(repr, finished))}" if finished else ""
+        what = f"{unreachable.what}, and among its runs is no finished job {job!r}{known}"
+        raise Unreachable(what, where=str(home), fix=unreachable.fix) from unreachable
+    return found
+
+
+def newer_unfinished(runs: Path, job: str) -> str | None:
+    """The uid of a run of that name which has no summary and was at work later than all that have one; None: there is none."""
+    at_work: list[tuple[float, bool, str]] = []
+    for folder in runs.glob(f"{glob.escape(job)}-*"):
+        name, _, uid = folder.name.rpartition("-")
+        summary, events = folder / FILE_NAME, folder / "events.jsonl"
+        last = next((path for path in (summary, events) if path.exists()), folder)
+        with contextlib.suppress(OSError):
+            if name == job and folder.is_dir():
+                at_work.append((last.stat().st_mtime, last == summary, uid))
+    newest = max(at_work, default=None)
+    return None if newest is None or newest[1] else newest[2]
+
+
 def find_summary(runs: Path, job: str) -> dict[str, str] | None:
-    """Of the newest finished run of that name or uid under `runs`: `job`, `uid`, `checkpoint`, and, if it has a best state,
-    `best` (as a person reads it) and `best_checkpoint` (empty: that state has none). None if there is no such run."""
+    """Of the newest finished run of that name or uid under `runs`: `job`, `uid`, `checkpoint`, `folder` (where it lies), and,
+    if it has a best state, `best` (as a person reads it) and `best_checkpoint` (empty: that state has none). None if there is
+    no such run."""
     found = [pair for pair in _summaries(runs) if job in (pair[1]["job"], pair[1]["uid"])]
     return max(found, key=lambda pair: pair[0])[1] if found else None
 
@@ -230,6 +265,7 @@ def _summaries(runs: Path) -> Iterator[tuple[float, dict[str, str]]]:
             continue
         if isinstance(tree, dict):
             found = {key: str(tree.get(key, "")) for key in ("job", "uid", "checkpoint")}
+            found["folder"] = str(path.parent)
             best = _best(tree.get("best"))
             if best is not None:
                 found |= {"best": best_line(best), "best_checkpoint": best.checkpoint}

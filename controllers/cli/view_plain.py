@@ -6,14 +6,16 @@ answers are shown with the first evaluation and with the one after the last step
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
-from controllers.cli.view_points import Answer, EvalPoint, SetPoint, StepPoint
+from controllers.cli.view_points import Answer, EvalPoint, SetPoint, StepPoint, Wait
 from controllers.cli.view_state import ViewState
 from controllers.cli.view_text import measures, seconds, told_apart, visible
 from gcore.events import JobEvent
 
 SHOWN_ANSWERS = 5
+_NUMBER = re.compile(r"\d+(\.\d+)?")
 
 
 def lines(before: ViewState, event: JobEvent) -> tuple[str, ...]:
@@ -30,6 +32,18 @@ def lines(before: ViewState, event: JobEvent) -> tuple[str, ...]:
         return (f"fault: {visible(event.message, 500)}", *(f"  {visible(line, 300)}" for line in trace))
     text = visible(event.message, 500) or (visible(after.log[-1].text, 500) if after.log != before.log else "")
     return (f"{event.kind}: {text}",) if text else ()
+
+
+def trouble_lines(before: Wait | None, who: str, why: str, now: float) -> tuple[str, ...]:
+    """What is printed when `who` is in trouble because of `why` (nothing: no longer), and was in `before`.
+
+    The same reason with other figures in it is the same.
+    """
+    if not why:
+        return (f"waiting: {who} goes on, after {seconds(max(0.0, now - before.since))}",) if before else ()
+    if before is not None and _NUMBER.sub("", before.what) == _NUMBER.sub("", why):
+        return ()
+    return (f"waiting: {who}: {visible(why, 500)}",)
 
 
 def step_line(state: ViewState, point: StepPoint) -> str:

@@ -153,6 +153,12 @@ class ViewState:
                 state = state._node(share.name, alive=True, shards=share.shards)
         return state
 
+    def with_trouble(self, who: str, why: str, now: float) -> ViewState:
+        """Waiting also for `who`, because of `why`; nothing: no longer."""
+        since = next((wait.since for wait in self.waiting if wait.who == who), now)
+        others = tuple(wait for wait in self.waiting if wait.who != who)
+        return replace(self, waiting=(*others, Wait(who, why, since)) if why else others)
+
     def _logged(self, event: JobEvent, text: str) -> ViewState:
         line = LogLine(event.time, event.kind, event.message or text)
         return replace(self, log=(*self.log, line)[-LOG_LINES:]) if line.text else self
@@ -218,7 +224,9 @@ def _rollback(state: ViewState, event: JobEvent) -> ViewState:
         return state._logged(event, "")
     lineage = whole_of(event.data, "lineage")
     reason = text_of(event.data, "reason")
-    text = f"rollback from step {state.step} to step {to_step}" + (f": {reason}" if reason else "")
+    back = f"rollback from step {state.step} to step {to_step}"
+    on = f"a new train world goes on from step {to_step}, no step is lost"
+    text = (on if to_step == state.step else back) + (f": {reason}" if reason else "")
     state = replace(
         state,
         points=_up_to(state.points, to_step),
@@ -253,7 +261,8 @@ def _member(state: ViewState, event: JobEvent) -> ViewState:
         return state._logged(event, "")
     shards = next((node.shards for node in state.nodes if node.name == name), ())
     state = state._node(name, alive=joined, shards=shards)
-    return state._logged(event, f"{name} {'joined' if joined else 'left'}")
+    what = "is leaving" if event.data.get("leaving") is True else "joined" if joined else "left"
+    return state._logged(event, f"{name} {what}")
 
 
 def _eval(state: ViewState, event: JobEvent) -> ViewState:

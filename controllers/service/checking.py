@@ -194,7 +194,9 @@ def _check_disk(run_root: Path) -> None:
         free = shutil.disk_usage(run_root).free
     except OSError as error:
         raise GcoreError(
-            f"runs cannot be kept there ({error.strerror})", where=str(run_root), fix="Choose another --home"
+            f"runs cannot be kept there ({error.strerror})",
+            where=str(run_root),
+            fix="Choose another --home, or storage.root",
         ) from error
     if free < MIN_FREE_BYTES:
         raise GcoreError(f"only {free >> 20} MiB are free on the disk", where=str(run_root), fix="Make room")

@@ -17,7 +17,7 @@ from gcore.config.flow import FlowSpec
 from gcore.config.sources import ONLY_SOURCE
 from gcore.ledger.job import Evaluation, FaultRecord, JobRecord, JobStatus, ModelFetch, Trouble
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records import Assignment, Checkpoints, LogEntry
+from gcore.ledger.records import Assignment, Checkpoints, LogEntry, Member
 from gcore.ledger.tally import commonest_reason
 from gcore.store.keys import JobKeys
 from gcore.store.types import WatchBatch, WatchEvent
@@ -132,7 +132,10 @@ def _derive(
                 yield "checkpoint", f"checkpoint of step {one.step} is registered", data
     elif key.startswith(keys.member_prefix):
         node = node_of(key.removeprefix(keys.member_prefix))
-        yield "member", f"{node} has joined", {"node": node, "joined": True}
+        if Member.decode(kv.value, key).leaving:
+            yield "member", f"{node} is leaving: its shards go to the others", {"node": node, "leaving": True}
+        else:
+            yield "member", f"{node} has joined", {"node": node, "joined": True}
     elif key.startswith(keys.log_prefix):
         yield from _entry(before, LogEntry.decode(kv.value, key), after)
     elif key.startswith(keys.eval_prefix):

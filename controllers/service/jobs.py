@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import grpc
 
 from controllers.identity import node_of
+from controllers.service.audits import report_of
+from controllers.service.checkpoints import list_checkpoints
 from controllers.service.events import Event, EventLog
 from controllers.service.records import StoredJobs
 from controllers.service.refusals import Conflict, NotFound
@@ -56,6 +58,9 @@ def edge(method: Callable[..., Awaitable[T]]) -> Callable[..., Awaitable[T]]:
     async def guarded(self: Any, request: Any, context: Context) -> T:
         try:
             return await method(self, request, context)
+        except StoreUnavailable as error:
+            # Whoever asks in vain because the store is away is told why it does not come back.
+            await context.abort(status_of(error), self.trouble() or str(error))
         except GcoreError as error:
             await context.abort(status_of(error), str(error))
         except Exception as error:
@@ -92,7 +97,10 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
         submissions: Callable[[], Awaitable[Submissions]],
         runner: Callable[[str], JobRunner | None],
         clock: Clock,
+        trouble: Callable[[], str] = str,
     ) -> None:
+        """`trouble`: why the store cannot be brought back, if that is known here."""
+        self.trouble = trouble
         self._jobs = jobs
         self._submissions = submissions
         self._runner = runner
@@ -127,25 +135,12 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
     async def AuditJob(self, request: pb.AuditJobRequest, context: Context) -> pb.AuditReport:
         """Recompute a job's accounts."""
         uid = await self._find(request.job)
-        found = await self._jobs.audit(uid)
-        mirror = await self._jobs.mirror(uid)
-        offers = [stored.record for stored in mirror.offers.values()]
-        in_flight = {group.ref for offer in offers for group in offer.groups}
-        in_flight |= {one.ref for offer in offers for one in offer.in_flight}
-        by_node: dict[str, int] = {}
-        for holder, count in found.groups_by_holder.items():
-            by_node[node_of(holder)] = by_node.get(node_of(holder), 0) + count
-        return pb.AuditReport(
-            clean=found.clean,
-            violations=found.violations,
-            steps=found.steps,
-            trained=found.trained,
-            filtered=found.filtered,
-            failed=found.failed,
-            in_flight=len(in_flight),
-            groups_by_node=by_node,
-            lineages=found.lineages,
-        )
+        return report_of(await self._jobs.audit(uid))
+
+    @edge
+    async def ListCheckpoints(self, request: pb.ListCheckpointsRequest, context: Context) -> pb.ListCheckpointsReply:
+        """A job's registered checkpoints."""
+        return await list_checkpoints(await self._jobs.mirror(await self._find(request.job)))
 
     @edge
     async def ListNodes(self, request: pb.ListNodesRequest, context: Context) -> pb.ListNodesReply:

@@ -1,21 +1,22 @@
-"""Jobs as they stand in the store, read on demand. Writes nothing."""
+"""Jobs as they stand in the store, read on demand. Writes nothing to it."""
 
 from __future__ import annotations
 
 import asyncio
-import json
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from gcore.ledger import archive
-from gcore.ledger.audit import Audit, audit, read_receipts
+from controllers.service.audits import audit_of_records
+from gcore.ledger import store_copy
+from gcore.ledger.audit import Audit
 from gcore.ledger.job import NodeRecord
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.stream import rules_of
+from gcore.ledger.store_copy import mirror_of
+from gcore.schema import UnreadableRecord
 from gcore.store import keys
 from gcore.store.keys import JobKeys
-from gcore.store.types import Store, WatchBatch, WatchEvent
+from gcore.store.types import Listing, Store, WatchBatch, WatchEvent
 from gcore.worker.records import WorkerRecord
 
 
@@ -44,8 +45,7 @@ class StoredJobs:
 
     async def batch(self, uid: str) -> WatchBatch:
         """All records of a job, as if just heard."""
-        listing = await self._store.list(JobKeys(uid).prefix)
-        return WatchBatch(tuple(WatchEvent("put", kv) for kv in listing.kvs), listing.revision, reset=True)
+        return _as_heard(await self._store.list(JobKeys(uid).prefix))
 
     async def mirror(self, uid: str) -> JobMirror:
         """A job as it stands."""
@@ -69,32 +69,25 @@ class StoredJobs:
         return ClusterListing(tuple(nodes), tuple(workers))
 
     async def audit(self, uid: str) -> Audit:
-        """Recompute a job's accounts from its log and the ranks' receipts."""
-        job_keys = JobKeys(uid)
-        batch = await self.batch(uid)
-        mirror = JobMirror(job_keys).fold(batch)
-        if mirror.job is None or mirror.head is None:
-            return Audit(())
+        """Recompute a job's accounts from its log and the ranks' receipts. One that has ended leaves a copy of its records
+        in its folder, if there is none yet."""
+        listing = await self._store.list(JobKeys(uid).prefix)
+        batch = _as_heard(listing)
+        found = await asyncio.to_thread(audit_of_records, uid, batch)
+        await asyncio.to_thread(_leave_copy, uid, listing)
+        return found
+
+
+def _as_heard(listing: Listing) -> WatchBatch:
+    return WatchBatch(tuple(WatchEvent("put", kv) for kv in listing.kvs), listing.revision, reset=True)
+
+
+def _leave_copy(uid: str, listing: Listing) -> None:
+    """An audit is an answer, whether or not the folder takes the copy."""
+    with contextlib.suppress(OSError, UnreadableRecord):
+        mirror = mirror_of(uid, _as_heard(listing))
+        if mirror.job is None or mirror.status is None or not mirror.status.record.phase.ended:
+            return
         run_dir = Path(mirror.job.record.run_dir)
-        try:
-            receipts = read_receipts(await asyncio.to_thread(_receipt_lines, run_dir))
-            log = await asyncio.to_thread(archive.read, run_dir)
-        except (ValueError, OSError) as error:
-            return Audit((f"the run's folder cannot be read: {error}",))
-        # What was archived and is still in the store is the same entry; the store's word counts.
-        log |= {seq: stored.record for seq, stored in mirror.log.items()}
-        return audit(rules_of(mirror.job.record), mirror.head.record, log, receipts)
-
-
-def _receipt_lines(run_dir: Path) -> list[dict[str, Any]]:
-    lines = []
-    for file in sorted((run_dir / "receipts").glob("*.jsonl")):
-        *whole, last = file.read_text(encoding="utf-8").split("\n")
-        # What stands after the last line's end was being written when its rank died: it was never reported.
-        del last
-        for number, line in enumerate(whole, 1):
-            try:
-                lines.append(json.loads(line))
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{file.name}:{number} is not JSON") from error
-    return lines
+        if not store_copy.is_left(run_dir):
+            store_copy.leave(run_dir, "audit", uid, listing)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from gcore.api.v1 import jobs_pb2 as pb
@@ -13,7 +13,7 @@ from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records import Head
 from gcore.samples import folder
 from gcore.samples.records import KeptGroup, KeptText
-from gcore.samples.selection import Order, Response, Selection, find_version, select, standing
+from gcore.samples.selection import Order, Response, Selection, find_kept, find_version, select, standing
 from gcore.types import Version
 
 _ORDERS: dict[int, Order] = {pb.SAMPLE_ORDER_BEST: "best", pb.SAMPLE_ORDER_WORST: "worst"}
@@ -30,19 +30,29 @@ async def find_samples(mirror: JobMirror, request: pb.GetSamplesRequest) -> Iter
     job = mirror.job.record
     run_dir, head = Path(job.run_dir), mirror.head.record if mirror.head else None
     spec = SamplesSpec.model_validate(job.spec.get("samples", {}))
-    step = request.step if request.HasField("step") else None
+    ended = mirror.status is not None and mirror.status.record.phase.ended
 
-    def read() -> tuple[Version, Selection]:
-        version = find_version(folder.kept_steps(run_dir), head, spec, step)
-        groups, advantages = folder.read_groups(run_dir, version), folder.read_advantages(run_dir, version)
-        order = _ORDERS.get(request.order, "stream")
-        return version, select(groups, advantages, source=request.source, order=order, limit=request.limit)
+    def find(kept: Sequence[Version], step: int | None) -> Version:
+        return find_version(kept, head, spec, step, ended=ended)
 
+    return _messages(head, *await asyncio.to_thread(_read, run_dir, request, find))
+
+
+def samples_of_folder(run_dir: Path, request: pb.GetSamplesRequest) -> Iterator[pb.SampleGroup]:
+    """The same of a run of which no cluster knows any more; how its steps stood is not said. Blocks on the disk."""
+    return _messages(None, *_read(run_dir, request, find_kept))
+
+
+def _read(
+    run_dir: Path, request: pb.GetSamplesRequest, find: Callable[[Sequence[Version], int | None], Version]
+) -> tuple[Version, Selection]:
     try:
-        version, selection = await asyncio.to_thread(read)
+        version = find(folder.kept_steps(run_dir), request.step if request.HasField("step") else None)
+        groups, advantages = folder.read_groups(run_dir, version), folder.read_advantages(run_dir, version)
     except OSError as error:
         raise GcoreError(f"the run's folder cannot be read ({error.strerror or error})", where=str(run_dir)) from error
-    return _messages(head, version, selection)
+    order = _ORDERS.get(request.order, "stream")
+    return version, select(groups, advantages, source=request.source, order=order, limit=request.limit)
 
 
 def _messages(head: Head | None, version: Version, selection: Selection) -> Iterator[pb.SampleGroup]:

@@ -15,11 +15,12 @@ def source_reports(mirror: JobMirror) -> list[pb.SourceReport]:
     tallies = mirror.head.record.tally.sources if mirror.head is not None else {}
     evaluation = newest_evaluation(mirror)
     scores = evaluation.by_source if evaluation is not None else {}
+    shown_only = mirror.job is not None and mirror.job.record.spec.get("train", {}).get("loss") == "sft"
     reports = []
     for name in sorted(tallies.keys() | scores.keys()):
         tally = tallies.get(name, SourceTally())
         report = pb.SourceReport(name=name, trained=tally.kept, filtered=tally.filtered, failed=tally.failed)
-        if tally.kept:
+        if tally.kept and not shown_only:  # demonstrations are not scored
             report.mean_reward = tally.reward / tally.kept
         if tally.samples:
             report.mean_length = tally.tokens / tally.samples

@@ -59,7 +59,8 @@ class Submissions:
                 if existing is not None:
                     return existing
             check_engine(spec, (await self._jobs.cluster()).nodes)
-            checked = await asyncio.to_thread(check_submission, spec, self._run_root, self._cache_dir)
+            run_root = self._run_root if spec.storage.root is None else Path(spec.storage.root)
+            checked = await asyncio.to_thread(check_submission, spec, run_root, self._cache_dir)
             if named is not None and anew:  # only now: a spec that is refused ends nothing
                 await self.cancel(named.value.decode(), "replaced by a new job of the same name")
             uid = uuid.uuid4().hex[:12]
@@ -67,7 +68,7 @@ class Submissions:
                 uid=uid,
                 name=spec.name,
                 spec=spec.model_dump(mode="json"),
-                run_dir=str(self._run_root / f"{spec.name}-{uid}"),
+                run_dir=str(run_root / f"{spec.name}-{uid}"),
                 created=self._clock.wall(),
                 request_id=request_id,
                 prompts=checked.prompts.prompts,

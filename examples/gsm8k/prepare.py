@@ -22,9 +22,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gcore.atomic import whole_folder
 from gcore.errors import DataError, GcoreError
 from gcore.reward.rules import number_after
-from gcore.weights.atomic import whole_folder
 
 DEFAULT_TO = Path(".cache/examples/gsm8k")
 HUB_DATA_SET = "openai/gsm8k"

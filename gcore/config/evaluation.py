@@ -10,7 +10,6 @@ What a set measures has a name each: `accuracy`, `mean@N`, `pass@1` and a `pass@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,6 +23,7 @@ from gcore.config.sources import (
     SourceSpec,
     resolved,
 )
+from gcore.nearest import did_you_mean
 
 if TYPE_CHECKING:
     from gcore.config.spec import JobSpec
@@ -52,12 +52,11 @@ THRESHOLD_HELP = "A response whose reward is at least this counts as correct, fo
 
 
 class EvalSetSpec(SourceSpec):
-    """One of several held-out sets. It may say all that a source of `data` may; weight and filters by length are training's."""
+    """One of several held-out sets. It may say all that a source of `data` may but what training alone heeds."""
 
     sampling: SamplingSpec = Field(
         SamplingSpec(),
-        description="As of a source of `data`; here only max_new_tokens and stop count, because an evaluation draws by its own "
-        "temperature and top_p",
+        description="Here only `stop` may be said: how an evaluation draws and how long its answers may be stands beside it",
     )
     samples: Samples | None = Field(None, description=f"{SAMPLES_HELP}; default: eval.samples")
     temperature: EvalTemperature | None = Field(None, description=f"{TEMPERATURE_HELP}; default: eval.temperature")
@@ -66,6 +65,20 @@ class EvalSetSpec(SourceSpec):
     max_new_tokens: PositiveInt | None = Field(None, description="Longest answer, in tokens; default: eval's")
     threshold: Threshold | None = Field(None, description=f"{THRESHOLD_HELP}; default: eval.threshold")
     limit: PositiveInt | None = Field(None, description="Prompts evaluated of this set, at most; default: eval.limit")
+
+    @model_validator(mode="after")
+    def _nothing_is_said_that_is_not_heeded(self) -> EvalSetSpec:
+        beside = {"max_new_tokens", "temperature", "top_p"}
+        said = [key for key, value in self.sampling.model_dump(exclude_none=True).items() if key != "stop"]
+        for key in said:
+            fix = f"say {key} on the set itself" if key in beside else "leave it out"
+            raise ValueError(f"set {self.name!r}: an evaluation does not heed sampling.{key}; {fix}")
+        for key in ("weight", "min_prompt_tokens", "max_prompt_tokens"):
+            if getattr(self, key) != EvalSetSpec.model_fields[key].default:
+                raise ValueError(
+                    f"set {self.name!r}: an evaluation asks every prompt once, whatever its {key}; leave it out"
+                )
+        return self
 
 
 class EvalSpec(Origin):
@@ -97,6 +110,13 @@ class EvalSpec(Origin):
 
     @model_validator(mode="after")
     def _can_be_measured(self) -> EvalSpec:
+        if not self.wanted:
+            for name, value in self:
+                if value != EvalSpec.model_fields[name].get_default(call_default_factory=True):
+                    raise ValueError(
+                        f"{name} is set, and nothing is evaluated; name held-out prompts in eval.path or eval.sources"
+                    )
+            return self
         for name, draws in self.drawn.items():
             draws.check(f"set {name!r}: " if self.sources else "")
         return self
@@ -131,8 +151,7 @@ class EvalSpec(Origin):
             return None
         if not self.wanted:
             return f"best is {name!r}, and nothing is evaluated; name held-out prompts in eval, or say best: {NO_BEST}"
-        near = difflib.get_close_matches(name, self.metrics, n=1)
-        hint = f", did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(name, self.metrics)
         return f"best is {name!r}, which is not measured{hint} (measured: {', '.join(self.metrics[:12])})"
 
 
@@ -177,7 +196,7 @@ class EvalDraws:
 
 @dataclass(frozen=True, slots=True)
 class EvalSet:
-    """A held-out set with every field decided. `source.sampling` is how its prompts are answered."""
+    """A held-out set with every field decided: how its prompts look and are asked is the source's, how answers count, `draws`'."""
 
     source: Source
     draws: EvalDraws
@@ -197,7 +216,7 @@ def eval_sets(spec: JobSpec) -> tuple[EvalSet, ...]:
         draws = drawn[one.name]
         source = resolved(spec, one)
         longest = one.max_new_tokens if isinstance(one, EvalSetSpec) else None
-        longest = longest or one.sampling.max_new_tokens or section.max_new_tokens or spec.rollout.max_new_tokens
+        longest = longest or section.max_new_tokens or spec.rollout.max_new_tokens
         sampling = replace(
             source.sampling,
             temperature=draws.temperature,

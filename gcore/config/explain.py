@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator
 from typing import get_args
@@ -10,6 +9,7 @@ from typing import get_args
 from pydantic import BaseModel, ValidationError
 
 from gcore.config.spec import JobSpec
+from gcore.nearest import did_you_mean, nearest
 
 MAX_SHOWN = 100
 MAX_SENTENCE = 500
@@ -67,18 +67,17 @@ def explain(error: ValidationError) -> Iterator[str]:
 
 def _choice(given: str | float, expected: str) -> str:
     """That `given` is no choice, with the nearest that is one; `expected` lists them, words in quotes."""
-    near = difflib.get_close_matches(str(given)[:MAX_SHOWN], re.findall(r"'([^']*)'", expected), n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = did_you_mean(str(given), re.findall(r"'([^']*)'", expected))
     return f"it should be {expected} (got {shortened(repr(given))}){hint}"
 
 
 def _nearest(loc: tuple[int | str, ...]) -> str | None:
     """The known key that is nearest to an unknown one, under the same items of the same lists."""
     named = ".".join(part for part in loc if isinstance(part, str))
-    near = difflib.get_close_matches(named[:MAX_SHOWN], list(_known_keys(JobSpec)), n=1, cutoff=0.5)
-    if not near:
+    near = nearest(named, _known_keys(JobSpec))
+    if near is None:
         return None
-    parts: list[str] = near[0].split(".")
+    parts: list[str] = near.split(".")
     for place, part in enumerate(loc):
         if isinstance(part, int) and place < len(parts):
             parts.insert(place, str(part))

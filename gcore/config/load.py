@@ -256,9 +256,13 @@ def _absolute(spec: JobSpec, base: Path, where: str) -> JobSpec:
         train = train.model_copy(
             update={"critic": train.critic.model_copy(update=files(train.critic, "train.critic."))}
         )
+    storage = spec.storage
+    if storage.root is not None:
+        storage = storage.model_copy(update={"root": resolve("storage.root", storage.root)})
     return spec.model_copy(
         update={
             "model": model,
+            "storage": storage,
             "data": origin("data", spec.data),
             "train": train,
             "eval": origin("eval", spec.eval),

@@ -9,9 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
 
 from gcore.errors import UsageError
+from gcore.store.lease_times import LeaseTimes
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 
@@ -40,16 +41,33 @@ class NodeConfig(BaseModel):
     """The Python that has SGLang, for jobs with `rollout.engine: sglang`; None: the node runs no such job."""
     lease_ttl_s: PositiveInt = 5
     """A daemon that is silent for so long has left, for its peers."""
+    lease_tick_s: PositiveFloat | None = None
+    """Between two renewals of its lease; None: a third of that. How the four tie is checked at start (`lease_times`)."""
+    lease_call_s: PositiveFloat | None = None
+    """Longest wait for the answer to a renewal; None: a fifth of the lease."""
+    lease_margin_s: NonNegativeFloat | None = None
+    """So long may the daemon be held up besides; None: a tenth of the lease."""
     orphan_grace_s: NonNegativeFloat = 60.0
     """So long do workers outlive a daemon that does not come back."""
+    memory_dir: str = "/dev/shm"
+    """A folder of a file system in this machine's memory, for copies of train ranks' state (`gcore.weights.copies`)."""
     local_cluster: bool = False
     """Whether the node belongs to `gcore up`: then the daemon brings back its peers and etcd when they die."""
 
+    @property
+    def lease_times(self) -> LeaseTimes:
+        """How the daemon keeps its lease; not checked."""
+        return LeaseTimes.of(
+            self.lease_ttl_s, tick_s=self.lease_tick_s, call_s=self.lease_call_s, margin_s=self.lease_margin_s
+        )
+
     @classmethod
     def load(cls, path: Path) -> NodeConfig:
-        """Read the file. Raises UsageError."""
+        """Read the file. Raises UsageError, also for times under which a lease would not outlive a slow answer."""
         try:
-            return cls.model_validate_json(path.read_bytes())
+            config = cls.model_validate_json(path.read_bytes())
+            config.lease_times.check(str(path))
+            return config
         except OSError as error:
             raise UsageError(
                 f"cannot read the daemon's configuration ({error.strerror or error})",

@@ -63,6 +63,14 @@ class RolloutSpec(Section):
         "engine",
     )
     timeout_s: PositiveFloat = Field(120.0, description="Longest wait for one group before it goes to another engine")
+    silent_s: PositiveFloat = Field(
+        30.0,
+        description="An engine that owes responses and answers nothing at all for so long, not even how it is, is left: its "
+        "groups go to another",
+    )
+    watchdog_s: PositiveFloat = Field(
+        120.0, description="An engine that answers nothing, or gets nowhere, for so long is ended and started again"
+    )
 
     @model_validator(mode="after")
     def _truncation_needs_a_correction(self) -> RolloutSpec:
@@ -77,6 +85,8 @@ class RolloutSpec(Section):
             raise ValueError(
                 f"overlong_tokens ({self.overlong_tokens}) is above max_new_tokens ({self.max_new_tokens})"
             )
+        if self.watchdog_s < self.silent_s:
+            raise ValueError(f"watchdog_s ({self.watchdog_s:g}) is below silent_s ({self.silent_s:g})")
         if self.engine == "sglang" and self.deterministic:
             raise ValueError("deterministic is the torch engine's; give SGLang its own flags in engine_args")
         if self.engine == "torch" and self.engine_args:

@@ -35,6 +35,7 @@ __all__ = [
     "RolloutSpec",
     "ScoringSpec",
     "Section",
+    "StorageSpec",
     "TrainSpec",
 ]
 
@@ -66,10 +67,34 @@ class CheckpointSpec(Section):
 
     every: PositiveInt = Field(50, description="Steps between checkpoints; the last step always has one")
     keep: PositiveInt = Field(3, description="Newest checkpoints kept; the job's first model always is")
+    keep_every: PositiveInt | None = Field(
+        None,
+        description="Checkpoints of steps that are multiples of this are kept for ever; a multiple of checkpoint.every",
+    )
     best: str | None = Field(
         None,
         description="The evaluated metric whose best checkpoint is kept too: accuracy (over all sets), SET/accuracy, "
         "SET/mean@N, SET/pass@K, or none; default: accuracy, if anything is evaluated. Evaluated steps then have checkpoints",
+    )
+
+    @model_validator(mode="after")
+    def _kept_ones_are_written(self) -> CheckpointSpec:
+        if self.keep_every is not None and self.keep_every % self.every:
+            above = (self.keep_every // self.every + 1) * self.every
+            raise ValueError(
+                f"keep_every is {self.keep_every}, and steps have checkpoints every {self.every}; use a multiple of that, "
+                f"such as {above}"
+            )
+        return self
+
+
+class StorageSpec(Section):
+    """Where a job's checkpoints, staged weights and records lie."""
+
+    root: str | None = Field(
+        None,
+        description="Folder that every node sees at this very path, in which the run's folder is made; nodes prove that "
+        "they see it before the job starts. Default: the daemons' own (run_root)",
     )
 
 
@@ -89,6 +114,7 @@ class JobSpec(Section):
     train: TrainSpec = TrainSpec()
     placement: PlacementSpec = PlacementSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
+    storage: StorageSpec = StorageSpec()
     eval: EvalSpec = EvalSpec()
     samples: SamplesSpec = SamplesSpec()
     tracking: tuple[TrackerSpec, ...] = Field((), description="Where the run's numbers go besides metrics.jsonl")
@@ -160,18 +186,3 @@ class JobSpec(Section):
             return False
         may_be_best = self.best_metric is not None and self.evaluates_after(step, last=last)
         return last or step % self.checkpoint.every == 0 or may_be_best
-
-    @property
-    def checkpoint_due(self) -> frozenset[int]:
-        """The steps after which a checkpoint is written, of a job whose steps are given."""
-        return frozenset(step for step in self._steps() if self.checkpoints_after(step, last=step == self.flow.steps))
-
-    @property
-    def eval_due(self) -> frozenset[int]:
-        """The steps after which the model is evaluated, of a job whose steps are given; 0 is before training."""
-        return frozenset(step for step in self._steps() if self.evaluates_after(step, last=step == self.flow.steps))
-
-    def _steps(self) -> range:
-        if self.flow.steps is None:
-            raise ValueError("how many steps a job that goes by epochs has is not in its spec")
-        return range(self.flow.steps + 1)

@@ -93,6 +93,12 @@ class TrainSpec(Section):
     correction_band: tuple[Annotated[float, Field(ge=0)], PositiveFloat] = Field(
         (0.5, 5.0), description="Importance ratios whose tokens are trained, with correction: icepop or mis"
     )
+    copies_gb: Annotated[float, Field(ge=0)] | None = Field(
+        None,
+        description="Memory of its node, in GB (1e9 bytes), that a rank may take for copies of its state and a neighbour's, "
+        "from which a world that loses a rank or a node goes on without losing a step; 0: none are made; default: as they "
+        "need, up to a quarter of what is free there",
+    )
     watchdog_s: PositiveFloat = Field(
         120.0, description="A world that gets nowhere for so long is ended and started again"
     )

@@ -11,15 +11,16 @@ a stored job's spec has every key, and nothing is looked up for it, so a newer g
 from __future__ import annotations
 
 import copy
-import difflib
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel
 
+from gcore.config.flow import FlowSpec
 from gcore.config.spec import JobSpec
 from gcore.flows.api import find_flow
+from gcore.nearest import did_you_mean
 
 F = TypeVar("F", bound=Callable[..., Any])
 Tree = dict[str, Any]
@@ -45,8 +46,7 @@ def flow(**settings: Mapping[str, Any]) -> Callable[[F], F]:
 def _why_not(section: str) -> str:
     if section in JobSpec.model_fields:
         return "that is the job's own"
-    near = difflib.get_close_matches(section, [name for name in JobSpec.model_fields if name not in _NOT_A_FLOWS], n=1)
-    return "a spec has no such section" + (f", did you mean {near[0]!r}?" if near else "")
+    return "a spec has no such section" + did_you_mean(section, JobSpec.model_fields.keys() - set(_NOT_A_FLOWS))
 
 
 def settings_of(found: Callable[..., Any]) -> Mapping[str, Any]:
@@ -63,7 +63,7 @@ def settled(tree: Tree) -> Tree:
     section = tree.get("flow")
     if not isinstance(section, Mapping):
         return tree
-    name = section.get("name", JobSpec.model_fields["flow"].annotation.model_fields["name"].default)  # type: ignore[union-attr]
+    name = section.get("name", FlowSpec.model_fields["name"].default)
     if not isinstance(name, str):
         return tree
     settings = settings_of(find_flow(name))

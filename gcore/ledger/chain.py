@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from gcore.ledger.cost import ATTENTION_EQUALS_AT
+from gcore.ledger.digests import digest_of
 from gcore.ledger.records import (
     Checkpoint,
     EndedRef,
@@ -22,6 +23,7 @@ from gcore.ledger.records import (
 )
 from gcore.ledger.stream import SealNow
 from gcore.ledger.tally import NOTHING, added, after_step
+from gcore.ledger.world_state import WorldState
 from gcore.prompts.cursor import Cursors, StreamShape
 
 
@@ -54,7 +56,7 @@ def base(shards: int, world: str, writer: Writer) -> Advance:
         world=world,
         nonce=writer.nonce,
     )
-    return Advance(head, _entry(head, "base", writer, cursors=cursors, tally=NOTHING))
+    return _advance(head, "base", writer, cursors=cursors, tally=NOTHING)
 
 
 def sealed(
@@ -113,7 +115,17 @@ def readied(slot: Seal) -> Seal:
 
 def delta(seal: Seal) -> tuple[EndedRef, ...]:
     """What the seal's commit ends: its groups as trained, its outcomes as they are."""
-    trained = tuple(EndedRef(ref=g.ref, kind="trained", holder=g.holder, versions=g.versions) for g in seal.groups)
+    trained = tuple(
+        EndedRef(
+            ref=g.ref,
+            kind="trained",
+            holder=g.holder,
+            versions=g.versions,
+            digest=g.digest,
+            samples=len(g.response_tokens),
+        )
+        for g in seal.groups
+    )
     return trained + seal.outcomes
 
 
@@ -141,17 +153,18 @@ def committed(
             "nonce": writer.nonce,
         }
     )
-    entry = _entry(
+    return _advance(
         after,
         "train",
         writer,
+        parent_digest=head.digest,
         token=seal.token,
+        ranks=seal.world_size,
         delta=ended,
         cursors=cursors if keep_cursors else None,
         tally=after.tally if keep_cursors else None,
         stats=dict(stats),
     )
-    return Advance(after, entry)
 
 
 def accounted(head: Head, outcomes: tuple[EndedRef, ...], shape: StreamShape, writer: Writer) -> Advance:
@@ -166,13 +179,24 @@ def accounted(head: Head, outcomes: tuple[EndedRef, ...], shape: StreamShape, wr
             "nonce": writer.nonce,
         }
     )
-    return Advance(after, _entry(after, "account", writer, delta=outcomes))
+    return _advance(after, "account", writer, parent_digest=head.digest, delta=outcomes)
 
 
 def rolled_back(
-    head: Head, target: Checkpoint, cursors: Cursors, world: str, writer: Writer, reason: str, *, tally: Tally
+    head: Head,
+    target: Checkpoint,
+    cursors: Cursors,
+    world: str,
+    writer: Writer,
+    reason: str,
+    *,
+    tally: Tally,
+    parent_digest: str = "",
 ) -> Advance:
-    """Head at the target's step, in a new lineage and a new world. `cursors`, `tally`: those of the target's entry."""
+    """Head at the target's step, in a new lineage and a new world.
+
+    `cursors`, `tally`: those of the target's entry; `parent_digest`: its own.
+    """
     after = head.model_copy(
         update={
             "seq": head.seq + 1,
@@ -186,7 +210,36 @@ def rolled_back(
             "nonce": writer.nonce,
         }
     )
-    return Advance(after, _entry(after, "rollback", writer, cursors=cursors, tally=tally, reason=reason))
+    return _advance(after, "rollback", writer, parent_digest=parent_digest, cursors=cursors, tally=tally, reason=reason)
+
+
+def re_formed(head: Head, state: WorldState, world: str, writer: Writer, reason: str) -> Advance:
+    """Head at its own step, with its own cursors and tally, in a new lineage and a new world, which starts from copies of
+    `state`: of head's own (`gcore.ledger.world_state`). Nothing that was committed is undone."""
+    after = head.model_copy(
+        update={
+            "seq": head.seq + 1,
+            "parent": head.seq,
+            "lineage": head.lineage + 1,
+            "lineages": (*head.lineages, Lineage(number=head.lineage + 1, base_step=head.step)),
+            "world": world,
+            "nonce": writer.nonce,
+        }
+    )
+    return _advance(
+        after,
+        "rollback",
+        writer,
+        parent_digest=head.digest,
+        cursors=head.cursors,
+        tally=head.tally,
+        reason=reason,
+        state=state,
+    )
+
+
+AWAITED = 2
+"""Steps whose checkpoint may not be on the disk yet: one is being written, and the next that is due waits for it."""
 
 
 def prunable(
@@ -194,10 +247,14 @@ def prunable(
 ) -> tuple[int, ...]:
     """The entries that nothing in the store needs any more, ascending: they may move to the run's folder.
 
-    Kept are the newest `keep`, the base, those of registered checkpoints (a rollback takes its cursors from them), and the
-    rollback that began head's lineage (a rank that starts late asks it where to start from).
+    Kept are the newest `keep`, the base, those of registered checkpoints (a rollback takes its cursors from them), those of
+    the newest steps whose checkpoint may still come to the disk, and the rollback that began head's lineage (a rank that
+    starts late asks it where to start from).
     """
     named = {checkpoint.seq for checkpoint in checkpoints} | {0}
+    newest = max(named)
+    awaited = [seq for seq, one in log.items() if one.kind == "train" and one.cursors is not None and seq > newest]
+    named |= set(sorted(awaited)[-AWAITED:])
     return tuple(
         seq
         for seq, entry in sorted(log.items())
@@ -207,8 +264,9 @@ def prunable(
     )
 
 
-def _entry(head: Head, kind: str, writer: Writer, **fields: object) -> LogEntry:
-    return LogEntry.model_validate(
+def _advance(head: Head, kind: str, writer: Writer, **fields: object) -> Advance:
+    """The entry that leads to `head`, and `head` with its digest."""
+    entry = LogEntry.model_validate(
         {
             "seq": head.seq,
             "parent": head.parent,
@@ -221,3 +279,4 @@ def _entry(head: Head, kind: str, writer: Writer, **fields: object) -> LogEntry:
             **fields,
         }
     )
+    return Advance(head.model_copy(update={"digest": digest_of(entry)}), entry)

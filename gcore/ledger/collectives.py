@@ -20,7 +20,7 @@ from typing import Any
 from pydantic import Field
 
 from gcore.ledger.guarded import Stored, Transaction, TxnKind
-from gcore.ledger.records import Record
+from gcore.schema import Record
 from gcore.store.keys import JobKeys
 from gcore.store.types import Compare, Delete, Put
 from gcore.types import Version

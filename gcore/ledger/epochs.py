@@ -54,30 +54,32 @@ def superfluous(
 ) -> tuple[int, ...]:
     """The epochs whose records nothing will ask for again, oldest first, at most `MOST_FORGOTTEN`; the newest two stay.
 
-    After a rollback to any registered checkpoint the epoch must either have ended there already, or have begun later (then
-    its record does not count any more). Without a checkpoint other than the first model nothing is forgotten: one that is
-    still being registered could be older than the epoch's end.
+    After a rollback to any checkpoint the epoch must either have ended there already, or have begun later (then its record
+    does not count any more). That holds for registered checkpoints and for those that may still be registered: of steps that
+    are newer, and whose entries are in the store's log and keep cursors. If an entry of a registered one is not known, nothing
+    is forgotten.
     """
     targets = resumable(head, checkpoints)
-    cursors = {target: log[target.seq].cursors if target.seq in log else None for target in targets}
-    if len(targets) < 2 or None in cursors.values():
+    reached = {target.step: log[target.seq].cursors if target.seq in log else None for target in targets}
+    if None in reached.values():
         return ()
-    old = sorted(begun)[:-2]
+    newest = max(reached, default=0)
+    reached |= {entry.step: entry.cursors for entry in log.values() if _may_be_registered(head, entry, newest)}
     return tuple(
         epoch
-        for epoch in old
+        for epoch in sorted(begun)[:-2]
         if _has_ended(shape, head.cursors, epoch)
         and all(
-            (reached is not None and _has_ended(shape, reached, epoch)) or not _reaches(target, begun[epoch].version)
-            for target, reached in cursors.items()
+            step < begun[epoch].version.step or (cursors is not None and _has_ended(shape, cursors, epoch))
+            for step, cursors in reached.items()
         )
-        and _has_ended(shape, cursors[targets[0]] or head.cursors, epoch)
     )[:MOST_FORGOTTEN]
 
 
-def _reaches(target: Checkpoint, version: Version) -> bool:
-    """Whether `version` would be an ancestor of head after a rollback to `target`; both are on the chain now."""
-    return version.step <= target.step
+def _may_be_registered(head: Head, entry: LogEntry, newest: int) -> bool:
+    """Whether the checkpoint of `entry` is written, or will be, and may be registered after that of step `newest`."""
+    of = Version(entry.lineage, entry.step)
+    return entry.kind == "train" and entry.cursors is not None and entry.step > newest and is_ancestor(head, of)
 
 
 def _has_ended(shape: StreamShape, cursors: Cursors, epoch: int) -> bool:

@@ -1,7 +1,7 @@
 """A guarded transaction on a job's records: what it is, how it is made, and what became of it.
 
 `Ledger.run` makes it and says what came of it. A lost compare is an outcome (`STALE`: look again), not an exception; an
-answer that never came is resolved by reading head again (`UNKNOWN` only when that cannot be done either). Nothing is
+answer that never came is resolved by reading head and the chain (`UNKNOWN` only while that does not tell). Nothing is
 made twice here. Which transactions there are is `gcore.ledger.transactions`' business.
 """
 
@@ -12,7 +12,9 @@ from enum import StrEnum
 from typing import Generic, TypeVar
 
 from gcore.errors import LeaseLost, StoreUnavailable
-from gcore.ledger.records import Head, Record
+from gcore.fault_points import point
+from gcore.ledger.records import Head, LogEntry
+from gcore.schema import Record
 from gcore.store.keys import JobKeys
 from gcore.store.types import Compare, Delete, Put, Store
 
@@ -33,6 +35,7 @@ class TxnKind(StrEnum):
     CREATE = "create"
     START = "start"
     JOIN = "join"
+    LEAVE = "leave"
     ASSIGN = "assign"
     OFFER = "offer"
     SEAL = "seal"
@@ -47,11 +50,13 @@ class TxnKind(StrEnum):
     ROLLBACK = "rollback"
     STATUS = "status"
     REPLAN = "replan"
+    STOCK = "stock"
     EPOCH = "epoch"
     GIVE = "give"
     AGREE = "agree"
     EVAL_PART = "eval_part"
     EVALUATE = "evaluate"
+    WARN = "warn"
 
 
 class TxnOutcome(StrEnum):
@@ -88,9 +93,11 @@ class Ledger:
         self._keys = keys
 
     async def run(self, txn: Transaction) -> TxnReport:
-        """Make `txn` once. Never repeats it: after an unknown answer it reads head and compares the nonce."""
+        """Make `txn` once. Never repeats it: after an unknown answer it reads, and compares seq and nonce."""
         try:
+            point(txn.kind, "before")
             result = await self._store.transact(txn.compares, txn.writes)
+            point(txn.kind, "after")
         except LeaseLost:
             return TxnReport(TxnOutcome.STALE, 0)
         except StoreUnavailable:
@@ -98,14 +105,25 @@ class Ledger:
         return TxnReport(TxnOutcome.WON if result.won else TxnOutcome.STALE, result.revision)
 
     async def _find_out(self, txn: Transaction) -> TxnReport:
-        if not txn.nonce:
+        """What became of `txn`, whose answer never came: read from head and from its place in the chain.
+
+        Once that place is taken it is settled for ever: by this transaction if the entry has its nonce; else by another,
+        and then head is not what this one compares, nor ever will be again.
+        """
+        unknown = TxnReport(TxnOutcome.UNKNOWN, 0)
+        place = next((w.key for w in txn.writes if w.key.startswith(self._keys.log_prefix)), None)
+        if not txn.nonce or place is None:
             # Whoever looks again sees the record itself; there is nothing to be resolved.
-            return TxnReport(TxnOutcome.UNKNOWN, 0)
+            return unknown
         try:
-            kv = await self._store.get(self._keys.head)
+            head = await self._store.get(self._keys.head)
+            if head is None or self._keys.log(Head.decode(head.value, head.key).seq) < place:
+                # It may still be made later; its compare on head decides that, and whoever looks again sees it.
+                return unknown
+            entry = await self._store.get(place)
         except StoreUnavailable:
-            return TxnReport(TxnOutcome.UNKNOWN, 0)
-        if kv is not None and Head.decode(kv.value, kv.key).nonce == txn.nonce:
-            return TxnReport(TxnOutcome.WON, kv.mod_revision)
-        # It may still be made later; its compare on head decides that, and whoever looks again sees it.
-        return TxnReport(TxnOutcome.UNKNOWN, 0)
+            return unknown
+        if entry is None:  # moved to the run's folder since
+            return unknown
+        won = LogEntry.decode(entry.value, entry.key).nonce == txn.nonce
+        return TxnReport(TxnOutcome.WON if won else TxnOutcome.STALE, entry.mod_revision)

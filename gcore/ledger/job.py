@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field, PositiveInt
+from pydantic import BeforeValidator, Field, PositiveInt
 
 from gcore.ledger.cost import ATTENTION_EQUALS_AT
-from gcore.ledger.records import Part, Record
+from gcore.schema import Part, Record
 from gcore.types import Version
+
+MOST_SAID = 8192
+"""Characters of what was wrong, in a record."""
 
 
 class JobPhase(StrEnum):
@@ -162,13 +165,21 @@ class EvalPart(Record):
     by: str = ""
 
 
+def _cut(text: Any) -> Any:
+    """What plug-ins and packages say may be of any length, and a record may not."""
+    return text if not isinstance(text, str) or len(text) <= MOST_SAID else f"{text[: MOST_SAID - 4]} ..."
+
+
+Said = Annotated[str, BeforeValidator(_cut)]
+
+
 class FaultRecord(Record):
     """`fault/{name}`: something that was wrong with a plug-in (a reward, a flow), for people; written once."""
 
     node: str
     """Where it was seen first."""
-    what: str
-    trace: str = ""
+    what: Said
+    trace: Said = ""
     """The traceback of the plug-in's own code."""
 
 
@@ -193,12 +204,19 @@ class ModelFetch(Record):
         return f"downloading model {self.path}, {self.done / size:.1f} of {self.total / size:.1f} {unit}"
 
 
+class StorageMark(Record):
+    """`storage/{node}`: what a node wrote into the run's folder, for the others to see there (`controllers.storage`)."""
+
+    node: str
+    nonce: str
+
+
 class Trouble(Record):
     """`trouble/{topic}`: what last went wrong beside the run, such as with a tracker; the run itself is none the worse."""
 
     topic: str
     node: str
-    sentence: str
+    sentence: Said
 
 
 class NodeRecord(Record):

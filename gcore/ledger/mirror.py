@@ -11,9 +11,11 @@ from typing import Any, TypeVar
 
 from gcore.ledger.collectives import Agreed, Part
 from gcore.ledger.guarded import Stored
-from gcore.ledger.job import EvalPart, Evaluation, JobRecord, JobStatus, ModelFetch, Plan, RankClaim
-from gcore.ledger.records import Assignment, Checkpoints, EpochRecord, Head, LogEntry, Member, Offer, Record, Seal
+from gcore.ledger.job import EvalPart, Evaluation, JobRecord, JobStatus, ModelFetch, Plan, RankClaim, Trouble
+from gcore.ledger.records import Assignment, Checkpoints, EpochRecord, Head, LogEntry, Member, Offer, Seal
 from gcore.ledger.transactions import OpenSlots
+from gcore.ledger.world_state import NodeCopies
+from gcore.schema import Record
 from gcore.store.keys import JobKeys
 from gcore.store.types import WatchBatch, WatchEvent
 from gcore.types import Version
@@ -47,7 +49,14 @@ class JobMirror:
     agreed: Mapping[str, Stored[Agreed]] = field(default_factory=dict)
     """By "version/name"."""
     claims: Mapping[str, Stored[RankClaim]] = field(default_factory=dict)
-    """By "world/rank" as the key spells it."""
+    """By the key."""
+    rendezvous: Mapping[str, str] = field(default_factory=dict)
+    """Where rank 0 of a world listens, by the key."""
+    copies: Mapping[str, Stored[NodeCopies]] = field(default_factory=dict)
+    """Of train states, in the memory of nodes, by node."""
+
+    troubles: Mapping[str, Stored[Trouble]] = field(default_factory=dict)
+    """What last went wrong beside the run, by topic."""
 
     def fold(self, batch: WatchBatch) -> JobMirror:
         """The mirror after a batch. Raises UnreadableRecord."""
@@ -67,6 +76,12 @@ class JobMirror:
         stored = self.claims.get(self.keys.world_rank(world, rank))
         return stored.record if stored else None
 
+    @property
+    def worlds(self) -> frozenset[str]:
+        """The train worlds of which there are any keys."""
+        prefix = self.keys.world_prefix
+        return frozenset(key.removeprefix(prefix).partition("/")[0] for key in (*self.claims, *self.rendezvous))
+
     def eval_parts_of(self, version: Version) -> dict[int, EvalPart]:
         """The parts of a version's evaluation that are there, by number."""
         parts = (stored.record for stored in self.eval_parts.values())
@@ -79,6 +94,13 @@ class JobMirror:
             name, record = single
             changes[name] = _stored(event, record)
             return
+        if key.startswith(self.keys.world_prefix) and key.endswith("/rendezvous"):
+            listeners = changes.setdefault("rendezvous", dict(self.rendezvous))
+            if event.kind == "delete":
+                listeners.pop(key, None)
+            else:
+                listeners[key] = event.kv.value.decode()
+            return
         for prefix, name, record in _MANY:
             full = self.keys.prefix + prefix
             if key.startswith(full):
@@ -86,7 +108,7 @@ class JobMirror:
                 item = key if name == "claims" else _item(name, key.removeprefix(full))
                 if event.kind == "delete":
                     mapping.pop(item, None)
-                elif not key.endswith("/rendezvous"):
+                else:
                     mapping[item] = _stored(event, record)
                 return
 
@@ -111,6 +133,8 @@ _MANY: tuple[tuple[str, str, type[Record]], ...] = (
     ("part/", "parts", Part),
     ("agreed/", "agreed", Agreed),
     ("world/", "claims", RankClaim),
+    ("copies/", "copies", NodeCopies),
+    ("trouble/", "troubles", Trouble),
 )
 
 

@@ -1,7 +1,6 @@
 """What stands in the store, record by record (the step protocol's documents, as JSON).
 
-Every record carries `schema_version`. A reader takes its own version and the one before; keys it does not know, of a
-record that claims a version it reads, are an error. No record depends on the number of controllers.
+Each is a `gcore.schema.Record`. None depends on the number of controllers.
 
 The policy of each field stands with the rule that uses it, in `gcore.ledger.stream` (what a seal takes) and
 `gcore.ledger.chain` (what each transaction writes). Nothing here reads or writes.
@@ -9,30 +8,17 @@ The policy of each field stands with the rule that uses it, in `gcore.ledger.str
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    NonNegativeInt,
-    PlainSerializer,
-    PositiveInt,
-    ValidationError,
-)
+from pydantic import BeforeValidator, Field, NonNegativeInt, PlainSerializer, PositiveInt
 
-from gcore.errors import GcoreError
 from gcore.ledger.cost import ATTENTION_EQUALS_AT
+from gcore.ledger.world_state import WorldState
 from gcore.prompts.cursor import Cursors
+from gcore.schema import Part, Record
 from gcore.types import OutcomeKind, PromptRef, Token, Version
-
-SCHEMA_VERSION = 1
-
-
-class UnreadableRecord(GcoreError):
-    """A stored record is of a schema this version does not read, or is damaged."""
 
 
 def _cursors(value: Any) -> Any:
@@ -42,68 +28,10 @@ def _cursors(value: Any) -> Any:
 StoredCursors = Annotated[Cursors, BeforeValidator(_cursors), PlainSerializer(lambda c: c.encode(), return_type=list)]
 
 
-class Record(BaseModel):
-    """Base of everything stored."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    readable: ClassVar[frozenset[int]] = frozenset({SCHEMA_VERSION, SCHEMA_VERSION - 1} - {0})
-
-    schema_version: int = SCHEMA_VERSION
-
-    def encode(self) -> bytes:
-        """Compact JSON; what is at its default is left out, the schema version never.
-
-        Half a surrogate pair, which an error's message may hold, is spelt out: no reader could decode it.
-        """
-        tree = {"schema_version": self.schema_version} | self.model_dump(mode="json", exclude_defaults=True)
-        text = json.dumps(tree, separators=(",", ":"))
-        if "\\ud" in text:
-            text = json.dumps(_whole(tree), separators=(",", ":"))
-        return text.encode()
-
-    @classmethod
-    def decode(cls, data: bytes, where: str = "a record") -> Self:
-        """Inverse of `encode`. Raises UnreadableRecord."""
-        try:
-            record = cls.model_validate_json(data)
-        except ValidationError as error:
-            first = error.errors()[0]
-            field = ".".join(str(part) for part in first["loc"])
-            raise UnreadableRecord(
-                f"not a {cls.__name__} this gcore can read ({field}: {first['msg']})",
-                where=where,
-                fix="It was written by another version of gcore, or damaged",
-            ) from error
-        if record.schema_version not in cls.readable:
-            raise UnreadableRecord(
-                f"schema version {record.schema_version} of {cls.__name__} is not among {sorted(cls.readable)}",
-                where=where,
-                fix="Run the gcore version that wrote it, or upgrade one version at a time",
-            )
-        return record
-
-
-def _whole(tree: Any) -> Any:
-    """The tree with each half of a surrogate pair in it spelt out."""
-    match tree:
-        case str():
-            return tree.encode("utf-8", errors="backslashreplace").decode("utf-8")
-        case dict():
-            return {_whole(key): _whole(value) for key, value in tree.items()}
-        case list():
-            return [_whole(value) for value in tree]
-    return tree
-
-
-class Part(BaseModel):
-    """Base of what records contain."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
 class EndedRef(Part):
     """A ref and its outcome. `holder` and `versions` are kept for the audit; `step` is the entry's."""
 
+    came_with: ClassVar[Mapping[str, int]] = {"digest": 2, "samples": 2}
     ref: PromptRef
     kind: OutcomeKind
     reason: str = ""
@@ -115,6 +43,10 @@ class EndedRef(Part):
     """Of what was scored and filtered: the mean reward of its responses."""
     length: float | None = None
     """Of the same: the mean length of its responses, in tokens."""
+    digest: str = ""
+    """Of a trained group: names its content, as the ranks' receipts do."""
+    samples: int = 0
+    """Of a trained group: how many there are."""
 
 
 class OfferedGroup(Part):
@@ -136,7 +68,7 @@ class OfferedGroup(Part):
     """The samples, ascending, whose tokens are left out of the loss: they do not count in its denominators."""
     truncated: int = 0
     """Samples that were cut off at their longest length."""
-    parts: dict[str, float] = {}
+    parts: dict[str, float] = Field(default_factory=dict)
     """What its reward is made of: means over its samples, by part, for people."""
 
 
@@ -244,7 +176,7 @@ class SinceStep(Part):
 class Tally(Part):
     """What came of all prompts along the chain, source by source: a pure function of its entries' seals and outcomes."""
 
-    sources: dict[str, SourceTally] = {}
+    sources: dict[str, SourceTally] = Field(default_factory=dict)
     since_step: SinceStep = SinceStep()
     issue_ratio: float = 1.0
     """Prompts that a trained group has taken lately: a mean in which older steps count less and less."""
@@ -262,6 +194,7 @@ class Lineage(Part):
 class Head(Record):
     """`head`: the newest entry of the chain, and the state it leads to."""
 
+    came_with: ClassVar[Mapping[str, int]] = {"digest": 2}
     seq: int
     parent: int | None
     lineage: int
@@ -272,6 +205,8 @@ class Head(Record):
     nonce: str
     deleted: bool = False
     tally: Tally = Tally()
+    digest: str = ""
+    """Of entry `seq`; empty if that is of a version of gcore without digests."""
 
     @property
     def version(self) -> Version:
@@ -280,8 +215,13 @@ class Head(Record):
 
 
 class LogEntry(Record):
-    """`log/{seq}`: how head came to be. `stats` are numbers for people (reward, loss, seconds a phase)."""
+    """`log/{seq}`: how head came to be. `stats` are numbers for people (reward, loss, seconds a phase).
 
+    Each entry names its parent by digest too, and head names its own entry so: what is changed anywhere along the chain later,
+    in the store or in the run's folder, is found from head (`gcore.ledger.digests`).
+    """
+
+    came_with: ClassVar[Mapping[str, int]] = {"ranks": 2, "parent_digest": 2, "state": 2}
     seq: int
     parent: int | None
     kind: Literal["base", "train", "account", "rollback"]
@@ -295,8 +235,14 @@ class LogEntry(Record):
     tally: Tally | None = None
     """Head's, where `cursors` are kept: a rollback takes both from here."""
     writer: str = ""
-    stats: dict[str, float] = {}
+    stats: dict[str, float] = Field(default_factory=dict)
     reason: str = ""
+    state: WorldState | None = None
+    """Of a rollback to head's own step: whose copies the new world starts from. None: from its parent's checkpoint."""
+    ranks: int | None = None
+    """Of a step: in how many ranks' receipts it stands."""
+    parent_digest: str = ""
+    """Empty if the parent is of a version of gcore without digests."""
 
 
 class EpochRecord(Record):
@@ -308,9 +254,9 @@ class EpochRecord(Record):
 
     epoch: int
     version: Version
-    so_far: dict[str, SourceTally] = {}
+    so_far: dict[str, SourceTally] = Field(default_factory=dict)
     """Everything committed until then, by source."""
-    latest: dict[str, SourceTally] = {}
+    latest: dict[str, SourceTally] = Field(default_factory=dict)
     """The part of it that was committed since the epoch before began."""
 
 
@@ -353,6 +299,10 @@ class Assignment(Record):
 class Member(Record):
     """`member/{incarnation}` of a job, under the incarnation's lease."""
 
+    came_with: ClassVar[Mapping[str, int]] = {"leaving": 2}
+
     incarnation: str
     node: str
     address: str
+    leaving: bool = False
+    """Whether it is about to end: it takes no shards, and delivers what it holds. Who does not read this finds it gone."""

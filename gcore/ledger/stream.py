@@ -14,7 +14,7 @@ Pure. Knows nothing of who works on which shard, nor of time.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gcore.ledger.ancestry import is_acceptable, is_ancestor
@@ -43,6 +43,7 @@ __all__ = [
     "choose",
     "concluded",
     "due",
+    "groups_of",
     "held_by",
     "in_order",
     "refuse_seal",
@@ -88,16 +89,29 @@ class Offered:
     """What goes on from step to step and was not offered yet, with the oldest weights it was begun with."""
 
     @classmethod
-    def collect(cls, rules: StreamRules, head: Head, offers: Sequence[Offer]) -> Offered:
-        """Join the offers. Of two holders of one ref the smaller (incarnation, digest) counts; a group beats an outcome."""
+    def collect(
+        cls,
+        rules: StreamRules,
+        head: Head,
+        offers: Sequence[Offer],
+        named: Callable[[Offer], Sequence[SealedGroup]] | None = None,
+    ) -> Offered:
+        """Join the offers. Of two holders of one ref the smaller (incarnation, digest) counts; a group beats an outcome.
+
+        `named`: `groups_of`, for who remembers what it made of offers that he has seen before.
+        """
         step = head.step + 1
         groups: dict[PromptRef, SealedGroup] = {}
         outcomes: dict[PromptRef, EndedRef] = {}
         in_flight: dict[PromptRef, Version] = {}
+        fits: dict[tuple[Version, ...], bool] = {}
+        """By versions, of which a thousand groups have few."""
         for offer in sorted(offers, key=lambda o: o.incarnation):
-            for group in offer.groups:
-                if group.ref not in groups and is_acceptable(head, step, group.versions, rules.staleness):
-                    groups[group.ref] = held_by(group, offer.incarnation)
+            for group in (named or groups_of)(offer):
+                if group.versions not in fits:
+                    fits[group.versions] = is_acceptable(head, step, group.versions, rules.staleness)
+                if fits[group.versions] and group.ref not in groups:
+                    groups[group.ref] = group
             for ended in offer.outcomes:
                 # Outcomes need ancestry, no staleness bound; a prompt that failed before it was generated has no version.
                 if ended.ref not in outcomes and all(is_ancestor(head, v) for v in ended.versions):
@@ -108,6 +122,11 @@ class Offered:
         outcomes = {ref: ended for ref, ended in outcomes.items() if ref not in groups}
         going_on = {ref: version for ref, version in in_flight.items() if ref not in groups and ref not in outcomes}
         return cls(groups, outcomes, going_on)
+
+
+def groups_of(offer: Offer) -> tuple[SealedGroup, ...]:
+    """The offer's groups as a seal names them."""
+    return tuple(held_by(group, offer.incarnation) for group in offer.groups)
 
 
 def held_by(group: OfferedGroup, holder: str) -> SealedGroup:

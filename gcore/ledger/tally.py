@@ -7,6 +7,7 @@ depends on the number of sources only.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
@@ -26,18 +27,22 @@ def added(tally: Tally, groups: Iterable[SealedGroup], outcomes: Collection[Ende
     """The tally after an entry that trained `groups` and ended `outcomes`."""
     sources = dict(tally.sources)
     newest = tally.trained_epoch
+    by_source: dict[str, list[SealedGroup]] = {}
     for group in groups:
-        old = sources.get(group.source, SourceTally())
-        sources[group.source] = old.model_copy(
+        by_source.setdefault(group.source, []).append(group)
+        newest = group.ref.data_epoch if newest is None else max(newest, group.ref.data_epoch)
+    for name, trained in by_source.items():
+        old = sources.get(name, SourceTally())
+        sources[name] = old.model_copy(
             update={
-                "kept": old.kept + 1,
-                "samples": old.samples + len(group.response_tokens),
-                "truncated": old.truncated + group.truncated,
-                "tokens": old.tokens + sum(group.response_tokens),
-                "reward": old.reward + group.reward,
+                "kept": old.kept + len(trained),
+                "samples": old.samples + sum(len(group.response_tokens) for group in trained),
+                "truncated": old.truncated + sum(group.truncated for group in trained),
+                "tokens": old.tokens + sum(sum(group.response_tokens) for group in trained),
+                # One after the other, as every peer adds them: sums of fractions depend on the order.
+                "reward": functools.reduce(lambda so_far, group: so_far + group.reward, trained, old.reward),
             }
         )
-        newest = group.ref.data_epoch if newest is None else max(newest, group.ref.data_epoch)
     for ended in outcomes:
         if ended.kind == "trained":
             raise ValueError(f"prompt {ended.ref} was trained; its group says how")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from gcore.ledger import chain
 from gcore.ledger.cost import ATTENTION_EQUALS_AT
 from gcore.ledger.guarded import Stored, Transaction, TxnKind
-from gcore.ledger.job import JobPhase, JobRecord, JobStatus, Plan
+from gcore.ledger.job import JobPhase, JobRecord, JobStatus, Plan, Trouble
 from gcore.ledger.records import (
     Assignment,
     Checkpoint,
@@ -28,6 +28,7 @@ from gcore.ledger.records import (
     SealState,
 )
 from gcore.ledger.stream import SealNow
+from gcore.ledger.world_state import NodeCopies
 from gcore.prompts.cursor import StreamShape
 from gcore.store import keys as store_keys
 from gcore.store.keys import JobKeys
@@ -71,6 +72,13 @@ def offer(keys: JobKeys, old: Stored[Offer] | None, new: Offer, lease: int) -> T
     return Transaction(
         TxnKind.OFFER, (Compare(key, old.revision if old else 0),), (Put(key, new.encode(), lease=lease),)
     )
+
+
+def withdraw(keys: JobKeys, incarnation: str) -> Transaction:
+    """Take back all that a controller says of itself under its lease, as the lease's end would. Compares nothing: the keys
+    are its own alone."""
+    own = (keys.member(incarnation), keys.offer(incarnation), keys.part(incarnation))
+    return Transaction(TxnKind.LEAVE, (), tuple(Delete(key) for key in own))
 
 
 def seal(
@@ -168,6 +176,12 @@ def retain(keys: JobKeys, head: Stored[Head], old: Stored[Checkpoints], kept: Se
     )
 
 
+def warn(keys: JobKeys, old: Stored[Trouble] | None, trouble: Trouble) -> Transaction:
+    """What went wrong beside the run, in place of what was told of the same topic before."""
+    key = keys.trouble(trouble.topic)
+    return Transaction(TxnKind.WARN, (Compare(key, old.revision if old else 0),), (Put(key, trouble.encode()),))
+
+
 MOST_PRUNED = 100
 """Entries in one prune: the store takes 128 operations in a transaction."""
 
@@ -205,14 +219,21 @@ def rollback(
     advance: chain.Advance,
     old_plan: Stored[Plan],
     plan: Plan,
+    *,
+    between_steps: bool = False,
 ) -> Transaction:
-    """Back to a checkpoint, with a new world, which `plan` places. Deletes every open slot."""
+    """Back to a checkpoint, or on from copies of head's own state (`chain.re_formed`), with a new world, which `plan` places.
+
+    Deletes every open slot: one that was READY may be half trained by the world that is given up. `between_steps`: compares
+    the slots too, so that nothing is given up that became READY meanwhile.
+    """
     if plan.world != advance.head.world:
         raise ValueError("the plan must place the world that the rollback names")
+    head = open_slots.compares(keys) if between_steps else (Compare(keys.head, open_slots.head.revision),)
     return Transaction(
         TxnKind.ROLLBACK,
         (
-            Compare(keys.head, open_slots.head.revision),
+            *head,
             Compare(keys.checkpoints, checkpoints.revision),
             Compare(keys.plan, old_plan.revision),
         ),
@@ -263,6 +284,14 @@ def set_status(keys: JobKeys, old: Stored[JobStatus], new: JobStatus, open_slots
         compares += open_slots.compares(keys)
     ending = (Delete(keys.active),) if new.phase.ended else ()
     return Transaction(TxnKind.STATUS, tuple(compares), (Put(keys.state, new.encode()), *ending))
+
+
+def take_stock(keys: JobKeys, old: Stored[NodeCopies] | None, new: NodeCopies, lease: int) -> Transaction:
+    """What lies in a node's memory, under its controller's lease. Compares only itself: it is a hint."""
+    key = keys.copies(new.node)
+    return Transaction(
+        TxnKind.STOCK, (Compare(key, old.revision if old else 0),), (Put(key, new.encode(), lease=lease),)
+    )
 
 
 def replan(keys: JobKeys, old: Stored[Plan], new: Plan) -> Transaction:

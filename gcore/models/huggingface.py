@@ -6,7 +6,6 @@ The client goes on with a transfer that breaks off; what it gives up on is tried
 from __future__ import annotations
 
 import contextlib
-import difflib
 import errno
 import logging
 from collections.abc import Iterator, Sequence
@@ -28,6 +27,7 @@ from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from gcore.models.hub import NO_ANSWER, HubFile, HubOffline, HubUnreachable, Listing, no_hub, size_of
 from gcore.models.names import HubModel, ModelError, is_commit
+from gcore.nearest import did_you_mean
 
 DEFAULT_BRANCH = "main"
 ETAG_TIMEOUT_S = 30.0
@@ -179,12 +179,11 @@ class HuggingFace:
 
 
 def _near(wrong: str, known: Any) -> str:
-    """`; did you mean ...?`, if the hub knows anything like it. Not worth an error of its own."""
+    """`, did you mean ...?`, if the hub knows anything like it. Not worth an error of its own."""
     try:
-        near = difflib.get_close_matches(wrong, known(), n=1, cutoff=0.5)
+        return did_you_mean(wrong, known())
     except (httpx2.HTTPError, OSError, ValueError, KeyError):
         return ""
-    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _literally(name: str) -> str:

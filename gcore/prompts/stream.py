@@ -76,7 +76,7 @@ def cut(refs: int, shards: int) -> StreamShape:
     """Cut an epoch into shards. Raises DataError if there are more shards than prompts."""
     if refs < shards:
         raise DataError(
-            f"an epoch holds {refs} prompts, and data.shards is {shards}; every shard needs at least one",
+            f"an epoch holds {refs} prompt{'s' * (refs != 1)}, and data.shards is {shards}; every shard needs at least one",
             where="data.shards",
             fix=f"Set data.shards to {refs} or less",
         )

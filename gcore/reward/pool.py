@@ -18,7 +18,6 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from gcore.clock import Clock
@@ -26,7 +25,9 @@ from gcore.config.spec import RewardSpec, ScoringSpec
 from gcore.errors import GcoreError
 from gcore.plugins import PluginFault
 from gcore.reward.lines import answer_of, batch_line
+from gcore.reward.pace import LEAST_S, Pace, Scoring
 from gcore.reward.process import ProcessEnded, RewardProcess
+from gcore.reward.queued import BATCH_S, Call, Request, Slot
 from gcore.reward.registry import Response, RewardError, RewardResult
 from gcore.reward.scoring import Scored
 from gcore.worker.process import CannotStart
@@ -35,44 +36,11 @@ log = logging.getLogger(__name__)
 
 LARGEST_BATCH = 64
 """Responses sent to a process at once."""
-BATCH_S = 0.02
-"""What a batch should take, so that slow responses are spread over the processes."""
 START_TRIES, START_AGAIN_S = 3, 0.5
 WAIT_S = 5.0
 """Until a process that could not be replaced is tried again."""
 TIMED_OUT, KILLED = "timed_out", "killed"
 """The reward parts that say why a response got `reward.timeout_value`."""
-
-
-@dataclass(eq=False, slots=True)
-class _Request:
-    """Some responses that are scored together."""
-
-    results: list[Scored | None]
-    done: asyncio.Future[None]
-    missing: int = 0
-
-
-@dataclass(eq=False, slots=True)
-class _Call:
-    """One response."""
-
-    request: _Request
-    place: int
-    reward: int
-    fields: Mapping[str, Any]
-    response: Response
-    tried: bool = False
-    """Whether a process has died with it. It goes first in a fresh one then, and alone."""
-
-
-@dataclass(eq=False, slots=True)
-class _Slot:
-    """Where a process is, and how long its responses take."""
-
-    process: RewardProcess | None = None
-    seconds: float = BATCH_S
-    """A moving average, seconds a response; at first, such that it gets one."""
 
 
 class RewardPool:
@@ -84,20 +52,25 @@ class RewardPool:
         scoring: ScoringSpec,
         clock: Clock,
         on_fault: Callable[[RewardError | PluginFault], None] = lambda error: None,
+        on_pace: Callable[[str], None] = lambda sentence: None,
     ) -> None:
         """`rewards`: every reward that will be asked for, under the source that it is told by.
 
-        `on_fault` is told of each error with a traceback of the reward's own, also where the caller is content with a value.
+        `on_fault` is told of each error with a traceback of the reward's own, also where the caller is content with a value;
+        `on_pace` when a reward has become much slower, or quick again.
         """
         self._where = tuple(rewards)
         self._specs = tuple(rewards.values())
         self._scoring = scoring
         self._clock = clock
         self._on_fault = on_fault
-        self._queue: deque[_Call] = deque()
-        self._requests: set[_Request] = set()
+        self._on_pace = on_pace
+        self._paces = [Pace() for _ in self._specs]
+        self._scored = 0
+        self._queue: deque[Call] = deque()
+        self._requests: set[Request] = set()
         self._news = asyncio.Condition()
-        self._slots: list[_Slot] = []
+        self._slots: list[Slot] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._warming = asyncio.Lock()
         self._broken: GcoreError | None = None
@@ -112,7 +85,7 @@ class RewardPool:
                 await self._warm()
 
     async def _warm(self) -> None:
-        slots = [_Slot() for _ in range(self._scoring.workers)]
+        slots = [Slot() for _ in range(self._scoring.workers)]
         starting = [asyncio.create_task(self._started()) for _ in slots]
         try:
             done, _ = await asyncio.wait(starting, return_when=asyncio.FIRST_EXCEPTION)
@@ -139,11 +112,11 @@ class RewardPool:
         if self._broken is not None:
             raise self._broken
         reward = self._specs.index(spec)
-        request = _Request([None] * len(responses), asyncio.get_running_loop().create_future(), len(responses))
+        request = Request([None] * len(responses), asyncio.get_running_loop().create_future(), reward, len(responses))
         if not responses:
             return ()
         for place, response in enumerate(responses):
-            self._queue.append(_Call(request, place, reward, fields, response))
+            self._queue.append(Call(request, place, reward, fields, response))
         self._requests.add(request)
         request.done.add_done_callback(lambda _: self._requests.discard(request))
         await self._notify()
@@ -158,11 +131,19 @@ class RewardPool:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     @property
+    def scoring(self) -> Scoring:
+        """What is waited for now."""
+        waiting = sum(request.missing for request in self._requests)
+        names = " and ".join(sorted({f"{self._specs[request.reward].shown_as!r}" for request in self._requests}))
+        count = "1 response waits" if waiting == 1 else f"{waiting} responses wait"
+        return Scoring(waiting, self._scored, f"{count} to be scored by reward {names}")
+
+    @property
     def pids(self) -> tuple[int, ...]:
         """The processes that score now."""
         return tuple(slot.process.pid for slot in self._slots if slot.process is not None)
 
-    async def _serve(self, slot: _Slot) -> None:
+    async def _serve(self, slot: Slot) -> None:
         """One process after the other, until cancelled."""
         try:
             while True:
@@ -192,7 +173,7 @@ class RewardPool:
             if process is not None:
                 await process.end()
 
-    async def _take(self, slot: _Slot) -> list[_Call]:
+    async def _take(self, slot: Slot) -> list[Call]:
         async with self._news:
             while True:
                 while self._queue and self._queue[0].request.done.done():  # its caller has gone
@@ -206,7 +187,7 @@ class RewardPool:
             return alone
         fair = -(-len(self._queue) // len(self._slots))
         room = max(1, min(LARGEST_BATCH, fair, int(BATCH_S / max(slot.seconds, 1e-9))))
-        batch: list[_Call] = []
+        batch: list[Call] = []
         # Of one reward only: an answer may wait for the next, so both must have the same limit.
         reward = self._queue[0].reward
         while self._queue and len(batch) < room and not self._queue[0].tried and self._queue[0].reward == reward:
@@ -215,7 +196,7 @@ class RewardPool:
                 batch.append(call)
         return batch
 
-    async def _through(self, slot: _Slot, process: RewardProcess, batch: list[_Call]) -> None:
+    async def _through(self, slot: Slot, process: RewardProcess, batch: list[Call]) -> None:
         """Have a batch scored; what a dead process leaves goes back to the front of the queue."""
         if not batch:
             return
@@ -223,6 +204,7 @@ class RewardPool:
         process.send_batch(batch_line([(call.reward, call.fields, call.response) for call in batch]))
         for number, call in enumerate(batch):
             limit = self._specs[call.reward].timeout_s
+            asked = self._clock.monotonic()
             try:
                 self._settle(call, answer_of(await process.answer(limit)))
             except (TimeoutError, ProcessEnded, ValueError) as error:
@@ -231,9 +213,21 @@ class RewardPool:
                 await self._lost(slot, batch[place], late=isinstance(error, TimeoutError))
                 await self._back(batch[number:place] + batch[place + 1 :])
                 return
-        slot.seconds = 0.8 * slot.seconds + 0.2 * (self._clock.monotonic() - began) / len(batch)
+            if (slow := self._clock.monotonic() - asked) >= LEAST_S:
+                self._note_pace(call.reward, slow)  # not only when the batch is through
+        taken = (self._clock.monotonic() - began) / len(batch)
+        slot.seconds = 0.8 * slot.seconds + 0.2 * taken
+        if taken < LEAST_S:
+            self._note_pace(batch[0].reward, taken)
 
-    async def _lost(self, slot: _Slot, call: _Call, *, late: bool) -> None:
+    def _note_pace(self, reward: int, seconds: float) -> None:
+        """Responses of `reward` have taken so long each."""
+        before, spec = self._paces[reward], self._specs[reward]
+        self._paces[reward] = before.note(seconds)
+        if news := self._paces[reward].news(before, spec.shown_as):
+            self._on_pace(news)
+
+    async def _lost(self, slot: Slot, call: Call, *, late: bool) -> None:
         """The process in `slot` hangs or has died at `call`."""
         limit = self._specs[call.reward].timeout_s
         how = await self._end(slot)
@@ -245,24 +239,25 @@ class RewardPool:
             call.tried = True
             self._queue.appendleft(call)
 
-    async def _back(self, calls: Sequence[_Call]) -> None:
+    async def _back(self, calls: Sequence[Call]) -> None:
         """To the front of the queue, but behind one that is tried again."""
         first = [self._queue.popleft()] if self._queue and self._queue[0].tried else []
         self._queue.extendleft(reversed(calls))
         self._queue.extendleft(first)
         await self._notify()
 
-    def _settle(self, call: _Call, scored: Scored) -> None:
+    def _settle(self, call: Call, scored: Scored) -> None:
         if isinstance(scored, RewardError) and scored.trace:
             self._on_fault(scored)
         request = call.request
         if request.results[call.place] is None:
             request.results[call.place] = scored
             request.missing -= 1
+            self._scored += 1
         if request.missing == 0 and not request.done.done():
             request.done.set_result(None)
 
-    def _blame(self, call: _Call, part: str, how: str) -> None:
+    def _blame(self, call: Call, part: str, how: str) -> None:
         spec = self._specs[call.reward]
         what = f"reward {spec.shown_as!r} {how}"
         log.warning("%s; the response began with %r", what, call.response[:100])
@@ -271,7 +266,7 @@ class RewardPool:
         else:
             self._settle(call, RewardResult(spec.timeout_value, ((part, 1.0),)))
 
-    async def _end(self, slot: _Slot) -> str:
+    async def _end(self, slot: Slot) -> str:
         process, slot.process = slot.process, None
         return "" if process is None else await process.end()
 

@@ -28,6 +28,8 @@ from gcore.types import FinishReason, Sample, Version, VersionSpan
 BIG_ANSWER_BYTES = 256 * 1024
 """An answer from this size on is parsed off the event loop."""
 CONNECT_S = 5.0
+QUICK_S = 15.0
+"""For what an engine answers off hand, whatever it is at: which weights it serves."""
 MOST_GENERATING = 512
 """Requests for samples that one client has open at a time; further ones wait for their turn."""
 
@@ -72,6 +74,7 @@ class EngineClient:
             timeout=httpx.Timeout(timeout_s, connect=min(CONNECT_S, timeout_s)),
             trust_env=False,
         )
+        self._quick = httpx.Timeout(min(QUICK_S, timeout_s), connect=min(CONNECT_S, timeout_s))
         # Aborts and pauses do not queue behind what they are meant to end: only samples take turns.
         self._turns = asyncio.Semaphore(MOST_GENERATING)
 
@@ -154,7 +157,7 @@ class EngineClient:
 
     async def info(self) -> EngineInfo:
         """The served version and the load. Raises EngineError, EngineUnreachable."""
-        model, load = await asyncio.gather(self._call("GET", "/model_info"), self._metrics())
+        model, load = await asyncio.gather(self._call("GET", "/model_info", quick=True), self._metrics())
         answer = await self._parsed(model)
         text = answer.get("weight_version") if isinstance(answer, dict) else None
         version: Version | None
@@ -187,7 +190,7 @@ class EngineClient:
     async def _metrics(self) -> Mapping[str, int]:
         """SGLang's gauges by name, summed over its schedulers; empty when it exports none."""
         try:
-            response = await self._call("GET", "/metrics")
+            response = await self._call("GET", "/metrics", quick=True)
         except EngineUnreachable:
             raise
         except EngineError:
@@ -200,9 +203,12 @@ class EngineClient:
                 found[name] = found.get(name, 0) + int(float(value))
         return found
 
-    async def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> httpx.Response:
+    async def _call(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, *, quick: bool = False
+    ) -> httpx.Response:
         try:
-            response = await self._http.request(method, path, json=body)
+            limit = self._quick if quick else httpx.USE_CLIENT_DEFAULT
+            response = await self._http.request(method, path, json=body, timeout=limit)
         except (httpx.HTTPError, RuntimeError) as error:
             # httpx raises RuntimeError for a client that has been closed.
             reason = str(error) or type(error).__name__

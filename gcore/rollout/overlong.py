@@ -22,7 +22,7 @@ def overlong(length: int, *, longest: int, cache: int, penalty: float) -> float:
     return min(-(length - (longest - cache)) / cache * penalty, 0.0)
 
 
-def shortened(sample: Sample, *, longest: int, cache: int | None, penalty: float) -> Sample:
+def penalized(sample: Sample, *, longest: int, cache: int | None, penalty: float) -> Sample:
     """A scored sample with its penalty; without a cache there is none. Raises RewardError if its reward is no float32."""
     if cache is None:
         return sample

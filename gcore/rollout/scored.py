@@ -12,7 +12,7 @@ from dataclasses import replace
 from gcore.config.rollout import RolloutSpec
 from gcore.config.sources import SourceSampling
 from gcore.reward.registry import RewardResult
-from gcore.rollout.overlong import shortened
+from gcore.rollout.overlong import penalized
 from gcore.rollout.truncated import treated
 from gcore.types import Group, Prompt, Sample
 
@@ -28,7 +28,7 @@ def scored_group(
     scored = []
     for sample, result in zip(samples, results, strict=True):
         rewarded = replace(sample, reward=result.value, reward_parts=result.parts)
-        long = shortened(
+        long = penalized(
             rewarded,
             longest=sampling.max_new_tokens,
             cache=rollout.overlong_tokens,

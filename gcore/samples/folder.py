@@ -14,8 +14,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from gcore.ledger.records import Record, UnreadableRecord
+from gcore.atomic import whole_file
 from gcore.samples.records import KeptAdvantage, KeptGroup
+from gcore.schema import Record, UnreadableRecord
 from gcore.types import Version
 
 log = logging.getLogger(__name__)
@@ -34,14 +35,7 @@ def write(run_dir: Path, version: Version, name: str, records: Iterable[Record])
     """Write a file of `name` whole. Raises OSError."""
     folder = step_folder(run_dir, version)
     folder.mkdir(parents=True, exist_ok=True)
-    half = folder / f".{name}.tmp"
-    try:
-        half.write_bytes(b"".join(record.encode() + b"\n" for record in records))
-        half.rename(folder / f"{name}.jsonl")
-    except BaseException:
-        with contextlib.suppress(OSError):
-            half.unlink(missing_ok=True)
-        raise
+    whole_file(folder / f"{name}.jsonl", b"".join(record.encode() + b"\n" for record in records))
 
 
 def advantages_name(rank: int) -> str:

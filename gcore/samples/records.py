@@ -8,7 +8,7 @@ Both name the group by its digest. Texts longer than the spec allows are cut; `m
 
 from __future__ import annotations
 
-from gcore.ledger.records import Part, Record
+from gcore.schema import Part, Record
 from gcore.types import FinishReason, Group, PromptRef
 
 

@@ -47,8 +47,13 @@ def standing(head: Head, version: Version) -> Standing:
     return "under way" if version == Version(head.lineage, head.step + 1) else "cut off"
 
 
-def find_version(kept: Sequence[Version], head: Head | None, spec: SamplesSpec, step: int | None) -> Version:
-    """The version of `step`, in the newest lineage that has it; by default the newest committed one. Raises NoSamples."""
+def find_version(
+    kept: Sequence[Version], head: Head | None, spec: SamplesSpec, step: int | None, *, ended: bool = False
+) -> Version:
+    """The version of `step`, in the newest lineage that has it; by default the newest committed one. Raises NoSamples.
+
+    `ended`: whether the job has, so that nothing more is to come.
+    """
     if step is not None and step < 1:
         raise NoSamples(f"there is no step {step}; steps are counted from 1")
     if step is not None and (found := [version for version in kept if version.step == step]):
@@ -57,6 +62,8 @@ def find_version(kept: Sequence[Version], head: Head | None, spec: SamplesSpec, 
         raise NoSamples(
             "no samples are kept of this job: samples.groups is 0", fix="Set it in the spec of the next one"
         )
+    if ended and not kept and (head is None or head.step == 0):
+        raise NoSamples("the job ended before its first step was trained, so there are no samples")
     if head is None or (head.step == 0 and not kept):
         raise NoSamples("no step has been trained yet, so there are no samples", fix="Ask again after the first step")
     if step is None:
@@ -70,6 +77,17 @@ def find_version(kept: Sequence[Version], head: Head | None, spec: SamplesSpec, 
     if kept and step < min(version.step for version in kept):
         raise NoSamples(f"the samples of step {step} were removed: samples.keep is {spec.keep}", fix=_there(kept))
     raise NoSamples(f"no samples of step {step} are there: who held them died, or could not write", fix=_there(kept))
+
+
+def find_kept(kept: Sequence[Version], step: int | None) -> Version:
+    """As `find_version`, of a run of which its folder alone is known: in the newest lineage that has it. Raises NoSamples."""
+    if not kept:
+        raise NoSamples("no samples were kept of this job")
+    if step is None:
+        return max(kept)
+    if not (found := [version for version in kept if version.step == step]):
+        raise NoSamples(f"no samples of step {step} are kept", fix=_there(kept))
+    return max(found)
 
 
 def select(

@@ -73,12 +73,12 @@ def meaning_of(code: grpc.StatusCode, details: str) -> Meaning:
     for words, meaning in table:
         if words in details:
             return meaning
-    if code in _REFUSALS:
+    if code in REFUSALS:
         return Meaning.REFUSED
     return Meaning.UNKNOWN
 
 
-_REFUSALS = frozenset(
+REFUSALS = frozenset(
     {
         grpc.StatusCode.INVALID_ARGUMENT,
         grpc.StatusCode.PERMISSION_DENIED,
@@ -101,9 +101,9 @@ class Caller:
         self._user = user
         self._token: str | None = None
 
-    async def call(self, action: Action[T], *, repeatable: bool) -> T:
-        """Raises StoreUnavailable, StoreRefused, LeaseLost, Compacted."""
-        deadline = self.clock.monotonic() + self.timeout_s
+    async def call(self, action: Action[T], *, repeatable: bool, within_s: float | None = None) -> T:
+        """Within `within_s` instead of the time that every call has. Raises StoreUnavailable, StoreRefused, LeaseLost, Compacted."""
+        deadline = self.clock.monotonic() + (self.timeout_s if within_s is None else within_s)
 
         def over(state: RetryCallState) -> bool:
             return self.clock.monotonic() >= deadline

@@ -10,6 +10,7 @@ No cache, no locks, no elections: a program that needs those builds them from tr
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from aetcd import rpc
 
 from gcore.clock import Clock
 from gcore.errors import LeaseLost
-from gcore.store.calls import Action, Caller, Compacted, Metadata, StreamEnded
+from gcore.store.calls import REFUSALS, Action, Caller, Compacted, Metadata, StreamEnded
 from gcore.store.endpoints import Connection, ConnectionPool, StoreTls, StoreUser
 from gcore.store.limits import check_transaction
 from gcore.store.types import Compare, Delete, KeyValue, Listing, Put, TxnResult, WatchBatch
@@ -38,8 +39,9 @@ SETTLE_S = 0.02
 class EtcdStore:
     """`gcore.store.types.Store` on etcd. Belongs to the event loop in which it was connected."""
 
-    def __init__(self, caller: Caller) -> None:
+    def __init__(self, caller: Caller, lease_call_s: float | None = None) -> None:
         self._caller = caller
+        self._lease_call_s = lease_call_s
 
     @classmethod
     async def connect(
@@ -50,9 +52,13 @@ class EtcdStore:
         tls: StoreTls | None = None,
         user: StoreUser | None = None,
         timeout_s: float = TIMEOUT_S,
+        lease_call_s: float | None = None,
     ) -> EtcdStore:
-        """Does not wait for a connection: the first call does. Raises UsageError for a wrong endpoint or TLS file."""
-        return cls(Caller(ConnectionPool.open(endpoints, tls), clock, user=user, timeout_s=timeout_s))
+        """Does not wait for a connection: the first call does. Raises UsageError for a wrong endpoint or TLS file.
+
+        `lease_call_s`: how long the renewal of a lease may take, where that is less than `timeout_s`.
+        """
+        return cls(Caller(ConnectionPool.open(endpoints, tls), clock, user=user, timeout_s=timeout_s), lease_call_s)
 
     async def get(self, key: str) -> KeyValue | None:
         """See `Store.get`."""
@@ -102,7 +108,7 @@ class EtcdStore:
             finally:
                 call.cancel()
 
-        answer = await self._caller.call(renew, repeatable=True)
+        answer = await self._caller.call(renew, repeatable=True, within_s=self._lease_call_s)
         if answer.TTL <= 0:  # etcd's way to say that it knows no such lease
             raise LeaseLost(f"lease {lease:x} has ended", fix="Begin a new session; what stood under it is gone")
         return float(answer.TTL)
@@ -123,6 +129,21 @@ class EtcdStore:
     def watch(self, prefix: str) -> AsyncIterator[WatchBatch]:
         """See `Store.watch`. Raises StoreRefused if the user may not read there."""
         return watch(self._caller, prefix, self.list)
+
+    async def versions(self) -> dict[str, str]:
+        """The version ("3.4.23") of each member that answers, by host:port; "unknown" of one that will not say."""
+        members = self._caller.pool.all
+        told = await asyncio.gather(*(self._version(member) for member in members))
+        return {member.endpoint.target: version for member, version in zip(members, told, strict=True) if version}
+
+    async def _version(self, member: Connection) -> str:
+        try:
+            metadata = await self._caller.metadata(member, self._caller.timeout_s)
+            request = rpc.StatusRequest()
+            answer = await member.maintenance.Status(request, metadata=metadata, timeout=self._caller.timeout_s)
+        except grpc.aio.AioRpcError as error:
+            return "unknown" if error.code() in REFUSALS else ""
+        return str(answer.version)
 
     async def close(self) -> None:
         """See `Store.close`."""

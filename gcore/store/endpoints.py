@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import grpc
 import grpc.aio
-from aetcd.rpc import AuthStub, KVStub, LeaseStub, WatchStub
+from aetcd.rpc import AuthStub, KVStub, LeaseStub, MaintenanceStub, WatchStub
 
 from gcore.errors import UsageError
 
@@ -116,6 +116,7 @@ class Connection:
         self.lease = LeaseStub(channel)
         self.watch = WatchStub(channel)
         self.auth = AuthStub(channel)
+        self.maintenance = MaintenanceStub(channel)
 
     def is_ready(self) -> bool:
         """Whether a connection stands; begins one if none does."""
@@ -171,6 +172,11 @@ class ConnectionPool:
         if found is not None:
             self._current = self._connections.index(found)
         return found
+
+    @property
+    def all(self) -> tuple[Connection, ...]:
+        """Every connection, in the order of the endpoints."""
+        return self._connections
 
     def suspect(self, connection: Connection) -> None:
         """It did not answer: prefer another one."""

@@ -9,11 +9,17 @@ JOBS = ROOT + "jobs/"
 NAMES = ROOT + "names/"
 REQUESTS = ROOT + "requests/"
 ACTIVE = ROOT + "active/"
+SCHEMAS = ROOT + "schema/"
 
 
 def node(name: str) -> str:
     """A daemon's registration, under its lease."""
     return f"{NODES}{name}"
+
+
+def schema(node_name: str) -> str:
+    """The newest schema version that a node's daemon reads, as digits, under its lease. Daemons of version 1 have none."""
+    return f"{SCHEMAS}{node_name}"
 
 
 def worker(instance: str) -> str:
@@ -58,6 +64,8 @@ class JobKeys:
         self.part_prefix = f"{self.prefix}part/"
         self.agreed_prefix = f"{self.prefix}agreed/"
         self.fault_prefix = f"{self.prefix}fault/"
+        self.storage_prefix = f"{self.prefix}storage/"
+        self.copies_prefix = f"{self.prefix}copies/"
 
     def part(self, incarnation: str) -> str:
         """What a peer gives to the others in a step, under its lease."""
@@ -99,13 +107,25 @@ class JobKeys:
         """With which statistics a data epoch began; only of a job with a curriculum."""
         return f"{self.epoch_prefix}{number:012d}"
 
+    def copies(self, node: str) -> str:
+        """Which copies of train states lie in a node's memory, under its controller's lease."""
+        return f"{self.copies_prefix}{node}"
+
     def fault(self, name: str) -> str:
         """What was wrong with a plug-in; written once, for people. `name` is made of what was wrong."""
         return f"{self.fault_prefix}{name}"
 
+    def storage(self, node: str) -> str:
+        """What a node wrote into the run's folder for the others to see, under its controller's lease."""
+        return f"{self.storage_prefix}{node}"
+
     def trouble(self, topic: str) -> str:
         """What last went wrong beside the run; read by events only."""
         return f"{self.trouble_prefix}{topic}"
+
+    def world(self, world: str) -> str:
+        """Everything of a world, as a prefix."""
+        return f"{self.world_prefix}{world}/"
 
     def world_rank(self, world: str, rank: int) -> str:
         """Which worker instance took this rank of this world; written once, never deleted while the world matters."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,7 +34,8 @@ PORT_ATTEMPTS = 5
 __all__ = ["EtcdBinary", "EtcdFailed", "ExternalEtcd", "LocalEtcd", "NoEtcd", "find_etcd", "stop_etcd"]
 
 _HOST = "127.0.0.1"
-_TAIL_BYTES = 4_096
+_TAIL_BYTES = 16_384
+_WRONG = ("error", "dpanic", "panic", "fatal")
 _KEPT_VARIABLE = "ETCD_UNSUPPORTED_ARCH"  # 3.4 does not start on arm64 without it; other ETCD_* would change our flags
 _FIXED_FLAGS: Final[tuple[str, ...]] = (
     "--name=gcore",
@@ -124,6 +126,16 @@ async def stop_etcd(process: ProcessId, *, grace_s: float = STOP_GRACE_S) -> boo
     return await asyncio.to_thread(terminate, process, grace_s)
 
 
+def last_complaint(log_file: Path) -> str:
+    """What the log of an etcd that ended says was wrong, in a sentence; its last line, if it names nothing."""
+    try:
+        lines = [line for line in _log_since(log_file, 0).splitlines() if line.strip()]
+    except OSError as error:
+        return f"its log cannot be read ({error.strerror or error})"
+    wrong = [line for line in lines if any(f'"level":"{level}"' in line for level in _WRONG)]
+    return _sentence((wrong or lines or ["it said nothing"])[-1])
+
+
 class _PortTaken(Exception):
     """Somebody else listens there."""
 
@@ -171,6 +183,12 @@ async def _healthy(started: _Started, clock: Clock) -> None:
             text = _log_since(etcd.log_file, mark)
             if "address already in use" in text:
                 raise _PortTaken
+            if (newer := _written_by(text)) is not None:
+                raise EtcdFailed(
+                    f"the data were written by etcd {newer}, and {etcd.binary} is {etcd.version}, which cannot read them",
+                    where=str(etcd.data_dir),
+                    fix=f"Put etcd {newer} or later first on PATH, or begin anew in another --home",
+                )
             raise EtcdFailed("etcd ended right after its start", where=str(etcd.log_file), fix=_last_words(text))
         if await etcd.is_healthy():
             return
@@ -192,6 +210,15 @@ def _log_since(log_file: Path, mark: int) -> str:
         end = log.seek(0, os.SEEK_END)
         log.seek(max(mark, end - _TAIL_BYTES))
         return log.read().decode(errors="replace")
+
+
+def _written_by(text: str) -> str | None:
+    """The version of etcd whose data an older one has refused, by its log; None if that is not why it ended."""
+    for line in text.splitlines():
+        if "lower than determined cluster version" in line:
+            found = re.search(r'"determined-cluster-version":\s*"([^"]+)"', line)
+            return found[1] if found is not None else "of a later version"
+    return None
 
 
 def _last_words(text: str) -> str:

@@ -17,12 +17,10 @@ import logging
 
 from gcore.clock import Clock
 from gcore.errors import LeaseLost, StoreUnavailable
+from gcore.store.lease_times import LeaseTimes
 from gcore.store.types import Store
 
 TTL_S = 15
-RENEWALS_PER_TTL = 3
-RETRY_S = 0.5
-"""Between attempts while the store does not answer."""
 
 log = logging.getLogger(__name__)
 
@@ -30,18 +28,21 @@ log = logging.getLogger(__name__)
 class Session:
     """One lease. Made by `open`. `lease` is its id; `lost` is set once the store has said that it is gone."""
 
-    def __init__(self, store: Store, clock: Clock, *, lease: int, valid_until: float, interval_s: float) -> None:
+    def __init__(self, store: Store, clock: Clock, *, lease: int, valid_until: float, times: LeaseTimes) -> None:
         self.lease = lease
         self.lost = asyncio.Event()
         self._store = store
         self._clock = clock
         self._valid_until = valid_until
-        self._interval_s = interval_s
+        self._times = times
         self._closed = asyncio.Event()
 
     @classmethod
     async def open(cls, store: Store, *, clock: Clock, ttl: int = TTL_S, interval_s: float | None = None) -> Session:
         """Grant a lease of `ttl` seconds, to be renewed every `interval_s` (None: three times in its life).
+
+        How long one renewal may take is the store's to keep (`gcore.store.client`), and ties to these two
+        (`gcore.store.lease_times`).
 
         Raises StoreUnavailable; a lease that was granted nevertheless then ends by itself.
         """
@@ -52,7 +53,7 @@ class Session:
             clock,
             lease=lease,
             valid_until=before + ttl,
-            interval_s=ttl / RENEWALS_PER_TTL if interval_s is None else interval_s,
+            times=LeaseTimes.of(ttl, tick_s=interval_s),
         )
 
     @property
@@ -66,14 +67,14 @@ class Session:
 
     async def run(self) -> None:
         """Renew until `close`. Raises LeaseLost when the store says that the lease has ended."""
-        wait_s = self._interval_s
+        wait_s = self._times.tick_s
         while not await self._closed_within(wait_s):
             before = self._clock.monotonic()
             try:
                 lives_s = await self._store.keep_alive(self.lease)
             except StoreUnavailable as error:
                 log.warning("lease %x is not renewed: %s", self.lease, error)
-                wait_s = min(RETRY_S, self._interval_s)
+                wait_s = min(self._times.retry_s, self._times.tick_s)
             except LeaseLost:
                 if self._closed.is_set():  # it was we who ended it
                     return
@@ -81,7 +82,7 @@ class Session:
                 raise
             else:
                 self._valid_until = max(self._valid_until, before + lives_s)
-                wait_s = self._interval_s
+                wait_s = self._times.tick_s
 
     async def close(self) -> None:
         """End the lease, and with it what stands under it; `run` returns. If the store is away, it ends by itself."""

@@ -40,6 +40,8 @@ class MemoryCluster:
         self._history: list[tuple[WatchEvent, ...]] = []  # of the revisions compacted+1 (or 2) .. revision
         self._changed = asyncio.Event()
         self._late: list[Callable[[], object]] = []
+        self.listeners: list[Callable[[tuple[WatchEvent, ...]], None]] = []
+        """Called after each revision, with its events, before anything else happens."""
 
     # What a test does to the server.
 
@@ -69,6 +71,10 @@ class MemoryCluster:
         for lease in self._leases.values():
             lease.ends = self.clock.monotonic() + lease.ttl
         self._wake()
+
+    def end_leases(self) -> None:
+        """End the leases whose time is over, as the server does by itself from time to time."""
+        self._end_leases()
 
     def extend_leases(self) -> None:
         """Give every lease its full time again, as a new leader does."""
@@ -192,6 +198,8 @@ class MemoryCluster:
             self.revision = revision
             self._history.append(tuple(events))
             self._wake()
+            for listener in self.listeners:
+                listener(tuple(events))
 
     def _put(self, write: Put, revision: int) -> WatchEvent:
         old = self._keys.get(write.key)

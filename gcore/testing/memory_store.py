@@ -80,8 +80,9 @@ class PerfectNetwork:
 class MemoryStore:
     """`gcore.store.types.Store` over a `MemoryCluster`.
 
-    `network` decides what happens to calls, and may be replaced at any time. While `away` is true, or the cluster is stopped, every call ends in
-    StoreUnavailable after `timeout_s` on the cluster's clock, and watches wait.
+    `network` decides what happens to calls, and may be replaced at any time. While `away` is true, or the cluster is stopped,
+    every call ends in StoreUnavailable after `timeout_s` on the cluster's clock, and watches wait. While `deaf` is true what is
+    sent arrives and is done, and nothing comes back: calls end like that all the same.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class MemoryStore:
         self.name = name
         self.network: Network = network or PerfectNetwork(cluster.clock)
         self.away = False
+        self.deaf = False
         self.closed = False
         self._timeout_s = timeout_s
 
@@ -156,7 +158,7 @@ class MemoryStore:
 
     async def _deliverable(self, call: Call) -> None:
         """Until the network lets a batch through."""
-        while self._cut_off or await self.network.request(call) is not Fate.DELIVER:
+        while self._cut_off or self.deaf or await self.network.request(call) is not Fate.DELIVER:
             await self.cluster.clock.sleep(_RETRY_S)
 
     async def _call(self, call: Call, do: Callable[[], T]) -> T:
@@ -176,7 +178,9 @@ class MemoryStore:
         except LeaseLost as error:
             lost = error
         await self.network.reply(call)  # an error travels back like any other answer
-        if fate is Fate.LOSE_REPLY:
+        if self.deaf:
+            await self.cluster.clock.sleep(self._timeout_s)
+        if fate is Fate.LOSE_REPLY or self.deaf:
             raise self._unavailable(call)
         if lost is not None:
             raise lost

@@ -10,7 +10,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from gcore.ledger.records import Record, UnreadableRecord
+from gcore.atomic import whole_file
+from gcore.schema import Record, UnreadableRecord
 from gcore.tracking.api import Point, Tracker
 from gcore.tracking.file import read_lines
 from gcore.tracking.lines import Line
@@ -34,13 +35,6 @@ def load_cursor(path: Path) -> Cursor:
         return Cursor.decode(path.read_bytes(), str(path))
     except (FileNotFoundError, UnreadableRecord):
         return Cursor()
-
-
-def save_cursor(path: Path, cursor: Cursor) -> None:
-    """Whole or not at all. Raises OSError."""
-    half = path.with_suffix(".tmp")
-    half.write_bytes(cursor.encode())
-    half.rename(path)
 
 
 class Feeder:
@@ -76,7 +70,7 @@ class Feeder:
     def _save(self) -> None:
         if not self.cursor.done:
             self._tracker.flush()
-        save_cursor(self._cursor_file, self.cursor)
+        whole_file(self._cursor_file, self.cursor.encode())
         self._progress(self.cursor)
 
     def _give(self, line: Line) -> Cursor:

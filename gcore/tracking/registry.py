@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from importlib.util import find_spec
 
 from gcore.config.reading import TrackerSpec
 from gcore.errors import SpecError
+from gcore.nearest import did_you_mean
 from gcore.plugins import PluginKind, find_plugin
 from gcore.tracking.api import TrackerKind
 
@@ -33,8 +33,7 @@ def check_trackers(trackers: Iterable[TrackerSpec]) -> None:
         for option in sorted(tracker.options):
             if kind.options is not None and option not in kind.options:
                 known = sorted(kind.options)
-                near = difflib.get_close_matches(option, known, n=1)
-                hint = f", did you mean {near[0]!r}?" if near else ""
+                hint = did_you_mean(option, known)
                 raise SpecError(
                     f"tracker {tracker.name!r} has no option {option!r}{hint}",
                     where="tracking",

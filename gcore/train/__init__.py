@@ -12,6 +12,7 @@
     critic       the one that says what is to come       critique     its part of a step
     reference    the model as it was, for the KL         advantages   how much better each token was
     saving       weights and checkpoints                 collective   what ranks tell one another
+    copying      copies of its state in nodes' memory    copied       a world's state from such copies
     receipts     what was trained on, on paper           report       what comes out of a step
     memory       when it runs out                        algorithms   the mathematics
 

@@ -19,6 +19,7 @@ from gcore.config.spec import TrainSpec
 from gcore.ledger.balance import SampleSlot
 from gcore.train.algorithms.advantages import group_advantages
 from gcore.train.algorithms.returns import at_last_token, discounted, gae
+from gcore.train.algorithms.shaping import less_kl
 from gcore.train.algorithms.whitening import Moments, whitened
 from gcore.train.batch import MicroBatch
 from gcore.train.cut_step import Place, Step
@@ -133,7 +134,9 @@ def _token_rewards(step: Step, place: Place, penalties: Mapping[Place, Tensor]) 
     if bool(some.any()):
         rewards = torch.tensor([step.reward(slot) for slot in batch.slots], dtype=torch.float64, device=mine.device)
         mine[some] = at_last_token(rewards[some], batch.scored[some])
-    return mine - penalties[place] if place in penalties else mine
+    return (
+        less_kl(mine, penalties[place], batch.scored, 1.0) if place in penalties else mine
+    )  # the coefficient is in it
 
 
 def moments(step: Step, values: Mapping[Place, Tensor], over_ranks: Summing) -> Moments:

@@ -8,14 +8,19 @@ from typing import Literal
 from pydantic import NonNegativeInt, PositiveInt, model_validator
 
 from gcore.config.spec import JobSpec
-from gcore.ledger.records import Part
+from gcore.ledger.world_state import WorldState
+from gcore.schema import Part
 
 
 class Start(Part):
-    """What the world goes on from: the step it has done, and its checkpoint (empty: the job's model as it was)."""
+    """What the world goes on from: the step it has done, and where the state of it is.
+
+    Copies of `state` in the memory of the world's nodes; else a checkpoint; else (empty) the job's model as it was.
+    """
 
     step: NonNegativeInt
     checkpoint: str = ""
+    state: WorldState | None = None
 
 
 class RankLaunch(Part):
@@ -32,12 +37,23 @@ class RankLaunch(Part):
     start: Start
     host: str = "127.0.0.1"
     threads: PositiveInt = 1
+    nodes: tuple[str, ...] = ()
+    """The node of each rank, by rank."""
+    memory_dir: str = ""
+    """Where copies of this job's state lie in the memory of this rank's node (`gcore.weights.copies`); empty: none are made."""
 
     @model_validator(mode="after")
     def _rank_is_in_the_world(self) -> RankLaunch:
         if self.rank >= self.world_size:
             raise ValueError(f"rank {self.rank} in a world of {self.world_size}")
+        if self.memory_dir and len(self.nodes) != self.world_size:
+            raise ValueError(f"{len(self.nodes)} nodes are named for {self.world_size} ranks")
         return self
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the world goes on from something that was trained."""
+        return bool(self.start.checkpoint) or self.start.state is not None
 
     @property
     def run_path(self) -> Path:

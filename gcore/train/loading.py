@@ -1,4 +1,4 @@
-"""Brings a rank to life: meets the others, loads the model or the checkpoint, stages the weights it starts from.
+"""Brings a rank to life: meets the others, loads the model, the checkpoint or the copies, stages the weights it starts from.
 
 Rank 0 opens its store before the slow imports and the others look for it after them, so that nobody waits for somebody
 else's import. Runs in the thread that will do all of torch's work: CUDA's current device belongs to a thread.
@@ -17,12 +17,13 @@ from gcore.errors import GcoreError
 from gcore.train.feed_state import Work
 from gcore.train.launch import RankLaunch
 from gcore.train.report import StepResult
+from gcore.train.writing import CheckpointWriter
 from gcore.types import Version
 from gcore.weights.layout import Manifest, has_critic, read_manifest, verify_checkpoint
 
 if TYPE_CHECKING:
     from gcore.train.collective import Collective
-    from gcore.train.models import Models
+    from gcore.train.models import Fill, Models
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +42,9 @@ class Loaded:
     leave: Callable[[], None]
 
 
-def load(launch: RankLaunch, meet: Meet, clock: Clock, tell: Callable[[str], None]) -> Loaded:
-    """Everything up to serving; `tell` hears of progress. Raises GcoreError."""
+def load(launch: RankLaunch, meet: Meet, clock: Clock, tell: Callable[[str], None], writer: CheckpointWriter) -> Loaded:
+    """Everything up to serving; `tell` hears of progress, `writer` writes the checkpoints. Raises GcoreError."""
+    began = clock.monotonic()
     manifest = _manifest(launch)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
@@ -65,25 +67,38 @@ def load(launch: RankLaunch, meet: Meet, clock: Clock, tell: Callable[[str], Non
     collective = meeting_place.Collective.join(meeting, store)
     tell("loading")
 
+    from gcore.train.copied import Copies
+    from gcore.train.copying import Copier
     from gcore.train.saving import Progress, Saver, restore_critic, restore_optimizer
     from gcore.train.step import StepTrainer
 
-    models = _models(launch, collective, tell)
+    def loading() -> None:
+        tell("loading")
+
+    copies = None if launch.start.state is None else Copies(launch, launch.start.state, collective, loading)
+    models = _models(launch, collective, tell, None if copies is None else copies.fill)
     progress = Progress(0, 0)
     folder = launch.checkpoint_path
+    if copies is not None:
+        copies.restore(models)
+        progress = copies.progress
     if manifest is not None and folder is not None:
         restore_optimizer(models.policy, folder, manifest)
         if models.critic is not None:
             restore_critic(models.critic, folder, manifest)
         progress = Progress.of(manifest)
-    saver = Saver(launch, models.policy, models.critic)
-    saver.stage(Version(launch.lineage, launch.start.step), lambda: tell("loading"))
-    tell("loading")
-    trainer = StepTrainer(launch, collective, models, saver, clock, progress)
+    saver = Saver(launch, models.policy, models.critic, writer)
+    saver.stage(Version(launch.lineage, launch.start.step), loading)
+    loading()
+    copier = Copier(launch, collective, models)
+    copier.settle()
+    if launch.resumes:
+        copier.keep(launch.start.step, 0, progress, loading)
+    trainer = StepTrainer(launch, collective, models, saver, clock, progress, copier, start_s=clock.monotonic() - began)
     return Loaded(trainer.run, collective.leave)
 
 
-def _models(launch: RankLaunch, collective: Collective, tell: Callable[[str], None]) -> Models:
+def _models(launch: RankLaunch, collective: Collective, tell: Callable[[str], None], fill: Fill | None) -> Models:
     """All that the spec asks for. One reading of the files serves them all at the first start."""
     import torch
 
@@ -91,7 +106,7 @@ def _models(launch: RankLaunch, collective: Collective, tell: Callable[[str], No
     from gcore.train.models import load_models
 
     with explained("loading the model", launch.spec.train, ("zero_stage", "offload_reference")):
-        models = load_models(launch, collective.device, collective.max, lambda: tell("loading"))
+        models = load_models(launch, collective.device, collective.max, lambda: tell("loading"), fill)
     if collective.device.type == "cuda":
         torch.cuda.empty_cache()
     return models

@@ -18,8 +18,10 @@ from google.protobuf.message import DecodeError
 
 from gcore.api.v1 import train_pb2 as pb
 from gcore.errors import GcoreError
+from gcore.schema import SCHEMA_VERSION
 from gcore.train.feed_state import FeedState, HeldGroup, HeldSample, Listing, WorldName
-from gcore.types import Group, PromptRef, Token, group_digest
+from gcore.train.writing import Saved, Writing
+from gcore.types import Group, PromptRef, Token, Version, group_digest
 
 CHUNK_BYTES = 1 << 20
 LARGEST_PAYLOAD = (1 << 31) - 1
@@ -63,7 +65,7 @@ def read_held(held: Iterable[pb.HeldGroup]) -> dict[str, frozenset[int]]:
 def write_state(state: FeedState) -> pb.RankState:
     """The part of a rank's state that this module knows."""
     message = pb.RankState(
-        schema_version=1,
+        schema_version=SCHEMA_VERSION,
         world=write_world(state.name),
         rank=state.rank,
         world_size=state.world_size,
@@ -74,6 +76,41 @@ def write_state(state: FeedState) -> pb.RankState:
     if state.applied is not None:
         message.applied.CopyFrom(write_token(state.applied))
     return message
+
+
+def write_saved(saved: Saved) -> pb.SavedCheckpoint:
+    """A checkpoint that is on the disk."""
+    return pb.SavedCheckpoint(
+        lineage=saved.version.lineage, step=saved.version.step, file=saved.file, sha256=saved.sha256
+    )
+
+
+def read_saved(message: pb.SavedCheckpoint) -> Saved:
+    """Inverse of `write_saved`."""
+    return Saved(Version(message.lineage, message.step), message.file, message.sha256)
+
+
+def write_writing(writing: Writing) -> pb.CheckpointWrite:
+    """How the newest write of a checkpoint stands."""
+    return pb.CheckpointWrite(
+        lineage=writing.version.lineage,
+        step=writing.version.step,
+        total=writing.total,
+        written=writing.written,
+        error=writing.error,
+        over=writing.over,
+    )
+
+
+def read_writing(message: pb.CheckpointWrite) -> Writing:
+    """Inverse of `write_writing`."""
+    return Writing(
+        version=Version(message.lineage, message.step),
+        total=message.total,
+        written=message.written,
+        error=message.error,
+        over=message.over,
+    )
 
 
 def write_payload(groups: Iterable[tuple[Group, frozenset[int]]]) -> bytes:

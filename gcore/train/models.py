@@ -40,8 +40,14 @@ class Models:
     critic: Critic | None = None
 
 
-def load_models(launch: RankLaunch, device: torch.device, most: Most, tell: Callable[[], None]) -> Models:
-    """All of them, ready for the first step. Raises DataError. A collective."""
+Fill = Callable[[str, nn.Module], None]
+"""Puts the weights of a state into a whole module, the policy's or the critic's, in place of its own; a collective."""
+
+
+def load_models(
+    launch: RankLaunch, device: torch.device, most: Most, tell: Callable[[], None], fill: Fill | None = None
+) -> Models:
+    """All of them, ready for the first step. `fill`: of a world that starts from copies. Raises DataError. A collective."""
     train, model = launch.spec.train, launch.spec.model
     folder = launch.checkpoint_path or launch.model_path
     module = load_module(folder, torch.float32, trust_remote_code=model.trust_remote_code)
@@ -53,6 +59,9 @@ def load_models(launch: RankLaunch, device: torch.device, most: Most, tell: Call
     original = _original(launch, module, packing) if train.kl_coef > 0 else None
     if train.critic is not None and backbone is None:
         backbone = copy.deepcopy(module)
+    if fill is not None:
+        fill("policy", module)
+        tell()
     if train.activation_checkpointing:
         for one in (module, backbone):
             if one is not None:
@@ -67,6 +76,8 @@ def load_models(launch: RankLaunch, device: torch.device, most: Most, tell: Call
     if backbone is None:
         return Models(policy, reference)
     value_model = make_value_model(backbone, _head_folder(launch))
+    if fill is not None:
+        fill("critic", value_model)
     # What one of them does not know, neither can be fed.
     vocabulary = min(policy.feeding.vocabulary, value_model.vocabulary)
     policy.feeding = dataclasses.replace(policy.feeding, vocabulary=vocabulary)

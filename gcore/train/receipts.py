@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gcore.ledger.balance import SampleSlot
-from gcore.ledger.records import SCHEMA_VERSION
+from gcore.schema import SCHEMA_VERSION
 from gcore.train.feed_state import Work
 from gcore.weights.layout import receipts_file
 

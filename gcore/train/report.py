@@ -11,12 +11,10 @@ from gcore.clock import Clock
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The report of an applied step, the same on every rank. Files relative to the run's folder; "" for no checkpoint."""
+    """The report of an applied step, the same on every rank. `weights_file`: relative to the run's folder."""
 
     metrics: Mapping[str, float]
     weights_file: str
-    checkpoint_file: str
-    checkpoint_sha256: str
 
 
 class PhaseTimer:

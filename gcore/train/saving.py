@@ -1,29 +1,33 @@
 """Brings weights and checkpoints to the run's folder, and checkpoints back. Every rank takes part; rank 0 writes.
 
-Tensors are gathered one by one and written as they come, so no rank ever holds a second copy of the model. A folder gets
-its name when it is whole. Checkpoints are on the disk before that; staged weights are not forced there, because a
-machine that loses power takes its world with it, and the next world stages its own.
+Tensors are gathered one by one. Staged weights are written as they come, inside the step: engines wait for them. They are
+not forced to the disk, because a machine that loses power takes its world with it, and the next world stages its own.
+
+A checkpoint costs its step only a copy to rank 0's host memory (`gcore.train.snapshot`, which says how much). It goes to the
+disk beside the steps that follow (`gcore.train.writing`), forced there before its folder gets its name. The copy is one: a
+checkpoint that is due while the one before it is still being written waits for that, with all ranks (`drain`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from gcore.atomic import sweep, whole_folder
 from gcore.train.critic import Critic
 from gcore.train.launch import RankLaunch
 from gcore.train.policy import Policy
-from gcore.train.trained import Kind, TrainedModel
+from gcore.train.snapshot import CODES, CopiedFile, HostCopy
+from gcore.train.trained import TrainedModel
+from gcore.train.writing import CheckpointWriter, Tick
 from gcore.types import Version
-from gcore.weights.atomic import sweep, whole_folder
 from gcore.weights.layout import (
     CRITIC_FOLDER,
     EXP_AVG_FILE,
@@ -32,44 +36,27 @@ from gcore.weights.layout import (
     MODEL_FILE,
     FileEntry,
     Manifest,
-    checkpoint_folder,
     companions,
     critic_folder,
     file_entry,
-    manifest_digest,
     weights_folder,
 )
-from gcore.weights.tensors_file import Dtype, TensorsFile, TensorShape
+from gcore.weights.tensors_file import TensorsFile, TensorShape
 
 STAGED = 3
 """Versions of staged weights that are kept, the newest."""
-CHECKPOINT_KINDS: Mapping[str, Kind] = {MODEL_FILE: "master", EXP_AVG_FILE: "exp_avg", EXP_AVG_SQ_FILE: "exp_avg_sq"}
-CODES: Mapping[torch.dtype, Dtype] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+DRAIN_S = 0.5
+"""Between two looks at whether the checkpoint before is written."""
+BLOCK_BYTES = 16 << 20
+"""Brought to the disk at once: so often is it told that the disk takes something."""
+Highest = Callable[[Sequence[float]], list[float]]
+"""Each number's largest over the ranks; a collective."""
 NAMES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
     "float64": torch.float64,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """A checkpoint: its folder relative to the run's, and the digest of its manifest. Empty on ranks that do not write."""
-
-    file: str
-    sha256: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,28 +75,23 @@ class Progress:
         return cls(manifest.updates, manifest.skipped, manifest.critic_updates, manifest.critic_skipped)
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A file: which tensors, of what type in it, and whether its digest is wanted."""
-
-    file: str
-    kind: Kind
-    dtype: torch.dtype
-    hashed: bool
-
-
 class Saver:
     """Writes for one rank of a world.
 
     `tell` hears of each tensor, because a large model takes longer than a hang is given.
     """
 
-    def __init__(self, launch: RankLaunch, policy: Policy, critic: Critic | None = None) -> None:
+    def __init__(
+        self, launch: RankLaunch, policy: Policy, critic: Critic | None = None, writer: CheckpointWriter | None = None
+    ) -> None:
         self._launch = launch
         self._policy = policy
-        self._critic = critic
         self._dtype = model_dtype(launch.model_path)
         self._writes = launch.rank == 0
+        self._copies = [_Model("", HostCopy(policy), launch.model_path)]
+        if critic is not None:
+            self._copies.append(_Model(f"{CRITIC_FOLDER}/", HostCopy(critic), launch.critic_path))
+        self.writer = writer or CheckpointWriter(launch.run_path, launch.world)
         if self._writes:
             sweep(launch.run_path / "weights")
             sweep(launch.run_path / "checkpoints")
@@ -117,76 +99,96 @@ class Saver:
     def stage(self, version: Version, tell: Callable[[], None]) -> str:
         """Write the weights of `version` for engines; the folder relative to the run's. A collective."""
         target = weights_folder(self._launch.run_path, version)
-        with self._folder(target, durable=False) as folder:
-            if folder is not None:
+        if not self._writes:
+            for _ in self._policy.tensors("served"):
+                tell()
+        else:
+            with whole_folder(target, owner=self._launch.world, durable=False) as folder:
                 for source in companions(self._launch.model_path):
                     _link_or_copy(source, folder / source.name)
-            self._write(folder, self._policy, _Part(MODEL_FILE, "served", self._dtype, hashed=False), tell)
-        if self._writes:
+                self._write_served(folder / MODEL_FILE, tell)
             _keep_newest(target.parent)
         return str(target.relative_to(self._launch.run_path))
 
-    def checkpoint(self, version: Version, count: Progress, tell: Callable[[], None]) -> Saved:
-        """Write a checkpoint of `version`, whole and on the disk. A collective."""
-        target = checkpoint_folder(self._launch.run_path, version)
-        with self._folder(target, durable=True) as folder:
-            files = self._whole(folder, self._policy, tell)
-            if self._critic is not None:
-                inner = None if folder is None else critic_folder(folder)
-                if inner is not None:
-                    inner.mkdir()
-                    files |= {f"{CRITIC_FOLDER}/{name}": one for name, one in _copied(self._launch.critic_path, inner)}
-                own = self._whole(inner, self._critic, tell)
-                files |= {f"{CRITIC_FOLDER}/{name}": one for name, one in own.items()}
-            if folder is not None:
-                files |= dict(_copied(self._launch.model_path, folder))
-                manifest = Manifest(
-                    job_uid=self._launch.job_uid,
-                    world=self._launch.world,
-                    lineage=version.lineage,
-                    step=version.step,
-                    updates=count.updates,
-                    skipped=count.skipped,
-                    critic_updates=count.critic_updates,
-                    critic_skipped=count.critic_skipped,
-                    files=files,
-                )
-                (folder / MANIFEST_FILE).write_bytes(manifest.encode())
-        file = str(target.relative_to(self._launch.run_path))
-        return Saved(file, manifest_digest(target)) if self._writes else Saved(file, "")
+    def drain(self, highest: Highest, tell: Callable[[], None]) -> None:
+        """Wait until no checkpoint is being written any more; `tell` hears of its progress, on every rank. A collective.
 
-    @contextlib.contextmanager
-    def _folder(self, target: Path, *, durable: bool) -> Iterator[Path | None]:
-        """The folder to fill, on the rank that writes; the others only take part."""
-        if not self._writes:
-            yield None
-            return
-        with whole_folder(target, owner=self._launch.world, durable=durable) as folder:
-            yield folder
-
-    def _whole(self, folder: Path | None, model: TrainedModel, tell: Callable[[], None]) -> dict[str, FileEntry]:
-        """A model's weights and its optimizer's state; the files, by name, on the rank that writes."""
-        parts = (_Part(name, kind, torch.float32, hashed=True) for name, kind in CHECKPOINT_KINDS.items())
-        found = {part.file: self._write(folder, model, part, tell) for part in parts}
-        return {name: entry for name, entry in found.items() if entry is not None}
-
-    def _write(
-        self, folder: Path | None, model: TrainedModel, part: _Part, tell: Callable[[], None]
-    ) -> FileEntry | None:
-        if folder is None:
-            for _ in model.tensors(part.kind):
+        Nobody waits longer than the disk takes something: a rank that tells nothing is ended by its watchdog.
+        """
+        known = -1.0
+        while True:
+            busy = self._writes and not self.writer.wait(0.0 if known < 0 else DRAIN_S)
+            writing = self.writer.writing
+            busy_somewhere, written = highest([float(busy), float(writing.written) if busy and writing else 0.0])
+            if not busy_somewhere:
+                return
+            if written != known:
                 tell()
-            return None
-        extra = list(model.buffers()) if part.file == MODEL_FILE else []
-        shapes = {key: TensorShape(CODES[part.dtype], shape) for key, shape in model.shapes.items()}
+            known = written
+
+    def checkpoint(self, version: Version, count: Progress, tell: Callable[[], None], *, insist: bool = False) -> None:
+        """Copy the state as `version`'s and begin to write it; `insist`: until the disk takes it. A collective.
+
+        Only when none is being written.
+        """
+        if not self._writes:
+            for model in self._copies:
+                model.copy.take_part(tell)
+            return
+        taken = [(model, model.copy.take(tell)) for model in self._copies]
+        fields = {
+            "job_uid": self._launch.job_uid,
+            "world": self._launch.world,
+            "lineage": version.lineage,
+            "step": version.step,
+            "updates": count.updates,
+            "skipped": count.skipped,
+            "critic_updates": count.critic_updates,
+            "critic_skipped": count.critic_skipped,
+        }
+
+        def fill(folder: Path, tick: Tick) -> None:
+            files: dict[str, FileEntry] = {}
+            for model, copies in taken:
+                inner = folder / model.prefix
+                inner.mkdir(exist_ok=True)
+                for one in copies:
+                    files[model.prefix + one.name] = _write_copy(inner / one.name, one, tick)
+                files |= {model.prefix + name: entry for name, entry in _copied(model.source, inner)}
+            (folder / MANIFEST_FILE).write_bytes(Manifest.model_validate(fields | {"files": files}).encode())
+
+        total = sum(one.nbytes for _, copies in taken for one in copies)
+        self.writer.begin(version, total, fill, insist=insist)
+
+    def _write_served(self, path: Path, tell: Callable[[], None]) -> None:
+        model, extra = self._policy, list(self._policy.buffers())
+        shapes = {key: TensorShape(CODES[self._dtype], shape) for key, shape in model.shapes.items()}
         shapes |= {one.name: TensorShape(CODES[one.tensor.dtype], tuple(one.tensor.shape)) for one in extra}
-        with TensorsFile(folder / part.file, shapes, hashed=part.hashed) as file:
-            for one in model.tensors(part.kind):
-                file.write(one.name, _bytes(one.tensor.to(part.dtype)))
+        with TensorsFile(path, shapes, hashed=False) as file:
+            for one in model.tensors("served"):
+                file.write(one.name, _bytes(one.tensor.to(self._dtype)))
                 tell()
             for one in extra:
                 file.write(one.name, _bytes(one.tensor))
-        return file.entry if part.hashed else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """A model in a checkpoint: before its files' names, its copy, and the folder its config and tokenizer come from."""
+
+    prefix: str
+    copy: HostCopy
+    source: Path
+
+
+def _write_copy(path: Path, copied: CopiedFile, tick: Tick) -> FileEntry:
+    """A safetensors file of what was copied. What lies in the machine's memory goes to the disk on the way, not at the end:
+    so progress is what the disk took, and the end is short."""
+    with TensorsFile(path, {name: one.shape for name, one in copied.tensors.items()}) as file:
+        for name, one in copied.tensors.items():
+            file.write_through(name, one.data, BLOCK_BYTES, tick)
+        file.force(tick)
+    return file.entry
 
 
 def restore_optimizer(policy: Policy, folder: Path, manifest: Manifest) -> None:

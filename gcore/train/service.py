@@ -18,7 +18,9 @@ import grpc
 
 from gcore.api.v1 import train_pb2 as pb
 from gcore.api.v1 import train_pb2_grpc
-from gcore.ledger.records import Seal, UnreadableRecord
+from gcore.ledger.records import Seal
+from gcore.rpc_schema import refusal
+from gcore.schema import UnreadableRecord
 from gcore.train import feed_state
 from gcore.train.feed_state import Already, Begin, FeedState, Refused, Work, WorldName
 from gcore.train.messages import (
@@ -29,9 +31,12 @@ from gcore.train.messages import (
     read_token,
     read_world,
     write_held,
+    write_saved,
     write_state,
+    write_writing,
 )
 from gcore.train.report import StepResult
+from gcore.train.writing import Saved, Writing
 
 CONTEXT = grpc.aio.ServicerContext[object, object]
 
@@ -47,8 +52,16 @@ class RankBoard:
         self.phase = "waiting"
         self.progress = 0
         self.error = ""
+        self.saved: Saved | None = None
+        self.writing: Writing | None = None
         self._report: pb.StepReport | None = None
         self._changed = asyncio.Event()
+
+    @property
+    def checkpointing(self) -> object:
+        """What of the checkpoints is worth a message of its own."""
+        writing = self.writing
+        return self.saved, writing and (writing.version, writing.error, writing.over)
 
     def show(self) -> None:
         """Let everybody who watches see it."""
@@ -63,8 +76,6 @@ class RankBoard:
             content_sha256=content,
             metrics=dict(result.metrics),
             weights_file=result.weights_file,
-            checkpoint_file=result.checkpoint_file,
-            checkpoint_sha256=result.checkpoint_sha256,
         )
         self.show()
 
@@ -79,6 +90,10 @@ class RankBoard:
         message.phase, message.progress, message.error = self.phase, self.progress, self.error
         if self._report is not None:
             message.report.CopyFrom(self._report)
+        if self.saved is not None:
+            message.saved.CopyFrom(write_saved(self.saved))
+        if self.writing is not None:
+            message.writing.CopyFrom(write_writing(self.writing))
         return message
 
     async def messages(self) -> AsyncIterator[pb.RankState]:
@@ -130,6 +145,7 @@ class TrainRankService(train_pb2_grpc.TrainRankServicer):
         refused = feed_state.admit(self._board.state, name, token)
         if refused is not None:
             await _refused(context, refused)
+        await _served(request.schema_version, context)
         try:
             seal = Seal.decode(request.seal, "the seal in Apply")
         except UnreadableRecord as error:
@@ -157,6 +173,7 @@ class TrainRankService(train_pb2_grpc.TrainRankServicer):
         if not chunk.HasField("header"):
             await _invalid(context, "the first chunk has no header")
         await self._admit(read_world(chunk.header.world), context)
+        await _served(chunk.header.schema_version, context)
         if chunk.header.total_bytes > LARGEST_PAYLOAD:
             await _invalid(
                 context, f"{chunk.header.total_bytes} bytes at once; at most {LARGEST_PAYLOAD}, feed in parts"
@@ -180,6 +197,13 @@ def content_sha256(seal: Seal) -> bytes:
 async def _refused(context: CONTEXT, refused: Refused) -> NoReturn:
     await context.abort(grpc.StatusCode.FAILED_PRECONDITION, refused.reason)
     raise AssertionError("abort raises")
+
+
+async def _served(version: int, context: CONTEXT) -> None:
+    """Refuse a message of a schema version that is not served."""
+    why = refusal(str(version))
+    if why is not None:
+        await _refused(context, Refused(why))
 
 
 async def _invalid(context: CONTEXT, what: str) -> NoReturn:

@@ -1,8 +1,12 @@
 """The train rank's process: the control line, the server, the training thread, and how it ends.
 
-One thread does all of torch's work, one step after the other; the main thread serves. What fails while loading or
-training ends the process: it tells its supervisor and whoever watches in one sentence, and leaves with 1. Stopped
-without work at hand it says farewell to its group first; amid work there is nobody to say it to.
+One thread does all of torch's work, one step after the other; another writes checkpoints beside it; the main thread serves.
+What fails while loading or training ends the process: it tells its supervisor and whoever watches in one sentence, and
+leaves with 1. Stopped without work at hand it says farewell to its group first; amid work there is nobody to say it to. A
+checkpoint that is being written then is given up: whoever stops a rank has its job's last one, or wants none.
+
+A rank without work that still writes is in phase `checkpoint`, not `waiting`: so a disk that takes nothing any more is found
+by the watchdog, as any other hang.
 
 The end is `os._exit` either way: gloo's threads can abort the interpreter on its way out, after all is done.
 """
@@ -25,11 +29,13 @@ from gcore.api.v1 import train_pb2_grpc
 from gcore.clock import Clock
 from gcore.config.algorithms import STORED
 from gcore.errors import GcoreError
+from gcore.rpc_schema import VersionGate
 from gcore.train.feed_state import FeedState, Work, WorldName
 from gcore.train.launch import RankLaunch
 from gcore.train.loading import Loaded, Meet, load
 from gcore.train.report import StepResult
 from gcore.train.service import RankBoard, TrainRankService, content_sha256
+from gcore.train.writing import CHECKPOINT, CheckpointWriter
 from gcore.worker.child import Control
 
 log = logging.getLogger("gcore.train")
@@ -40,6 +46,9 @@ FAREWELL_S = 2.0
 """So long may the farewell take, to watchers or to the group."""
 MESSAGE_BYTES = 8 << 20
 """An Apply carries a whole seal, which the store bounds at 1.5 MiB; a chunk is at most 1 MiB."""
+
+Loader = Callable[[RankLaunch, Meet, Clock, Callable[[str], None], CheckpointWriter], Loaded]
+"""Everything up to serving, in the thread that trains."""
 
 LOST_RANK = ("Connection closed by peer", "Connection reset by peer", "ncclRemoteError", "Broken pipe")
 """What gloo and NCCL say, amid much else, when a rank they wait for has ended. The log has all of it."""
@@ -92,8 +101,9 @@ class Pulse:
 class RankProcess:
     """One rank's life, in the event loop."""
 
-    def __init__(self, launch: RankLaunch, control: Control, clock: Clock) -> None:
+    def __init__(self, launch: RankLaunch, control: Control, clock: Clock, loader: Loader = load) -> None:
         self._launch = launch
+        self._loader = loader
         self._control = control
         self._loop = asyncio.get_running_loop()
         self._clock = clock
@@ -103,14 +113,18 @@ class RankProcess:
         self._board = RankBoard(FeedState(name, launch.rank, launch.world_size, launch.start.step))
         self._pulse = Pulse(control, clock, self._note_soon)
         self._orders = Orders(control, self._stop_soon)
-        self._server = grpc.aio.server(options=[("grpc.max_receive_message_length", MESSAGE_BYTES)])
+        self._server = grpc.aio.server(
+            interceptors=[VersionGate()], options=[("grpc.max_receive_message_length", MESSAGE_BYTES)]
+        )
         self._loaded: Loaded | None = None
+        self._writer = CheckpointWriter(launch.run_path, launch.world, self._wrote_soon)
         self._busy = asyncio.create_task(self._load())
         self._busy.add_done_callback(self._finished)
 
     async def run(self) -> int:
         """Until it is stopped or fails. Returns the exit code."""
         code = await self._end
+        await asyncio.to_thread(self._writer.give_up, FAREWELL_S)
         if code == 0 and self._loaded is not None and self._busy.done():
             leaving = self._loop.run_in_executor(self._thread, self._loaded.leave)
             await asyncio.wait({leaving}, timeout=FAREWELL_S)
@@ -120,7 +134,7 @@ class RankProcess:
     async def _load(self) -> None:
         meet = Meet(lambda address: self._control.send("store", address=address), self._orders.rendezvous)
         self._loaded = await self._loop.run_in_executor(
-            self._thread, load, self._launch, meet, self._clock, self._pulse.tell
+            self._thread, self._loader, self._launch, meet, self._clock, self._pulse.tell, self._writer
         )
         train_pb2_grpc.add_TrainRankServicer_to_server(TrainRankService(self._board, self._begin), self._server)
         port = self._server.add_insecure_port(f"{self._launch.host}:0")
@@ -136,13 +150,39 @@ class RankProcess:
     async def _apply(self, work: Work) -> None:
         assert self._loaded is not None
         result: StepResult = await self._loop.run_in_executor(self._thread, self._loaded.run, work, self._pulse.tell)
-        self._pulse.tell("waiting")
+        self._pulse.tell(self._resting)
         self._board.reported(result, content_sha256(work.seal))
+
+    @property
+    def _resting(self) -> str:
+        """The phase without a step to apply. Until a write that failed is tried again, there is nothing to be stuck in."""
+        writing = self._writer.writing
+        return CHECKPOINT if self._writer.busy and writing is not None and not writing.error else "waiting"
+
+    def _wrote_soon(self) -> None:
+        self._loop.call_soon_threadsafe(self._wrote)
+
+    def _wrote(self) -> None:
+        """The writer got on, or ended."""
+        defect = self._writer.defect()
+        if defect is not None:
+            self._failed(defect)
+            return
+        board, told = self._board, self._board.checkpointing
+        board.saved, board.writing = self._writer.saved, self._writer.writing
+        if self._busy.done() and not self._end.done():
+            self._pulse.tell(self._resting)
+        if board.checkpointing != told:  # bytes alone are shown with the next progress
+            board.show()
 
     def _finished(self, task: asyncio.Task[None]) -> None:
         """Of loading or a step. A failure is the process's."""
         error = None if task.cancelled() else task.exception()
-        if error is not None and not self._end.done():
+        if error is not None:
+            self._failed(error)
+
+    def _failed(self, error: BaseException) -> None:
+        if not self._end.done() and not self._board.error:
             log.error("rank %d fails in phase %s", self._launch.rank, self._board.phase, exc_info=error)
             self._board.failed(reason_of(error, self._board.phase))
             self._busy = asyncio.create_task(self._fail())
@@ -178,7 +218,7 @@ def reason_of(error: BaseException, phase: str) -> str:
     return f"{type(error).__name__} in phase {phase}" + (f": {lines[0]}" if lines else "")
 
 
-def main(clock: Clock) -> None:
+def main(clock: Clock, loader: Loader = load) -> None:
     """Run the rank whose launch document comes over the control line; does not return."""
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True
@@ -189,7 +229,7 @@ def main(clock: Clock) -> None:
     launch = RankLaunch.model_validate(control.launch, context=STORED)
 
     async def live() -> int:
-        return await RankProcess(launch, control, clock).run()
+        return await RankProcess(launch, control, clock, loader).run()
 
     code = asyncio.run(live())
     logging.shutdown()

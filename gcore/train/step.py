@@ -10,7 +10,9 @@ In this order (each phase on all ranks before the next, because advantages need 
 5. the KL inside the reward, then advantages, from the outcomes of the whole step, in float64, the same on every rank;
 6. epochs × mini-batches of updates, each divided by its own global count; the critic's, and the policy's. In the critic's
    warm-up steps the policy is left as it is;
-7. weights for engines, a checkpoint if one is due, this rank's receipt; then the report, the same on every rank.
+7. weights for engines, this rank's receipt, the copy of a checkpoint if one is due, which is written beside the steps
+   that follow, and copies of its state in the memory of its node and of a neighbour's; then the report, the same on every
+   rank.
 
 An exception anywhere leaves the step half applied and the process unusable; the caller ends it. Does not know gRPC.
 """
@@ -21,17 +23,20 @@ import dataclasses
 import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from gcore.clock import Clock
+from gcore.fault_points import At, point
 from gcore.ledger.records import Seal
 from gcore.train.advantages import advantages
 from gcore.train.algorithms.kl import kl_estimate
 from gcore.train.algorithms.schedule import learning_rate
 from gcore.train.batch import LogitsOf, MicroBatch, Scores, score
 from gcore.train.collective import Collective
+from gcore.train.copying import Copier
 from gcore.train.counted import Trained, trained
 from gcore.train.critique import CriticStep, Critique
 from gcore.train.cut_step import Known, Place, Step, cut_step
@@ -43,14 +48,14 @@ from gcore.train.models import Models
 from gcore.train.own import own_advantage
 from gcore.train.receipts import ReceiptBook
 from gcore.train.report import PhaseTimer, StepResult
-from gcore.train.saving import Progress, Saved, Saver
+from gcore.train.saving import Progress, Saver
 from gcore.train.shown import show_advantages
 from gcore.train.tally import Tally
+from gcore.train.writing import CHECKPOINT
 from gcore.types import Version
 
 Tell = Callable[[str], None]
 """Told the phase whenever there is progress."""
-DIGEST_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +66,6 @@ class _Part:
     divisor: float
     last: bool
     untouched: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Written:
-    weights_file: str
-    checkpoint: Saved
 
 
 class StepTrainer:
@@ -80,13 +79,18 @@ class StepTrainer:
         saver: Saver,
         clock: Clock,
         progress: Progress,
+        copier: Copier | None = None,
+        start_s: float = 0.0,
     ) -> None:
+        """`start_s`: what this rank's start took, which is what a world that is formed anew costs."""
         self._launch = launch
         self._train = launch.spec.train
         self._collective = collective
         self._policy = models.policy
         self._reference = models.reference
         self._saver = saver
+        self._copier = copier
+        self._start_s = start_s
         self._clock = clock
         self._losses = Losses.of(launch.spec)
         self._estimator = own_advantage(launch.spec.train)
@@ -97,22 +101,36 @@ class StepTrainer:
 
     def run(self, work: Work, tell: Tell) -> StepResult:
         """Train on a step. Raises WorldDiverged, DiskFull, and whatever torch raises."""
+        point(At.STEP, "before")
         self._agree(work)
+        if self._copier is not None:
+            self._copier.begin(work.seal.step)
         timer, tally = PhaseTimer(self._clock), Tally()
         with timer.phase("cut"):
             step = cut_step(work, self._train, self._policy.feeding)
         critic = None
         if work.seal.groups:  # the last step of a job may have none: it is there for its checkpoint
             critic = self._learn(step, timer, tally, tell)
+        point(At.STEP, "after")
         metrics = tally.metrics(self._collective) | (critic.metrics(self._collective) if critic is not None else {})
         with timer.phase("saving"):
             tell("saving")
-            saved = self._save(work.seal, tell)
+            version = Version(self._launch.lineage, work.seal.step)
+            point(At.STAGE, "before")
+            weights = self._saver.stage(version, partial(tell, "saving"))
+            point(At.STAGE, "after")
+            point(At.RECEIPT, "before")
             self._receipts.write(work, metrics.get("loss"))
-        digest = self._shared_digest(saved.checkpoint.sha256)
+            point(At.RECEIPT, "after")
+        self._checkpoint(work.seal, version, timer, tell)
+        if self._copier is not None and self._copier.wanted:
+            with timer.phase("copies"):
+                size = self._copier.keep(work.seal.step, work.seal.attempt, self.progress, partial(tell, "copying"))
+            metrics |= {"copied_bytes": self._collective.sum([float(size)])[0]}
+        timer.seconds["start"] = self._start_s
         seconds = self._collective.max(list(timer.seconds.values()))  # also waits for rank 0 to have saved
         metrics |= {f"{name}_seconds": value for name, value in zip(timer.seconds, seconds, strict=True)}
-        return StepResult(metrics, saved.weights_file, saved.checkpoint.file, digest)
+        return StepResult(metrics, weights)
 
     def _learn(self, step: Step, timer: PhaseTimer, tally: Tally, tell: Tell) -> CriticStep | None:
         """Everything up to the new weights."""
@@ -256,19 +274,14 @@ class StepTrainer:
         self.progress = dataclasses.replace(now, updates=now.updates + 1, skipped=now.skipped + (not result.applied))
         tally.updated(result, rate)
 
-    def _save(self, seal: Seal, tell: Tell) -> _Written:
-        version, spec = Version(self._launch.lineage, seal.step), self._launch.spec
-
-        def saving() -> None:
-            tell("saving")
-
-        weights = self._saver.stage(version, saving)
-        if not spec.checkpoints_after(seal.step, last=seal.last or seal.step == spec.flow.steps):
-            return _Written(weights, Saved("", ""))
-        return _Written(weights, self._saver.checkpoint(version, self.progress, saving))
-
-    def _shared_digest(self, sha256: str) -> str:
-        """The digest that rank 0 knows, on every rank; empty if it knows none."""
-        mine = bytes.fromhex(sha256)
-        brought = self._collective.sum([float(byte) for byte in mine] or [0.0] * DIGEST_BYTES)
-        return bytes(int(value) for value in brought).hex() if any(brought) else ""
+    def _checkpoint(self, seal: Seal, version: Version, timer: PhaseTimer, tell: Tell) -> None:
+        """Copy a checkpoint that is due and begin to write it, once the one before it is written."""
+        spec = self._launch.spec
+        last = seal.last or seal.step == spec.flow.steps
+        if not spec.checkpoints_after(seal.step, last=last):
+            return
+        with timer.phase("checkpoint_wait"):
+            tell(CHECKPOINT)
+            self._saver.drain(self._collective.max, partial(tell, CHECKPOINT))
+        with timer.phase("checkpoint"), explained("copying the state for a checkpoint", self._train, ()):
+            self._saver.checkpoint(version, self.progress, partial(tell, CHECKPOINT), insist=last)

@@ -18,9 +18,10 @@ Does not know what the model's outputs mean (`policy`, `critic`), nor in which o
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +31,8 @@ from deepspeed.utils import logger as deepspeed_logger
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_optimizer_state,
     safe_set_full_fp32_param,
     safe_set_full_optimizer_state,
     safe_set_local_fp32_param,
@@ -43,6 +46,7 @@ from gcore.config.critic import CriticSpec
 from gcore.config.train import TrainSpec
 from gcore.train.batch import Feeding, LogitsOf, make_dummy
 from gcore.train.module import evaluate, logits_of, parameter_groups
+from gcore.weights.copies import Extent
 
 LARGEST_BUCKET = 500_000_000
 ADAM_EPS = 1e-8
@@ -152,6 +156,44 @@ class TrainedModel:
         for name, buffer in self._module.named_buffers():
             if name in saved:
                 yield NamedTensor(name, buffer)
+
+    def extents(self) -> Iterator[Extent]:
+        """What of each parameter is this rank's to update; none of some. Not a collective."""
+        for name, parameter in self._names.items():
+            if self._stage == 3:
+                whole = math.prod(self.shapes[name])
+                size = -(-whole // self._ranks)
+                start = min(whole, size * self._engine.global_rank)
+                numel = min(size, whole - start)
+            else:
+                own = parameter._hp_mapping  # type: ignore[attr-defined]
+                start, numel = (0, 0) if own is None else (own.lp_fragment_address.start, own.lp_fragment_address.numel)
+            if numel:
+                yield Extent(name=name, start=start, numel=numel)
+
+    def pieces(self, kind: str, extents: Iterable[Extent]) -> Iterator[Tensor]:
+        """This rank's own values of `master`, `exp_avg` or `exp_avg_sq`, flat, one for each of its extents. Not a collective."""
+        for extent in extents:
+            parameter = self._names[extent.name]
+            if self._stage == 3:
+                local = (
+                    safe_get_local_fp32_param(parameter)
+                    if kind == "master"
+                    else safe_get_local_optimizer_state(parameter, kind)
+                )
+                yield local.flatten()[: extent.numel]
+            else:
+                yield parameter._hp_mapping.get_hp_fragment(None if kind == "master" else kind)  # type: ignore[attr-defined]
+
+    def restore(self, kind: Literal["exp_avg", "exp_avg_sq"], values: Iterable[NamedTensor]) -> None:
+        """Set one half of Adam's state from whole tensors, in any order."""
+        for one in values:
+            parameter = self._names[one.name]
+            self._set(parameter, one.tensor.to(parameter.device), kind)
+
+    def count_updates(self, adam_steps: int) -> None:
+        """Set Adam's own count."""
+        self._set_adam_steps(adam_steps)
 
     def restore_optimizer(self, states: Mapping[Literal["exp_avg", "exp_avg_sq"], Path], adam_steps: int) -> None:
         """Set Adam's state from safetensors files under the parameters' names, and its count of updates."""

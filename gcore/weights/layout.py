@@ -6,7 +6,7 @@
                                      a critic, that one in critic/, likewise
     receipts/{world}-{rank}.jsonl    what a rank trained on, one line a token
 
-A folder of that name is whole, because it got its name last (`gcore.weights.atomic`). A checkpoint also carries a
+A folder of that name is whole, because it got its name last (`gcore.atomic`). A checkpoint also carries a
 manifest with every file's size and SHA-256, so that what was damaged later is found before a job is rolled back to it.
 
 Does not write weights (`gcore.train.saving`), and does not decide which checkpoints are kept (controllers).
@@ -18,15 +18,17 @@ import hashlib
 import shutil
 from pathlib import Path
 
+from gcore.atomic import whole_folder
 from gcore.errors import DataError, GcoreError, UsageError
-from gcore.ledger.records import Part, Record, UnreadableRecord
+from gcore.schema import Part, Record, UnreadableRecord
 from gcore.types import Version
-from gcore.weights.atomic import whole_folder
 
 MODEL_FILE = "model.safetensors"
 EXP_AVG_FILE = "exp_avg.safetensors"
 EXP_AVG_SQ_FILE = "exp_avg_sq.safetensors"
 MANIFEST_FILE = "manifest.json"
+EMULATED_FILE = "emulated.json"
+"""Lies in folders that emulated train ranks wrote: they hold no weights."""
 CRITIC_FOLDER = "critic"
 TRAINING_FILES = frozenset({EXP_AVG_FILE, EXP_AVG_SQ_FILE, MANIFEST_FILE})
 """What a checkpoint has beyond a model."""
@@ -76,6 +78,17 @@ def weights_folder(run_dir: Path, version: Version) -> Path:
 def checkpoint_folder(run_dir: Path, version: Version) -> Path:
     """Where the checkpoint made at `version` lies."""
     return run_dir / "checkpoints" / f"{version.lineage}-{version.step}"
+
+
+def checkpoints_in(run_dir: Path) -> dict[Version, Path]:
+    """The checkpoints that lie in a run's folder, whole or damaged, by the version they are of."""
+    found = {}
+    parent = run_dir / "checkpoints"
+    for path in parent.iterdir() if parent.is_dir() else ():
+        lineage, _, step = path.name.partition("-")
+        if lineage.isdigit() and step.isdigit():
+            found[Version(int(lineage), int(step))] = path
+    return found
 
 
 def critic_folder(checkpoint: Path) -> Path:
@@ -171,6 +184,8 @@ def copy_model(folder: Path, to: Path) -> None:
         raise UsageError(
             "the target is there already and is not an empty folder", where=str(to), fix="Name a folder that is new"
         )
+    if (folder / EMULATED_FILE).exists():
+        raise DataError("no weights here: emulated train ranks wrote this, which compute nothing", where=str(folder))
     if (folder / MANIFEST_FILE).exists():
         verify_checkpoint(folder)
     sources = [*companions(folder), *sorted(folder.glob("*.safetensors*"))]

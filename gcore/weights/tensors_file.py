@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -59,6 +60,7 @@ class TensorsFile:
         self._hashed = hashed
         self._digest = hashlib.sha256()
         self._size = 0
+        self._unforced = 0
         self._file = path.open("wb")
         self._put(_header(tensors))
 
@@ -72,10 +74,26 @@ class TensorsFile:
 
     def write(self, name: str, data: memoryview) -> None:
         """The next tensor's bytes."""
-        expected, shape = self._waiting.pop(0)
-        if name != expected or data.nbytes != shape.nbytes:
-            raise ValueError(f"{name} of {data.nbytes} bytes where {expected} of {shape.nbytes} is due")
+        self._expect(name, data)
         self._put(data)
+
+    def write_through(self, name: str, data: memoryview, block: int, tick: Callable[[int], None]) -> None:
+        """The next tensor's bytes, about `block` at a time; `tick` hears how many more were brought to the disk."""
+        self._expect(name, data)
+        flat = data.cast("B")
+        for start in range(0, len(flat), block):
+            part = flat[start : start + block]
+            self._put(part)
+            self._unforced += len(part)
+            if self._unforced >= block:
+                self.force(tick)
+
+    def force(self, tick: Callable[[int], None]) -> None:
+        """Bring what `write_through` wrote to the disk."""
+        self._file.flush()
+        os.fdatasync(self._file.fileno())
+        forced, self._unforced = self._unforced, 0
+        tick(forced)
 
     @property
     def entry(self) -> FileEntry:
@@ -83,6 +101,11 @@ class TensorsFile:
         if not self._hashed:
             raise ValueError("this file was written without a digest")
         return FileEntry(size=self._size, sha256=self._digest.hexdigest())
+
+    def _expect(self, name: str, data: memoryview) -> None:
+        expected, shape = self._waiting.pop(0)
+        if name != expected or data.nbytes != shape.nbytes:
+            raise ValueError(f"{name} of {data.nbytes} bytes where {expected} of {shape.nbytes} is due")
 
     def _put(self, data: bytes | memoryview) -> None:
         self._file.write(data)

@@ -8,8 +8,8 @@ Ways to end:
 - *failed*: the child ended by itself, said so, hung, never served, or lost its rank. What still lives of it is killed;
   the reason stays readable in the store for a little while; then the supervisor leaves with `FAILED`.
 - *stopping*: asked to by a signal, orphaned (no controller on its node for the grace period), or out of the store's
-  sight for very long. The child is told to stop, drains, is killed after a grace; then the supervisor leaves with
-  `STOPPED`.
+  sight for very long. The child is told to stop, drains, is killed after a grace, or at once if it does not serve yet; then
+  the supervisor leaves with `STOPPED`.
 
 That a watch shows no controller is only a hint: the key is read once more before an orphan leaves, and while the store
 does not answer, nobody is called an orphan. A failure while stopping changes nothing: it was on its way out.
@@ -60,8 +60,8 @@ LINE_GRACE_S = 5.0
 """Between a child's farewell (failed, or its line closed) and its end; then it is killed."""
 OVERSLEPT_S = 2.0
 """Who acts later than this after it meant to was itself paused, and must not blame the child for the gap."""
-SHOW_LIMIT_S = 10.0
-"""How long a failure waits for the store to take it."""
+SHOW_LIMIT_S = 60.0
+"""How long a failure waits for the store to take it: what fails with the store, of a full disk, would never be told."""
 
 
 class Child(Enum):
@@ -249,7 +249,9 @@ def _stop(life: Life, why: str, now: float) -> Decision:
         return Decision(replace(life, kill_at=now))
     if life.state == "failed":
         return Decision(replace(life, leave_at=now) if life.child is not Child.RUNNING else life)
-    life = replace(life, state="stopping", reason=why, kill_at=now + life.spec.stop_grace_s)
+    # Who has not served yet has nothing to drain, and hears nothing while it imports and loads.
+    grace_s = life.spec.stop_grace_s if life.address else 0.0
+    life = replace(life, state="stopping", reason=why, kill_at=now + grace_s)
     if life.child is Child.RUNNING:
         return Decision(life, (TellStop(),))
     return Decision(replace(life, left=True), (Leave(STOPPED),))

@@ -19,9 +19,10 @@ from pathlib import Path
 
 from gcore.clock import Clock, SystemClock
 from gcore.errors import GcoreError, UsageError
-from gcore.ledger.records import UnreadableRecord
+from gcore.schema import UnreadableRecord
 from gcore.store.client import EtcdStore
 from gcore.store.endpoints import StoreTls, StoreUser
+from gcore.store.lease_times import LeaseTimes
 from gcore.worker.process import status_of
 from gcore.worker.records import LaunchSpec, StoreRef, TlsFiles
 from gcore.worker.supervisor import Supervisor
@@ -60,7 +61,7 @@ async def supervise(spec: LaunchSpec) -> int:
     if me is None:
         raise UsageError("this process cannot see itself under /proc", fix="Mount /proc")
     clock = SystemClock()
-    store = await connect(spec.store, clock)
+    store = await connect(spec.store, clock, LeaseTimes.of(spec.lease_ttl_s).call_s)
     try:
         supervisor = Supervisor(spec, store, clock, me.identity)
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -70,11 +71,11 @@ async def supervise(spec: LaunchSpec) -> int:
         await store.close()
 
 
-async def connect(store: StoreRef, clock: Clock) -> EtcdStore:
-    """The store that a launch document names. Raises UsageError."""
+async def connect(store: StoreRef, clock: Clock, lease_call_s: float | None = None) -> EtcdStore:
+    """The store that a launch document names, for a lease whose renewal may take `lease_call_s`. Raises UsageError."""
     tls = None if store.tls is None else _tls(store.tls)
     user = None if store.user is None else StoreUser(store.user.name, _password(Path(store.user.password_file)))
-    return await EtcdStore.connect(store.endpoints, clock=clock, tls=tls, user=user)
+    return await EtcdStore.connect(store.endpoints, clock=clock, tls=tls, user=user, lease_call_s=lease_call_s)
 
 
 def _tls(files: TlsFiles) -> StoreTls:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from gcore.ledger.records import Part, Record
+from gcore.schema import Part, Record
 from gcore.worker.process import ProcessId
 
 Role = Literal["rollout", "reward", "train"]

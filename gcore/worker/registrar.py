@@ -21,8 +21,9 @@ from dataclasses import dataclass
 
 from gcore.clock import Clock
 from gcore.errors import LeaseLost, StoreUnavailable
+from gcore.fault_points import At, point
 from gcore.ledger.job import RankClaim
-from gcore.ledger.records import UnreadableRecord
+from gcore.schema import UnreadableRecord
 from gcore.store import keys
 from gcore.store.session import Session
 from gcore.store.types import Compare, KeyValue, Put, Store
@@ -125,7 +126,9 @@ class Registrar:
             self._emit(claim)
             return False
         compares = (Compare(self._key, there.mod_revision if there else 0), *claim.compares)
+        point(At.WORKER, "before")
         result = await self._store.transact(compares, (Put(self._key, record.encode(), lease), *claim.puts))
+        point(At.WORKER, "after")
         if not result.won:
             return False
         if not self._refused:

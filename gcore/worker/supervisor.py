@@ -16,6 +16,7 @@ from typing import Any, assert_never
 
 from gcore.clock import Clock
 from gcore.errors import StoreUnavailable
+from gcore.fault_points import At, point
 from gcore.store import keys
 from gcore.store.types import Compare, Put, Store
 from gcore.worker import lifecycle
@@ -181,7 +182,9 @@ class Supervisor:
             try:
                 there = await self._store.get(key)
                 if there is None:
+                    point(At.RENDEZVOUS, "before")
                     await self._store.transact((Compare(key, 0),), (Put(key, address.encode()),))
+                    point(At.RENDEZVOUS, "after")
                     continue  # whoever won, read it
             except StoreUnavailable:
                 await self._clock.sleep(RETRY_S)

@@ -1,6 +1,8 @@
-"""What every store does, run against each there is: the one in memory, and a real etcd."""
+"""What every store does, run against each there is: the one in memory, a real etcd, and the simulated cluster's, which is the
+one in memory behind simulated messages."""
 
 import asyncio
+import random
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Protocol
@@ -8,6 +10,7 @@ from uuid import uuid4
 
 import pytest
 from aetcd import rpc
+from simulated_network import STORE, Network, PendingWatches, RemoteStore, Weather
 
 from gcore.clock import SystemClock
 from gcore.errors import LeaseLost, StoreUnavailable
@@ -32,6 +35,10 @@ class Rig(Protocol):
 
     async def cut(self) -> None: ...
 
+    async def deafen(self) -> None:
+        """What is sent arrives, and nothing comes back."""
+        ...
+
     async def heal(self) -> None: ...
 
     async def compact(self) -> None:
@@ -49,8 +56,11 @@ class MemoryRig:
     async def cut(self) -> None:
         self._memory.away = True
 
+    async def deafen(self) -> None:
+        self._memory.deaf = True
+
     async def heal(self) -> None:
-        self._memory.away = False
+        self._memory.away = self._memory.deaf = False
 
     async def compact(self) -> None:
         self.cluster.compact()
@@ -66,6 +76,9 @@ class EtcdRig:
     async def cut(self) -> None:
         await self._proxy.cut()
 
+    async def deafen(self) -> None:
+        await self._proxy.lose_replies()
+
     async def heal(self) -> None:
         await self._proxy.heal()
 
@@ -79,10 +92,48 @@ class EtcdRig:
         )
 
 
-@pytest.fixture(params=["memory", "etcd"])
+class SimulatedRig:
+    """What simulated controllers have: messages to a cluster in memory, by the real clock here."""
+
+    def __init__(self) -> None:
+        self.cluster = MemoryCluster(SystemClock())
+        self._network = Network(asyncio.get_running_loop(), random.Random(0))
+        self._network.weather = Weather(typical_s=0.001)
+        waiting = PendingWatches(self.cluster)
+        cut_off = RemoteStore(self.cluster, self._network, "here", waiting, timeout_s=TIMEOUT_S)
+        cut_off.longest_poll_s = TIMEOUT_S
+        self.store: Store = cut_off
+        self.other: Store = RemoteStore(self.cluster, self._network, "there", waiting)
+
+    async def cut(self) -> None:
+        self._network.cut = {("here", STORE), (STORE, "here")}
+
+    async def deafen(self) -> None:
+        self._network.cut = {(STORE, "here")}
+
+    async def heal(self) -> None:
+        self._network.cut = set()
+
+    async def compact(self) -> None:
+        self.cluster.compact()
+
+    async def end_leases(self) -> None:
+        """As a server does by itself."""
+        while True:
+            await asyncio.sleep(0.1)
+            self.cluster.end_leases()
+
+
+@pytest.fixture(params=["memory", "simulated", "etcd"])
 async def rig(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
     if request.param == "memory":
         yield MemoryRig()
+        return
+    if request.param == "simulated":
+        simulated = SimulatedRig()
+        ending = asyncio.create_task(simulated.end_leases())
+        yield simulated
+        ending.cancel()
         return
     server: LocalEtcd = request.getfixturevalue("etcd")
     proxy = await Proxy.start(server.endpoint)
@@ -445,6 +496,66 @@ async def test_a_watch_whose_history_is_gone_begins_again(rig: Rig, at: str) -> 
     assert again.revision >= revision
     assert [(event.kind, event.kv.key, event.kv.value) for event in again.events] == [("put", at + "k", b"3")]
     assert not after.reset
+
+
+async def test_a_watch_that_heard_nothing_while_history_was_forgotten_lists_again(rig: Rig, at: str) -> None:
+    """Cut off in one direction only, and with keys that came and went meanwhile."""
+    await put(rig.other, at + "gone")
+    async with aclosing(rig.store.watch(at)) as batches:
+        await anext(batches)
+        await rig.deafen()
+        await rig.other.transact([], [Delete(at + "gone")])
+        await put(rig.other, at + "came and went")
+        await rig.other.transact([], [Delete(at + "came and went")])
+        await put(rig.other, at + "stays")
+        await rig.compact()
+        await rig.heal()
+        again = await anext(batches)
+        revision = await put(rig.other, at + "end")
+        after = await anext(batches)
+    assert again.reset
+    assert [event.kv.key for event in again.events] == [at + "stays"]
+    assert not after.reset
+    assert after.revision == revision
+
+
+async def test_a_watch_to_which_nothing_comes_back_misses_nothing(rig: Rig, at: str) -> None:
+    async with aclosing(rig.store.watch(at)) as batches:
+        await anext(batches)
+        await rig.deafen()
+        await put(rig.other, at + "k", b"1")
+        await put(rig.other, at + "k", b"2")
+        await rig.heal()
+        await put(rig.other, at + "end")
+        seen = await following(batches, at + "end")
+    assert [event.kv.value for batch in seen for event in batch.events] == [b"1", b"2", b"v"]
+
+
+async def test_what_is_sent_while_nothing_comes_back_is_made_and_not_known_to_be(rig: Rig, at: str) -> None:
+    revision = await put(rig.store, at + "k", b"1")
+    await rig.deafen()
+    with pytest.raises(StoreUnavailable):
+        await rig.store.transact([Compare(at + "k", revision)], [Put(at + "k", b"2")])
+    assert await value(rig.other, at + "k") == b"2"
+    await rig.heal()
+    assert await value(rig.store, at + "k") == b"2"
+    assert not (await rig.store.transact([Compare(at + "k", revision)], [Put(at + "k", b"3")])).won
+    assert await value(rig.other, at + "k") == b"2"
+
+
+async def test_a_lease_ends_while_its_holder_is_cut_off_and_the_holder_finds_out(rig: Rig, at: str) -> None:
+    lease = await rig.store.grant(2)
+    await put(rig.store, at + "k", lease=lease)
+    async with aclosing(rig.other.watch(at)) as batches:
+        await anext(batches)
+        await rig.cut()
+        assert [event.kind for event in (await anext(batches)).events] == ["delete"]
+    await rig.heal()
+    with pytest.raises(LeaseLost):
+        await rig.store.keep_alive(lease)
+    with pytest.raises(LeaseLost):
+        await rig.store.transact([], [Put(at + "k", b"late", lease)])
+    assert await rig.store.get(at + "k") is None
 
 
 async def test_compaction_does_not_disturb_a_watch_that_follows(rig: Rig, at: str) -> None:

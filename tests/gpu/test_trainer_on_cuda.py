@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from ready_seals import ready_seal
 from safetensors.torch import load_file
 
 from gcore.clock import SystemClock
 from gcore.config.spec import TrainSpec
 from gcore.errors import GcoreError
 from gcore.ledger.balance import balance
-from gcore.ledger.records import Seal, SealedGroup, SealState
+from gcore.ledger.records import SealedGroup
 from gcore.testing.rank_launch import rank_launch
 from gcore.train.attention import PACKED
 from gcore.train.batch import Feeding, make_dummy
@@ -105,16 +106,7 @@ def make_work(step: int, mini_batches: int = 2) -> Work:
                 holder="h",
             )
         )
-    seal = Seal(
-        lineage=0,
-        step=step,
-        attempt=1,
-        state=SealState.READY,
-        world="w",
-        world_size=1,
-        mini_batches=mini_batches,
-        groups=tuple(sealed),
-    )
+    seal = ready_seal(sealed, step=step, mini_batches=mini_batches)
     return Work(seal, balance(seal), 0, held)
 
 
@@ -146,7 +138,10 @@ def started(launch: RankLaunch, world: Collective) -> tuple[StepTrainer, Models]
 
 
 def run(trainer: StepTrainer, step: int, mini_batches: int = 2) -> StepResult:
-    return trainer.run(make_work(step, mini_batches), lambda phase: None)
+    """A step, and its checkpoint on the disk."""
+    result = trainer.run(make_work(step, mini_batches), lambda phase: None)
+    assert trainer._saver.writer.wait(60)
+    return result
 
 
 def plain_losses(model: Path) -> float:
@@ -206,13 +201,13 @@ def test_a_checkpoint_goes_on_where_it_was_and_staged_weights_are_the_policys(
     published = load_module(tmp_path / first.weights_file, torch.float32)
     assert all(torch.equal(one, served[name]) for name, one in published.named_parameters())
     second = run(trainer, 2)
-    before = load_file(tmp_path / second.checkpoint_file / "model.safetensors")
-    start = {"step": 1, "checkpoint": first.checkpoint_file}
+    before = load_file(tmp_path / "checkpoints/0-2" / "model.safetensors")
+    start = {"step": 1, "checkpoint": "checkpoints/0-1"}
     # Its own folder for what comes out, the same for what goes in.
     again, _ = started(launch_of(models / "qwen3", tmp_path, start, dtype=dtype, zero_stage=4 - stage), world)
     repeated = run(again, 2)
     assert repeated.metrics["loss"] == pytest.approx(second.metrics["loss"], abs=1e-5 if dtype == "fp32" else 1e-2)
-    after = load_file(tmp_path / repeated.checkpoint_file / "model.safetensors")
+    after = load_file(tmp_path / "checkpoints/0-2" / "model.safetensors")
     assert all(float((after[name] - before[name]).abs().max()) < 1e-4 for name in before if dtype == "fp32")
 
 
@@ -230,7 +225,7 @@ def test_a_critic_learns_beside_the_policy_and_both_go_on_from_a_checkpoint(
     assert first.metrics["critic_skipped_updates"] == 0
     second = run(trainer, 2)
     assert second.metrics["value_mean"] != 0
-    start = {"step": 1, "checkpoint": first.checkpoint_file}
+    start = {"step": 1, "checkpoint": "checkpoints/0-1"}
     again, _ = started(launch_of(models / "qwen3", tmp_path, start, zero_stage=4 - stage, **settings), world)
     repeated = run(again, 2)
     for name in ("loss", "value_loss", "value_mean"):

@@ -211,3 +211,30 @@ async def test_a_refusal_becomes_an_error_of_its_kind(script, servers, code, kin
             await jobs.list_jobs()
     assert type(caught.value) is kind
     assert caught.value.exit_code == exit_code
+
+
+class StorelessJobs(FakeJobs):
+    """A controller that is there, whose store is away for the first calls."""
+
+    def __init__(self, script: Script, times: int) -> None:
+        super().__init__(script)
+        self.times = times
+
+    async def WatchJob(self, request, context):
+        if self.times:
+            self.times -= 1
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the store did not answer")
+        async for event in super().WatchJob(request, context):
+            yield event
+
+
+async def test_a_follower_outlasts_a_store_that_is_away_as_long_as_a_controller_answers(script) -> None:
+    server = await StorelessJobs(script, times=80).start()
+    script.events = [*steps(1, 2), succeeded(3)]
+    script.job.state = pb.JOB_STATE_SUCCEEDED
+    try:
+        async with client(server) as jobs:
+            got = [event.sequence async for event in jobs.follow("sums")]
+        assert (got, server.times) == ([1, 2, 3], 0)
+    finally:
+        await server.kill()

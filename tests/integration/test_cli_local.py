@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from stopping import stop_process
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -174,7 +175,7 @@ def test_a_second_key_press_kills(home, job):
     _until(process, "RUNNING")
     stopped = [p.process for p in processes_of(home) if p.kind == "controller"]
     for one in stopped:
-        send_signal(one, signal.SIGSTOP)  # so that it would take its whole grace
+        stop_process(one.pid)  # so that it would take its whole grace
     os.kill(process.pid, signal.SIGINT)
     assert process.stderr is not None
     process.stderr.readline()

@@ -1,5 +1,6 @@
 """A local etcd: started, found healthy, started again, ended; and what is said when that fails."""
 
+import json
 import os
 import signal
 import sys
@@ -141,6 +142,22 @@ async def test_an_etcd_that_ends_at_once_is_told_with_its_last_words(tmp_path: P
     with pytest.raises(EtcdFailed, match="ended right after its start") as caught:
         await LocalEtcd.start(tmp_path / "data", log_file=tmp_path / "log", clock=CLOCK)
     assert "not a directory" in str(caught.value)
+
+
+async def test_data_of_a_newer_etcd_are_told_with_what_to_do(tmp_path: Path) -> None:
+    """As etcd 3.4.23 ends on data of 3.5; the two are not on every machine."""
+    words = "invalid downgrade; server version is lower than determined cluster version"
+    line = {"level": "fatal", "msg": words, "current-server-version": "3.4.23", "determined-cluster-version": "3.5"}
+    script = tmp_path / "etcd"
+    script.write_text(
+        "#!/bin/sh\n[ \"$1\" = --version ] && echo 'etcd Version: 3.4.23' && exit\n"
+        f"echo '{json.dumps(line, separators=(',', ':'))}'\nexit 1\n"
+    )
+    script.chmod(0o755)
+    with pytest.raises(EtcdFailed) as raised:
+        await LocalEtcd.start(tmp_path / "data", log_file=tmp_path / "log", clock=CLOCK, binary=EtcdBinary(script))
+    assert raised.value.what == f"the data were written by etcd 3.5, and {script} is 3.4.23, which cannot read them"
+    assert "Put etcd 3.5 or later first on PATH" in str(raised.value)
 
 
 async def test_a_data_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from cluster_run import PATIENCE_S
 from documents import ROOT, Command, blocks, commands, mismatch
 from user_venv import make_user_venv
 
-pytestmark = pytest.mark.serial
+pytestmark = [pytest.mark.serial, pytest.mark.chaos]
 PAGE = ROOT / "docs" / "first-job.md"
 STEPS = 16
 

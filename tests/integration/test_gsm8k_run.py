@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from cluster_run import gcore, run_to_the_end
 
-pytestmark = pytest.mark.serial
+pytestmark = [pytest.mark.serial, pytest.mark.chaos]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gsm8k"
 
 

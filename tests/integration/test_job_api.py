@@ -158,6 +158,11 @@ def test_samples_are_read_at_any_controller_while_a_job_runs_and_after_it_has_en
         assert {group.step for group in groups} == {3}
         assert 2 <= len(groups) <= 4
         assert all(response.HasField("advantage") for group in groups for response in group.responses)
+        found = ask(cluster, lambda c: c.list_checkpoints("read"), first=first)
+        last = found.checkpoints[0]
+        assert (found.name, last.step, last.problem) == ("read", 3, "")
+        assert "newest" in last.kept
+        assert last.bytes > 0
     with pytest.raises(UsageError, match=r"samples of step 1 were removed: samples\.keep is 2.* steps 2-3"):
         ask(cluster, lambda c: c.get_samples("read", step=1))
     shown = gcore("samples", "read", "--step", "3", "--best", "--limit", "1", "--address", cluster.addresses[1])

@@ -183,7 +183,7 @@ def test_a_mistyped_model_gets_the_nearest_name(served: FakeHub, tmp_path: Path)
 
 def test_a_mistyped_revision_gets_the_nearest_one(served: FakeHub, tmp_path: Path) -> None:
     served.add("own/tiny", TINY)
-    with pytest.raises(ModelError, match=r"no revision 'mian'; did you mean 'main'\?"):
+    with pytest.raises(ModelError, match=r"no revision 'mian', did you mean 'main'\?"):
         resolve_model("hf://own/tiny@mian", hub=on(served, tmp_path))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from gcore.clock import SystemClock
 from gcore.config.spec import RewardSpec, ScoringSpec
 from gcore.errors import GcoreError
 from gcore.plugins import PluginFault
+from gcore.reward.pace import Scoring
 from gcore.reward.pool import RewardPool
 from gcore.reward.process import RewardProcess
 from gcore.reward.registry import Response, RewardError, RewardResult
@@ -422,3 +424,19 @@ async def test_rewards_that_take_too_long_to_load_are_told(tmp_path: Path, monke
     pool = RewardPool({"data": RewardSpec(name="odd")}, scoring, SystemClock())
     with pytest.raises(PluginFault, match=r"scoring\.start_timeout_s: the rewards were not loaded within 0\.5 s"):
         await pool.warm()
+
+
+async def test_a_reward_that_slows_down_is_told_by_what_it_takes_and_what_waits_is_named(opened: Opened) -> None:
+    async with opened() as pool:
+        said: list[str] = []
+        pool._on_pace = said.append
+        for _ in range(8):
+            await score(pool, "a")
+        assert said == []
+        slow = asyncio.create_task(score(pool, *["sleep 1"] * 3))
+        await asyncio.sleep(0)  # it has been asked
+        assert pool.scoring.what == "3 responses wait to be scored by reward 'odd'"
+        await slow
+    assert len(said) == 1
+    assert re.fullmatch(r"reward 'odd' takes \S+ s a response, \d+ times as long as before \(.* s\)", said[0])
+    assert pool.scoring == Scoring(0, 11, "0 responses wait to be scored by reward ")

@@ -39,6 +39,7 @@ def test_a_controller_without_a_job_is_small(home: Path) -> None:
     assert max(sizes.values()) < LARGEST, sizes
 
 
+@pytest.mark.chaos
 def test_a_model_of_a_hub_is_fetched_pinned_and_trained_by_workers_that_keep_to_their_slots(
     spec: Path, example: Path, home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from cluster_run import ClusterRun, run_to_the_end
 
-pytestmark = [pytest.mark.serial, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.serial, pytest.mark.chaos, pytest.mark.timeout(600)]
 
 STEPS = 6
 
@@ -56,7 +56,6 @@ def test_answers_go_on_over_changes_of_weights_and_are_trained(spec: Path, examp
     assert sum(step["mixed_groups"] for step in steps) >= 1
 
 
-@pytest.mark.chaos
 def test_a_controller_is_killed_and_what_it_carried_is_issued_again(spec: Path, home: Path) -> None:
     changes = {"flow.steps": 12, "rollout.staleness": 1, "rollout.correction": "tis"}
     run = ClusterRun(spec, home, *(word for key, value in changes.items() for word in ("--set", f"{key}={value}")))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from stopping import stop_process
 
 from gcore.clock import SystemClock
 from gcore.errors import StoreUnavailable
@@ -98,7 +99,7 @@ async def test_while_one_member_of_three_is_gone_everything_goes_on(
 async def test_without_a_majority_nothing_is_done_and_it_is_told(members: list[Member], store: EtcdStore) -> None:
     hasty = await EtcdStore.connect([member.endpoint for member in members], clock=CLOCK, timeout_s=2.0)
     for member in members[1:]:
-        send_signal(member.process, signal.SIGSTOP)
+        stop_process(member.process.pid)
     results = await asyncio.gather(
         hasty.get("k"), hasty.transact([Compare("k", 0)], [Put("l", b"1")]), hasty.grant(60), return_exceptions=True
     )

@@ -21,6 +21,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from ready_seals import ready_seal
 from safetensors.numpy import load_file
 
 from gcore.api.v1 import train_pb2 as pb
@@ -29,7 +30,7 @@ from gcore.config.spec import JobSpec
 from gcore.ledger.balance import balance
 from gcore.ledger.records import Seal, SealedGroup, SealState
 from gcore.types import Group, PromptRef, Sample, Version, VersionSpan
-from gcore.weights.layout import checkpoint_folder, receipts_file, verify_checkpoint, weights_folder
+from gcore.weights.layout import checkpoint_folder, manifest_digest, receipts_file, verify_checkpoint, weights_folder
 from gcore.worker.child import CONTROL_FD
 
 VOCABULARY = 64
@@ -76,15 +77,8 @@ def make_groups(step: int, count: int = 3, samples: int = 3) -> list[Group]:
 
 
 def make_seal(groups: list[Group], step: int, *, world: str, lineage: int, ranks: int, mini_batches: int) -> Seal:
-    return Seal(
-        lineage=lineage,
-        step=step,
-        attempt=1,
-        state=SealState.READY,
-        world=world,
-        world_size=ranks,
-        mini_batches=mini_batches,
-        groups=tuple(
+    return ready_seal(
+        (
             SealedGroup(
                 ref=group.ref,
                 digest=group.digest(),
@@ -95,6 +89,11 @@ def make_seal(groups: list[Group], step: int, *, world: str, lineage: int, ranks
             )
             for group in groups
         ),
+        lineage=lineage,
+        step=step,
+        world=world,
+        ranks=ranks,
+        mini_batches=mini_batches,
     )
 
 
@@ -216,6 +215,15 @@ class World:
             async for state in stub.Watch(pb.WatchRequest(world=self.id)):
                 assert not state.error, state.error
                 if state.applied.step == step:
+                    return state
+        raise AssertionError("the stream ended")
+
+    async def saved(self, step: int) -> pb.RankState:
+        """The state in which rank 0 shows the step's checkpoint on the disk; it is written beside the next steps."""
+        async with self.stub(0) as stub:
+            async for state in stub.Watch(pb.WatchRequest(world=self.id)):
+                assert not state.error, state.error
+                if state.saved.step >= step:
                     return state
         raise AssertionError("the stream ended")
 
@@ -359,6 +367,10 @@ async def test_a_world_trains_dies_and_goes_on_from_its_checkpoints_with_the_sam
             expected[step] = losses(await world.step(step))
         assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == ["0-1", "0-2", "0-3"]
         assert not (tmp_path / "checkpoints" / "0-1").exists(), "none was due"
+        shown = await world.saved(3)
+        assert (shown.saved.file, shown.writing.over, shown.writing.error) == ("checkpoints/0-3", True, "")
+        assert shown.saved.sha256 == manifest_digest(checkpoint_folder(tmp_path, Version(0, 3)))
+        assert not list((tmp_path / "checkpoints").glob(".*")), "nothing is left over"
         newest = load_file(weights_folder(tmp_path, Version(0, 3)) / "model.safetensors")
         saved = load_file(checkpoint_folder(tmp_path, Version(0, 3)) / "model.safetensors")
         assert all(np.array_equal(newest[name], saved[name]) for name in base)
@@ -380,6 +392,7 @@ async def test_a_world_trains_dies_and_goes_on_from_its_checkpoints_with_the_sam
         assert all(np.array_equal(staged[name], before[name]) for name in before)
         states = await world.step(3)
         assert losses(states) == pytest.approx(expected[3], abs=1e-5)
+        await world.saved(3)
         again = load_file(checkpoint_folder(tmp_path, Version(1, 3)) / "model.safetensors")
         # Adam's second moments came along too: without them the weights would differ by the learning rate.
         assert all(np.abs(again[name] - newest[name]).max() < 2e-5 for name in newest)
@@ -405,6 +418,26 @@ async def test_a_rank_that_is_started_again_has_its_critic_back(model: Path, tmp
     again = make_spec(model, zero_stage=3, **critic)
     with train_world(tmp_path, again, ranks=1, lineage=1, step=2, checkpoint="checkpoints/0-2") as world:
         assert told(await world.step(3)) == pytest.approx(third, rel=1e-5, abs=1e-6)
+
+
+async def test_a_disk_that_takes_no_checkpoint_costs_no_step(model: Path, tmp_path: Path) -> None:
+    spec = make_spec(model) | {"checkpoint": {"every": 1}}
+    in_the_way = tmp_path / "checkpoints"
+    with train_world(tmp_path, spec, ranks=1) as world:
+        in_the_way.write_text("a file where the folder should be")
+        await world.step(1)
+        async with world.stub(0) as stub:
+            async for state in stub.Watch(pb.WatchRequest(world=world.id)):
+                if state.writing.over:
+                    break
+        assert (state.writing.step, state.writing.error) == (1, "Not a directory")
+        assert not state.HasField("saved")
+        in_the_way.unlink()
+        await world.step(2)
+        assert (await world.saved(2)).saved.file == "checkpoints/0-2"
+        world.ranks[0].say(command="stop")
+        assert world.ranks[0].process.wait(60) == 0
+    assert [path.name for path in in_the_way.iterdir()] == ["0-2"]
 
 
 async def test_a_rank_without_memory_names_the_fields_to_lower(model: Path, tmp_path: Path) -> None:

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 
 import grpc
 import pytest
+from ready_seals import ready_seal
 
 from gcore.api.v1 import train_pb2 as pb
 from gcore.api.v1 import train_pb2_grpc
 from gcore.ledger.balance import balance
-from gcore.ledger.records import Seal, SealedGroup, SealState
+from gcore.ledger.records import Seal, SealedGroup
 from gcore.train.feed_state import FeedState, Work, WorldName
 from gcore.train.report import StepResult
 from gcore.train.service import RankBoard, TrainRankService, content_sha256
@@ -64,16 +65,7 @@ def make_seal(group: Group) -> Seal:
         versions=group.versions,
         holder="h",
     )
-    return Seal(
-        lineage=0,
-        step=1,
-        attempt=1,
-        state=SealState.READY,
-        world="w",
-        world_size=1,
-        mini_batches=1,
-        groups=(sealed,),
-    )
+    return ready_seal((sealed,))
 
 
 def payload(group: Group, samples: tuple[int, ...] = (0, 1)) -> bytes:
@@ -190,7 +182,7 @@ async def test_watchers_see_the_state_at_once_and_every_change_up_to_the_end(ser
     assert [one.digest for one in second.held] == [group.digest()]
     await served.stub.Apply(apply_request(make_seal(group).encode()))
     await stream.read()
-    served.board.reported(StepResult({"loss": 0.5}, "weights/0-1", "", ""), content_sha256(make_seal(group)))
+    served.board.reported(StepResult({"loss": 0.5}, "weights/0-1"), content_sha256(make_seal(group)))
     fourth = await stream.read()
     assert fourth.applied == TOKEN
     assert fourth.report.metrics["loss"] == 0.5

@@ -362,3 +362,21 @@ def until_it_handles_sigterm(process: ProcessId) -> None:
         if caught is not None and int(caught[1], 16) >> (signal.SIGTERM - 1) & 1:
             return
     raise AssertionError("it ended")
+
+
+async def test_a_child_that_is_stuck_in_a_collective_is_killed_and_so_is_the_one_that_never_comes(node: Node) -> None:
+    program = Path(__file__).with_name("collective_child.py")
+    command = (sys.executable, str(program))
+    both = [
+        node.spec(command=command, child={"rank": rank, "meet": str(node.home / "meet")}, watchdog_s=3.0)
+        for rank in range(2)
+    ]
+    for spec in both:
+        node.start(spec)
+    stuck, stopped = [child_of(await node.shown(spec, "serving")) for spec in both]
+    os.kill(stopped.pid, signal.SIGSTOP)
+    reasons = [(await node.shown(spec, "failed")).reason for spec in both]
+    assert re.match(r"no progress in phase 'collective' for \d+ s", reasons[0])
+    assert re.match(r"no progress in phase '(collective|stopped by a signal)' for \d+ s", reasons[1])
+    for child in (stuck, stopped):
+        await ended(child)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from train_rank_program import GROUPS, SAMPLES, VOCABULARY, join, logprobs, make_model, make_step, run
+from train_rank_program import GROUPS, SAMPLES, VOCABULARY, join, logprobs, make_model, make_step, run, written
 
 from gcore.clock import SystemClock
 from gcore.ledger.balance import balance
@@ -252,6 +252,7 @@ class Rank:
         self.folder, self.rank, self.size = folder, rank, size
         self.world = join(folder, rank, size)
         self.seal, self.held = make_step()
+        self.writers: list[Any] = []
 
     def trainer(self, run: Path, tree: dict[str, Any], start: dict[str, Any] | None = None) -> Any:
         """As `gcore.train.loading` makes one, but for the reference, which is another model than the policy."""
@@ -277,6 +278,7 @@ class Rank:
                 other.set_attn_implementation(NAME)
             models = Models(models.policy, Reference(other, launch.spec.train, self.world.device), models.critic)
         saver = Saver(launch, models.policy, models.critic)
+        self.writers.append(saver.writer)
         return StepTrainer(launch, self.world, models, saver, SystemClock(), progress)
 
     def work(self, case: str, mini_batches: int, step: int = 1) -> Work:
@@ -308,6 +310,7 @@ class Rank:
         if self.size == 1:
             self.steps(source, spec(self.folder, RESUMED, stage, STEPS))
         again = self.folder / f"resumed-{stage}-{self.size}"
+        written(self.writers)
         if self.rank == 0:
             (again / "checkpoints").mkdir(parents=True)
             (again / "checkpoints" / "0-1").symlink_to(source / "checkpoints" / "0-1")
@@ -348,6 +351,7 @@ def rank_process(folder: Path, rank: int, size: int) -> None:
         one.warms_up(stage)
         if size > 1:
             one.half(stage)
+    written(one.writers)
     one.world.leave()
     sys.stdout.flush()
     os._exit(0)

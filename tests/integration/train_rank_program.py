@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -468,6 +468,7 @@ def rank_process(folder: Path, rank: int, size: int) -> None:
     from gcore.train.reference import Reference
     from gcore.train.saving import Progress, Saver
     from gcore.train.step import StepTrainer
+    from gcore.train.writing import CheckpointWriter
 
     world = join(folder, rank, size)
     seal, held = make_step()
@@ -483,7 +484,9 @@ def rank_process(folder: Path, rank: int, size: int) -> None:
             models = Models(models.policy, Reference(other, train, world.device))
         if name.startswith(("recompute-", "half-")):
             made_policies[name] = models.policy
-        return StepTrainer(launch, world, models, Saver(launch, models.policy), SystemClock(), Progress(0, 0))
+        saver = Saver(launch, models.policy)
+        writers.append(saver.writer)
+        return StepTrainer(launch, world, models, saver, SystemClock(), Progress(0, 0))
 
     def sealed(case: str, mini_batches: int) -> Work:
         masked = MASKED.get(case, ((),) * GROUPS)
@@ -496,6 +499,7 @@ def rank_process(folder: Path, rank: int, size: int) -> None:
         cut = seal.model_copy(update=more)
         return Work(cut, balance(cut), rank, held)
 
+    writers: list[CheckpointWriter] = []
     made_policies: dict[str, Policy] = {}
     for stage in (1, 2, 3):
         whole = size > 1 or stage == 2
@@ -526,9 +530,17 @@ def rank_process(folder: Path, rank: int, size: int) -> None:
             seal_now = work.seal.model_copy(update={"step": step})
             losses.append(ten.run(dataclasses.replace(work, seal=seal_now), lambda phase: None).metrics["loss"])
         (folder / f"ten-{stage}-{size}" / "losses.json").write_text(json.dumps(losses))
+    written(writers)
     world.leave()
     sys.stdout.flush()
     os._exit(0)
+
+
+def written(writers: Iterable[Any]) -> None:
+    """Checkpoints go to the disk beside the steps; they are read by others after this."""
+    for writer in writers:
+        assert writer.wait(60)
+        assert writer.writing is None or not writer.writing.error
 
 
 def skips(policy: Any) -> None:

@@ -6,6 +6,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from controllers.actions import Retain, Rollback
 from controllers.apply import apply
 from controllers.housekeeping import orphaned_checkpoints
@@ -35,14 +37,15 @@ SPEC = parse_spec(
 
 
 class Recorded:
-    """A ledger that wins everything."""
+    """A ledger that wins everything, or what it is told to."""
 
-    def __init__(self) -> None:
+    def __init__(self, outcome: TxnOutcome = TxnOutcome.WON) -> None:
         self.made: list[TxnKind] = []
+        self._outcome = outcome
 
     async def run(self, txn: Transaction) -> TxnReport:
         self.made.append(txn.kind)
-        return TxnReport(TxnOutcome.WON, 9)
+        return TxnReport(self._outcome, 9)
 
 
 def view(*nodes: str) -> JobView:
@@ -87,7 +90,21 @@ async def test_what_no_record_names_goes_with_what_is_forgotten(tmp_path: Path) 
     assert left == {"0-0", "notes", ".0-2.part"}, "of a lineage that head does not know: nobody will ever name it"
 
 
+@pytest.mark.parametrize("outcome", [TxnOutcome.STALE, TxnOutcome.UNKNOWN])
+async def test_no_file_goes_before_its_entry_surely_has(tmp_path: Path, outcome: TxnOutcome) -> None:
+    (tmp_path / "checkpoints" / "1-4").mkdir(parents=True)
+    hands: Any = SimpleNamespace(ledger=Recorded(outcome), run_dir=tmp_path)
+    done = await apply(Retain((checkpoint(0),)), view("node-0"), hands)
+    assert done.outcome is outcome
+    assert (tmp_path / "checkpoints" / "1-4").is_dir()
+
+
 def test_one_that_may_still_be_registered_stays() -> None:
     head = view("node-0").head.model_copy(update={"step": 9})
     lying = [Version(0, step) for step in (2, 4, 6, 8)] + [Version(3, 8)]
     assert orphaned_checkpoints(head, (checkpoint(0), checkpoint(4)), lying) == {Version(0, 2), Version(3, 8)}
+
+
+def test_one_of_a_step_that_is_trained_and_not_committed_yet_stays() -> None:
+    head = view("node-0").head.model_copy(update={"step": 4})
+    assert orphaned_checkpoints(head, (checkpoint(0), checkpoint(4)), [Version(0, 5), Version(0, 3)]) == {Version(0, 3)}

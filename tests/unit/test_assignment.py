@@ -39,6 +39,44 @@ def test_on_a_join_few_shards_move(count: int, shards: int) -> None:
     assert moved <= math.ceil(shards / (count + 1)) + count
 
 
+histories = st.lists(st.tuples(st.booleans(), st.integers(0, 7)), max_size=30)
+
+
+@given(histories, st.integers(1, 200))
+def test_through_any_history_of_joins_and_leaves_loads_differ_by_one_and_few_shards_move(
+    history: list[tuple[bool, int]], shards: int
+) -> None:
+    members: list[str] = ["first.0"]
+    assignment = assign_shards(members, shards, None)
+    for number, (joins, which) in enumerate(history):
+        before = list(members)
+        if joins or len(members) == 1:
+            members.append(f"n{which}.{number}")
+        else:
+            members.pop(which % len(members))
+        old, assignment = assignment, assign_shards(members, shards, assignment)
+        moved = [s for s in range(shards) if old.owner(s) != assignment.owner(s)]
+        assert None not in assignment.owners
+        assert max(loads(assignment, members)) - min(loads(assignment, members)) <= 1
+        if len(members) > len(before):
+            count = len(before)
+            assert len(moved) <= math.ceil(shards / (count + 1)) + count
+            assert {assignment.owner(s) for s in moved} <= {members[-1]}  # to who has come, and to nobody else
+        else:
+            gone = set(before) - set(members)
+            assert {old.owner(s) for s in moved} == gone & {old.owner(s) for s in range(shards)}  # of who has gone only
+
+
+@given(names, st.integers(1, 80))
+def test_a_restart_of_one_moves_its_shards_only(members: list[str], shards: int) -> None:
+    """It comes back under another name: that is a leave and a join in one."""
+    old = assign_shards(members, shards, None)
+    after = [*members[1:], f"{members[0]}.again"]
+    new = assign_shards(after, shards, old)
+    moved = {old.owner(s) for s in range(shards) if old.owner(s) != new.owner(s)}
+    assert moved <= {members[0]}
+
+
 @given(names, st.integers(1, 80))
 def test_nothing_moves_when_nothing_changed(members: list[str], shards: int) -> None:
     old = assign_shards(members, shards, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from controllers.by_source import by_source, key_of, mostly_truncated, split_key, truncated_share
+from controllers.by_source import by_source, key_of, mostly_truncated, split_key, truncated_share, without_rewards
 from controllers.gauges import show
 from controllers.service.sources import best_checkpoint, source_reports
 from gcore.ledger import chain
@@ -71,6 +71,18 @@ def test_a_key_is_read_as_it_was_written_and_nothing_else_is() -> None:
     assert [split_key(key) for key in ("reward", "reward/", "speed/a", "/a")] == [None] * 4
 
 
+def test_a_step_of_demonstrations_says_no_reward() -> None:
+    stats = {
+        "reward": 0.0,
+        "reward/sums": 0.0,
+        "reward_before_filter": 0.0,
+        "groups/sums": 2.0,
+        "tokens": 9.0,
+        "loss": 1.0,
+    }
+    assert without_rewards(stats) == {"groups/sums": 2.0, "tokens": 9.0, "loss": 1.0}
+
+
 def test_who_is_cut_off_more_often_than_not_is_named() -> None:
     assert mostly_truncated(NUMBERS | {"truncated": 0.9}, "data") == ["words"]
     assert mostly_truncated({"truncated": 0.6}, "data") == ["data"]
@@ -135,6 +147,15 @@ def test_the_api_reports_every_source_with_what_is_known_of_it() -> None:
     assert dict(words.metrics) == {"mean@4": 0.5, "pass@1": 0.125, "pass@4": 0.375}
     assert (words.eval_samples, words.eval_unscored) == (4, 3)
     assert source_reports(JobMirror(KEYS)) == []
+
+
+def test_the_api_says_no_reward_of_demonstrations() -> None:
+    mirror, _ = mirror_and_batch(NUMBERS)
+    assert mirror.job is not None
+    shown_only = mirror.job.record.model_copy(update={"spec": {"train": {"loss": "sft"}}})
+    reports = source_reports(replace(mirror, job=Stored(shown_only, 1)))
+    assert [report.HasField("mean_reward") for report in reports] == [False] * 3
+    assert [report.trained for report in reports] == [0, 2, 1]
 
 
 def test_the_api_names_the_best_state_and_its_checkpoint() -> None:

@@ -12,7 +12,8 @@ import pytest
 from controllers.actions import GiveUp, Intent, MakeSeal, PutOffer
 from controllers.carrying import EVALUATION_PATIENCE_S, expiring
 from controllers.changes import Changes
-from controllers.decide import COALESCE_S, decide
+from controllers.coalescing import COALESCE_S
+from controllers.decide import decide
 from controllers.engines import EngineBook, Following
 from controllers.flights import Flights
 from controllers.gauges import show_flights

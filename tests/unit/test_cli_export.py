@@ -38,6 +38,28 @@ def test_an_export_names_the_job_and_the_checkpoint(
     assert f"sums-{uid}/checkpoints/0-40" in said
 
 
+def test_a_name_whose_newest_job_has_not_finished_does_not_mean_an_older_one(home: Path, tmp_path: Path) -> None:
+    for uid, age in (("u3", 2), ("u0", 0)):  # interrupted just now; given up long ago
+        run = home / "runs" / f"sums-{uid}"
+        run.mkdir()
+        (run / "events.jsonl").write_text("")
+        os.utime(run / "events.jsonl", (age, age))
+    with pytest.raises(Unreachable, match=r"the newest job 'sums' \(u3\) has not finished.*by its uid: u2"):
+        export("sums", tmp_path / "to", home)
+    assert not (tmp_path / "to").exists()
+    export("u2", tmp_path / "to", home)
+    assert json.loads((tmp_path / "to" / "config.json").read_text()) == {"uid": "u2"}
+
+
+def test_a_job_that_was_given_up_before_the_last_one_finished_is_in_nobodys_way(home: Path, tmp_path: Path) -> None:
+    for name in ("sums-u0", "sums-more-u9"):  # the second is of another name
+        (home / "runs" / name).mkdir()
+        (home / "runs" / name / "events.jsonl").write_text("")
+    os.utime(home / "runs" / "sums-u0" / "events.jsonl", (0, 0))
+    export("sums", tmp_path / "to", home)
+    assert json.loads((tmp_path / "to" / "config.json").read_text()) == {"uid": "u2"}
+
+
 def give_best(home: Path, uid: str, step: int, checkpoint: str) -> None:
     """What the run's evaluations found best."""
     file = home / "runs" / f"sums-{uid}" / "summary.json"

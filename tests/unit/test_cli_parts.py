@@ -48,6 +48,10 @@ def test_what_is_no_number_of_slots_is_refused(text):
         deal_slots(text, 1)
 
 
+def test_emulated_slots_are_dealt_out_as_others_are():
+    assert deal_slots("emulated:3", 2) == (("emulated:0",), ("emulated:1", "emulated:2"))
+
+
 @pytest.mark.parametrize("text", ["cpu:4097", "cuda:99999999", "cpu:" + "9" * 5000])
 def test_more_slots_than_any_machine_has_are_refused_before_they_are_counted_out(text):
     with pytest.raises(UsageError, match="more slots than one machine has"):
@@ -68,6 +72,9 @@ def test_no_controller_at_all_is_refused():
         pytest.param(["/bin/python", "/bin/gcore-controller", "--home=/srv/gcore"], "controller", id="script"),
         pytest.param(
             ["python", "-m", "gcore.worker.main", "--home", "/srv/gcore/", "--launch", "x"], "worker", id="worker"
+        ),
+        pytest.param(
+            ["python", "-m", "gcore.emulated.host", "--home", "/srv/gcore", "--launch", "x"], "worker", id="emulated"
         ),
         pytest.param(["/usr/bin/etcd", "--name=gcore", "--data-dir=/srv/gcore/etcd"], "etcd", id="its etcd"),
         pytest.param(["/usr/bin/etcd", "--data-dir=/srv/gcore2/etcd"], None, id="another etcd"),
@@ -284,8 +291,12 @@ def test_a_finished_run_is_found_by_name_and_uid(tmp_path):
         os.utime(folder / "summary.json", (number, number))
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "summary.json").write_text("{")
-    assert find_summary(tmp_path, "u1") == {"job": "sums", "uid": "u1", "checkpoint": "/c/u1"}
-    assert find_summary(tmp_path, "sums") == {"job": "sums", "uid": "u2", "checkpoint": "/c/u2"}
+    first, second = (
+        {"job": "sums", "uid": uid, "checkpoint": f"/c/{uid}", "folder": str(tmp_path / f"sums-{uid}")}
+        for uid in ("u1", "u2")
+    )
+    assert find_summary(tmp_path, "u1") == first
+    assert find_summary(tmp_path, "sums") == second
     assert find_summary(tmp_path, "other") is None
 
 

@@ -14,7 +14,7 @@ from controllers.cluster import ClusterMirror
 from controllers.wire import _work_on
 from gcore.errors import GcoreError, SpecError
 from gcore.ledger.job import NodeRecord
-from gcore.ledger.records import UnreadableRecord
+from gcore.schema import UnreadableRecord
 from gcore.store import keys
 from gcore.store.types import Put
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
@@ -34,7 +34,7 @@ async def heard(**nodes: bytes) -> dict[str, NodeRecord]:
 
 
 async def test_a_registration_of_another_version_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
-    later = NODE.encode().replace(b'"schema_version":1', b'"schema_version":7')
+    later = NODE.encode().replace(b'"schema_version":2', b'"schema_version":7')
     assert await heard(node_0=NODE.encode(), node_1=later, node_2=b"?") == {"node-0": NODE}
     assert "schema version 7" in caplog.text
 
@@ -47,9 +47,16 @@ async def test_a_job_that_cannot_be_read_ends_its_runner_and_not_the_daemon(
         async with asyncio.TaskGroup() as group:
             group.create_task(fail(error))
 
+    left = []
+
+    async def withdraw() -> None:
+        left.append("u")
+
+    runner: Any = SimpleNamespace(run=run, uid="u", withdraw=withdraw)
     with caplog.at_level(logging.ERROR):
-        await _work_on(SimpleNamespace(run=run, uid="u"))  # type: ignore[arg-type]
+        await _work_on(runner)
     assert error.what in caplog.text
+    assert left == ["u"]  # its peers do not wait for its lease's end
 
 
 async def test_a_defect_ends_the_daemon() -> None:

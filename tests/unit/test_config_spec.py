@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from due_steps import steps_evaluated, steps_with_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
@@ -80,15 +81,15 @@ def make(*, steps: int, checkpoint: int = 50, evaluation: bool = False, every: i
 
 @given(st.integers(1, 300), st.integers(1, 100))
 def test_checkpoints_are_due_every_so_often_and_at_the_end(steps: int, every: int) -> None:
-    due = make(steps=steps, checkpoint=every).checkpoint_due
+    due = steps_with_checkpoint(make(steps=steps, checkpoint=every))
     assert due == {step for step in range(1, steps + 1) if step % every == 0 or step == steps}
 
 
 @given(st.integers(1, 300), st.none() | st.integers(1, 100))
 def test_evaluations_are_due_before_after_and_every_so_often(steps: int, every: int | None) -> None:
-    due = make(steps=steps, evaluation=True, every=every).eval_due
+    due = steps_evaluated(make(steps=steps, evaluation=True, every=every))
     assert due == {0, steps} | {step for step in range(steps) if every is not None and step % every == 0}
-    assert make(steps=steps, every=every).eval_due == frozenset()
+    assert steps_evaluated(make(steps=steps)) == frozenset()
 
 
 def test_more_steps_than_anyone_trains_are_refused_because_every_controller_lists_them() -> None:

@@ -13,12 +13,13 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
+from ready_seals import ready_seal
 from safetensors.torch import load_file, save_file
 
 from gcore.config.train import TrainSpec
 from gcore.errors import DataError, GcoreError
 from gcore.ledger.balance import balance
-from gcore.ledger.records import Seal, SealedGroup, SealState
+from gcore.ledger.records import SealedGroup
 from gcore.testing.rank_launch import rank_launch
 from gcore.train.advantages import advantages, moments, value_targets
 from gcore.train.algorithms.losses import value_clip_tokens, value_loss
@@ -91,16 +92,7 @@ def make_work(responses: Sequence[Sequence[int]], rewards: Sequence[float], mask
         holder="h",
         masked=masked,
     )
-    seal = Seal(
-        lineage=0,
-        step=1,
-        attempt=1,
-        state=SealState.READY,
-        world="w",
-        world_size=1,
-        mini_batches=1,
-        groups=(group,),
-    )
+    seal = ready_seal((group,))
     return Work(seal, balance(seal), 0, {"d": HeldGroup(ref, "d", prompt, samples)})
 
 

@@ -342,6 +342,21 @@ async def test_what_is_over_or_went_elsewhere_is_not_kept(two_peers: list[OnePee
             stream.found(gone)
 
 
+async def test_of_what_is_held_the_order_stays_though_its_epoch_is_over_or_its_shard_went_elsewhere(
+    two_peers: list[OnePeer],
+) -> None:
+    peer = two_peers[0]
+    await peer.until_ready([PromptRef(0, shard, 0) for shard in range(SHARDS)], {1: ONE})
+    held = [PromptRef(0, 0, 0), PromptRef(0, 2, 0)]
+    peer.orders.ready([PromptRef(1, 0, 0)], {1: ONE}, [0, 1], held)
+    for ref in held:
+        peer.stream.found(ref)
+    peer.orders.ready([PromptRef(1, 0, 0)], {1: ONE}, [0, 1])
+    for ref in held:
+        with pytest.raises(RuntimeError, match="before it was known"):
+            peer.stream.found(ref)
+
+
 async def test_what_a_curriculum_raises_reaches_the_flow(tmp_path: Path) -> None:
     spec = make_spec(tmp_path, curriculum="easy_first", curriculum_options={"field": "nothing"})
     peer = OnePeer(spec, tmp_path)

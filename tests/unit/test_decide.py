@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
+import controllers.view as view_module
 from controllers.actions import (
     Apply,
     Assign,
@@ -23,13 +26,15 @@ from controllers.actions import (
     Rollback,
     SetPhase,
     StartJob,
+    Warn,
 )
 from controllers.assignment import assign_shards
-from controllers.decide import decide
+from controllers.coalescing import COALESCE_S, GROUPS_S, OUTCOME_S
+from controllers.decide import EXCHANGE_LIMIT_S, decide
 from controllers.ending import MAX_FRUITLESS_ROLLBACKS, NODE_GRACE_S
-from controllers.housekeeping import KEEP_LOG, PRUNE_AT, checkpointing, kept_checkpoints
+from controllers.housekeeping import KEEP_LOG, PRUNE_AT, checkpointing, telling
 from controllers.turns import TURN_SECONDS, Waits, turn
-from controllers.view import EngineView, JobView, RankView, SavedCheckpoint
+from controllers.view import CheckpointWriting, EngineView, JobView, RankView, SavedCheckpoint
 from controllers.waiting import ranks_of, waiting_for, weights_of
 from gcore.config import parse_spec
 from gcore.ledger import chain
@@ -48,6 +53,7 @@ from gcore.ledger.job import (
     Plan,
     RankClaim,
     RankPlace,
+    Trouble,
 )
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records import (
@@ -207,6 +213,26 @@ def test_an_offer_of_what_was_dropped_and_may_be_sealed_again_is_taken_back() ->
     assert action == PutOffer(Offer(incarnation=ME))
 
 
+def test_an_outcome_of_a_cut_off_lineage_in_the_offer_does_not_stand_for_the_one_that_came_after_it() -> None:
+    """Or nobody would ever hear of the new one, and the step would wait for it for ever."""
+    ref = next(in_order(RULES, running().mirror.head.record, ()))
+    old = EndedRef(ref=ref, kind="filtered", reason="signal", holder=ME, versions=(Version(0, 1),))
+    new = old.model_copy(update={"versions": (Version(1, 0),)})
+    view = with_mirror(running(outcomes={ref: new}), offers={ME: stored(Offer(incarnation=ME, outcomes=(old,)))})
+    (action,) = actions(view)
+    assert isinstance(action, PutOffer)
+    assert action.offer.outcomes == (new,)
+
+
+def test_what_is_under_way_is_not_begun_again_before_the_job_runs_either() -> None:
+    alone = with_mirror(running(under_way=frozenset({"join"})), members={})
+    assert actions(alone) == []
+    pending = replace(
+        running(under_way=frozenset({"start"})), mirror=JobMirror(KEYS, status=stored(JobStatus(phase="PENDING")))
+    )
+    assert actions(pending) == []
+
+
 def test_an_offer_of_what_is_terminal_is_left_alone() -> None:
     view = running()
     head = view.mirror.head.record
@@ -219,7 +245,24 @@ def test_an_offer_of_what_is_terminal_is_left_alone() -> None:
 def test_an_incomplete_offer_waits_for_more() -> None:
     ref = next(in_order(RULES, running().mirror.head.record, ()))
     (intent,) = decide(running(holdings={ref: group(ref)}, busy=True))
-    assert intent.after > 0
+    assert intent.after == GROUPS_S
+
+
+def test_an_incomplete_offer_of_a_share_of_what_lacks_waits_a_moment_only() -> None:
+    refs = list(in_order(RULES, running().mirror.head.record, ()))
+    assert len(running().mirror.members) == 2
+    (intent,) = decide(running(holdings={ref: group(ref) for ref in refs[: RULES.quota // 2]}, busy=True))
+    assert intent.after == COALESCE_S
+    offers = {PEER: stored(Offer(incarnation=PEER, groups=tuple(map(group, refs[1 : RULES.quota - 1]))))}
+    (intent,) = decide(with_mirror(running(holdings={refs[0]: group(refs[0])}, busy=True), offers=offers))
+    assert intent.after == COALESCE_S  # two lack, and this is one
+
+
+def test_an_incomplete_offer_with_an_outcome_waits_less_long_than_one_of_groups() -> None:
+    ref = next(in_order(RULES, running().mirror.head.record, ()))
+    ended = EndedRef(ref=ref, kind="filtered", reason="signal", holder=ME)
+    (intent,) = decide(running(outcomes={ref: ended}, busy=True))
+    assert COALESCE_S < intent.after == OUTCOME_S < GROUPS_S
 
 
 def test_a_full_quota_is_sealed() -> None:
@@ -239,6 +282,19 @@ def test_a_seal_of_a_group_i_no_longer_hold_is_given_up() -> None:
     view, _ = sealed(running(), holder=ME)
     assert Reseal in kinds(view)
     assert Feed not in kinds(view)
+
+
+def test_whatever_arrives_begins_the_wait_for_the_rest_anew() -> None:
+    """A batch is given up for its slowness only when nothing of it arrives any more."""
+    view, seal = sealed(running(), holder=PEER)
+
+    def overdue(held: JobView) -> set[str]:
+        return {intent.condition for intent in decide(held) if intent.after == EXCHANGE_LIMIT_S}
+
+    none, first, all_but = overdue(view), overdue(holding(view, seal, ranks=(0,))), overdue(holding(view, seal))
+    assert len(none) == len(first) == 1
+    assert none != first
+    assert all_but == set()
 
 
 def test_my_groups_are_fed_to_every_rank_that_lacks_them() -> None:
@@ -330,6 +386,82 @@ def test_a_saved_checkpoint_is_registered_but_not_one_older_than_what_is_registe
     assert actions(with_mirror(view, checkpoints=stored(Checkpoints(entries=(base, later))))) == []
 
 
+def writing(step: int, error: str, *, over: bool) -> JobView:
+    """As rank 0 shows it."""
+    shown = CheckpointWriting(Version(0, step), total=100, written=0, error=error, over=over)
+    return running(ranks={0: RankView(0, writing=shown), 1: RankView(1)})
+
+
+def told(view: JobView) -> list[str]:
+    return [intent.action.sentence for intent in telling(view) if isinstance(intent.action, Warn)]
+
+
+def test_a_checkpoint_that_the_disk_did_not_take_is_told_once_with_its_reason() -> None:
+    assert told(running()) == []
+    assert told(writing(2, "", over=False)) == []
+    view = writing(2, "no room to write it (No space left on device)", over=True)
+    (sentence,) = told(view)
+    assert sentence == (
+        "the checkpoint of step 2 could not be written (no room to write it (No space left on device)); "
+        "the next one is tried when it is due"
+    )
+    known = stored(Trouble(topic="checkpoint", node="node-1", sentence=sentence))
+    assert told(with_mirror(view, troubles={"checkpoint": known})) == []
+    (other,) = told(with_mirror(writing(4, "Input/output error", over=False), troubles={"checkpoint": known}))
+    assert other.endswith("(Input/output error); it is tried again until the disk takes it")
+    assert any(isinstance(action, Warn) for action in actions(view)), "it is one of the rules"
+
+
+def test_what_waits_for_the_disk_says_how_far_it_is() -> None:
+    shown = CheckpointWriting(Version(0, 2), total=120_000_000, written=30_000_000, error="", over=False)
+    view, seal = sealed(running(), holder=ME, ready=True)
+    ranks = {0: RankView(0, phase="checkpoint", writing=shown), 1: RankView(1, applied=seal.token)}
+    (what,) = [wait.what for wait in waiting_for(replace(view, ranks=ranks)) if wait.cause == "train"]
+    assert what == (
+        "train rank 0 trains step 1 (checkpoint); before its own, the checkpoint of step 2 is being written (30 of 120 MB)"
+    )
+    over = running(ranks={0: RankView(0, writing=shown)})
+    head = over.mirror.head.record.model_copy(update={"step": 3})
+    (wait,) = [wait for wait in waiting_for(with_mirror(over, head=stored(head))) if wait.cause == "finish"]
+    assert wait.what == "all steps are trained; the checkpoint of step 2 is being written (30 of 120 MB)"
+    failing = replace(shown, error="No space left on device")
+    ranks = {0: RankView(0, writing=failing)}
+    (wait,) = [
+        wait
+        for wait in waiting_for(with_mirror(replace(over, ranks=ranks), head=stored(head)))
+        if wait.cause == "finish"
+    ]
+    assert wait.what.endswith(
+        "the checkpoint of step 2 is tried again until the disk takes it (No space left on device)"
+    )
+
+
+def test_the_entry_of_a_checkpoint_that_is_being_written_stays_in_the_store() -> None:
+    head = running().mirror.head.record
+    log = {
+        seq: LogEntry(
+            seq=seq,
+            parent=seq - 1,
+            kind="train",
+            lineage=0,
+            step=seq,
+            world="w",
+            nonce="n",
+            cursors=head.cursors if seq % 10 == 0 else None,
+        )
+        for seq in range(1, 101)
+    }
+    at = head.model_copy(update={"seq": 100, "step": 100})
+    base = Checkpoint(lineage=0, step=0, seq=0, file="")
+    kept = log.keys() - set(chain.prunable(at, [base], log, keep=5))
+    assert kept == {90, 96, 97, 98, 99, 100}, "of 90 and 100 the checkpoints may still come; of 10 to 80 they failed"
+    done = Checkpoint(lineage=0, step=90, seq=90, file="c90")
+    kept = log.keys() - set(chain.prunable(at, [base, done], log, keep=5))
+    assert kept == {90, 96, 97, 98, 99, 100}
+    later = Checkpoint(lineage=0, step=100, seq=100, file="c100")
+    assert 90 in chain.prunable(at, [base, later], log, keep=5)
+
+
 def test_a_long_log_is_pruned_many_entries_at_a_time() -> None:
     view = running()
     old = {
@@ -348,20 +480,6 @@ def test_a_deleted_job_is_left_alone() -> None:
     view = running()
     deleted = view.mirror.head.record.model_copy(update={"deleted": True})
     assert actions(with_mirror(view, head=stored(deleted), members={})) == []
-
-
-def test_the_base_and_the_newest_checkpoints_are_kept() -> None:
-    head = running().mirror.head.record.model_copy(update={"step": 9})
-    known = tuple(Checkpoint(lineage=0, step=s, seq=s, file=f"c{s}" if s else "") for s in (0, 2, 4, 6))
-    assert [c.step for c in kept_checkpoints(head, known, 2)] == [0, 4, 6]
-
-
-def test_the_best_checkpoint_is_kept_beside_the_newest_until_there_is_a_better() -> None:
-    head = running().mirror.head.record.model_copy(update={"step": 9})
-    known = tuple(Checkpoint(lineage=0, step=s, seq=s, file=f"c{s}" if s else "") for s in (0, 2, 4, 6, 8))
-    assert [c.step for c in kept_checkpoints(head, known, 1, best_step=4)] == [0, 4, 8]
-    assert [c.step for c in kept_checkpoints(head, known, 1, best_step=0)] == [0, 8], "the first model always is there"
-    assert [c.step for c in kept_checkpoints(head, known, 1, best_step=5)] == [0, 8], "a step without one"
 
 
 def kept_after(accuracies: dict[int, float], head: Head, known: tuple[Checkpoint, ...]) -> list[int]:
@@ -645,3 +763,25 @@ def test_whoever_has_not_come_to_what_the_others_wait_in_is_named() -> None:
     agreed = Agreed(version=at, name="tried", values={ME: 3})
     done = replace(view, mirror=replace(waiting.mirror, agreed={f"{at}/tried": Stored(agreed, 11)}))
     assert not [w for w in waiting_for(done) if w.cause == "peers"]
+
+
+def test_a_look_at_records_that_are_the_same_works_nothing_out_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    worked: list[str] = []
+
+    def noting(name: str, work: Any) -> Any:
+        def noted(*args: Any) -> Any:
+            worked.append(name)
+            return work(*args)
+
+        return noted
+
+    for name in ("balance", "choose"):
+        monkeypatch.setattr(f"controllers.view.{name}", noting(name, getattr(view_module, name)))
+    producing = running(busy=True)
+    view, _ = sealed(producing)
+    for look in range(3):  # another view each time, as after a response or a rank's word
+        decide(replace(producing, busy=bool(look % 2)))
+        decide(replace(view, ranks={**view.ranks, 0: RankView(0, progress=look)}))
+    assert sorted(worked) == ["balance", "choose"]
+    decide(with_mirror(view, seals={1: stored(view.mirror.seals[1].record.model_copy())}))
+    assert sorted(worked) == ["balance", "balance", "choose"]

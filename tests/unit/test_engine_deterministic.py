@@ -59,7 +59,7 @@ def same(folder: Path, **launch: Any) -> None:
     assert max(plain.worst(one, expected[one.number]) for one in CHOSEN) < 1e-4
 
 
-@pytest.mark.parametrize("width", [32, 128, 512, 1024])
+@pytest.mark.parametrize("width", [32, 128, 512, pytest.param(1024, marks=pytest.mark.large)])
 def test_samples_are_equal_to_the_bit_at_width(tmp_path: Path, width: int) -> None:
     folder = make_tiny_model(tmp_path, hidden=width, layers=1 if width > 500 else 2, ends=False)
     core = make_core(folder, deterministic=True)

@@ -118,6 +118,12 @@ def log_at(**positions: tuple[int, int]) -> dict[int, LogEntry]:
     }
 
 
+def on_its_way(step: int, both: tuple[int, int]) -> dict[int, LogEntry]:
+    """The entry of a step whose checkpoint may still be registered."""
+    entry = log_at(**{f"_{step}": both})[step]
+    return {step: entry.model_copy(update={"seq": step, "kind": "train", "step": step})}
+
+
 def at(step: int) -> Checkpoint:
     return Checkpoint(lineage=0, step=step, seq=step, file=f"c{step}")
 
@@ -129,7 +135,11 @@ BEGUN = {epoch: record(epoch, 0, 2 * epoch) for epoch in range(1, 6)}
 @pytest.mark.parametrize(
     ("checkpoints", "log", "forgotten"),
     [
-        ((BASE,), log_at(_0=(0, 0)), ()),
+        ((BASE,), log_at(_0=(0, 0)), (1, 2, 3)),
+        ((BASE,), log_at(_0=(0, 0)) | on_its_way(8, (12, 7)), (1, 2)),
+        ((BASE,), log_at(_0=(0, 0)) | on_its_way(3, (4, 2)), (2, 3)),
+        ((BASE, at(6)), log_at(_0=(0, 0), _6=(9, 6)) | on_its_way(8, (12, 7)), (1, 2)),
+        ((BASE, at(8)), log_at(_0=(0, 0), _8=(12, 8)) | on_its_way(6, (8, 6)), (1, 2, 3)),
         ((BASE, at(8)), log_at(_0=(0, 0), _8=(12, 8)), (1, 2, 3)),
         ((BASE, at(8)), log_at(_0=(0, 0), _8=(12, 7)), (1, 2)),
         ((BASE, at(6), at(8)), log_at(_0=(0, 0), _6=(9, 6), _8=(12, 8)), (1, 2)),
@@ -137,7 +147,11 @@ BEGUN = {epoch: record(epoch, 0, 2 * epoch) for epoch in range(1, 6)}
         ((BASE, at(8)), log_at(_8=(12, 8)), ()),
     ],
     ids=[
-        "only the first model: a checkpoint may be on its way",
+        "only the first model: everything would begin again",
+        "a checkpoint that is on its way cuts one in two",
+        "what began after one that is on its way would be written again",
+        "one that is on its way counts beside one that is registered",
+        "one that is older than a registered one never comes",
         "all that ended before the checkpoint",
         "an epoch the checkpoint cuts in two stays",
         "an older checkpoint needs what had begun by then",

@@ -6,11 +6,12 @@ import math
 from typing import Any
 
 import pytest
+from due_steps import steps_evaluated, steps_with_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 
 from controllers.eval_turns import TAKEOVER_S, order, place_of, to_take
-from controllers.judging import shortened
+from controllers.judging import recordable
 from gcore.config import JobSpec, parse_spec
 from gcore.config.evaluation import MOST_SETS, EvalDraws, eval_sets
 from gcore.errors import SpecError
@@ -147,7 +148,7 @@ def test_an_evaluation_fits_into_the_store_however_many_sets_measure_and_show_wh
     draws = EvalDraws(64, 1.0, 1.0, tuple(range(33, 65)), 1.0, 1000)
     sets = {f"{number:063}": draws for number in range(MOST_SETS)}
     plans = cut([(name, 1, 64) for name in sets])
-    text = shortened("\U0001f600" * 5000)
+    text = recordable("\U0001f600" * 5000)
     shown = EvalSample(prompt=text, response=text, answer=text, reward=0.0, unscored=text)
     parts = {
         plan.number: EvalPart(
@@ -255,6 +256,22 @@ def test_a_set_says_how_it_is_drawn_and_the_section_says_the_rest() -> None:
             "eval: set 'few': pass@2 needs at least 2",
             id="of one set",
         ),
+        pytest.param({"every": 5}, "eval: every is set, and nothing is evaluated; name held-out", id="no prompts"),
+        pytest.param(
+            {"sources": [{"name": "s", "path": "a", "sampling": {"max_new_tokens": 8}}]},
+            r"eval\.sources\.0: set 's': .* does not heed sampling\.max_new_tokens; say max_new_tokens on the set itself",
+            id="a key in two places",
+        ),
+        pytest.param(
+            {"sources": [{"name": "s", "path": "a", "sampling": {"min_p": 0.1}}]},
+            r"does not heed sampling\.min_p; leave it out",
+            id="training's sampling",
+        ),
+        pytest.param(
+            {"sources": [{"name": "s", "path": "a", "weight": 0.5}]},
+            "once, whatever its weight",
+            id="training's weight",
+        ),
         pytest.param({"path": "e", "samples": 10_001, "temperature": 1}, r"eval\.samples: .*10000", id="far too many"),
         pytest.param({"path": "e", "samples": 0}, r"eval\.samples: ", id="none"),
         pytest.param({"path": "e", "pass_k": [0]}, r"eval\.pass_k\.0: ", id="pass at nothing"),
@@ -296,10 +313,10 @@ def test_what_cannot_be_measured_is_refused(evaluation: dict[str, Any], said: st
 def test_a_metric_tells_which_checkpoint_is_best(
     best: str | None, evaluation: dict[str, Any], metric: str | None
 ) -> None:
-    spec = spec_of({**evaluation, "every": 6}, checkpoint={"best": best, "every": 10})
+    spec = spec_of({**evaluation, "every": 6} if evaluation else {}, checkpoint={"best": best, "every": 10})
     assert spec.best_metric == metric
     evaluated_too = {6, 12, 18} if metric is not None else set()
-    assert spec.checkpoint_due == {10, 20} | evaluated_too
+    assert steps_with_checkpoint(spec) == {10, 20} | evaluated_too
 
 
 @pytest.mark.parametrize(
@@ -319,5 +336,5 @@ def test_a_metric_that_is_not_measured_is_refused(best: str, evaluation: dict[st
 
 
 def test_an_evaluation_at_the_start_may_be_left_out() -> None:
-    assert spec_of({"path": "e", "every": 8}).eval_due == {0, 8, 16, 20}
-    assert spec_of({"path": "e", "every": 8, "at_start": False}).eval_due == {8, 16, 20}
+    assert steps_evaluated(spec_of({"path": "e", "every": 8})) == {0, 8, 16, 20}
+    assert steps_evaluated(spec_of({"path": "e", "every": 8, "at_start": False})) == {8, 16, 20}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
+from due_steps import steps_evaluated
 
 from gcore.config import load_spec
 from gcore.flows import find_flow
@@ -37,7 +38,7 @@ def test_an_example_is_what_its_paper_says(
     assert [one.name for one in spec.flow.filters] == filters
     assert spec.flow.steps is not None
     assert spec.flow.steps <= 40
-    assert spec.eval_due >= {0, spec.flow.steps}
+    assert steps_evaluated(spec) >= {0, spec.flow.steps}
 
 
 @pytest.mark.parametrize("name", ["dapo", "remax", "rloo", "sft"])

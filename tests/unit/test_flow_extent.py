@@ -94,8 +94,6 @@ def test_the_last_step_is_evaluated_and_has_a_checkpoint_whichever_it_is() -> No
     job = spec(flow={"epochs": 1}, eval={"path": "e", "every": 4})
     assert [step for step in range(13) if job.evaluates_after(step, last=step == 11)] == [0, 4, 8, 11, 12]
     assert [step for step in range(13) if job.checkpoints_after(step, last=step == 11)] == [5, 10, 11]
-    with pytest.raises(ValueError, match="not in its spec"):
-        job.checkpoint_due  # noqa: B018
 
 
 def test_how_far_a_job_goes_is_said_in_words() -> None:

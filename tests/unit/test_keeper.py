@@ -36,7 +36,7 @@ def test_what_was_brought_back_and_cannot_be_noted_is_ended(tmp_path: Path, keep
     with pytest.raises(IsADirectoryError):
         keeper._write(cluster, process)
     assert wait_ended(process, 30)
-    assert not (tmp_path / "cluster.part").exists()
+    assert not (tmp_path / ".cluster.json.part").exists()
 
 
 def test_what_was_brought_back_and_noted_goes_on(tmp_path: Path, keeper: Keeper) -> None:

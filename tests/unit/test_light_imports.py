@@ -14,6 +14,8 @@ LIGHT = (
     "controllers.cli.main",
     "gcore.worker.main",
     "gcore.client",
+    "gcore.emulated.host",
+    "gcore.emulated.rank",
     "gcore.flows",
     "gcore.rollout.sglang.adapter",
     "gcore.testing.contract",

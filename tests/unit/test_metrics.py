@@ -74,6 +74,7 @@ def test_labels_are_few_and_bounded() -> None:
                     {"job", "source", "outcome"},
                     {"job", "set", "metric"},
                     {"job", "part"},
+                    {"job", "cause"},
                 )
                 assert labels in known, "or forget_job could not take it away"
 
@@ -85,6 +86,7 @@ def test_a_forgotten_job_leaves_nothing_behind() -> None:
     for gauge in (metrics.lineage, metrics.members, metrics.shards_owned, metrics.groups_in_flight):
         gauge.labels("sums").set(1)
     metrics.groups_offered.labels("sums").set(1)
+    metrics.show_waits("sums", {"train": 3.0, "peers": 1.0})
     metrics.show_stats("sums", dict.fromkeys(STEP_STATS, 0.5) | {"no_metric_for_this": 1.0})
     metrics.show_source("sums", "easy", dict.fromkeys(SOURCE_STATS, 0.5) | {"no_metric_for_this": 1.0}, {"trained": 3})
     metrics.show_source("sums", "hard", {"accuracy": 0.5}, {"filtered": 1, "failed": 0})

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gcore.flows.filters import has_signal
 from gcore.reward.registry import RewardError
-from gcore.rollout.overlong import PART, overlong, shortened
+from gcore.rollout.overlong import PART, overlong, penalized
 from gcore.train.algorithms.advantages import group_advantages
 from gcore.train.algorithms.shaping import overlong_penalty
 from gcore.types import Group, PromptRef, Sample, Version, VersionSpan
@@ -29,16 +29,16 @@ def test_it_is_the_formula_of_the_tensors(length: int, cache: int, penalty: floa
 
 
 def test_what_is_taken_off_is_a_part_of_the_reward() -> None:
-    long = shortened(sample(18, 1.0), longest=20, cache=4, penalty=0.5)
+    long = penalized(sample(18, 1.0), longest=20, cache=4, penalty=0.5)
     assert (long.reward, long.reward_parts) == (0.75, ((PART, -0.25),))
     short = sample(16, 1.0)
-    assert shortened(short, longest=20, cache=4, penalty=0.5) is short
-    assert shortened(sample(20, 1.0), longest=20, cache=None, penalty=0.5).reward == 1.0
+    assert penalized(short, longest=20, cache=4, penalty=0.5) is short
+    assert penalized(sample(20, 1.0), longest=20, cache=None, penalty=0.5).reward == 1.0
 
 
 def test_a_penalty_beyond_float32_fails_the_prompt() -> None:
     with pytest.raises(RewardError, match=r"rollout\.overlong_penalty"):
-        shortened(sample(4, -3e38), longest=4, cache=1, penalty=2e38)
+        penalized(sample(4, -3e38), longest=4, cache=1, penalty=2e38)
 
 
 @given(st.lists(rewards, min_size=2, max_size=8))

@@ -16,7 +16,7 @@ from controllers.changes import Changes
 from controllers.collectives import Collectives
 from controllers.faults import FaultBook
 from controllers.holdings import Holdings
-from controllers.judging import SHOWN_CHARACTERS, judged, reaches, shortened
+from controllers.judging import SHOWN_CHARACTERS, judged, reaches, recordable
 from controllers.material import material_of, rewards_of
 from controllers.ordering import EpochOrders
 from controllers.peer import JobPeer
@@ -71,6 +71,10 @@ def make_spec(tmp_path: Path, **rollout: Any) -> JobSpec:
         "reward": {"name": "exact", "answer": "solution"},
         "sampling": {"temperature": 0.5, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "max_new_tokens": 3, "stop": ["."]},
     }
+    held_out = [
+        sums | {"max_prompt_tokens": None},
+        letters | {"sampling": {"stop": ["."]}, "max_new_tokens": 3},
+    ]
     return parse_spec(
         {
             "name": "t",
@@ -85,7 +89,7 @@ def make_spec(tmp_path: Path, **rollout: Any) -> JobSpec:
                 **rollout,
             },
             "reward": {"name": "exact"},
-            "eval": {"sources": [sums | {"max_prompt_tokens": None}, letters], "every": 1, "show": 3, "limit": 3},
+            "eval": {"sources": held_out, "every": 1, "show": 3, "limit": 3},
         }
     )
 
@@ -432,5 +436,5 @@ def test_the_answers_shown_are_of_every_source_in_turn_and_short() -> None:
     found = in_turn([[answer("a", "1"), answer("a", "2"), answer("a", "3")], [answer("b", "4")]], 3)
     assert [(one.source, one.response) for one in found] == [("a", "1"), ("b", "4"), ("a", "2")]
     assert in_turn([], 5) == ()
-    assert len(shortened("y" * (2 * SHOWN_CHARACTERS))) == SHOWN_CHARACTERS
-    assert len(json.dumps(shortened("😀" * SHOWN_CHARACTERS))) * 150 < 3 * 512 * 1024, "fifty fit into one write"
+    assert len(recordable("y" * (2 * SHOWN_CHARACTERS))) == SHOWN_CHARACTERS
+    assert len(json.dumps(recordable("😀" * SHOWN_CHARACTERS))) * 150 < 3 * 512 * 1024, "fifty fit into one write"

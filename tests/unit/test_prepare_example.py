@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from due_steps import steps_evaluated, steps_with_checkpoint
+
 from gcore.config.load import load_spec
 from gcore.prepare.sums import split_sums
 
@@ -25,5 +27,7 @@ def test_a_response_of_the_example_may_be_as_long_as_the_longest_right_one() -> 
 
 def test_the_example_is_evaluated_and_checkpointed_a_few_times() -> None:
     spec = load_spec(EXAMPLE)
-    assert 4 <= len(spec.eval_due) <= 6
-    assert spec.checkpoint_due == {10, 20, 30, 40} | (spec.eval_due - {0}), "what may be the best has a checkpoint"
+    assert 4 <= len(steps_evaluated(spec)) <= 6
+    assert steps_with_checkpoint(spec) == {10, 20, 30, 40} | (steps_evaluated(spec) - {0}), (
+        "what may be the best has a checkpoint"
+    )

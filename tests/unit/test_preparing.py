@@ -7,20 +7,22 @@ from typing import Any
 
 import pytest
 
-from controllers import preparing
+from controllers import preparing, storage
 from controllers.changes import Changes
 from controllers.identity import Identity
 from controllers.material import Material
 from controllers.preparing import Preparation
+from controllers.storage import StorageNotShared
 from gcore.config import JobSpec, parse_spec
-from gcore.errors import DataError
+from gcore.errors import DataError, LeaseLost, StoreUnavailable
 from gcore.ledger.guarded import Stored
-from gcore.ledger.job import EnginePlace, JobPhase, JobRecord, JobStatus, Plan
+from gcore.ledger.job import EnginePlace, JobPhase, JobRecord, JobStatus, Plan, StorageMark
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records import Head
 from gcore.prompts.cursor import Cursors
 from gcore.prompts.dataset import DataChanged
 from gcore.store.keys import JobKeys
+from gcore.store.types import Put
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
 
 
@@ -38,14 +40,15 @@ class Node:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, *mistakes: Exception) -> None:
         tree = {"name": "j", "model": {"path": str(folder)}, "data": {"path": "d"}, "flow": {"steps": 1}}
         self.spec: JobSpec = parse_spec(tree | {"rollout": {"max_new_tokens": 4}})
-        self.job = JobRecord(uid="u", name="j", spec={}, run_dir="r", created=0.0, prompts=1)
+        self.job = JobRecord(uid="u", name="j", spec={}, run_dir=str(folder / "run"), created=0.0, prompts=1)
         self.mirror = mirror_of()
         self.mistakes = list(mistakes)
         self.reward_mistakes: list[Exception] = []
         self.changes = Changes()
         self.made = Material(self.spec, "u", None, {}, (), {})  # type: ignore[arg-type]
         self.told: list[str] = []
-        store, identity = MemoryStore(MemoryCluster(FakeClock())), Identity("late", "late.aaaa", "h:1", 1)
+        cluster = MemoryCluster(FakeClock())
+        store, identity = MemoryStore(cluster), Identity("late", "late.aaaa", "h:1", cluster.grant(60))
         self.preparation = Preparation(
             store, JobKeys("u"), identity, folder, self.changes, lambda: self.mirror, self, self.told.append
         )
@@ -122,3 +125,22 @@ async def test_a_job_that_has_ended_is_not_prepared(tmp_path: Path, monkeypatch:
     node.mirror = JobMirror(JobKeys("u"), status=Stored(JobStatus(phase=JobPhase.CANCELLED), 1))
     assert await node.material() is None
     assert len(node.mistakes) == 1
+
+
+async def test_a_folder_that_the_nodes_do_not_share_is_treated_as_data_that_are_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "LOOKS", 1)
+    node = Node(tmp_path, monkeypatch)
+    mark = StorageMark(node="early", nonce="of a file that is on another disk")
+    await node.preparation.store.transact((), (Put(JobKeys("u").storage("early"), mark.encode()),))
+    with pytest.raises(StorageNotShared, match="late does not see what early wrote"):
+        await node.material()
+
+
+@pytest.mark.parametrize("error", [StoreUnavailable("no answer in time"), LeaseLost("lease 1 has ended")])
+async def test_a_store_that_does_not_answer_and_a_lease_that_is_lost_say_nothing_of_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    node = Node(tmp_path, monkeypatch, error)
+    assert await node.material() is node.made

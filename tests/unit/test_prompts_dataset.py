@@ -349,6 +349,7 @@ def test_closing_twice_is_no_error(tmp_path: Path) -> None:
     dataset.close()
 
 
+@pytest.mark.large
 def test_ten_million_prompts_take_less_than_200_megabytes(tmp_path: Path) -> None:
     path = tmp_path / "big.jsonl"
     with path.open("wb") as file:

@@ -14,10 +14,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from controllers.cli.answers import Output, as_json
+from controllers.cli.samples_verb import samples
 from controllers.cli.samples_view import groups_tree, readable, show_groups
 from controllers.service.samples import find_samples
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.config.reading import SamplesSpec
+from gcore.errors import Unreachable
 from gcore.ledger.guarded import Stored
 from gcore.ledger.job import JobRecord
 from gcore.ledger.mirror import JobMirror
@@ -131,6 +134,12 @@ def test_one_source_is_picked_and_an_unknown_one_is_told_with_those_there_are() 
         select(GROUPS, {}, source="sum")
 
 
+def test_of_a_job_that_ended_before_its_first_step_nobody_is_asked_to_wait() -> None:
+    with pytest.raises(NoSamples, match="ended before its first step") as refused:
+        find_version([], head(0), SamplesSpec(), None, ended=True)
+    assert refused.value.fix is None
+
+
 def stored(run_dir: Path) -> JobMirror:
     folder.write(
         run_dir, Version(0, 3), "node-0.ab", [group(0, 0.0, 1.0, prompt="a\x1b[2J\nb", text="\x1b]0;evil\x07[red]two")]
@@ -162,6 +171,29 @@ async def test_a_controller_joins_what_holders_and_ranks_wrote(tmp_path: Path) -
 async def test_a_controller_says_that_a_step_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(NoSamples, match="step 4 has not been trained yet"):
         await found(tmp_path, step=4)
+
+
+def test_where_no_cluster_is_up_the_samples_of_an_ended_run_are_read_from_its_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "home" / "runs" / "sums-u1"
+    stored(run_dir)
+    (run_dir / "summary.json").write_text(json.dumps({"job": "sums", "uid": "u1", "checkpoint": ""}))
+    samples("sums", home=tmp_path / "home", output=Output.JSON)
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["step"], shown["of"], shown["standing"]) == (3, 2, "unknown")
+    assert shown["groups"][0]["responses"][1]["advantage"] == 0.7
+    with pytest.raises(NoSamples, match=r"no samples of step 4 are kept\. There are those of step 3"):
+        samples("sums", step=4, home=tmp_path / "home")
+    with pytest.raises(Unreachable, match="no finished job 'words'; finished are 'sums'"):
+        samples("words", home=tmp_path / "home")
+
+
+def test_json_has_null_for_what_is_no_number() -> None:
+    assert json.loads(as_json({"a": [1.5, float("nan")], "b": {"c": float("-inf")}})) == {
+        "a": [1.5, None],
+        "b": {"c": None},
+    }
 
 
 def test_control_characters_are_spelt_out_and_lines_stay() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,12 @@ from controllers.staffing import (
     StartRank,
     StopWorker,
     backoff,
-    base_checkpoint,
     staffing,
+    world_start,
 )
-from controllers.view import JobView
+from controllers.view import EngineView, JobView
 from gcore.config import NodeConfig, parse_spec
+from gcore.emulated.launch import HostLaunch
 from gcore.ledger import chain
 from gcore.ledger.chain import Writer
 from gcore.ledger.guarded import Stored
@@ -29,10 +31,12 @@ from gcore.ledger.job import EnginePlace, JobRecord, Plan, RankClaim, RankPlace
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records import Checkpoint, Checkpoints, Tally
 from gcore.ledger.stream import StreamRules
+from gcore.ledger.world_state import WorldState
 from gcore.prompts.cursor import Cursors, shard_lengths
 from gcore.store.keys import JobKeys
 from gcore.testing import FakeClock
-from gcore.worker.process import ProcessId
+from gcore.train.launch import Start
+from gcore.worker.process import ProcessId, identify
 from gcore.worker.records import WorkerRecord
 
 KEYS = JobKeys("u")
@@ -124,7 +128,7 @@ def test_workers_of_other_nodes_and_jobs_are_left_alone() -> None:
 
 def test_a_new_world_starts_from_what_its_rollback_named() -> None:
     first = view()
-    assert base_checkpoint(first) == BASE
+    assert world_start(first) == Start(step=0)
     head = first.mirror.head
     assert head is not None
     target = Checkpoint(lineage=0, step=2, seq=2, file="checkpoints/0-2")
@@ -136,7 +140,18 @@ def test_a_new_world_starts_from_what_its_rollback_named() -> None:
         log={5: Stored(back.entry, 9)},
         checkpoints=Stored(Checkpoints(entries=(BASE, target)), 9),
     )
-    assert base_checkpoint(replace(first, mirror=mirror)) == target
+    assert world_start(replace(first, mirror=mirror)) == Start(step=2, checkpoint="checkpoints/0-2")
+
+
+def test_a_new_world_that_goes_on_from_copies_is_told_whose() -> None:
+    first = view()
+    head = first.mirror.head
+    assert head is not None
+    later = head.record.model_copy(update={"seq": 4, "step": 4})
+    state = WorldState(world="w", lineage=0, step=4, attempt=1, shards=2)
+    on = chain.re_formed(later, state, "w2", Writer("a", "m"), "a rank died")
+    mirror = replace(first.mirror, head=Stored(on.head, 9), log={5: Stored(on.entry, 9)})
+    assert world_start(replace(first, mirror=mirror)) == Start(step=4, state=state)
 
 
 def test_what_cannot_be_spawned_is_tried_again_later_and_in_the_end_given_up(tmp_path: Path) -> None:
@@ -188,3 +203,49 @@ def test_a_node_without_sglang_gives_the_job_up_with_what_is_missing(tmp_path: P
     for _ in range(MAX_LAUNCHES):
         staff.start(StartEngine(EnginePlace(node="node-0", slot="cpu:0")), bare)
     assert "node node-0 has no SGLang. Run 'make sglang-setup'" in staff.hopeless({})
+
+
+def hung(workers: dict[str, WorkerRecord]) -> JobView:
+    engine = EngineView("e", "h:1", None, silent=True, hung=True, why="has answered nothing for 120 s")
+    return replace(view(workers, {0: "t"}), engines={"e": engine})
+
+
+def test_an_engine_that_hangs_is_ended_at_once_and_its_slot_is_given_away_only_when_it_has_gone() -> None:
+    (stop,) = staffing(hung(RUNNING), Launches(), 100.0)
+    assert stop == StopWorker("e", "it has answered nothing for 120 s", at_once=True)
+    (again,) = staffing(hung(RUNNING | {"e": worker("e", "rollout", state="stopping")}), Launches(), 100.0)
+    assert again == stop  # who asks twice does not want to wait
+    gone = replace(view({"t": RUNNING["t"]}, {0: "t"}), engines={})
+    assert kinds(gone) == [StartEngine]
+
+
+def test_an_engine_that_hangs_on_another_node_is_that_nodes_business() -> None:
+    far = {"e": worker("e", "rollout", "node-1"), "e0": worker("e0", "rollout"), "t": RUNNING["t"]}
+    assert list(staffing(hung(far), Launches(), 100.0)) == []
+
+
+def test_the_engines_of_emulated_slots_are_started_as_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[HostLaunch] = []
+
+    def start(launch: HostLaunch, home: Path) -> ProcessId:
+        started.append(launch)
+        me = identify(os.getpid())
+        assert me is not None
+        return me
+
+    monkeypatch.setattr("controllers.staffing.start_host", start)
+    places = tuple(EnginePlace(node="node-0", slot=f"emulated:{i}") for i in range(3))
+    bare = view()
+    plan = Plan(generation=1, world="w", ranks=(), engines=places)
+    bare = replace(bare, mirror=replace(bare.mirror, plan=Stored(plan, 1)))
+    config = NodeConfig(
+        node="node-0", home=str(tmp_path), etcd_endpoints=("h:1",), slots=("emulated:0",), run_root=str(tmp_path)
+    )
+    staff = Staff(config, FakeClock())
+    staff.start_emulated([a for a in staffing(bare, staff.launches({}), 0.0) if isinstance(a, StartEngine)], bare)
+    (launch,) = started
+    assert [engine.slot for engine in launch.engines] == ["emulated:0", "emulated:1", "emulated:2"]
+    assert len({engine.instance for engine in launch.engines}) == 3
+    assert list(staffing(bare, staff.launches({}), 1.0)) == []  # they are on their way

@@ -230,7 +230,7 @@ def test_tensorboard_shows_a_step_once_that_two_processes_wrote(tmp_path: Path) 
     first.feed()
     write(tmp_path, STEPS[:4])
     with pytest.MonkeyPatch.context() as patch:  # it dies after it wrote, before it noted that it had
-        patch.setattr("gcore.tracking.feeding.save_cursor", lambda path, cursor: None)
+        patch.setattr("gcore.tracking.feeding.whole_file", lambda path, data: None)
         first.feed()
     write(tmp_path)
     cursor = load_cursor(tmp_path / "cursor.json")

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from gcore.atomic import DiskFull, sweep, whole_folder
 from gcore.errors import UsageError
 from gcore.types import Version
-from gcore.weights.atomic import DiskFull, sweep, whole_folder
 from gcore.weights.layout import (
     MANIFEST_FILE,
     CheckpointDamaged,

@@ -10,12 +10,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from ready_seals import ready_seal
 from torch import Tensor
 
 from gcore.config.train import TrainSpec
 from gcore.errors import DataError
 from gcore.ledger.balance import balance
-from gcore.ledger.records import Seal, SealedGroup, SealState
+from gcore.ledger.records import SealedGroup
 from gcore.train.advantages import advantages
 from gcore.train.batch import Feeding
 from gcore.train.counted import Count, Trained, trained
@@ -56,16 +57,7 @@ def step_of(rank: int = 0, ranks: int = 1, *, baseline: float | None = None, **t
                 holder="h",
             )
         )
-    seal = Seal(
-        lineage=0,
-        step=1,
-        attempt=1,
-        state=SealState.READY,
-        world="w",
-        world_size=ranks,
-        mini_batches=2,
-        groups=tuple(sealed),
-    )
+    seal = ready_seal(sealed, ranks=ranks, mini_batches=2)
     work = Work(seal, balance(seal), rank, held)
     return cut_step(work, TrainSpec(micro_batch_tokens=6, mini_batches=2, **train), FEEDING)
 

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from ready_seals import ready_seal
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from gcore.config.spec import TrainSpec
 from gcore.errors import DataError
 from gcore.ledger.balance import balance
-from gcore.ledger.records import Seal, SealedGroup, SealState
+from gcore.ledger.records import SealedGroup
 from gcore.testing.rank_launch import rank_launch
 from gcore.train import models
 from gcore.train.attention import PACKED, PackedAttention
@@ -97,16 +98,7 @@ def make_work(lengths: Sequence[tuple[int, Sequence[int]]], masked: tuple[int, .
                 masked=tuple(i for i in masked if i < len(responses)),
             )
         )
-    seal = Seal(
-        lineage=0,
-        step=1,
-        attempt=1,
-        state=SealState.READY,
-        world="w",
-        world_size=1,
-        mini_batches=1,
-        groups=tuple(sealed),
-    )
+    seal = ready_seal(sealed)
     return Work(seal, balance(seal), 0, held)
 
 

@@ -148,6 +148,15 @@ def test_a_rollback_takes_back_steps_groups_and_evaluations():
     assert state.log[-1].text == "rollback from step 3 to step 1: rank 0 died"
 
 
+def test_a_new_world_that_loses_no_step_is_not_told_as_going_back():
+    state = fold(JobEvent(n, float(n), "step", data={"step": n, "steps": 9}) for n in (1, 2))
+    state = state.apply(
+        JobEvent(3, 3.0, "rollback", data={"from_step": 2, "to_step": 2, "lineage": 1, "reason": "rank 0 died"})
+    )
+    assert (state.step, state.lineage) == (2, 1)
+    assert state.log[-1].text == "a new train world goes on from step 2, no step is lost: rank 0 died"
+
+
 def test_accuracy_before_and_after_are_those_of_the_first_and_the_last_evaluation():
     state = ViewState().apply(JobEvent(1, 1.0, "eval", data={"step": 0, "accuracy": 0.4}))
     assert (state.accuracy_before, state.accuracy_after) == (0.4, None)

@@ -183,6 +183,13 @@ def test_a_child_that_does_not_stop_is_killed_after_the_grace() -> None:
     assert story.meets(e.ChildEnded("killed by SIGKILL")) == [e.Leave(STOPPED)]
 
 
+def test_who_does_not_serve_yet_has_nothing_to_drain_and_is_killed_at_once() -> None:
+    story = Story()
+    story.meets(e.Registered(), e.ChildStarted(7))
+    assert story.meets(e.StopAsked("asked to by SIGTERM")) == [e.TellStop(), e.KillChild()]
+    assert story.meets(e.ChildEnded("killed by SIGKILL")) == [e.Leave(STOPPED)]
+
+
 def test_who_asks_twice_does_not_want_to_wait() -> None:
     story = serving()
     story.meets(e.StopAsked("asked to by SIGTERM"))

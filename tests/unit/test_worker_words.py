@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from gcore.errors import UsageError
 from gcore.worker import death
 from gcore.worker.child import CONTROL_FD
 from gcore.worker.events import ChildFailed, ChildListens, ChildProgressed, ChildServes, Event
-from gcore.worker.launch import start_worker, worker_command
+from gcore.worker.launch import READ_WITHIN_S, start_worker, sweep_launches, worker_command
 from gcore.worker.main import read_launch
 from gcore.worker.parent import child_environment, understand
 from gcore.worker.process import CannotStart, ProcessId, terminate
@@ -173,6 +174,17 @@ def test_a_launch_document_is_for_its_owner_only(tmp_path: Path) -> None:
         )
     finally:
         terminate(supervisor, grace_s=60)
+
+
+def test_launch_documents_of_long_ago_go_and_those_that_may_not_be_read_yet_stay(tmp_path: Path) -> None:
+    for name, age_s in (("old", 2 * READ_WITHIN_S), ("young", READ_WITHIN_S / 2), ("newest", 0.0)):
+        file = tmp_path / f"{name}.json"
+        file.write_text("{}")
+        os.utime(file, (1e9 - age_s, 1e9 - age_s))
+    (tmp_path / "notes.txt").write_text("mine")
+    os.utime(tmp_path / "notes.txt", (0, 0))
+    sweep_launches(tmp_path / "newest.json")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["newest.json", "notes.txt", "young.json"]
 
 
 def test_a_home_that_is_no_folder_is_one_sentence(tmp_path: Path) -> None:

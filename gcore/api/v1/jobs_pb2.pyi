@@ -215,7 +215,7 @@ class AuditJobRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ...) -> None: ...
 
 class AuditReport(_message.Message):
-    __slots__ = ("clean", "violations", "steps", "trained", "filtered", "failed", "in_flight", "groups_by_node", "lineages")
+    __slots__ = ("clean", "violations", "steps", "trained", "filtered", "failed", "in_flight", "groups_by_node", "lineages", "issued", "epochs", "findings")
     class GroupsByNodeEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -232,6 +232,9 @@ class AuditReport(_message.Message):
     IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     GROUPS_BY_NODE_FIELD_NUMBER: _ClassVar[int]
     LINEAGES_FIELD_NUMBER: _ClassVar[int]
+    ISSUED_FIELD_NUMBER: _ClassVar[int]
+    EPOCHS_FIELD_NUMBER: _ClassVar[int]
+    FINDINGS_FIELD_NUMBER: _ClassVar[int]
     clean: bool
     violations: _containers.RepeatedScalarFieldContainer[str]
     steps: int
@@ -241,7 +244,20 @@ class AuditReport(_message.Message):
     in_flight: int
     groups_by_node: _containers.ScalarMap[str, int]
     lineages: int
-    def __init__(self, clean: _Optional[bool] = ..., violations: _Optional[_Iterable[str]] = ..., steps: _Optional[int] = ..., trained: _Optional[int] = ..., filtered: _Optional[int] = ..., failed: _Optional[int] = ..., in_flight: _Optional[int] = ..., groups_by_node: _Optional[_Mapping[str, int]] = ..., lineages: _Optional[int] = ...) -> None: ...
+    issued: int
+    epochs: int
+    findings: _containers.RepeatedCompositeFieldContainer[AuditFinding]
+    def __init__(self, clean: _Optional[bool] = ..., violations: _Optional[_Iterable[str]] = ..., steps: _Optional[int] = ..., trained: _Optional[int] = ..., filtered: _Optional[int] = ..., failed: _Optional[int] = ..., in_flight: _Optional[int] = ..., groups_by_node: _Optional[_Mapping[str, int]] = ..., lineages: _Optional[int] = ..., issued: _Optional[int] = ..., epochs: _Optional[int] = ..., findings: _Optional[_Iterable[_Union[AuditFinding, _Mapping]]] = ...) -> None: ...
+
+class AuditFinding(_message.Message):
+    __slots__ = ("kind", "sentence", "refs")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    SENTENCE_FIELD_NUMBER: _ClassVar[int]
+    REFS_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    sentence: str
+    refs: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, kind: _Optional[str] = ..., sentence: _Optional[str] = ..., refs: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GetSamplesRequest(_message.Message):
     __slots__ = ("job", "step", "source", "order", "limit")
@@ -328,6 +344,40 @@ class RewardPart(_message.Message):
     name: str
     value: float
     def __init__(self, name: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+
+class ListCheckpointsRequest(_message.Message):
+    __slots__ = ("job",)
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    def __init__(self, job: _Optional[str] = ...) -> None: ...
+
+class ListCheckpointsReply(_message.Message):
+    __slots__ = ("uid", "name", "checkpoints")
+    UID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
+    uid: str
+    name: str
+    checkpoints: _containers.RepeatedCompositeFieldContainer[CheckpointInfo]
+    def __init__(self, uid: _Optional[str] = ..., name: _Optional[str] = ..., checkpoints: _Optional[_Iterable[_Union[CheckpointInfo, _Mapping]]] = ...) -> None: ...
+
+class CheckpointInfo(_message.Message):
+    __slots__ = ("step", "lineage", "folder", "bytes", "written", "kept", "problem")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    lineage: int
+    folder: str
+    bytes: int
+    written: float
+    kept: _containers.RepeatedScalarFieldContainer[str]
+    problem: str
+    def __init__(self, step: _Optional[int] = ..., lineage: _Optional[int] = ..., folder: _Optional[str] = ..., bytes: _Optional[int] = ..., written: _Optional[float] = ..., kept: _Optional[_Iterable[str]] = ..., problem: _Optional[str] = ...) -> None: ...
 
 class ListNodesRequest(_message.Message):
     __slots__ = ()

@@ -69,6 +69,11 @@ class JobsStub:
                 request_serializer=gcore_dot_api_dot_v1_dot_jobs__pb2.GetSamplesRequest.SerializeToString,
                 response_deserializer=gcore_dot_api_dot_v1_dot_jobs__pb2.SampleGroup.FromString,
                 _registered_method=True)
+        self.ListCheckpoints = channel.unary_unary(
+                '/gcore.api.v1.Jobs/ListCheckpoints',
+                request_serializer=gcore_dot_api_dot_v1_dot_jobs__pb2.ListCheckpointsRequest.SerializeToString,
+                response_deserializer=gcore_dot_api_dot_v1_dot_jobs__pb2.ListCheckpointsReply.FromString,
+                _registered_method=True)
         self.ListNodes = channel.unary_unary(
                 '/gcore.api.v1.Jobs/ListNodes',
                 request_serializer=gcore_dot_api_dot_v1_dot_jobs__pb2.ListNodesRequest.SerializeToString,
@@ -125,6 +130,13 @@ class JobsServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListCheckpoints(self, request, context):
+        """A job's registered checkpoints, why each is kept, and how it lies on the disk.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListNodes(self, request, context):
         """The daemons and workers of the cluster.
         """
@@ -169,6 +181,11 @@ def add_JobsServicer_to_server(servicer, server):
                     servicer.GetSamples,
                     request_deserializer=gcore_dot_api_dot_v1_dot_jobs__pb2.GetSamplesRequest.FromString,
                     response_serializer=gcore_dot_api_dot_v1_dot_jobs__pb2.SampleGroup.SerializeToString,
+            ),
+            'ListCheckpoints': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListCheckpoints,
+                    request_deserializer=gcore_dot_api_dot_v1_dot_jobs__pb2.ListCheckpointsRequest.FromString,
+                    response_serializer=gcore_dot_api_dot_v1_dot_jobs__pb2.ListCheckpointsReply.SerializeToString,
             ),
             'ListNodes': grpc.unary_unary_rpc_method_handler(
                     servicer.ListNodes,
@@ -365,6 +382,33 @@ class Jobs:
             '/gcore.api.v1.Jobs/GetSamples',
             gcore_dot_api_dot_v1_dot_jobs__pb2.GetSamplesRequest.SerializeToString,
             gcore_dot_api_dot_v1_dot_jobs__pb2.SampleGroup.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListCheckpoints(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gcore.api.v1.Jobs/ListCheckpoints',
+            gcore_dot_api_dot_v1_dot_jobs__pb2.ListCheckpointsRequest.SerializeToString,
+            gcore_dot_api_dot_v1_dot_jobs__pb2.ListCheckpointsReply.FromString,
             options,
             channel_credentials,
             insecure,

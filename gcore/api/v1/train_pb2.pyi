@@ -137,7 +137,7 @@ class WatchRequest(_message.Message):
     def __init__(self, world: _Optional[_Union[WorldId, _Mapping]] = ...) -> None: ...
 
 class RankState(_message.Message):
-    __slots__ = ("schema_version", "world", "rank", "world_size", "holding", "held", "applied", "report", "phase", "progress", "error")
+    __slots__ = ("schema_version", "world", "rank", "world_size", "holding", "held", "applied", "report", "phase", "progress", "error", "saved", "writing")
     SCHEMA_VERSION_FIELD_NUMBER: _ClassVar[int]
     WORLD_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
@@ -149,6 +149,8 @@ class RankState(_message.Message):
     PHASE_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    SAVED_FIELD_NUMBER: _ClassVar[int]
+    WRITING_FIELD_NUMBER: _ClassVar[int]
     schema_version: int
     world: WorldId
     rank: int
@@ -160,7 +162,37 @@ class RankState(_message.Message):
     phase: str
     progress: int
     error: str
-    def __init__(self, schema_version: _Optional[int] = ..., world: _Optional[_Union[WorldId, _Mapping]] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., holding: _Optional[_Union[StepToken, _Mapping]] = ..., held: _Optional[_Iterable[_Union[HeldGroup, _Mapping]]] = ..., applied: _Optional[_Union[StepToken, _Mapping]] = ..., report: _Optional[_Union[StepReport, _Mapping]] = ..., phase: _Optional[str] = ..., progress: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
+    saved: SavedCheckpoint
+    writing: CheckpointWrite
+    def __init__(self, schema_version: _Optional[int] = ..., world: _Optional[_Union[WorldId, _Mapping]] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., holding: _Optional[_Union[StepToken, _Mapping]] = ..., held: _Optional[_Iterable[_Union[HeldGroup, _Mapping]]] = ..., applied: _Optional[_Union[StepToken, _Mapping]] = ..., report: _Optional[_Union[StepReport, _Mapping]] = ..., phase: _Optional[str] = ..., progress: _Optional[int] = ..., error: _Optional[str] = ..., saved: _Optional[_Union[SavedCheckpoint, _Mapping]] = ..., writing: _Optional[_Union[CheckpointWrite, _Mapping]] = ...) -> None: ...
+
+class SavedCheckpoint(_message.Message):
+    __slots__ = ("lineage", "step", "file", "sha256")
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    lineage: int
+    step: int
+    file: str
+    sha256: str
+    def __init__(self, lineage: _Optional[int] = ..., step: _Optional[int] = ..., file: _Optional[str] = ..., sha256: _Optional[str] = ...) -> None: ...
+
+class CheckpointWrite(_message.Message):
+    __slots__ = ("lineage", "step", "total", "written", "error", "over")
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    OVER_FIELD_NUMBER: _ClassVar[int]
+    lineage: int
+    step: int
+    total: int
+    written: int
+    error: str
+    over: bool
+    def __init__(self, lineage: _Optional[int] = ..., step: _Optional[int] = ..., total: _Optional[int] = ..., written: _Optional[int] = ..., error: _Optional[str] = ..., over: _Optional[bool] = ...) -> None: ...
 
 class StepReport(_message.Message):
     __slots__ = ("content_sha256", "metrics", "weights_file", "checkpoint_file", "checkpoint_sha256")

@@ -1,6 +1,6 @@
-"""Folders that are there whole or not at all.
+"""Files and folders that are there whole or not at all.
 
-A folder is filled under a hidden name beside its target and renamed when everything is in it. A crash at any moment
+A file is written under a hidden name beside its target and renamed. A folder is filled under a hidden name beside its target and renamed when everything is in it. A crash at any moment
 leaves what was there before, plus at most a hidden remainder, which `sweep` removes. With `durable`, all bytes are on
 the disk before the name is, so that this holds for a machine that loses power too.
 """
@@ -21,6 +21,21 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 class DiskFull(GcoreError):
     """There was no room for what had to be written; nothing half-written was left."""
+
+
+def whole_file(target: Path, data: bytes, *, mode: int = 0o666) -> None:
+    """Write `target` in place of what was there. For one writer at a time; whoever has the machine's power cut may find the
+    old one. `mode` is less the umask's. Raises OSError; then what was there before still is, and nothing else.
+    """
+    half = target.with_name(f".{target.name}.part")
+    try:
+        with os.fdopen(os.open(half, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
+            file.write(data)
+        half.replace(target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            half.unlink(missing_ok=True)
+        raise
 
 
 @contextlib.contextmanager

@@ -1,0 +1,328 @@
+"""What peers cost: seal and commit beside the step, and the store's writes, with many controllers and emulated engines.
+
+    make bench-control-plane                       16 controllers, 1,024 emulated engines; results/control_plane.json
+    ... BENCH_ARGS="--controllers 2 --engines 8 --steps 4 --out /tmp/control_plane.json"
+
+The control plane is real (etcd, daemons, gRPC, HTTP, supervisors, the audit at the end); what computes is emulated: engines and
+ranks take the time that a law says. So nothing here says how fast a model is. All of it shares this machine's cores, which on
+a cluster each node has for itself: latencies here are from above.
+
+Measured from outside: the store is watched and each record timed as it comes, ranks are watched over their own stream, writes
+are etcd's own counters, processor time the kernel's. Of a step:
+
+- `seal`: from the offer that completes the quota to the SEALED record; `ready`: from the last group's arrival at its rank to
+  the READY record; `commit`: from the last rank's report that it has applied the step to the new head. The three together are
+  what agreeing adds, and the goal is on their share of the step's time.
+- `exchange` is the rest between SEALED and READY: samples on their way. It is data, not agreement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import grpc
+from measured import RESULTS, ROOT, circumstances, spread
+from processes import read
+
+from controllers.cli import local
+from controllers.cli.leftovers import processes_of
+from gcore.api.v1 import train_pb2 as pb
+from gcore.api.v1 import train_pb2_grpc
+from gcore.clock import SystemClock
+from gcore.config.cluster import LocalCluster
+from gcore.emulated.launch import LAW_FILE
+from gcore.ledger.job import JobStatus
+from gcore.ledger.mirror import JobMirror
+from gcore.ledger.records import SealState
+from gcore.store import keys
+from gcore.store.client import EtcdStore
+from gcore.worker.records import WorkerRecord
+
+GCORE = [sys.executable, "-m", "controllers.cli.main"]
+MODEL = ROOT / ".cache" / "examples" / "arithmetic" / "model"
+LAW = {
+    "load_s": 0.0,
+    "decode_s": 0.15,
+    "decode_per_sequence_s": 0.005,
+    "prefill_tokens_per_s": 200.0,
+    "response_tokens": 24,
+    "response_spread": 0.4,
+    "train_s": 2.2,
+    "train_tokens_per_s": 50_000.0,
+    "publish_s": 0.2,
+}
+"""A step of about 10 s on 8 sequences an engine: short responses by a slow model, so that there are few bytes and much time."""
+MOST_TOKENS = 40
+WARM = 2
+"""Steps that are not counted: everything is loaded, imported and published for the first time."""
+GOAL_SHARE, GOAL_WRITES = 0.02, 10.0
+
+
+@dataclass
+class StepTimes:
+    """Of one step, on this process's clock."""
+
+    offered: float = 0.0
+    """The last offer before the seal came."""
+    sealed: float = 0.0
+    held: float = 0.0
+    """A rank last reported more groups of the sealed token."""
+    ready: float = 0.0
+    applied: float = 0.0
+    """The last rank reported that it is done."""
+    committed: float = 0.0
+    writes: float = 0.0
+    """etcd's counter of puts and deletes, at the commit."""
+    revision: int = 0
+    processors: dict[str, float] = field(default_factory=dict)
+    """Seconds of processor time so far, by kind of process."""
+
+
+class Watcher:
+    """Times records and reports as they come."""
+
+    def __init__(self, home: Path, uid: str) -> None:
+        cluster = LocalCluster.load(home)
+        assert cluster is not None
+        self._home = home
+        self._etcd = cluster.etcd.endpoint
+        self._mirror = JobMirror(keys.JobKeys(uid))
+        self.steps: dict[int, StepTimes] = {}
+        self.status: JobStatus | None = None
+        self._ranks: dict[str, asyncio.Task[None]] = {}
+        self._held: dict[int, int] = {}
+        self._readings: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Until the job has ended."""
+        store = await EtcdStore.connect((self._etcd,), clock=SystemClock())
+        workers = asyncio.create_task(self._watch_workers(store))
+        try:
+            async for batch in store.watch(self._mirror.keys.prefix):
+                now = monotonic()
+                before, self._mirror = self._mirror, self._mirror.fold(batch)
+                self._note(before, now)
+                if self.status is not None and self.status.phase.ended:
+                    return
+        finally:
+            for task in (workers, *self._ranks.values()):
+                task.cancel()
+            await store.close()
+
+    def _note(self, before: JobMirror, now: float) -> None:
+        after = self._mirror
+        self.status = after.status.record if after.status else None
+        if after.head is None:
+            return
+        step = after.head.record.step
+        if before.head is not None and step > before.head.record.step:
+            times = self._of(step)
+            times.committed, times.revision = now, after.revision
+            reading = asyncio.create_task(asyncio.to_thread(self._read_counters, times))
+            self._readings.add(reading)
+        at_work = self._of(step + 1)
+        if after.offers != before.offers and not at_work.sealed:
+            at_work.offered = now
+        slot = after.seals.get(step + 1)
+        if slot is not None and slot.record.state is not SealState.OPEN and not at_work.sealed:
+            at_work.sealed = now
+        if slot is not None and slot.record.state is SealState.READY and not at_work.ready:
+            at_work.ready = now
+
+    def _of(self, step: int) -> StepTimes:
+        return self.steps.setdefault(step, StepTimes())
+
+    def _read_counters(self, times: StepTimes) -> None:
+        with urllib.request.urlopen(f"http://{self._etcd}/metrics", timeout=10) as answer:
+            text = answer.read().decode()
+        wanted = ("etcd_mvcc_put_total", "etcd_mvcc_delete_total")
+        lines = [line.split() for line in text.splitlines() if line.startswith(wanted)]
+        times.writes = sum(float(value) for _, value in lines)
+        times.processors = processor_seconds(self._home)
+
+    async def _watch_workers(self, store: EtcdStore) -> None:
+        async for batch in store.watch(keys.WORKERS):
+            for event in batch.events:
+                if event.kind == "put":
+                    worker = WorkerRecord.decode(event.kv.value, event.kv.key)
+                    if worker.role == "train" and worker.state == "serving" and worker.address not in self._ranks:
+                        self._ranks[worker.address] = asyncio.create_task(self._watch_rank(worker))
+
+    async def _watch_rank(self, worker: WorkerRecord) -> None:
+        async with grpc.aio.insecure_channel(worker.address) as channel:
+            head = self._mirror.head
+            while head is None:
+                await asyncio.sleep(0.1)
+                head = self._mirror.head
+            world = pb.WorldId(job_uid=worker.job_uid, world=worker.world or "", lineage=head.record.lineage)
+            async for state in train_pb2_grpc.TrainRankStub(channel).Watch(pb.WatchRequest(world=world)):
+                now = monotonic()
+                if state.HasField("applied"):
+                    times = self._of(state.applied.step)
+                    times.applied = times.applied if times.committed else now
+                count = sum(len(group.samples) for group in state.held)
+                if state.HasField("holding") and count != self._held.get(state.rank):
+                    self._held[state.rank] = count
+                    times = self._of(state.holding.step)
+                    times.held = times.held if times.ready else now
+
+
+def processor_seconds(home: Path) -> dict[str, float]:
+    """Of the home's living processes, by kind."""
+    found: dict[str, float] = {}
+    for one in processes_of(home):
+        pid = one.process.pid
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes()
+            kind = "emulated engines" if b"gcore.emulated.host" in words else str(one.kind)
+            kind = "emulated ranks" if b"gcore.emulated.rank" in words else kind
+            kind = "supervisors" if kind == "worker" else kind
+            found[kind] = found.get(kind, 0.0) + read(pid).processor_s
+        except OSError:
+            continue
+    return found
+
+
+def write_job(folder: Path, controllers: int, engines: int, samples: int, steps: int) -> Path:
+    """A spec with data of its own."""
+    lines = (
+        json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) for a in range(100, 300) for b in range(100, 250)
+    )
+    (folder / "train.jsonl").write_text("\n".join(lines) + "\n")
+    spec = {
+        "name": "control-plane",
+        "model": {"path": str(MODEL)},
+        "data": {"path": str(folder / "train.jsonl"), "shards": 16 * controllers},
+        "flow": {"name": "grpo", "steps": steps, "groups_per_step": engines, "samples_per_prompt": samples},
+        "rollout": {"max_new_tokens": MOST_TOKENS, "batch_slots": 8},
+        "reward": {"name": "exact"},
+        "checkpoint": {"every": 1000},
+    }
+    path = folder / "job.yaml"
+    path.write_text(json.dumps(spec))  # JSON is YAML
+    return path
+
+
+def figures(steps: dict[int, StepTimes], controllers: int) -> dict[str, Any]:
+    """What the counted steps came to. Raises SystemExit if there are none."""
+    whole = [n for n in sorted(steps) if n > WARM and all(
+        (steps[n].offered, steps[n].sealed, steps[n].held, steps[n].ready, steps[n].applied, steps[n].committed)
+    ) and n - 1 in steps and steps[n - 1].committed]  # fmt: skip
+    if len(whole) < 2:
+        raise SystemExit(f"too few whole steps: {sorted(steps)}")
+    rows = []
+    for n in whole:
+        one, seconds = steps[n], steps[n].committed - steps[n - 1].committed
+        seal, ready, commit = one.sealed - one.offered, one.ready - one.held, one.committed - one.applied
+        rows.append(
+            {
+                "seconds": seconds,
+                "seal_s": seal,
+                "ready_s": ready,
+                "commit_s": commit,
+                "exchange_s": one.held - one.sealed,
+                "share": (seal + ready + commit) / seconds,
+                "writes": (one.writes - steps[n - 1].writes) / controllers,
+                "transactions": (one.revision - steps[n - 1].revision) / controllers,
+            }
+        )
+    first, last = steps[whole[0] - 1], steps[whole[-1]]
+    processor = {
+        kind: round((seconds - first.processors.get(kind, 0.0)) / len(whole), 3)
+        for kind, seconds in sorted(last.processors.items())
+    }
+    found: dict[str, Any] = {name: spread([row[name] for row in rows]) for name in rows[0]}
+    found["processor_s_per_step"] = processor
+    return found
+
+
+def gcore(home: Path, *words: str) -> str:
+    """One command; what it said. Raises SystemExit with its words."""
+    command = [*GCORE, *words, "--home", str(home)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=home.parent)
+    if done.returncode:
+        raise SystemExit(f"gcore {' '.join(words)}: {done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """A cluster, a job, its figures."""
+    with tempfile.TemporaryDirectory() as folder:
+        home, law = Path(folder) / "home", Path(folder) / "law.json"
+        law.write_text(json.dumps(LAW | {"speedup": arguments.speedup}))
+        spec = write_job(Path(folder), arguments.controllers, arguments.engines, arguments.samples, arguments.steps)
+        os.environ[LAW_FILE] = str(law)  # daemons and workers inherit it
+        began = monotonic()
+        try:
+            slots, ttl = f"emulated:{arguments.engines}", arguments.lease_ttl
+            request = local.UpRequest(home, arguments.controllers, slots, lease_ttl_s=ttl)
+            asyncio.run(local.up(request, clock=SystemClock()))
+            up_s = monotonic() - began
+            uid = json.loads(gcore(home, "submit", str(spec), "-o", "json"))["uid"]
+            watcher = Watcher(home, uid)
+            asyncio.run(asyncio.wait_for(watcher.run(), arguments.limit))
+            audit = json.loads(gcore(home, "audit", uid, "-o", "json"))
+        finally:
+            if arguments.keep_logs is not None and (home / "logs").is_dir():
+                subprocess.run(["cp", "-r", str(home / "logs"), str(arguments.keep_logs)], check=False)
+            subprocess.run([*GCORE, "down", "--home", str(home)], check=False, stdout=subprocess.DEVNULL)
+    if watcher.status is None or watcher.status.phase != "SUCCEEDED":
+        raise SystemExit(f"the job: {watcher.status}")
+    return {"up_s": round(up_s, 1), "audit": audit, **figures(watcher.steps, arguments.controllers)}
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--controllers", type=int, default=16)
+    parser.add_argument("--engines", type=int, default=1024)
+    parser.add_argument("--samples", type=int, default=4, help="responses to each prompt; one prompt an engine")
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--speedup", type=float, default=1.0, help="emulated seconds in a real one")
+    parser.add_argument(
+        "--lease-ttl", type=int, default=20, help="of the daemons; the default of 5 s wants a core each"
+    )
+    parser.add_argument("--limit", type=float, default=900.0, help="seconds after which the job is given up")
+    parser.add_argument("--keep-logs", type=Path, help="folder that the cluster's logs are copied to")
+    parser.add_argument("--out", type=Path, default=RESULTS / "control_plane.json")
+    arguments = parser.parse_args()
+    result = circumstances("grpcio", "pydantic", "uvicorn", "aetcd")
+    result |= {
+        "what": (__doc__ or "").split("\n")[0],
+        "emulated": "engines and ranks compute nothing and take the time of a law; only the control plane is measured",
+        "controllers": arguments.controllers,
+        "engines": arguments.engines,
+        "samples_per_prompt": arguments.samples,
+        "speedup": arguments.speedup,
+        "lease_ttl_s": arguments.lease_ttl,
+        "law": LAW,
+    }
+    result |= measure(arguments)
+    result["load_after"] = round(os.getloadavg()[0], 2)
+    result["goals"] = {
+        "share_of_step": GOAL_SHARE,
+        "share_met": result["share"]["median"] < GOAL_SHARE,
+        "writes_per_controller_and_step": GOAL_WRITES,
+        "writes_met": result["writes"]["median"] < GOAL_WRITES,
+    }
+    for name in ("seconds", "seal_s", "ready_s", "commit_s", "exchange_s", "share", "writes", "transactions"):
+        print(f"{name:14} {result[name]}")
+    print(f"processor      {result['processor_s_per_step']}")
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+    print(arguments.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Takes each compare and each rule of the step protocol out of gcore in turn, and looks for what notices it.
+
+    make mutations [BENCH_ARGS="--only 'commit without head'"]
+
+Prints a table and writes benchmarks/results/mutations.json: for each mutation the seed of a simulation, or the unit test, that
+fails. Fails if one is not noticed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+from measured import ROOT, circumstances, write
+
+sys.path.insert(0, str(ROOT / "tests" / "support"))
+
+
+def look(job: tuple[str, int, int]) -> dict[str, Any]:
+    """In a process of its own."""
+    logging.disable(logging.CRITICAL)
+    from mutants import caught
+
+    name, bare_seeds, whole_seeds = job
+    found = caught(name, bare_seeds=bare_seeds, whole_seeds=whole_seeds)
+    return {"mutation": found.mutation, "rule": found.rule, "caught_by": found.by, "said": found.said}
+
+
+def main() -> None:
+    """The command."""
+    from mutations import MUTATIONS
+
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", action="append")
+    parser.add_argument("--bare-seeds", type=int, default=60)
+    parser.add_argument("--whole-seeds", type=int, default=12)
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    options = parser.parse_args()
+    names = options.only or list(MUTATIONS)
+    rows: list[dict[str, Any]] = []
+    with ProcessPoolExecutor(options.processes, max_tasks_per_child=1) as pool:
+        for row in pool.map(look, [(name, options.bare_seeds, options.whole_seeds) for name in names]):
+            rows.append(row)
+            print(f"{row['mutation']:50} {row['caught_by'] or 'NOT NOTICED'}", flush=True)
+    missed = [row["mutation"] for row in rows if not row["caught_by"]]
+    by_simulation = sum("seed" in row["caught_by"] for row in rows)
+    print(f"{len(rows)} mutations, {by_simulation} noticed by simulation, {len(missed)} not noticed")
+    if options.only is None:
+        seeds = {"bare_protocol": options.bare_seeds, "whole_cluster": options.whole_seeds}
+        write(
+            "mutations",
+            {
+                **circumstances(),
+                "what": "gcore with one compare or rule taken out; which seed of a simulation, or which unit test, notices",
+                "seeds_tried": seeds,
+                "mutations": rows,
+                "noticed_by_simulation": by_simulation,
+                "not_noticed": missed,
+            },
+        )
+    if missed:
+        raise SystemExit(f"not noticed: {', '.join(missed)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""The train world at another size, and engines for nodes that come: rules of `controllers.decide`. Pure, like all rules.
+
+A node that joins gets its engines at once, by a change of the plan that leaves the world alone. The world itself is formed
+anew only between steps, when head's state is at hand, so that no training is lost; and only if what the larger world
+saves in the steps that are left is well more than the time its start takes (`placement.plan.worth_forming`).
+
+Before a world is formed anew, for want of a rank or for a larger one, each node says which copies of states lie in its
+memory. That is written only then, once for each head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from controllers.actions import Intent, Replan, Rollback, TakeStock
+from controllers.lost import lost_world
+from controllers.view import JobView
+from gcore import schema
+from gcore.ledger.ancestry import resumable
+from gcore.ledger.records import LogEntry, SealState
+from gcore.ledger.world_state import WorldState, names_of_head, whole_state
+from placement.plan import Growth, NodeSlots, Snapshot, joined, ranks_wanted, worth_forming
+
+JOIN_SETTLE_S = 2.0
+"""A node that comes is looked at twice: several often come together."""
+GROW_AFTER_S = 1.0
+"""Between a commit and the forming of a larger world: the others have said by then what lies in their memory."""
+HOLD_S = 5.0
+"""So long does a batch wait for a larger world to be formed, at most; then it is trained by the one that is there."""
+STOCK_PATIENCE_S = 3.0
+"""So much longer is a lost world mourned while some node has not said which copies it has."""
+MAX_TRIES_FROM_COPIES = 2
+"""Worlds in a row that may start from copies without a step between them; the next starts from a checkpoint."""
+
+
+def taking_stock(view: JobView) -> Iterator[Intent]:
+    """Say which copies lie in this node's memory, when a world is about to be formed anew."""
+    if not may_use_copies(view) or not (lost_world(view) or growth(view)):
+        return
+    known = view.mirror.copies.get(view.node)
+    if known is None or known.record.by != view.me or known.record.seq != view.head.seq:
+        yield Intent(TakeStock(view.head.seq), f"stock {view.head.seq}")
+
+
+def replanning(view: JobView) -> Iterator[Intent]:
+    """Nodes that came after the plan was made get engines; the world stays as it is."""
+    stored = view.mirror.plan
+    assert stored is not None
+    plan = view.remembered.get("joined", (stored, view.nodes), lambda: joined(stored.record, snapshot(view)))
+    if plan is not None and not view.is_over:
+        topic = f"replan {plan.generation} {' '.join(sorted(view.nodes))}"
+        yield Intent(Replan(plan), topic, view.turn(topic), after=JOIN_SETTLE_S)
+
+
+def growing(view: JobView) -> Iterator[Intent]:
+    """Form a larger world, right after a step, from exactly head's state."""
+    why = growth(view)
+    if not why or lost_world(view) or not is_between_steps(view) or not is_at_hand(view):
+        return
+    topic = f"grow {view.head.seq}"
+    yield Intent(Rollback(why, between_steps=True), topic, view.turn(topic), after=GROW_AFTER_S)
+
+
+def held_for_growth(view: JobView) -> float:
+    """Seconds that a batch waits before it is READY, so that a larger world gets its moment where batches come at once."""
+    likely = is_at_hand(view) or (may_use_copies(view) and bool(unheard(view)))
+    return HOLD_S if likely and growth(view) and not lost_world(view) else 0.0
+
+
+def growth(view: JobView) -> str:
+    """Why a larger world is worth its start, or nothing. Never twice without a step between, and not before every node that
+    is there works on the job: a rank on one that still fetches the model would hold all the others up."""
+    assert view.mirror.plan is not None
+    entry = newest_step(view)
+    ready = {stored.record.node for stored in view.mirror.members.values()}
+    if view.is_over or entry is None or entry.lineage != view.head.lineage or not ready >= view.nodes.keys():
+        return ""
+    now, there = len(view.mirror.plan.record.ranks), view.spec.flow.steps
+    wanted = ranks_wanted(snapshot(view), view.spec.train.ranks)
+    left = None if there is None else there - view.head.step
+    seconds = entry.stats.get("train_s"), entry.stats.get("start_seconds")
+    return worth_forming(Growth(now, wanted, train_s=seconds[0], start_s=seconds[1], steps_left=left))
+
+
+def is_between_steps(view: JobView) -> bool:
+    """Whether no step is being trained: its groups stay with their holders, and are sealed again for the new world."""
+    return view.seal is None or view.seal.state is not SealState.READY
+
+
+def is_at_hand(view: JobView) -> bool:
+    """Whether a new world can start from exactly head's state."""
+    assert view.mirror.checkpoints is not None
+    saved = resumable(view.head, view.mirror.checkpoints.record.entries)
+    return (bool(saved) and saved[0].step == view.head.step) or state_at_hand(view, frozenset(view.nodes)) is not None
+
+
+def state_at_hand(view: JobView, nodes: frozenset[str]) -> WorldState | None:
+    """Head's state, if it lies whole in the memory of `nodes`, as they said after head came to be what it is."""
+    if not may_use_copies(view):
+        return None
+    held = {n: stored.record for n, stored in view.mirror.copies.items() if stored.record.seq == view.head.seq}
+    return whole_state(names_of_head(view.head, log_of(view)), held, nodes)
+
+
+def unheard(view: JobView) -> frozenset[str]:
+    """The members' nodes which have not said which copies lie in their memory, if that matters."""
+    if not may_use_copies(view):
+        return frozenset()
+    heard = {n for n, stored in view.mirror.copies.items() if stored.record.seq == view.head.seq}
+    return frozenset(m.record.node for m in view.mirror.members.values()) - heard
+
+
+def may_use_copies(view: JobView) -> bool:
+    """Whether a new world may start from copies: they are made, every node understands a rollback that names them, there is
+    something in head that was trained, and not one world after the other has tried in vain."""
+    return (
+        view.spec.train.copies_gb != 0
+        and schema.spoken() >= LogEntry.came_with["state"]
+        and bool(names_of_head(view.head, log_of(view)))
+        and tries_from_copies(view) < MAX_TRIES_FROM_COPIES
+    )
+
+
+def tries_from_copies(view: JobView) -> int:
+    """Worlds that started from copies since the newest step."""
+    count = 0
+    for _, entry in sorted(log_of(view).items(), reverse=True):
+        if entry.kind == "train":
+            break
+        count += entry.state is not None
+    return count
+
+
+def newest_step(view: JobView) -> LogEntry | None:
+    """The entry of head's step, if head's world trained it."""
+    log = log_of(view)
+    entry = log.get(view.head.seq)
+    while entry is not None and entry.kind == "account":
+        entry = None if entry.parent is None else log.get(entry.parent)
+    return entry if entry is not None and entry.kind == "train" else None
+
+
+def log_of(view: JobView) -> Mapping[int, LogEntry]:
+    """The log's newest stretch."""
+    return {seq: stored.record for seq, stored in view.mirror.log.items()}
+
+
+def snapshot(view: JobView) -> Snapshot:
+    """What may be placed on now."""
+    return Snapshot(tuple(NodeSlots(record.name, record.slots) for record in view.nodes.values()))

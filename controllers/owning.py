@@ -1,0 +1,39 @@
+"""Whose engine an engine is: its node's controller's, or, while that is away, the peer's whom a hash names. Pure.
+
+While a node's controller is there and about to join, its engines are nobody's. Otherwise whoever joins a large job first would
+have all the engines of all the others for a moment: to find out what they serve, and to let them go again.
+
+Two that both believe it for a moment do no harm (`controllers.engines`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from controllers.turns import turn
+from gcore.ledger.records import Member
+from gcore.worker.records import WorkerRecord
+
+
+def responsible_for(
+    job_uid: str,
+    workers: Mapping[str, WorkerRecord],
+    members: Mapping[str, Member],
+    me: str,
+    joining: Collection[str] = (),
+) -> dict[str, WorkerRecord]:
+    """The serving engines of the job that are mine: those of my node, and those of nodes without a member by hash.
+
+    `joining`: nodes whose controller is waited for.
+    """
+    here = {m.node: incarnation for incarnation, m in sorted(members.items())}
+    mine = {}
+    for instance, worker in sorted(workers.items()):
+        if worker.role != "rollout" or worker.job_uid != job_uid or worker.state != "serving":
+            continue
+        owner = here.get(worker.node)
+        if owner is None and worker.node in joining:
+            continue
+        if owner == me or (owner is None and me in members and turn(members, me, f"engine {instance}") == 0):
+            mine[instance] = worker
+    return mine

@@ -1,0 +1,34 @@
+"""Sweeping rules of `controllers.decide`: what nothing asks for any more leaves the store, and checkpoints of cut-off lineages
+the run's folder. Pure, like all rules; none of them is needed for a step to be safe, but that the store stays as small as it is
+(`gcore.ledger.bounds`) rests on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from controllers.actions import ForgetEvaluations, Intent, Sweep
+from controllers.housekeeping import SETTLE_S
+from controllers.view import JobView
+from gcore.ledger.sweeping import MOST_SWEPT, superfluous, superfluous_evaluations
+
+FORGET_AT = 8
+"""How many evaluations make a trip to the run's folder worth while."""
+
+
+def sweeping(view: JobView) -> Iterator[Intent]:
+    """After each change of the train world: its claims and rendezvous, parts of evaluations, and checkpoints that were cut off."""
+    swept = superfluous(view.head, view.mirror.worlds, view.mirror.eval_parts)
+    if swept:
+        topic = f"sweep {view.head.version} {view.head.world}"
+        yield Intent(Sweep(swept), topic, view.turn(topic), after=SETTLE_S)
+
+
+def forgetting(view: JobView) -> Iterator[Intent]:
+    """Old evaluations move to the run's folder, several at a time."""
+    known = view.mirror.checkpoints
+    assert known is not None
+    old = superfluous_evaluations(view.head, known.record.entries, view.mirror.evaluations, view.spec.best_metric)
+    if len(old) >= FORGET_AT:
+        topic = f"forget evaluation {old[0]}"
+        yield Intent(ForgetEvaluations(old[:MOST_SWEPT]), topic, view.turn(topic), after=SETTLE_S)

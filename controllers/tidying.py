@@ -1,0 +1,109 @@
+"""Carries out what keeps the store and the run's folder small: see `controllers.housekeeping` and `controllers.sweeping`.
+
+What leaves the store stands in the run's folder before; what leaves the folder is named by no record any more. Each is one
+guarded transaction, and it may be cut off anywhere: what it left is seen and done by whoever looks next. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from controllers.actions import ForgetEvaluations, Prune, Retain, Sweep
+from controllers.hands import Applied, Hands
+from controllers.housekeeping import orphaned_checkpoints
+from controllers.view import JobView
+from gcore.fault_points import At, point
+from gcore.ledger import archive, sweeping, transactions
+from gcore.ledger.guarded import TxnOutcome, TxnReport
+from gcore.types import Version
+from gcore.weights.layout import checkpoint_folder
+
+FIRST = Version(0, 0)
+TOPIC = "archive"
+
+
+async def retain(action: Retain, view: JobView, hands: Hands) -> Applied:
+    """Out of the record first, then their files."""
+    mirror = view.mirror
+    assert mirror.head is not None
+    assert mirror.checkpoints is not None
+    # Listed before head is compared: what a later lineage writes while this controller sleeps is not among them.
+    lying = versions_in(checkpoint_folder(hands.run_dir, FIRST).parent)
+    report: TxnReport = await hands.ledger.run(
+        transactions.retain(mirror.keys, mirror.head, mirror.checkpoints, action.kept)
+    )
+    if report.outcome is TxnOutcome.WON:
+        # Not only those that were just forgotten: a deed that was cut off may have left others behind.
+        await _delete(orphaned_checkpoints(view.head, action.kept, lying), hands)
+    return Applied(report.outcome, f"retain {len(action.kept)} checkpoints", report.revision)
+
+
+async def prune(action: Prune, view: JobView, hands: Hands) -> Applied:
+    """First to the run's folder, then out of the store; an entry that stands in both is the same entry."""
+    mirror = view.mirror
+    assert mirror.head is not None
+    assert mirror.checkpoints is not None
+    entries = [mirror.log[seq].record for seq in action.seqs]
+    try:
+        await asyncio.to_thread(archive.append, hands.run_dir, view.me, entries)
+    except OSError as error:
+        return _refused(hands, error)
+    hands.tell(TOPIC, "")
+    report = await hands.ledger.run(transactions.prune(mirror.keys, mirror.head, mirror.checkpoints, action.seqs))
+    return Applied(report.outcome, f"prune {len(action.seqs)} log entries", report.revision)
+
+
+async def sweep(action: Sweep, view: JobView, hands: Hands) -> Applied:
+    """Out of the store, then the checkpoints that a change of the world has cut off."""
+    mirror = view.mirror
+    assert mirror.head is not None
+    assert mirror.checkpoints is not None
+    lying = versions_in(checkpoint_folder(hands.run_dir, FIRST).parent)
+    txn = sweeping.sweep(mirror.keys, mirror.head, mirror.checkpoints, action.swept)
+    report = await hands.ledger.run(txn)
+    if report.outcome is TxnOutcome.WON:
+        await _delete(orphaned_checkpoints(view.head, mirror.checkpoints.record.entries, lying), hands)
+    sentence = f"sweep {len(action.swept.worlds)} worlds, {len(action.swept.parts)} parts of evaluations"
+    return Applied(report.outcome, sentence, report.revision)
+
+
+async def forget_evaluations(action: ForgetEvaluations, view: JobView, hands: Hands) -> Applied:
+    """First to the run's folder, then out of the store."""
+    mirror = view.mirror
+    assert mirror.head is not None
+    assert mirror.checkpoints is not None
+    old = [mirror.evaluations[version].record for version in action.versions]
+    try:
+        await asyncio.to_thread(archive.append_evaluations, hands.run_dir, view.me, old)
+    except OSError as error:
+        return _refused(hands, error)
+    hands.tell(TOPIC, "")
+    txn = sweeping.forget_evaluations(mirror.keys, mirror.head, mirror.checkpoints, action.versions)
+    report = await hands.ledger.run(txn)
+    return Applied(report.outcome, f"forget {len(old)} evaluations", report.revision)
+
+
+def _refused(hands: Hands, error: OSError) -> Applied:
+    why = f"the run's folder takes no old records ({error.strerror or error}); they stay in the store, which grows"
+    hands.tell(TOPIC, why)
+    return Applied(TxnOutcome.UNKNOWN, why)
+
+
+async def _delete(versions: Iterable[Version], hands: Hands) -> None:
+    for version in versions:
+        point(At.FORGET, "before")
+        await asyncio.to_thread(shutil.rmtree, checkpoint_folder(hands.run_dir, version), ignore_errors=True)
+        point(At.FORGET, "after")
+
+
+def versions_in(folder: Path) -> frozenset[Version]:
+    """The versions after which folders in `folder` are called."""
+    found = set()
+    for path in folder.glob("*-*") if folder.is_dir() else ():
+        lineage, _, step = path.name.partition("-")
+        if lineage.isdigit() and step.isdigit():
+            found.add(Version(int(lineage), int(step)))
+    return frozenset(found)

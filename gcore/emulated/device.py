@@ -1,0 +1,210 @@
+"""One emulated engine in time: who waits, who runs, and when each sample ends. Pure; the caller says what time it is.
+
+All running sequences make one token a decode step, and a step takes as long as the timing says for so many of them. So there
+is one count of steps that only grows; a sequence that joined at step j and has n tokens left ends at step j + n, whatever
+else comes and goes. Between two moments at which somebody joins or ends nothing needs to be computed, which is what lets
+one process be a thousand engines. Reading a prompt holds the steps up, unless one of the same prompt runs.
+
+Everything is in emulated seconds. Weights are only a name here. Does not know HTTP, nor who waits for the samples.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from gcore.emulated.law import Timing
+from gcore.emulated.responses import Response
+from gcore.rollout.engine.tasks import Delivery, Ending, Task, Waiting, Work
+
+PauseMode = Literal["abort", "retract", "in_place"]
+ALMOST = 1e-9
+"""Steps by which rounding may miss a whole one."""
+
+
+@dataclass(slots=True)
+class _Row:
+    """A running sequence: it had `made` tokens at step `joined`. `entry` names its end among the ends."""
+
+    work: Work
+    joined: float
+    made: int
+    entry: int
+
+
+class Device:
+    """One engine. `respond` says what a task's whole response will be; `rows`: sequences that run at once."""
+
+    def __init__(self, timing: Timing, respond: Callable[[Task, str], Response], *, rows: int, version: str) -> None:
+        self._timing = timing
+        self._respond = respond
+        self._rows = rows
+        self.version = version
+        self.paused = False
+        self.asleep: frozenset[str] = frozenset()
+        self.generated_tokens = 0
+        self._now = 0.0
+        self._steps = 0.0
+        self._step_s = timing.decode_step(1)
+        self._held_until = 0.0
+        self._waiting = Waiting()
+        self._running: dict[int, _Row] = {}
+        self._ends: list[tuple[float, int, int]] = []
+        """A heap: the step at which a row ends, the entry's name, its task's number. Of rows that left, entries stay behind."""
+        self._entries = itertools.count()
+        self._responses: dict[int, Response] = {}
+
+    @property
+    def running(self) -> int:
+        """Sequences that are being decoded."""
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Sequences that wait for a row."""
+        return len(self._waiting)
+
+    @property
+    def still(self) -> bool:
+        """Whether no tokens are made now, whatever there is."""
+        return self.paused or bool(self.asleep)
+
+    def submit(self, tasks: Sequence[Task], now: float) -> list[Delivery]:
+        """More to do. What ended until `now` comes back, as everywhere below."""
+        ended = self.advance(now)
+        self._waiting.put([Work(task) for task in tasks])
+        self._join(now)
+        return ended
+
+    def advance(self, now: float) -> list[Delivery]:
+        """Time goes on."""
+        ended: list[Delivery] = []
+        while not self.still and (step := self._next_end()) is not None:
+            begin = max(self._now, self._held_until)
+            at = begin + (step - self._steps) * self._step_s
+            if at > now:
+                self._steps += max(0.0, now - begin) / self._step_s
+                break
+            self._now, self._steps = at, step
+            ended += self._end_rows()
+            self._join(at)
+        self._now = max(self._now, now)
+        return ended
+
+    def wake_at(self) -> float | None:
+        """When the next sample ends, if nothing happens before; None: never."""
+        step = None if self.still else self._next_end()
+        return None if step is None else max(self._now, self._held_until) + (step - self._steps) * self._step_s
+
+    def abort(self, unwanted: Callable[[Task], bool], now: float) -> list[Delivery]:
+        """End these now, with the tokens they have."""
+        ended = self.advance(now)
+        ending = Ending("abort", message="Aborted by a request")
+        for work in self._waiting.drop(unwanted):
+            ended.append(self._delivery(work, len(work.tokens), ending))
+        for number, row in list(self._running.items()):
+            if unwanted(row.work.task):
+                del self._running[number]
+                ended.append(self._delivery(row.work, self._made(row), ending))
+        self._join(now)
+        return ended
+
+    def pause(self, mode: PauseMode, now: float) -> list[Delivery]:
+        """Make no more tokens."""
+        ended = self.abort(lambda _: True, now) if mode == "abort" else self.advance(now)
+        if mode == "retract":
+            self._waiting.put_back([self._retracted(row) for row in self._running.values()])
+            self._running.clear()
+        self.paused = True
+        return ended
+
+    def resume(self, now: float) -> None:
+        """Go on."""
+        self.advance(now)
+        self.paused = False
+        self._join(now)
+
+    def release(self, tags: frozenset[str], now: float) -> list[Delivery]:
+        """Sleep. Whoever asks has seen to it that nothing runs."""
+        ended = self.advance(now)
+        self.asleep |= tags
+        return ended
+
+    def wake(self, tags: frozenset[str], now: float) -> None:
+        """Wake up."""
+        self.advance(now)
+        self.asleep -= tags
+        self._join(now)
+
+    def call_weights(self, version: str, now: float) -> list[Delivery]:
+        """From the next token on, `version` makes them."""
+        ended = self.advance(now)
+        self.version = version
+        for row in self._running.values():
+            row.work.mark(version, self._made(row))
+        return ended
+
+    def _next_end(self) -> float | None:
+        while self._ends:
+            step, entry, number = self._ends[0]
+            row = self._running.get(number)
+            if row is not None and row.entry == entry:
+                return step
+            heapq.heappop(self._ends)
+        return None
+
+    def _end_rows(self) -> list[Delivery]:
+        """Those that end with the present step."""
+        ended = []
+        while (step := self._next_end()) is not None and step <= self._steps + ALMOST:
+            row = self._running.pop(heapq.heappop(self._ends)[2])
+            response = self._responses[row.work.task.number]
+            ended.append(self._delivery(row.work, len(response.tokens), response.ending))
+        return ended
+
+    def _join(self, now: float) -> None:
+        """Whoever waits and has room begins; the prompts that nobody running shares are read first."""
+        if self.still:
+            return
+        read = {row.work.task.key for row in self._running.values() if not row.made} if self._waiting else set()
+        unread = 0
+        for work in self._waiting.take(self._rows - len(self._running)):
+            task = work.task
+            if task.number not in self._responses:
+                self._responses[task.number] = self._respond(task, self.version)
+            made = len(work.tokens)
+            if made or task.key not in read:
+                unread += len(task.prompt) + made
+                read.add(task.key)
+            else:
+                work.cached_tokens = len(task.prompt) - 1
+            work.mark(self.version, made)
+            entry = next(self._entries)
+            self._running[task.number] = _Row(work, self._steps, made, entry)
+            end = self._steps + len(self._responses[task.number].tokens) - made
+            heapq.heappush(self._ends, (end, entry, task.number))
+        if unread:
+            self._held_until = max(self._held_until, now) + self._timing.prefill(unread)
+        self._step_s = self._timing.decode_step(max(1, len(self._running)))
+
+    def _made(self, row: _Row) -> int:
+        return min(row.made + int(self._steps - row.joined + ALMOST), len(self._responses[row.work.task.number].tokens))
+
+    def _retracted(self, row: _Row) -> Work:
+        work, made = row.work, self._made(row)
+        work.tokens = list(self._responses[work.task.number].tokens[:made])
+        work.retractions += 1
+        return work
+
+    def _delivery(self, work: Work, count: int, ending: Ending) -> Delivery:
+        response = self._responses.pop(work.task.number, None)
+        tokens = () if response is None else response.tokens[:count]
+        logprobs = () if response is None else response.logprobs[:count]
+        self.generated_tokens += count
+        spans = work.spans(count) if work.marks else work.never_joined(self.version)
+        return Delivery(
+            work.task.number, tokens, logprobs, spans, work.cached_tokens, ending, retractions=work.retractions
+        )

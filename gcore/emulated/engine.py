@@ -1,0 +1,246 @@
+"""An emulated engine in an event loop: requests in, answers out when the device says that they have ended.
+
+One alarm an engine, set for the next end; nothing runs between two of them. What depends on the model is checked as the torch
+engine's desk checks it. A change of weights waits for what runs unless the engine is paused (`gcore.rollout.engine.gate`),
+and takes the time that the law says. Refuses in words what an emulated engine cannot tell: streams, and log-probabilities of
+anything but the response.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gcore.clock import Clock
+from gcore.emulated.device import Device, PauseMode
+from gcore.emulated.law import Timing
+from gcore.emulated.responses import Response, Vocabulary, respond
+from gcore.errors import EngineError
+from gcore.rollout.engine.answers import answer, emptied
+from gcore.rollout.engine.gate import Gate
+from gcore.rollout.engine.params import SamplingBody
+from gcore.rollout.engine.protocol import Asked, Generate
+from gcore.rollout.engine.tasks import Delivery, Task, is_older
+from gcore.rollout.engine.text import Text, cut_at
+
+UNTOLD = "an emulated engine computes nothing, and cannot tell {}"
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """A task under way, and what its answer needs."""
+
+    task: Task
+    params: SamplingBody
+    asked: Asked
+    ended: asyncio.Future[Delivery]
+    since: float
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What all emulated engines of a process share of the model's folder."""
+
+    path: str
+    words: Vocabulary
+    text: Text | None
+
+
+class EmulatedEngine:
+    """One engine. `name` tells it from others, for its pace. Belongs to the loop in which it is first asked."""
+
+    def __init__(self, name: str, model: Model, timing: Timing, clock: Clock, *, rows: int, version: str) -> None:
+        self.name = name
+        self.model = model
+        self.model_path = model.path
+        self.timing = timing
+        self._clock = clock
+        self._speedup = timing.law.speedup
+        self.device = Device(timing, self._response, rows=rows, version=version)
+        self.gate = Gate(lambda: self.device.still)
+        self.requests = 0
+        self.prompt_tokens = 0
+        self._tickets: dict[int, Ticket] = {}
+        self._names: set[str] = set()
+        self._next = 0
+        self._alarm: asyncio.TimerHandle | None = None
+
+    def admit(self, request: Generate) -> list[Ticket]:
+        """The samples of a request, prompt by prompt. Raises EngineError for what cannot be served."""
+        if request.stream:
+            raise EngineError(UNTOLD.format("a response token by token"), fix="Leave stream out")
+        names = request.rids or tuple(uuid.uuid4().hex for _ in request.prompts)
+        if taken := self._names & set(names):
+            raise EngineError(f"a request called {min(taken)!r} is under way", fix="Give each request a rid of its own")
+        tickets = []
+        for prompt, params, asked, name in zip(request.prompts, request.params, request.asked, names, strict=True):
+            tokens = self._tokens(prompt, params, asked)
+            for index in range(params.n):
+                tickets.append(self._ticket(tokens, params, asked, name if params.n == 1 else f"{name}_{index}", index))
+        return tickets
+
+    async def answers(self, tickets: Sequence[Ticket]) -> list[dict[str, Any]]:
+        """Wait for all, and word the answers in order. Cancelled, it takes back what still runs."""
+        names = {ticket.task.rid for ticket in tickets}
+        async with self.gate.passing():
+            self._names |= names
+            self._tickets |= {ticket.task.number: ticket for ticket in tickets}
+            self.requests += len(tickets)
+            self.prompt_tokens += sum(len(ticket.task.prompt) for ticket in tickets)
+            try:
+                self._deliver(self.device.submit([ticket.task for ticket in tickets], self.now()))
+                ended = await asyncio.gather(*(ticket.ended for ticket in tickets))
+            finally:
+                self._names -= names
+                left = {t.task.number for t in tickets if self._tickets.pop(t.task.number, None) is not None}
+                if left:
+                    self._deliver(self.device.abort(lambda task: task.number in left, self.now()))
+        return [self._word(ticket, delivery) for ticket, delivery in zip(tickets, ended, strict=True)]
+
+    def abort(self, unwanted: Callable[[Task], bool]) -> None:
+        """End these now; they answer with the tokens they have."""
+        self._deliver(self.device.abort(unwanted, self.now()))
+
+    def pause(self, mode: PauseMode) -> None:
+        """Make no more tokens."""
+        self._deliver(self.device.pause(mode, self.now()))
+        self.gate.look_again()
+
+    def resume(self) -> None:
+        """Go on."""
+        self.device.resume(self.now())
+        self._set_alarm()
+
+    async def release(self, tags: frozenset[str]) -> None:
+        """Sleep. Raises EngineError while something runs."""
+        if self.device.running and not self.device.paused:
+            raise EngineError("requests are running", fix="Abort or pause them first")
+        await self.take(self.timing.sleep())
+        self._deliver(self.device.release(tags, self.now()))
+        self.gate.look_again()
+
+    async def wake(self, tags: frozenset[str]) -> None:
+        """Wake up. Raises EngineError for what does not sleep."""
+        if not tags <= self.device.asleep:
+            raise EngineError(f"{', '.join(sorted(tags - self.device.asleep))} was not released")
+        await self.take(self.timing.wake())
+        self.device.wake(tags, self.now())
+        self._set_alarm()
+
+    async def update(self, path: str, version: str | None, *, flush: bool, abort: bool) -> None:
+        """Serve what lies in `path` from now on. Raises EngineError; then nothing has changed."""
+        if abort:
+            self.abort(lambda _: True)
+        async with self.gate.changing():
+            if version is not None and is_older(version, self.device.version):
+                raise EngineError(f"version {version} is older than {self.device.version}, which is served")
+            if flush and self.device.running:
+                raise EngineError(
+                    "requests hold the cache", fix="Retract or abort them first, or set flush_cache false"
+                )
+            await self.take(self.timing.publish())
+            self.model_path = path
+            self.rename(version if version is not None else self.device.version)
+
+    def rename(self, version: str) -> None:
+        """Call the weights so."""
+        self._deliver(self.device.call_weights(version, self.now()))
+
+    async def take(self, emulated_s: float) -> None:
+        """Let so many emulated seconds pass."""
+        await self._clock.sleep(emulated_s / self._speedup)
+
+    def now(self) -> float:
+        """Emulated seconds."""
+        return self._clock.monotonic() * self._speedup
+
+    def _response(self, task: Task, version: str) -> Response:
+        return respond(self.timing.law, self.model.words, task.key, task.sampling, version)
+
+    def _ticket(self, tokens: tuple[int, ...], params: SamplingBody, asked: Asked, rid: str, index: int) -> Ticket:
+        words = self.model.words
+        sampling = params.sampling(
+            index=index,
+            drawn_seed=uuid.uuid4().int >> 65,
+            end_tokens=words.end_tokens,
+            room=words.context - len(tokens),
+            vocabulary=words.size,
+            asked=asked,
+        )
+        task = Task(self._next, rid, tokens, sampling)
+        self._next += 1
+        ended: asyncio.Future[Delivery] = asyncio.get_running_loop().create_future()
+        return Ticket(task, params, asked, ended, self._clock.monotonic())
+
+    def _tokens(self, prompt: str | list[int], params: SamplingBody, asked: Asked) -> tuple[int, ...]:
+        words, text = self.model.words, self.model.text
+        tokens: tuple[int, ...]
+        if isinstance(prompt, str):
+            if text is None:
+                raise EngineError("the model folder has no tokenizer.json", fix="Send input_ids")
+            tokens = text.encode(prompt)
+        else:
+            tokens = tuple(prompt)
+        if not tokens:
+            raise EngineError("the prompt has no tokens")
+        wrong = next((token for token in (min(tokens), max(tokens)) if not 0 <= token < words.size), None)
+        if wrong is not None:
+            raise EngineError(f"token id {wrong} is not in the vocabulary of {words.size}")
+        if len(tokens) + (params.max_new_tokens or 0) > words.context or len(tokens) >= words.context:
+            raise EngineError(
+                f"a prompt of {len(tokens)} tokens and max_new_tokens {params.max_new_tokens} exceed "
+                f"the context of {words.context} tokens",
+                fix="Shorten the prompt or lower max_new_tokens",
+            )
+        if params.stop_strings:
+            raise EngineError(UNTOLD.format("where a stop string would come up"), fix="Use stop_token_ids")
+        if asked.top or asked.named or (asked.prompt_from is not None and asked.prompt_from < len(tokens)):
+            raise EngineError(UNTOLD.format("log-probabilities of anything but the response"))
+        return tokens
+
+    def _deliver(self, deliveries: Iterable[Delivery]) -> None:
+        for delivery in deliveries:
+            ticket = self._tickets.pop(delivery.number, None)
+            if ticket is not None and not ticket.ended.done():
+                ticket.ended.set_result(delivery)
+        self._set_alarm()
+
+    def _set_alarm(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+        at = self.device.wake_at()
+        if at is not None:
+            delay = max(0.0, at - self.now()) / self._speedup
+            self._alarm = asyncio.get_running_loop().call_later(delay, self._ring)
+
+    def _ring(self) -> None:
+        self._alarm = None
+        self._deliver(self.device.advance(self.now()))
+
+    def _word(self, ticket: Ticket, delivery: Delivery) -> dict[str, Any]:
+        if not ticket.params.makes_tokens:
+            delivery = emptied(delivery)
+        return answer(
+            delivery,
+            rid=ticket.task.rid,
+            text=self._said(ticket.params, delivery),
+            prompt=ticket.task.prompt,
+            asked=ticket.asked,
+            text_of=lambda token: (
+                "" if self.model.text is None else self.model.text.decode([token], skip_special_tokens=False)
+            ),
+            latency_s=self._clock.monotonic() - ticket.since,
+        )
+
+    def _said(self, params: SamplingBody, delivery: Delivery) -> str:
+        text = self.model.text
+        if text is None:
+            return ""
+        matched = None if delivery.ending is None or params.no_stop_trim else delivery.ending.matched
+        tokens = delivery.tokens[:-1] if isinstance(matched, int) else delivery.tokens
+        said = text.decode(tokens, skip_special_tokens=params.skip_special_tokens)
+        return cut_at(said, matched) if isinstance(matched, str) else said

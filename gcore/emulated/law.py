@@ -1,0 +1,112 @@
+"""How long an emulated device takes for what it does not do. Pure.
+
+Every replica has a pace of its own, drawn once from its name, and every single duration a little noise on top: real devices
+are not alike, and whoever looks at them cannot know by how much. So nothing that forecasts may import this module; it has
+to find out by measuring, as it would on real ones.
+
+The law has the shape of real engines' (a decode step has a fixed part and one by sequence; a prompt is read at a rate; a
+step of training has a fixed part and one by token); its numbers are of no particular device. Times are emulated seconds:
+`speedup` of them pass in a real one. Does not know what is asked for (`device`), nor read a clock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Annotated
+
+import numpy as np
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+
+from gcore.schema import Part
+
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class Law(Part):
+    """The numbers. Times in emulated seconds, rates in tokens a second."""
+
+    seed: int = 0
+    speedup: PositiveFloat = 1.0
+    """Emulated seconds that pass in a real one."""
+    load_s: NonNegativeFloat = 1.0
+    """From an engine's or a rank's start to its serving."""
+    prefill_tokens_per_s: PositiveFloat = 20_000.0
+    decode_s: PositiveFloat = 0.02
+    """A decode step of one sequence, which makes one token of it."""
+    decode_per_sequence_s: NonNegativeFloat = 0.0005
+    """What each further sequence adds to the step."""
+    publish_s: NonNegativeFloat = 0.2
+    """New weights into an engine."""
+    sleep_s: NonNegativeFloat = 0.2
+    wake_s: NonNegativeFloat = 0.4
+    train_s: NonNegativeFloat = 0.3
+    """A rank's step, without what goes by tokens."""
+    train_tokens_per_s: PositiveFloat = 50_000.0
+    """Of one rank, of prompts and responses."""
+    save_s: NonNegativeFloat = 0.1
+    """Staging the weights of a step."""
+    replica_noise: NonNegativeFloat = 0.05
+    """Spread of the replicas' paces: the standard deviation of their logarithm."""
+    event_noise: NonNegativeFloat = 0.02
+    """The same of a single duration."""
+    response_tokens: PositiveInt = 24
+    """The median length of a response."""
+    response_spread: NonNegativeFloat = 0.6
+    """The standard deviation of its logarithm."""
+    response_likeness: Share = 0.4
+    """How much of that the responses to one prompt have in common: their correlation."""
+
+
+def generator(*names: object) -> np.random.Generator:
+    """A stream of numbers that belongs to these names, on any machine."""
+    text = "\0".join(map(str, names)).encode()
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(hashlib.sha256(text).digest()[:16], "big")))
+
+
+class Timing:
+    """One replica's durations, in emulated seconds; each call draws anew. `name` tells replicas apart, and runs."""
+
+    def __init__(self, law: Law, name: str) -> None:
+        self.law = law
+        self._draws = generator("timing", law.seed, name)
+        self._pace = self._noise(law.replica_noise)
+
+    def load(self) -> float:
+        """Until it serves."""
+        return self._taken(self.law.load_s)
+
+    def prefill(self, tokens: int) -> float:
+        """Reading so many tokens of prompts."""
+        return self._taken(tokens / self.law.prefill_tokens_per_s)
+
+    def decode_step(self, sequences: int) -> float:
+        """One more token of each of so many sequences, at least 1."""
+        return self._taken(self.law.decode_s + self.law.decode_per_sequence_s * (sequences - 1))
+
+    def publish(self) -> float:
+        """Taking new weights in."""
+        return self._taken(self.law.publish_s)
+
+    def sleep(self) -> float:
+        """Giving the device's memory back."""
+        return self._taken(self.law.sleep_s)
+
+    def wake(self) -> float:
+        """Taking it again."""
+        return self._taken(self.law.wake_s)
+
+    def train(self, tokens: int) -> float:
+        """A step on a rank whose share has so many tokens."""
+        return self._taken(self.law.train_s + tokens / self.law.train_tokens_per_s)
+
+    def save(self) -> float:
+        """Staging weights."""
+        return self._taken(self.law.save_s)
+
+    def _taken(self, seconds: float) -> float:
+        return seconds * self._pace * self._noise(self.law.event_noise) if seconds else 0.0
+
+    def _noise(self, spread: float) -> float:
+        """A factor whose mean is 1."""
+        return math.exp(spread * float(self._draws.standard_normal()) - spread * spread / 2) if spread else 1.0

@@ -1,0 +1,172 @@
+"""`python -m gcore.emulated.rank`: a train rank that computes nothing, under a real supervisor.
+
+Everything around a step is the real rank's process (`gcore.train.serving`): the service, what is held and refused, receipts,
+progress, how it ends. In place of the model there is the law: a step takes as long as it says for the rank's tokens. Rank 0
+stages a folder for engines and writes checkpoints that are whole but hold no weights (`emulated.json` lies in them, and a
+model cannot be made of them). No rank meets another, so a rank that dies takes none of the others with it.
+
+It tells no loss: there is none, and an invented figure would be taken for one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from gcore.atomic import sweep, whole_folder
+from gcore.clock import Clock, SystemClock
+from gcore.emulated.launch import SAID
+from gcore.emulated.law import Timing
+from gcore.emulated.law_file import read_law
+from gcore.train.feed_state import Work
+from gcore.train.launch import RankLaunch
+from gcore.train.loading import Loaded, Meet
+from gcore.train.receipts import ReceiptBook
+from gcore.train.report import StepResult
+from gcore.train.serving import main
+from gcore.train.writing import CHECKPOINT, CheckpointWriter, Tick
+from gcore.types import Version
+from gcore.weights.layout import (
+    EMULATED_FILE,
+    EXP_AVG_FILE,
+    EXP_AVG_SQ_FILE,
+    MANIFEST_FILE,
+    MODEL_FILE,
+    FileEntry,
+    Manifest,
+    companions,
+    file_entry,
+    verify_checkpoint,
+    weights_folder,
+)
+
+TELL_S = 1.0
+"""Real seconds between two signs of progress."""
+STAGED = 3
+"""Versions of staged weights that are kept, the newest."""
+
+Tell = Callable[[str], None]
+
+
+class EmulatedTrainer:
+    """Applies steps by letting time pass. In one thread, which blocks."""
+
+    def __init__(self, launch: RankLaunch, timing: Timing, writer: CheckpointWriter) -> None:
+        self._launch = launch
+        self._timing = timing
+        self._writer = writer
+        self._receipts = ReceiptBook(launch.run_path, launch.world, launch.rank)
+        self._writes = launch.rank == 0
+        self._updates = 0
+
+    def load(self, tell: Tell) -> None:
+        """Take the time of loading; what is gone on from is read as a real rank reads it. Raises CheckpointDamaged."""
+        launch = self._launch
+        if launch.checkpoint_path is not None and self._writes:
+            self._updates = verify_checkpoint(launch.checkpoint_path).updates
+        self._take(self._timing.load(), "loading", tell)
+        if self._writes:
+            sweep(launch.run_path / "weights")
+            sweep(launch.run_path / "checkpoints")
+            self._stage(Version(launch.lineage, launch.start.step))
+
+    def run(self, work: Work, tell: Tell) -> StepResult:
+        """One step. Raises OSError, DiskFull."""
+        launch, seal = self._launch, work.seal
+        updating = saving = 0.0
+        if seal.groups:
+            share = work.layout.of_rank(work.rank)
+            tokens = sum(
+                seal.groups[slot.group].prompt_tokens + seal.groups[slot.group].response_tokens[slot.sample]
+                for slot in share
+            )
+            updating = self._timing.train(tokens)
+            self._take(updating, "update", tell)
+            self._updates += launch.spec.train.epochs * launch.spec.train.mini_batches
+        tell("saving")
+        version = Version(launch.lineage, seal.step)
+        if self._writes:
+            saving = self._timing.save()
+            self._take(saving, "saving", tell)
+            self._stage(version)
+            last = seal.last or seal.step == launch.spec.flow.steps
+            if launch.spec.checkpoints_after(seal.step, last=last):
+                self._checkpoint(version, last=last, tell=tell)
+        self._receipts.write(work, None)
+        metrics = {"emulated": 1.0, "update_seconds": updating, "saving_seconds": saving}
+        weights = str(weights_folder(launch.run_path, version).relative_to(launch.run_path))
+        return StepResult(metrics, weights)
+
+    def _take(self, emulated_s: float, phase: str, tell: Tell) -> None:
+        left = emulated_s / self._timing.law.speedup
+        tell(phase)
+        while left > 0:
+            part = min(left, TELL_S)
+            threading.Event().wait(part)  # the thread's own sleep: nobody sets it
+            left -= part
+            tell(phase)
+
+    def _stage(self, version: Version) -> None:
+        launch = self._launch
+        target = weights_folder(launch.run_path, version)
+        with whole_folder(target, owner=launch.world, durable=False) as folder:
+            for source in companions(launch.model_path):
+                shutil.copyfile(source, folder / source.name)
+            _mark(folder)
+        versions = sorted(
+            Version(*map(int, path.name.split("-"))) for path in target.parent.glob("[0-9]*-[0-9]*") if path.is_dir()
+        )
+        for old in versions[:-STAGED]:
+            shutil.rmtree(weights_folder(launch.run_path, old), ignore_errors=True)
+
+    def _checkpoint(self, version: Version, *, last: bool, tell: Tell) -> None:
+        launch, updates = self._launch, self._updates
+        while not self._writer.wait(TELL_S):
+            tell(CHECKPOINT)
+
+        def fill(folder: Path, tick: Tick) -> None:
+            for source in companions(launch.model_path):
+                shutil.copyfile(source, folder / source.name)
+            _mark(folder)
+            for name in (MODEL_FILE, EXP_AVG_FILE, EXP_AVG_SQ_FILE):
+                (folder / name).write_bytes(_no_tensors())
+                tick(len(_no_tensors()))
+            files: dict[str, FileEntry] = {path.name: file_entry(path) for path in sorted(folder.iterdir())}
+            manifest = Manifest(
+                job_uid=launch.job_uid,
+                world=launch.world,
+                lineage=version.lineage,
+                step=version.step,
+                updates=updates,
+                files=files,
+            )
+            (folder / MANIFEST_FILE).write_bytes(manifest.encode())
+
+        self._writer.begin(version, 3 * len(_no_tensors()), fill, insist=last)
+
+
+def load(launch: RankLaunch, meet: Meet, clock: Clock, tell: Tell, writer: CheckpointWriter) -> Loaded:
+    """In place of `gcore.train.loading.load`. Raises UsageError, CheckpointDamaged."""
+    timing = Timing(read_law(os.environ), f"{launch.world} rank {launch.rank}")
+    trainer = EmulatedTrainer(launch, timing, writer)
+    trainer.load(tell)
+    return Loaded(trainer.run, lambda: None)
+
+
+def _mark(folder: Path) -> None:
+    (folder / EMULATED_FILE).write_text(json.dumps({"emulated": SAID}) + "\n", encoding="utf-8")
+
+
+def _no_tensors() -> bytes:
+    """A safetensors file without a tensor, which says why."""
+    header = json.dumps({"__metadata__": {"emulated": SAID}}).encode()
+    return struct.pack("<Q", len(header)) + header
+
+
+if __name__ == "__main__":
+    main(SystemClock(), load)

@@ -1,0 +1,109 @@
+"""The audit of the log's shape: numbers, parents, lineages, worlds and digests, of cut-off entries too. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gcore.ledger.digests import digest_of
+from gcore.ledger.findings import Found
+from gcore.ledger.records import Head, Lineage, LogEntry
+
+
+@dataclass(frozen=True, slots=True)
+class ChainFacts:
+    """`chain`: the numbers of the final lineage's entries that are there, ascending. `lineages`: as the rollbacks in the log
+    began them, or head's where entries are missing. `since_step`: the account entries after the newest step."""
+
+    chain: tuple[int, ...]
+    lineages: tuple[Lineage, ...]
+    since_step: tuple[int, ...]
+
+
+def check_chain(head: Head, log: Mapping[int, LogEntry], found: Found) -> ChainFacts:
+    """Every entry up to head's, whatever lineage it is of, then the walk from head."""
+    before: LogEntry | None = None
+    whole = True
+    lineage, world = 0, None
+    begun = [Lineage(number=0, base_step=0)]
+    last = max(log, default=-1)
+    if head.seq > last + 1:  # whatever a damaged head says
+        found.add("chain", f"log entries {last + 1} to {head.seq} are missing")
+        whole = False
+    for seq in range(min(head.seq, last + 1) + 1):
+        entry = log.get(seq)
+        if entry is None:
+            found.add("chain", f"log entry {seq} is missing")
+            before, whole = None, False
+            continue
+        if entry.kind == "rollback":
+            lineage, world = lineage + 1, entry.world
+            begun.append(Lineage(number=entry.lineage, base_step=entry.step))
+        _check_place(seq, entry, lineage, world, found)
+        _check_parent(entry, before, log, found)
+        lineage, world, before = entry.lineage, entry.world, entry
+    for seq in sorted(seq for seq in log if seq > head.seq):
+        found.add("chain", f"log entry {seq} is beyond head, which is entry {head.seq}")
+    lineages = tuple(begun)
+    if not whole:
+        lineages = head.lineages
+    elif lineages != head.lineages:
+        told = " ".join(f"{one.number} from step {one.base_step}" for one in lineages)
+        found.add("chain", f"head's lineages are not those that its rollbacks began ({told})")
+    _check_head(head, log.get(head.seq), found)
+    return _walk(head, log, lineages, found)
+
+
+def _check_place(seq: int, entry: LogEntry, lineage: int, world: str | None, found: Found) -> None:
+    """What an entry says of itself, given the entries before it."""
+    if entry.seq != seq or (entry.parent is not None and entry.parent >= seq):
+        found.add("chain", f"log entry {seq} says it is entry {entry.seq} after {entry.parent}")
+    elif (entry.kind == "base") != (seq == 0) or (entry.parent is None) != (seq == 0):
+        found.add("chain", f"log entry {seq} says it is a {entry.kind} entry after {entry.parent}")
+    elif entry.kind in ("train", "account") and entry.parent != seq - 1:
+        found.add("chain", f"log entry {seq} ({entry.kind}) says it follows {entry.parent}, expected {seq - 1}")
+    if entry.lineage != lineage:
+        found.add("chain", f"log entry {seq} ({entry.kind}) is of lineage {entry.lineage}, expected {lineage}")
+    if world is not None and entry.world != world:
+        found.add("chain", f"log entry {seq} ({entry.kind}) is of world {entry.world}, expected {world}")
+
+
+def _check_parent(entry: LogEntry, before: LogEntry | None, log: Mapping[int, LogEntry], found: Found) -> None:
+    """The parent is the entry that was there when this one was written."""
+    if not entry.parent_digest or entry.parent is None:
+        return
+    parent = before if before is not None and before.seq == entry.parent else log.get(entry.parent)
+    if parent is not None and digest_of(parent) != entry.parent_digest:
+        found.add("chain", f"log entry {entry.parent} is not what it was when entry {entry.seq} was written after it")
+
+
+def _check_head(head: Head, entry: LogEntry | None, found: Found) -> None:
+    """Head says of itself what its entry does."""
+    if entry is None:
+        return
+    if entry.nonce != head.nonce:
+        found.add("chain", f"log entry {head.seq} and head were written by different transactions")
+    elif head.digest and digest_of(entry) != head.digest:
+        found.add("chain", f"log entry {head.seq} is not what it was when head was written with it")
+    for name in ("parent", "lineage", "step", "world"):
+        of_head, of_entry = getattr(head, name), getattr(entry, name)
+        if of_head != of_entry:
+            found.add("chain", f"head is at {name} {of_head}, its log entry {head.seq} at {of_entry}")
+
+
+def _walk(head: Head, log: Mapping[int, LogEntry], lineages: tuple[Lineage, ...], found: Found) -> ChainFacts:
+    chain: list[int] = []
+    since: list[int] = []
+    stepless = True
+    seq: int | None = head.seq
+    while seq is not None:
+        entry = log.get(seq)
+        if entry is None or entry.seq != seq or (entry.parent is not None and entry.parent >= seq):
+            found.add("chain", f"the chain from head ends at log entry {seq} instead of its base")
+            break
+        chain.append(seq)
+        stepless = stepless and entry.kind == "account"
+        if stepless:
+            since.append(seq)
+        seq = entry.parent
+    return ChainFacts(tuple(chain[::-1]), lineages, tuple(since[::-1]))

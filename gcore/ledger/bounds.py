@@ -1,0 +1,120 @@
+"""How much the store may hold of one job: for each kind of key how many there are at most, and how large each is.
+
+The bound follows from the spec (shards, window, quota, responses, staleness, sources, checkpoints that are kept), from how many
+controllers and ranks there are *now*, and from how often the job went back or re-formed its world (28 bytes each time, in head:
+the one thing that grows with faults). It does not depend on the number of steps, but for checkpoints that the spec keeps for ever
+(`checkpoint.keep_every`). What a rule of `controllers.housekeeping` or `controllers.sweeping` has not taken away yet is part of
+it (`LAG`): while nobody prunes, because the run's folder takes nothing, the log grows until it does.
+
+Sizes are generous sums of what a record's fields take as JSON. Every kind of key of `gcore.store.keys.JobKeys` stands here; a test
+fails for one that does not. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gcore.config import JobSpec
+from gcore.config.evaluation import eval_sources
+from gcore.config.sources import training_sources
+from gcore.ledger.collectives import MAX_NAMES, MAX_VALUE_BYTES
+from gcore.ledger.evaluation import MOST_PARTS
+from gcore.ledger.job import MOST_SAID
+from gcore.ledger.rules import MOST_BYTES, offer_bytes, seal_bytes
+from gcore.ledger.stream import MOST_OUTCOMES
+from gcore.ledger.sweeping import NEWEST_EVALUATIONS
+from gcore.prompts.cursor import shard_lengths
+
+KEPT_LOG = 64
+"""Newest log entries that stay (`controllers.housekeeping.KEEP_LOG`)."""
+LAG = 132
+"""Log entries that wait to be pruned: those that make a prune worth while, and those of one that is under way."""
+MOST_FAULTS = 64
+"""Faults of one job, beside one more of each controller (`controllers.faults.MOST_OF_JOB`)."""
+TOPICS = 16
+"""Things that may have trouble, beside trackers."""
+SMALL = 512
+"""Bytes of a record's fixed fields, its key included."""
+OUTCOME = 512
+"""Bytes of an ended ref: with its reason, versions and source."""
+TRAINED = 256
+STATS = 16_384
+"""Bytes of a step's numbers for people."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """What a job's records depend on beside its spec: how many there are now, and how often its world was formed anew."""
+
+    prompts: int
+    controllers: int
+    ranks: int
+    engines: int
+    rollbacks: int = 0
+    steps: int = 0
+    """Only of a spec that keeps checkpoints for ever."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """At most so many keys of a kind, and bytes in each, keys included."""
+
+    keys: int
+    each: int
+
+    @property
+    def bytes(self) -> int:
+        """Of all of them."""
+        return self.keys * self.each
+
+
+def bounds(spec: JobSpec, scale: Scale) -> Mapping[str, Bound]:
+    """By the kind of key: what comes after the job's prefix, up to the first slash."""
+    sources, sets = len(training_sources(spec)), len(eval_sources(spec))
+    names = max((len(source.name) for source in (*training_sources(spec), *eval_sources(spec))), default=0)
+    tally = sources * (220 + names)
+    cursors = spec.data.shards * (24 + spec.data.window // 4)
+    checkpoints, coming = kept_checkpoints(spec, scale), 1 + (KEPT_LOG + LAG) // spec.checkpoint.every
+    groups = spec.flow.groups_per_step * (TRAINED + 24 * (spec.rollout.staleness + 1))
+    outcomes = MOST_OUTCOMES * OUTCOME
+    entry = SMALL + STATS + groups + outcomes + cursors + tally
+    here = scale.controllers
+    return {
+        "job": Bound(1, SMALL + 2 * len(spec.model_dump_json())),
+        "state": Bound(1, SMALL + 2 * MOST_SAID),
+        "head": Bound(1, SMALL + cursors + tally + 28 * (scale.rollbacks + 2)),
+        "assign": Bound(1, SMALL + 96 * here + 8 * spec.data.shards),
+        "ckpts": Bound(1, SMALL + 256 * checkpoints),
+        "plan": Bound(1, SMALL + 96 * (scale.ranks + scale.engines)),
+        "log": Bound(KEPT_LOG + LAG + checkpoints + 2, entry),
+        "seal": Bound(1, SMALL + seal_bytes(spec) + outcomes),
+        "member": Bound(here, SMALL),
+        "offer": Bound(here, SMALL + 2 * offer_bytes(spec) + outcomes),
+        "fetch": Bound(here, SMALL),
+        "storage": Bound(here, SMALL),
+        "copies": Bound(here, SMALL + 256 * scale.ranks * (checkpoints + 2)),
+        "part": Bound(here, SMALL + MAX_NAMES * (MAX_VALUE_BYTES + 80)),
+        "agreed": Bound(3 * MAX_NAMES, SMALL + here * (MAX_VALUE_BYTES + 80)),
+        "world": Bound(2 * (scale.ranks + 1), SMALL),
+        "eval": Bound(2 * NEWEST_EVALUATIONS + checkpoints + 3, MOST_BYTES),
+        "evalpart": Bound(2 * (MOST_PARTS + sets), MOST_BYTES // 8),
+        "epoch": Bound(2 + epochs_in_a_window(spec, scale) * (checkpoints + coming + 1), SMALL + 2 * tally),
+        "trouble": Bound(TOPICS + len(spec.tracking), SMALL + 2 * MOST_SAID),
+        "fault": Bound(MOST_FAULTS + here, SMALL + 4 * MOST_SAID),
+    }
+
+
+def kept_checkpoints(spec: JobSpec, scale: Scale) -> int:
+    """Registered at once: the kept ones, the best, the base, one that is new and one that is to be forgotten."""
+    every = spec.checkpoint.keep_every
+    return spec.checkpoint.keep + 4 + (scale.steps // every if every else 0)
+
+
+def epochs_in_a_window(spec: JobSpec, scale: Scale) -> int:
+    """Data epochs that a window may reach into, of all shards; 0 without a curriculum."""
+    if spec.data.curriculum is None:
+        return 0
+    shortest = min(shard_lengths(scale.prompts, spec.data.shards).lengths)
+    return math.ceil(2 * spec.data.window / shortest) + 2

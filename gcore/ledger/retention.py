@@ -1,0 +1,58 @@
+"""Which checkpoints are kept, and why: the newest n, one every k steps for ever, the best, and the first model. Pure.
+
+Only what lies on head's chain counts: where a rollback cut the chain off, nobody will ever go back to. A chain has one state
+for each step, whatever lineage it was written in. The newest on the chain is always kept, so what is forgotten never takes
+away where a new world would start; and what stands at a multiple of k stays kept however many come after it.
+
+Deletes nothing (`controllers.housekeeping` decides, `controllers.apply` deletes the entry before the files).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from gcore.ledger.ancestry import resumable
+from gcore.ledger.records import Checkpoint, Head
+
+
+class Why(StrEnum):
+    """A reason to keep a checkpoint."""
+
+    NEWEST = "newest"
+    EVERY = "every"
+    BEST = "best"
+    FIRST = "first"
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """`newest`: how many of the newest; `every`: those at a multiple of so many steps, None: of none; `best`: the step of the
+    best evaluated state, None: there is none."""
+
+    newest: int
+    every: int | None = None
+    best: int | None = None
+
+
+def why_kept(head: Head, known: Iterable[Checkpoint], policy: Retention) -> Mapping[Checkpoint, frozenset[Why]]:
+    """What is kept of `known`, in its order, and for which reasons."""
+    entries = tuple(known)
+    on_chain = resumable(head, (c for c in entries if c.file))
+    newest = on_chain[: policy.newest]
+    found: dict[Checkpoint, frozenset[Why]] = {}
+    for one in entries:
+        reasons = set()
+        if not one.file:
+            reasons.add(Why.FIRST)
+        elif one in on_chain:
+            if one in newest:
+                reasons.add(Why.NEWEST)
+            if policy.every is not None and one.step % policy.every == 0:
+                reasons.add(Why.EVERY)
+            if one.step == policy.best:
+                reasons.add(Why.BEST)
+        if reasons:
+            found[one] = frozenset(reasons)
+    return found

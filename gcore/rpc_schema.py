@@ -1,0 +1,82 @@
+"""Every RPC carries the schema versions that its caller speaks, as metadata: its own and the one before. Whoever serves it also
+speaks two; if they have none in common, the call is refused in one sentence that names both sides, before anything of it is
+read. So a command line of this version works with daemons of the version before, and with such of the next.
+
+A call without the metadata is one of version 1, which did not carry it there; so is that of a person with a tool of their
+own. Answers need no version: messages only ever grow by fields that an older reader passes over. What a message holds as a
+stored record (the seal in `Apply`), or as samples (a feed), says its own version.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable, Collection
+from typing import Any, NoReturn
+
+import grpc
+import grpc.aio
+
+from gcore.schema import READABLE, SCHEMA_VERSION
+
+KEY = "gcore-schema-version"
+
+
+def carried(versions: Collection[int] = READABLE) -> tuple[tuple[str, str], ...]:
+    """The metadata of a call whose caller speaks `versions`."""
+    return ((KEY, ",".join(str(version) for version in sorted(versions))),)
+
+
+def refusal(said: str | None) -> str | None:
+    """Why a call whose metadata say this is not served, or None."""
+    spoken = set(("1" if said is None else said).split(","))
+    if spoken & {str(readable) for readable in READABLE}:
+        return None
+    older = all(one.isascii() and one.isdigit() and len(one) < 9 and int(one) < SCHEMA_VERSION for one in spoken)
+    upgrade = "the caller" if older else "the controllers and workers first, or use the gcore that fits them"
+    readable = " and ".join(map(str, sorted(READABLE)))
+    return f"the call is of schema version {str(said)[:20]!r}, and this process serves {readable}; upgrade {upgrade}"
+
+
+class VersionedStub:
+    """A stub whose every call carries the versions that this process speaks."""
+
+    def __init__(self, stub: Any, versions: Collection[int] = READABLE) -> None:
+        self._stub = stub
+        self._metadata = carried(versions)
+
+    def __getattr__(self, name: str) -> Any:
+        return functools.partial(getattr(self._stub, name), metadata=self._metadata)
+
+
+class VersionGate(grpc.aio.ServerInterceptor):
+    """Refuses calls of gcore's services whose version is not served, with FAILED_PRECONDITION. Health answers everybody."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """See grpc.aio.ServerInterceptor."""
+        handler = await continuation(handler_call_details)
+        if handler is None or not handler_call_details.method.startswith("/gcore."):
+            return handler
+        said = next((str(v) for k, v in handler_call_details.invocation_metadata or () if k == KEY), None)
+        why = refusal(said)
+        return handler if why is None else _refusing(handler, why)
+
+
+def _refusing(handler: grpc.RpcMethodHandler[Any, Any], why: str) -> grpc.RpcMethodHandler[Any, Any]:
+    """A handler of the same kind that only refuses."""
+
+    async def refuse(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:
+        await context.abort(grpc.StatusCode.FAILED_PRECONDITION, why)
+        raise AssertionError("abort raises")
+
+    make = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, False): grpc.stream_unary_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }[handler.request_streaming, handler.response_streaming]
+    made: grpc.RpcMethodHandler[Any, Any] = make(refuse, handler.request_deserializer, handler.response_serializer)
+    return made

@@ -1,0 +1,230 @@
+"""Leaves copies of a rank's state in the memory of nodes: its shard on its own node, and on a neighbour's.
+
+After a step, before the rank says that it is applied, so that no step is committed whose state is not copied; and once
+after loading, so that a world that dies before its first step costs nothing either. Each rank writes its shard into its
+node's memory (`gcore.weights.copies`) and sends it to the rank that keeps its second copy, over gloo, from host memory.
+
+Two states are there at most: the one of head, which is the last whose successor was READY, and the one after it, whose
+commit may still fail. What is older goes when a step is begun, for its seal proves that the one before it is head; what is
+of older worlds too, never what is of a newer one: a world that was given up may still live, and not know it.
+
+A copy that does not fit into memory is left out with a warning, and the step goes on: a later loss then costs more steps.
+Does not read copies (`gcore.train.copied`), and never decides that a world starts from them (controllers).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gcore.fault_points import At, point
+from gcore.ledger.world_state import WorldState
+from gcore.train.collective import Collective
+from gcore.train.launch import RankLaunch
+from gcore.train.models import Models
+from gcore.train.saving import Progress
+from gcore.train.trained import TrainedModel
+from gcore.weights.copies import KINDS, CopyHeader, data_file, drop, header_file, keepers, shard_bytes
+
+log = logging.getLogger("gcore.train")
+
+CHUNK_BYTES = 64 << 20
+"""Sent, received and written at once."""
+STATES = 2
+"""Of which the copies of a shard lie in memory at a time, at most."""
+SHARE = 4
+"""Of what is free in a node's memory, copies take one part in so many, if the spec does not say how much."""
+
+
+class Copier:
+    """One rank's part in copying. All methods are collectives."""
+
+    def __init__(self, launch: RankLaunch, collective: Collective, models: Models) -> None:
+        self._launch = launch
+        self._collective = collective
+        self._models: Mapping[str, TrainedModel] = trained_models(models)
+        self._folder = Path(launch.memory_dir)
+        self._keepers = keepers(launch.nodes)
+        self._group = host_group(collective)
+        self._extents = {name: tuple(one.extents()) for name, one in self._models.items()}
+        self.wanted = self._chosen and self._fits()
+
+    @property
+    def _chosen(self) -> bool:
+        """Whether this job copies, which all its ranks know alike."""
+        return self._launch.spec.train.copies_gb != 0 and len(self._launch.nodes) == self._launch.world_size
+
+    def settle(self) -> None:
+        """The world is there, in a lineage of its own: of older ones nobody needs anything but what it starts from."""
+        if self.wanted:
+            launch = self._launch
+            drop(self._folder, launch.job_uid, lambda of: of.lineage < launch.lineage and of != launch.start.state)
+
+    def begin(self, step: int) -> None:
+        """A step is about to be trained, from its READY seal: whose state came before the one before it is not needed."""
+        if self.wanted:
+            mine, world = self._launch.lineage, self._launch.world
+            drop(
+                self._folder,
+                self._launch.job_uid,
+                lambda of: of.lineage < mine or (of.world == world and of.step < step - 1),
+            )
+
+    def keep(self, step: int, attempt: int, progress: Progress, tell: Callable[[], None]) -> int:
+        """Copy the state after (step, attempt). The bytes that lie on this node then, of this state."""
+        if not self.wanted:
+            return 0
+        launch = self._launch
+        of = WorldState(
+            world=launch.world, lineage=launch.lineage, step=step, attempt=attempt, shards=launch.world_size
+        )
+        point(At.COPIES, "before")
+        mine = self._write(of, progress, tell)
+        size = (mine.size if mine is not None else 0) + self._exchange(of, mine, tell)
+        point(At.COPIES, "after")
+        return size
+
+    def _fits(self) -> bool:
+        """Whether all ranks have room for what they are to hold, at its most. A collective."""
+        rank, nodes = self._launch.rank, self._launch.nodes
+        sizes = [0.0] * len(nodes)
+        sizes[rank] = float(sum(shard_bytes(extents) for extents in self._extents.values()))
+        sizes = self._collective.sum(sizes)
+        here = [r for r, node in enumerate(nodes) if node == nodes[rank]]
+        kept = sum(sizes[r] for r, keeper in enumerate(self._keepers) if r in here or keeper in here)
+        # Without a folder of its node's memory a rank has room for nothing, however little that is.
+        needed = max(STATES * kept / len(here), 0.0 if self._launch.memory_dir else 1.0)
+        limit = self._launch.spec.train.copies_gb
+        try:
+            free = shutil.disk_usage(self._folder).free / len(here) if self._launch.memory_dir else 0.0
+        except OSError:
+            free = 0.0
+        budget = min(free, limit * 1e9) if limit is not None else free / SHARE
+        lacking = self._collective.max([max(0.0, needed - budget)])[0]
+        if lacking:
+            log.warning(
+                "no copies of the state are made: a rank lacks %.3f GB of memory for them (this one needs %.3f and may take "
+                "%.3f in %r); a world that is lost starts from a checkpoint",
+                *(lacking / 1e9, needed / 1e9, budget / 1e9, self._launch.memory_dir),
+            )
+        return not lacking
+
+    def _write(self, of: WorldState, progress: Progress, tell: Callable[[], None]) -> CopyHeader | None:
+        """This rank's own shard; None if there was no room."""
+        path, digest, size = data_file(self._folder, of, self._launch.rank), hashlib.sha256(), 0
+        try:
+            with path.open("wb") as file:
+                for values in self._values():
+                    digest.update(values)
+                    file.write(values)
+                    size += values.nbytes
+                    tell()
+            header = CopyHeader(
+                job_uid=self._launch.job_uid,
+                of=of,
+                shard=self._launch.rank,
+                extents=self._extents,
+                size=size,
+                sha256=digest.hexdigest(),
+                **asdict(progress),
+            )
+            _show(header_file(self._folder, of, self._launch.rank), header.encode())
+        except OSError as error:
+            self._give_up(path, error)
+            return None
+        return header
+
+    def _values(self) -> Iterator[memoryview]:
+        for name, model in self._models.items():
+            for kind in KINDS:
+                for values in model.pieces(kind, self._extents[name]):
+                    yield values.detach().to("cpu", torch.float32).contiguous().view(torch.uint8).numpy().data
+
+    def _exchange(self, of: WorldState, mine: CopyHeader | None, tell: Callable[[], None]) -> int:
+        """Send this rank's shard to its keeper, and keep what others send; the bytes kept."""
+        rank, keeper = self._launch.rank, self._keepers[self._launch.rank]
+        sending: list[dist.Work] = []
+        held: list[Tensor] = []  # what is being sent must stay
+        if keeper is not None:
+            encoded = b"" if mine is None else mine.encode()
+            held.append(torch.tensor([len(encoded), 0 if mine is None else mine.size], dtype=torch.int64))
+            if encoded:
+                held.append(torch.frombuffer(bytearray(encoded), dtype=torch.uint8))
+            if mine is not None and mine.size:
+                path = str(data_file(self._folder, of, rank))
+                held += torch.from_file(path, shared=False, size=mine.size, dtype=torch.uint8).split(CHUNK_BYTES)
+            sending = [work for one in held if (work := dist.isend(one, keeper, group=self._group)) is not None]
+        kept = sum(
+            self._receive(of, sender, tell) for sender in range(len(self._keepers)) if self._keepers[sender] == rank
+        )
+        for work in sending:
+            work.wait()
+            tell()
+        return kept
+
+    def _receive(self, of: WorldState, sender: int, tell: Callable[[], None]) -> int:
+        """One shard from another node; the bytes kept of it. What there is no room for is received all the same."""
+        lengths = torch.empty(2, dtype=torch.int64)
+        dist.recv(lengths, sender, group=self._group)
+        encoded, size = (int(value) for value in lengths)
+        if not encoded:
+            return 0
+        header = torch.empty(encoded, dtype=torch.uint8)
+        dist.recv(header, sender, group=self._group)
+        path, room = data_file(self._folder, of, sender), True
+        with contextlib.ExitStack() as stack:
+            try:
+                file = stack.enter_context(path.open("wb"))
+            except OSError as error:
+                room = self._give_up(path, error)
+            for start in range(0, size, CHUNK_BYTES):
+                chunk = torch.empty(min(CHUNK_BYTES, size - start), dtype=torch.uint8)
+                dist.recv(chunk, sender, group=self._group)
+                try:
+                    if room:
+                        file.write(chunk.numpy().data)
+                except OSError as error:
+                    room = self._give_up(path, error)
+                tell()
+        try:
+            if room:
+                _show(header_file(self._folder, of, sender), header.numpy().tobytes())
+        except OSError as error:
+            room = self._give_up(path, error)
+        return size if room else 0
+
+    def _give_up(self, path: Path, error: OSError) -> bool:
+        log.warning("a copy is left out (%s): %s", error.strerror or error, path)
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+        return False
+
+
+def trained_models(models: Models) -> dict[str, TrainedModel]:
+    """What a rank trains, under the names that copies call it by."""
+    named: dict[str, TrainedModel] = {"policy": models.policy}
+    return named if models.critic is None else {**named, "critic": models.critic}
+
+
+def host_group(collective: Collective) -> dist.ProcessGroup | None:
+    """A group of all ranks that moves host memory; None: the world itself does. A collective."""
+    if collective.size == 1 or collective.device.type == "cpu":
+        return None
+    group: dist.ProcessGroup = dist.new_group(backend="gloo")
+    return group
+
+
+def _show(path: Path, data: bytes) -> None:
+    """A header's name comes last, so that a copy is there whole or not at all."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_bytes(data)
+    part.replace(path)

@@ -1,0 +1,99 @@
+"""Whole runs on emulated slots: everything real but the devices."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from cluster_run import ClusterRun, gcore, processes_of
+
+from gcore.emulated.launch import LAW_FILE, SAID
+from gcore.testing.tiny_model import make_tiny_model
+
+pytestmark = [pytest.mark.serial, pytest.mark.chaos, pytest.mark.timeout(300)]
+
+LAW = {"speedup": 4.0, "load_s": 0.2}
+STEPS = 6
+
+
+@pytest.fixture
+def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A job whose model is only read for its vocabulary."""
+    law = tmp_path / "law.json"
+    law.write_text(json.dumps(LAW))
+    monkeypatch.setenv(LAW_FILE, str(law))
+    make_tiny_model(tmp_path / "model", seed=1)
+    lines = [json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) for a in range(20) for b in range(20)]
+    (tmp_path / "train.jsonl").write_text("\n".join(lines) + "\n")
+    job = {
+        "model": {"path": "model"},
+        "data": {"path": "train.jsonl", "shards": 32},
+        "flow": {"steps": STEPS, "groups_per_step": 16, "samples_per_prompt": 2},
+        "rollout": {"max_new_tokens": 40},
+        "checkpoint": {"every": 2},
+    }
+    file = tmp_path / "job.yaml"
+    file.write_text("name: emulated\n" + "\n".join(f"{key}: {json.dumps(value)}" for key, value in job.items()) + "\n")
+    return file
+
+
+def kinds_of(home: Path, module: str) -> list[int]:
+    """The pids of the home's processes that run a module."""
+    words = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in processes_of(home)}
+    return [pid for pid, arguments in words.items() if module.encode() in arguments]
+
+
+def test_a_run_on_emulated_slots_is_clean_says_what_it_is_and_loads_no_torch(spec: Path, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    run = ClusterRun(spec, home, "--slots", "emulated:8")
+    try:
+        run.until_step(2)
+        for pid in processes_of(home):
+            maps = Path(f"/proc/{pid}/maps")
+            assert "libtorch" not in (maps.read_text() if maps.exists() else "")
+        assert len(kinds_of(home, "gcore.emulated.host")) == 2
+        listed = gcore("list", "--home", str(home), "-o", "json").stdout
+        assert SAID in listed
+        ended = run.wait()
+    finally:
+        run.close()
+    assert ended.code == 0, ended.output
+    assert (ended.summary["audit"], ended.summary["steps"]) == ("clean", STEPS)
+    assert SAID.capitalize() in ended.output
+    assert SAID in ended.summary["reason"]
+    (folder,) = (home / "runs").glob("emulated-*")
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    trained = [line["metrics"] for line in steps if line["kind"] == "step"]
+    assert len(trained) == STEPS
+    assert all(metrics["emulated"] == 1.0 and "loss" not in metrics for metrics in trained)
+
+
+def test_a_node_whose_emulated_engines_and_rank_are_killed_goes_on(spec: Path, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    run = ClusterRun(spec, home, "--slots", "emulated:8")
+    try:
+        run.until_step(1)
+        os.kill(kinds_of(home, "gcore.emulated.host")[0], signal.SIGKILL)
+        run.until_step(2)
+        run.kill_worker("train", child=True)
+        ended = run.wait()
+    finally:
+        run.close()
+    assert ended.code == 0, ended.output
+    assert (ended.summary["audit"], ended.summary["steps"]) == ("clean", STEPS)
+
+
+def test_the_model_of_an_emulated_job_cannot_be_taken_for_one(spec: Path, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    run = ClusterRun(spec, home, "--slots", "emulated:4")
+    try:
+        assert run.wait().code == 0
+        refused = gcore("export", "emulated", "--home", str(home), "--to", str(tmp_path / "out"), check=None)
+    finally:
+        run.close()
+    assert refused.returncode != 0
+    assert "emulated train ranks wrote this" in refused.stdout + refused.stderr
+    assert not (tmp_path / "out").exists()

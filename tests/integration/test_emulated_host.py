@@ -1,0 +1,223 @@
+"""Emulated engines as a controller meets them: over real sockets, in the store, many in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from gcore.clock import SystemClock
+from gcore.emulated.host import Host
+from gcore.emulated.launch import HostLaunch, PlacedEngine
+from gcore.emulated.law import Law
+from gcore.errors import EngineError, EngineUnreachable
+from gcore.rollout.client import EngineClient, SamplingParams
+from gcore.store import keys
+from gcore.store.types import Delete, Put
+from gcore.testing import MemoryCluster, MemoryStore
+from gcore.types import Sample, Version
+from gcore.worker.process import ProcessId
+from gcore.worker.records import StoreRef, WorkerRecord
+
+WORDS = 12
+EOS = 1
+FAST = Law(speedup=200.0)
+SLOW = Law(speedup=1.0, decode_s=60.0, load_s=0.0, publish_s=0.01)
+"""A response of which nothing comes while the test looks."""
+PARAMS = SamplingParams(temperature=1.0, max_new_tokens=16)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model's folder without a model."""
+    folder = tmp_path_factory.mktemp("model")
+    words = {"<pad>": 0, "<eos>": EOS} | {str(n): n + 2 for n in range(10)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(["<pad>", "<eos>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps({"vocab_size": WORDS, "eos_token_id": EOS}))
+    return folder
+
+
+@dataclass
+class Scene:
+    """A host at work, its store, and a client for each engine."""
+
+    host: Host
+    cluster: MemoryCluster
+    clients: list[EngineClient]
+    running: asyncio.Task[None]
+
+    def records(self) -> dict[str, WorkerRecord]:
+        found = self.cluster.listing(keys.WORKERS).kvs
+        return {kv.key.removeprefix(keys.WORKERS): WorkerRecord.decode(kv.value) for kv in found}
+
+    async def until(self, count: int) -> dict[str, WorkerRecord]:
+        async with asyncio.timeout(30):
+            while sum(r.state == "serving" for r in self.records().values()) < count:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        return self.records()
+
+
+@asynccontextmanager
+async def hosting(model: Path, law: Law, engines: int = 1, **more: Any) -> AsyncIterator[Scene]:
+    clock = SystemClock()
+    cluster = MemoryCluster(clock)
+    store = MemoryStore(cluster, "host")
+    await store.transact((), (Put(keys.node("node-0"), b"{}"),))
+    launch = HostLaunch(
+        name="emulated-node-0",
+        node="node-0",
+        job_uid="job",
+        store=StoreRef(endpoints=("127.0.0.1:1",)),
+        engines=tuple(PlacedEngine(instance=f"e{i}", slot=f"emulated:{i}") for i in range(engines)),
+        model=str(model),
+        rows=4,
+        weight_version="0.0",
+        **more,
+    )
+    host = Host(launch, law, store, clock, ProcessId(7, 1))
+    running = asyncio.create_task(host.run())
+    scene = Scene(host, cluster, [], running)
+    try:
+        records = await scene.until(engines)
+        scene.clients = [EngineClient(f"http://{records[f'e{i}'].address}", timeout_s=20) for i in range(engines)]
+        yield scene
+    finally:
+        for client in scene.clients:
+            await client.close()
+        host.stop("the test is over")
+        await running
+        await store.close()
+
+
+async def until(client: EngineClient, *, running: int, waiting: int = 0) -> None:
+    async with asyncio.timeout(20):
+        while ((info := await client.info()).running, info.waiting) != (running, waiting):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_each_engine_is_registered_as_a_worker_and_all_go_with_the_process(model: Path) -> None:
+    async with hosting(model, FAST, engines=3) as scene:
+        records = scene.records()
+        assert [(r.slot, r.role, r.state, r.node) for _, r in sorted(records.items())] == [
+            (f"emulated:{i}", "rollout", "serving", "node-0") for i in range(3)
+        ]
+        assert len({record.address for record in records.values()}) == 3
+        assert [(await client.info()).version for client in scene.clients] == [Version(0, 0)] * 3
+    assert scene.records() == {}
+
+
+async def test_samples_are_functions_of_their_seeds_on_whichever_engine(model: Path) -> None:
+    async with hosting(model, FAST, engines=2) as scene:
+        one, other = scene.clients
+
+        async def asked(client: EngineClient, seeds: tuple[int, ...], rid: str) -> tuple[Sample, ...]:
+            return await client.generate((3, 4), PARAMS, seeds=seeds, rid=rid)
+
+        first = await asked(one, (1, 2), "a")
+        assert first == await asked(other, (1, 2), "b")
+        assert first[0] != first[1]
+        assert await asked(one, (2,), "c") == first[1:]
+        for sample in first:
+            assert 1 <= len(sample.token_ids) <= 16
+            assert (sample.finish_reason == "stop") == (sample.token_ids[-1] == EOS)
+            assert sample.text == "".join(str(t - 2) for t in sample.token_ids if t != EOS)
+            assert all(value <= 0 for value in sample.logprobs)
+            assert [(s.version, s.start, s.end) for s in sample.spans] == [(Version(0, 0), 0, len(sample.token_ids))]
+
+
+async def test_the_clients_update_serves_the_new_version_and_an_older_one_is_refused(model: Path) -> None:
+    async with hosting(model, FAST) as scene:
+        (client,) = scene.clients
+        await client.update_weights(str(model), Version(0, 3))
+        assert (await client.info()).version == Version(0, 3)
+        (sample,) = await client.generate((3,), PARAMS, seeds=(1,), rid="a")
+        assert {span.version for span in sample.spans} == {Version(0, 3)}
+        with pytest.raises(EngineError, match="older"):
+            await client.update_weights(str(model), Version(0, 2))
+        with pytest.raises(EngineError, match="no model"):
+            await client.update_weights(str(model / "nothing"), Version(0, 4))
+        assert (await client.info()).version == Version(0, 3)
+        await client.generate((3,), PARAMS, seeds=(1,), rid="b")  # it goes on after a refusal
+
+
+async def test_what_runs_goes_on_under_new_weights_and_what_is_aborted_comes_back(model: Path) -> None:
+    async with hosting(model, SLOW) as scene:
+        (client,) = scene.clients
+        asking = asyncio.create_task(client.generate((3,), PARAMS, seeds=tuple(range(6)), rid="slow"))
+        await until(client, running=4, waiting=2)  # there are four rows
+        await client.update_weights(str(model), Version(0, 1))
+        assert (await client.info()).running == 4
+        await client.abort("slow", 6)
+        samples = await asking
+        assert {sample.finish_reason for sample in samples} == {"abort"}
+
+
+async def test_a_client_that_goes_away_leaves_nothing_running(model: Path) -> None:
+    async with hosting(model, SLOW) as scene:
+        (client,) = scene.clients
+        asking = asyncio.create_task(client.generate((3,), PARAMS, seeds=(1,), rid="slow"))
+        await until(client, running=1)
+        asking.cancel()
+        await until(client, running=0)
+
+
+async def test_an_engine_sleeps_only_when_nothing_runs_and_requests_wait_until_it_wakes(model: Path) -> None:
+    async with hosting(model, FAST) as scene, httpx.AsyncClient(base_url=scene.clients[0].base_url) as http:
+        (client,) = scene.clients
+        assert (await http.post("/release_memory_occupation", json={})).status_code == 200
+        asking = asyncio.create_task(client.generate((3,), PARAMS, seeds=(1,), rid="a"))
+        await until(client, running=0, waiting=1)
+        assert not asking.done()
+        assert (await http.post("/resume_memory_occupation", json={})).status_code == 200
+        await asking
+        assert (await http.post("/resume_memory_occupation", json={})).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/generate", {"input_ids": [3], "stream": True}, "token by token"),
+        ("/generate", {"input_ids": [3], "sampling_params": {"stop": ["x"]}}, "stop string"),
+        ("/generate", {"input_ids": [3], "return_logprob": True, "top_logprobs_num": 2}, "anything but the response"),
+        ("/generate", {"input_ids": [99]}, "not in the vocabulary"),
+        ("/generate", {"input_ids": [3], "sampling_params": {"no_such": 1}}, "no_such"),
+        ("/generate", {}, "exactly one of"),
+        ("/begin_weight_update", {}, "not served by an emulated engine"),
+        ("/v1/completions", {"prompt": "3"}, "not served by an emulated engine"),
+    ],
+)
+async def test_what_it_cannot_tell_is_refused_in_words(
+    model: Path, path: str, body: dict[str, Any], words: str
+) -> None:
+    async with hosting(model, FAST) as scene, httpx.AsyncClient(base_url=scene.clients[0].base_url) as http:
+        response = await http.post(path, json=body)
+        assert response.status_code == 400
+        assert words in response.text
+
+
+async def test_it_says_that_it_is_emulated(model: Path) -> None:
+    async with hosting(model, FAST) as scene:
+        told = await scene.clients[0].scheduler_state()
+        assert "computes nothing" in told["engine"]
+        assert told["internal_states"][0]["num_running_reqs"] == 0
+
+
+async def test_it_ends_when_its_node_has_no_controller_for_the_grace_period(model: Path) -> None:
+    async with hosting(model, FAST, orphan_grace_s=0.0) as scene:
+        scene.cluster.transact((), (Delete(keys.node("node-0")),))
+        async with asyncio.timeout(20):
+            await asyncio.shield(scene.running)
+        with pytest.raises(EngineUnreachable):
+            await scene.clients[0].info()

@@ -1,0 +1,70 @@
+"""Whole clusters in made-up time (`simulated_cluster`): nothing is lost and nothing trained twice, whatever happens to them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from simulated_cluster import Story, tell_story
+
+FIRST = int(os.environ.get("GCORE_SIM_FIRST", "0"))
+CLUSTERS = int(os.environ.get("GCORE_SIM_CLUSTERS", "16"))
+"""Few: the rest of a minute is `test_step_protocol`'s; any number with `make sim`."""
+SUPPORT = Path(__file__).parents[1] / "support"
+
+
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + CLUSTERS))
+def test_whatever_happens_to_a_cluster_its_job_ends_with_every_account_right(seed: int) -> None:
+    ended = tell_story(Story.of(seed))
+    assert not ended.wrong, ended.why
+    assert ended.steps > 0
+
+
+def test_the_same_seed_is_the_same_history_in_any_process() -> None:
+    """A failing seed can be looked at again."""
+    seed = 9
+    here = tell_story(Story.of(seed)).history
+    assert any("* " in line for line in here)
+    again = "\n".join(tell_story(Story.of(seed)).history)
+    assert again == "\n".join(here)
+    program = (
+        "import logging; logging.disable(logging.CRITICAL)\n"
+        "from simulated_cluster import Story, tell_story\n"
+        f"print('\\n'.join(tell_story(Story.of({seed})).history))"
+    )
+    environment = {**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": str(SUPPORT)}
+    there = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True, timeout=100
+    )
+    assert there.stdout.rstrip("\n") == "\n".join(here)
+
+
+def test_a_history_tells_who_did_what_and_what_happened_to_them() -> None:
+    ended = tell_story(Story(seed=3, nodes=2, steps=4, faults=("kill_daemon",), fault_every_s=4.0))
+    assert not ended.wrong, ended.why
+    told = "\n".join(ended.history)
+    assert "* kill -9 of n" in told
+    assert "head 1 at 0.1" in told
+    assert "seal 0.1.1 SEALED by n" in told
+    assert "has applied 0.1.1" in told
+
+
+KINDS = {
+    "stops": ("stop_daemon", "stop_worker"),
+    "cuts": ("cut", "cut_one_way", "compact"),
+    "kills": ("kill_daemon", "kill_worker", "kill_node", "kill_all"),
+    "comes and goes": ("join", "leave"),
+    "store": ("outage", "new_leader", "compact", "jump", "damage"),
+}
+
+
+@pytest.mark.parametrize("kinds", KINDS.values(), ids=list(KINDS))
+def test_each_kind_of_fault_alone_is_lived_through(kinds: tuple[str, ...]) -> None:
+    """Stopped for three times the life of a lease; cut off in one direction while history is forgotten; and so on."""
+    ended = tell_story(Story(seed=7, nodes=3, steps=6, faults=kinds, fault_every_s=3.0, faults_s=60.0))
+    assert not ended.wrong, ended.why
+    assert ended.steps == 6
+    assert ended.faults >= 3

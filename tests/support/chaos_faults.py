@@ -1,0 +1,534 @@
+"""The faults of `make chaos`: what each does to a running cluster, and what must hold besides the audit.
+
+A fault is a coroutine over a cluster whose job is under way; it returns what it did, for the line and the results file, and
+raises ChaosFailed if what it can see for itself is wrong. The moment at which it begins, and every choice in it, follow from
+the run's seed. What all runs have in common (the job, the moment, its end, the audit) is `chaos_run`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from chaos_cluster import BACK_S, CLOCK, TTL_S, ChaosCluster, ChaosFailed, Part, Shape
+from chaos_resumed import demo_survives, four_one_three, losses_equal, losses_equal_elsewhere
+
+from controllers.cli.leftovers import processes_of
+from gcore.schema import NEWEST_VERSION, PIN
+from gcore.worker.process import identify, send_signal
+
+Told = dict[str, Any]
+Whole = Callable[[Path, Path, random.Random], Awaitable[Told]]
+"""(folder, spec, the run's dice)"""
+Act = Callable[[ChaosCluster], Awaitable[Told]]
+ALONE_S = 30.0
+"""A controller that is killed for the measurement stays away so long: its peers are to recover without it."""
+PAUSE_S = 3.0 * TTL_S
+RECOVERY_GOAL_S = TTL_S + 15.0
+AWAY_S = 60.0
+ONE_STORE = Shape()
+BEFORE_AFTER = ("before", "after")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A row of the table. `moments`: how many, if not as many as asked for. `steps`: of the job, for each of them. `settings`: of its spec."""
+
+    name: str
+    what: str
+    act: Act | None = None
+    shape: Shape = ONE_STORE
+    steps: int = 16
+    settings: tuple[str, ...] = ()
+    moments: int | None = None
+    disk_mb: int | None = None
+    """The runs' folder stands on a disk of this size."""
+    at_start: bool = False
+    """Begins with the job's creation, not at a random moment."""
+    together: bool = True
+    """Whether several moments may have one job."""
+    whole: Whole | None = None
+    """Instead of `act`: it runs its clusters itself."""
+    demo: bool = False
+    """Its job is the example's, which must have been prepared; else the small one."""
+
+
+# One process killed.
+
+
+async def controller(cluster: ChaosCluster) -> Told:
+    """A controller dies and does not come back for a while: how long until its shards are in a commit again."""
+    name = cluster.pick(cluster.up)
+    return await _killed_controller(cluster, name, ALONE_S)
+
+
+async def controller_back(cluster: ChaosCluster) -> Told:
+    """It is started again at once, as a new incarnation."""
+    name = cluster.pick(cluster.up)
+    return await _killed_controller(cluster, name, 1.0)
+
+
+async def _killed_controller(cluster: ChaosCluster, name: str, back_s: float) -> Told:
+    seen = cluster.seen
+    incarnation = seen.incarnation(name)
+    assignment = seen.mirror.assign
+    shards = (
+        set(assignment.record.shards_of(incarnation)) if assignment is not None and incarnation is not None else set()
+    )
+    cluster.daemons[name].back_s = back_s
+    at = CLOCK.monotonic()
+    cluster.daemons[name].signal(signal.SIGKILL)
+    told: Told = {"target": name}
+    if not shards or incarnation is None:
+        return told  # it had no part yet: nothing is to be recovered
+    await cluster.until(
+        f"commit with prompts of {name}'s shards from another holder",
+        lambda: seen.ended or next(seen.commits_with(shards, at, but=incarnation), None),
+    )
+    by_others = next(seen.commits_with(shards, at, but=incarnation), None)
+    if by_others is not None:
+        told["recovery_s"] = round(by_others - at, 2)
+        told["next_commit_s"] = round(next(seen.commits_with(shards, at)) - at, 2)
+        if by_others - at > 3 * RECOVERY_GOAL_S:
+            raise ChaosFailed(f"recovery took {by_others - at:.0f} s")
+    cluster.daemons[name].back_s = 0.0
+    await cluster.until(f"return of {name}", lambda: cluster.ended or seen.incarnation(name) is not None)
+    return told
+
+
+def killed(part: Part) -> Act:
+    """One worker's process dies."""
+
+    async def act(cluster: ChaosCluster) -> Told:
+        found = await cluster.workers(part)
+        if not found:
+            return {"target": "none was there yet"}
+        name = cluster.pick(found)
+        send_signal(found[name], signal.SIGKILL)
+        return {"target": name}
+
+    return act
+
+
+async def etcd(cluster: ChaosCluster) -> Told:
+    """etcd dies and comes back on its data."""
+    name = cluster.pick(cluster.members)
+    cluster.members[name].signal(signal.SIGKILL)
+    return {"target": name}
+
+
+async def etcd_gone(cluster: ChaosCluster) -> Told:
+    """There is no etcd for a minute."""
+    for member in cluster.members.values():
+        member.back_s = AWAY_S
+        member.signal(signal.SIGKILL)
+    await CLOCK.sleep(AWAY_S)
+    for member in cluster.members.values():
+        member.back_s = BACK_S
+    return {"target": ", ".join(cluster.members)}
+
+
+async def leader(cluster: ChaosCluster) -> Told:
+    """The leader of three members dies; the others go on, and it comes back later."""
+    name = await cluster.leader()
+    cluster.members[name].back_s = 8.0
+    cluster.members[name].signal(signal.SIGKILL)
+    return {"target": name}
+
+
+async def majority(cluster: ChaosCluster) -> Told:
+    """Two of three members die: nobody can commit until they are back."""
+    names = cluster.rng.sample(sorted(cluster.members), 2)
+    for name in names:
+        cluster.members[name].back_s = 10.0
+        cluster.members[name].signal(signal.SIGKILL)
+    return {"target": ", ".join(names)}
+
+
+async def everything(cluster: ChaosCluster) -> Told:
+    """Every process at once."""
+    return {"target": f"{cluster.kill_all()} processes"}
+
+
+async def node(cluster: ChaosCluster) -> Told:
+    """A whole node: its controller, engine and rank."""
+    name = cluster.pick(cluster.up)
+    some = [one.process for one in processes_of(cluster.homes[name])]
+    cluster.daemons[name].back_s = 10.0
+    for process in some:
+        send_signal(process, signal.SIGKILL)
+    return {"target": f"{name}, {len(some)} processes"}
+
+
+# Processes that stop and go on.
+
+
+async def paused_controller(cluster: ChaosCluster) -> Told:
+    """A controller sleeps for three leases, wakes, and must not get anything into the chain."""
+    name = cluster.pick(cluster.up)
+    process = cluster.daemons[name].process
+    assert process is not None
+    before = cluster.seen.incarnation(name)
+    cluster.stop(process)
+    await CLOCK.sleep(PAUSE_S)
+    slept = len(cluster.seen.entries)
+    cluster.go_on()
+    await CLOCK.sleep(TTL_S)
+    wrote = [
+        seen.entry.seq for seen in cluster.seen.entries[slept:] if before is not None and seen.entry.writer == before
+    ]
+    if wrote:
+        raise ChaosFailed(f"{before} slept for {PAUSE_S:.0f} s, woke up, and wrote entries {wrote}")
+    return {"target": name, "entries_meanwhile": slept}
+
+
+def paused(part: Part) -> Act:
+    """One worker's process sleeps for three leases."""
+
+    async def act(cluster: ChaosCluster) -> Told:
+        found = await cluster.workers(part)
+        if not found:
+            return {"target": "none was there yet"}
+        name = cluster.pick(found)
+        cluster.stop(found[name])
+        await CLOCK.sleep(PAUSE_S)
+        cluster.go_on()
+        return {"target": name}
+
+    return act
+
+
+async def paused_etcd(cluster: ChaosCluster) -> Told:
+    """etcd sleeps for three leases: it answers nothing, and connections stand."""
+    name = cluster.pick(cluster.members)
+    process = cluster.members[name].process
+    assert process is not None
+    cluster.stop(process)
+    await CLOCK.sleep(PAUSE_S)
+    cluster.go_on()
+    return {"target": name}
+
+
+async def paused_at_commit(cluster: ChaosCluster) -> Told:
+    """Whoever is about to commit falls asleep with the transaction in hand; another commits; it wakes and sends it."""
+    return await _asleep_at(cluster, "commit.before")
+
+
+async def paused_at_seal(cluster: ChaosCluster) -> Told:
+    """The same with a seal."""
+    return await _asleep_at(cluster, "seal.before")
+
+
+async def _asleep_at(cluster: ChaosCluster, point: str) -> Told:
+    cluster.arm(point, f"stop {cluster.rng.randint(1, 3)}")
+    pid = await cluster.until(f"process that sleeps at {point}", lambda: cluster.ended or cluster.fired(point))
+    name = next((n for n, d in cluster.daemons.items() if d.process is not None and d.process.pid == pid), None)
+    if name is None:
+        return {"target": "nobody"}
+    before = cluster.seen.incarnation(name)
+    known = len(cluster.seen.entries)
+    await cluster.until(
+        "commit of the others", lambda: cluster.ended or len(cluster.seen.entries) > known, 4 * RECOVERY_GOAL_S
+    )
+    await CLOCK.sleep(PAUSE_S)  # until its lease is gone too: whatever this incarnation writes from now on is wrong
+    slept = len(cluster.seen.entries)
+    process = cluster.daemons[name].process
+    assert process is not None
+    send_signal(process, signal.SIGCONT)
+    await CLOCK.sleep(TTL_S)
+    wrote = [seen.entry.seq for seen in cluster.seen.entries[slept:] if seen.entry.writer == before]
+    if wrote:
+        raise ChaosFailed(f"{before} fell asleep at {point}, woke up, and wrote entries {wrote}")
+    return {"target": name}
+
+
+# The network.
+
+
+async def cut_node(cluster: ChaosCluster) -> Told:
+    """A node is cut off from everybody for three leases."""
+    name = cluster.pick(cluster.up)
+    return await _apart(cluster, [name], seconds=PAUSE_S)
+
+
+async def cut_one_way(cluster: ChaosCluster) -> Told:
+    """A node is heard by all and hears nothing, or the other way round."""
+    assert cluster.network is not None
+    name, deaf = cluster.pick(cluster.up), cluster.rng.random() < 0.5
+    for other in _others(cluster, [name]):
+        cluster.network.cut(*((other, name) if deaf else (name, other)))
+    await CLOCK.sleep(PAUSE_S)
+    cluster.network.heal()
+    return {"target": f"{name} {'hears nothing' if deaf else 'is not heard'}"}
+
+
+async def cut_from_store(cluster: ChaosCluster) -> Told:
+    """A node reaches its peers and not the store."""
+    assert cluster.network is not None
+    name = cluster.pick(cluster.up)
+    cluster.network.part([name], cluster.members)
+    await CLOCK.sleep(PAUSE_S)
+    cluster.network.heal()
+    return {"target": name}
+
+
+async def cut_peers(cluster: ChaosCluster) -> Told:
+    """The nodes reach the store and not each other."""
+    assert cluster.network is not None
+    names = sorted(cluster.daemons)
+    cluster.network.part(names[:1], names[1:])
+    await CLOCK.sleep(PAUSE_S)
+    cluster.network.heal()
+    return {"target": " | ".join(names)}
+
+
+async def cut_leader(cluster: ChaosCluster) -> Told:
+    """The store's leader is cut off from everybody."""
+    return await _apart(cluster, [await cluster.leader()], seconds=PAUSE_S)
+
+
+async def compacted(cluster: ChaosCluster) -> Told:
+    """While a node is cut off from the store, history is compacted beyond what it has seen: it must list again."""
+    assert cluster.network is not None
+    name = cluster.pick(cluster.up)
+    cluster.network.part([name], cluster.members)
+    revisions = []
+    for _ in range(3):
+        await CLOCK.sleep(PAUSE_S / 3)
+        revisions.append(await cluster.compact())
+    cluster.network.heal()
+    return {"target": name, "compacted": revisions[-1]}
+
+
+def _others(cluster: ChaosCluster, names: list[str]) -> list[str]:
+    return [other for other in (*cluster.daemons, *cluster.members) if other not in names]
+
+
+async def _apart(cluster: ChaosCluster, names: list[str], *, seconds: float) -> Told:
+    assert cluster.network is not None
+    cluster.network.part(names, _others(cluster, names))
+    await CLOCK.sleep(seconds)
+    cluster.network.heal()
+    return {"target": ", ".join(names)}
+
+
+# What surrounds the processes.
+
+
+async def disk_full(cluster: ChaosCluster) -> Told:
+    """The runs' disk takes nothing more when the next checkpoint is due; some seconds later there is room again."""
+    ballast = cluster.runs / "ballast"
+    with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(b"\0" * 65536):
+            pass
+    seconds = cluster.rng.uniform(4.0, 10.0)
+    await CLOCK.sleep(seconds)
+    ballast.unlink()
+    return {"target": f"full for {seconds:.1f} s"}
+
+
+async def slow_reward(cluster: ChaosCluster) -> Told:
+    """The reward takes a hundred times as long for a while."""
+    slow = cluster.packages / "slow"
+    slow.touch()
+    await CLOCK.sleep(PAUSE_S)
+    slow.unlink()
+    return {"target": "the reward"}
+
+
+async def storm(cluster: ChaosCluster) -> Told:
+    """Nodes come and go, in good order or not."""
+    count = 0
+    end = CLOCK.monotonic() + 4 * TTL_S
+    permanent = "node-0"
+    while CLOCK.monotonic() < end and not cluster.ended:
+        daemon = cluster.daemons[cluster.pick(set(cluster.daemons) - {permanent})]
+        daemon.wanted = not daemon.wanted
+        if daemon.wanted and not daemon.runs:
+            daemon.start()
+        elif not daemon.wanted:
+            daemon.signal(cluster.rng.choice((signal.SIGTERM, signal.SIGKILL)))
+        count += 1
+        await CLOCK.sleep(cluster.rng.uniform(0.3, 2.0))
+    for daemon in cluster.daemons.values():
+        daemon.wanted = True
+    return {"target": f"{count} comings and goings"}
+
+
+async def rolling_restart(cluster: ChaosCluster) -> Told:
+    """Each daemon is stopped in good order and started again, one after the other."""
+    for name in cluster.up:
+        daemon = cluster.daemons[name]
+        old = cluster.seen.incarnation(name)
+        daemon.signal(signal.SIGTERM)
+        await cluster.until(
+            f"{name}'s new incarnation",
+            lambda name=name, old=old: cluster.ended or cluster.seen.incarnation(name) not in (None, old),
+        )
+    return {"target": "each daemon"}
+
+
+async def rewritten_restart(cluster: ChaosCluster) -> Told:
+    """The same, from daemons that speak the previous schema version to those of this one, their workers among them."""
+    for daemon in cluster.daemons.values():
+        del daemon.environment[PIN]
+    return await rolling_restart(cluster)
+
+
+async def lost_answers(cluster: ChaosCluster) -> Told:
+    """The store's answers to transactions of every kind are lost, or the transactions before they are sent."""
+    armed = [f"{kind}.{when}" for kind in CONTROLLER_POINTS for when in BEFORE_AFTER]
+    for point in armed:
+        cluster.arm(point, f"lose {cluster.rng.randint(1, 2)}")
+    await cluster.until("end of the job", lambda: cluster.ended, 120.0)
+    return {"target": f"{sum(cluster.fired(point) is not None for point in armed)} answers"}
+
+
+# Exact moments.
+
+CONTROLLER_POINTS = ("join", "assign", "offer", "seal", "ready", "commit", "register", "retain", "prune")
+"""Transactions that every run makes, most of them in every step."""
+OTHER_POINTS = ("start", "node", "feed", "apply", "publish", "forget")
+WORKER_POINTS = ("worker", "rendezvous", "step", "stage", "receipt", "checkpoint", "copies")
+
+
+ONCE = ("join", "assign", "start", "node", "worker", "rendezvous", "retain", "forget", "prune")
+"""What a process comes to seldom: the first pass is the one."""
+
+
+def at_point(what: str) -> Act:
+    """Whoever comes to the point is killed there: before it in even runs, after it in odd ones."""
+
+    async def act(cluster: ChaosCluster) -> Told:
+        point = f"{what}.{BEFORE_AFTER[cluster.number % 2]}"
+        cluster.arm(point, f"kill {1 if what in ONCE else cluster.rng.randint(1, 3)}")
+        if what == "node" or (what in ("join", "assign") and cluster.history is not None):
+            cluster.daemons[cluster.pick(cluster.up)].signal(signal.SIGTERM)
+        if what == "rendezvous" and cluster.history is not None:
+            await killed("rank")(cluster)
+        if what == "worker" and cluster.history is not None:
+            await killed("engine")(cluster)
+        await cluster.until(f"death at {point}", lambda: cluster.ended or cluster.fired(point) is not None)
+        pid = cluster.fired(point)
+        if pid is None:
+            raise ChaosFailed(f"nobody came to {point}")
+        await cluster.until("its end", lambda: identify(pid) is None, 10.0)
+        return {"target": point}
+
+    return act
+
+
+def _mixture() -> list[tuple[str, Act]]:
+    """Every fault that any running cluster can suffer, in an order that has nothing to do with the table's."""
+    ways = [(f.name, f.act) for f in FAULTS if f.act is not None and f.act is not mixed and f.name not in OF_ITS_OWN]
+    random.Random(1).shuffle(ways)
+    return ways
+
+
+async def mixed(cluster: ChaosCluster) -> Told:
+    """The fault whose turn it is, by the run's number."""
+    ways = _mixture()
+    name, act = ways[cluster.number % len(ways)]
+    told = await act(cluster)
+    return told | {"target": f"{name}: {told['target']}"}
+
+
+OF_ITS_OWN = ("schema-restart", "lost-answers", "at-start", "at-prune")
+"""Faults that need a job, or a cluster, that begins with them or lasts for them."""
+THREE_STORES = Shape(members=3)
+MIXED = Shape(nodes=2, spares=1, members=3, network=True)
+OLD = Shape(environment={PIN: str(NEWEST_VERSION - 1)})
+NAMESPACES = Shape(network=True)
+LONG = 45
+POINT_RUNS = 2
+PRUNED_AFTER = 60
+"""Steps of such a run: entries are moved out of the store many at a time (`controllers.housekeeping`)."""
+
+FAULTS: tuple[Fault, ...] = (
+    Fault("controller", "kill -9 of a controller, which stays away", controller, steps=30),
+    Fault("controller-back", "kill -9 of a controller, started again at once", controller_back, steps=30),
+    Fault("engine", "kill -9 of an engine", killed("engine")),
+    Fault("engine-supervisor", "kill -9 of an engine's supervisor", killed("engine-supervisor")),
+    Fault("rank", "kill -9 of a train rank", killed("rank")),
+    Fault("rank-supervisor", "kill -9 of a rank's supervisor", killed("rank-supervisor")),
+    Fault("etcd", "kill -9 of the only etcd", etcd),
+    Fault("etcd-leader", "kill -9 of the leader of three etcd", leader, THREE_STORES),
+    Fault("etcd-majority", "kill -9 of two of three etcd", majority, THREE_STORES),
+    Fault("etcd-gone", "no etcd for 60 s", etcd_gone),
+    Fault("node", "kill -9 of all of a node", node),
+    Fault("everything", "kill -9 of everything at once", everything),
+    Fault("paused-controller", "SIGSTOP of a controller for three leases", paused_controller, steps=LONG),
+    Fault("paused-engine", "SIGSTOP of an engine for three leases", paused("engine"), steps=LONG),
+    Fault("paused-rank", "SIGSTOP of a train rank for three leases", paused("rank"), steps=LONG),
+    Fault(
+        "paused-supervisor", "SIGSTOP of a rank's supervisor for three leases", paused("rank-supervisor"), steps=LONG
+    ),
+    Fault("paused-etcd", "SIGSTOP of the only etcd for three leases", paused_etcd),
+    Fault("paused-at-commit", "SIGSTOP with a commit in hand, until another committed", paused_at_commit, steps=LONG),
+    Fault("paused-at-seal", "SIGSTOP with a seal in hand, until others committed", paused_at_seal, steps=LONG),
+    Fault("cut-node", "a node cut off from everybody", cut_node, NAMESPACES, steps=LONG),
+    Fault("cut-one-way", "a node that hears nothing, or is not heard", cut_one_way, NAMESPACES, steps=LONG),
+    Fault("cut-from-store", "a node cut off from etcd only", cut_from_store, NAMESPACES, steps=LONG),
+    Fault("cut-peers", "nodes that reach etcd and not each other", cut_peers, NAMESPACES, steps=LONG),
+    Fault("cut-leader", "the leader of three etcd cut off", cut_leader, Shape(members=3, network=True), steps=LONG),
+    Fault("compaction", "history compacted while a node is cut off", compacted, NAMESPACES, steps=LONG),
+    Fault("disk-full", "no room on the runs' disk at a checkpoint", disk_full, disk_mb=48),
+    Fault("slow-reward", "a reward that takes a hundred times as long", slow_reward),
+    Fault("storm", "nodes that come and go", storm, Shape(nodes=2, spares=2), steps=LONG),
+    Fault("rolling-restart", "each daemon restarted in good order", rolling_restart, steps=LONG),
+    Fault(
+        "schema-restart",
+        "each daemon restarted, from the previous schema version to this",
+        rewritten_restart,
+        OLD,
+        steps=LONG,
+    ),
+    Fault(
+        "lost-answers",
+        "answers of etcd that never came, to every kind of transaction",
+        lost_answers,
+        at_start=True,
+        steps=18,
+        together=False,
+    ),
+    *(
+        Fault(
+            f"at-{what}",
+            f"kill -9 before and after {what}",
+            at_point(what),
+            steps=PRUNED_AFTER if what == "prune" else 16,
+            moments=POINT_RUNS,
+            at_start=True,
+            together=what != "start",
+        )
+        for what in (*CONTROLLER_POINTS, *OTHER_POINTS, *WORKER_POINTS)
+    ),
+    Fault("mixed", "all of these, one after the other in one job", mixed, MIXED, disk_mb=192),
+    Fault(
+        "losses",
+        "everything killed three times; the losses are an undisturbed run's",
+        whole=losses_equal,
+        together=False,
+        moments=2,
+    ),
+    Fault(
+        "losses-elsewhere",
+        "the same, with other numbers of controllers",
+        whole=losses_equal_elsewhere,
+        together=False,
+        moments=2,
+    ),
+    Fault(
+        "four-one-three",
+        "begun with 4 controllers, continued with 1, then 3",
+        whole=four_one_three,
+        together=False,
+        moments=2,
+    ),
+    Fault("demo", "the demo, everything killed at ten moments", whole=demo_survives, moments=1, demo=True),
+)

@@ -1,0 +1,443 @@
+"""Ways in which a job's records can be damaged, each of which an audit must refute: with its kind and the prompts at fault.
+
+Each takes a `Scene`, any job with at least two committed steps, some entries in the archive and receipts, and changes it as one
+would who edits the store or the folder: the rest stays as it was written. What would follow from a changed record elsewhere is
+not changed along with it, except where that would be given away by a simpler check.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gcore.ledger.ancestry import resumable
+from gcore.ledger.findings import Kind
+from gcore.ledger.job import JobPhase, JobStatus
+from gcore.ledger.records import Checkpoints, EndedRef, Head, Lineage, LogEntry, Seal, SealState
+from gcore.prompts.cursor import Cursors, ShardCursor
+from gcore.types import PromptRef, Token, Version
+
+
+@dataclass
+class Scene:
+    """A job's keys without their prefix, and its run's folder."""
+
+    records: dict[str, bytes]
+    run_dir: Path
+
+    @property
+    def head(self) -> Head:
+        return Head.decode(self.records["head"])
+
+    def put_head(self, **changes: Any) -> None:
+        self.records["head"] = self.head.model_copy(update=changes).encode()
+
+    @property
+    def log(self) -> dict[int, LogEntry]:
+        """What the store has of it."""
+        return {int(key[4:]): LogEntry.decode(value) for key, value in self.records.items() if key.startswith("log/")}
+
+    def put_entry(self, entry: LogEntry, **changes: Any) -> None:
+        """Under its old number, whatever it says."""
+        self.records[f"log/{entry.seq:012d}"] = entry.model_copy(update=changes).encode()
+
+    @property
+    def trained(self) -> list[LogEntry]:
+        """The steps of the final lineage that the store still has, newest first."""
+        found, seq, log = [], self.head.seq, self.log
+        while seq in log and log[seq].parent is not None:
+            if log[seq].kind == "train":
+                found.append(log[seq])
+            seq = log[seq].parent or 0
+        return found
+
+    def receipts_of(self, entry: LogEntry) -> list[tuple[Path, int, dict[str, Any]]]:
+        """File, line and content of each rank's receipt for a step."""
+        found = []
+        for file in sorted((self.run_dir / "receipts").glob(f"{entry.world}-*.jsonl")):
+            for number, line in enumerate(file.read_text().splitlines()):
+                tree = json.loads(line)
+                if tree["token"] == str(entry.token):
+                    found.append((file, number, tree))
+        return found
+
+    def edit_receipt(
+        self, entry: LogEntry, edit: Callable[[dict[str, Any]], dict[str, Any] | None], rank: int = 0
+    ) -> None:
+        file, number, tree = self.receipts_of(entry)[rank]
+        lines = file.read_text().splitlines()
+        changed = edit(tree)
+        lines[number : number + 1] = [] if changed is None else [json.dumps(changed, separators=(",", ":"))]
+        file.write_text("".join(line + "\n" for line in lines))
+
+    @property
+    def archived(self) -> tuple[Path, list[LogEntry]]:
+        """The first archive file and its entries."""
+        file = min((self.run_dir / "log").glob("*.jsonl"))
+        return file, [LogEntry.decode(line) for line in file.read_bytes().splitlines()]
+
+    def put_archived(self, entries: list[LogEntry]) -> None:
+        self.archived[0].write_bytes(b"".join(entry.encode() + b"\n" for entry in entries))
+
+
+@dataclass(frozen=True)
+class Refuted:
+    """What the audit must say at least: one finding of this kind, which names all these prompts and has the words."""
+
+    kind: Kind
+    refs: tuple[PromptRef, ...] = ()
+    words: str = ""
+
+
+def with_ref(one: EndedRef, ref: PromptRef) -> EndedRef:
+    return one.model_copy(update={"ref": ref})
+
+
+def first_trained(entry: LogEntry) -> EndedRef:
+    return next(one for one in entry.delta if one.kind == "trained")
+
+
+def swapped(entry: LogEntry, new: EndedRef) -> tuple[EndedRef, ...]:
+    old = first_trained(entry)
+    return tuple(new if one is old else one for one in entry.delta)
+
+
+def entry_removed(scene: Scene) -> Refuted:
+    entry = scene.trained[0]
+    del scene.records[f"log/{entry.seq:012d}"]
+    return Refuted("chain", words=f"log entry {entry.seq} is missing")
+
+
+def archived_line_removed(scene: Scene) -> Refuted:
+    _, entries = scene.archived
+    scene.put_archived(entries[1:])
+    return Refuted("chain", words=f"log entry {entries[0].seq} is missing")
+
+
+def archived_line_changed(scene: Scene) -> Refuted:
+    """So that everything still adds up."""
+    _, entries = scene.archived
+    number = next(n for n, entry in enumerate(entries) if entry.delta)
+    one = entries[number].delta[-1].model_copy(update={"holder": "somebody.else"})
+    entries[number] = entries[number].model_copy(update={"delta": (*entries[number].delta[:-1], one)})
+    scene.put_archived(entries)
+    return Refuted("chain", words=f"log entry {entries[number].seq} is not what it was")
+
+
+def archived_in_two_forms(scene: Scene) -> Refuted:
+    file, entries = scene.archived
+    other = entries[0].model_copy(update={"reason": "another"})
+    file.with_name("zz.jsonl").write_bytes(other.encode() + b"\n")
+    return Refuted("record", words=f"log entry {other.seq} was archived in two forms")
+
+
+def outcome_taken_away(scene: Scene) -> Refuted:
+    entry = scene.trained[0]
+    gone = first_trained(entry)
+    scene.put_entry(entry, delta=tuple(one for one in entry.delta if one is not gone))
+    return Refuted("cursors", (gone.ref,), "cursors are not the sum")
+
+
+def ended_twice(scene: Scene) -> Refuted:
+    newest, before = scene.trained[:2]
+    ref = first_trained(before).ref
+    scene.put_entry(newest, delta=swapped(newest, with_ref(first_trained(newest), ref)))
+    return Refuted("outcome", (ref,), f"ended twice: in entries {before.seq} and {newest.seq}")
+
+
+def ref_replaced(scene: Scene) -> Refuted:
+    """By one that is far ahead of what may be issued."""
+    entry = scene.trained[0]
+    old = first_trained(entry)
+    ref = PromptRef(old.ref.data_epoch + 10**6, old.ref.shard, old.ref.seq)
+    scene.put_entry(entry, delta=swapped(entry, with_ref(old, ref)))
+    return Refuted("outcome", (ref,), f"prompt {ref} ended in entry {entry.seq}")
+
+
+def ref_of_no_prompt(scene: Scene) -> Refuted:
+    entry = scene.trained[0]
+    old = first_trained(entry)
+    ref = PromptRef(0, old.ref.shard, 10**9)
+    scene.put_entry(entry, delta=swapped(entry, with_ref(old, ref)))
+    return Refuted("outcome", (ref,), "and the job has none")
+
+
+def kind_changed(scene: Scene) -> Refuted:
+    entry = scene.trained[0]
+    old = first_trained(entry)
+    scene.put_entry(entry, delta=swapped(entry, old.model_copy(update={"kind": "filtered", "reason": "constant"})))
+    return Refuted("receipt", (old.ref,), "was trained on but not committed")
+
+
+def step_skipped(scene: Scene) -> Refuted:
+    """By head as well."""
+    entry = scene.trained[0]
+    assert scene.head.seq == entry.seq
+    scene.put_entry(entry, step=entry.step + 1)
+    scene.put_head(step=entry.step + 1)
+    return Refuted("step", words=f"expected {entry.step}")
+
+
+def version_from_nowhere(scene: Scene) -> Refuted:
+    """A state that the chain never went through: a later step of the first lineage, or of its own."""
+    entry = scene.trained[0]
+    strange = Version(0, entry.step + 7)
+    old = first_trained(entry)
+    scene.put_entry(entry, delta=swapped(entry, old.model_copy(update={"versions": (strange,)})))
+    return Refuted("version", (old.ref,), f"was made by {strange}")
+
+
+def version_too_old(scene: Scene) -> Refuted:
+    entry = scene.trained[0]
+    old = first_trained(entry)
+    scene.put_entry(entry, delta=swapped(entry, old.model_copy(update={"versions": (Version(0, 0),)})))
+    return Refuted("version", (old.ref,), "was made by 0.0")
+
+
+def parent_changed(scene: Scene) -> Refuted:
+    entry = scene.trained[0]
+    scene.put_entry(entry, parent=0)
+    return Refuted("chain", words=f"says it follows 0, expected {entry.seq - 1}")
+
+
+def other_transaction(scene: Scene) -> Refuted:
+    """A writer that should have lost has written its entry over head's."""
+    entry = scene.trained[0]
+    scene.put_entry(entry, nonce="another")
+    return Refuted("chain", words="were written by different transactions")
+
+
+def cursors_ahead(scene: Scene) -> Refuted:
+    """A prompt counts as ended that nobody has begun."""
+    head = scene.head
+    shard = head.cursors.shards[0]
+    changed = ShardCursor(shard.low_water, shard.beyond | 1 << 63)
+    scene.put_head(cursors=Cursors((changed, *head.cursors.shards[1:])))
+    return Refuted("balance", words="prompts were issued")
+
+
+def cursors_behind(scene: Scene) -> Refuted:
+    """A prompt that was trained would be issued again."""
+    entry = scene.trained[0]
+    ref = max(one.ref for one in entry.delta if one.kind == "trained" and one.ref.shard == entry.delta[-1].ref.shard)
+    head = scene.head
+    assert ref.data_epoch == 0
+    cursors = list(head.cursors.shards)
+    cursors[ref.shard] = ShardCursor(
+        ref.seq,
+        cursors[ref.shard].beyond >> (ref.seq - cursors[ref.shard].low_water)
+        if ref.seq > cursors[ref.shard].low_water
+        else 0,
+    )
+    scene.put_head(cursors=Cursors(tuple(cursors)))
+    return Refuted("cursors", (ref,), "cursors are not the sum")
+
+
+def kept_cursors_changed(scene: Scene) -> Refuted:
+    entry = next(entry for entry in scene.log.values() if entry.cursors is not None and entry.kind == "train")
+    assert entry.cursors is not None
+    shard = entry.cursors.shards[0]
+    changed = Cursors((ShardCursor(shard.low_water + 1), *entry.cursors.shards[1:]))
+    scene.put_entry(entry, cursors=changed)
+    return Refuted("cursors", words=f"log entry {entry.seq} keeps cursors")
+
+
+def tally_changed(scene: Scene) -> Refuted:
+    head = scene.head
+    name, one = next(iter(head.tally.sources.items()))
+    sources = {**head.tally.sources, name: one.model_copy(update={"kept": one.kept + 1})}
+    scene.put_head(tally=head.tally.model_copy(update={"sources": sources}))
+    return Refuted("tally", words="head's tally says")
+
+
+def lineages_changed(scene: Scene) -> Refuted:
+    head = scene.head
+    extra = Lineage(number=head.lineage, base_step=99)
+    scene.put_head(lineages=(*head.lineages[:-1], extra))
+    return Refuted("chain", words="lineages are not those that its rollbacks began")
+
+
+def head_set_back(scene: Scene) -> Refuted:
+    """To what it was a step before, all of a piece: a commit was lost."""
+    newest = scene.trained[0]
+    scene.put_head(seq=newest.seq - 1)
+    return Refuted("chain", words=f"log entry {newest.seq} is beyond head")
+
+
+def receipt_removed(scene: Scene) -> Refuted:
+    entry = scene.trained[0]
+    rank = scene.receipts_of(entry)[0][2]["rank"]
+    scene.edit_receipt(entry, lambda tree: None)
+    return Refuted("receipt", words=f"rank {rank} left no receipt" if entry.ranks != 1 else "no rank left a receipt")
+
+
+def receipt_of_another_group(scene: Scene) -> Refuted:
+    entry = scene.trained[0]
+    ref = PromptRef.parse(scene.receipts_of(entry)[0][2]["groups"][0][0])
+
+    def edit(tree: dict[str, Any]) -> dict[str, Any]:
+        return {**tree, "groups": [[tree["groups"][0][0], "f" * 32, tree["groups"][0][2]], *tree["groups"][1:]]}
+
+    scene.edit_receipt(entry, edit)
+    return Refuted("receipt", (ref,), f"trained on group {'f' * 32}")
+
+
+def receipt_of_another_token(scene: Scene) -> Refuted:
+    entry = scene.trained[0]
+    token = entry.token
+    assert token is not None
+    other = Token(token.lineage, token.step, token.attempt + 1)
+    scene.edit_receipt(entry, lambda tree: {**tree, "token": str(other)})
+    return Refuted("receipt", words=f"under two tokens, {token} and {other}" if entry.ranks != 1 else "no rank left")
+
+
+def receipt_twice(scene: Scene) -> Refuted:
+    entry = scene.trained[0]
+    file, number, tree = scene.receipts_of(entry)[0]
+    lines = file.read_text().splitlines()
+    file.write_text("".join(line + "\n" for line in [*lines, lines[number]]))
+    return Refuted("receipt", words=f"rank {tree['rank']} left several receipts")
+
+
+def sample_left_out(scene: Scene) -> Refuted:
+    """The last of a group: those that are left still look whole."""
+    entry = scene.trained[0]
+    ref = first_trained(entry).ref
+    papers = scene.receipts_of(entry)
+    last = max(max(samples) for _, _, tree in papers for name, _, samples in tree["groups"] if name == str(ref))
+
+    def edit(tree: dict[str, Any]) -> dict[str, Any]:
+        groups = [[n, d, [s for s in samples if n != str(ref) or s != last]] for n, d, samples in tree["groups"]]
+        return {**tree, "groups": groups}
+
+    for rank in range(len(papers)):
+        scene.edit_receipt(entry, edit, rank)
+    return Refuted("receipt", (ref,), f"of prompt {ref} were trained at step {entry.step}")
+
+
+def sealed_again(scene: Scene) -> Refuted:
+    """An open seal that holds what has been trained."""
+    head, entry = scene.head, scene.trained[0]
+    one = first_trained(entry)
+    seal = Seal(
+        lineage=head.lineage, step=head.step + 1, attempt=9, state=SealState.SEALED, world=head.world, world_size=1,
+        mini_batches=1, outcomes=(EndedRef(ref=one.ref, kind="failed", reason="again"),),
+    )  # fmt: skip
+    scene.records[f"seal/{seal.step:012d}"] = seal.encode()
+    return Refuted("open", (one.ref,), "which has its outcome already")
+
+
+def seal_of_another_lineage(scene: Scene) -> Refuted:
+    head = scene.head
+    seal = Seal(
+        lineage=head.lineage + 1, step=head.step + 1, attempt=1, state=SealState.OPEN, world=head.world, world_size=1,
+        mini_batches=1,
+    )  # fmt: skip
+    scene.records[f"seal/{seal.step:012d}"] = seal.encode()
+    return Refuted("open", words=f"is of lineage {head.lineage + 1}")
+
+
+def checkpoint_of_another_step(scene: Scene) -> Refuted:
+    known = Checkpoints.decode(scene.records["ckpts"])
+    newest = next(one for one in resumable(scene.head, known.entries) if one.file)
+    changed = tuple(one.model_copy(update={"step": one.step + 1}) if one == newest else one for one in known.entries)
+    scene.records["ckpts"] = Checkpoints(entries=changed).encode()
+    return Refuted("checkpoint", words=f"is of log entry {newest.seq}")
+
+
+def half_a_record(scene: Scene) -> Refuted:
+    scene.records["head"] = scene.records["head"][:-20]
+    return Refuted("record", words="not a Head")
+
+
+def absurd_head(scene: Scene) -> Refuted:
+    """A number that no memory could count up to."""
+    last = scene.head.seq
+    scene.put_head(seq=10**15)
+    return Refuted("chain", words=f"log entries {last + 1} to {10**15} are missing")
+
+
+def absurd_ref(scene: Scene) -> Refuted:
+    entry = scene.trained[0]
+    old = first_trained(entry)
+    ref = PromptRef(10**15, old.ref.shard, old.ref.seq)
+    scene.put_entry(entry, delta=swapped(entry, with_ref(old, ref)))
+    return Refuted("outcome", (ref,), f"prompt {ref} ended in entry {entry.seq}")
+
+
+def absurd_cursors(scene: Scene) -> Refuted:
+    head = scene.head
+    changed = Cursors((ShardCursor(10**15), *head.cursors.shards[1:]))
+    scene.put_head(cursors=changed)
+    return Refuted("balance", words="prompts were issued")
+
+
+def shards_lost(scene: Scene) -> Refuted:
+    head = scene.head
+    scene.put_head(cursors=Cursors(head.cursors.shards[:-1]))
+    return Refuted("cursors", words=f"head has cursors of {len(head.cursors.shards) - 1} shards")
+
+
+def said_to_have_succeeded(scene: Scene) -> Refuted:
+    """Though the newest step is gone, with everything that names it."""
+    newest, before = scene.trained[:2]
+    assert newest.parent == before.seq == scene.head.seq - 1
+    head = scene.head
+    taken = [one.ref for one in newest.delta]
+    cursors = list(head.cursors.shards)
+    for ref in sorted(taken, reverse=True):
+        shard = cursors[ref.shard]
+        bits = (1 << shard.low_water) - 1 | shard.beyond << shard.low_water
+        bits &= ~(1 << ref.seq)
+        low = (~bits & (bits + 1)).bit_length() - 1
+        cursors[ref.shard] = ShardCursor(low, bits >> low)
+    del scene.records[f"log/{newest.seq:012d}"]
+    for key in [key for key in scene.records if key.startswith("seal/")]:
+        del scene.records[key]
+    scene.put_head(
+        seq=before.seq, parent=before.parent, step=before.step, nonce=before.nonce, cursors=Cursors(tuple(cursors)),
+        digest="",
+    )  # fmt: skip
+    scene.records["state"] = JobStatus(phase=JobPhase.SUCCEEDED, reason="all is done").encode()
+    return Refuted("end", words="the job has succeeded, and")
+
+
+CORRUPTIONS: tuple[Callable[[Scene], Refuted], ...] = (
+    entry_removed,
+    archived_line_removed,
+    archived_line_changed,
+    archived_in_two_forms,
+    outcome_taken_away,
+    ended_twice,
+    ref_replaced,
+    ref_of_no_prompt,
+    kind_changed,
+    step_skipped,
+    version_from_nowhere,
+    version_too_old,
+    parent_changed,
+    other_transaction,
+    cursors_ahead,
+    cursors_behind,
+    kept_cursors_changed,
+    tally_changed,
+    lineages_changed,
+    head_set_back,
+    receipt_removed,
+    receipt_of_another_group,
+    receipt_of_another_token,
+    receipt_twice,
+    sample_left_out,
+    sealed_again,
+    seal_of_another_lineage,
+    checkpoint_of_another_step,
+    half_a_record,
+    absurd_head,
+    absurd_ref,
+    absurd_cursors,
+    shards_lost,
+    said_to_have_succeeded,
+)

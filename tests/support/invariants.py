@@ -1,0 +1,175 @@
+"""What must hold after every event of a simulated cluster: I1 to I5 of the step protocol, and what its rules forbid.
+
+The ledger's own audit recomputes I1, I2 and I4 from the chain whenever head moves. I3 is looked at in the ranks' weights, I5
+in the log. Beside them: a token never names two sets of groups, a slot only goes the ways that the protocol knows, and what
+is sealed is neither terminal nor sealed twice. Reads everything, decides and writes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from simulated_workers import Content, Floor
+
+from gcore.ledger.audit import audit
+from gcore.ledger.mirror import JobMirror
+from gcore.ledger.records import Head, LogEntry, Seal, SealState
+from gcore.ledger.rules import StreamRules
+from gcore.store.keys import JobKeys
+from gcore.store.types import WatchBatch, WatchEvent
+from gcore.types import Token, Version
+
+MOVES = {
+    None: {SealState.SEALED},
+    SealState.OPEN: {SealState.SEALED, None},
+    SealState.SEALED: {SealState.OPEN, SealState.READY, None},
+    SealState.READY: {None},
+}
+"""What a slot may become; None: absent. From SEALED and OPEN it goes away only with a rollback, from READY also committed."""
+
+
+class Invariants:
+    """Of one job."""
+
+    def __init__(
+        self,
+        rules: StreamRules,
+        keys: JobKeys,
+        floor: Floor,
+        wrong: Callable[[str], None],
+        tell: Callable[[str], None],
+    ) -> None:
+        self._rules = rules
+        self._keys = keys
+        self._floor = floor
+        self._wrong = wrong
+        self._tell = tell
+        self._log: dict[int, LogEntry] = {}
+        """Every entry that ever was."""
+        self._sealed: dict[Token, Any] = {}
+        """What each token has meant."""
+        self._states: dict[Version, Content] = {}
+        """What the weights of each version were trained on. Kept here, so that no rule is held against itself."""
+        self.mirror = JobMirror(keys)
+
+    def revision(self, events: tuple[WatchEvent, ...]) -> None:
+        """The store has changed."""
+        mine = tuple(event for event in events if event.kv.key.startswith(self._keys.prefix))
+        if not mine:
+            return
+        before = self.mirror
+        self.mirror = before.fold(WatchBatch(mine, events[-1].kv.mod_revision))
+        self._tell(f"  revision {events[-1].kv.mod_revision}: {', '.join(self._short(event) for event in mine)}")
+        head = self.mirror.head
+        for event in mine:
+            if event.kind == "put" and event.kv.key.startswith(self._keys.log_prefix):
+                self._check_log(LogEntry.decode(event.kv.value))
+        for step in before.seals.keys() | self.mirror.seals.keys():
+            old, new = before.seals.get(step), self.mirror.seals.get(step)
+            if old != new:
+                self._check_slot(old.record if old else None, new.record if new else None)
+        if head is not None and head != before.head:
+            self._check_head(head.record)
+        if head is not None:
+            self.ranks_changed()
+
+    def ranks_changed(self) -> None:
+        """I3: what the current world was trained on is the chain, or the chain and the READY seal."""
+        if self.mirror.head is None:
+            return
+        head = self.mirror.head.record
+        chain = self._trained(head)
+        slot = self.mirror.seals.get(head.step + 1)
+        ready = slot.record if slot is not None and slot.record.state is SealState.READY else None
+        allowed = {chain}
+        if ready is not None and ready.world == head.world:
+            allowed.add((*chain, frozenset(group.ref for group in ready.groups)))
+        for rank in self._floor.worlds.get(head.world, ()):
+            if rank.alive and rank.content not in allowed:
+                self._wrong(
+                    f"I3: {rank.spec.instance} was trained on {_shown(rank.content)}, the chain on {_shown(chain)}"
+                )
+
+    def at_the_end(self) -> None:
+        """The job has ended well: the whole account, once more."""
+        if self.mirror.head is not None:
+            self._check_head(self.mirror.head.record)
+
+    def _check_head(self, head: Head) -> None:
+        self._states[head.version] = self._trained(head)
+        found = audit(self._rules, head, self._log, self._floor.receipts)
+        if not found.clean:
+            self._wrong(f"the audit: {'; '.join(found.violations)}")
+
+    def _check_log(self, entry: LogEntry) -> None:
+        if self._log.setdefault(entry.seq, entry) != entry:
+            self._wrong(f"I5: log entry {entry.seq} was overwritten")
+
+    def _check_slot(self, old: Seal | None, new: Seal | None) -> None:
+        before, after = (old.state if old else None), (new.state if new else None)
+        if after not in MOVES[before]:
+            self._wrong(f"slot of step {(new or old).step} went from {before} to {after}")  # type: ignore[union-attr]
+        if new is None:
+            return
+        if old is not None and (new.attempt < old.attempt or new.lineage < old.lineage):
+            self._wrong(f"slot of step {new.step} went from attempt {old.token} back to {new.token}")
+        if new.state is SealState.OPEN:
+            if new.groups or new.outcomes:
+                self._wrong(f"the OPEN slot {new.token} carries refs")
+            return
+        content = (new.groups, new.outcomes, new.world)
+        if self._sealed.setdefault(new.token, content) != content:
+            self._wrong(f"two sets of groups share the token {new.token}")
+        self._check_refs(new)
+
+    def _check_refs(self, seal: Seal) -> None:
+        """Sealed refs have not ended, and are sealed once; versions are states that the chain went through, and fresh."""
+        assert self.mirror.head is not None
+        head = self.mirror.head.record
+        refs = [g.ref for g in seal.groups] + [o.ref for o in seal.outcomes]
+        over = {one.ref for entry in self._walk(head) for one in entry.delta}
+        over |= {
+            ref
+            for step, slot in self.mirror.seals.items()
+            if step != seal.step
+            for ref in (*(g.ref for g in slot.record.groups), *(o.ref for o in slot.record.outcomes))
+        }
+        for ref in refs:
+            if ref in over or refs.count(ref) > 1:
+                self._wrong(f"prompt {ref} was sealed as {seal.token}, and is terminal, or sealed twice")
+        chain = self._trained(head)
+        for group in seal.groups:
+            for version in group.versions:
+                state = self._states.get(version)
+                if state is None or chain[: len(state)] != state or head.step - version.step > self._rules.staleness:
+                    self._wrong(f"prompt {group.ref} was sealed as {seal.token}, made by {version}")
+
+    def _walk(self, head: Head) -> list[LogEntry]:
+        """The entries of head's chain, newest first."""
+        entries = []
+        seq: int | None = head.seq
+        while seq is not None and seq in self._log:
+            entries.append(self._log[seq])
+            seq = self._log[seq].parent
+        return entries
+
+    def _trained(self, head: Head) -> Content:
+        trained = [entry for entry in self._walk(head) if entry.kind == "train"]
+        return tuple(frozenset(one.ref for one in entry.delta if one.kind == "trained") for entry in reversed(trained))
+
+    def _short(self, event: WatchEvent) -> str:
+        key = event.kv.key.removeprefix(self._keys.prefix)
+        if event.kind == "delete":
+            return f"-{key}"
+        if key.startswith("seal/"):
+            seal = Seal.decode(event.kv.value)
+            return f"seal {seal.token} {seal.state} by {seal.sealer}"
+        if key == "head":
+            head = Head.decode(event.kv.value)
+            return f"head {head.seq} at {head.version}"
+        return key
+
+
+def _shown(content: Content) -> str:
+    return " | ".join(" ".join(sorted(map(str, step))) for step in content) or "nothing"

@@ -1,0 +1,357 @@
+"""gcore with one compare, or one rule of the step protocol, taken out: what the simulations and the tests must notice.
+
+Each mutation is a patch of production's modules. `caught_by` names a unit test for what no simulation can see: an outcome
+that is only worse (a hint that is lost), or a rule that another one covers. Nothing here is imported by anything but the
+mutation tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+RULES = "tests/unit/test_protocol_rules.py"
+HINTS, ENDS = "tests/unit/test_hints_compare.py", "tests/unit/test_beginnings_and_ends_compare.py"
+OTHERS = {"warn": HINTS, "take_stock": HINTS, "start": ENDS, "delete_rest": ENDS}
+"""Where else than among the rules a transaction's compares are shown."""
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """`rule`: what is taken out. `patches`: "module:name" and what it becomes, made from what it was."""
+
+    name: str
+    rule: str
+    patches: tuple[tuple[str, Callable[[Any], Any]], ...]
+    caught_by: str = ""
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """gcore is wrong meanwhile."""
+        with contextlib.ExitStack() as stack:
+            for where, change in self.patches:
+                path, _, name = where.partition(":")
+                owner: Any = importlib.import_module(path)
+                *outer, last = name.split(".")
+                for part in outer:
+                    owner = getattr(owner, part)
+                stack.enter_context(mock.patch.object(owner, last, change(owner.__dict__[last])))
+            yield
+
+
+def without(key: str) -> Callable[[Any], Any]:
+    """A transaction that does not compare the keys whose name (behind the job's prefix) begins with `key`."""
+
+    def change(make: Any) -> Any:
+        def made(keys: Any, *args: Any, **more: Any) -> Any:
+            txn = make(keys, *args, **more)
+            kept = tuple(c for c in txn.compares if not c.key.removeprefix(keys.prefix).startswith(key))
+            return replace(txn, compares=kept)
+
+        return made
+
+    return change
+
+
+COMPARED = {
+    "assign": ("assign",),
+    "offer": ("offer/",),
+    "withdraw": (),
+    "seal": ("head", "seal/"),
+    "reseal": ("head", "seal/"),
+    "ready": ("head", "seal/"),
+    "commit": ("head", "seal/"),
+    "account": ("head", "seal/"),
+    "register": ("head", "ckpts", "log/"),
+    "retain": ("head", "ckpts"),
+    "prune": ("head", "ckpts"),
+    "warn": ("trouble/",),
+    "take_stock": ("copies/",),
+    "rollback": ("head", "ckpts", "plan"),
+    "delete_job": ("head",),
+    "delete_rest": ("head",),
+    "start": ("state", "head"),
+    "set_status": ("state", "head", "seal/"),
+    "replan": ("plan",),
+    "begin_epoch": ("head", "ckpts", "epoch/"),
+}
+"""Every transaction on a job's records, and what it compares."""
+
+
+def _always(value: Any) -> Callable[[Any], Any]:
+    return lambda _: lambda *args, **more: value
+
+
+def _with(**fields: Any) -> Callable[[Any], Any]:
+    """What a function of the chain makes, with other fields."""
+    return lambda make: lambda *args, **more: make(*args, **more).model_copy(update=fields)
+
+
+def _resealed_from_anything(make: Any) -> Any:
+    from gcore.ledger.records import SealState
+
+    return lambda slot, sealer: make(slot.model_copy(update={"state": SealState.SEALED}), sealer)
+
+
+def _reseals_ready(make: Any) -> Any:
+    """From READY too."""
+    from controllers.actions import Intent, Reseal
+    from gcore.ledger.records import SealState
+
+    def exchanging(view: Any) -> Iterator[Any]:
+        yield from make(view)
+        if view.seal is not None and view.seal.state is SealState.READY:
+            yield Intent(Reseal(view.seal.step, "mutated"), "mutated reseal")
+
+    return exchanging
+
+
+def _ready_at_once(make: Any) -> Any:
+    """READY before the ranks hold anything."""
+    from controllers.actions import Intent, Ready
+    from gcore.ledger.records import SealState
+
+    def exchanging(view: Any) -> Iterator[Any]:
+        yield from make(view)
+        if view.seal is not None and view.seal.state is SealState.SEALED:
+            yield Intent(Ready(view.seal.step), "mutated ready")
+
+    return exchanging
+
+
+def _commits_at_once(make: Any) -> Any:
+    """Committed before the ranks have applied it."""
+    from controllers.actions import Commit, Intent
+    from gcore.ledger.records import SealState
+
+    def training(view: Any) -> Iterator[Any]:
+        yield from make(view)
+        if view.seal is not None and view.seal.state is SealState.READY:
+            yield Intent(Commit(view.seal.step), "mutated commit")
+
+    return training
+
+
+def _without_range(make: Any) -> Any:
+    """A rollback that leaves the open slots."""
+    from gcore.store.types import Delete
+
+    def made(*args: Any, **more: Any) -> Any:
+        txn = make(*args, **more)
+        return replace(txn, writes=tuple(w for w in txn.writes if not (isinstance(w, Delete) and w.prefix)))
+
+    return made
+
+
+def _first_attempt(make: Any) -> Any:
+    """The attempt begins anew with each seal."""
+    return lambda slot, *args, **more: make(None, *args, **more)
+
+
+def _in_flight_known_for_ever(make: Any) -> Any:
+    """What was handed out once is never handed out again."""
+    seen: dict[int, set[Any]] = {}
+
+    def due(self: Any) -> Any:
+        mine = seen.setdefault(id(self), set())
+        found = [ref for ref in make(self) if ref not in mine]
+        mine.update(found)
+        return found
+
+    return due
+
+
+def _own_only(make: Any) -> Any:
+    """Only the owner's groups are sealed."""
+
+    def collect(cls: Any, rules: Any, head: Any, offers: Any, *more: Any) -> Any:
+        members = sorted(offer.incarnation for offer in offers)
+        mine = [
+            offer.model_copy(
+                update={
+                    "groups": tuple(g for g in offer.groups if members[g.ref.shard % len(members)] == offer.incarnation)
+                }
+            )
+            for offer in offers
+        ]
+        return make.__func__(cls, rules, head, mine, *more)
+
+    return classmethod(collect)
+
+
+def _older_token_too(make: Any) -> Any:
+    """A rank takes whatever comes for whichever attempt, and trains on it."""
+
+    def feed(state: Any, name: Any, token: Any, groups: Any) -> Any:
+        if state.holding is not None and state.holding.step == token.step and token < state.holding:
+            state = replace(state, holding=None)
+        return make(state, name, token, groups)
+
+    return feed
+
+
+def _any_world(make: Any) -> Any:
+    """A rank does not ask for whose world a call is."""
+    return lambda state, name, token=None: None
+
+
+def _any_seal(make: Any) -> Any:
+    return lambda state, token, seal: ""
+
+
+def _applies_twice(make: Any) -> Any:
+    """A token that was applied is applied again."""
+
+    def apply(state: Any, name: Any, token: Any, seal: Any) -> Any:
+        if state.applied == token and state.holding == token:
+            state = replace(state, applied=None, done=token.step - 1, groups=_LAST.get(id(name), {}))
+        answer = make(state, name, token, seal)
+        if type(answer).__name__ == "Begin":
+            _LAST[id(name)] = dict(answer.work.groups)
+        return answer
+
+    return apply
+
+
+_LAST: dict[int, Any] = {}
+
+
+def _never(make: Any) -> Any:
+    """A rule of `decide` that yields nothing."""
+
+    def rule(view: Any) -> Iterator[Any]:
+        return iter(())
+
+    return rule
+
+
+def _mutations() -> list[Mutation]:
+    ledger, decide = "gcore.ledger.transactions", "controllers.decide"
+    made = [
+        Mutation(
+            f"{txn} without {key.rstrip('/')}",
+            f"transactions: {txn} compares {key.rstrip('/')}",
+            ((f"{ledger}:{txn}", without(key)),),
+            caught_by=OTHERS.get(txn, RULES),
+        )
+        for txn, compared in COMPARED.items()
+        for key in compared
+    ]
+    made += [
+        Mutation(
+            "1 what is terminal or sealed may be sealed",
+            "1",
+            (
+                (f"{decide}:refuse_seal", _always(None)),
+                ("gcore.ledger.stream:sealed_refs", _always(frozenset())),
+                ("gcore.prompts.cursor:ShardCursor.is_terminal", _always(False)),
+            ),
+            caught_by=RULES,
+        ),
+        Mutation("2 an update before READY", "2", ((f"{decide}:exchanging", _ready_at_once),), caught_by=RULES),
+        Mutation(
+            "2 reseal from READY",
+            "2",
+            ((f"{decide}:exchanging", _reseals_ready), ("gcore.ledger.chain:resealed", _resealed_from_anything)),
+            caught_by=RULES,
+        ),
+        Mutation("3 the attempt begins anew", "3", (("gcore.ledger.chain:sealed", _first_attempt),), caught_by=RULES),
+        Mutation(
+            "4 a rank asks for no world",
+            "4",
+            (("gcore.train.feed_state:admit", _any_world), ("gcore.train.feed_state:_seal_fault", _any_seal)),
+            caught_by="tests/unit/test_train_feed_state.py",
+        ),
+        Mutation(
+            "4 a lower attempt replaces a higher",
+            "4",
+            (("gcore.train.feed_state:feed", _older_token_too),),
+            caught_by="tests/unit/test_train_feed_state.py",
+        ),
+        Mutation(
+            "4 a token is applied twice",
+            "4",
+            (("gcore.train.feed_state:apply", _applies_twice),),
+            caught_by="tests/unit/test_train_feed_state.py",
+        ),
+        Mutation(
+            "5 what was issued once is never issued again",
+            "5",
+            (("controllers.peer:JobPeer._due", _in_flight_known_for_ever),),
+            caught_by="tests/unit/test_peer.py",
+        ),
+        Mutation(
+            "6 only the owner's groups", "6", (("gcore.ledger.stream:Offered.collect", _own_only),), caught_by=RULES
+        ),
+        Mutation(
+            "7 the seal carries no outcomes", "7", (("gcore.ledger.chain:sealed", _with(outcomes=())),), caught_by=RULES
+        ),
+        Mutation(
+            "8 nothing is accounted for without a quota",
+            "8",
+            (("gcore.ledger.stream:AccountNow", lambda _: _NotNow),),
+            caught_by="tests/unit/test_ledger_stream.py",
+        ),
+        Mutation("10 a rollback leaves the slots", "10", ((f"{ledger}:rollback", _without_range),), caught_by=RULES),
+        Mutation(
+            "11 every version is an ancestor",
+            "11",
+            (
+                ("gcore.ledger.ancestry:is_ancestor", _always(True)),
+                ("gcore.ledger.stream:is_ancestor", _always(True)),
+                ("controllers.holdings:is_ancestor", _always(True)),
+            ),
+            caught_by=RULES,
+        ),
+        Mutation(
+            "11 tokens may be of any age",
+            "11",
+            (("gcore.ledger.ancestry:is_fresh", _always(True)),),
+            caught_by=RULES,
+        ),
+        Mutation(
+            "13 a checkpoint that is damaged is used",
+            "13",
+            (("controllers.rolling:damage", _always("")),),
+            caught_by="tests/unit/test_apply.py",
+        ),
+        Mutation(
+            "13 the base is forgotten with the others",
+            "13",
+            (("gcore.ledger.ancestry:resumable", _always(())),),
+            caught_by=RULES,
+        ),
+        Mutation(
+            "14 committed before it is trained", "14", ((f"{decide}:training", _commits_at_once),), caught_by=RULES
+        ),
+        Mutation(
+            "16 a sealed group that is lacked is waited for",
+            "16",
+            ((f"{decide}:lost_groups", _always("")),),
+            caught_by="tests/unit/test_decide.py",
+        ),
+        Mutation(
+            "16 nothing that is held is dropped",
+            "16",
+            (("controllers.holdings:Holdings.prune", _always(None)),),
+            caught_by=RULES,
+        ),
+        Mutation("recovery: a world that lost a rank is left", "I6", ((f"{decide}:recovering", _never),), caught_by=""),
+        Mutation("publishing: engines keep old weights", "12", ((f"{decide}:publishing", _never),), caught_by=""),
+        Mutation("assigning: nobody works on what is nobody's", "6", ((f"{decide}:assigning", _never),), caught_by=""),
+    ]
+    return made
+
+
+class _NotNow:
+    """Stands where an account entry would: nothing is done with it."""
+
+    def __init__(self, outcomes: Any) -> None:
+        self.outcomes = outcomes
+
+
+MUTATIONS = {mutation.name: mutation for mutation in _mutations()}

@@ -1,0 +1,223 @@
+"""A job's records as the production transactions write them, without a cluster: in the store in memory, and a run's folder.
+
+Two controllers hold groups and offer them, batches are sealed, trained (receipts, by the ranks' own book), committed and
+checkpointed; outcomes are accounted for; a world dies and the job goes back; old entries move to the archive. Nothing here
+computes a token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
+
+from gcore.ledger import archive, chain, transactions
+from gcore.ledger.balance import balance
+from gcore.ledger.chain import Writer
+from gcore.ledger.digests import digest_of
+from gcore.ledger.guarded import Ledger, Transaction, TxnOutcome
+from gcore.ledger.job import EnginePlace, JobPhase, JobRecord, JobStatus, Plan, RankPlace
+from gcore.ledger.mirror import JobMirror
+from gcore.ledger.records import Checkpoint, EndedRef, Head, Offer, OfferedGroup
+from gcore.ledger.rules import StreamRules, rules_of
+from gcore.ledger.store_copy import mirror_of
+from gcore.ledger.stream import Offered, SealNow, choose, in_order
+from gcore.store.keys import JobKeys
+from gcore.store.types import Listing, Put, WatchBatch, WatchEvent
+from gcore.testing import FakeClock, MemoryCluster, MemoryStore
+from gcore.train.feed_state import Work
+from gcore.train.receipts import ReceiptBook
+from gcore.types import PromptRef
+
+if TYPE_CHECKING:
+    from controllers.hands import Hands
+
+UID = "0123456789ab"
+KEYS = JobKeys(UID)
+HOLDERS = ("node-0.a", "node-1.b")
+SPEC = {
+    "name": "sums",
+    "model": {"path": "model"},
+    "data": {"path": "train.jsonl", "shards": 4, "window": 8},
+    "flow": {"epochs": 1, "count": "prompts", "groups_per_step": 4, "samples_per_prompt": 2},
+    "rollout": {"max_new_tokens": 4},
+    "checkpoint": {"every": 2},
+}
+PROMPTS = 40
+RANKS = 2
+
+
+def hands_of(store: MemoryStore, run_dir: Path) -> Hands:
+    """What the deeds that keep the store small need; nobody is told what a disk did not take."""
+    parts = {"ledger": Ledger(store, KEYS), "run_dir": run_dir, "tell": lambda topic, sentence: None}
+    return cast("Hands", SimpleNamespace(**parts))
+
+
+@dataclass
+class RecordedJob:
+    """One job that is under way."""
+
+    run_dir: Path
+    cluster: MemoryCluster = field(default_factory=lambda: MemoryCluster(FakeClock()))
+    nonces: int = 0
+
+    def __post_init__(self) -> None:
+        self.store = MemoryStore(self.cluster)
+        self.leases = {holder: self.cluster.grant(1000) for holder in HOLDERS}
+        job = JobRecord(uid=UID, name="sums", spec=SPEC, run_dir=str(self.run_dir), created=1.0, prompts=PROMPTS)
+        self.rules: StreamRules = rules_of(job)
+        self.run(transactions.create(KEYS, job, JobStatus(phase=JobPhase.PENDING), 0))
+        status = self.mirror.status
+        assert status is not None
+        advance = chain.base(len(self.rules.shape.lengths), "world-0", self.writer())
+        running = JobStatus(phase=JobPhase.RUNNING)
+        self.run(transactions.start(KEYS, status, advance, self.plan("world-0", 1), running))
+
+    @property
+    def listing(self) -> Listing:
+        """All keys of the job."""
+        return self.cluster.listing(KEYS.prefix)
+
+    @property
+    def mirror(self) -> JobMirror:
+        """The job as it stands."""
+        listing = self.listing
+        batch = WatchBatch(tuple(WatchEvent("put", kv) for kv in listing.kvs), listing.revision, reset=True)
+        return mirror_of(UID, batch)
+
+    @property
+    def head(self) -> Head:
+        """The newest entry."""
+        head = self.mirror.head
+        assert head is not None
+        return head.record
+
+    def run(self, txn: Transaction) -> None:
+        """Make it; it must be won."""
+        assert asyncio.run(Ledger(self.store, KEYS).run(txn)).outcome is TxnOutcome.WON
+
+    def writer(self) -> Writer:
+        """One that writes once."""
+        self.nonces += 1
+        return Writer(HOLDERS[0], f"nonce-{self.nonces}")
+
+    def plan(self, world: str, generation: int) -> Plan:
+        """Two ranks and two engines."""
+        ranks = tuple(RankPlace(rank=rank, node=f"node-{rank}", slot="cpu:0") for rank in range(RANKS))
+        engines = tuple(EnginePlace(node=f"node-{node}", slot="cpu:0") for node in range(2))
+        return Plan(generation=generation, world=world, ranks=ranks, engines=engines)
+
+    def offer(self, refs: list[PromptRef], filtered: list[PromptRef]) -> None:
+        """What the holders have: the groups in turn; the first also the outcomes."""
+        version = self.head.version
+        for number, holder in enumerate(HOLDERS):
+            groups = tuple(
+                OfferedGroup(
+                    ref=ref, digest=f"{ref}:{version}", prompt_tokens=3, response_tokens=(2, 4), versions=(version,)
+                )
+                for ref in refs[number :: len(HOLDERS)]
+            )
+            outcomes = tuple(EndedRef(ref=ref, kind="filtered", reason="constant", holder=holder) for ref in filtered)
+            record = Offer(incarnation=holder, groups=groups, outcomes=outcomes if number == 0 else ())
+            self.run(transactions.offer(KEYS, self.mirror.offers.get(holder), record, self.leases[holder]))
+
+    def sealed(self) -> None:
+        """The oldest prompts are made, the first is filtered, and the batch is closed."""
+        refs = [ref for ref, _ in zip(in_order(self.rules, self.head, ()), range(5), strict=False)]
+        self.offer(refs[1:], refs[:1])
+        slots = self.mirror.open_slots
+        assert slots is not None
+        offers = [stored.record for stored in self.mirror.offers.values()]
+        chosen = choose(self.rules, self.head, slots.seals, Offered.collect(self.rules, self.head, offers))
+        assert isinstance(chosen, SealNow)
+        assert self.mirror.plan is not None
+        self.run(transactions.seal(KEYS, slots, chosen, self.mirror.plan.record, 1, HOLDERS[0]))
+
+    def step(self) -> None:
+        """A batch from seal to commit, with the ranks' receipts and, every second step, a checkpoint."""
+        self.sealed()
+        slots = self.mirror.open_slots
+        assert slots is not None
+        step = self.head.step + 1
+        self.run(transactions.ready(KEYS, slots, step))
+        slots = self.mirror.open_slots
+        assert slots is not None
+        seal = slots.slots[step].record
+        for rank in range(RANKS):
+            ReceiptBook(self.run_dir, seal.world, rank).write(Work(seal, balance(seal), rank, {}), loss=0.5)
+        keep = step % 2 == 0
+        self.run(
+            transactions.commit(KEYS, slots, self.rules.shape, self.writer(), keep_cursors=keep, stats={"reward": 0.5})
+        )
+        if keep:
+            mirror, head = self.mirror, self.head
+            assert mirror.head is not None
+            assert mirror.checkpoints is not None
+            made = Checkpoint(lineage=head.lineage, step=step, seq=head.seq, file=f"checkpoints/{head.lineage}-{step}")
+            self.run(transactions.register(KEYS, mirror.head, mirror.checkpoints, mirror.log[head.seq], made))
+
+    def account(self) -> None:
+        """One prompt fails without a step."""
+        slots = self.mirror.open_slots
+        assert slots is not None
+        ref = next(in_order(self.rules, self.head, ()))
+        outcomes = (EndedRef(ref=ref, kind="failed", reason="the reward raised"),)
+        advance = chain.accounted(self.head, outcomes, self.rules.shape, self.writer())
+        self.run(transactions.account(KEYS, slots, advance))
+
+    def roll_back(self) -> None:
+        """The world is lost; the newest checkpoint is gone back to."""
+        mirror = self.mirror
+        slots, known, plan = mirror.open_slots, mirror.checkpoints, mirror.plan
+        assert slots is not None
+        assert known is not None
+        assert plan is not None
+        target = known.record.entries[-1]
+        entry = mirror.log[target.seq].record
+        assert entry.cursors is not None
+        assert entry.tally is not None
+        world = f"world-{self.head.lineage + 1}"
+        advance = chain.rolled_back(
+            self.head, target, entry.cursors, world, self.writer(), "a rank died",
+            tally=entry.tally, parent_digest=digest_of(entry),
+        )  # fmt: skip
+        new = self.plan(world, plan.record.generation + 1)
+        self.run(transactions.rollback(KEYS, slots, known, advance, plan, new))
+
+    def prune(self, count: int) -> None:
+        """The oldest entries that nothing in the store needs move to the run's folder."""
+        mirror = self.mirror
+        assert mirror.head is not None
+        assert mirror.checkpoints is not None
+        log = {seq: stored.record for seq, stored in mirror.log.items()}
+        old = chain.prunable(mirror.head.record, mirror.checkpoints.record.entries, log, keep=1)[:count]
+        archive.append(self.run_dir, HOLDERS[0], [log[seq] for seq in old])
+        self.run(transactions.prune(KEYS, mirror.head, mirror.checkpoints, old))
+
+    def end(self, phase: JobPhase) -> None:
+        """The job ends."""
+        status = self.mirror.status
+        assert status is not None
+        self.run(transactions.set_status(KEYS, status, JobStatus(phase=phase, reason="over"), None))
+
+    def corrupt(self, changes: dict[str, bytes | None]) -> None:
+        """Write records as they are, without a compare; None takes a key away."""
+        from gcore.store.types import Delete
+
+        self.cluster.transact((), [Delete(k) if v is None else Put(k, v) for k, v in changes.items()])
+
+
+def a_job_under_way(run_dir: Path) -> RecordedJob:
+    """Three steps, a failed prompt, a rollback to the second, three more, an open seal, and a few entries in the archive."""
+    job = RecordedJob(run_dir)
+    for _ in range(3):
+        job.step()
+    job.roll_back()
+    job.account()
+    for _ in range(3):
+        job.step()
+    job.sealed()
+    job.prune(3)
+    return job

@@ -1,0 +1,372 @@
+"""A whole gcore cluster in one thread and made-up time: production's daemons over a store in memory, and a seed's faults.
+
+One seed is one story: how many nodes there are, what the job is like, how bad the network is, and what happens when. Nodes
+and single processes are killed, stopped for longer than their leases live, cut off in both directions or in one, join, leave
+and come back; clocks jump; the store forgets its history, is away, gives leases their full time again. After every revision
+of the store and every step that a rank trains, `Invariants` looks. Then the faults stop, and the job must come to its end.
+
+The history is what everybody did, in order; the same seed makes the same history in any process. Nothing here decides, seals
+or commits: all that is written to the store is written by production's modules, and the faults are the world's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import gc
+import importlib
+import random
+import shutil
+import tempfile
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from invariants import Invariants
+from simulated_controller import SimulatedJob
+from simulated_ends import Land, hasty
+from simulated_faults import TTL_S, Faults
+from simulated_network import Network, PendingWatches, RemoteStore
+from simulated_story import Ended, Story
+from simulated_workers import Engine, Floor, Rank, Worker
+from virtual_time import NothingLeft, Process, ProcessClock, VirtualLoop
+
+from controllers.decide import decide
+from controllers.waiting import waiting_for
+from controllers.wire import Daemon
+from gcore.config import NodeConfig
+from gcore.ledger import transactions
+from gcore.ledger.job import JobPhase, JobRecord, JobStatus
+from gcore.ledger.rules import rules_of
+from gcore.metrics import Metrics
+from gcore.schema import NEWEST_VERSION, speak
+from gcore.store import keys
+from gcore.store.keys import JobKeys
+from gcore.testing import MemoryCluster
+from gcore.worker.process import ProcessId
+from gcore.worker.records import LaunchSpec
+
+UID = "u"
+LONGEST_CALM_S = 600.0
+"""Without faults, until the job must have ended."""
+SHM = Path("/dev/shm")
+_METRICS = Metrics()
+"""One for all: nobody reads it, and making one takes longer than a story."""
+
+
+class Node:
+    """A machine: a daemon, its workers, its clock, its line to the store."""
+
+    def __init__(self, cluster: SimulatedCluster, name: str) -> None:
+        self.name = name
+        self.cluster = cluster
+        self.clock = ProcessClock(cluster.loop)
+        self.store = RemoteStore(cluster.store, cluster.network, name, cluster.pending)
+        self.process: Process | None = None
+        self._life: asyncio.Task[Any] | None = None
+        self._daemon: SimulatedDaemon | None = None
+
+    @property
+    def workers(self) -> list[Worker]:
+        """Those that live."""
+        return [w for w in self.cluster.floor.workers if w.alive and w.node == self.name]
+
+    def start(self) -> None:
+        """The daemon, unless it runs."""
+        if self.process is None or self.process.killed:
+            self.process = Process(self.cluster.loop, self.name)
+            self._daemon = SimulatedDaemon(self)
+            self._life = self.process.run(self._daemon.run())
+
+    def jobs(self) -> list[SimulatedJob]:
+        """What its daemon works on."""
+        return list(self._daemon.runners()) if self._daemon is not None else []
+
+    def kill(self) -> None:
+        """The daemon alone."""
+        if self.process is not None:
+            self.process.kill()
+
+    def leave(self) -> None:
+        """SIGTERM to the daemon: its lease is revoked."""
+        if self.process is not None and self._life is not None:
+            process, life = self.process, self._life
+
+            def gone(_: object) -> None:
+                process.kill()
+                if not self.cluster.faulty:
+                    self.start()
+
+            async def leaving() -> None:
+                assert self._daemon is not None
+                await self._daemon.depart()
+                life.cancel()
+
+            process.post(lambda: process.run(leaving(), "leaving") and None)
+            life.add_done_callback(gone, context=contextvars.Context())
+
+
+class SimulatedDaemon(Daemon):
+    """`controllers.wire.Daemon` without its servers."""
+
+    def __init__(self, node: Node) -> None:
+        config = NodeConfig(
+            node=node.name,
+            home=str(node.cluster.floor.run_dir),
+            etcd_endpoints=("simulated",),
+            slots=("cpu:0",),
+            run_root="none",
+            memory_dir=str(node.cluster.floor.run_dir / "memory"),
+            lease_ttl_s=TTL_S,
+        )
+        super().__init__(config, node.clock)
+        self._node = node
+        self._health = SimpleNamespace(set=_nothing)  # type: ignore[assignment]
+
+    async def run(self) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            while True:
+                await self._life(self._node.store, self._node.name, "")  # type: ignore[arg-type]
+
+    def runners(self) -> list[Any]:
+        """Of its jobs."""
+        return list(self._runners.values())
+
+    def _new_runner(self, uid: str, store: Any, identity: Any, cluster: Any) -> Any:
+        whole, land = self._node.cluster, self._node.cluster.land
+        waits = hasty(land.chance, lambda: whole.story.hasty if whole.faulty else 0.0)
+        return SimulatedJob(identity, store, cluster, self._node.clock, land, waits, self._config)
+
+
+async def _nothing(*_: object) -> None:
+    return None
+
+
+class SimulatedCluster:
+    """One seed's."""
+
+    def __init__(self, story: Story, run_dir: Path) -> None:
+        self.story = story
+        self.loop = VirtualLoop()
+        self.chance = random.Random(f"run {story.seed}")
+        self.history: list[str] = []
+        self.wrong = ""
+        self.faulty = True
+        self.faults = 0
+        self._over = asyncio.Event()
+        self.store = MemoryCluster(ProcessClock(self.loop))
+        self.network = Network(self.loop, random.Random(f"network {story.seed}"))
+        self.pending = PendingWatches(self.store)
+        spec = story.spec
+        self.job = JobRecord(
+            uid=UID,
+            name=spec.name,
+            spec=spec.model_dump(mode="json"),
+            run_dir=str(run_dir),
+            created=0.0,
+            prompts=story.prompts,
+        )
+        self.floor = Floor(
+            self.network,
+            random.Random(f"floor {story.seed}"),
+            run_dir,
+            self.tell,
+            self.is_wrong,
+            lambda: self.invariants.ranks_changed(),
+            checkpoint_after=lambda step, last: spec.checkpoints_after(step, last=last),
+        )
+        self.land = Land(
+            self.floor,
+            self.network,
+            lambda node: self.nodes[node].store,
+            _METRICS,
+            spec,
+            UID,
+            random.Random(f"land {story.seed}"),
+            story.filter_rate,
+            self.start_worker,
+        )
+        self.invariants = Invariants(rules_of(self.job), JobKeys(UID), self.floor, self.is_wrong, self.tell)
+        self.store.listeners.insert(0, self.invariants.revision)
+        self.nodes: dict[str, Node] = {}
+        self.processes: dict[int, Worker] = {}
+
+    def tell(self, what: str) -> None:
+        """A line of the history."""
+        self.history.append(f"{self.loop.now:8.2f}  {what}")
+
+    def is_wrong(self, what: str) -> None:
+        """Something that must not happen has happened: the story ends here."""
+        if not self.wrong:
+            self.wrong = what
+            self.tell(f"WRONG: {what}")
+            self._over.set()
+
+    def start_worker(self, launch: LaunchSpec) -> int:
+        """A simulated supervisor with its child; its pid."""
+        pid = 1_000 + len(self.processes)
+        kind = Rank if launch.role == "train" else Engine
+        process = Process(self.loop, launch.instance)
+        node = self.nodes[launch.node]
+        self.processes[pid] = kind(self.floor, process, node.store, node.clock, launch, pid)
+        return pid
+
+    def is_running(self, process: ProcessId) -> bool:
+        """Whether there is such a process."""
+        worker = self.processes.get(process.pid)
+        return worker is not None and worker.alive
+
+    def signalled(self, process: ProcessId, number: int) -> None:
+        """SIGTERM to a worker."""
+        worker = self.processes.get(process.pid)
+        if worker is not None:
+            worker.leave()
+
+    async def run(self) -> None:
+        """The story."""
+        for number in range(self.story.nodes):
+            self.add_node(f"n{number}").start()
+        asyncio.get_running_loop().create_task(self._housekeep())
+        # A job that does not fit on the nodes that are there when it is started fails, as it should.
+        while len(self.store.listing(keys.NODES).kvs) < self.story.nodes and not self.wrong:
+            await self._pass(0.5)
+        created = JobStatus(phase=JobPhase.PENDING, reason="created")
+        txn = transactions.create(JobKeys(UID), self.job, created, 0)
+        self.store.transact(txn.compares, txn.writes)
+        while self.invariants.mirror.head is None and not self.wrong:
+            await self._pass(0.5)
+        self.network.weather = self.story.weather
+        faults = Faults(self)
+        until = self.loop.now + self.story.faults_s
+        while self.loop.now < until and not self.wrong and not self.ended:
+            await self._pass(self.chance.expovariate(1.0 / self.story.fault_every_s))
+            if not self.wrong:
+                self.faults += faults.one()
+        faults.stop()
+        await self._calm()
+
+    async def _calm(self) -> None:
+        """Without faults the job comes to its end."""
+        deadline = self.loop.now + LONGEST_CALM_S
+        while not self.wrong and not self.ended:
+            if self.loop.now > deadline:
+                self._tell_waits()
+                self.is_wrong("stuck: faults have stopped long ago, and the job has not come to its end")
+            await self._pass(2.0)
+        status = self.invariants.mirror.status
+        if not self.wrong and status is not None and status.record.phase is not JobPhase.SUCCEEDED:
+            barren = self.story.filter_rate > 0 and "could be trained" in status.record.reason
+            if not barren:
+                self.is_wrong(f"the job ended as {status.record.phase}: {status.record.reason}")
+        if not self.wrong:
+            self.invariants.at_the_end()
+
+    def _tell_waits(self) -> None:
+        """What everybody waits for, as they would say it themselves."""
+        for node in self.nodes.values():
+            for job in node.jobs():
+                view = job.look()
+                self.tell(f"{job.me} sees head {view.head.version} at revision {job.mirror.revision}")
+                self.tell(f"{job.me} would {[intent.condition for intent in decide(view)]}")
+                for wait in waiting_for(view):
+                    self.tell(f"{job.me} waits: {wait.what}")
+
+    @property
+    def ended(self) -> bool:
+        """Whether the job has."""
+        status = self.invariants.mirror.status
+        return status is not None and status.record.phase.ended
+
+    async def _pass(self, seconds: float) -> None:
+        """Time."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._over.wait()
+
+    async def _housekeep(self) -> None:
+        """What the server does by itself."""
+        while True:
+            await asyncio.sleep(0.5)
+            self.store.end_leases()
+
+    def add_node(self, name: str) -> Node:
+        """A machine with that name."""
+        node = self.nodes[name] = Node(self, name)
+        return node
+
+
+@contextlib.contextmanager
+def in_place(cluster: SimulatedCluster) -> Iterator[None]:
+    """Production's few ways out of this process lead into the simulation meanwhile: names by chance, and processes."""
+    chance = random.Random(f"names {cluster.story.seed}")
+
+    class Names:
+        @staticmethod
+        def uuid4() -> Any:
+            return SimpleNamespace(hex=f"{chance.getrandbits(128):032x}")
+
+    with contextlib.ExitStack() as stack:
+        for module in ("controllers.hands", "controllers.identity", "controllers.rolling", "controllers.forming"):
+            if not hasattr(importlib.import_module(module), "uuid"):
+                continue
+            stack.enter_context(mock.patch(f"{module}.uuid", Names))
+        # It would collect garbage, and here all controllers are one process.
+        stack.enter_context(mock.patch("controllers.wire.give_back"))
+        stack.enter_context(mock.patch("controllers.wire.Metrics", return_value=_METRICS))
+        speak(NEWEST_VERSION)
+        stack.enter_context(mock.patch("controllers.staffing.is_running", cluster.is_running))
+        for module in ("controllers.driving", "controllers.wire"):
+            stack.enter_context(mock.patch(f"{module}.send_signal", cluster.signalled))
+        # A story may have more misfortune than a real job should live through, and less log.
+        stack.enter_context(mock.patch("controllers.ending.MAX_FRUITLESS_ROLLBACKS", 1000))
+        stack.enter_context(mock.patch("controllers.staffing.MAX_LAUNCHES", 1000))
+        stack.enter_context(mock.patch("controllers.housekeeping.KEEP_LOG", 8))
+        stack.enter_context(mock.patch("controllers.housekeeping.PRUNE_AT", 4))
+        yield
+
+
+def tell_story(story: Story) -> Ended:
+    """Play it to its end, or until something is wrong."""
+    run_dir = Path(tempfile.mkdtemp(prefix="gcore-sim-", dir=SHM if SHM.is_dir() else None))
+    loop = None
+    gc.disable()
+    try:
+        cluster = SimulatedCluster(story, run_dir)
+        loop = cluster.loop
+
+        def defect(_: Any, context: dict[str, Any]) -> None:
+            error = context.get("exception")
+            if error is None:
+                return
+            text = "".join(traceback.format_exception(error)) if error else str(context)
+            cluster.is_wrong(f"{context.get('message')} raised: {text}")
+
+        loop.set_exception_handler(defect)
+        asyncio.set_event_loop(loop)
+        with in_place(cluster):
+            try:
+                loop.run_until_complete(cluster.run())
+            except NothingLeft:
+                cluster.is_wrong("everybody waits, and nothing will ever happen")
+        head = cluster.invariants.mirror.head
+        return Ended(
+            story,
+            cluster.history,
+            cluster.wrong,
+            steps=head.record.step if head is not None else 0,
+            lineages=head.record.lineage if head is not None else 0,
+            seconds=loop.now,
+            revisions=cluster.store.revision,
+            faults=cluster.faults,
+        )
+    finally:
+        if loop is not None:
+            loop.set_exception_handler(lambda *_: None)
+            loop.finish()
+        gc.enable()
+        asyncio.set_event_loop(None)
+        shutil.rmtree(run_dir, ignore_errors=True)

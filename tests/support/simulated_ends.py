@@ -1,0 +1,309 @@
+"""The ends of a simulated controller: its lines to ranks and engines, its staff, prompts from nowhere, a ledger that tells.
+
+Each stands where production has a network, a process or a folder. Nothing here decides, seals or commits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+from simulated_network import Network, NoAnswer, RemoteStore, ask
+from simulated_workers import Engine, Floor, Rank
+from virtual_time import ProcessClock
+
+from controllers.ranks import NotConnected, RankLinks
+from controllers.staffing import Launch, Staff, StartEngine, StartRank, launch_key
+from controllers.turns import Waits
+from controllers.view import JobView, RankView, SavedCheckpoint
+from gcore.config import JobSpec, NodeConfig
+from gcore.errors import EngineUnreachable
+from gcore.ledger.guarded import Ledger
+from gcore.ledger.records import Seal
+from gcore.metrics import Metrics
+from gcore.store.keys import JobKeys
+from gcore.train.feed_state import WorldName
+from gcore.types import Group, Outcome, Prompt, PromptRef, Sample, Token, Version, VersionSpan
+from gcore.worker.process import ProcessId
+from gcore.worker.records import LaunchSpec, StoreRef
+
+SOURCE = "source"
+CALL_S = 5.0
+
+
+class Hasty(Waits):
+    """Whose turn it is, and for how long a condition has held, does not count with this peer: it acts when it comes to it.
+
+    Nothing may rest on turns and waits but politeness.
+    """
+
+    chance: random.Random
+    share: Callable[[], float]
+
+    def note(self, conditions: Iterable[str], now: float) -> Hasty:
+        noted = Hasty(super().note(conditions, now).since)
+        object.__setattr__(noted, "chance", self.chance)
+        object.__setattr__(noted, "share", self.share)
+        return noted
+
+    def ripe(self, condition: str, turn: int, now: float, *, after: float = 0.0) -> bool:
+        return self.chance.random() < self.share() or super().ripe(condition, turn, now, after=after)
+
+
+def hasty(chance: random.Random, share: Callable[[], float]) -> Waits:
+    """Waits of a peer that is out of turn with the probability that `share` says."""
+    waits = Hasty({})
+    object.__setattr__(waits, "chance", chance)
+    object.__setattr__(waits, "share", share)
+    return waits
+
+
+@dataclass(frozen=True)
+class Land:
+    """What a controller finds on its node and beyond."""
+
+    floor: Floor
+    network: Network
+    store: Callable[[str], RemoteStore]
+    metrics: Metrics
+    spec: JobSpec
+    uid: str
+    chance: random.Random
+    filter_rate: float
+    start_worker: Callable[[LaunchSpec], int]
+    """Starts a simulated one; its pid."""
+
+
+class SimulatedStaff(Staff):
+    """Starts simulated workers."""
+
+    def __init__(self, config: NodeConfig, clock: ProcessClock, land: Land) -> None:
+        super().__init__(config, clock)
+        self._land = land
+        self._count = 0
+
+    def _spawn(self, action: StartEngine | StartRank, view: JobView) -> Launch:
+        self._count += 1
+        rank = isinstance(action, StartRank)
+        child = dict(self._rank_child(action, view).document) if rank else {}
+        name = f"{action.world}-{action.place.rank}" if rank else f"engine-{action.place.slot.replace(':', '')}"
+        launch = LaunchSpec(
+            instance=f"{name}-{view.node}-{self._land.chance.getrandbits(24):06x}",
+            node=view.node,
+            role="train" if rank else "rollout",
+            job_uid=view.mirror.keys.uid,
+            slot=action.place.slot,
+            store=StoreRef(endpoints=("simulated",)),
+            log_file="none",
+            command=("none",),
+            child=child,
+            world=action.world if rank else None,
+            rank=action.place.rank if rank else None,
+            lease_ttl_s=10,
+        )
+        pid = self._land.start_worker(launch)
+        self._land.floor.tell(f"{view.me} starts {launch_key(action)} as {launch.instance}")
+        return Launch(launch.instance, ProcessId(pid, pid), self._clock.monotonic())
+
+
+class SimulatedLinks(RankLinks):
+    """`controllers.ranks` over simulated messages."""
+
+    def __init__(self, clock: ProcessClock, on_change: Callable[[], None], node: str, land: Land) -> None:
+        super().__init__(clock, on_change)
+        self._node = node
+        self._land = land
+        self._aimed: dict[int, tuple[str, asyncio.Task[None]]] = {}
+
+    def aim(self, world: WorldName | None, addresses: Mapping[int, str]) -> None:
+        if world != self._world:
+            self._world = world
+            self.views = {}
+            for rank in list(self._aimed):
+                self._aimed.pop(rank)[1].cancel()
+        for rank in list(self._aimed):
+            if addresses.get(rank) != self._aimed[rank][0]:
+                self._aimed.pop(rank)[1].cancel()
+        for rank, address in addresses.items():
+            if rank not in self._aimed and world is not None:
+                task = asyncio.get_running_loop().create_task(self._hear(world, rank, self._land.floor.ranks[address]))
+                self._aimed[rank] = (address, task)
+
+    async def feed(self, rank: int, seal: Seal, groups: Any, sender: str) -> None:
+        there, world = self._there(rank), self._world
+        assert world is not None
+        sent = list(groups)
+        state = await self._ask(there, lambda: there.feed(world, seal.token, sent) and there.state)
+        if state and world == self._world and state.holding is not None:
+            self._note_listing(rank, state.holding, state.held)
+
+    async def apply(self, rank: int, seal: Seal, stored: bytes) -> None:
+        there, world = self._there(rank), self._world
+        assert world is not None
+        await self._ask(there, lambda: there.apply(world, seal.token, stored))
+
+    def _there(self, rank: int) -> Rank:
+        if rank not in self._aimed:
+            raise NotConnected(f"rank {rank} is not connected", fix="Look again")
+        return self._land.floor.ranks[self._aimed[rank][0]]
+
+    async def _ask(self, there: Rank, do: Callable[[], Any]) -> Any:
+        def arrive(reply: Callable[[Any], None]) -> None:
+            there.process.post(lambda: reply(do()))
+
+        try:
+            return await ask(self._land.network, self._node, there.node, arrive, timeout_s=CALL_S)
+        except NoAnswer as error:
+            raise NotConnected(str(error)) from None
+
+    async def _hear(self, world: WorldName, rank: int, there: Rank) -> None:
+        """What the rank says of itself, when it changes, and again from time to time."""
+        network, key = self._land.network, object()
+        changed = asyncio.Event()
+
+        def notify() -> None:
+            network.send(there.node, self._node, changed.set)
+
+        there.listeners[key] = notify
+        try:
+            while True:
+                changed.clear()
+                try:
+                    state, content, checkpoint = await self._ask(
+                        there, lambda: (there.state, there.content, there.checkpoint)
+                    )
+                except NotConnected:
+                    await asyncio.sleep(0.5)
+                    continue
+                if world == self._world:
+                    if checkpoint is not None:
+                        self.saved[checkpoint[0]] = SavedCheckpoint(*checkpoint)
+                    held = {digest: frozenset(samples) for digest, samples in state.held.items()}
+                    self._show(RankView(rank, state.holding, held, state.applied, str(content).encode()))
+                try:
+                    async with asyncio.timeout(4.0):
+                        await changed.wait()
+                except TimeoutError:
+                    continue
+        finally:
+            there.listeners.pop(key, None)
+
+    def _note_listing(self, rank: int, token: Token, held: Mapping[str, frozenset[int]]) -> None:
+        view = self.views.get(rank, RankView(rank))
+        if view.holding is None or view.holding <= token:
+            self._show(replace(view, holding=token, held=dict(held)))
+
+
+class SimulatedClient:
+    """`gcore.rollout.client` of one simulated engine."""
+
+    def __init__(self, node: str, engine: Engine, land: Land) -> None:
+        self._node = node
+        self._engine = engine
+        self._land = land
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+    async def resume(self) -> None:
+        """It was never paused."""
+
+    async def abort(self, rid: str, count: int) -> None:
+        """It goes on for nothing."""
+
+    async def info(self) -> Any:
+        """Which weights it serves."""
+        return SimpleNamespace(version=await self._ask(lambda reply: reply(self._engine.version)))
+
+    async def update_weights(self, folder: str, version: Version) -> None:
+        """Bring it newer ones."""
+        await self._ask(lambda reply: reply(self._engine.publish(version)))
+
+    async def generate_each(self, prompts: Any, params: Any, *, seeds: Any, rid: str) -> tuple[Sample, ...]:
+        """A response to each, of two or three tokens."""
+        made = await self._ask(self._engine.generate, timeout_s=30.0)
+        return tuple(self._sample(made) for _ in prompts)
+
+    def _sample(self, made: tuple[Version, ...]) -> Sample:
+        tokens = (self._land.chance.randrange(1 << 20), *range(self._land.chance.randint(1, 2)))
+        ends = [1, len(tokens)] if len(made) > 1 else [len(tokens)]
+        starts = [0, *ends[:-1]]
+        spans = tuple(VersionSpan(v, s, e) for v, s, e in zip(made, starts, ends, strict=True))
+        return Sample(tokens, (0.0,) * len(tokens), "", "stop", spans)
+
+    async def _ask(self, do: Callable[[Callable[[Any], None]], None], timeout_s: float = CALL_S) -> Any:
+        def arrive(reply: Callable[[Any], None]) -> None:
+            self._engine.process.post(lambda: do(reply))
+
+        try:
+            return await ask(self._land.network, self._node, self._engine.node, arrive, timeout_s=timeout_s)
+        except NoAnswer as error:
+            raise EngineUnreachable(str(error), fix="Ask another") from None
+
+
+class Stream:
+    """Prompts that come from nowhere."""
+
+    def prompt(self, ref: PromptRef) -> Prompt:
+        return Prompt(ref, "", (1, 2), {}, SOURCE)
+
+    def found(self, ref: PromptRef) -> tuple[Any, int]:
+        return SimpleNamespace(name=SOURCE), 0
+
+
+class InOrder:
+    """`controllers.ordering` of a job without a curriculum."""
+
+    def ready(self, due: list[PromptRef], begun: Any, mine: Any, held: Any) -> list[PromptRef]:
+        return due
+
+
+class Silent:
+    """`controllers.faults`: nobody reads it here."""
+
+    def note(self, what: str, trace: str = "") -> None:
+        """Passed over."""
+
+    def hold(self, topic: str, sentence: str) -> None:
+        """Passed over."""
+
+    async def finish(self) -> None:
+        """Nothing is left."""
+
+
+class TellingLedger(Ledger):
+    """Tells what became of each transaction, for the history."""
+
+    def __init__(self, store: Any, keys: JobKeys, me: str, tell: Callable[[str], None]) -> None:
+        super().__init__(store, keys)
+        self._me = me
+        self._tell = tell
+
+    async def run(self, txn: Any) -> Any:
+        report = await super().run(txn)
+        self._tell(f"{self._me} {txn.kind}: {report.outcome}")
+        return report
+
+
+def flow(land: Land) -> Any:
+    """A flow as users write them; what is kept is chance."""
+
+    async def simulated(peer: Any) -> None:
+        async for step in peer.steps():
+            async with step.collect() as batch:
+                async for prompt in peer.prompts(step):
+                    batch.start(produce(peer, prompt))
+            await step.train()
+            await step.publish()
+
+    async def produce(peer: Any, prompt: Prompt) -> Group | Outcome:
+        samples = await peer.rollout(prompt)
+        if land.chance.random() < land.filter_rate:
+            return Outcome("filtered", "constant")
+        return Group(prompt.ref, prompt.token_ids, samples, prompt.source)
+
+    return simulated

@@ -1,0 +1,198 @@
+"""What happens to a simulated cluster: kills, stops, cuts, joins and leaves, jumps of clocks, and what befalls the store.
+
+Which, when and for how long is chance, by the story's seed. Nothing here touches a record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from simulated_network import STORE, Weather
+from virtual_time import Process
+
+if TYPE_CHECKING:
+    from simulated_cluster import Node, SimulatedCluster
+
+TTL_S = 10
+"""Of a simulated daemon's lease."""
+
+
+class Faults:
+    """What happens to the cluster, by chance. Each deed says what it does in the history."""
+
+    def __init__(self, cluster: SimulatedCluster) -> None:
+        self._cluster = cluster
+        self._chance = cluster.chance
+        self._joined = 0
+        self._deeds: dict[str, Callable[[], str]] = {
+            "kill_daemon": self._kill_daemon,
+            "kill_worker": self._kill_worker,
+            "kill_node": self._kill_node,
+            "kill_all": self._kill_all,
+            "stop_daemon": self._stop_daemon,
+            "stop_worker": self._stop_worker,
+            "cut": self._cut,
+            "cut_one_way": self._cut_one_way,
+            "join": self._join,
+            "leave": self._leave,
+            "jump": self._jump,
+            "compact": self._compact,
+            "outage": self._outage,
+            "new_leader": self._new_leader,
+            "damage": self._damage,
+        }
+        self._kinds = cluster.story.faults or tuple(self._deeds)
+
+    def one(self) -> int:
+        """Something happens."""
+        what = self._deeds[self._chance.choice(self._kinds)]()
+        if what:
+            self._cluster.tell(f"* {what}")
+        return bool(what)
+
+    def stop(self) -> None:
+        """All is well from now on: everything runs, nothing is cut, no message is lost."""
+        cluster = self._cluster
+        cluster.faulty = False
+        cluster.tell("* the faults stop")
+        cluster.network.cut.clear()
+        cluster.network.weather = Weather()
+        if cluster.store.stopped:
+            cluster.store.start()
+            cluster.pending.look()
+        for node in cluster.nodes.values():
+            if node.process is not None:
+                node.process.thaw()
+            node.start()
+            for worker in node.workers:
+                worker.process.thaw()
+
+    def _later(self, seconds: float, do: Callable[[], None]) -> None:
+        self._cluster.loop.call_later(seconds, lambda: do() if self._cluster.faulty else None)
+
+    def _node(self) -> Node:
+        return self._chance.choice(list(self._cluster.nodes.values()))
+
+    def _seconds(self) -> float:
+        return self._chance.choice([1.0, 4.0, 8.0, 15.0, 35.0])
+
+    def _start_later(self, node: Node) -> float:
+        seconds = self._seconds()
+        self._later(seconds, node.start)
+        return seconds
+
+    def _kill_daemon(self) -> str:
+        node = self._node()
+        node.kill()
+        return f"kill -9 of {node.name}'s daemon; it comes back after {self._start_later(node):g} s"
+
+    def _kill_worker(self) -> str:
+        workers = [w for w in self._cluster.floor.workers if w.alive]
+        if not workers:
+            return ""
+        worker = self._chance.choice(workers)
+        worker.end("kill -9")
+        return f"kill -9 of {worker.spec.instance}"
+
+    def _kill_node(self) -> str:
+        node = self._node()
+        node.kill()
+        for worker in node.workers:
+            worker.end("its machine died")
+        return f"{node.name} dies with all on it; it comes back after {self._start_later(node):g} s"
+
+    def _kill_all(self) -> str:
+        for node in self._cluster.nodes.values():
+            node.kill()
+            for worker in node.workers:
+                worker.end("everything died")
+            self._start_later(node)
+        return "everything dies"
+
+    def _freeze(self, process: Process) -> float:
+        seconds = self._chance.choice([2.0, TTL_S * 1.5, TTL_S * 3.0])
+        process.freeze()
+        self._later(seconds, process.thaw)
+        return seconds
+
+    def _stop_daemon(self) -> str:
+        node = self._node()
+        if node.process is None or not node.process.running:
+            return ""
+        return f"{node.name}'s daemon is stopped for {self._freeze(node.process):g} s"
+
+    def _stop_worker(self) -> str:
+        workers = [w for w in self._cluster.floor.workers if w.process.running]
+        if not workers:
+            return ""
+        worker = self._chance.choice(workers)
+        return f"{worker.spec.instance} is stopped for {self._freeze(worker.process):g} s"
+
+    def _cut(self) -> str:
+        node, others = self._node(), [STORE, *self._cluster.nodes]
+        other = self._chance.choice([name for name in others if name != node.name])
+        return self._cut_links([(node.name, other), (other, node.name)])
+
+    def _cut_one_way(self) -> str:
+        node, others = self._node(), [STORE, STORE, *self._cluster.nodes]
+        other = self._chance.choice([name for name in others if name != node.name])
+        return self._cut_links([self._chance.choice([(node.name, other), (other, node.name)])])
+
+    def _cut_links(self, links: list[tuple[str, str]]) -> str:
+        seconds, cut = self._seconds(), self._cluster.network.cut
+        cut.update(links)
+        self._later(seconds, lambda: cut.difference_update(links))
+        return f"nothing gets through for {seconds:g} s: {', '.join(f'{a} to {b}' for a, b in links)}"
+
+    def _join(self) -> str:
+        if len(self._cluster.nodes) >= 6:
+            return ""
+        self._joined += 1
+        node = self._cluster.add_node(f"j{self._joined}")
+        node.start()
+        return f"{node.name} joins"
+
+    def _leave(self) -> str:
+        node = self._node()
+        node.leave()
+        return f"{node.name}'s daemon leaves; it comes back after {self._start_later(node):g} s"
+
+    def _jump(self) -> str:
+        node, seconds = self._node(), self._chance.choice([2.0, 20.0, 120.0])
+        node.clock.offset += seconds
+        return f"{node.name}'s clock jumps by {seconds:g} s"
+
+    def _compact(self) -> str:
+        if self._cluster.store.compacted == self._cluster.store.revision:
+            return ""
+        self._cluster.store.compact()
+        self._cluster.pending.look()
+        return "the store forgets its history"
+
+    def _outage(self) -> str:
+        store = self._cluster.store
+        if store.stopped:
+            return ""
+        seconds = self._seconds()
+
+        def back() -> None:
+            if store.stopped:
+                store.start()
+                self._cluster.pending.look()
+
+        store.stop()
+        self._later(seconds, back)
+        return f"the store is away for {seconds:g} s"
+
+    def _new_leader(self) -> str:
+        self._cluster.store.extend_leases()
+        return "the store has a new leader: every lease has its full time again"
+
+    def _damage(self) -> str:
+        files = sorted(self._cluster.floor.run_dir.glob("checkpoints/*/model.safetensors"))
+        if not files:
+            return ""
+        file = self._chance.choice(files)
+        file.write_text("[]")
+        return f"the disk damages {file.parent.name}"

@@ -1,0 +1,106 @@
+"""What a seed of the simulated cluster is about: how many nodes, what job, what weather, which faults; and how it ended."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+from simulated_network import Weather
+
+from gcore.config import JobSpec, parse_spec
+
+
+@dataclass(frozen=True)
+class Story:
+    """What a seed is about. Times in seconds."""
+
+    seed: int
+    nodes: int = 3
+    staleness: int = 0
+    ranks: int | None = None
+    prompts: int = 17
+    steps: int | None = 8
+    epochs: int | None = None
+    filter_rate: float = 0.2
+    weather: Weather = field(default_factory=Weather)
+    hasty: float = 0.0
+    """The share of looks at which a peer acts out of turn."""
+    fault_every_s: float = 7.0
+    faults_s: float = 90.0
+    faults: tuple[str, ...] = ()
+    """Kinds; empty: all."""
+
+    @classmethod
+    def of(cls, seed: int) -> Story:
+        """The seed's."""
+        chance = random.Random(f"story {seed}")
+        by_epochs = chance.random() < 0.2
+        weather = chance.choice(
+            [
+                Weather(),
+                Weather(late=0.05, twice=0.02),
+                Weather(late=0.1, lost=0.03, twice=0.05),
+                Weather(typical_s=0.4, late=0.15, lateness_s=20.0, lost=0.05, twice=0.1),
+            ]
+        )
+        return cls(
+            seed=seed,
+            nodes=chance.choice([1, 2, 2, 3, 3, 4]),
+            staleness=chance.choice([0, 0, 0, 1, 2]),
+            ranks=chance.choice([None, 1, 2]),
+            prompts=chance.choice([9, 17, 40]),
+            steps=None if by_epochs else chance.choice([6, 9, 12]),
+            epochs=1 if by_epochs else None,
+            filter_rate=chance.choice([0.0, 0.2, 0.2, 0.6]),
+            weather=weather,
+            hasty=chance.choice([0.0, 0.0, 0.02, 0.2]),
+            fault_every_s=chance.choice([3.0, 6.0, 12.0]),
+            faults_s=chance.choice([40.0, 80.0]),
+        )
+
+    @property
+    def spec(self) -> JobSpec:
+        """The job's."""
+        length: dict[str, Any] = {"steps": self.steps} if self.steps is not None else {"epochs": self.epochs}
+        if self.steps is None:
+            length["count"] = "prompts"
+        return parse_spec(
+            {
+                "name": "simulated",
+                "model": {"path": "m"},
+                "data": {"path": "d", "shards": 4, "window": 4},
+                "flow": {"groups_per_step": 3, "samples_per_prompt": 2, "max_reissues": 50, **length},
+                "rollout": {"max_new_tokens": 4, "staleness": self.staleness, "timeout_s": 20},
+                "train": {
+                    "ranks": min(self.ranks or self.nodes, self.nodes),
+                    "mini_batches": 2,
+                    "old_logprobs": "engine",
+                    "copies_gb": 0,
+                },
+                "checkpoint": {"every": 2, "keep": 2},
+                "reward": {"name": "exact"},
+            }
+        )
+
+
+@dataclass
+class Ended:
+    """How a story ended. `wrong`: what must not have happened, or nothing. `why`: the same with what led to it."""
+
+    story: Story
+    history: list[str]
+    wrong: str = ""
+    steps: int = 0
+    lineages: int = 0
+    seconds: float = 0.0
+    revisions: int = 0
+    faults: int = 0
+
+    @property
+    def why(self) -> str:
+        """For people."""
+        again = f"again: make sim FIRST={self.story.seed} SEEDS=1"
+        return "\n".join(
+            [f"seed {self.story.seed}: {self.wrong}", str(self.story), *self.history[-120:], self.wrong, again]
+        )

@@ -1,0 +1,334 @@
+"""Train ranks and engines of the simulated cluster: what they hold and refuse is production's, computing is waiting.
+
+A rank keeps `gcore.train.feed_state`'s state and answers with it. Its weights are the list of what they were trained on: one
+set of refs for each step. All ranks of a world enter a step together, as collectives make them, and if one dies the others
+fail. An engine serves the highest version it was brought, and makes a group in a while. Both are registered by
+`gcore.worker.registrar`, as real workers are by their supervisors; a worker whose registration is refused ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from simulated_network import Network, RemoteStore
+from virtual_time import Process, ProcessClock
+
+from gcore.atomic import whole_folder
+from gcore.ledger.audit import Receipt
+from gcore.ledger.records import Seal
+from gcore.train import feed_state
+from gcore.train.feed_state import FeedState, HeldGroup, HeldSample, WorldName
+from gcore.types import Group, PromptRef, Token, Version
+from gcore.weights.layout import (
+    EXP_AVG_FILE,
+    EXP_AVG_SQ_FILE,
+    MANIFEST_FILE,
+    MODEL_FILE,
+    Manifest,
+    checkpoint_folder,
+    file_entry,
+    manifest_digest,
+    weights_folder,
+)
+from gcore.worker.events import Refused as RegistrationRefused
+from gcore.worker.records import LaunchSpec, WorkerRecord
+from gcore.worker.registrar import Registrar
+
+Content = tuple[frozenset[PromptRef], ...]
+"""What weights were trained on, step by step."""
+
+
+@dataclass
+class Floor:
+    """What all simulated workers share: the machine room."""
+
+    network: Network
+    chance: random.Random
+    run_dir: Path
+    tell: Callable[[str], None]
+    wrong: Callable[[str], None]
+    """Called with what must not happen."""
+    looked: Callable[[], None]
+    """Called when a rank's content has changed."""
+    receipts: list[Receipt] = field(default_factory=list)
+    ranks: dict[str, Rank] = field(default_factory=dict)
+    """By address."""
+    engines: dict[str, Engine] = field(default_factory=dict)
+    worlds: dict[str, list[Rank]] = field(default_factory=dict)
+    checkpoint_after: Callable[[int, bool], bool] = lambda step, last: last
+
+    _staged: frozenset[Version] | None = None
+
+    def staged(self, look: Callable[[Path], frozenset[Version]]) -> frozenset[Version]:
+        """The versions whose weights lie in the run's folder; it is looked at when something was put there."""
+        if self._staged is None:
+            self._staged = look(self.run_dir)
+        return self._staged
+
+    def restage(self) -> None:
+        """Something was put into the run's folder."""
+        self._staged = None
+
+    @property
+    def workers(self) -> list[Worker]:
+        """All that were ever started."""
+        return [*self.ranks.values(), *self.engines.values()]
+
+
+class Worker:
+    """A process with a registration."""
+
+    def __init__(
+        self, floor: Floor, process: Process, store: RemoteStore, clock: ProcessClock, spec: LaunchSpec, pid: int
+    ) -> None:
+        self.floor = floor
+        self.process = process
+        self.spec = spec
+        self.node = spec.node
+        self.record = WorkerRecord(
+            instance=spec.instance,
+            node=spec.node,
+            role=spec.role,
+            job_uid=spec.job_uid,
+            slot=spec.slot,
+            pid=pid,
+            pid_started=pid,
+            world=spec.world,
+            rank=spec.rank,
+        )
+        self._registrar = Registrar(spec, store, clock, self._hear)
+        process.run(self._registrar.run(), "registration")
+        process.run(self._live(), "life")
+
+    @property
+    def alive(self) -> bool:
+        """Whether its process is there, stopped or not."""
+        return not self.process.killed
+
+    def end(self, why: str) -> None:
+        """It is over."""
+        if self.alive:
+            self.floor.tell(f"{self.spec.instance} ends: {why}")
+            self.process.kill()
+            self.lost()
+
+    def lost(self) -> None:
+        """Its process is gone."""
+
+    def leave(self) -> None:
+        """SIGTERM: it takes its registration away, and ends."""
+
+        async def leaving() -> None:
+            await self._registrar.leave()
+            self.end("asked to stop")
+
+        self.process.post(lambda: self.process.run(leaving(), "leaving") and None)
+
+    def _show(self, state: str, **more: Any) -> None:
+        self.record = self.record.model_copy(update={"state": state, **more})
+        self._registrar.show(self.record)
+
+    def _hear(self, event: object) -> None:
+        if isinstance(event, RegistrationRefused):
+            self.floor.network.loop.call_soon(lambda: self.end(f"refused: {event.reason}"))
+
+    async def _live(self) -> None:
+        self._show("starting")
+        await asyncio.sleep(0.5 + 2.0 * self.floor.chance.random())
+        self._show("serving", address=self.spec.instance)
+        self.serving()
+
+    def serving(self) -> None:
+        """It is ready."""
+
+
+class Rank(Worker):
+    """One of a train world."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        child, spec = self.spec.child, self.spec
+        assert spec.world is not None
+        assert spec.rank is not None
+        self.name = WorldName(spec.job_uid, spec.world, child["lineage"])
+        self.state = FeedState(self.name, spec.rank, child["world_size"], done=child["start"]["step"])
+        self.content = read_content(self.floor.run_dir, child["start"]["checkpoint"])
+        self.checkpoint: tuple[Version, str, str] | None = None
+        """The newest that was written: version, folder, digest."""
+        self.listeners: dict[object, Callable[[], None]] = {}
+        self._work: asyncio.Queue[feed_state.Work] = asyncio.Queue()
+        self._gathered: asyncio.Future[None] | None = None
+        self.floor.ranks[spec.instance] = self
+        self.floor.worlds.setdefault(spec.world, []).append(self)
+        if len(self.content) != self.state.done:
+            self.floor.wrong(f"{spec.instance} starts at step {self.state.done} with weights of {len(self.content)}")
+
+    def serving(self) -> None:
+        if self.spec.rank == 0:  # engines are to serve what the world goes on from, under its new name
+            self._stage(Version(self.name.lineage, self.state.done))
+        self.process.run(self._train(), "training")
+        self._notify()
+
+    def feed(self, name: WorldName, token: Token, groups: list[tuple[Group, frozenset[int]]]) -> bool:
+        """Samples of groups; whether they were not refused."""
+        held = {group.digest(): held_group(group, samples) for group, samples in groups}
+        answer = feed_state.feed(self.state, name, token, held)
+        if isinstance(answer, feed_state.Refused):
+            return False
+        if answer.state != self.state:
+            self.state = answer.state
+            self._notify()
+        return True
+
+    def apply(self, name: WorldName, token: Token, seal: bytes) -> bool:
+        """Train on a READY seal; whether it was not refused."""
+        answer = feed_state.apply(self.state, name, token, Seal.decode(seal))
+        if isinstance(answer, feed_state.Begin):
+            self.state = answer.state
+            self._work.put_nowait(answer.work)
+            self._notify()
+        return not isinstance(answer, feed_state.Refused)
+
+    def lost(self) -> None:
+        """The others of its world wait in a collective, or will; they fail after a while."""
+        for other in self.floor.worlds[self.name.world]:
+            if other is not self and other.alive:
+                other.process.run(other.fail(f"rank {self.spec.rank} is gone"), "failing")
+
+    async def fail(self, why: str) -> None:
+        await asyncio.sleep(1.0 + 3.0 * self.floor.chance.random())
+        self._show("failed", reason=why)
+        await asyncio.sleep(3.0)
+        self.floor.network.loop.call_soon(lambda: self.end(why))
+
+    async def _train(self) -> None:
+        while True:
+            work = await self._work.get()
+            token = work.seal.token
+            await self._gather(token)
+            await asyncio.sleep(0.3 + self.floor.chance.random())
+            self._finish(work)
+
+    async def _gather(self, token: Token) -> None:
+        """All ranks of the world are in the same step, as in a collective."""
+        loop = self.floor.network.loop
+        self._gathered = loop.create_future()
+        world = [rank for rank in self.floor.worlds[self.name.world] if rank.alive]
+        inside = [rank for rank in world if rank._gathered is not None]
+        if len({rank.state.applying for rank in inside}) > 1:
+            self.floor.wrong(f"ranks of world {self.name.world} are in a collective with different tokens")
+        if len(inside) == self.state.world_size:
+            for rank in inside:
+                assert rank._gathered is not None
+                rank._gathered.set_result(None)
+                if rank is not self:
+                    rank._gathered = None
+        await self._gathered
+        self._gathered = None
+
+    def _finish(self, work: feed_state.Work) -> None:
+        seal = work.seal
+        samples: dict[PromptRef, set[int]] = {}
+        for slot in work.layout.of_rank(work.rank):
+            samples.setdefault(seal.groups[slot.group].ref, set()).add(slot.sample)
+        parts = {ref: frozenset(found) for ref, found in samples.items()}
+        digests = {group.ref: group.digest for group in seal.groups if group.ref in parts}
+        self.floor.receipts.append(Receipt(seal.token, self.name.world, work.rank, parts, digests))
+        self.content = (*self.content, frozenset(group.ref for group in seal.groups))
+        version = Version(seal.lineage, seal.step)
+        if work.rank == 0:
+            self._stage(version)
+            if self.floor.checkpoint_after(seal.step, seal.last):
+                self.checkpoint = write_checkpoint(self.floor.run_dir, version, self)
+        self.state = feed_state.applied(self.state)
+        self.floor.tell(f"{self.spec.instance} has applied {seal.token}")
+        self.floor.looked()
+        self._notify()
+
+    def _stage(self, version: Version) -> None:
+        """Weights for the engines."""
+        weights_folder(self.floor.run_dir, version).mkdir(parents=True, exist_ok=True)
+        self.floor.restage()
+
+    def _notify(self) -> None:
+        for notify in tuple(self.listeners.values()):
+            notify()
+
+
+def held_group(group: Group, samples: frozenset[int]) -> HeldGroup:
+    """A fed group, as a rank has it."""
+    prompt = np.asarray(group.prompt_ids, dtype=np.int32)
+    held = {
+        index: HeldSample(
+            np.asarray(group.samples[index].token_ids, dtype=np.int32),
+            np.zeros(len(group.samples[index].token_ids), dtype=np.float32),
+            group.samples[index].reward,
+            group.samples[index].masked,
+        )
+        for index in samples
+    }
+    return HeldGroup(group.ref, group.digest(), prompt, held)
+
+
+def read_content(run_dir: Path, checkpoint: str) -> Content:
+    """What the weights of a checkpoint were trained on; of the first model, nothing."""
+    if not checkpoint:
+        return ()
+    steps = json.loads((run_dir / checkpoint / MODEL_FILE).read_text())
+    return tuple(frozenset(PromptRef.parse(ref) for ref in step) for step in steps)
+
+
+def write_checkpoint(run_dir: Path, version: Version, rank: Rank) -> tuple[Version, str, str]:
+    """A checkpoint as a rank leaves it: its content, and a manifest that names every file."""
+    folder = checkpoint_folder(run_dir, version)
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with whole_folder(folder, owner=rank.spec.instance, durable=False) as draft:
+            text = json.dumps([sorted(map(str, step)) for step in rank.content])
+            for name in (MODEL_FILE, EXP_AVG_FILE, EXP_AVG_SQ_FILE, "config.json"):
+                (draft / name).write_text(text)
+            manifest = Manifest(
+                job_uid=rank.name.job_uid,
+                world=rank.name.world,
+                lineage=version.lineage,
+                step=version.step,
+                updates=version.step,
+                files={
+                    name: file_entry(draft / name)
+                    for name in (MODEL_FILE, EXP_AVG_FILE, EXP_AVG_SQ_FILE, "config.json")
+                },
+            )
+            (draft / MANIFEST_FILE).write_bytes(manifest.encode())
+    return version, str(folder.relative_to(run_dir)), manifest_digest(folder)
+
+
+class Engine(Worker):
+    """A rollout replica."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.version = Version(0, 0)
+        self.floor.engines[self.spec.instance] = self
+
+    def publish(self, version: Version) -> None:
+        """These weights are served from now on, if they are newer."""
+        self.version = max(self.version, version)
+
+    def generate(self, reply: Callable[[tuple[Version, ...]], None]) -> None:
+        """The weights that made a response, once it is there."""
+        begun = self.version
+
+        async def generating() -> None:
+            await asyncio.sleep(self.floor.chance.lognormvariate(-0.5, 0.8))
+            made = tuple(sorted({begun, self.version}))
+            reply(made)
+
+        if self.alive:
+            self.process.run(generating(), "request")

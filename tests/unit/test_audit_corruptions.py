@@ -1,0 +1,146 @@
+"""Every kind of damage to a job's records is refuted, with the prompts at fault: in the store, and from the run's folder."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import typer.testing
+from corruptions import CORRUPTIONS, Refuted, Scene
+from recorded_job import KEYS, UID, RecordedJob, a_job_under_way
+
+from controllers.changes import Changes
+from controllers.cli.main import app
+from controllers.identity import Identity
+from controllers.reading import Reading
+from controllers.service.records import StoredJobs
+from gcore.clock import SystemClock
+from gcore.ledger import store_copy
+from gcore.ledger.audit import Audit
+from gcore.ledger.findings import MOST_FOUND, Found
+from gcore.ledger.job import JobPhase
+from gcore.types import PromptRef
+
+Corruption = Callable[[Scene], Refuted]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> RecordedJob:
+    return a_job_under_way(tmp_path / "runs" / f"sums-{UID}")
+
+
+def audited(job: RecordedJob) -> Audit:
+    return asyncio.run(StoredJobs(job.store).audit(UID))
+
+
+def scene_of(job: RecordedJob) -> Scene:
+    return Scene({kv.key.removeprefix(KEYS.prefix): kv.value for kv in job.listing.kvs}, job.run_dir)
+
+
+def damage(job: RecordedJob, corruption: Corruption) -> Refuted:
+    scene = scene_of(job)
+    before = dict(scene.records)
+    refuted = corruption(scene)
+    changed = {
+        key: scene.records.get(key) for key in before | scene.records if scene.records.get(key) != before.get(key)
+    }
+    job.corrupt({KEYS.prefix + key: value for key, value in changed.items()})
+    return refuted
+
+
+def test_a_job_under_way_is_clean_and_its_prompts_balance(job: RecordedJob) -> None:
+    found = audited(job)
+    assert found.violations == ()
+    assert (found.steps, found.lineages) == (5, 1)
+    assert (found.issued, found.trained, found.filtered, found.failed, found.in_flight) == (31, 20, 5, 1, 5)
+    assert found.issued == found.trained + found.filtered + found.failed + found.in_flight
+
+
+@pytest.mark.parametrize("corruption", CORRUPTIONS, ids=lambda one: one.__name__)
+def test_what_was_damaged_is_refuted_with_the_prompts_at_fault(job: RecordedJob, corruption: Corruption) -> None:
+    refuted = damage(job, corruption)
+    found = audited(job).findings
+    fitting = [one for one in found if one.kind == refuted.kind and refuted.words in one.sentence]
+    assert fitting, found
+    assert any(set(refuted.refs) <= set(one.refs) for one in fitting), fitting
+
+
+def run_cli(home: Path, *words: str) -> typer.testing.Result:
+    return typer.testing.CliRunner().invoke(app, ["audit", UID, "--home", str(home), *words])
+
+
+def test_a_run_that_has_ended_is_audited_from_its_folder_when_no_cluster_is_up(
+    job: RecordedJob, tmp_path: Path
+) -> None:
+    job.end(JobPhase.CANCELLED)
+    assert audited(job).clean
+    answer = run_cli(tmp_path, "-o", "json")
+    assert answer.exit_code == 0, answer.output
+    said = json.loads(answer.output)
+    assert said["clean"] is True
+    assert (said["steps"], said["issued"], said["in_flight"], said["findings"]) == (5, 31, 5, [])
+    table = run_cli(tmp_path)
+    assert table.exit_code == 0
+    assert "31 issued: 20 trained, 5 filtered, 1 failed, 5 in flight" in table.output
+
+
+@pytest.mark.parametrize("corruption", CORRUPTIONS, ids=lambda one: one.__name__)
+def test_what_was_damaged_before_its_copy_is_refuted_from_the_folder_by_the_command(
+    job: RecordedJob, corruption: Corruption, tmp_path: Path
+) -> None:
+    refuted = damage(job, corruption)
+    store_copy.leave(job.run_dir, "node-0.a", UID, job.listing)
+    answer = run_cli(tmp_path, "-o", "json")
+    assert answer.exit_code == 1, answer.output
+    said = json.loads(answer.output)
+    assert said["clean"] is False
+    fitting = [one for one in said["findings"] if one["kind"] == refuted.kind and refuted.words in one["sentence"]]
+    assert any({str(ref) for ref in refuted.refs} <= set(one["refs"]) for one in fitting), said["findings"]
+    assert {one["sentence"] for one in said["findings"]} <= set(said["violations"])
+
+
+def test_a_job_that_never_ended_leaves_no_copy_and_the_command_says_so(job: RecordedJob, tmp_path: Path) -> None:
+    assert audited(job).clean
+    assert not store_copy.is_left(job.run_dir)
+    answer = run_cli(tmp_path)
+    assert answer.exit_code != 0
+    assert "no cluster is up" in str(answer.exception)
+
+
+def test_the_newest_copy_counts_and_one_that_cannot_be_read_is_passed_over(job: RecordedJob) -> None:
+    store_copy.leave(job.run_dir, "a", UID, job.listing)
+    job.end(JobPhase.CANCELLED)
+    store_copy.leave(job.run_dir, "b", UID, job.listing)
+    (job.run_dir / store_copy.FOLDER / "c.json").write_text("{")
+    copy = store_copy.read(job.run_dir)
+    assert copy is not None
+    assert copy.revision == job.listing.revision
+    assert copy.records == {kv.key.removeprefix(KEYS.prefix): kv.value.decode() for kv in job.listing.kvs}
+
+
+@pytest.mark.parametrize("already", [False, True], ids=["the first to notice", "another did before"])
+async def test_a_controller_leaves_one_copy_when_the_job_has_ended(job: RecordedJob, already: bool) -> None:
+    await asyncio.to_thread(job.end, JobPhase.CANCELLED)
+    if already:
+        store_copy.leave(job.run_dir, "another", UID, job.listing)
+    mirror = job.mirror
+    identity = Identity("node-0", "node-0.a", "127.0.0.1:1", 1)
+    reading = Reading(identity, job.run_dir, job.store, KEYS, lambda: mirror, Changes(), SystemClock())
+    await reading.finish()
+    (file,) = (job.run_dir / store_copy.FOLDER).iterdir()
+    assert file.name == ("another.json" if already else "node-0.a.json")
+    copy = store_copy.read(job.run_dir)
+    assert copy is not None
+    assert copy.job.uid == UID
+
+
+def test_very_many_violations_are_counted_not_told() -> None:
+    found = Found()
+    for number in range(MOST_FOUND + 7):
+        found.add("outcome", f"number {number}", [PromptRef(0, 0, number)])
+    told = Audit(tuple(found.findings), more=found.more).violations
+    assert len(told) == MOST_FOUND + 1
+    assert told[-1] == "and 7 violations more"

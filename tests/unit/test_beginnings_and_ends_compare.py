@@ -1,0 +1,45 @@
+"""A job is begun from what was seen, once; and what is left of a deleted one goes only while it is deleted."""
+
+from __future__ import annotations
+
+from gcore.ledger import chain, transactions
+from gcore.ledger.chain import Writer
+from gcore.ledger.guarded import Stored, Transaction
+from gcore.ledger.job import JobPhase, JobStatus, Plan
+from gcore.store.keys import JobKeys
+from gcore.store.types import Put
+from gcore.testing import FakeClock, MemoryCluster
+
+KEYS = JobKeys("u")
+PENDING, RUNNING = JobStatus(phase=JobPhase.PENDING), JobStatus(phase=JobPhase.RUNNING)
+
+
+def begun(cluster: MemoryCluster) -> Transaction:
+    """From the status as it stands."""
+    revision = cluster.transact((), (Put(KEYS.state, PENDING.encode()),)).revision
+    advance = chain.base(4, "w", Writer("n.1", "nonce"))
+    plan = Plan(generation=1, world="w", ranks=(), engines=())
+    return transactions.start(KEYS, Stored(PENDING, revision), advance, plan, RUNNING)
+
+
+def test_a_job_that_was_cancelled_meanwhile_is_not_begun() -> None:
+    cluster = MemoryCluster(FakeClock())
+    txn = begun(cluster)
+    cluster.transact((), (Put(KEYS.state, JobStatus(phase=JobPhase.CANCELLED).encode()),))
+    assert not cluster.transact(txn.compares, txn.writes).won
+
+
+def test_a_job_that_has_a_chain_is_not_begun_again() -> None:
+    cluster = MemoryCluster(FakeClock())
+    txn = begun(cluster)
+    cluster.transact((), (Put(KEYS.head, b"{}"),))
+    assert not cluster.transact(txn.compares, txn.writes).won
+
+
+def test_the_rest_of_a_job_goes_only_with_the_head_that_was_seen_marked() -> None:
+    cluster = MemoryCluster(FakeClock())
+    head = chain.base(4, "w", Writer("n.1", "nonce")).head.model_copy(update={"deleted": True})
+    revision = cluster.transact((), (Put(KEYS.head, head.encode()),)).revision
+    txn = transactions.delete_rest(KEYS, Stored(head, revision))
+    cluster.transact((), (Put(KEYS.head, head.encode()),))
+    assert not cluster.transact(txn.compares, txn.writes).won

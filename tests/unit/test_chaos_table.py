@@ -1,0 +1,113 @@
+"""The table of faults: what it holds, what it runs, what it skips, what it concludes. Nothing is broken here."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from chaos_faults import FAULTS, RECOVERY_GOAL_S
+from chaos_run import Moment
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gcore.fault_points import At
+from gcore.ledger.guarded import TxnKind
+
+ROOT = Path(__file__).parents[2]
+
+
+def load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("chaos_table", ROOT / "tests" / "chaos" / "table.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+table = load()
+
+
+def result(fault: str, seed: int, *, ok: bool = True, **more: Any) -> dict[str, Any]:
+    return {"fault": fault, "seed": seed, "ok": ok, "after_step": 1, "delay_s": 0.5, "seconds": 9.0} | more
+
+
+def test_names_are_unique_and_each_fault_has_one_way_to_act() -> None:
+    names = [fault.name for fault in FAULTS]
+    assert len(set(names)) == len(names)
+    assert all((fault.act is None) != (fault.whole is None) for fault in FAULTS)
+
+
+def test_a_fault_at_random_moments_has_at_least_five() -> None:
+    runs = [fault.name for fault, _ in table.planned(FAULTS, 5)]
+    fewer = {name for name in runs if runs.count(name) < 5}
+    exact = {fault.name for fault in FAULTS if fault.at_start or fault.whole is not None}
+    assert fewer <= exact
+
+
+def test_exact_moments_are_of_points_that_are_in_the_code() -> None:
+    known = {str(kind) for kind in TxnKind} | {str(at) for at in At}
+    named = {fault.name.removeprefix("at-") for fault in FAULTS if fault.name.startswith("at-")}
+    assert named <= known
+    assert {str(at) for at in At} <= named
+
+
+def test_rows_are_chosen_by_name_and_by_beginning() -> None:
+    assert [fault.name for fault in table.chosen("etcd,controller")] == ["etcd", "controller"]
+    assert {fault.name for fault in table.chosen("cut-*")} == {f.name for f in FAULTS if f.name.startswith("cut-")}
+    assert table.chosen("") == FAULTS
+    with pytest.raises(SystemExit, match="no fault is called 'contoller'"):
+        table.chosen("contoller")
+
+
+def test_what_has_passed_is_not_run_again_and_what_failed_is() -> None:
+    runs = table.planned(table.chosen("etcd"), 3)
+    done = [result("etcd", 0), result("etcd", 1, ok=False), result("rank", 2)]
+    assert [seed for _, seed in table.still_to_do(runs, done)] == [1, 2]
+
+
+def test_a_run_made_again_takes_its_older_results_place() -> None:
+    done = [result("etcd", 1, ok=False), result("controller", 0)]
+    again = table.with_result(done, result("etcd", 1))
+    assert [(one["fault"], one["seed"], one["ok"]) for one in again] == [("controller", 0, True), ("etcd", 1, True)]
+
+
+def test_recovery_is_judged_by_its_95th_percentile() -> None:
+    some = [result("controller", n, recovery_s=float(n + 1)) for n in range(20)]
+    assert table.recovery(some)["p95_s"] == 19.0
+    assert table.recovery([result("etcd", 0)]) is None
+    assert table.recovery(some)["goal_p95_s"] == RECOVERY_GOAL_S == 20.0
+
+
+def test_a_line_tells_the_moment_the_target_and_why_it_failed() -> None:
+    line = table.line(
+        result("rank", 3, ok=False, target="train-node-0", why="no step 4", audit=["prompt (0, 1, 2) ..."])
+    )
+    for word in (
+        "rank",
+        "rank               3",
+        "after step   1 + 0.50 s",
+        "train-node-0",
+        "FAILED: no step 4",
+        "prompt (0, 1, 2)",
+    ):
+        assert word in line
+
+
+@given(seed=st.integers(0, 1000))
+def test_a_moment_follows_from_its_seed(seed: int) -> None:
+    moment = Moment.drawn(random.Random(f"x {seed}"))
+    assert moment == Moment.drawn(random.Random(f"x {seed}"))
+    assert moment.more_steps >= 0
+    assert moment.delay_s >= 0
+
+
+def test_moments_share_a_job_where_they_may() -> None:
+    runs = table.planned(table.chosen("etcd,losses"), 7)
+    fault, seeds = table.next_job(runs)
+    assert (fault.name, seeds) == ("etcd", [0, 1, 2, 3, 4])
+    assert table.next_job([run for run in runs if run[0].name == "losses"])[1] == [0]

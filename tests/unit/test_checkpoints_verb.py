@@ -1,0 +1,212 @@
+"""`gcore checkpoints` and `gcore export --step`: which there are, why each is kept, and how it lies on the disk."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from controllers.cli import checkpoints_verb, file_verbs
+from controllers.cli.answers import Output
+from controllers.cli.checkpoints_verb import FoundCheckpoints, checkpoint_at, checkpoints, size_of
+from controllers.service.checkpoints import checkpoints_of_folder, list_checkpoints
+from controllers.service.jobs import JobsService
+from controllers.service.records import StoredJobs
+from gcore.api.v1 import jobs_pb2 as pb
+from gcore.api.v1 import jobs_pb2_grpc
+from gcore.client import JobsClient
+from gcore.clock import SystemClock
+from gcore.config import parse_spec
+from gcore.errors import UsageError
+from gcore.ledger import chain
+from gcore.ledger.chain import Writer
+from gcore.ledger.guarded import Stored
+from gcore.ledger.job import Evaluation, JobRecord
+from gcore.ledger.mirror import JobMirror
+from gcore.ledger.records import Checkpoint, Checkpoints
+from gcore.store.keys import JobKeys
+from gcore.store.keys import name as names
+from gcore.store.types import Put
+from gcore.testing import FakeClock, MemoryCluster, MemoryStore
+from gcore.types import Version
+from gcore.weights.layout import MANIFEST_FILE, Manifest, file_entry
+
+SPEC = parse_spec(
+    {
+        "name": "sums",
+        "model": {"path": "m"},
+        "data": {"path": "d"},
+        "flow": {"steps": 40},
+        "rollout": {"max_new_tokens": 4},
+        "eval": {"path": "e", "every": 4},
+        "checkpoint": {"every": 4, "keep": 1, "keep_every": 8},
+    }
+)
+
+
+def make_checkpoint(run_dir: Path, step: int, lineage: int = 0) -> Checkpoint:
+    folder = run_dir / "checkpoints" / f"{lineage}-{step}"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"step": step}))
+    for name in ("model.safetensors", "exp_avg.safetensors", "exp_avg_sq.safetensors"):
+        (folder / name).write_bytes(b"1234")
+    files = {path.name: file_entry(path) for path in folder.iterdir()}
+    manifest = Manifest(job_uid="u", world="w", lineage=lineage, step=step, updates=step, files=files)
+    (folder / MANIFEST_FILE).write_bytes(manifest.encode())
+    return Checkpoint(lineage=lineage, step=step, seq=step, file=f"checkpoints/{lineage}-{step}")
+
+
+def mirror_of(run_dir: Path, *entries: Checkpoint) -> JobMirror:
+    """Head at step 20; the evaluation of step 12 was the best."""
+    head = chain.base(2, "w", Writer("a", "n")).head.model_copy(update={"step": 20, "seq": 20})
+    tree = SPEC.model_dump(mode="json")
+    job = JobRecord(uid="u", name="sums", spec=tree, run_dir=str(run_dir), created=0.0, prompts=9)
+    evaluations = {
+        f"0.{step}": Stored(Evaluation(version=Version(0, step), accuracy=accuracy, count=9), 1)
+        for step, accuracy in ((12, 0.9), (20, 0.8))
+    }
+    base = Checkpoint(lineage=0, step=0, seq=0, file="")
+    return JobMirror(
+        JobKeys("u"),
+        job=Stored(job, 1),
+        head=Stored(head, 1),
+        checkpoints=Stored(Checkpoints(entries=(base, *entries)), 1),
+        evaluations=evaluations,
+    )
+
+
+def size_on_disk(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+async def test_each_is_listed_with_its_size_and_why_it_is_kept(tmp_path: Path) -> None:
+    reply = await list_checkpoints(mirror_of(tmp_path, *(make_checkpoint(tmp_path, n) for n in (4, 8, 12, 16, 20))))
+    assert (reply.uid, reply.name) == ("u", "sums")
+    assert {one.step: list(one.kept) for one in reply.checkpoints} == {
+        20: ["newest"],
+        16: ["every"],
+        12: ["best"],
+        8: ["every"],
+        4: [],
+    }
+    assert [one.step for one in reply.checkpoints] == [20, 16, 12, 8, 4], "the newest first"
+    first = reply.checkpoints[0]
+    assert first.folder == str(tmp_path / "checkpoints" / "0-20")
+    assert first.bytes == size_on_disk(tmp_path / "checkpoints" / "0-20")
+    assert first.written > 0
+    assert not first.problem
+
+
+async def test_what_can_be_seen_to_be_damaged_is_said(tmp_path: Path) -> None:
+    entries = [make_checkpoint(tmp_path, n) for n in (4, 8, 12)]
+    (tmp_path / entries[0].file / "exp_avg.safetensors").write_bytes(b"1")
+    (tmp_path / entries[1].file / "config.json").unlink()
+    (tmp_path / entries[2].file / MANIFEST_FILE).unlink()
+    problems = {one.step: one.problem for one in (await list_checkpoints(mirror_of(tmp_path, *entries))).checkpoints}
+    assert problems[4] == "exp_avg.safetensors has 1 bytes, not 4"
+    assert problems[8].startswith("config.json cannot be read")
+    assert "no manifest can be read" in problems[12]
+
+
+async def test_any_controller_answers_for_a_job_by_its_name(tmp_path: Path) -> None:
+    mirror, keys = mirror_of(tmp_path, make_checkpoint(tmp_path, 20)), JobKeys("u")
+    store = MemoryStore(MemoryCluster(FakeClock()))
+    assert mirror.job is not None
+    assert mirror.head is not None
+    assert mirror.checkpoints is not None
+    records = {keys.job: mirror.job, keys.head: mirror.head, keys.checkpoints: mirror.checkpoints}
+    puts = [Put(key, stored.record.encode()) for key, stored in records.items()]
+    await store.transact((), (Put(names("sums"), b"u"), *puts))
+    service: Any = JobsService(StoredJobs(store), None, lambda uid: None, FakeClock())  # type: ignore[arg-type]
+    server = grpc.aio.server()
+    jobs_pb2_grpc.add_JobsServicer_to_server(service, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with JobsClient([f"127.0.0.1:{port}"], clock=SystemClock()) as client:
+        found = await client.list_checkpoints("sums")
+        with pytest.raises(UsageError, match="there is no job 'other'"):
+            await client.list_checkpoints("other")
+    await server.stop(None)
+    assert [(one.step, list(one.kept)) for one in found.checkpoints] == [(20, ["newest"])]
+
+
+async def test_a_job_that_has_not_started_has_none(tmp_path: Path) -> None:
+    mirror = JobMirror(JobKeys("u"), job=mirror_of(tmp_path).job)
+    assert list((await list_checkpoints(mirror)).checkpoints) == []
+
+
+def test_those_of_an_ended_run_are_read_from_its_folder(tmp_path: Path) -> None:
+    for step, lineage in ((4, 0), (8, 0), (8, 1)):
+        make_checkpoint(tmp_path, step, lineage)
+    (tmp_path / "checkpoints" / ".0-9.w.tmp").mkdir()
+    reply = checkpoints_of_folder(tmp_path, "sums", "u")
+    assert [(one.lineage, one.step) for one in reply.checkpoints] == [(1, 8), (0, 8), (0, 4)]
+    assert list(checkpoints_of_folder(tmp_path / "nothing", "sums", "u").checkpoints) == []
+
+
+def found(*steps: tuple[int, int, list[str]]) -> FoundCheckpoints:
+    """Of (step, lineage, why it is kept)."""
+    infos = [pb.CheckpointInfo(step=s, lineage=number, kept=kept, folder=f"f{number}-{s}") for s, number, kept in steps]
+    return FoundCheckpoints(pb.ListCheckpointsReply(uid="u", name="sums", checkpoints=infos))
+
+
+def test_of_several_of_a_step_the_one_that_is_kept_is_meant() -> None:
+    assert checkpoint_at(found((8, 0, ["every"]), (8, 1, [])), 8).folder == "f0-8"
+    assert checkpoint_at(found((8, 0, []), (8, 1, [])), 8).folder == "f1-8"
+
+
+def test_a_step_without_one_is_a_sentence_that_names_those_there_are() -> None:
+    with pytest.raises(UsageError, match=r"no checkpoint of step 5; there are those of steps 4, 8"):
+        checkpoint_at(found((8, 0, []), (4, 0, [])), 5)
+    with pytest.raises(UsageError, match="it has none yet"):
+        checkpoint_at(found(), 5)
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A finished run, of which no cluster knows any more."""
+    run = tmp_path / "home" / "runs" / "sums-u"
+    for step in (4, 8):
+        make_checkpoint(run, step)
+    (run / "summary.json").write_text(json.dumps({"job": "sums", "uid": "u", "checkpoint": str(run)}))
+    return tmp_path / "home"
+
+
+def test_the_table_and_the_json_say_the_same(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (home / "runs" / "sums-u" / "checkpoints" / "0-4" / "config.json").write_text("")
+    checkpoints("sums", home)
+    table = capsys.readouterr().out
+    assert table.splitlines()[0].split() == ["STEP", "LINEAGE", "SIZE", "AGE", "KEPT", "FOLDER"]
+    assert "damaged: config.json has 0 bytes" in table
+    checkpoints("sums", home, output=Output.JSON)
+    tree: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
+    assert [one["step"] for one in tree] == [8, 4]
+    assert tree[0].keys() == {"step", "lineage", "folder", "bytes", "written", "kept", "problem"}
+
+
+def test_a_job_without_any_says_so(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoints_verb, "find_checkpoints", lambda *_: found())
+    checkpoints("sums", home)
+    assert capsys.readouterr().out == "Job sums (u) has no checkpoint yet.\n"
+
+
+def test_the_model_of_a_step_is_exported(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file_verbs.export("sums", tmp_path / "to", home, step=4)
+    assert json.loads((tmp_path / "to" / "config.json").read_text()) == {"step": 4}
+    assert "its checkpoint of step 4 is" in capsys.readouterr().out
+    with pytest.raises(UsageError, match="two checkpoints"):
+        file_verbs.export("sums", tmp_path / "other", home, step=4, best=True)
+    with pytest.raises(UsageError, match="no checkpoint of step 5"):
+        file_verbs.export("sums", tmp_path / "other", home, step=5)
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"), [(0, "-"), (900, "0.9 KB"), (12_340_000, "12.3 MB"), (84e9, "84.0 GB"), (2e12, "2.0 TB")]
+)
+def test_a_size_is_shown_as_people_say_it(count: int, shown: str) -> None:
+    assert size_of(count) == shown

@@ -1,0 +1,33 @@
+"""Hints are written over what was seen, not over what somebody else has written meanwhile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gcore.ledger import transactions
+from gcore.ledger.guarded import Transaction
+from gcore.ledger.job import Trouble
+from gcore.ledger.world_state import NodeCopies
+from gcore.store.keys import JobKeys
+from gcore.testing import FakeClock, MemoryCluster
+
+KEYS = JobKeys("u")
+
+
+def warned(lease: int) -> Transaction:
+    return transactions.warn(KEYS, None, Trouble(topic="disk", node="n", sentence="full"))
+
+
+def stocked(lease: int) -> Transaction:
+    return transactions.take_stock(KEYS, None, NodeCopies(node="n", by="n.1", seq=0), lease)
+
+
+@pytest.mark.parametrize("make", [warned, stocked], ids=["warn", "take_stock"])
+def test_of_two_who_have_seen_the_same_one_writes(make: Any) -> None:
+    cluster = MemoryCluster(FakeClock())
+    lease = cluster.grant(100)
+    first, second = make(lease), make(lease)
+    assert cluster.transact(first.compares, first.writes).won
+    assert not cluster.transact(second.compares, second.writes).won

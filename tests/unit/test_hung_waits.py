@@ -1,0 +1,145 @@
+"""What is said of what hangs, from views made by hand; and that docs/failures.md states the times that are in force."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from job_views import running_job, sealed_job
+
+from controllers import tidying
+from controllers.actions import Publish
+from controllers.decide import decide
+from controllers.troubles import TroubleBook
+from controllers.view import EngineView, JobView, RankView
+from controllers.waiting import PATIENCE_S, Wait, waiting_for
+from gcore.config.rollout import RolloutSpec
+from gcore.config.train import TrainSpec
+from gcore.ledger.guarded import TxnOutcome
+from gcore.reward.pace import Scoring
+from gcore.store.keys import JobKeys
+from gcore.testing import FakeClock, MemoryCluster, MemoryStore
+from gcore.types import Version
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "failures.md").read_text(encoding="utf-8")
+
+
+def waits(view: JobView) -> dict[str, Wait]:
+    return {wait.cause: wait for wait in waiting_for(view)}
+
+
+def test_a_silent_engine_is_named_and_published_to_no_more() -> None:
+    engine = EngineView("e", "h:1", None, silent=True, why="has answered nothing for 30 s")
+    view = replace(running_job(), engines={"e": engine}, staged=frozenset({Version(0, 0)}))
+    assert waits(view)["engine"].what == "engine e has answered nothing for 30 s"
+    assert not [i for i in decide(view) if isinstance(i.action, Publish)]
+    well = replace(view, engines={"e": replace(engine, silent=False, why="")})
+    assert "engine" not in waits(well)
+    assert [i for i in decide(well) if isinstance(i.action, Publish)]
+
+
+def test_that_it_is_to_be_ended_is_another_wait_than_that_it_is_silent() -> None:
+    engines = [EngineView("e", "h:1", None, silent=True, hung=hung, why="x") for hung in (False, True)]
+    stalls = {waits(replace(running_job(), engines={"e": engine}))["engine"].stall for engine in engines}
+    assert len(stalls) == 2
+
+
+def test_rewards_that_wait_are_named_and_move_when_one_is_scored() -> None:
+    one, two = (
+        waits(replace(running_job(), scoring=Scoring(4, scored, "4 responses wait to be scored by reward 'r'")))[
+            "reward"
+        ]
+        for scored in (7, 8)
+    )
+    assert one.what == "on node-0 4 responses wait to be scored by reward 'r'"
+    assert one.key == two.key
+    assert one.stall != two.stall
+    assert "reward" not in waits(replace(running_job(), scoring=Scoring(0, 8, "")))
+
+
+def test_a_rank_in_a_step_moves_with_its_progress_and_stands_still_without() -> None:
+    view = sealed_job(ready=True, fed=(0, 1))
+
+    def at(progress: int, phase: str = "update") -> Wait:
+        ranks = {r: replace(known, phase=phase, progress=progress) for r, known in view.ranks.items()}
+        return waits(replace(view, ranks=ranks))["train"]
+
+    assert at(1).key == at(2).key
+    assert at(1).stall == at(1).stall
+    assert len({at(1).stall, at(2).stall, at(2, "stage").stall}) == 3
+    assert at(1).what == "train ranks 0 and 1 train step 1 (update)"
+
+
+def test_a_batch_on_its_way_moves_with_what_arrives() -> None:
+    view, some = sealed_job(), sealed_job(fed=(0,))
+    assert waits(view)["exchange"].key == waits(some)["exchange"].key
+    assert waits(view)["exchange"].stall != waits(some)["exchange"].stall
+
+
+@pytest.mark.parametrize(
+    ("condition", "cause"),
+    [("world w []", "recovery"), ("grow 3", "recovery"), ("prune 3", "tidying"), ("forget 3", "tidying")],
+)
+def test_what_a_disk_can_hold_up_is_named_while_it_is_under_way(condition: str, cause: str) -> None:
+    assert cause in waits(replace(running_job(), under_way=frozenset({condition})))
+    assert cause not in waits(running_job())
+
+
+async def test_a_folder_that_takes_no_old_records_is_told_once_until_it_takes_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = FakeClock()
+    book = TroubleBook(MemoryStore(MemoryCluster(clock), "n"), JobKeys("u"), "n", clock)
+    full: list[bool] = [True]
+
+    def append(*_: Any) -> None:
+        if full[0]:
+            raise OSError(28, "No space left on device")
+
+    async def run(_: Any) -> Any:
+        return SimpleNamespace(outcome=TxnOutcome.WON, revision=1)
+
+    monkeypatch.setattr(tidying.archive, "append", append)
+    hands: Any = SimpleNamespace(run_dir=Path(), tell=book.hold, ledger=SimpleNamespace(run=run))
+    prune: Any = SimpleNamespace(seqs=(0,))
+    for _ in range(3):
+        assert (await tidying.prune(prune, running_job(), hands)).outcome is TxnOutcome.UNKNOWN
+    assert [one.sentence for one in book._waiting] == [
+        "the run's folder takes no old records (No space left on device); they stay in the store, which grows"
+    ]
+    full[0] = False
+    monkeypatch.setattr(tidying.transactions, "prune", lambda *_: None)
+    assert (await tidying.prune(prune, running_job(), hands)).outcome is TxnOutcome.WON
+    full[0] = True
+    await tidying.prune(prune, running_job(), hands)
+    assert len(book._waiting) == 2
+
+
+@pytest.mark.parametrize("cause", PATIENCE_S)
+def test_the_page_of_failures_states_the_time_after_which_each_wait_is_told(cause: str) -> None:
+    (row,) = re.findall(rf"^\| `{cause}` \|.*$", PAGE, re.MULTILINE)
+    assert row.split("|")[3].strip() == f"{PATIENCE_S[cause]:g} s"
+
+
+def test_the_page_of_failures_states_the_defaults_of_the_times_that_a_spec_sets() -> None:
+    for spec, name in ((RolloutSpec, "silent_s"), (RolloutSpec, "watchdog_s"), (RolloutSpec, "timeout_s")):
+        assert f"`rollout.{name}` ({spec.model_fields[name].default:g} s)" in PAGE
+    assert f"`train.watchdog_s` ({TrainSpec.model_fields['watchdog_s'].default:g} s)" in PAGE
+
+
+def test_every_test_that_the_page_of_failures_names_exists() -> None:
+    named = set(re.findall(r"`(tests/[a-z_/]+\.py)::(test_\w+)`", PAGE))
+    assert len(named) > 15
+    missing = [f"{file}::{test}" for file, test in named if f"def {test}(" not in (ROOT / file).read_text()]
+    assert missing == []
+
+
+def test_every_cause_is_watched_and_none_else() -> None:
+    assert RankView(0).progress == 0
+    told = set(re.findall(r"Wait\(\s*\"(\w+)\"", (ROOT / "controllers" / "waiting.py").read_text()))
+    assert told - PATIENCE_S.keys() == {"in_flight", "engine"}

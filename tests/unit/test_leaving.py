@@ -1,0 +1,178 @@
+"""A controller that was asked to end: what it says, what it stops doing, and when it goes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from stored_job import RULES, SHARDS, StoredJob
+
+from controllers.actions import Assign, Feed, Join, Leave, PutOffer
+from controllers.assignment import assign_shards
+from controllers.decide import decide
+from controllers.leaving import has_handed_over, undelivered
+from controllers.service.events import EventLog
+from controllers.view import JobView, RankView
+from gcore.config import parse_spec
+from gcore.ledger import transactions
+from gcore.ledger.guarded import Stored
+from gcore.ledger.job import NodeRecord
+from gcore.ledger.mirror import JobMirror
+from gcore.ledger.records import EndedRef, Member
+from gcore.store.types import KeyValue, Put, WatchBatch, WatchEvent
+from gcore.testing import FakeClock, MemoryCluster, MemoryStore
+from gcore.worker.records import WorkerRecord
+
+ME, PEER = "n0.me", "n1.peer"
+SPEC = parse_spec(
+    {
+        "name": "j",
+        "model": {"path": "m"},
+        "data": {"path": "d", "shards": SHARDS, "window": 8},
+        "flow": {"steps": 9, "groups_per_step": 2, "samples_per_prompt": 2},
+        "rollout": {"max_new_tokens": 4},
+    }
+)
+
+
+class Pair:
+    """A job of two controllers, seen by the one that may be asked to end."""
+
+    def __init__(self) -> None:
+        self.job = StoredJob(MemoryStore(MemoryCluster(FakeClock())), "u", ME)
+
+    async def begin(self) -> None:
+        """Both are members, each with a share of the shards."""
+        await self.job.create()
+        for name in (ME, PEER):
+            await self.say(name, leaving=False)
+        await self.assign(ME, PEER)
+
+    async def say(self, name: str, *, leaving: bool) -> None:
+        """A controller's membership."""
+        member = Member(incarnation=name, node=name.split(".")[0], address="a:1", leaving=leaving)
+        await self.job.store.transact((), (Put(self.job.keys.member(name), member.encode()),))
+        await self.job.look()
+
+    async def assign(self, *names: str) -> None:
+        """The shards are theirs."""
+        await self.job.won(
+            transactions.assign(self.job.keys, self.job.mirror.assign, assign_shards(names, SHARDS, None))
+        )
+
+    def view(self, *, leaving: bool = True, **changes: Any) -> JobView:
+        """What ME sees."""
+        nodes = {
+            n: NodeRecord(name=n, incarnation=f"{n}.x", address="a:1", slots=("cpu:0",), pid=1) for n in ("n0", "n1")
+        }
+        workers: dict[str, WorkerRecord] = {}
+        view = JobView(SPEC, RULES, self.job.mirror, ME, "n0", nodes, workers, leaving=leaving)
+        return replace(view, **{"ranks": {0: RankView(0), 1: RankView(1)}} | changes)
+
+    def held(self, **changes: Any) -> JobView:
+        """With a finished group of the first prompt."""
+        ref = self.job.due()[0]
+        return self.view(holdings={ref: self.job.group(ref)}, **changes)
+
+
+@pytest.fixture
+async def pair() -> Pair:
+    pair = Pair()
+    await pair.begin()
+    return pair
+
+
+def actions(view: JobView) -> list[Any]:
+    return [intent.action for intent in decide(view)]
+
+
+def kinds(view: JobView) -> set[type]:
+    return {type(action) for action in actions(view)}
+
+
+async def test_it_says_first_that_it_leaves_and_once(pair: Pair) -> None:
+    assert Leave not in kinds(pair.view(leaving=False))
+    assert Leave in kinds(pair.view())
+    await pair.say(ME, leaving=True)
+    assert Leave not in kinds(pair.view())
+
+
+async def test_its_shards_are_the_others_at_once_and_not_when_its_lease_is_over(pair: Pair) -> None:
+    assert Assign not in kinds(pair.view(leaving=False))
+    await pair.say(PEER, leaving=True)
+    view = pair.view(leaving=False)
+    intent = next(intent for intent in decide(view) if isinstance(intent.action, Assign))
+    assert isinstance(intent.action, Assign)
+    assert intent.action.assignment.members == (ME,)
+    assert None not in intent.action.assignment.owners
+
+
+async def test_when_all_are_leaving_shards_stay_where_they_are(pair: Pair) -> None:
+    await pair.say(ME, leaving=True)
+    await pair.say(PEER, leaving=True)
+    assert Assign not in kinds(pair.view())
+    assert has_handed_over(pair.view())
+
+
+async def test_it_joins_no_job_any_more(pair: Pair) -> None:
+    members: dict[str, Stored[Member]] = {PEER: pair.job.mirror.members[PEER]}
+    alone = replace(pair.job.mirror, members=members)
+    assert actions(pair.view(mirror=alone)) == []
+    assert Join() in actions(pair.view(mirror=alone, leaving=False))
+    assert has_handed_over(pair.view(mirror=alone))
+
+
+async def test_it_stays_until_its_word_is_heard_and_its_shards_are_the_others(pair: Pair) -> None:
+    assert not has_handed_over(pair.view())
+    await pair.say(ME, leaving=True)
+    assert not has_handed_over(pair.view())
+    await pair.assign(PEER)
+    assert has_handed_over(pair.view())
+
+
+async def test_what_it_has_finished_is_offered_and_fed_until_no_rank_needs_it_of_anybody(pair: Pair) -> None:
+    await pair.say(ME, leaving=True)
+    await pair.assign(PEER)
+    held = pair.held()
+    assert PutOffer in kinds(held)
+    assert not has_handed_over(held)
+    assert undelivered(held) == set(held.holdings)
+    await pair.job.won(pair.job.sealing())
+    seal = pair.job.mirror.seals[1].record
+    holdings = {group.ref: group for group in seal.groups}
+    given = pair.view(holdings=holdings)
+    assert Feed in kinds(given)
+    assert not has_handed_over(given)  # it may be given up yet, if another's groups are lost
+    await pair.job.won(transactions.ready(pair.job.keys, pair.job.slots, 1))
+    assert has_handed_over(pair.view(holdings=holdings))
+
+
+async def test_outcomes_are_waited_for_like_groups_until_they_are_written_down(pair: Pair) -> None:
+    await pair.say(ME, leaving=True)
+    await pair.assign(PEER)
+    ref = pair.job.due()[0]
+    outcomes = {ref: EndedRef(ref=ref, kind="failed", reason="why", holder=ME)}
+    assert not has_handed_over(pair.view(outcomes=outcomes))
+    await pair.job.won(pair.job.accounting())
+    assert has_handed_over(pair.view(outcomes=outcomes))
+
+
+async def test_who_cannot_work_on_a_job_any_more_is_gone_from_it_at_once(pair: Pair) -> None:
+    job = pair.job
+    await job.won(job.offering(0))
+    await job.won(transactions.withdraw(job.keys, ME))
+    assert set(job.mirror.members) == {PEER}
+    assert job.mirror.offers == {}
+    await job.won(transactions.withdraw(job.keys, ME))  # twice is once
+
+
+async def test_followers_are_told_that_it_leaves_before_it_is_gone(pair: Pair) -> None:
+    keys = pair.job.keys
+    log = EventLog(keys)
+    member = Member(incarnation=ME, node="n0", address="a:1", leaving=True)
+    put = WatchEvent("put", KeyValue(keys.member(ME), member.encode(), 1, 90))
+    gone = WatchEvent("delete", KeyValue(keys.member(ME), b"", 0, 91))
+    empty = JobMirror(keys)
+    log.note(empty, WatchBatch((put, gone), 91), empty, 0.0)
+    assert [event.message for event in log.events] == ["n0 is leaving: its shards go to the others", "n0 is gone"]

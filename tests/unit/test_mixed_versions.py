@@ -1,0 +1,69 @@
+"""A chain of which each step may be written by a controller of this schema version or of the one before, as while nodes are
+replaced one by one: it is one chain for both, and the audit finds nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stored_job import RULES, StoredJob
+
+from gcore import schema
+from gcore.ledger import transactions
+from gcore.ledger.audit import audit
+from gcore.ledger.balance import balance
+from gcore.ledger.receipts import Receipt
+from gcore.ledger.records import Seal
+from gcore.schema import NEWEST_VERSION
+from gcore.testing import FakeClock, MemoryCluster, MemoryStore
+
+OLDER = NEWEST_VERSION - 1
+
+
+@pytest.fixture(autouse=True)
+def newest() -> Iterator[None]:
+    """Whatever a test speaks, it is forgotten."""
+    yield
+    schema.speak(NEWEST_VERSION)
+
+
+def receipts_of(seal: Seal) -> list[Receipt]:
+    layout, found = balance(seal), []
+    for rank in range(seal.world_size):
+        samples: dict = {}
+        for slot in layout.of_rank(rank):
+            samples.setdefault(seal.groups[slot.group].ref, set()).add(slot.sample)
+        digests = {g.ref: g.digest for g in seal.groups if g.ref in samples}
+        shares = {ref: frozenset(indexes) for ref, indexes in samples.items()}
+        found.append(Receipt(seal.token, seal.world, rank, shares, digests))
+    return found
+
+
+@settings(max_examples=40)
+@given(st.lists(st.tuples(st.sampled_from([OLDER, NEWEST_VERSION]), st.booleans()), max_size=4), st.booleans())
+async def test_whoever_writes_which_step_the_chain_is_whole(history: list[tuple[int, bool]], rolls_back: bool) -> None:
+    schema.speak(OLDER)
+    job = StoredJob(MemoryStore(MemoryCluster(FakeClock())), "u", "a")
+    await job.create()
+    receipts: list[Receipt] = []
+    for version, accounts in history:
+        schema.speak(version)
+        if accounts:
+            await job.won(job.accounting())
+        await job.won(job.sealing())
+        step = job.slots.head.record.step + 1
+        await job.won(transactions.ready(job.keys, job.slots, step))
+        receipts += receipts_of(job.mirror.seals[step].record)
+        await job.won(job.committing())
+        written = await job.store.get(job.keys.head)
+        assert written is not None
+        assert json.loads(written.value)["schema_version"] == version
+    if rolls_back:
+        await job.won(job.rolling_back())
+    log = {seq: stored.record for seq, stored in job.mirror.log.items()}
+    found = audit(RULES, job.slots.head.record, log, receipts)
+    assert found.violations == ()

@@ -1,0 +1,572 @@
+"""The rules of the step protocol that are decided or written in one place, one by one: with the production records,
+transactions and decisions, over the store in memory.
+
+Each transaction's compares are named here once more, apart from the code, and each is shown to matter: whatever of them
+has changed since the writer looked, the transaction writes nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from stored_job import RULES, StoredJob
+
+from controllers.actions import Publish, PutOffer
+from controllers.decide import offering, publishing
+from controllers.holdings import REASON_BYTES, Holdings, as_reason
+from controllers.view import EngineView, JobView
+from gcore.config import parse_spec
+from gcore.ledger import chain, transactions
+from gcore.ledger.ancestry import is_acceptable, is_ancestor, resumable
+from gcore.ledger.guarded import Stored, Transaction, TxnOutcome
+from gcore.ledger.job import JobPhase, JobStatus
+from gcore.ledger.records import (
+    Assignment,
+    Checkpoint,
+    EndedRef,
+    EpochRecord,
+    Head,
+    Lineage,
+    LogEntry,
+    Offer,
+    Seal,
+    SealedGroup,
+    SealState,
+)
+from gcore.ledger.rules import MOST_BYTES, seal_bytes
+from gcore.ledger.stream import (
+    MOST_OUTCOMES,
+    Offered,
+    SealNow,
+    choose,
+    due,
+    held_by,
+    in_order,
+    refuse_seal,
+    sealed_refs,
+)
+from gcore.ledger.transactions import OpenSlots
+from gcore.prompts.cursor import Cursors, ShardCursor, shard_lengths
+from gcore.store.limits import check_transaction
+from gcore.store.types import Put
+from gcore.testing import FakeClock, MemoryCluster, MemoryStore
+from gcore.types import Group, PromptRef, Sample, Version, VersionSpan
+
+SPEC = parse_spec(
+    {
+        "name": "j",
+        "model": {"path": "m"},
+        "data": {"path": "d", "shards": 2, "window": 8},
+        "flow": {"steps": 9, "groups_per_step": 2, "samples_per_prompt": 2},
+        "rollout": {"max_new_tokens": 4},
+    }
+)
+
+
+@pytest.fixture
+async def job() -> StoredJob:
+    """One step is committed, with its cursors; the next is SEALED."""
+    job = StoredJob(MemoryStore(MemoryCluster(FakeClock())), "u", "a")
+    await job.create()
+    await job.won(transactions.assign(job.keys, None, Assignment(members=("a",), owners=(0, 0))))
+    await job.step(keep_cursors=True)
+    await job.won(job.sealing())
+    return job
+
+
+def head_of(job: StoredJob) -> Head:
+    return job.slots.head.record
+
+
+# What each transaction compares. The names are those of the records; `slots` are all steps that may be open.
+
+
+async def emptied(job: StoredJob) -> None:
+    await job.won(transactions.reseal(job.keys, job.slots, 2, "a"))
+
+
+async def readied(job: StoredJob) -> None:
+    await job.won(transactions.ready(job.keys, job.slots, 2))
+
+
+async def nothing(job: StoredJob) -> None:
+    """As the fixture leaves it."""
+
+
+def registering(job: StoredJob) -> Transaction:
+    head, checkpoints = job.mirror.head, job.mirror.checkpoints
+    assert head is not None
+    assert checkpoints is not None
+    checkpoint = Checkpoint(lineage=0, step=1, seq=1, file="c")
+    return transactions.register(job.keys, head, checkpoints, job.mirror.log[1], checkpoint)
+
+
+def retaining(job: StoredJob) -> Transaction:
+    head, checkpoints = job.mirror.head, job.mirror.checkpoints
+    assert head is not None
+    assert checkpoints is not None
+    return transactions.retain(job.keys, head, checkpoints, checkpoints.record.entries)
+
+
+def pruning(job: StoredJob) -> Transaction:
+    head, checkpoints = job.mirror.head, job.mirror.checkpoints
+    assert head is not None
+    assert checkpoints is not None
+    return transactions.prune(job.keys, head, checkpoints, [1])
+
+
+def beginning(job: StoredJob) -> Transaction:
+    head, checkpoints = job.mirror.head, job.mirror.checkpoints
+    assert head is not None
+    assert checkpoints is not None
+    record = EpochRecord(epoch=1, version=head.record.version)
+    return transactions.begin_epoch(job.keys, head, checkpoints, None, record, [])
+
+
+def assigning(job: StoredJob) -> Transaction:
+    return transactions.assign(job.keys, job.mirror.assign, Assignment(members=("b",), owners=(0, 0)))
+
+
+def deleting(job: StoredJob) -> Transaction:
+    assert job.mirror.head is not None
+    return transactions.delete_job(job.keys, job.mirror.head)
+
+
+def replanning(job: StoredJob) -> Transaction:
+    assert job.mirror.plan is not None
+    return transactions.replan(job.keys, job.mirror.plan, job.mirror.plan.record)
+
+
+def ending(job: StoredJob) -> Transaction:
+    assert job.mirror.status is not None
+    failed = JobStatus(phase=JobPhase.FAILED, reason="why")
+    return transactions.set_status(job.keys, job.mirror.status, failed, job.slots)
+
+
+def step_two(transaction: Callable[..., Transaction]) -> Callable[[StoredJob], Transaction]:
+    return lambda job: transaction(job.keys, job.slots, 2, *(["a"] if transaction is transactions.reseal else []))
+
+
+Prepare = Callable[[StoredJob], object]
+TABLE = [
+    pytest.param(nothing, assigning, {"assign"}, id="assign"),
+    pytest.param(nothing, lambda job: job.offering(0), {"offer/a"}, id="offer"),
+    pytest.param(emptied, lambda job: job.sealing(), {"head", "seal/2"}, id="seal of an OPEN slot"),
+    pytest.param(nothing, step_two(transactions.reseal), {"head", "seal/2"}, id="reseal"),
+    pytest.param(nothing, step_two(transactions.ready), {"head", "seal/2"}, id="ready"),
+    pytest.param(readied, lambda job: job.committing(), {"head", "seal/2"}, id="commit"),
+    pytest.param(nothing, lambda job: job.accounting(), {"head", "seal/2"}, id="account"),
+    pytest.param(nothing, registering, {"head", "ckpts", "log/1"}, id="register checkpoint"),
+    pytest.param(nothing, lambda job: job.rolling_back(), {"head", "ckpts", "plan"}, id="rollback"),
+    pytest.param(nothing, retaining, {"head", "ckpts"}, id="retain"),
+    pytest.param(nothing, pruning, {"head", "ckpts"}, id="prune"),
+    pytest.param(nothing, deleting, {"head"}, id="delete job"),
+    pytest.param(nothing, replanning, {"plan"}, id="replan"),
+    pytest.param(nothing, beginning, {"head", "ckpts", "epoch/1"}, id="begin epoch"),
+    pytest.param(nothing, ending, {"state", "head", "seal/2"}, id="end at head"),
+]
+
+
+def key_of(job: StoredJob, name: str) -> str:
+    kind, _, rest = name.partition("/")
+    match kind:
+        case "seal":
+            return job.keys.seal(int(rest))
+        case "log":
+            return job.keys.log(int(rest))
+        case "epoch":
+            return job.keys.epoch(int(rest))
+    return f"{job.keys.prefix}{name}"
+
+
+@pytest.mark.parametrize(("prepare", "make", "names"), TABLE)
+async def test_a_transaction_compares_what_the_protocol_says_and_each_compare_decides(
+    job: StoredJob, prepare: Prepare, make: Callable[[StoredJob], Transaction], names: set[str]
+) -> None:
+    await prepare(job)  # type: ignore[misc]
+    txn = make(job)
+    assert {compare.key for compare in txn.compares} == {key_of(job, name) for name in names}
+    for name in sorted(names):
+        # Somebody writes the same record once more; nothing else changes.
+        key = key_of(job, name)
+        there = await job.store.get(key)
+        await job.store.transact((), (Put(key, there.value if there is not None else b"{}"),))
+        before = (await job.store.list(job.keys.prefix)).kvs
+        assert (await job.run(txn)).outcome is TxnOutcome.STALE, name
+        assert (await job.store.list(job.keys.prefix)).kvs == before
+        if there is None:
+            return  # it cannot be made absent again at the same revision
+        others = {compare.key: compare for compare in txn.compares}
+        written = await job.store.get(key)
+        assert written is not None
+        others[key] = replace(others[key], mod_revision=written.mod_revision)
+        txn = replace(txn, compares=tuple(others.values()))
+    assert (await job.run(txn)).outcome is TxnOutcome.WON
+
+
+async def test_a_seal_of_an_absent_slot_compares_that_it_is_absent(job: StoredJob) -> None:
+    await readied(job)
+    await job.won(job.committing())
+    late = StoredJob(job.store, "u", "b")
+    await late.look()
+    txn = late.sealing()
+    assert {(c.key, c.mod_revision == 0) for c in txn.compares} == {(job.keys.head, False), (job.keys.seal(3), True)}
+    await job.won(job.sealing())
+    assert (await late.run(txn)).outcome is TxnOutcome.STALE
+
+
+# Rule 1
+
+
+async def test_a_seal_refuses_what_is_terminal_what_is_sealed_and_what_comes_twice(job: StoredJob) -> None:
+    head, seals = head_of(job), job.slots.seals
+    terminal = job.mirror.log[1].record.delta[0].ref
+    sealed = next(iter(sealed_refs(seals)))
+    fresh = job.due()[0]
+
+    def refusal(*refs: PromptRef, outcomes: tuple[PromptRef, ...] = ()) -> str | None:
+        ended = tuple(EndedRef(ref=ref, kind="failed") for ref in outcomes)
+        return refuse_seal(RULES, head, seals, SealNow(tuple(held_by(job.group(ref), "a") for ref in refs), ended))
+
+    assert refusal(fresh) is None
+    assert "terminal already" in str(refusal(fresh, terminal))
+    assert "sealed already" in str(refusal(fresh, sealed))
+    assert "sealed already" in str(refusal(fresh, fresh))
+    assert "sealed already" in str(refusal(fresh, outcomes=(fresh,)))
+    assert "terminal already" in str(refusal(fresh, outcomes=(terminal,)))
+    assert "no group" in str(refusal(outcomes=(fresh,)))
+
+
+# Rules 2, 3, 7
+
+
+async def test_only_a_sealed_step_is_given_up_and_only_a_ready_one_is_committed(job: StoredJob) -> None:
+    with pytest.raises(ValueError, match="does not follow"):
+        job.committing()
+    await readied(job)
+    for make in (step_two(transactions.reseal), step_two(transactions.ready), lambda job: job.sealing()):
+        with pytest.raises(ValueError, match="READY"):
+            make(job)
+    await job.won(job.committing())
+    assert head_of(job).step == 2
+
+
+async def test_a_step_that_was_given_up_carries_nothing_but_its_attempt_which_goes_on(job: StoredJob) -> None:
+    first = job.mirror.seals[2].record
+    await emptied(job)
+    emptied_slot = job.mirror.seals[2].record
+    assert (emptied_slot.state, emptied_slot.groups, emptied_slot.outcomes) == (SealState.OPEN, (), ())
+    await job.won(job.sealing())
+    again = job.mirror.seals[2].record
+    assert [first.attempt, emptied_slot.attempt, again.attempt] == [1, 2, 3]
+    assert first.token < emptied_slot.token < again.token
+
+
+async def test_a_commit_is_a_pure_function_of_head_and_seal_whoever_makes_it(job: StoredJob) -> None:
+    await readied(job)
+    other = StoredJob(job.store, "u", "b")
+    await other.look()
+    one, two = job.committing(), other.committing()
+
+    def written(txn: Transaction) -> Head:
+        put = txn.writes[0]
+        assert isinstance(put, Put)
+        return Head.decode(put.value)
+
+    mine, theirs = written(one), written(two)
+    same = {"nonce": "", "digest": ""}
+    assert mine.model_copy(update=same) == theirs.model_copy(update=same)
+    assert mine.nonce != theirs.nonce
+    await other.won(two)  # the holder of its groups need not be there
+    assert {e.holder for e in other.mirror.log[2].record.delta} == {"a"}
+
+
+# Rules 5, 6, 9
+
+
+async def test_what_is_due_is_found_anew_after_a_rollback_and_after_a_step_was_given_up(job: StoredJob) -> None:
+    def wanted() -> tuple[PromptRef, ...]:
+        return due(RULES, head_of(job), job.slots.seals, Offered({}, {}))
+
+    held = sealed_refs(job.slots.seals)
+    assert not held & set(wanted())
+    await emptied(job)
+    assert set(wanted()) == held
+    trained = {ended.ref for ended in job.mirror.log[1].record.delta}
+    await job.won(job.rolling_back())
+    assert set(wanted()) == trained
+
+
+async def test_any_holders_groups_are_sealed_and_of_two_holders_one(job: StoredJob) -> None:
+    await emptied(job)
+    head, refs = head_of(job), job.due()
+    stranger, another = StoredJob(job.store, "u", "s"), StoredJob(job.store, "u", "t")
+    stranger.mirror = another.mirror = job.mirror
+    offers = [Offer(incarnation=one.name, groups=tuple(one.group(ref) for ref in refs)) for one in (stranger, another)]
+    chosen = choose(RULES, head, job.slots.seals, Offered.collect(RULES, head, offers))
+    assert isinstance(chosen, SealNow)
+    assert [group.ref for group in chosen.groups] == refs
+    assert {group.holder for group in chosen.groups} == {"s"}  # the shards are all a's
+    assert refuse_seal(RULES, head, job.slots.seals, chosen) is None
+
+
+async def test_nothing_is_due_while_the_whole_cluster_holds_a_quota(job: StoredJob) -> None:
+    await emptied(job)
+    head, refs = head_of(job), job.due()
+    halves = [Offer(incarnation=f"c{i}", groups=(job.group(ref),)) for i, ref in enumerate(refs)]
+    for count in range(len(refs) + 1):
+        offered = Offered.collect(RULES, head, halves[:count])
+        assert list(due(RULES, head, job.slots.seals, offered)) == refs[count:]
+
+
+# Rules 10, 11
+
+
+@pytest.mark.parametrize("prepare", [nothing, emptied, readied], ids=["SEALED", "OPEN", "READY"])
+async def test_a_rollback_deletes_every_open_step_and_begins_a_lineage_and_a_world(
+    job: StoredJob, prepare: Prepare
+) -> None:
+    await prepare(job)  # type: ignore[misc]
+    before = head_of(job)
+    await job.won(job.rolling_back())
+    head = head_of(job)
+    assert job.mirror.seals == {}
+    assert (head.lineage, head.step, head.seq) == (before.lineage + 1, 0, before.seq + 1)
+    assert head.world != before.world
+    assert job.mirror.plan is not None
+    assert job.mirror.plan.record.world == head.world
+    assert head.cursors.terminal_count == 0
+    assert head.lineages[-1] == Lineage(number=1, base_step=0)
+    await job.step()
+    assert job.mirror.log.keys() == {0, 1, 2, 3}  # no entry was overwritten
+
+
+def chain_with(*lineages: tuple[int, int], step: int) -> Head:
+    head = chain.base(2, "w", chain.Writer("a", "n")).head
+    numbered = tuple(Lineage(number=number, base_step=base) for number, base in ((0, 0), *lineages))
+    return head.model_copy(update={"lineages": numbered, "lineage": numbered[-1].number, "step": step})
+
+
+@pytest.mark.parametrize(
+    ("version", "ancestor"),
+    [
+        pytest.param(Version(0, 2), True, id="below both rollbacks"),
+        pytest.param(Version(0, 3), False, id="cut off by the second"),
+        pytest.param(Version(0, 5), False, id="step 5 of a lineage that was cut off"),
+        pytest.param(Version(1, 2), True, id="where the second began"),
+        pytest.param(Version(1, 4), False, id="after the second began"),
+        pytest.param(Version(2, 5), True, id="step 5 of this lineage"),
+        pytest.param(Version(2, 6), False, id="to come"),
+        pytest.param(Version(3, 1), False, id="of a lineage to come"),
+    ],
+)
+def test_a_version_is_told_apart_by_its_lineage(version: Version, ancestor: bool) -> None:
+    head = chain_with((1, 4), (2, 2), step=5)
+    assert is_ancestor(head, version) is ancestor
+    assert is_acceptable(head, 6, (version,), 9) is ancestor
+    assert not is_acceptable(head, 6, (), 9)
+
+
+@pytest.mark.parametrize(("step", "staleness", "fresh"), [(3, 2, True), (2, 2, False), (5, 0, True), (4, 0, False)])
+def test_tokens_may_be_so_many_steps_old_and_no_more(step: int, staleness: int, fresh: bool) -> None:
+    head = chain_with(step=5)
+    assert is_acceptable(head, 6, (Version(0, 5), Version(0, step)), staleness) is fresh
+
+
+def test_an_outcome_needs_ancestry_and_may_be_of_any_age() -> None:
+    head = chain_with((1, 2), step=5)
+    old = EndedRef(ref=PromptRef(0, 0, 1), kind="filtered", versions=(Version(0, 1),))
+    cut_off = EndedRef(ref=PromptRef(0, 1, 1), kind="filtered", versions=(Version(0, 4),))
+    offered = Offered.collect(RULES, head, [Offer(incarnation="a", outcomes=(old, cut_off))])
+    assert set(offered.outcomes) == {old.ref}
+
+
+# Rule 12
+
+
+async def test_weights_that_are_staged_go_to_engines_only_when_their_step_is_committed(job: StoredJob) -> None:
+    await readied(job)
+    ahead, committed = Version(0, 2), Version(0, 1)
+
+    def published() -> list[Version]:
+        engines = {"e": EngineView("e", "h:1", Version(0, 0))}
+        seen = JobView(
+            SPEC, RULES, job.mirror, "a", "n0", {}, {}, engines=engines, staged=frozenset({ahead, committed})
+        )
+        return [intent.action.version for intent in publishing(seen) if isinstance(intent.action, Publish)]
+
+    assert published() == [committed]
+    await job.won(job.committing())
+    assert published() == [ahead]
+    await job.won(job.rolling_back())
+    assert published() == []  # no weights of the new lineage are staged, and none of the old one are let in
+
+
+# Rule 13
+
+
+def test_only_checkpoints_on_heads_chain_are_gone_back_to_newest_first_and_the_base_always() -> None:
+    known = [
+        Checkpoint(lineage=li, step=st, seq=sq, file=f"{li}-{st}") for li, st, sq in ((0, 2, 2), (0, 4, 4), (1, 3, 7))
+    ]
+    base = Checkpoint(lineage=0, step=0, seq=0, file="")
+    found = resumable(chain_with((1, 2), step=5), [base, *known])
+    assert [(c.lineage, c.step) for c in found] == [(1, 3), (0, 2), (0, 0)]
+
+
+async def test_a_rollback_takes_cursors_and_tally_from_the_entry_of_the_checkpoint_whose_weights_it_takes(
+    job: StoredJob,
+) -> None:
+    await job.won(registering(job))
+    entry = job.mirror.log[1].record
+    assert job.mirror.checkpoints is not None
+    assert job.mirror.plan is not None
+    target = job.mirror.checkpoints.record.entries[-1]
+    assert entry.cursors is not None
+    assert entry.tally is not None
+    await readied(job)
+    await job.won(job.committing())
+    advance = chain.rolled_back(head_of(job), target, entry.cursors, "w9", job.writer(), "why", tally=entry.tally)
+    txn = transactions.rollback(
+        job.keys, job.slots, job.mirror.checkpoints, advance, job.mirror.plan, job.plan("w9", 2)
+    )
+    await job.won(txn)
+    head = head_of(job)
+    assert (head.step, head.parent, head.cursors, head.tally) == (1, 1, entry.cursors, entry.tally)
+    assert not any(head.cursors.is_terminal(RULES.shape, ref) for ref in job.due())
+
+
+# Rule 16
+
+
+def group_of(ref: PromptRef, version: Version) -> Group:
+    span = (VersionSpan(version, 0, 1),)
+    return Group(ref, (1,), (Sample((1,), (-0.5,), "", "stop", span),))
+
+
+def test_a_holder_keeps_what_may_still_be_trained_and_drops_the_rest_when_head_changes() -> None:
+    rules = replace(RULES, staleness=1)
+    head = chain_with((1, 3), step=5)
+    refs = list(in_order(rules, head, ()))[:5]
+    versions = [Version(1, 5), Version(1, 4), Version(1, 3), Version(0, 4), Version(1, 5)]
+    holdings = Holdings()
+    for ref, version in zip(refs, versions, strict=True):
+        holdings.keep(group_of(ref, version))
+    after = head.model_copy(update={"cursors": head.cursors.union(rules.shape, refs[4:])})
+    holdings.prune(rules, after)
+    assert set(holdings.offers) == set(refs[:2])
+    assert holdings.went_stale == {refs[2]}  # it counts as issued in vain; of a lineage that was cut off nothing counts
+
+
+async def test_what_is_sealed_is_held_until_head_has_it(job: StoredJob) -> None:
+    seal: Seal = job.mirror.seals[2].record
+    holdings = Holdings()
+    for one in seal.groups:
+        holdings.keep(group_of(one.ref, head_of(job).version))
+    holdings.prune(RULES, head_of(job))
+    assert set(holdings.offers) == {one.ref for one in seal.groups}
+    await readied(job)
+    holdings.prune(RULES, head_of(job))
+    assert len(holdings.offers) == len(seal.groups)
+    await job.won(job.committing())
+    holdings.prune(RULES, head_of(job))
+    assert not holdings.offers
+
+
+# Bounds
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "a", "why " * 99, "ü" * 999, "😀" * 999, "\ud800" * 999, '"\\\n' * 99],
+    ids=["nothing", "a letter", "a sentence", "letters", "pictures", "half characters", "quoted"],
+)
+def test_a_reason_takes_a_bounded_place_whatever_it_is_written_in(text: str) -> None:
+    kept = as_reason(text)
+    assert text.startswith(kept)
+    assert len(json.dumps(kept)) <= REASON_BYTES
+    assert len(kept) >= min(len(text), 18)
+
+
+def worst(holder: str) -> tuple[EndedRef, ...]:
+    """As many outcomes as one entry takes, each as long as can be."""
+    source, reason = "s" * 63, as_reason("\x00" * 999)
+    return tuple(
+        EndedRef(
+            ref=PromptRef(10**6, i % 1024, 10**9 + i),
+            kind="filtered",
+            reason=reason,
+            holder=holder,
+            versions=(Version(10**4, 10**6),),
+            source=source,
+            reward=-1 / 3,
+            length=1e5 / 3,
+        )
+        for i in range(MOST_OUTCOMES)
+    )
+
+
+@pytest.mark.parametrize("samples", [1, 8, 64])
+async def test_the_largest_step_that_is_let_in_is_sealed_and_committed_with_the_most_outcomes(samples: int) -> None:
+    """By size alone: nothing that a controller writes for it is more than the store takes."""
+    spec = SPEC.model_copy(update={"flow": SPEC.flow.model_copy(update={"samples_per_prompt": samples})})
+    quota = MOST_BYTES * spec.flow.groups_per_step // seal_bytes(spec)
+    job = StoredJob(MemoryStore(MemoryCluster(FakeClock())), "u" * 12, "n" * 63 + ".12345678")
+    await job.create()
+    head = job.mirror.head
+    assert head is not None
+    assert job.mirror.plan is not None
+    ragged = Cursors(tuple(ShardCursor(10**9, (1 << 256) - 2) for _ in range(1024)))
+    version = Version(10**4, 10**6)
+    group = SealedGroup(
+        ref=PromptRef(10**6, 1023, 10**9),
+        digest="d" * 64,
+        prompt_tokens=10**5,
+        response_tokens=(10**5,) * samples,
+        versions=(version,),
+        reward=-1 / 3,
+        truncated=samples,
+        source="s",
+        holder=job.name,
+    )
+    chosen = SealNow((group,) * quota, worst(job.name), last=True, planned=10**6)
+    stored = Stored(head.record.model_copy(update={"cursors": ragged, "lineage": 10**4, "step": 10**6}), head.revision)
+    slots = OpenSlots(stored, {})
+    seal = transactions.seal(job.keys, slots, chosen, job.mirror.plan.record, 1, job.name)
+    check_transaction(seal.compares, seal.writes)
+    put = seal.writes[0]
+    assert isinstance(put, Put)
+    delta = chain.delta(Seal.decode(put.value))
+    entry = LogEntry(
+        seq=10**9, parent=1, kind="train", lineage=1, step=1, world="w", nonce="n" * 16, delta=delta, cursors=ragged
+    )
+    check_transaction(
+        seal.compares, (Put(job.keys.head, stored.record.encode()), Put(job.keys.log(10**9), entry.encode()))
+    )
+    offer = Offer(incarnation=job.name, groups=chosen.groups, outcomes=chosen.outcomes)
+    check_transaction((), (Put(job.keys.offer(job.name), offer.encode(), lease=1),))
+
+
+async def test_of_very_many_outcomes_an_offer_names_the_first_and_is_written_once(job: StoredJob) -> None:
+    """As after a long time without the store, in which prompts were filtered and nobody could write it down."""
+    rules = replace(RULES, shape=shard_lengths(40_000, 2), window=2000)
+    head = head_of(job)
+    refs = list(itertools.islice(in_order(rules, head, ()), MOST_OUTCOMES + 300))
+    held = {ref: EndedRef(ref=ref, kind="filtered", versions=(head.version,)) for ref in reversed(refs)}
+
+    def offers() -> list[Offer]:
+        seen = JobView(SPEC, rules, job.mirror, "a", "n0", {}, {}, outcomes=held)
+        return [intent.action.offer for intent in offering(seen) if isinstance(intent.action, PutOffer)]
+
+    (first,) = offers()
+    assert {ended.ref for ended in first.outcomes} == set(refs[:MOST_OUTCOMES])
+    await job.won(transactions.offer(job.keys, job.mirror.offers.get("a"), first, 0))
+    assert offers() == []
+    for ref in refs[:MOST_OUTCOMES]:
+        del held[ref]  # they were written down
+    (then,) = offers()
+    assert {ended.ref for ended in then.outcomes} == set(refs[MOST_OUTCOMES:])

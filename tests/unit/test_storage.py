@@ -1,0 +1,102 @@
+"""Nodes prove that they see one folder, whoever comes first; one that does not is named, with the path."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+
+import pytest
+
+from controllers import storage
+from controllers.identity import Identity
+from controllers.storage import FOLDER, StorageNotShared, StorageProof
+from gcore.store.keys import JobKeys
+from gcore.testing import FakeClock, MemoryCluster, MemoryStore
+
+
+class Nodes:
+    """Some nodes of one cluster; each may have another disk behind the job's path."""
+
+    def __init__(self) -> None:
+        self.cluster = MemoryCluster(FakeClock())
+        self.store = MemoryStore(self.cluster)
+        self.pauses = 0
+
+    async def pause(self, seconds: float) -> None:
+        self.pauses += 1
+        await asyncio.sleep(0)
+
+    async def prove(self, node: str, folder: Path, lease: int | None = None) -> None:
+        granted = await self.store.grant(60) if lease is None else lease
+        identity = Identity(node, f"{node}.aaaa", "h:1", granted)
+        await StorageProof(self.store, JobKeys("u"), identity, folder, self.pause).run()
+
+
+async def test_one_node_proves_that_it_can_write(tmp_path: Path) -> None:
+    nodes = Nodes()
+    await nodes.prove("a", tmp_path / "runs" / "j-u")
+    assert nodes.pauses == 0, "on one machine nothing is waited for"
+    assert [path.name for path in (tmp_path / "runs" / "j-u" / FOLDER).iterdir()] == ["a"]
+
+
+async def test_nodes_that_share_a_folder_get_past_each_other_in_any_order(tmp_path: Path) -> None:
+    nodes = Nodes()
+    await asyncio.gather(*(nodes.prove(name, tmp_path) for name in "abcd"))
+    await nodes.prove("late", tmp_path)
+    await nodes.prove("a", tmp_path)  # started again
+
+
+async def test_of_two_that_do_not_share_one_names_the_other_and_the_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "LOOKS", 3)
+    nodes = Nodes()
+    await nodes.prove("a", tmp_path / "disk of a")
+    with pytest.raises(StorageNotShared, match=re.escape("b does not see what a wrote")) as caught:
+        await nodes.prove("b", tmp_path / "disk of b")
+    assert str(tmp_path / "disk of b") in str(caught.value)
+    assert "storage.root" in str(caught.value)
+    assert nodes.pauses == 3
+
+
+async def test_what_lay_there_from_an_earlier_life_proves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "LOOKS", 1)
+    nodes = Nodes()
+    for disk in ("one", "other"):
+        (tmp_path / disk / FOLDER).mkdir(parents=True)
+        (tmp_path / disk / FOLDER / "a").write_text("a number of another life")
+    await nodes.prove("a", tmp_path / "one")
+    with pytest.raises(StorageNotShared):
+        await nodes.prove("b", tmp_path / "other")
+
+
+async def test_a_file_that_shows_late_is_waited_for(tmp_path: Path) -> None:
+    nodes = Nodes()
+    here, there = tmp_path / "here", tmp_path / "there"
+    await nodes.prove("a", here)
+
+    async def arrives(seconds: float) -> None:
+        nodes.pauses += 1
+        if nodes.pauses == 5:
+            (there / FOLDER / "a").write_bytes((here / FOLDER / "a").read_bytes())
+
+    nodes.pause = arrives  # type: ignore[method-assign]
+    await nodes.prove("b", there)
+    assert nodes.pauses == 5
+
+
+async def test_a_node_that_is_gone_need_not_be_seen(tmp_path: Path) -> None:
+    nodes = Nodes()
+    lease = await nodes.store.grant(60)
+    await nodes.prove("a", tmp_path / "disk of a", lease)
+    await nodes.store.revoke(lease)
+    await nodes.prove("b", tmp_path / "disk of b")
+
+
+async def test_a_folder_that_takes_nothing_is_named(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("no folder")
+    with pytest.raises(StorageNotShared, match=r"a cannot write in the job's folder \(.+\)"):
+        await Nodes().prove("a", tmp_path / "runs" / "j-u")

@@ -1,0 +1,137 @@
+"""One version beside the next: which is written, which calls are served."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from controllers.versions import version_for
+from gcore.api.v1 import jobs_pb2 as pb
+from gcore.api.v1 import jobs_pb2_grpc
+from gcore.client import JobsClient
+from gcore.clock import SystemClock
+from gcore.errors import UsageError
+from gcore.rpc_schema import KEY, VersionedStub, VersionGate, carried, refusal
+from gcore.schema import NEWEST_VERSION, READABLE
+
+OLDER = NEWEST_VERSION - 1
+FAR = (NEWEST_VERSION + 1, NEWEST_VERSION + 2)
+"""What the version after next speaks."""
+
+
+@pytest.mark.parametrize(
+    ("nodes", "reads", "version"),
+    [
+        pytest.param([], {}, NEWEST_VERSION, id="alone"),
+        pytest.param(["a"], {"a": NEWEST_VERSION}, NEWEST_VERSION, id="all of this version"),
+        pytest.param(["a", "b"], {"a": NEWEST_VERSION, "b": OLDER}, OLDER, id="one is pinned to the version before"),
+        pytest.param(["a", "b"], {"a": NEWEST_VERSION}, OLDER, id="one does not say, as version 1 did not"),
+        pytest.param(["a"], {"a": NEWEST_VERSION + 1}, NEWEST_VERSION, id="one is newer, and reads this"),
+        pytest.param(["a"], {"a": NEWEST_VERSION, "gone": OLDER}, NEWEST_VERSION, id="an older one has gone"),
+    ],
+)
+def test_what_is_written_is_the_newest_that_every_node_reads(
+    nodes: list[str], reads: dict[str, int], version: int
+) -> None:
+    assert version_for(nodes, reads) == version
+
+
+@given(st.dictionaries(st.sampled_from("abcd"), st.integers(-1, 9)), st.sets(st.sampled_from("abcd")))
+def test_what_is_written_is_always_what_this_process_reads(reads: dict[str, int], nodes: set[str]) -> None:
+    assert version_for(nodes, reads) in READABLE
+
+
+class Answering(jobs_pb2_grpc.JobsServicer):
+    """Says what it was asked in."""
+
+    async def GetJob(self, request: pb.GetJobRequest, context: Any) -> pb.Job:
+        """Unary."""
+        said = [value for key, value in context.invocation_metadata() if key == KEY]
+        return pb.Job(uid="u", reason=",".join(said))
+
+    async def WatchJob(self, request: pb.WatchJobRequest, context: Any) -> AsyncIterator[pb.JobEvent]:
+        """A stream."""
+        yield pb.JobEvent(sequence=1)
+
+
+@pytest.fixture
+async def address() -> AsyncIterator[str]:
+    server = grpc.aio.server(interceptors=[VersionGate()])
+    jobs_pb2_grpc.add_JobsServicer_to_server(Answering(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield f"127.0.0.1:{port}"
+    await server.stop(None)
+
+
+async def test_every_call_of_the_client_carries_the_versions_that_it_speaks(address: str) -> None:
+    async with JobsClient([address], clock=SystemClock()) as client:
+        assert (await client.get_job("j")).reason == f"{OLDER},{NEWEST_VERSION}"
+
+
+@pytest.mark.parametrize(
+    "versions",
+    [(OLDER,), (NEWEST_VERSION,), (OLDER - 1, OLDER), (NEWEST_VERSION, NEWEST_VERSION + 1)],
+    ids=["pinned to the one before", "this one alone", "the one before", "the next"],
+)
+async def test_calls_of_this_version_and_the_one_before_are_served(address: str, versions: tuple[int, ...]) -> None:
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = VersionedStub(jobs_pb2_grpc.JobsStub(channel), versions)
+        assert (await stub.GetJob(pb.GetJobRequest())).reason == ",".join(map(str, versions))
+        assert [event.sequence async for event in stub.WatchJob(pb.WatchJobRequest())] == [1]
+
+
+async def test_a_call_that_says_no_version_is_one_of_version_1(address: str) -> None:
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub: Any = jobs_pb2_grpc.JobsStub(channel)
+        assert (await stub.GetJob(pb.GetJobRequest())).uid == "u"
+    assert (refusal(None) is None) == (1 in READABLE)
+
+
+async def test_a_newer_call_is_refused_in_one_sentence_whatever_its_kind(address: str) -> None:
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = VersionedStub(jobs_pb2_grpc.JobsStub(channel), FAR)
+        with pytest.raises(grpc.aio.AioRpcError) as unary:
+            await stub.GetJob(pb.GetJobRequest())
+        with pytest.raises(grpc.aio.AioRpcError) as stream:
+            async for _ in stub.WatchJob(pb.WatchJobRequest()):
+                pass
+    for raised in (unary.value, stream.value):
+        assert raised.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert "upgrade the controllers" in str(raised.details())
+
+
+async def test_the_command_line_of_a_newer_gcore_says_what_to_do(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with JobsClient([address], clock=SystemClock()) as client:
+        stub = VersionedStub(jobs_pb2_grpc.JobsStub(client._channel(address)), FAR)
+        monkeypatch.setattr(client, "_stub", lambda _: stub)
+        with pytest.raises(UsageError, match="upgrade the controllers"):
+            await client.get_job("j")
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ("0", "upgrade the caller"),
+        ("3,4", "upgrade the controllers"),
+        ("x" * 99, "upgrade the controllers"),
+        ("9" * 5000, "upgrade the controllers"),
+        ("", ""),
+    ],
+    ids=["too old", "too new", "nonsense", "a long number", "empty"],
+)
+def test_a_refusal_names_both_versions_and_who_is_to_change(said: str, words: str) -> None:
+    why = refusal(said)
+    assert why is not None
+    assert words in why
+    assert f"serves {OLDER} and {NEWEST_VERSION}" in why
+    assert len(why) < 250
+
+
+def test_what_a_call_carries_can_be_read_in_a_log() -> None:
+    assert carried() == ((KEY, f"{OLDER},{NEWEST_VERSION}"),)
