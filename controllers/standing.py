@@ -117,7 +117,11 @@ class JobStanding(ABC):
         return self.mirror.status is not None and self.mirror.status.record.phase.ended
 
     def _rules_or_none(self) -> StreamRules | None:
-        return None if self.mirror.job is None else rules_of(self.mirror.job.record)
+        if self.mirror.job is None:
+            return None
+        job = self.mirror.job.record
+        # A spec is checked whole to give them: too much for whatever is heard.
+        return self._remembered.get("rules", (job,), lambda: rules_of(job))
 
     def _prune(self, before: JobMirror) -> None:
         """Drop what a new head has made terminal, cut off or too old."""

@@ -32,7 +32,7 @@ from gcore.ledger.stream import AccountNow, Offered, SealNow, Short, StreamRules
 from gcore.ledger.transactions import OpenSlots
 from gcore.prompts.cursor import Cursors, shard_lengths
 from gcore.store.keys import JobKeys
-from gcore.store.types import Put, WatchBatch, WatchEvent
+from gcore.store.types import KeyValue, Put, WatchBatch, WatchEvent
 from gcore.testing import Call, FakeClock, Fate, MemoryCluster, MemoryStore
 from gcore.types import PromptRef, Token, Version
 
@@ -109,12 +109,20 @@ class Simulation:
         self.lives = 0
         self.history: list[str] = []
         self.controllers: list[Controller] = []
+        self._fresh = JobMirror(KEYS)
+        self._listed: dict[str, KeyValue] = {}
 
     def fresh(self) -> JobMirror:
         """The job as it stands in the store."""
-        listing = self.cluster.listing(KEYS.prefix)
-        batch = WatchBatch(tuple(WatchEvent("put", kv) for kv in listing.kvs), listing.revision, reset=True)
-        return JobMirror(KEYS).fold(batch)
+        known, listing = self._fresh, self.cluster.listing(KEYS.prefix)
+        if listing.revision == known.revision:
+            return known
+        new = [WatchEvent("put", kv) for kv in listing.kvs if kv.mod_revision > known.revision]
+        gone = self._listed.keys() - {kv.key for kv in listing.kvs}
+        events = (*new, *(WatchEvent("delete", self._listed[key]) for key in sorted(gone)))
+        self._fresh = known.fold(WatchBatch(events, listing.revision))
+        self._listed = {kv.key: kv for kv in listing.kvs}
+        return self._fresh
 
     def start(self) -> None:
         """A running job and three controllers."""
