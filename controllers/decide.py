@@ -30,7 +30,7 @@ from controllers.assignment import assign_shards
 from controllers.carrying import EVALUATION_PATIENCE_S, expiring, is_misnamed, named_in_flight, owes_evaluation
 from controllers.coalescing import COALESCE_S, patience_s
 from controllers.ending import despairing, finishing, recovering
-from controllers.forming import growing, held_for_growth, replanning, taking_stock
+from controllers.forming import growing, held_for_growth, replanning, short_of_slots, taking_stock
 from controllers.housekeeping import SETTLE_S, beginning, checkpointing, pruning, telling
 from controllers.sweeping import forgetting, sweeping
 from controllers.turns import turn
@@ -52,6 +52,8 @@ def decide(view: JobView) -> tuple[Intent, ...]:
         return ()
     if status.record.phase is JobPhase.PENDING:
         if "start" in view.under_way:  # or it would be tried again and again until what it did is heard
+            return ()
+        if short_of_slots(view):  # the cluster may still fill up
             return ()
         return (Intent(StartJob(), "start", turn(view.nodes, view.node, "start")),)
     if view.mirror.head is None or view.mirror.plan is None or view.mirror.checkpoints is None:

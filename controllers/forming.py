@@ -19,7 +19,7 @@ from gcore import schema
 from gcore.ledger.ancestry import resumable
 from gcore.ledger.records import LogEntry, SealState
 from gcore.ledger.world_state import WorldState, names_of_head, whole_state
-from placement.plan import Growth, NodeSlots, Snapshot, joined, ranks_wanted, worth_forming
+from placement.plan import Growth, NodeSlots, Snapshot, joined, ranks_wanted, slots_lacking, worth_forming
 
 JOIN_SETTLE_S = 2.0
 """A node that comes is looked at twice: several often come together."""
@@ -148,3 +148,29 @@ def log_of(view: JobView) -> Mapping[int, LogEntry]:
 def snapshot(view: JobView) -> Snapshot:
     """What may be placed on now."""
     return Snapshot(tuple(NodeSlots(record.name, record.slots) for record in view.nodes.values()))
+
+
+def placeable(view: JobView) -> Snapshot:
+    """The nodes that may take a train world now: not those that still fetch the model, which would hold all others up."""
+    joined = {stored.record.node for stored in view.mirror.members.values()}
+    fetches = (stored.record for stored in view.mirror.fetches.values())
+    fetching = {fetch.node for fetch in fetches if fetch.done < fetch.total} - joined if joined else set()
+    return Snapshot(tuple(one for one in snapshot(view).nodes if one.node not in fetching))
+
+
+def short_of_slots(view: JobView) -> str:
+    """What a train world lacks before it can be placed, for people; nothing if it fits.
+
+    Nodes come one by one, after a restart too, so a job waits for them and does not fail for want of them.
+    """
+    there, ranks = placeable(view), view.spec.train.ranks
+    lacking = slots_lacking(there, ranks)
+    if not lacking:
+        return ""
+    wanted, slots = ranks_wanted(there, ranks) or 1, sum(len(node.slots) for node in there.nodes)
+    names = ", ".join(sorted(node.node for node in there.nodes)) or "no node"
+    world = "1 train rank needs a slot" if wanted == 1 else f"{wanted} train ranks need as many slots"
+    return (
+        f"{world}, and there are {slots} (of {names}); it goes on when {lacking} more {'is' if lacking == 1 else 'are'} "
+        "there. Start the controllers that are missing, or begin the job anew with fewer train.ranks"
+    )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from controllers.engines import EngineBook
+from controllers.forming import placeable
 from controllers.holdings import Holdings
 from controllers.ranks import RankLinks
 from controllers.view import JobView
@@ -17,7 +18,7 @@ from gcore.ledger.guarded import Ledger, Transaction, TxnOutcome
 from gcore.ledger.job import Plan, Trouble
 from gcore.ledger.transactions import OpenSlots
 from gcore.store.types import Store
-from placement.plan import NodeSlots, Snapshot, colocated
+from placement.plan import colocated
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +52,8 @@ class Hands:
 
 
 def place(view: JobView, world: str, *, generation: int) -> Plan:
-    """A plan over the nodes that are there now, but for those that still fetch the model, which would hold all others up."""
-    joined = {stored.record.node for stored in view.mirror.members.values()}
-    fetches = (stored.record for stored in view.mirror.fetches.values())
-    fetching = {fetch.node for fetch in fetches if fetch.done < fetch.total} - joined if joined else set()
-    nodes = tuple(NodeSlots(record.name, record.slots) for record in view.nodes.values() if record.name not in fetching)
-    return colocated(Snapshot(nodes), world=world, generation=generation, ranks=view.spec.train.ranks)
+    """A plan over the nodes that may take a train world now. Raises SpecError while they are too few."""
+    return colocated(placeable(view), world=world, generation=generation, ranks=view.spec.train.ranks)
 
 
 def slots(view: JobView) -> OpenSlots:

@@ -17,11 +17,18 @@ def overdue(view: JobView, waiting: Iterable[Wait], waits: Waits, now: float) ->
     """The waits that this peer is to tell, or has told, as of `now`; `waits` says since when each stands still."""
     for wait in waiting:
         patience = PATIENCE_S.get(wait.cause)
-        mine = wait.cause in LOCAL or turn(view.mirror.members, view.me, f"tell {wait.cause}") == 0
+        mine = wait.cause in LOCAL or _first(view, f"tell {wait.cause}")
         if wait.cause == "engine":
             yield wait  # it is one only after a time of its own
         elif patience is not None and mine and now - waits.since.get(wait.stall, now) >= patience:
             yield wait
+
+
+def _first(view: JobView, topic: str) -> bool:
+    """Whether this peer tells for all. Before anybody is a member (none is until the job runs here with its model and its
+    data) that goes by the nodes that are there."""
+    members = view.mirror.members
+    return (turn(members, view.me, topic) if members else turn(view.nodes, view.node, topic)) == 0
 
 
 def sentence(wait: Wait) -> str:

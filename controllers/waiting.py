@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from controllers.forming import growth, held_for_growth
+from controllers.forming import growth, held_for_growth, short_of_slots
+from controllers.lost import lost_world
 from controllers.view import JobView
 from gcore.ledger.collectives import awaited
 from gcore.ledger.job import JobPhase
@@ -83,9 +84,12 @@ def waiting_for(view: JobView) -> Iterator[Wait]:
         yield Wait("material", f"{view.node} cannot work on the job: {view.lacks.rstrip('.')}", "wait material")
         return  # whatever else is missing here is missing because of that
     if mirror.status.record.phase is JobPhase.PENDING or mirror.head is None or mirror.plan is None:
-        yield Wait("start", "the job is about to be started", "wait start")
+        short = short_of_slots(view) if mirror.status.record.phase is JobPhase.PENDING else ""
+        yield Wait("start", short or "the job is about to be started", f"wait start {bool(short)}", short)
         return
     head = mirror.head.record
+    if (lost := lost_world(view)) and (short := short_of_slots(view)):
+        yield Wait("train_world", f"{lost}: {short}", f"wait slots {head.world}", short)
     for place in mirror.plan.record.ranks:
         claim = mirror.claim(head.world, place.rank)
         worker = view.workers.get(claim.instance) if claim else None

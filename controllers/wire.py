@@ -26,6 +26,7 @@ from controllers.footprint import give_back
 from controllers.identity import Identity, new_incarnation
 from controllers.keeper import STOPPING, Keeper
 from controllers.leaving import LEAVE_WITHIN_S
+from controllers.service.capability import most_slots
 from controllers.service.jobs import JobsService
 from controllers.service.records import StoredJobs
 from controllers.versions import version_for
@@ -126,7 +127,8 @@ class Daemon:
             await asyncio.to_thread(importlib.import_module, "controllers.service.submission")
             from controllers.service.submission import Submissions
 
-            return Submissions(store, jobs, Path(config.run_root), Path(config.home) / "cache", self._clock)
+            cache, slots = Path(config.home) / "cache", functools.partial(most_slots, config)
+            return Submissions(store, jobs, Path(config.run_root), cache, self._clock, slots)
 
         service = JobsService(jobs, submissions, self._runners.get, self._clock, self._trouble)
         jobs_pb2_grpc.add_JobsServicer_to_server(service, server)

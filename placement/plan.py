@@ -33,8 +33,8 @@ def colocated(snapshot: Snapshot, *, world: str, generation: int, ranks: int | N
     """Place a job. `ranks` None: one rank a node. Raises SpecError if there are fewer slots than ranks, or none."""
     nodes = sorted(snapshot.nodes, key=lambda n: n.node)
     places = _round_robin(nodes)
-    wanted = ranks if ranks is not None else sum(1 for n in nodes if n.slots)
-    if not places or wanted > len(places):
+    wanted = ranks_wanted(snapshot, ranks)
+    if slots_lacking(snapshot, ranks):
         raise SpecError(
             f"{wanted or 1} train ranks do not fit on {len(places)} slots",
             where="train.ranks",
@@ -83,6 +83,11 @@ def joined(plan: Plan, snapshot: Snapshot) -> Plan | None:
 def ranks_wanted(snapshot: Snapshot, ranks: int | None) -> int:
     """How many ranks a world formed now has. `ranks` None: one a node."""
     return ranks if ranks is not None else sum(1 for node in snapshot.nodes if node.slots)
+
+
+def slots_lacking(snapshot: Snapshot, ranks: int | None) -> int:
+    """How many slots more it takes before a world can be placed; 0: it fits."""
+    return max((ranks_wanted(snapshot, ranks) or 1) - sum(len(node.slots) for node in snapshot.nodes), 0)
 
 
 @dataclass(frozen=True, slots=True)

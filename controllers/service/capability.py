@@ -1,10 +1,12 @@
-"""Whether the nodes that are there can run a job at all, before anything of it is written."""
+"""Whether the cluster can run a job at all, before anything of it is written."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
-from gcore.config import JobSpec
+from gcore.config import JobSpec, NodeConfig
+from gcore.config.cluster import LocalCluster
 from gcore.errors import SpecError
 from gcore.ledger.job import NodeRecord
 from gcore.rollout.sglang.environment import HOW, find_python
@@ -18,6 +20,26 @@ def check_engine(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
         raise SpecError(
             which, where="rollout.engine", fix=f"{HOW}, and start the nodes again; or set rollout.engine: torch"
         )
+
+
+def check_ranks(spec: JobSpec, most: int | None) -> None:
+    """Whether as many train ranks will ever fit. `most`: the slots of a cluster that cannot grow; None: more nodes may come.
+
+    What does not fit yet is waited for (`controllers.forming.short_of_slots`). Raises SpecError.
+    """
+    ranks = spec.train.ranks
+    if most is not None and ranks is not None and ranks > most:
+        raise SpecError(
+            f"{ranks} train ranks do not fit on {most} slots",
+            where="train.ranks",
+            fix="Lower train.ranks, or start the cluster anew with more --slots",
+        )
+
+
+def most_slots(config: NodeConfig) -> int | None:
+    """The slots that there will ever be: a local cluster is as large as it was started, any other may grow (None)."""
+    local = LocalCluster.load(Path(config.home)) if config.local_cluster else None
+    return None if local is None else len(local.slots)
 
 
 def missing_here(spec: JobSpec) -> str | None:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
-from controllers.service.capability import check_engine
+from controllers.service.capability import check_engine, check_ranks
 from controllers.service.checking import check_submission
 from controllers.service.records import StoredJobs
 from controllers.service.refusals import Conflict
@@ -34,12 +35,22 @@ PUT_BACK = "Put them back as they were, or start it with --new to end the job an
 class Submissions:
     """Writes jobs; each write is one guarded transaction."""
 
-    def __init__(self, store: Store, jobs: StoredJobs, run_root: Path, cache_dir: Path, clock: Clock) -> None:
+    def __init__(
+        self,
+        store: Store,
+        jobs: StoredJobs,
+        run_root: Path,
+        cache_dir: Path,
+        clock: Clock,
+        most_slots: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        """`most_slots`: those of a cluster that cannot grow; None: more nodes may come."""
         self._store = store
         self._jobs = jobs
         self._run_root = run_root
         self._cache_dir = cache_dir
         self._clock = clock
+        self._most_slots = most_slots
 
     async def create(self, request_id: str, spec_json: str, anew: bool) -> str:
         """The uid of the new job, or of the one that the request means. Raises GcoreError."""
@@ -59,6 +70,7 @@ class Submissions:
                 if existing is not None:
                     return existing
             check_engine(spec, (await self._jobs.cluster()).nodes)
+            check_ranks(spec, self._most_slots())
             run_root = self._run_root if spec.storage.root is None else Path(spec.storage.root)
             checked = await asyncio.to_thread(check_submission, spec, run_root, self._cache_dir)
             if named is not None and anew:  # only now: a spec that is refused ends nothing

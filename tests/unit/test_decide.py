@@ -168,6 +168,30 @@ def test_a_pending_job_is_started() -> None:
     assert actions(view) == [StartJob()]
 
 
+def test_a_pending_job_waits_for_nodes_that_are_still_to_come_and_says_how_many_slots_are_missing() -> None:
+    """After a restart they come one by one; a job that would fit on all of them must not fail for that."""
+    pending = with_mirror(running(), status=stored(JobStatus(phase=JobPhase.PENDING)), head=None)
+    wanting = replace(
+        pending, spec=SPEC.model_copy(update={"train": SPEC.train.model_copy(update={"ranks": len(pending.nodes) + 1})})
+    )
+    assert actions(wanting) == []
+    assert "it goes on when 1 more is there" in waits(wanting)["start"]
+    assert ", ".join(sorted(pending.nodes)) in waits(wanting)["start"]
+    first = next(iter(pending.nodes.values()))
+    more = first.model_copy(update={"name": "node-9", "incarnation": "node-9.a"})
+    came = replace(wanting, nodes={**wanting.nodes, "node-9": more})
+    assert actions(came) == [StartJob()]
+    assert waits(came)["start"] == "the job is about to be started"
+
+
+def test_a_lost_world_that_has_no_room_says_so() -> None:
+    view = replace(running(), workers={})
+    cramped = replace(view, spec=SPEC.model_copy(update={"train": SPEC.train.model_copy(update={"ranks": 9})}))
+    said = [wait.what for wait in waiting_for(cramped) if wait.cause == "train_world"]
+    assert any(what.startswith("rank 0 on node-0 is gone: 9 train ranks need as many slots") for what in said)
+    assert not any("slots" in wait.what for wait in waiting_for(view))
+
+
 def test_who_is_no_member_joins_before_anything_else() -> None:
     view = running()
     view = with_mirror(view, members={PEER: view.mirror.members[PEER]})

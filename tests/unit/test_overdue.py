@@ -25,7 +25,10 @@ MEMBERS = ("node-0.a", "node-1.b", "node-2.c")
 
 
 def view_of(me: str, members: tuple[str, ...] = MEMBERS) -> Any:
-    return SimpleNamespace(me=me, node=me.split(".")[0], mirror=SimpleNamespace(members=dict.fromkeys(members)))
+    nodes = dict.fromkeys(member.split(".")[0] for member in MEMBERS)
+    return SimpleNamespace(
+        me=me, node=me.split(".")[0], nodes=nodes, mirror=SimpleNamespace(members=dict.fromkeys(members))
+    )
 
 
 def told(wait: Wait, seconds: float, me: str, members: tuple[str, ...] = MEMBERS) -> bool:
@@ -49,6 +52,14 @@ def test_when_the_teller_is_gone_another_tells() -> None:
     (first,) = (m for m in MEMBERS if told(wait, 1e3, m))
     rest = tuple(m for m in MEMBERS if m != first)
     assert len([m for m in rest if told(wait, 1e3, m, rest)]) == 1
+
+
+@pytest.mark.parametrize("cause", ["start", "model"])
+def test_before_anybody_is_a_member_one_of_the_nodes_tells(cause: str) -> None:
+    wait = Wait(cause, "something", f"wait {cause}", "1")
+    assert len([me for me in MEMBERS if told(wait, PATIENCE_S[cause], me, ())]) == 1
+    one = MEMBERS[:1]
+    assert [me for me in MEMBERS if told(wait, PATIENCE_S[cause], me, one)] == list(one), "members tell for the others"
 
 
 def test_progress_begins_the_time_anew_and_the_wait_itself_goes_on() -> None:

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 from plug_in_package import installer
 
+from controllers.service.capability import check_ranks, most_slots
 from controllers.service.checking import check_submission
 from controllers.service.submission import check_unchanged
-from gcore.config import new_spec, parse_spec
+from gcore.config import JobSpec, NodeConfig, new_spec, parse_spec
+from gcore.config.cluster import FILE_NAME, LocalCluster
 from gcore.errors import SpecError, UsageError
 from gcore.ledger.job import JobRecord
 from gcore.plugins import PluginFault
@@ -79,6 +81,41 @@ def test_more_groups_than_an_offer_has_room_for_are_refused_before_anything_is_r
     with pytest.raises(SpecError, match=r"rollout.staleness 64 a controller may offer 65 steps of 256 groups"):
         check_submission(parse_spec(spec), tmp_path / "runs", tmp_path / "cache")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("ranks", "most"), [(2, 2), (9, None), (None, 1)])
+def test_ranks_that_fit_or_may_fit_once_more_nodes_are_there_are_let_in(ranks: int | None, most: int | None) -> None:
+    check_ranks(spec_of_ranks(ranks), most)
+
+
+def test_ranks_that_will_never_fit_are_refused() -> None:
+    with pytest.raises(SpecError, match=r"train\.ranks: 3 train ranks do not fit on 2 slots"):
+        check_ranks(spec_of_ranks(3), 2)
+
+
+def spec_of_ranks(ranks: int | None) -> JobSpec:
+    spec = {"name": "j", "model": {"path": "m"}, "data": {"path": "d"}, "flow": {"steps": 1}, "train": {"ranks": ranks}}
+    return parse_spec(spec | {"rollout": {"max_new_tokens": 4}})
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_only_a_local_cluster_is_as_large_as_it_will_ever_be(tmp_path: Path, local: bool) -> None:
+    config = NodeConfig(
+        node="node-0",
+        home=str(tmp_path),
+        etcd_endpoints=("127.0.0.1:1",),
+        slots=("cpu:0",),
+        run_root=str(tmp_path),
+        local_cluster=local,
+    )
+    assert most_slots(config) is None, "nobody has said yet how large it is"
+    process = {"pid": 1, "started": 1}
+    etcd = {**process, "endpoint": "h:1", "data_dir": "d", "client_port": 1, "peer_port": 2, "binary": "b"}
+    daemon = {**process, "address": "h:1", "metrics_address": "h:2", "config_file": "c"}
+    daemons = [{**daemon, "name": f"node-{i}", "slots": ("cpu:0", "cpu:1")} for i in range(2)]
+    document = LocalCluster.model_validate({"home": str(tmp_path), "etcd": etcd, "controllers": daemons})
+    (tmp_path / FILE_NAME).write_text(document.model_dump_json())
+    assert most_slots(config) == (4 if local else None)
 
 
 BROKEN = "def helper():\n    return {}['nothing']\n\n\nhelper()\n"
