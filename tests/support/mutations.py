@@ -229,6 +229,76 @@ def _never(make: Any) -> Any:
     return rule
 
 
+def _static_shares(make: Any) -> Any:
+    """Each peer brings its share of the quota, and no more."""
+
+    def due(self: Any) -> Any:
+        view = self.look()
+        share = -(-view.rules.quota // max(1, len(view.mirror.members)))
+        return make(self)[: max(0, share - len(view.unsealed))]
+
+    return due
+
+
+def _live_before_commit(make: Any) -> Any:
+    """Weights go to the engines as soon as they are staged."""
+    from controllers.actions import Intent, Publish
+    from gcore.types import Version
+
+    def publishing(view: Any) -> Iterator[Any]:
+        yield from make(view)
+        early = Version(view.head.lineage, view.head.step + 1)
+        if early in view.staged:
+            for engine in view.engines.values():
+                yield Intent(Publish(engine.instance, early), f"mutated publish {engine.instance} {early}")
+
+    return publishing
+
+
+def _cursors_stay(make: Any) -> Any:
+    """A rollback takes the weights of one record and the cursors of another."""
+    return lambda head, target, cursors, *args, **more: make(head, target, head.cursors, *args, **more)
+
+
+def _files_first(make: Any) -> Any:
+    """A checkpoint's files go, then its entry."""
+
+    async def retain(action: Any, view: Any, hands: Any) -> Any:
+        from controllers import tidying
+
+        known = {entry.version for entry in view.mirror.checkpoints.record.entries}
+        await tidying._delete(known - {entry.version for entry in action.kept}, hands)
+        return await make(action, view, hands)
+
+    return retain
+
+
+def _unknown_is_lost(make: Any) -> Any:
+    """What was not answered was not made."""
+    from gcore.ledger.guarded import TxnOutcome, TxnReport
+
+    async def find_out(self: Any, txn: Any) -> Any:
+        return TxnReport(TxnOutcome.STALE, 0)
+
+    return find_out
+
+
+def _made_again(make: Any) -> Any:
+    """What was not answered is sent once more."""
+    from gcore.ledger.guarded import TxnOutcome
+
+    async def run(self: Any, txn: Any) -> Any:
+        report = await make(self, txn)
+        return await make(self, txn) if report.outcome is TxnOutcome.UNKNOWN else report
+
+    return run
+
+
+def _takes_what_is_there(make: Any) -> Any:
+    """A seal waits for nothing that is older."""
+    return lambda rules, head, found: make(rules, head, replace(found, missing=()))
+
+
 def _mutations() -> list[Mutation]:
     ledger, decide = "gcore.ledger.transactions", "controllers.decide"
     made = [
@@ -296,6 +366,12 @@ def _mutations() -> list[Mutation]:
             (("gcore.ledger.stream:AccountNow", lambda _: _NotNow),),
             caught_by="tests/unit/test_ledger_stream.py",
         ),
+        Mutation(
+            "9 each peer brings its share of the quota",
+            "9",
+            (("controllers.peer:JobPeer._due", _static_shares),),
+            caught_by="tests/unit/test_peer.py",
+        ),
         Mutation("10 a rollback leaves the slots", "10", ((f"{ledger}:rollback", _without_range),), caught_by=RULES),
         Mutation(
             "11 every version is an ancestor",
@@ -314,9 +390,27 @@ def _mutations() -> list[Mutation]:
             caught_by=RULES,
         ),
         Mutation(
+            "12 weights go live before their commit",
+            "12",
+            ((f"{decide}:publishing", _live_before_commit),),
+            caught_by=RULES,
+        ),
+        Mutation(
             "13 a checkpoint that is damaged is used",
             "13",
             (("controllers.rolling:damage", _always("")),),
+            caught_by="tests/unit/test_damaged_checkpoints.py",
+        ),
+        Mutation(
+            "13 weights and cursors are of different records",
+            "13",
+            (("gcore.ledger.chain:rolled_back", _cursors_stay),),
+            caught_by=RULES,
+        ),
+        Mutation(
+            "13 a checkpoint's files go before its entry",
+            "13",
+            (("controllers.tidying:retain", _files_first),),
             caught_by="tests/unit/test_apply.py",
         ),
         Mutation(
@@ -329,6 +423,18 @@ def _mutations() -> list[Mutation]:
             "14 committed before it is trained", "14", ((f"{decide}:training", _commits_at_once),), caught_by=RULES
         ),
         Mutation(
+            "15 what was not answered was not made",
+            "15",
+            (("gcore.ledger.guarded:Ledger._find_out", _unknown_is_lost),),
+            caught_by="tests/unit/test_unknown_answers.py",
+        ),
+        Mutation(
+            "15 what was not answered is sent again",
+            "15",
+            (("gcore.ledger.guarded:Ledger.run", _made_again),),
+            caught_by="tests/unit/test_unknown_answers.py",
+        ),
+        Mutation(
             "16 a sealed group that is lacked is waited for",
             "16",
             ((f"{decide}:lost_groups", _always("")),),
@@ -339,6 +445,24 @@ def _mutations() -> list[Mutation]:
             "16",
             (("controllers.holdings:Holdings.prune", _always(None)),),
             caught_by=RULES,
+        ),
+        Mutation(
+            "17 a seal takes what is there",
+            "17",
+            (("gcore.ledger.stream:concluded", _takes_what_is_there),),
+            caught_by="tests/unit/test_ledger_stream.py",
+        ),
+        Mutation(
+            "17 what is waited for is never given up",
+            "17",
+            ((f"{decide}:expiring", _never), ("controllers.carrying:expiring", _never)),
+            caught_by="tests/unit/test_carrying.py",
+        ),
+        Mutation(
+            "17 a prompt is issued for ever",
+            "17",
+            (("controllers.peer:JobPeer._issued_too_often", _always(None)),),
+            caught_by="tests/unit/test_peer_sources.py",
         ),
         Mutation("recovery: a world that lost a rank is left", "I6", ((f"{decide}:recovering", _never),), caught_by=""),
         Mutation("publishing: engines keep old weights", "12", ((f"{decide}:publishing", _never),), caught_by=""),

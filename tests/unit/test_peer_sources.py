@@ -264,6 +264,23 @@ async def test_prompts_that_are_filtered_or_cannot_be_shown_end_without_being_is
     assert {prompt.source for prompt in issued} == {"sums", "letters"}
 
 
+async def test_a_prompt_whose_groups_were_too_old_too_often_fails_instead_of_being_issued(tmp_path: Path) -> None:
+    job = Alone(tmp_path)
+    late, again = job.prompt("sums").ref, job.prompt("letters").ref
+    job.holdings.went_stale |= {late, again}
+    job.holdings.reissues |= {late: 4, again: 3}  # three may be in vain
+    issued: list[PromptRef] = []
+    async for prompt in job.peer.prompts(JobStep(job.peer, HEAD)):
+        issued.append(prompt.ref)
+        if len(issued) == 5:
+            break
+    assert late not in issued
+    assert again in issued
+    ended = job.holdings.outcomes[late]
+    assert (ended.kind, ended.source) == ("failed", "sums")
+    assert ended.reason == "stale: issued 4 times, the last group was too old before a step could take it"
+
+
 async def produced(job: Alone, prompt: Prompt) -> asyncio.Task[None]:
     """The production of one prompt, begun."""
     step = JobStep(job.peer, HEAD)
