@@ -7,7 +7,6 @@ what the view does not hold (a log entry, a checkpoint's files), it is read here
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import grpc
 
@@ -43,7 +42,6 @@ from controllers.actions import (
 from controllers.hands import Applied, Hands, new_world, place, slots, warning, writer
 from controllers.ranks import NotConnected
 from controllers.rolling import roll_back
-from controllers.tidying import FIRST, versions_in
 from controllers.view import JobView
 from gcore.emulated.launch import remark
 from gcore.errors import EngineError
@@ -54,7 +52,6 @@ from gcore.ledger.job import JobPhase, JobStatus
 from gcore.ledger.records import Member
 from gcore.ledger.world_state import HeldState, NodeCopies, WorldState
 from gcore.store.types import Compare, Put
-from gcore.types import Version
 from gcore.weights.copies import lying
 from gcore.weights.layout import weights_folder
 
@@ -225,8 +222,3 @@ async def _take_stock(action: TakeStock, view: JobView, hands: Hands) -> Applied
 def _name(action: Action) -> str:
     step = getattr(action, "step", None)
     return f"step {step}" if step is not None else ""
-
-
-def staged_versions(run_dir: Path) -> frozenset[Version]:
-    """The versions whose weights lie whole in the run's folder, and the first, which engines start with."""
-    return versions_in(weights_folder(run_dir, FIRST).parent) | {FIRST}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from controllers.apply import staged_versions
 from controllers.changes import Changes
 from controllers.cluster import ClusterMirror
 from controllers.collectives import Collectives
@@ -31,6 +30,7 @@ from controllers.ranks import RankLinks
 from controllers.reading import Reading
 from controllers.service.events import EventLog
 from controllers.staffing import Staff
+from controllers.staged import NOTHING_STAGED, StagedWeights
 from controllers.standing import JobStanding
 from controllers.stopwatch import Stopwatch
 from controllers.telling import telling
@@ -76,6 +76,7 @@ class JobRunner(JobStanding):
         self._faults = FaultBook(store, self.keys, identity.node)
         self.troubles = TroubleBook(store, self.keys, identity.node, clock)
         self._rewards: RewardPool | None = None
+        self._staged_weights: StagedWeights | None = None
         self.closed = False
         """Whether nothing more will be heard here."""
         self.stopwatch = Stopwatch()
@@ -196,11 +197,13 @@ class JobRunner(JobStanding):
         driver = Driver(
             self, self._cluster, self._staff, self._engines, self._ranks, self._deeds, self._metrics, self._clock
         )
+        staged = self._staged_weights = self._new_staged(Path(self.mirror.job.record.run_dir))
         try:
             async with asyncio.TaskGroup() as group:
                 work = {
                     "flow": producing.run(flow, peer),
                     "drive": driver.run(),
+                    "staged": staged.run(),
                     "faults": self._faults.run(),
                     "troubles": self.troubles.run(),
                     "collectives": collectives.answer_others(),
@@ -234,8 +237,15 @@ class JobRunner(JobStanding):
             self._scoring, self._view = scoring, None
 
     def _staged(self) -> frozenset[Version]:
-        assert self.mirror.job is not None
-        return staged_versions(Path(self.mirror.job.record.run_dir))
+        return NOTHING_STAGED if self._staged_weights is None else self._staged_weights.versions
+
+    def _new_staged(self, run_dir: Path) -> StagedWeights:
+        def wanted() -> Version | None:
+            return None if self.mirror.head is None else self.mirror.head.record.version
+
+        return StagedWeights(
+            run_dir, self.node, wanted, self.changes, self.troubles.hold, self.changes.notify, self._clock
+        )
 
     def _is_arranging(self) -> bool:
         return self._orders is not None and self._orders.arranging

@@ -23,6 +23,8 @@ from gcore.weights.layout import checkpoint_folder
 
 FIRST = Version(0, 0)
 TOPIC = "archive"
+FORGET_TOPIC = "checkpoints"
+"""What trouble with old files is called in the store."""
 
 
 async def retain(action: Retain, view: JobView, hands: Hands) -> Applied:
@@ -31,7 +33,9 @@ async def retain(action: Retain, view: JobView, hands: Hands) -> Applied:
     assert mirror.head is not None
     assert mirror.checkpoints is not None
     # Listed before head is compared: what a later lineage writes while this controller sleeps is not among them.
-    lying = versions_in(checkpoint_folder(hands.run_dir, FIRST).parent)
+    lying = await _lying(hands)
+    if isinstance(lying, OSError):
+        return _unread(hands, lying)
     report: TxnReport = await hands.ledger.run(
         transactions.retain(mirror.keys, mirror.head, mirror.checkpoints, action.kept)
     )
@@ -61,7 +65,9 @@ async def sweep(action: Sweep, view: JobView, hands: Hands) -> Applied:
     mirror = view.mirror
     assert mirror.head is not None
     assert mirror.checkpoints is not None
-    lying = versions_in(checkpoint_folder(hands.run_dir, FIRST).parent)
+    lying = await _lying(hands)
+    if isinstance(lying, OSError):
+        return _unread(hands, lying)
     txn = sweeping.sweep(mirror.keys, mirror.head, mirror.checkpoints, action.swept)
     report = await hands.ledger.run(txn)
     if report.outcome is TxnOutcome.WON:
@@ -92,6 +98,22 @@ def _refused(hands: Hands, error: OSError) -> Applied:
     return Applied(TxnOutcome.UNKNOWN, why)
 
 
+async def _lying(hands: Hands) -> frozenset[Version] | OSError:
+    """The checkpoints that lie in the run's folder, or why that cannot be told. In a thread: the folder's mount may hang."""
+    try:
+        found = await asyncio.to_thread(versions_in, checkpoint_folder(hands.run_dir, FIRST).parent)
+    except OSError as error:
+        return error
+    hands.tell(FORGET_TOPIC, "")
+    return found
+
+
+def _unread(hands: Hands, error: OSError) -> Applied:
+    why = f"the run's folder cannot be read ({error.strerror or error}): {hands.run_dir}; old checkpoints stay until it can"
+    hands.tell(FORGET_TOPIC, why)
+    return Applied(TxnOutcome.UNKNOWN, why)
+
+
 async def _delete(versions: Iterable[Version], hands: Hands) -> None:
     for version in versions:
         point(At.FORGET, "before")
@@ -100,7 +122,7 @@ async def _delete(versions: Iterable[Version], hands: Hands) -> None:
 
 
 def versions_in(folder: Path) -> frozenset[Version]:
-    """The versions after which folders in `folder` are called."""
+    """The versions after which folders in `folder` are called. Raises OSError."""
     found = set()
     for path in folder.glob("*-*") if folder.is_dir() else ():
         lineage, _, step = path.name.partition("-")

@@ -27,7 +27,6 @@ from simulated_ends import (
 from simulated_network import RemoteStore
 from virtual_time import ProcessClock
 
-from controllers.apply import staged_versions
 from controllers.changes import Changes
 from controllers.cluster import ClusterMirror
 from controllers.collectives import Collectives
@@ -39,6 +38,7 @@ from controllers.identity import Identity
 from controllers.peer import JobPeer
 from controllers.producing import Producing
 from controllers.pulse import EnginePatience
+from controllers.staged import staged_versions
 from controllers.standing import JobStanding
 from controllers.turns import Waits
 from gcore.config import NodeConfig
