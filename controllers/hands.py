@@ -47,6 +47,8 @@ class Hands:
     run_dir: Path
     tell: Callable[[str, str], None] = lambda topic, sentence: None
     """Tells people of a trouble, by topic, once while it lasts; an empty sentence: it is over."""
+    away: Callable[[], str] = str
+    """Why this node does not see the run's folder any more, or nothing. Blocks."""
     memory_dir: Path | None = None
     """Where copies of the job's train states lie in this node's memory."""
 

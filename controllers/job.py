@@ -7,6 +7,7 @@ How it stands is `controllers.standing`'s. The mirror is fed by a watch; a drive
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 
 from controllers.changes import Changes
@@ -33,6 +34,7 @@ from controllers.staffing import Staff
 from controllers.staged import NOTHING_STAGED, StagedWeights
 from controllers.standing import JobStanding
 from controllers.stopwatch import Stopwatch
+from controllers.storage import away
 from controllers.telling import telling
 from controllers.troubles import TroubleBook
 from controllers.turns import Waits
@@ -253,6 +255,7 @@ class JobRunner(JobStanding):
     def hands(self) -> Hands:
         """What this job's actions are carried out with."""
         assert self.mirror.job is not None
+        run_dir = Path(self.mirror.job.record.run_dir)
         return Hands(
             store=self._store,
             ledger=Ledger(self._store, self.keys),
@@ -264,7 +267,8 @@ class JobRunner(JobStanding):
             clock=self._clock,
             stats=self._stats,
             tell=self.troubles.hold,
-            run_dir=Path(self.mirror.job.record.run_dir),
+            run_dir=run_dir,
+            away=partial(away, run_dir, self.node),
             memory_dir=self._staff.memory_dir(self.uid),
         )
 

@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 DAMAGED = "damaged"
 """What the last trouble with a registered checkpoint is called in the store."""
+AWAY = "storage"
+"""And that with a folder that this node does not see any more."""
 
 
 async def roll_back(action: Rollback, view: JobView, hands: Hands) -> Applied:
@@ -52,9 +54,16 @@ async def roll_back(action: Rollback, view: JobView, hands: Hands) -> Applied:
         return Applied(report.outcome, sentence, report.revision)
     skipped: list[str] = []
     for target in resumable(head, mirror.checkpoints.record.entries):
+        if action.between_steps and target.step != head.step:
+            # Head's own checkpoint is damaged, or copies went since it was decided: no training is given up for a larger world.
+            return Applied(TxnOutcome.STALE, f"rollback: head's state is not at hand, and no rank is lost: {reason}")
         entry = await _entry_of(target, view, hands)
         cursors = entry.cursors if entry is not None else None
         problem = await asyncio.to_thread(damage, hands.run_dir, target)
+        if problem and (away := await asyncio.to_thread(hands.away)):
+            # What this node cannot see is not damaged. Who skipped it would train everything anew, and then forget it.
+            hands.tell(AWAY, away)
+            return Applied(TxnOutcome.UNKNOWN, f"rollback: {away}")
         if cursors is None:
             problem = f"its log entry {target.seq} is not there"
         if problem or entry is None or cursors is None:

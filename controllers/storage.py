@@ -35,6 +35,21 @@ SHARE_IT = "Mount one folder at this path on every node, and name it in storage.
 Pause = Callable[[float], Awaitable[None]]
 
 
+def away(run_dir: Path, node: str) -> str:
+    """Why `node` does not see the folder any more in which it proved to write, or nothing. Blocks.
+
+    A folder of that name is not enough: where a mount is gone, whoever writes a log makes one beneath it.
+    """
+    try:
+        (run_dir / FOLDER / node).stat()
+    except OSError as error:
+        return (
+            f"{node} does not see the run's folder {run_dir} as it did ({error.strerror or error}); "
+            "nothing in it is taken for damaged until it does: see whether its mount is there on this node"
+        )
+    return ""
+
+
 class StorageNotShared(GcoreError):
     """A node cannot write where the others read, or does not see what another wrote."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from controllers.actions import Rollback
 from controllers.apply import apply
 from controllers.service.events import EventLog
+from controllers.storage import FOLDER, away
 from controllers.view import JobView
 from gcore.atomic import whole_folder
 from gcore.config import parse_spec
@@ -144,7 +146,7 @@ def view(*checkpoints: Checkpoint) -> JobView:
 async def roll_back(run_dir: Path, seen: JobView) -> tuple[Head, Recorded]:
     """What head is after a rollback, and what was written."""
     ledger = Recorded()
-    hands: Any = SimpleNamespace(ledger=ledger, run_dir=run_dir)
+    hands: Any = SimpleNamespace(ledger=ledger, run_dir=run_dir, away=str)
     done = await apply(Rollback("rank 0 is gone"), seen, hands)
     assert done.outcome is TxnOutcome.WON
     return Head.decode(ledger.written(TxnKind.ROLLBACK, KEYS.head)), ledger
@@ -206,6 +208,40 @@ async def test_another_whole_checkpoint_in_its_place_is_not_the_one_that_was_reg
     head, ledger = await roll_back(tmp_path, view(older, newer))
     assert head.step == 4
     assert "not the one that was registered" in told(ledger)[1]
+
+
+async def test_a_folder_that_this_node_does_not_see_any_more_is_no_damage(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    newest = make_checkpoint(run_dir, 6)
+    mark = run_dir / FOLDER / "node-0"
+    mark.parent.mkdir()
+    mark.write_text("number")
+    run_dir.rename(tmp_path / "unmounted")
+    (run_dir / "logs").mkdir(parents=True)  # as a worker's log makes it
+    ledger, told_of = Recorded(), dict[str, str]()
+    hands: Any = SimpleNamespace(
+        ledger=ledger, run_dir=run_dir, away=partial(away, run_dir, "node-0"), tell=told_of.__setitem__
+    )
+    done = await apply(Rollback("rank 0 is gone"), view(newest), hands)
+    assert (done.outcome, ledger.made) == (TxnOutcome.UNKNOWN, [])
+    assert "node-0 does not see the run's folder" in told_of["storage"]
+    (run_dir / "logs").rmdir()
+    run_dir.rmdir()
+    (tmp_path / "unmounted").rename(run_dir)
+    done = await apply(Rollback("rank 0 is gone"), view(newest), hands)
+    assert done.outcome is TxnOutcome.WON
+    assert Head.decode(ledger.written(TxnKind.ROLLBACK, KEYS.head)).step == 6
+
+
+@pytest.mark.parametrize("newest", [6, 7])
+async def test_for_a_larger_world_nothing_that_was_trained_is_given_up(tmp_path: Path, newest: int) -> None:
+    older, one = make_checkpoint(tmp_path, 4), make_checkpoint(tmp_path, newest)
+    if newest == 7:  # of head's own step, and damaged
+        cut_off(tmp_path / one.file / "config.json")
+    ledger = Recorded()
+    hands: Any = SimpleNamespace(ledger=ledger, run_dir=tmp_path, away=str)
+    done = await apply(Rollback("2 ranks instead of 1", between_steps=True), view(older, one), hands)
+    assert (done.outcome, ledger.made) == (TxnOutcome.STALE, [])
 
 
 async def test_the_same_damage_is_told_once_however_often_the_rollback_is_tried(tmp_path: Path) -> None:
