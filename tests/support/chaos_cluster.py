@@ -151,11 +151,6 @@ class History:
         return self.mirror.head.record.step if self.mirror.head is not None else 0
 
     @property
-    def up(self) -> list[str]:
-        """The nodes whose daemon runs."""
-        return sorted(name for name, daemon in self.daemons.items() if daemon.runs)
-
-    @property
     def ended(self) -> bool:
         """Whether the job has."""
         return self.mirror.status is not None and self.mirror.status.record.phase.ended
@@ -227,6 +222,11 @@ class ChaosCluster:
     def homes(self) -> dict[str, Path]:
         """Each node's home."""
         return {name: (self.folder / name).resolve() for name in self.addresses}
+
+    @property
+    def up(self) -> list[str]:
+        """The nodes whose daemon runs."""
+        return sorted(name for name, daemon in self.daemons.items() if daemon.runs)
 
     @property
     def seen(self) -> History:

@@ -487,6 +487,7 @@ FAULTS: tuple[Fault, ...] = (
         rewritten_restart,
         OLD,
         steps=LONG,
+        together=False,
     ),
     Fault(
         "lost-answers",
