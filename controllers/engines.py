@@ -111,10 +111,10 @@ class EngineBook:
         line.coming = version
         asked = self._clock.monotonic()
         try:
-            served = (await line.client.info()).version
+            served = await line.client.served()
             if served != version:
                 await line.client.update_weights(str(folder), version)
-                served = (await line.client.info()).version
+                served = await line.client.served()
             else:
                 # Whoever brought it there may have died before it let the engine go on; going on twice does no harm.
                 await line.client.resume()

@@ -157,15 +157,17 @@ class EngineClient:
 
     async def info(self) -> EngineInfo:
         """The served version and the load. Raises EngineError, EngineUnreachable."""
-        model, load = await asyncio.gather(self._call("GET", "/model_info", quick=True), self._metrics())
-        answer = await self._parsed(model)
-        text = answer.get("weight_version") if isinstance(answer, dict) else None
-        version: Version | None
-        try:
-            version = Version.parse(str(text))
-        except ValueError:
-            version = None
+        version, load = await asyncio.gather(self.served(), self._metrics())
         return EngineInfo(version, load.get("num_running_reqs"), load.get("num_queue_reqs"))
+
+    async def served(self) -> Version | None:
+        """The served version; None for weights that no commit made. One request. Raises EngineError, EngineUnreachable."""
+        answer = await self._parsed(await self._call("GET", "/model_info", quick=True))
+        text = answer.get("weight_version") if isinstance(answer, dict) else None
+        try:
+            return Version.parse(str(text))
+        except ValueError:
+            return None
 
     async def scheduler_state(self) -> Mapping[str, Any]:
         """What the engine's scheduler says of itself, between two steps of the model: an answer shows that it gets on.

@@ -215,9 +215,9 @@ class SimulatedClient:
     async def abort(self, rid: str, count: int) -> None:
         """It goes on for nothing."""
 
-    async def info(self) -> Any:
+    async def served(self) -> Any:
         """Which weights it serves."""
-        return SimpleNamespace(version=await self._ask(lambda reply: reply(self._engine.version)))
+        return await self._ask(lambda reply: reply(self._engine.version))
 
     async def update_weights(self, folder: str, version: Version) -> None:
         """Bring it newer ones."""

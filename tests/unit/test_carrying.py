@@ -334,14 +334,14 @@ class Engine:
     """Serves one version, and answers with spans of others."""
 
     def __init__(self, *versions: Version) -> None:
-        self.served = versions[0]
+        self.serving = versions[0]
         self.versions = versions
 
-    async def info(self) -> Any:
-        return SimpleNamespace(version=self.served)
+    async def served(self) -> Version:
+        return self.serving
 
     async def update_weights(self, folder: str, version: Version) -> None:
-        self.served = version
+        self.serving = version
 
     async def resume(self) -> None:
         return None
@@ -359,7 +359,7 @@ PARAMS = SamplingParams(temperature=1.0, max_new_tokens=4)
 async def book_of(engine: Engine, tmp_path: Any) -> EngineBook:
     book = EngineBook(Changes(), timeout_s=1.0, connect=lambda *_, **__: engine)  # type: ignore[arg-type, return-value]
     await book.aim({"e": SimpleNamespace(address="h:1")})  # type: ignore[dict-item]
-    await book.publish("e", engine.served, tmp_path)
+    await book.publish("e", engine.serving, tmp_path)
     return book
 
 

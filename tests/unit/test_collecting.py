@@ -29,8 +29,8 @@ class NeverDone:
         self.asked: asyncio.Queue[str] = asyncio.Queue()
         self.aborted: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
 
-    async def info(self) -> Any:
-        return SimpleNamespace(version=HEAD)
+    async def served(self) -> Version:
+        return HEAD
 
     async def resume(self) -> None:
         return None

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 
 from controllers.changes import Changes
 from controllers.engines import EngineBook
 from gcore.errors import EngineError
-from gcore.rollout.client import SamplingParams
+from gcore.rollout.client import EngineClient, SamplingParams
 from gcore.types import Sample, Version, VersionSpan
 
 PARAMS = SamplingParams(temperature=1.0, max_new_tokens=4)
@@ -24,8 +26,8 @@ class OldEngine:
         self.aborted: list[str] = []
         self.resumed = 0
 
-    async def info(self) -> Any:
-        return SimpleNamespace(version=Version(0, 2))
+    async def served(self) -> Version:
+        return Version(0, 2)
 
     async def resume(self) -> None:
         self.resumed += 1
@@ -60,6 +62,32 @@ async def test_an_engine_that_has_the_version_already_is_let_go_on_for_its_publi
     await engines.aim({"e": SimpleNamespace(address="h:1")})  # type: ignore[dict-item]
     await engines.publish("e", Version(0, 2), tmp_path)
     assert [engine.resumed for engine in made] == [1]
+
+
+async def test_a_publication_asks_no_more_than_it_takes(tmp_path: Path) -> None:
+    """Five requests an engine and step: of its load nobody wants to know then."""
+    asked: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.path)
+        newer = "/update_weights_from_disk" in asked
+        return httpx.Response(200, json={"weight_version": "0.2" if newer else "0.1", "success": True})
+
+    def connect(url: str, *, timeout_s: float) -> EngineClient:
+        return EngineClient(url, timeout_s=timeout_s, transport=httpx.MockTransport(answer))
+
+    engines = EngineBook(Changes(), timeout_s=1.0, connect=connect)
+    await engines.aim({"e": SimpleNamespace(address="h:1")})  # type: ignore[dict-item]
+    await engines.publish("e", Version(0, 2), tmp_path)
+    assert asked == [
+        "/model_info",
+        "/pause_generation",
+        "/update_weights_from_disk",
+        "/continue_generation",
+        "/model_info",
+    ]
+    assert engines.serves(Version(0, 2))
+    await engines.close()
 
 
 class NamedEngine(OldEngine):
@@ -104,8 +132,8 @@ class SlowEngine(OldEngine):
         self.asked = 0
         self._version = Version(0, 1)
 
-    async def info(self) -> Any:
-        return SimpleNamespace(version=self._version)
+    async def served(self) -> Version:
+        return self._version
 
     async def update_weights(self, folder: str, version: Version) -> None:
         await self.weights

@@ -88,9 +88,9 @@ class Adapter:
     async def _check_version(self, client: EngineClient) -> None:
         """What is served is called what it was to be called, or nobody would know whose tokens it makes."""
         wanted = Version.parse(self._launch.weight_version)
-        if (await client.info()).version != wanted:
+        if await client.served() != wanted:
             await client.call_weights(wanted)
-        if (found := (await client.info()).version) != wanted:
+        if (found := await client.served()) != wanted:
             raise EngineError(f"the server calls its weights {found}, not {wanted}", where=self._address)
 
     async def _watch(self, client: EngineClient) -> None:
