@@ -18,6 +18,8 @@ from gcore.types import Version
 
 CHECKPOINT_TROUBLE = "checkpoint"
 """What the last trouble with a checkpoint is called in the store."""
+FOLDER_TROUBLE = "folder"
+"""And that with anything else which a train rank writes into the run's folder."""
 SETTLE_S = 1.0
 """A loss is looked at twice: registrations and claims reach a controller through different watches."""
 KEEP_LOG, PRUNE_AT = 64, 32
@@ -54,15 +56,20 @@ def checkpointing(view: JobView) -> Iterator[Intent]:
 
 
 def telling(view: JobView) -> Iterator[Intent]:
-    """A checkpoint that the disk did not take costs no step, and must not go by in silence."""
+    """What the disk does not take must not go by in silence: a checkpoint, which costs no step, and what a step waits for."""
     writing = view.writing
-    if writing is None or not writing.error:
-        return
-    then = "the next one is tried when it is due" if writing.over else "it is tried again until the disk takes it"
-    sentence = f"the checkpoint of step {writing.version.step} could not be written ({writing.error}); {then}"
-    known = view.mirror.troubles.get(CHECKPOINT_TROUBLE)
+    if writing is not None and writing.error:
+        then = "the next one is tried when it is due" if writing.over else "it is tried again until the disk takes it"
+        sentence = f"the checkpoint of step {writing.version.step} could not be written ({writing.error}); {then}"
+        yield from _told(view, CHECKPOINT_TROUBLE, sentence, f"warn {writing.version}")
+    if view.hindered:
+        yield from _told(view, FOLDER_TROUBLE, view.hindered, f"warn {view.head.version}")
+
+
+def _told(view: JobView, topic: str, sentence: str, turn: str) -> Iterator[Intent]:
+    known = view.mirror.troubles.get(topic)
     if known is None or known.record.sentence != sentence:
-        yield Intent(Warn(CHECKPOINT_TROUBLE, sentence), f"warn {sentence}", view.turn(f"warn {writing.version}"))
+        yield Intent(Warn(topic, sentence), f"warn {sentence}", view.turn(turn))
 
 
 def pruning(view: JobView) -> Iterator[Intent]:

@@ -169,6 +169,7 @@ class RankLinks:
             metrics=dict(state.report.metrics),
             phase=state.phase,
             writing=_writing(state),
+            trouble=state.trouble,
             progress=state.progress,
             speaks=max(min(READABLE), min(SCHEMA_VERSION, state.schema_version)),
         )

@@ -63,6 +63,8 @@ class RankView:
     phase: str = ""
     writing: CheckpointWriting | None = None
     """How the newest write of a checkpoint stands, on the rank that writes them."""
+    trouble: str = ""
+    """What the run's folder does not take from it, beside checkpoints, and is tried again."""
     progress: int = 0
     """Grows whenever it gets anywhere."""
     speaks: int = SCHEMA_VERSION
@@ -182,6 +184,11 @@ class JobView:
     def writing(self) -> CheckpointWriting | None:
         """How the newest write of a checkpoint stands in head's world; None if it has begun none."""
         return next((rank.writing for rank in self.ranks.values() if rank.writing is not None), None)
+
+    @property
+    def hindered(self) -> str:
+        """What the run's folder does not take from head's world, beside checkpoints; nothing if it takes all."""
+        return next((rank.trouble for rank in self.ranks.values() if rank.trouble), "")
 
     @property
     def is_over(self) -> bool:

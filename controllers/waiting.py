@@ -140,6 +140,7 @@ def waiting_for(view: JobView) -> Iterator[Wait]:
         what = f"{what} ({', '.join(sorted(phases))})" if phases else what
         if CHECKPOINT in phases and (writing := _being_written(view)):
             what = f"{what}; before its own, {writing}"
+        what = f"{what}; {view.hindered}" if view.hindered else what
         yield Wait("train", what, f"wait train {seal.token}", moved)
 
 

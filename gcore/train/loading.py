@@ -88,7 +88,7 @@ def load(launch: RankLaunch, meet: Meet, clock: Clock, tell: Callable[[str], Non
             restore_critic(models.critic, folder, manifest)
         progress = Progress.of(manifest)
     saver = Saver(launch, models.policy, models.critic, writer)
-    saver.stage(Version(launch.lineage, launch.start.step), loading)
+    saver.stage(Version(launch.lineage, launch.start.step), loading, collective.max)
     loading()
     copier = Copier(launch, collective, models)
     copier.settle()

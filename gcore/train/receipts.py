@@ -6,11 +6,14 @@ reported then. Receipts of a world that was rolled back stay; they name their wo
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 
+from gcore.atomic import sync
 from gcore.ledger.balance import SampleSlot
 from gcore.schema import SCHEMA_VERSION
 from gcore.train.feed_state import Work
@@ -25,15 +28,29 @@ class ReceiptBook:
     world: str
     rank: int
 
+    @property
+    def file(self) -> Path:
+        """The file of this rank."""
+        return receipts_file(self.run_dir, self.world, self.rank)
+
     def write(self, work: Work, loss: float | None) -> None:
-        """Append the receipt of a step that was trained on, and wait until it is on the disk. Raises OSError."""
-        path = receipts_file(self.run_dir, self.world, self.rank)
+        """Append the receipt of a step that was trained on, and wait until it is on the disk. Raises OSError; then nothing of
+        it is there, and it may be written again."""
+        path = self.file
+        is_new = not path.exists()
         path.parent.mkdir(parents=True, exist_ok=True)
         line = json.dumps(self._fields(work, loss), separators=(",", ":"), allow_nan=False) + "\n"
-        with path.open("a", encoding="utf-8") as file:
-            file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
+        with path.open("ab", buffering=0) as file:
+            before = file.seek(0, os.SEEK_END)
+            try:
+                _write_all(file, line.encode())
+                os.fsync(file.fileno())
+                if is_new:  # its name, too
+                    sync(path.parent)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    file.truncate(before)
+                raise
 
     def _fields(self, work: Work, loss: float | None) -> dict[str, object]:
         by_group: dict[int, list[int]] = {}
@@ -49,3 +66,9 @@ class ReceiptBook:
             "groups": [[str(group.ref), group.digest, samples] for group, samples in groups],
             "loss": loss,
         }
+
+
+def _write_all(file: FileIO, data: bytes) -> None:
+    left = memoryview(data)
+    while left:  # a disk that fills up takes a part, and says so at the next
+        left = left[file.write(left) :]

@@ -1,7 +1,8 @@
 """Brings weights and checkpoints to the run's folder, and checkpoints back. Every rank takes part; rank 0 writes.
 
-Tensors are gathered one by one. Staged weights are written as they come, inside the step: engines wait for them. They are
-not forced to the disk, because a machine that loses power takes its world with it, and the next world stages its own.
+Tensors are gathered one by one. Staged weights are written as they come, inside the step: engines wait for them. A disk that
+does not take them is tried again (`gcore.train.insisting`). They are not forced to the disk, because a machine that loses
+power takes its world with it, and the next world stages its own.
 
 A checkpoint costs its step only a copy to rank 0's host memory (`gcore.train.snapshot`, which says how much). It goes to the
 disk beside the steps that follow (`gcore.train.writing`), forced there before its folder gets its name. The copy is one: a
@@ -13,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,10 +23,11 @@ from torch import Tensor
 
 from gcore.atomic import sweep, whole_folder
 from gcore.train.critic import Critic
+from gcore.train.insisting import Highest, Insisting
 from gcore.train.launch import RankLaunch
 from gcore.train.policy import Policy
 from gcore.train.snapshot import CODES, CopiedFile, HostCopy
-from gcore.train.trained import TrainedModel
+from gcore.train.trained import NamedTensor, TrainedModel
 from gcore.train.writing import CheckpointWriter, Tick
 from gcore.types import Version
 from gcore.weights.layout import (
@@ -49,8 +51,6 @@ DRAIN_S = 0.5
 """Between two looks at whether the checkpoint before is written."""
 BLOCK_BYTES = 16 << 20
 """Brought to the disk at once: so often is it told that the disk takes something."""
-Highest = Callable[[Sequence[float]], list[float]]
-"""Each number's largest over the ranks; a collective."""
 NAMES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -92,23 +92,31 @@ class Saver:
         if critic is not None:
             self._copies.append(_Model(f"{CRITIC_FOLDER}/", HostCopy(critic), launch.critic_path))
         self.writer = writer or CheckpointWriter(launch.run_path, launch.world)
+        self.insisting = Insisting(self.writer.hindered, launch.spec.train.watchdog_s)
         if self._writes:
             sweep(launch.run_path / "weights")
             sweep(launch.run_path / "checkpoints")
 
-    def stage(self, version: Version, tell: Callable[[], None]) -> str:
-        """Write the weights of `version` for engines; the folder relative to the run's. A collective."""
+    def stage(self, version: Version, tell: Callable[[], None], highest: Highest) -> str:
+        """Write the weights of `version` for engines; the folder relative to the run's. A collective. Raises NotTaken."""
         target = weights_folder(self._launch.run_path, version)
-        if not self._writes:
-            for _ in self._policy.tensors("served"):
-                tell()
-        else:
-            with whole_folder(target, owner=self._launch.world, durable=False) as folder:
-                for source in companions(self._launch.model_path):
-                    _link_or_copy(source, folder / source.name)
-                self._write_served(folder / MODEL_FILE, tell)
-            _keep_newest(target.parent)
+        what = f"the weights of step {version.step}"
+        self.insisting.until_taken(what, target.parent, lambda: self._stage(target, tell), highest, tell)
         return str(target.relative_to(self._launch.run_path))
+
+    def _stage(self, target: Path, tell: Callable[[], None]) -> None:
+        """One try, which takes part to its end, whatever the disk says on the way."""
+        tensors = self._policy.tensors("served")
+        try:
+            if self._writes:
+                with whole_folder(target, owner=self._launch.world, durable=False) as folder:
+                    for source in companions(self._launch.model_path):
+                        _link_or_copy(source, folder / source.name)
+                    self._write_served(folder / MODEL_FILE, tensors, tell)
+                _keep_newest(target.parent)
+        finally:
+            for _ in tensors:
+                tell()
 
     def drain(self, highest: Highest, tell: Callable[[], None]) -> None:
         """Wait until no checkpoint is being written any more; `tell` hears of its progress, on every rank. A collective.
@@ -160,12 +168,12 @@ class Saver:
         total = sum(one.nbytes for _, copies in taken for one in copies)
         self.writer.begin(version, total, fill, insist=insist)
 
-    def _write_served(self, path: Path, tell: Callable[[], None]) -> None:
+    def _write_served(self, path: Path, tensors: Iterator[NamedTensor], tell: Callable[[], None]) -> None:
         model, extra = self._policy, list(self._policy.buffers())
         shapes = {key: TensorShape(CODES[self._dtype], shape) for key, shape in model.shapes.items()}
         shapes |= {one.name: TensorShape(CODES[one.tensor.dtype], tuple(one.tensor.shape)) for one in extra}
         with TensorsFile(path, shapes, hashed=False) as file:
-            for one in model.tensors("served"):
+            for one in tensors:
                 file.write(one.name, _bytes(one.tensor.to(self._dtype)))
                 tell()
             for one in extra:

@@ -54,14 +54,15 @@ class RankBoard:
         self.error = ""
         self.saved: Saved | None = None
         self.writing: Writing | None = None
+        self.trouble = ""
         self._report: pb.StepReport | None = None
         self._changed = asyncio.Event()
 
     @property
     def checkpointing(self) -> object:
-        """What of the checkpoints is worth a message of its own."""
+        """What of the checkpoints, and of the folder they go to, is worth a message of its own."""
         writing = self.writing
-        return self.saved, writing and (writing.version, writing.error, writing.over)
+        return self.trouble, self.saved, writing and (writing.version, writing.error, writing.over)
 
     def show(self) -> None:
         """Let everybody who watches see it."""
@@ -88,6 +89,7 @@ class RankBoard:
         """As the protocol says it."""
         message = write_state(self.state)
         message.phase, message.progress, message.error = self.phase, self.progress, self.error
+        message.trouble = self.trouble
         if self._report is not None:
             message.report.CopyFrom(self._report)
         if self.saved is not None:

@@ -169,7 +169,7 @@ class RankProcess:
             self._failed(defect)
             return
         board, told = self._board, self._board.checkpointing
-        board.saved, board.writing = self._writer.saved, self._writer.writing
+        board.saved, board.writing, board.trouble = self._writer.saved, self._writer.writing, self._writer.trouble
         if self._busy.done() and not self._end.done():
             self._pulse.tell(self._resting)
         if board.checkpointing != told:  # bytes alone are shown with the next progress

@@ -100,7 +100,7 @@ class StepTrainer:
         self.progress = progress
 
     def run(self, work: Work, tell: Tell) -> StepResult:
-        """Train on a step. Raises WorldDiverged, DiskFull, and whatever torch raises."""
+        """Train on a step. Raises WorldDiverged, NotTaken, and whatever torch raises."""
         point(At.STEP, "before")
         self._agree(work)
         if self._copier is not None:
@@ -117,10 +117,10 @@ class StepTrainer:
             tell("saving")
             version = Version(self._launch.lineage, work.seal.step)
             point(At.STAGE, "before")
-            weights = self._saver.stage(version, partial(tell, "saving"))
+            weights = self._saver.stage(version, partial(tell, "saving"), self._collective.max)
             point(At.STAGE, "after")
             point(At.RECEIPT, "before")
-            self._receipts.write(work, metrics.get("loss"))
+            self._write_receipt(work, metrics.get("loss"), partial(tell, "saving"))
             point(At.RECEIPT, "after")
         self._checkpoint(work.seal, version, timer, tell)
         if self._copier is not None and self._copier.wanted:
@@ -273,6 +273,18 @@ class StepTrainer:
         now = self.progress
         self.progress = dataclasses.replace(now, updates=now.updates + 1, skipped=now.skipped + (not result.applied))
         tally.updated(result, rate)
+
+    def _write_receipt(self, work: Work, loss: float | None, tell: Callable[[], None]) -> None:
+        """Once, on each rank: who has written its own only waits for the others. A collective."""
+        left = [work]
+
+        def write() -> None:
+            if left:
+                self._receipts.write(left[0], loss)
+                left.clear()
+
+        what, where = f"a receipt of step {work.seal.step}", self._receipts.file.parent
+        self._saver.insisting.until_taken(what, where, write, self._collective.max, tell)
 
     def _checkpoint(self, seal: Seal, version: Version, timer: PhaseTimer, tell: Tell) -> None:
         """Copy a checkpoint that is due and begin to write it, once the one before it is written."""

@@ -61,7 +61,7 @@ class _GivenUp(Exception):
 
 
 class CheckpointWriter:
-    """One rank's. `saved` and `writing` may be read from any thread; `show` is called from the writing one at each change."""
+    """One rank's. `saved`, `writing` and `trouble` may be read from any thread; `show` is called from the writing one at each change."""
 
     def __init__(self, run_dir: Path, owner: str, show: Callable[[], None] | None = None) -> None:
         self._run_dir = run_dir
@@ -73,6 +73,13 @@ class CheckpointWriter:
         self.again_s = AGAIN_S
         self.saved: Saved | None = None
         self.writing: Writing | None = None
+        self.trouble = ""
+        """What else the run's folder does not take, and is tried again."""
+
+    def hindered(self, trouble: str) -> None:
+        """Show what else it does not take; nothing: it does."""
+        self.trouble = trouble
+        self._show()
 
     @property
     def busy(self) -> bool:

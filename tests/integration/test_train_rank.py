@@ -440,6 +440,26 @@ async def test_a_disk_that_takes_no_checkpoint_costs_no_step(model: Path, tmp_pa
     assert [path.name for path in in_the_way.iterdir()] == ["0-2"]
 
 
+async def test_a_disk_that_takes_no_weights_is_told_and_the_step_ends_when_it_takes_them(
+    model: Path, tmp_path: Path
+) -> None:
+    weights = tmp_path / "weights"
+    with train_world(tmp_path, make_spec(model, zero_stage=3), ranks=2) as world:
+        weights.rename(tmp_path / "aside")
+        weights.write_text("a file where the folder should be")
+        step = asyncio.create_task(world.step(1))
+        async with world.stub(1) as stub:  # which writes no weights, and has waited with the other
+            async for state in stub.Watch(pb.WatchRequest(world=world.id)):
+                if state.trouble:
+                    break
+        assert state.trouble.startswith("the weights of step 1 cannot be written (Not a directory): ")
+        weights.unlink()
+        (tmp_path / "aside").rename(weights)
+        done = await step
+        assert not done[0].trouble
+        assert (weights / "0-1" / "model.safetensors").is_file()
+
+
 async def test_a_rank_without_memory_names_the_fields_to_lower(model: Path, tmp_path: Path) -> None:
     # Attention asks for more memory than there is, once the flag is there: torch's own error, in a real rank.
     flag, injected = tmp_path / "full", tmp_path / "injected"

@@ -8,21 +8,18 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from safetensors.numpy import load_file
+from saving_ranks import SECONDS, Model, Ranks
 
-from gcore.testing.rank_launch import rank_launch
 from gcore.train import saving
-from gcore.train.saving import Progress, Saver, _write_copy
+from gcore.train.saving import Progress, _write_copy
 from gcore.train.snapshot import HostCopy
-from gcore.train.trained import NamedTensor
 from gcore.train.writing import CheckpointWriter, Saved, Tick, Writing
 from gcore.types import Version
 from gcore.weights.layout import (
@@ -35,7 +32,6 @@ from gcore.weights.layout import (
 )
 
 FILES = ("model.safetensors", "exp_avg.safetensors", "exp_avg_sq.safetensors", "config.json")
-SECONDS = 60.0
 
 
 def fill(folder: Path, tick: Tick) -> None:
@@ -213,38 +209,14 @@ def test_a_process_that_is_killed_leaves_the_whole_or_nothing_that_has_a_name(
     points = tmp_path / "points"
     points.mkdir()
     (points / f"checkpoint.{moment}").write_text("kill")
-    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here), str(here.parent / "support"), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = os.environ | {"GCORE_FAULT_POINTS": str(points), "PYTHONPATH": path}
     ended = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], env=env, check=False, timeout=SECONDS)
     assert ended.returncode == -signal.SIGKILL
     assert lying(tmp_path) == left
     if left == ["0-1"]:
         verify_checkpoint(checkpoint_folder(tmp_path, Version(0, 1)))
-
-
-class Model:
-    """What a snapshot needs of a trained model. Its tensors are its own memory, as at ZeRO 1: a step changes them in place."""
-
-    def __init__(self) -> None:
-        self.values = {
-            "a": torch.arange(6, dtype=torch.float32).reshape(3, 2),
-            "b": torch.tensor(4.0),
-            "c": torch.full((5,), 0.5, dtype=torch.bfloat16),
-        }
-        self.steps = torch.tensor([7], dtype=torch.int64)
-        self.flag = torch.tensor([True, False, True])
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: tuple(value.shape) for name, value in self.values.items()}
-
-    def tensors(self, kind: str) -> Iterator[NamedTensor]:
-        for name, value in self.values.items():
-            yield NamedTensor(name, value if kind == "master" else value * 2)
-
-    def buffers(self) -> Iterator[NamedTensor]:
-        yield NamedTensor("flag", self.flag)
-        yield NamedTensor("steps", self.steps)
 
 
 def read(folder: Path, files: Any) -> dict[str, dict[str, np.ndarray[Any, Any]]]:
@@ -282,35 +254,6 @@ def test_the_copys_memory_is_used_again(tmp_path: Path) -> None:
     at = [np.frombuffer(files[0].tensors["a"].data, dtype=np.uint8).ctypes.data for files in (first, second)]
     assert at[0] == at[1]
     assert sum(one.nbytes for one in first) == 12 * 12 + 3 + 8, "12 bytes a parameter, and the buffers"
-
-
-class Ranks:
-    """Two ranks, a thread each; `highest` is their collective."""
-
-    def __init__(self, folder: Path) -> None:
-        (folder / "model").mkdir()
-        (folder / "model" / "config.json").write_text("{}")
-        spec = {
-            "name": "j",
-            "model": {"path": str(folder / "model")},
-            "data": {"path": "d"},
-            "flow": {"steps": 9},
-            "rollout": {"max_new_tokens": 4},
-        }
-        self.models = [Model(), Model()]
-        self.savers = [
-            Saver(rank_launch(spec, folder / "run", rank=rank, world_size=2), model)  # type: ignore[arg-type]
-            for rank, model in enumerate(self.models)
-        ]
-        self._meet = threading.Barrier(2, timeout=SECONDS)
-        self._brought: list[list[float]] = [[], []]
-
-    def highest(self, rank: int, values: Sequence[float]) -> list[float]:
-        self._brought[rank] = list(values)
-        self._meet.wait()
-        found = [max(pair) for pair in zip(*self._brought, strict=True)]
-        self._meet.wait()
-        return found
 
 
 def test_a_checkpoint_that_is_due_waits_for_the_one_before_on_all_ranks(

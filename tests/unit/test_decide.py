@@ -436,6 +436,16 @@ def test_a_checkpoint_that_the_disk_did_not_take_is_told_once_with_its_reason() 
     assert any(isinstance(action, Warn) for action in actions(view)), "it is one of the rules"
 
 
+def test_what_a_step_waits_for_on_the_disk_is_told_once() -> None:
+    view = running(ranks={0: RankView(0), 1: RankView(1)})
+    sentence = "the weights of step 1 cannot be written (No space left on device): /runs/j/weights"
+    hindered = replace(view, ranks={rank: replace(known, trouble=sentence) for rank, known in view.ranks.items()})
+    assert told(view) == []
+    assert told(hindered) == [sentence]
+    known = stored(Trouble(topic="folder", node="node-1", sentence=sentence))
+    assert told(with_mirror(hindered, troubles={"folder": known})) == []
+
+
 def test_what_waits_for_the_disk_says_how_far_it_is() -> None:
     shown = CheckpointWriting(Version(0, 2), total=120_000_000, written=30_000_000, error="", over=False)
     view, seal = sealed(running(), holder=ME, ready=True)

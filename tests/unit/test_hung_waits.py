@@ -75,6 +75,15 @@ def test_a_rank_in_a_step_moves_with_its_progress_and_stands_still_without() -> 
     assert at(1).what == "train ranks 0 and 1 train step 1 (update)"
 
 
+def test_a_step_that_waits_for_the_disk_says_so() -> None:
+    view = sealed_job(ready=True, fed=(0, 1))
+    ranks = {
+        r: replace(known, phase="saving", trouble="the weights of step 1 cannot be written")
+        for r, known in view.ranks.items()
+    }
+    assert waits(replace(view, ranks=ranks))["train"].what.endswith("(saving); the weights of step 1 cannot be written")
+
+
 def test_a_batch_on_its_way_moves_with_what_arrives() -> None:
     view, some = sealed_job(), sealed_job(fed=(0,))
     assert waits(view)["exchange"].key == waits(some)["exchange"].key
