@@ -18,24 +18,18 @@ from pathlib import Path
 from typing import Any
 
 from controllers.changes import Changes
+from controllers.engine_counts import counted
 from controllers.pulse import EnginePatience, Pulse, Verdict
-from controllers.routing import Load, route
+from controllers.routing import Following, Load, route
 from controllers.view import EngineView
 from gcore.clock import Clock, SystemClock
 from gcore.errors import EngineError, EngineUnreachable
+from gcore.metrics import Metrics
 from gcore.rollout.client import EngineClient, SamplingParams
 from gcore.types import Sample, Version
 from gcore.worker.records import WorkerRecord
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Following:
-    """How a request lives through changes of weights: it begins with the version `wanted` now, of which `began` is told."""
-
-    wanted: Callable[[], Version]
-    began: Callable[[Version], None]
 
 
 @dataclass
@@ -66,12 +60,14 @@ class EngineBook:
         *,
         clock: Clock | None = None,
         patience: EnginePatience | None = None,
+        metrics: Metrics | None = None,
     ) -> None:
         self._changes = changes
         self._timeout_s = timeout_s
         self._connect = connect
         self._clock = clock or SystemClock()
         self._patience = patience or EnginePatience(request_s=timeout_s)
+        self._metrics = metrics or Metrics()
         self._lines: dict[str, _Line] = {}
         self._beside: set[asyncio.Task[None]] = set()
         """Aborts and probes."""
@@ -198,9 +194,8 @@ class EngineBook:
         rid = f"{rid}/{next(self._requests)}"
         finished = False
         try:
-            samples = await self._asked(
-                instance, line, line.client.generate_each(prompts, params, seeds=seeds, rid=rid)
-            )
+            asked = line.client.generate_each(prompts, params, seeds=seeds, rid=rid)
+            samples = await counted(self._asked(instance, line, asked), self._metrics, self._clock)
             finished = True
             made = {span.version for sample in samples for span in sample.spans}
             others = {one for one in made if one < version or (one != version and follow is None)}

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from controllers.actions import Action, Register, Retain, Warn
 from controllers.by_source import split_key
 from controllers.holdings import Holdings
+from controllers.housekeeping import CHECKPOINT_TROUBLE
 from controllers.reward_parts import named_parts
 from controllers.turns import Waits
+from controllers.view import JobView
 from controllers.waiting import Wait
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records import LogEntry
@@ -39,6 +42,17 @@ def show_waits(metrics: Metrics, mirror: JobMirror, waiting: Sequence[Wait], wai
         held = now - waits.since.get(wait.key, now)
         seconds[wait.cause] = max(seconds.get(wait.cause, 0.0), held)
     metrics.show_waits(mirror.job.record.name, seconds)
+
+
+def count_checkpoints(metrics: Metrics, action: Action, view: JobView) -> None:
+    """Count what a deed that was done made of checkpoints."""
+    match action:
+        case Register():
+            metrics.checkpoints.labels("registered").inc()
+        case Retain() if view.mirror.checkpoints is not None:
+            metrics.checkpoints.labels("forgotten").inc(len(view.mirror.checkpoints.record.entries) - len(action.kept))
+        case Warn() if action.topic == CHECKPOINT_TROUBLE:
+            metrics.checkpoints.labels("failed").inc()
 
 
 def show(metrics: Metrics, mirror: JobMirror, batch: WatchBatch, me: str) -> None:

@@ -146,7 +146,9 @@ class JobRunner(JobStanding):
         spec = stored_spec(self.mirror.job.record.spec)
         rollout = spec.rollout
         patience = EnginePatience(rollout.silent_s, rollout.watchdog_s, rollout.timeout_s)
-        self._engines = EngineBook(self.changes, rollout.timeout_s, clock=self._clock, patience=patience)
+        self._engines = EngineBook(
+            self.changes, rollout.timeout_s, clock=self._clock, patience=patience, metrics=self._metrics
+        )
         self._spec = spec
         self._rules = self._rules_or_none()
         self.is_working = True

@@ -12,12 +12,13 @@ from dataclasses import replace
 from controllers.changes import Changes
 from controllers.collectives import Collectives
 from controllers.demonstrating import demonstration
-from controllers.engines import EngineBook, Following
+from controllers.engines import EngineBook
 from controllers.evaluating import EvaluationBook, Evaluator
 from controllers.faults import FaultBook
 from controllers.holdings import Holdings
 from controllers.material import Material, sample_seed
 from controllers.ordering import EpochOrders
+from controllers.routing import Following
 from controllers.step import JobStep, Look
 from controllers.stopwatch import Stopwatch
 from gcore.clock import Clock

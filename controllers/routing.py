@@ -8,8 +8,18 @@ come up holds nothing back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from gcore.types import Version
+
+
+@dataclass(frozen=True, slots=True)
+class Following:
+    """How a request lives through changes of weights: it begins with the version `wanted` now, of which `began` is told."""
+
+    wanted: Callable[[], Version]
+    began: Callable[[Version], None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ import importlib
 import logging
 import os
 import signal
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,7 @@ from gcore.rpc_schema import VersionGate
 from gcore.schema import NEWEST_VERSION, SCHEMA_VERSION, UnreadableRecord, speak, spoken
 from gcore.store import keys
 from gcore.store.client import EtcdStore
+from gcore.store.measured import MeasuredStore
 from gcore.store.server_version import doubt
 from gcore.store.session import Session
 from gcore.store.types import Compare, Put, Store
@@ -81,7 +83,8 @@ class Daemon:
         config = self._config
         metrics = serve_metrics(self._metrics, config.listen_host, config.metrics_port)
         lease = config.lease_times
-        store = await EtcdStore.connect(config.etcd_endpoints, clock=self._clock, lease_call_s=lease.call_s)
+        etcd = await EtcdStore.connect(config.etcd_endpoints, clock=self._clock, lease_call_s=lease.call_s)
+        store = MeasuredStore(etcd, self._metrics, self._clock)
         server, address = await self._serve(store)
         log.info("%s answers on %s, metrics on %s", config.node, address, metrics.address)
         try:
@@ -90,7 +93,7 @@ class Daemon:
                     self._keeper = Keeper(config, store, self._clock)
                     group.create_task(self._keeper.run(), name="keeper")
                 else:
-                    group.create_task(self._doubt(store), name="etcd's version")
+                    group.create_task(self._doubt(etcd), name="etcd's version")
                 while True:
                     await self._life(store, address, metrics.address)
         finally:
@@ -146,7 +149,7 @@ class Daemon:
     def _trouble(self) -> str:
         return self._keeper.trouble if self._keeper is not None else ""
 
-    async def _life(self, store: EtcdStore, address: str, metrics_address: str) -> None:
+    async def _life(self, store: Store, address: str, metrics_address: str) -> None:
         """One incarnation: from a granted lease to its loss."""
         config = self._config
         incarnation = new_incarnation(config.node)
@@ -243,6 +246,7 @@ class Daemon:
                 if self._speak(cluster):
                     changes.notify()
                 self._forget_ended(running, cluster)
+                self._show(cluster)
                 if cluster.active - running.keys():
                     await asyncio.to_thread(importlib.import_module, "controllers.job")
                 for uid in cluster.active - running.keys():
@@ -274,6 +278,10 @@ class Daemon:
         from controllers.job import JobRunner
 
         return JobRunner(uid, identity, store, cluster, Changes(), self._metrics, self._clock, self._config)
+
+    def _show(self, cluster: ClusterMirror) -> None:
+        mine = [worker for worker in cluster.workers.values() if worker.node == self._config.node]
+        self._metrics.show_cluster(len(cluster.nodes), Counter((worker.role, worker.state) for worker in mine))
 
     def _notify_runners(self) -> None:
         for runner in self._runners.values():

@@ -12,7 +12,7 @@ Does not decide what is worth an alert (`deploy/prometheus`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from wsgiref.simple_server import WSGIServer
@@ -20,7 +20,6 @@ from wsgiref.simple_server import WSGIServer
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, start_http_server
 
 from gcore import __version__
-from gcore.clock import Clock
 from gcore.errors import UsageError
 
 CALL_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
@@ -137,9 +136,6 @@ class Metrics:
         self.store_unavailable = self._counter(
             "gcore_store_unavailable_total", "Calls to the store that had no answer in time.", "operation"
         )
-        self.cycle_outcomes = self._counter(
-            "gcore_cycle_outcomes_total", "Cycles of the daemon's loops by outcome code.", "code"
-        )
 
     def _chain(self) -> None:
         """Steps and what came of the prompts."""
@@ -156,8 +152,11 @@ class Metrics:
             WORK_BUCKETS_S,
             "phase",
         )
-        self.exchange_bytes = self._counter("gcore_exchange_bytes_total", "Bytes of samples sent to train ranks.")
-        self.checkpoints = self._counter("gcore_checkpoints_total", "Checkpoints by result.", "result")
+        self.checkpoints = self._counter(
+            "gcore_checkpoints_total",
+            "Checkpoints by what this process did or told of them: registered, forgotten, failed (not written).",
+            "result",
+        )
         self._step_stats = {key: self._gauge(name, help_, "job") for key, (name, help_) in STEP_STATS.items()}
         self._source_stats = {
             key: self._gauge(name, help_, "job", "source") for key, (name, help_) in SOURCE_STATS.items()
@@ -214,43 +213,38 @@ class Metrics:
 
     def _membership(self) -> None:
         """Who is there, who works on what, and what is waited for."""
-        self.nodes = self._gauge("gcore_nodes", "Controllers registered in the cluster.")
+        self._nodes = self._gauge("gcore_nodes", "Controllers registered in the cluster.")
         self.members = self._gauge("gcore_members", "Controllers that work on the job.", "job")
         self.shards_owned = self._gauge("gcore_shards_owned", "Shards assigned to this process.", "job")
-        self.workers = self._gauge(
+        self._workers = self._gauge(
             "gcore_workers",
             "Workers of this node by pool and state (starting, serving, stopping, failed).",
             "pool",
             "state",
         )
-        self.waiting = self._gauge("gcore_waiting", "What waits in this process now, by cause.", "cause")
+        self._waiting = self._gauge("gcore_waiting", "Jobs that wait in this process now, by cause.", "cause")
         self._job_waits = self._gauge(
             "gcore_job_waiting_seconds",
             "Seconds that the job has been waiting for something, as this process sees it, by cause.",
             "job",
             "cause",
         )
-        self._waited: dict[str, set[str]] = {}
+        self._waited: dict[str, Mapping[str, float]] = {}
         self.stalls = self._counter(
             "gcore_stalls_total",
             "Waits of which nothing had moved for so long that an event tells it, by cause.",
             "cause",
         )
-        self.waiting_seconds = self._counter(
-            "gcore_waiting_seconds_total", "Seconds waited in this process, by cause.", "cause"
+        self._waiting_seconds = self._counter(
+            "gcore_waiting_seconds_total", "Seconds that jobs waited in this process, by cause.", "cause"
         )
 
-    @contextlib.contextmanager
-    def wait(self, cause: str, clock: Clock) -> Iterator[None]:
-        """Count what stands inside as waiting for `cause` (a code, not a sentence)."""
-        begun = clock.monotonic()
-        gauge = self.waiting.labels(cause)
-        gauge.inc()
-        try:
-            yield
-        finally:
-            gauge.dec()
-            self.waiting_seconds.labels(cause).inc(max(0.0, clock.monotonic() - begun))
+    def show_cluster(self, nodes: int, workers: Mapping[tuple[str, str], int]) -> None:
+        """Set how many controllers there are, and how many workers of this node by pool and state."""
+        self._nodes.set(nodes)
+        self._workers.clear()
+        for (pool, state), count in workers.items():
+            self._workers.labels(pool, state).set(count)
 
     def show_stats(self, job: str, stats: Mapping[str, float]) -> None:
         """Set the gauges of `STEP_STATS` that `stats` names; other statistics have no metric."""
@@ -277,11 +271,18 @@ class Metrics:
 
     def show_waits(self, job: str, seconds: Mapping[str, float]) -> None:
         """Set for how long the job has been waiting, by cause; of a cause that is over nothing is shown."""
-        for cause in self._waited.get(job, set()) - seconds.keys():
+        before = self._waited.get(job, {})
+        self._waited[job] = dict(seconds)
+        for cause in before.keys() - seconds.keys():
             self._job_waits.remove(job, cause)
-        self._waited[job] = set(seconds)
         for cause, held in seconds.items():
             self._job_waits.labels(job, cause).set(held)
+            # Less than before: it was over, and has begun again.
+            more = held - before.get(cause, 0.0)
+            self._waiting_seconds.labels(cause).inc(more if more >= 0 else held)
+        for cause in before.keys() | seconds.keys():
+            waiting = sum(cause in causes for causes in self._waited.values())
+            self._waiting.labels(cause).set(waiting)
 
     def show_parts(self, job: str, parts: Mapping[str, float]) -> None:
         """Set the gauges of what a step's rewards are made of."""

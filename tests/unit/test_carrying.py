@@ -14,10 +14,11 @@ from controllers.carrying import EVALUATION_PATIENCE_S, expiring
 from controllers.changes import Changes
 from controllers.coalescing import COALESCE_S
 from controllers.decide import decide
-from controllers.engines import EngineBook, Following
+from controllers.engines import EngineBook
 from controllers.flights import Flights
 from controllers.gauges import show_flights
 from controllers.holdings import Holdings
+from controllers.routing import Following
 from controllers.step import JobStep
 from controllers.view import JobView
 from controllers.waiting import waiting_for

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import socket
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from prometheus_client import Metric
+from prometheus_client import Counter, Gauge, Histogram, Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from gcore.errors import UsageError
 from gcore.metrics import SOURCE_STATS, STEP_STATS, Metrics, serve_metrics
 
+ROOT = Path(__file__).parents[2]
 LABELS = {
     "kind",
     "source",
@@ -96,7 +97,7 @@ def test_a_forgotten_job_leaves_nothing_behind() -> None:
     assert "gcore_accuracy_ratio{'job': 'sums'}" in set(labelled(metrics))
     metrics.forget_job("sums")
     metrics.forget_job("another")
-    assert set(labelled(metrics)) == before
+    assert {name for name in labelled(metrics) if not name.startswith("gcore_waiting")} == before
 
 
 def test_two_catalogues_do_not_share_counts() -> None:
@@ -107,40 +108,69 @@ def test_two_catalogues_do_not_share_counts() -> None:
     assert other.registry.get_sample_value("gcore_transactions_total", labels) is None
 
 
-class HandClock:
-    now = 0.0
+def test_what_is_waited_for_is_counted_by_cause_and_its_seconds_are_added_up() -> None:
+    metrics = Metrics()
 
-    def monotonic(self) -> float:
-        return self.now
+    def seen(name: str, **labels: str) -> float | None:
+        return metrics.registry.get_sample_value(name, labels)
 
-    def wall(self) -> float:
-        return self.now
+    metrics.show_waits("one", {"train": 2.0, "peers": 1.0})
+    metrics.show_waits("other", {"train": 0.5})
+    assert (seen("gcore_waiting", cause="train"), seen("gcore_waiting", cause="peers")) == (2, 1)
+    metrics.show_waits("one", {"train": 3.0})
+    assert (seen("gcore_waiting", cause="train"), seen("gcore_waiting", cause="peers")) == (2, 0)
+    assert seen("gcore_waiting_seconds_total", cause="train") == 3.5
+    assert seen("gcore_job_waiting_seconds", job="one", cause="train") == 3.0
+    metrics.show_waits("one", {"train": 1.0})  # it was over, and has begun again
+    assert seen("gcore_waiting_seconds_total", cause="train") == 4.5
+    metrics.forget_job("one")
+    metrics.forget_job("other")
+    assert seen("gcore_waiting", cause="train") == 0
 
-    async def sleep(self, seconds: float) -> None:
-        raise AssertionError("nothing here sleeps")
+
+def test_workers_that_are_gone_are_shown_no_more() -> None:
+    metrics = Metrics()
+    metrics.show_cluster(3, {("rollout", "serving"): 2, ("train", "starting"): 1})
+    assert metrics.registry.get_sample_value("gcore_nodes") == 3
+    metrics.show_cluster(2, {("rollout", "serving"): 1})
+    found = {str(s.labels): s.value for f in metrics.registry.collect() for s in f.samples if s.name == "gcore_workers"}
+    assert found == {"{'pool': 'rollout', 'state': 'serving'}": 1}
 
 
-def test_waiting_is_shown_while_it_lasts_and_its_seconds_are_added_up() -> None:
-    metrics, clock = Metrics(), HandClock()
-    quota = {"cause": "quota"}
-    with contextlib.suppress(KeyError), metrics.wait("quota", clock):
-        clock.now += 2.5
-        assert metrics.registry.get_sample_value("gcore_waiting", quota) == 1
-        raise KeyError
-    assert metrics.registry.get_sample_value("gcore_waiting", quota) == 0
-    assert metrics.registry.get_sample_value("gcore_waiting_seconds_total", quota) == 2.5
+def test_every_metric_of_the_catalogue_is_set_somewhere() -> None:
+    """By who counts, in the open; or by a method of the catalogue, which somebody calls."""
+    sources = [path for top in ("gcore", "controllers", "placement") for path in (ROOT / top).rglob("*.py")]
+    texts = {path: path.read_text(encoding="utf-8") for path in sources}
+    own = texts.pop(ROOT / "gcore" / "metrics.py")
+    outside = "\n".join(texts.values())
+    called = {name for name in re.findall(r"    def (show_\w+)\(", own) if f"etrics.{name}(" in outside}
+    methods = dict(re.findall(r"    def (\w+)\((.*?)(?=\n    def |\Z)", own, re.DOTALL))
+    shown = "\n".join(methods[name] for name in called)
+    metrics = {name: one for name, one in vars(Metrics()).items() if _is_metric(one)}
+    assert {"_waiting", "checkpoints", "_step_stats"} <= metrics.keys()
+    unused = [
+        name
+        for name in metrics
+        if not (re.search(rf"etrics\.{name}\b", outside) if not name.startswith("_") else f"self.{name}" in shown)
+    ]
+    assert unused == []
+
+
+def _is_metric(one: object) -> bool:
+    values = list(one.values()) if isinstance(one, dict) else [one]
+    return bool(values) and all(isinstance(value, Counter | Gauge | Histogram) for value in values)
 
 
 def test_metrics_are_served_over_http_as_prometheus_reads_them() -> None:
     metrics = Metrics()
-    metrics.cycle_outcomes.labels("COMMITTED").inc(3)
+    metrics.stalls.labels("train").inc(3)
     server = serve_metrics(metrics)
     try:
         with urllib.request.urlopen(f"http://{server.address}/metrics", timeout=30) as answer:
             families = {family.name: family for family in text_string_to_metric_families(answer.read().decode())}
     finally:
         server.close()
-    assert [s.value for s in families["gcore_cycle_outcomes"].samples if s.name.endswith("_total")] == [3]
+    assert [s.value for s in families["gcore_stalls"].samples if s.name.endswith("_total")] == [3]
     assert families["process_start_time_seconds"].samples[0].value > 1e9
 
 

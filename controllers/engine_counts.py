@@ -1,0 +1,34 @@
+"""What is asked of engines, counted: requests by result, how long they took, and what they brought. Decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+
+from gcore.clock import Clock
+from gcore.errors import EngineError, EngineUnreachable
+from gcore.metrics import Metrics
+from gcore.types import Sample
+
+POOL = "rollout"
+
+
+async def counted(request: Awaitable[tuple[Sample, ...]], metrics: Metrics, clock: Clock) -> tuple[Sample, ...]:
+    """What `request` brings. Raises what it raises."""
+    begun, result = clock.monotonic(), "aborted"  # also of one that whoever asked gives up
+    try:
+        samples = await request
+        if not any(sample.finish_reason == "abort" for sample in samples):
+            result = "ok"
+        metrics.samples.inc(len(samples))
+        metrics.generated_tokens.inc(sum(len(sample.token_ids) for sample in samples))
+    except EngineUnreachable:
+        result = "unreachable"
+        raise
+    except EngineError:
+        result = "refused"
+        raise
+    else:
+        return samples
+    finally:
+        metrics.engine_requests.labels(POOL, result).inc()
+        metrics.engine_seconds.labels(POOL).observe(max(clock.monotonic() - begun, 0.0))

@@ -1,0 +1,120 @@
+"""What is counted where it happens: checkpoints, requests to engines, calls to the store."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from job_views import running_job, stored
+
+from controllers import deeds
+from controllers.actions import Action, Intent, Register, Retain, Warn
+from controllers.changes import Changes
+from controllers.deeds import Deeds
+from controllers.engine_counts import counted
+from controllers.hands import Applied
+from controllers.housekeeping import CHECKPOINT_TROUBLE
+from gcore.errors import EngineError, EngineUnreachable, StoreUnavailable
+from gcore.ledger.guarded import TxnOutcome
+from gcore.ledger.records import Checkpoint, Checkpoints
+from gcore.metrics import Metrics
+from gcore.store.measured import MeasuredStore
+from gcore.testing import FakeClock, MemoryCluster, MemoryStore, PerfectNetwork
+from gcore.types import Sample, Version, VersionSpan
+
+FIRST = Checkpoint(lineage=0, step=0, seq=0, file="")
+NEXT = Checkpoint(lineage=0, step=2, seq=2, file="checkpoints/0-2")
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float:
+    return metrics.registry.get_sample_value(name, labels) or 0.0
+
+
+@pytest.mark.parametrize(
+    ("action", "result", "count"),
+    [
+        (Register(NEXT), "registered", 1),
+        (Retain((FIRST,)), "forgotten", 1),
+        (Warn(CHECKPOINT_TROUBLE, "the disk is full"), "failed", 1),
+        (Warn("damaged", "it is not whole"), "failed", 0),
+    ],
+)
+async def test_checkpoints_are_counted_by_what_was_done_of_them_and_not_by_what_was_tried(
+    action: Action, result: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view = running_job()
+    known = stored(Checkpoints(entries=(FIRST, NEXT)))
+    view = replace(view, mirror=replace(view.mirror, checkpoints=known))
+    metrics, outcomes = Metrics(), [TxnOutcome.STALE, TxnOutcome.UNKNOWN, TxnOutcome.WON]
+
+    async def applied(*_: Any) -> Applied:
+        return Applied(outcomes.pop(0), "done", 9)
+
+    monkeypatch.setattr(deeds, "apply", applied)
+    changes = Changes()
+    job: Any = SimpleNamespace(
+        uid="u", changes=changes, mirror=view.mirror, hands=lambda: None, look_anew=lambda: None, fail=None
+    )
+    doer = Deeds(job, metrics, FakeClock())
+    while outcomes:
+        before = len(outcomes)
+        await doer.carry_out(Intent(action, "topic"), view)
+        while len(outcomes) == before:  # noqa: ASYNC110 - a deed in the background has nobody to wait for
+            await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert value(metrics, "gcore_checkpoints_total", result=result) == count
+
+
+def sample(reason: Any) -> Sample:
+    return Sample((1, 2), (0.0, 0.0), "ab", reason, (VersionSpan(Version(0, 1), 0, 2),))
+
+
+@pytest.mark.parametrize(
+    ("brings", "result"),
+    [
+        ((sample("stop"), sample("length")), "ok"),
+        ((sample("stop"), sample("abort")), "aborted"),
+        (EngineUnreachable("gone"), "unreachable"),
+        (EngineError("no"), "refused"),
+        (asyncio.CancelledError(), "aborted"),
+    ],
+    ids=["ok", "aborted", "unreachable", "refused", "given up"],
+)
+async def test_requests_to_engines_are_counted_by_what_came_of_them(brings: Any, result: str) -> None:
+    metrics = Metrics()
+
+    async def request() -> tuple[Sample, ...]:
+        if isinstance(brings, BaseException):
+            raise brings
+        return tuple(brings)
+
+    (outcome,) = await asyncio.gather(counted(request(), metrics, FakeClock()), return_exceptions=True)
+    assert type(outcome) is type(brings)
+    results = ("ok", "aborted", "unreachable", "refused")
+    counts = {r: value(metrics, "gcore_engine_requests_total", pool="rollout", result=r) for r in results}
+    assert counts == {r: float(r == result) for r in results}
+    made = 2 if isinstance(brings, tuple) else 0
+    assert value(metrics, "gcore_samples_total") == made
+    assert value(metrics, "gcore_generated_tokens_total") == 2 * made
+    assert value(metrics, "gcore_engine_request_seconds_count", pool="rollout") == 1
+
+
+async def test_calls_to_the_store_are_counted_with_those_that_had_no_answer() -> None:
+    clock, metrics = FakeClock(), Metrics()
+    store = MeasuredStore(MemoryStore(MemoryCluster(clock), network=PerfectNetwork(clock)), metrics, clock)
+    assert await clock.run(store.get("k")) is None
+    assert (await clock.run(store.list(""))).kvs == ()
+
+    class Away:
+        async def get(self, key: str) -> None:
+            raise StoreUnavailable("away")
+
+    gone: Any = Away()
+    with pytest.raises(StoreUnavailable):
+        await MeasuredStore(gone, metrics, clock).get("k")
+    assert value(metrics, "gcore_store_call_seconds_count", operation="get") == 2
+    assert value(metrics, "gcore_store_call_seconds_count", operation="list") == 1
+    assert value(metrics, "gcore_store_unavailable_total", operation="get") == 1
