@@ -7,8 +7,9 @@ guarded transaction, and it may be cut off anywhere: what it left is seen and do
 from __future__ import annotations
 
 import asyncio
+import functools
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from controllers.actions import ForgetEvaluations, Prune, Retain, Sweep
@@ -17,7 +18,7 @@ from controllers.housekeeping import orphaned_checkpoints
 from controllers.view import JobView
 from gcore.fault_points import At, point
 from gcore.ledger import archive, sweeping, transactions
-from gcore.ledger.guarded import TxnOutcome, TxnReport
+from gcore.ledger.guarded import Transaction, TxnOutcome, TxnReport
 from gcore.types import Version
 from gcore.weights.layout import checkpoint_folder
 
@@ -51,13 +52,9 @@ async def prune(action: Prune, view: JobView, hands: Hands) -> Applied:
     assert mirror.head is not None
     assert mirror.checkpoints is not None
     entries = [mirror.log[seq].record for seq in action.seqs]
-    try:
-        await asyncio.to_thread(archive.append, hands.run_dir, view.me, entries)
-    except OSError as error:
-        return _refused(hands, error)
-    hands.tell(TOPIC, "")
-    report = await hands.ledger.run(transactions.prune(mirror.keys, mirror.head, mirror.checkpoints, action.seqs))
-    return Applied(report.outcome, f"prune {len(action.seqs)} log entries", report.revision)
+    txn = transactions.prune(mirror.keys, mirror.head, mirror.checkpoints, action.seqs)
+    keep = functools.partial(archive.append, hands.run_dir, view.me, entries)
+    return await _moved(keep, txn, f"prune {len(entries)} log entries", hands)
 
 
 async def sweep(action: Sweep, view: JobView, hands: Hands) -> Applied:
@@ -82,20 +79,22 @@ async def forget_evaluations(action: ForgetEvaluations, view: JobView, hands: Ha
     assert mirror.head is not None
     assert mirror.checkpoints is not None
     old = [mirror.evaluations[version].record for version in action.versions]
-    try:
-        await asyncio.to_thread(archive.append_evaluations, hands.run_dir, view.me, old)
-    except OSError as error:
-        return _refused(hands, error)
-    hands.tell(TOPIC, "")
     txn = sweeping.forget_evaluations(mirror.keys, mirror.head, mirror.checkpoints, action.versions)
+    keep = functools.partial(archive.append_evaluations, hands.run_dir, view.me, old)
+    return await _moved(keep, txn, f"forget {len(old)} evaluations", hands)
+
+
+async def _moved(keep: Callable[[], None], txn: Transaction, sentence: str, hands: Hands) -> Applied:
+    """What `keep` writes down in the run's folder leaves the store by `txn`, and only if the folder took it."""
+    try:
+        await asyncio.to_thread(keep)
+    except OSError as error:
+        why = f"the run's folder takes no old records ({error.strerror or error}); they stay in the store, which grows"
+        hands.tell(TOPIC, why)
+        return Applied(TxnOutcome.UNKNOWN, why)
+    hands.tell(TOPIC, "")
     report = await hands.ledger.run(txn)
-    return Applied(report.outcome, f"forget {len(old)} evaluations", report.revision)
-
-
-def _refused(hands: Hands, error: OSError) -> Applied:
-    why = f"the run's folder takes no old records ({error.strerror or error}); they stay in the store, which grows"
-    hands.tell(TOPIC, why)
-    return Applied(TxnOutcome.UNKNOWN, why)
+    return Applied(report.outcome, sentence, report.revision)
 
 
 async def _lying(hands: Hands) -> frozenset[Version] | OSError:
