@@ -1,12 +1,14 @@
 """A job's events, derived from the changes of its records.
 
 Every controller derives the same events with the same sequence numbers (from the store's revisions), so that a follower
-can go on with any of them after the last number it saw, and nothing comes twice or is lost. Pure.
+can go on with any of them after the last number it saw, and nothing comes twice or is lost, as long as it is not `MOST_EVENTS`
+behind. Pure.
 """
 
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +26,9 @@ from gcore.store.types import WatchBatch, WatchEvent
 
 PER_REVISION = 16
 """Room for the events of one revision."""
+MOST_EVENTS = 10_000
+"""Events that a controller remembers of a job: the newest. A long job has one for every step, with all its numbers, and whoever
+asks for what is older finds it in the run's folder."""
 Derived = tuple[str, str, dict[str, Any]]
 """An event's kind, its message and its data."""
 
@@ -45,11 +50,11 @@ class Event:
 
 
 class EventLog:
-    """The events of one job that this controller has heard of, ascending."""
+    """The newest events of one job that this controller has heard of, ascending."""
 
     def __init__(self, keys: JobKeys) -> None:
         self._keys = keys
-        self.events: list[Event] = []
+        self.events: deque[Event] = deque(maxlen=MOST_EVENTS)
         self._warned: set[str] = set()
         """The sources whose responses were mostly cut off in some step: said once."""
         self._last = -1

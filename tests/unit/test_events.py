@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from controllers.service.events import EventLog
+from controllers.service.events import MOST_EVENTS, PER_REVISION, EventLog
 from gcore.ledger import chain
 from gcore.ledger.chain import Writer
 from gcore.ledger.job import Evaluation, JobPhase, JobStatus, SourceScore
@@ -152,3 +152,16 @@ def test_prompts_that_ended_untrained_are_told_with_how_and_why() -> None:
         "3 prompts filtered, 1 prompt failed; the commonest reason, 2 times: every response was cut off"
     )
     assert several.data == {"count": 4, "filtered": 3, "failed": 1, "reason": empty}
+
+
+def test_of_a_long_job_the_newest_events_are_remembered() -> None:
+    """A controller lives as long as its node; what it remembers of a job must not grow with every step."""
+    status = JobStatus(phase=JobPhase.RUNNING, reason="training").encode()
+    log, mirror = EventLog(KEYS), JobMirror(KEYS)
+    for revision in range(1, MOST_EVENTS + 6):
+        change = put(KEYS.state, status, revision)
+        log.note(mirror, WatchBatch((change,), revision), mirror, 0.0)
+    assert len(log.events) == MOST_EVENTS
+    newest = log.events[-1].sequence
+    assert [event.sequence for event in log.after(newest - PER_REVISION)] == [newest]
+    assert len(log.after(0)) == MOST_EVENTS, "who asks for all gets what there is"
