@@ -6,7 +6,8 @@ node's memory (`gcore.weights.copies`) and sends it to the rank that keeps its s
 
 Two states are there at most: the one of head, which is the last whose successor was READY, and the one after it, whose
 commit may still fail. What is older goes when a step is begun, for its seal proves that the one before it is head; what is
-of older worlds too, never what is of a newer one: a world that was given up may still live, and not know it.
+of older worlds too, never what is of a newer one: a world that was given up may still live, and not know it. What a world
+starts from counts as one of the two: what was room enough for the world before is room enough for the next.
 
 A copy that does not fit into memory is left out with a warning, and the step goes on: a later loss then costs more steps.
 Does not read copies (`gcore.train.copied`), and never decides that a world starts from them (controllers).
@@ -33,7 +34,7 @@ from gcore.train.launch import RankLaunch
 from gcore.train.models import Models
 from gcore.train.saving import Progress
 from gcore.train.trained import TrainedModel
-from gcore.weights.copies import KINDS, CopyHeader, data_file, drop, header_file, keepers, shard_bytes
+from gcore.weights.copies import KINDS, CopyHeader, data_file, drop, header_file, keepers, lying, shard_bytes
 
 log = logging.getLogger("gcore.train")
 
@@ -56,6 +57,7 @@ class Copier:
         self._keepers = keepers(launch.nodes)
         self._group = host_group(collective)
         self._extents = {name: tuple(one.extents()) for name, one in self._models.items()}
+        self._settle()
         self.wanted = self._chosen and self._fits()
 
     @property
@@ -63,21 +65,27 @@ class Copier:
         """Whether this job copies, which all its ranks know alike."""
         return self._launch.spec.train.copies_gb != 0 and len(self._launch.nodes) == self._launch.world_size
 
-    def settle(self) -> None:
+    def _settle(self) -> None:
         """The world is there, in a lineage of its own: of older ones nobody needs anything but what it starts from."""
-        if self.wanted:
-            launch = self._launch
-            drop(self._folder, launch.job_uid, lambda of: of.lineage < launch.lineage and of != launch.start.state)
+        launch = self._launch
+        self._drop(lambda of: of.lineage < launch.lineage and of != launch.start.state)
 
     def begin(self, step: int) -> None:
-        """A step is about to be trained, from its READY seal: whose state came before the one before it is not needed."""
-        if self.wanted:
-            mine, world = self._launch.lineage, self._launch.world
-            drop(
-                self._folder,
-                self._launch.job_uid,
-                lambda of: of.lineage < mine or (of.world == world and of.step < step - 1),
+        """A step is about to be trained, from its READY seal: whose state came before the one before it is not needed.
+
+        A world that makes no copies has none of what it started from but that itself: it stays until a step is behind it.
+        """
+        launch = self._launch
+        start = launch.start.state if not self.wanted and step == launch.start.step + 1 else None
+        self._drop(
+            lambda of: (
+                (of.lineage < launch.lineage and of != start) or (of.world == launch.world and of.step < step - 1)
             )
+        )
+
+    def _drop(self, unwanted: Callable[[WorldState], bool]) -> None:
+        if self._launch.memory_dir:
+            drop(self._folder, self._launch.job_uid, unwanted)
 
     def keep(self, step: int, attempt: int, progress: Progress, tell: Callable[[], None]) -> int:
         """Copy the state after (step, attempt). The bytes that lie on this node then, of this state."""
@@ -101,11 +109,13 @@ class Copier:
         sizes = self._collective.sum(sizes)
         here = [r for r, node in enumerate(nodes) if node == nodes[rank]]
         kept = sum(sizes[r] for r, keeper in enumerate(self._keepers) if r in here or keeper in here)
+        # What the world starts from lies there, in place of the older of two states: its room is this world's by and by.
+        start = self._lying()
         # Without a folder of its node's memory a rank has room for nothing, however little that is.
-        needed = max(STATES * kept / len(here), 0.0 if self._launch.memory_dir else 1.0)
+        needed = max(STATES * kept, start + kept) / len(here) if self._launch.memory_dir else 1.0
         limit = self._launch.spec.train.copies_gb
         try:
-            free = shutil.disk_usage(self._folder).free / len(here) if self._launch.memory_dir else 0.0
+            free = (shutil.disk_usage(self._folder).free + start) / len(here) if self._launch.memory_dir else 0.0
         except OSError:
             free = 0.0
         budget = min(free, limit * 1e9) if limit is not None else free / SHARE
@@ -117,6 +127,14 @@ class Copier:
                 *(lacking / 1e9, needed / 1e9, budget / 1e9, self._launch.memory_dir),
             )
         return not lacking
+
+    def _lying(self) -> float:
+        """Bytes of this job's copies on this node, when each of its ranks has settled."""
+        return (
+            float(sum(one.size for one in lying(self._folder, self._launch.job_uid)))
+            if self._launch.memory_dir
+            else 0.0
+        )
 
     def _write(self, of: WorldState, progress: Progress, tell: Callable[[], None]) -> CopyHeader | None:
         """This rank's own shard; None if there was no room."""
@@ -155,13 +173,14 @@ class Copier:
         sending: list[dist.Work] = []
         held: list[Tensor] = []  # what is being sent must stay
         if keeper is not None:
+            data = self._mapped(of, mine)
+            mine = None if data is None else mine
             encoded = b"" if mine is None else mine.encode()
             held.append(torch.tensor([len(encoded), 0 if mine is None else mine.size], dtype=torch.int64))
             if encoded:
                 held.append(torch.frombuffer(bytearray(encoded), dtype=torch.uint8))
-            if mine is not None and mine.size:
-                path = str(data_file(self._folder, of, rank))
-                held += torch.from_file(path, shared=False, size=mine.size, dtype=torch.uint8).split(CHUNK_BYTES)
+            if data is not None and data.numel():
+                held += data.split(CHUNK_BYTES)
             sending = [work for one in held if (work := dist.isend(one, keeper, group=self._group)) is not None]
         kept = sum(
             self._receive(of, sender, tell) for sender in range(len(self._keepers)) if self._keepers[sender] == rank
@@ -170,6 +189,17 @@ class Copier:
             work.wait()
             tell()
         return kept
+
+    def _mapped(self, of: WorldState, mine: CopyHeader | None) -> Tensor | None:
+        """What this rank has written, to be sent; None if there is nothing, or if somebody took it away."""
+        if mine is None or not mine.size:
+            return None if mine is None else torch.empty(0, dtype=torch.uint8)
+        path = data_file(self._folder, of, self._launch.rank)
+        try:
+            return torch.from_file(str(path), shared=False, size=mine.size, dtype=torch.uint8)
+        except RuntimeError:  # torch says so of a file that is gone, or shorter
+            log.warning("a copy is not sent on, for it is gone: %s", path)
+            return None
 
     def _receive(self, of: WorldState, sender: int, tell: Callable[[], None]) -> int:
         """One shard from another node; the bytes kept of it. What there is no room for is received all the same."""

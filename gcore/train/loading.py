@@ -91,7 +91,6 @@ def load(launch: RankLaunch, meet: Meet, clock: Clock, tell: Callable[[str], Non
     saver.stage(Version(launch.lineage, launch.start.step), loading, collective.max)
     loading()
     copier = Copier(launch, collective, models)
-    copier.settle()
     if launch.resumes:
         copier.keep(launch.start.step, 0, progress, loading)
     trainer = StepTrainer(launch, collective, models, saver, clock, progress, copier, start_s=clock.monotonic() - began)
