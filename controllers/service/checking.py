@@ -8,6 +8,7 @@ the data, and the folder of the runs.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,6 +43,8 @@ LENGTH_SAMPLE = 10_000
 alone."""
 
 REWARDS_TRIED = 3
+MOST_FOR_EVER = 1000
+"""Checkpoints that a job may keep for ever: each stands in one record of the store, and keeps its log entry there."""
 
 CheckProgress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done and how much there is."""
@@ -103,6 +106,8 @@ def _checked(
     progress: CheckProgress | None,
 ) -> CheckedJob:
     _check_step_size(spec)
+    if spec.flow.steps is not None:
+        check_kept(spec, 0)
     _check_disk(run_root)
     model = resolve_model(spec.model.path, trust_remote_code=spec.model.trust_remote_code, weights=False)
     if hub_model(spec.model.path) is None and model.folder.is_dir():
@@ -114,6 +119,7 @@ def _checked(
         reading = lambda name, done, total: progress(f"reading {name}", done, total)  # noqa: E731
     prompts = open_prompts(spec, cache_dir, model.folder, reading)
     _check_quota(spec, prompts.prompts)
+    check_kept(spec, prompts.prompts)
     checked = [_counted(o, len(o), sample, progress, held_out=False) for o in prompts.stream.sources]
     for held_out in prompts.evaluation:
         shown = min(len(held_out), spec.eval.drawn[held_out.source.name].limit)
@@ -185,6 +191,28 @@ def _check_quota(spec: JobSpec, prompts: int) -> None:
             f"a step takes {spec.flow.groups_per_step} groups, and a data epoch has {prompts} prompts",
             where="flow.groups_per_step",
             fix=f"Lower it to {prompts} at most, or add data",
+        )
+
+
+def check_kept(spec: JobSpec, prompts: int) -> None:
+    """What `checkpoint.keep_every` keeps for ever: something, and no more than the store has room for. Raises SpecError."""
+    every, flow = spec.checkpoint.keep_every, spec.flow
+    if every is None:
+        return
+    # Of a job that goes by epochs: at most, if nothing is filtered.
+    epochs = flow.epochs or 1
+    steps = flow.steps if flow.steps is not None else epochs * math.ceil(prompts / flow.groups_per_step)
+    if every > steps:
+        raise SpecError(
+            f"checkpoints of every {every}th step are to be kept, and the job has {steps} steps at most: it would keep none",
+            where="checkpoint.keep_every",
+            fix="Lower it, or leave it out: the last step's checkpoint is kept anyway",
+        )
+    if steps // every > MOST_FOR_EVER:
+        raise SpecError(
+            f"{steps // every} checkpoints would be kept for ever, more than {MOST_FOR_EVER}",
+            where="checkpoint.keep_every",
+            fix=f"Raise it to a multiple of checkpoint.every ({spec.checkpoint.every}) of at least {-(-steps // MOST_FOR_EVER)}",
         )
 
 

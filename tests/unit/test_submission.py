@@ -8,7 +8,7 @@ import pytest
 from plug_in_package import installer
 
 from controllers.service.capability import check_ranks, most_slots
-from controllers.service.checking import check_submission
+from controllers.service.checking import MOST_FOR_EVER, check_kept, check_submission
 from controllers.service.submission import check_unchanged
 from gcore.config import JobSpec, NodeConfig, new_spec, parse_spec
 from gcore.config.cluster import FILE_NAME, LocalCluster
@@ -161,3 +161,38 @@ def test_a_file_that_several_held_out_sets_share_is_named_once(tmp_path: Path) -
     spec = {"name": "j", "model": {"path": "m"}, "data": {"path": str(file), "shards": 2}, "flow": {"steps": 1}}
     found = identify_data(parse_spec(spec | {"rollout": {"max_new_tokens": 4}, "eval": {"sources": sets}}), tmp_path)
     assert found.where_held_out == str(file)
+
+
+@pytest.mark.parametrize(
+    ("flow", "keep_every", "wrong"),
+    [
+        pytest.param({"steps": 100}, 100, "", id="the last"),
+        pytest.param({"steps": 100}, 150, "the job has 100 steps at most: it would keep none", id="none"),
+        pytest.param({"steps": 50 * MOST_FOR_EVER}, 50, "", id="as many as there may be"),
+        pytest.param(
+            {"steps": 50 * MOST_FOR_EVER + 50}, 50, f"1001 checkpoints .* more than {MOST_FOR_EVER}", id="more"
+        ),
+        pytest.param({"epochs": 2, "groups_per_step": 8}, 50, "", id="by epochs"),
+        pytest.param({"epochs": 2, "groups_per_step": 8}, 100, "the job has 50 steps at most", id="none by epochs"),
+    ],
+)
+def test_what_is_to_be_kept_for_ever_is_something_and_not_too_much(
+    flow: dict[str, int], keep_every: int, wrong: str
+) -> None:
+    tree = {"name": "j", "model": {"path": "m"}, "data": {"path": "d"}, "flow": flow, "rollout": {"max_new_tokens": 4}}
+    spec = parse_spec(tree | {"checkpoint": {"every": 50, "keep_every": keep_every}})
+    if not wrong:
+        check_kept(spec, prompts=200)
+        return
+    with pytest.raises(SpecError, match=wrong) as raised:
+        check_kept(spec, prompts=200)
+    assert raised.value.where == "checkpoint.keep_every"
+    assert raised.value.fix
+
+
+def test_a_submission_that_would_keep_nothing_is_refused_before_anything_is_read_or_written(tmp_path: Path) -> None:
+    tree = {"name": "j", "model": {"path": "nowhere"}, "data": {"path": "nowhere"}, "flow": {"steps": 100}}
+    tree |= {"rollout": {"max_new_tokens": 4}, "checkpoint": {"every": 50, "keep_every": 500}}
+    with pytest.raises(SpecError, match="it would keep none"):
+        check_submission(parse_spec(tree), tmp_path / "runs", tmp_path / "cache")
+    assert list(tmp_path.iterdir()) == []
