@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from controllers.changes import Changes
+from controllers.remembered import Remembered
+from controllers.versions import able
 from gcore.ledger.job import NodeRecord
 from gcore.schema import Record, UnreadableRecord
 from gcore.store import keys
@@ -28,8 +30,14 @@ class ClusterMirror:
         self.active: frozenset[str] = frozenset()
         self.reads: dict[str, int] = {}
         """By node: the newest schema version that it reads, where it says so."""
+        self._remembered = Remembered()
         self.listened: set[str] = set()
         """The prefixes that were heard at least once."""
+
+    def able(self, version: int) -> Mapping[str, NodeRecord]:
+        """The nodes that read what is written in `version`; the same object while nothing changes."""
+        sources = (self.nodes, self.reads)
+        return self._remembered.get(("able", version), sources, lambda: able(self.nodes, self.reads, version))
 
     @property
     def is_complete(self) -> bool:

@@ -92,7 +92,7 @@ class JobRunner(JobStanding):
     async def withdraw(self) -> None:
         """Be no member of a job that cannot be worked on here, so that the others do not count on this controller."""
         ledger = Ledger(self._store, self.keys)
-        while (await ledger.run(transactions.withdraw(self.keys, self.me))).outcome is TxnOutcome.UNKNOWN:
+        while (await ledger.run(transactions.withdraw(self.keys, self.me, self.node))).outcome is TxnOutcome.UNKNOWN:
             await self._clock.sleep(LOOK_AGAIN_S)
 
     async def run(self) -> None:

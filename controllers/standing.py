@@ -30,6 +30,7 @@ from gcore.ledger.job import JobPhase
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.rules import StreamRules, rules_of
 from gcore.reward.pace import Scoring
+from gcore.schema import spoken
 from gcore.store.keys import JobKeys
 from gcore.types import Version
 
@@ -138,7 +139,7 @@ class JobStanding(ABC):
             mirror=self.mirror,
             me=self.me,
             node=self.node,
-            nodes=self._cluster.nodes,
+            nodes=self._cluster.able(spoken()),
             workers=self._cluster.workers,
             ranks=self._ranks.views,
             engines=self._engines.views,

@@ -9,8 +9,11 @@ Pure.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import TypeVar
 
 from gcore.schema import READABLE
+
+N = TypeVar("N")
 
 BEFORE_IT_WAS_TOLD = 1
 """Daemons of this version do not say what they read."""
@@ -23,3 +26,12 @@ def version_for(nodes: Collection[str], reads: Mapping[str, int]) -> int:
     """
     newest = min((reads.get(node, BEFORE_IT_WAS_TOLD) for node in nodes), default=max(READABLE))
     return max(min(READABLE), min(max(READABLE), newest))
+
+
+def able(nodes: Mapping[str, N], reads: Mapping[str, int], version: int) -> Mapping[str, N]:
+    """The nodes that read what is written in `version`; nothing of a job may be placed on the others, who could not work on it.
+
+    The very same mapping if that is all of them.
+    """
+    found = {name: node for name, node in nodes.items() if reads.get(name, BEFORE_IT_WAS_TOLD) >= version}
+    return nodes if len(found) == len(nodes) else found

@@ -17,9 +17,10 @@ from controllers.view import JobView, RankView
 from gcore.config import parse_spec
 from gcore.ledger import transactions
 from gcore.ledger.guarded import Stored
-from gcore.ledger.job import NodeRecord
+from gcore.ledger.job import ModelFetch, NodeRecord
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records import EndedRef, Member
+from gcore.ledger.world_state import NodeCopies
 from gcore.store.types import KeyValue, Put, WatchBatch, WatchEvent
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
 from gcore.worker.records import WorkerRecord
@@ -161,10 +162,17 @@ async def test_outcomes_are_waited_for_like_groups_until_they_are_written_down(p
 async def test_who_cannot_work_on_a_job_any_more_is_gone_from_it_at_once(pair: Pair) -> None:
     job = pair.job
     await job.won(job.offering(0))
-    await job.won(transactions.withdraw(job.keys, ME))
+    node = ME.split(".")[0]
+    said = ModelFetch(node=node, path="m", done=1, total=9), NodeCopies(node=node, by=ME, seq=0)
+    for key, record in zip((job.keys.fetch(node), job.keys.copies(node)), said, strict=True):
+        await job.store.transact((), (Put(key, record.encode()),))
+    await job.look()
+    assert job.mirror.fetches.keys() == job.mirror.copies.keys() == {node}
+    await job.won(transactions.withdraw(job.keys, ME, node))
     assert set(job.mirror.members) == {PEER}
     assert job.mirror.offers == {}
-    await job.won(transactions.withdraw(job.keys, ME))  # twice is once
+    assert (job.mirror.fetches, job.mirror.copies) == ({}, {})  # or others would wait for its model for ever
+    await job.won(transactions.withdraw(job.keys, ME, node))  # twice is once
 
 
 async def test_followers_are_told_that_it_leaves_before_it_is_gone(pair: Pair) -> None:

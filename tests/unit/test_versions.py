@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from job_views import RULES, SPEC
 
+from controllers.changes import Changes
+from controllers.cluster import ClusterMirror
+from controllers.identity import Identity
+from controllers.standing import JobStanding
 from controllers.versions import version_for
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.api.v1 import jobs_pb2_grpc
 from gcore.client import JobsClient
 from gcore.clock import SystemClock
 from gcore.errors import UsageError
+from gcore.ledger.job import NodeRecord
 from gcore.rpc_schema import KEY, VersionedStub, VersionGate, carried, refusal
 from gcore.schema import NEWEST_VERSION, READABLE
 
@@ -41,9 +48,42 @@ def test_what_is_written_is_the_newest_that_every_node_reads(
     assert version_for(nodes, reads) == version
 
 
+def test_nothing_is_placed_on_a_node_that_does_not_read_what_is_written() -> None:
+    """It has left the job to the others; a train rank that it was to run would be waited for for ever."""
+    nodes = {name: NODE.model_copy(update={"name": name}) for name in ("a", "b")}
+    standing = Standing("u", Identity("a", "a.1", "h:1", 1), ClusterMirror(Any, Changes()), Changes())  # type: ignore[arg-type]
+    standing._cluster.nodes = nodes
+    standing._cluster.reads = {"a": NEWEST_VERSION, "b": NEWEST_VERSION}
+    assert standing.look().nodes is nodes
+    standing._cluster.reads = {"a": NEWEST_VERSION}
+    standing.look_anew()
+    assert set(standing.look().nodes) == {"a"}
+    assert standing._cluster.able(NEWEST_VERSION) is standing.look().nodes, "what follows from it is remembered by it"
+    assert standing._cluster.able(OLDER) is nodes
+
+
 @given(st.dictionaries(st.sampled_from("abcd"), st.integers(-1, 9)), st.sets(st.sampled_from("abcd")))
 def test_what_is_written_is_always_what_this_process_reads(reads: dict[str, int], nodes: set[str]) -> None:
     assert version_for(nodes, reads) in READABLE
+
+
+NODE = NodeRecord(name="n", incarnation="n.1", address="h:1", slots=("cpu:0",), pid=1)
+
+
+class Standing(JobStanding):
+    """Of a job of which nothing was heard yet."""
+
+    def __init__(self, *of: Any) -> None:
+        super().__init__(*of)
+        self._spec, self._rules = SPEC, RULES
+        nothing: Any = SimpleNamespace(views={}, saved={}, hopeless=lambda workers: "", under_way=frozenset)
+        self._staff = self._ranks = self._engines = self._deeds = nothing
+
+    def hands(self) -> Any:
+        """Nothing is done."""
+
+    def _staged(self) -> Any:
+        return frozenset()
 
 
 class Answering(jobs_pb2_grpc.JobsServicer):
