@@ -104,7 +104,7 @@ class RankLinks:
         sender: str,
     ) -> None:
         # Off the event loop: it may be many MB, and the lease must be kept meanwhile.
-        payload = await asyncio.to_thread(write_payload, part)
+        payload, digest = await asyncio.to_thread(_payload_of, part)
         line = self._reach(rank)
         if world is None or world != self._world:
             raise NotConnected(f"the world of rank {rank} is over", fix="Look again")
@@ -114,7 +114,7 @@ class RankLinks:
             token=write_token(seal.token),
             sender=sender,
             total_bytes=len(payload),
-            sha256=hashlib.sha256(payload).digest(),
+            sha256=digest,
         )
         stub = VersionedStub(train_pb2_grpc.TrainRankStub(line.channel))
         reply = await stub.Feed(_chunks(header, payload), timeout=timeout_s(len(payload)))
@@ -191,6 +191,11 @@ class RankLinks:
             view = replace(view, held=_joined(known.held, view.held))
         self.views = {**self.views, view.rank: view}
         self._on_change()
+
+
+def _payload_of(part: Iterable[tuple[Group, frozenset[int]]]) -> tuple[bytes, bytes]:
+    payload = write_payload(part)
+    return payload, hashlib.sha256(payload).digest()
 
 
 def _saved(state: pb.RankState, view: RankView) -> Iterator[SavedCheckpoint]:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import grpc
 import pytest
 
 from controllers.changes import Changes
@@ -14,7 +19,7 @@ from gcore.errors import EngineUnreachable
 from gcore.ledger.records import Seal, SealState
 from gcore.testing import FakeClock
 from gcore.train.feed_state import WorldName
-from gcore.types import Token, Version
+from gcore.types import Group, PromptRef, Sample, Token, Version
 
 SEAL = Seal(lineage=0, step=1, attempt=1, state=SealState.SEALED, world="w", world_size=2, mini_batches=1)
 
@@ -64,6 +69,24 @@ async def test_a_rank_that_is_gone_by_now_is_not_connected() -> None:
         await links.apply(1, SEAL, b"")
     with pytest.raises(NotConnected, match="rank 1 is not connected"):
         await links.feed(1, SEAL, [], "a")
+
+
+async def test_what_a_rank_is_fed_is_hashed_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+
+    def sha256(data: bytes) -> Any:
+        threads.append(threading.get_ident())
+        return hashlib.sha256(data)
+
+    monkeypatch.setattr("controllers.ranks.hashlib", SimpleNamespace(sha256=sha256))
+    links = RankLinks(FakeClock(), lambda: None)
+    links.aim(WorldName("u", "w", 0), {0: "127.0.0.1:1"})  # nobody listens there
+    group = Group(PromptRef(0, 0, 0), (1, 2), (Sample((3,), (-0.5,), "", "stop", ()),))
+    with pytest.raises(grpc.aio.AioRpcError):
+        await links.feed(0, SEAL, [(group, frozenset({0}))], "a")
+    await links.close()
+    assert threads
+    assert threading.get_ident() not in threads
 
 
 async def test_an_engine_that_is_gone_by_now_cannot_be_published_to() -> None:
