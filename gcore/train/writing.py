@@ -5,7 +5,7 @@ disk, under its name; until then there is a hidden folder, which a killed proces
 that takes nothing costs no step: the write is over, its reason is shown, and the next checkpoint that is due is the next try.
 The last one of a job has no next: it `insists`, and is tried again until it is there or given up.
 
-Anything but a failing disk is a defect, and is raised in whoever waits or asks for it. Does not know torch, nor who is told.
+Anything but a failing disk, or a file that cannot be had, is a defect, and is raised in whoever waits or asks for it. Does not know torch, nor who is told.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gcore.atomic import DiskFull, whole_folder
+from gcore.atomic import whole_folder
+from gcore.errors import GcoreError
 from gcore.fault_points import At, point
 from gcore.types import Version
 from gcore.weights.layout import checkpoint_folder, manifest_digest
@@ -121,7 +122,7 @@ class CheckpointWriter:
             except _GivenUp:
                 self._note(replace(self._now, over=True))
                 return
-            except (OSError, DiskFull) as error:
+            except (OSError, GcoreError) as error:  # what was just written and cannot be read is a failing disk, too
                 self._note(replace(self._now, error=_reason(error), over=not insist))
                 if not insist or self._given_up.wait(self.again_s):
                     return
@@ -155,9 +156,9 @@ class CheckpointWriter:
         self._show()
 
 
-def _reason(error: OSError | DiskFull) -> str:
+def _reason(error: OSError | GcoreError) -> str:
     """A failing disk in one line, without the hidden folder's name."""
-    if isinstance(error, DiskFull):
+    if isinstance(error, GcoreError):
         return error.what
     return f"{error.strerror or type(error).__name__}"
 

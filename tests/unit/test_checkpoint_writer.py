@@ -24,6 +24,7 @@ from gcore.train.writing import CheckpointWriter, Saved, Tick, Writing
 from gcore.types import Version
 from gcore.weights.layout import (
     MANIFEST_FILE,
+    CheckpointDamaged,
     Manifest,
     checkpoint_folder,
     file_entry,
@@ -112,10 +113,11 @@ def test_there_is_one_write_at_a_time(tmp_path: Path) -> None:
         pytest.param(OSError(errno.ENOSPC, "No space left on device"), "No space left", id="full"),
         pytest.param(OSError(errno.EIO, "Input/output error"), "Input/output error", id="broken"),
         pytest.param(OSError(errno.EROFS, "Read-only file system"), "Read-only", id="read-only"),
+        pytest.param(CheckpointDamaged("no manifest can be read (Input/output error)"), "no manifest", id="unreadable"),
     ],
 )
 def test_a_disk_that_takes_nothing_is_told_and_the_next_checkpoint_is_the_next_try(
-    tmp_path: Path, error: OSError, said: str
+    tmp_path: Path, error: Exception, said: str
 ) -> None:
     writer, disk = CheckpointWriter(tmp_path, "w"), Disk()
     disk.errors = [error]
