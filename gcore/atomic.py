@@ -11,7 +11,7 @@ import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from gcore.errors import GcoreError
@@ -75,10 +75,14 @@ def sync(path: Path) -> None:
         os.close(fd)
 
 
-def sweep(parent: Path) -> None:
-    """Remove the hidden remainders of writers that died, in `parent`. Only for whoever now is the only writer there."""
+def sweep(parent: Path, spared: Callable[[str], bool] = lambda target: False) -> None:
+    """Remove the hidden remainders of writers that died, in `parent`; not those of targets whose name is `spared`.
+
+    Only for whoever now is the only writer of the others.
+    """
     for path in parent.glob(".*.tmp"):
-        shutil.rmtree(path, ignore_errors=True)
+        if not spared(path.name.removeprefix(".").partition(".")[0]):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _take_name(temporary: Path, target: Path) -> None:

@@ -16,14 +16,16 @@ import shutil
 import struct
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from gcore.atomic import sweep, whole_folder
+from gcore.atomic import whole_folder
 from gcore.clock import Clock, SystemClock
 from gcore.emulated.launch import SAID
 from gcore.emulated.law import Timing
 from gcore.emulated.law_file import read_law
 from gcore.train.feed_state import Work
+from gcore.train.insisting import Insisting
 from gcore.train.launch import RankLaunch
 from gcore.train.loading import Loaded, Meet
 from gcore.train.receipts import ReceiptBook
@@ -41,6 +43,7 @@ from gcore.weights.layout import (
     Manifest,
     companions,
     file_entry,
+    sweep_unfinished,
     verify_checkpoint,
     weights_folder,
 )
@@ -61,6 +64,7 @@ class EmulatedTrainer:
         self._timing = timing
         self._writer = writer
         self._receipts = ReceiptBook(launch.run_path, launch.world, launch.rank)
+        self._insisting = Insisting(writer.hindered, launch.spec.train.watchdog_s)
         self._writes = launch.rank == 0
         self._updates = 0
 
@@ -71,12 +75,11 @@ class EmulatedTrainer:
             self._updates = verify_checkpoint(launch.checkpoint_path).updates
         self._take(self._timing.load(), "loading", tell)
         if self._writes:
-            sweep(launch.run_path / "weights")
-            sweep(launch.run_path / "checkpoints")
-            self._stage(Version(launch.lineage, launch.start.step))
+            sweep_unfinished(launch.run_path, launch.lineage)
+            self._stage(Version(launch.lineage, launch.start.step), lambda: tell("loading"))
 
     def run(self, work: Work, tell: Tell) -> StepResult:
-        """One step. Raises OSError, DiskFull."""
+        """One step. Raises NotTaken."""
         launch, seal = self._launch, work.seal
         updating = saving = 0.0
         if seal.groups:
@@ -93,11 +96,16 @@ class EmulatedTrainer:
         if self._writes:
             saving = self._timing.save()
             self._take(saving, "saving", tell)
-            self._stage(version)
+            self._stage(version, lambda: tell("saving"))
             last = seal.last or seal.step == launch.spec.flow.steps
             if launch.spec.checkpoints_after(seal.step, last=last):
                 self._checkpoint(version, last=last, tell=tell)
-        self._receipts.write(work, None)
+        self._insist(
+            f"a receipt of step {seal.step}",
+            self._receipts.file.parent,
+            partial(self._receipts.write, work, None),
+            lambda: tell("saving"),
+        )
         metrics = {"emulated": 1.0, "update_seconds": updating, "saving_seconds": saving}
         weights = str(weights_folder(launch.run_path, version).relative_to(launch.run_path))
         return StepResult(metrics, weights)
@@ -111,9 +119,16 @@ class EmulatedTrainer:
             left -= part
             tell(phase)
 
-    def _stage(self, version: Version) -> None:
+    def _insist(self, what: str, where: Path, attempt: Callable[[], None], tell: Callable[[], None]) -> None:
+        """As a real rank does, but alone."""
+        self._insisting.until_taken(what, where, attempt, list, tell)
+
+    def _stage(self, version: Version, tell: Callable[[], None]) -> None:
+        target = weights_folder(self._launch.run_path, version)
+        self._insist(f"the weights of step {version.step}", target.parent, lambda: self._stage_once(target), tell)
+
+    def _stage_once(self, target: Path) -> None:
         launch = self._launch
-        target = weights_folder(launch.run_path, version)
         with whole_folder(target, owner=launch.world, durable=False) as folder:
             for source in companions(launch.model_path):
                 shutil.copyfile(source, folder / source.name)

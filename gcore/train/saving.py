@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gcore.atomic import sweep, whole_folder
+from gcore.atomic import whole_folder
 from gcore.train.critic import Critic
 from gcore.train.insisting import Highest, Insisting
 from gcore.train.launch import RankLaunch
@@ -41,6 +41,7 @@ from gcore.weights.layout import (
     companions,
     critic_folder,
     file_entry,
+    sweep_unfinished,
     weights_folder,
 )
 from gcore.weights.tensors_file import TensorsFile, TensorShape
@@ -94,8 +95,7 @@ class Saver:
         self.writer = writer or CheckpointWriter(launch.run_path, launch.world)
         self.insisting = Insisting(self.writer.hindered, launch.spec.train.watchdog_s)
         if self._writes:
-            sweep(launch.run_path / "weights")
-            sweep(launch.run_path / "checkpoints")
+            sweep_unfinished(launch.run_path, launch.lineage)
 
     def stage(self, version: Version, tell: Callable[[], None], highest: Highest) -> str:
         """Write the weights of `version` for engines; the folder relative to the run's. A collective. Raises NotTaken."""

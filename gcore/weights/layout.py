@@ -18,7 +18,7 @@ import hashlib
 import shutil
 from pathlib import Path
 
-from gcore.atomic import whole_folder
+from gcore.atomic import sweep, whole_folder
 from gcore.errors import DataError, GcoreError, UsageError
 from gcore.schema import Part, Record, UnreadableRecord
 from gcore.types import Version
@@ -78,6 +78,20 @@ def weights_folder(run_dir: Path, version: Version) -> Path:
 def checkpoint_folder(run_dir: Path, version: Version) -> Path:
     """Where the checkpoint made at `version` lies."""
     return run_dir / "checkpoints" / f"{version.lineage}-{version.step}"
+
+
+def sweep_unfinished(run_dir: Path, lineage: int) -> None:
+    """Remove what worlds before that of `lineage`, and what died in it, left half-written in a run's folder.
+
+    Never what a later world is writing: whoever sweeps may have been given up meanwhile, and not know it.
+    """
+
+    def is_later(target: str) -> bool:
+        of = target.partition("-")[0]
+        return of.isdigit() and int(of) > lineage
+
+    for parent in ("weights", "checkpoints"):
+        sweep(run_dir / parent, is_later)
 
 
 def checkpoints_in(run_dir: Path) -> dict[Version, Path]:

@@ -16,6 +16,7 @@ from gcore.ledger.balance import balance
 from gcore.ledger.records import SealedGroup
 from gcore.testing.rank_launch import rank_launch
 from gcore.train.feed_state import Work
+from gcore.train.insisting import Insisting
 from gcore.train.report import StepResult
 from gcore.train.writing import CheckpointWriter
 from gcore.types import PromptRef, Version
@@ -95,6 +96,25 @@ def test_only_the_first_rank_stages_and_only_the_newest_versions_stay(tmp_path: 
     folder = weights_folder(first.run_dir, Version(0, 5))
     assert (folder / "config.json").is_file()
     assert not (folder / "model.safetensors").exists()
+
+
+def test_a_disk_that_takes_nothing_is_tried_again(tmp_path: Path, model: Path) -> None:
+    one = Rank(tmp_path, model)
+    weights, shown = one.run_dir / "weights", list[str]()
+    weights.rename(tmp_path / "aside")
+    weights.write_text("a file where the folder should be")
+
+    def mend(trouble: str) -> None:
+        shown.append(trouble)
+        if trouble:
+            weights.unlink()
+            (tmp_path / "aside").rename(weights)
+
+    one.trainer._insisting = Insisting(mend, 60.0, again_s=0.01)
+    one.step(1)
+    assert shown[0].startswith("the weights of step 1 cannot be written (Not a directory)")
+    assert shown[1:] == [""]
+    assert (weights / "0-1").is_dir()
 
 
 def test_a_checkpoint_that_is_due_is_whole_and_another_world_goes_on_from_it(tmp_path: Path, model: Path) -> None:

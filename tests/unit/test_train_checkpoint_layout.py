@@ -20,6 +20,7 @@ from gcore.weights.layout import (
     copy_model,
     file_entry,
     manifest_digest,
+    sweep_unfinished,
     verify_checkpoint,
 )
 from gcore.weights.tensors_file import TensorsFile, TensorShape
@@ -139,6 +140,16 @@ def test_what_a_killed_writer_left_is_hidden_and_swept(tmp_path: Path) -> None:
     assert not checkpoint_folder(tmp_path, Version(0, 6)).exists()
     sweep(tmp_path / "checkpoints")
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["0-5"]
+
+
+def test_a_world_that_was_given_up_sweeps_nothing_of_a_later_one(tmp_path: Path) -> None:
+    for parent in ("weights", "checkpoints"):
+        for name in (".1-6.old.tmp", ".2-7.w.tmp", ".2-7.w.old.tmp", ".3-7.newer.tmp", ".10-8.newer.tmp", "1-5"):
+            (tmp_path / parent / name).mkdir(parents=True)
+    sweep_unfinished(tmp_path, lineage=2)
+    for parent in ("weights", "checkpoints"):
+        assert {path.name for path in (tmp_path / parent).iterdir()} == {".3-7.newer.tmp", ".10-8.newer.tmp", "1-5"}
+    sweep_unfinished(tmp_path / "none", lineage=2)
 
 
 def test_a_full_disk_leaves_nothing_half_written_and_says_so(tmp_path: Path) -> None:
