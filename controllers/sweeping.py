@@ -17,8 +17,9 @@ FORGET_AT = 8
 
 
 def sweeping(view: JobView) -> Iterator[Intent]:
-    """After each change of the train world: its claims and rendezvous, parts of evaluations, and checkpoints that were cut off."""
-    swept = superfluous(view.head, view.mirror.worlds, view.mirror.eval_parts)
+    """After each change of the train world: its claims and rendezvous, parts of evaluations, and checkpoints that were cut off;
+    and what nodes that are gone have told."""
+    swept = superfluous(view.head, view.mirror.worlds, view.mirror.eval_parts, view.mirror.troubles, view.nodes)
     if swept:
         topic = f"sweep {view.head.version} {view.head.world}"
         yield Intent(Sweep(swept), topic, view.turn(topic), after=SETTLE_S)

@@ -24,7 +24,7 @@ from gcore.ledger.evaluation import MOST_PARTS
 from gcore.ledger.job import MOST_SAID
 from gcore.ledger.rules import MOST_BYTES, offer_bytes, seal_bytes
 from gcore.ledger.stream import MOST_OUTCOMES
-from gcore.ledger.sweeping import NEWEST_EVALUATIONS
+from gcore.ledger.sweeping import NEWEST_EVALUATIONS, NEWEST_TROUBLES
 from gcore.prompts.cursor import shard_lengths
 
 KEPT_LOG = 64
@@ -34,7 +34,10 @@ LAG = 132
 MOST_FAULTS = 64
 """Faults of one job, beside one more of each controller (`controllers.faults.MOST_OF_JOB`)."""
 TOPICS = 16
-"""Things that may have trouble, beside trackers."""
+"""Things of the job that may have trouble, beside trackers."""
+NODE_TOPICS = 9
+"""Things of a node: waits of its own (`controllers.waiting.LOCAL`), its engines, its rewards. And on each slot the start of an
+engine and of a rank."""
 SMALL = 512
 """Bytes of a record's fixed fields, its key included."""
 OUTCOME = 512
@@ -101,7 +104,10 @@ def bounds(spec: JobSpec, scale: Scale) -> Mapping[str, Bound]:
         "eval": Bound(2 * NEWEST_EVALUATIONS + checkpoints + 3, MOST_BYTES),
         "evalpart": Bound(2 * (MOST_PARTS + sets), MOST_BYTES // 8),
         "epoch": Bound(2 + epochs_in_a_window(spec, scale) * (checkpoints + coming + 1), SMALL + 2 * tally),
-        "trouble": Bound(TOPICS + len(spec.tracking), SMALL + 2 * MOST_SAID),
+        "trouble": Bound(
+            TOPICS + len(spec.tracking) + NODE_TOPICS * here + 2 * scale.engines + NEWEST_TROUBLES,
+            SMALL + 2 * MOST_SAID,
+        ),
         "fault": Bound(MOST_FAULTS + here, SMALL + 4 * MOST_SAID),
     }
 

@@ -218,6 +218,11 @@ class Trouble(Record):
     node: str
     sentence: Said
 
+    @property
+    def is_of_a_node(self) -> bool:
+        """Whether it is one of the node's own, which its name in the topic shows, and not one that it tells for all."""
+        return f"-{self.node}" in self.topic
+
 
 class NodeRecord(Record):
     """`nodes/{name}`: a daemon that is there, under its lease."""

@@ -3,6 +3,8 @@
 - *Worlds.* Who is which rank, and where rank 0 listens, matters for head's world alone: a rank of another one is refused by
   all, and one that registers again finds its world gone.
 - *Parts of evaluations* that cannot be completed: of other weights than head's. Only head's version is evaluated.
+- *Troubles* of a node are written over by its next of the same kind. A cluster whose nodes come and go under ever new names
+  would leave them behind: of nodes that are gone the newest few stay.
 - *Evaluations.* The newest few stay, the first (what the job began with), and the best: on head's chain as it is, and as it
   would be after going back to each registered checkpoint. The others move to the run's folder first.
 
@@ -12,39 +14,55 @@ this follows. Pure; when it is worth while is `controllers.sweeping`'s business.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from gcore.ledger.ancestry import is_ancestor, resumable
 from gcore.ledger.evaluation import best_of, value_of
 from gcore.ledger.guarded import Stored, Transaction, TxnKind
-from gcore.ledger.job import EvalPart, Evaluation
+from gcore.ledger.job import EvalPart, Evaluation, Trouble
 from gcore.ledger.records import Checkpoint, Checkpoints, Head
 from gcore.store.keys import JobKeys
 from gcore.store.types import Compare, Delete
 
 NEWEST_EVALUATIONS = 8
 """Evaluations that stay in any case."""
+NEWEST_TROUBLES = 16
+"""Troubles of nodes that are gone which stay."""
 MOST_SWEPT = 100
 """Keys, or worlds, of one transaction: the store takes 128 operations."""
 
 
 @dataclass(frozen=True, slots=True)
 class Swept:
-    """Worlds whose keys go, and parts of evaluations, by "version/number" as the key spells it."""
+    """Worlds whose keys go, parts of evaluations, by "version/number" as the key spells it, and troubles by topic."""
 
     worlds: tuple[str, ...] = ()
     parts: tuple[str, ...] = ()
+    troubles: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.worlds or self.parts)
+        return bool(self.worlds or self.parts or self.troubles)
 
 
-def superfluous(head: Head, worlds: Iterable[str], parts: Mapping[str, Stored[EvalPart]]) -> Swept:
-    """What belongs to other worlds than head's, and to evaluations of other weights. `worlds`: of which there are any keys."""
+def superfluous(
+    head: Head,
+    worlds: Iterable[str],
+    parts: Mapping[str, Stored[EvalPart]],
+    troubles: Mapping[str, Stored[Trouble]] = MappingProxyType({}),
+    nodes: Collection[str] = (),
+) -> Swept:
+    """What belongs to other worlds than head's, to evaluations of other weights, and to nodes that are gone.
+
+    `worlds`: of which there are any keys; `nodes`: those that are there.
+    """
     past = sorted({world for world in worlds if world != head.world})[:MOST_SWEPT]
     cut_off = sorted(name for name, part in parts.items() if part.record.version != head.version)
-    return Swept(tuple(past), tuple(cut_off[: MOST_SWEPT - len(past)]))
+    cut_off = cut_off[: MOST_SWEPT - len(past)]
+    left = [topic for topic, one in troubles.items() if one.record.is_of_a_node and one.record.node not in nodes]
+    left.sort(key=lambda topic: troubles[topic].revision, reverse=True)
+    return Swept(tuple(past), tuple(cut_off), tuple(left[NEWEST_TROUBLES:][: MOST_SWEPT - len(past) - len(cut_off)]))
 
 
 def superfluous_evaluations(
@@ -70,7 +88,8 @@ def sweep(keys: JobKeys, head: Stored[Head], known: Stored[Checkpoints], swept: 
         raise ValueError(f"world {head.record.world} is head's")
     worlds = (Delete(keys.world(world), prefix=True) for world in swept.worlds)
     parts = (Delete(f"{keys.eval_part_prefix}{part}") for part in swept.parts)
-    return _pruning(keys, head, known, (*worlds, *parts))
+    troubles = (Delete(keys.trouble(topic)) for topic in swept.troubles)
+    return _pruning(keys, head, known, (*worlds, *parts, *troubles))
 
 
 def forget_evaluations(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -16,13 +16,15 @@ from controllers.apply import apply
 from controllers.faults import MOST_OF_JOB, FaultBook
 from controllers.sweeping import FORGET_AT, forgetting, sweeping
 from controllers.view import JobView
+from controllers.waiting import LOCAL
 from gcore.config import stored_spec
 from gcore.ledger import archive
+from gcore.ledger.bounds import NODE_TOPICS
 from gcore.ledger.evaluation import best_of
 from gcore.ledger.guarded import Stored, TxnOutcome
-from gcore.ledger.job import MOST_SAID, EvalPart, Evaluation, RankClaim
+from gcore.ledger.job import MOST_SAID, EvalPart, Evaluation, NodeRecord, RankClaim, Trouble
 from gcore.ledger.records import Checkpoint, Head
-from gcore.ledger.sweeping import NEWEST_EVALUATIONS, Swept, superfluous_evaluations, sweep
+from gcore.ledger.sweeping import NEWEST_EVALUATIONS, NEWEST_TROUBLES, Swept, superfluous_evaluations, sweep
 from gcore.store.types import Put
 from gcore.types import Version
 
@@ -51,6 +53,34 @@ def claim(job: RecordedJob, world: str) -> None:
     for rank in range(2):
         job.corrupt({KEYS.world_rank(world, rank): RankClaim(instance=f"{world}-{rank}").encode()})
     job.corrupt({KEYS.rendezvous(world): b"127.0.0.1:5"})
+
+
+def trouble(job: RecordedJob, node: str, topic: str) -> None:
+    job.corrupt({KEYS.trouble(topic): Trouble(topic=topic, node=node, sentence="something").encode()})
+
+
+def test_what_nodes_that_are_gone_have_told_leaves_the_store_but_for_the_newest(job: RecordedJob) -> None:
+    """Nodes may come and go under ever new names; what is told for all, or of a node that is there, stays."""
+    topics = [f"engine-pod-{number}" for number in range(NEWEST_TROUBLES + 3)]
+    for number, topic in enumerate(topics):
+        trouble(job, f"pod-{number}", topic)
+    trouble(job, "node-0", "StartEngine-node-0-cpu:0")
+    trouble(job, "pod-0", "wait-train")
+    view = view_of(job)
+    record = NodeRecord(name="node-0", incarnation="node-0.a", address="h:1", slots=("cpu:0",), pid=1)
+    view = replace(view, nodes={"node-0": record})
+    (intent,) = sweeping(view)
+    assert isinstance(intent.action, Sweep)
+    assert set(intent.action.swept.troubles) == set(topics[:3])
+    assert carried_out(job, intent) is TxnOutcome.WON
+    left = {kv.key.removeprefix(KEYS.trouble_prefix) for kv in job.listing.kvs if "/trouble/" in kv.key}
+    assert left >= {*topics[3:], "StartEngine-node-0-cpu:0", "wait-train"}
+    assert not left & set(topics[:3])
+    assert not [*sweeping(replace(view, mirror=job.mirror))]
+
+
+def test_the_bound_counts_what_a_node_may_tell() -> None:
+    assert len(LOCAL) + len(("engine", "reward")) == NODE_TOPICS
 
 
 def part(job: RecordedJob, version: Version, number: int) -> None:
