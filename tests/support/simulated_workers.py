@@ -31,10 +31,12 @@ from gcore.weights.layout import (
     EXP_AVG_SQ_FILE,
     MANIFEST_FILE,
     MODEL_FILE,
+    CheckpointDamaged,
     Manifest,
     checkpoint_folder,
     file_entry,
     manifest_digest,
+    verify_checkpoint,
     weights_folder,
 )
 from gcore.worker.events import Refused as RegistrationRefused
@@ -159,7 +161,8 @@ class Rank(Worker):
         assert spec.rank is not None
         self.name = WorldName(spec.job_uid, spec.world, child["lineage"])
         self.state = FeedState(self.name, spec.rank, child["world_size"], done=child["start"]["step"])
-        self.content = read_content(self.floor.run_dir, child["start"]["checkpoint"])
+        self.damage = damaged(self.floor.run_dir, child["start"]["checkpoint"])
+        self.content = () if self.damage else read_content(self.floor.run_dir, child["start"]["checkpoint"])
         self.checkpoint: tuple[Version, str, str] | None = None
         """The newest that was written: version, folder, digest."""
         self.listeners: dict[object, Callable[[], None]] = {}
@@ -167,8 +170,14 @@ class Rank(Worker):
         self._gathered: asyncio.Future[None] | None = None
         self.floor.ranks[spec.instance] = self
         self.floor.worlds.setdefault(spec.world, []).append(self)
-        if len(self.content) != self.state.done:
+        if not self.damage and len(self.content) != self.state.done:
             self.floor.wrong(f"{spec.instance} starts at step {self.state.done} with weights of {len(self.content)}")
+
+    async def _live(self) -> None:
+        if not self.damage:
+            return await super()._live()
+        self._show("starting")
+        await self.fail(self.damage)
 
     def serving(self) -> None:
         if self.spec.rank == 0:  # engines are to serve what the world goes on from, under its new name
@@ -275,6 +284,16 @@ def held_group(group: Group, samples: frozenset[int]) -> HeldGroup:
         for index in samples
     }
     return HeldGroup(group.ref, group.digest(), prompt, held)
+
+
+def damaged(run_dir: Path, checkpoint: str) -> str:
+    """Why a rank refuses to begin from a checkpoint that was whole when it was chosen, or nothing."""
+    try:
+        if checkpoint:
+            verify_checkpoint(run_dir / checkpoint)
+    except CheckpointDamaged as error:
+        return str(error)
+    return ""
 
 
 def read_content(run_dir: Path, checkpoint: str) -> Content:
