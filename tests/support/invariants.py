@@ -86,7 +86,7 @@ class Invariants:
         if ready is not None and ready.world == head.world:
             allowed.add((*chain, frozenset(group.ref for group in ready.groups)))
         for rank in self._floor.worlds.get(head.world, ()):
-            if rank.alive and rank.content not in allowed:
+            if rank.alive and not rank.damage and rank.content not in allowed:
                 self._wrong(
                     f"I3: {rank.spec.instance} was trained on {_shown(rank.content)}, the chain on {_shown(chain)}"
                 )
