@@ -263,8 +263,7 @@ class Staff:
             role, world, rank = "train", action.world, action.place.rank
             child = self._rank_child(action, view)
         instance = f"{role}-{self._config.node}-{uuid.uuid4().hex[:8]}"
-        logs = run_dir / "logs"
-        logs.mkdir(parents=True, exist_ok=True)
+        logs = run_dir / "logs"  # made by the supervisor: where the run's folder hangs, this daemon must not
         launch = LaunchSpec(
             instance=instance,
             node=self._config.node,

@@ -37,7 +37,7 @@ from gcore.store.keys import JobKeys
 from gcore.testing import FakeClock
 from gcore.train.launch import Start
 from gcore.worker.process import ProcessId, identify
-from gcore.worker.records import WorkerRecord
+from gcore.worker.records import LaunchSpec, WorkerRecord
 
 KEYS = JobKeys("u")
 SPEC = parse_spec(
@@ -155,9 +155,10 @@ def test_a_new_world_that_goes_on_from_copies_is_told_whose() -> None:
 
 
 def test_what_cannot_be_spawned_is_tried_again_later_and_in_the_end_given_up(tmp_path: Path) -> None:
-    (tmp_path / "run").write_text("a file where the run's folder should be")
+    home = tmp_path / "home"
+    home.write_text("a file where the daemon's folder should be")
     clock = FakeClock()
-    config = NodeConfig(node="node-0", home=str(tmp_path), etcd_endpoints=("h:1",), slots=("cpu:0",), run_root="r")
+    config = NodeConfig(node="node-0", home=str(home), etcd_endpoints=("h:1",), slots=("cpu:0",), run_root="r")
     bare = view()
     job = JobRecord(
         uid="u", name="j", spec=SPEC.model_dump(mode="json"), run_dir=str(tmp_path / "run"), created=0.0, prompts=4
@@ -173,7 +174,27 @@ def test_what_cannot_be_spawned_is_tried_again_later_and_in_the_end_given_up(tmp
     assert StartRank not in kinds(bare, launches, now=launches.last[key] + 1.0)
     assert StartRank in kinds(bare, launches, now=launches.last[key] + backoff(launches, key))
     assert f"{key} on node-0 was started {MAX_LAUNCHES} times" in staff.hopeless({})
-    assert str(tmp_path / "run") in staff.hopeless({})
+    assert str(home) in staff.hopeless({})
+
+
+def test_a_daemon_touches_nothing_of_a_runs_folder_to_start_a_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[LaunchSpec] = []
+
+    def start(launch: LaunchSpec, home: Path) -> ProcessId:
+        started.append(launch)
+        return ProcessId(2**30, 1)
+
+    monkeypatch.setattr("controllers.staffing.start_worker", start)
+    config = NodeConfig(node="node-0", home=str(tmp_path), etcd_endpoints=("h:1",), slots=("cpu:0",), run_root="r")
+    run_dir = tmp_path / "run"
+    job = JobRecord(uid="u", name="j", spec=SPEC.model_dump(mode="json"), run_dir=str(run_dir), created=0.0, prompts=4)
+    bare = replace(view(), mirror=replace(view().mirror, job=Stored(job, 1)))
+    rank = RankPlace(rank=0, node="node-0", slot="cpu:0")
+    assert Staff(config, FakeClock()).start(StartRank(rank, "w"), bare) == ""
+    assert [one.log_file.startswith(str(run_dir / "logs")) for one in started] == [True]
+    assert not run_dir.exists(), "its mount may hang; the supervisor makes it"
 
 
 def test_a_rank_whose_supervisor_dies_unregistered_is_started_again_later_and_later(
