@@ -222,9 +222,15 @@ def training(view: JobView) -> Iterator[Intent]:
 
 
 def publishing(view: JobView) -> Iterator[Intent]:
-    """Engines serve what was committed; only after the commit."""
+    """Engines serve what was committed; only after the commit.
+
+    One after the other: the end of the one before would let the engine go on while it is given the next.
+    """
     version = view.head.version
+    under_way = {condition.split()[1] for condition in view.under_way if condition.startswith("publish ")}
     for engine in view.engines.values():
+        if engine.instance in under_way:
+            continue
         if engine.version != version and version in view.staged and not engine.silent:
             yield Intent(Publish(engine.instance, version), f"publish {engine.instance} {version}")
 

@@ -86,8 +86,9 @@ class Deeds:
         return frozenset((*self._background, *held))
 
     def forget_what_is_over(self, now: float) -> None:
-        """Drop what has been held off for long enough."""
-        self._held_off = {c: held for c, held in self._held_off.items() if now < held[1]}
+        """Drop what was heard of, or has been held off for long enough."""
+        heard = self._job.mirror.revision
+        self._held_off = {c: held for c, held in self._held_off.items() if now < held[1] and heard < held[0]}
 
     def raise_defect(self) -> None:
         """A defect in the background must not end in silence."""

@@ -68,6 +68,26 @@ async def test_checkpoints_are_counted_by_what_was_done_of_them_and_not_by_what_
     assert value(metrics, "gcore_checkpoints_total", result=result) == count
 
 
+async def test_what_was_heard_of_is_held_off_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the driver would look five times a second, for seconds after everything it does."""
+
+    async def applied(*_: Any) -> Applied:
+        return Applied(TxnOutcome.WON, "done", 9)
+
+    monkeypatch.setattr(deeds, "apply", applied)
+    view, changes = running_job(), Changes()
+    job: Any = SimpleNamespace(
+        uid="u", changes=changes, mirror=view.mirror, hands=lambda: None, look_anew=lambda: None, fail=None
+    )
+    doer = Deeds(job, Metrics(), FakeClock())
+    await doer.carry_out(Intent(Register(NEXT), "topic"), view)
+    doer.forget_what_is_over(0.0)
+    assert (doer.held_off, doer.under_way()) == (True, {"topic"})
+    job.mirror = replace(view.mirror, revision=9)
+    doer.forget_what_is_over(0.0)
+    assert (doer.held_off, doer.under_way()) == (False, frozenset())
+
+
 def sample(reason: Any) -> Sample:
     return Sample((1, 2), (0.0, 0.0), "ab", reason, (VersionSpan(Version(0, 1), 0, 2),))
 

@@ -192,6 +192,15 @@ def test_a_lost_world_that_has_no_room_says_so() -> None:
     assert not any("slots" in wait.what for wait in waiting_for(view))
 
 
+def test_an_engine_that_is_still_brought_older_weights_is_given_the_next_when_it_has_them() -> None:
+    """Else the end of the one publication would let it go on in the midst of the other."""
+    engines = {name: EngineView(name, "h:1", None) for name in ("quick", "slow")}
+    view = running(engines=engines, staged=frozenset({Version(0, 0)}))
+    slow = replace(view, under_way=frozenset({"publish slow 0.7"}))
+    assert [action.instance for action in actions(slow) if isinstance(action, Publish)] == ["quick"]
+    assert {action.instance for action in actions(view) if isinstance(action, Publish)} == {"quick", "slow"}
+
+
 def test_who_is_no_member_joins_before_anything_else() -> None:
     view = running()
     view = with_mirror(view, members={PEER: view.mirror.members[PEER]})
