@@ -14,8 +14,9 @@
     saving       weights and checkpoints                 collective   what ranks tell one another
     copying      copies of its state in nodes' memory    copied       a world's state from such copies
     receipts     what was trained on, on paper           report       what comes out of a step
-    memory       when it runs out                        algorithms   the mathematics
+    memory       when it runs out                        insisting    what the disk does not take is tried again
+    algorithms   the mathematics
 
-`launch`, `feed_state`, `messages`, `service`, `serving`, `packing`, `receipts` and `report` do without torch; the rest
-imports it, `loading` on the way.
+`launch`, `feed_state`, `messages`, `service`, `serving`, `packing`, `receipts`, `insisting` and `report` do without torch;
+the rest imports it, `loading` on the way.
 """
