@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from controllers.service.audits import audit_of_records
 from gcore.ledger import store_copy
@@ -13,11 +16,14 @@ from gcore.ledger.audit import Audit
 from gcore.ledger.job import NodeRecord
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.store_copy import mirror_of
-from gcore.schema import UnreadableRecord
+from gcore.schema import Record, UnreadableRecord
 from gcore.store import keys
 from gcore.store.keys import JobKeys
 from gcore.store.types import Listing, Store, WatchBatch, WatchEvent
 from gcore.worker.records import WorkerRecord
+
+log = logging.getLogger(__name__)
+R = TypeVar("R", bound=Record)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,21 +58,27 @@ class StoredJobs:
         return JobMirror(JobKeys(uid)).fold(await self.batch(uid))
 
     async def summaries(self) -> list[JobMirror]:
-        """Every job, oldest first."""
+        """Every job, oldest first. One that this version cannot read is passed over: it must not hide all the others."""
         uids = set()
         for kv in (await self._store.list(keys.NAMES)).kvs:
             uids.add(kv.value.decode())
         for kv in (await self._store.list(keys.REQUESTS)).kvs:
             uids.add(kv.value.decode())
-        mirrors = await asyncio.gather(*(self.mirror(uid) for uid in sorted(uids)))
-        there = [mirror for mirror in mirrors if mirror.job is not None]
+        mirrors = await asyncio.gather(*(self._readable(uid) for uid in sorted(uids)))
+        there = [mirror for mirror in mirrors if mirror is not None and mirror.job is not None]
         return sorted(there, key=lambda m: m.job.record.created if m.job else 0.0)
 
+    async def _readable(self, uid: str) -> JobMirror | None:
+        try:
+            return await self.mirror(uid)
+        except UnreadableRecord as error:
+            log.error("job %s is not listed: %s", uid, error)
+            return None
+
     async def cluster(self) -> ClusterListing:
-        """Daemons and workers."""
-        nodes = [NodeRecord.decode(kv.value, kv.key) for kv in (await self._store.list(keys.NODES)).kvs]
-        workers = [WorkerRecord.decode(kv.value, kv.key) for kv in (await self._store.list(keys.WORKERS)).kvs]
-        return ClusterListing(tuple(nodes), tuple(workers))
+        """Daemons and workers, but for those that this version cannot read."""
+        nodes = _read(NodeRecord, await self._store.list(keys.NODES))
+        return ClusterListing(tuple(nodes), tuple(_read(WorkerRecord, await self._store.list(keys.WORKERS))))
 
     async def audit(self, uid: str) -> Audit:
         """Recompute a job's accounts from its log and the ranks' receipts. One that has ended leaves a copy of its records
@@ -76,6 +88,14 @@ class StoredJobs:
         found = await asyncio.to_thread(audit_of_records, uid, batch)
         await asyncio.to_thread(_leave_copy, uid, listing)
         return found
+
+
+def _read(kind: type[R], listing: Listing) -> Iterator[R]:
+    for kv in listing.kvs:
+        try:
+            yield kind.decode(kv.value, kv.key)
+        except UnreadableRecord as error:
+            log.error("passed over: %s", error)
 
 
 def _as_heard(listing: Listing) -> WatchBatch:

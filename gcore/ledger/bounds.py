@@ -2,7 +2,8 @@
 
 The bound follows from the spec (shards, window, quota, responses, staleness, sources, checkpoints that are kept), from how many
 controllers and ranks there are *now*, and from how often the job went back or re-formed its world (28 bytes each time, in head:
-the one thing that grows with faults). It does not depend on the number of steps, but for checkpoints that the spec keeps for ever
+the one thing that grows with faults: by those numbers it is told for ever whether an evaluation, an epoch's record or a version
+that some engine still serves is of the chain, and none of these is compared where a lineage begins). It does not depend on the number of steps, but for checkpoints that the spec keeps for ever
 (`checkpoint.keep_every`). What a rule of `controllers.housekeeping` or `controllers.sweeping` has not taken away yet is part of
 it (`LAG`): while nobody prunes, because the run's folder takes nothing, the log grows until it does.
 

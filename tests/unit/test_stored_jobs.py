@@ -1,0 +1,46 @@
+"""What is read of the store on demand, and that one record of another version does not hide the rest."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+from stored_job import StoredJob
+
+from controllers.service.records import StoredJobs
+from gcore.ledger.job import NodeRecord
+from gcore.store import keys
+from gcore.store.types import Put
+from gcore.testing import FakeClock, MemoryCluster, MemoryStore
+
+
+def test_a_job_that_cannot_be_read_hides_no_other_from_the_list(caplog: pytest.LogCaptureFixture) -> None:
+    store = MemoryStore(MemoryCluster(FakeClock()))
+
+    async def listed() -> list[str]:
+        old, new = StoredJob(store, "old", "n0.me"), StoredJob(store, "new", "n0.me")
+        await old.create()
+        await new.create()
+        for job in (old, new):
+            await store.transact((), (Put(keys.request(job.keys.uid), job.keys.uid.encode()),))
+        assert len(await StoredJobs(store).summaries()) == 2
+        await store.transact((), (Put(old.keys.state, b'{"schema_version":99}'),))
+        return [mirror.keys.uid for mirror in await StoredJobs(store).summaries()]
+
+    with caplog.at_level(logging.ERROR):
+        assert asyncio.run(listed()) == ["new"]
+    assert "job old is not listed" in caplog.text
+    assert "99" in caplog.text
+
+
+def test_a_node_that_cannot_be_read_hides_no_other() -> None:
+    store = MemoryStore(MemoryCluster(FakeClock()))
+    record = NodeRecord(name="node-0", incarnation="node-0.a", address="h:1", slots=("cpu:0",), pid=1)
+
+    async def there() -> list[str]:
+        await store.transact((), (Put(keys.node("node-0"), record.encode()),))
+        await store.transact((), (Put(keys.node("node-1"), b'{"schema_version":99}'),))
+        return [node.name for node in (await StoredJobs(store).cluster()).nodes]
+
+    assert asyncio.run(there()) == ["node-0"]
