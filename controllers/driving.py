@@ -114,6 +114,7 @@ class Driver:
         while True:
             began = self._clock.monotonic()
             self._deeds.raise_defect()
+            self._ranks.raise_defect()
             await self._aim()
             self._engines.look_after()
             self._job.note_scoring()

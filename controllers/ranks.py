@@ -65,6 +65,7 @@ class RankLinks:
         self._world: WorldName | None = None
         self._lines: dict[int, _Line] = {}
         self._closing: set[asyncio.Task[None]] = set()
+        self._defect: BaseException | None = None
         self.views: dict[int, RankView] = {}
         self.saved: dict[Version, SavedCheckpoint] = {}
 
@@ -82,7 +83,18 @@ class RankLinks:
             if rank not in self._lines and world is not None:
                 channel = grpc.aio.insecure_channel(address)
                 task = asyncio.create_task(self._listen(world, rank, channel), name=f"rank {rank}")
+                task.add_done_callback(self._heard_out)
                 self._lines[rank] = _Line(address, channel, task)
+
+    def raise_defect(self) -> None:
+        """Nobody would hear of the rank any more, and the step be waited for for ever: that must not end in silence."""
+        if self._defect is not None:
+            raise self._defect
+
+    def _heard_out(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (defect := task.exception()) is not None:
+            self._defect = self._defect or defect
+            self._on_change()
 
     async def close(self) -> None:
         """End all lines."""

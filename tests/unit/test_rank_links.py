@@ -93,3 +93,20 @@ async def test_an_engine_that_is_gone_by_now_cannot_be_published_to() -> None:
     engines = EngineBook(Changes(), timeout_s=1.0)
     with pytest.raises(EngineUnreachable, match="e is not connected"):
         await engines.publish("e", Version(0, 1), Path("weights"))
+
+
+async def test_a_line_that_ends_by_a_defect_is_not_left_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank would train on, unheard, and the step be waited for for ever."""
+    changes = Changes()
+    links = RankLinks(FakeClock(), changes.notify)
+
+    async def listen(*_: Any) -> None:
+        raise AssertionError("what the rank said cannot be read")
+
+    monkeypatch.setattr(links, "_listen", listen)
+    links.aim(WorldName("u", "w", 0), {0: "127.0.0.1:1"})
+    links.raise_defect()
+    await changes.wait()
+    with pytest.raises(AssertionError, match="cannot be read"):
+        links.raise_defect()
+    await links.close()
