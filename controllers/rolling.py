@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 DAMAGED = "damaged"
 """What the last trouble with a registered checkpoint is called in the store."""
-AWAY = "storage"
+AWAY = "mount"
 """And that with a folder that this node does not see any more."""
 
 
@@ -64,6 +64,7 @@ async def roll_back(action: Rollback, view: JobView, hands: Hands) -> Applied:
             # What this node cannot see is not damaged. Who skipped it would train everything anew, and then forget it.
             hands.tell(AWAY, away)
             return Applied(TxnOutcome.UNKNOWN, f"rollback: {away}")
+        hands.tell(AWAY, "")
         if cursors is None:
             problem = f"its log entry {target.seq} is not there"
         if problem or entry is None or cursors is None:
