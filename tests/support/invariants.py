@@ -20,7 +20,7 @@ from gcore.store.keys import JobKeys
 from gcore.store.types import WatchBatch, WatchEvent
 from gcore.types import Token, Version
 
-MOVES = {
+MOVES: dict[SealState | None, set[SealState | None]] = {
     None: {SealState.SEALED},
     SealState.OPEN: {SealState.SEALED, None},
     SealState.SEALED: {SealState.OPEN, SealState.READY, None},
@@ -68,7 +68,7 @@ class Invariants:
         for step in before.seals.keys() | self.mirror.seals.keys():
             old, new = before.seals.get(step), self.mirror.seals.get(step)
             if old != new:
-                self._check_slot(old.record if old else None, new.record if new else None)
+                self._check_slot(step, old.record if old else None, new.record if new else None)
         if head is not None and head != before.head:
             self._check_head(head.record)
         if head is not None:
@@ -106,10 +106,10 @@ class Invariants:
         if self._log.setdefault(entry.seq, entry) != entry:
             self._wrong(f"I5: log entry {entry.seq} was overwritten")
 
-    def _check_slot(self, old: Seal | None, new: Seal | None) -> None:
+    def _check_slot(self, step: int, old: Seal | None, new: Seal | None) -> None:
         before, after = (old.state if old else None), (new.state if new else None)
         if after not in MOVES[before]:
-            self._wrong(f"slot of step {(new or old).step} went from {before} to {after}")  # type: ignore[union-attr]
+            self._wrong(f"slot of step {step} went from {before} to {after}")
         if new is None:
             return
         if old is not None and (new.attempt < old.attempt or new.lineage < old.lineage):

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from recorded_job import hands_of
 
+from controllers.actions import Intent
 from controllers.apply import apply
 from controllers.faults import FaultBook
 from controllers.housekeeping import beginning, checkpointing, pruning
@@ -303,10 +305,10 @@ class LongJob:
             spec=self.spec, rules=self.rules, mirror=self.mirror, me=me, node="node-0", nodes={}, workers={}, saved=self.saved
         )  # fmt: skip
 
-    async def carry_out(self, *rules: object) -> None:
+    async def carry_out(self, *rules: Callable[[JobView], Iterable[Intent]]) -> None:
         hands = hands_of(self.store, self.run_dir)
         for rule in rules:
-            for intent in rule(self.view()):  # type: ignore[operator]
+            for intent in rule(self.view()):
                 await apply(intent.action, self.view(), hands)
                 self.hear()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -312,4 +313,4 @@ def largest_gap(a: Sequence[int], b: Sequence[int]) -> float:
 
 def largest_gap_by_chance(a: Sequence[int], b: Sequence[int], coefficient: float = 1.63) -> float:
     """What the statistic exceeds in one of a hundred pairs of samples of one distribution (1.63: level 0.01)."""
-    return coefficient * ((len(a) + len(b)) / (len(a) * len(b))) ** 0.5
+    return coefficient * math.sqrt((len(a) + len(b)) / (len(a) * len(b)))

@@ -106,7 +106,7 @@ class Node:
                 await self._daemon.depart()
                 life.cancel()
 
-            process.post(lambda: process.run(leaving(), "leaving") and None)
+            process.post(lambda: process.run(leaving(), "leaving"))
             life.add_done_callback(gone, context=contextvars.Context())
 
 
@@ -125,12 +125,12 @@ class SimulatedDaemon(Daemon):
         )
         super().__init__(config, node.clock)
         self._node = node
-        self._health = SimpleNamespace(set=_nothing)  # type: ignore[assignment]
+        self._health = SimpleNamespace(set=_nothing)
 
     async def run(self) -> None:
         with contextlib.suppress(asyncio.CancelledError):
             while True:
-                await self._life(self._node.store, self._node.name, "")  # type: ignore[arg-type]
+                await self._life(self._node.store, self._node.name, "")
 
     def runners(self) -> list[Any]:
         """Of its jobs."""

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from simulated_ends import (
     SOURCE,
-    InOrder,
     Land,
-    Silent,
+    SilentFaults,
+    SilentTroubles,
     SimulatedClient,
     SimulatedLinks,
     SimulatedStaff,
@@ -33,17 +32,24 @@ from controllers.collectives import Collectives
 from controllers.deeds import Deeds
 from controllers.driving import Driver
 from controllers.engines import EngineBook
+from controllers.eval_book import StoredEvaluations
 from controllers.hands import Hands
 from controllers.identity import Identity
+from controllers.material import Material, Practice, sampling_of
+from controllers.ordering import EpochOrders
 from controllers.peer import JobPeer
 from controllers.producing import Producing
 from controllers.pulse import EnginePatience
 from controllers.staged import staged_versions
 from controllers.standing import JobStanding
+from controllers.stopwatch import Stopwatch
+from controllers.troubles import TroubleBook
 from controllers.turns import Waits
 from gcore.config import NodeConfig
+from gcore.config.sources import training_sources
 from gcore.ledger.rules import rules_of
-from gcore.rollout.client import SamplingParams
+from gcore.prompts.stream import PromptStream
+from gcore.reward.scoring import DirectScorer
 from gcore.types import Version
 
 
@@ -66,7 +72,8 @@ class SimulatedJob(JobStanding):
         self._store = store
         self._clock = clock
         self._land = land
-        self.troubles = Silent()
+        self._faults = SilentFaults(store, self.keys, identity.node)
+        self.troubles: TroubleBook = SilentTroubles(store, self.keys, identity.node, clock)
         self._staff = SimulatedStaff(config, clock, land)
         self._ranks = SimulatedLinks(clock, self.changes.notify, identity.node, land)
         rollout = land.spec.rollout
@@ -98,7 +105,7 @@ class SimulatedJob(JobStanding):
             self._clock,
         )
         peer = self._peer()
-        producing = Producing(self, Silent(), self._clock)
+        producing = Producing(self, self._faults, self._clock)
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [
@@ -115,28 +122,28 @@ class SimulatedJob(JobStanding):
             self._ranks.aim(None, {})
 
     def _peer(self) -> JobPeer:
-        params = SamplingParams(temperature=1.0, max_new_tokens=4)
-        sources = {SOURCE: SimpleNamespace(params=params)}
-        material = SimpleNamespace(
-            spec=self._land.spec, uid=self.uid, stream=Stream(), sources=sources, evaluation=(), evaluated={}
-        )
+        spec = self._land.spec
+        # Of a stream it is what a peer asks of it.
+        stream = cast(PromptStream, Stream())
+        (source,) = training_sources(spec)
+        practice = Practice(source, sampling_of(spec, source), DirectScorer())
+        material = Material(spec, self.uid, stream, {SOURCE: practice}, evaluation=(), evaluated={})
         collectives = Collectives(
             self._store, lambda: self.mirror, self.me, self._identity.lease, self.changes, self._clock
         )
-        watch = SimpleNamespace(produced=lambda now: None)
         return JobPeer(
             material,
             self.look,
             self.changes,
             self._engines,
             self.holdings,
-            None,
+            StoredEvaluations(self._ledger(), lambda: self.mirror),
             self._clock,
-            watch,
-            InOrder(),
+            Stopwatch(),
+            EpochOrders(spec, stream, self.changes.notify),
             (),
             collectives,
-            Silent(),
+            self._faults,
         )
 
     async def _watch(self) -> None:
@@ -155,11 +162,14 @@ class SimulatedJob(JobStanding):
     def _staged(self) -> frozenset[Version]:
         return self._land.floor.staged(staged_versions)
 
+    def _ledger(self) -> TellingLedger:
+        return TellingLedger(self._store, self.mirror.keys, self.me, self._land.floor.tell)
+
     def hands(self) -> Hands:
         """What actions are carried out with."""
         return Hands(
             store=self._store,
-            ledger=TellingLedger(self._store, self.mirror.keys, self.me, self._land.floor.tell),
+            ledger=self._ledger(),
             lease=self._identity.lease,
             address=self._identity.address,
             ranks=self._ranks,

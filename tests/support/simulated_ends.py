@@ -16,8 +16,10 @@ from simulated_network import Network, NoAnswer, RemoteStore, ask
 from simulated_workers import Engine, Floor, Rank
 from virtual_time import ProcessClock
 
+from controllers.faults import FaultBook
 from controllers.ranks import NotConnected, RankLinks
 from controllers.staffing import Launch, Staff, StartEngine, StartRank, launch_key
+from controllers.troubles import TroubleBook
 from controllers.turns import Waits
 from controllers.view import JobView, RankView, SavedCheckpoint
 from gcore.config import JobSpec, NodeConfig
@@ -29,7 +31,7 @@ from gcore.store.keys import JobKeys
 from gcore.train.feed_state import WorldName
 from gcore.types import Group, Outcome, Prompt, PromptRef, Sample, Token, Version, VersionSpan
 from gcore.worker.process import ProcessId
-from gcore.worker.records import LaunchSpec, StoreRef
+from gcore.worker.records import LaunchSpec, Role, StoreRef
 
 SOURCE = "source"
 CALL_S = 5.0
@@ -88,21 +90,28 @@ class SimulatedStaff(Staff):
 
     def _spawn(self, action: StartEngine | StartRank, view: JobView) -> Launch:
         self._count += 1
-        rank = isinstance(action, StartRank)
-        child = dict(self._rank_child(action, view).document) if rank else {}
-        name = f"{action.world}-{action.place.rank}" if rank else f"engine-{action.place.slot.replace(':', '')}"
+        role: Role
+        world: str | None
+        rank: int | None
+        child: dict[str, Any]
+        if isinstance(action, StartRank):
+            role, world, rank = "train", action.world, action.place.rank
+            child, name = dict(self._rank_child(action, view).document), f"{world}-{rank}"
+        else:
+            role, world, rank = "rollout", None, None
+            child, name = {}, f"engine-{action.place.slot.replace(':', '')}"
         launch = LaunchSpec(
             instance=f"{name}-{view.node}-{self._land.chance.getrandbits(24):06x}",
             node=view.node,
-            role="train" if rank else "rollout",
+            role=role,
             job_uid=view.mirror.keys.uid,
             slot=action.place.slot,
             store=StoreRef(endpoints=("simulated",)),
             log_file="none",
             command=("none",),
             child=child,
-            world=action.world if rank else None,
-            rank=action.place.rank if rank else None,
+            world=world,
+            rank=rank,
             lease_ttl_s=10,
         )
         pid = self._land.start_worker(launch)
@@ -221,7 +230,12 @@ class SimulatedClient:
 
     async def update_weights(self, folder: str, version: Version) -> None:
         """Bring it newer ones."""
-        await self._ask(lambda reply: reply(self._engine.publish(version)))
+
+        def publish(reply: Callable[[Any], None]) -> None:
+            self._engine.publish(version)
+            reply(None)
+
+        await self._ask(publish)
 
     async def generate_each(self, prompts: Any, params: Any, *, seeds: Any, rid: str) -> tuple[Sample, ...]:
         """A response to each, of two or three tokens."""
@@ -255,24 +269,18 @@ class Stream:
         return SimpleNamespace(name=SOURCE), 0
 
 
-class InOrder:
-    """`controllers.ordering` of a job without a curriculum."""
-
-    def ready(self, due: list[PromptRef], begun: Any, mine: Any, held: Any) -> list[PromptRef]:
-        return due
-
-
-class Silent:
-    """`controllers.faults`: nobody reads it here."""
+class SilentFaults(FaultBook):
+    """Nobody reads them here."""
 
     def note(self, what: str, trace: str = "") -> None:
         """Passed over."""
 
-    def hold(self, topic: str, sentence: str) -> None:
-        """Passed over."""
 
-    async def finish(self) -> None:
-        """Nothing is left."""
+class SilentTroubles(TroubleBook):
+    """Nobody reads them here."""
+
+    def note(self, topic: str, sentence: str) -> None:
+        """Passed over."""
 
 
 class TellingLedger(Ledger):

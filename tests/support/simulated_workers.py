@@ -131,7 +131,7 @@ class Worker:
             await self._registrar.leave()
             self.end("asked to stop")
 
-        self.process.post(lambda: self.process.run(leaving(), "leaving") and None)
+        self.process.post(lambda: self.process.run(leaving(), "leaving"))
 
     def _show(self, state: str, **more: Any) -> None:
         self.record = self.record.model_copy(update={"state": state, **more})

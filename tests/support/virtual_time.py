@@ -17,7 +17,11 @@ import selectors
 import sys
 import warnings
 from collections.abc import Callable, Coroutine
-from typing import Any
+from concurrent.futures import Executor
+from typing import Any, TypeVar, TypeVarTuple
+
+T = TypeVar("T")
+Arguments = TypeVarTuple("Arguments")
 
 OWNER: contextvars.ContextVar[Process | None] = contextvars.ContextVar("owner", default=None)
 
@@ -81,15 +85,22 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._every_task.append(task)
         return task
 
-    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
-        future = self.create_future()
+    def run_in_executor(
+        self, executor: Executor | None, func: Callable[[*Arguments], T], *args: *Arguments
+    ) -> asyncio.Future[T]:
+        future: asyncio.Future[T] = self.create_future()
         try:
             future.set_result(func(*args))
         except Exception as error:  # it is the future's
             future.set_exception(error)
         return future
 
-    def call_soon(self, callback: Any, *args: Any, context: contextvars.Context | None = None) -> asyncio.Handle:
+    def call_soon(
+        self,
+        callback: Callable[[*Arguments], object],
+        *args: *Arguments,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.Handle:
         if self.over:
             return asyncio.Handle(callback, args, self, context)
         context = context or contextvars.copy_context()
@@ -100,11 +111,20 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         gate.handle = super().call_soon(gate, context=context)
         return gate.handle
 
-    def call_soon_threadsafe(self, callback: Any, *args: Any, context: Any = None) -> asyncio.Handle:
+    def call_soon_threadsafe(
+        self,
+        callback: Callable[[*Arguments], object],
+        *args: *Arguments,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.Handle:
         return self.call_soon(callback, *args, context=context)
 
     def call_at(
-        self, when: float, callback: Any, *args: Any, context: contextvars.Context | None = None
+        self,
+        when: float,
+        callback: Callable[[*Arguments], object],
+        *args: *Arguments,
+        context: contextvars.Context | None = None,
     ) -> asyncio.TimerHandle:
         if self.over:
             return asyncio.TimerHandle(when, callback, args, self, context)
@@ -163,7 +183,7 @@ class Process:
         self.tasks.append(task)
         return task
 
-    def post(self, do: Callable[[], None]) -> None:
+    def post(self, do: Callable[[], object]) -> None:
         """Something has come for it from outside; it is done once it runs."""
         self.loop.call_soon(do, context=self._context)
 
