@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -239,7 +239,7 @@ class ChaosCluster:
         """Whether the job has; False before there is one."""
         return self.history is not None and self.history.ended
 
-    def pick(self, names: Any) -> str:
+    def pick(self, names: Iterable[str]) -> str:
         """One of them, by the run's own dice."""
         return self.rng.choice(sorted(names))
 

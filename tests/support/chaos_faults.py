@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import random
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from gcore.worker.process import identify, send_signal
 Told = dict[str, Any]
 Whole = Callable[[Path, Path, random.Random], Awaitable[Told]]
 """(folder, spec, the run's dice)"""
-Act = Callable[[ChaosCluster], Awaitable[Told]]
+Act = Callable[[ChaosCluster], Coroutine[Any, Any, Told]]
 ALONE_S = 30.0
 """A controller that is killed for the measurement stays away so long: its peers are to recover without it."""
 PAUSE_S = 3.0 * TTL_S
@@ -368,9 +369,14 @@ async def rolling_restart(cluster: ChaosCluster) -> Told:
         daemon.signal(signal.SIGTERM)
         await cluster.until(
             f"{name}'s new incarnation",
-            lambda name=name, old=old: cluster.ended or cluster.seen.incarnation(name) not in (None, old),
+            partial(_is_anew, cluster, name, old),
         )
     return {"target": "each daemon"}
+
+
+def _is_anew(cluster: ChaosCluster, name: str, old: str | None) -> bool:
+    """Whether a node has another incarnation than `old`, or the job has ended."""
+    return cluster.ended or cluster.seen.incarnation(name) not in (None, old)
 
 
 async def rewritten_restart(cluster: ChaosCluster) -> Told:

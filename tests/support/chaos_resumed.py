@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ async def _lived(folder: Path, spec: Path, rng: random.Random, lives: Sequence[L
             until = life.until_step
             await cluster.until(
                 f"step {until}" if until else "end of the job",
-                lambda c=cluster, u=until: c.ended or (u is not None and c.seen.step >= u),
+                partial(_is_at, cluster, until),
                 LIFE_S,
             )
             if until is not None:
@@ -104,6 +105,11 @@ async def _lived(folder: Path, spec: Path, rng: random.Random, lives: Sequence[L
     assert head is not None
     losses = {e.step: e.stats["loss"] for e in _chain(head.record.seq, known) if e.kind == "train"}
     return told | {"audit": audits, "rollbacks": sum(e.kind == "rollback" for e in known.values())}, losses
+
+
+def _is_at(cluster: ChaosCluster, step: int | None) -> bool:
+    """Whether the job has come to a step, if one is given, or has ended."""
+    return cluster.ended or (step is not None and cluster.seen.step >= step)
 
 
 def _outcome(seen: History, steps: int) -> Told:
@@ -125,13 +131,13 @@ def _chain(seq: int | None, known: Mapping[int, LogEntry]) -> list[LogEntry]:
 
 async def demo_survives(folder: Path, spec: Path, rng: random.Random) -> Told:
     """The demo, everything killed at ten random moments: it resumes and ends at its accuracy."""
-    moments = []
+    moments: list[str] = []
     async with ChaosCluster.running(folder, Shape(), rng) as cluster:
         await cluster.submit(spec)
         for _ in range(DEMO_KILLS):
             # From before the workers serve to beyond the next checkpoint; the chain goes on from that one.
             goal, delay = cluster.seen.step + rng.choice((0, 0, 1, 3, 6, 9)), rng.uniform(0.0, 4.0)
-            await cluster.until(f"step {goal}", lambda goal=goal: cluster.ended or cluster.seen.step >= goal, LIFE_S)
+            await cluster.until(f"step {goal}", partial(_is_at, cluster, goal), LIFE_S)
             await CLOCK.sleep(delay)
             if cluster.ended:
                 raise ChaosFailed(f"the demo ended after {len(moments)} kills; {DEMO_KILLS} were to come")

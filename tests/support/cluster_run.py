@@ -9,10 +9,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.client import JobsClient
@@ -20,6 +20,7 @@ from gcore.clock import SystemClock
 from gcore.config.cluster import LocalCluster
 from gcore.errors import GcoreError
 
+T = TypeVar("T")
 GCORE = [sys.executable, "-m", "controllers.cli.main"]
 PATIENCE_S = 280.0
 """Long enough for a machine that is busy with something else; a test fails, it does not hang."""
@@ -57,10 +58,10 @@ class ClusterRun:
         with self.log.open("w") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
 
-    def ask(self, question: Callable[[JobsClient], Any]) -> Any:
+    def ask(self, question: Callable[[JobsClient], Awaitable[T]]) -> T | None:
         """One question to any controller; None if none answers yet."""
 
-        async def asked() -> Any:
+        async def asked() -> T | None:
             cluster = LocalCluster.load(self.home)
             if cluster is None:
                 return None
@@ -105,6 +106,7 @@ class ClusterRun:
     def kill_worker(self, role: str, *, child: bool) -> None:
         """kill -9 of one worker of a role: its computing child, or its supervisor."""
         nodes = self.ask(lambda client: client.list_nodes())
+        assert nodes is not None, "no controller answers"
         worker = next(w for w in nodes.workers if w.role == role and w.state == "serving")
         pid = worker.pid
         if child:
