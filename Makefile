@@ -133,7 +133,7 @@ sim-long: setup ## The store's size and the audit over STEPS=100000 steps, in si
 	@GCORE_SIM_STEPS=$(or $(STEPS),100000) $(TEST_ENV) $(BIN)/python -m pytest -q tests/sim/test_store_bound.py
 
 mutations: setup ## Each compare and rule of the protocol taken out in turn, and what notices it; benchmarks/results/mutations.json
-	@$(TEST_ENV) $(BIN)/python benchmarks/mutations.py $(BENCH_ARGS)
+	@$(TEST_ENV) $(BIN)/python benchmarks/mutation_table.py $(BENCH_ARGS)
 
 lint: setup ## ruff, mypy, import contracts, generated code
 	@$(BIN)/ruff check -q .

@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import measured
@@ -107,7 +108,7 @@ def trl_steps(python: Path, model: Path, folder: Path, tokens: int, steps: int, 
 
 
 def compare(
-    python: Path, model: Path, folder: Path, tokens: int, rounds: int, steps: int, tick: object
+    python: Path, model: Path, folder: Path, tokens: int, rounds: int, steps: int, tick: Callable[[], None]
 ) -> dict[str, object]:
     """Rounds in turn; medians, and the ratio of each round."""
     sides: dict[str, list[float]] = {"gcore": [], "trl 1 x 2": [], "trl 2 x 1": []}
@@ -130,7 +131,7 @@ def compare(
                 seconds = trl_steps(python, model, folder, tokens, steps, 2 if side == "trl 2 x 1" else 1)
             sides[side] += seconds
             medians[side] = statistics.median(seconds)
-            tick()  # type: ignore[operator]
+            tick()
         ratios.append(min(medians["trl 1 x 2"], medians["trl 2 x 1"]) / medians["gcore"])
     return {
         "tokens": tokens,

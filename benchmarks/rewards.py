@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from measured import circumstances, spread, write
@@ -54,8 +55,8 @@ async def scored(scorer: Scorer) -> dict[str, float]:
 async def rounds(count: int) -> dict[str, list[dict[str, float]]]:
     """Each way in turn, `count` times."""
     pools = {n: RewardPool({"data": RULE}, ScoringSpec(workers=n), SystemClock()) for n in (1, 2)}
-    ways: dict[str, Callable[[], Awaitable[dict[str, float]]]] = {"direct": lambda: scored(DirectScorer())}
-    ways |= {f"{n} process{'es' if n > 1 else ''}": lambda pool=pool: scored(pool) for n, pool in pools.items()}
+    ways: dict[str, Callable[[], Awaitable[dict[str, float]]]] = {"direct": partial(scored, DirectScorer())}
+    ways |= {f"{n} process{'es' if n > 1 else ''}": partial(scored, pool) for n, pool in pools.items()}
     found: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
     try:
         for pool in pools.values():

@@ -45,7 +45,8 @@ def play(seeds: list[int]) -> list[Played]:
     """In a process of its own."""
     sys.path.insert(0, str(ROOT / "tests" / "support"))
     logging.disable(logging.CRITICAL)
-    from simulated_cluster import Story, tell_story
+    from simulated_cluster import tell_story
+    from simulated_story import Story
 
     played = []
     for seed in seeds:
