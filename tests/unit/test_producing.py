@@ -112,7 +112,7 @@ async def test_what_is_told_in_gcores_words_needs_no_traceback() -> None:
     job = Job()
     await job.run(refuses)
     assert job.reasons == ["flow.filters: no"]
-    assert job.events() == []
+    assert not job.events()
 
 
 async def test_a_flow_is_begun_anew_when_there_are_steps_to_make_again() -> None:
