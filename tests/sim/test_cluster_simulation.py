@@ -11,8 +11,8 @@ import pytest
 from simulated_cluster import Story, tell_story
 
 FIRST = int(os.environ.get("GCORE_SIM_FIRST", "0"))
-CLUSTERS = int(os.environ.get("GCORE_SIM_CLUSTERS", "16"))
-"""Few: the rest of a minute is `test_step_protocol`'s; any number with `make sim`."""
+CLUSTERS = int(os.environ.get("GCORE_SIM_CLUSTERS", "32"))
+"""With those of `test_step_protocol`, what fits in a minute; any number with `make sim`."""
 SUPPORT = Path(__file__).parents[1] / "support"
 
 
