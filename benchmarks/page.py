@@ -1,9 +1,9 @@
-"""Writes the tables of docs/performance.md from benchmarks/results/*.json, so that no figure there is typed by hand.
+"""Writes the tables of figures in docs from benchmarks/results/*.json, so that no figure there is typed by hand.
 
     make bench-page
 
-The page keeps its words; each part between `<!-- NAME -->` and `<!-- /NAME -->` is made anew from the result of that name.
-A test compares the page with the results.
+A page keeps its words; each part between `<!-- NAME -->` and `<!-- /NAME -->` is made anew from the result of that name.
+A test compares the pages with the results.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from measured import RESULTS, ROOT
 
-PAGE = ROOT / "docs" / "performance.md"
+DOCS = ROOT / "docs"
 Result = dict[str, Any]
 
 
@@ -189,33 +189,118 @@ def demo(result: Result) -> str:
     return table(["run", "s", "accuracy before", "after", "tokens/s", "audit"], rows)
 
 
-PARTS: dict[str, Callable[[Result], str]] = {
-    "demo": demo,
-    "engine": engine,
-    "trainer": trainer,
-    "checkpoints": checkpoints,
-    "grpo_step": grpo_step,
-    "rewards": rewards,
-    "startup": startup,
-    "idle": idle,
+def copies(result: Result) -> str:
+    """What copies in memory cost a step, and what a start from them saves."""
+    starts = result["start_seconds"]
+    rows = [
+        ["copies of a step, s", spread(result["copies_seconds"], "{:.3f}")],
+        ["its update, s", spread(result["update_seconds"], "{:.3f}")],
+        ["copied, GB a second", spread(result["gigabytes_per_second"])],
+        ["start of a world from copies, s", spread(starts["copies"])],
+        ["start of a world from a checkpoint, s", spread(starts["checkpoint"])],
+    ]
+    size = f"{result['model']}: {result['copied_bytes'] / 1e6:.0f} MB in each node's memory a step"
+    return f"{table(['', 'median (least–most)'], rows)}\n\n{size}; {result['what']}."
+
+
+def control_plane(result: Result) -> str:
+    """What agreeing costs many controllers, beside emulated engines and ranks."""
+    goals = result["goals"]
+    rows = [
+        ["a step, s", spread(result["seconds"]), ""],
+        ["seal, s", spread(result["seal_s"], "{:.3f}"), ""],
+        ["ready, s", spread(result["ready_s"], "{:.3f}"), ""],
+        ["commit, s", spread(result["commit_s"], "{:.3f}"), ""],
+        ["the three, of the step", spread(result["share"], "{:.2%}"), f"under {goals['share_of_step']:.0%}"],
+        [
+            "writes to the store, a controller",
+            spread(result["writes"], "{:.1f}"),
+            f"under {goals['writes_per_controller_and_step']:.0f}",
+        ],
+        ["exchange of samples, s", spread(result["exchange_s"], "{:.3f}"), ""],
+    ]
+    used = ", ".join(f"{kind} {seconds:.2f}" for kind, seconds in result["processor_s_per_step"].items())
+    what = f"{result['controllers']} controllers, {result['engines']:,} emulated engines, {result['audit']['groups']:,} groups"
+    return (
+        f"{table(['', 'median (least–most)', 'goal'], rows)}\n\n{what}; processor time of a step on this machine's "
+        f"cores, s: {used}. **Engines and ranks are emulated**: they compute nothing."
+    )
+
+
+def sim(result: Result) -> str:
+    """What the seeds were, and what became of them."""
+    whole, bare = result["whole_clusters"], result["bare_protocol"]
+    rows = [
+        ["seeds, each in both simulations", f"{result['seeds']:,}"],
+        ["seeds that failed", f"{len(result['failed_seeds'])}"],
+        ["whole clusters: faults", f"{whole['faults']:,}"],
+        ["whole clusters: steps committed", f"{whole['steps']:,}"],
+        ["whole clusters: rollbacks", f"{whole['rollbacks']:,}"],
+        ["whole clusters: revisions of the store, each looked at", f"{whole['store_revisions']:,}"],
+        ["whole clusters: hours of made-up time", f"{whole['virtual_hours']:,.0f}"],
+        ["bare protocol: steps committed", f"{bare['steps']:,}"],
+    ]
+    return table(["", "in all"], rows)
+
+
+def mutations(result: Result) -> str:
+    """What notices each."""
+    rows = [
+        f"| {row['mutation']} | {row['caught_by'].partition('[')[0] or '**nothing**'} |" for row in result["mutations"]
+    ]
+    missed = len(result["not_noticed"])
+    said = f"{len(rows)} mutations, {result['noticed_by_simulation']} noticed by a simulation already, {missed} by nothing."
+    return "\n".join(["| taken out | noticed by |", "|---|---|", *rows]) + f"\n\n{said}"
+
+
+def chaos(result: Result) -> str:
+    """A line a fault, and how soon a killed controller's prompts are in a commit again."""
+    rows = [
+        f"| `{row['fault']}` | {row['what']} | {row['passed']} of {row['runs']} | {row['rollbacks']} |"
+        for row in result["faults"]
+    ]
+    table_ = "\n".join(["| row | what | passed | rollbacks |", "|---|---|---:|---:|", *rows])
+    found = result["recovery_of_a_killed_controller"]
+    recovered = (
+        f"Recovery after a controller's death, {found['count']} times: median {found['median_s']} s, 95th percentile "
+        f"{found['p95_s']} s, at most {found['most_s']} s; the lease is {found['lease_ttl_s']} s, the goal {found['goal_p95_s']} s."
+    )
+    return f"{table_}\n\n{recovered}"
+
+
+Parts = dict[str, Callable[[Result], str]]
+PAGES: dict[str, Parts] = {
+    "performance.md": {
+        "demo": demo,
+        "engine": engine,
+        "trainer": trainer,
+        "checkpoints": checkpoints,
+        "grpo_step": grpo_step,
+        "rewards": rewards,
+        "startup": startup,
+        "idle": idle,
+    },
 }
+"""What is made of each page in docs."""
 
 
-def made(page: str, results: Path = RESULTS) -> str:
-    """The page with all its tables made anew."""
-    for name, part in PARTS.items():
-        result = json.loads((results / f"{name}.json").read_text())
-        block = f"<!-- {name} -->\n\n{part(result)}\n\n{taken(result)}\n\n<!-- /{name} -->"
-        page, count = re.subn(rf"<!-- {name} -->.*?<!-- /{name} -->", lambda _, b=block: b, page, flags=re.DOTALL)  # type: ignore[misc]
+def made(name: str, page: str, results: Path = RESULTS) -> str:
+    """The page of that name with all its tables made anew."""
+    for key, part in PAGES[name].items():
+        result = json.loads((results / f"{key}.json").read_text())
+        block = f"<!-- {key} -->\n\n{part(result)}\n\n{taken(result)}\n\n<!-- /{key} -->"
+        page, count = re.subn(rf"<!-- {key} -->.*?<!-- /{key} -->", lambda _, b=block: b, page, flags=re.DOTALL)  # type: ignore[misc]
         if count != 1:
-            raise SystemExit(f"{PAGE}: the part {name} is there {count} times, not once")
+            raise SystemExit(f"docs/{name}: the part {key} is there {count} times, not once")
     return page
 
 
 def main() -> None:
-    """Write it."""
-    PAGE.write_text(made(PAGE.read_text()))
-    print(PAGE)
+    """Write them."""
+    for name in PAGES:
+        file = DOCS / name
+        file.write_text(made(name, file.read_text()))
+        print(file)
 
 
 if __name__ == "__main__":

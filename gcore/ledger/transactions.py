@@ -77,7 +77,7 @@ def offer(keys: JobKeys, old: Stored[Offer] | None, new: Offer, lease: int) -> T
 def withdraw(keys: JobKeys, incarnation: str, node: str) -> Transaction:
     """Take back all that a controller says of itself, and of its node, under its lease, as the lease's end would. Compares
     nothing: the keys are its own alone."""
-    own = (keys.member(incarnation), keys.offer(incarnation), keys.part(incarnation))
+    own: tuple[str, ...] = (keys.member(incarnation), keys.offer(incarnation), keys.part(incarnation))
     own += (keys.fetch(node), keys.storage(node), keys.copies(node))
     return Transaction(TxnKind.LEAVE, (), tuple(Delete(key) for key in own))
 
