@@ -317,4 +317,4 @@ class Staff:
             "memory_dir": str(memory) if makes_copies else "",
         }
         env = device_env(slot) | {"DS_ACCELERATOR": "cuda" if is_cuda(slot) else "cpu"}
-        return Child(rank_command(slot), document, env)
+        return Child(rank_command(slot), document, env, view.spec.train.start_limit_s)

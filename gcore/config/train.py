@@ -102,6 +102,11 @@ class TrainSpec(Section):
     watchdog_s: PositiveFloat = Field(
         120.0, description="A world that gets nowhere for so long is ended and started again"
     )
+    start_limit_s: PositiveFloat = Field(
+        600.0,
+        description="A rank that does not serve so long after its start has failed. The first reads every byte of the "
+        "checkpoint, and the others wait for it: more for hundreds of gigabytes on a slow disk",
+    )
 
     @property
     def compares_group(self) -> bool:

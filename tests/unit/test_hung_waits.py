@@ -138,7 +138,8 @@ def test_the_page_of_failures_states_the_time_after_which_each_wait_is_told(caus
 def test_the_page_of_failures_states_the_defaults_of_the_times_that_a_spec_sets() -> None:
     for spec, name in ((RolloutSpec, "silent_s"), (RolloutSpec, "watchdog_s"), (RolloutSpec, "timeout_s")):
         assert f"`rollout.{name}` ({spec.model_fields[name].default:g} s)" in PAGE
-    assert f"`train.watchdog_s` ({TrainSpec.model_fields['watchdog_s'].default:g} s)" in PAGE
+    for name in ("watchdog_s", "start_limit_s"):
+        assert f"`train.{name}` ({TrainSpec.model_fields[name].default:g} s)" in PAGE
 
 
 def test_every_test_that_the_page_of_failures_names_exists() -> None:

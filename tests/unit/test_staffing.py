@@ -47,6 +47,7 @@ SPEC = parse_spec(
         "data": {"path": "d", "shards": 2},
         "flow": {"steps": 3},
         "rollout": {"max_new_tokens": 4},
+        "train": {"start_limit_s": 77.0},
     }
 )
 BASE = Checkpoint(lineage=0, step=0, seq=0, file="")
@@ -195,6 +196,7 @@ def test_a_daemon_touches_nothing_of_a_runs_folder_to_start_a_worker(
     assert Staff(config, FakeClock()).start(StartRank(rank, "w"), bare) == ""
     assert [one.log_file.startswith(str(run_dir / "logs")) for one in started] == [True]
     assert not run_dir.exists(), "its mount may hang; the supervisor makes it"
+    assert [one.start_limit_s for one in started] == [SPEC.train.start_limit_s]
 
 
 def test_a_rank_whose_supervisor_dies_unregistered_is_started_again_later_and_later(
