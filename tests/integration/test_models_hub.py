@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import socket
@@ -69,8 +70,14 @@ def on(served: FakeHub, tmp_path: Path, **options: Any) -> HuggingFace:
 
 
 def child_commands() -> list[bytes]:
-    pids = [pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
-    return [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids]
+    """Of this process; threads and children may end while they are looked at."""
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            for pid in (task / "children").read_text().split():
+                with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                    found.append(Path(f"/proc/{pid}/cmdline").read_bytes())
+    return found
 
 
 def names(folder: Path) -> list[str]:
