@@ -71,7 +71,7 @@ COMPARED = {
     "prune": ("head", "ckpts"),
     "warn": ("trouble/",),
     "take_stock": ("copies/",),
-    "rollback": ("head", "ckpts", "plan"),
+    "rollback": ("head", "ckpts", "plan", "seal/"),
     "delete_job": ("head",),
     "delete_rest": ("head",),
     "start": ("state", "head"),

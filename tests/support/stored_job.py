@@ -99,7 +99,7 @@ class StoredJob:
         advance = chain.accounted(self.slots.head.record, outcomes, RULES.shape, self.writer())
         return transactions.account(self.keys, self.slots, advance)
 
-    def rolling_back(self) -> Transaction:
+    def rolling_back(self, *, between_steps: bool = False) -> Transaction:
         """To the base."""
         mirror, head = self.mirror, self.slots.head.record
         assert mirror.checkpoints is not None
@@ -111,7 +111,9 @@ class StoredJob:
         world = f"w{head.lineage + 1}-{self.name}"
         advance = chain.rolled_back(head, target, base.cursors, world, self.writer(), "why", tally=base.tally)
         plan = self.plan(world, mirror.plan.record.generation + 1)
-        return transactions.rollback(self.keys, self.slots, mirror.checkpoints, advance, mirror.plan, plan)
+        return transactions.rollback(
+            self.keys, self.slots, mirror.checkpoints, advance, mirror.plan, plan, between_steps=between_steps
+        )
 
     def offering(self, lease: int) -> Transaction:
         """What it holds, under its lease."""

@@ -162,6 +162,12 @@ TABLE = [
     pytest.param(nothing, lambda job: job.accounting(), {"head", "seal/2"}, id="account"),
     pytest.param(nothing, registering, {"head", "ckpts", "log/1"}, id="register checkpoint"),
     pytest.param(nothing, lambda job: job.rolling_back(), {"head", "ckpts", "plan"}, id="rollback"),
+    pytest.param(
+        nothing,
+        lambda job: job.rolling_back(between_steps=True),
+        {"head", "ckpts", "plan", "seal/2"},
+        id="rollback of a world that is well",
+    ),
     pytest.param(nothing, retaining, {"head", "ckpts"}, id="retain"),
     pytest.param(nothing, pruning, {"head", "ckpts"}, id="prune"),
     pytest.param(nothing, deleting, {"head"}, id="delete job"),
