@@ -437,7 +437,7 @@ def _mixture() -> list[tuple[str, Act]]:
 
 
 async def mixed(cluster: ChaosCluster) -> Told:
-    """The fault whose turn it is, by the run's number."""
+    """The fault whose turn it is, by the run's number; as many runs as there are ways have each once."""
     ways = _mixture()
     name, act = ways[cluster.number % len(ways)]
     told = await act(cluster)
@@ -452,8 +452,9 @@ OLD = Shape(environment={PIN: str(NEWEST_VERSION - 1)})
 NAMESPACES = Shape(network=True)
 LONG = 45
 POINT_RUNS = 2
-PRUNED_AFTER = 60
-"""Steps of such a run: entries are moved out of the store many at a time (`controllers.housekeeping`)."""
+PRUNED_AFTER = 80
+"""Steps of each such run: entries are moved out of the store many at a time (`controllers.housekeeping`), for the first time at
+the 96th, then after 32 more, and each of a job's two moments needs one of those."""
 
 FAULTS: tuple[Fault, ...] = (
     Fault("controller", "kill -9 of a controller, which stays away", controller, steps=30),
@@ -515,7 +516,7 @@ FAULTS: tuple[Fault, ...] = (
         )
         for what in (*CONTROLLER_POINTS, *OTHER_POINTS, *WORKER_POINTS)
     ),
-    Fault("mixed", "all of these, one after the other in one job", mixed, MIXED, disk_mb=192),
+    Fault("mixed", "another one of these in each run", mixed, MIXED, disk_mb=192),
     Fault(
         "losses",
         "everything killed three times; the losses are an undisturbed run's",

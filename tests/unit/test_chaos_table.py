@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import random
+import re
+from fnmatch import fnmatch
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import chaos_faults
 import pytest
 from chaos_faults import FAULTS, RECOVERY_GOAL_S
-from chaos_run import Moment
+from chaos_run import LAST_STEPS, Moment
 from hypothesis import given
 from hypothesis import strategies as st
 
+from controllers.housekeeping import KEEP_LOG, PRUNE_AT
 from gcore.fault_points import At
 from gcore.ledger.guarded import TxnKind
 
@@ -54,6 +58,28 @@ def test_exact_moments_are_of_points_that_are_in_the_code() -> None:
     named = {fault.name.removeprefix("at-") for fault in FAULTS if fault.name.startswith("at-")}
     assert named <= known
     assert {str(at) for at in At} <= named
+
+
+def test_a_run_that_waits_for_old_entries_to_leave_has_a_prune_for_each_of_its_moments() -> None:
+    (fault,) = table.chosen("at-prune")
+    assert fault.moments is not None
+    prunes = KEEP_LOG + fault.moments * PRUNE_AT
+    assert fault.steps * fault.moments + LAST_STEPS >= prunes + PRUNE_AT, "some steps pass before each is made"
+
+
+def test_the_page_names_every_row_and_no_other() -> None:
+    page = (ROOT / "docs" / "chaos.md").read_text(encoding="utf-8")
+    named = [
+        name
+        for line in page.splitlines()
+        if line.startswith("| `")
+        for name in re.findall(r"`([a-z*-]+)`", line.split("|")[1])
+    ]
+    names = [fault.name for fault in FAULTS]
+    assert [name for name in names if not any(fnmatch(name, one) for one in named)] == []
+    assert [one for one in named if not any(fnmatch(name, one) for name in names)] == []
+    (ways,) = re.findall(r"`ONLY=mixed MOMENTS=(\d+)`", page)
+    assert int(ways) == len(chaos_faults._mixture())
 
 
 def test_rows_are_chosen_by_name_and_by_beginning() -> None:
