@@ -20,7 +20,7 @@ from gcore.ledger.transactions import MOST_PRUNED
 from gcore.store.keys import JobKeys
 
 STEPS = int(os.environ.get("GCORE_SIM_STEPS", "12000"))
-"""`make sim` makes it 100,000; what grew would show long before."""
+"""`make sim-long` makes it 100,000; what grew would show long before."""
 FAILED = "fault"
 
 
