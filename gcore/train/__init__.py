@@ -15,7 +15,10 @@
     copying      copies of its state in nodes' memory    copied       a world's state from such copies
     receipts     what was trained on, on paper           report       what comes out of a step
     memory       when it runs out                        insisting    what the disk does not take is tried again
-    algorithms   the mathematics
+    snapshot     a checkpoint's tensors in memory        writing      which go to the disk beside the steps
+    counted      which tokens each update trains         shown        advantages, for people
+    algorithms   the mathematics                         own          estimators and losses of the user's
+    selftest     whether torch and DeepSpeed work here
 
 `launch`, `feed_state`, `messages`, `service`, `serving`, `packing`, `receipts`, `insisting` and `report` do without torch;
 the rest imports it, `loading` on the way.

@@ -1,1 +1,4 @@
-"""Models on disk: folders that engines load and checkpoints that training goes on from. No torch in here but in `broadcast`."""
+"""Models on disk: folders that engines load and checkpoints that training goes on from; and copies of train states in memory.
+
+No torch in here but in `broadcast`.
+"""

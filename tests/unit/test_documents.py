@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shlex
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -155,3 +157,19 @@ def test_the_help_of_every_verb_has_an_example_that_can_be_typed(verb: str) -> N
     for words in typed:
         assert words[0] == verb
         parse(words[: words.index(">")] if ">" in words else words)
+
+
+def test_the_map_of_the_code_names_every_module_that_coordinates() -> None:
+    """Of the controllers and the ledger; the package docstring of `gcore.train` names its own."""
+    architecture = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(?:[\w/]+/)?([\w*]+\.py)`", architecture)
+    modules = [*(ROOT / "controllers").glob("*.py"), *(ROOT / "gcore" / "ledger").glob("*.py")]
+    missing = [m.name for m in modules if m.name != "__init__.py" and not any(fnmatch(m.name, one) for one in named)]
+    assert missing == [], "say in docs/architecture.md what they are for"
+
+
+def test_the_trainers_own_map_names_every_module() -> None:
+    folder = ROOT / "gcore" / "train"
+    told = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))) or ""
+    words = set(re.findall(r"\w+", told))
+    assert [m.stem for m in sorted(folder.glob("[!_]*.py")) if m.stem not in words] == []
