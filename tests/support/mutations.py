@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
-RULES = "tests/unit/test_protocol_rules.py"
+RULES, DECIDE = "tests/unit/test_protocol_rules.py", "tests/unit/test_decide.py"
 HINTS, ENDS = "tests/unit/test_hints_compare.py", "tests/unit/test_beginnings_and_ends_compare.py"
 OTHERS = {"warn": HINTS, "take_stock": HINTS, "start": ENDS, "delete_rest": ENDS}
 """Where else than among the rules a transaction's compares are shown."""
@@ -322,7 +322,7 @@ def _mutations() -> list[Mutation]:
             ),
             caught_by=RULES,
         ),
-        Mutation("2 an update before READY", "2", ((f"{decide}:exchanging", _ready_at_once),), caught_by=RULES),
+        Mutation("2 an update before READY", "2", ((f"{decide}:exchanging", _ready_at_once),), caught_by=DECIDE),
         Mutation(
             "2 reseal from READY",
             "2",
@@ -420,7 +420,7 @@ def _mutations() -> list[Mutation]:
             caught_by=RULES,
         ),
         Mutation(
-            "14 committed before it is trained", "14", ((f"{decide}:training", _commits_at_once),), caught_by=RULES
+            "14 committed before it is trained", "14", ((f"{decide}:training", _commits_at_once),), caught_by=DECIDE
         ),
         Mutation(
             "15 what was not answered was not made",
@@ -438,7 +438,7 @@ def _mutations() -> list[Mutation]:
             "16 a sealed group that is lacked is waited for",
             "16",
             ((f"{decide}:lost_groups", _always("")),),
-            caught_by="tests/unit/test_decide.py",
+            caught_by=DECIDE,
         ),
         Mutation(
             "16 nothing that is held is dropped",

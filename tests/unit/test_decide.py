@@ -343,6 +343,12 @@ def test_a_lost_holder_does_no_harm_once_every_rank_holds_its_part() -> None:
     assert kinds(holding(view, seal)) == {Ready}
 
 
+@pytest.mark.parametrize("ranks", [(), (0,), (1,)], ids=["no rank", "the first", "the second"])
+def test_a_batch_is_not_ready_while_a_rank_lacks_its_part(ranks: tuple[int, ...]) -> None:
+    view, seal = sealed(running(), holder=PEER)
+    assert Ready not in kinds(holding(view, seal, ranks))
+
+
 def test_a_ready_seal_is_applied_then_committed_and_never_given_up() -> None:
     view, seal = sealed(running(), holder="node-7.gone", ready=True)
     assert kinds(view) == {Apply}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from peer_bench import RealBench
 
 from controllers.changes import Changes
 from controllers.evaluating import all_or_none
@@ -17,9 +19,11 @@ from gcore.errors import EngineError
 from gcore.ledger import chain
 from gcore.ledger.chain import Writer
 from gcore.ledger.job import JobPhase
-from gcore.ledger.records import Checkpoint, Head
+from gcore.ledger.records import Checkpoint, Head, Member
 from gcore.ledger.stream import StreamRules
 from gcore.prompts.cursor import shard_lengths
+from gcore.store.types import Put
+from gcore.testing.fake_peer import Asked
 from gcore.types import Group, Outcome, PromptRef, Sample, Version, VersionSpan
 
 
@@ -53,6 +57,11 @@ async def test_when_one_answer_fails_the_others_have_ended_before_it_is_raised()
 
 RULES = StreamRules(shard_lengths(8, 2), 4, 2)
 REF = PromptRef(0, 0, 0)
+ENTRIES = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(6)]
+
+
+def right(asked: Asked) -> str:
+    return str(asked.prompt.fields["answer"])
 
 
 class Present:
@@ -109,6 +118,23 @@ def test_a_group_made_by_other_weights_is_the_engines_fault() -> None:
     with pytest.raises(EngineError, match=r"made by 0\.2, not 0\.3"):
         step.keep(group_of(Version(0, 2)))
     assert not peer.holdings.knows(REF)
+
+
+def test_what_is_due_and_not_held_is_due_again_at_every_look(tmp_path: Path) -> None:
+    """Whoever was to begin it may have given it up."""
+    bench = RealBench(ENTRIES, right, tmp_path, flow={"groups_per_step": 4})
+    first = bench.peer._due()
+    assert len(first) == 4
+    assert bench.peer._due() == first
+
+
+def test_whoever_has_all_shards_brings_the_whole_quota_however_many_members_there_are(tmp_path: Path) -> None:
+    bench = RealBench(ENTRIES, right, tmp_path, flow={"groups_per_step": 4})
+    for name in ("other", "third"):
+        member = Member(incarnation=name, node=name, address="h:1")
+        bench.store_side.transact((), (Put(bench.keys.member(name), member.encode()),))
+    assert len(bench.look().mirror.members) == 3
+    assert len(bench.peer._due()) == 4
 
 
 async def test_an_ended_job_has_no_more_steps() -> None:

@@ -291,6 +291,22 @@ async def test_a_commit_is_a_pure_function_of_head_and_seal_whoever_makes_it(job
     assert {e.holder for e in other.mirror.log[2].record.delta} == {"a"}
 
 
+async def test_a_commit_ends_what_was_filtered_and_failed_too_whoever_noted_it(job: StoredJob) -> None:
+    await emptied(job)
+    assert job.slots.seals[0].outcomes == job.slots.seals[0].groups == ()
+    refs = job.due()
+    failed = EndedRef(ref=refs[1], kind="failed", reason="why")
+    chosen = SealNow((held_by(job.group(refs[0]), "a"),), (failed,))
+    assert job.mirror.plan is not None
+    await job.won(transactions.seal(job.keys, job.slots, chosen, job.mirror.plan.record, 1, "a"))
+    await readied(job)
+    other = StoredJob(job.store, "u", "b")
+    await other.look()
+    await other.won(other.committing())  # it has never heard of the prompt that failed
+    assert failed in other.mirror.log[2].record.delta
+    assert [head_of(other).cursors.is_terminal(RULES.shape, ref) for ref in refs] == [True, True]
+
+
 # Rules 5, 6, 9
 
 
