@@ -94,14 +94,13 @@ def caught(name: str, *, bare_seeds: int, whole_seeds: int) -> Caught:
                     said = str(error)
             if said:
                 return Caught(name, mutation.rule, f"{kind}, seed {seed}", said[:200])
-    if mutation.caught_by:
-        environment = {**os.environ, "GCORE_MUTATION": name, "PYTHONPATH": str(ROOT / "tests" / "support")}
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "mutated", "-p", "no:cacheprovider"]
-        ran = subprocess.run(
-            [*command, mutation.caught_by], env=environment, cwd=ROOT, capture_output=True, text=True, check=False
-        )
-        if ran.returncode == 1:
-            failed = [line for line in ran.stdout.splitlines() if line.startswith("FAILED")]
-            by = failed[0].removeprefix("FAILED ").partition(" - ")[0] if failed else mutation.caught_by
-            return Caught(name, mutation.rule, by)
+    environment = {**os.environ, "GCORE_MUTATION": name, "PYTHONPATH": str(ROOT / "tests" / "support")}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "mutated", "-p", "no:cacheprovider"]
+    ran = subprocess.run(
+        [*command, mutation.caught_by], env=environment, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if ran.returncode == 1:
+        failed = [line for line in ran.stdout.splitlines() if line.startswith("FAILED")]
+        by = failed[0].removeprefix("FAILED ").partition(" - ")[0] if failed else mutation.caught_by
+        return Caught(name, mutation.rule, by)
     return Caught(name, mutation.rule, "")

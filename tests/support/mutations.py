@@ -1,8 +1,8 @@
 """gcore with one compare, or one rule of the step protocol, taken out: what the simulations and the tests must notice.
 
-Each mutation is a patch of production's modules. `caught_by` names a unit test for what no simulation can see: an outcome
-that is only worse (a hint that is lost), or a rule that another one covers. Nothing here is imported by anything but the
-mutation tests.
+Each mutation is a patch of production's modules. `caught_by` names the unit tests that notice it too: no simulation can see
+an outcome that is only worse (a hint that is lost), or a rule that another one covers. Nothing here is imported by anything
+but the mutation tests.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Mutation:
     name: str
     rule: str
     patches: tuple[tuple[str, Callable[[Any], Any]], ...]
-    caught_by: str = ""
+    caught_by: str
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
@@ -464,9 +464,13 @@ def _mutations() -> list[Mutation]:
             (("controllers.peer:JobPeer._issued_too_often", _always(None)),),
             caught_by="tests/unit/test_peer_sources.py",
         ),
-        Mutation("recovery: a world that lost a rank is left", "I6", ((f"{decide}:recovering", _never),), caught_by=""),
-        Mutation("publishing: engines keep old weights", "12", ((f"{decide}:publishing", _never),), caught_by=""),
-        Mutation("assigning: nobody works on what is nobody's", "6", ((f"{decide}:assigning", _never),), caught_by=""),
+        Mutation(
+            "recovery: a world that lost a rank is left", "I6", ((f"{decide}:recovering", _never),), caught_by=DECIDE
+        ),
+        Mutation("publishing: engines keep old weights", "12", ((f"{decide}:publishing", _never),), caught_by=DECIDE),
+        Mutation(
+            "assigning: nobody works on what is nobody's", "6", ((f"{decide}:assigning", _never),), caught_by=DECIDE
+        ),
     ]
     return made
 
