@@ -20,10 +20,11 @@ from controllers.decide import offering, publishing
 from controllers.holdings import REASON_BYTES, Holdings, as_reason
 from controllers.view import EngineView, JobView
 from gcore.config import parse_spec
-from gcore.ledger import chain, transactions
+from gcore.ledger import chain, sweeping, transactions
 from gcore.ledger.ancestry import is_acceptable, is_ancestor, resumable
+from gcore.ledger.evaluation import record_part
 from gcore.ledger.guarded import Stored, Transaction, TxnOutcome
-from gcore.ledger.job import JobPhase, JobStatus
+from gcore.ledger.job import EvalPart, JobPhase, JobStatus
 from gcore.ledger.records import (
     Assignment,
     Checkpoint,
@@ -119,6 +120,27 @@ def pruning(job: StoredJob) -> Transaction:
     return transactions.prune(job.keys, head, checkpoints, [1])
 
 
+def sweeping_out(job: StoredJob) -> Transaction:
+    head, checkpoints = job.mirror.head, job.mirror.checkpoints
+    assert head is not None
+    assert checkpoints is not None
+    return sweeping.sweep(job.keys, head, checkpoints, sweeping.Swept(worlds=("of old",)))
+
+
+def forgetting(job: StoredJob) -> Transaction:
+    head, checkpoints = job.mirror.head, job.mirror.checkpoints
+    assert head is not None
+    assert checkpoints is not None
+    return sweeping.forget_evaluations(job.keys, head, checkpoints, ["0.0"])
+
+
+def answering(job: StoredJob) -> Transaction:
+    part = EvalPart(
+        version=Version(0, 1), number=0, parts=2, source="data", first=0, samples=1, correct=(1,), reward=1.0
+    )
+    return record_part(job.keys, part)
+
+
 def beginning(job: StoredJob) -> Transaction:
     head, checkpoints = job.mirror.head, job.mirror.checkpoints
     assert head is not None
@@ -170,6 +192,9 @@ TABLE = [
     ),
     pytest.param(nothing, retaining, {"head", "ckpts"}, id="retain"),
     pytest.param(nothing, pruning, {"head", "ckpts"}, id="prune"),
+    pytest.param(nothing, sweeping_out, {"head", "ckpts"}, id="sweep"),
+    pytest.param(nothing, forgetting, {"head", "ckpts"}, id="forget evaluations"),
+    pytest.param(nothing, answering, {"eval/0.1", "evalpart/0.1/000000"}, id="part of an evaluation"),
     pytest.param(nothing, deleting, {"head"}, id="delete job"),
     pytest.param(nothing, replanning, {"plan"}, id="replan"),
     pytest.param(nothing, beginning, {"head", "ckpts", "epoch/1"}, id="begin epoch"),
