@@ -399,11 +399,11 @@ async def lost_answers(cluster: ChaosCluster) -> Told:
 
 CONTROLLER_POINTS = ("join", "assign", "offer", "seal", "ready", "commit", "register", "retain", "prune")
 """Transactions that every run makes, most of them in every step."""
-OTHER_POINTS = ("start", "node", "feed", "apply", "publish", "forget")
+OTHER_POINTS = ("start", "node", "feed", "apply", "publish", "forget", "rollback")
 WORKER_POINTS = ("worker", "rendezvous", "step", "stage", "receipt", "checkpoint", "copies")
 
 
-ONCE = ("join", "assign", "start", "node", "worker", "rendezvous", "retain", "forget", "prune")
+ONCE = ("join", "assign", "start", "node", "worker", "rendezvous", "retain", "forget", "prune", "rollback")
 """What a process comes to seldom: the first pass is the one."""
 
 
@@ -415,7 +415,9 @@ def at_point(what: str) -> Act:
         cluster.arm(point, f"kill {1 if what in ONCE else cluster.rng.randint(1, 3)}")
         if what == "node" or (what in ("join", "assign") and cluster.history is not None):
             cluster.daemons[cluster.pick(cluster.up)].signal(signal.SIGTERM)
-        if what == "rendezvous" and cluster.history is not None:
+        if what == "rollback":
+            await cluster.until("first step", lambda: cluster.history is not None and cluster.seen.step > 0)
+        if what == "rollback" or (what == "rendezvous" and cluster.history is not None):
             await killed("rank")(cluster)
         if what == "worker" and cluster.history is not None:
             await killed("engine")(cluster)
