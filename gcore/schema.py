@@ -118,7 +118,7 @@ class Record(Part):
             if SCHEMA_VERSION == NEWEST_VERSION and data.startswith(_CURRENT):
                 return cls.model_validate_json(data)
             return cls._decode_other(data, where)
-        except (ValidationError, ValueError) as error:
+        except (ValidationError, ValueError, RecursionError) as error:
             raise UnreadableRecord(
                 f"not a {cls.__name__} this gcore can read ({_first_word(error)})",
                 where=where,
@@ -196,7 +196,7 @@ def _leave_out(value: Any, dumped: Any, version: int) -> None:
             _leave_out(part, dumped[key], version)
 
 
-def _first_word(error: ValueError) -> str:
+def _first_word(error: Exception) -> str:
     """What is wrong first of all: the field, and why."""
     if isinstance(error, ValidationError):
         first = error.errors()[0]

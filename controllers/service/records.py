@@ -46,7 +46,7 @@ class StoredJobs:
             return None
         named = await self._store.get(keys.name(name))
         if named is not None:
-            return named.value.decode()
+            return named.value.decode(errors="replace")
         return name if await self._store.get(JobKeys(name).job) is not None else None
 
     async def batch(self, uid: str) -> WatchBatch:
@@ -61,9 +61,9 @@ class StoredJobs:
         """Every job, oldest first. One that this version cannot read is passed over: it must not hide all the others."""
         uids = set()
         for kv in (await self._store.list(keys.NAMES)).kvs:
-            uids.add(kv.value.decode())
+            uids.add(kv.value.decode(errors="replace"))
         for kv in (await self._store.list(keys.REQUESTS)).kvs:
-            uids.add(kv.value.decode())
+            uids.add(kv.value.decode(errors="replace"))
         mirrors = await asyncio.gather(*(self._readable(uid) for uid in sorted(uids)))
         there = [mirror for mirror in mirrors if mirror is not None and mirror.job is not None]
         return sorted(there, key=lambda m: m.job.record.created if m.job else 0.0)

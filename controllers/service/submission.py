@@ -63,10 +63,10 @@ class Submissions:
         spec = await asyncio.to_thread(new_spec, tree)
         while True:
             if request_id and (known := await self._store.get(keys.request(request_id))) is not None:
-                return known.value.decode()
+                return known.value.decode(errors="replace")
             named = await self._store.get(keys.name(spec.name))
             if named is not None and not anew:
-                existing = await self._same_or_ended(named.value.decode(), spec)
+                existing = await self._same_or_ended(named.value.decode(errors="replace"), spec)
                 if existing is not None:
                     return existing
             check_engine(spec, (await self._jobs.cluster()).nodes)
@@ -74,7 +74,7 @@ class Submissions:
             run_root = self._run_root if spec.storage.root is None else Path(spec.storage.root)
             checked = await asyncio.to_thread(check_submission, spec, run_root, self._cache_dir)
             if named is not None and anew:  # only now: a spec that is refused ends nothing
-                await self.cancel(named.value.decode(), "replaced by a new job of the same name")
+                await self.cancel(named.value.decode(errors="replace"), "replaced by a new job of the same name")
             uid = uuid.uuid4().hex[:12]
             job = JobRecord(
                 uid=uid,

@@ -15,12 +15,15 @@ from gcore.ledger.job import EvalPart, Evaluation, JobRecord, JobStatus, ModelFe
 from gcore.ledger.records import Assignment, Checkpoints, EpochRecord, Head, LogEntry, Member, Offer, Seal
 from gcore.ledger.transactions import OpenSlots
 from gcore.ledger.world_state import NodeCopies
-from gcore.schema import Record
+from gcore.schema import Record, UnreadableRecord
 from gcore.store.keys import JobKeys
 from gcore.store.types import WatchBatch, WatchEvent
 from gcore.types import Version
 
 R = TypeVar("R", bound=Record)
+DAMAGED = "It was written by another version of gcore, or damaged"
+MOST_DIGITS = 18
+"""Of a number in a key."""
 
 
 @dataclass(frozen=True)
@@ -99,13 +102,13 @@ class JobMirror:
             if event.kind == "delete":
                 listeners.pop(key, None)
             else:
-                listeners[key] = event.kv.value.decode()
+                listeners[key] = _address(event)
             return
         for prefix, name, record in _MANY:
             full = self.keys.prefix + prefix
             if key.startswith(full):
                 mapping = changes.setdefault(name, dict(getattr(self, name)))
-                item = key if name == "claims" else _item(name, key.removeprefix(full))
+                item = key if name == "claims" else _item(name, key, key.removeprefix(full))
                 if event.kind == "delete":
                     mapping.pop(item, None)
                 else:
@@ -138,8 +141,19 @@ _MANY: tuple[tuple[str, str, type[Record]], ...] = (
 )
 
 
-def _item(name: str, rest: str) -> int | str:
-    return int(rest) if name in ("seals", "log", "epochs") else rest
+def _item(name: str, key: str, rest: str) -> int | str:
+    if name not in ("seals", "log", "epochs"):
+        return rest
+    if not (rest.isascii() and rest.isdigit() and len(rest) <= MOST_DIGITS):
+        raise UnreadableRecord(f"{rest!r} is no number", where=key, fix=DAMAGED)
+    return int(rest)
+
+
+def _address(event: WatchEvent) -> str:
+    try:
+        return event.kv.value.decode()
+    except UnicodeDecodeError as error:
+        raise UnreadableRecord(f"not an address ({error})", where=event.kv.key, fix=DAMAGED) from error
 
 
 def _stored(event: WatchEvent, record: type[R]) -> Stored[R] | None:

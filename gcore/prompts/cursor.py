@@ -90,9 +90,11 @@ class Cursors(NamedTuple):
 
     @classmethod
     def decode(cls, text: list[str]) -> Cursors:
-        """Inverse of `encode`."""
+        """Inverse of `encode`; raises ValueError on anything else."""
         shards = []
         for part in text:
+            if not isinstance(part, str):
+                raise ValueError(f"{part!r} is no cursor")
             low, _, beyond = part.partition("+")
             shards.append(ShardCursor(int(low), int(beyond, 16) if beyond else 0))
         return cls(tuple(shards))

@@ -26,7 +26,7 @@ def range_end(prefix: str) -> bytes:
 def key_value(kv: Any) -> KeyValue:
     """From etcd's."""
     return KeyValue(
-        bytes(kv.key).decode(),
+        bytes(kv.key).decode(errors="backslashreplace"),  # a key that is no text is none of gcore's, and ends nobody
         bytes(kv.value),
         int(kv.create_revision),
         int(kv.mod_revision),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,6 +46,12 @@ def test_no_position_ends_twice(done: set[int], data: st.DataObject) -> None:
 def test_cursors_come_back_from_their_text(shards: list[set[int]]) -> None:
     cursors = Cursors(tuple(marked(sorted(done)) for done in shards))
     assert Cursors.decode(cursors.encode()) == cursors
+
+
+@pytest.mark.parametrize("damaged", [[1], [None, "4"], [["4"]], ["x"], ["4+x"]], ids=str)
+def test_what_is_no_cursor_is_refused(damaged: list[Any]) -> None:
+    with pytest.raises(ValueError, match="cursor|invalid literal"):
+        Cursors.decode(damaged)
 
 
 def test_a_shard_consumed_in_order_takes_a_number_however_far_it_is() -> None:

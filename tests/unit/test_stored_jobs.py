@@ -26,6 +26,8 @@ def test_a_job_that_cannot_be_read_hides_no_other_from_the_list(caplog: pytest.L
             await store.transact((), (Put(keys.request(job.keys.uid), job.keys.uid.encode()),))
         assert len(await StoredJobs(store).summaries()) == 2
         await store.transact((), (Put(old.keys.state, b'{"schema_version":99}'),))
+        await store.transact((), (Put(keys.name("damaged"), b"\xff"), Put(keys.request("damaged"), b"\xff")))
+        assert (await StoredJobs(store).mirror(await StoredJobs(store).find("damaged") or "")).job is None
         return [mirror.keys.uid for mirror in await StoredJobs(store).summaries()]
 
     with caplog.at_level(logging.ERROR):
