@@ -27,6 +27,7 @@ from controllers.footprint import give_back
 from controllers.identity import Identity, new_incarnation
 from controllers.keeper import STOPPING, Keeper
 from controllers.leaving import LEAVE_WITHIN_S
+from controllers.retaking import work_on
 from controllers.service.capability import most_slots
 from controllers.service.jobs import JobsService
 from controllers.service.records import StoredJobs
@@ -39,7 +40,7 @@ from gcore.fault_points import At, point
 from gcore.ledger.job import NodeRecord
 from gcore.metrics import Metrics, serve_metrics
 from gcore.rpc_schema import VersionGate
-from gcore.schema import NEWEST_VERSION, SCHEMA_VERSION, UnreadableRecord, speak, spoken
+from gcore.schema import NEWEST_VERSION, SCHEMA_VERSION, speak, spoken
 from gcore.store import keys
 from gcore.store.client import EtcdStore
 from gcore.store.measured import MeasuredStore
@@ -250,8 +251,9 @@ class Daemon:
                 if cluster.active - running.keys():
                     await asyncio.to_thread(importlib.import_module, "controllers.job")
                 for uid in cluster.active - running.keys():
-                    self._runners[uid] = self._new_runner(uid, store, identity, cluster)
-                    running[uid] = group.create_task(_work_on(self._runners[uid]), name=f"job {uid}")
+                    begin = functools.partial(self._new_runner, uid, store, identity, cluster)
+                    is_active = functools.partial(_is_active, cluster, uid)
+                    running[uid] = group.create_task(work_on(begin, is_active, changes), name=f"job {uid}")
                     running[uid].add_done_callback(lambda _: changes.notify())
                 self._notify_runners()
                 self._sweep(cluster, asked)
@@ -277,7 +279,9 @@ class Daemon:
     def _new_runner(self, uid: str, store: Store, identity: Identity, cluster: ClusterMirror) -> JobRunner:
         from controllers.job import JobRunner
 
-        return JobRunner(uid, identity, store, cluster, Changes(), self._metrics, self._clock, self._config)
+        new = JobRunner(uid, identity, store, cluster, Changes(), self._metrics, self._clock, self._config)
+        self._runners[uid] = new
+        return new
 
     def _show(self, cluster: ClusterMirror) -> None:
         mine = [worker for worker in cluster.workers.values() if worker.node == self._config.node]
@@ -307,18 +311,9 @@ class Daemon:
                 send_signal(worker.process, signal.SIGTERM)
 
 
+def _is_active(cluster: ClusterMirror, uid: str) -> bool:
+    return uid in cluster.active
+
+
 def _speaks_other_than(version: int) -> bool:
     return spoken() != version
-
-
-async def _work_on(runner: JobRunner) -> None:
-    """Until the job has ended. One that this version cannot read is left to others; the daemon goes on with the rest."""
-    left = False
-    try:
-        await runner.run()
-    except* (UnreadableRecord, UsageError) as errors:
-        left = True
-        for error in errors.exceptions:
-            log.error("job %s is not worked on here: %s", runner.uid, error)
-    if left:
-        await runner.withdraw()

@@ -9,16 +9,20 @@ from typing import Any
 
 import pytest
 
+from controllers import retaking
 from controllers.changes import Changes
 from controllers.cluster import ClusterMirror
-from controllers.wire import _work_on
+from controllers.retaking import work_on
 from gcore.errors import GcoreError, SpecError
 from gcore.ledger.job import NodeRecord
+from gcore.ledger.mirror import JobMirror
 from gcore.schema import UnreadableRecord
 from gcore.store import keys
-from gcore.store.types import Put
+from gcore.store.keys import JobKeys
+from gcore.store.types import KeyValue, Put, WatchBatch, WatchEvent
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
 
+KEYS = JobKeys("u")
 NODE = NodeRecord(name="node-0", incarnation="node-0.a", address="h:1", slots=("cpu:0",), pid=1)
 
 
@@ -39,34 +43,90 @@ async def test_a_registration_of_another_version_is_passed_over(caplog: pytest.L
     assert "schema version 7" in caplog.text
 
 
-@pytest.mark.parametrize("error", [UnreadableRecord("of another version"), SpecError("no flow is called 'new'")])
+ERRORS = [UnreadableRecord("of another version"), SpecError("no flow is called 'new'")]
+
+
+class Tries:
+    """Runners that meet these errors, one after the other, as deep in task groups as a job's are; then the job's end."""
+
+    def __init__(self, *errors: BaseException) -> None:
+        self.errors = list(errors)
+        self.left: list[str] = []
+
+    def __call__(self) -> Any:
+        return SimpleNamespace(run=self.run, uid="u", withdraw=self.withdraw)
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.meet())
+
+    async def meet(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            if self.errors:
+                group.create_task(fail(self.errors.pop(0)))
+
+    async def withdraw(self) -> None:
+        self.left.append("u")
+
+
+@pytest.mark.parametrize("error", ERRORS)
 async def test_a_job_that_cannot_be_read_ends_its_runner_and_not_the_daemon(
     error: GcoreError, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def run() -> None:
-        async with asyncio.TaskGroup() as group:
-            group.create_task(fail(error))
-
-    left = []
-
-    async def withdraw() -> None:
-        left.append("u")
-
-    runner: Any = SimpleNamespace(run=run, uid="u", withdraw=withdraw)
+    tries = Tries(error)
     with caplog.at_level(logging.ERROR):
-        await _work_on(runner)
-    assert error.what in caplog.text
-    assert left == ["u"]  # its peers do not wait for its lease's end
+        await work_on(tries, lambda: False, Changes())
+    assert f"job u is not worked on here: {error}" in caplog.messages
+    assert tries.left == ["u"]  # its peers do not wait for its lease's end
+
+
+async def test_a_job_that_was_left_is_taken_up_again_when_it_can_be_read(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(retaking, "AGAIN_S", 0.0)
+    one, other = ERRORS
+    tries = Tries(one, one, other)
+    with caplog.at_level(logging.ERROR):
+        await work_on(tries, lambda: True, Changes())
+    assert tries.errors == []
+    assert len(tries.left) == 3
+    assert len(caplog.messages) == 2  # what is wrong still is not said again
+
+
+async def test_a_job_that_was_left_and_ends_is_not_taken_up_again() -> None:
+    tries, changes, looks = Tries(*ERRORS), Changes(), iter((True, True, False))
+
+    def is_active() -> bool:
+        asyncio.get_running_loop().call_soon(changes.notify)
+        return next(looks)
+
+    await work_on(tries, is_active, changes)
+    assert len(tries.left) == 1
 
 
 async def test_a_defect_ends_the_daemon() -> None:
-    async def run() -> None:
-        raise AssertionError("a defect")
-
-    runner: Any = SimpleNamespace(run=run, uid="u")
-    with pytest.raises(AssertionError):
-        await _work_on(runner)
+    with pytest.raises(ExceptionGroup):
+        await work_on(Tries(AssertionError("a defect")), lambda: True, Changes())
 
 
-async def fail(error: GcoreError) -> None:
+async def fail(error: BaseException) -> None:
     raise error
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        (KEYS.seal_prefix + "x", b"{}"),
+        (KEYS.log_prefix + "9" * 5000, b"{}"),
+        (KEYS.epoch_prefix + "-1", b"{}"),
+        (KEYS.rendezvous("w"), b"\xff"),
+        (KEYS.head, b'{"schema_version":2,"cursors":[1]}'),
+        (KEYS.trouble("x"), b"[" * 100_000),
+    ],
+    ids=["a step", "a long number", "an epoch", "an address", "a cursor", "no end of depth"],
+)
+def test_damage_of_any_kind_is_told_as_a_record_that_cannot_be_read(key: str, value: bytes) -> None:
+    batch = WatchBatch((WatchEvent("put", KeyValue(key, value, 1, 1)),), 1)
+    with pytest.raises(UnreadableRecord) as raised:
+        JobMirror(KEYS).fold(batch)
+    assert raised.value.where == key
