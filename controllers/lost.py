@@ -20,4 +20,19 @@ def lost_world(view: JobView) -> str:
             return f"rank {place.rank} on {place.node} is gone"
         if worker.state in ("failed", "stopping"):
             return f"rank {place.rank} on {place.node} failed: {worker.reason or worker.state}"
+    return _ahead(view)
+
+
+def _ahead(view: JobView) -> str:
+    """Whether a rank stands where no record of the store could have brought it: the store was put back to an older state, from
+    a backup. It would drop all that it is told from now on as long past.
+
+    A rank that is a step ahead has trained what is not committed yet; and if it is only head that this controller has not heard
+    of, the rollback's compare fails.
+    """
+    head = view.head
+    for rank in view.ranks.values():
+        applied = rank.applied
+        if applied is not None and applied.lineage == head.lineage and applied.step > head.step + 1:
+            return f"rank {rank.rank} has trained up to step {applied.step}, which the store does not know: it was put back to step {head.step}"
     return ""

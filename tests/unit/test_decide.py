@@ -72,7 +72,7 @@ from gcore.ledger.records import (
 from gcore.ledger.stream import SealNow, StreamRules, held_by, in_order
 from gcore.prompts.cursor import shard_lengths
 from gcore.store.keys import JobKeys
-from gcore.types import PromptRef, Version
+from gcore.types import PromptRef, Token, Version
 from gcore.worker.records import WorkerRecord
 
 ME, PEER = "node-0.aaaa", "node-1.bbbb"
@@ -369,6 +369,21 @@ def test_a_failed_rank_means_rollback_with_its_reason() -> None:
     (action,) = actions(replace(view, workers={**view.workers, "t1": failed}))
     assert isinstance(action, Rollback)
     assert "no progress" in action.reason
+
+
+def test_ranks_that_are_further_than_a_store_that_was_put_back_mean_rollback() -> None:
+    """They drop what they are told as long past; nobody would ever end it."""
+    view = running()
+
+    def with_rank_at(token: Token) -> JobView:
+        return replace(view, ranks={0: RankView(0, applied=token), 1: RankView(1)})
+
+    (action,) = actions(with_rank_at(Token(0, 2, 1)))
+    assert isinstance(action, Rollback)
+    assert "step 2" in action.reason
+    assert "put back to step 0" in action.reason
+    assert actions(with_rank_at(Token(0, 1, 1))) == []  # trained, and not committed yet
+    assert actions(with_rank_at(Token(1, 9, 1))) == []  # of another world than head's
 
 
 def test_a_rank_that_has_not_started_yet_is_waited_for() -> None:
