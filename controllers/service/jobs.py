@@ -32,6 +32,7 @@ from gcore.ledger.ancestry import resumable
 from gcore.ledger.job import JobPhase
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.rules import planned_steps, rules_of
+from gcore.schema import UnreadableRecord
 from gcore.store.keys import JobKeys
 
 if TYPE_CHECKING:  # imported when there is a job: see controllers.wire
@@ -127,9 +128,13 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
     @edge
     async def CancelJob(self, request: pb.CancelJobRequest, context: Context) -> pb.Job:
         """End a job."""
-        uid = await self._find(request.job)
-        await (await self._submissions()).cancel(uid, "cancelled on request")
-        return await self._describe(uid)
+        ended = await (await self._submissions()).cancel(uid := await self._find(request.job), "cancelled on request")
+        try:
+            return await self._describe(uid)
+        except UnreadableRecord:  # that it has ended must not look like a failure
+            if ended is None:
+                raise
+            return pb.Job(uid=uid, name=request.job, state=_STATES[ended.phase], reason=ended.reason)
 
     @edge
     async def AuditJob(self, request: pb.AuditJobRequest, context: Context) -> pb.AuditReport:

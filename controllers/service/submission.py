@@ -21,7 +21,7 @@ from gcore.clock import Clock
 from gcore.config import JobSpec, new_spec, stored_spec
 from gcore.errors import SpecError, StoreUnavailable
 from gcore.ledger import transactions
-from gcore.ledger.guarded import Ledger, TxnOutcome
+from gcore.ledger.guarded import Ledger, Stored, TxnOutcome
 from gcore.ledger.job import JobPhase, JobRecord, JobStatus
 from gcore.prompts.dataset import DataChanged
 from gcore.prompts.opening import DataIdentity, identify_data
@@ -118,15 +118,22 @@ class Submissions:
         check_unchanged(mirror.job.record, data)
         return uid
 
-    async def cancel(self, uid: str, reason: str) -> None:
-        """End a job, if it has not ended. Raises StoreUnavailable."""
+    async def cancel(self, uid: str, reason: str) -> JobStatus | None:
+        """End a job, if it has not ended; how it stands then. Raises StoreUnavailable, UnreadableRecord.
+
+        Only its state is read: a job of which another record is damaged must be got rid of, too.
+        """
+        job_keys = JobKeys(uid)
         while True:
-            mirror = await self._jobs.mirror(uid)
-            if mirror.status is None or mirror.status.record.phase.ended:
-                return
+            known = await self._store.get(job_keys.state)
+            if known is None:
+                return None
+            old = Stored(JobStatus.decode(known.value, known.key), known.mod_revision)
+            if old.record.phase.ended:
+                return old.record
             status = JobStatus(phase=JobPhase.CANCELLED, reason=reason, changed=self._clock.wall())
-            txn = transactions.set_status(mirror.keys, mirror.status, status, None)
-            report = await Ledger(self._store, mirror.keys).run(txn)
+            txn = transactions.set_status(job_keys, old, status, None)
+            report = await Ledger(self._store, job_keys).run(txn)
             if report.outcome is TxnOutcome.UNKNOWN:
                 raise StoreUnavailable("whether the job was cancelled is not known", fix="Ask again")
 

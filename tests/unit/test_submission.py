@@ -6,17 +6,21 @@ from pathlib import Path
 
 import pytest
 from plug_in_package import installer
+from stored_job import StoredJob
 
 from controllers.service.capability import check_ranks, most_slots
 from controllers.service.checking import MOST_FOR_EVER, check_kept, check_submission
-from controllers.service.submission import check_unchanged
+from controllers.service.records import StoredJobs
+from controllers.service.submission import Submissions, check_unchanged
 from gcore.config import JobSpec, NodeConfig, new_spec, parse_spec
 from gcore.config.cluster import FILE_NAME, LocalCluster
 from gcore.errors import SpecError, UsageError
-from gcore.ledger.job import JobRecord
+from gcore.ledger.job import JobPhase, JobRecord, JobStatus
 from gcore.plugins import PluginFault
 from gcore.prompts.dataset import DataChanged
 from gcore.prompts.opening import DataIdentity, identify_data
+from gcore.store.types import Put
+from gcore.testing import FakeClock, MemoryCluster, MemoryStore
 
 LINES = [f'{{"prompt": "{i}+1=", "answer": "{i + 1}"}}' for i in range(4)]
 
@@ -196,3 +200,19 @@ def test_a_submission_that_would_keep_nothing_is_refused_before_anything_is_read
     with pytest.raises(SpecError, match="it would keep none"):
         check_submission(parse_spec(tree), tmp_path / "runs", tmp_path / "cache")
     assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_job_of_which_a_record_is_damaged_can_be_ended(tmp_path: Path) -> None:
+    clock = FakeClock()
+    store = MemoryStore(MemoryCluster(clock))
+    job = StoredJob(store, "u", "n0.me")
+    await job.create()
+    await store.transact((), (Put(job.keys.plan, b"{"),))
+    submissions = Submissions(store, StoredJobs(store), tmp_path, tmp_path, clock)
+    await submissions.cancel("u", "cancelled on request")
+    await submissions.cancel("u", "again")  # stays as it is
+    found = await store.get(job.keys.state)
+    assert found is not None
+    status = JobStatus.decode(found.value)
+    assert (status.phase, status.reason) == (JobPhase.CANCELLED, "cancelled on request")
+    assert await store.get(job.keys.active) is None  # no daemon works on it, and its workers are stopped
