@@ -14,10 +14,12 @@ from typing import Protocol
 from controllers.changes import Changes
 from controllers.deeds import LOOK_AGAIN_S
 from controllers.faults import FaultBook
+from controllers.retaking import NotHere
 from gcore.clock import Clock
 from gcore.errors import GcoreError
 from gcore.flows.api import Flow, Peer
 from gcore.plugins import RAISED, trace_of
+from gcore.prompts.dataset import DataChanged
 
 log = logging.getLogger(__name__)
 
@@ -49,12 +51,14 @@ class Producing:
         self._clock = clock
 
     async def run(self, flow: Flow, peer: Peer) -> None:
-        """Until cancelled: the flow to its end, and again when there is more to do."""
+        """Until cancelled: the flow to its end, and again when there is more to do. Raises NotHere."""
         me = asyncio.current_task()
         assert me is not None
         while True:
             try:
                 await flow(peer)
+            except DataChanged as error:  # all that is trained would be lost for a file that can be put back
+                raise NotHere(error.what, where=error.where, fix=error.fix) from error
             except GcoreError as error:
                 await self.fail_with(error)
             except (*RAISED, asyncio.CancelledError) as error:  # the edge to foreign code

@@ -1,8 +1,8 @@
-"""A daemon's part in one job: it works on it, leaves it when this version cannot read its records or its spec, and takes it up
-again when it can.
+"""A daemon's part in one job: it works on it, leaves it when it cannot read its records, its spec or its data any more, and takes
+it up again when it can.
 
 What could not be read may be another by now: whoever wrote it is gone, and it with its lease; it was put right; a plug-in was
-installed. Nobody would tell, and a job that all daemons have left says of itself only how it stood, so each looks again.
+installed; a data file was put back (for which whoever takes the job up waits, and says so: `controllers.preparing`). Nobody would tell, and a job that all daemons have left says of itself only how it stood, so each looks again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from controllers.changes import Changes
-from gcore.errors import UsageError
+from gcore.errors import GcoreError, UsageError
 from gcore.schema import UnreadableRecord
 
 log = logging.getLogger(__name__)
@@ -23,13 +23,17 @@ AGAIN_S = 10.0
 """From leaving a job to the next look at it."""
 
 
+class NotHere(GcoreError):
+    """This node lacks what the job needs, which can be put right, and the job must not end for it."""
+
+
 class Runner(Protocol):
     """One try at a job: `controllers.job`'s."""
 
     uid: str
 
     async def run(self) -> None:
-        """Until the job has ended. Raises UnreadableRecord, UsageError."""
+        """Until the job has ended. Raises UnreadableRecord, UsageError, NotHere."""
         ...
 
     async def withdraw(self) -> None:
@@ -58,7 +62,7 @@ async def _tried(runner: Runner) -> set[str]:
     wrong: set[str] = set()
     try:
         await runner.run()
-    except* (UnreadableRecord, UsageError) as errors:
+    except* (UnreadableRecord, UsageError, NotHere) as errors:
         wrong = {f"job {runner.uid} is not worked on here: {error}" for error in _leaves(errors)}
     if wrong:
         await runner.withdraw()

@@ -43,7 +43,11 @@ async def test_a_registration_of_another_version_is_passed_over(caplog: pytest.L
     assert "schema version 7" in caplog.text
 
 
-ERRORS = [UnreadableRecord("of another version"), SpecError("no flow is called 'new'")]
+ERRORS = [
+    UnreadableRecord("of another version"),
+    SpecError("no flow is called 'new'"),
+    retaking.NotHere("the file was changed"),
+]
 
 
 class Tries:
@@ -84,7 +88,7 @@ async def test_a_job_that_was_left_is_taken_up_again_when_it_can_be_read(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(retaking, "AGAIN_S", 0.0)
-    one, other = ERRORS
+    one, other, _ = ERRORS
     tries = Tries(one, one, other)
     with caplog.at_level(logging.ERROR):
         await work_on(tries, lambda: True, Changes())

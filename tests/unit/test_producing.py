@@ -14,11 +14,13 @@ from plug_in_package import installer
 from controllers.changes import Changes
 from controllers.faults import FaultBook
 from controllers.producing import Producing
+from controllers.retaking import NotHere
 from controllers.service.events import EventLog
 from gcore.errors import SpecError
 from gcore.flows import find_flow
 from gcore.ledger.job import FaultRecord, JobPhase, JobStatus
 from gcore.ledger.mirror import JobMirror
+from gcore.prompts.dataset import DataChanged
 from gcore.store.keys import JobKeys
 from gcore.store.types import WatchBatch, WatchEvent
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
@@ -80,6 +82,18 @@ async def test_a_flow_that_raises_ends_the_job_and_its_own_traceback_is_an_event
     trace = json.loads(event.data_json)["trace"]
     assert "in deep" in trace
     assert "producing.py" not in trace
+
+
+async def test_data_that_changed_under_a_running_job_do_not_end_it() -> None:
+    """All that is trained would be lost for a file that can be put back: the node leaves the job, and waits for the file."""
+
+    async def reads(peer: Any) -> None:
+        raise DataChanged("the file was changed", where="prompts.jsonl, entry 7", fix="Put it back")
+
+    job = Job()
+    with pytest.raises(NotHere, match=r"prompts\.jsonl, entry 7: the file was changed\. Put it back"):
+        await job.run(reads)
+    assert job.reasons == []
 
 
 @pytest.mark.parametrize("raised", [SystemExit(3), asyncio.CancelledError()], ids=repr)
