@@ -16,7 +16,8 @@ from unittest import mock
 
 RULES, DECIDE = "tests/unit/test_protocol_rules.py", "tests/unit/test_decide.py"
 HINTS, ENDS = "tests/unit/test_hints_compare.py", "tests/unit/test_beginnings_and_ends_compare.py"
-OTHERS = {"warn": HINTS, "take_stock": HINTS, "start": ENDS, "delete_rest": ENDS}
+APART = "no simulated cluster has nodes with folders of their own"
+OTHERS = {"warn": HINTS, "take_stock": HINTS, "say_folder": APART, "start": ENDS, "delete_rest": ENDS}
 """Where else than among the rules a transaction's compares are shown."""
 
 
@@ -71,6 +72,7 @@ COMPARED = {
     "prune": ("head", "ckpts"),
     "warn": ("trouble/",),
     "take_stock": ("copies/",),
+    "say_folder": ("folder/",),
     "rollback": ("head", "ckpts", "plan", "seal/"),
     "delete_job": ("head",),
     "delete_rest": ("head",),

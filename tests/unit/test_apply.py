@@ -10,7 +10,6 @@ import pytest
 
 from controllers.actions import Retain, Rollback
 from controllers.apply import apply
-from controllers.housekeeping import orphaned_checkpoints
 from controllers.view import JobView
 from gcore.config import parse_spec
 from gcore.ledger import chain
@@ -19,6 +18,7 @@ from gcore.ledger.guarded import Stored, Transaction, TxnKind, TxnOutcome, TxnRe
 from gcore.ledger.job import EnginePlace, NodeRecord, Plan, RankPlace
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records import Checkpoint, Checkpoints
+from gcore.ledger.retention import orphaned
 from gcore.ledger.stream import StreamRules
 from gcore.prompts.cursor import shard_lengths
 from gcore.store.keys import JobKeys
@@ -102,9 +102,9 @@ async def test_no_file_goes_before_its_entry_surely_has(tmp_path: Path, outcome:
 def test_one_that_may_still_be_registered_stays() -> None:
     head = view("node-0").head.model_copy(update={"step": 9})
     lying = [Version(0, step) for step in (2, 4, 6, 8)] + [Version(3, 8)]
-    assert orphaned_checkpoints(head, (checkpoint(0), checkpoint(4)), lying) == {Version(0, 2), Version(3, 8)}
+    assert orphaned(head, (checkpoint(0), checkpoint(4)), lying) == {Version(0, 2), Version(3, 8)}
 
 
 def test_one_of_a_step_that_is_trained_and_not_committed_yet_stays() -> None:
     head = view("node-0").head.model_copy(update={"step": 4})
-    assert orphaned_checkpoints(head, (checkpoint(0), checkpoint(4)), [Version(0, 5), Version(0, 3)]) == {Version(0, 3)}
+    assert orphaned(head, (checkpoint(0), checkpoint(4)), [Version(0, 5), Version(0, 3)]) == {Version(0, 3)}
