@@ -16,8 +16,7 @@ from unittest import mock
 
 RULES, DECIDE = "tests/unit/test_protocol_rules.py", "tests/unit/test_decide.py"
 HINTS, ENDS = "tests/unit/test_hints_compare.py", "tests/unit/test_beginnings_and_ends_compare.py"
-APART = "no simulated cluster has nodes with folders of their own"
-OTHERS = {"warn": HINTS, "take_stock": HINTS, "say_folder": APART, "start": ENDS, "delete_rest": ENDS}
+OTHERS = {"warn": HINTS, "take_stock": HINTS, "say_folder": HINTS, "start": ENDS, "delete_rest": ENDS}
 """Where else than among the rules a transaction's compares are shown."""
 
 

@@ -1,0 +1,92 @@
+"""Nodes that share no folder: a node is lost with all that it had, and the job goes on from what its peers have of it."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from chaos_cluster import ChaosCluster, Shape
+from chaos_run import prepare, spec_file
+
+from controllers.cli.leftovers import processes_of
+from controllers.service.audits import audit_of_folder
+from gcore.ledger.job import JobPhase
+from gcore.weights.copies import MEMORY, home_folder
+from gcore.weights.layout import checkpoints_in, verify_checkpoint
+from gcore.worker.process import send_signal, wait_ended
+
+pytestmark = [pytest.mark.serial, pytest.mark.chaos, pytest.mark.timeout(600)]
+
+STEPS = 24
+APART = ("storage.copies=2", "checkpoint.every=3", "train.copies_gb=0", "rollout.staleness=0")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """The job's model, data and reward."""
+    prepare(tmp_path)
+    yield tmp_path
+    shutil.rmtree(home_folder(MEMORY, str(tmp_path)), ignore_errors=True)
+
+
+def wipe(cluster: ChaosCluster, node: str) -> None:
+    """kill -9 of all of a node, which is not started again, and its disk is gone."""
+    daemon = cluster.daemons[node]
+    daemon.wanted = False
+    everything = [one.process for one in processes_of(cluster.homes[node])]
+    for process in everything:
+        send_signal(process, signal.SIGSTOP)
+    for process in everything:
+        send_signal(process, signal.SIGKILL)
+    for process in everything:
+        wait_ended(process, 10.0)
+    shutil.rmtree(cluster.run_root(node))
+
+
+def run_of(cluster: ChaosCluster, node: str) -> Path:
+    """A node's own folder of the run."""
+    (found,) = cluster.run_root(node).iterdir()
+    return found
+
+
+async def lost_after_a_checkpoint(cluster: ChaosCluster, folder: Path, node: str) -> None:
+    """Let `node` be lost once the store names a checkpoint; the job must end without it."""
+    await cluster.submit(spec_file(folder, STEPS), *APART)
+    mirror = cluster.seen.mirror
+
+    def registered() -> int:
+        known = cluster.seen.mirror.checkpoints
+        return 0 if known is None else max(c.step for c in known.record.entries)
+
+    await cluster.until("a registered checkpoint", lambda: registered() >= 3, 240.0)
+    named = registered()
+    wipe(cluster, node)
+    await cluster.until("end of the job", lambda: cluster.ended, 300.0)
+    mirror = cluster.seen.mirror
+    assert mirror.status is not None
+    assert mirror.status.record.phase is JobPhase.SUCCEEDED, mirror.status.record.reason
+    assert mirror.head is not None
+    assert mirror.head.record.step == STEPS
+    back = [seen.entry for seen in cluster.seen.entries if seen.entry.kind == "rollback"]
+    assert back, "there was a new world"
+    assert all(entry.step >= named for entry in back), "and it began at what the store had named, which a peer had"
+    assert not cluster.seen.broken
+
+
+@pytest.mark.parametrize("lost", ["node-0", "node-1"])
+async def test_a_node_that_is_lost_with_its_folder_costs_nothing_that_the_store_had_named(
+    folder: Path, lost: str
+) -> None:
+    async with ChaosCluster.running(folder / "cluster", Shape(nodes=2, apart=True), random.Random(lost)) as cluster:
+        left = "node-1" if lost == "node-0" else "node-0"
+        await lost_after_a_checkpoint(cluster, folder, lost)
+        assert await cluster.audit() == []
+        own = run_of(cluster, left)
+        assert audit_of_folder(own).clean, "also from the folder of the node that is left, alone"
+        assert checkpoints_in(own)
+        for checkpoint in checkpoints_in(own).values():
+            verify_checkpoint(checkpoint)
