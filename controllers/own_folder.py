@@ -18,7 +18,7 @@ from pathlib import Path
 
 from controllers.actions import Archive, BringStart, Discard, FetchCheckpoint, FetchWeights, Gather, SayFolder
 from controllers.hands import Applied, Hands
-from controllers.peer_files import PeerFiles, from_first
+from controllers.peer_files import NotThere, PeerFiles, from_first
 from controllers.spreading import holders
 from controllers.turns import order
 from controllers.view import JobView, SavedCheckpoint
@@ -27,6 +27,7 @@ from gcore.fault_points import At, point
 from gcore.ledger import archive, receipts, transactions
 from gcore.ledger.guarded import Stored, TxnOutcome
 from gcore.ledger.node_folder import HeldCheckpoint, NodeFolder
+from gcore.samples import folder as samples
 from gcore.types import Version
 from gcore.weights.layout import (
     CheckpointDamaged,
@@ -192,7 +193,9 @@ async def bring(
     if fetched.source:
         own.damaged.discard(name)
         return Brought()
-    is_final = said == fetched.wrong.keys() and all(isinstance(e, CheckpointDamaged) for e in fetched.wrong.values())
+    is_final = said == fetched.wrong.keys() and all(
+        isinstance(error, CheckpointDamaged | NotThere) for error in fetched.wrong.values()
+    )
     why = fetched.why or "no other node that is there has it"
     return Brought(f"{here}; {why}" if lies else why, is_final)
 
@@ -205,7 +208,8 @@ async def gather(action: Gather, view: JobView, hands: Hands, own: OwnFolder) ->
     sentence = f"gather the receipts of {action.token}"
     if wrong := await _grown(own, {node: peers[node] for node in nodes}, (receipts.FOLDER,)):
         return Applied(TxnOutcome.UNKNOWN, f"{sentence}: {'; '.join(wrong)}")
-    return await say_folder(view, hands, own, receipts=str(action.token))
+    done = await say_folder(view, hands, own, receipts=str(action.token))
+    return Applied(done.outcome, sentence, done.revision)
 
 
 async def archive_here(action: Archive, view: JobView, hands: Hands, own: OwnFolder) -> Applied:
@@ -232,6 +236,11 @@ async def discard(action: Discard, view: JobView, hands: Hands, own: OwnFolder) 
         await asyncio.to_thread(shutil.rmtree, checkpoint_folder(hands.run_dir, version), ignore_errors=True)
         point(At.FORGET, "after")
     return await say_folder(view, hands, own)
+
+
+async def collect_samples(own: OwnFolder, peers: Mapping[str, str]) -> None:
+    """Before samples are read: what other nodes have kept, as far as they give it. A file of them is written once."""
+    await _grown(own, peers, (samples.FOLDER,))
 
 
 async def collect_records(own: OwnFolder, peers: Mapping[str, str]) -> None:

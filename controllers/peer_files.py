@@ -37,6 +37,10 @@ class NotFetched(GcoreError):
     """What was wanted of a peer did not come, or not as it is there."""
 
 
+class NotThere(NotFetched):
+    """The peer answers, and has it not."""
+
+
 def _nothing(folder: Path) -> None:
     """Nothing to prove."""
 
@@ -70,7 +74,7 @@ class PeerFiles:
         async with self._draft(target, durable=durable) as draft, self._peer(address) as stub:
             reply = await stub.List(pb.ListFilesRequest(job_uid=self.uid, folder=folder), timeout=self.silent_s)
             if not reply.files:
-                raise NotFetched(f"{folder} is not at {address}")
+                raise NotThere(f"{folder} is not at {address}")
             for one in reply.files:
                 path = _inside(draft, one.name)
                 await asyncio.to_thread(path.parent.mkdir, parents=True, exist_ok=True)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from controllers.own_folder import OwnFolders, collect_records
+from controllers.own_folder import OwnFolder, OwnFolders, collect_records
+from controllers.peer_files import NotFetched
 from controllers.service.audits import audit_of_records
 from controllers.service.refusals import NotFound
 from controllers.storage import is_apart, run_folder, seen_here
@@ -23,6 +24,7 @@ from gcore.schema import Record, UnreadableRecord
 from gcore.store import keys
 from gcore.store.keys import JobKeys
 from gcore.store.types import Listing, Store, WatchBatch, WatchEvent
+from gcore.weights.layout import checkpoints_in
 from gcore.worker.records import WorkerRecord
 
 log = logging.getLogger(__name__)
@@ -81,15 +83,31 @@ class StoredJobs:
             raise NotFound(f"there is no job {uid[:40]!r} whose nodes have folders of their own", fix="Ask for another")
         return run_folder(job, self._own.run_root)
 
-    async def collected(self, mirror: JobMirror) -> Mapping[str, str]:
-        """Bring here what peers have more of a run's records, where nodes share no folder, as far as they give it. Returns where
-        the peers answer; nobody where a folder is shared."""
+    async def collect(self, mirror: JobMirror, what: Callable[[OwnFolder, Mapping[str, str]], Awaitable[None]]) -> None:
+        """Bring here what peers have more of a run's files, where nodes share no folder, as far as they give it."""
+        own = self._own_of(mirror)
+        if own is not None:
+            await what(own, await self.peers())
+
+    async def holders(self, mirror: JobMirror) -> Mapping[str, Collection[str]]:
+        """The nodes that have each checkpoint's folder, by the folder's name, where nodes share none; of those that answer."""
+        own = self._own_of(mirror)
+        found: dict[str, list[str]] = {}
+        if own is None or self._own is None:
+            return found
+        for version in await asyncio.to_thread(checkpoints_in, own.files.run_dir):
+            found.setdefault(f"{version.lineage}-{version.step}", []).append(self._own.node)
+        for node, address in sorted((await self.peers()).items()):
+            with contextlib.suppress(NotFetched):
+                names = await own.files.list(address, "checkpoints")
+                for folder in sorted({name.partition("/")[0] for name in names}):
+                    found.setdefault(folder, []).append(node)
+        return found
+
+    def _own_of(self, mirror: JobMirror) -> OwnFolder | None:
         if mirror.job is None or self._own is None or not is_apart(mirror.job.record):
-            return {}
-        peers = await self.peers()
-        own = self._own.folders.of(mirror.job.record.uid, Path(mirror.job.record.run_dir))
-        await collect_records(own, peers)
-        return peers
+            return None
+        return self._own.folders.of(mirror.job.record.uid, Path(mirror.job.record.run_dir))
 
     async def peers(self) -> Mapping[str, str]:
         """Where the daemons of other nodes answer."""
@@ -128,7 +146,7 @@ class StoredJobs:
         with contextlib.suppress(UnreadableRecord):  # the audit says what is wrong
             mirror = self._here(mirror_of(uid, batch))
             run_dir = None if mirror.job is None else Path(mirror.job.record.run_dir)
-            await self.collected(mirror)
+            await self.collect(mirror, collect_records)
         found = await asyncio.to_thread(audit_of_records, uid, batch, run_dir)
         if run_dir is not None:
             await asyncio.to_thread(_leave_copy, uid, listing, run_dir)
