@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,11 +25,10 @@ APART = ("storage.copies=2", "checkpoint.every=3", "train.copies_gb=0", "rollout
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
+def folder(tmp_path: Path) -> Path:
     """The job's model, data and reward."""
     prepare(tmp_path)
-    yield tmp_path
-    shutil.rmtree(home_folder(MEMORY, str(tmp_path)), ignore_errors=True)
+    return tmp_path
 
 
 def wipe(cluster: ChaosCluster, node: str) -> None:
@@ -45,6 +43,7 @@ def wipe(cluster: ChaosCluster, node: str) -> None:
     for process in everything:
         wait_ended(process, 10.0)
     shutil.rmtree(cluster.run_root(node))
+    shutil.rmtree(home_folder(MEMORY, str(cluster.homes[node])), ignore_errors=True)
 
 
 def run_of(cluster: ChaosCluster, node: str) -> Path:
@@ -53,27 +52,22 @@ def run_of(cluster: ChaosCluster, node: str) -> Path:
     return found
 
 
-async def lost_after_a_checkpoint(cluster: ChaosCluster, folder: Path, node: str) -> None:
-    """Let `node` be lost once the store names a checkpoint; the job must end without it."""
-    await cluster.submit(spec_file(folder, STEPS), *APART)
-    mirror = cluster.seen.mirror
+def named(cluster: ChaosCluster) -> int:
+    """The step of the newest checkpoint that the store names."""
+    known = cluster.seen.mirror.checkpoints
+    return 0 if known is None else max(checkpoint.step for checkpoint in known.record.entries)
 
-    def registered() -> int:
-        known = cluster.seen.mirror.checkpoints
-        return 0 if known is None else max(c.step for c in known.record.entries)
 
-    await cluster.until("a registered checkpoint", lambda: registered() >= 3, 240.0)
-    named = registered()
-    wipe(cluster, node)
-    await cluster.until("end of the job", lambda: cluster.ended, 300.0)
+def check_ended(cluster: ChaosCluster, steps: int, step: int) -> None:
+    """The job has all its steps, and lost none up to `step`, which was named when something happened."""
     mirror = cluster.seen.mirror
     assert mirror.status is not None
     assert mirror.status.record.phase is JobPhase.SUCCEEDED, mirror.status.record.reason
     assert mirror.head is not None
-    assert mirror.head.record.step == STEPS
+    assert mirror.head.record.step == steps
     back = [seen.entry for seen in cluster.seen.entries if seen.entry.kind == "rollback"]
     assert back, "there was a new world"
-    assert all(entry.step >= named for entry in back), "and it began at what the store had named, which a peer had"
+    assert all(entry.step >= step for entry in back), "and it began at what the store had named, which a peer had"
     assert not cluster.seen.broken
 
 
@@ -83,10 +77,47 @@ async def test_a_node_that_is_lost_with_its_folder_costs_nothing_that_the_store_
 ) -> None:
     async with ChaosCluster.running(folder / "cluster", Shape(nodes=2, apart=True), random.Random(lost)) as cluster:
         left = "node-1" if lost == "node-0" else "node-0"
-        await lost_after_a_checkpoint(cluster, folder, lost)
+        await cluster.submit(spec_file(folder, STEPS), *APART)
+        await cluster.until("a registered checkpoint", lambda: named(cluster) >= 3, 240.0)
+        step = named(cluster)
+        wipe(cluster, lost)
+        await cluster.until("end of the job", lambda: cluster.ended, 300.0)
+        check_ended(cluster, STEPS, step)
         assert await cluster.audit() == []
         own = run_of(cluster, left)
         assert audit_of_folder(own).clean, "also from the folder of the node that is left, alone"
         assert checkpoints_in(own)
         for checkpoint in checkpoints_in(own).values():
             verify_checkpoint(checkpoint)
+
+
+async def test_when_all_was_killed_the_job_goes_on_from_the_folders_that_are_left(folder: Path) -> None:
+    """Of three nodes one has lost its folder when they come back; which checkpoints there are is asked of those that have any."""
+    async with ChaosCluster.running(folder / "cluster", Shape(nodes=3, apart=True), random.Random("all")) as cluster:
+        await cluster.submit(spec_file(folder, STEPS), *APART)
+        await cluster.until("a registered checkpoint", lambda: named(cluster) >= 3, 240.0)
+        for kept in (*cluster.members.values(), *cluster.daemons.values()):
+            kept.wanted = False
+        cluster.kill_all()
+        step = named(cluster)
+        shutil.rmtree(cluster.run_root("node-1"))
+        for kept in (*cluster.members.values(), *cluster.daemons.values()):
+            kept.wanted = True
+        await cluster.until("end of the job", lambda: cluster.ended, 300.0)
+        check_ended(cluster, STEPS, step)
+        assert await cluster.audit() == []
+
+
+async def test_old_records_of_a_lost_node_lie_with_its_peer(folder: Path) -> None:
+    steps = 130
+    async with ChaosCluster.running(folder / "cluster", Shape(nodes=2, apart=True), random.Random("old")) as cluster:
+        await cluster.submit(spec_file(folder, steps), *APART)
+        await cluster.until("end of the job", lambda: cluster.ended, 400.0)
+        assert len(cluster.seen.mirror.log) < steps, "old entries left the store"
+        lost = run_of(cluster, "node-0")
+        found = audit_of_folder(lost)
+        assert (found.clean, found.steps) == (True, steps)
+        wipe(cluster, "node-0")
+        assert await cluster.audit() == []
+        found = audit_of_folder(run_of(cluster, "node-1"))
+        assert (found.clean, found.steps) == (True, steps)

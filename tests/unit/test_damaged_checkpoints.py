@@ -220,8 +220,7 @@ async def test_a_folder_that_this_node_does_not_see_any_more_is_no_damage(tmp_pa
     (run_dir / "logs").mkdir(parents=True)  # as a worker's log makes it
     ledger, told_of = Recorded(), dict[str, str]()
     hands: Any = SimpleNamespace(
-        own=None,
-        ledger=ledger, run_dir=run_dir, away=partial(away, run_dir, "node-0"), tell=told_of.__setitem__
+        own=None, ledger=ledger, run_dir=run_dir, away=partial(away, run_dir, "node-0"), tell=told_of.__setitem__
     )
     done = await apply(Rollback("rank 0 is gone"), view(newest), hands)
     assert (done.outcome, ledger.made) == (TxnOutcome.UNKNOWN, [])

@@ -5,57 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from peer_folder import UID, checkpoint, serving
 
 from controllers.own_folder import prove
 from controllers.peer_files import DRAFTS, NotFetched, PeerFiles, from_first
 from controllers.service import files
 from controllers.service.files import FilesService, listed, parts_of
-from controllers.service.refusals import NotFound
 from gcore.api.v1 import files_pb2 as pb
 from gcore.api.v1 import files_pb2_grpc
 from gcore.errors import GcoreError, UsageError
-from gcore.weights.layout import CheckpointDamaged, FileEntry, Manifest, file_entry, manifest_digest
-
-UID = "u"
-
-
-@contextlib.asynccontextmanager
-async def serving(run_dir: Path, made: Callable[[Any], FilesService] = FilesService) -> AsyncIterator[str]:
-    """A peer whose folder of the run is `run_dir`: where it answers."""
-
-    async def folder_of(uid: str) -> Path:
-        if uid != UID:
-            raise NotFound(f"there is no job {uid!r}", fix="Ask for another")
-        return run_dir
-
-    server = grpc.aio.server()
-    files_pb2_grpc.add_FilesServicer_to_server(made(folder_of), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        yield f"127.0.0.1:{port}"
-    finally:
-        await server.stop(None)
-
-
-def checkpoint(run_dir: Path, name: str = "checkpoints/0-3") -> str:
-    """A whole checkpoint, with one folder in it; its digest."""
-    folder = run_dir / name
-    (folder / "critic").mkdir(parents=True)
-    contents = {"model.safetensors": os.urandom(3 << 20), "exp_avg.safetensors": b"a", "exp_avg_sq.safetensors": b""}
-    entries: dict[str, FileEntry] = {}
-    for file, data in (contents | {"config.json": b"{}", "critic/model.safetensors": b"critic"}).items():
-        (folder / file).write_bytes(data)
-        entries[file] = file_entry(folder / file)
-    manifest = Manifest(job_uid=UID, world="w", lineage=0, step=3, updates=3, files=entries)
-    (folder / "manifest.json").write_bytes(manifest.encode())
-    return manifest_digest(folder)
+from gcore.weights.layout import CheckpointDamaged
 
 
 def mine(folder: Path, **more: Any) -> PeerFiles:
