@@ -31,6 +31,8 @@ from gcore.types import Token, Version
 
 SPREAD_PATIENCE_S = 60.0
 """So long has a node to fetch a copy before one that is not its turn does, too."""
+REPAIR_PATIENCE_S = 60.0
+"""And so long is a node missed before another gets a copy in its stead."""
 GATHER_PATIENCE_S = 2.0
 """And so long to fetch the receipts of a step, which waits for them."""
 SETTLE_S = 1.0
@@ -123,11 +125,14 @@ def spreading(view: JobView) -> Iterator[Intent]:
     """Fetch a checkpoint of which there are too few copies, the newest first and one at a time."""
     if not is_spread(view) or _own(view) is None or any(c.startswith("checkpoint ") for c in view.under_way):
         return
-    for one in (*unregistered(view), *_registered(view)):
+    fresh = unregistered(view)
+    for one in (*fresh, *_registered(view)):
         have = holders(view, one.version, one.digest)
         if have and view.node not in have and len(have) < wanted(view):
             topic = f"checkpoint {one.version}"
-            after = 0.0 if _is_my_turn(view, topic, have) else SPREAD_PATIENCE_S
+            # What is registered has had its copies: a node whose controller is started again is back with them at once.
+            after = 0.0 if one in fresh else REPAIR_PATIENCE_S
+            after += 0.0 if _is_my_turn(view, topic, have) else SPREAD_PATIENCE_S
             yield Intent(FetchCheckpoint(one), topic, after=after)
             return
 
