@@ -42,7 +42,9 @@ def _fetcher(folder: Path, job: str, home: Path, address: str | None) -> Callabl
     nodes = next((list(one.nodes) for one in found.checkpoints if Path(one.folder).name == folder.name), [])
     if not nodes:
         raise UsageError(
-            "the checkpoint is not to be seen on this machine", where=str(folder), fix="Run this where storage is mounted"
+            "the checkpoint is not to be seen on this machine",
+            where=str(folder),
+            fix="Run this where storage is mounted",
         )
     addresses = {node.name: node.address for node in call(lambda client: client.list_nodes(), address, home).nodes}
 

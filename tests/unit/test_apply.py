@@ -93,7 +93,9 @@ async def test_what_no_record_names_goes_with_what_is_forgotten(tmp_path: Path) 
 @pytest.mark.parametrize("outcome", [TxnOutcome.STALE, TxnOutcome.UNKNOWN])
 async def test_no_file_goes_before_its_entry_surely_has(tmp_path: Path, outcome: TxnOutcome) -> None:
     (tmp_path / "checkpoints" / "1-4").mkdir(parents=True)
-    hands: Any = SimpleNamespace(own=None, ledger=Recorded(outcome), run_dir=tmp_path, tell=lambda topic, sentence: None)
+    hands: Any = SimpleNamespace(
+        own=None, ledger=Recorded(outcome), run_dir=tmp_path, tell=lambda topic, sentence: None
+    )
     done = await apply(Retain((checkpoint(0),)), view("node-0"), hands)
     assert done.outcome is outcome
     assert (tmp_path / "checkpoints" / "1-4").is_dir()
