@@ -22,6 +22,7 @@ from controllers.peer_files import NotThere, PeerFiles, from_first
 from controllers.spreading import holders
 from controllers.turns import order
 from controllers.view import JobView, SavedCheckpoint
+from gcore.atomic import DiskFull
 from gcore.errors import GcoreError, StoreUnavailable
 from gcore.fault_points import At, point
 from gcore.ledger import archive, receipts, transactions
@@ -41,6 +42,8 @@ from gcore.weights.layout import (
 
 TOPIC = "copies"
 """What trouble with a node's own folder is called."""
+AGAIN_S = 1.0
+"""After a peer gave nothing, or the disk took nothing, until it is tried again."""
 RECORDS = (archive.FOLDER, archive.EVALUATIONS, receipts.FOLDER)
 """The folders whose files only grow."""
 
@@ -79,15 +82,20 @@ async def carry_out(action: OwnAction, view: JobView, hands: Hands) -> Applied:
         return Applied(TxnOutcome.STALE, f"{name}: nodes share a folder")
     try:
         done = await _do(action, view, hands, hands.own)
-    except OSError as error:
-        done = Applied(TxnOutcome.UNKNOWN, f"{name}: {error.strerror or error}: {error.filename or hands.run_dir}")
-        hands.tell(TOPIC, f"{view.node}: its folder of the run does not take what it is to keep ({done.sentence})")
+    except (OSError, DiskFull) as error:
+        why = f"{error.strerror or error}" if isinstance(error, OSError) else error.what
+        hands.tell(
+            TOPIC, f"{view.node}: its folder of the run {hands.run_dir} does not take what it is to keep ({why})"
+        )
+        done = Applied(TxnOutcome.UNKNOWN, f"{name}: {why}")
     except StoreUnavailable:
         raise
     except GcoreError as error:
         done = Applied(TxnOutcome.UNKNOWN, f"{name}: {error}")
     else:
         hands.tell(TOPIC, "")
+    if done.outcome is TxnOutcome.UNKNOWN and not isinstance(action, Gather | SayFolder):
+        await hands.clock.sleep(AGAIN_S)  # many bytes must not go back and forth in vain, as fast as they can
     return done
 
 

@@ -21,7 +21,7 @@ import grpc
 
 from gcore.api.v1 import files_pb2 as pb
 from gcore.api.v1 import files_pb2_grpc
-from gcore.atomic import sweep, sync, whole_folder
+from gcore.atomic import DiskFull, sweep, sync, whole_folder
 from gcore.errors import GcoreError
 from gcore.rpc_schema import VersionedStub
 
@@ -178,12 +178,14 @@ class Fetched:
 async def from_first(
     addresses: Mapping[str, str], nodes: Iterable[str], fetch: Callable[[str], Awaitable[object]]
 ) -> Fetched:
-    """Fetch from the first of `nodes` that gives it."""
+    """Fetch from the first of `nodes` that gives it. Raises DiskFull, OSError."""
     wrong: dict[str, GcoreError] = {}
     for node in nodes:
         if node in addresses:
             try:
                 await fetch(addresses[node])
+            except DiskFull:
+                raise  # whoever gives it, there is no room
             except GcoreError as error:
                 wrong[node] = error
             else:

@@ -156,8 +156,15 @@ def bringing(view: JobView) -> Iterator[Intent]:
 
 
 def may_start(view: JobView) -> bool:
-    """Whether what head's world starts from lies here, as far as it has to."""
-    return not is_spread(view) or view.head.world in view.brought or start_checkpoint(view) is None
+    """Whether what head's world starts from lies where it has to: here, read to the last byte, and on the other ranks' nodes, for
+    a rank that is started waits for the others only so long."""
+    checkpoint = start_checkpoint(view) if is_spread(view) else None
+    if checkpoint is None:
+        return True
+    assert view.mirror.plan is not None
+    nodes = {place.node for place in view.mirror.plan.record.ranks}
+    have = holders(view, Version(checkpoint.lineage, checkpoint.step), checkpoint.digest)
+    return view.head.world in view.brought and nodes <= have
 
 
 def discarding(view: JobView) -> Iterator[Intent]:

@@ -5,6 +5,9 @@ them. Each controller that prepares a job writes a number that nobody can guess 
 number into the store, and only then looks which others have done so, and reads their files. Of any two, whoever came second
 looks for the other's: so no two nodes get past each other unproven, and a node that comes later is proved against all.
 
+Where nodes are to share none (`storage.copies`), the same proves that no two do, and each has the run's folder under its own
+run root.
+
 A file that is not there at once is looked for again: a mounted folder may show late what another machine wrote. Proves
 nothing about how fast the folder is, nor that its disk keeps what it takes. On one machine it is as good as free.
 """

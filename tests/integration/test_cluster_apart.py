@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import random
 import shutil
 import signal
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 from chaos_cluster import ChaosCluster, Shape
 from chaos_run import prepare, spec_file
+from cluster_run import gcore
 
 from controllers.cli.leftovers import processes_of
 from controllers.service.audits import audit_of_folder
@@ -106,6 +109,31 @@ async def test_when_all_was_killed_the_job_goes_on_from_the_folders_that_are_lef
         await cluster.until("end of the job", lambda: cluster.ended, 300.0)
         check_ended(cluster, STEPS, step)
         assert await cluster.audit() == []
+
+
+async def test_any_node_answers_with_what_lies_on_others(folder: Path) -> None:
+    async with ChaosCluster.running(folder / "cluster", Shape(nodes=2, apart=True), random.Random("ask")) as cluster:
+        await cluster.submit(spec_file(folder, 4), *APART, "samples.every=1")
+        await cluster.until("end of the job", lambda: cluster.ended, 300.0)
+        for name in ("checkpoints", "samples", "log", "receipts", "evaluations"):
+            shutil.rmtree(run_of(cluster, "node-0") / name, ignore_errors=True)
+        asked = ("--address", cluster.addresses["node-0"])
+
+        def says(*words: str) -> str:
+            return gcore(*words, *asked).stdout
+
+        found = json.loads(await asyncio.to_thread(says, "checkpoints", cluster.uid, "-o", "json"))
+        assert [(one["step"], one["nodes"], one["problem"]) for one in found] == [
+            (4, ["node-1"], ""),
+            (3, ["node-1"], ""),
+        ]
+        to = folder / "exported"
+        await asyncio.to_thread(says, "export", cluster.uid, "--to", str(to))
+        assert (to / "model.safetensors").is_file()
+        assert [path.name for path in folder.glob(".exported*")] == []
+        shown = json.loads(await asyncio.to_thread(says, "samples", cluster.uid, "--step", "4", "-o", "json"))
+        assert shown, "node-1's samples"
+        assert "clean" in await asyncio.to_thread(says, "audit", cluster.uid)
 
 
 async def test_old_records_of_a_lost_node_lie_with_its_peer(folder: Path) -> None:

@@ -39,6 +39,10 @@ from gcore.types import Token, Version
 APART = SPEC.model_copy(update={"storage": SPEC.storage.model_copy(update={"copies": 2})})
 
 
+async def at_once(seconds: float) -> None:
+    """Nobody waits in a test."""
+
+
 class Node:
     """node-0, and what it does with its own folder while `peers` serve theirs."""
 
@@ -59,6 +63,7 @@ class Node:
             own=self.own,
             tell=self.told.__setitem__,
             away=str,
+            clock=SimpleNamespace(sleep=at_once),
         )
         return (await apply(action, view, hands)).outcome
 

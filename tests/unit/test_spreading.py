@@ -253,7 +253,10 @@ def test_a_rank_starts_when_what_it_starts_from_lies_proved_on_its_node() -> Non
     assert not [one for one in staffing(view, Launches(), 0.0) if isinstance(one, StartRank)]
     ready = replace(view, brought=frozenset({"w2"}))
     assert not deeds(ready, BringStart)
-    assert [one for one in staffing(ready, Launches(), 0.0) if isinstance(one, StartRank)]
+    early = [one for one in staffing(ready, Launches(), 0.0) if isinstance(one, StartRank)]
+    assert not early, "it would wait for the other rank, whose node still fetches"
+    both = going_on({ME: {"checkpoints": [HELD]}, PEER: {"checkpoints": [HELD]}}, brought=frozenset({"w2"}))
+    assert [one for one in staffing(both, Launches(), 0.0) if isinstance(one, StartRank)]
     claimed = replace(view.mirror, claims={KEYS.world_rank("w2", 0): stored(RankClaim(instance="t"))})
     assert not deeds(replace(view, mirror=claimed), BringStart), "it has started"
 
