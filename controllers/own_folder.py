@@ -42,6 +42,8 @@ from gcore.weights.layout import (
 
 TOPIC = "copies"
 """What trouble with a node's own folder is called."""
+PATIENCE_S = 15.0
+"""Peers may give nothing for so long before it is told: one that is gone is known to be by then."""
 AGAIN_S = 1.0
 """After a peer gave nothing, or the disk took nothing, until it is tried again."""
 RECORDS = (archive.FOLDER, archive.EVALUATIONS, receipts.FOLDER)
@@ -57,6 +59,8 @@ class OwnFolder:
     """Train worlds whose starting checkpoint was read here to its last byte."""
     damaged: set[tuple[Version, str]] = field(default_factory=set)
     """Checkpoints that lie here by name and are not what they were."""
+    failing: dict[str, float] = field(default_factory=dict)
+    """What has not been done since when, by the action's name."""
 
 
 class OwnFolders:
@@ -76,25 +80,30 @@ OwnAction = SayFolder | FetchWeights | FetchCheckpoint | BringStart | Gather | A
 
 
 async def carry_out(action: OwnAction, view: JobView, hands: Hands) -> Applied:
-    """Do it; what a disk or a peer does not give is told, and never ends the job."""
-    name = type(action).__name__
-    if hands.own is None:
+    """Do it; what a disk does not take is told, and what peers do not give after a while. Neither ever ends the job."""
+    name, own = type(action).__name__, hands.own
+    if own is None:
         return Applied(TxnOutcome.STALE, f"{name}: nodes share a folder")
+    patience = PATIENCE_S
     try:
-        done = await _do(action, view, hands, hands.own)
+        done = await _do(action, view, hands, own)
     except (OSError, DiskFull) as error:
-        why = f"{error.strerror or error}" if isinstance(error, OSError) else error.what
-        hands.tell(
-            TOPIC, f"{view.node}: its folder of the run {hands.run_dir} does not take what it is to keep ({why})"
+        why, patience = f"{error.strerror or error}" if isinstance(error, OSError) else error.what, 0.0
+        done = Applied(
+            TxnOutcome.UNKNOWN, f"its folder of the run {hands.run_dir} does not take what it is to keep ({why})"
         )
-        done = Applied(TxnOutcome.UNKNOWN, f"{name}: {why}")
     except StoreUnavailable:
         raise
     except GcoreError as error:
         done = Applied(TxnOutcome.UNKNOWN, f"{name}: {error}")
-    else:
-        hands.tell(TOPIC, "")
-    if done.outcome is TxnOutcome.UNKNOWN and not isinstance(action, Gather | SayFolder):
+    if done.outcome is not TxnOutcome.UNKNOWN:
+        if own.failing.pop(name, None) is not None and not own.failing:
+            hands.tell(TOPIC, "")
+        return done
+    now = hands.clock.monotonic()
+    if now - own.failing.setdefault(name, now) >= patience:
+        hands.tell(TOPIC, f"{view.node}: {done.sentence}")
+    if not isinstance(action, Gather | SayFolder):
         await hands.clock.sleep(AGAIN_S)  # many bytes must not go back and forth in vain, as fast as they can
     return done
 

@@ -39,8 +39,16 @@ from gcore.types import Token, Version
 APART = SPEC.model_copy(update={"storage": SPEC.storage.model_copy(update={"copies": 2})})
 
 
-async def at_once(seconds: float) -> None:
-    """Nobody waits in a test."""
+class Clock:
+    """Nobody waits in a test; it is as late as a test says."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    async def sleep(self, seconds: float) -> None:
+        """Not at all."""
 
 
 class Node:
@@ -52,6 +60,7 @@ class Node:
         self.told: dict[str, str] = {}
         self.own = OwnFolder(PeerFiles(UID, self.run_dir, owner="me", silent_s=1.0))
         self.lease = 0
+        self.clock = Clock()
 
     async def does(self, action: Any, view: JobView) -> TxnOutcome:
         self.lease = self.lease or await self.store.grant(60)
@@ -63,7 +72,7 @@ class Node:
             own=self.own,
             tell=self.told.__setitem__,
             away=str,
-            clock=SimpleNamespace(sleep=at_once),
+            clock=self.clock,
         )
         return (await apply(action, view, hands)).outcome
 
@@ -267,6 +276,21 @@ async def test_a_disk_that_takes_nothing_is_told_and_ends_nothing(tmp_path: Path
         outcome = await node.does(FetchWeights(Version(0, 1), "node-1"), view({"node-1": address}))
     assert outcome is TxnOutcome.UNKNOWN
     assert "does not take what it is to keep" in node.told["copies"]
+
+
+async def test_what_peers_do_not_give_for_a_while_is_told_until_they_do(tmp_path: Path) -> None:
+    node, token = Node(tmp_path), Token(0, 1, 1)
+    (tmp_path / "theirs").mkdir()
+    async with serving(tmp_path / "theirs") as address:
+        pass
+    away = view({"node-1": address})
+    assert await node.does(Gather(token), away) is TxnOutcome.UNKNOWN
+    assert node.told == {}, "its death may be heard of in a moment"
+    node.clock.now = 60.0
+    assert await node.does(Gather(token), away) is TxnOutcome.UNKNOWN
+    assert "gather the receipts of 0.1.1: node-1: " in node.told["copies"]
+    assert await node.does(Gather(token), view({})) is TxnOutcome.WON
+    assert node.told["copies"] == ""
 
 
 async def test_discarded_copies_are_gone_and_no_longer_said(tmp_path: Path) -> None:
