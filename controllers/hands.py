@@ -22,7 +22,7 @@ from gcore.store.types import Store
 from placement.plan import colocated
 
 if TYPE_CHECKING:
-    from controllers.own_folder import OwnFolder
+    from controllers.bringing import OwnFolder
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import asyncio
 from functools import partial
 from pathlib import Path
 
+from controllers.bringing import OwnFolder, OwnFolders
 from controllers.changes import Changes
 from controllers.cluster import ClusterMirror
 from controllers.collectives import Collectives
@@ -23,7 +24,6 @@ from controllers.hands import Hands
 from controllers.identity import Identity
 from controllers.material import rewards_of
 from controllers.ordering import EpochOrders
-from controllers.own_folder import OwnFolder, OwnFolders
 from controllers.peer import JobPeer
 from controllers.preparing import Preparation
 from controllers.producing import Producing

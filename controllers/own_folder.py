@@ -10,18 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import uuid
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from controllers.actions import Archive, BringStart, Discard, FetchCheckpoint, FetchWeights, Gather, SayFolder
+from controllers.bringing import OwnFolder, addresses, bring
 from controllers.hands import Applied, Hands
-from controllers.peer_files import NotThere, PeerFiles, from_first
-from controllers.spreading import holders
-from controllers.turns import order
-from controllers.view import JobView, SavedCheckpoint
+from controllers.peer_files import from_first
+from controllers.view import JobView
 from gcore.atomic import DiskFull
 from gcore.errors import GcoreError, StoreUnavailable
 from gcore.fault_points import At, point
@@ -29,14 +26,12 @@ from gcore.ledger import archive, receipts, transactions
 from gcore.ledger.guarded import Stored, TxnOutcome
 from gcore.ledger.node_folder import HeldCheckpoint, NodeFolder
 from gcore.samples import folder as samples
-from gcore.types import Version
 from gcore.weights.layout import (
     CheckpointDamaged,
     checkpoint_folder,
     checkpoints_in,
     keep_newest_staged,
     manifest_digest,
-    verify_checkpoint,
     weights_folder,
 )
 
@@ -48,32 +43,6 @@ AGAIN_S = 1.0
 """After a peer gave nothing, or the disk took nothing, until it is tried again."""
 RECORDS = (archive.FOLDER, archive.EVALUATIONS, receipts.FOLDER)
 """The folders whose files only grow."""
-
-
-@dataclass
-class OwnFolder:
-    """One job's, on one node, as long as the daemon lives."""
-
-    files: PeerFiles
-    brought: set[str] = field(default_factory=set)
-    """Train worlds whose starting checkpoint was read here to its last byte."""
-    damaged: set[tuple[Version, str]] = field(default_factory=set)
-    """Checkpoints that lie here by name and are not what they were."""
-    failing: dict[str, float] = field(default_factory=dict)
-    """What has not been done since when, by the action's name."""
-
-
-class OwnFolders:
-    """All of a node's, by job: who writes there and who reads for people go through the same one."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, OwnFolder] = {}
-
-    def of(self, uid: str, run_dir: Path) -> OwnFolder:
-        """A job's, made at the first call."""
-        if uid not in self._known:
-            self._known[uid] = OwnFolder(PeerFiles(uid, run_dir, owner=uuid.uuid4().hex[:8]))
-        return self._known[uid]
 
 
 OwnAction = SayFolder | FetchWeights | FetchCheckpoint | BringStart | Gather | Archive | Discard
@@ -148,7 +117,7 @@ async def fetch_weights(action: FetchWeights, view: JobView, hands: Hands, own: 
     """From the node where they were staged, else from any that has them."""
     target = weights_folder(hands.run_dir, action.version)
     name = str(target.relative_to(hands.run_dir))
-    peers = _addresses(view)
+    peers = addresses(view)
     fetch = partial(own.files.folder, folder=name, durable=False)
     fetched = await from_first(peers, (action.source, *sorted(peers.keys() - {action.source})), fetch)
     if not fetched.source:
@@ -175,52 +144,10 @@ async def bring_start(action: BringStart, view: JobView, hands: Hands, own: OwnF
     return Applied(TxnOutcome.WON, f"world {action.world} can start from {action.checkpoint.file}", said.revision)
 
 
-@dataclass(frozen=True, slots=True)
-class Brought:
-    """Why a checkpoint does not lie whole on this node, or nothing. `is_final`: it will not while things are as they are,
-    since no node that is there has it undamaged."""
-
-    problem: str = ""
-    is_final: bool = False
-
-
-async def bring(
-    checkpoint: SavedCheckpoint, view: JobView, hands: Hands, own: OwnFolder, *, read_all: bool = False
-) -> Brought:
-    """See that a checkpoint lies here, and fetch it if not. `read_all`: every byte of one that lies here, and fetch another in
-    its place if it is damaged. Raises OSError."""
-    name, folder = (checkpoint.version, checkpoint.digest), hands.run_dir / checkpoint.file
-    here = ""
-    try:
-        await asyncio.to_thread(prove if read_all or name in own.damaged else prove_name, folder, checkpoint.digest)
-    except CheckpointDamaged as error:
-        here = str(error)
-    else:
-        own.damaged.discard(name)
-        return Brought()
-    lies = await asyncio.to_thread(folder.is_dir)
-    if lies:
-        own.damaged.add(name)
-    peers = _addresses(view)
-    said = holders(view, *name) - {view.node}
-    fetch = partial(
-        own.files.folder, folder=checkpoint.file, prove=partial(prove, digest=checkpoint.digest), durable=True
-    )
-    fetched = await from_first(peers, order(said, f"source {view.node}"), fetch)
-    if fetched.source:
-        own.damaged.discard(name)
-        return Brought()
-    is_final = said == fetched.wrong.keys() and all(
-        isinstance(error, CheckpointDamaged | NotThere) for error in fetched.wrong.values()
-    )
-    why = fetched.why or "no other node that is there has it"
-    return Brought(f"{here}; {why}" if lies else why, is_final)
-
-
 async def gather(action: Gather, view: JobView, hands: Hands, own: OwnFolder) -> Applied:
     """The receipts of ranks on other nodes; those of nodes that are away come later, or never."""
     assert view.mirror.plan is not None
-    peers = _addresses(view)
+    peers = addresses(view)
     nodes = {place.node for place in view.mirror.plan.record.ranks} & peers.keys()
     sentence = f"gather the receipts of {action.token}"
     if wrong := await _grown(own, {node: peers[node] for node in nodes}, (receipts.FOLDER,)):
@@ -232,7 +159,7 @@ async def gather(action: Gather, view: JobView, hands: Hands, own: OwnFolder) ->
 async def archive_here(action: Archive, view: JobView, hands: Hands, own: OwnFolder) -> Applied:
     """What is to leave the store stands there still, so each node writes it down from there. What peers have of earlier times
     comes along: so a node that came later, or was wiped, gets all of it."""
-    wrong = await _grown(own, _addresses(view), RECORDS)
+    wrong = await _grown(own, addresses(view), RECORDS)
     entries = [view.mirror.log[seq].record for seq in action.seqs]
     evaluations = [view.mirror.evaluations[version].record for version in action.evaluations]
     if entries:
@@ -265,18 +192,6 @@ async def collect_records(own: OwnFolder, peers: Mapping[str, str]) -> None:
     await _grown(own, peers, RECORDS)
 
 
-def prove(folder: Path, digest: str) -> None:
-    """Read every byte of a checkpoint. Raises CheckpointDamaged if it is not whole, or not the one of that digest."""
-    verify_checkpoint(folder)
-    prove_name(folder, digest)
-
-
-def prove_name(folder: Path, digest: str) -> None:
-    """Raises CheckpointDamaged if the manifest is not that of `digest`, or is not there."""
-    if manifest_digest(folder) != digest:
-        raise CheckpointDamaged("it is not the one that was registered", where=str(folder))
-
-
 async def _grown(own: OwnFolder, peers: Mapping[str, str], names: Iterable[str]) -> tuple[str, ...]:
     """Continue files by what peers have; what was wrong with whom."""
     wrong = []
@@ -288,11 +203,6 @@ async def _grown(own: OwnFolder, peers: Mapping[str, str], names: Iterable[str])
                 wrong.append(f"{node}: {error}")
                 break
     return tuple(wrong)
-
-
-def _addresses(view: JobView) -> dict[str, str]:
-    """Where the peers that are there answer."""
-    return {name: record.address for name, record in view.nodes.items() if name != view.node}
 
 
 def _lying(run_dir: Path) -> tuple[HeldCheckpoint, ...]:

@@ -12,9 +12,9 @@ import logging
 from pathlib import Path
 
 from controllers.actions import Rollback
+from controllers.bringing import bring
 from controllers.forming import state_at_hand
 from controllers.hands import Applied, Hands, new_world, place, slots, warning, writer
-from controllers.own_folder import bring
 from controllers.view import JobView, SavedCheckpoint
 from gcore.errors import GcoreError, SpecError
 from gcore.ledger import chain, transactions

@@ -26,6 +26,7 @@ from simulated_files import SimulatedFiles
 from simulated_network import RemoteStore
 from virtual_time import ProcessClock
 
+from controllers.bringing import OwnFolder
 from controllers.changes import Changes
 from controllers.cluster import ClusterMirror
 from controllers.collectives import Collectives
@@ -37,7 +38,6 @@ from controllers.hands import Hands
 from controllers.identity import Identity
 from controllers.material import Material, Practice, sampling_of
 from controllers.ordering import EpochOrders
-from controllers.own_folder import OwnFolder
 from controllers.peer import JobPeer
 from controllers.producing import Producing
 from controllers.pulse import EnginePatience

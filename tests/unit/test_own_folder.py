@@ -25,7 +25,7 @@ from controllers.actions import (
     SayFolder,
 )
 from controllers.apply import apply
-from controllers.own_folder import OwnFolder, prove
+from controllers.bringing import OwnFolder, prove
 from controllers.peer_files import PeerFiles
 from controllers.view import JobView, SavedCheckpoint
 from gcore.ledger import archive

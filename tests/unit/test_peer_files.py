@@ -13,7 +13,7 @@ import grpc
 import pytest
 from peer_folder import UID, checkpoint, serving
 
-from controllers.own_folder import prove
+from controllers.bringing import prove
 from controllers.peer_files import DRAFTS, NotFetched, PeerFiles, from_first
 from controllers.service import files
 from controllers.service.files import FilesService, listed, parts_of
