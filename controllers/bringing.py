@@ -7,44 +7,17 @@ nothing, and writes nothing to the store.
 from __future__ import annotations
 
 import asyncio
-import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from controllers.hands import Hands
-from controllers.peer_files import NotThere, PeerFiles, from_first
+from controllers.own_files import OwnFolder
+from controllers.peer_files import NotThere, from_first
 from controllers.spreading import holders
 from controllers.turns import order
 from controllers.view import JobView, SavedCheckpoint
-from gcore.types import Version
 from gcore.weights.layout import CheckpointDamaged, manifest_digest, verify_checkpoint
-
-
-@dataclass
-class OwnFolder:
-    """One job's, on one node, as long as the daemon lives."""
-
-    files: PeerFiles
-    brought: set[str] = field(default_factory=set)
-    """Train worlds whose starting checkpoint was read here to its last byte."""
-    damaged: set[tuple[Version, str]] = field(default_factory=set)
-    """Checkpoints that lie here by name and are not what they were."""
-    failing: dict[str, float] = field(default_factory=dict)
-    """What has not been done since when, by the action's name."""
-
-
-class OwnFolders:
-    """All of a node's, by job: who writes there and who reads for people go through the same one."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, OwnFolder] = {}
-
-    def of(self, uid: str, run_dir: Path) -> OwnFolder:
-        """A job's, made at the first call."""
-        if uid not in self._known:
-            self._known[uid] = OwnFolder(PeerFiles(uid, run_dir, owner=uuid.uuid4().hex[:8]))
-        return self._known[uid]
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from gcore.store.types import Store
 from placement.plan import colocated
 
 if TYPE_CHECKING:
-    from controllers.bringing import OwnFolder
+    from controllers.own_files import OwnFolder
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ import asyncio
 from functools import partial
 from pathlib import Path
 
-from controllers.bringing import OwnFolder, OwnFolders
 from controllers.changes import Changes
 from controllers.cluster import ClusterMirror
 from controllers.collectives import Collectives
@@ -24,6 +23,7 @@ from controllers.hands import Hands
 from controllers.identity import Identity
 from controllers.material import rewards_of
 from controllers.ordering import EpochOrders
+from controllers.own_files import OwnFolder, OwnFolders
 from controllers.peer import JobPeer
 from controllers.preparing import Preparation
 from controllers.producing import Producing

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
 from controllers.actions import Archive, BringStart, Discard, FetchCheckpoint, FetchWeights, Gather, SayFolder
-from controllers.bringing import OwnFolder, addresses, bring
+from controllers.bringing import addresses, bring
 from controllers.hands import Applied, Hands
+from controllers.own_files import RECORDS, OwnFolder, grown
 from controllers.peer_files import from_first
 from controllers.view import JobView
 from gcore.atomic import DiskFull
@@ -25,7 +25,6 @@ from gcore.fault_points import At, point
 from gcore.ledger import archive, receipts, transactions
 from gcore.ledger.guarded import Stored, TxnOutcome
 from gcore.ledger.node_folder import HeldCheckpoint, NodeFolder
-from gcore.samples import folder as samples
 from gcore.weights.layout import (
     CheckpointDamaged,
     checkpoint_folder,
@@ -41,8 +40,6 @@ PATIENCE_S = 15.0
 """Peers may give nothing for so long before it is told: one that is gone is known to be by then."""
 AGAIN_S = 1.0
 """After a peer gave nothing, or the disk took nothing, until it is tried again."""
-RECORDS = (archive.FOLDER, archive.EVALUATIONS, receipts.FOLDER)
-"""The folders whose files only grow."""
 
 
 OwnAction = SayFolder | FetchWeights | FetchCheckpoint | BringStart | Gather | Archive | Discard
@@ -150,7 +147,7 @@ async def gather(action: Gather, view: JobView, hands: Hands, own: OwnFolder) ->
     peers = addresses(view)
     nodes = {place.node for place in view.mirror.plan.record.ranks} & peers.keys()
     sentence = f"gather the receipts of {action.token}"
-    if wrong := await _grown(own, {node: peers[node] for node in nodes}, (receipts.FOLDER,)):
+    if wrong := await grown(own, {node: peers[node] for node in nodes}, (receipts.FOLDER,)):
         return Applied(TxnOutcome.UNKNOWN, f"{sentence}: {'; '.join(wrong)}")
     done = await say_folder(view, hands, own, receipts=str(action.token))
     return Applied(done.outcome, sentence, done.revision)
@@ -159,7 +156,7 @@ async def gather(action: Gather, view: JobView, hands: Hands, own: OwnFolder) ->
 async def archive_here(action: Archive, view: JobView, hands: Hands, own: OwnFolder) -> Applied:
     """What is to leave the store stands there still, so each node writes it down from there. What peers have of earlier times
     comes along: so a node that came later, or was wiped, gets all of it."""
-    wrong = await _grown(own, addresses(view), RECORDS)
+    wrong = await grown(own, addresses(view), RECORDS)
     entries = [view.mirror.log[seq].record for seq in action.seqs]
     evaluations = [view.mirror.evaluations[version].record for version in action.evaluations]
     if entries:
@@ -180,29 +177,6 @@ async def discard(action: Discard, view: JobView, hands: Hands, own: OwnFolder) 
         await asyncio.to_thread(shutil.rmtree, checkpoint_folder(hands.run_dir, version), ignore_errors=True)
         point(At.FORGET, "after")
     return await say_folder(view, hands, own)
-
-
-async def collect_samples(own: OwnFolder, peers: Mapping[str, str]) -> None:
-    """Before samples are read: what other nodes have kept, as far as they give it. A file of them is written once."""
-    await _grown(own, peers, (samples.FOLDER,))
-
-
-async def collect_records(own: OwnFolder, peers: Mapping[str, str]) -> None:
-    """Before a run's records are read as a whole: what peers have more of them, as far as they give it."""
-    await _grown(own, peers, RECORDS)
-
-
-async def _grown(own: OwnFolder, peers: Mapping[str, str], names: Iterable[str]) -> tuple[str, ...]:
-    """Continue files by what peers have; what was wrong with whom."""
-    wrong = []
-    for node, address in sorted(peers.items()):
-        for name in names:
-            try:
-                await own.files.grown(address, name)
-            except GcoreError as error:
-                wrong.append(f"{node}: {error}")
-                break
-    return tuple(wrong)
 
 
 def _lying(run_dir: Path) -> tuple[HeldCheckpoint, ...]:

@@ -21,13 +21,13 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health
 
-from controllers.bringing import OwnFolders
 from controllers.changes import Changes
 from controllers.cluster import ClusterMirror
 from controllers.footprint import give_back
 from controllers.identity import Identity, new_incarnation
 from controllers.keeper import STOPPING, Keeper
 from controllers.leaving import LEAVE_WITHIN_S
+from controllers.own_files import OwnFolders
 from controllers.retaking import work_on
 from controllers.service.capability import most_slots
 from controllers.service.files import FilesService

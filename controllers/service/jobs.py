@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import grpc
 
 from controllers.identity import node_of
-from controllers.own_folder import collect_samples
+from controllers.own_files import collect_samples
 from controllers.service.audits import report_of
 from controllers.service.checkpoints import list_checkpoints
 from controllers.service.events import Event, EventLog

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from controllers.bringing import OwnFolder, OwnFolders
-from controllers.own_folder import collect_records
+from controllers.own_files import OwnFolder, OwnFolders, collect_records
 from controllers.peer_files import NotFetched
 from controllers.service.audits import audit_of_records
 from controllers.service.refusals import NotFound

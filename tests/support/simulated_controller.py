@@ -26,7 +26,6 @@ from simulated_files import SimulatedFiles
 from simulated_network import RemoteStore
 from virtual_time import ProcessClock
 
-from controllers.bringing import OwnFolder
 from controllers.changes import Changes
 from controllers.cluster import ClusterMirror
 from controllers.collectives import Collectives
@@ -38,6 +37,7 @@ from controllers.hands import Hands
 from controllers.identity import Identity
 from controllers.material import Material, Practice, sampling_of
 from controllers.ordering import EpochOrders
+from controllers.own_files import OwnFolder
 from controllers.peer import JobPeer
 from controllers.producing import Producing
 from controllers.pulse import EnginePatience

@@ -25,7 +25,8 @@ from controllers.actions import (
     SayFolder,
 )
 from controllers.apply import apply
-from controllers.bringing import OwnFolder, prove
+from controllers.bringing import prove
+from controllers.own_files import OwnFolder
 from controllers.peer_files import PeerFiles
 from controllers.view import JobView, SavedCheckpoint
 from gcore.ledger import archive
