@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from controllers.view import SavedCheckpoint
 from gcore.ledger.job import JobPhase, Plan
 from gcore.ledger.records import Assignment, Checkpoint, EndedRef, EpochRecord, Offer
 from gcore.ledger.stream import SealNow
@@ -163,6 +164,56 @@ class TakeStock:
 
 
 @dataclass(frozen=True, slots=True)
+class SayFolder:
+    """Write down which checkpoints lie in this node's own folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class FetchWeights:
+    """Bring staged weights to this node, from `source` if it gives them."""
+
+    version: Version
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class FetchCheckpoint:
+    """Bring a copy of a checkpoint to this node."""
+
+    checkpoint: SavedCheckpoint
+
+
+@dataclass(frozen=True, slots=True)
+class BringStart:
+    """See that the checkpoint which `world` starts from lies whole on this node: every byte, and fetched anew if need be."""
+
+    checkpoint: SavedCheckpoint
+    world: str
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Bring the receipts of all ranks up to `token` to this node."""
+
+    token: Token
+
+
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """Write these log entries and evaluations down in this node's own folder."""
+
+    seqs: tuple[int, ...] = ()
+    evaluations: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """Delete this node's own copies of checkpoints."""
+
+    versions: tuple[Version, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Replan:
     """Change which slots run engines."""
 
@@ -216,6 +267,13 @@ Action = (
     | BeginEpoch
     | Rollback
     | TakeStock
+    | SayFolder
+    | FetchWeights
+    | FetchCheckpoint
+    | BringStart
+    | Gather
+    | Archive
+    | Discard
     | Replan
     | Publish
     | GiveUp

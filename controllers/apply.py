@@ -10,16 +10,22 @@ import asyncio
 
 import grpc
 
-from controllers import tidying
+from controllers import own_folder, tidying
 from controllers.actions import (
     Account,
     Action,
     Apply,
+    Archive,
     Assign,
     BeginEpoch,
+    BringStart,
     Commit,
+    Discard,
     Feed,
+    FetchCheckpoint,
+    FetchWeights,
     ForgetEvaluations,
+    Gather,
     GiveUp,
     Join,
     Leave,
@@ -33,6 +39,7 @@ from controllers.actions import (
     Reseal,
     Retain,
     Rollback,
+    SayFolder,
     SetPhase,
     StartJob,
     Sweep,
@@ -80,6 +87,8 @@ async def apply(action: Action, view: JobView, hands: Hands) -> Applied:
             return await tidying.sweep(action, view, hands)
         case ForgetEvaluations():
             return await tidying.forget_evaluations(action, view, hands)
+        case SayFolder() | FetchWeights() | FetchCheckpoint() | BringStart() | Gather() | Archive() | Discard():
+            return await own_folder.carry_out(action, view, hands)
         case _:
             txn = _transaction(action, view, hands)
             report = await hands.ledger.run(txn)

@@ -32,6 +32,7 @@ from controllers.coalescing import COALESCE_S, patience_s
 from controllers.ending import despairing, finishing, recovering
 from controllers.forming import growing, held_for_growth, replanning, short_of_slots, taking_stock
 from controllers.housekeeping import SETTLE_S, beginning, checkpointing, pruning, telling
+from controllers.spreading import bringing, discarding, gathering, is_spread, is_witnessed, saying, spreading
 from controllers.sweeping import forgetting, sweeping
 from controllers.turns import turn
 from controllers.view import JobView
@@ -80,6 +81,10 @@ def decide(view: JobView) -> tuple[Intent, ...]:
         recovering,
         replanning,
         growing,
+        saying,
+        bringing,
+        spreading,
+        discarding,
         publishing,
         expiring,
         finishing,
@@ -214,7 +219,9 @@ def training(view: JobView) -> Iterator[Intent]:
     if seal is None or seal.state is not SealState.READY:
         return
     behind = [rank for rank in range(seal.world_size) if _applied(view, rank) != seal.token]
-    if not behind:
+    if not behind and not is_witnessed(view, seal.token):
+        yield from gathering(view, seal.token)
+    elif not behind:
         yield Intent(Commit(seal.step), f"commit {seal.token}", view.turn(f"commit {seal.token}"))
     for rank in behind:
         if rank in view.ranks:
@@ -229,10 +236,16 @@ def publishing(view: JobView) -> Iterator[Intent]:
     version = view.head.version
     under_way = {condition.split()[1] for condition in view.under_way if condition.startswith("publish ")}
     for engine in view.engines.values():
-        if engine.instance in under_way:
+        if engine.instance in under_way or (is_spread(view) and not _is_here(view, engine.instance)):
             continue
         if engine.version != version and version in view.staged and not engine.silent:
             yield Intent(Publish(engine.instance, version), f"publish {engine.instance} {version}")
+
+
+def _is_here(view: JobView, instance: str) -> bool:
+    """Whether an engine is on this node: where nodes share no folder, it sees no weights but its own node's."""
+    worker = view.workers.get(instance)
+    return worker is not None and worker.node == view.node
 
 
 def _applied(view: JobView, rank: int) -> object:

@@ -11,13 +11,20 @@ from typing import Protocol
 
 from controllers.actions import (
     Apply,
+    Archive,
+    BringStart,
+    Discard,
     Feed,
+    FetchCheckpoint,
+    FetchWeights,
     ForgetEvaluations,
+    Gather,
     Intent,
     Prune,
     Publish,
     Retain,
     Rollback,
+    SayFolder,
     Sweep,
     TakeStock,
 )
@@ -34,7 +41,10 @@ from gcore.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
-MOVES_MUCH = Feed | Apply | Prune | Sweep | ForgetEvaluations | Publish | Retain | Rollback | TakeStock
+MOVES_MUCH = (
+    *(Feed, Apply, Prune, Sweep, ForgetEvaluations, Publish, Retain, Rollback, TakeStock),
+    *(SayFolder, FetchWeights, FetchCheckpoint, BringStart, Gather, Archive, Discard),
+)
 """What reads or writes many bytes."""
 LOOK_AGAIN_S = 0.2
 """After a lost compare or an unknown answer, until the action is tried again if nothing was heard."""

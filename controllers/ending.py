@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from controllers.actions import Intent, Rollback, SetPhase
-from controllers.forming import STOCK_PATIENCE_S, unheard
+from controllers.forming import STOCK_PATIENCE_S, state_at_hand, unheard
 from controllers.housekeeping import SETTLE_S
 from controllers.lost import lost_world
+from controllers.spreading import HOLDERS_GRACE_S, newest_is_away
 from controllers.view import JobView
 from gcore.emulated.launch import remark
 from gcore.ledger.ancestry import resumable
@@ -55,6 +56,8 @@ def recovering(view: JobView) -> Iterator[Intent]:
         after = max(NODE_GRACE_S if away else 0.0, SETTLE_S * 2**fruitless if fruitless else SETTLE_S)
         if unheard(view):
             after = max(after, SETTLE_S + STOCK_PATIENCE_S)
+        if newest_is_away(view) and state_at_hand(view, frozenset(view.nodes)) is None:
+            after = max(after, HOLDERS_GRACE_S)
         topic = f"world {head.world}"
         yield Intent(Rollback(reason), f"{topic} {sorted(away)}", view.turn(topic), after=after)
 

@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from controllers.engines import EngineBook
 from controllers.forming import placeable
@@ -19,6 +20,9 @@ from gcore.ledger.job import Plan, Trouble
 from gcore.ledger.transactions import OpenSlots
 from gcore.store.types import Store
 from placement.plan import colocated
+
+if TYPE_CHECKING:
+    from controllers.own_files import OwnFolder
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,8 @@ class Hands:
     """Tells people of a trouble, by topic, once while it lasts; an empty sentence: it is over."""
     away: Callable[[], str] = str
     """Why this node does not see the run's folder any more, or nothing. Blocks."""
+    own: OwnFolder | None = None
+    """This node's own folder of the run, where nodes share none."""
     memory_dir: Path | None = None
     """Where copies of the job's train states lie in this node's memory."""
 

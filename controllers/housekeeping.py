@@ -4,17 +4,17 @@ begin. Pure, like all rules; none of them is needed for a step to be safe.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from controllers.actions import BeginEpoch, Intent, Prune, Register, Retain, Warn
+from controllers.spreading import archived, archiving, is_safe
 from controllers.view import JobView
 from gcore.ledger import chain, epochs
 from gcore.ledger.ancestry import is_ancestor, resumable
 from gcore.ledger.evaluation import best_of
-from gcore.ledger.records import Checkpoint, Head
+from gcore.ledger.records import Checkpoint
 from gcore.ledger.retention import Retention, why_kept
 from gcore.ledger.transactions import MOST_PRUNED
-from gcore.types import Version
 
 CHECKPOINT_TROUBLE = "checkpoint"
 """What the last trouble with a checkpoint is called in the store."""
@@ -34,7 +34,7 @@ def checkpointing(view: JobView) -> Iterator[Intent]:
     # Only ever a newer one: an older one may have been forgotten already, and its files be gone.
     newest = max((c.step for c in resumable(head, known)), default=0)
     for version, saved in view.saved.items():
-        if version.step <= newest or not is_ancestor(head, version):
+        if version.step <= newest or not is_ancestor(head, version) or not is_safe(view, version, saved.digest):
             continue
         for seq, entry in view.mirror.log.items():
             record = entry.record
@@ -78,9 +78,14 @@ def pruning(view: JobView) -> Iterator[Intent]:
     assert view.mirror.checkpoints is not None
     log = {seq: stored.record for seq, stored in view.mirror.log.items()}
     old = chain.prunable(head, view.mirror.checkpoints.record.entries, log, keep=KEEP_LOG)
-    if len(old) >= PRUNE_AT:
-        topic = f"prune {old[0]}"
-        yield Intent(Prune(old[:MOST_PRUNED]), topic, view.turn(topic), after=SETTLE_S)
+    if len(old) < PRUNE_AT:
+        return
+    ripe = archived(view, old[:MOST_PRUNED])
+    if len(ripe) >= PRUNE_AT:
+        topic = f"prune {ripe[0]}"
+        yield Intent(Prune(ripe), topic, view.turn(topic), after=SETTLE_S)
+    else:
+        yield from archiving(view, seqs=tuple(old[:PRUNE_AT]))
 
 
 def beginning(view: JobView) -> Iterator[Intent]:
@@ -97,21 +102,3 @@ def beginning(view: JobView) -> Iterator[Intent]:
     forgotten = epochs.superfluous(view.rules.shape, head, known, log, view.epochs)
     topic = f"epoch {epoch} {head.lineage}"
     yield Intent(BeginEpoch(epochs.beginning(head, epoch, view.epochs), forgotten), topic, view.turn(topic))
-
-
-def orphaned_checkpoints(head: Head, kept: Iterable[Checkpoint], lying: Iterable[Version]) -> frozenset[Version]:
-    """The checkpoints among those that lie in the run's folder which no record names, and none ever will.
-
-    Whoever forgot them died before it deleted them, or never heard that it had. One that head's chain still may register is
-    newer than all that are registered there, so it stays; also one of a step that is trained and not committed yet.
-    """
-    entries = tuple(kept)
-    named = {(checkpoint.lineage, checkpoint.step) for checkpoint in entries}
-    newest = max((checkpoint.step for checkpoint in resumable(head, entries)), default=0)
-    return frozenset(
-        version
-        for version in lying
-        if version not in named
-        and (version.step <= newest or not is_ancestor(head, version))
-        and not (version.lineage == head.lineage and version.step > head.step)
-    )

@@ -23,6 +23,7 @@ from controllers.hands import Hands
 from controllers.identity import Identity
 from controllers.material import rewards_of
 from controllers.ordering import EpochOrders
+from controllers.own_files import OwnFolder, OwnFolders
 from controllers.peer import JobPeer
 from controllers.preparing import Preparation
 from controllers.producing import Producing
@@ -34,7 +35,7 @@ from controllers.staffing import Staff
 from controllers.staged import NOTHING_STAGED, StagedWeights
 from controllers.standing import JobStanding
 from controllers.stopwatch import Stopwatch
-from controllers.storage import away
+from controllers.storage import away, is_apart, seen_here
 from controllers.telling import telling
 from controllers.troubles import TroubleBook
 from controllers.turns import Waits
@@ -67,8 +68,12 @@ class JobRunner(JobStanding):
         metrics: Metrics,
         clock: Clock,
         config: NodeConfig,
+        folders: OwnFolders | None = None,
     ) -> None:
+        """`folders`: this node's own folders of runs, for jobs whose nodes share none; None: nobody else reads them."""
         super().__init__(uid, identity, cluster, changes)
+        self._run_root = Path(config.run_root)
+        self._folders = folders or OwnFolders()
         self._store = store
         self._metrics = metrics
         self._clock = clock
@@ -134,7 +139,7 @@ class JobRunner(JobStanding):
 
     def _note(self, batch: WatchBatch) -> None:
         before = self.mirror
-        self.mirror = before.fold(batch)
+        self.mirror = seen_here(before.fold(batch), self._run_root)
         self._reading.note(self.mirror, self.holdings)
         self._prune(before)
         self.events.note(before, batch, self.mirror, self._clock.wall())
@@ -174,6 +179,9 @@ class JobRunner(JobStanding):
             if material is None:
                 return
             self._spec = material.spec
+            own = self._own_folder()
+            if own is not None:
+                await own.files.sweep()
             self._reading.samples.open(material.spec, material.stream, Path(self.mirror.job.record.run_dir))
             self.look_anew()
             flow = find_flow(spec.flow.name)
@@ -271,8 +279,18 @@ class JobRunner(JobStanding):
             tell=self.troubles.hold,
             run_dir=run_dir,
             away=partial(away, run_dir, self.node),
+            own=self._own_folder(),
             memory_dir=self._staff.memory_dir(self.uid),
         )
+
+    def _own_folder(self) -> OwnFolder | None:
+        assert self.mirror.job is not None
+        job = self.mirror.job.record
+        return self._folders.of(job.uid, Path(job.run_dir)) if is_apart(job) else None
+
+    def _brought(self) -> frozenset[str]:
+        own = self._own_folder()
+        return frozenset() if own is None else frozenset(own.brought)
 
     def _stats(self, view: JobView) -> dict[str, float]:
         return self.stopwatch.stats(view, self._clock.monotonic())

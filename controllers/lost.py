@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from controllers.spreading import start_is_gone
 from controllers.view import JobView
 
 
@@ -20,7 +21,7 @@ def lost_world(view: JobView) -> str:
             return f"rank {place.rank} on {place.node} is gone"
         if worker.state in ("failed", "stopping"):
             return f"rank {place.rank} on {place.node} failed: {worker.reason or worker.state}"
-    return _ahead(view)
+    return _ahead(view) or start_is_gone(view)
 
 
 def _ahead(view: JobView) -> str:

@@ -22,7 +22,7 @@ from controllers.fetching import FetchReport, fetch_model
 from controllers.identity import Identity
 from controllers.material import Material, material_of
 from controllers.service.submission import check_unchanged
-from controllers.storage import StorageProof
+from controllers.storage import StorageProof, is_apart
 from gcore.config import JobSpec
 from gcore.errors import GcoreError, LeaseLost, StoreUnavailable
 from gcore.ledger.job import JobRecord
@@ -79,7 +79,9 @@ class Preparation:
         """The material, with the rewards loaded meanwhile; None if the job ended before. Raises GcoreError."""
         warming = asyncio.create_task(self.scorer.warm(), name=f"rewards {job.uid}")
         try:
-            await StorageProof(self.store, self.keys, self.identity, Path(job.run_dir), self._pause).run()
+            await StorageProof(
+                self.store, self.keys, self.identity, Path(job.run_dir), self._pause, is_apart(job)
+            ).run()
             here = await self._with_model(spec, job)
             material = None if here is None else await asyncio.to_thread(self._open, here, job)
             if material is not None:

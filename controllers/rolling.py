@@ -1,5 +1,8 @@
 """A new world, in one transaction: on from copies of head's own state if the nodes have them in memory, else back to a
 checkpoint, the newest whole one on the chain, with its cursors and tally.
+
+Where nodes share no folder, it is fetched first, from a node that has it. One that cannot be reached has damaged nothing; it is
+asked again. Only what every node that is there has damaged, or what none has, is skipped.
 """
 
 from __future__ import annotations
@@ -9,9 +12,10 @@ import logging
 from pathlib import Path
 
 from controllers.actions import Rollback
+from controllers.bringing import bring
 from controllers.forming import state_at_hand
 from controllers.hands import Applied, Hands, new_world, place, slots, warning, writer
-from controllers.view import JobView
+from controllers.view import JobView, SavedCheckpoint
 from gcore.errors import GcoreError, SpecError
 from gcore.ledger import chain, transactions
 from gcore.ledger.ancestry import resumable
@@ -20,6 +24,7 @@ from gcore.ledger.guarded import Stored, Transaction, TxnOutcome
 from gcore.ledger.job import Plan
 from gcore.ledger.records import Checkpoint, LogEntry
 from gcore.ledger.tally import NOTHING
+from gcore.types import Version
 from gcore.weights.layout import CheckpointDamaged, manifest_digest, verify_checkpoint
 
 log = logging.getLogger(__name__)
@@ -59,8 +64,14 @@ async def roll_back(action: Rollback, view: JobView, hands: Hands) -> Applied:
             return Applied(TxnOutcome.STALE, f"rollback: head's state is not at hand, and no rank is lost: {reason}")
         entry = await _entry_of(target, view, hands)
         cursors = entry.cursors if entry is not None else None
-        problem = await asyncio.to_thread(damage, hands.run_dir, target)
-        if problem and (away := await asyncio.to_thread(hands.away)):
+        if hands.own is not None and target.file:
+            brought = await bring(_saved(target), view, hands, hands.own, read_all=True)
+            problem = brought.problem
+            if problem and not brought.is_final:
+                return Applied(TxnOutcome.UNKNOWN, f"rollback: checkpoint {target.file}: {problem}")
+        else:
+            problem = await asyncio.to_thread(damage, hands.run_dir, target)
+        if problem and hands.own is None and (away := await asyncio.to_thread(hands.away)):
             # What this node cannot see is not damaged. Who skipped it would train everything anew, and then forget it.
             hands.tell(AWAY, away)
             return Applied(TxnOutcome.UNKNOWN, f"rollback: {away}")
@@ -111,6 +122,10 @@ def damage(run_dir: Path, checkpoint: Checkpoint) -> str:
     except CheckpointDamaged as error:
         return str(error)
     return ""
+
+
+def _saved(checkpoint: Checkpoint) -> SavedCheckpoint:
+    return SavedCheckpoint(Version(checkpoint.lineage, checkpoint.step), checkpoint.file, checkpoint.digest)
 
 
 async def _tell(skipped: list[str], target: Checkpoint, view: JobView, hands: Hands) -> None:

@@ -23,13 +23,13 @@ from controllers.children import (
     is_cuda,
     rank_command,
 )
+from controllers.spreading import may_start
 from controllers.view import JobView
+from controllers.world_start import world_start
 from gcore.clock import Clock
 from gcore.config import NodeConfig
 from gcore.emulated.launch import PlacedEngine, start_host
-from gcore.ledger.ancestry import resumable
 from gcore.ledger.job import EnginePlace, RankPlace
-from gcore.train.launch import Start
 from gcore.weights.copies import memory_folder, open_folder
 from gcore.worker.launch import start_worker
 from gcore.worker.process import CannotStart, ProcessId, is_running
@@ -118,7 +118,7 @@ def staffing(view: JobView, launches: Launches, now: float) -> Iterator[StartEng
         wanted |= {claim.instance} if claim else there
         key = rank_key(rank, head.world)
         ripe = now >= launches.last.get(key, 0.0) + backoff(launches, key)
-        if claim is None and not there and key not in launches.pending and ripe:
+        if claim is None and not there and key not in launches.pending and ripe and may_start(view):
             yield StartRank(rank, head.world)
     for instance, worker in mine.items():
         if instance in hung and worker.state != "failed":
@@ -151,23 +151,6 @@ def backoff(launches: Launches, key: str) -> float:
     """Seconds from the last start to the next."""
     tries = launches.tries.get(key, 0)
     return min(2.0 ** (tries - 1), MAX_BACKOFF_S) if tries else 0.0
-
-
-def world_start(view: JobView) -> Start | None:
-    """What head's world starts from: what its lineage's rollback named, copies or a checkpoint, or the base."""
-    assert view.mirror.head is not None
-    assert view.mirror.checkpoints is not None
-    head = view.mirror.head.record
-    entries = view.mirror.checkpoints.record.entries
-    if head.lineage == 0:
-        return Start(step=0)
-    for entry in view.mirror.log.values():
-        if entry.record.kind == "rollback" and entry.record.lineage == head.lineage:
-            if entry.record.state is not None:
-                return Start(step=entry.record.step, state=entry.record.state)
-            named = (c for c in resumable(head, entries) if c.seq == entry.record.parent)
-            return next((Start(step=c.step, checkpoint=c.file) for c in named), None)
-    return None
 
 
 class Staff:

@@ -70,6 +70,10 @@ class JobStanding(ABC):
     def _staged(self) -> frozenset[Version]:
         """The versions whose weights lie in the run's folder."""
 
+    def _brought(self) -> frozenset[str]:
+        """The train worlds whose starting checkpoint lies proved in this node's own folder."""
+        return frozenset()
+
     def _is_arranging(self) -> bool:
         """Whether a curriculum's order is being worked out."""
         return False
@@ -150,6 +154,7 @@ class JobStanding(ABC):
             under_way=self._deeds.under_way(),
             saved=self._ranks.saved,
             staged=self._staged(),
+            brought=self._brought(),
             arranging=self._is_arranging(),
             lacks=self._lacks,
             scoring=self._scoring,

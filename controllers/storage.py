@@ -5,6 +5,9 @@ them. Each controller that prepares a job writes a number that nobody can guess 
 number into the store, and only then looks which others have done so, and reads their files. Of any two, whoever came second
 looks for the other's: so no two nodes get past each other unproven, and a node that comes later is proved against all.
 
+Where nodes are to share none (`storage.copies`), the same proves that no two do, and each has the run's folder under its own
+run root.
+
 A file that is not there at once is looked for again: a mounted folder may show late what another machine wrote. Proves
 nothing about how fast the folder is, nor that its disk keeps what it takes. On one machine it is as good as free.
 """
@@ -15,13 +18,14 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from controllers.identity import Identity
 from gcore.atomic import whole_file
 from gcore.errors import GcoreError
-from gcore.ledger.job import StorageMark
+from gcore.ledger.job import JobRecord, StorageMark
+from gcore.ledger.mirror import JobMirror
 from gcore.store.keys import JobKeys
 from gcore.store.types import Put, Store
 
@@ -30,7 +34,10 @@ FOLDER = ".nodes"
 LOOK_AGAIN_S = 0.5
 LOOKS = 30
 """Times a node looks for what another wrote, `LOOK_AGAIN_S` apart."""
-SHARE_IT = "Mount one folder at this path on every node, and name it in storage.root, or in run_root of the daemons"
+SHARE_IT = (
+    "Mount one folder at this path on every node, and name it in storage.root, or in run_root of the daemons; or, if they are to "
+    "share none, set storage.copies: 2"
+)
 
 Pause = Callable[[float], Awaitable[None]]
 
@@ -54,15 +61,39 @@ class StorageNotShared(GcoreError):
     """A node cannot write where the others read, or does not see what another wrote."""
 
 
+def run_folder(job: JobRecord, run_root: Path) -> Path:
+    """The folder of a job's run on this node: the one that all share, or where they share none, its own of that name."""
+    return run_root / Path(job.run_dir).name if is_apart(job) else Path(job.run_dir)
+
+
+def is_apart(job: JobRecord) -> bool:
+    """Whether each node has a folder of its own for the run."""
+    storage = job.spec.get("storage")
+    return isinstance(storage, dict) and storage.get("copies") is not None
+
+
+def seen_here(mirror: JobMirror, run_root: Path) -> JobMirror:
+    """The mirror, whose job's record names the run's folder as it is on this node."""
+    if mirror.job is None or not is_apart(mirror.job.record):
+        return mirror
+    here = str(run_folder(mirror.job.record, run_root))
+    if mirror.job.record.run_dir == here:
+        return mirror
+    job = replace(mirror.job, record=mirror.job.record.model_copy(update={"run_dir": here}))
+    return replace(mirror, job=job)
+
+
 @dataclass(frozen=True)
 class StorageProof:
-    """One node's part, for one job. `pause` waits so many seconds, or until there is nothing to wait for any more."""
+    """One node's part, for one job. `is_apart`: it is proved that no two share a folder, or a copy on the one would be taken
+    for a second one. `pause` waits so many seconds, or until there is nothing to wait for any more."""
 
     store: Store
     keys: JobKeys
     identity: Identity
     run_dir: Path
     pause: Pause
+    is_apart: bool = False
 
     async def run(self) -> None:
         """Write, then read what the others wrote. Raises StorageNotShared, StoreUnavailable."""
@@ -71,6 +102,9 @@ class StorageProof:
         mark = StorageMark(node=self.identity.node, nonce=nonce)
         put = Put(self.keys.storage(mark.node), mark.encode(), lease=self.identity.lease)
         await self.store.transact((), (put,))
+        if self.is_apart:
+            await self._refuse_shared()
+            return
         unseen: list[StorageMark] = []
         for _ in range(LOOKS):
             unseen = [other for other in await self._others() if not await asyncio.to_thread(self._sees, other)]
@@ -83,6 +117,16 @@ class StorageProof:
             where=str(self.run_dir),
             fix=SHARE_IT,
         )
+
+    async def _refuse_shared(self) -> None:
+        seen = [mark.node for mark in await self._others() if await asyncio.to_thread(self._sees, mark)]
+        if seen:
+            raise StorageNotShared(
+                f"{self.identity.node} sees what {', '.join(sorted(seen))} wrote in the job's folder; the nodes share it, so what "
+                "lies there once would count as several copies",
+                where=str(self.run_dir),
+                fix="Leave storage.copies out of the spec, or give each node a run_root of its own",
+            )
 
     def _write(self, nonce: str) -> None:
         path = self._file_of(self.identity.node)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from controllers.actions import ForgetEvaluations, Intent, Sweep
 from controllers.housekeeping import SETTLE_S
+from controllers.spreading import archived_evaluations, archiving
 from controllers.view import JobView
 from gcore.ledger.sweeping import MOST_SWEPT, superfluous, superfluous_evaluations
 
@@ -30,6 +31,11 @@ def forgetting(view: JobView) -> Iterator[Intent]:
     known = view.mirror.checkpoints
     assert known is not None
     old = superfluous_evaluations(view.head, known.record.entries, view.mirror.evaluations, view.spec.best_metric)
-    if len(old) >= FORGET_AT:
-        topic = f"forget evaluation {old[0]}"
-        yield Intent(ForgetEvaluations(old[:MOST_SWEPT]), topic, view.turn(topic), after=SETTLE_S)
+    if len(old) < FORGET_AT:
+        return
+    ripe = archived_evaluations(view, old[:MOST_SWEPT])
+    if len(ripe) >= FORGET_AT:
+        topic = f"forget evaluation {ripe[0]}"
+        yield Intent(ForgetEvaluations(ripe), topic, view.turn(topic), after=SETTLE_S)
+    else:
+        yield from archiving(view, evaluations=old[:FORGET_AT])

@@ -14,11 +14,11 @@ from pathlib import Path
 
 from controllers.actions import ForgetEvaluations, Prune, Retain, Sweep
 from controllers.hands import Applied, Hands
-from controllers.housekeeping import orphaned_checkpoints
 from controllers.view import JobView
 from gcore.fault_points import At, point
 from gcore.ledger import archive, sweeping, transactions
 from gcore.ledger.guarded import Transaction, TxnOutcome, TxnReport
+from gcore.ledger.retention import orphaned
 from gcore.types import Version
 from gcore.weights.layout import checkpoint_folder
 
@@ -42,12 +42,13 @@ async def retain(action: Retain, view: JobView, hands: Hands) -> Applied:
     )
     if report.outcome is TxnOutcome.WON:
         # Not only those that were just forgotten: a deed that was cut off may have left others behind.
-        await _delete(orphaned_checkpoints(view.head, action.kept, lying), hands)
+        await _delete(orphaned(view.head, action.kept, lying), hands)
     return Applied(report.outcome, f"retain {len(action.kept)} checkpoints", report.revision)
 
 
 async def prune(action: Prune, view: JobView, hands: Hands) -> Applied:
-    """First to the run's folder, then out of the store; an entry that stands in both is the same entry."""
+    """First to the run's folder, then out of the store; an entry that stands in both is the same entry. Where nodes share no
+    folder, enough of them have written it down by now (`controllers.spreading`)."""
     mirror = view.mirror
     assert mirror.head is not None
     assert mirror.checkpoints is not None
@@ -68,7 +69,7 @@ async def sweep(action: Sweep, view: JobView, hands: Hands) -> Applied:
     txn = sweeping.sweep(mirror.keys, mirror.head, mirror.checkpoints, action.swept)
     report = await hands.ledger.run(txn)
     if report.outcome is TxnOutcome.WON:
-        await _delete(orphaned_checkpoints(view.head, mirror.checkpoints.record.entries, lying), hands)
+        await _delete(orphaned(view.head, mirror.checkpoints.record.entries, lying), hands)
     sentence = f"sweep {len(action.swept.worlds)} worlds, {len(action.swept.parts)} parts of evaluations"
     return Applied(report.outcome, sentence, report.revision)
 
@@ -87,7 +88,8 @@ async def forget_evaluations(action: ForgetEvaluations, view: JobView, hands: Ha
 async def _moved(keep: Callable[[], None], txn: Transaction, sentence: str, hands: Hands) -> Applied:
     """What `keep` writes down in the run's folder leaves the store by `txn`, and only if the folder took it."""
     try:
-        await asyncio.to_thread(keep)
+        if hands.own is None:
+            await asyncio.to_thread(keep)
     except OSError as error:
         why = f"the run's folder takes no old records ({error.strerror or error}); they stay in the store, which grows"
         hands.tell(TOPIC, why)

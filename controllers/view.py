@@ -120,6 +120,8 @@ class JobView:
     """Checkpoints that ranks reported, registered or not."""
     staged: frozenset[Version] = frozenset()
     """Versions whose weights lie in the run's folder."""
+    brought: frozenset[str] = frozenset()
+    """Train worlds whose starting checkpoint lies proved in this node's own folder; where nodes share none."""
     arranging: bool = False
     """Whether this peer works out the order that a curriculum gives."""
     lacks: str = ""

@@ -13,6 +13,15 @@ from types import MappingProxyType
 
 from controllers.forming import growth, held_for_growth, short_of_slots
 from controllers.lost import lost_world
+from controllers.spreading import (
+    HOLDERS_GRACE_S,
+    holders,
+    is_safe,
+    is_witnessed,
+    newest_is_away,
+    unregistered,
+    wanted,
+)
 from controllers.view import JobView
 from gcore.ledger.collectives import awaited
 from gcore.ledger.job import JobPhase
@@ -23,6 +32,7 @@ from gcore.types import Version
 WORKER_STATES = {"starting": "is starting", "failed": "has failed and is to be replaced", "stopping": "is stopping"}
 RANKS_NAMED = 4
 RECOVERY, TIDYING = ("world ", "grow "), ("forget ", "prune ", "sweep ")
+START = "start "
 """What the conditions of such deeds begin with."""
 CHECKPOINT = "checkpoint"
 """The phase of a rank that copies a checkpoint, or waits until the one before is on the disk."""
@@ -88,6 +98,11 @@ def waiting_for(view: JobView) -> Iterator[Wait]:
         yield Wait("start", short or "the job is about to be started", f"wait start {bool(short)}", short)
         return
     head = mirror.head.record
+    if (away := newest_is_away(view)) and lost_world(view):
+        what = (
+            f"no node that is there has {away}, from which a new train world is to start; one that has it is waited for"
+        )
+        yield Wait("train_world", f"{what} for {HOLDERS_GRACE_S:.0f} s", f"wait holders {head.world} {away}")
     if (lost := lost_world(view)) and (short := short_of_slots(view)):
         yield Wait("train_world", f"{lost}: {short}", f"wait slots {head.world}", short)
     for place in mirror.plan.record.ranks:
@@ -135,6 +150,10 @@ def waiting_for(view: JobView) -> Iterator[Wait]:
     else:
         behind = [r for r in range(seal.world_size) if r not in view.ranks or view.ranks[r].applied != seal.token]
         phases = {view.ranks[r].phase if r in view.ranks else "not connected" for r in behind}
+        if not behind and not is_witnessed(view, seal.token):
+            what = f"the receipts of step {seal.step} are to lie on {wanted(view)} nodes before it is committed"
+            yield Wait("train", what, f"wait receipts {seal.token}")
+            return
         what = f"{ranks_of(behind)} {'trains' if len(behind) == 1 else 'train'} step {seal.step}"
         moved = " ".join(f"{r}:{view.ranks[r].phase}:{view.ranks[r].progress}" for r in behind if r in view.ranks)
         what = f"{what} ({', '.join(sorted(phases))})" if phases else what
@@ -148,7 +167,11 @@ def _being_written(view: JobView) -> str:
     """How far the checkpoint is that is on its way to the disk; nothing if none is."""
     writing = view.writing
     if writing is None or writing.over:
-        return ""
+        fresh = next(iter(unregistered(view)), None)
+        if fresh is None or is_safe(view, fresh.version, fresh.digest):
+            return ""
+        have = ", ".join(sorted(holders(view, fresh.version, fresh.digest))) or "none yet"
+        return f"the checkpoint of step {fresh.version.step} is to lie on {wanted(view)} nodes (it does on {have})"
     if writing.error:
         return f"the checkpoint of step {writing.version.step} is tried again until the disk takes it ({writing.error})"
     megabytes = f"{writing.written / 1e6:.0f} of {writing.total / 1e6:.0f} MB"
@@ -160,6 +183,9 @@ def _under_way(view: JobView) -> Iterator[Wait]:
     for condition in sorted(view.under_way):
         if condition.startswith(RECOVERY):
             what = f"{view.node} reads and checks what the next train world is to start from"
+            yield Wait("recovery", what, f"wait {condition}")
+        elif condition.startswith(START):
+            what = f"{view.node} fetches and checks the checkpoint that its train ranks start from"
             yield Wait("recovery", what, f"wait {condition}")
         elif condition.startswith(TIDYING):
             yield Wait(

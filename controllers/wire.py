@@ -27,12 +27,14 @@ from controllers.footprint import give_back
 from controllers.identity import Identity, new_incarnation
 from controllers.keeper import STOPPING, Keeper
 from controllers.leaving import LEAVE_WITHIN_S
+from controllers.own_files import OwnFolders
 from controllers.retaking import work_on
 from controllers.service.capability import most_slots
+from controllers.service.files import FilesService
 from controllers.service.jobs import JobsService
-from controllers.service.records import StoredJobs
+from controllers.service.records import OwnStorage, StoredJobs
 from controllers.versions import version_for
-from gcore.api.v1 import jobs_pb2_grpc
+from gcore.api.v1 import files_pb2_grpc, jobs_pb2_grpc
 from gcore.clock import Clock
 from gcore.config import NodeConfig
 from gcore.errors import LeaseLost, StoreUnavailable, UsageError
@@ -76,6 +78,7 @@ class Daemon:
         self._runners: dict[str, JobRunner] = {}
         self._health = health.HealthServicer()
         self._keeper: Keeper | None = None
+        self._folders = OwnFolders()
         self._spoken = 0
         """The schema version that is written; 0: it is not known yet which everybody reads."""
 
@@ -125,7 +128,7 @@ class Daemon:
     async def _serve(self, store: Store) -> tuple[grpc.aio.Server, str]:
         config = self._config
         server = grpc.aio.server(interceptors=[VersionGate()], options=[("grpc.so_reuseport", 0)])
-        jobs = StoredJobs(store)
+        jobs = StoredJobs(store, OwnStorage(config.node, Path(config.run_root), self._folders))
 
         async def submissions() -> Submissions:
             await asyncio.to_thread(importlib.import_module, "controllers.service.submission")
@@ -136,6 +139,7 @@ class Daemon:
 
         service = JobsService(jobs, submissions, self._runners.get, self._clock, self._trouble)
         jobs_pb2_grpc.add_JobsServicer_to_server(service, server)
+        files_pb2_grpc.add_FilesServicer_to_server(FilesService(jobs.own_folder, self._trouble), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         try:
             port = server.add_insecure_port(f"{config.listen_host}:{config.listen_port}")
@@ -279,7 +283,9 @@ class Daemon:
     def _new_runner(self, uid: str, store: Store, identity: Identity, cluster: ClusterMirror) -> JobRunner:
         from controllers.job import JobRunner
 
-        new = JobRunner(uid, identity, store, cluster, Changes(), self._metrics, self._clock, self._config)
+        new = JobRunner(
+            uid, identity, store, cluster, Changes(), self._metrics, self._clock, self._config, self._folders
+        )
         self._runners[uid] = new
         return new
 

@@ -39,13 +39,14 @@ def whole_file(target: Path, data: bytes, *, mode: int = 0o666) -> None:
 
 
 @contextlib.contextmanager
-def whole_folder(target: Path, *, owner: str, durable: bool) -> Iterator[Path]:
+def whole_folder(target: Path, *, owner: str, durable: bool, drafts: Path | None = None) -> Iterator[Path]:
     """Yields a new folder to fill; it becomes `target` at the end of the block, in place of one that was there.
 
-    `owner` keeps two writers' unfinished folders apart. If the block raises, what was written is removed. Raises DiskFull
-    where the disk was.
+    `owner` keeps two writers' unfinished folders apart. `drafts`: where it is filled, on the same file system, if not beside
+    the target, where another writer may sweep. If the block raises, what was written is removed. Raises DiskFull where the
+    disk was.
     """
-    temporary = target.parent / f".{target.name}.{owner}.tmp"
+    temporary = (drafts or target.parent) / f".{target.name}.{owner}.tmp"
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
@@ -54,6 +55,8 @@ def whole_folder(target: Path, *, owner: str, durable: bool) -> Iterator[Path]:
             for path in temporary.rglob("*"):
                 sync(path)
             sync(temporary)
+        if drafts is not None:
+            target.parent.mkdir(parents=True, exist_ok=True)
         _take_name(temporary, target)
         if durable:
             sync(target.parent)

@@ -94,6 +94,7 @@ def _tree(one: pb.CheckpointInfo) -> dict[str, Any]:
         "written": one.written,
         "kept": list(one.kept),
         "problem": one.problem,
+        "nodes": list(one.nodes),
     }
 
 
@@ -110,6 +111,7 @@ def _table(found: pb.ListCheckpointsReply, now: float) -> Table:
         age = seconds(max(now - one.written, 0.0)) if one.written else "-"
         kept = ", ".join(one.kept) or "-"
         words = f"{kept}; damaged: {one.problem}" if one.problem else kept
+        words = f"{words}; on {', '.join(one.nodes)}" if one.nodes else words
         table.add_row(
             str(one.step),
             str(one.lineage),

@@ -165,16 +165,12 @@ def export(
         raise UsageError("--best and --step name two checkpoints", fix="Give one of them")
     found = _exportable(job, home, address, best=best) if step is None else _of_step(job, home, address, step)
     folder = found.checkpoint
-    if not folder.is_dir():
-        raise UsageError(
-            "the checkpoint is not to be seen on this machine",
-            where=str(folder),
-            fix="Run this where storage is mounted",
-        )
+    from controllers.cli.brought import on_this_machine
     from gcore.weights.layout import copy_model
 
     try:
-        copy_model(folder, to)
+        with on_this_machine(folder, found.uid, home, address, to) as here:
+            copy_model(here, to)
     except OSError as error:
         raise UsageError(
             f"the model cannot be written here ({error.strerror or error})",

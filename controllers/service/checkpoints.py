@@ -7,8 +7,9 @@ byte is right is looked at when a job goes back to it, or when its model is expo
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.config import stored_spec
@@ -18,8 +19,10 @@ from gcore.ledger.retention import Retention, why_kept
 from gcore.weights.layout import MANIFEST_FILE, CheckpointDamaged, checkpoints_in, read_manifest
 
 
-async def list_checkpoints(mirror: JobMirror) -> pb.ListCheckpointsReply:
-    """Those that are registered, the newest first."""
+async def list_checkpoints(
+    mirror: JobMirror, holders: Mapping[str, Collection[str]] = MappingProxyType({})
+) -> pb.ListCheckpointsReply:
+    """Those that are registered, the newest first. `holders`: the nodes that have each, where nodes share no folder."""
     assert mirror.job is not None
     job = mirror.job.record
     reply = pb.ListCheckpointsReply(uid=job.uid, name=job.name)
@@ -35,7 +38,11 @@ async def list_checkpoints(mirror: JobMirror) -> pb.ListCheckpointsReply:
     for one in sorted((c for c in entries if c.file), key=lambda c: (c.step, c.lineage), reverse=True):
         kept = reasons.get(one, frozenset())
         folder = Path(job.run_dir) / one.file
-        reply.checkpoints.append(await asyncio.to_thread(_seen, folder, one.lineage, one.step, kept))
+        seen = await asyncio.to_thread(_seen, folder, one.lineage, one.step, kept)
+        seen.nodes.extend(holders.get(folder.name, ()))
+        if seen.nodes and not seen.bytes:  # it lies elsewhere, which is nothing wrong
+            seen.problem = ""
+        reply.checkpoints.append(seen)
     return reply
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import grpc
 
 from controllers.identity import node_of
+from controllers.own_files import collect_samples
 from controllers.service.audits import report_of
 from controllers.service.checkpoints import list_checkpoints
 from controllers.service.events import Event, EventLog
@@ -145,7 +146,8 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
     @edge
     async def ListCheckpoints(self, request: pb.ListCheckpointsRequest, context: Context) -> pb.ListCheckpointsReply:
         """A job's registered checkpoints."""
-        return await list_checkpoints(await self._jobs.mirror(await self._find(request.job)))
+        mirror = await self._jobs.mirror(await self._find(request.job))
+        return await list_checkpoints(mirror, await self._jobs.holders(mirror))
 
     @edge
     async def ListNodes(self, request: pb.ListNodesRequest, context: Context) -> pb.ListNodesReply:
@@ -190,6 +192,7 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
         """What a step was trained on, as far as it is kept."""
         try:
             mirror = await self._jobs.mirror(await self._find(request.job))
+            await self._jobs.collect(mirror, collect_samples)
             for group in await find_samples(mirror, request):
                 yield group
         except GcoreError as error:

@@ -5,21 +5,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from controllers.own_files import OwnFolder, OwnFolders, collect_records
+from controllers.peer_files import NotFetched
 from controllers.service.audits import audit_of_records
+from controllers.service.refusals import NotFound
+from controllers.storage import is_apart, run_folder, seen_here
 from gcore.ledger import store_copy
 from gcore.ledger.audit import Audit
-from gcore.ledger.job import NodeRecord
+from gcore.ledger.job import JobRecord, NodeRecord
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.store_copy import mirror_of
 from gcore.schema import Record, UnreadableRecord
 from gcore.store import keys
 from gcore.store.keys import JobKeys
 from gcore.store.types import Listing, Store, WatchBatch, WatchEvent
+from gcore.weights.layout import checkpoints_in
 from gcore.worker.records import WorkerRecord
 
 log = logging.getLogger(__name__)
@@ -34,11 +39,21 @@ class ClusterListing:
     workers: tuple[WorkerRecord, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class OwnStorage:
+    """Where runs lie on this node, if it shares no folder with others."""
+
+    node: str
+    run_root: Path
+    folders: OwnFolders
+
+
 class StoredJobs:
     """Reads. Raises StoreUnavailable."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, own: OwnStorage | None = None) -> None:
         self._store = store
+        self._own = own
 
     async def find(self, name: str) -> str | None:
         """The uid of a job's name, or of its uid."""
@@ -55,7 +70,49 @@ class StoredJobs:
 
     async def mirror(self, uid: str) -> JobMirror:
         """A job as it stands."""
-        return JobMirror(JobKeys(uid)).fold(await self.batch(uid))
+        return self._here(JobMirror(JobKeys(uid)).fold(await self.batch(uid)))
+
+    def _here(self, mirror: JobMirror) -> JobMirror:
+        return mirror if self._own is None else seen_here(mirror, self._own.run_root)
+
+    async def own_folder(self, uid: str) -> Path:
+        """This node's own folder of a run, out of which it serves files. Raises NotFound for a job whose nodes share one."""
+        kv = await self._store.get(JobKeys(uid).job)
+        job = None if kv is None else JobRecord.decode(kv.value, kv.key)
+        if job is None or self._own is None or not is_apart(job):
+            raise NotFound(f"there is no job {uid[:40]!r} whose nodes have folders of their own", fix="Ask for another")
+        return run_folder(job, self._own.run_root)
+
+    async def collect(self, mirror: JobMirror, what: Callable[[OwnFolder, Mapping[str, str]], Awaitable[None]]) -> None:
+        """Bring here what peers have more of a run's files, where nodes share no folder, as far as they give it."""
+        own = self._own_of(mirror)
+        if own is not None:
+            await what(own, await self.peers())
+
+    async def holders(self, mirror: JobMirror) -> Mapping[str, Collection[str]]:
+        """The nodes that have each checkpoint's folder, by the folder's name, where nodes share none; of those that answer."""
+        own = self._own_of(mirror)
+        found: dict[str, list[str]] = {}
+        if own is None or self._own is None:
+            return found
+        for version in await asyncio.to_thread(checkpoints_in, own.files.run_dir):
+            found.setdefault(f"{version.lineage}-{version.step}", []).append(self._own.node)
+        for node, address in sorted((await self.peers()).items()):
+            with contextlib.suppress(NotFetched):
+                names = await own.files.list(address, "checkpoints")
+                for folder in sorted({name.partition("/")[0] for name in names}):
+                    found.setdefault(folder, []).append(node)
+        return found
+
+    def _own_of(self, mirror: JobMirror) -> OwnFolder | None:
+        if mirror.job is None or self._own is None or not is_apart(mirror.job.record):
+            return None
+        return self._own.folders.of(mirror.job.record.uid, Path(mirror.job.record.run_dir))
+
+    async def peers(self) -> Mapping[str, str]:
+        """Where the daemons of other nodes answer."""
+        me = "" if self._own is None else self._own.node
+        return {node.name: node.address for node in (await self.cluster()).nodes if node.name != me}
 
     async def summaries(self) -> list[JobMirror]:
         """Every job, oldest first. One that this version cannot read is passed over: it must not hide all the others."""
@@ -85,8 +142,14 @@ class StoredJobs:
         in its folder, if there is none yet."""
         listing = await self._store.list(JobKeys(uid).prefix)
         batch = _as_heard(listing)
-        found = await asyncio.to_thread(audit_of_records, uid, batch)
-        await asyncio.to_thread(_leave_copy, uid, listing)
+        run_dir: Path | None = None
+        with contextlib.suppress(UnreadableRecord):  # the audit says what is wrong
+            mirror = self._here(mirror_of(uid, batch))
+            run_dir = None if mirror.job is None else Path(mirror.job.record.run_dir)
+            await self.collect(mirror, collect_records)
+        found = await asyncio.to_thread(audit_of_records, uid, batch, run_dir)
+        if run_dir is not None:
+            await asyncio.to_thread(_leave_copy, uid, listing, run_dir)
         return found
 
 
@@ -102,12 +165,11 @@ def _as_heard(listing: Listing) -> WatchBatch:
     return WatchBatch(tuple(WatchEvent("put", kv) for kv in listing.kvs), listing.revision, reset=True)
 
 
-def _leave_copy(uid: str, listing: Listing) -> None:
+def _leave_copy(uid: str, listing: Listing, run_dir: Path) -> None:
     """An audit is an answer, whether or not the folder takes the copy."""
     with contextlib.suppress(OSError, UnreadableRecord):
         mirror = mirror_of(uid, _as_heard(listing))
         if mirror.job is None or mirror.status is None or not mirror.status.record.phase.ended:
             return
-        run_dir = Path(mirror.job.record.run_dir)
         if not store_copy.is_left(run_dir):
             store_copy.leave(run_dir, "audit", uid, listing)

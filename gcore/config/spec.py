@@ -96,6 +96,20 @@ class StorageSpec(Section):
         description="Folder that every node sees at this very path, in which the run's folder is made; nodes prove that "
         "they see it before the job starts. Default: the daemons' own (run_root)",
     )
+    copies: Annotated[int, Field(ge=2)] | None = Field(
+        None,
+        description="Nodes share no folder: each has the run's folder under its own run_root, and checkpoints, receipts and "
+        "old records lie on so many nodes, or on as many as there are, before the store names them or forgets them. "
+        "Default: one folder for all",
+    )
+
+    @model_validator(mode="after")
+    def _one_way_to_store(self) -> StorageSpec:
+        if self.root is not None and self.copies is not None:
+            raise ValueError(
+                "storage.root is a folder that all nodes share, and storage.copies is for nodes that share none; leave one out"
+            )
+        return self
 
 
 class JobSpec(Section):
@@ -124,6 +138,11 @@ class JobSpec(Section):
         names = [tracker.name for tracker in self.tracking]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"tracking names {twice[0]!r} twice; a tracker takes the numbers once")
+        if names and self.storage.copies is not None:
+            raise ValueError(
+                f"tracking names {names[0]!r}, and how far a tracker has got stands on one node only; with storage.copies leave "
+                "tracking out: metrics.jsonl lies on every node"
+            )
         if (of_flow := refuse_flow(self.flow, self.train)) is not None:
             raise ValueError(of_flow)  # before a group's size: a group of two would not help
         if self.flow.samples_per_prompt < 2 and self.train.compares_group:

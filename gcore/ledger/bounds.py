@@ -25,7 +25,8 @@ from gcore.ledger.evaluation import MOST_PARTS
 from gcore.ledger.job import MOST_SAID
 from gcore.ledger.rules import MOST_BYTES, offer_bytes, seal_bytes
 from gcore.ledger.stream import MOST_OUTCOMES
-from gcore.ledger.sweeping import NEWEST_EVALUATIONS, NEWEST_TROUBLES
+from gcore.ledger.sweeping import MOST_SWEPT, NEWEST_EVALUATIONS, NEWEST_TROUBLES
+from gcore.ledger.transactions import MOST_PRUNED
 from gcore.prompts.cursor import shard_lengths
 
 KEPT_LOG = 64
@@ -99,6 +100,7 @@ def bounds(spec: JobSpec, scale: Scale) -> Mapping[str, Bound]:
         "fetch": Bound(here, SMALL),
         "storage": Bound(here, SMALL),
         "copies": Bound(here, SMALL + 256 * scale.ranks * (checkpoints + 2)),
+        "folder": Bound(here, SMALL + 128 * (checkpoints + 2) + 16 * MOST_PRUNED + 64 * MOST_SWEPT),
         "part": Bound(here, SMALL + MAX_NAMES * (MAX_VALUE_BYTES + 80)),
         "agreed": Bound(3 * MAX_NAMES, SMALL + here * (MAX_VALUE_BYTES + 80)),
         "world": Bound(2 * (scale.ranks + 1), SMALL),

@@ -51,6 +51,7 @@ class TxnKind(StrEnum):
     STATUS = "status"
     REPLAN = "replan"
     STOCK = "stock"
+    FOLDER = "folder"
     EPOCH = "epoch"
     GIVE = "give"
     AGREE = "agree"

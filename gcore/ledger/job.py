@@ -31,7 +31,8 @@ class JobPhase(StrEnum):
 
 
 class JobRecord(Record):
-    """`job`: written once. `spec` is the resolved spec; `run_dir` is seen by every node."""
+    """`job`: written once. `spec` is the resolved spec; `run_dir` is seen by every node; where nodes share no folder,
+    each has one of that name (`controllers.storage.run_folder`)."""
 
     uid: str
     name: str

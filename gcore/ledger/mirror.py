@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from gcore.ledger.collectives import Agreed, Part
 from gcore.ledger.guarded import Stored
 from gcore.ledger.job import EvalPart, Evaluation, JobRecord, JobStatus, ModelFetch, Plan, RankClaim, Trouble
+from gcore.ledger.node_folder import NodeFolder
 from gcore.ledger.records import Assignment, Checkpoints, EpochRecord, Head, LogEntry, Member, Offer, Seal
 from gcore.ledger.transactions import OpenSlots
 from gcore.ledger.world_state import NodeCopies
@@ -57,6 +58,8 @@ class JobMirror:
     """Where rank 0 of a world listens, by the key."""
     copies: Mapping[str, Stored[NodeCopies]] = field(default_factory=dict)
     """Of train states, in the memory of nodes, by node."""
+    folders: Mapping[str, Stored[NodeFolder]] = field(default_factory=dict)
+    """What lies in the nodes' own folders of the run, by node; only where they share none."""
 
     troubles: Mapping[str, Stored[Trouble]] = field(default_factory=dict)
     """What last went wrong beside the run, by topic."""
@@ -137,6 +140,7 @@ _MANY: tuple[tuple[str, str, type[Record]], ...] = (
     ("agreed/", "agreed", Agreed),
     ("world/", "claims", RankClaim),
     ("copies/", "copies", NodeCopies),
+    ("folder/", "folders", NodeFolder),
     ("trouble/", "troubles", Trouble),
 )
 

@@ -13,8 +13,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from gcore.ledger.ancestry import resumable
+from gcore.ledger.ancestry import is_ancestor, resumable
 from gcore.ledger.records import Checkpoint, Head
+from gcore.types import Version
 
 
 class Why(StrEnum):
@@ -56,3 +57,21 @@ def why_kept(head: Head, known: Iterable[Checkpoint], policy: Retention) -> Mapp
         if reasons:
             found[one] = frozenset(reasons)
     return found
+
+
+def orphaned(head: Head, kept: Iterable[Checkpoint], lying: Iterable[Version]) -> frozenset[Version]:
+    """The checkpoints among those that lie in the run's folder which no record names, and none ever will.
+
+    Whoever forgot them died before it deleted them, or never heard that it had. One that head's chain still may register is
+    newer than all that are registered there, so it stays; also one of a step that is trained and not committed yet.
+    """
+    entries = tuple(kept)
+    named = {(checkpoint.lineage, checkpoint.step) for checkpoint in entries}
+    newest = max((checkpoint.step for checkpoint in resumable(head, entries)), default=0)
+    return frozenset(
+        version
+        for version in lying
+        if version not in named
+        and (version.step <= newest or not is_ancestor(head, version))
+        and not (version.lineage == head.lineage and version.step > head.step)
+    )

@@ -16,6 +16,7 @@ from gcore.ledger import chain
 from gcore.ledger.cost import ATTENTION_EQUALS_AT
 from gcore.ledger.guarded import Stored, Transaction, TxnKind
 from gcore.ledger.job import JobPhase, JobRecord, JobStatus, Plan, Trouble
+from gcore.ledger.node_folder import NodeFolder
 from gcore.ledger.records import (
     Assignment,
     Checkpoint,
@@ -77,9 +78,9 @@ def offer(keys: JobKeys, old: Stored[Offer] | None, new: Offer, lease: int) -> T
 def withdraw(keys: JobKeys, incarnation: str, node: str) -> Transaction:
     """Take back all that a controller says of itself, and of its node, under its lease, as the lease's end would. Compares
     nothing: the keys are its own alone."""
-    own: tuple[str, ...] = (keys.member(incarnation), keys.offer(incarnation), keys.part(incarnation))
-    own += (keys.fetch(node), keys.storage(node), keys.copies(node))
-    return Transaction(TxnKind.LEAVE, (), tuple(Delete(key) for key in own))
+    of_it = (keys.member(incarnation), keys.offer(incarnation), keys.part(incarnation))
+    of_node = (keys.fetch(node), keys.storage(node), keys.copies(node), keys.folder(node))
+    return Transaction(TxnKind.LEAVE, (), tuple(Delete(key) for key in (*of_it, *of_node)))
 
 
 def seal(
@@ -292,6 +293,14 @@ def take_stock(keys: JobKeys, old: Stored[NodeCopies] | None, new: NodeCopies, l
     key = keys.copies(new.node)
     return Transaction(
         TxnKind.STOCK, (Compare(key, old.revision if old else 0),), (Put(key, new.encode(), lease=lease),)
+    )
+
+
+def say_folder(keys: JobKeys, old: Stored[NodeFolder] | None, new: NodeFolder, lease: int) -> Transaction:
+    """What lies in a node's own folder, under its controller's lease. Compares only itself."""
+    key = keys.folder(new.node)
+    return Transaction(
+        TxnKind.FOLDER, (Compare(key, old.revision if old else 0),), (Put(key, new.encode(), lease=lease),)
     )
 
 

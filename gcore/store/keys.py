@@ -66,6 +66,7 @@ class JobKeys:
         self.fault_prefix = f"{self.prefix}fault/"
         self.storage_prefix = f"{self.prefix}storage/"
         self.copies_prefix = f"{self.prefix}copies/"
+        self.folder_prefix = f"{self.prefix}folder/"
 
     def part(self, incarnation: str) -> str:
         """What a peer gives to the others in a step, under its lease."""
@@ -110,6 +111,10 @@ class JobKeys:
     def copies(self, node: str) -> str:
         """Which copies of train states lie in a node's memory, under its controller's lease."""
         return f"{self.copies_prefix}{node}"
+
+    def folder(self, node: str) -> str:
+        """What lies in a node's own folder of the run, under its controller's lease; only where nodes share none."""
+        return f"{self.folder_prefix}{node}"
 
     def fault(self, name: str) -> str:
         """What was wrong with a plug-in; written once, for people. `name` is made of what was wrong."""

@@ -41,13 +41,12 @@ from gcore.weights.layout import (
     companions,
     critic_folder,
     file_entry,
+    keep_newest_staged,
     sweep_unfinished,
     weights_folder,
 )
 from gcore.weights.tensors_file import TensorsFile, TensorShape
 
-STAGED = 3
-"""Versions of staged weights that are kept, the newest."""
 DRAIN_S = 0.5
 """Between two looks at whether the checkpoint before is written."""
 BLOCK_BYTES = 16 << 20
@@ -113,7 +112,7 @@ class Saver:
                     for source in companions(self._launch.model_path):
                         _link_or_copy(source, folder / source.name)
                     self._write_served(folder / MODEL_FILE, tensors, tell)
-                _keep_newest(target.parent)
+                keep_newest_staged(target.parent)
         finally:
             for _ in tensors:
                 tell()
@@ -237,13 +236,3 @@ def _link_or_copy(source: Path, to: Path) -> None:
         os.link(source.resolve(), to)
     except OSError:
         shutil.copyfile(source, to)  # another file system, or one without links
-
-
-def _keep_newest(parent: Path) -> None:
-    versions: dict[Version, Path] = {}
-    for path in parent.iterdir():
-        lineage, _, step = path.name.partition("-")
-        if lineage.isdigit() and step.isdigit():
-            versions[Version(int(lineage), int(step))] = path
-    for version in sorted(versions)[:-STAGED]:
-        shutil.rmtree(versions[version], ignore_errors=True)

@@ -34,6 +34,8 @@ TRAINING_FILES = frozenset({EXP_AVG_FILE, EXP_AVG_SQ_FILE, MANIFEST_FILE})
 """What a checkpoint has beyond a model."""
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5")
 READ_BYTES = 1 << 20
+STAGED = 3
+"""Versions of staged weights that are kept, the newest."""
 
 
 class CheckpointDamaged(GcoreError):
@@ -73,6 +75,17 @@ class Manifest(Record):
 def weights_folder(run_dir: Path, version: Version) -> Path:
     """Where the weights of `version` lie for engines."""
     return run_dir / "weights" / f"{version.lineage}-{version.step}"
+
+
+def keep_newest_staged(parent: Path) -> None:
+    """Delete staged weights in `parent`, but for the newest few."""
+    versions: dict[Version, Path] = {}
+    for path in parent.iterdir():
+        lineage, _, step = path.name.partition("-")
+        if lineage.isdigit() and step.isdigit():
+            versions[Version(int(lineage), int(step))] = path
+    for version in sorted(versions)[:-STAGED]:
+        shutil.rmtree(versions[version], ignore_errors=True)
 
 
 def checkpoint_folder(run_dir: Path, version: Version) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,14 @@ SUPPORT = Path(__file__).parents[1] / "support"
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + CLUSTERS))
 def test_whatever_happens_to_a_cluster_its_job_ends_with_every_account_right(seed: int) -> None:
     ended = tell_story(Story.of(seed))
+    assert not ended.wrong, ended.why
+    assert ended.steps > 0
+
+
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + max(1, CLUSTERS // 8)))
+def test_whatever_happens_to_nodes_that_share_no_folder_their_job_ends_with_every_account_right(seed: int) -> None:
+    """Now and then one of them is lost with its disk, and another comes under its name."""
+    ended = tell_story(replace(Story.of(seed), copies=2 + seed % 2))
     assert not ended.wrong, ended.why
     assert ended.steps > 0
 

@@ -70,6 +70,8 @@ class Shape:
     slots: int = 1
     members: int = 1
     network: bool = False
+    apart: bool = False
+    """Whether each node has a run root of its own."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Added to the daemons', and so to their workers'."""
 
@@ -222,6 +224,10 @@ class ChaosCluster:
     def homes(self) -> dict[str, Path]:
         """Each node's home."""
         return {name: (self.folder / name).resolve() for name in self.addresses}
+
+    def run_root(self, node: str) -> Path:
+        """Where a node has its runs."""
+        return (self.folder / node / "runs").resolve() if self.shape.apart else self.runs
 
     @property
     def up(self) -> list[str]:
@@ -453,7 +459,7 @@ class ChaosCluster:
                 listen_port=int(port),
                 etcd_endpoints=tuple(self.endpoints.values()),
                 slots=tuple(f"cpu:{first + slot}" for slot in range(self.shape.slots)),
-                run_root=str(self.runs),
+                run_root=str(self.run_root(name)),
                 lease_ttl_s=TTL_S,
             )
             file = home / "node.json"

@@ -86,6 +86,9 @@ class Invariants:
         if ready is not None and ready.world == head.world:
             allowed.add((*chain, frozenset(group.ref for group in ready.groups)))
         for rank in self._floor.worlds.get(head.world, ()):
+            claim = self.mirror.claim(head.world, rank.spec.rank or 0)
+            if claim is not None and claim.instance != rank.spec.instance:
+                continue  # it came second, and is fed by nobody; it ends when it hears that
             if rank.alive and not rank.damage and rank.content not in allowed:
                 self._wrong(
                     f"I3: {rank.spec.instance} was trained on {_shown(rank.content)}, the chain on {_shown(chain)}"

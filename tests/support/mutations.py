@@ -16,7 +16,7 @@ from unittest import mock
 
 RULES, DECIDE = "tests/unit/test_protocol_rules.py", "tests/unit/test_decide.py"
 HINTS, ENDS = "tests/unit/test_hints_compare.py", "tests/unit/test_beginnings_and_ends_compare.py"
-OTHERS = {"warn": HINTS, "take_stock": HINTS, "start": ENDS, "delete_rest": ENDS}
+OTHERS = {"warn": HINTS, "take_stock": HINTS, "say_folder": HINTS, "start": ENDS, "delete_rest": ENDS}
 """Where else than among the rules a transaction's compares are shown."""
 
 
@@ -71,6 +71,7 @@ COMPARED = {
     "prune": ("head", "ckpts"),
     "warn": ("trouble/",),
     "take_stock": ("copies/",),
+    "say_folder": ("folder/",),
     "rollback": ("head", "ckpts", "plan", "seal/"),
     "delete_job": ("head",),
     "delete_rest": ("head",),

@@ -178,6 +178,7 @@ class SimulatedCluster:
             self.is_wrong,
             lambda: self.invariants.ranks_changed(),
             checkpoint_after=lambda step, last: spec.checkpoints_after(step, last=last),
+            apart=story.copies is not None,
         )
         self.land = Land(
             self.floor,
@@ -189,6 +190,7 @@ class SimulatedCluster:
             random.Random(f"land {story.seed}"),
             story.filter_rate,
             self.start_worker,
+            self.serves,
         )
         self.invariants = Invariants(rules_of(self.job), JobKeys(UID), self.floor, self.is_wrong, self.tell)
         self.store.listeners.insert(0, self.invariants.revision)
@@ -214,6 +216,11 @@ class SimulatedCluster:
         node = self.nodes[launch.node]
         self.processes[pid] = kind(self.floor, process, node.store, node.clock, launch, pid)
         return pid
+
+    def serves(self, name: str) -> bool:
+        """Whether a node's daemon answers."""
+        node = self.nodes.get(name)
+        return node is not None and node.process is not None and node.process.running
 
     def is_running(self, process: ProcessId) -> bool:
         """Whether there is such a process."""

@@ -8,7 +8,6 @@ One life is one incarnation under one lease, as in `controllers.wire`; what a jo
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any, cast
 
 from simulated_ends import (
@@ -23,6 +22,7 @@ from simulated_ends import (
     TellingLedger,
     flow,
 )
+from simulated_files import SimulatedFiles
 from simulated_network import RemoteStore
 from virtual_time import ProcessClock
 
@@ -37,6 +37,7 @@ from controllers.hands import Hands
 from controllers.identity import Identity
 from controllers.material import Material, Practice, sampling_of
 from controllers.ordering import EpochOrders
+from controllers.own_files import OwnFolder
 from controllers.peer import JobPeer
 from controllers.producing import Producing
 from controllers.pulse import EnginePatience
@@ -74,6 +75,9 @@ class SimulatedJob(JobStanding):
         self._land = land
         self._faults = SilentFaults(store, self.keys, identity.node)
         self.troubles: TroubleBook = SilentTroubles(store, self.keys, identity.node, clock)
+        self._own: OwnFolder | None = None
+        if land.spec.storage.copies is not None:
+            self._own = OwnFolder(SimulatedFiles(land.floor, identity.node, land.serves, identity.incarnation))
         self._staff = SimulatedStaff(config, clock, land)
         self._ranks = SimulatedLinks(clock, self.changes.notify, identity.node, land)
         rollout = land.spec.rollout
@@ -160,7 +164,10 @@ class SimulatedJob(JobStanding):
         """There are no rewards."""
 
     def _staged(self) -> frozenset[Version]:
-        return self._land.floor.staged(staged_versions)
+        return self._land.floor.staged(staged_versions, self.node)
+
+    def _brought(self) -> frozenset[str]:
+        return frozenset() if self._own is None else frozenset(self._own.brought)
 
     def _ledger(self) -> TellingLedger:
         return TellingLedger(self._store, self.mirror.keys, self.me, self._land.floor.tell)
@@ -177,5 +184,6 @@ class SimulatedJob(JobStanding):
             holdings=self.holdings,
             clock=self._clock,
             stats=lambda view: {},
-            run_dir=Path(self._land.floor.run_dir),
+            run_dir=self._land.floor.folder(self.node),
+            own=self._own,
         )

@@ -78,6 +78,8 @@ class Land:
     filter_rate: float
     start_worker: Callable[[LaunchSpec], int]
     """Starts a simulated one; its pid."""
+    serves: Callable[[str], bool]
+    """Whether a node's daemon answers."""
 
 
 class SimulatedStaff(Staff):

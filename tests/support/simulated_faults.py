@@ -5,6 +5,7 @@ Which, when and for how long is chance, by the story's seed. Nothing here touche
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -42,6 +43,8 @@ class Faults:
             "new_leader": self._new_leader,
             "damage": self._damage,
         }
+        if cluster.story.copies is not None:
+            self._deeds["wipe"] = self._wipe
         self._kinds = cluster.story.faults or tuple(self._deeds)
 
     def one(self) -> int:
@@ -190,9 +193,20 @@ class Faults:
         return "the store has a new leader: every lease has its full time again"
 
     def _damage(self) -> str:
-        files = sorted(self._cluster.floor.run_dir.glob("checkpoints/*/model.safetensors"))
+        floor = self._cluster.floor
+        pattern = "checkpoints/*/model.safetensors"
+        files = sorted(floor.run_dir.glob(f"*/run/{pattern}" if floor.apart else pattern))
         if not files:
             return ""
         file = self._chance.choice(files)
         file.write_text("[]")
-        return f"the disk damages {file.parent.name}"
+        where = f" on {file.relative_to(floor.run_dir).parts[0]}" if floor.apart else ""
+        return f"the disk damages {file.parent.name}{where}"
+
+    def _wipe(self) -> str:
+        """A machine is lost with its disk, and another comes under its name."""
+        said, floor = self._kill_node(), self._cluster.floor
+        name = said.split()[0]
+        shutil.rmtree(floor.folder(name), ignore_errors=True)
+        floor.restage()
+        return f"{said}, without its disk"

@@ -28,6 +28,8 @@ class Story:
     """The share of looks at which a peer acts out of turn."""
     fault_every_s: float = 7.0
     faults_s: float = 90.0
+    copies: int | None = None
+    """On how many nodes something lies, where nodes share no folder; None: they share one."""
     faults: tuple[str, ...] = ()
     """Kinds; empty: all."""
 
@@ -79,6 +81,7 @@ class Story:
                     "copies_gb": 0,
                 },
                 "checkpoint": {"every": 2, "keep": 2},
+                "storage": {"copies": self.copies},
                 "reward": {"name": "exact"},
             }
         )

@@ -66,17 +66,25 @@ class Floor:
     worlds: dict[str, list[Rank]] = field(default_factory=dict)
     checkpoint_after: Callable[[int, bool], bool] = lambda step, last: last
 
-    _staged: frozenset[Version] | None = None
+    apart: bool = False
+    """Whether each node has a folder of its own for the run."""
 
-    def staged(self, look: Callable[[Path], frozenset[Version]]) -> frozenset[Version]:
-        """The versions whose weights lie in the run's folder; it is looked at when something was put there."""
-        if self._staged is None:
-            self._staged = look(self.run_dir)
-        return self._staged
+    _staged: dict[Path, frozenset[Version]] = field(default_factory=dict)
+
+    def folder(self, node: str) -> Path:
+        """Where a node has the run's folder."""
+        return self.run_dir / node / "run" if self.apart else self.run_dir
+
+    def staged(self, look: Callable[[Path], frozenset[Version]], node: str) -> frozenset[Version]:
+        """The versions whose weights lie in a node's folder of the run; it is looked at when something was put there."""
+        folder = self.folder(node)
+        if folder not in self._staged:
+            self._staged[folder] = look(folder)
+        return self._staged[folder]
 
     def restage(self) -> None:
-        """Something was put into the run's folder."""
-        self._staged = None
+        """Something was put into the run's folder, or taken out."""
+        self._staged.clear()
 
     @property
     def workers(self) -> list[Worker]:
@@ -161,8 +169,9 @@ class Rank(Worker):
         assert spec.rank is not None
         self.name = WorldName(spec.job_uid, spec.world, child["lineage"])
         self.state = FeedState(self.name, spec.rank, child["world_size"], done=child["start"]["step"])
-        self.damage = damaged(self.floor.run_dir, child["start"]["checkpoint"])
-        self.content = () if self.damage else read_content(self.floor.run_dir, child["start"]["checkpoint"])
+        run_dir = self.floor.folder(self.node)
+        self.damage = damaged(run_dir, child["start"]["checkpoint"])
+        self.content = () if self.damage else read_content(run_dir, child["start"]["checkpoint"])
         self.checkpoint: tuple[Version, str, str] | None = None
         """The newest that was written: version, folder, digest."""
         self.listeners: dict[object, Callable[[], None]] = {}
@@ -255,7 +264,7 @@ class Rank(Worker):
         if work.rank == 0:
             self._stage(version)
             if self.floor.checkpoint_after(seal.step, seal.last):
-                self.checkpoint = write_checkpoint(self.floor.run_dir, version, self)
+                self.checkpoint = write_checkpoint(self.floor.folder(self.node), version, self)
         self.state = feed_state.applied(self.state)
         self.floor.tell(f"{self.spec.instance} has applied {seal.token}")
         self.floor.looked()
@@ -263,7 +272,7 @@ class Rank(Worker):
 
     def _stage(self, version: Version) -> None:
         """Weights for the engines."""
-        weights_folder(self.floor.run_dir, version).mkdir(parents=True, exist_ok=True)
+        weights_folder(self.floor.folder(self.node), version).mkdir(parents=True, exist_ok=True)
         self.floor.restage()
 
     def _notify(self) -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from controllers.actions import Retain, Rollback
 from controllers.apply import apply
-from controllers.housekeeping import orphaned_checkpoints
 from controllers.view import JobView
 from gcore.config import parse_spec
 from gcore.ledger import chain
@@ -19,6 +18,7 @@ from gcore.ledger.guarded import Stored, Transaction, TxnKind, TxnOutcome, TxnRe
 from gcore.ledger.job import EnginePlace, NodeRecord, Plan, RankPlace
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records import Checkpoint, Checkpoints
+from gcore.ledger.retention import orphaned
 from gcore.ledger.stream import StreamRules
 from gcore.prompts.cursor import shard_lengths
 from gcore.store.keys import JobKeys
@@ -66,7 +66,7 @@ def view(*nodes: str) -> JobView:
 
 async def test_a_world_that_does_not_fit_on_what_is_left_is_waited_for() -> None:
     ledger = Recorded()
-    hands: Any = SimpleNamespace(ledger=ledger, run_dir=Path("run"), tell=lambda topic, sentence: None)
+    hands: Any = SimpleNamespace(own=None, ledger=ledger, run_dir=Path("run"), tell=lambda topic, sentence: None)
     done = await apply(Rollback("rank 1 is gone"), view("node-0"), hands)
     assert done.outcome is TxnOutcome.STALE
     assert "2 train ranks do not fit on 1 slots" in done.sentence
@@ -83,7 +83,7 @@ async def test_what_no_record_names_goes_with_what_is_forgotten(tmp_path: Path) 
     seen = view("node-0")
     for name in ("0-0", "1-4", "notes", ".0-2.part"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    hands: Any = SimpleNamespace(ledger=Recorded(), run_dir=tmp_path, tell=lambda topic, sentence: None)
+    hands: Any = SimpleNamespace(own=None, ledger=Recorded(), run_dir=tmp_path, tell=lambda topic, sentence: None)
     done = await apply(Retain((checkpoint(0),)), seen, hands)
     assert done.outcome is TxnOutcome.WON
     left = {path.name for path in (tmp_path / "checkpoints").iterdir()}
@@ -93,7 +93,9 @@ async def test_what_no_record_names_goes_with_what_is_forgotten(tmp_path: Path) 
 @pytest.mark.parametrize("outcome", [TxnOutcome.STALE, TxnOutcome.UNKNOWN])
 async def test_no_file_goes_before_its_entry_surely_has(tmp_path: Path, outcome: TxnOutcome) -> None:
     (tmp_path / "checkpoints" / "1-4").mkdir(parents=True)
-    hands: Any = SimpleNamespace(ledger=Recorded(outcome), run_dir=tmp_path, tell=lambda topic, sentence: None)
+    hands: Any = SimpleNamespace(
+        own=None, ledger=Recorded(outcome), run_dir=tmp_path, tell=lambda topic, sentence: None
+    )
     done = await apply(Retain((checkpoint(0),)), view("node-0"), hands)
     assert done.outcome is outcome
     assert (tmp_path / "checkpoints" / "1-4").is_dir()
@@ -102,9 +104,9 @@ async def test_no_file_goes_before_its_entry_surely_has(tmp_path: Path, outcome:
 def test_one_that_may_still_be_registered_stays() -> None:
     head = view("node-0").head.model_copy(update={"step": 9})
     lying = [Version(0, step) for step in (2, 4, 6, 8)] + [Version(3, 8)]
-    assert orphaned_checkpoints(head, (checkpoint(0), checkpoint(4)), lying) == {Version(0, 2), Version(3, 8)}
+    assert orphaned(head, (checkpoint(0), checkpoint(4)), lying) == {Version(0, 2), Version(3, 8)}
 
 
 def test_one_of_a_step_that_is_trained_and_not_committed_yet_stays() -> None:
     head = view("node-0").head.model_copy(update={"step": 4})
-    assert orphaned_checkpoints(head, (checkpoint(0), checkpoint(4)), [Version(0, 5), Version(0, 3)]) == {Version(0, 3)}
+    assert orphaned(head, (checkpoint(0), checkpoint(4)), [Version(0, 5), Version(0, 3)]) == {Version(0, 3)}

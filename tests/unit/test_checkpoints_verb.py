@@ -184,7 +184,7 @@ def test_the_table_and_the_json_say_the_same(home: Path, capsys: pytest.CaptureF
     checkpoints("sums", home, output=Output.JSON)
     tree: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
     assert [one["step"] for one in tree] == [8, 4]
-    assert tree[0].keys() == {"step", "lineage", "folder", "bytes", "written", "kept", "problem"}
+    assert tree[0].keys() == {"step", "lineage", "folder", "bytes", "written", "kept", "problem", "nodes"}
 
 
 def test_a_job_without_any_says_so(

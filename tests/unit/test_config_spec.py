@@ -112,10 +112,22 @@ TREE = {
         ("rollout", {"min_new_tokens": 5}, "allows 4 new tokens, fewer than rollout.min_new_tokens"),
         ("data", {"curriculum_options": {"field": "level"}}, "name it in data.curriculum"),
         ("eval", {"path": "e.jsonl", "show": 51}, "less than or equal to 50"),
+        ("storage", {"root": "/shared", "copies": 2}, "leave one out"),
+        ("storage", {"copies": 1}, "greater than or equal to 2"),
     ],
-    ids=["shorter than the shortest", "options of no curriculum", "too many answers shown"],
+    ids=[
+        *("shorter than the shortest", "options of no curriculum", "too many answers shown"),
+        *("a shared folder and copies", "one copy"),
+    ],
 )
 def test_what_does_not_fit_together_is_refused(section: str, more: dict[str, object], said: str) -> None:
     tree = {**TREE, section: {**TREE.get(section, {}), **more}}  # type: ignore[dict-item]
     with pytest.raises(SpecError, match=said):
         parse_spec(tree)
+
+
+def test_a_tracker_is_refused_where_nodes_share_no_folder() -> None:
+    tree = TREE | {"tracking": [{"name": "tensorboard"}]}
+    parse_spec(tree)
+    with pytest.raises(SpecError, match="stands on one node only"):
+        parse_spec(tree | {"storage": {"copies": 2}})

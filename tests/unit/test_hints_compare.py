@@ -9,6 +9,7 @@ import pytest
 from gcore.ledger import transactions
 from gcore.ledger.guarded import Transaction
 from gcore.ledger.job import Trouble
+from gcore.ledger.node_folder import NodeFolder
 from gcore.ledger.world_state import NodeCopies
 from gcore.store.keys import JobKeys
 from gcore.testing import FakeClock, MemoryCluster
@@ -24,7 +25,11 @@ def stocked(lease: int) -> Transaction:
     return transactions.take_stock(KEYS, None, NodeCopies(node="n", by="n.1", seq=0), lease)
 
 
-@pytest.mark.parametrize("make", [warned, stocked], ids=["warn", "take_stock"])
+def told(lease: int) -> Transaction:
+    return transactions.say_folder(KEYS, None, NodeFolder(node="n", by="n.1"), lease)
+
+
+@pytest.mark.parametrize("make", [warned, stocked, told], ids=["warn", "take_stock", "say_folder"])
 def test_of_two_who_have_seen_the_same_one_writes(make: Any) -> None:
     cluster = MemoryCluster(FakeClock())
     lease = cluster.grant(100)

@@ -114,7 +114,7 @@ async def test_a_folder_that_takes_no_old_records_is_told_once_until_it_takes_th
         return SimpleNamespace(outcome=TxnOutcome.WON, revision=1)
 
     monkeypatch.setattr(tidying.archive, "append", append)
-    hands: Any = SimpleNamespace(run_dir=Path(), tell=book.hold, ledger=SimpleNamespace(run=run))
+    hands: Any = SimpleNamespace(own=None, run_dir=Path(), tell=book.hold, ledger=SimpleNamespace(run=run))
     prune: Any = SimpleNamespace(seqs=(0,))
     for _ in range(3):
         assert (await tidying.prune(prune, running_job(), hands)).outcome is TxnOutcome.UNKNOWN

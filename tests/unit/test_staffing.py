@@ -19,9 +19,9 @@ from controllers.staffing import (
     StopWorker,
     backoff,
     staffing,
-    world_start,
 )
 from controllers.view import EngineView, JobView
+from controllers.world_start import world_start
 from gcore.config import NodeConfig, parse_spec
 from gcore.emulated.launch import HostLaunch
 from gcore.ledger import chain

@@ -134,7 +134,7 @@ async def test_a_folder_that_cannot_be_listed_is_told_and_nothing_is_forgotten(
 
     monkeypatch.setattr(tidying, "versions_in", stale)
     told: dict[str, str] = {}
-    hands: Any = SimpleNamespace(run_dir=Path("run"), tell=told.__setitem__)
+    hands: Any = SimpleNamespace(own=None, run_dir=Path("run"), tell=told.__setitem__)
     view: Any = SimpleNamespace(mirror=SimpleNamespace(head=object(), checkpoints=object()))
     action: Any = SimpleNamespace(kept=(), swept=None)
     done = await getattr(tidying, deed)(action, view, hands)

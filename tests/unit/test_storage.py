@@ -10,7 +10,10 @@ import pytest
 
 from controllers import storage
 from controllers.identity import Identity
-from controllers.storage import FOLDER, StorageNotShared, StorageProof
+from controllers.storage import FOLDER, StorageNotShared, StorageProof, run_folder, seen_here
+from gcore.ledger.guarded import Stored
+from gcore.ledger.job import JobRecord
+from gcore.ledger.mirror import JobMirror
 from gcore.store.keys import JobKeys
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
 
@@ -27,10 +30,10 @@ class Nodes:
         self.pauses += 1
         await asyncio.sleep(0)
 
-    async def prove(self, node: str, folder: Path, lease: int | None = None) -> None:
+    async def prove(self, node: str, folder: Path, lease: int | None = None, *, is_apart: bool = False) -> None:
         granted = await self.store.grant(60) if lease is None else lease
         identity = Identity(node, f"{node}.aaaa", "h:1", granted)
-        await StorageProof(self.store, JobKeys("u"), identity, folder, self.pause).run()
+        await StorageProof(self.store, JobKeys("u"), identity, folder, self.pause, is_apart).run()
 
 
 async def test_one_node_proves_that_it_can_write(tmp_path: Path) -> None:
@@ -100,3 +103,38 @@ async def test_a_folder_that_takes_nothing_is_named(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("no folder")
     with pytest.raises(StorageNotShared, match=r"a cannot write in the job's folder \(.+\)"):
         await Nodes().prove("a", tmp_path / "runs" / "j-u")
+
+
+async def test_nodes_with_copies_get_past_each_other_when_they_share_nothing(tmp_path: Path) -> None:
+    nodes = Nodes()
+    for name in "abc":
+        await nodes.prove(name, tmp_path / name, is_apart=True)
+    await nodes.prove("a", tmp_path / "a", is_apart=True)  # started again
+    assert nodes.pauses == 0
+
+
+async def test_nodes_with_copies_that_share_a_folder_are_told_that_one_copy_would_count_as_two(tmp_path: Path) -> None:
+    nodes = Nodes()
+    await nodes.prove("a", tmp_path / "runs", is_apart=True)
+    with pytest.raises(StorageNotShared, match="b sees what a wrote") as caught:
+        await nodes.prove("b", tmp_path / "runs", is_apart=True)
+    assert "storage.copies" in str(caught.value)
+
+
+def job_record(spec: dict[str, object]) -> JobRecord:
+    return JobRecord(uid="u", name="j", spec=spec, run_dir="/submitter/runs/j-u", created=0.0, prompts=1)
+
+
+def test_with_copies_a_run_lies_under_each_nodes_own_root_and_else_where_the_record_says() -> None:
+    apart, shared = job_record({"storage": {"root": None, "copies": 2}}), job_record({"storage": {"root": None}})
+    assert run_folder(apart, Path("/mine")) == Path("/mine/j-u")
+    assert run_folder(shared, Path("/mine")) == Path("/submitter/runs/j-u")
+    for record, seen in (
+        (apart, "/mine/j-u"),
+        (shared, "/submitter/runs/j-u"),
+        (job_record({}), "/submitter/runs/j-u"),
+    ):
+        mirror = seen_here(JobMirror(JobKeys("u"), job=Stored(record, 3)), Path("/mine"))
+        assert mirror.job is not None
+        assert (mirror.job.record.run_dir, mirror.job.revision) == (seen, 3)
+        assert seen_here(mirror, Path("/mine")) == mirror

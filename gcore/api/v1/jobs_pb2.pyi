@@ -362,7 +362,7 @@ class ListCheckpointsReply(_message.Message):
     def __init__(self, uid: _Optional[str] = ..., name: _Optional[str] = ..., checkpoints: _Optional[_Iterable[_Union[CheckpointInfo, _Mapping]]] = ...) -> None: ...
 
 class CheckpointInfo(_message.Message):
-    __slots__ = ("step", "lineage", "folder", "bytes", "written", "kept", "problem")
+    __slots__ = ("step", "lineage", "folder", "bytes", "written", "kept", "problem", "nodes")
     STEP_FIELD_NUMBER: _ClassVar[int]
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
     FOLDER_FIELD_NUMBER: _ClassVar[int]
@@ -370,6 +370,7 @@ class CheckpointInfo(_message.Message):
     WRITTEN_FIELD_NUMBER: _ClassVar[int]
     KEPT_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
     step: int
     lineage: int
     folder: str
@@ -377,7 +378,8 @@ class CheckpointInfo(_message.Message):
     written: float
     kept: _containers.RepeatedScalarFieldContainer[str]
     problem: str
-    def __init__(self, step: _Optional[int] = ..., lineage: _Optional[int] = ..., folder: _Optional[str] = ..., bytes: _Optional[int] = ..., written: _Optional[float] = ..., kept: _Optional[_Iterable[str]] = ..., problem: _Optional[str] = ...) -> None: ...
+    nodes: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, step: _Optional[int] = ..., lineage: _Optional[int] = ..., folder: _Optional[str] = ..., bytes: _Optional[int] = ..., written: _Optional[float] = ..., kept: _Optional[_Iterable[str]] = ..., problem: _Optional[str] = ..., nodes: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ListNodesRequest(_message.Message):
     __slots__ = ()

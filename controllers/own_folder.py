@@ -1,0 +1,189 @@
+"""Carries out what `controllers.spreading` decides, of a job whose nodes share no folder: this node's own folder of the run gets
+what it lacks from those of its peers, and the store is told what lies in it.
+
+What was fetched counts once it is whole here: a checkpoint by every byte of its manifest and by the digest that was registered,
+the rest by the digest of what was sent. Decides nothing. A peer that gives nothing, and a disk that takes nothing, are told and
+tried again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from functools import partial
+from pathlib import Path
+
+from controllers.actions import Archive, BringStart, Discard, FetchCheckpoint, FetchWeights, Gather, SayFolder
+from controllers.bringing import addresses, bring
+from controllers.hands import Applied, Hands
+from controllers.own_files import RECORDS, OwnFolder, grown
+from controllers.peer_files import from_first
+from controllers.view import JobView
+from gcore.atomic import DiskFull
+from gcore.errors import GcoreError, StoreUnavailable
+from gcore.fault_points import At, point
+from gcore.ledger import archive, receipts, transactions
+from gcore.ledger.guarded import Stored, TxnOutcome
+from gcore.ledger.node_folder import HeldCheckpoint, NodeFolder
+from gcore.weights.layout import (
+    CheckpointDamaged,
+    checkpoint_folder,
+    checkpoints_in,
+    keep_newest_staged,
+    manifest_digest,
+    weights_folder,
+)
+
+TOPIC = "copies"
+"""What trouble with a node's own folder is called."""
+PATIENCE_S = 15.0
+"""Peers may give nothing for so long before it is told: one that is gone is known to be by then."""
+AGAIN_S = 1.0
+"""After a peer gave nothing, or the disk took nothing, until it is tried again."""
+
+
+OwnAction = SayFolder | FetchWeights | FetchCheckpoint | BringStart | Gather | Archive | Discard
+
+
+async def carry_out(action: OwnAction, view: JobView, hands: Hands) -> Applied:
+    """Do it; what a disk does not take is told, and what peers do not give after a while. Neither ever ends the job."""
+    name, own = type(action).__name__, hands.own
+    if own is None:
+        return Applied(TxnOutcome.STALE, f"{name}: nodes share a folder")
+    patience = PATIENCE_S
+    try:
+        done = await _do(action, view, hands, own)
+    except (OSError, DiskFull) as error:
+        why, patience = f"{error.strerror or error}" if isinstance(error, OSError) else error.what, 0.0
+        done = Applied(
+            TxnOutcome.UNKNOWN, f"its folder of the run {hands.run_dir} does not take what it is to keep ({why})"
+        )
+    except StoreUnavailable:
+        raise
+    except GcoreError as error:
+        done = Applied(TxnOutcome.UNKNOWN, f"{name}: {error}")
+    if done.outcome is not TxnOutcome.UNKNOWN:
+        if own.failing.pop(name, None) is not None and not own.failing:
+            hands.tell(TOPIC, "")
+        return done
+    now = hands.clock.monotonic()
+    if now - own.failing.setdefault(name, now) >= patience:
+        hands.tell(TOPIC, f"{view.node}: {done.sentence}")
+    if not isinstance(action, Gather | SayFolder):
+        await hands.clock.sleep(AGAIN_S)  # many bytes must not go back and forth in vain, as fast as they can
+    return done
+
+
+async def _do(action: OwnAction, view: JobView, hands: Hands, own: OwnFolder) -> Applied:
+    match action:
+        case SayFolder():
+            return await say_folder(view, hands, own)
+        case FetchWeights():
+            return await fetch_weights(action, view, hands, own)
+        case FetchCheckpoint():
+            return await fetch_checkpoint(action, view, hands, own)
+        case BringStart():
+            return await bring_start(action, view, hands, own)
+        case Gather():
+            return await gather(action, view, hands, own)
+        case Archive():
+            return await archive_here(action, view, hands, own)
+        case Discard():
+            return await discard(action, view, hands, own)
+
+
+async def say_folder(view: JobView, hands: Hands, own: OwnFolder, **said: object) -> Applied:
+    """Look what lies here and say so, with `said` as new fields."""
+    key = view.mirror.keys.folder(view.node)
+    found = await asyncio.to_thread(_lying, hands.run_dir)
+    kv = await hands.store.get(key)
+    stored = None if kv is None else Stored(NodeFolder.decode(kv.value, kv.key), kv.mod_revision)
+    before = (
+        stored.record if stored is not None and stored.record.by == view.me else NodeFolder(node=view.node, by=view.me)
+    )
+    checkpoints = tuple(one for one in found if (one.version, one.digest) not in own.damaged)
+    now = before.model_copy(update={"lineage": view.head.lineage, "checkpoints": checkpoints, **said})
+    sentence = f"{view.node} has {len(checkpoints)} checkpoints in its folder"
+    if stored is not None and stored.record == now:
+        return Applied(TxnOutcome.STALE, sentence)
+    report = await hands.ledger.run(transactions.say_folder(view.mirror.keys, stored, now, hands.lease))
+    return Applied(report.outcome, sentence, report.revision)
+
+
+async def fetch_weights(action: FetchWeights, view: JobView, hands: Hands, own: OwnFolder) -> Applied:
+    """From the node where they were staged, else from any that has them."""
+    target = weights_folder(hands.run_dir, action.version)
+    name = str(target.relative_to(hands.run_dir))
+    peers = addresses(view)
+    fetch = partial(own.files.folder, folder=name, durable=False)
+    fetched = await from_first(peers, (action.source, *sorted(peers.keys() - {action.source})), fetch)
+    if not fetched.source:
+        return Applied(TxnOutcome.UNKNOWN, f"fetch {name}: {fetched.why}")
+    await asyncio.to_thread(keep_newest_staged, target.parent)
+    return Applied(TxnOutcome.WON, f"fetch {name} from {fetched.source}")
+
+
+async def fetch_checkpoint(action: FetchCheckpoint, view: JobView, hands: Hands, own: OwnFolder) -> Applied:
+    """Bring a copy here, and say so."""
+    brought = await bring(action.checkpoint, view, hands, own)
+    if brought.problem:
+        return Applied(TxnOutcome.UNKNOWN, f"fetch {action.checkpoint.file}: {brought.problem}")
+    return await say_folder(view, hands, own)
+
+
+async def bring_start(action: BringStart, view: JobView, hands: Hands, own: OwnFolder) -> Applied:
+    """What a world starts from is read to the last byte by every node that runs a rank of it."""
+    brought = await bring(action.checkpoint, view, hands, own, read_all=True)
+    said = await say_folder(view, hands, own)
+    if brought.problem:
+        return Applied(TxnOutcome.UNKNOWN, f"bring {action.checkpoint.file}: {brought.problem}")
+    own.brought.add(action.world)
+    return Applied(TxnOutcome.WON, f"world {action.world} can start from {action.checkpoint.file}", said.revision)
+
+
+async def gather(action: Gather, view: JobView, hands: Hands, own: OwnFolder) -> Applied:
+    """The receipts of ranks on other nodes; those of nodes that are away come later, or never."""
+    assert view.mirror.plan is not None
+    peers = addresses(view)
+    nodes = {place.node for place in view.mirror.plan.record.ranks} & peers.keys()
+    sentence = f"gather the receipts of {action.token}"
+    if wrong := await grown(own, {node: peers[node] for node in nodes}, (receipts.FOLDER,)):
+        return Applied(TxnOutcome.UNKNOWN, f"{sentence}: {'; '.join(wrong)}")
+    done = await say_folder(view, hands, own, receipts=str(action.token))
+    return Applied(done.outcome, sentence, done.revision)
+
+
+async def archive_here(action: Archive, view: JobView, hands: Hands, own: OwnFolder) -> Applied:
+    """What is to leave the store stands there still, so each node writes it down from there. What peers have of earlier times
+    comes along: so a node that came later, or was wiped, gets all of it."""
+    wrong = await grown(own, addresses(view), RECORDS)
+    entries = [view.mirror.log[seq].record for seq in action.seqs]
+    evaluations = [view.mirror.evaluations[version].record for version in action.evaluations]
+    if entries:
+        await asyncio.to_thread(archive.append, hands.run_dir, view.me, entries)
+    if evaluations:
+        await asyncio.to_thread(archive.append_evaluations, hands.run_dir, view.me, evaluations)
+    said = {"log": action.seqs} if entries else {}
+    more = {"evaluations": action.evaluations} if evaluations else {}
+    done = await say_folder(view, hands, own, **said, **more)
+    sentence = f"{len(entries)} log entries and {len(evaluations)} evaluations are written down"
+    return Applied(done.outcome, "; ".join((sentence, *wrong)), done.revision)
+
+
+async def discard(action: Discard, view: JobView, hands: Hands, own: OwnFolder) -> Applied:
+    """Delete copies that no record names."""
+    for version in action.versions:
+        point(At.FORGET, "before")
+        await asyncio.to_thread(shutil.rmtree, checkpoint_folder(hands.run_dir, version), ignore_errors=True)
+        point(At.FORGET, "after")
+    return await say_folder(view, hands, own)
+
+
+def _lying(run_dir: Path) -> tuple[HeldCheckpoint, ...]:
+    found = []
+    for version, folder in sorted(checkpoints_in(run_dir).items()):
+        try:
+            found.append(HeldCheckpoint(lineage=version.lineage, step=version.step, digest=manifest_digest(folder)))
+        except CheckpointDamaged:
+            continue  # without a manifest it is none
+    return tuple(found)

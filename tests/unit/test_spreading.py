@@ -1,0 +1,282 @@
+"""Where nodes share no folder: what must survive a node lies on enough of them before the store names or forgets it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from job_views import KEYS, ME, PEER, SPEC, running_job, sealed_job, stored
+
+from controllers import spreading
+from controllers.actions import (
+    Archive,
+    BringStart,
+    Commit,
+    Discard,
+    FetchCheckpoint,
+    FetchWeights,
+    Gather,
+    Prune,
+    Publish,
+    Register,
+    Rollback,
+    SayFolder,
+)
+from controllers.decide import decide, publishing, training
+from controllers.ending import recovering
+from controllers.housekeeping import PRUNE_AT, checkpointing, pruning
+from controllers.lost import lost_world
+from controllers.staffing import Launches, StartRank, staffing
+from controllers.view import EngineView, JobView, RankView, SavedCheckpoint
+from controllers.waiting import waiting_for
+from gcore.ledger import chain
+from gcore.ledger.job import EnginePlace, NodeRecord, RankClaim
+from gcore.ledger.node_folder import HeldCheckpoint, NodeFolder
+from gcore.ledger.records import Checkpoint, Checkpoints, LogEntry, Member
+from gcore.types import Version
+from gcore.worker.records import WorkerRecord
+
+THIRD = "node-2.cccc"
+APART = SPEC.model_copy(update={"storage": SPEC.storage.model_copy(update={"copies": 2})})
+THREE = SPEC.model_copy(update={"storage": SPEC.storage.model_copy(update={"copies": 3})})
+SAVED = SavedCheckpoint(Version(0, 2), "checkpoints/0-2", "d" * 64)
+HELD = HeldCheckpoint(lineage=0, step=2, digest="d" * 64)
+
+
+def node(name: str) -> NodeRecord:
+    return NodeRecord(name=name, incarnation=f"{name}.x", address=f"{name}:1", slots=("cpu:0",), pid=1)
+
+
+def apart(view: JobView, said: Mapping[str, Any], spec: Any = APART, **mirrored: Any) -> JobView:
+    """The view on node-0 of a job whose nodes share no folder; `said`: what each incarnation said of its folder."""
+    folders = {
+        by.split(".")[0]: stored(NodeFolder.model_validate({"node": by.split(".")[0], "by": by} | fields))
+        for by, fields in said.items()
+    }
+    nodes = {m.record.node: node(m.record.node) for m in view.mirror.members.values()}
+    mirror = replace(view.mirror, folders=folders, **mirrored)
+    return replace(view, spec=spec, mirror=mirror, nodes=nodes)
+
+
+def of(view: JobView, me: str) -> JobView:
+    """The same job, seen by another."""
+    return replace(view, me=me, node=view.mirror.members[me].record.node)
+
+
+def stepped(view: JobView) -> JobView:
+    """Head is at step 2, whose entry may be named by a checkpoint."""
+    head = view.head.model_copy(update={"step": 2, "seq": 2})
+    entry = LogEntry(
+        seq=2, kind="train", parent=1, lineage=0, step=2, world="w", cursors=head.cursors, nonce="n", delta=()
+    )
+    mirror = replace(view.mirror, head=stored(head), log={**view.mirror.log, 2: stored(entry)})
+    return replace(view, mirror=mirror, saved={SAVED.version: SAVED})
+
+
+def deeds(view: JobView, kind: type) -> list[Any]:
+    return [intent.action for intent in decide(view) if isinstance(intent.action, kind)]
+
+
+def trained() -> JobView:
+    """Every rank has trained the READY step."""
+    view = sealed_job(ready=True)
+    assert view.seal is not None
+    return replace(view, ranks={rank: RankView(rank, applied=view.seal.token) for rank in view.ranks})
+
+
+def test_where_nodes_share_a_folder_nothing_is_said_fetched_or_waited_for() -> None:
+    view = trained()
+    kinds = SayFolder | FetchCheckpoint | FetchWeights | Gather | Archive | Discard | BringStart
+    assert not deeds(view, kinds)  # type: ignore[arg-type]
+    assert deeds(view, Commit)
+
+
+def test_each_says_what_lies_in_its_folder_and_again_in_another_lineage() -> None:
+    view = running_job()
+    assert deeds(apart(view, {}), SayFolder)
+    assert deeds(apart(view, {"node-0.0000": {}}), SayFolder), "what an earlier life said is its own"
+    said = apart(view, {ME: {}})
+    assert not deeds(said, SayFolder)
+    later = replace(said.mirror, head=stored(said.head.model_copy(update={"lineage": 1})))
+    assert deeds(replace(said, mirror=later), SayFolder)
+
+
+def test_only_the_node_whose_rank_wrote_a_checkpoint_looks_for_it() -> None:
+    view = apart(stepped(running_job()), {ME: {}, PEER: {}})
+    assert deeds(view, SayFolder)
+    assert not deeds(of(view, PEER), SayFolder)
+
+
+@pytest.mark.parametrize(
+    ("said", "named"),
+    [
+        ({ME: {}, PEER: {}}, False),
+        ({ME: {"checkpoints": [HELD]}, PEER: {}}, False),
+        ({ME: {"checkpoints": [HELD]}, PEER: {"checkpoints": [HELD]}}, True),
+        ({ME: {"checkpoints": [HELD]}, PEER: {"checkpoints": [HELD.model_copy(update={"digest": "e" * 64})]}}, False),
+        ({ME: {"checkpoints": [HELD]}, "node-1.0000": {"checkpoints": [HELD]}}, False),
+    ],
+    ids=["nobody has it", "its writer alone", "two nodes", "the other's is another", "the other was an earlier life"],
+)
+def test_a_checkpoint_is_named_when_enough_nodes_have_it(said: Mapping[str, Any], named: bool) -> None:
+    view = apart(stepped(running_job()), said)
+    assert any(isinstance(intent.action, Register) for intent in checkpointing(view)) == named
+
+
+def test_one_node_alone_names_what_it_has() -> None:
+    view = stepped(running_job())
+    alone = replace(view, mirror=replace(view.mirror, members={ME: view.mirror.members[ME]}))
+    assert deeds(apart(alone, {ME: {"checkpoints": [HELD]}}), Register)
+
+
+def test_a_copy_is_fetched_by_a_node_that_has_none_and_by_no_more_than_are_wanted() -> None:
+    view = stepped(running_job())
+    members = {**view.mirror.members, THIRD: stored(Member(incarnation=THIRD, node="node-2", address="a:1"))}
+    view = replace(view, mirror=replace(view.mirror, members=members))
+    said = {ME: {"checkpoints": [HELD]}, PEER: {}, THIRD: {}}
+    for spec, eager in ((APART, 1), (THREE, 2)):
+        seen = apart(view, said, spec)
+        assert not deeds(seen, FetchCheckpoint), "who has it needs none"
+        after = [
+            intent.after
+            for one in (PEER, THIRD)
+            for intent in decide(of(seen, one))
+            if isinstance(intent.action, FetchCheckpoint)
+        ]
+        assert len(after) == 2
+        assert after.count(0.0) == eager, "the others only if those do not get it"
+    both = apart(view, said | {THIRD: {"checkpoints": [HELD]}})
+    assert not deeds(of(both, PEER), FetchCheckpoint)
+
+
+def test_nobody_fetches_what_nobody_says_it_has() -> None:
+    assert not deeds(of(apart(stepped(running_job()), {ME: {}, PEER: {}}), PEER), FetchCheckpoint)
+
+
+def test_a_registered_checkpoint_that_lost_a_copy_gets_another() -> None:
+    entries = (Checkpoint(lineage=0, step=0, seq=0, file=""), registered())
+    view = apart(
+        replace(stepped(running_job()), saved={}),
+        {ME: {"checkpoints": [HELD]}, PEER: {}},
+        checkpoints=stored(Checkpoints(entries=entries)),
+    )
+    (intent,) = (one for one in decide(of(view, PEER)) if isinstance(one.action, FetchCheckpoint))
+    assert intent.action == FetchCheckpoint(SAVED)
+    assert intent.after >= spreading.REPAIR_PATIENCE_S, "not for a controller that is started again"
+
+
+def registered() -> Checkpoint:
+    return Checkpoint(lineage=0, step=2, seq=2, file=SAVED.file, digest=SAVED.digest)
+
+
+def test_a_step_is_committed_when_its_receipts_lie_on_enough_nodes() -> None:
+    view = trained()
+    assert view.seal is not None
+    token = str(view.seal.token)
+    one = apart(view, {ME: {"receipts": token}, PEER: {"receipts": "0.0.1"}})
+    assert [type(intent.action) for intent in training(one)] == []
+    assert [type(intent.action) for intent in training(of(one, PEER))] == [Gather]
+    assert any("receipts of step 1 are to lie on 2 nodes" in wait.what for wait in waiting_for(one))
+    both = apart(view, {ME: {"receipts": token}, PEER: {"receipts": token}})
+    assert [type(intent.action) for intent in training(both)] == [Commit]
+
+
+def test_old_entries_leave_the_store_when_enough_nodes_have_written_them_down(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    old = tuple(range(1, PRUNE_AT + 5))
+    monkeypatch.setattr(chain, "prunable", lambda *args, **more: old)
+    first = old[:PRUNE_AT]
+    said: dict[str, Any] = {ME: {}, PEER: {"log": first}}
+    assert [intent.action for intent in pruning(apart(running_job(), said))] == [Archive(first, ())]
+    assert not list(pruning(of(apart(running_job(), said), PEER))), "it has"
+    said[ME] = {"log": first}
+    assert [intent.action for intent in pruning(apart(running_job(), said))] == [Prune(first)]
+    assert [intent.action for intent in pruning(running_job())] == [Prune(old)], "where a folder is shared, at once"
+
+
+def test_engines_get_weights_from_their_own_node_alone_and_these_are_fetched_from_where_they_were_staged() -> None:
+    view = apart(stepped(running_job()), {ME: {}, PEER: {}})
+    plan = view.mirror.plan
+    assert plan is not None
+    engines = tuple(EnginePlace(node=f"node-{i}", slot="cpu:1") for i in range(2))
+    more = {"slot": "cpu:1", "pid": 1, "pid_started": 1, "state": "serving", "address": "h:1", "job_uid": "u"}
+    workers = dict(view.workers) | {
+        f"e{i}": WorkerRecord.model_validate({"instance": f"e{i}", "role": "rollout", "node": f"node-{i}"} | more)
+        for i in range(2)
+    }
+    mirror = replace(view.mirror, plan=stored(plan.record.model_copy(update={"engines": engines})))
+    views = {f"e{i}": EngineView(f"e{i}", "h:1", Version(0, 1)) for i in range(2)}
+    view = replace(view, mirror=mirror, workers=workers, engines=views)
+    assert not deeds(view, FetchWeights), "they are staged here"
+    assert deeds(of(view, PEER), FetchWeights) == [FetchWeights(Version(0, 2), "node-0")]
+    there = replace(view, staged=frozenset({Version(0, 0), Version(0, 2)}))
+    assert [intent.action for intent in publishing(there)] == [Publish("e0", Version(0, 2))]
+    shared = replace(there, spec=SPEC)
+    assert len(list(publishing(shared))) == 2
+
+
+def going_on(said: Mapping[str, Any], **more: Any) -> JobView:
+    """A second world, that starts from a checkpoint; its ranks are not there yet."""
+    view = stepped(running_job())
+    head = view.head.model_copy(update={"seq": 3, "lineage": 1, "world": "w2"})
+    entry = LogEntry(
+        seq=3,
+        kind="rollback",
+        parent=2,
+        lineage=1,
+        step=2,
+        world="w2",
+        cursors=head.cursors,
+        nonce="n",
+        delta=(),
+    )
+    assert view.mirror.plan is not None
+    mirror = replace(
+        view.mirror,
+        head=stored(head),
+        log={**view.mirror.log, 3: stored(entry)},
+        plan=stored(view.mirror.plan.record.model_copy(update={"world": "w2", "generation": 2})),
+        checkpoints=stored(Checkpoints(entries=(Checkpoint(lineage=0, step=0, seq=0, file=""), registered()))),
+        claims={},
+    )
+    said = {by: {"lineage": 1} | fields for by, fields in said.items()}
+    return replace(apart(replace(view, mirror=mirror, workers={}, saved={}), said), **more)
+
+
+def test_a_rank_starts_when_what_it_starts_from_lies_proved_on_its_node() -> None:
+    view = going_on({ME: {"checkpoints": [HELD]}, PEER: {}})
+    assert deeds(view, BringStart) == [BringStart(SAVED, "w2")]
+    assert deeds(of(view, PEER), BringStart) == [BringStart(SAVED, "w2")]
+    assert not [one for one in staffing(view, Launches(), 0.0) if isinstance(one, StartRank)]
+    ready = replace(view, brought=frozenset({"w2"}))
+    assert not deeds(ready, BringStart)
+    early = [one for one in staffing(ready, Launches(), 0.0) if isinstance(one, StartRank)]
+    assert not early, "it would wait for the other rank, whose node still fetches"
+    both = going_on({ME: {"checkpoints": [HELD]}, PEER: {"checkpoints": [HELD]}}, brought=frozenset({"w2"}))
+    assert [one for one in staffing(both, Launches(), 0.0) if isinstance(one, StartRank)]
+    claimed = replace(view.mirror, claims={KEYS.world_rank("w2", 0): stored(RankClaim(instance="t"))})
+    assert not deeds(replace(view, mirror=claimed), BringStart), "it has started"
+
+
+def test_a_world_whose_start_no_node_has_any_more_is_lost_and_a_node_that_has_it_is_waited_for() -> None:
+    assert lost_world(going_on({ME: {}, PEER: {"checkpoints": [HELD]}})) == ""
+    view = going_on({ME: {}, PEER: {}})
+    assert "no node that is there has checkpoints/0-2" in lost_world(view)
+    (intent,) = (one for one in recovering(view) if isinstance(one.action, Rollback))
+    assert intent.after >= spreading.HOLDERS_GRACE_S
+    assert any("one that has it is waited for" in wait.what for wait in waiting_for(view))
+
+
+def test_each_deletes_its_own_copies_of_what_no_record_names() -> None:
+    old = HeldCheckpoint(lineage=0, step=1, digest="a" * 64)
+    coming = HeldCheckpoint(lineage=0, step=3, digest="b" * 64)
+    view = apart(
+        stepped(running_job()),
+        {ME: {"checkpoints": [old, HELD, coming]}, PEER: {"checkpoints": [old]}},
+        checkpoints=stored(Checkpoints(entries=(Checkpoint(lineage=0, step=0, seq=0, file=""), registered()))),
+    )
+    assert deeds(view, Discard) == [Discard((Version(0, 1),))]
+    assert deeds(of(view, PEER), Discard) == [Discard((Version(0, 1),))]
