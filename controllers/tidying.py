@@ -86,7 +86,15 @@ async def forget_evaluations(action: ForgetEvaluations, view: JobView, hands: Ha
 
 
 async def _moved(keep: Callable[[], None], txn: Transaction, sentence: str, hands: Hands) -> Applied:
-    """What `keep` writes down in the run's folder leaves the store by `txn`, and only if the folder took it."""
+    """What `keep` writes down in the run's folder leaves the store by `txn`, and only if the folder took it.
+
+    A folder that is not the one, beneath a mount that is gone or in place of one that was moved, takes it too, and nobody
+    would find it there.
+    """
+    if away := await asyncio.to_thread(hands.away):
+        why = f"{away}; old records stay in the store, which grows"
+        hands.tell(TOPIC, why)
+        return Applied(TxnOutcome.UNKNOWN, why)
     try:
         if hands.own is None:
             await asyncio.to_thread(keep)

@@ -100,7 +100,8 @@ class Submissions:
                 return uid
             if report.outcome is TxnOutcome.UNKNOWN:
                 raise StoreUnavailable(
-                    "whether the job was created is not known", fix="Submit it again, with the same request id"
+                    f"whether the job was created is not known ({report.why})",
+                    fix="Submit it again, with the same request id",
                 )
 
     async def _same_or_ended(self, uid: str, spec: JobSpec) -> str | None:
@@ -135,7 +136,7 @@ class Submissions:
             txn = transactions.set_status(job_keys, old, status, None)
             report = await Ledger(self._store, job_keys).run(txn)
             if report.outcome is TxnOutcome.UNKNOWN:
-                raise StoreUnavailable("whether the job was cancelled is not known", fix="Ask again")
+                raise StoreUnavailable(f"whether the job was cancelled is not known ({report.why})", fix="Ask again")
 
 
 def check_unchanged(job: JobRecord, data: DataIdentity) -> None:

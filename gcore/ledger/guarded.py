@@ -7,7 +7,7 @@ made twice here. Which transactions there are is `gcore.ledger.transactions`' bu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Generic, TypeVar
 
@@ -74,6 +74,8 @@ class TxnReport:
 
     outcome: TxnOutcome
     revision: int
+    why: str = field(default="", compare=False)
+    """What the store said instead of an answer, while it is not known what became of the transaction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +103,9 @@ class Ledger:
             point(txn.kind, "after")
         except LeaseLost:
             return TxnReport(TxnOutcome.STALE, 0)
-        except StoreUnavailable:
-            return await self._find_out(txn)
+        except StoreUnavailable as error:
+            report = await self._find_out(txn)
+            return replace(report, why=str(error)) if report.outcome is TxnOutcome.UNKNOWN else report
         return TxnReport(TxnOutcome.WON if result.won else TxnOutcome.STALE, result.revision)
 
     async def _find_out(self, txn: Transaction) -> TxnReport:

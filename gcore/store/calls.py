@@ -12,6 +12,7 @@ Every other failure of such a call leaves its outcome unknown, and is reported a
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from enum import Enum, auto
 from typing import TypeAlias, TypeVar
@@ -24,6 +25,8 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wai
 from gcore.clock import Clock
 from gcore.errors import LeaseLost, StoreUnavailable, Unreachable
 from gcore.store.endpoints import Connection, ConnectionPool, StoreUser
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
@@ -91,6 +94,9 @@ REFUSALS = frozenset(
 )
 
 
+TELL_AGAIN_S = 60.0
+
+
 class Caller:
     """Makes calls over a pool of connections, each within `timeout_s`."""
 
@@ -100,6 +106,8 @@ class Caller:
         self.timeout_s = timeout_s
         self._user = user
         self._token: str | None = None
+        self._told: float | None = None
+        """When it was last told that the store is full."""
 
     async def call(self, action: Action[T], *, repeatable: bool, within_s: float | None = None) -> T:
         """Within `within_s` instead of the time that every call has. Raises StoreUnavailable, StoreRefused, LeaseLost, Compacted."""
@@ -172,11 +180,13 @@ class Caller:
                 self.forget_token()
                 return _Again(f"the store refuses the user's token ({details})", where=f"etcd at {self.pool}")
             case Meaning.FULL:
-                return StoreUnavailable(
+                full = StoreUnavailable(
                     "the store's database is full",
                     where=f"etcd at {connection.endpoint.target}",
                     fix="Compact and defragment it, raise --quota-backend-bytes, then disarm the alarm",
                 )
+                self._tell(full)
+                return full
             case Meaning.LEASE_GONE:
                 return LeaseLost("the lease has ended", fix="Begin a new session; what stood under it is gone")
             case Meaning.COMPACTED:
@@ -187,6 +197,13 @@ class Caller:
                     where=f"etcd at {connection.endpoint.target}",
                     fix="Check the etcd user, its permissions and etcd's version (3.4 or later)",
                 )
+
+    def _tell(self, full: StoreUnavailable) -> None:
+        """Now and then: reads go on, and whoever writes tries again in silence."""
+        now = self.clock.monotonic()
+        if self._told is None or now - self._told >= TELL_AGAIN_S:
+            self._told = now
+            log.error("%s", full)
 
     def _unknown(self, connection: Connection, why: str, repeatable: bool) -> StoreUnavailable:
         self.pool.suspect(connection)

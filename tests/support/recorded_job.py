@@ -51,7 +51,7 @@ RANKS = 2
 
 def hands_of(store: MemoryStore, run_dir: Path) -> Hands:
     """What the deeds that keep the store small need; nobody is told what a disk did not take."""
-    parts = {"ledger": Ledger(store, KEYS), "run_dir": run_dir, "tell": lambda topic, sentence: None}
+    parts = {"ledger": Ledger(store, KEYS), "run_dir": run_dir, "tell": lambda topic, sentence: None, "away": str}
     return cast("Hands", SimpleNamespace(own=None, **parts))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from job_views import running_job, sealed_job
 
-from controllers import tidying
+from controllers import storage, tidying
 from controllers.actions import Publish
 from controllers.decide import decide
 from controllers.troubles import TroubleBook
@@ -114,7 +114,7 @@ async def test_a_folder_that_takes_no_old_records_is_told_once_until_it_takes_th
         return SimpleNamespace(outcome=TxnOutcome.WON, revision=1)
 
     monkeypatch.setattr(tidying.archive, "append", append)
-    hands: Any = SimpleNamespace(own=None, run_dir=Path(), tell=book.hold, ledger=SimpleNamespace(run=run))
+    hands: Any = SimpleNamespace(own=None, run_dir=Path(), tell=book.hold, ledger=SimpleNamespace(run=run), away=str)
     prune: Any = SimpleNamespace(seqs=(0,))
     for _ in range(3):
         assert (await tidying.prune(prune, running_job(), hands)).outcome is TxnOutcome.UNKNOWN
@@ -127,6 +127,28 @@ async def test_a_folder_that_takes_no_old_records_is_told_once_until_it_takes_th
     full[0] = True
     await tidying.prune(prune, running_job(), hands)
     assert len(book._waiting) == 2
+
+
+async def test_old_records_do_not_leave_the_store_for_a_folder_that_is_not_the_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beneath a mount that is gone, or where the run's folder was moved away, nobody would ever find them."""
+
+    def append(*_: Any) -> None:
+        raise AssertionError("written where nobody looks")
+
+    monkeypatch.setattr(tidying.archive, "append", append)
+    told: list[str] = []
+    hands: Any = SimpleNamespace(
+        run_dir=tmp_path / "run",
+        tell=lambda topic, sentence: told.append(sentence),
+        away=lambda: storage.away(tmp_path / "run", "node-0"),
+    )
+    prune: Any = SimpleNamespace(seqs=(0,))
+    assert (await tidying.prune(prune, running_job(), hands)).outcome is TxnOutcome.UNKNOWN
+    (sentence,) = told
+    assert "node-0 does not see the run's folder" in sentence
+    assert "stay in the store" in sentence
 
 
 @pytest.mark.parametrize("cause", PATIENCE_S)

@@ -1,13 +1,16 @@
 """Endpoints as people write them, certificates, and what etcd's errors mean."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pytest
 
-from gcore.errors import UsageError
-from gcore.store.calls import Meaning, meaning_of
+from gcore.errors import StoreUnavailable, UsageError
+from gcore.store.calls import TELL_AGAIN_S, Caller, Meaning, meaning_of
 from gcore.store.endpoints import ConnectionPool, Endpoint, StoreTls, StoreUser
+from gcore.testing import FakeClock
 
 
 @pytest.mark.parametrize(
@@ -81,3 +84,27 @@ def test_a_password_is_not_shown() -> None:
 )
 def test_an_error_of_etcd_says_what_became_of_the_call(code: str, details: str, meaning: Meaning) -> None:
     assert meaning_of(grpc.StatusCode[code], details) is meaning
+
+
+async def test_a_store_that_is_full_is_told_in_the_log_now_and_then_and_not_at_every_try(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    clock = FakeClock()
+    connection = SimpleNamespace(endpoint=Endpoint.parse("127.0.0.1:1"))
+
+    async def ready(within_s: float) -> Any:
+        return connection
+
+    pool: Any = SimpleNamespace(ready=ready)
+    caller = Caller(pool, clock, user=None, timeout_s=1.0)
+
+    async def full(connection: Any, metadata: Any, within: float) -> None:
+        nothing = grpc.aio.Metadata()
+        details = "etcdserver: mvcc: database space exceeded"
+        raise grpc.aio.AioRpcError(grpc.StatusCode.RESOURCE_EXHAUSTED, nothing, nothing, details)
+
+    for told in (1, 1, 2):
+        with pytest.raises(StoreUnavailable, match="database is full"):
+            await caller.call(full, repeatable=False)
+        assert len([line for line in caplog.messages if "the store's database is full" in line]) == told
+        await clock.advance(TELL_AGAIN_S / 2)

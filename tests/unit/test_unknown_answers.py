@@ -127,3 +127,10 @@ async def test_a_message_that_arrives_more_than_once_does_nothing_more(meeting: 
     revision = meeting.cluster.revision
     meeting.cluster.deliver_late()
     assert meeting.cluster.revision == revision
+
+
+async def test_while_it_is_not_known_what_became_of_a_transaction_it_is_told_why(meeting: Meeting) -> None:
+    meeting.line.fates = [Fate.LOSE_REQUEST]
+    report = await meeting.late.run(meeting.late.committing())
+    assert report.outcome is TxnOutcome.UNKNOWN
+    assert report.why
