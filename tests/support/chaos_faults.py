@@ -486,7 +486,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault("cut-peers", "nodes that reach etcd and not each other", cut_peers, NAMESPACES, steps=LONG),
     Fault("cut-leader", "the leader of three etcd cut off", cut_leader, Shape(members=3, network=True), steps=LONG),
     Fault("compaction", "history compacted while a node is cut off", compacted, NAMESPACES, steps=LONG),
-    Fault("disk-full", "no room on the runs' disk at a checkpoint", disk_full, disk_mb=48),
+    Fault("disk-full", "no room on the runs' disk at a checkpoint", disk_full, disk_mb=96),
     Fault("slow-reward", "a reward that takes a hundred times as long", slow_reward),
     Fault("storm", "nodes that come and go", storm, Shape(nodes=2, spares=2), steps=LONG),
     Fault("rolling-restart", "each daemon restarted in good order", rolling_restart, steps=LONG),

@@ -24,7 +24,7 @@ STEPS = 18
 SETTINGS = (f"flow.steps={STEPS}", f"train.ranks={RANKS}", "checkpoint.every=2")
 ALIKE = 1e-6
 """How far apart the losses of two runs may be, relatively: their sums are made in the same order, on the same ranks."""
-DEMO_KILLS = 10
+DEMO_STEPS, DEMO_KILLS = 40, 10
 DEMO_ACCURACY = 0.9
 LIFE_S = 300.0
 
@@ -134,9 +134,10 @@ async def demo_survives(folder: Path, spec: Path, rng: random.Random) -> Told:
     moments: list[str] = []
     async with ChaosCluster.running(folder, Shape(), rng) as cluster:
         await cluster.submit(spec)
-        for _ in range(DEMO_KILLS):
-            # From before the workers serve to beyond the next checkpoint; the chain goes on from that one.
-            goal, delay = cluster.seen.step + rng.choice((0, 0, 1, 3, 6, 9)), rng.uniform(0.0, 4.0)
+        # Of the whole job but its end, so that it is not over before the last of them; after each, the chain goes on
+        # from its newest checkpoint and comes to the next once more.
+        for goal in sorted(rng.choices(range(DEMO_STEPS - 5), k=DEMO_KILLS)):
+            delay = rng.uniform(0.0, 8.0 if goal == 0 else 2.0)
             await cluster.until(f"step {goal}", partial(_is_at, cluster, goal), LIFE_S)
             await CLOCK.sleep(delay)
             if cluster.ended:
@@ -149,7 +150,7 @@ async def demo_survives(folder: Path, spec: Path, rng: random.Random) -> Told:
         seen = cluster.seen
         assert seen.mirror.head is not None
         told: Told = {"target": f"everything, at {', '.join(moments)}", "rollbacks": seen.rollbacks}
-        told |= _outcome(seen, 40)
+        told |= _outcome(seen, DEMO_STEPS)
         told["audit"] = [*await cluster.audit(), *seen.broken]
         version = str(seen.mirror.head.record.version)
         told["accuracy"] = round(seen.mirror.evaluations[version].record.accuracy, 4)
