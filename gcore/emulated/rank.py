@@ -63,7 +63,7 @@ class EmulatedTrainer:
         self._launch = launch
         self._timing = timing
         self._writer = writer
-        self._receipts = ReceiptBook(launch.run_path, launch.world, launch.rank)
+        self._receipts = ReceiptBook(launch.run_path, launch.world, launch.rank, writer.folder)
         self._insisting = Insisting(writer.hindered, launch.spec.train.watchdog_s)
         self._writes = launch.rank == 0
         self._updates = 0
@@ -129,6 +129,7 @@ class EmulatedTrainer:
 
     def _stage_once(self, target: Path) -> None:
         launch = self._launch
+        self._writer.folder.check()
         with whole_folder(target, owner=launch.world, durable=False) as folder:
             for source in companions(launch.model_path):
                 shutil.copyfile(source, folder / source.name)

@@ -18,8 +18,9 @@
     snapshot     a checkpoint's tensors in memory        writing      which go to the disk beside the steps
     counted      which tokens each update trains         shown        advantages, for people
     algorithms   the mathematics                         own          estimators and losses of the user's
+    run_folder   whether it is still the same one
     selftest     whether torch and DeepSpeed work here
 
-`launch`, `feed_state`, `messages`, `service`, `serving`, `packing`, `receipts`, `insisting` and `report` do without torch;
+`launch`, `feed_state`, `messages`, `service`, `serving`, `packing`, `receipts`, `insisting`, `run_folder` and `report` do without torch;
 the rest imports it, `loading` on the way.
 """

@@ -17,6 +17,7 @@ from gcore.atomic import sync
 from gcore.ledger.balance import SampleSlot
 from gcore.schema import SCHEMA_VERSION
 from gcore.train.feed_state import Work
+from gcore.train.run_folder import RunFolder
 from gcore.weights.layout import receipts_file
 
 
@@ -27,6 +28,8 @@ class ReceiptBook:
     run_dir: Path
     world: str
     rank: int
+    folder: RunFolder | None = None
+    """Looked at before each write, if it is known."""
 
     @property
     def file(self) -> Path:
@@ -36,6 +39,8 @@ class ReceiptBook:
     def write(self, work: Work, loss: float | None) -> None:
         """Append the receipt of a step that was trained on, and wait until it is on the disk. Raises OSError; then nothing of
         it is there, and it may be written again."""
+        if self.folder is not None:
+            self.folder.check()
         path = self.file
         is_new = not path.exists()
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -108,6 +108,7 @@ class Saver:
         tensors = self._policy.tensors("served")
         try:
             if self._writes:
+                self.writer.folder.check()
                 with whole_folder(target, owner=self._launch.world, durable=False) as folder:
                     for source in companions(self._launch.model_path):
                         _link_or_copy(source, folder / source.name)

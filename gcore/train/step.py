@@ -96,7 +96,7 @@ class StepTrainer:
         self._estimator = own_advantage(launch.spec.train)
         critic = models.critic
         self._critique = None if critic is None else Critique(critic, launch, self._losses)
-        self._receipts = ReceiptBook(launch.run_path, launch.world, launch.rank)
+        self._receipts = ReceiptBook(launch.run_path, launch.world, launch.rank, saver.writer.folder)
         self.progress = progress
 
     def run(self, work: Work, tell: Tell) -> StepResult:

@@ -19,6 +19,7 @@ from pathlib import Path
 from gcore.atomic import whole_folder
 from gcore.errors import GcoreError
 from gcore.fault_points import At, point
+from gcore.train.run_folder import RunFolder
 from gcore.types import Version
 from gcore.weights.layout import checkpoint_folder, manifest_digest
 
@@ -65,6 +66,7 @@ class CheckpointWriter:
     """One rank's. `saved`, `writing` and `trouble` may be read from any thread; `show` is called from the writing one at each change."""
 
     def __init__(self, run_dir: Path, owner: str, show: Callable[[], None] | None = None) -> None:
+        self.folder = RunFolder(run_dir)
         self._run_dir = run_dir
         self._owner = owner
         self._show = show or _nobody
@@ -133,6 +135,7 @@ class CheckpointWriter:
 
     def _once(self, version: Version, fill: Fill) -> Saved:
         target = checkpoint_folder(self._run_dir, version)
+        self.folder.check()
         with whole_folder(target, owner=self._owner, durable=True) as folder:
             fill(folder, self._tick)
             digest = manifest_digest(folder)
