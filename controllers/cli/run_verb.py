@@ -39,6 +39,8 @@ from controllers.cli.presses import FurtherPresses
 from gcore.errors import GcoreError
 
 if TYPE_CHECKING:
+    import asyncio
+
     from controllers.cli.screens import Screen
     from controllers.cli.sharing import Following
     from controllers.cli.summary import Summary
@@ -104,26 +106,27 @@ def run(
     screen = choose_screen(console, clock, plain=plain)
     started, further, share = False, None, None
     stack = contextlib.ExitStack()
+    runner = stack.enter_context(asyncio.Runner())
     try:
         try:
             if address is None:
                 python = find_python(sglang_python)
                 request = local.UpRequest(home, controllers, slots, sglang_python=python)
                 share = stack.enter_context(following(home, clock, say=typer.echo))
-                result = asyncio.run(local.up(request, clock=clock, say=typer.echo))
+                result = runner.run(local.up(request, clock=clock, say=typer.echo))
                 started = result.started
             asked = _Run(loaded, new, find_addresses(address, home), begun)
-            summary = asyncio.run(_submit_and_follow(asked, screen))
+            summary = runner.run(_submit_and_follow(asked, screen))
         except KeyboardInterrupt:
             further = FurtherPresses()
             if address is None and not started:
                 _clear_half_started(home)
-            started = started and not _is_shared(share, home, screen)
+            started = started and not _is_shared(share, home, screen, runner)
             _say_interrupted(screen, started=started)
             raise typer.Exit(INTERRUPTED) from None
     finally:
         # After a key press that was asked already.
-        if started and (further is not None or not _is_shared(share, home, screen)):
+        if started and (further is not None or not _is_shared(share, home, screen, runner)):
             _down(home, further)
         stack.close()
     from controllers.cli.answers import pairs_table
@@ -176,9 +179,9 @@ def _clear_half_started(home: Path) -> None:
             local.down(home, clock=SystemClock(), grace_s=0)
 
 
-def _is_shared(share: Following | None, home: Path, screen: Screen) -> bool:
+def _is_shared(share: Following | None, home: Path, screen: Screen, runner: asyncio.Runner) -> bool:
     """Whether others use the cluster that this has started. Says so: it stays up for them."""
-    jobs = share.others(home, screen.state.uid) if share is not None else ()
+    jobs = share.others(home, screen.state.uid, runner) if share is not None else ()
     if share is None or (not jobs and share.is_alone()):
         return False
     who = f"job {', '.join(map(repr, jobs))} runs on it" if jobs else "another `gcore run` uses it"

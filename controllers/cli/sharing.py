@@ -42,13 +42,14 @@ class Following:
             return False
         return True
 
-    def others(self, home: Path, own: str) -> tuple[str, ...]:
+    def others(self, home: Path, own: str, runner: asyncio.Runner) -> tuple[str, ...]:
         """The names of jobs that were handed in since this began and have not ended, but for job `own`.
 
-        Nothing if no controller answers: then none works on them either.
+        Nothing if no controller answers: then none works on them either. `runner`: the one that called controllers before, if
+        any did, for gRPC is in one loop of a process only: what comes late of a call goes to the loop that made it.
         """
         try:
-            return asyncio.run(self._others(home, own))
+            return runner.run(self._others(home, own))
         except GcoreError:
             return ()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,8 @@ def test_a_job_that_somebody_handed_in_meanwhile_keeps_the_cluster_up(
         shift = share._began
         for one in jobs:
             one.created += shift
-        assert share.others(tmp_path, "u-own") == others
+        with asyncio.Runner() as runner:
+            assert share.others(tmp_path, "u-own", runner) == others
 
 
 def test_a_home_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
