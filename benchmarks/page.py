@@ -220,7 +220,7 @@ def control_plane(result: Result) -> str:
         ["exchange of samples, s", spread(result["exchange_s"], "{:.3f}"), ""],
     ]
     used = ", ".join(f"{kind} {seconds:.2f}" for kind, seconds in result["processor_s_per_step"].items())
-    what = f"{result['controllers']} controllers, {result['engines']:,} emulated engines, {result['audit']['groups']:,} groups"
+    what = f"{result['controllers']} controllers, {result['engines']:,} emulated engines; audit clean, {result['audit']['trained']:,} prompts trained"
     return (
         f"{table(['', 'median (least–most)', 'goal'], rows)}\n\n{what}; processor time of a step on this machine's "
         f"cores, s: {used}. **Engines and ranks are emulated**: they compute nothing."
@@ -279,6 +279,7 @@ PAGES: dict[str, Parts] = {
         "rewards": rewards,
         "startup": startup,
         "idle": idle,
+        "control_plane": control_plane,
     },
 }
 """What is made of each page in docs."""
