@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from controllers.actions import ForgetEvaluations, Prune, Retain, Sweep
@@ -17,7 +17,8 @@ from controllers.hands import Applied, Hands
 from controllers.view import JobView
 from gcore.fault_points import At, point
 from gcore.ledger import archive, sweeping, transactions
-from gcore.ledger.guarded import Transaction, TxnOutcome, TxnReport
+from gcore.ledger.guarded import Transaction, TxnOutcome
+from gcore.ledger.records import Checkpoint
 from gcore.ledger.retention import orphaned
 from gcore.types import Version
 from gcore.weights.layout import checkpoint_folder
@@ -33,17 +34,8 @@ async def retain(action: Retain, view: JobView, hands: Hands) -> Applied:
     mirror = view.mirror
     assert mirror.head is not None
     assert mirror.checkpoints is not None
-    # Listed before head is compared: what a later lineage writes while this controller sleeps is not among them.
-    lying = await _lying(hands)
-    if isinstance(lying, OSError):
-        return _unread(hands, lying)
-    report: TxnReport = await hands.ledger.run(
-        transactions.retain(mirror.keys, mirror.head, mirror.checkpoints, action.kept)
-    )
-    if report.outcome is TxnOutcome.WON:
-        # Not only those that were just forgotten: a deed that was cut off may have left others behind.
-        await _delete(orphaned(view.head, action.kept, lying), hands)
-    return Applied(report.outcome, f"retain {len(action.kept)} checkpoints", report.revision)
+    txn = transactions.retain(mirror.keys, mirror.head, mirror.checkpoints, action.kept)
+    return await _left(txn, action.kept, f"retain {len(action.kept)} checkpoints", view, hands)
 
 
 async def prune(action: Prune, view: JobView, hands: Hands) -> Applied:
@@ -63,15 +55,9 @@ async def sweep(action: Sweep, view: JobView, hands: Hands) -> Applied:
     mirror = view.mirror
     assert mirror.head is not None
     assert mirror.checkpoints is not None
-    lying = await _lying(hands)
-    if isinstance(lying, OSError):
-        return _unread(hands, lying)
     txn = sweeping.sweep(mirror.keys, mirror.head, mirror.checkpoints, action.swept)
-    report = await hands.ledger.run(txn)
-    if report.outcome is TxnOutcome.WON:
-        await _delete(orphaned(view.head, mirror.checkpoints.record.entries, lying), hands)
     sentence = f"sweep {len(action.swept.worlds)} worlds, {len(action.swept.parts)} parts of evaluations"
-    return Applied(report.outcome, sentence, report.revision)
+    return await _left(txn, mirror.checkpoints.record.entries, sentence, view, hands)
 
 
 async def forget_evaluations(action: ForgetEvaluations, view: JobView, hands: Hands) -> Applied:
@@ -104,6 +90,21 @@ async def _moved(keep: Callable[[], None], txn: Transaction, sentence: str, hand
         return Applied(TxnOutcome.UNKNOWN, why)
     hands.tell(TOPIC, "")
     report = await hands.ledger.run(txn)
+    return Applied(report.outcome, sentence, report.revision)
+
+
+async def _left(txn: Transaction, kept: Sequence[Checkpoint], sentence: str, view: JobView, hands: Hands) -> Applied:
+    """Out of the store by `txn`; then the checkpoints' files that are not `kept` and no world will go back to.
+
+    Not only those that were just forgotten: a deed that was cut off may have left others behind.
+    """
+    # Listed before head is compared: what a later lineage writes while this controller sleeps is not among them.
+    lying = await _lying(hands)
+    if isinstance(lying, OSError):
+        return _unread(hands, lying)
+    report = await hands.ledger.run(txn)
+    if report.outcome is TxnOutcome.WON:
+        await _delete(orphaned(view.head, kept, lying), hands)
     return Applied(report.outcome, sentence, report.revision)
 
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from job_views import running_job
 
 from controllers import tidying
 from controllers.changes import Changes
@@ -18,6 +19,7 @@ from controllers.staged import StagedWeights, staged_versions
 from controllers.tidying import FIRST
 from gcore.clock import SystemClock
 from gcore.ledger.guarded import TxnOutcome
+from gcore.ledger.sweeping import Swept
 from gcore.types import Version
 
 NEXT = Version(0, 1)
@@ -135,8 +137,7 @@ async def test_a_folder_that_cannot_be_listed_is_told_and_nothing_is_forgotten(
     monkeypatch.setattr(tidying, "versions_in", stale)
     told: dict[str, str] = {}
     hands: Any = SimpleNamespace(own=None, run_dir=Path("run"), tell=told.__setitem__)
-    view: Any = SimpleNamespace(mirror=SimpleNamespace(head=object(), checkpoints=object()))
-    action: Any = SimpleNamespace(kept=(), swept=None)
-    done = await getattr(tidying, deed)(action, view, hands)
+    action: Any = SimpleNamespace(kept=(), swept=Swept())
+    done = await getattr(tidying, deed)(action, running_job(), hands)
     assert done.outcome is TxnOutcome.UNKNOWN
     assert "cannot be read (Stale file handle)" in told["checkpoints"]
