@@ -237,9 +237,10 @@ def figures(steps: dict[int, StepTimes], controllers: int) -> dict[str, Any]:
                 "transactions": (one.revision - steps[n - 1].revision) / controllers,
             }
         )
-    first, last = steps[whole[0] - 1], steps[whole[-1]]
+    # Not to the last step: when that is read, workers are ending.
+    first, last = steps[whole[0] - 1], steps[whole[-2]]
     processor = {
-        kind: round((seconds - first.processors.get(kind, 0.0)) / len(whole), 3)
+        kind: round((seconds - first.processors.get(kind, 0.0)) / (len(whole) - 1), 3)
         for kind, seconds in sorted(last.processors.items())
     }
     found: dict[str, Any] = {name: spread([row[name] for row in rows]) for name in rows[0]}

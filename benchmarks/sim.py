@@ -13,12 +13,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import multiprocessing
 import os
 import sys
 import time
 import traceback
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,8 +126,9 @@ def main() -> None:
     seeds = list(range(options.first, options.first + options.seeds))
     chunks = [seeds[start : start + CHUNK] for start in range(0, len(seeds), CHUNK)]
     began, played = time.monotonic(), list[Played]()
-    with ProcessPoolExecutor(options.processes, max_tasks_per_child=10) as pool:
-        for found in pool.map(play, chunks):
+    # Not concurrent.futures': its executor stands still for ever when a process has done its last task (cpython 115634).
+    with multiprocessing.get_context("spawn").Pool(options.processes, maxtasksperchild=10) as pool:
+        for found in pool.imap(play, chunks):
             played += found
             for one in found:
                 if one.wrong:

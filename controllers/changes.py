@@ -5,6 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+REST = 2.0
+LONGEST_REST_S = 0.05
+
+
+def rest_s(took: float) -> float:
+    """Seconds that whoever needed `took` seconds to look at everything lets pass before the next look.
+
+    Where one look takes long, because there is much to see or many processes share a core, what changes meanwhile is seen
+    together, in place of one by one.
+    """
+    return min(REST * took, LONGEST_REST_S)
+
 
 class Changes:
     """Says that something changed; who waits looks for itself what it was.

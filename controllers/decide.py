@@ -8,6 +8,7 @@ view may be old: the transaction that follows compares, and a lost compare means
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from controllers.actions import (
     Account,
@@ -37,7 +38,7 @@ from controllers.sweeping import forgetting, sweeping
 from controllers.turns import turn
 from controllers.view import JobView
 from gcore.ledger.job import JobPhase
-from gcore.ledger.records import Offer, Seal, SealState
+from gcore.ledger.records import Assignment, Offer, Seal, SealState
 from gcore.ledger.shortage import why_short
 from gcore.ledger.stream import MOST_OUTCOMES, AccountNow, SealNow, Short, refuse_seal
 from gcore.types import PromptRef
@@ -103,17 +104,26 @@ def assigning(view: JobView) -> Iterator[Intent]:
 
     A node that joined, or came back, after the plan was made has none. Who is leaving takes none, if there are others.
     """
+    mirror = view.mirror
+    sources = (mirror.assign, mirror.plan, mirror.members)
+    wanted = view.remembered.get("assignment", sources, lambda: _assignment(view))
+    if wanted is not None:
+        # The condition names the members, so that who comes or goes meanwhile starts it anew.
+        topic = f"assign {' '.join(wanted.members)}"
+        yield Intent(Assign(wanted), topic, view.turn(topic), after=0.1)
+
+
+def _assignment(view: JobView) -> Assignment | None:
+    """The assignment that is to be, if it is not what stands."""
     assert view.mirror.plan is not None
     old = view.mirror.assign
     nodes = {place.node for place in view.mirror.plan.record.engines}
     staying = {name: m for name, m in view.mirror.members.items() if not m.record.leaving} or view.mirror.members
     equipped = sorted(name for name, member in staying.items() if member.record.node in nodes)
     members = equipped or sorted(staying)
-    if old is None or sorted(old.record.members) != members or None in old.record.owners:
-        new = assign_shards(members, len(view.rules.shape.lengths), old.record if old else None)
-        # The condition names the members, so that who comes or goes meanwhile starts it anew.
-        topic = f"assign {' '.join(members)}"
-        yield Intent(Assign(new), topic, view.turn(topic), after=0.1)
+    if old is not None and sorted(old.record.members) == members and None not in old.record.owners:
+        return None
+    return assign_shards(members, len(view.rules.shape.lengths), old.record if old else None)
 
 
 def offering(view: JobView) -> Iterator[Intent]:
@@ -123,28 +133,53 @@ def offering(view: JobView) -> Iterator[Intent]:
     dropped and what could be sealed again (after a rollback it may be fresh once more) must go, or it would be sealed and
     given up for ever. Of outcomes only so many as one entry takes: the others follow when those are written down.
     """
-    head = view.head
     stored = view.mirror.offers.get(view.me)
+    sources = (view.holdings, view.outcomes, view.in_flight, stored, view.mirror.seals, view.mirror.head)
+    untold = view.remembered.get("untold", sources, lambda: _untold(view, stored.record if stored else None))
+    if untold is not None:
+        if untold.void or not view.busy:
+            after = 0.0
+        else:
+            after = COALESCE_S if untold.misnamed else patience_s(view, untold.groups, untold.outcomes)
+        yield Intent(PutOffer(untold.offer), "offer", after=after)
+
+
+@dataclass(frozen=True, slots=True)
+class _Untold:
+    """An offer, and what in it the stored one has not: how many groups and outcomes.
+
+    `void`: the stored one names a group that is no longer held; `misnamed`: it is wrong about what is in flight.
+    """
+
+    offer: Offer
+    groups: int
+    outcomes: int
+    void: bool
+    misnamed: bool
+
+
+def _untold(view: JobView, stored: Offer | None) -> _Untold | None:
+    head = view.head
     ended = dict(sorted(view.outcomes.items(), key=lambda item: in_stream_order(view, item[0]))[:MOST_OUTCOMES])
-    named = {g.digest: g.ref for g in stored.record.groups} if stored else {}
+    named = {g.digest: g.ref for g in stored.groups} if stored else {}
     # By their versions too: an outcome of a cut-off lineage does not stand for the one that came after it.
-    named_outcomes = {(o.ref, o.versions) for o in stored.record.outcomes} if stored else set()
+    named_outcomes = {(o.ref, o.versions) for o in stored.outcomes} if stored else set()
     groups = sum(g.digest not in named for g in view.unsealed)
     outcomes = len({(ref, outcome.versions) for ref, outcome in ended.items()} - named_outcomes)
     held = {group.digest for group in view.holdings.values()}
     dropped = [ref for digest, ref in named.items() if digest not in held]
     void = any(not head.cursors.is_terminal(view.rules.shape, ref) for ref in dropped)
-    misnamed = is_misnamed(view, head, stored.record if stored else None)
-    if groups or outcomes or void or misnamed:
-        # Groups in a seal stay in the offer: if the seal is given up, they are there for the next.
-        offer = Offer(
-            incarnation=view.me,
-            groups=tuple(view.holdings[ref] for ref in sorted(view.holdings)),
-            outcomes=tuple(ended[ref] for ref in sorted(ended)),
-            in_flight=named_in_flight(view),
-        )
-        after = 0.0 if void or not view.busy else COALESCE_S if misnamed else patience_s(view, groups, outcomes)
-        yield Intent(PutOffer(offer), "offer", after=after)
+    misnamed = is_misnamed(view, head, stored)
+    if not (groups or outcomes or void or misnamed):
+        return None
+    # Groups in a seal stay in the offer: if the seal is given up, they are there for the next.
+    offer = Offer(
+        incarnation=view.me,
+        groups=tuple(view.holdings[ref] for ref in sorted(view.holdings)),
+        outcomes=tuple(ended[ref] for ref in sorted(ended)),
+        in_flight=named_in_flight(view),
+    )
+    return _Untold(offer, groups, outcomes, void, misnamed)
 
 
 def in_stream_order(view: JobView, ref: PromptRef) -> tuple[int, int]:

@@ -10,7 +10,7 @@ import logging
 import signal
 from typing import Protocol
 
-from controllers.changes import Changes
+from controllers.changes import Changes, rest_s
 from controllers.cluster import ClusterMirror
 from controllers.decide import decide
 from controllers.deeds import LOOK_AGAIN_S, Deeds
@@ -39,10 +39,8 @@ LOOK_ANYWAY_S = 1.0
 """A look is taken so often even if nothing was heard."""
 JOIN_S = 15.0
 """So long are a node's engines left to its controller, which is there and has not joined the job yet."""
-REST = 2.0
-LONGEST_REST_S = 0.05
-"""After a look, so many times as long as it took and at most this, until the next. Where one look takes long, because there
-is much to see or many processes share a core, what changes meanwhile is seen together, in place of one by one."""
+SHOW_S = 1.0
+"""What is in flight is shown to people so often."""
 
 
 class Job(Protocol):
@@ -108,6 +106,8 @@ class Driver:
         self._failed: set[str] = set()
         """Engines that have failed and were told."""
         self._telling = Telling(job, metrics, clock)
+        self._shown = -SHOW_S
+        self._aimed_at: tuple[object, ...] | None = None
 
     async def run(self) -> None:
         """For ever. Raises what a deed in the background raised that is no GcoreError."""
@@ -121,7 +121,9 @@ class Driver:
             view = self._job.look()
             now = self._clock.monotonic()
             self._staff_up(view, now)
-            show_flights(self._metrics, view.mirror, self._job.holdings, now)
+            if now >= self._shown + SHOW_S:
+                self._shown = now
+                show_flights(self._metrics, view.mirror, self._job.holdings, now)
             intents = decide(view)
             self._telling.look(view, (i.condition for i in intents), now)
             delays = [LOOK_AGAIN_S if self._deeds.held_off else LOOK_ANYWAY_S]
@@ -135,7 +137,7 @@ class Driver:
                     delays.append(max(ripe_at - now, 0.01))
             self._deeds.forget_what_is_over(now)
             if not acted:
-                rest = min(REST * (self._clock.monotonic() - began), LONGEST_REST_S, *delays)
+                rest = min(rest_s(self._clock.monotonic() - began), *delays)
                 changed = self._job.changes.count
                 if rest > 0:
                     await self._clock.sleep(rest)
@@ -195,12 +197,16 @@ class Driver:
         # Whoever is leaving asks nothing of engines any more.
         staying = {name: stored.record for name, stored in members.items() if not stored.record.leaving}
         joining = self._note_joining()
+        seen = (workers, members, joining, mirror.head, mirror.plan, mirror.claims)
+        if self._aimed_at is not None and all(one is other for one, other in zip(seen, self._aimed_at, strict=True)):
+            return
         mine = self._remembered.get(
             "mine",
             (workers, members, joining),
             lambda: responsible_for(self._job.uid, workers, staying, self._job.me, joining),
         )
         await self._engines.aim(mine if mirror.members else {})
+        self._aimed_at = seen
         if mirror.head is None or mirror.plan is None:
             return
         head = mirror.head.record

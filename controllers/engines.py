@@ -31,6 +31,9 @@ from gcore.worker.records import WorkerRecord
 
 log = logging.getLogger(__name__)
 
+LOOK_S = 0.25
+"""How everybody is, is looked at so often: patience is a matter of seconds."""
+
 
 @dataclass
 class _Line:
@@ -72,6 +75,7 @@ class EngineBook:
         self._beside: set[asyncio.Task[None]] = set()
         """Aborts and probes."""
         self._requests = itertools.count()
+        self._looked = -LOOK_S
 
     @property
     def views(self) -> dict[str, EngineView]:
@@ -99,7 +103,11 @@ class EngineBook:
         await self.aim({})
 
     async def publish(self, instance: str, version: Version, folder: Path) -> None:
-        """Bring one engine to `version`, and find out that it serves it. Raises EngineError."""
+        """Bring one engine to `version`. Raises EngineError.
+
+        One that this book brought to what it serves, and that has nothing of it to answer, is asked once. Of any other it is
+        found out what it serves, before and after: a peer may have left it there, or paused.
+        """
         line = self._lines.get(instance)
         if line is None:
             # It may have ended, or become a peer's, between the decision and the deed.
@@ -107,8 +115,10 @@ class EngineBook:
         line.coming = version
         asked = self._clock.monotonic()
         try:
-            served = await line.client.served()
-            if served != version:
+            if line.view.version is not None and not line.requests:
+                await line.client.update_weights(str(folder), version, idle=True)
+                served: Version | None = version
+            elif (served := await line.client.served()) != version:
                 await line.client.update_weights(str(folder), version)
                 served = await line.client.served()
             else:
@@ -116,8 +126,11 @@ class EngineBook:
                 await line.client.resume()
             line.view = replace(line.view, version=served)
             line.pulse = line.pulse.answers(self._clock.monotonic())
-        except EngineUnreachable:
-            line.pulse = line.pulse.in_vain(asked)
+        except EngineError as error:
+            # What it serves now is anybody's guess: it is asked, and let go on, when this is tried again.
+            line.view = replace(line.view, version=None)
+            if isinstance(error, EngineUnreachable):
+                line.pulse = line.pulse.in_vain(asked)
             raise
         finally:
             line.coming = None
@@ -130,8 +143,11 @@ class EngineBook:
             self._changes.notify()
 
     def look_after(self) -> None:
-        """Look how everybody is; leave who is silent, and ask on. Called now and then by whoever drives the job."""
+        """Look how everybody is; leave who is silent, and ask on. Called at each look by whoever drives the job."""
         now = self._clock.monotonic()
+        if now < self._looked + LOOK_S:
+            return
+        self._looked = now
         for instance, line in self._lines.items():
             if line.coming is not None:
                 continue  # bringing it weights has a limit of its own

@@ -39,6 +39,8 @@ class Flights:
 
     def __init__(self) -> None:
         self._flights: dict[PromptRef, Flight] = {}
+        self._seen: tuple[Head, Mapping[PromptRef, Version]] | None = None
+        """`versions` as it was last given out, while nothing has changed."""
         self.defect: BaseException | None = None
         """What one of them raised that is not an outcome: the flow or a plug-in is wrong."""
 
@@ -53,6 +55,7 @@ class Flights:
 
     def begin(self, ref: PromptRef, issued: Version, now: float) -> None:
         """`ref` is in flight from now on."""
+        self._seen = None
         self._flights[ref] = Flight(issued, now)
 
     def launch(self, ref: PromptRef, task: asyncio.Task[None]) -> None:
@@ -63,10 +66,12 @@ class Flights:
         """An engine that serves `version` makes tokens for it now."""
         flight = self._flights.get(ref)
         if flight is not None and flight.made_with is None:
+            self._seen = None
             flight.made_with = version
 
     def end(self, ref: PromptRef) -> bool:
         """It is not in flight any more; whether it was given up as stale."""
+        self._seen = None
         flight = self._flights.pop(ref, None)
         return flight is not None and flight.stale
 
@@ -85,8 +90,10 @@ class Flights:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def versions(self, head: Head) -> Mapping[PromptRef, Version]:
-        """The oldest weights of each, as `Flight.version` says."""
-        return {ref: flight.version(head) for ref, flight in self._flights.items()}
+        """The oldest weights of each, as `Flight.version` says; the same object while nothing changes."""
+        if self._seen is None or self._seen[0] is not head:
+            self._seen = head, {ref: flight.version(head) for ref, flight in self._flights.items()}
+        return self._seen[1]
 
     def oldest(self) -> tuple[PromptRef, Flight] | None:
         """The one that has been in flight for the longest time."""

@@ -10,7 +10,7 @@ memory. That is written only then, once for each head.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from controllers.actions import Intent, Replan, Rollback, TakeStock
 from controllers.lost import lost_world
@@ -18,7 +18,7 @@ from controllers.view import JobView
 from gcore import schema
 from gcore.ledger.ancestry import resumable
 from gcore.ledger.records import LogEntry, SealState
-from gcore.ledger.world_state import WorldState, names_of_head, whole_state
+from gcore.ledger.world_state import StateName, WorldState, names_of_head, whole_state
 from placement.plan import Growth, NodeSlots, Snapshot, joined, ranks_wanted, slots_lacking, worth_forming
 
 JOIN_SETTLE_S = 2.0
@@ -63,13 +63,20 @@ def growing(view: JobView) -> Iterator[Intent]:
 
 def held_for_growth(view: JobView) -> float:
     """Seconds that a batch waits before it is READY, so that a larger world gets its moment where batches come at once."""
-    likely = is_at_hand(view) or (may_use_copies(view) and bool(unheard(view)))
-    return HOLD_S if likely and growth(view) and not lost_world(view) else 0.0
+    if not growth(view) or lost_world(view):
+        return 0.0
+    return HOLD_S if is_at_hand(view) or (may_use_copies(view) and unheard(view)) else 0.0
 
 
 def growth(view: JobView) -> str:
     """Why a larger world is worth its start, or nothing. Never twice without a step between, and not before every node that
     is there works on the job: a rank on one that still fetches the model would hold all the others up."""
+    mirror = view.mirror
+    sources = (view.rules, mirror.plan, mirror.log, mirror.head, mirror.members, view.nodes)
+    return view.remembered.get("growth", sources, lambda: _growth(view))
+
+
+def _growth(view: JobView) -> str:
     assert view.mirror.plan is not None
     entry = newest_step(view)
     ready = {stored.record.node for stored in view.mirror.members.values()}
@@ -99,7 +106,7 @@ def state_at_hand(view: JobView, nodes: frozenset[str]) -> WorldState | None:
     if not may_use_copies(view):
         return None
     held = {n: stored.record for n, stored in view.mirror.copies.items() if stored.record.seq == view.head.seq}
-    return whole_state(names_of_head(view.head, log_of(view)), held, nodes)
+    return whole_state(_names_of_head(view), held, nodes)
 
 
 def unheard(view: JobView) -> frozenset[str]:
@@ -116,15 +123,19 @@ def may_use_copies(view: JobView) -> bool:
     return (
         view.spec.train.copies_gb != 0
         and schema.spoken() >= LogEntry.came_with["state"]
-        and bool(names_of_head(view.head, log_of(view)))
+        and bool(_names_of_head(view))
         and tries_from_copies(view) < MAX_TRIES_FROM_COPIES
     )
 
 
 def tries_from_copies(view: JobView) -> int:
     """Worlds that started from copies since the newest step."""
+    return view.remembered.get("tries from copies", (view.mirror.log,), lambda: _tries_from_copies(view))
+
+
+def _tries_from_copies(view: JobView) -> int:
     count = 0
-    for _, entry in sorted(log_of(view).items(), reverse=True):
+    for _, entry in sorted(view.log.items(), reverse=True):
         if entry.kind == "train":
             break
         count += entry.state is not None
@@ -133,16 +144,17 @@ def tries_from_copies(view: JobView) -> int:
 
 def newest_step(view: JobView) -> LogEntry | None:
     """The entry of head's step, if head's world trained it."""
-    log = log_of(view)
+    log = view.log
     entry = log.get(view.head.seq)
     while entry is not None and entry.kind == "account":
         entry = None if entry.parent is None else log.get(entry.parent)
     return entry if entry is not None and entry.kind == "train" else None
 
 
-def log_of(view: JobView) -> Mapping[int, LogEntry]:
-    """The log's newest stretch."""
-    return {seq: stored.record for seq, stored in view.mirror.log.items()}
+def _names_of_head(view: JobView) -> tuple[StateName, ...]:
+    """Of the states that ranks named when they had trained head's step."""
+    sources = (view.mirror.head, view.mirror.log)
+    return view.remembered.get("names of head", sources, lambda: names_of_head(view.head, view.log))
 
 
 def snapshot(view: JobView) -> Snapshot:

@@ -38,6 +38,8 @@ class Holdings:
         self._groups: dict[PromptRef, Group] = {}
         self._offers: dict[PromptRef, OfferedGroup] = {}
         self._outcomes: dict[PromptRef, EndedRef] = {}
+        self._seen: tuple[Mapping[PromptRef, OfferedGroup], Mapping[PromptRef, EndedRef]] | None = None
+        """`offers` and `outcomes` as they were last given out, while nothing has changed."""
         self.in_flight = Flights()
         self.reissues: dict[PromptRef, int] = {}
         self.went_stale: set[PromptRef] = set()
@@ -47,13 +49,18 @@ class Holdings:
 
     @property
     def offers(self) -> Mapping[PromptRef, OfferedGroup]:
-        """The held groups as an offer names them."""
-        return dict(self._offers)
+        """The held groups as an offer names them; the same object while nothing changes."""
+        return self._look()[0]
 
     @property
     def outcomes(self) -> Mapping[PromptRef, EndedRef]:
-        """Filtered and failed refs that head does not have yet."""
-        return dict(self._outcomes)
+        """Filtered and failed refs that head does not have yet; the same object while nothing changes."""
+        return self._look()[1]
+
+    def _look(self) -> tuple[Mapping[PromptRef, OfferedGroup], Mapping[PromptRef, EndedRef]]:
+        if self._seen is None:
+            self._seen = dict(self._offers), dict(self._outcomes)
+        return self._seen
 
     def refs(self) -> Iterator[PromptRef]:
         """Of what is held or in flight."""
@@ -79,6 +86,7 @@ class Holdings:
 
     def keep(self, group: Group) -> None:
         """A finished group."""
+        self._seen = None
         self._scores.pop(group.ref, None)
         self._groups[group.ref] = group
         self._offers[group.ref] = OfferedGroup(
@@ -96,6 +104,7 @@ class Holdings:
 
     def end(self, ref: PromptRef, outcome: Outcome, holder: str, version: Version, source: str) -> None:
         """A ref of `source` that ended without a group."""
+        self._seen = None
         reward, length = self._scores.pop(ref, (None, None))
         self._outcomes[ref] = EndedRef(
             ref=ref,
@@ -119,6 +128,7 @@ class Holdings:
 
         What has become too old where some staleness is allowed was issued in vain, and counts.
         """
+        self._seen = None
         for ref, offered in list(self._offers.items()):
             gone = head.cursors.is_terminal(rules.shape, ref)
             if gone or not is_acceptable(head, head.step + 1, offered.versions, rules.staleness):

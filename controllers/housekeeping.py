@@ -4,7 +4,7 @@ begin. Pure, like all rules; none of them is needed for a step to be safe.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from controllers.actions import BeginEpoch, Intent, Prune, Register, Retain, Warn
 from controllers.spreading import archived, archiving, is_safe
@@ -12,7 +12,7 @@ from controllers.view import JobView
 from gcore.ledger import chain, epochs
 from gcore.ledger.ancestry import is_ancestor, resumable
 from gcore.ledger.evaluation import best_of
-from gcore.ledger.records import Checkpoint
+from gcore.ledger.records import Checkpoint, Head
 from gcore.ledger.retention import Retention, why_kept
 from gcore.ledger.transactions import MOST_PRUNED
 
@@ -28,15 +28,18 @@ KEEP_LOG, PRUNE_AT = 64, 32
 
 def checkpointing(view: JobView) -> Iterator[Intent]:
     """Checkpoints on disk are registered, then old ones are forgotten."""
-    head = view.head
-    assert view.mirror.checkpoints is not None
-    known = view.mirror.checkpoints.record.entries
+    head, mirror = view.head, view.mirror
+    assert mirror.checkpoints is not None
+    known = mirror.checkpoints.record.entries
     # Only ever a newer one: an older one may have been forgotten already, and its files be gone.
-    newest = max((c.step for c in resumable(head, known)), default=0)
+    sources = (mirror.head, mirror.checkpoints)
+    newest = view.remembered.get(
+        "newest checkpoint", sources, lambda: max((c.step for c in resumable(head, known)), default=0)
+    )
     for version, saved in view.saved.items():
         if version.step <= newest or not is_ancestor(head, version) or not is_safe(view, version, saved.digest):
             continue
-        for seq, entry in view.mirror.log.items():
+        for seq, entry in mirror.log.items():
             record = entry.record
             if record.kind == "train" and (record.lineage, record.step) == version and record.cursors is not None:
                 checkpoint = Checkpoint(
@@ -44,15 +47,20 @@ def checkpointing(view: JobView) -> Iterator[Intent]:
                 )
                 yield Intent(Register(checkpoint), f"register {version}", view.turn(f"register {version}"))
     # The watch brings records in their order: who sees the checkpoints of later steps sees the evaluations before them.
-    best = best_of(head, [stored.record for stored in view.mirror.evaluations.values()], view.spec.best_metric)
-    policy = view.spec.checkpoint
-    best_step = best.version.step if best is not None else None
-    kept = tuple(why_kept(head, known, Retention(policy.keep, policy.keep_every, best_step)))
+    kept = view.remembered.get("kept", (*sources, mirror.evaluations), lambda: _kept(view, head, known))
     forgotten = [c.seq for c in known if c not in kept]
     if forgotten:
         # Called by what goes, not by what stays: that changes with every new checkpoint, and nothing would ever be ripe.
         topic = f"forget {min(forgotten)}"
         yield Intent(Retain(kept), topic, view.turn(topic), after=SETTLE_S)
+
+
+def _kept(view: JobView, head: Head, known: Sequence[Checkpoint]) -> tuple[Checkpoint, ...]:
+    """What of `known` the policy keeps."""
+    evaluations = [stored.record for stored in view.mirror.evaluations.values()]
+    best, policy = best_of(head, evaluations, view.spec.best_metric), view.spec.checkpoint
+    best_step = best.version.step if best is not None else None
+    return tuple(why_kept(head, known, Retention(policy.keep, policy.keep_every, best_step)))
 
 
 def telling(view: JobView) -> Iterator[Intent]:
@@ -74,10 +82,11 @@ def _told(view: JobView, topic: str, sentence: str, turn: str) -> Iterator[Inten
 
 def pruning(view: JobView) -> Iterator[Intent]:
     """The store holds a bounded stretch of the log; what is older goes to the run's folder, many entries at a time."""
-    head = view.head
-    assert view.mirror.checkpoints is not None
-    log = {seq: stored.record for seq, stored in view.mirror.log.items()}
-    old = chain.prunable(head, view.mirror.checkpoints.record.entries, log, keep=KEEP_LOG)
+    mirror = view.mirror
+    assert mirror.checkpoints is not None
+    known = mirror.checkpoints.record.entries
+    sources = (mirror.head, mirror.checkpoints, mirror.log)
+    old = view.remembered.get("prunable", sources, lambda: chain.prunable(view.head, known, view.log, keep=KEEP_LOG))
     if len(old) < PRUNE_AT:
         return
     ripe = archived(view, old[:MOST_PRUNED])
@@ -97,8 +106,7 @@ def beginning(view: JobView) -> Iterator[Intent]:
     if epoch is None:
         return
     assert view.mirror.checkpoints is not None
-    log = {seq: stored.record for seq, stored in view.mirror.log.items()}
     known = view.mirror.checkpoints.record.entries
-    forgotten = epochs.superfluous(view.rules.shape, head, known, log, view.epochs)
+    forgotten = epochs.superfluous(view.rules.shape, head, known, view.log, view.epochs)
     topic = f"epoch {epoch} {head.lineage}"
     yield Intent(BeginEpoch(epochs.beginning(head, epoch, view.epochs), forgotten), topic, view.turn(topic))

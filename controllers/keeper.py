@@ -50,6 +50,8 @@ class Keeper:
         self._clock = clock
         self.trouble = ""
         """Why what has died could not be brought back at the last look, or does not last; nothing if nothing had, or it does."""
+        self._known: tuple[tuple[int, int, int], LocalCluster] | None = None
+        """The document as it was read, and which file that was."""
         self._etcd: ProcessId | None = None
         self._etcd_changed: deque[float] = deque(maxlen=RESTARTS)
         """When another process was seen to be etcd."""
@@ -81,7 +83,7 @@ class Keeper:
         )
 
     async def _look(self) -> None:
-        cluster = LocalCluster.load(self._home)
+        cluster = self._read()
         if cluster is None or (self._home / STOPPING).exists():
             return
         if cluster.etcd.process != self._etcd:
@@ -103,6 +105,23 @@ class Keeper:
                         with self._alone() as alone:
                             if alone is not None:
                                 self._bring_back(alone, daemon.name)
+
+    def _read(self) -> LocalCluster | None:
+        """The cluster's document; it is large where there are many slots, so it is read when it is another file than before.
+
+        Raises UsageError.
+        """
+        try:
+            found = (self._home / FILE_NAME).stat()
+        except FileNotFoundError:
+            return None
+        stamp = found.st_ino, found.st_mtime_ns, found.st_size
+        if self._known is None or self._known[0] != stamp:
+            cluster = LocalCluster.load(self._home)
+            if cluster is None:
+                return None
+            self._known = stamp, cluster
+        return self._known[1]
 
     async def _bring_back_etcd(self, cluster: LocalCluster) -> None:
         known = cluster.etcd

@@ -8,6 +8,10 @@ from controllers.view import JobView
 
 def lost_world(view: JobView) -> str:
     """Why head's world cannot go on, or nothing."""
+    return view.remembered.get("lost", (view,), lambda: _lost_world(view))  # several rules ask
+
+
+def _lost_world(view: JobView) -> str:
     head = view.head
     assert view.mirror.plan is not None
     for place in view.mirror.plan.record.ranks:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
-from controllers.changes import Changes
+from controllers.changes import Changes, rest_s
 from controllers.collectives import Collectives
 from controllers.demonstrating import demonstration
 from controllers.engines import EngineBook
@@ -89,9 +89,11 @@ class JobPeer:
         """Due refs of my shards that nobody has offered and I have not begun, oldest first."""
         assert isinstance(step, JobStep)
         while step.is_open():
-            seen = self.changes.count
+            seen, began = self.changes.count, self.clock.monotonic()
             room = max(self.material.spec.rollout.concurrency - len(self.holdings.in_flight), 0)
-            for ref in self._due()[:room]:
+            due = self._due()[:room]
+            rest = rest_s(self.clock.monotonic() - began)
+            for ref in due:
                 prompt = self._issued_too_often(ref) or self._shown(ref)
                 if isinstance(prompt, Prompt):
                     step.hand_out(prompt)
@@ -111,6 +113,8 @@ class JobPeer:
             # What changed while prompts were handed out was not looked at yet.
             if step.is_open() and self.changes.count == seen:
                 await self.changes.wait()
+                if rest > 0:
+                    await self.clock.sleep(rest)
             step.raise_defect()
 
     def _issued_too_often(self, ref: PromptRef) -> Outcome | None:

@@ -227,8 +227,14 @@ def _writing(state: pb.RankState) -> CheckpointWriting | None:
     return CheckpointWriting(found.version, found.total, found.written, found.error, found.over)
 
 
-def _joined(one: Mapping[str, frozenset[int]], other: Mapping[str, frozenset[int]]) -> dict[str, frozenset[int]]:
-    return {digest: one.get(digest, frozenset()) | other.get(digest, frozenset()) for digest in {*one, *other}}
+def _joined(one: Mapping[str, frozenset[int]], other: Mapping[str, frozenset[int]]) -> Mapping[str, frozenset[int]]:
+    if one == other:
+        return one
+    joined = {**one, **other}
+    for digest, samples in one.items():
+        if not samples <= joined[digest]:
+            joined[digest] |= samples
+    return joined
 
 
 async def _chunks(header: pb.FeedHeader, payload: bytes) -> AsyncIterator[pb.FeedChunk]:

@@ -20,7 +20,13 @@ FORGET_AT = 8
 def sweeping(view: JobView) -> Iterator[Intent]:
     """After each change of the train world: its claims and rendezvous, parts of evaluations, and checkpoints that were cut off;
     and what nodes that are gone have told."""
-    swept = superfluous(view.head, view.mirror.worlds, view.mirror.eval_parts, view.mirror.troubles, view.nodes)
+    mirror = view.mirror
+    sources = (mirror.head, mirror.claims, mirror.rendezvous, mirror.eval_parts, mirror.troubles, view.nodes)
+    swept = view.remembered.get(
+        "swept",
+        sources,
+        lambda: superfluous(view.head, mirror.worlds, mirror.eval_parts, mirror.troubles, view.nodes),
+    )
     if swept:
         topic = f"sweep {view.head.version} {view.head.world}"
         yield Intent(Sweep(swept), topic, view.turn(topic), after=SETTLE_S)
@@ -30,6 +36,8 @@ def forgetting(view: JobView) -> Iterator[Intent]:
     """Old evaluations move to the run's folder, several at a time."""
     known = view.mirror.checkpoints
     assert known is not None
+    if len(view.mirror.evaluations) < FORGET_AT:
+        return
     old = superfluous_evaluations(view.head, known.record.entries, view.mirror.evaluations, view.spec.best_metric)
     if len(old) < FORGET_AT:
         return

@@ -1,6 +1,7 @@
 """Publishes what a job waits for: since when, as metrics, and as an event once a wait has stood still for too long.
 
-Looked at by whoever drives the job, and before there is anything to drive, while the node prepares, once a second by itself.
+Looked at by whoever drives the job, and before there is anything to drive, while the node prepares, by itself; what is waited
+for is worked out once a second, for it is told to people, and a driver looks at its job many times in one.
 Decides nothing: which waits there are is `controllers.waiting`'s to say, which are told `controllers.overdue`'s.
 """
 
@@ -43,6 +44,9 @@ class Telling:
         self._clock = clock
         self._told: set[str] = set()
         """Waits without progress that were told and last."""
+        self._waiting: tuple[Wait, ...] = ()
+        self._looked = -LOOK_S
+        """When what is waited for was worked out last."""
 
     async def run(self) -> None:
         """Until cancelled, for a job that nobody drives yet."""
@@ -52,11 +56,15 @@ class Telling:
 
     def look(self, view: JobView, others: Iterable[str], now: float) -> None:
         """Note since when everything holds that is waited for, and the conditions in `others`; tell what is to be told."""
-        waiting = list(waiting_for(view))
+        due = now >= self._looked + LOOK_S
+        if due:
+            self._looked, self._waiting = now, tuple(waiting_for(view))
+        waiting = self._waiting
         held = [*others, *(w.key for w in waiting), *(w.stall for w in waiting)]
         self._job.waits = self._job.waits.note(held, now)
-        show_waits(self._metrics, view.mirror, waiting, self._job.waits, now)
-        self._tell(view, waiting, now)
+        if due:
+            show_waits(self._metrics, view.mirror, waiting, self._job.waits, now)
+            self._tell(view, waiting, now)
 
     def _tell(self, view: JobView, waiting: Sequence[Wait], now: float) -> None:
         due = {wait.stall: wait for wait in overdue(view, waiting, self._job.waits, now)}

@@ -6,6 +6,7 @@ preferred peer tries at once and each other a little later. Only politeness rest
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -16,7 +17,12 @@ TURN_SECONDS = 1.0
 
 def order(members: Iterable[str], topic: str) -> tuple[str, ...]:
     """The members in the order of `topic`."""
-    return tuple(sorted(set(members), key=lambda name: hashlib.blake2b(f"{topic}|{name}".encode()).digest()))
+    return _order(frozenset(members), topic)
+
+
+@functools.lru_cache(maxsize=1024)  # the same few topics are looked at again and again
+def _order(members: frozenset[str], topic: str) -> tuple[str, ...]:
+    return tuple(sorted(members, key=lambda name: hashlib.blake2b(f"{topic}|{name}".encode()).digest()))
 
 
 def turn(members: Iterable[str], me: str, topic: str) -> int:

@@ -18,12 +18,13 @@ from gcore.ledger.balance import StepLayout, balance
 from gcore.ledger.epochs import standing
 from gcore.ledger.job import NodeRecord
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records import EndedRef, EpochRecord, Head, Offer, OfferedGroup, Seal, SealedGroup
+from gcore.ledger.records import EndedRef, EpochRecord, Head, LogEntry, Offer, OfferedGroup, Seal, SealedGroup
 from gcore.ledger.rules import is_over
 from gcore.ledger.stream import (
     Choice,
     Offered,
     StreamRules,
+    Walked,
     choose,
     due,
     groups_of,
@@ -152,15 +153,23 @@ class JobView:
     def due(self) -> tuple[PromptRef, ...]:
         """The refs that must still be produced for the next seal, by whomever; oldest first."""
         rule = carried.due if self.rules.staleness else due
-        return self.remembered.get("due", self._batch, lambda: rule(self.rules, self.head, self._seals, self.offered))
+        return self.remembered.get(
+            "due", self._batch, lambda: rule(self.rules, self.head, self._seals, self.offered, order=self._order)
+        )
 
     @cached_property
     def chosen(self) -> Choice:
         """What the next seal would take."""
         rule = carried.choose if self.rules.staleness else choose
         return self.remembered.get(
-            "chosen", self._batch, lambda: rule(self.rules, self.head, self._seals, self.offered)
+            "chosen", self._batch, lambda: rule(self.rules, self.head, self._seals, self.offered, order=self._order)
         )
+
+    @property
+    def _order(self) -> Walked:
+        """The refs that are neither terminal nor sealed; offers, which come more often than seals, change nothing in it."""
+        sources = (self.rules, self.mirror.head, self.mirror.seals)
+        return self.remembered.get("order", sources, lambda: Walked(self.rules, self.head, self._seals))
 
     @cached_property
     def awaited(self) -> tuple[PromptRef, ...]:
@@ -192,6 +201,12 @@ class JobView:
         """What the run's folder does not take from head's world, beside checkpoints; nothing if it takes all."""
         return next((rank.trouble for rank in self.ranks.values() if rank.trouble), "")
 
+    @cached_property
+    def log(self) -> Mapping[int, LogEntry]:
+        """The newest stretch of the log, by sequence number."""
+        log = self.mirror.log
+        return self.remembered.get("log", (log,), lambda: {seq: stored.record for seq, stored in log.items()})
+
     @property
     def is_over(self) -> bool:
         """Whether no step is left to make."""
@@ -220,6 +235,9 @@ class JobView:
     @property
     def unsealed(self) -> tuple[OfferedGroup, ...]:
         """Groups this peer holds that no open seal has, oldest first."""
+        return self.remembered.get("unsealed", (self.holdings, self.mirror.seals), self._unsealed)
+
+    def _unsealed(self) -> tuple[OfferedGroup, ...]:
         sealed = sealed_refs(self._seals)
         return tuple(g for ref, g in sorted(self.holdings.items()) if ref not in sealed)
 

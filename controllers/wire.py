@@ -255,7 +255,7 @@ class Daemon:
                 if cluster.active - running.keys():
                     await asyncio.to_thread(importlib.import_module, "controllers.job")
                 for uid in cluster.active - running.keys():
-                    begin = functools.partial(self._new_runner, uid, store, identity, cluster)
+                    begin = functools.partial(self._begin, uid, store, identity, cluster)
                     is_active = functools.partial(_is_active, cluster, uid)
                     running[uid] = group.create_task(work_on(begin, is_active, changes), name=f"job {uid}")
                     running[uid].add_done_callback(lambda _: changes.notify())
@@ -280,14 +280,16 @@ class Daemon:
 
     # Small methods on purpose: a variable of the loop above would keep the last job's memory.
 
+    def _begin(self, uid: str, store: Store, identity: Identity, cluster: ClusterMirror) -> JobRunner:
+        new = self._runners[uid] = self._new_runner(uid, store, identity, cluster)
+        return new
+
     def _new_runner(self, uid: str, store: Store, identity: Identity, cluster: ClusterMirror) -> JobRunner:
         from controllers.job import JobRunner
 
-        new = JobRunner(
+        return JobRunner(
             uid, identity, store, cluster, Changes(), self._metrics, self._clock, self._config, self._folders
         )
-        self._runners[uid] = new
-        return new
 
     def _show(self, cluster: ClusterMirror) -> None:
         mine = [worker for worker in cluster.workers.values() if worker.node == self._config.node]

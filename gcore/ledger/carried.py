@@ -29,7 +29,14 @@ def steps_left(rules: StreamRules, head: Head, version: Version) -> int:
     return rules.staleness - (head.step - version.step)
 
 
-def due(rules: StreamRules, head: Head, seals: Collection[Seal], offered: Offered) -> tuple[PromptRef, ...]:
+def due(
+    rules: StreamRules,
+    head: Head,
+    seals: Collection[Seal],
+    offered: Offered,
+    *,
+    order: Iterable[PromptRef] | None = None,
+) -> tuple[PromptRef, ...]:
     """The refs that may be issued now, oldest first.
 
     Counts what is offered or in flight anywhere in the cluster against k + 1 quotas, or as many as there are steps left;
@@ -47,13 +54,20 @@ def due(rules: StreamRules, head: Head, seals: Collection[Seal], offered: Offere
         room = min(room, rules.limit + rules.quota * (quotas - 1) - used)
     unknown = (
         ref
-        for ref in in_order(rules, head, seals)
+        for ref in (in_order(rules, head, seals) if order is None else order)
         if ref not in offered.groups and ref not in offered.in_flight and ref not in offered.outcomes
     )
     return tuple(itertools.islice(unknown, max(room, 0)))
 
 
-def choose(rules: StreamRules, head: Head, seals: Collection[Seal], offered: Offered) -> Choice:
+def choose(
+    rules: StreamRules,
+    head: Head,
+    seals: Collection[Seal],
+    offered: Offered,
+    *,
+    order: Iterable[PromptRef] | None = None,
+) -> Choice:
     """What to seal next: what was begun first of what is offered, unless something else would then become too old."""
     groups = [offered.groups[ref] for ref in _standing(rules, head, seals, offered.groups)]
     groups.sort(key=_begun)
@@ -66,7 +80,7 @@ def choose(rules: StreamRules, head: Head, seals: Collection[Seal], offered: Off
     limited = lacking > 0 and rules.limit is not None and used >= rules.limit
     missing: tuple[PromptRef, ...] = ()
     if lacking > 0 and not limited:
-        order = in_order(rules, head, seals)
+        order = in_order(rules, head, seals) if order is None else order
         open_refs = (ref for ref in order if ref not in offered.groups and ref not in offered.outcomes)
         missing = tuple(itertools.islice(open_refs, lacking))
     return concluded(rules, head, Found(tuple(groups[: rules.quota]), outcomes, missing, limited))

@@ -14,7 +14,8 @@ Pure. Knows nothing of who works on which shard, nor of time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gcore.ledger.ancestry import is_acceptable, is_ancestor
@@ -40,6 +41,7 @@ __all__ = [
     "SealNow",
     "Short",
     "StreamRules",
+    "Walked",
     "choose",
     "concluded",
     "due",
@@ -77,6 +79,24 @@ def in_order(rules: StreamRules, head: Head, seals: Collection[Seal]) -> Iterato
             if ref not in sealed:
                 yield ref
         position += 1
+
+
+class Walked(Iterable[PromptRef]):
+    """What `in_order` gives, for who walks it more than once: each ref is worked out when it is first come to."""
+
+    def __init__(self, rules: StreamRules, head: Head, seals: Collection[Seal]) -> None:
+        self._walk = in_order(rules, head, seals)
+        self._found: list[PromptRef] = []
+
+    def __iter__(self) -> Iterator[PromptRef]:
+        found = self._found
+        for place in itertools.count():
+            if place == len(found):
+                ref = next(self._walk, None)
+                if ref is None:
+                    return
+                found.append(ref)
+            yield found[place]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,19 +155,25 @@ def held_by(group: OfferedGroup, holder: str) -> SealedGroup:
 
 
 def due(
-    rules: StreamRules, head: Head, seals: Collection[Seal], offered: Offered, *, ahead: int = 0
+    rules: StreamRules,
+    head: Head,
+    seals: Collection[Seal],
+    offered: Offered,
+    *,
+    ahead: int = 0,
+    order: Iterable[PromptRef] | None = None,
 ) -> tuple[PromptRef, ...]:
     """The refs that must still be produced for the next seal, oldest first.
 
     Walks the order until quota (+ `ahead`) groups are there or may be expected: a ref that nobody has offered is due, and
     counts for as much of a group as recent prompts came to. Everything that `choose` waits for is among them. No walk is
-    longer than the prompts that the step may still use up.
+    longer than the prompts that the step may still use up. `order`: what `in_order` gives, if it is `Walked` already.
     """
     wanted: list[PromptRef] = []
     ratio = issue_ratio(rules, head)
     room = None if rules.limit is None else rules.limit + ahead - head.tally.since_step.ended
     kept = 0
-    for walked, ref in enumerate(in_order(rules, head, seals)):
+    for walked, ref in enumerate(in_order(rules, head, seals) if order is None else order):
         if kept + len(wanted) / ratio >= rules.quota + ahead or (room is not None and walked >= room):
             break
         if ref in offered.groups:
@@ -212,14 +238,24 @@ class Found:
 Choice = SealNow | AccountNow | NotYet | Short
 
 
-def choose(rules: StreamRules, head: Head, seals: Collection[Seal], offered: Offered) -> Choice:
-    """What to seal next: the first groups of the order, as many as the quota, once nothing before the last is missing."""
+def choose(
+    rules: StreamRules,
+    head: Head,
+    seals: Collection[Seal],
+    offered: Offered,
+    *,
+    order: Iterable[PromptRef] | None = None,
+) -> Choice:
+    """What to seal next: the first groups of the order, as many as the quota, once nothing before the last is missing.
+
+    `order`: what `in_order` gives, if it is `Walked` already.
+    """
     groups: list[SealedGroup] = []
     outcomes: list[EndedRef] = []
     missing: list[PromptRef] = []
     room = None if rules.limit is None else rules.limit - head.tally.since_step.ended
     limited = False
-    for walked, ref in enumerate(in_order(rules, head, seals)):
+    for walked, ref in enumerate(in_order(rules, head, seals) if order is None else order):
         if len(groups) + len(missing) >= rules.quota:
             break
         if room is not None and walked >= room:

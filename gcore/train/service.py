@@ -18,6 +18,7 @@ import grpc
 
 from gcore.api.v1 import train_pb2 as pb
 from gcore.api.v1 import train_pb2_grpc
+from gcore.clock import Clock
 from gcore.ledger.records import Seal
 from gcore.rpc_schema import refusal
 from gcore.schema import UnreadableRecord
@@ -38,6 +39,8 @@ from gcore.train.messages import (
 from gcore.train.report import StepResult
 from gcore.train.writing import Saved, Writing
 
+COALESCE_S = 0.05
+"""Watchers are told at most so often."""
 CONTEXT = grpc.aio.ServicerContext[object, object]
 
 
@@ -47,8 +50,9 @@ class RankBoard:
     `progress` alone is not worth a message each; whoever runs the clock decides when to `show` it.
     """
 
-    def __init__(self, state: FeedState) -> None:
+    def __init__(self, state: FeedState, clock: Clock) -> None:
         self.state = state
+        self._clock = clock
         self.phase = "waiting"
         self.progress = 0
         self.error = ""
@@ -57,6 +61,8 @@ class RankBoard:
         self.trouble = ""
         self._report: pb.StepReport | None = None
         self._changed = asyncio.Event()
+        self._said: pb.RankState | None = None
+        """The newest message: it is made once, for all who watch."""
 
     @property
     def checkpointing(self) -> object:
@@ -66,6 +72,7 @@ class RankBoard:
 
     def show(self) -> None:
         """Let everybody who watches see it."""
+        self._said = None
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -99,13 +106,23 @@ class RankBoard:
         return message
 
     async def messages(self) -> AsyncIterator[pb.RankState]:
-        """The state now, and after each change; the newest only, if somebody is slow. Ends with a failure."""
+        """The state now, and after each change; the newest only, if somebody is slow. Ends with a failure.
+
+        Changes that come within `COALESCE_S` are one message: a batch comes from all controllers at once, and each of them
+        would be told of each of its parts.
+        """
         while True:
-            changed, message = self._changed, self.message()
+            if self._said is None:
+                self._said = self.message()
+            changed, message = self._changed, self._said
             yield message
             if message.phase == "failed":
                 return
+            said = self._clock.monotonic()
             await changed.wait()
+            rest = said + COALESCE_S - self._clock.monotonic()
+            if rest > 0 and not self.error:
+                await self._clock.sleep(rest)
 
 
 class TrainRankService(train_pb2_grpc.TrainRankServicer):

@@ -110,7 +110,7 @@ class RankProcess:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="torch")
         self._end: asyncio.Future[int] = self._loop.create_future()
         name = WorldName(launch.job_uid, launch.world, launch.lineage)
-        self._board = RankBoard(FeedState(name, launch.rank, launch.world_size, launch.start.step))
+        self._board = RankBoard(FeedState(name, launch.rank, launch.world_size, launch.start.step), clock)
         self._pulse = Pulse(control, clock, self._note_soon)
         self._orders = Orders(control, self._stop_soon)
         self._server = grpc.aio.server(

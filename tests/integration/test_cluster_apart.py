@@ -16,6 +16,7 @@ from cluster_run import gcore
 
 from controllers.cli.leftovers import processes_of
 from controllers.service.audits import audit_of_folder
+from gcore.ledger import store_copy
 from gcore.ledger.job import JobPhase
 from gcore.weights.copies import MEMORY, home_folder
 from gcore.weights.layout import checkpoints_in, verify_checkpoint
@@ -145,6 +146,7 @@ async def test_old_records_of_a_lost_node_lie_with_its_peer(folder: Path) -> Non
         await cluster.until("end of the job", lambda: cluster.ended, 400.0)
         assert len(cluster.seen.mirror.log) < steps, "old entries left the store"
         lost = run_of(cluster, "node-0")
+        await cluster.until("the copy of its records", lambda: store_copy.read(lost) is not None, 60.0)
         found = audit_of_folder(lost)
         assert (found.clean, found.steps) == (True, steps)
         wipe(cluster, "node-0")

@@ -14,6 +14,7 @@ from ready_seals import ready_seal
 
 from gcore.api.v1 import train_pb2 as pb
 from gcore.api.v1 import train_pb2_grpc
+from gcore.clock import SystemClock
 from gcore.ledger.balance import balance
 from gcore.ledger.records import Seal, SealedGroup
 from gcore.train.feed_state import FeedState, Work, WorldName
@@ -39,7 +40,7 @@ class Served:
 
 @pytest.fixture
 async def served() -> AsyncIterator[Served]:
-    board = RankBoard(FeedState(WorldName("j", "w", 0), 0, 1, 0))
+    board = RankBoard(FeedState(WorldName("j", "w", 0), 0, 1, 0), SystemClock())
     begun: list[Work] = []
     server = grpc.aio.server()
     train_pb2_grpc.add_TrainRankServicer_to_server(TrainRankService(board, begun.append), server)

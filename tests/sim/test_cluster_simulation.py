@@ -11,6 +11,12 @@ from pathlib import Path
 import pytest
 from simulated_cluster import Story, tell_story
 
+from controllers.actions import Intent
+from controllers.decide import decide
+from controllers.remembered import Remembered
+from controllers.view import JobView
+from controllers.waiting import waiting_for
+
 FIRST = int(os.environ.get("GCORE_SIM_FIRST", "0"))
 CLUSTERS = int(os.environ.get("GCORE_SIM_CLUSTERS", "32"))
 """With those of `test_step_protocol`, what fits in a minute; any number with `make sim`."""
@@ -73,7 +79,36 @@ KINDS = {
 @pytest.mark.parametrize("kinds", KINDS.values(), ids=list(KINDS))
 def test_each_kind_of_fault_alone_is_lived_through(kinds: tuple[str, ...]) -> None:
     """Stopped for three times the life of a lease; cut off in one direction while history is forgotten; and so on."""
-    ended = tell_story(Story(seed=7, nodes=3, steps=6, faults=kinds, fault_every_s=3.0, faults_s=60.0))
+    ended = tell_story(Story(seed=7, nodes=3, steps=12, faults=kinds, fault_every_s=3.0, faults_s=60.0))
     assert not ended.wrong, ended.why
-    assert ended.steps == 6
+    assert ended.steps == 12
     assert ended.faults >= 3
+
+
+def test_a_daemon_that_is_asked_to_end_hands_over_in_a_simulation_too() -> None:
+    """What production's daemon does with the jobs it works on, the simulated one does with its own: it knows them."""
+    ended = tell_story(Story(seed=7, nodes=3, steps=6, faults=("leave",), fault_every_s=3.0, faults_s=60.0))
+    assert not ended.wrong, ended.why
+    assert any("leave: won" in line for line in ended.history)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_remembered_between_looks_is_what_would_be_worked_out_anew(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a rule keeps from one look to the next, and whatever it goes by in keeping it."""
+    looks = 0
+
+    def both(view: JobView) -> tuple[Intent, ...]:
+        nonlocal looks
+        looks += 1
+        intents, waits = decide(view), list(waiting_for(view))
+        afresh = replace(view, remembered=Remembered())
+        assert decide(afresh) == intents
+        assert list(waiting_for(afresh)) == waits
+        return intents
+
+    monkeypatch.setattr("controllers.driving.decide", both)
+    ended = tell_story(replace(Story.of(seed), staleness=(0, 2)[seed % 2], copies=(None, 2)[seed // 2 % 2]))
+    assert not ended.wrong, ended.why
+    assert looks > 100

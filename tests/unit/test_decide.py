@@ -833,9 +833,9 @@ def test_a_look_at_records_that_are_the_same_works_nothing_out_again(monkeypatch
     worked: list[str] = []
 
     def noting(name: str, work: Any) -> Any:
-        def noted(*args: Any) -> Any:
+        def noted(*args: Any, **named: Any) -> Any:
             worked.append(name)
-            return work(*args)
+            return work(*args, **named)
 
         return noted
 

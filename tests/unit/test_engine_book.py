@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -64,29 +65,87 @@ async def test_an_engine_that_has_the_version_already_is_let_go_on_for_its_publi
     assert [engine.resumed for engine in made] == [1]
 
 
-async def test_a_publication_asks_no_more_than_it_takes(tmp_path: Path) -> None:
-    """Five requests an engine and step: of its load nobody wants to know then."""
-    asked: list[str] = []
+class AskedEngine:
+    """A real client, of an engine that takes whatever it is brought and notes what it was asked."""
 
-    def answer(request: httpx.Request) -> httpx.Response:
-        asked.append(request.url.path)
-        newer = "/update_weights_from_disk" in asked
-        return httpx.Response(200, json={"weight_version": "0.2" if newer else "0.1", "success": True})
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.serves = "0.1"
+        self.refuses = False
+        self.begun = asyncio.Event()
+        self.generating = asyncio.Event()
 
-    def connect(url: str, *, timeout_s: float) -> EngineClient:
-        return EngineClient(url, timeout_s=timeout_s, transport=httpx.MockTransport(answer))
+    async def _answer(self, request: httpx.Request) -> httpx.Response:
+        self.asked.append(request.url.path)
+        if request.url.path == "/generate":
+            self.begun.set()
+            await self.generating.wait()
+            return httpx.Response(400, json={"error": "of no interest"})
+        if request.url.path == "/update_weights_from_disk":
+            if self.refuses:
+                return httpx.Response(400, json={"error": "no"})
+            self.serves = json.loads(request.content)["weight_version"]
+        return httpx.Response(200, json={"weight_version": self.serves, "success": True})
 
-    engines = EngineBook(Changes(), timeout_s=1.0, connect=connect)
+    def client(self, url: str, *, timeout_s: float) -> EngineClient:
+        return EngineClient(url, timeout_s=timeout_s, transport=httpx.MockTransport(self._answer))
+
+    def told(self) -> list[str]:
+        """What it was asked since this was last called."""
+        told, self.asked = self.asked, []
+        return told
+
+
+WHOLE_PUBLICATION = [
+    "/model_info",
+    "/pause_generation",
+    "/update_weights_from_disk",
+    "/continue_generation",
+    "/model_info",
+]
+
+
+async def test_an_engine_of_which_all_is_known_is_brought_its_weights_in_one_request(tmp_path: Path) -> None:
+    """One that is met, or that refused, is asked what it serves, and let go on: a peer may have left it paused."""
+    engine = AskedEngine()
+    engines = EngineBook(Changes(), timeout_s=1.0, connect=engine.client)
     await engines.aim({"e": SimpleNamespace(address="h:1")})  # type: ignore[dict-item]
     await engines.publish("e", Version(0, 2), tmp_path)
-    assert asked == [
-        "/model_info",
-        "/pause_generation",
-        "/update_weights_from_disk",
-        "/continue_generation",
-        "/model_info",
-    ]
+    assert engine.told() == WHOLE_PUBLICATION
     assert engines.serves(Version(0, 2))
+
+    await engines.publish("e", Version(0, 3), tmp_path)
+    assert engine.told() == ["/update_weights_from_disk"]
+    assert engines.serves(Version(0, 3))
+
+    engine.refuses = True
+    with pytest.raises(EngineError):
+        await engines.publish("e", Version(0, 4), tmp_path)
+    assert not engines.serves(Version(0, 3))
+    engine.refuses = False
+    engine.told()
+    await engines.publish("e", Version(0, 4), tmp_path)
+    assert engine.told() == WHOLE_PUBLICATION
+
+    engines.distrust("e")
+    await engines.publish("e", Version(0, 5), tmp_path)
+    assert engine.told() == WHOLE_PUBLICATION
+    await engines.close()
+
+
+async def test_an_engine_that_makes_responses_is_paused_while_it_takes_its_weights(tmp_path: Path) -> None:
+    engine = AskedEngine()
+    engines = EngineBook(Changes(), timeout_s=1.0, connect=engine.client)
+    await engines.aim({"e": SimpleNamespace(address="h:1")})  # type: ignore[dict-item]
+    await engines.publish("e", Version(0, 2), tmp_path)
+    engine.told()
+    asked = asyncio.create_task(engines.generate(Version(0, 2), [(1,)], PARAMS, (0,), "r"))
+    await engine.begun.wait()
+    await engines.publish("e", Version(0, 3), tmp_path)
+    assert engine.told() == ["/generate", *WHOLE_PUBLICATION]
+    engine.generating.set()
+    with pytest.raises(EngineError):
+        await asked
     await engines.close()
 
 
@@ -135,7 +194,7 @@ class SlowEngine(OldEngine):
     async def served(self) -> Version:
         return self._version
 
-    async def update_weights(self, folder: str, version: Version) -> None:
+    async def update_weights(self, folder: str, version: Version, *, idle: bool = False) -> None:
         await self.weights
         self._version = version
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +17,7 @@ from gcore.ledger.stream import (
     Offered,
     SealNow,
     StreamRules,
+    Walked,
     choose,
     due,
     in_order,
@@ -53,6 +56,15 @@ def test_refs_come_by_position_then_shard() -> None:
 def test_positions_run_on_into_the_next_epoch() -> None:
     refs = [r for r in in_order(rules(), start(), ()) if r.shard == 0]
     assert [(r.data_epoch, r.seq) for r in refs] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 0), (2, 1)]
+
+
+def test_an_order_that_is_walked_twice_is_the_same_however_far_it_was_walked_at_first() -> None:
+    whole = list(in_order(rules(), start(), ()))
+    walked = Walked(rules(), start(), ())
+    assert list(itertools.islice(walked, 3)) == whole[:3]
+    one, other = iter(walked), iter(walked)
+    assert [ref for pair in zip(one, other, strict=False) for ref in pair] == [ref for ref in whole for _ in range(2)]
+    assert list(walked) == whole
 
 
 def test_a_seal_waits_for_the_oldest_even_if_later_ones_are_there() -> None:
