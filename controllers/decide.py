@@ -253,6 +253,8 @@ def training(view: JobView) -> Iterator[Intent]:
     seal = view.seal
     if seal is None or seal.state is not SealState.READY:
         return
+    if any(view.contradicts(rank) for rank in view.ranks.values()):
+        return  # `controllers.lost` sees to it
     behind = [rank for rank in range(seal.world_size) if _applied(view, rank) != seal.token]
     if not behind and not is_witnessed(view, seal.token):
         yield from gathering(view, seal.token)

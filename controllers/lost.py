@@ -38,6 +38,8 @@ def _ahead(view: JobView) -> str:
     head = view.head
     for rank in view.ranks.values():
         applied = rank.applied
+        if view.contradicts(rank):
+            return f"rank {rank.rank} has trained another batch as step {head.step + 1} than the store names: it was put back to step {head.step}"
         if applied is not None and applied.lineage == head.lineage and applied.step > head.step + 1:
             return f"rank {rank.rank} has trained up to step {applied.step}, which the store does not know: it was put back to step {head.step}"
     return ""

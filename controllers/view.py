@@ -15,10 +15,21 @@ from controllers.turns import turn
 from gcore.config import JobSpec
 from gcore.ledger import carried
 from gcore.ledger.balance import StepLayout, balance
+from gcore.ledger.content import content_sha256
 from gcore.ledger.epochs import standing
 from gcore.ledger.job import NodeRecord
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records import EndedRef, EpochRecord, Head, LogEntry, Offer, OfferedGroup, Seal, SealedGroup
+from gcore.ledger.records import (
+    EndedRef,
+    EpochRecord,
+    Head,
+    LogEntry,
+    Offer,
+    OfferedGroup,
+    Seal,
+    SealedGroup,
+    SealState,
+)
 from gcore.ledger.rules import is_over
 from gcore.ledger.stream import (
     Choice,
@@ -60,6 +71,7 @@ class RankView:
     """Group digest -> indexes of its samples."""
     applied: Token | None = None
     content: bytes = b""
+    """What was applied (`gcore.ledger.content`); empty: it does not say."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     phase: str = ""
     writing: CheckpointWriting | None = None
@@ -240,6 +252,17 @@ class JobView:
     def _unsealed(self) -> tuple[OfferedGroup, ...]:
         sealed = sealed_refs(self._seals)
         return tuple(g for ref, g in sorted(self.holdings.items()) if ref not in sealed)
+
+    def contradicts(self, rank: RankView) -> bool:
+        """Whether `rank` has trained, under the token of the next step's seal, what is not in it.
+
+        A store that was put back to an older state gives tokens out again. A rank that does not say what it has trained is
+        believed.
+        """
+        seal = self.seal
+        if seal is None or seal.state is SealState.OPEN or rank.applied != seal.token or not rank.content:
+            return False
+        return rank.content != self.remembered.get("content", (seal,), lambda: content_sha256(seal))
 
     def layout(self, seal: Seal) -> StepLayout:
         """Which rank takes which sample of `seal`."""

@@ -10,7 +10,6 @@ not what the protocol says with INVALID_ARGUMENT. Does not decide when the proce
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import AsyncIterator, Callable
 from typing import NoReturn
 
@@ -203,14 +202,6 @@ class TrainRankService(train_pb2_grpc.TrainRankServicer):
         refused = feed_state.admit(self._board.state, name)
         if refused is not None:
             await _refused(context, refused)
-
-
-def content_sha256(seal: Seal) -> bytes:
-    """Names what a step trains on: SHA-256 over the seal's group digests, sorted, each followed by a newline."""
-    h = hashlib.sha256()
-    for digest in sorted(group.digest for group in seal.groups):
-        h.update(f"{digest}\n".encode())
-    return h.digest()
 
 
 async def _refused(context: CONTEXT, refused: Refused) -> NoReturn:

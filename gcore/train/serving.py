@@ -29,12 +29,13 @@ from gcore.api.v1 import train_pb2_grpc
 from gcore.clock import Clock
 from gcore.config.algorithms import STORED
 from gcore.errors import GcoreError
+from gcore.ledger.content import content_sha256
 from gcore.rpc_schema import VersionGate
 from gcore.train.feed_state import FeedState, Work, WorldName
 from gcore.train.launch import RankLaunch
 from gcore.train.loading import Loaded, Meet, load
 from gcore.train.report import StepResult
-from gcore.train.service import RankBoard, TrainRankService, content_sha256
+from gcore.train.service import RankBoard, TrainRankService
 from gcore.train.writing import CHECKPOINT, CheckpointWriter
 from gcore.worker.child import Control
 

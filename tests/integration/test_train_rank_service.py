@@ -16,10 +16,11 @@ from gcore.api.v1 import train_pb2 as pb
 from gcore.api.v1 import train_pb2_grpc
 from gcore.clock import SystemClock
 from gcore.ledger.balance import balance
+from gcore.ledger.content import content_sha256
 from gcore.ledger.records import Seal, SealedGroup
 from gcore.train.feed_state import FeedState, Work, WorldName
 from gcore.train.report import StepResult
-from gcore.train.service import RankBoard, TrainRankService, content_sha256
+from gcore.train.service import RankBoard, TrainRankService
 from gcore.types import Group, PromptRef, Sample, Version, VersionSpan
 
 ME = pb.WorldId(job_uid="j", world="w", lineage=0)

@@ -184,9 +184,7 @@ class SimulatedLinks(RankLinks):
             while True:
                 changed.clear()
                 try:
-                    state, content, checkpoint = await self._ask(
-                        there, lambda: (there.state, there.content, there.checkpoint)
-                    )
+                    state, checkpoint = await self._ask(there, lambda: (there.state, there.checkpoint))
                 except NotConnected:
                     await asyncio.sleep(0.5)
                     continue
@@ -194,7 +192,7 @@ class SimulatedLinks(RankLinks):
                     if checkpoint is not None:
                         self.saved[checkpoint[0]] = SavedCheckpoint(*checkpoint)
                     held = {digest: frozenset(samples) for digest, samples in state.held.items()}
-                    self._show(RankView(rank, state.holding, held, state.applied, str(content).encode()))
+                    self._show(RankView(rank, state.holding, held, state.applied))
                 try:
                     async with asyncio.timeout(4.0):
                         await changed.wait()

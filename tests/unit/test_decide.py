@@ -41,6 +41,7 @@ from gcore.ledger import chain
 from gcore.ledger.balance import balance
 from gcore.ledger.chain import Writer
 from gcore.ledger.collectives import Agreed, Part
+from gcore.ledger.content import content_sha256
 from gcore.ledger.guarded import Stored
 from gcore.ledger.job import (
     EnginePlace,
@@ -384,6 +385,20 @@ def test_ranks_that_are_further_than_a_store_that_was_put_back_mean_rollback() -
     assert "put back to step 0" in action.reason
     assert actions(with_rank_at(Token(0, 1, 1))) == []  # trained, and not committed yet
     assert actions(with_rank_at(Token(1, 9, 1))) == []  # of another world than head's
+
+
+def test_a_rank_that_trained_another_batch_under_the_same_token_means_rollback() -> None:
+    """A store that was put back by one commit gives its token out again, for other groups."""
+    view, seal = sealed(running(), ready=True)
+
+    def trained(content: bytes) -> JobView:
+        return replace(view, ranks={rank: RankView(rank, applied=seal.token, content=content) for rank in range(2)})
+
+    assert Commit in map(type, actions(trained(content_sha256(seal))))
+    assert Commit in map(type, actions(trained(b""))), "one that does not say"
+    (action,) = actions(trained(content_sha256(seal.model_copy(update={"groups": ()}))))
+    assert isinstance(action, Rollback)
+    assert "another batch" in action.reason
 
 
 def test_a_rank_that_has_not_started_yet_is_waited_for() -> None:
