@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from operator import is_
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -31,11 +32,7 @@ class Remembered:
     def get(self, name: Hashable, sources: tuple[object, ...], work: Callable[[], T]) -> T:
         """What `work` gives, or gave from these very `sources`. It may follow from nothing else."""
         known = self._known.get(name)
-        if known is None or len(known.sources) != len(sources) or not all(map(_same, known.sources, sources)):
+        if known is None or len(known.sources) != len(sources) or not all(map(is_, known.sources, sources)):
             known = self._known[name] = _Known(sources, work())
         result: T = known.result
         return result
-
-
-def _same(one: object, other: object) -> bool:
-    return one is other

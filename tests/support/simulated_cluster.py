@@ -36,6 +36,7 @@ from simulated_workers import Engine, Floor, Rank, Worker
 from virtual_time import NothingLeft, Process, ProcessClock, VirtualLoop
 
 from controllers.decide import decide
+from controllers.life import Belongings, Life
 from controllers.waiting import waiting_for
 from controllers.wire import Daemon
 from gcore.config import NodeConfig
@@ -125,24 +126,31 @@ class SimulatedDaemon(Daemon):
         )
         super().__init__(config, node.clock)
         self._node = node
-        self._health = SimpleNamespace(set=_nothing)
 
     async def run(self) -> None:
         with contextlib.suppress(asyncio.CancelledError):
             while True:
-                await self._life(self._node.store, self._node.name, "")
+                await SimulatedLife(self._own, self._node).run()
 
     def runners(self) -> list[Any]:
         """Of its jobs."""
-        return list(self._runners.values())
+        return list(self._own.runners.values())
 
-    def _new_runner(self, uid: str, store: Any, identity: Any, cluster: Any) -> Any:
+
+class SimulatedLife(Life):
+    """`controllers.life.Life` with jobs that reach simulated workers."""
+
+    def __init__(self, own: Belongings, node: Node) -> None:
+        super().__init__(own, node.store, node.name, "", _nothing)
+        self._node = node
+
+    def _new_runner(self, uid: str, identity: Any) -> Any:
         whole, land = self._node.cluster, self._node.cluster.land
         waits = hasty(land.chance, lambda: whole.story.hasty if whole.faulty else 0.0)
-        return SimulatedJob(identity, store, cluster, self._node.clock, land, waits, self._config)
+        return SimulatedJob(identity, self._node.store, self._cluster, self._node.clock, land, waits, self._config)
 
 
-async def _nothing(*_: object) -> None:
+async def _nothing(_: bool) -> None:
     return None
 
 
@@ -306,6 +314,10 @@ class SimulatedCluster:
         return node
 
 
+def _belongings(config: NodeConfig, clock: Any) -> Belongings:
+    return Belongings(config, clock, _METRICS)
+
+
 @contextlib.contextmanager
 def in_place(cluster: SimulatedCluster) -> Iterator[None]:
     """Production's few ways out of this process lead into the simulation meanwhile: names by chance, and processes."""
@@ -322,11 +334,11 @@ def in_place(cluster: SimulatedCluster) -> Iterator[None]:
                 continue
             stack.enter_context(mock.patch(f"{module}.uuid", Names))
         # It would collect garbage, and here all controllers are one process.
-        stack.enter_context(mock.patch("controllers.wire.give_back"))
-        stack.enter_context(mock.patch("controllers.wire.Metrics", return_value=_METRICS))
+        stack.enter_context(mock.patch("controllers.life.give_back"))
+        stack.enter_context(mock.patch("controllers.wire.Belongings", _belongings))
         speak(NEWEST_VERSION)
         stack.enter_context(mock.patch("controllers.staffing.is_running", cluster.is_running))
-        for module in ("controllers.driving", "controllers.wire"):
+        for module in ("controllers.driving", "controllers.life"):
             stack.enter_context(mock.patch(f"{module}.send_signal", cluster.signalled))
         # A story may have more misfortune than a real job should live through, and less log.
         stack.enter_context(mock.patch("controllers.ending.MAX_FRUITLESS_ROLLBACKS", 1000))

@@ -1,6 +1,6 @@
 """A controller of the simulated cluster: production's driver, deeds, decisions, peer and session over simulated messages.
 
-One life is one incarnation under one lease, as in `controllers.wire`; what a job's controller is made of is what
+One life is one incarnation under one lease, as in `controllers.life`; what a job's controller is made of is what
 `controllers.job` makes it of. Simulated are only the ends: prompts come from nowhere, engines and ranks are those of
 `simulated_workers`, and starting a worker starts a simulated one. Nothing here decides, seals or commits.
 """
