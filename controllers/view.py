@@ -27,18 +27,17 @@ from gcore.ledger.records import (
     Offer,
     OfferedGroup,
     Seal,
-    SealedGroup,
     SealState,
 )
 from gcore.ledger.rules import is_over
 from gcore.ledger.stream import (
     Choice,
     Offered,
+    OfferedPart,
     StreamRules,
     Walked,
     choose,
     due,
-    groups_of,
     sealed_refs,
 )
 from gcore.reward.pace import Scoring
@@ -152,14 +151,18 @@ class JobView:
     @cached_property
     def offered(self) -> Offered:
         """All live offers, ref by ref."""
-        offers = [stored.record for stored in self.mirror.offers.values()]
-        return self.remembered.get(
-            "offered", self._batch, lambda: Offered.collect(self.rules, self.head, offers, self._named)
-        )
+        return self.remembered.get("offered", self._batch, self._offered)
 
-    def _named(self, offer: Offer) -> tuple[SealedGroup, ...]:
+    def _offered(self) -> Offered:
+        offers = sorted((stored.record for stored in self.mirror.offers.values()), key=lambda one: one.incarnation)
+        return Offered.join([self._part(offer) for offer in offers])
+
+    def _part(self, offer: Offer) -> OfferedPart:
         # When one peer writes its offer, those of all others are what they were.
-        return self.remembered.get(("offer", offer.incarnation), (offer,), lambda: groups_of(offer))
+        sources = (offer, self.rules, self.mirror.head)
+        return self.remembered.get(
+            ("offer", offer.incarnation), sources, lambda: OfferedPart.of(self.rules, self.head, offer)
+        )
 
     @cached_property
     def due(self) -> tuple[PromptRef, ...]:

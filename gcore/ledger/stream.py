@@ -15,7 +15,7 @@ Pure. Knows nothing of who works on which shard, nor of time.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gcore.ledger.ancestry import is_acceptable, is_ancestor
@@ -38,6 +38,7 @@ __all__ = [
     "Found",
     "NotYet",
     "Offered",
+    "OfferedPart",
     "SealNow",
     "Short",
     "StreamRules",
@@ -45,7 +46,6 @@ __all__ = [
     "choose",
     "concluded",
     "due",
-    "groups_of",
     "held_by",
     "in_order",
     "refuse_seal",
@@ -100,8 +100,42 @@ class Walked(Iterable[PromptRef]):
 
 
 @dataclass(frozen=True, slots=True)
+class OfferedPart:
+    """One live offer, seen ref by ref; what is not acceptable for the step is left out."""
+
+    groups: Mapping[PromptRef, SealedGroup]
+    outcomes: Mapping[PromptRef, EndedRef]
+    in_flight: Mapping[PromptRef, Version]
+
+    @classmethod
+    def of(cls, rules: StreamRules, head: Head, offer: Offer) -> OfferedPart:
+        """Of two groups of one ref the first counts."""
+        step = head.step + 1
+        fits: dict[tuple[Version, ...], bool] = {}
+        """By versions, of which many groups have few."""
+        groups: dict[PromptRef, SealedGroup] = {}
+        for group in reversed(offer.groups):
+            if group.versions not in fits:
+                fits[group.versions] = is_acceptable(head, step, group.versions, rules.staleness)
+            if fits[group.versions]:
+                groups[group.ref] = held_by(group, offer.incarnation)
+        # Outcomes need ancestry, no staleness bound; a prompt that failed before it was generated has no version.
+        outcomes = {
+            one.ref: one
+            for one in reversed(offer.outcomes)
+            if all(is_ancestor(head, version) for version in one.versions)
+        }
+        in_flight = {
+            one.ref: one.version
+            for one in offer.in_flight
+            if is_acceptable(head, step, (one.version,), rules.staleness)
+        }
+        return cls(groups, outcomes, in_flight)
+
+
+@dataclass(frozen=True, slots=True)
 class Offered:
-    """All live offers, seen ref by ref; what is not acceptable for the step is left out."""
+    """All live offers, seen ref by ref."""
 
     groups: Mapping[PromptRef, SealedGroup]
     outcomes: Mapping[PromptRef, EndedRef]
@@ -109,44 +143,25 @@ class Offered:
     """What goes on from step to step and was not offered yet, with the oldest weights it was begun with."""
 
     @classmethod
-    def collect(
-        cls,
-        rules: StreamRules,
-        head: Head,
-        offers: Sequence[Offer],
-        named: Callable[[Offer], Sequence[SealedGroup]] | None = None,
-    ) -> Offered:
-        """Join the offers. Of two holders of one ref the smaller (incarnation, digest) counts; a group beats an outcome.
+    def collect(cls, rules: StreamRules, head: Head, offers: Iterable[Offer]) -> Offered:
+        """Join the offers. Of two holders of one ref the smaller incarnation counts; a group beats an outcome."""
+        ordered = sorted(offers, key=lambda offer: offer.incarnation)
+        return cls.join([OfferedPart.of(rules, head, offer) for offer in ordered])
 
-        `named`: `groups_of`, for who remembers what it made of offers that he has seen before.
-        """
-        step = head.step + 1
+    @classmethod
+    def join(cls, parts: Sequence[OfferedPart]) -> Offered:
+        """Those of all offers, in the order of their incarnations."""
         groups: dict[PromptRef, SealedGroup] = {}
         outcomes: dict[PromptRef, EndedRef] = {}
         in_flight: dict[PromptRef, Version] = {}
-        fits: dict[tuple[Version, ...], bool] = {}
-        """By versions, of which a thousand groups have few."""
-        for offer in sorted(offers, key=lambda o: o.incarnation):
-            for group in (named or groups_of)(offer):
-                if group.versions not in fits:
-                    fits[group.versions] = is_acceptable(head, step, group.versions, rules.staleness)
-                if fits[group.versions] and group.ref not in groups:
-                    groups[group.ref] = group
-            for ended in offer.outcomes:
-                # Outcomes need ancestry, no staleness bound; a prompt that failed before it was generated has no version.
-                if ended.ref not in outcomes and all(is_ancestor(head, v) for v in ended.versions):
-                    outcomes[ended.ref] = ended
-            for one in offer.in_flight:
-                if is_acceptable(head, step, (one.version,), rules.staleness):
-                    in_flight[one.ref] = min(one.version, in_flight.get(one.ref, one.version))
+        for part in reversed(parts):  # the first counts, so it comes last
+            groups.update(part.groups)
+            outcomes.update(part.outcomes)
+            for ref, version in part.in_flight.items():
+                in_flight[ref] = min(version, in_flight.get(ref, version))
         outcomes = {ref: ended for ref, ended in outcomes.items() if ref not in groups}
         going_on = {ref: version for ref, version in in_flight.items() if ref not in groups and ref not in outcomes}
         return cls(groups, outcomes, going_on)
-
-
-def groups_of(offer: Offer) -> tuple[SealedGroup, ...]:
-    """The offer's groups as a seal names them."""
-    return tuple(held_by(group, offer.incarnation) for group in offer.groups)
 
 
 def held_by(group: OfferedGroup, holder: str) -> SealedGroup:
