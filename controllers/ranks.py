@@ -8,9 +8,10 @@ the older of its schema version and this process's.
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import grpc
@@ -56,6 +57,31 @@ class _Line:
     task: asyncio.Task[None]
 
 
+class Held(Mapping[str, frozenset[int]]):
+    """What a rank holds: as its stream last said, and as its answers to feeds of the same token did, which may be newer.
+
+    Read when somebody asks. A rank's word is as long as what it holds, and while a batch comes from many peers most of its
+    words are overtaken by the next before this controller looks.
+    """
+
+    def __init__(self, told: Iterable[pb.HeldGroup], answered: Mapping[str, frozenset[int]]) -> None:
+        self._told = told
+        self._answered = answered
+
+    @functools.cached_property
+    def _read(self) -> Mapping[str, frozenset[int]]:
+        return _joined(read_held(self._told), self._answered)
+
+    def __getitem__(self, digest: str) -> frozenset[int]:
+        return self._read[digest]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._read)
+
+    def __len__(self) -> int:
+        return len(self._read)
+
+
 class RankLinks:
     """Lines to the ranks of the current world. `aim` says which those are."""
 
@@ -67,13 +93,18 @@ class RankLinks:
         self._closing: set[asyncio.Task[None]] = set()
         self._defect: BaseException | None = None
         self.views: dict[int, RankView] = {}
+        """Replaced, never changed."""
+        self._told: dict[int, tuple[Token | None, Sequence[pb.HeldGroup]]] = {}
+        """By rank: what it holds, as its stream last said."""
+        self._answered: dict[int, tuple[Token | None, Mapping[str, frozenset[int]]]] = {}
+        """By rank: what it holds, as its answers to feeds said."""
         self.saved: dict[Version, SavedCheckpoint] = {}
 
     def aim(self, world: WorldName | None, addresses: Mapping[int, str]) -> None:
         """Talk to these ranks of this world from now on."""
         if world != self._world:
             self._world = world
-            self.views = {}
+            self.views, self._told, self._answered = {}, {}, {}
             for rank in list(self._lines):
                 self._drop(rank)
         for rank in list(self._lines):
@@ -172,10 +203,12 @@ class RankLinks:
             await self._clock.sleep(RECONNECT_S)
 
     def _note(self, rank: int, state: pb.RankState) -> None:
+        holding = read_token(state.holding) if state.HasField("holding") else None
+        self._told[rank] = holding, state.held
         view = RankView(
             rank=rank,
-            holding=read_token(state.holding) if state.HasField("holding") else None,
-            held=read_held(state.held),
+            holding=holding,
+            held=self._held(rank, holding),
             applied=read_token(state.applied) if state.HasField("applied") else None,
             content=state.report.content_sha256,
             metrics=dict(state.report.metrics),
@@ -194,13 +227,18 @@ class RankLinks:
     def _note_held(self, rank: int, token: Token, held: Iterable[pb.HeldGroup]) -> None:
         view = self.views.get(rank, RankView(rank))
         if view.holding is None or view.holding <= token:
-            self._show(replace(view, holding=token, held=read_held(held)))
+            known = self._answered.get(rank)
+            before = known[1] if known is not None and known[0] == token else {}
+            self._answered[rank] = token, _joined(before, read_held(held))
+            self._show(replace(view, holding=token, held=self._held(rank, token)))
+
+    def _held(self, rank: int, token: Token | None) -> Held:
+        """What a rank holds of one token only grows, but its answers and its stream overtake each other."""
+        told_of, told = self._told.get(rank, (None, ()))
+        answered_of, answered = self._answered.get(rank, (None, {}))
+        return Held(told if told_of == token else (), answered if answered_of == token else {})
 
     def _show(self, view: RankView) -> None:
-        """What a rank holds of one token only grows, but its answers and its stream overtake each other."""
-        known = self.views.get(view.rank)
-        if known is not None and known.holding is not None and known.holding == view.holding:
-            view = replace(view, held=_joined(known.held, view.held))
         self.views = {**self.views, view.rank: view}
         self._on_change()
 

@@ -201,6 +201,15 @@ class SimulatedLinks(RankLinks):
         finally:
             there.listeners.pop(key, None)
 
+    def _show(self, view: RankView) -> None:
+        """As production's does: what a rank holds of one token only grows."""
+        known = self.views.get(view.rank)
+        if known is not None and known.holding is not None and known.holding == view.holding:
+            digests = {*known.held, *view.held}
+            held = {d: known.held.get(d, frozenset()) | view.held.get(d, frozenset()) for d in digests}
+            view = replace(view, held=held)
+        super()._show(view)
+
     def _note_listing(self, rank: int, token: Token, held: Mapping[str, frozenset[int]]) -> None:
         view = self.views.get(rank, RankView(rank))
         if view.holding is None or view.holding <= token:
