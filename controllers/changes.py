@@ -7,15 +7,17 @@ from collections.abc import Callable
 
 REST = 2.0
 LONGEST_REST_S = 0.05
+OFF_DUTY = 4.0
+"""So many times as long rests who has nothing to do before others have done what comes next."""
 
 
-def rest_s(took: float) -> float:
+def rest_s(took: float, *, off_duty: bool = False) -> float:
     """Seconds that whoever needed `took` seconds to look at everything lets pass before the next look.
 
     Where one look takes long, because there is much to see or many processes share a core, what changes meanwhile is seen
     together, in place of one by one.
     """
-    return min(REST * took, LONGEST_REST_S)
+    return min(REST * took, LONGEST_REST_S) * (OFF_DUTY if off_duty else 1.0)
 
 
 class Changes:

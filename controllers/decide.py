@@ -134,7 +134,7 @@ def offering(view: JobView) -> Iterator[Intent]:
     given up for ever. Of outcomes only so many as one entry takes: the others follow when those are written down.
     """
     stored = view.mirror.offers.get(view.me)
-    sources = (view.holdings, view.outcomes, view.in_flight, stored, view.mirror.seals, view.mirror.head)
+    sources = (view.me, view.holdings, view.outcomes, view.in_flight, stored, view.mirror.seals, view.mirror.head)
     untold = view.remembered.get("untold", sources, lambda: _untold(view, stored.record if stored else None))
     if untold is not None:
         if untold.void or not view.busy:
@@ -229,7 +229,7 @@ def exchanging(view: JobView) -> Iterator[Intent]:
         left = sum(len(samples) for of_rank in missing.values() for samples in of_rank.values())
         why = f"{len(undelivered)} groups were not delivered, and nothing arrived for {EXCHANGE_LIMIT_S:.0f} s"
         yield Intent(Reseal(seal.step, why), f"overdue {seal.token} {left}", view.turn(topic), after=EXCHANGE_LIMIT_S)
-    mine = {g.digest for g in seal.groups if g.holder == view.me}
+    mine = view.held_for(seal)
     for rank, of_rank in missing.items():
         if rank in view.ranks and mine & of_rank.keys() and not lost:
             yield Intent(Feed(rank, seal.token), f"feed {rank} {seal.token}")

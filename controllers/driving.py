@@ -12,6 +12,7 @@ from typing import Protocol
 
 from controllers.changes import Changes, rest_s
 from controllers.cluster import ClusterMirror
+from controllers.coalescing import stands_by
 from controllers.decide import decide
 from controllers.deeds import LOOK_AGAIN_S, Deeds
 from controllers.engines import EngineBook
@@ -137,7 +138,8 @@ class Driver:
                     delays.append(max(ripe_at - now, 0.01))
             self._deeds.forget_what_is_over(now)
             if not acted:
-                rest = min(rest_s(self._clock.monotonic() - began), *delays)
+                took = self._clock.monotonic() - began
+                rest = min(rest_s(took, off_duty=stands_by(view)), *delays)
                 changed = self._job.changes.count
                 if rest > 0:
                     await self._clock.sleep(rest)

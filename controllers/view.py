@@ -271,6 +271,13 @@ class JobView:
         """Which rank takes which sample of `seal`."""
         return self.remembered.get("layout", (seal,), lambda: balance(seal))
 
+    def held_for(self, seal: Seal) -> frozenset[str]:
+        """The digests of the groups of `seal` that this peer brings."""
+        groups = seal.groups
+        return self.remembered.get(
+            "held for", (seal, self.me), lambda: frozenset(group.digest for group in groups if group.holder == self.me)
+        )
+
     def missing(self, seal: Seal, rank: int) -> Mapping[str, set[int]]:
         """What `rank` has not reported of its share: group digest -> sample indexes."""
         known = self.ranks.get(rank)

@@ -29,11 +29,11 @@ from controllers.actions import (
     Warn,
 )
 from controllers.assignment import assign_shards
-from controllers.coalescing import COALESCE_S, GROUPS_S, OUTCOME_S
+from controllers.coalescing import COALESCE_S, GROUPS_S, OUTCOME_S, stands_by
 from controllers.decide import EXCHANGE_LIMIT_S, decide
 from controllers.ending import MAX_FRUITLESS_ROLLBACKS, NODE_GRACE_S
 from controllers.housekeeping import KEEP_LOG, PRUNE_AT, checkpointing, telling
-from controllers.turns import TURN_SECONDS, Waits, turn
+from controllers.turns import TURN_SECONDS, Waits, order, turn
 from controllers.view import CheckpointWriting, EngineView, JobView, RankView, SavedCheckpoint
 from controllers.waiting import ranks_of, waiting_for, weights_of
 from gcore.config import parse_spec
@@ -385,6 +385,24 @@ def test_ranks_that_are_further_than_a_store_that_was_put_back_mean_rollback() -
     assert "put back to step 0" in action.reason
     assert actions(with_rank_at(Token(0, 1, 1))) == []  # trained, and not committed yet
     assert actions(with_rank_at(Token(1, 9, 1))) == []  # of another world than head's
+
+
+def test_whoever_is_not_first_in_what_follows_stands_by_once_it_has_fed_its_part() -> None:
+    members = {
+        f"node-{i}.x": stored(Member(incarnation=f"node-{i}.x", node=f"node-{i}", address="a:1")) for i in range(8)
+    }
+    view, seal = sealed(with_mirror(running(), members=members), holder="node-3.x")
+    topics = (f"ready {seal.token}", f"exchange {seal.token}")
+    first = {order(members, topic)[0] for topic in topics}
+    assert {me for me in members if not stands_by(replace(view, me=me))} == {*first, "node-3.x"}, "it has not fed yet"
+    fed = holding(view, seal, ranks=(0,))
+    assert not stands_by(replace(fed, me="node-3.x"))
+    whole = holding(view, seal)
+    assert {me for me in members if not stands_by(replace(whole, me=me))} == first
+    assert not any(stands_by(replace(whole, me=me, under_way=frozenset({f"feed 0 {seal.token}"}))) for me in members)
+    assert not any(stands_by(replace(sealed(view, ready=True)[0], me=me)) for me in members)
+    assert not stands_by(running()), "nothing is sealed"
+    assert not stands_by(with_mirror(running(), head=None)), "nothing has begun"
 
 
 def test_a_rank_that_trained_another_batch_under_the_same_token_means_rollback() -> None:
