@@ -19,12 +19,15 @@ import sys
 import time
 import traceback
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from measured import ROOT, circumstances, write
 
 CHUNK = 20
+CHUNKS_OF_A_PROCESS = 10
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,18 @@ def summary(played: list[Played], first: int, took_s: float) -> dict[str, Any]:
     }
 
 
+def everywhere(chunks: Sequence[list[int]], processes: int) -> Iterator[list[Played]]:
+    """What becomes of each chunk, on so many processes, which are new ones after some chunks: their memory grows.
+
+    An executor that replaces its processes itself (`max_tasks_per_child`) may stand still for ever (cpython 115634), and a
+    `multiprocessing.Pool` does when one of its processes is killed. Raises BrokenProcessPool then.
+    """
+    lot = CHUNKS_OF_A_PROCESS * processes
+    for start in range(0, len(chunks), lot):
+        with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as executor:
+            yield from executor.map(play, chunks[start : start + lot])
+
+
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -126,17 +141,15 @@ def main() -> None:
     seeds = list(range(options.first, options.first + options.seeds))
     chunks = [seeds[start : start + CHUNK] for start in range(0, len(seeds), CHUNK)]
     began, played = time.monotonic(), list[Played]()
-    # Not concurrent.futures': its executor stands still for ever when a process has done its last task (cpython 115634).
-    with multiprocessing.get_context("spawn").Pool(options.processes, maxtasksperchild=10) as pool:
-        for found in pool.imap(play, chunks):
-            played += found
-            for one in found:
-                if one.wrong:
-                    print(one.wrong, flush=True)
-                    print(f"\nseed {one.seed} FAILED; again: make sim FIRST={one.seed} SEEDS=1\n", flush=True)
-            failed = sum(bool(one.wrong) for one in played)
-            took = time.monotonic() - began
-            print(f"{len(played)} of {len(seeds)} seeds, {failed} failed, {took:.0f} s", flush=True)
+    for found in everywhere(chunks, options.processes):
+        played += found
+        for one in found:
+            if one.wrong:
+                print(one.wrong, flush=True)
+                print(f"\nseed {one.seed} FAILED; again: make sim FIRST={one.seed} SEEDS=1\n", flush=True)
+        failed = sum(bool(one.wrong) for one in played)
+        took = time.monotonic() - began
+        print(f"{len(played)} of {len(seeds)} seeds, {failed} failed, {took:.0f} s", flush=True)
     if options.seeds > 1:
         write("sim", summary(played, options.first, time.monotonic() - began))
     if any(one.wrong for one in played):

@@ -32,10 +32,10 @@ from controllers.carrying import EVALUATION_PATIENCE_S, expiring, is_misnamed, n
 from controllers.coalescing import COALESCE_S, patience_s
 from controllers.ending import despairing, finishing, recovering
 from controllers.forming import growing, held_for_growth, replanning, short_of_slots, taking_stock
-from controllers.housekeeping import SETTLE_S, beginning, checkpointing, pruning, telling
+from controllers.housekeeping import beginning, checkpointing, pruning, warning
 from controllers.spreading import bringing, discarding, gathering, is_spread, is_witnessed, saying, spreading
 from controllers.sweeping import forgetting, sweeping
-from controllers.turns import turn
+from controllers.turns import SETTLE_S, turn
 from controllers.view import JobView
 from gcore.ledger.job import JobPhase
 from gcore.ledger.records import Assignment, Offer, Seal, SealState
@@ -72,7 +72,7 @@ def decide(view: JobView) -> tuple[Intent, ...]:
         exchanging,
         training,
         checkpointing,
-        telling,
+        warning,
         pruning,
         sweeping,
         forgetting,
@@ -206,7 +206,7 @@ def sealing(view: JobView) -> Iterator[Intent]:
     elif isinstance(chosen, AccountNow):
         yield Intent(Account(chosen.outcomes), f"account {head.seq}", view.turn(topic))
     elif isinstance(chosen, Short):
-        why = why_short(view.rules, head, chosen, [stored.record for stored in view.mirror.log.values()])
+        why = why_short(view.rules, head, chosen, view.log.values())
         yield Intent(SetPhase(JobPhase.FAILED, why, at_head=True), f"short {head.seq}", view.turn(topic))
 
 

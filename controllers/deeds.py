@@ -48,6 +48,7 @@ MOVES_MUCH = (
 """What reads or writes many bytes."""
 LOOK_AGAIN_S = 0.2
 """After a lost compare or an unknown answer, until the action is tried again if nothing was heard."""
+STOP_S = 2.0
 HEARD_WITHIN_S = 5.0
 """A deed that was done and is not heard of for so long is decided on again."""
 
@@ -105,10 +106,13 @@ class Deeds:
         if self._defect is not None:
             raise self._defect
 
-    def cancel(self) -> None:
-        """Give up what is under way."""
-        for task in self._background.values():
+    async def stop(self) -> None:
+        """Give up what is under way, and let it end, for a moment: a publication lets its engine go on."""
+        tasks = tuple(self._background.values())
+        for task in tasks:
             task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=STOP_S)
 
     async def carry_out(self, intent: Intent, view: JobView) -> None:
         """Do it, or begin to."""

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 from controllers.actions import Intent, Rollback, SetPhase
 from controllers.forming import STOCK_PATIENCE_S, state_at_hand, unheard
-from controllers.housekeeping import SETTLE_S
 from controllers.lost import lost_world
 from controllers.spreading import HOLDERS_GRACE_S, newest_is_away
+from controllers.turns import SETTLE_S
 from controllers.view import JobView
 from gcore.emulated.launch import remark
 from gcore.ledger.ancestry import resumable
@@ -36,7 +36,7 @@ def despairing(view: JobView) -> Iterator[Intent]:
     if epoch is None or (view.is_over and head.step > 0):
         return
     if not view.offered.groups and not any(stored.record.groups for stored in view.mirror.seals.values()):
-        why = why_barren(epoch, [stored.record for stored in view.mirror.log.values()])
+        why = why_barren(epoch, view.log.values())
         yield Intent(SetPhase(JobPhase.FAILED, str(why), at_head=True), "barren", view.turn("barren"))
 
 
@@ -65,10 +65,10 @@ def recovering(view: JobView) -> Iterator[Intent]:
 def fruitless_rollbacks(view: JobView) -> int:
     """Rollbacks since the last commit."""
     count = 0
-    for _, entry in sorted(view.mirror.log.items(), reverse=True):
-        if entry.record.kind == "train":
+    for _, entry in sorted(view.log.items(), reverse=True):
+        if entry.kind == "train":
             break
-        count += entry.record.kind == "rollback"
+        count += entry.kind == "rollback"
     return count
 
 

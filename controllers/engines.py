@@ -105,8 +105,7 @@ class EngineBook:
     async def publish(self, instance: str, version: Version, folder: Path) -> None:
         """Bring one engine to `version`. Raises EngineError.
 
-        One that this book brought to what it serves, and that has nothing of it to answer, is asked once. Of any other it is
-        found out what it serves, before and after: a peer may have left it there, or paused.
+        Of one that is met, was distrusted or has failed it is found out first what it serves: a peer may have brought it there.
         """
         line = self._lines.get(instance)
         if line is None:
@@ -115,22 +114,19 @@ class EngineBook:
         line.coming = version
         asked = self._clock.monotonic()
         try:
-            if line.view.version is not None and not line.requests:
-                await line.client.update_weights(str(folder), version, idle=True)
-                served: Version | None = version
-            elif (served := await line.client.served()) != version:
-                await line.client.update_weights(str(folder), version)
-                served = await line.client.served()
-            else:
+            if line.view.version is None and await line.client.served() == version:
                 # Whoever brought it there may have died before it let the engine go on; going on twice does no harm.
                 await line.client.resume()
-            line.view = replace(line.view, version=served)
+            else:
+                await line.client.update_weights(str(folder), version)
+            line.view = replace(line.view, version=version)
             line.pulse = line.pulse.answers(self._clock.monotonic())
         except EngineError as error:
             # What it serves now is anybody's guess: it is asked, and let go on, when this is tried again.
             line.view = replace(line.view, version=None)
             if isinstance(error, EngineUnreachable):
                 line.pulse = line.pulse.in_vain(asked)
+                self._looked = -LOOK_S  # that it is silent is seen before the next try is decided on
             raise
         finally:
             line.coming = None

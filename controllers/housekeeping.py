@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from controllers.actions import BeginEpoch, Intent, Prune, Register, Retain, Warn
 from controllers.spreading import archived, archiving, is_safe
+from controllers.turns import SETTLE_S
 from controllers.view import JobView
 from gcore.ledger import chain, epochs
 from gcore.ledger.ancestry import is_ancestor, resumable
@@ -20,8 +21,6 @@ CHECKPOINT_TROUBLE = "checkpoint"
 """What the last trouble with a checkpoint is called in the store."""
 FOLDER_TROUBLE = "folder"
 """And that with anything else which a train rank writes into the run's folder."""
-SETTLE_S = 1.0
-"""A loss is looked at twice: registrations and claims reach a controller through different watches."""
 KEEP_LOG, PRUNE_AT = 64, 32
 """Newest log entries that stay in the store, and how many older ones make a prune worth while."""
 
@@ -63,7 +62,7 @@ def _kept(view: JobView, head: Head, known: Sequence[Checkpoint]) -> tuple[Check
     return tuple(why_kept(head, known, Retention(policy.keep, policy.keep_every, best_step)))
 
 
-def telling(view: JobView) -> Iterator[Intent]:
+def warning(view: JobView) -> Iterator[Intent]:
     """What the disk does not take must not go by in silence: a checkpoint, which costs no step, and what a step waits for."""
     writing = view.writing
     if writing is not None and writing.error:

@@ -117,7 +117,7 @@ class JobRunner(JobStanding):
                 self._metrics.forget_job(self.mirror.job.record.name)
             self.changes.notify()
             watching.cancel()
-            self._deeds.cancel()
+            await self._deeds.stop()
             await self._reading.stop()
             await self._ranks.close()
 
@@ -225,6 +225,8 @@ class JobRunner(JobStanding):
                 for task in tasks:
                     task.cancel()
         finally:
+            # First of all what is being published: it lets its engine go on.
+            await self._deeds.stop()
             await peer.close()
             await self._engines.close()
             await orders.close()

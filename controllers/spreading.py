@@ -20,7 +20,7 @@ from controllers.actions import (
     Intent,
     SayFolder,
 )
-from controllers.turns import order
+from controllers.turns import SETTLE_S, order
 from controllers.view import JobView, SavedCheckpoint
 from controllers.world_start import start_checkpoint
 from gcore.ledger.ancestry import is_ancestor, resumable
@@ -35,8 +35,6 @@ REPAIR_PATIENCE_S = 60.0
 """And so long is a node missed before another gets a copy in its stead."""
 GATHER_PATIENCE_S = 2.0
 """And so long to fetch the receipts of a step, which waits for them."""
-SETTLE_S = 1.0
-"""What is old is looked at twice."""
 HOLDERS_GRACE_S = 300.0
 """A world that is to start from a checkpoint which no node has that is there waits so long for one to come back."""
 

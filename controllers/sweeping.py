@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from controllers.actions import ForgetEvaluations, Intent, Sweep
-from controllers.housekeeping import SETTLE_S
 from controllers.spreading import archived_evaluations, archiving
+from controllers.turns import SETTLE_S
 from controllers.view import JobView
 from gcore.ledger.sweeping import MOST_SWEPT, superfluous, superfluous_evaluations
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 TURN_SECONDS = 1.0
 """How long each peer leaves the one before it."""
+SETTLE_S = 1.0
+"""A loss is looked at twice: registrations and claims reach a controller through different watches."""
 
 
 def order(members: Iterable[str], topic: str) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ offered, responses in flight go on over the change of weights, and both come bef
 Taking what finishes first leans towards short answers only if the long ones never come. So that they come, nothing new
 is issued while k + 1 quotas are offered or in flight: what is issued now then has its turn before it is too old. And a
 seal waits for what would be too old after it; of what must be trained within j more steps, j quotas can wait, the rest
-is taken now. The wait is bounded by whoever holds the prompt (`controllers.decide.expiring`).
+is taken now. The wait is bounded by whoever holds the prompt (`controllers.carrying.expiring`).
 
 Pure. Staleness 0 is `gcore.ledger.stream`'s; who works on which shard, and time, are known to neither.
 """

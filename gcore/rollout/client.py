@@ -28,6 +28,7 @@ from gcore.types import FinishReason, Sample, Version, VersionSpan
 BIG_ANSWER_BYTES = 256 * 1024
 """An answer from this size on is parsed off the event loop."""
 CONNECT_S = 5.0
+CONTINUE = "/continue_generation"
 QUICK_S = 15.0
 """For what an engine answers off hand, whatever it is at: which weights it serves."""
 MOST_GENERATING = 512
@@ -123,23 +124,15 @@ class EngineClient:
         """End everything that the engine runs or has waiting."""
         await self._call("POST", "/abort_request", {"rid": "", "abort_all": True})
 
-    async def update_weights(self, path: str, version: Version, *, idle: bool = False) -> None:
+    async def update_weights(self, path: str, version: Version) -> None:
         """Serve the weights in folder `path`, called `version`, from the next token on. Raises EngineError if refused.
 
         What runs is taken back into the queue meanwhile, and goes on under the new weights with its tokens so far: an
-        engine that is not paused lets everything run to its end first, and a cache of the old weights would be wrong.
-        With `idle` the caller says that nothing runs and nobody has paused it: then it is one request, not three.
+        engine that is not paused lets everything run to its end first, and a cache of the old weights would be wrong. That
+        nothing of one's own runs there says nothing about others, so it is paused always.
         After a refusal the engine may hold a mixture of weights; it is not to be used before another update succeeds.
         """
         body = {"model_path": path, "weight_version": str(version), "flush_cache": True}
-        if idle:
-            answer = await self._parsed(await self._call("POST", "/update_weights_from_disk", body))
-        else:
-            answer = await self._while_paused(body)
-        if not (isinstance(answer, dict) and answer.get("success") is True):
-            raise EngineError(f"the engine did not take version {version} ({answer})", where=self.base_url)
-
-    async def _while_paused(self, body: Mapping[str, Any]) -> Any:
         try:
             await self.pause("retract")
             answer = await self._parsed(await self._call("POST", "/update_weights_from_disk", body))
@@ -149,7 +142,8 @@ class EngineClient:
                 await self.resume()
             raise
         await self.resume()
-        return answer
+        if not (isinstance(answer, dict) and answer.get("success") is True):
+            raise EngineError(f"the engine did not take version {version} ({answer})", where=self.base_url)
 
     async def call_weights(self, version: Version) -> None:
         """Call the weights that are served `version`; they stay as they are. Raises EngineError."""
@@ -160,8 +154,8 @@ class EngineClient:
         await self._call("POST", "/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
-        """Go on after a pause."""
-        await self._call("POST", "/continue_generation", {})
+        """Go on after a pause. Also after `close`: whoever has paused an engine lets it go on, even if it is another's by now."""
+        await self._call("POST", CONTINUE, {})
 
     async def info(self) -> EngineInfo:
         """The served version and the load. Raises EngineError, EngineUnreachable."""
@@ -194,7 +188,7 @@ class EngineClient:
         return True
 
     async def close(self) -> None:
-        """Close all connections. What is under way fails with EngineUnreachable."""
+        """Close all connections, that of a request under way once it has its answer; nothing more is asked."""
         self._closed = True
         await self._transport.aclose()
 
@@ -217,7 +211,7 @@ class EngineClient:
     async def _call(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, *, quick: bool = False
     ) -> httpx.Response:
-        if self._closed:
+        if self._closed and path != CONTINUE:
             raise EngineUnreachable(f"the line to the engine is closed ({path})", where=self.base_url)
         url = self._urls.get(path) or self._urls.setdefault(path, httpx.URL(self.base_url + path))
         limit = self._quick if quick else self._limit

@@ -43,6 +43,7 @@ class PlainTransport(httpx.AsyncBaseTransport):
 
     def __init__(self) -> None:
         self._idle: list[_Line] = []
+        self._closed = False
         self._tls: ssl.SSLContext | None = None
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
@@ -66,7 +67,7 @@ class PlainTransport(httpx.AsyncBaseTransport):
         except h11.RemoteProtocolError as error:
             raise httpx.RemoteProtocolError(str(error), request=request) from error
         finally:
-            if kept and len(self._idle) < MOST_IDLE:
+            if kept and not self._closed and len(self._idle) < MOST_IDLE:
                 now = asyncio.get_running_loop().time()
                 self._idle.append(_Line(line.reader, line.writer, line.protocol, now))
             else:
@@ -98,7 +99,8 @@ class PlainTransport(httpx.AsyncBaseTransport):
         return _Line(reader, writer, h11.Connection(h11.CLIENT), 0.0)
 
     async def aclose(self) -> None:
-        """Close what is idle."""
+        """Close what is idle, and what is under way once it has its answer."""
+        self._closed = True
         while self._idle:
             self._idle.pop().writer.close()
 

@@ -94,7 +94,9 @@ class RankBoard:
     def message(self) -> pb.RankState:
         """As the protocol says it."""
         message = write_state(self.state)
-        message.phase, message.progress, message.error = self.phase, self.progress, self.error
+        # The training thread may still tell of its phase; a failure stands.
+        message.phase = "failed" if self.error else self.phase
+        message.progress, message.error = self.progress, self.error
         message.trouble = self.trouble
         if self._report is not None:
             message.report.CopyFrom(self._report)
@@ -110,12 +112,13 @@ class RankBoard:
         Changes that come within `COALESCE_S` are one message: a batch comes from all controllers at once, and each of them
         would be told of each of its parts.
         """
+        self._said = None  # who comes is told what is, also what was not worth a message
         while True:
             if self._said is None:
                 self._said = self.message()
             changed, message = self._changed, self._said
             yield message
-            if message.phase == "failed":
+            if message.error:
                 return
             said = self._clock.monotonic()
             await changed.wait()

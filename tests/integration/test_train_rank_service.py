@@ -18,9 +18,11 @@ from gcore.clock import SystemClock
 from gcore.ledger.balance import balance
 from gcore.ledger.content import content_sha256
 from gcore.ledger.records import Seal, SealedGroup
+from gcore.testing import FakeClock
 from gcore.train.feed_state import FeedState, Work, WorldName
 from gcore.train.report import StepResult
-from gcore.train.service import RankBoard, TrainRankService
+from gcore.train.service import COALESCE_S, RankBoard, TrainRankService
+from gcore.train.writing import Writing
 from gcore.types import Group, PromptRef, Sample, Version, VersionSpan
 
 ME = pb.WorldId(job_uid="j", world="w", lineage=0)
@@ -205,3 +207,47 @@ async def test_a_slow_watcher_gets_the_newest_state_and_holds_nobody_up(served: 
     while last.progress < 1000:
         last = await asyncio.wait_for(stream.read(), 10)
     assert last.progress == 1000
+
+
+async def test_watchers_hear_of_a_failure_even_if_the_training_thread_still_tells_how_far_it_is() -> None:
+    clock = FakeClock()
+    board = RankBoard(FeedState(WorldName("j", "w", 0), 0, 1, 0), clock)
+    heard: list[tuple[str, str]] = []
+
+    async def watch() -> None:
+        heard.extend([(message.phase, message.error) async for message in board.messages()])
+
+    watching = asyncio.create_task(watch())
+    await clock.settle()
+    board.phase = "update"
+    board.show()
+    await clock.settle()
+    board.failed("the disk has a defect")
+    board.phase = "update"  # the training thread knows of nothing
+    board.show()
+    await clock.advance(1.0)
+    await watching
+    assert heard[-1] == ("failed", "the disk has a defect")
+
+
+async def test_a_new_watcher_is_told_what_was_not_worth_a_message_to_the_others() -> None:
+    board = RankBoard(FeedState(WorldName("j", "w", 0), 0, 1, 0), FakeClock())
+    await anext(board.messages())
+    board.writing = Writing(Version(0, 3), 100, 60)
+    message = await anext(board.messages())
+    assert message.writing.written == 60
+
+
+async def test_changes_that_come_together_are_one_message() -> None:
+    clock = FakeClock()
+    board = RankBoard(FeedState(WorldName("j", "w", 0), 0, 1, 0), clock)
+    messages = board.messages()
+    assert (await anext(messages)).progress == 0
+    for progress in (1, 2, 3):
+        board.progress = progress
+        board.show()
+    heard = asyncio.ensure_future(anext(messages))
+    await clock.settle()
+    assert not heard.done()
+    await clock.advance(COALESCE_S)
+    assert (await heard).progress == 3

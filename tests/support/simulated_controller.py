@@ -120,7 +120,7 @@ class SimulatedJob(JobStanding):
                 for task in tasks:
                     task.cancel()
         finally:
-            self._deeds.cancel()
+            await self._deeds.stop()
             await peer.close()
             await self._engines.close()
             self._ranks.aim(None, {})

@@ -237,7 +237,7 @@ class SimulatedClient:
         """Which weights it serves."""
         return await self._ask(lambda reply: reply(self._engine.version))
 
-    async def update_weights(self, folder: str, version: Version, *, idle: bool = False) -> None:
+    async def update_weights(self, folder: str, version: Version) -> None:
         """Bring it newer ones."""
 
         def publish(reply: Callable[[Any], None]) -> None:

@@ -341,7 +341,7 @@ class Engine:
     async def served(self) -> Version:
         return self.serving
 
-    async def update_weights(self, folder: str, version: Version, *, idle: bool = False) -> None:
+    async def update_weights(self, folder: str, version: Version) -> None:
         self.serving = version
 
     async def resume(self) -> None:

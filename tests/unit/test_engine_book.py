@@ -13,8 +13,10 @@ import pytest
 
 from controllers.changes import Changes
 from controllers.engines import EngineBook
-from gcore.errors import EngineError
+from controllers.pulse import EnginePatience
+from gcore.errors import EngineError, EngineUnreachable
 from gcore.rollout.client import EngineClient, SamplingParams
+from gcore.testing import FakeClock
 from gcore.types import Sample, Version, VersionSpan
 
 PARAMS = SamplingParams(temperature=1.0, max_new_tokens=4)
@@ -66,29 +68,33 @@ async def test_an_engine_that_has_the_version_already_is_let_go_on_for_its_publi
 
 
 class AskedEngine:
-    """A real client, of an engine that takes whatever it is brought and notes what it was asked."""
+    """Takes whatever it is brought, notes what it was asked, and can be had by several books at once."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
         self.serves = "0.1"
-        self.refuses = False
-        self.begun = asyncio.Event()
-        self.generating = asyncio.Event()
+        self.refuses = self.is_away = self.is_paused = False
+        self.updating = asyncio.Event()
+        self.may_update = asyncio.Event()
+        self.may_update.set()
 
-    async def _answer(self, request: httpx.Request) -> httpx.Response:
-        self.asked.append(request.url.path)
-        if request.url.path == "/generate":
-            self.begun.set()
-            await self.generating.wait()
-            return httpx.Response(400, json={"error": "of no interest"})
-        if request.url.path == "/update_weights_from_disk":
+    async def answer(self, request: httpx.Request) -> httpx.Response:
+        path = request.url.path
+        self.asked.append(path)
+        if self.is_away:
+            raise httpx.ConnectError("nobody")
+        if path in ("/pause_generation", "/continue_generation"):
+            self.is_paused = path == "/pause_generation"
+        if path == "/update_weights_from_disk":
+            self.updating.set()
+            await self.may_update.wait()
             if self.refuses:
                 return httpx.Response(400, json={"error": "no"})
             self.serves = json.loads(request.content)["weight_version"]
         return httpx.Response(200, json={"weight_version": self.serves, "success": True})
 
     def client(self, url: str, *, timeout_s: float) -> EngineClient:
-        return EngineClient(url, timeout_s=timeout_s, transport=httpx.MockTransport(self._answer))
+        return EngineClient(url, timeout_s=timeout_s, transport=httpx.MockTransport(self.answer))
 
     def told(self) -> list[str]:
         """What it was asked since this was last called."""
@@ -96,57 +102,102 @@ class AskedEngine:
         return told
 
 
-WHOLE_PUBLICATION = [
-    "/model_info",
-    "/pause_generation",
-    "/update_weights_from_disk",
-    "/continue_generation",
-    "/model_info",
-]
+async def book_of(engine: AskedEngine, **more: Any) -> EngineBook:
+    book = EngineBook(Changes(), timeout_s=1.0, connect=engine.client, **more)
+    await book.aim({"e": SimpleNamespace(address="h:1")})  # type: ignore[dict-item]
+    return book
 
 
-async def test_an_engine_of_which_all_is_known_is_brought_its_weights_in_one_request(tmp_path: Path) -> None:
-    """One that is met, or that refused, is asked what it serves, and let go on: a peer may have left it paused."""
+CHANGE = ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
+
+
+async def test_a_publication_asks_no_more_than_it_takes(tmp_path: Path) -> None:
+    """What an engine serves is asked only of one that is met, was distrusted, or has refused."""
     engine = AskedEngine()
-    engines = EngineBook(Changes(), timeout_s=1.0, connect=engine.client)
-    await engines.aim({"e": SimpleNamespace(address="h:1")})  # type: ignore[dict-item]
-    await engines.publish("e", Version(0, 2), tmp_path)
-    assert engine.told() == WHOLE_PUBLICATION
-    assert engines.serves(Version(0, 2))
-
-    await engines.publish("e", Version(0, 3), tmp_path)
-    assert engine.told() == ["/update_weights_from_disk"]
-    assert engines.serves(Version(0, 3))
+    book = await book_of(engine)
+    await book.publish("e", Version(0, 2), tmp_path)
+    assert engine.told() == ["/model_info", *CHANGE]
+    await book.publish("e", Version(0, 3), tmp_path)
+    assert engine.told() == CHANGE
+    assert book.serves(Version(0, 3))
 
     engine.refuses = True
     with pytest.raises(EngineError):
-        await engines.publish("e", Version(0, 4), tmp_path)
-    assert not engines.serves(Version(0, 3))
+        await book.publish("e", Version(0, 4), tmp_path)
+    assert not book.serves(Version(0, 3)), "it may hold a mixture"
     engine.refuses = False
     engine.told()
-    await engines.publish("e", Version(0, 4), tmp_path)
-    assert engine.told() == WHOLE_PUBLICATION
+    await book.publish("e", Version(0, 4), tmp_path)
+    assert engine.told() == ["/model_info", *CHANGE]
 
-    engines.distrust("e")
-    await engines.publish("e", Version(0, 5), tmp_path)
-    assert engine.told() == WHOLE_PUBLICATION
-    await engines.close()
+    book.distrust("e")
+    await book.publish("e", Version(0, 5), tmp_path)
+    assert engine.told() == ["/model_info", *CHANGE]
+    await book.close()
 
 
-async def test_an_engine_that_makes_responses_is_paused_while_it_takes_its_weights(tmp_path: Path) -> None:
+async def test_an_engine_that_a_peer_left_paused_goes_on_with_the_next_publication(tmp_path: Path) -> None:
+    """A controller is stopped before its pause; the owner publishes; the stopped one wakes up, pauses, and ends."""
+    engine, late, woken = AskedEngine(), asyncio.Event(), asyncio.Event()
+
+    async def answer_late(request: httpx.Request) -> httpx.Response:
+        response = await engine.answer(request)
+        if request.url.path == "/model_info":
+            late.set()
+            await woken.wait()
+        return response
+
+    def stopped_client(url: str, *, timeout_s: float) -> EngineClient:
+        return EngineClient(url, timeout_s=timeout_s, transport=httpx.MockTransport(answer_late))
+
+    stopped = EngineBook(Changes(), timeout_s=1.0, connect=stopped_client)
+    await stopped.aim({"e": SimpleNamespace(address="h:1")})  # type: ignore[dict-item]
+    publication = asyncio.create_task(stopped.publish("e", Version(0, 2), tmp_path))
+    await late.wait()
+    owner = await book_of(engine)
+    await owner.publish("e", Version(0, 2), tmp_path)
+    engine.is_paused = True
+    await owner.publish("e", Version(0, 3), tmp_path)
+    assert not engine.is_paused
+    woken.set()
+    publication.cancel()
+    await asyncio.gather(publication, return_exceptions=True)
+    await owner.close()
+    await stopped.close()
+
+
+@pytest.mark.parametrize("given_up", ["lost", "closed and cancelled", "cancelled"])
+async def test_whoever_gives_a_publication_up_lets_the_engine_go_on(tmp_path: Path, given_up: str) -> None:
     engine = AskedEngine()
-    engines = EngineBook(Changes(), timeout_s=1.0, connect=engine.client)
-    await engines.aim({"e": SimpleNamespace(address="h:1")})  # type: ignore[dict-item]
-    await engines.publish("e", Version(0, 2), tmp_path)
-    engine.told()
-    asked = asyncio.create_task(engines.generate(Version(0, 2), [(1,)], PARAMS, (0,), "r"))
-    await engine.begun.wait()
-    await engines.publish("e", Version(0, 3), tmp_path)
-    assert engine.told() == ["/generate", *WHOLE_PUBLICATION]
-    engine.generating.set()
-    with pytest.raises(EngineError):
-        await asked
-    await engines.close()
+    engine.may_update.clear()
+    book = await book_of(engine)
+    publication = asyncio.create_task(book.publish("e", Version(0, 2), tmp_path))
+    await engine.updating.wait()
+    assert engine.is_paused
+    if given_up == "lost":
+        await book.aim({})  # it is a peer's from now on
+        engine.may_update.set()
+    elif given_up == "cancelled":
+        publication.cancel()
+    else:
+        await book.close()
+        publication.cancel()
+    await asyncio.gather(publication, return_exceptions=True)
+    assert not engine.is_paused
+    await book.close()
+
+
+async def test_who_does_not_take_its_weights_is_silent_at_the_next_look(tmp_path: Path) -> None:
+    """Or it would be tried again at once, each time for as long as a request may take."""
+    engine = AskedEngine()
+    book = await book_of(engine, clock=FakeClock(), patience=EnginePatience())
+    await book.publish("e", Version(0, 2), tmp_path)
+    book.look_after()
+    engine.is_away = True
+    with pytest.raises(EngineUnreachable):
+        await book.publish("e", Version(0, 3), tmp_path)
+    book.look_after()
+    assert book.views["e"].silent
 
 
 class NamedEngine(OldEngine):
@@ -194,7 +245,7 @@ class SlowEngine(OldEngine):
     async def served(self) -> Version:
         return self._version
 
-    async def update_weights(self, folder: str, version: Version, *, idle: bool = False) -> None:
+    async def update_weights(self, folder: str, version: Version) -> None:
         await self.weights
         self._version = version
 
