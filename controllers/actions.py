@@ -149,11 +149,13 @@ class BeginEpoch:
 class Rollback:
     """Start a new world: from copies of head's state if they are at hand, else from the newest whole checkpoint on its chain.
 
-    `between_steps`: only if the open steps are still what they were, since the world that is there is well.
+    `between_steps`: only from head's own state, since the world that is there is well. `slots_as_seen`: only if the open steps
+    are still what they were.
     """
 
     reason: str
     between_steps: bool = False
+    slots_as_seen: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from controllers.actions import Intent, Rollback, SetPhase
 from controllers.forming import STOCK_PATIENCE_S, state_at_hand, unheard
-from controllers.lost import lost_world
+from controllers.lost import ahead, lost_world
 from controllers.spreading import HOLDERS_GRACE_S, newest_is_away
 from controllers.turns import SETTLE_S
 from controllers.view import JobView
@@ -59,7 +59,9 @@ def recovering(view: JobView) -> Iterator[Intent]:
         if newest_is_away(view) and state_at_hand(view, frozenset(view.nodes)) is None:
             after = max(after, HOLDERS_GRACE_S)
         topic = f"world {head.world}"
-        yield Intent(Rollback(reason), f"{topic} {sorted(away)}", view.turn(topic), after=after)
+        # Of a store that was put back the slots tell, too: who has not heard of one yet must not think so.
+        action = Rollback(reason, slots_as_seen=reason == ahead(view))
+        yield Intent(action, f"{topic} {sorted(away)}", view.turn(topic), after=after)
 
 
 def fruitless_rollbacks(view: JobView) -> int:

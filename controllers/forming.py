@@ -58,7 +58,7 @@ def growing(view: JobView) -> Iterator[Intent]:
     if not why or lost_world(view) or not is_between_steps(view) or not is_at_hand(view):
         return
     topic = f"grow {view.head.seq}"
-    yield Intent(Rollback(why, between_steps=True), topic, view.turn(topic), after=GROW_AFTER_S)
+    yield Intent(Rollback(why, between_steps=True, slots_as_seen=True), topic, view.turn(topic), after=GROW_AFTER_S)
 
 
 def held_for_growth(view: JobView) -> float:

@@ -140,6 +140,9 @@ class JobRunner(JobStanding):
     def _note(self, batch: WatchBatch) -> None:
         before = self.mirror
         self.mirror = seen_here(before.fold(batch), self._run_root)
+        for key in self.mirror.unreadable.keys() - before.unreadable.keys():
+            sentence = f"{self.mirror.unreadable[key]}; it is as if it were not there"
+            self.troubles.note(f"record-{self.node}", sentence)
         self._reading.note(self.mirror, self.holdings)
         self._prune(before)
         self.events.note(before, batch, self.mirror, self._clock.wall())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from controllers.spreading import start_is_gone
 from controllers.view import JobView
+from gcore.ledger.records import SealState
 
 
 def lost_world(view: JobView) -> str:
@@ -25,21 +26,24 @@ def _lost_world(view: JobView) -> str:
             return f"rank {place.rank} on {place.node} is gone"
         if worker.state in ("failed", "stopping"):
             return f"rank {place.rank} on {place.node} failed: {worker.reason or worker.state}"
-    return _ahead(view) or start_is_gone(view)
+    return ahead(view) or start_is_gone(view)
 
 
-def _ahead(view: JobView) -> str:
+def ahead(view: JobView) -> str:
     """Whether a rank stands where no record of the store could have brought it: the store was put back to an older state, from
     a backup. It would drop all that it is told from now on as long past.
 
-    A rank that is a step ahead has trained what is not committed yet; and if it is only head that this controller has not heard
-    of, the rollback's compare fails.
+    A rank that is a step ahead has trained what is not committed yet, if its seal is there. If it is only head, or the seal, that
+    this controller has not heard of, the rollback's compares fail.
     """
-    head = view.head
+    head, seal = view.head, view.seal
+    back = f"the store was put back to step {head.step}"
     for rank in view.ranks.values():
         applied = rank.applied
+        if applied is None or applied.lineage != head.lineage or applied.step <= head.step:
+            continue
         if view.contradicts(rank):
-            return f"rank {rank.rank} has trained another batch as step {head.step + 1} than the store names: it was put back to step {head.step}"
-        if applied is not None and applied.lineage == head.lineage and applied.step > head.step + 1:
-            return f"rank {rank.rank} has trained up to step {applied.step}, which the store does not know: it was put back to step {head.step}"
+            return f"rank {rank.rank} has trained another batch as step {applied.step} than its seal names: {back}"
+        if applied.step > head.step + 1 or seal is None or seal.state is SealState.OPEN:
+            return f"rank {rank.rank} has trained step {applied.step}, of which the store knows nothing: {back}"
     return ""

@@ -60,6 +60,7 @@ class Preparation:
 
         Raises GcoreError.
         """
+        said = ""
         while not self._ended():
             try:
                 material = await self._prepared(spec, job)
@@ -67,8 +68,10 @@ class Preparation:
                 waits = isinstance(error, DataChanged | StoreUnavailable | LeaseLost) or self._has_progress()
                 if self._is_counted_on() and not waits:
                     raise
-                log.warning("job %s is not worked on by %s: %s", job.uid, self.identity.node, error)
-                self.lacks(str(error))
+                if str(error) != said:
+                    said = str(error)
+                    log.warning("job %s is not worked on by %s: %s", job.uid, self.identity.node, said)
+                self.lacks(said)
                 await self._pause(DATA_AGAIN_S if waits else LATE_AGAIN_S)
             else:
                 self.lacks("")

@@ -106,7 +106,7 @@ def _transaction(action: Rollback, view: JobView, advance: chain.Advance, plan: 
         advance,
         mirror.plan,
         plan,
-        between_steps=action.between_steps,
+        slots_as_seen=action.slots_as_seen,
     )
 
 

@@ -96,7 +96,8 @@ class SavedCheckpoint:
 class EngineView:
     """A rollout replica that this controller is responsible for; `version` None: not known yet.
 
-    `silent`: it owes an answer and gives none; `hung`: for so long that it is to be ended; `why` says so to people.
+    `silent`: it owes an answer and gives none; `hung`: for so long that it is to be ended; `why` says so to people. `trouble`:
+    why it did not take its weights the last time, if it did not.
     """
 
     instance: str
@@ -105,6 +106,7 @@ class EngineView:
     silent: bool = False
     hung: bool = False
     why: str = ""
+    trouble: str = ""
 
 
 @dataclass(frozen=True)

@@ -121,6 +121,8 @@ def waiting_for(view: JobView) -> Iterator[Wait]:
         served = sorted({weights_of(e.version) for e in view.engines.values() if e.version is not None})
         have = f"they have {', '.join(served)}" if served else "none is ready"
         what = f"the engines of {view.node} are to load {weights_of(head.version)} ({have})"
+        troubles = sorted(f"{engine.instance}: {engine.trouble}" for engine in view.engines.values() if engine.trouble)
+        what += f"; {troubles[0]}" if troubles else ""
         yield Wait("engines", what, f"wait engines {head.version}", have)
     for engine in view.engines.values():
         if engine.why:

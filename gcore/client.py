@@ -68,7 +68,9 @@ class Patience:
 
 
 def job_state_name(state: int) -> str:
-    """`RUNNING` for JOB_STATE_RUNNING; `UNKNOWN` for a state that this version does not know."""
+    """`RUNNING` for JOB_STATE_RUNNING; `UNKNOWN` for a state that this version does not know, or that nobody can read."""
+    if state == pb.JOB_STATE_UNSPECIFIED:
+        return "UNKNOWN"
     try:
         return pb.JobState.Name(state).removeprefix("JOB_STATE_")
     except ValueError:

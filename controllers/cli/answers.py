@@ -148,7 +148,7 @@ def jobs_table(jobs: Sequence[JobSnapshot]) -> Table:
             visible(job.uid),
             job.state,
             f"{job.step}/{job.of_steps}",
-            moment(job.created),
+            moment(job.created) if job.created else "",
             visible(job.reason, 80),
         )
     return table

@@ -14,13 +14,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from controllers.cli.answers import best_line
+from controllers.cli.answers import best_line, snapshot
 from controllers.cli.called import program
 from controllers.cli.view_points import Answer, BestPoint, JobSnapshot, SourceFigures, finite, text_of, whole_of
 from controllers.cli.view_state import ViewState
 from controllers.cli.view_text import measures, seconds, visible
 from gcore.atomic import whole_file
 from gcore.errors import GcoreError, Unreachable
+from gcore.ledger import store_copy
+from gcore.schema import UnreadableRecord
 
 FILE_NAME = "summary.json"
 SUCCEEDED = "SUCCEEDED"
@@ -219,7 +221,7 @@ def finished_run(home: Path, job: str, unreachable: Unreachable) -> dict[str, st
     Raises Unreachable, with the finished jobs there are, also if a name means a newer job that has not finished: of that
     only a cluster knows how it stands, and to take the older one in its place would be a mistake nobody sees.
     """
-    found = find_summary(home / "runs", job)
+    found = find_summary(home / "runs", job) or _without_summary(home / "runs", job)
     newer = newer_unfinished(home / "runs", job) if found is not None and job == found["job"] else None
     if found is not None and newer is not None:
         what = f"the newest job {job!r} ({newer}) has not finished, and {unreachable.what}"
@@ -233,16 +235,36 @@ def finished_run(home: Path, job: str, unreachable: Unreachable) -> dict[str, st
     return found
 
 
+def _without_summary(runs: Path, job: str) -> dict[str, str] | None:
+    """The same of a run that nobody watched to its end, from the copy of its records; None if there is none, or it is damaged."""
+    from controllers.service.audits import run_of
+    from controllers.service.described import described_run
+
+    run_dir = run_of(runs, job)
+    try:
+        told = described_run(run_dir) if run_dir is not None else None
+    except (OSError, UnreadableRecord):
+        return None
+    if told is None:
+        return None
+    found = {"job": told.name, "uid": told.uid, "checkpoint": told.checkpoint, "folder": told.run_dir}
+    best = snapshot(told).best
+    return found if best is None else found | {"best": best_line(best), "best_checkpoint": best.checkpoint}
+
+
 def newer_unfinished(runs: Path, job: str) -> str | None:
-    """The uid of a run of that name which has no summary and was at work later than all that have one; None: there is none."""
+    """The uid of a run of that name which has not finished and was at work later than all that have; None: there is none.
+
+    Who has finished has a summary, or, if nobody watched it to its end, a copy of its records.
+    """
     at_work: list[tuple[float, bool, str]] = []
     for folder in runs.glob(f"{glob.escape(job)}-*"):
         name, _, uid = folder.name.rpartition("-")
-        summary, events = folder / FILE_NAME, folder / "events.jsonl"
-        last = next((path for path in (summary, events) if path.exists()), folder)
+        ended = (folder / FILE_NAME, folder / store_copy.FOLDER)
+        last = next((path for path in (*ended, folder / "events.jsonl") if path.exists()), folder)
         with contextlib.suppress(OSError):
             if name == job and folder.is_dir():
-                at_work.append((last.stat().st_mtime, last == summary, uid))
+                at_work.append((last.stat().st_mtime, last in ended, uid))
     newest = max(at_work, default=None)
     return None if newest is None or newest[1] else newest[2]
 

@@ -58,7 +58,7 @@ def _audit(mirror: JobMirror, run_dir: Path) -> Audit:
         phase=mirror.status.record.phase if mirror.status is not None else None,
     )
     found = audit(rules_of(mirror.job.record), mirror.head.record, log, receipts, standing)
-    return found.with_problems((*log.problems, *receipts.problems))
+    return found.with_problems((*mirror.unreadable.values(), *log.problems, *receipts.problems))
 
 
 def audit_of_folder(run_dir: Path) -> Audit:
@@ -79,13 +79,22 @@ def audit_of_folder(run_dir: Path) -> Audit:
 
 
 def run_of(runs: Path, job: str) -> Path | None:
-    """The folder of the newest run of that name or uid under `runs` that holds a copy; None if there is none."""
-    found = []
+    """The folder of the newest run of that name or uid under `runs` that holds a copy; None if there is none.
+
+    One whose copy is damaged goes by its folder's name, and by when that was changed: that it is damaged is for the audit to say.
+    """
+    found: list[tuple[float, Path]] = []
     for folder in runs.glob(f"*/{store_copy.FOLDER}"):
-        with contextlib.suppress(OSError, UnreadableRecord):
-            copy = store_copy.read(folder.parent)
-            if copy is not None and job in (copy.uid, copy.job.name):
-                found.append((copy.job.created, folder.parent))
+        run_dir = folder.parent
+        with contextlib.suppress(OSError):
+            try:
+                copy = store_copy.read(run_dir)
+                if copy is not None and job in (copy.uid, copy.job.name):
+                    found.append((copy.job.created, run_dir))
+            except UnreadableRecord:
+                name, _, uid = run_dir.name.rpartition("-")
+                if job in (name, uid):
+                    found.append((folder.stat().st_mtime, run_dir))
     return max(found)[1] if found else None
 
 

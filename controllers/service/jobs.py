@@ -7,32 +7,26 @@ Errors leave as gRPC statuses with one sentence: INVALID_ARGUMENT (the spec or i
 from __future__ import annotations
 
 import functools
-import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
-from controllers.identity import node_of
 from controllers.own_files import collect_samples
 from controllers.service.audits import report_of
 from controllers.service.checkpoints import list_checkpoints
+from controllers.service.described import STATES, described
 from controllers.service.events import Event, EventLog
-from controllers.service.records import StoredJobs
+from controllers.service.records import StoredJobs, Unreadable
 from controllers.service.refusals import Conflict, NotFound
 from controllers.service.samples import find_samples
-from controllers.service.sources import best_checkpoint, source_reports
 from controllers.waiting import waiting_for
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.api.v1 import jobs_pb2_grpc
 from gcore.clock import Clock
-from gcore.config import stored_spec
 from gcore.errors import GcoreError, StoreUnavailable, UsageError
-from gcore.ledger.ancestry import resumable
-from gcore.ledger.job import JobPhase
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.rules import planned_steps, rules_of
 from gcore.schema import UnreadableRecord
 from gcore.store.keys import JobKeys
 
@@ -43,14 +37,6 @@ if TYPE_CHECKING:  # imported when there is a job: see controllers.wire
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 Context = grpc.aio.ServicerContext[Any, Any]
-
-_STATES = {
-    JobPhase.PENDING: pb.JOB_STATE_PENDING,
-    JobPhase.RUNNING: pb.JOB_STATE_RUNNING,
-    JobPhase.SUCCEEDED: pb.JOB_STATE_SUCCEEDED,
-    JobPhase.FAILED: pb.JOB_STATE_FAILED,
-    JobPhase.CANCELLED: pb.JOB_STATE_CANCELLED,
-}
 
 
 def edge(method: Callable[..., Awaitable[T]]) -> Callable[..., Awaitable[T]]:
@@ -123,8 +109,7 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
     @edge
     async def ListJobs(self, request: pb.ListJobsRequest, context: Context) -> pb.ListJobsReply:
         """All jobs, oldest first."""
-        mirrors = await self._jobs.summaries()
-        return pb.ListJobsReply(jobs=[_message(mirror) for mirror in mirrors])
+        return pb.ListJobsReply(jobs=[_listed(one) for one in await self._jobs.summaries()])
 
     @edge
     async def CancelJob(self, request: pb.CancelJobRequest, context: Context) -> pb.Job:
@@ -135,7 +120,7 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
         except UnreadableRecord:  # that it has ended must not look like a failure
             if ended is None:
                 raise
-            return pb.Job(uid=uid, name=request.job, state=_STATES[ended.phase], reason=ended.reason)
+            return pb.Job(uid=uid, name=request.job, state=STATES[ended.phase], reason=ended.reason)
 
     @edge
     async def AuditJob(self, request: pb.AuditJobRequest, context: Context) -> pb.AuditReport:
@@ -241,7 +226,7 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
         return uid
 
     async def _describe(self, uid: str) -> pb.Job:
-        message = _message(await self._jobs.mirror(uid))
+        message = described(await self._jobs.mirror(uid))
         runner = self._runner(uid)
         if runner is not None and runner.is_working:
             now, wall = self._clock.monotonic(), self._clock.wall()
@@ -255,49 +240,7 @@ def _has_ended(mirror: JobMirror) -> bool:
     return mirror.status is not None and mirror.status.record.phase.ended
 
 
-def _message(mirror: JobMirror) -> pb.Job:
-    assert mirror.job is not None
-    assert mirror.status is not None
-    job, status = mirror.job.record, mirror.status.record
-    message = pb.Job(
-        uid=job.uid,
-        name=job.name,
-        state=_STATES[status.phase],
-        reason=status.reason,
-        spec_json=json.dumps(job.spec),
-        run_dir=job.run_dir,
-        created=job.created,
-        steps=_planned_steps(mirror),
-        ended=status.changed if status.phase.ended else 0.0,
-    )
-    if mirror.head is not None:
-        message.step = mirror.head.record.step
-        message.lineage = mirror.head.record.lineage
-    if mirror.assign is not None:
-        for member in mirror.assign.record.members:
-            shards = mirror.assign.record.shards_of(member)
-            message.shares.add(node=node_of(member), incarnation=member, shards=shards)
-    message.sources.extend(source_reports(mirror))
-    best = best_checkpoint(mirror, stored_spec(job.spec).best_metric)
-    if best is not None:
-        message.best.CopyFrom(best)
-    newest = _newest_checkpoint(mirror)
-    if newest is not None:
-        message.checkpoint = f"{job.run_dir}/{newest}"
-    return message
-
-
-def _planned_steps(mirror: JobMirror) -> int:
-    """How many steps the job will have had; an estimate where it goes by epochs. 0: nothing is known yet."""
-    assert mirror.job is not None
-    rules = rules_of(mirror.job.record)
-    if mirror.head is None:
-        return rules.steps or 0
-    return planned_steps(rules, mirror.head.record) or 0
-
-
-def _newest_checkpoint(mirror: JobMirror) -> str | None:
-    if mirror.head is None or mirror.checkpoints is None:
-        return None
-    on_chain = resumable(mirror.head.record, mirror.checkpoints.record.entries)
-    return next((c.file for c in on_chain if c.file), None)
+def _listed(one: JobMirror | Unreadable) -> pb.Job:
+    if isinstance(one, JobMirror):
+        return described(one)
+    return pb.Job(uid=one.uid, name=one.name, state=pb.JOB_STATE_UNSPECIFIED, reason=one.why)

@@ -48,6 +48,19 @@ class OwnStorage:
     folders: OwnFolders
 
 
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A job of which a record is damaged, or of a version that this one does not know; `name` may be empty."""
+
+    uid: str
+    name: str
+    why: str
+
+
+def _created(one: JobMirror | Unreadable) -> float:
+    return one.job.record.created if isinstance(one, JobMirror) and one.job is not None else -1.0
+
+
 class StoredJobs:
     """Reads. Raises StoreUnavailable."""
 
@@ -114,23 +127,22 @@ class StoredJobs:
         me = "" if self._own is None else self._own.node
         return {node.name: node.address for node in (await self.cluster()).nodes if node.name != me}
 
-    async def summaries(self) -> list[JobMirror]:
-        """Every job, oldest first. One that this version cannot read is passed over: it must not hide all the others."""
-        uids = set()
-        for kv in (await self._store.list(keys.NAMES)).kvs:
-            uids.add(kv.value.decode(errors="replace"))
+    async def summaries(self) -> list[JobMirror | Unreadable]:
+        """Every job, oldest first, and before them those that this version cannot read: one must not hide all the others."""
+        names: dict[str, str] = {}
         for kv in (await self._store.list(keys.REQUESTS)).kvs:
-            uids.add(kv.value.decode(errors="replace"))
-        mirrors = await asyncio.gather(*(self._readable(uid) for uid in sorted(uids)))
-        there = [mirror for mirror in mirrors if mirror is not None and mirror.job is not None]
-        return sorted(there, key=lambda m: m.job.record.created if m.job else 0.0)
+            names[kv.value.decode(errors="replace")] = ""
+        for kv in (await self._store.list(keys.NAMES)).kvs:
+            names[kv.value.decode(errors="replace")] = kv.key.removeprefix(keys.NAMES)
+        found = await asyncio.gather(*(self._summary(uid, name) for uid, name in sorted(names.items())))
+        return sorted((one for one in found if one is not None), key=_created)
 
-    async def _readable(self, uid: str) -> JobMirror | None:
+    async def _summary(self, uid: str, name: str) -> JobMirror | Unreadable | None:
         try:
-            return await self.mirror(uid)
+            mirror = await self.mirror(uid)
         except UnreadableRecord as error:
-            log.error("job %s is not listed: %s", uid, error)
-            return None
+            return Unreadable(uid, name, str(error))
+        return mirror if mirror.job is not None else None
 
     async def cluster(self) -> ClusterListing:
         """Daemons and workers, but for those that this version cannot read."""

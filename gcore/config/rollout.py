@@ -62,7 +62,9 @@ class RolloutSpec(Section):
         "From 1 on what a step leaves over is carried into the next ones, and needs `correction` or train.old_logprobs: "
         "engine",
     )
-    timeout_s: PositiveFloat = Field(120.0, description="Longest wait for one group before it goes to another engine")
+    timeout_s: Annotated[float, Field(ge=0.1)] = Field(
+        120.0, description="Longest wait for one group before it goes to another engine"
+    )
     silent_s: PositiveFloat = Field(
         30.0,
         description="An engine that owes responses and answers nothing at all for so long, not even how it is, is left: its "

@@ -63,9 +63,12 @@ class JobMirror:
 
     troubles: Mapping[str, Stored[Trouble]] = field(default_factory=dict)
     """What last went wrong beside the run, by topic."""
+    unreadable: Mapping[str, str] = field(default_factory=dict)
+    """Hints (`HINTS`) that cannot be read, and why, by key: they are as if they were not there."""
 
     def fold(self, batch: WatchBatch) -> JobMirror:
-        """The mirror after a batch. Raises UnreadableRecord."""
+        """The mirror after a batch. Raises UnreadableRecord for anything but a hint: no transaction rests on those, so one that
+        is damaged must not keep everybody from the job."""
         mirror = JobMirror(self.keys) if batch.reset else self
         changes: dict[str, Any] = {}
         for event in batch.events:
@@ -112,11 +115,27 @@ class JobMirror:
             if key.startswith(full):
                 mapping = changes.setdefault(name, dict(getattr(self, name)))
                 item = key if name == "claims" else _item(name, key, key.removeprefix(full))
-                if event.kind == "delete":
+                if name in HINTS:
+                    self._apply_hint(event, record, item, mapping, changes)
+                elif event.kind == "delete":
                     mapping.pop(item, None)
                 else:
                     mapping[item] = _stored(event, record)
                 return
+
+    def _apply_hint(
+        self, event: WatchEvent, record: type[Record], item: int | str, mapping: dict[Any, Any], changes: dict[str, Any]
+    ) -> None:
+        key = event.kv.key
+        if key in self.unreadable or key in changes.get("unreadable", ()):
+            changes.setdefault("unreadable", dict(self.unreadable)).pop(key, None)
+        mapping.pop(item, None)
+        if event.kind == "delete":
+            return
+        try:
+            mapping[item] = _stored(event, record)
+        except UnreadableRecord as error:
+            changes.setdefault("unreadable", dict(self.unreadable))[key] = str(error)
 
 
 _SINGLE: dict[str, tuple[str, type[Record]]] = {
@@ -143,6 +162,8 @@ _MANY: tuple[tuple[str, str, type[Record]], ...] = (
     ("folder/", "folders", NodeFolder),
     ("trouble/", "troubles", Trouble),
 )
+HINTS = frozenset({"offers", "fetches", "parts", "copies", "folders", "troubles"})
+"""What a peer says of itself, under its lease, and what people are told: the others go by it, and compare none of it."""
 
 
 def _item(name: str, key: str, rest: str) -> int | str:

@@ -222,16 +222,16 @@ def rollback(
     old_plan: Stored[Plan],
     plan: Plan,
     *,
-    between_steps: bool = False,
+    slots_as_seen: bool = False,
 ) -> Transaction:
     """Back to a checkpoint, or on from copies of head's own state (`chain.re_formed`), with a new world, which `plan` places.
 
-    Deletes every open slot: one that was READY may be half trained by the world that is given up. `between_steps`: compares
+    Deletes every open slot: one that was READY may be half trained by the world that is given up. `slots_as_seen`: compares
     the slots too, so that nothing is given up that became READY meanwhile.
     """
     if plan.world != advance.head.world:
         raise ValueError("the plan must place the world that the rollback names")
-    head = open_slots.compares(keys) if between_steps else (Compare(keys.head, open_slots.head.revision),)
+    head = open_slots.compares(keys) if slots_as_seen else (Compare(keys.head, open_slots.head.revision),)
     return Transaction(
         TxnKind.ROLLBACK,
         (

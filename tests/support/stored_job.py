@@ -99,7 +99,7 @@ class StoredJob:
         advance = chain.accounted(self.slots.head.record, outcomes, RULES.shape, self.writer())
         return transactions.account(self.keys, self.slots, advance)
 
-    def rolling_back(self, *, between_steps: bool = False) -> Transaction:
+    def rolling_back(self, *, slots_as_seen: bool = False) -> Transaction:
         """To the base."""
         mirror, head = self.mirror, self.slots.head.record
         assert mirror.checkpoints is not None
@@ -112,7 +112,7 @@ class StoredJob:
         advance = chain.rolled_back(head, target, base.cursors, world, self.writer(), "why", tally=base.tally)
         plan = self.plan(world, mirror.plan.record.generation + 1)
         return transactions.rollback(
-            self.keys, self.slots, mirror.checkpoints, advance, mirror.plan, plan, between_steps=between_steps
+            self.keys, self.slots, mirror.checkpoints, advance, mirror.plan, plan, slots_as_seen=slots_as_seen
         )
 
     def offering(self, lease: int) -> Transaction:

@@ -125,7 +125,7 @@ async def fail(error: BaseException) -> None:
         (KEYS.epoch_prefix + "-1", b"{}"),
         (KEYS.rendezvous("w"), b"\xff"),
         (KEYS.head, b'{"schema_version":2,"cursors":[1]}'),
-        (KEYS.trouble("x"), b"[" * 100_000),
+        (KEYS.plan, b"[" * 100_000),
     ],
     ids=["a step", "a long number", "an epoch", "an address", "a cursor", "no end of depth"],
 )

@@ -379,12 +379,16 @@ def test_ranks_that_are_further_than_a_store_that_was_put_back_mean_rollback() -
     def with_rank_at(token: Token) -> JobView:
         return replace(view, ranks={0: RankView(0, applied=token), 1: RankView(1)})
 
-    (action,) = actions(with_rank_at(Token(0, 2, 1)))
-    assert isinstance(action, Rollback)
-    assert "step 2" in action.reason
-    assert "put back to step 0" in action.reason
-    assert actions(with_rank_at(Token(0, 1, 1))) == []  # trained, and not committed yet
+    for step in (1, 2):
+        (action,) = actions(with_rank_at(Token(0, step, 1)))
+        assert isinstance(action, Rollback)
+        assert f"step {step}" in action.reason
+        assert "put back to step 0" in action.reason
+        assert action.slots_as_seen, "who has not heard of the seal yet must not think so"
     assert actions(with_rank_at(Token(1, 9, 1))) == []  # of another world than head's
+    ready, seal = sealed(view, ready=True)
+    one_ahead = replace(ready, ranks={0: RankView(0, applied=seal.token), 1: RankView(1)})
+    assert Rollback not in kinds(one_ahead), "trained, and not committed yet"
 
 
 def test_whoever_is_not_first_in_what_follows_stands_by_once_it_has_fed_its_part() -> None:
@@ -403,6 +407,12 @@ def test_whoever_is_not_first_in_what_follows_stands_by_once_it_has_fed_its_part
     assert not any(stands_by(replace(sealed(view, ready=True)[0], me=me)) for me in members)
     assert not stands_by(running()), "nothing is sealed"
     assert not stands_by(with_mirror(running(), head=None)), "nothing has begun"
+
+
+def test_what_keeps_an_engine_from_its_weights_is_told() -> None:
+    view = running(engines={"e": EngineView("e", "h:1", None, trouble="the engine did not answer /pause_generation")})
+    (wait,) = [wait for wait in waiting_for(view) if wait.cause == "engines"]
+    assert wait.what.endswith("(none is ready); e: the engine did not answer /pause_generation")
 
 
 def test_a_rank_that_trained_another_batch_under_the_same_token_means_rollback() -> None:

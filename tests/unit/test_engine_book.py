@@ -125,9 +125,11 @@ async def test_a_publication_asks_no_more_than_it_takes(tmp_path: Path) -> None:
     with pytest.raises(EngineError):
         await book.publish("e", Version(0, 4), tmp_path)
     assert not book.serves(Version(0, 3)), "it may hold a mixture"
+    assert "refused" in book.views["e"].trouble
     engine.refuses = False
     engine.told()
     await book.publish("e", Version(0, 4), tmp_path)
+    assert not book.views["e"].trouble
     assert engine.told() == ["/model_info", *CHANGE]
 
     book.distrust("e")

@@ -186,7 +186,7 @@ TABLE = [
     pytest.param(nothing, lambda job: job.rolling_back(), {"head", "ckpts", "plan"}, id="rollback"),
     pytest.param(
         nothing,
-        lambda job: job.rolling_back(between_steps=True),
+        lambda job: job.rolling_back(slots_as_seen=True),
         {"head", "ckpts", "plan", "seal/2"},
         id="rollback of a world that is well",
     ),

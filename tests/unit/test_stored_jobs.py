@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+from typing import Any
 
-import pytest
 from stored_job import StoredJob
 
-from controllers.service.records import StoredJobs
+from controllers.service.records import StoredJobs, Unreadable
 from gcore.ledger.job import NodeRecord
 from gcore.store import keys
 from gcore.store.types import Put
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
 
 
-def test_a_job_that_cannot_be_read_hides_no_other_from_the_list(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_job_that_cannot_be_read_is_listed_with_the_reason_and_hides_no_other() -> None:
     store = MemoryStore(MemoryCluster(FakeClock()))
 
-    async def listed() -> list[str]:
+    async def listed() -> list[Any]:
         old, new = StoredJob(store, "old", "n0.me"), StoredJob(store, "new", "n0.me")
         await old.create()
         await new.create()
@@ -28,12 +27,13 @@ def test_a_job_that_cannot_be_read_hides_no_other_from_the_list(caplog: pytest.L
         await store.transact((), (Put(old.keys.state, b'{"schema_version":99}'),))
         await store.transact((), (Put(keys.name("damaged"), b"\xff"), Put(keys.request("damaged"), b"\xff")))
         assert (await StoredJobs(store).mirror(await StoredJobs(store).find("damaged") or "")).job is None
-        return [mirror.keys.uid for mirror in await StoredJobs(store).summaries()]
+        return await StoredJobs(store).summaries()
 
-    with caplog.at_level(logging.ERROR):
-        assert asyncio.run(listed()) == ["new"]
-    assert "job old is not listed" in caplog.text
-    assert "99" in caplog.text
+    unreadable, new = asyncio.run(listed())
+    assert isinstance(unreadable, Unreadable)
+    assert (unreadable.uid, unreadable.name) == ("old", "old")
+    assert "99" in unreadable.why
+    assert new.keys.uid == "new"
 
 
 def test_a_node_that_cannot_be_read_hides_no_other() -> None:

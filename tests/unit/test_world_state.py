@@ -241,7 +241,7 @@ class Story:
         new = plan(world, view.plan.record.generation + 1)
         gently = self.chance.random() < 0.5
         won = self.run(
-            transactions.rollback(KEYS, slots, view.checkpoints, advance, view.plan, new, between_steps=gently)
+            transactions.rollback(KEYS, slots, view.checkpoints, advance, view.plan, new, slots_as_seen=gently)
         )
         self.worlds[world] = (self.states[name], head.step)
         self.on += won
@@ -365,7 +365,7 @@ def test_a_world_that_is_well_is_not_given_up_for_a_larger_one_once_a_step_is_re
     state = WorldState(world="w0", lineage=0, step=1, attempt=1, shards=1)
     advance = chain.re_formed(slots.head.record, state, "w9", Writer("a", "x"), "two ranks instead of one")
     made = [
-        transactions.rollback(KEYS, slots, view.checkpoints, advance, view.plan, plan("w9", 2), between_steps=between)
+        transactions.rollback(KEYS, slots, view.checkpoints, advance, view.plan, plan("w9", 2), slots_as_seen=between)
         for between in (True, False)
     ]
     assert [story.run(txn) for txn in made] == [False, True]

@@ -1,0 +1,92 @@
+"""Runs that nobody watched to their end: what their folders say when no cluster is up."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from controllers.cli.summary import finished_run
+from controllers.service.audits import audit_of_folder, run_of
+from gcore.config import parse_spec
+from gcore.errors import Unreachable
+from gcore.ledger import chain, store_copy, transactions
+from gcore.ledger.chain import Writer
+from gcore.ledger.job import EnginePlace, JobPhase, JobRecord, JobStatus, Plan, RankPlace
+from gcore.ledger.mirror import JobMirror
+from gcore.store.keys import JobKeys
+from gcore.store.types import WatchBatch, WatchEvent
+from gcore.testing import FakeClock, MemoryCluster, MemoryStore
+
+UID = "abc123"
+SPEC = parse_spec(
+    {
+        "name": "j",
+        "model": {"path": "m"},
+        "data": {"path": "d", "shards": 2, "window": 8},
+        "flow": {"steps": 3, "groups_per_step": 4, "samples_per_prompt": 2},
+        "rollout": {"max_new_tokens": 4},
+    }
+)
+AWAY = Unreachable("no cluster is up here", where="home", fix="Start it")
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """With the folder of a job that was cancelled before its first step, and that was moved since."""
+    run_dir = tmp_path / "runs" / f"j-{UID}"
+    store, keys = MemoryStore(MemoryCluster(FakeClock())), JobKeys(UID)
+
+    async def made() -> None:
+        spec = SPEC.model_dump(mode="json")
+        job = JobRecord(uid=UID, name="j", spec=spec, run_dir="/elsewhere/j", created=7.0, prompts=40)
+        create = transactions.create(keys, job, JobStatus(phase=JobPhase.PENDING), 0)
+        assert (await store.transact(create.compares, create.writes)).won
+        listing = await store.list(keys.prefix)
+        heard = WatchBatch(tuple(WatchEvent("put", kv) for kv in listing.kvs), listing.revision, reset=True)
+        status = JobMirror(keys).fold(heard).status
+        assert status is not None
+        plan = Plan(
+            generation=1,
+            world="w",
+            ranks=(RankPlace(rank=0, node="n0", slot="cpu:0"),),
+            engines=(EnginePlace(node="n0", slot="cpu:0"),),
+        )
+        ended = JobStatus(phase=JobPhase.CANCELLED, reason="by hand")
+        start = transactions.start(keys, status, chain.base(2, "w", Writer("n0.x", "1")), plan, ended)
+        assert (await store.transact(start.compares, start.writes)).won
+        store_copy.leave(run_dir, "n0.x", UID, await store.list(keys.prefix))
+
+    asyncio.run(made())
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["j", UID])
+def test_a_run_without_a_summary_is_found_by_the_copy_of_its_records(home: Path, name: str) -> None:
+    found = finished_run(home, name, AWAY)
+    assert found == {"job": "j", "uid": UID, "checkpoint": "", "folder": str(home / "runs" / f"j-{UID}")}
+
+
+def test_a_newer_run_that_has_not_finished_is_never_passed_over(home: Path) -> None:
+    newer = home / "runs" / "j-newer"
+    newer.mkdir()
+    os.utime(newer, (2e9, 2e9))
+    with pytest.raises(Unreachable, match=r"newest job 'j' \(newer\) has not finished"):
+        finished_run(home, "j", AWAY)
+    assert finished_run(home, UID, AWAY)["uid"] == UID
+
+
+@pytest.mark.parametrize("name", ["j", UID])
+def test_a_damaged_copy_is_told_by_the_audit_and_is_no_missing_run(home: Path, name: str) -> None:
+    run_dir = home / "runs" / f"j-{UID}"
+    (file,) = (run_dir / store_copy.FOLDER).iterdir()
+    file.write_bytes(file.read_bytes()[:100])
+    assert run_of(home / "runs", name) == run_dir
+    (finding,) = audit_of_folder(run_dir).findings
+    assert finding.kind == "record"
+    assert str(file) in finding.sentence
+    with pytest.raises(Unreachable):
+        finished_run(home, name, AWAY)
+    assert run_of(home / "runs", "other") is None
