@@ -6,8 +6,9 @@ id, which finds the job that the first, unanswered call made. Following a job go
 last event seen; sequence numbers make sure that none is handed out twice, and the server sends all that are greater, so
 none is lost.
 
-Knows no files and no terminal. Errors are gcore's: `Unreachable` when nobody answered, `UsageError` when the answer was
-that the request is wrong, `GcoreError` for anything else a controller complains of.
+Knows no files and no terminal. Errors are gcore's: `Unreachable` when nobody answered, `StoreUnavailable` when a controller
+answered that its store is away, `UsageError` when the answer was that the request is wrong, `GcoreError` for anything else a
+controller complains of.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.api.v1 import jobs_pb2_grpc
 from gcore.clock import Clock
-from gcore.errors import GcoreError, Unreachable, UsageError
+from gcore.errors import GcoreError, StoreUnavailable, Unreachable, UsageError
 from gcore.events import JobEvent
 from gcore.rpc_schema import VersionedStub
 
@@ -224,8 +225,11 @@ class JobsClient:
             yield message
 
     async def _anywhere(self, what: str, call: _Call[T], *, timeout_s: float | None = None) -> T:
-        """Make the call at one controller after the other, until one answers. Raises Unreachable after one round."""
-        reasons = []
+        """Make the call at one controller after the other, until one answers.
+
+        After one round raises StoreUnavailable if one of them is there and says why it cannot, else Unreachable.
+        """
+        reasons, told = [], ""
         for _ in self.addresses:
             address = self.addresses[self._current]
             try:
@@ -240,11 +244,21 @@ class JobsClient:
                 if error.code() not in _NO_ANSWER:
                     raise _explain(error, address, what) from error
                 reasons.append(_why(error))
+                if await self._said_so(error, address):
+                    told = f"cannot {what}: {_why(error)}"
                 self._turn_from(address)
             else:
                 self._heard = self._clock.monotonic()
                 return answer
+        if told:  # by a sentence that says itself what to do; no other controller would know better
+            raise StoreUnavailable(told, where=", ".join(self.addresses))
         raise self._nobody(f"cannot {what}: {reasons[-1]}")
+
+    async def _said_so(self, error: grpc.aio.AioRpcError, address: str) -> bool:
+        """Whether the controller itself answered that it cannot, because its store is away, and not the way there."""
+        if error.code() is not grpc.StatusCode.UNAVAILABLE or _why(error) == _NOTHING_THERE:
+            return False
+        return await self._health(address) is not None
 
     async def _while_there(self, call: _Call[T], address: str, timeout_s: float) -> T:
         """The answer to a call that may take long, as long as the controller answers anything. Raises _Silent."""
@@ -307,13 +321,16 @@ _CHANNEL_OPTIONS = (
 )
 
 
+_NOTHING_THERE = "nothing listens there"
+
+
 def _why(error: grpc.aio.AioRpcError) -> str:
     """One line, without gRPC's inner life."""
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return "no answer in time"
     details = " ".join((error.details() or error.code().name).split())
     if "failed to connect" in details or "Connection refused" in details:
-        return "nothing listens there"
+        return _NOTHING_THERE
     return details.rstrip(".")
 
 

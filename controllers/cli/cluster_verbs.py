@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,6 +18,10 @@ from controllers.cli.options import (
     SglangPython,
     Slots,
 )
+from gcore.errors import UsageError
+
+if TYPE_CHECKING:
+    from gcore.config.cluster import LocalCluster
 
 UP_EXAMPLES = """
 [bold]Examples[/bold]
@@ -37,6 +42,7 @@ gcore down --home /tmp/other
 
 
 def up(
+    context: typer.Context,
     home: Home = DEFAULT_HOME,
     controllers: Controllers = DEFAULT_CONTROLLERS,
     slots: Slots = DEFAULT_SLOTS,
@@ -45,11 +51,13 @@ def up(
     sglang_python: SglangPython = None,
     output: Format = Output.TABLE,
 ) -> None:
-    """Start a cluster on this machine: an etcd and several daemons. Returns when all are ready."""
+    """Start a cluster on this machine: an etcd and several daemons. Returns when all are ready.
+
+    One that is up already stays as it is; if it is not as the options say, this ends with 2.
+    """
     import asyncio
 
     from controllers.cli import local
-    from controllers.cli.called import as_called
     from gcore.clock import SystemClock
     from gcore.rollout.sglang.environment import find_python
 
@@ -57,17 +65,39 @@ def up(
     result = asyncio.run(
         local.up(request, clock=SystemClock(), say=lambda what: typer.echo(what, err=output is Output.JSON))
     )
-    if output is Output.JSON:
-        typer.echo(as_json(result.cluster.model_dump(mode="json")))
-        return
     cluster = result.cluster
-    typer.echo(f"The cluster in {cluster.home} is {'up' if result.started else 'already up'}.")
-    for one in cluster.controllers:
-        missing = "  does not answer" if one.name in result.absent else ""
-        typer.echo(f"  {one.name}  {one.address}  metrics {one.metrics_address}  {' '.join(one.slots)}{missing}")
-    typer.echo(f"  etcd    {cluster.etcd.endpoint}  {cluster.etcd.binary}")
-    if not result.started and (len(cluster.controllers), len(cluster.slots)) != (controllers, _count(slots)):
-        typer.echo(as_called("It has other controllers or slots than asked for; `gcore down` first to change that."))
+    if output is Output.JSON:
+        typer.echo(as_json(cluster.model_dump(mode="json")))
+    else:
+        typer.echo(f"The cluster in {cluster.home} is {'up' if result.started else 'already up'}.")
+        for one in cluster.controllers:
+            missing = "  does not answer" if one.name in result.absent else ""
+            typer.echo(f"  {one.name}  {one.address}  metrics {one.metrics_address}  {' '.join(one.slots)}{missing}")
+        typer.echo(f"  etcd    {cluster.etcd.endpoint}  {cluster.etcd.binary}")
+    if not result.started:
+        given = {name for name in context.params if _was_given(context, name)}
+        check_as_asked(cluster, given, controllers, local.deal_slots(slots, 1)[0])
+
+
+def check_as_asked(cluster: LocalCluster, given: Collection[str], controllers: int, slots: tuple[str, ...]) -> None:
+    """Whether a cluster that is up already has what was asked for in so many words (`given`). Raises UsageError."""
+    has = []
+    if "controllers" in given and len(cluster.controllers) != controllers:
+        has.append(f"{len(cluster.controllers)} controllers and not {controllers}")
+    if "slots" in given and cluster.slots != slots:
+        has.append(f"the slots {' '.join(cluster.slots)}")
+    if has:
+        raise UsageError(
+            f"the cluster that is up has {', and '.join(has)}",
+            where=cluster.home,
+            fix="`gcore down` first to change that",
+        )
+
+
+def _was_given(context: typer.Context, name: str) -> bool:
+    """Whether somebody named the option, or its variable, so that it is not the default."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name in ("COMMANDLINE", "ENVIRONMENT")
 
 
 def down(home: Home = DEFAULT_HOME) -> None:
@@ -80,8 +110,3 @@ def down(home: Home = DEFAULT_HOME) -> None:
     typer.echo(
         f"{ended.ended} processes have ended{killed}." if ended.ended else f"Nothing was up in {home.resolve()}."
     )
-
-
-def _count(slots: str) -> int:
-    number = slots.partition(":")[2]
-    return int(number) if number.isdigit() else 0

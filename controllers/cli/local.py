@@ -72,18 +72,20 @@ class UpResult:
 
 
 MOST_SLOTS = 4096
+SLOT_KINDS = ("cpu", "cuda", "emulated")
+LAST_PORT = 65535
 
 
 def deal_slots(text: str, controllers: int) -> tuple[tuple[str, ...], ...]:
     """`cpu:4` over two controllers: ("cpu:0", "cpu:1"), ("cpu:2", "cpu:3"). Raises UsageError."""
     kind, colon, number = text.partition(":")
-    if (
-        kind not in ("cpu", "cuda", "emulated")
-        or not colon
-        or not number.isascii()
-        or not number.isdigit()
-        or not number.strip("0")
-    ):
+    if colon and kind not in SLOT_KINDS:
+        raise UsageError(
+            f"there is no kind of slot called {kind!r}",
+            where="--slots",
+            fix=f"There are {', '.join(SLOT_KINDS)}; for example --slots cpu:2, or cuda:8",
+        )
+    if not colon or not number.isascii() or not number.isdigit() or not number.strip("0"):
         raise UsageError(f"{text!r} is no number of slots", where="--slots", fix="For example --slots cpu:2, or cuda:8")
     count = int(number) if len(number) < 7 else MOST_SLOTS + 1
     if count > MOST_SLOTS:
@@ -104,6 +106,14 @@ def deal_slots(text: str, controllers: int) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(f"{kind}:{slot}" for slot in range(first, end)) for first, end in itertools.pairwise(bounds))
 
 
+def check_port(option: str, first: int | None, count: int) -> None:
+    """Whether `count` ports from `first` on are ports at all. Raises UsageError."""
+    highest = LAST_PORT - count + 1
+    if first is not None and not 1 <= first <= highest:
+        what = f"{first} is no port" if not 1 <= first <= LAST_PORT else f"there are no {count} ports from {first} on"
+        raise UsageError(what, where=option, fix=f"Name one from 1 to {highest}, or leave it out")
+
+
 async def up(
     request: UpRequest,
     *,
@@ -117,6 +127,8 @@ async def up(
     """
     home = request.home.resolve()
     shares = deal_slots(request.slots, request.controllers)
+    check_port("--port", request.port, request.controllers)
+    check_port("--etcd-port", request.etcd_port, 1)
     with _alone(home):
         known = LocalCluster.load(home)
         if known is not None and any(is_running(c.process) for c in known.controllers):

@@ -38,6 +38,7 @@ from gcore.rollout.sglang.command import check_engine_args
 from gcore.tracking.registry import check_trackers
 
 MIN_FREE_BYTES = 64 << 20
+"""On the disk of the runs: for records and logs. How much the checkpoints take, the model says."""
 LENGTH_SAMPLE = 10_000
 """Prompts of a source whose length is looked at before a job starts; `gcore validate` looks at all. A longer one fails
 alone."""
@@ -227,4 +228,8 @@ def _check_disk(run_root: Path) -> None:
             fix="Choose another --home, or storage.root",
         ) from error
     if free < MIN_FREE_BYTES:
-        raise GcoreError(f"only {free >> 20} MiB are free on the disk", where=str(run_root), fix="Make room")
+        raise GcoreError(
+            f"only {free >> 20} MiB are free on the disk, and a job is not begun with less than {MIN_FREE_BYTES >> 20}",
+            where=str(run_root),
+            fix="Make room; one checkpoint takes 12 bytes a parameter",
+        )

@@ -55,7 +55,8 @@ def main() -> int:
     told: list[str] = []
     killer = kill_in_the_middle(known.home, known.victim, spec.name, spec.flow.steps * 2 // 5, told)
     threading.Thread(target=asyncio.run, args=(killer,), daemon=True).start()
-    command = [sys.executable, "-m", "controllers.cli.main", "run", str(SPEC), "--new", "--home", str(known.home)]
+    # The script beside this Python: what it tells to type at the end begins with its own path, if no shell finds it.
+    command = [str(Path(sys.executable).with_name("gcore")), "run", str(SPEC), "--new", "--home", str(known.home)]
     code = subprocess.run([*command, "--controllers", "2", "--slots", "cpu:2", *others], check=False).returncode
     for sentence in told or ["Nothing was killed: the run ended before its middle."]:
         print(sentence)

@@ -71,7 +71,9 @@ def find_version(
             raise NoSamples("no samples were kept of this job", fix="The controllers' logs say why")
         return max((v for v in kept if is_ancestor(head, v)), default=max(kept))
     if step > head.step:
-        raise NoSamples(f"step {step} has not been trained yet; the newest is {head.step}", fix=_there(kept))
+        what = f"step {step} has not been trained yet; the newest that is committed is {head.step}"
+        more = f"; what is after {head.step} is not committed" if any(v.step > head.step for v in kept) else ""
+        raise NoSamples(what, fix=f"{_there(kept)}{more}")
     if not spec.due(step):
         raise NoSamples(f"the samples of step {step} are not kept: samples.every is {spec.every}", fix=_there(kept))
     if kept and step < min(version.step for version in kept):

@@ -125,14 +125,15 @@ class Caller:
         )
         return await retrying(self._attempt, action, deadline, repeatable)
 
-    async def connection(self, within_s: float) -> Connection:
-        """A connection that stands. Raises StoreUnavailable."""
+    async def connection(self, within_s: float, *, repeatable: bool = True) -> Connection:
+        """A connection that stands. Raises StoreUnavailable; for a call that is no mere question it says that none was made."""
         connection = await self.pool.ready(within_s)
         if connection is None:
             raise _Again(
                 f"the store cannot be reached, tried for {within_s:.1f} s",
                 where=f"etcd at {self.pool}",
-                fix="Check that etcd runs there, and that both sides agree on TLS; nothing was sent",
+                fix="Check that etcd runs there, and that both sides agree on TLS"
+                + ("" if repeatable else "; nothing was sent"),
             )
         return connection
 
@@ -151,7 +152,7 @@ class Caller:
         self._token = None
 
     async def _attempt(self, action: Action[T], deadline: float, repeatable: bool) -> T:
-        connection = await self.connection(deadline - self.clock.monotonic())
+        connection = await self.connection(deadline - self.clock.monotonic(), repeatable=repeatable)
         left = max(deadline - self.clock.monotonic(), _LEAST_S)
         # A repeatable call leaves time for another member, should this one be stuck.
         within = left / 2 if repeatable and len(self.pool) > 1 else left

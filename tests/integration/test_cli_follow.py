@@ -10,7 +10,7 @@ from controllers.cli import creating
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.client import JobsClient, Patience
 from gcore.clock import SystemClock
-from gcore.errors import GcoreError, Unreachable, UsageError
+from gcore.errors import GcoreError, StoreUnavailable, Unreachable, UsageError
 from gcore.events import JobEvent
 from gcore.testing.fake_jobs import FakeJobs, Script
 
@@ -195,12 +195,25 @@ async def test_a_call_that_nobody_answers_says_so_in_one_sentence(servers):
     assert "\n" not in str(caught.value)
 
 
+async def test_a_controller_whose_store_is_away_is_not_taken_for_a_cluster_that_is_not_up(script, servers):
+    script.refusal = (grpc.StatusCode.UNAVAILABLE, "etcd at x: the store cannot be reached. Check that etcd runs there")
+    async with client(*servers) as jobs:
+        for dead in (None, servers[1]):  # what one of them says counts more than that another is dead
+            if dead is not None:
+                await dead.kill()
+            with pytest.raises(StoreUnavailable) as caught:
+                await jobs.get_job("sums")
+            assert str(caught.value).endswith(
+                "cannot look the job up: etcd at x: the store cannot be reached. Check that etcd runs there"
+            )
+
+
 @pytest.mark.parametrize(
     ("code", "kind", "exit_code"),
     [
         pytest.param(grpc.StatusCode.INVALID_ARGUMENT, UsageError, 2, id="a wrong request"),
         pytest.param(grpc.StatusCode.INTERNAL, GcoreError, 1, id="a controller's failure"),
-        pytest.param(grpc.StatusCode.UNAVAILABLE, Unreachable, 3, id="a store that is away"),
+        pytest.param(grpc.StatusCode.UNAVAILABLE, StoreUnavailable, 3, id="a store that is away"),
         pytest.param(grpc.StatusCode.UNIMPLEMENTED, UsageError, 2, id="another program"),
     ],
 )

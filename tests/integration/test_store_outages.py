@@ -140,6 +140,9 @@ async def test_a_server_that_is_gone_is_told_as_unavailable(server: Server) -> N
     with pytest.raises(StoreUnavailable, match=r"127\.0\.0\.1") as caught:
         await store.transact([], [Put("k", b"1")])
     assert "nothing was sent" in str(caught.value)
+    with pytest.raises(StoreUnavailable, match="both sides agree on TLS") as asked:
+        await store.get("k")
+    assert "sent" not in str(asked.value)
     await store.close()
 
 

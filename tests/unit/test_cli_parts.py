@@ -1,5 +1,6 @@
 """The parts of the command line that decide something: slots, addresses, leftovers, the record, the summary, tables."""
 
+import asyncio
 import dataclasses
 import json
 import os
@@ -13,10 +14,12 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from controllers.cli import summary as summaries
-from controllers.cli.answers import best_line, job_rows, job_tree, ranges, snapshot
+from controllers.cli.answers import audit_rows, best_line, job_rows, job_tree, ranges, snapshot
+from controllers.cli.cluster_verbs import check_as_asked
 from controllers.cli.finding import find_addresses
 from controllers.cli.leftovers import kind_of
-from controllers.cli.local import deal_slots
+from controllers.cli.local import UpRequest, UpResult, deal_slots
+from controllers.cli.local import up as local_up
 from controllers.cli.main import app
 from controllers.cli.record import EventFile
 from controllers.cli.summary import AuditVerdict, find_summary, summarize
@@ -26,6 +29,7 @@ from gcore.api.v1 import jobs_pb2 as pb
 from gcore.config.cluster import ControllerProcess, EtcdProcess, LocalCluster
 from gcore.errors import GcoreError, Unreachable, UsageError
 from gcore.events import JobEvent
+from gcore.testing import FakeClock
 
 HOME = Path("/srv/gcore")
 
@@ -42,10 +46,57 @@ def test_slots_are_dealt_out_completely_and_evenly(slots, controllers):
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
-@pytest.mark.parametrize("text", ["", "cpu", "cpu:", "cpu:0", "cpu:-1", "cpu:x", "tpu:2", "2", "cpu:²"])
+@pytest.mark.parametrize("text", ["", "cpu", "cpu:", "cpu:0", "cpu:-1", "cpu:x", "2", "cpu:²"])
 def test_what_is_no_number_of_slots_is_refused(text):
     with pytest.raises(UsageError, match="no number of slots"):
         deal_slots(text, 1)
+
+
+def test_a_kind_of_slot_that_nobody_knows_is_named_with_those_there_are():
+    with pytest.raises(UsageError, match=r"no kind of slot called 'gpu'\. There are cpu, cuda, emulated"):
+        deal_slots("gpu:2", 1)
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        ({"port": 70000}, r"--port: 70000 is no port\. Name one from 1 to 65534"),
+        ({"port": 65535}, "--port: there are no 2 ports from 65535 on"),
+        ({"etcd_port": 0}, r"--etcd-port: 0 is no port\. Name one from 1 to 65535"),
+    ],
+)
+def test_a_port_that_is_none_is_refused_before_anything_is_brought_up(tmp_path, request_, words):
+    said = []
+    request = UpRequest(tmp_path / "home", 2, "cpu:2", **request_)
+    with pytest.raises(UsageError, match=words):
+        asyncio.run(local_up(request, clock=FakeClock(), say=said.append))
+    assert said == []
+    assert not (tmp_path / "home").exists()
+
+
+def test_a_cluster_that_is_up_and_is_not_what_was_asked_for_is_a_wrong_command():
+    there = cluster(HOME)  # two controllers with cpu:7 and cpu:8
+    slots = ("cpu:7", "cpu:8")
+    check_as_asked(there, {"home"}, 3, ("cpu:0",))
+    check_as_asked(there, {"controllers", "slots"}, 2, slots)
+    with pytest.raises(UsageError, match=r"has 2 controllers and not 3\. `gcore down` first"):
+        check_as_asked(there, {"controllers"}, 3, slots)
+    with pytest.raises(UsageError, match="has the slots cpu:7 cpu:8"):
+        check_as_asked(there, {"slots"}, 3, ("cuda:7", "cuda:8"))
+
+
+def test_up_tells_a_number_that_was_given_from_a_default(monkeypatch, tmp_path):
+    there = cluster(tmp_path)
+
+    async def up_already(request, **_):
+        return UpResult(there, started=False)
+
+    monkeypatch.setattr("controllers.cli.local.up", up_already)
+    home = ["--home", str(tmp_path)]
+    assert CliRunner().invoke(app, ["up", "--controllers", "2", *home]).exit_code == 0
+    assert CliRunner().invoke(app, ["up", *home]).exit_code == 0
+    for words in (["--controllers", "1"], ["--slots", "cpu:3"], ["--controllers", "1", "-o", "json"]):
+        assert isinstance(CliRunner().invoke(app, ["up", *words, *home]).exception, UsageError)
 
 
 def test_emulated_slots_are_dealt_out_as_others_are():
@@ -324,6 +375,37 @@ def test_a_described_job_says_who_has_which_shards_and_what_is_waited_for():
     assert shown["source sums"] == "0 trained, 0 filtered, 2 failed"
     assert found.shard_count == 8
     assert json.loads(json.dumps(job_tree(found)))["shares"] == {"node-0": [0, 1, 2, 5]}
+
+
+def test_a_described_job_tells_what_went_wrong_to_who_followed_no_event():
+    job = pb.Job(uid="u1", name="sums", state=pb.JOB_STATE_RUNNING)
+    assert not {"last rollback", "warning (1)"} & job_rows(snapshot(job), 100.0).keys()
+    job.warnings.add(topic="folder", node="node-0", sentence="no room is left", time=88.0)
+    job.warnings.add(topic="samples", node="node-1", sentence="of an older version")
+    job.rollback.CopyFrom(pb.LastRollback(step=3, lineage=2, reason="rank 1 is gone"))
+    shown = job_rows(snapshot(job), 100.0)
+    assert shown["last rollback"] == "to step 3, lineage 2: rank 1 is gone"
+    assert shown["warning (1)"] == "node-0: no room is left (folder, 12s ago)"
+    assert shown["warning (2)"] == "node-1: of an older version (samples)"
+    tree = json.loads(json.dumps(job_tree(snapshot(job))))
+    assert tree["rollback"] == {"step": 3, "lineage": 2, "reason": "rank 1 is gone"}
+    assert tree["warnings"][0] == {"topic": "folder", "node": "node-0", "sentence": "no room is left", "time": 88.0}
+
+
+def test_an_audit_of_many_violations_shows_the_first_and_says_how_many_there_are():
+    def shown(count: int, *more: str) -> dict[str, str]:
+        said = [f"wrong {number}" for number in range(count)]
+        findings = [pb.AuditFinding(kind="receipt", sentence=one) for one in said]
+        return audit_rows(pb.AuditReport(clean=False, violations=[*said, *more], findings=findings))
+
+    assert shown(1)["verdict"] == "1 violation"
+    assert "not shown" not in shown(20)
+    assert shown(65)["verdict"] == "65 violations"
+    assert shown(65)["not shown"] == "and 45 more (-o json has all)"
+    assert "violation 21" not in shown(65)
+    full = shown(500, "and 7 violations more")
+    assert full["verdict"] == "500 violations, and 7 violations more"
+    assert full["not shown"] == "and 480 more (-o json has these)"
 
 
 @given(st.sets(st.integers(0, 300)))

@@ -80,7 +80,8 @@ def test_a_step_is_found_in_its_newest_lineage_and_the_default_is_the_newest_com
 @pytest.mark.parametrize(
     ("kept", "now", "spec", "step", "words"),
     [
-        (KEPT, head(6, 5), SamplesSpec(), 9, "step 9 has not been trained yet; the newest is 6. There are those of steps 1, 5-7"),
+        (KEPT, head(6, 5), SamplesSpec(), 9, "step 9 has not been trained yet; the newest that is committed is 6. There are those of steps 1, 5-7; what is after 6 is not committed"),
+        (KEPT, head(8, 7), SamplesSpec(), 9, "the newest that is committed is 8. There are those of steps 1, 5-7"),
         (KEPT, head(6, 5), SamplesSpec(every=5), 3, "the samples of step 3 are not kept: samples.every is 5"),
         (KEPT[1:], head(9), SamplesSpec(keep=4), 2, "the samples of step 2 were removed: samples.keep is 4. There are those of steps 5-7"),
         (KEPT, head(9), SamplesSpec(), 8, "no samples of step 8 are there: who held them died, or could not write"),

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from plug_in_package import installer
 from stored_job import StoredJob
 
 from controllers.service.capability import check_ranks, most_slots
-from controllers.service.checking import MOST_FOR_EVER, check_kept, check_submission
+from controllers.service.checking import MIN_FREE_BYTES, MOST_FOR_EVER, check_kept, check_submission
 from controllers.service.records import StoredJobs
 from controllers.service.submission import Submissions, check_unchanged
 from gcore.config import JobSpec, NodeConfig, new_spec, parse_spec
 from gcore.config.cluster import FILE_NAME, LocalCluster
-from gcore.errors import SpecError, UsageError
+from gcore.errors import GcoreError, SpecError, UsageError
 from gcore.ledger.job import JobPhase, JobRecord, JobStatus
 from gcore.plugins import PluginFault
 from gcore.prompts.dataset import DataChanged
@@ -85,6 +86,17 @@ def test_more_groups_than_an_offer_has_room_for_are_refused_before_anything_is_r
     with pytest.raises(SpecError, match=r"rollout.staleness 64 a controller may offer 65 steps of 256 groups"):
         check_submission(parse_spec(spec), tmp_path / "runs", tmp_path / "cache")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_with_too_little_room_is_told_with_how_much_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = SimpleNamespace(free=MIN_FREE_BYTES - 1)
+    monkeypatch.setattr("controllers.service.checking.shutil.disk_usage", lambda path: free)
+    spec = {"name": "j", "model": {"path": "nowhere"}, "data": {"path": "nowhere"}, "flow": {"steps": 1}}
+    spec |= {"rollout": {"max_new_tokens": 4}}
+    with pytest.raises(GcoreError, match="only 63 MiB are free on the disk, and a job is not begun with less than 64"):
+        check_submission(parse_spec(spec), tmp_path / "runs", tmp_path / "cache")
 
 
 @pytest.mark.parametrize(("ranks", "most"), [(2, 2), (9, None), (None, 1)])
