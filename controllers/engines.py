@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from controllers.changes import Changes
+from controllers.continuing import Decode, Responses, told_every
 from controllers.engine_counts import counted
 from controllers.pulse import EnginePatience, Pulse, Verdict
 from controllers.routing import Following, Load, route
@@ -25,7 +26,7 @@ from controllers.view import EngineView
 from gcore.clock import Clock, SystemClock
 from gcore.errors import EngineError, EngineUnreachable
 from gcore.metrics import Metrics
-from gcore.rollout.client import EngineClient, SamplingParams
+from gcore.rollout.client import EngineClient, Growing, SamplingParams
 from gcore.types import Sample, Version
 from gcore.worker.records import WorkerRecord
 
@@ -64,8 +65,10 @@ class EngineBook:
         clock: Clock | None = None,
         patience: EnginePatience | None = None,
         metrics: Metrics | None = None,
+        told_every: int | None = None,
     ) -> None:
         self._changes = changes
+        self._told_every = told_every
         self._timeout_s = timeout_s
         self._connect = connect
         self._clock = clock or SystemClock()
@@ -191,12 +194,45 @@ class EngineBook:
         seeds: Sequence[int],
         rid: str,
         follow: Following | None = None,
+        decode: Decode | None = None,
     ) -> tuple[Sample, ...]:
         """A sample for each prompt and its seed, on an engine that serves `version` (`controllers.routing`); waits for one.
 
         With `follow` it is whichever version is wanted when there is a seat, and tokens of newer ones may come after.
-        Raises EngineError. An engine that does not answer is distrusted, and the request is for the caller to repeat.
+        Raises EngineError. An engine that does not answer is distrusted. With `decode`, the tokenizer's, another goes on with
+        what that one has told (`controllers.continuing`); if it has told nothing, the request is for the caller to repeat.
         """
+        every = told_every(params, self._told_every) if decode is not None else 0
+        if decode is None or not every:
+            return await self._generate(version, prompts, params, seeds, rid, follow, None)
+        responses = Responses(prompts, params, seeds, decode)
+        while True:
+            ask = responses.ask()
+            growing = Growing(every, responses.grow)
+            try:
+                made = await self._generate(version, ask.prompts, ask.params, ask.seeds, rid, follow, growing)
+            except EngineUnreachable as error:
+                kept = responses.keep()
+                if not kept:
+                    raise
+                self._metrics.kept_tokens.inc(kept)
+                log.warning("%s; %d tokens that it had told are kept", error, kept)
+                if responses.is_whole:
+                    return responses.whole(())
+            else:
+                return responses.whole(made)
+
+    async def _generate(
+        self,
+        version: Version,
+        prompts: Sequence[tuple[int, ...]],
+        params: SamplingParams | Sequence[SamplingParams],
+        seeds: Sequence[int],
+        rid: str,
+        follow: Following | None,
+        growing: Growing | None,
+    ) -> tuple[Sample, ...]:
+        """By one engine. Raises EngineError."""
         instance, line = await self._seat(follow.wanted if follow is not None else lambda: version, len(seeds))
         if follow is not None:
             assert line.view.version is not None
@@ -206,7 +242,8 @@ class EngineBook:
         rid = f"{rid}/{next(self._requests)}"
         finished = False
         try:
-            asked = line.client.generate_each(prompts, params, seeds=seeds, rid=rid)
+            heard = None if growing is None else Growing(growing.every, _heard(line, growing, self._clock))
+            asked = line.client.generate_each(prompts, params, seeds=seeds, rid=rid, growing=heard)
             samples = await counted(self._asked(instance, line, asked), self._metrics, self._clock)
             finished = True
             made = {span.version for sample in samples for span in sample.spans}
@@ -298,6 +335,16 @@ class EngineBook:
         self._beside.add(task)
         task.add_done_callback(self._beside.discard)
         return task
+
+
+def _heard(line: _Line, growing: Growing, clock: Clock) -> Callable[[int, Sample], None]:
+    """Whoever tells of samples lives."""
+
+    def tell(place: int, sample: Sample) -> None:
+        line.pulse = line.pulse.answers(clock.monotonic())
+        growing.tell(place, sample)
+
+    return tell
 
 
 def _leave(line: _Line) -> None:

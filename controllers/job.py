@@ -155,7 +155,12 @@ class JobRunner(JobStanding):
         rollout = spec.rollout
         patience = EnginePatience(rollout.silent_s, rollout.watchdog_s, rollout.timeout_s)
         self._engines = EngineBook(
-            self.changes, rollout.timeout_s, clock=self._clock, patience=patience, metrics=self._metrics
+            self.changes,
+            rollout.timeout_s,
+            clock=self._clock,
+            patience=patience,
+            metrics=self._metrics,
+            told_every=rollout.told_every,
         )
         self._spec = spec
         self._rules = self._rules_or_none()

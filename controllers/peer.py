@@ -148,11 +148,9 @@ class JobPeer:
         if greedy:
             params = replace(params, temperature=0.0, top_p=1.0, top_k=None, min_p=0.0)
         prompts = [prompt.token_ids] * count
-        if self.material.spec.rollout.staleness:
-            follow = self._following(prompt.ref)
-            made = await self._engines.generate(version, prompts, params, seeds, rid, follow)
-        else:
-            made = await self._engines.generate(version, prompts, params, seeds, rid)
+        decode = self.material.stream.found(prompt.ref)[0].renderer.tokenizer.decode
+        follow = self._following(prompt.ref) if self.material.spec.rollout.staleness else None
+        made = await self._engines.generate(version, prompts, params, seeds, rid, follow, decode)
         if any(sample.finish_reason == "abort" for sample in made):
             raise EngineError(f"the engine gave up on prompt {prompt.ref}", fix="It is issued again")
         return made

@@ -187,6 +187,9 @@ class Metrics:
         """Engines and what they make."""
         self.samples = self._counter("gcore_samples_total", "Samples generated for this process.")
         self.generated_tokens = self._counter("gcore_generated_tokens_total", "Tokens generated for this process.")
+        self.kept_tokens = self._counter(
+            "gcore_kept_tokens_total", "Tokens of unfinished responses that were kept when their engine was lost."
+        )
         self.engine_requests = self._counter(
             "gcore_engine_requests_total",
             "Requests to engines by pool and result (ok, aborted, refused, unreachable).",

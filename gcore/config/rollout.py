@@ -65,6 +65,11 @@ class RolloutSpec(Section):
     timeout_s: Annotated[float, Field(ge=0.1)] = Field(
         120.0, description="Longest wait for one group before it goes to another engine"
     )
+    told_every: Annotated[int, Field(ge=0)] | None = Field(
+        None,
+        description="After how many tokens an engine tells what it has of a response: if it is lost, another goes on from "
+        "there. Each telling repeats all that there is. null: an eighth of max_new_tokens, at least 64; 0: never",
+    )
     silent_s: PositiveFloat = Field(
         30.0,
         description="An engine that owes responses and answers nothing at all for so long, not even how it is, is left: its "

@@ -15,20 +15,21 @@ import contextlib
 import json
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import httpx
 
 from gcore.errors import EngineError, EngineUnreachable
-from gcore.rollout.transport import PlainTransport
+from gcore.rollout.transport import STREAMED, PlainTransport
 from gcore.types import FinishReason, Sample, Version, VersionSpan
 
 BIG_ANSWER_BYTES = 256 * 1024
 """An answer from this size on is parsed off the event loop."""
 CONNECT_S = 5.0
 CONTINUE = "/continue_generation"
+EVENT = "data: "
 QUICK_S = 15.0
 """For what an engine answers off hand, whatever it is at: which weights it serves."""
 MOST_GENERATING = 512
@@ -64,6 +65,17 @@ class EngineInfo:
     waiting: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class Growing:
+    """Who is told of samples as they grow: every so many tokens all that there is of one, and its place in the request.
+
+    What still grows has the finish reason "abort".
+    """
+
+    every: int
+    tell: Callable[[int, Sample], None]
+
+
 class EngineClient:
     """One engine. `base_url` is "http://host:port"; `timeout_s` is the longest wait for any answer."""
 
@@ -86,32 +98,71 @@ class EngineClient:
         return await self.generate_each([prompt_ids] * len(seeds), params, seeds=seeds, rid=rid)
 
     async def generate_each(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, seeds: Sequence[int], rid: str
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams],
+        *,
+        seeds: Sequence[int],
+        rid: str,
+        growing: Growing | None = None,
     ) -> tuple[Sample, ...]:
         """One sample a prompt, as one request, each with its seed; as many seeds as prompts, answers in their order.
 
+        `params`: of all, or of each. `growing`: who is told of samples as they grow, by their places.
         Sample `i` is called f"{rid}-{i}" there. Raises EngineError, EngineUnreachable. An aborted sample comes back with the tokens it has and finish reason "abort". Log-probabilities are float32
         values, as floats.
         """
         if not seeds:
             return ()
-        body = {
+        each = [params] * len(seeds) if isinstance(params, SamplingParams) else params
+        body: dict[str, Any] = {
             "input_ids": [list(prompt_ids) for prompt_ids in prompts],
-            "sampling_params": [_sampling_params(params, seed) for seed in seeds],
+            "sampling_params": [_sampling_params(one, seed) for one, seed in zip(each, seeds, strict=True)],
             "rid": _rids(rid, len(seeds)),
             "return_logprob": True,
             "logprob_start_len": -1,
             "stream": False,
         }
         async with self._turns:
-            response = await self._call("POST", "/generate", body)
-        answers = await self._parsed(response)
+            if growing is None:
+                answers = await self._parsed(await self._call("POST", "/generate", body))
+            else:
+                answers = await self._streamed(body, len(seeds), growing)
         if not isinstance(answers, list) or len(answers) != len(seeds):
             raise EngineError(f"the engine did not answer with {len(seeds)} samples", where=self.base_url)
         try:
             return tuple(_sample(answer) for answer in answers)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise EngineError(f"the engine's answer cannot be read ({error!r})", where=self.base_url) from error
+
+    async def _streamed(self, body: dict[str, Any], count: int, growing: Growing) -> list[Any]:
+        """The last word on each of `count` samples, in order; before that `growing` is told of them."""
+        body["stream"] = True
+        for one in body["sampling_params"]:
+            one["stream_interval"] = growing.every
+        last: dict[int, Any] = {}
+        response = await self._call("POST", "/generate", body, streamed=True)
+        try:
+            if not response.headers.get("content-type", "").startswith("text/event-stream"):
+                await response.aread()  # a server that does not stream answers at the end
+                return list(await self._parsed(response))
+            async for line in response.aiter_lines():
+                if not line.startswith(EVENT) or line == f"{EVENT}[DONE]":
+                    continue
+                answer = await self._read(line.removeprefix(EVENT).encode())
+                place = answer.get("index") if isinstance(answer, dict) else None
+                if not isinstance(place, int) or place not in range(count):
+                    raise EngineError(f"the engine broke off ({_words_of(answer)})", where=self.base_url)
+                last[place] = answer
+                with contextlib.suppress(KeyError, TypeError, ValueError, IndexError):
+                    growing.tell(place, _sample(answer))
+        except httpx.HTTPError as error:
+            raise self._unreachable("/generate", error) from error
+        finally:
+            await response.aclose()
+        if len(last) < count:
+            raise EngineUnreachable(f"the engine ended after {len(last)} of {count} samples", where=self.base_url)
+        return [last[place] for place in range(count)]
 
     async def abort(self, rid: str, count: int) -> None:
         """End the `count` samples of the request called `rid`; they come back with the tokens they have."""
@@ -209,27 +260,41 @@ class EngineClient:
         return found
 
     async def _call(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None, *, quick: bool = False
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        quick: bool = False,
+        streamed: bool = False,
     ) -> httpx.Response:
+        """The answer; of one that is `streamed` and no refusal, what comes is for the caller to read, and to close."""
         if self._closed and path != CONTINUE:
             raise EngineUnreachable(f"the line to the engine is closed ({path})", where=self.base_url)
         url = self._urls.get(path) or self._urls.setdefault(path, httpx.URL(self.base_url + path))
         limit = self._quick if quick else self._limit
-        request = httpx.Request(method, url, json=body, extensions={"timeout": limit})
+        request = httpx.Request(method, url, json=body, extensions={"timeout": limit, STREAMED: streamed})
         try:
             response = await self._transport.handle_async_request(request)
-            await response.aread()
+            if not streamed or response.status_code >= 400:
+                await response.aread()
         except httpx.HTTPError as error:
-            reason = str(error) or type(error).__name__
-            raise EngineUnreachable(f"the engine did not answer {path} ({reason})", where=self.base_url) from error
+            raise self._unreachable(path, error) from error
         if response.status_code >= 500:
             raise EngineUnreachable(f"the engine failed at {path} (status {response.status_code})", where=self.base_url)
         if response.status_code >= 400:
             raise EngineError(f"the engine refused {path}: {_reason(response)}", where=self.base_url)
         return response
 
+    def _unreachable(self, path: str, error: httpx.HTTPError) -> EngineUnreachable:
+        return EngineUnreachable(
+            f"the engine did not answer {path} ({str(error) or type(error).__name__})", where=self.base_url
+        )
+
     async def _parsed(self, response: httpx.Response) -> Any:
-        raw = response.content
+        return await self._read(response.content)
+
+    async def _read(self, raw: bytes) -> Any:
         try:
             return json.loads(raw) if len(raw) < BIG_ANSWER_BYTES else await asyncio.to_thread(json.loads, raw)
         except ValueError as error:
@@ -272,7 +337,8 @@ def _sample(answer: Mapping[str, Any]) -> Sample:
     if len(triples) != count:
         raise ValueError(f"{count} tokens came with {len(triples)} log-probabilities")
     logprobs = _as_float32([triple[0] for triple in triples])
-    reason: FinishReason = meta["finish_reason"]["type"]
+    ending = meta["finish_reason"]  # of one that still grows there is none
+    reason: FinishReason = "abort" if ending is None else ending["type"]
     if reason not in ("stop", "length", "abort"):
         raise ValueError(f"finish reason {reason!r}")
     return Sample(tokens, logprobs, str(answer["text"]), reason, _spans(meta, count))
@@ -302,6 +368,10 @@ def _reason(response: httpx.Response) -> str:
         answer = response.json()
     except ValueError:
         return response.text[:300] or f"status {response.status_code}"
+    return _words_of(answer)
+
+
+def _words_of(answer: Any) -> str:
     if isinstance(answer, dict):
         error = answer.get("error", answer.get("message", answer))
         return str(error.get("message", error)) if isinstance(error, dict) else str(error)

@@ -2,8 +2,8 @@
 
 httpx's own pool looks at every connection for every request, several times: with 256 requests under way a request costs
 5 ms of the controller's thread, most of what a short response takes to make. This one keeps idle connections in a list,
-takes the youngest, and gives each request a connection of its own. It does no redirects, proxies, HTTP/2 or streaming of
-answers: an engine's client needs none of them.
+takes the youngest, and gives each request a connection of its own. It does no redirects, proxies or HTTP/2: an engine's client
+needs none of them. An answer is read whole, or, with the extension `STREAMED`, as it comes.
 
 A request that is cancelled, or whose time is up, closes its connection: that is how an engine learns of it.
 """
@@ -11,13 +11,17 @@ A request that is cancelled, or whose time is up, closes its connection: that is
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ssl
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import h11
 import httpx
 
 READ_BYTES = 1 << 16
+STREAMED = "gcore_streamed"
+"""The request's extension that asks for the answer as it comes; whoever asked closes it."""
 MOST_IDLE = 64
 """Idle connections that are kept."""
 IDLE_S = 30.0
@@ -47,31 +51,35 @@ class PlainTransport(httpx.AsyncBaseTransport):
         self._tls: ssl.SSLContext | None = None
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Send it, and read the whole answer."""
+        """Send it, and read the whole answer, or its head if it is to be streamed."""
         limits = request.extensions.get("timeout", {})
         line = self._take() or await self._connect(request.url, limits.get("connect"))
-        kept = False
+        answer = _Answer(self, line, request, limits.get("read"))
         try:
-            async with asyncio.timeout(limits.get("read")):
-                response = await _exchange(line, request)
+            status, headers = await answer.begin()
+        except BaseException:
+            await answer.aclose()
+            raise
+        response = httpx.Response(status, headers=headers, stream=answer, request=request)
+        if not request.extensions.get(STREAMED):
+            try:
+                await response.aread()
+            finally:
+                await answer.aclose()
+        return response
+
+    def give_back(self, line: _Line) -> None:
+        """Its answer was read to the end, so another request may follow, if the server keeps the connection."""
+        try:
             line.protocol.start_next_cycle()
-            kept = True
-            return response
-        except TimeoutError as error:
-            raise httpx.ReadTimeout("the time is up", request=request) from error
-        except OSError as error:
-            raise httpx.ReadError(str(error) or type(error).__name__, request=request) from error
         except h11.LocalProtocolError:
-            # The server wants the connection closed after this answer.
-            return response
-        except h11.RemoteProtocolError as error:
-            raise httpx.RemoteProtocolError(str(error), request=request) from error
-        finally:
-            if kept and not self._closed and len(self._idle) < MOST_IDLE:
-                now = asyncio.get_running_loop().time()
-                self._idle.append(_Line(line.reader, line.writer, line.protocol, now))
-            else:
-                line.writer.close()
+            line.writer.close()  # it does not
+            return
+        if self._closed or len(self._idle) >= MOST_IDLE:
+            line.writer.close()
+        else:
+            now = asyncio.get_running_loop().time()
+            self._idle.append(_Line(line.reader, line.writer, line.protocol, now))
 
     def _take(self) -> _Line | None:
         """The youngest idle connection that still holds."""
@@ -105,26 +113,69 @@ class PlainTransport(httpx.AsyncBaseTransport):
             self._idle.pop().writer.close()
 
 
-async def _exchange(line: _Line, request: httpx.Request) -> httpx.Response:
-    body = await request.aread()
-    head = h11.Request(method=request.method, target=request.url.raw_path, headers=request.headers.raw)
-    send = line.protocol.send
-    line.writer.writelines(part for part in (send(head), send(h11.Data(body)), send(h11.EndOfMessage())) if part)
-    await line.writer.drain()
-    answer: h11.Response | None = None
-    content: list[bytes] = []
-    while True:
-        event = line.protocol.next_event()
-        if event is h11.NEED_DATA:
-            line.protocol.receive_data(await line.reader.read(READ_BYTES))
-        elif isinstance(event, h11.Response):
-            answer = event
-        elif isinstance(event, h11.Data):
-            content.append(bytes(event.data))
-        elif isinstance(event, h11.EndOfMessage):
-            break
-        elif isinstance(event, h11.ConnectionClosed):
-            raise h11.RemoteProtocolError("the connection was closed")
-    assert answer is not None
-    headers = [(bytes(name), bytes(value)) for name, value in answer.headers]
-    return httpx.Response(answer.status_code, headers=headers, content=b"".join(content), request=request)
+class _Answer(httpx.AsyncByteStream):
+    """What comes after one request on one connection. Closes the connection unless it was read to its end."""
+
+    def __init__(self, transport: PlainTransport, line: _Line, request: httpx.Request, limit_s: float | None) -> None:
+        self._transport = transport
+        self._line = line
+        self._request = request
+        self._end = None if limit_s is None else asyncio.get_running_loop().time() + limit_s
+        """When the whole answer must be there, in the loop's time."""
+        self._is_over = False
+
+    async def begin(self) -> tuple[int, list[tuple[bytes, bytes]]]:
+        """Send the request; the status and the headers."""
+        line, request = self._line, self._request
+        body = await request.aread()
+        head = h11.Request(method=request.method, target=request.url.raw_path, headers=request.headers.raw)
+        send = line.protocol.send
+        line.writer.writelines(part for part in (send(head), send(h11.Data(body)), send(h11.EndOfMessage())) if part)
+        async with self._within():
+            await line.writer.drain()
+        while True:
+            event = await self._next()
+            if isinstance(event, h11.Response):
+                return event.status_code, [(bytes(name), bytes(value)) for name, value in event.headers]
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        while True:
+            event = await self._next()
+            if isinstance(event, h11.Data):
+                yield bytes(event.data)
+            elif isinstance(event, h11.EndOfMessage):
+                self._is_over = True
+                self._transport.give_back(self._line)
+                return
+
+    async def aclose(self) -> None:
+        """Nobody wants the rest: that is how an engine learns of it."""
+        if not self._is_over:
+            self._is_over = True
+            self._line.writer.close()
+
+    async def _next(self) -> object:
+        line = self._line
+        while True:
+            try:
+                event = line.protocol.next_event()
+            except h11.RemoteProtocolError as error:
+                raise httpx.RemoteProtocolError(str(error), request=self._request) from error
+            if isinstance(event, h11.ConnectionClosed):
+                raise httpx.RemoteProtocolError("the connection was closed", request=self._request)
+            if event is not h11.NEED_DATA:
+                return event
+            async with self._within():
+                received = await line.reader.read(READ_BYTES)
+            line.protocol.receive_data(received)
+
+    @contextlib.asynccontextmanager
+    async def _within(self) -> AsyncIterator[None]:
+        request = self._request
+        try:
+            async with asyncio.timeout_at(self._end):
+                yield
+        except TimeoutError as error:
+            raise httpx.ReadTimeout("the time is up", request=request) from error
+        except OSError as error:
+            raise httpx.ReadError(str(error) or type(error).__name__, request=request) from error

@@ -76,7 +76,14 @@ class Engines:
         return self.version == version
 
     async def generate(
-        self, version: Version, prompts: Any, params: SamplingParams, seeds: Sequence[int], rid: str
+        self,
+        version: Version,
+        prompts: Any,
+        params: SamplingParams,
+        seeds: Sequence[int],
+        rid: str,
+        follow: Any = None,
+        decode: Any = None,
     ) -> tuple[Sample, ...]:
         tokens = [ids[0] for ids in prompts]
         self.asked.append((params, tokens, list(seeds)))

@@ -246,7 +246,9 @@ class SimulatedClient:
 
         await self._ask(publish)
 
-    async def generate_each(self, prompts: Any, params: Any, *, seeds: Any, rid: str) -> tuple[Sample, ...]:
+    async def generate_each(
+        self, prompts: Any, params: Any, *, seeds: Any, rid: str, growing: Any = None
+    ) -> tuple[Sample, ...]:
         """A response to each, of two or three tokens."""
         made = await self._ask(self._engine.generate, timeout_s=30.0)
         return tuple(self._sample(made) for _ in prompts)
@@ -275,7 +277,8 @@ class Stream:
         return Prompt(ref, "", (1, 2), {}, SOURCE)
 
     def found(self, ref: PromptRef) -> tuple[Any, int]:
-        return SimpleNamespace(name=SOURCE), 0
+        tokenizer = SimpleNamespace(decode=lambda tokens: "x" * len(tokens))
+        return SimpleNamespace(name=SOURCE, renderer=SimpleNamespace(tokenizer=tokenizer)), 0
 
 
 class SilentFaults(FaultBook):

@@ -347,7 +347,9 @@ class Engine:
     async def resume(self) -> None:
         return None
 
-    async def generate_each(self, prompts: Any, params: Any, *, seeds: Any, rid: str) -> tuple[Sample, ...]:
+    async def generate_each(
+        self, prompts: Any, params: Any, *, seeds: Any, rid: str, growing: Any = None
+    ) -> tuple[Sample, ...]:
         return made(REF, *self.versions).samples[: len(seeds)]
 
     async def close(self) -> None:

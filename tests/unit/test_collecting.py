@@ -38,7 +38,9 @@ class NeverDone:
     async def close(self) -> None:
         return None
 
-    async def generate_each(self, prompts: Any, params: Any, *, seeds: Any, rid: str) -> tuple[Any, ...]:
+    async def generate_each(
+        self, prompts: Any, params: Any, *, seeds: Any, rid: str, growing: Any = None
+    ) -> tuple[Any, ...]:
         self.asked.put_nowait(rid)
         await asyncio.Event().wait()
         return ()

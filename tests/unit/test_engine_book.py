@@ -35,7 +35,9 @@ class OldEngine:
     async def resume(self) -> None:
         self.resumed += 1
 
-    async def generate_each(self, prompts: Any, params: Any, *, seeds: Any, rid: str) -> tuple[Sample, ...]:
+    async def generate_each(
+        self, prompts: Any, params: Any, *, seeds: Any, rid: str, growing: Any = None
+    ) -> tuple[Sample, ...]:
         return tuple(Sample((1,), (0.0,), "a", "stop", (VersionSpan(Version(0, 1), 0, 1),)) for _ in seeds)
 
     async def close(self) -> None:
@@ -210,7 +212,9 @@ class NamedEngine(OldEngine):
         self.called: asyncio.Queue[str] = asyncio.Queue()
         self.given_up: asyncio.Queue[str] = asyncio.Queue()
 
-    async def generate_each(self, prompts: Any, params: Any, *, seeds: Any, rid: str) -> tuple[Sample, ...]:
+    async def generate_each(
+        self, prompts: Any, params: Any, *, seeds: Any, rid: str, growing: Any = None
+    ) -> tuple[Sample, ...]:
         self.called.put_nowait(rid)
         await asyncio.Event().wait()
         return ()
@@ -251,7 +255,9 @@ class SlowEngine(OldEngine):
         await self.weights
         self._version = version
 
-    async def generate_each(self, prompts: Any, params: Any, *, seeds: Any, rid: str) -> tuple[Sample, ...]:
+    async def generate_each(
+        self, prompts: Any, params: Any, *, seeds: Any, rid: str, growing: Any = None
+    ) -> tuple[Sample, ...]:
         self.asked += 1
         await self.answers.wait()
         return tuple(Sample((1,), (0.0,), "a", "stop", (VersionSpan(self._version, 0, 1),)) for _ in seeds)

@@ -107,7 +107,14 @@ class Engines:
         return True
 
     async def generate(
-        self, version: Version, prompts: Any, params: SamplingParams, seeds: Sequence[int], rid: str
+        self,
+        version: Version,
+        prompts: Any,
+        params: SamplingParams,
+        seeds: Sequence[int],
+        rid: str,
+        follow: Any = None,
+        decode: Any = None,
     ) -> tuple[Sample, ...]:
         self.asked.append((prompts, params))
         if self.errors:
