@@ -166,11 +166,16 @@ def export(
     found = _exportable(job, home, address, best=best) if step is None else _of_step(job, home, address, step)
     folder = found.checkpoint
     from controllers.cli.brought import on_this_machine
-    from gcore.weights.layout import copy_model
+    from gcore.weights.layout import CheckpointDamaged, copy_model
 
     try:
         with on_this_machine(folder, found.uid, home, address, to) as here:
             copy_model(here, to)
+    except CheckpointDamaged as error:
+        others = (
+            f"`gcore checkpoints {found.uid}` lists the others; `gcore export {found.uid} --step N` takes one of them"
+        )
+        raise CheckpointDamaged(error.what, where=error.where, fix=others) from error
     except OSError as error:
         raise UsageError(
             f"the model cannot be written here ({error.strerror or error})",

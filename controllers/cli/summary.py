@@ -20,11 +20,13 @@ from controllers.cli.view_points import Answer, BestPoint, JobSnapshot, SourceFi
 from controllers.cli.view_state import ViewState
 from controllers.cli.view_text import measures, seconds, visible
 from gcore.atomic import whole_file
-from gcore.errors import GcoreError, Unreachable
+from gcore.errors import GcoreError, StoreUnavailable, Unreachable
 from gcore.ledger import store_copy
 from gcore.schema import UnreadableRecord
 
 FILE_NAME = "summary.json"
+ENDED_FILES = (FILE_NAME, store_copy.FOLDER)
+"""Who has ended has a summary, or, if nobody watched it to its end, a copy of its records."""
 SUCCEEDED = "SUCCEEDED"
 
 
@@ -219,13 +221,22 @@ def finished_run(home: Path, job: str, unreachable: Unreachable) -> dict[str, st
     """What `find_summary` says where no cluster is up in `home`.
 
     Raises Unreachable, with the finished jobs there are, also if a name means a newer job that has not finished: of that
-    only a cluster knows how it stands, and to take the older one in its place would be a mistake nobody sees.
+    only a cluster knows how it stands, and to take the older one in its place would be a mistake nobody sees. Where a cluster
+    is up, and its store is away, it says nothing of starting one.
     """
+    is_up = isinstance(unreachable, StoreUnavailable)
     found = find_summary(home / "runs", job) or _without_summary(home / "runs", job)
     newer = newer_unfinished(home / "runs", job) if found is not None and job == found["job"] else None
     if found is not None and newer is not None:
         what = f"the newest job {job!r} ({newer}) has not finished, and {unreachable.what}"
-        fix = f"Start the cluster with `gcore up`, or name the older, finished job by its uid: {found['uid']}"
+        first = "Ask again when the store is back" if is_up else "Start the cluster with `gcore up`"
+        fix = f"{first}, or name the older, finished job by its uid: {found['uid']}"
+        raise Unreachable(what, where=str(home), fix=fix) from unreachable
+    if found is None and is_up:
+        raise unreachable
+    if found is None and (left := unfinished(home / "runs", job)) is not None:
+        what = f"job {left[0]!r} ({left[1]}) has not finished, and {unreachable.what}"
+        fix = "`gcore up`, or `gcore run` with its spec, goes on with it"
         raise Unreachable(what, where=str(home), fix=fix) from unreachable
     if found is None:
         finished = finished_jobs(home / "runs")
@@ -252,15 +263,24 @@ def _without_summary(runs: Path, job: str) -> dict[str, str] | None:
     return found if best is None else found | {"best": best_line(best), "best_checkpoint": best.checkpoint}
 
 
-def newer_unfinished(runs: Path, job: str) -> str | None:
-    """The uid of a run of that name which has not finished and was at work later than all that have; None: there is none.
+def unfinished(runs: Path, job: str) -> tuple[str, str] | None:
+    """Name and uid of the run of that name or uid that has not finished; of several of a name the newest. None: there is none."""
+    uid = newer_unfinished(runs, job)
+    if uid is not None:
+        return job, uid
+    for folder in runs.glob(f"*-{glob.escape(job)}"):
+        name, _, uid = folder.name.rpartition("-")
+        if uid == job and folder.is_dir() and not any((folder / one).exists() for one in ENDED_FILES):
+            return name, uid
+    return None
 
-    Who has finished has a summary, or, if nobody watched it to its end, a copy of its records.
-    """
+
+def newer_unfinished(runs: Path, job: str) -> str | None:
+    """The uid of a run of that name which has not finished and was at work later than all that have; None: there is none."""
     at_work: list[tuple[float, bool, str]] = []
     for folder in runs.glob(f"{glob.escape(job)}-*"):
         name, _, uid = folder.name.rpartition("-")
-        ended = (folder / FILE_NAME, folder / store_copy.FOLDER)
+        ended = tuple(folder / one for one in ENDED_FILES)
         last = next((path for path in (*ended, folder / "events.jsonl") if path.exists()), folder)
         with contextlib.suppress(OSError):
             if name == job and folder.is_dir():

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from pathlib import Path
 
 import pytest
 
+from controllers.cli.file_verbs import export
 from controllers.cli.summary import finished_run
 from controllers.service.audits import audit_of_folder, run_of
 from gcore.config import parse_spec
-from gcore.errors import Unreachable
+from gcore.errors import StoreUnavailable, Unreachable
 from gcore.ledger import chain, store_copy, transactions
 from gcore.ledger.chain import Writer
 from gcore.ledger.job import EnginePlace, JobPhase, JobRecord, JobStatus, Plan, RankPlace
@@ -19,6 +21,7 @@ from gcore.ledger.mirror import JobMirror
 from gcore.store.keys import JobKeys
 from gcore.store.types import WatchBatch, WatchEvent
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
+from gcore.weights.layout import MANIFEST_FILE, CheckpointDamaged, Manifest, file_entry
 
 UID = "abc123"
 SPEC = parse_spec(
@@ -76,6 +79,52 @@ def test_a_newer_run_that_has_not_finished_is_never_passed_over(home: Path) -> N
     with pytest.raises(Unreachable, match=r"newest job 'j' \(newer\) has not finished"):
         finished_run(home, "j", AWAY)
     assert finished_run(home, UID, AWAY)["uid"] == UID
+
+
+@pytest.mark.parametrize("asked", ["k", "u7"])
+def test_a_run_that_has_not_finished_is_named_with_what_goes_on_with_it(home: Path, asked: str) -> None:
+    for uid, at in (("u7", 2e9), ("u6", 1e9)):
+        run_dir = home / "runs" / f"k-{uid}"
+        run_dir.mkdir()
+        os.utime(run_dir, (at, at))
+    with pytest.raises(Unreachable) as told:
+        finished_run(home, asked, AWAY)
+    assert told.value.what == "job 'k' (u7) has not finished, and no cluster is up here"
+    assert str(told.value).endswith("`gcore up`, or `gcore run` with its spec, goes on with it")
+    with pytest.raises(Unreachable, match=r"job 'k' \(u6\) has not finished"):
+        finished_run(home, "u6", AWAY)
+
+
+def test_a_store_that_is_away_is_no_cluster_that_has_to_be_started(home: Path) -> None:
+    away = StoreUnavailable("cannot look the job up: the store cannot be reached", where="127.0.0.1:1")
+    (home / "runs" / "k-u7").mkdir()
+    for asked in ("k", "other"):
+        with pytest.raises(StoreUnavailable) as told:
+            finished_run(home, asked, away)
+        assert told.value is away
+    newer = home / "runs" / "j-newer"
+    newer.mkdir()
+    os.utime(newer, (2e9, 2e9))
+    with pytest.raises(Unreachable, match="Ask again when the store is back, or name the older") as named:
+        finished_run(home, "j", away)
+    assert "gcore up" not in str(named.value)
+    assert finished_run(home, UID, away)["uid"] == UID
+
+
+def test_an_export_of_a_damaged_checkpoint_says_how_to_take_another(home: Path, tmp_path: Path) -> None:
+    run_dir = home / "runs" / "k-u7"
+    folder = run_dir / "checkpoints" / "0-8"
+    folder.mkdir(parents=True)
+    for name in ("config.json", "model.safetensors", "exp_avg.safetensors", "exp_avg_sq.safetensors"):
+        (folder / name).write_bytes(b"{}")
+    files = {path.name: file_entry(path) for path in folder.iterdir()}
+    manifest = Manifest(job_uid="u7", world="w", lineage=0, step=8, updates=8, files=files)
+    (folder / MANIFEST_FILE).write_bytes(manifest.encode())
+    (run_dir / "summary.json").write_text(json.dumps({"job": "k", "uid": "u7", "checkpoint": str(folder)}))
+    (folder / "model.safetensors").write_bytes(b"[]")
+    with pytest.raises(CheckpointDamaged, match="content is not what was saved") as told:
+        export("k", tmp_path / "to", home)
+    assert told.value.fix == "`gcore checkpoints u7` lists the others; `gcore export u7 --step N` takes one of them"
 
 
 @pytest.mark.parametrize("name", ["j", UID])
