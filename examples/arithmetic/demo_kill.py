@@ -45,6 +45,11 @@ async def kill_in_the_middle(home: Path, victim: str, name: str, at_step: int, t
             return
 
 
+def run_command(home: Path) -> list[str]:
+    """`gcore` is the script beside this Python: what it tells to type at the end begins with its path, if no shell finds it."""
+    return [str(Path(sys.executable).with_name("gcore")), "run", str(SPEC), "--new", "--home", str(home)]
+
+
 def main() -> int:
     """The exit code of `gcore run`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -55,9 +60,9 @@ def main() -> int:
     told: list[str] = []
     killer = kill_in_the_middle(known.home, known.victim, spec.name, spec.flow.steps * 2 // 5, told)
     threading.Thread(target=asyncio.run, args=(killer,), daemon=True).start()
-    # The script beside this Python: what it tells to type at the end begins with its own path, if no shell finds it.
-    command = [str(Path(sys.executable).with_name("gcore")), "run", str(SPEC), "--new", "--home", str(known.home)]
-    code = subprocess.run([*command, "--controllers", "2", "--slots", "cpu:2", *others], check=False).returncode
+    code = subprocess.run(
+        [*run_command(known.home), "--controllers", "2", "--slots", "cpu:2", *others], check=False
+    ).returncode
     for sentence in told or ["Nothing was killed: the run ended before its middle."]:
         print(sentence)
     return code if told else code or 1

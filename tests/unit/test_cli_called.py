@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,13 @@ def test_another_gcore_on_the_path_is_not_the_one_that_was_called(
     other.chmod(0o755)
     monkeypatch.setenv("PATH", str(other.parent))
     assert program() == ".venv/bin/gcore"
+
+
+def test_the_demonstration_calls_the_script_so_that_what_it_tells_to_type_works(tmp_path: Path) -> None:
+    demo = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "arithmetic" / "demo_kill.py"))
+    script = Path(demo["run_command"](tmp_path)[0])
+    assert (script.name, script.parent) == ("gcore", Path(sys.executable).parent)
+    assert script.exists()
 
 
 def test_gpus_are_counted_by_the_driver_s_device_files(tmp_path: Path) -> None:
