@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Self
 
@@ -80,6 +81,13 @@ class Record(Part):
     """Base of everything stored."""
 
     schema_version: int = SCHEMA_VERSION
+    called: ClassVar[str] = ""
+    """What people call it, where the class's name in words does not say it."""
+
+    @classmethod
+    def kind_in_words(cls) -> str:
+        """`log entry` of `LogEntry`."""
+        return cls.called or re.sub(r"(?<=[a-z])(?=[A-Z])", " ", cls.__name__).lower()
 
     def encode(self, version: int | None = None) -> bytes:
         """Compact JSON of `version` (None: the spoken one); what is at its default is left out, the version never.
@@ -120,7 +128,7 @@ class Record(Part):
             return cls._decode_other(data, where)
         except (ValidationError, ValueError, RecursionError) as error:
             raise UnreadableRecord(
-                f"not a {cls.__name__} this gcore can read ({_first_word(error)})",
+                f"no {cls.kind_in_words()} that this gcore can read ({_first_word(error)})",
                 where=where,
                 fix="It was written by another version of gcore, or damaged",
             ) from error
@@ -145,7 +153,7 @@ class Record(Part):
         version = tree.pop("schema_version", None)
         if not isinstance(version, int) or isinstance(version, bool) or version not in READABLE:
             raise UnreadableRecord(
-                f"schema version {version} of {cls.__name__} is not among {sorted(READABLE)}",
+                f"schema version {version} of the {cls.kind_in_words()} is not among {sorted(READABLE)}",
                 where=where,
                 fix="Run the gcore version that wrote it, or upgrade one version at a time",
             )
@@ -200,7 +208,8 @@ def _first_word(error: Exception) -> str:
     """What is wrong first of all: the field, and why."""
     if isinstance(error, ValidationError):
         first = error.errors()[0]
-        return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
+        place = ".".join(str(part) for part in first["loc"])
+        return f"{place}: {first['msg']}" if place else first["msg"]
     return str(error)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from controllers.identity import node_of
 from gcore.api.v1 import jobs_pb2 as pb
-from gcore.errors import GcoreError
+from gcore.errors import Unreachable
 from gcore.ledger import store_copy
 from gcore.ledger.archive import ArchivedLog
 from gcore.ledger.audit import Audit, Finding, Standing, audit
@@ -23,8 +23,8 @@ from gcore.schema import UnreadableRecord
 from gcore.store.types import WatchBatch
 
 
-class NoCopy(GcoreError):
-    """A run's folder does not hold what an audit needs."""
+class NoCopy(Unreachable):
+    """A run's folder does not hold what an audit needs, so only a cluster can answer. No violation: nothing was audited."""
 
 
 def audit_of_records(uid: str, batch: WatchBatch, run_dir: Path | None = None) -> Audit:

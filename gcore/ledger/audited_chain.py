@@ -27,21 +27,26 @@ def check_chain(head: Head, log: Mapping[int, LogEntry], found: Found) -> ChainF
     lineage, world = 0, None
     begun = [Lineage(number=0, base_step=0)]
     last = max(log, default=-1)
-    if head.seq > last + 1:  # whatever a damaged head says
-        found.add("chain", f"log entries {last + 1} to {head.seq} are missing")
-        whole = False
-    for seq in range(min(head.seq, last + 1) + 1):
+    gap: int | None = None
+    for seq in range(min(head.seq, last) + 1):  # whatever a damaged head says
         entry = log.get(seq)
         if entry is None:
-            found.add("chain", f"log entry {seq} is missing")
+            gap = seq if gap is None else gap
             before, whole = None, False
             continue
+        if gap is not None:
+            _tell_missing(gap, seq - 1, found)
+            gap = None
         if entry.kind == "rollback":
             lineage, world = lineage + 1, entry.world
             begun.append(Lineage(number=entry.lineage, base_step=entry.step))
         _check_place(seq, entry, lineage, world, found)
         _check_parent(entry, before, log, found)
         lineage, world, before = entry.lineage, entry.world, entry
+    if head.seq > last and gap is None:
+        gap, whole = last + 1, False
+    if gap is not None:
+        _tell_missing(gap, head.seq, found)
     for seq in sorted(seq for seq in log if seq > head.seq):
         found.add("chain", f"log entry {seq} is beyond head, which is entry {head.seq}")
     lineages = tuple(begun)
@@ -52,6 +57,11 @@ def check_chain(head: Head, log: Mapping[int, LogEntry], found: Found) -> ChainF
         found.add("chain", f"head's lineages are not those that its rollbacks began ({told})")
     _check_head(head, log.get(head.seq), found)
     return _walk(head, log, lineages, found)
+
+
+def _tell_missing(first: int, last: int, found: Found) -> None:
+    what = f"log entry {first} is missing" if first == last else f"log entries {first} to {last} are missing"
+    found.add("chain", what)
 
 
 def _check_place(seq: int, entry: LogEntry, lineage: int, world: str | None, found: Found) -> None:

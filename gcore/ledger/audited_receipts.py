@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from gcore.ledger.findings import Found, few
 from gcore.ledger.receipts import Receipt, Receipts
@@ -24,45 +24,64 @@ def check_receipts(entry: LogEntry, receipts: Receipts, found: Found) -> None:
         what = f"no rank left a receipt for step {entry.step} (token {token})"
         found.add("receipt", what, sorted(committed))
         return
-    _check_ranks(entry, papers, found)
     trained: dict[PromptRef, list[int]] = {}
     for paper in papers:
         for ref, indexes in paper.samples.items():
             trained.setdefault(ref, []).extend(indexes)
+    incomplete = [ref for ref, one in sorted(committed.items()) if _lacks(one, trained.get(ref, ()))]
+    lost = _check_ranks(entry, papers, incomplete, found)
+    for paper in papers:
         for ref, digest in paper.digests.items():
             one = committed.get(ref)
             if one is not None and one.digest and one.digest != digest:
                 what = f"prompt {ref} was committed at step {entry.step} as group {one.digest}, and rank {paper.rank}"
                 found.add("receipt", f"{what} trained on group {digest}", [ref])
+    # Where a rank's whole receipt is missing, what stood in it is told with that, and not sample by sample.
+    told = set(incomplete) if lost else set()
     for who, refs in (
-        ("was committed but no rank trained on it", sorted(committed.keys() - trained.keys())),
+        ("was committed but no rank trained on it", sorted(committed.keys() - trained.keys() - told)),
         ("was trained on but not committed", sorted(trained.keys() - committed.keys())),
     ):
         for ref in refs:
             found.add("receipt", f"prompt {ref} {who} at step {entry.step}", [ref])
     for ref, samples in sorted(trained.items()):
-        _check_samples(entry, ref, committed.get(ref), sorted(samples), found)
+        if ref not in told:
+            _check_samples(entry, ref, committed.get(ref), sorted(samples), found)
 
 
-def _check_ranks(entry: LogEntry, papers: Sequence[Receipt], found: Found) -> None:
-    """Every rank of the world left one receipt."""
+def _lacks(one: EndedRef, samples: Collection[int]) -> bool:
+    """Whether samples of a committed group are missing, and nothing else is wrong with them."""
+    expected = range(one.samples or 1)
+    return len(samples) == len(set(samples)) and set(samples) < set(expected)
+
+
+def _check_ranks(
+    entry: LogEntry, papers: Sequence[Receipt], incomplete: Sequence[PromptRef], found: Found
+) -> frozenset[int]:
+    """Every rank of the world left one receipt. `incomplete`: the prompts of which samples stand in none. Returns the ranks that
+    left none."""
     ranks = sorted(paper.rank for paper in papers)
     twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
     for rank in twice:
         found.add("receipt", f"rank {rank} left several receipts for step {entry.step} (token {entry.token})")
     if entry.ranks is None:
-        return
-    for rank in sorted(set(range(entry.ranks)) - set(ranks)):
-        found.add("receipt", f"rank {rank} left no receipt for step {entry.step} (token {entry.token})")
+        return frozenset()
+    lost = frozenset(range(entry.ranks)) - set(ranks)
+    lacking = f"; samples of {few(incomplete)} stand in no other" if incomplete else ""
+    for rank in sorted(lost):
+        what = f"rank {rank} left no receipt for step {entry.step} (token {entry.token})"
+        found.add("receipt", what + lacking, incomplete)
     for rank in sorted(set(ranks) - set(range(entry.ranks))):
         found.add("receipt", f"rank {rank} left a receipt for step {entry.step}, which {entry.ranks} ranks trained")
+    return lost
 
 
 def _check_samples(entry: LogEntry, ref: PromptRef, one: EndedRef | None, samples: list[int], found: Found) -> None:
     expected = one.samples if one is not None and one.samples else len(samples)
     if samples != list(range(expected)):
         of = f" of {expected}" if one is not None and one.samples else ""
-        found.add("receipt", f"samples {samples}{of} of prompt {ref} were trained at step {entry.step}", [ref])
+        only = "only " if one is not None and _lacks(one, samples) else ""
+        found.add("receipt", f"{only}samples {samples}{of} of prompt {ref} were trained at step {entry.step}", [ref])
 
 
 def check_tokens(receipts: Receipts, found: Found) -> None:

@@ -60,7 +60,7 @@ class Audit:
     @property
     def violations(self) -> tuple[str, ...]:
         """The sentences."""
-        more = (f"and {self.more} violations more",) if self.more else ()
+        more = (f"and {self.more} violation{'s' * (self.more != 1)} more",) if self.more else ()
         return tuple(finding.sentence for finding in self.findings) + more
 
     def with_problems(self, problems: Sequence[str]) -> Audit:

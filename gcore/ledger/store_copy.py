@@ -8,6 +8,7 @@ or not there. Nothing here decides when a job has ended.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
 from gcore.atomic import whole_file
 from gcore.ledger.job import JobRecord
@@ -22,6 +23,7 @@ FOLDER = "ended"
 class StoreCopy(Record):
     """`ended/{writer}.json`: every key of the job (without its prefix) and its value, of one revision."""
 
+    called: ClassVar[str] = "copy of a job's records"
     uid: str
     revision: int
     records: dict[str, str]

@@ -269,9 +269,11 @@ def head_set_back(scene: Scene) -> Refuted:
 
 def receipt_removed(scene: Scene) -> Refuted:
     entry = scene.trained[0]
-    rank = scene.receipts_of(entry)[0][2]["rank"]
+    tree = scene.receipts_of(entry)[0][2]
+    refs = tuple(PromptRef.parse(name) for name, _, samples in tree["groups"] if samples)
     scene.edit_receipt(entry, lambda tree: None)
-    return Refuted("receipt", words=f"rank {rank} left no receipt" if entry.ranks != 1 else "no rank left a receipt")
+    words = f"rank {tree['rank']} left no receipt" if entry.ranks != 1 else "no rank left a receipt"
+    return Refuted("receipt", refs, words)
 
 
 def receipt_of_another_group(scene: Scene) -> Refuted:
@@ -350,7 +352,7 @@ def checkpoint_of_another_step(scene: Scene) -> Refuted:
 
 def half_a_record(scene: Scene) -> Refuted:
     scene.records["head"] = scene.records["head"][:-20]
-    return Refuted("record", words="not a Head")
+    return Refuted("record", words="no head that this gcore can read")
 
 
 def absurd_head(scene: Scene) -> Refuted:

@@ -135,10 +135,46 @@ def test_damage_is_refuted(damage: Callable[[Run], Run], expected: str) -> None:
 def test_a_rank_that_trained_on_half_of_a_group_only_is_refuted() -> None:
     run = good_run()
     last = run.receipts[-1]
-    half = replace(
-        run, receipts=run.receipts[:-2] + (replace(last, samples={r: frozenset({1}) for r in last.samples}),)
+    idle = replace(run.receipts[-2], samples={})
+    half = replace(run, receipts=(*run.receipts[:-2], idle, last))
+    refs = sorted(last.samples)
+    assert check(half) == tuple(f"only samples [1] of 2 of prompt {ref} were trained at step 4" for ref in refs)
+
+
+def test_a_missing_receipt_is_one_finding_that_names_the_prompts_and_not_one_for_each_of_its_samples() -> None:
+    run = good_run()
+    lost = run.receipts[-2]
+    (finding,) = audit(RULES, run.head, run.log, (*run.receipts[:-2], run.receipts[-1])).findings
+    assert set(finding.refs) == set(lost.samples)
+    told = ", ".join(map(str, sorted(lost.samples)))
+    assert finding.sentence == (
+        f"rank 0 left no receipt for step 4 (token {lost.token}); samples of {told} stand in no other"
     )
-    assert any("samples [1]" in violation for violation in check(half))
+
+
+def test_beside_a_missing_receipt_what_else_is_wrong_is_still_told() -> None:
+    run = good_run()
+    last = run.receipts[-1]
+    refs = sorted(last.samples)
+    strange = replace(last, samples={**last.samples, refs[0]: frozenset({1, 5})})
+    said = check(replace(run, receipts=(*run.receipts[:-2], strange)))
+    assert f"samples [1, 5] of 2 of prompt {refs[0]} were trained at step 4" in said
+    nothing = replace(last, samples={ref: last.samples[ref] for ref in refs[1:]})
+    (finding,) = audit(RULES, run.head, run.log, (*run.receipts[:-2], nothing)).findings
+    assert set(finding.refs) == set(refs), "also of what no rank trained"
+
+
+def test_missing_entries_in_a_row_are_one_finding() -> None:
+    run = good_run()
+
+    def missing(*seqs: int) -> list[str]:
+        there = replace(run, log={seq: entry for seq, entry in run.log.items() if seq not in seqs})
+        return [violation for violation in check(there) if "missing" in violation]
+
+    assert missing(1, 2, 3) == ["log entries 1 to 3 are missing"]
+    assert missing(1, 3) == ["log entry 1 is missing", "log entry 3 is missing"]
+    assert missing(4, 5, 6) == ["log entries 4 to 6 are missing"], "up to head"
+    assert missing(6) == ["log entry 6 is missing"]
 
 
 def test_a_tally_that_is_not_the_sum_of_its_chain_is_found_unless_the_job_began_without_one() -> None:

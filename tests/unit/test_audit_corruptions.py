@@ -16,6 +16,7 @@ from controllers.changes import Changes
 from controllers.cli.main import app
 from controllers.identity import Identity
 from controllers.reading import Reading
+from controllers.service.audits import NoCopy, audit_of_folder
 from controllers.service.records import StoredJobs
 from gcore.clock import SystemClock
 from gcore.ledger import store_copy
@@ -108,6 +109,9 @@ def test_a_job_that_never_ended_leaves_no_copy_and_the_command_says_so(job: Reco
     answer = run_cli(tmp_path)
     assert answer.exit_code != 0
     assert "no cluster is up" in str(answer.exception)
+    with pytest.raises(NoCopy, match="no copy of the job's records") as raised:
+        audit_of_folder(job.run_dir)
+    assert raised.value.exit_code == 3, "nothing was audited, so nothing was found"
 
 
 def test_the_newest_copy_counts_and_one_that_cannot_be_read_is_passed_over(job: RecordedJob) -> None:
@@ -144,3 +148,4 @@ def test_very_many_violations_are_counted_not_told() -> None:
     told = Audit(tuple(found.findings), more=found.more).violations
     assert len(told) == MOST_FOUND + 1
     assert told[-1] == "and 7 violations more"
+    assert Audit(tuple(found.findings), more=1).violations[-1] == "and 1 violation more"

@@ -20,6 +20,7 @@ import pytest
 import gcore.schema as schema
 from gcore.errors import UsageError
 from gcore.ledger.records import EndedRef, Head, LogEntry, Member, Seal
+from gcore.ledger.store_copy import StoreCopy
 from gcore.schema import NEWEST_VERSION, PIN, Part, Record, UnreadableRecord
 from gcore.types import PromptRef
 
@@ -109,14 +110,17 @@ def test_a_field_that_its_version_does_not_have_is_refused() -> None:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (b'{"schema_version":3,"incarnation":"n.a","node":"n","address":"a:1"}', "schema version 3 of Member"),
-        (b'{"schema_version":0,"incarnation":"n.a","node":"n","address":"a:1"}', "schema version 0 of Member"),
-        (b'{"schema_version":true,"incarnation":"n.a","node":"n","address":"a:1"}', "schema version True of Member"),
-        (b'{"schema_version":[2],"incarnation":"n.a","node":"n","address":"a:1"}', "of Member is not among"),
-        (b'{"incarnation":"n.a","node":"n","address":"a:1"}', "schema version None of Member"),
-        (b"[1]", "not a Member"),
-        (b"{", "not a Member"),
-        (b"\xff\xfe", "not a Member"),
+        (b'{"schema_version":3,"incarnation":"n.a","node":"n","address":"a:1"}', "schema version 3 of the member is"),
+        (b'{"schema_version":0,"incarnation":"n.a","node":"n","address":"a:1"}', "schema version 0 of the member is"),
+        (
+            b'{"schema_version":true,"incarnation":"n.a","node":"n","address":"a:1"}',
+            "schema version True of the member",
+        ),
+        (b'{"schema_version":[2],"incarnation":"n.a","node":"n","address":"a:1"}', "of the member is not among"),
+        (b'{"incarnation":"n.a","node":"n","address":"a:1"}', "schema version None of the member"),
+        (b"[1]", "no member that this gcore can read"),
+        (b"{", r"no member that this gcore can read \([A-Z]"),
+        (b"\xff\xfe", "no member that this gcore can read"),
         (b'{"schema_version":2,"node":"n","address":"a:1"}', "incarnation: Field required"),
         (b'{"schema_version":1,"node":"n","address":"a:1"}', "incarnation: Field required"),
     ],
@@ -138,6 +142,16 @@ def test_what_cannot_be_read_is_told_with_where_and_what_to_do(data: bytes, word
         Member.decode(data, "/gcore/jobs/u/member/n.a")
     assert raised.value.where == "/gcore/jobs/u/member/n.a"
     assert raised.value.fix
+    assert "(:" not in raised.value.what
+
+
+def test_a_kind_of_record_is_called_in_words_and_not_by_its_class() -> None:
+    assert LogEntry.kind_in_words() == "log entry"
+    cut_off = b'{"schema_version":2,"uid":"u","revision":1,"records":{"job":"'
+    with pytest.raises(
+        UnreadableRecord, match=r"no copy of a job's records that this gcore can read \(Invalid JSON: EOF"
+    ):
+        StoreCopy.decode(cut_off)
 
 
 def test_a_record_whose_keys_stand_in_another_order_is_the_same_record() -> None:
