@@ -102,7 +102,8 @@ class Daemon:
             from controllers.service.submission import Submissions
 
             cache, slots = Path(config.home) / "cache", functools.partial(most_slots, config)
-            return Submissions(store, jobs, Path(config.run_root), cache, self._clock, slots)
+            run_root, local = Path(config.run_root), config.local_cluster
+            return Submissions(store, jobs, run_root, cache, self._clock, slots, local=local)
 
         service = JobsService(jobs, submissions, self._own.runners.get, self._clock, self._trouble)
         jobs_pb2_grpc.add_JobsServicer_to_server(service, server)

@@ -36,6 +36,16 @@ def check_ranks(spec: JobSpec, most: int | None) -> None:
         )
 
 
+def check_copies(spec: JobSpec, *, local: bool) -> None:
+    """Whether nodes that are to share no folder can have one each. `local`: it is the cluster of `gcore up`. Raises SpecError."""
+    if local and spec.storage.copies is not None:
+        raise SpecError(
+            "the nodes of a local cluster share one folder, where what lies once would count as several copies",
+            where="storage.copies",
+            fix="Leave it out, or submit the job to a cluster whose nodes have a run_root each",
+        )
+
+
 def most_slots(config: NodeConfig) -> int | None:
     """The slots that there will ever be: a local cluster is as large as it was started, any other may grow (None)."""
     local = LocalCluster.load(Path(config.home)) if config.local_cluster else None

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from controllers.service.capability import check_engine, check_ranks
+from controllers.service.capability import check_copies, check_engine, check_ranks
 from controllers.service.checking import check_submission
 from controllers.service.records import StoredJobs
 from controllers.service.refusals import Conflict
@@ -43,14 +43,17 @@ class Submissions:
         cache_dir: Path,
         clock: Clock,
         most_slots: Callable[[], int | None] = lambda: None,
+        *,
+        local: bool = False,
     ) -> None:
-        """`most_slots`: those of a cluster that cannot grow; None: more nodes may come."""
+        """`most_slots`: those of a cluster that cannot grow; None: more nodes may come. `local`: it is the cluster of `gcore up`."""
         self._store = store
         self._jobs = jobs
         self._run_root = run_root
         self._cache_dir = cache_dir
         self._clock = clock
         self._most_slots = most_slots
+        self._local = local
 
     async def create(self, request_id: str, spec_json: str, anew: bool) -> str:
         """The uid of the new job, or of the one that the request means. Raises GcoreError."""
@@ -71,6 +74,7 @@ class Submissions:
                     return existing
             check_engine(spec, (await self._jobs.cluster()).nodes)
             check_ranks(spec, self._most_slots())
+            check_copies(spec, local=self._local)
             run_root = self._run_root if spec.storage.root is None else Path(spec.storage.root)
             checked = await asyncio.to_thread(check_submission, spec, run_root, self._cache_dir)
             if named is not None and anew:  # only now: a spec that is refused ends nothing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from pathlib import Path
 
@@ -10,7 +11,10 @@ import pytest
 
 from controllers import storage
 from controllers.identity import Identity
+from controllers.service.records import StoredJobs
+from controllers.service.submission import Submissions
 from controllers.storage import FOLDER, StorageNotShared, StorageProof, run_folder, seen_here
+from gcore.errors import UsageError
 from gcore.ledger.guarded import Stored
 from gcore.ledger.job import JobRecord
 from gcore.ledger.mirror import JobMirror
@@ -138,3 +142,17 @@ def test_with_copies_a_run_lies_under_each_nodes_own_root_and_else_where_the_rec
         assert mirror.job is not None
         assert (mirror.job.record.run_dir, mirror.job.revision) == (seen, 3)
         assert seen_here(mirror, Path("/mine")) == mirror
+
+
+@pytest.mark.parametrize("local", [True, False])
+async def test_copies_on_the_one_folder_of_a_local_cluster_are_refused_before_anything_is_read_or_written(
+    tmp_path: Path, local: bool
+) -> None:
+    store = MemoryStore(MemoryCluster(FakeClock()))
+    submissions = Submissions(store, StoredJobs(store), tmp_path, tmp_path, FakeClock(), local=local)
+    spec = {"name": "j", "model": {"path": "nowhere"}, "data": {"path": "nowhere"}, "flow": {"steps": 1}}
+    spec |= {"rollout": {"max_new_tokens": 4}, "storage": {"copies": 2}}
+    said = "storage.copies: the nodes of a local cluster share one folder" if local else "nowhere"
+    with pytest.raises(UsageError, match=said) as raised:
+        await submissions.create("", json.dumps(spec), anew=False)
+    assert raised.value.exit_code == 2
