@@ -155,7 +155,7 @@ def _transaction(action: Action, view: JobView, hands: Hands) -> Transaction:
             entry = mirror.log[action.checkpoint.seq]
             return transactions.register(keys, mirror.head, mirror.checkpoints, entry, action.checkpoint)
         case Warn():
-            return warning(view, action.topic, action.sentence)
+            return warning(view, action.topic, action.sentence, hands.clock.wall())
         case SetPhase():
             assert mirror.status is not None
             status = JobStatus(phase=action.phase, reason=action.reason, changed=hands.clock.wall())

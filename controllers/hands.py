@@ -76,12 +76,12 @@ def writer(view: JobView) -> chain.Writer:
     return chain.Writer(view.me, uuid.uuid4().hex[:16])
 
 
-def warning(view: JobView, topic: str, sentence: str) -> Transaction:
-    """Tells people what went wrong beside the run; nothing if somebody else has told something of the topic meanwhile."""
+def warning(view: JobView, topic: str, sentence: str, time: float) -> Transaction:
+    """Tells people what went wrong beside the run; nothing if somebody else has told something of the topic meanwhile. `time`:
+    now, in seconds since the epoch."""
     mirror = view.mirror
-    return transactions.warn(
-        mirror.keys, mirror.troubles.get(topic), Trouble(topic=topic, node=view.node, sentence=sentence)
-    )
+    trouble = Trouble(topic=topic, node=view.node, sentence=sentence, time=time)
+    return transactions.warn(mirror.keys, mirror.troubles.get(topic), trouble)
 
 
 def new_world() -> str:

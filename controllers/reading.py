@@ -116,7 +116,7 @@ class Reading:
 
     async def _warn(self, topic: str, sentence: str) -> None:
         key = self._keys.trouble(topic)
-        trouble = Trouble(topic=topic, node=self._identity.node, sentence=sentence)
+        trouble = Trouble(topic=topic, node=self._identity.node, sentence=sentence, time=self._clock.wall())
         with contextlib.suppress(StoreUnavailable):  # the log has it
             await self._store.transact((), (Put(key, trouble.encode()),))
 

@@ -137,7 +137,7 @@ async def _tell(skipped: list[str], target: Checkpoint, view: JobView, hands: Ha
     sentence = f"{'; '.join(skipped)}; {instead}"
     known = view.mirror.troubles.get(DAMAGED)
     if skipped and (known is None or known.record.sentence != sentence):
-        await hands.ledger.run(warning(view, DAMAGED, sentence))
+        await hands.ledger.run(warning(view, DAMAGED, sentence, hands.clock.wall()))
 
 
 async def _entry_of(target: Checkpoint, view: JobView, hands: Hands) -> LogEntry | None:

@@ -38,7 +38,8 @@ class TroubleBook:
     def note(self, topic: str, sentence: str) -> None:
         """To be told. `topic`: one of few, a word."""
         log.warning("%s", sentence)
-        self._waiting.append(Trouble(topic=topic, node=self._node, sentence=sentence))
+        now = self._clock.wall()
+        self._waiting.append(Trouble(topic=topic, node=self._node, sentence=sentence, time=now))
         self._news.set()
 
     def hold(self, topic: str, sentence: str) -> None:

@@ -14,7 +14,15 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from controllers.cli.view_points import BestPoint, JobSnapshot, NodeView, SourceFigures, Wait
+from controllers.cli.view_points import (
+    BestPoint,
+    JobSnapshot,
+    NodeView,
+    RollbackPoint,
+    SourceFigures,
+    Wait,
+    WarningPoint,
+)
 from controllers.cli.view_text import measure, seconds, source_line, visible
 
 if TYPE_CHECKING:
@@ -31,6 +39,8 @@ class Output(StrEnum):
     JSON = "json"
 
 
+MOST_VIOLATIONS = 20
+"""Violations that a table shows; JSON has all."""
 PIPE_WIDTH = 1000
 """Columns of an output that is no terminal: whoever reads it there wants whole lines, not 80 columns."""
 
@@ -68,11 +78,17 @@ def snapshot(job: pb.Job) -> JobSnapshot:
         waiting=tuple(Wait(w.who, w.what, w.since) for w in job.waiting),
         sources=tuple(_source(report) for report in job.sources),
         best=_best(job.best) if job.HasField("best") else None,
+        warnings=tuple(WarningPoint(w.topic, w.node, w.sentence, w.time) for w in job.warnings),
+        rollback=_rollback(job.rollback) if job.HasField("rollback") else None,
     )
 
 
 def _best(best: pb.BestCheckpoint) -> BestPoint:
     return BestPoint(best.step, best.metric, best.value, best.checkpoint, best.lineage)
+
+
+def _rollback(rollback: pb.LastRollback) -> RollbackPoint:
+    return RollbackPoint(rollback.step, rollback.lineage, rollback.reason)
 
 
 def _source(report: pb.SourceReport) -> SourceFigures:
@@ -186,6 +202,13 @@ def job_rows(job: JobSnapshot, now: float) -> dict[str, str]:
     for number, wait in enumerate(job.waiting, 1):
         since = seconds(max(0.0, now - wait.since))
         rows[f"waits ({number})"] = f"{visible(wait.who)}: {visible(wait.what, 300)}, for {since}"
+    if job.rollback is not None:
+        back = job.rollback
+        rows["last rollback"] = f"to step {back.step}, lineage {back.lineage}: {visible(back.reason, 300)}"
+    for number, warning in enumerate(job.warnings, 1):
+        ago = f", {seconds(max(0.0, now - warning.time))} ago" if warning.time else ""
+        told = f"{visible(warning.node)}: {visible(warning.sentence, 300)}"
+        rows[f"warning ({number})"] = f"{told} ({visible(warning.topic)}{ago})"
     return rows
 
 
@@ -197,16 +220,21 @@ def best_line(best: BestPoint) -> str:
 
 def audit_rows(report: pb.AuditReport) -> dict[str, str]:
     """What `gcore audit` shows."""
+    told = list(report.violations)
+    beyond = told.pop() if 0 < len(report.findings) < len(told) else ""  # the audit itself tells no more than so many
+    verdict = f"{len(told)} violation{'s' * (len(told) != 1)}" + (f", {beyond}" if beyond else "")
     rows = {
-        "verdict": "clean" if report.clean else f"{len(report.violations)} violations",
+        "verdict": "clean" if report.clean else verdict,
         "steps": f"{report.steps}, lineage {report.lineages}; {report.epochs} whole data epochs",
         "prompts": f"{report.issued} issued: {report.trained} trained, {report.filtered} filtered, "
         f"{report.failed} failed, {report.in_flight} in flight",
     }
     for node, count in sorted(report.groups_by_node.items()):
         rows[f"groups of {visible(node)}"] = str(count)
-    for number, violation in enumerate(report.violations, 1):
+    for number, violation in enumerate(told[:MOST_VIOLATIONS], 1):
         rows[f"violation {number}"] = visible(violation, 500)
+    if len(told) > MOST_VIOLATIONS:
+        rows["not shown"] = f"and {len(told) - MOST_VIOLATIONS} more (-o json has {'these' if beyond else 'all'})"
     return rows
 
 

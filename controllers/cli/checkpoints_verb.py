@@ -85,6 +85,12 @@ def checkpoint_at(found: FoundCheckpoints, step: int) -> pb.CheckpointInfo:
     )
 
 
+def digest_of(folder: Path, uid: str, home: Path, address: str | None) -> str:
+    """Of the manifest of the job's checkpoint `folder`, as it was registered; empty if the records do not say. Raises GcoreError."""
+    listed = find_checkpoints(uid, home, address).reply.checkpoints
+    return next((one.digest for one in listed if Path(one.folder).name == folder.name), "")
+
+
 def _tree(one: pb.CheckpointInfo) -> dict[str, Any]:
     return {
         "step": one.step,

@@ -166,11 +166,13 @@ def export(
     found = _exportable(job, home, address, best=best) if step is None else _of_step(job, home, address, step)
     folder = found.checkpoint
     from controllers.cli.brought import on_this_machine
+    from controllers.cli.checkpoints_verb import digest_of
     from gcore.weights.layout import CheckpointDamaged, copy_model
 
+    digest = digest_of(folder, found.uid, home, address) if found.digest is None else found.digest
     try:
         with on_this_machine(folder, found.uid, home, address, to) as here:
-            copy_model(here, to)
+            copy_model(here, to, digest)
     except CheckpointDamaged as error:
         others = (
             f"`gcore checkpoints {found.uid}` lists the others; `gcore export {found.uid} --step N` takes one of them"
@@ -187,13 +189,15 @@ def export(
 
 @dataclass(frozen=True, slots=True)
 class _Exportable:
-    """A job's newest checkpoint, or its best. `by`: how the job was found, if not by asking the cluster."""
+    """A job's newest checkpoint, or its best. `by`: how the job was found, if not by asking the cluster. `digest`: as it was
+    registered, empty if the records do not say; None: they were not asked."""
 
     name: str
     uid: str
     checkpoint: Path
     by: str = ""
     what: str = "its checkpoint"
+    digest: str | None = None
 
 
 def _exportable(job: str, home: Path, address: str | None, *, best: bool) -> _Exportable:
@@ -238,7 +242,7 @@ def _of_step(job: str, home: Path, address: str | None, step: int) -> _Exportabl
     found = find_checkpoints(job, home, address)
     checkpoint = checkpoint_at(found, step)
     reply, what = found.reply, f"its checkpoint of step {step}"
-    return _Exportable(reply.name, reply.uid, Path(checkpoint.folder), found.by, what)
+    return _Exportable(reply.name, reply.uid, Path(checkpoint.folder), found.by, what, checkpoint.digest)
 
 
 def _processes(spec: JobSpec, controllers: int, slots: str) -> list[dict[str, str]]:

@@ -129,7 +129,7 @@ def list_(home: Home = DEFAULT_HOME, address: Address = None, output: Format = O
 
 
 def describe(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE) -> None:
-    """How a job stands, who works on which shards, and what it waits for since when."""
+    """How a job stands, who works on which shards, what it waits for since when, its last rollback and newest warnings."""
     from gcore.clock import SystemClock
 
     found = snapshot(call(lambda client: client.get_job(job), address, home))

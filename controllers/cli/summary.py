@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from controllers.cli.answers import best_line, snapshot
+from controllers.cli.answers import MOST_VIOLATIONS, best_line, snapshot
 from controllers.cli.called import program
 from controllers.cli.view_points import Answer, BestPoint, JobSnapshot, SourceFigures, finite, text_of, whole_of
 from controllers.cli.view_state import ViewState
@@ -23,6 +23,7 @@ from gcore.atomic import whole_file
 from gcore.errors import GcoreError, StoreUnavailable, Unreachable
 from gcore.ledger import store_copy
 from gcore.schema import UnreadableRecord
+from gcore.weights.layout import CHECKPOINTS
 
 FILE_NAME = "summary.json"
 ENDED_FILES = (FILE_NAME, store_copy.FOLDER)
@@ -194,7 +195,7 @@ def rows(summary: Summary, again: str) -> dict[str, str]:
         + (f", with {summary.rollbacks} rollback{'s' * (summary.rollbacks > 1)}" if summary.rollbacks else "")
         + f", in {seconds(summary.wall_seconds)} wall time",
         "speed": "-" if rate is None else f"{rate:,.0f} tokens/s",
-        "audit": summary.audit if isinstance(summary.audit, str) else "; ".join(summary.audit),
+        "audit": summary.audit if isinstance(summary.audit, str) else _first_of(summary.audit),
         "run folder": summary.run_dir,
     }
     if len(summary.sources) > 1:
@@ -210,6 +211,11 @@ def rows(summary: Summary, again: str) -> dict[str, str]:
             shown["export"] += ", with --best the best"
     shown["run again"] = again
     return shown
+
+
+def _first_of(violations: list[str]) -> str:
+    more = len(violations) - MOST_VIOLATIONS
+    return "; ".join(violations[:MOST_VIOLATIONS] + ([f"and {more} more ({FILE_NAME} has all)"] if more > 0 else []))
 
 
 def finished_jobs(runs: Path) -> list[str]:
@@ -308,10 +314,18 @@ def _summaries(runs: Path) -> Iterator[tuple[float, dict[str, str]]]:
         if isinstance(tree, dict):
             found = {key: str(tree.get(key, "")) for key in ("job", "uid", "checkpoint")}
             found["folder"] = str(path.parent)
+            found["checkpoint"] = _lying_now(found["checkpoint"], path.parent)
             best = _best(tree.get("best"))
             if best is not None:
+                best = dataclasses.replace(best, checkpoint=_lying_now(best.checkpoint, path.parent))
                 found |= {"best": best_line(best), "best_checkpoint": best.checkpoint}
             yield changed, found
+
+
+def _lying_now(checkpoint: str, run_dir: Path) -> str:
+    """A checkpoint's folder in the run's folder as that lies now: it may have been copied or moved since the summary was written."""
+    then = Path(checkpoint)
+    return str(run_dir / CHECKPOINTS / then.name) if then.parent.name == CHECKPOINTS else checkpoint
 
 
 def _best(tree: object) -> BestPoint | None:

@@ -142,6 +142,25 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
+class WarningPoint:
+    """What last went wrong of one kind beside the steps. `time`: seconds since the epoch, 0 if that is not known."""
+
+    topic: str
+    node: str
+    sentence: str
+    time: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RollbackPoint:
+    """The newest rollback of a job: to which step, the lineage that began with it, and why."""
+
+    step: int
+    lineage: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class JobSnapshot:
     """A job as the API answers it. `created` and `ended`: seconds since the epoch; `ended` 0 while it has not."""
 
@@ -161,6 +180,9 @@ class JobSnapshot:
     waiting: tuple[Wait, ...] = ()
     sources: tuple[SourceFigures, ...] = ()
     best: BestPoint | None = None
+    warnings: tuple[WarningPoint, ...] = ()
+    """The newest first; like `rollback`, of one job that was asked for, and not in a list of all."""
+    rollback: RollbackPoint | None = None
 
     @property
     def steps_estimated(self) -> bool:

@@ -15,6 +15,10 @@ from gcore.ledger.job import JobPhase
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.rules import planned_steps, rules_of
 
+MOST_WARNINGS = 8
+"""Troubles that an answer tells, the newest."""
+MOST_SAID = 2000
+"""Characters of each."""
 STATES = {
     JobPhase.PENDING: pb.JOB_STATE_PENDING,
     JobPhase.RUNNING: pb.JOB_STATE_RUNNING,
@@ -69,6 +73,20 @@ def described(mirror: JobMirror) -> pb.Job:
     newest = _newest_checkpoint(mirror)
     if newest is not None:
         message.checkpoint = f"{job.run_dir}/{newest}"
+    return message
+
+
+def with_news(message: pb.Job, mirror: JobMirror) -> pb.Job:
+    """The same, with what last went wrong beside the steps, and the newest rollback: for whoever followed no event."""
+    newest = sorted(mirror.troubles.values(), key=lambda stored: (stored.record.time, stored.revision), reverse=True)
+    for trouble in (stored.record for stored in newest[:MOST_WARNINGS]):
+        sentence = trouble.sentence[:MOST_SAID]
+        message.warnings.add(topic=trouble.topic, node=trouble.node, sentence=sentence, time=trouble.time)
+    last = max((seq for seq, stored in mirror.log.items() if stored.record.kind == "rollback"), default=None)
+    if last is not None:
+        entry = mirror.log[last].record
+        rollback = pb.LastRollback(step=entry.step, lineage=entry.lineage, reason=entry.reason[:MOST_SAID])
+        message.rollback.CopyFrom(rollback)
     return message
 
 

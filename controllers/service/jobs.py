@@ -16,7 +16,7 @@ import grpc
 from controllers.own_files import collect_samples
 from controllers.service.audits import report_of
 from controllers.service.checkpoints import list_checkpoints
-from controllers.service.described import STATES, described
+from controllers.service.described import STATES, described, with_news
 from controllers.service.events import Event, EventLog
 from controllers.service.records import StoredJobs, Unreadable
 from controllers.service.refusals import Conflict, NotFound
@@ -226,7 +226,8 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
         return uid
 
     async def _describe(self, uid: str) -> pb.Job:
-        message = described(await self._jobs.mirror(uid))
+        mirror = await self._jobs.mirror(uid)
+        message = with_news(described(mirror), mirror)
         runner = self._runner(uid)
         if runner is not None and runner.is_working:
             now, wall = self._clock.monotonic(), self._clock.wall()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field, PositiveInt
 
@@ -215,9 +216,12 @@ class StorageMark(Record):
 class Trouble(Record):
     """`trouble/{topic}`: what last went wrong beside the run, such as with a tracker; the run itself is none the worse."""
 
+    came_with: ClassVar[Mapping[str, int]] = {"time": 2}
     topic: str
     node: str
     sentence: Said
+    time: float = 0.0
+    """Seconds since the epoch, for people; 0 if whoever wrote it was of a version that did not say."""
 
     @property
     def is_of_a_node(self) -> bool:

@@ -23,6 +23,8 @@ from gcore.errors import DataError, GcoreError, UsageError
 from gcore.schema import Part, Record, UnreadableRecord
 from gcore.types import Version
 
+CHECKPOINTS = "checkpoints"
+"""The folder of all checkpoints, in a run's folder."""
 MODEL_FILE = "model.safetensors"
 EXP_AVG_FILE = "exp_avg.safetensors"
 EXP_AVG_SQ_FILE = "exp_avg_sq.safetensors"
@@ -90,7 +92,7 @@ def keep_newest_staged(parent: Path) -> None:
 
 def checkpoint_folder(run_dir: Path, version: Version) -> Path:
     """Where the checkpoint made at `version` lies."""
-    return run_dir / "checkpoints" / f"{version.lineage}-{version.step}"
+    return run_dir / CHECKPOINTS / f"{version.lineage}-{version.step}"
 
 
 def sweep_unfinished(run_dir: Path, lineage: int) -> None:
@@ -103,14 +105,14 @@ def sweep_unfinished(run_dir: Path, lineage: int) -> None:
         of = target.partition("-")[0]
         return of.isdigit() and int(of) > lineage
 
-    for parent in ("weights", "checkpoints"):
+    for parent in ("weights", CHECKPOINTS):
         sweep(run_dir / parent, is_later)
 
 
 def checkpoints_in(run_dir: Path) -> dict[Version, Path]:
     """The checkpoints that lie in a run's folder, whole or damaged, by the version they are of."""
     found = {}
-    parent = run_dir / "checkpoints"
+    parent = run_dir / CHECKPOINTS
     for path in parent.iterdir() if parent.is_dir() else ():
         lineage, _, step = path.name.partition("-")
         if lineage.isdigit() and step.isdigit():
@@ -201,24 +203,26 @@ def manifest_digest(folder: Path) -> str:
         raise CheckpointDamaged(f"no manifest can be read ({error.strerror or error})", where=str(path)) from error
 
 
-def copy_model(folder: Path, to: Path) -> None:
-    """Copy the model out of a checkpoint or a folder of weights, without the optimizer's part; all or nothing.
+def copy_model(checkpoint: Path, to: Path, digest: str = "") -> None:
+    """Copy the model out of a checkpoint, without the optimizer's part and without what the manifest does not name; all or
+    nothing.
 
-    A checkpoint is verified first. Raises UsageError if `to` exists and is not an empty folder, CheckpointDamaged, and
-    DataError if there is no model.
+    Every byte is read and compared first. `digest`: of the manifest that was registered; empty where that is not known.
+    Raises UsageError if `to` exists and is not an empty folder, CheckpointDamaged, and DataError if there is no model.
     """
     if to.exists() and not (to.is_dir() and not any(to.iterdir())):
         raise UsageError(
             "the target is there already and is not an empty folder", where=str(to), fix="Name a folder that is new"
         )
-    if (folder / EMULATED_FILE).exists():
-        raise DataError("no weights here: emulated train ranks wrote this, which compute nothing", where=str(folder))
-    if (folder / MANIFEST_FILE).exists():
-        verify_checkpoint(folder)
-    sources = [*companions(folder), *sorted(folder.glob("*.safetensors*"))]
-    sources = [path for path in sources if path.name not in TRAINING_FILES]
-    if not any(path.suffix == ".safetensors" for path in sources):
-        raise DataError("no weights here: there is no .safetensors file", where=str(folder))
+    if (checkpoint / EMULATED_FILE).exists():
+        raise DataError(
+            "no weights here: emulated train ranks wrote this, which compute nothing", where=str(checkpoint)
+        )
+    proven = verify_checkpoint(checkpoint).files
+    if digest and manifest_digest(checkpoint) != digest:
+        raise CheckpointDamaged("it is not the checkpoint that was registered", where=str(checkpoint / MANIFEST_FILE))
+    sources = [*companions(checkpoint), *sorted(checkpoint.glob("*.safetensors*"))]
+    sources = [path for path in sources if path.name in proven and path.name not in TRAINING_FILES]
     to.parent.mkdir(parents=True, exist_ok=True)
     with whole_folder(to, owner="copy", durable=True) as temporary:
         for source in sources:

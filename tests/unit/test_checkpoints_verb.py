@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from gcore.client import JobsClient
 from gcore.clock import SystemClock
 from gcore.config import parse_spec
 from gcore.errors import UsageError
-from gcore.ledger import chain
+from gcore.ledger import chain, store_copy
 from gcore.ledger.chain import Writer
 from gcore.ledger.guarded import Stored
 from gcore.ledger.job import Evaluation, JobRecord
@@ -29,10 +30,10 @@ from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records import Checkpoint, Checkpoints
 from gcore.store.keys import JobKeys
 from gcore.store.keys import name as names
-from gcore.store.types import Put
+from gcore.store.types import KeyValue, Listing, Put
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
 from gcore.types import Version
-from gcore.weights.layout import MANIFEST_FILE, Manifest, file_entry
+from gcore.weights.layout import MANIFEST_FILE, CheckpointDamaged, Manifest, file_entry, manifest_digest
 
 SPEC = parse_spec(
     {
@@ -111,6 +112,15 @@ async def test_what_can_be_seen_to_be_damaged_is_said(tmp_path: Path) -> None:
     assert "no manifest can be read" in problems[12]
 
 
+async def test_a_damaged_one_shows_the_size_of_all_that_lies_there(tmp_path: Path) -> None:
+    entries = [make_checkpoint(tmp_path, n) for n in (4, 8)]
+    (tmp_path / entries[0].file / "config.json").write_bytes(b"1")
+    (tmp_path / entries[1].file / MANIFEST_FILE).unlink()
+    for one in (await list_checkpoints(mirror_of(tmp_path, *entries))).checkpoints:
+        assert one.problem
+        assert one.bytes == size_on_disk(Path(one.folder))
+
+
 async def test_any_controller_answers_for_a_job_by_its_name(tmp_path: Path) -> None:
     mirror, keys = mirror_of(tmp_path, make_checkpoint(tmp_path, 20)), JobKeys("u")
     store = MemoryStore(MemoryCluster(FakeClock()))
@@ -147,6 +157,59 @@ def test_those_of_an_ended_run_are_read_from_its_folder(tmp_path: Path) -> None:
     assert list(checkpoints_of_folder(tmp_path / "nothing", "sums", "u").checkpoints) == []
 
 
+def leave_copy(run_dir: Path, mirror: JobMirror) -> None:
+    """Of the mirror's records, as a controller leaves it when a job has ended."""
+    assert mirror.job is not None
+    assert mirror.head is not None
+    assert mirror.checkpoints is not None
+    keys = mirror.keys
+    records = {keys.job: mirror.job, keys.head: mirror.head, keys.checkpoints: mirror.checkpoints}
+    records |= {keys.evaluation(version): stored for version, stored in mirror.evaluations.items()}
+    kvs = tuple(KeyValue(key, stored.record.encode(), 1, 1) for key, stored in records.items())
+    store_copy.leave(run_dir, "n0.x", "u", Listing(kvs, 7))
+
+
+def test_the_copy_of_the_records_says_why_each_of_an_ended_run_was_kept_and_which_are_gone(tmp_path: Path) -> None:
+    entries = [make_checkpoint(tmp_path, n) for n in (4, 8, 12, 16, 20)]
+    leave_copy(tmp_path, mirror_of(Path("/where/it/was/then"), *entries))
+    make_checkpoint(tmp_path, 18, lineage=3)  # no record names it
+    for gone in (entries[0], entries[2]):  # the first was to go
+        shutil.rmtree(tmp_path / gone.file)
+    found = checkpoints_of_folder(tmp_path, "sums", "u").checkpoints
+    assert [(one.step, list(one.kept), one.problem) for one in found] == [
+        (20, ["newest"], ""),
+        (18, [], ""),
+        (16, ["every"], ""),
+        (12, ["best"], "its folder is not there"),
+        (8, ["every"], ""),
+    ]
+    assert all(one.folder.startswith(str(tmp_path)) for one in found)
+
+
+def test_a_copy_that_is_damaged_or_of_another_job_says_nothing(tmp_path: Path) -> None:
+    leave_copy(tmp_path, mirror_of(tmp_path, make_checkpoint(tmp_path, 20)))
+    assert [list(one.kept) for one in checkpoints_of_folder(tmp_path, "sums", "other").checkpoints] == [[]]
+    (copy,) = (tmp_path / store_copy.FOLDER).iterdir()
+    copy.write_bytes(copy.read_bytes()[:100])
+    assert [list(one.kept) for one in checkpoints_of_folder(tmp_path, "sums", "u").checkpoints] == [[]]
+
+
+@pytest.mark.parametrize("step", [None, 4])
+def test_a_checkpoint_that_is_not_the_registered_one_is_not_exported(
+    home: Path, tmp_path: Path, step: int | None
+) -> None:
+    run = home / "runs" / "sums-u"
+    registered = manifest_digest(run / "checkpoints" / "0-4")
+    entry = Checkpoint(lineage=0, step=4, seq=4, file="checkpoints/0-4", digest=registered)
+    leave_copy(run, mirror_of(run, entry))
+    file_verbs.export("sums", tmp_path / "to", home, step=step)
+    file = run / "checkpoints" / "0-4" / MANIFEST_FILE
+    file.write_bytes(Manifest.decode(file.read_bytes()).model_copy(update={"updates": 99}).encode())
+    with pytest.raises(CheckpointDamaged, match="not the checkpoint that was registered"):
+        file_verbs.export("sums", tmp_path / "other", home, step=step)
+    assert not (tmp_path / "other").exists()
+
+
 def found(*steps: tuple[int, int, list[str]]) -> FoundCheckpoints:
     """Of (step, lineage, why it is kept)."""
     infos = [pb.CheckpointInfo(step=s, lineage=number, kept=kept, folder=f"f{number}-{s}") for s, number, kept in steps]
@@ -171,7 +234,7 @@ def home(tmp_path: Path) -> Path:
     run = tmp_path / "home" / "runs" / "sums-u"
     for step in (4, 8):
         make_checkpoint(run, step)
-    (run / "summary.json").write_text(json.dumps({"job": "sums", "uid": "u", "checkpoint": str(run)}))
+    (run / "summary.json").write_text(json.dumps({"job": "sums", "uid": "u", "checkpoint": f"{run}/checkpoints/0-4"}))
     return tmp_path / "home"
 
 

@@ -4,12 +4,27 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from controllers.cli.file_verbs import export
 from gcore.errors import Unreachable, UsageError
+from gcore.weights.layout import MANIFEST_FILE, CheckpointDamaged, Manifest, file_entry
+
+
+def make_checkpoint(run_dir: Path, step: int, config: dict[str, Any]) -> Path:
+    folder = run_dir / "checkpoints" / f"0-{step}"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in ("model", "exp_avg", "exp_avg_sq"):
+        (folder / f"{name}.safetensors").write_bytes(b"weights")
+    files = {path.name: file_entry(path) for path in folder.iterdir()}
+    manifest = Manifest(job_uid="u", world="w", lineage=0, step=step, updates=step, files=files)
+    (folder / MANIFEST_FILE).write_bytes(manifest.encode())
+    return folder
 
 
 @pytest.fixture
@@ -17,10 +32,7 @@ def home(tmp_path: Path) -> Path:
     """Two finished runs of one name; the second is the newer."""
     for age, uid in enumerate(("u1", "u2")):
         run = tmp_path / "home" / "runs" / f"sums-{uid}"
-        checkpoint = run / "checkpoints" / "0-40"
-        checkpoint.mkdir(parents=True)
-        (checkpoint / "config.json").write_text(json.dumps({"uid": uid}))
-        (checkpoint / "model.safetensors").write_bytes(b"weights")
+        checkpoint = make_checkpoint(run, 40, {"uid": uid})
         summary = run / "summary.json"
         summary.write_text(json.dumps({"job": "sums", "uid": uid, "checkpoint": str(checkpoint)}))
         os.utime(summary, (age, age))
@@ -60,6 +72,31 @@ def test_a_job_that_was_given_up_before_the_last_one_finished_is_in_nobodys_way(
     assert json.loads((tmp_path / "to" / "config.json").read_text()) == {"uid": "u2"}
 
 
+@pytest.mark.parametrize("best", [False, True])
+def test_in_a_home_that_was_copied_or_moved_its_own_checkpoint_is_exported(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], best: bool
+) -> None:
+    give_best(home, "u1", 32, str(make_checkpoint(home / "runs" / "sums-u1", 32, {"uid": "u1"})))
+    there = tmp_path / "copied"
+    shutil.copytree(home, there)
+    for config in home.glob("runs/*/checkpoints/*/config.json"):
+        config.write_text("damaged since")
+    export("u1", tmp_path / "to", there, best=best)
+    assert json.loads((tmp_path / "to" / "config.json").read_text()) == {"uid": "u1"}
+    assert f"is {there / 'runs' / 'sums-u1' / 'checkpoints'}" in capsys.readouterr().out.replace("\n", "")
+    shutil.rmtree(there / "runs" / "sums-u1" / "checkpoints")
+    with pytest.raises(UsageError, match="the checkpoint is not to be seen on this machine"):
+        export("u1", tmp_path / "other", there, best=best)
+
+
+@pytest.mark.parametrize("gone", [MANIFEST_FILE, "exp_avg.safetensors"])
+def test_a_checkpoint_that_cannot_be_proved_whole_is_not_handed_out(home: Path, tmp_path: Path, gone: str) -> None:
+    (home / "runs" / "sums-u1" / "checkpoints" / "0-40" / gone).unlink()
+    with pytest.raises(CheckpointDamaged):
+        export("u1", tmp_path / "to", home)
+    assert not (tmp_path / "to").exists()
+
+
 def give_best(home: Path, uid: str, step: int, checkpoint: str) -> None:
     """What the run's evaluations found best."""
     file = home / "runs" / f"sums-{uid}" / "summary.json"
@@ -70,10 +107,7 @@ def give_best(home: Path, uid: str, step: int, checkpoint: str) -> None:
 def test_the_best_checkpoint_is_exported_in_place_of_the_newest(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    checkpoint = home / "runs" / "sums-u1" / "checkpoints" / "0-32"
-    checkpoint.mkdir()
-    (checkpoint / "config.json").write_text(json.dumps({"best": True}))
-    (checkpoint / "model.safetensors").write_bytes(b"weights")
+    checkpoint = make_checkpoint(home / "runs" / "sums-u1", 32, {"best": True})
     give_best(home, "u1", 32, str(checkpoint))
     export("u1", tmp_path / "to", home, best=True)
     assert json.loads((tmp_path / "to" / "config.json").read_text()) == {"best": True}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from controllers.cli import summary as summaries
-from controllers.cli.answers import audit_rows, best_line, job_rows, job_tree, ranges, snapshot
+from controllers.cli.answers import best_line, job_rows, job_tree, ranges, snapshot
 from controllers.cli.cluster_verbs import check_as_asked
 from controllers.cli.finding import find_addresses
 from controllers.cli.leftovers import kind_of
@@ -375,37 +375,6 @@ def test_a_described_job_says_who_has_which_shards_and_what_is_waited_for():
     assert shown["source sums"] == "0 trained, 0 filtered, 2 failed"
     assert found.shard_count == 8
     assert json.loads(json.dumps(job_tree(found)))["shares"] == {"node-0": [0, 1, 2, 5]}
-
-
-def test_a_described_job_tells_what_went_wrong_to_who_followed_no_event():
-    job = pb.Job(uid="u1", name="sums", state=pb.JOB_STATE_RUNNING)
-    assert not {"last rollback", "warning (1)"} & job_rows(snapshot(job), 100.0).keys()
-    job.warnings.add(topic="folder", node="node-0", sentence="no room is left", time=88.0)
-    job.warnings.add(topic="samples", node="node-1", sentence="of an older version")
-    job.rollback.CopyFrom(pb.LastRollback(step=3, lineage=2, reason="rank 1 is gone"))
-    shown = job_rows(snapshot(job), 100.0)
-    assert shown["last rollback"] == "to step 3, lineage 2: rank 1 is gone"
-    assert shown["warning (1)"] == "node-0: no room is left (folder, 12s ago)"
-    assert shown["warning (2)"] == "node-1: of an older version (samples)"
-    tree = json.loads(json.dumps(job_tree(snapshot(job))))
-    assert tree["rollback"] == {"step": 3, "lineage": 2, "reason": "rank 1 is gone"}
-    assert tree["warnings"][0] == {"topic": "folder", "node": "node-0", "sentence": "no room is left", "time": 88.0}
-
-
-def test_an_audit_of_many_violations_shows_the_first_and_says_how_many_there_are():
-    def shown(count: int, *more: str) -> dict[str, str]:
-        said = [f"wrong {number}" for number in range(count)]
-        findings = [pb.AuditFinding(kind="receipt", sentence=one) for one in said]
-        return audit_rows(pb.AuditReport(clean=False, violations=[*said, *more], findings=findings))
-
-    assert shown(1)["verdict"] == "1 violation"
-    assert "not shown" not in shown(20)
-    assert shown(65)["verdict"] == "65 violations"
-    assert shown(65)["not shown"] == "and 45 more (-o json has all)"
-    assert "violation 21" not in shown(65)
-    full = shown(500, "and 7 violations more")
-    assert full["verdict"] == "500 violations, and 7 violations more"
-    assert full["not shown"] == "and 480 more (-o json has these)"
 
 
 @given(st.sets(st.integers(0, 300)))

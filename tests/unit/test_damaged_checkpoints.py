@@ -27,6 +27,7 @@ from gcore.ledger.stream import StreamRules
 from gcore.prompts.cursor import shard_lengths
 from gcore.store.keys import JobKeys
 from gcore.store.types import KeyValue, Put, WatchBatch, WatchEvent
+from gcore.testing import FakeClock
 from gcore.types import Version
 from gcore.weights.layout import MANIFEST_FILE, Manifest, checkpoint_folder, file_entry, manifest_digest
 from gcore.weights.tensors_file import TensorsFile, TensorShape
@@ -146,7 +147,9 @@ def view(*checkpoints: Checkpoint) -> JobView:
 async def roll_back(run_dir: Path, seen: JobView) -> tuple[Head, Recorded]:
     """What head is after a rollback, and what was written."""
     ledger = Recorded()
-    hands: Any = SimpleNamespace(own=None, ledger=ledger, run_dir=run_dir, away=str, tell=lambda topic, sentence: None)
+    hands: Any = SimpleNamespace(
+        own=None, ledger=ledger, run_dir=run_dir, away=str, clock=FakeClock(), tell=lambda topic, sentence: None
+    )
     done = await apply(Rollback("rank 0 is gone"), seen, hands)
     assert done.outcome is TxnOutcome.WON
     return Head.decode(ledger.written(TxnKind.ROLLBACK, KEYS.head)), ledger

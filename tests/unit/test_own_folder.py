@@ -211,7 +211,12 @@ async def test_a_world_goes_back_to_the_newest_that_some_node_has_whole(tmp_path
     async with serving(tmp_path / "theirs") as address:
         seen = going_back(view({"node-1": address}, {"node-1": has}), {4: older, 6: newer})
         hands: Any = SimpleNamespace(
-            ledger=SimpleNamespace(run=run), run_dir=node.run_dir, own=node.own, tell=node.told.__setitem__, away=str
+            ledger=SimpleNamespace(run=run),
+            run_dir=node.run_dir,
+            own=node.own,
+            tell=node.told.__setitem__,
+            away=str,
+            clock=FakeClock(),
         )
         done = await apply(Rollback("rank 0 is gone"), seen, hands)
     assert done.outcome is TxnOutcome.WON

@@ -200,3 +200,27 @@ def test_a_damaged_checkpoint_is_not_copied(tmp_path: Path) -> None:
     with pytest.raises(CheckpointDamaged):
         copy_model(folder, tmp_path / "to")
     assert not (tmp_path / "to").exists()
+
+
+def test_a_checkpoint_without_its_manifest_is_not_copied_for_nobody_can_say_that_it_is_whole(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, 5)
+    (folder / MANIFEST_FILE).unlink()
+    with pytest.raises(CheckpointDamaged, match="no manifest can be read"):
+        copy_model(folder, tmp_path / "to")
+    assert not (tmp_path / "to").exists()
+
+
+def test_a_whole_checkpoint_that_is_not_the_registered_one_is_not_copied(tmp_path: Path) -> None:
+    folder, other = make_checkpoint(tmp_path, 5), make_checkpoint(tmp_path, 6)
+    with pytest.raises(CheckpointDamaged, match="not the checkpoint that was registered"):
+        copy_model(folder, tmp_path / "to", manifest_digest(other))
+    assert not (tmp_path / "to").exists()
+    copy_model(folder, tmp_path / "to", manifest_digest(folder))
+
+
+def test_what_the_manifest_does_not_name_is_not_copied(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, 5)
+    (folder / "more.safetensors").write_bytes(b"?")
+    (folder / "more.json").write_text("{}")
+    copy_model(folder, tmp_path / "to")
+    assert not list((tmp_path / "to").glob("more*"))

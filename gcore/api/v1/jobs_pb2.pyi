@@ -52,7 +52,7 @@ STEP_STANDING_UNDER_WAY: StepStanding
 STEP_STANDING_CUT_OFF: StepStanding
 
 class Job(_message.Message):
-    __slots__ = ("uid", "name", "state", "reason", "spec_json", "run_dir", "created", "step", "steps", "lineage", "shares", "waiting", "checkpoint", "ended", "sources", "best")
+    __slots__ = ("uid", "name", "state", "reason", "spec_json", "run_dir", "created", "step", "steps", "lineage", "shares", "waiting", "checkpoint", "ended", "sources", "best", "warnings", "rollback")
     UID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +69,8 @@ class Job(_message.Message):
     ENDED_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
     BEST_FIELD_NUMBER: _ClassVar[int]
+    WARNINGS_FIELD_NUMBER: _ClassVar[int]
+    ROLLBACK_FIELD_NUMBER: _ClassVar[int]
     uid: str
     name: str
     state: JobState
@@ -85,7 +87,31 @@ class Job(_message.Message):
     ended: float
     sources: _containers.RepeatedCompositeFieldContainer[SourceReport]
     best: BestCheckpoint
-    def __init__(self, uid: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[_Union[JobState, str]] = ..., reason: _Optional[str] = ..., spec_json: _Optional[str] = ..., run_dir: _Optional[str] = ..., created: _Optional[float] = ..., step: _Optional[int] = ..., steps: _Optional[int] = ..., lineage: _Optional[int] = ..., shares: _Optional[_Iterable[_Union[ShardShare, _Mapping]]] = ..., waiting: _Optional[_Iterable[_Union[Waiting, _Mapping]]] = ..., checkpoint: _Optional[str] = ..., ended: _Optional[float] = ..., sources: _Optional[_Iterable[_Union[SourceReport, _Mapping]]] = ..., best: _Optional[_Union[BestCheckpoint, _Mapping]] = ...) -> None: ...
+    warnings: _containers.RepeatedCompositeFieldContainer[JobWarning]
+    rollback: LastRollback
+    def __init__(self, uid: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[_Union[JobState, str]] = ..., reason: _Optional[str] = ..., spec_json: _Optional[str] = ..., run_dir: _Optional[str] = ..., created: _Optional[float] = ..., step: _Optional[int] = ..., steps: _Optional[int] = ..., lineage: _Optional[int] = ..., shares: _Optional[_Iterable[_Union[ShardShare, _Mapping]]] = ..., waiting: _Optional[_Iterable[_Union[Waiting, _Mapping]]] = ..., checkpoint: _Optional[str] = ..., ended: _Optional[float] = ..., sources: _Optional[_Iterable[_Union[SourceReport, _Mapping]]] = ..., best: _Optional[_Union[BestCheckpoint, _Mapping]] = ..., warnings: _Optional[_Iterable[_Union[JobWarning, _Mapping]]] = ..., rollback: _Optional[_Union[LastRollback, _Mapping]] = ...) -> None: ...
+
+class JobWarning(_message.Message):
+    __slots__ = ("topic", "node", "sentence", "time")
+    TOPIC_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    SENTENCE_FIELD_NUMBER: _ClassVar[int]
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    topic: str
+    node: str
+    sentence: str
+    time: float
+    def __init__(self, topic: _Optional[str] = ..., node: _Optional[str] = ..., sentence: _Optional[str] = ..., time: _Optional[float] = ...) -> None: ...
+
+class LastRollback(_message.Message):
+    __slots__ = ("step", "lineage", "reason")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    lineage: int
+    reason: str
+    def __init__(self, step: _Optional[int] = ..., lineage: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class BestCheckpoint(_message.Message):
     __slots__ = ("step", "lineage", "metric", "value", "checkpoint")
@@ -362,7 +388,7 @@ class ListCheckpointsReply(_message.Message):
     def __init__(self, uid: _Optional[str] = ..., name: _Optional[str] = ..., checkpoints: _Optional[_Iterable[_Union[CheckpointInfo, _Mapping]]] = ...) -> None: ...
 
 class CheckpointInfo(_message.Message):
-    __slots__ = ("step", "lineage", "folder", "bytes", "written", "kept", "problem", "nodes")
+    __slots__ = ("step", "lineage", "folder", "bytes", "written", "kept", "problem", "nodes", "digest")
     STEP_FIELD_NUMBER: _ClassVar[int]
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
     FOLDER_FIELD_NUMBER: _ClassVar[int]
@@ -371,6 +397,7 @@ class CheckpointInfo(_message.Message):
     KEPT_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
     step: int
     lineage: int
     folder: str
@@ -379,7 +406,8 @@ class CheckpointInfo(_message.Message):
     kept: _containers.RepeatedScalarFieldContainer[str]
     problem: str
     nodes: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, step: _Optional[int] = ..., lineage: _Optional[int] = ..., folder: _Optional[str] = ..., bytes: _Optional[int] = ..., written: _Optional[float] = ..., kept: _Optional[_Iterable[str]] = ..., problem: _Optional[str] = ..., nodes: _Optional[_Iterable[str]] = ...) -> None: ...
+    digest: str
+    def __init__(self, step: _Optional[int] = ..., lineage: _Optional[int] = ..., folder: _Optional[str] = ..., bytes: _Optional[int] = ..., written: _Optional[float] = ..., kept: _Optional[_Iterable[str]] = ..., problem: _Optional[str] = ..., nodes: _Optional[_Iterable[str]] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class ListNodesRequest(_message.Message):
     __slots__ = ()
