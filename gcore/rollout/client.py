@@ -13,8 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import math
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -22,8 +20,9 @@ from typing import Any, Literal
 import httpx
 
 from gcore.errors import EngineError, EngineUnreachable
+from gcore.rollout.native_api import sample_of, sampling_body, words_of
 from gcore.rollout.transport import STREAMED, PlainTransport
-from gcore.types import FinishReason, Sample, Version, VersionSpan
+from gcore.types import Sample, Version
 
 BIG_ANSWER_BYTES = 256 * 1024
 """An answer from this size on is parsed off the event loop."""
@@ -117,7 +116,7 @@ class EngineClient:
         each = [params] * len(seeds) if isinstance(params, SamplingParams) else params
         body: dict[str, Any] = {
             "input_ids": [list(prompt_ids) for prompt_ids in prompts],
-            "sampling_params": [_sampling_params(one, seed) for one, seed in zip(each, seeds, strict=True)],
+            "sampling_params": [sampling_body(one, seed) for one, seed in zip(each, seeds, strict=True)],
             "rid": _rids(rid, len(seeds)),
             "return_logprob": True,
             "logprob_start_len": -1,
@@ -131,7 +130,7 @@ class EngineClient:
         if not isinstance(answers, list) or len(answers) != len(seeds):
             raise EngineError(f"the engine did not answer with {len(seeds)} samples", where=self.base_url)
         try:
-            return tuple(_sample(answer) for answer in answers)
+            return tuple(sample_of(answer) for answer in answers)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise EngineError(f"the engine's answer cannot be read ({error!r})", where=self.base_url) from error
 
@@ -152,10 +151,10 @@ class EngineClient:
                 answer = await self._read(line.removeprefix(EVENT).encode())
                 place = answer.get("index") if isinstance(answer, dict) else None
                 if not isinstance(place, int) or place not in range(count):
-                    raise EngineError(f"the engine broke off ({_words_of(answer)})", where=self.base_url)
+                    raise EngineError(f"the engine broke off ({words_of(answer)})", where=self.base_url)
                 last[place] = answer
                 with contextlib.suppress(KeyError, TypeError, ValueError, IndexError):
-                    growing.tell(place, _sample(answer))
+                    growing.tell(place, sample_of(answer))
         except httpx.HTTPError as error:
             raise self._unreachable("/generate", error) from error
         finally:
@@ -310,69 +309,10 @@ def _rids(rid: str, count: int) -> list[str]:
     return [f"{rid}-{i}" for i in range(count)]
 
 
-def _sampling_params(params: SamplingParams, seed: int) -> dict[str, Any]:
-    body: dict[str, Any] = {
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "top_k": -1 if params.top_k is None else params.top_k,
-        "max_new_tokens": params.max_new_tokens,
-        "stop": list(params.stop),
-        "sampling_seed": seed,
-    }
-    # What is as if it were not there is not sent: a server of another version may not know it.
-    if params.min_p > 0:
-        body["min_p"] = params.min_p
-    if params.min_new_tokens > 0:
-        body["min_new_tokens"] = params.min_new_tokens
-    if params.stop_token_ids:
-        body["stop_token_ids"] = list(params.stop_token_ids)
-    return body
-
-
-def _sample(answer: Mapping[str, Any]) -> Sample:
-    meta = answer["meta_info"]
-    triples = meta["output_token_logprobs"]
-    tokens = tuple(int(token) for token in answer["output_ids"])
-    count = len(tokens)
-    if len(triples) != count:
-        raise ValueError(f"{count} tokens came with {len(triples)} log-probabilities")
-    logprobs = _as_float32([triple[0] for triple in triples])
-    ending = meta["finish_reason"]  # of one that still grows there is none
-    reason: FinishReason = "abort" if ending is None else ending["type"]
-    if reason not in ("stop", "length", "abort"):
-        raise ValueError(f"finish reason {reason!r}")
-    return Sample(tokens, logprobs, str(answer["text"]), reason, _spans(meta, count))
-
-
-def _as_float32(logprobs: Sequence[float]) -> tuple[float, ...]:
-    """Raises ValueError for what no rank takes: a group with such a number would be fed, and refused, for ever."""
-    form = f"<{len(logprobs)}f"
-    try:
-        rounded = struct.unpack(form, struct.pack(form, *logprobs))
-    except (struct.error, OverflowError) as error:  # null is what SGLang's JSON makes of NaN
-        raise ValueError(f"a log-probability is no number ({error})") from error
-    if not all(map(math.isfinite, rounded)):
-        raise ValueError("a log-probability is not finite")
-    return rounded
-
-
-def _spans(meta: Mapping[str, Any], count: int) -> tuple[VersionSpan, ...]:
-    """Which version made which tokens; an engine that tells no spans made all with the one it names."""
-    told = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": count}]
-    return tuple(VersionSpan(Version.parse(str(s["version"])), int(s["start"]), int(s["end"])) for s in told)
-
-
 def _reason(response: httpx.Response) -> str:
     """The engine's own sentence, in whichever of its shapes."""
     try:
         answer = response.json()
     except ValueError:
         return response.text[:300] or f"status {response.status_code}"
-    return _words_of(answer)
-
-
-def _words_of(answer: Any) -> str:
-    if isinstance(answer, dict):
-        error = answer.get("error", answer.get("message", answer))
-        return str(error.get("message", error)) if isinstance(error, dict) else str(error)
-    return str(answer)[:300]
+    return words_of(answer)

@@ -1,0 +1,39 @@
+"""The line to each engine that this controller is responsible for: its client, what is known of it, what is under way there."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field, replace
+
+from controllers.pulse import Pulse
+from controllers.view import EngineView
+from gcore.rollout.client import EngineClient
+from gcore.types import Sample, Version
+
+
+@dataclass
+class Line:
+    """What is known of one."""
+
+    client: EngineClient
+    view: EngineView
+    in_flight: int = 0
+    """Samples asked for and not answered, with those that wait for its weights."""
+    coming: Version | None = None
+    """What it is being brought to."""
+    pulse: Pulse = field(default_factory=lambda: Pulse(0.0))
+    requests: set[asyncio.Task[tuple[Sample, ...]]] = field(default_factory=set)
+    """For responses, under way."""
+    probe: asyncio.Task[None] | None = None
+    """The last question how it is."""
+    probed: float = 0.0
+    """When it was put."""
+
+    def leave(self) -> None:
+        """Whoever waits for its responses goes to another."""
+        for request in self.requests:
+            request.cancel()
+
+    def distrust(self) -> None:
+        """Nothing is known of the engine any more; it is asked, and brought up to date, before it is used again."""
+        self.view = replace(self.view, version=None)

@@ -1,0 +1,209 @@
+"""Responses from engines: a seat at one that serves the right weights, the request, and another one's seat when it is lost.
+
+Which engines there are, and what they serve, is `controllers.engines`' business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any
+
+from controllers.changes import Changes
+from controllers.continuing import Decode, Responses, told_every
+from controllers.engine_counts import counted
+from controllers.engine_lines import Line
+from controllers.pulse import EnginePatience
+from controllers.routing import Following, Load, route
+from gcore.clock import Clock
+from gcore.errors import EngineError, EngineUnreachable
+from gcore.metrics import Metrics
+from gcore.rollout.client import Growing, SamplingParams
+from gcore.types import Sample, Version
+
+log = logging.getLogger(__name__)
+
+
+class Generating:
+    """Over lines that others keep, by instance id."""
+
+    def __init__(
+        self,
+        lines: Mapping[str, Line],
+        changes: Changes,
+        clock: Clock,
+        patience: EnginePatience,
+        metrics: Metrics,
+        told_every: int | None,
+    ) -> None:
+        self._lines = lines
+        self._changes = changes
+        self._clock = clock
+        self._patience = patience
+        self._metrics = metrics
+        self._told_every = told_every
+        self._requests = itertools.count()
+        self._aborts: set[asyncio.Task[None]] = set()
+
+    async def generate(
+        self,
+        version: Version,
+        prompts: Sequence[tuple[int, ...]],
+        params: SamplingParams,
+        seeds: Sequence[int],
+        rid: str,
+        follow: Following | None = None,
+        decode: Decode | None = None,
+    ) -> tuple[Sample, ...]:
+        """A sample for each prompt and its seed, on an engine that serves `version` (`controllers.routing`); waits for one.
+
+        With `follow` it is whichever version is wanted when there is a seat, and tokens of newer ones may come after.
+        Raises EngineError. An engine that does not answer is distrusted. With `decode`, the tokenizer's, another goes on with
+        what that one has told (`controllers.continuing`); if it has told nothing, the request is for the caller to repeat.
+        """
+        every = told_every(params, self._told_every) if decode is not None else 0
+        if decode is None or not every:
+            return await self._generate(version, prompts, params, seeds, rid, follow, None)
+        responses = Responses(prompts, params, seeds, decode)
+        while True:
+            ask = responses.ask()
+            growing = Growing(every, responses.grow)
+            try:
+                made = await self._generate(version, ask.prompts, ask.params, ask.seeds, rid, follow, growing)
+            except EngineUnreachable as error:
+                kept = responses.keep()
+                if not kept:
+                    raise
+                self._metrics.kept_tokens.inc(kept)
+                log.warning("%s; %d tokens that it had told are kept", error, kept)
+                if responses.is_whole:
+                    return responses.whole(())
+            else:
+                return responses.whole(made)
+
+    async def _generate(
+        self,
+        version: Version,
+        prompts: Sequence[tuple[int, ...]],
+        params: SamplingParams | Sequence[SamplingParams],
+        seeds: Sequence[int],
+        rid: str,
+        follow: Following | None,
+        growing: Growing | None,
+    ) -> tuple[Sample, ...]:
+        """By one engine. Raises EngineError."""
+        instance, line = await self._seat(follow.wanted if follow is not None else lambda: version, len(seeds))
+        if follow is not None:
+            assert line.view.version is not None
+            version = line.view.version
+            follow.began(version)
+        # No two requests are called the same: an abort of one that was given up must not end the one that repeats it.
+        rid = f"{rid}/{next(self._requests)}"
+        finished = False
+        try:
+            heard = None if growing is None else Growing(growing.every, _heard(line, growing, self._clock))
+            asked = line.client.generate_each(prompts, params, seeds=seeds, rid=rid, growing=heard)
+            samples = await counted(self._asked(instance, line, asked), self._metrics, self._clock)
+            finished = True
+            made = {span.version for sample in samples for span in sample.spans}
+            others = {one for one in made if one < version or (one != version and follow is None)}
+            if others:
+                # A peer that also believed it to be its own has published to it.
+                self._distrust(instance)
+                made_by = ", ".join(map(str, sorted(others)))
+                raise EngineError(f"{instance} answered with weights {made_by}, not {version}", fix="It is asked again")
+            return samples
+        except EngineUnreachable:
+            finished = True
+            self._distrust(instance)
+            raise
+        finally:
+            line.in_flight -= len(seeds)
+            self._changes.notify()
+            if not finished:
+                self._abandon(line, rid, len(seeds))
+
+    async def _asked(
+        self, instance: str, line: Line, request: Coroutine[Any, Any, tuple[Sample, ...]]
+    ) -> tuple[Sample, ...]:
+        """What `request` brings. Raises EngineUnreachable when the engine is left meanwhile."""
+        task = asyncio.create_task(request, name=f"ask {instance}")
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # heard, if nobody waits any more
+        begun = self._clock.monotonic()
+        if not line.requests:
+            line.pulse = line.pulse.begins(begun)
+        line.requests.add(task)
+        try:
+            await asyncio.wait({task})
+        finally:
+            line.requests.discard(task)
+            task.cancel()
+        if task.cancelled():
+            raise EngineUnreachable(f"{instance} is left, for it answers nothing", fix="The request goes to another")
+        try:
+            samples = task.result()
+        except EngineUnreachable:
+            line.pulse = line.pulse.fails(self._patience, begun, self._clock.monotonic())
+            raise
+        line.pulse = line.pulse.responds(self._clock.monotonic())
+        return samples
+
+    async def _seat(self, wanted: Callable[[], Version], size: int) -> tuple[str, Line]:
+        """An engine that serves what is wanted, `size` samples added to what it has in flight, for the caller to take away."""
+        held: tuple[str, Line] | None = None
+        try:
+            while True:
+                version = wanted()
+                known = self._lines.get(held[0]) if held is not None else None
+                if held is not None and known is not held[1]:
+                    held = None  # it has gone, or another has its name
+                instance = route(self._loads(version), size, held[0] if held is not None else None)
+                if instance is not None and (held is None or instance != held[0]):
+                    if held is not None:
+                        held[1].in_flight -= size
+                    held = instance, self._lines[instance]
+                    held[1].in_flight += size
+                if held is not None and held[1].view.version == version:
+                    return held
+                await self._changes.wait()
+        except BaseException:
+            if held is not None:
+                held[1].in_flight -= size
+            raise
+
+    def _loads(self, version: Version) -> list[Load]:
+        return [
+            Load(instance, line.in_flight, line.view.version == version)
+            for instance, line in self._lines.items()
+            if version in (line.view.version, line.coming)
+        ]
+
+    def _abandon(self, line: Line, rid: str, count: int) -> None:
+        """The caller gave up: let the engine give up too. In the background, and as far as it goes."""
+
+        async def abort() -> None:
+            try:
+                await line.client.abort(rid, count)
+            except EngineError as error:
+                log.debug("abort %s: %s", rid, error)
+
+        task = asyncio.get_running_loop().create_task(abort(), name=f"abort {rid}")
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+    def _distrust(self, instance: str) -> None:
+        if instance in self._lines:
+            self._lines[instance].distrust()
+            self._changes.notify()
+
+
+def _heard(line: Line, growing: Growing, clock: Clock) -> Callable[[int, Sample], None]:
+    """Whoever tells of samples lives."""
+
+    def tell(place: int, sample: Sample) -> None:
+        line.pulse = line.pulse.answers(clock.monotonic())
+        growing.tell(place, sample)
+
+    return tell

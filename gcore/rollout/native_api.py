@@ -1,0 +1,78 @@
+"""The JSON of SGLang's native API, as far as a client writes and reads it: how responses are drawn, and what they are. Pure."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from gcore.types import FinishReason, Sample, Version, VersionSpan
+
+if TYPE_CHECKING:
+    from gcore.rollout.client import SamplingParams
+
+
+def sampling_body(params: SamplingParams, seed: int) -> dict[str, Any]:
+    """How one response is drawn, with its seed."""
+    body: dict[str, Any] = {
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": -1 if params.top_k is None else params.top_k,
+        "max_new_tokens": params.max_new_tokens,
+        "stop": list(params.stop),
+        "sampling_seed": seed,
+    }
+    # What is as if it were not there is not sent: a server of another version may not know it.
+    if params.min_p > 0:
+        body["min_p"] = params.min_p
+    if params.min_new_tokens > 0:
+        body["min_new_tokens"] = params.min_new_tokens
+    if params.stop_token_ids:
+        body["stop_token_ids"] = list(params.stop_token_ids)
+    return body
+
+
+def sample_of(answer: Mapping[str, Any]) -> Sample:
+    """What an answer tells of one response; of one that still grows the finish reason is "abort".
+
+    Raises KeyError, TypeError, ValueError, IndexError for what is no such answer.
+    """
+    meta = answer["meta_info"]
+    triples = meta["output_token_logprobs"]
+    tokens = tuple(int(token) for token in answer["output_ids"])
+    count = len(tokens)
+    if len(triples) != count:
+        raise ValueError(f"{count} tokens came with {len(triples)} log-probabilities")
+    logprobs = _as_float32([triple[0] for triple in triples])
+    ending = meta["finish_reason"]  # of one that still grows there is none
+    reason: FinishReason = "abort" if ending is None else ending["type"]
+    if reason not in ("stop", "length", "abort"):
+        raise ValueError(f"finish reason {reason!r}")
+    return Sample(tokens, logprobs, str(answer["text"]), reason, _spans(meta, count))
+
+
+def _as_float32(logprobs: Sequence[float]) -> tuple[float, ...]:
+    """Raises ValueError for what no rank takes: a group with such a number would be fed, and refused, for ever."""
+    form = f"<{len(logprobs)}f"
+    try:
+        rounded = struct.unpack(form, struct.pack(form, *logprobs))
+    except (struct.error, OverflowError) as error:  # null is what SGLang's JSON makes of NaN
+        raise ValueError(f"a log-probability is no number ({error})") from error
+    if not all(map(math.isfinite, rounded)):
+        raise ValueError("a log-probability is not finite")
+    return rounded
+
+
+def _spans(meta: Mapping[str, Any], count: int) -> tuple[VersionSpan, ...]:
+    """Which version made which tokens; an engine that tells no spans made all with the one it names."""
+    told = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": count}]
+    return tuple(VersionSpan(Version.parse(str(s["version"])), int(s["start"]), int(s["end"])) for s in told)
+
+
+def words_of(answer: Any) -> str:
+    """The engine's own sentence, in whichever of its shapes."""
+    if isinstance(answer, dict):
+        error = answer.get("error", answer.get("message", answer))
+        return str(error.get("message", error)) if isinstance(error, dict) else str(error)
+    return str(answer)[:300]
