@@ -22,6 +22,8 @@ from gcore.ledger.tally import barren_epoch, why_barren
 
 NODE_GRACE_S = 15.0
 """A world whose node is away waits so long for the node before it is placed on the others."""
+LONGEST_PAUSE_S = 30.0
+"""Worlds that die one after the other follow each other more and more slowly, and so slowly at most."""
 MAX_FRUITLESS_ROLLBACKS = 5
 """Worlds that died one after the other without a commit between them; then the job has failed."""
 
@@ -53,7 +55,7 @@ def recovering(view: JobView) -> Iterator[Intent]:
     elif reason:
         assert view.mirror.plan is not None
         away = {place.node for place in view.mirror.plan.record.ranks} - view.nodes.keys()
-        after = max(NODE_GRACE_S if away else 0.0, SETTLE_S * 2**fruitless if fruitless else SETTLE_S)
+        after = max(NODE_GRACE_S if away else 0.0, min(SETTLE_S * 2**fruitless, LONGEST_PAUSE_S))
         if unheard(view):
             after = max(after, SETTLE_S + STOCK_PATIENCE_S)
         if newest_is_away(view) and state_at_hand(view, frozenset(view.nodes)) is None:
