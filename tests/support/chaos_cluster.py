@@ -318,7 +318,12 @@ class ChaosCluster:
         self._stopped.clear()
 
     def arm(self, name: str, words: str) -> Path:
-        """Arm a fault point for all processes of the cluster; the first that comes there meets the fault."""
+        """Arm a fault point for all processes of the cluster; the first that comes there meets the fault.
+
+        Who met it an earlier time is forgotten.
+        """
+        for met in self.points.glob(f"{name}.fired.*"):
+            met.unlink()
         whole = self.points / f".{name}"
         whole.write_text(words)
         return whole.rename(self.points / name)
