@@ -66,7 +66,8 @@ LAW = {
 MOST_TOKENS = 40
 WARM = 2
 """Steps that are not counted: everything is loaded, imported and published for the first time."""
-GOAL_SHARE, GOAL_WRITES = 0.02, 10.0
+GOAL_SHARE, STEP_S, GOAL_WRITES = 0.02, 10.0, 10.0
+"""Of a step of so many seconds. This machine's cores may make it longer: then the seconds count, not the share."""
 
 
 @dataclass
@@ -232,6 +233,7 @@ def figures(steps: dict[int, StepTimes], controllers: int) -> dict[str, Any]:
                 "ready_s": ready,
                 "commit_s": commit,
                 "exchange_s": one.held - one.sealed,
+                "agreeing_s": seal + ready + commit,
                 "share": (seal + ready + commit) / seconds,
                 "writes": (one.writes - steps[n - 1].writes) / controllers,
                 "transactions": (one.revision - steps[n - 1].revision) / controllers,
@@ -239,8 +241,9 @@ def figures(steps: dict[int, StepTimes], controllers: int) -> dict[str, Any]:
         )
     # Not to the last step: when that is read, workers are ending.
     first, last = steps[whole[0] - 1], steps[whole[-2]]
+    counted = whole[-2] - whole[0] + 1
     processor = {
-        kind: round((seconds - first.processors.get(kind, 0.0)) / (len(whole) - 1), 3)
+        kind: round((seconds - first.processors.get(kind, 0.0)) / counted, 3)
         for kind, seconds in sorted(last.processors.items())
     }
     found: dict[str, Any] = {name: spread([row[name] for row in rows]) for name in rows[0]}
@@ -314,10 +317,22 @@ def main() -> None:
     result["goals"] = {
         "share_of_step": GOAL_SHARE,
         "share_met": result["share"]["median"] < GOAL_SHARE,
+        "agreeing_s": GOAL_SHARE * STEP_S,
+        "agreeing_met": result["agreeing_s"]["median"] < GOAL_SHARE * STEP_S,
         "writes_per_controller_and_step": GOAL_WRITES,
         "writes_met": result["writes"]["median"] < GOAL_WRITES,
     }
-    for name in ("seconds", "seal_s", "ready_s", "commit_s", "exchange_s", "share", "writes", "transactions"):
+    for name in (
+        "seconds",
+        "seal_s",
+        "ready_s",
+        "commit_s",
+        "exchange_s",
+        "agreeing_s",
+        "share",
+        "writes",
+        "transactions",
+    ):
         print(f"{name:14} {result[name]}")
     print(f"processor      {result['processor_s_per_step']}")
     arguments.out.parent.mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -211,6 +212,7 @@ def control_plane(result: Result) -> str:
         ["seal, s", spread(result["seal_s"], "{:.3f}"), ""],
         ["ready, s", spread(result["ready_s"], "{:.3f}"), ""],
         ["commit, s", spread(result["commit_s"], "{:.3f}"), ""],
+        ["the three together, s", spread(result["agreeing_s"], "{:.3f}"), f"under {goals['agreeing_s']:.1f}"],
         ["the three, of the step", spread(result["share"], "{:.2%}"), f"under {goals['share_of_step']:.0%}"],
         [
             "writes to the store, a controller",
@@ -265,11 +267,19 @@ def chaos(result: Result) -> str:
         f"Recovery after a controller's death, {found['count']} times: median {found['median_s']} s, 95th percentile "
         f"{found['p95_s']} s, at most {found['most_s']} s; the lease is {found['lease_ttl_s']} s, the goal {found['goal_p95_s']} s."
     )
-    return f"{table_}\n\n{recovered}"
+    commits = Counter(run["commit"] for run in result["runs"]).most_common()
+    made_at = f"{len(result['runs'])} runs: {', '.join(f'{count} at {commit}' for commit, count in commits)}."
+    return f"{table_}\n\n{made_at} {recovered}"
 
 
 Parts = dict[str, Callable[[Result], str]]
 PAGES: dict[str, Parts] = {
+    "simulation.md": {
+        "mutations": mutations,
+    },
+    "chaos.md": {
+        "chaos": chaos,
+    },
     "performance.md": {
         "demo": demo,
         "engine": engine,
