@@ -19,6 +19,8 @@ from gcore.types import Sample, VersionSpan
 FEWEST, PARTS = 64, 8
 """An engine tells what it has after this many tokens, or so many times in a response of the greatest length: each telling
 repeats all that there is, so that to tell more often costs more than is lost."""
+CONTEXT = 16
+"""Tokens in front of a response that are decoded with it."""
 HALF_A_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 Decode = Callable[[Sequence[int]], str]
@@ -77,7 +79,8 @@ class Responses:
             if sample.finish_reason != "abort":
                 self._finished[number] = _joined(self._kept.get(number), sample)
                 continue
-            safe = _safe(sample, self._params.stop, self._decode)
+            in_front = (self._prompts[number] + self._tokens(number))[-CONTEXT:]
+            safe = _safe(sample, in_front, self._params.stop, self._decode)
             if safe is not None:
                 self._kept[number] = _joined(self._kept.get(number), safe)
         for number, sample in list(self._kept.items()):
@@ -128,11 +131,14 @@ def _joined(before: Sample | None, after: Sample) -> Sample:
     )
 
 
-def _safe(sample: Sample, stop: Sequence[str], decode: Decode) -> Sample | None:
-    """So much of an unfinished response that no stop string can have begun in it and no character is cut in two."""
+def _safe(sample: Sample, before: tuple[int, ...], stop: Sequence[str], decode: Decode) -> Sample | None:
+    """So much of an unfinished response that no stop string can have begun in it and no character is cut in two.
+
+    `before`: the tokens in front of it; some tokenizers leave out a space at the beginning of what they decode.
+    """
     # A token is a byte at least, so a stop string that would end behind the cut begins behind what is left.
     count = len(sample.token_ids) - max((len(text.encode()) for text in stop), default=0)
-    while count > 0 and (text := decode(sample.token_ids[:count])).endswith(HALF_A_CHARACTER):
+    while count > 0 and (text := _text(sample.token_ids[:count], before, decode)).endswith(HALF_A_CHARACTER):
         count -= 1
     if count <= 0:
         return None
@@ -143,6 +149,12 @@ def _safe(sample: Sample, stop: Sequence[str], decode: Decode) -> Sample | None:
         text=text,
         spans=tuple(replace(s, end=min(s.end, count)) for s in sample.spans if s.start < count),
     )
+
+
+def _text(tokens: tuple[int, ...], before: tuple[int, ...], decode: Decode) -> str:
+    """What `tokens` say behind `before`."""
+    begin, whole = decode(before), decode(before + tokens)
+    return whole.removeprefix(begin) if whole.startswith(begin) else decode(tokens)
 
 
 def _rest(params: SamplingParams, made: int) -> SamplingParams:

@@ -102,6 +102,27 @@ def test_no_character_is_cut_in_two() -> None:
     assert responses.ask().prompts == ((1, ord("a")),)
 
 
+def test_the_text_of_what_is_kept_is_as_it_stands_behind_the_tokens_before_it() -> None:
+    """Some tokenizers leave out a space at the beginning of what they decode."""
+    words = {1: " say", 2: " hello", 3: " world", 4: "!"}
+
+    def decode(tokens: Sequence[int]) -> str:
+        return "".join(words[token] for token in tokens).removeprefix(" ")
+
+    def part(tokens: Sequence[int], text: str, ending: FinishReason = "abort") -> Sample:
+        spans = (VersionSpan(OLD, 0, len(tokens)),)
+        return Sample(tuple(tokens), (0.0,) * len(tokens), text, ending, spans)
+
+    responses = Responses([(1,)], params(10), (7,), decode)
+    for token, text in ((2, " hello"), (3, " world")):
+        responses.ask()
+        responses.grow(0, part([token], text))
+        assert responses.keep() == 1
+    responses.ask()
+    (whole,) = responses.whole([part([4], "!", "stop")])
+    assert whole.text == " hello world!"
+
+
 @given(
     whole=st.lists(st.integers(0, 99), min_size=1, max_size=40),
     cuts=st.lists(st.tuples(st.integers(1, 40), st.sampled_from([OLD, NEW])), max_size=6),
