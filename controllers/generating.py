@@ -103,13 +103,13 @@ class Generating:
         rid = f"{rid}/{next(self._requests)}"
         finished = False
         try:
-            heard = None if growing is None else Growing(growing.every, _heard(line, growing, self._clock))
+            heard = growing
+            if growing is not None:
+                heard = Growing(growing.every, self._heard(line, growing, version, newer=follow is not None))
             asked = line.client.generate_each(prompts, params, seeds=seeds, rid=rid, growing=heard)
             samples = await counted(self._asked(instance, line, asked), self._metrics, self._clock)
             finished = True
-            made = {span.version for sample in samples for span in sample.spans}
-            others = {one for one in made if one < version or (one != version and follow is None)}
-            if others:
+            if others := _others(samples, version, newer=follow is not None):
                 # A peer that also believed it to be its own has published to it.
                 self._distrust(instance)
                 made_by = ", ".join(map(str, sorted(others)))
@@ -124,6 +124,16 @@ class Generating:
             self._changes.notify()
             if not finished:
                 self._abandon(line, rid, len(seeds))
+
+    def _heard(self, line: Line, growing: Growing, version: Version, *, newer: bool) -> Callable[[int, Sample], None]:
+        """Tells `growing` of samples that `version` makes. Whoever tells lives, whatever it tells."""
+
+        def tell(place: int, sample: Sample) -> None:
+            line.pulse = line.pulse.answers(self._clock.monotonic())
+            if not _others((sample,), version, newer=newer):
+                growing.tell(place, sample)
+
+        return tell
 
     async def _asked(
         self, instance: str, line: Line, request: Coroutine[Any, Any, tuple[Sample, ...]]
@@ -199,11 +209,7 @@ class Generating:
             self._changes.notify()
 
 
-def _heard(line: Line, growing: Growing, clock: Clock) -> Callable[[int, Sample], None]:
-    """Whoever tells of samples lives."""
-
-    def tell(place: int, sample: Sample) -> None:
-        line.pulse = line.pulse.answers(clock.monotonic())
-        growing.tell(place, sample)
-
-    return tell
+def _others(samples: Sequence[Sample], version: Version, *, newer: bool) -> set[Version]:
+    """What made tokens of `samples` though `version` was asked for; `newer`: what is newer may have made some."""
+    made = {span.version for sample in samples for span in sample.spans}
+    return {one for one in made if one < version or (one != version and not newer)}

@@ -10,10 +10,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from engine_workers import engines_at
 
 from controllers.changes import Changes
 from controllers.continuing import Responses
@@ -59,7 +59,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 async def book_of(model: Path, addresses: dict[str, str], **more: Any) -> EngineBook:
     book = EngineBook(Changes(), timeout_s=100.0, **more)
-    await book.aim({name: SimpleNamespace(address=address) for name, address in addresses.items()})  # type: ignore[misc]
+    await book.aim(engines_at(**addresses))
     for name in addresses:
         await book.publish(name, FIRST, model)
     return book
@@ -89,7 +89,7 @@ async def test_responses_go_on_elsewhere_with_the_tokens_that_a_killed_engine_ha
         asked = asyncio.create_task(book.generate(FIRST, PROMPTS, GREEDY, SEEDS, "r", decode=decode))
         await has_told.wait()
         os.kill(pid, signal.SIGKILL)
-        await book.aim({"other": SimpleNamespace(address=other)})  # type: ignore[dict-item]
+        await book.aim(engines_at(other=other))
         await book.publish("other", FIRST, model)
         made = await asked
         await book.close()

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from engine_workers import engines_at
 
 from controllers.changes import Changes
 from controllers.engines import EngineBook
@@ -46,7 +47,7 @@ class OldEngine:
 
 async def test_an_answer_made_with_other_weights_is_refused_and_its_engine_distrusted(tmp_path: Any) -> None:
     engines = EngineBook(Changes(), timeout_s=1.0, connect=OldEngine)  # type: ignore[arg-type]
-    await engines.aim({"e": SimpleNamespace(address="h:1")})  # type: ignore[dict-item]
+    await engines.aim(engines_at(e="h:1"))
     await engines.publish("e", Version(0, 2), tmp_path)
     assert engines.serves(Version(0, 2))
     with pytest.raises(EngineError, match=r"weights 0\.1, not 0\.2"):
@@ -64,7 +65,7 @@ async def test_an_engine_that_has_the_version_already_is_let_go_on_for_its_publi
         return made[-1]
 
     engines = EngineBook(Changes(), timeout_s=1.0, connect=connect)
-    await engines.aim({"e": SimpleNamespace(address="h:1")})  # type: ignore[dict-item]
+    await engines.aim(engines_at(e="h:1"))
     await engines.publish("e", Version(0, 2), tmp_path)
     assert [engine.resumed for engine in made] == [1]
 
@@ -106,7 +107,7 @@ class AskedEngine:
 
 async def book_of(engine: AskedEngine, **more: Any) -> EngineBook:
     book = EngineBook(Changes(), timeout_s=1.0, connect=engine.client, **more)
-    await book.aim({"e": SimpleNamespace(address="h:1")})  # type: ignore[dict-item]
+    await book.aim(engines_at(e="h:1"))
     return book
 
 
@@ -155,7 +156,7 @@ async def test_an_engine_that_a_peer_left_paused_goes_on_with_the_next_publicati
         return EngineClient(url, timeout_s=timeout_s, transport=httpx.MockTransport(answer_late))
 
     stopped = EngineBook(Changes(), timeout_s=1.0, connect=stopped_client)
-    await stopped.aim({"e": SimpleNamespace(address="h:1")})  # type: ignore[dict-item]
+    await stopped.aim(engines_at(e="h:1"))
     publication = asyncio.create_task(stopped.publish("e", Version(0, 2), tmp_path))
     await late.wait()
     owner = await book_of(engine)
@@ -204,6 +205,56 @@ async def test_who_does_not_take_its_weights_is_silent_at_the_next_look(tmp_path
     assert book.views["e"].silent
 
 
+class TellingEngine(OldEngine):
+    """Tells of a response as it grows, and dies; what it tells last has tokens of other weights in it."""
+
+    async def generate_each(
+        self, prompts: Any, params: Any, *, seeds: Any, rid: str, growing: Any = None
+    ) -> tuple[Sample, ...]:
+        asked, new = Version(0, 2), Version(0, 3)
+        growing.tell(0, Sample((5, 6), (0.0, 0.0), "ab", "abort", (VersionSpan(asked, 0, 2),)))
+        spans = (VersionSpan(asked, 0, 2), VersionSpan(new, 2, 3))
+        growing.tell(0, Sample((5, 6, 7), (0.0, 0.0, 0.0), "abc", "abort", spans))
+        raise EngineUnreachable("it is gone")
+
+
+class LastEngine(OldEngine):
+    """Notes what it is asked, and answers."""
+
+    def __init__(self, asked: list[Any]) -> None:
+        super().__init__()
+        self.asked = asked
+
+    async def generate_each(
+        self, prompts: Any, params: Any, *, seeds: Any, rid: str, growing: Any = None
+    ) -> tuple[Sample, ...]:
+        self.asked += prompts
+        return (Sample((8,), (0.0,), "d", "stop", (VersionSpan(Version(0, 2), 0, 1),)),)
+
+
+async def test_tokens_of_weights_that_were_not_asked_for_are_not_kept_when_their_engine_is_lost(tmp_path: Path) -> None:
+    """A peer that also believed it to be its own had published to it; no step could train on such a response."""
+    asked: list[Any] = []
+    clients: list[Any] = [TellingEngine(), LastEngine(asked)]
+    changes = Changes()
+    book = EngineBook(changes, timeout_s=1.0, connect=lambda *_, **__: clients.pop(0), told_every=1)
+    await book.aim(engines_at(e="h:1"))
+    await book.publish("e", Version(0, 2), tmp_path)
+
+    def decode(tokens: Any) -> str:
+        return "".join(map(chr, tokens))
+
+    generated = asyncio.create_task(book.generate(Version(0, 2), [(1,)], PARAMS, (0,), "r", None, decode))
+    while book.serves(Version(0, 2)):
+        await changes.wait()
+    await book.aim(engines_at(other="h:2"))
+    await book.publish("other", Version(0, 2), tmp_path)
+    (sample,) = await generated
+    assert asked == [(1, 5, 6)]
+    assert sample.token_ids == (5, 6, 8)
+    assert {span.version for span in sample.spans} == {Version(0, 2)}
+
+
 class NamedEngine(OldEngine):
     """Notes what its requests are called and which it is to give up, and answers none of them."""
 
@@ -226,7 +277,7 @@ class NamedEngine(OldEngine):
 async def test_the_abort_of_a_request_that_was_given_up_cannot_end_the_one_that_repeats_it(tmp_path: Any) -> None:
     engine = NamedEngine()
     engines = EngineBook(Changes(), timeout_s=1.0, connect=lambda *_, **__: engine)  # type: ignore[arg-type, return-value]
-    await engines.aim({"e": SimpleNamespace(address="h:1")})  # type: ignore[dict-item]
+    await engines.aim(engines_at(e="h:1"))
     await engines.publish("e", Version(0, 2), tmp_path)
     first = asyncio.create_task(engines.generate(Version(0, 2), [(1,)], PARAMS, (0,), "r"))
     name = await engine.called.get()
