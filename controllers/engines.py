@@ -12,22 +12,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from controllers.changes import Changes
-from controllers.continuing import Decode
 from controllers.engine_lines import Line
 from controllers.generating import Generating
 from controllers.pulse import EnginePatience, Pulse, Verdict
-from controllers.routing import Following
 from controllers.view import EngineView
 from gcore.clock import Clock, SystemClock
 from gcore.errors import EngineError, EngineUnreachable
 from gcore.metrics import Metrics
-from gcore.rollout.client import EngineClient, SamplingParams
-from gcore.types import Sample, Version
+from gcore.rollout.client import EngineClient
+from gcore.types import Version
 from gcore.worker.records import WorkerRecord
 
 log = logging.getLogger(__name__)
@@ -58,7 +56,9 @@ class EngineBook:
         self._metrics = metrics or Metrics()
         self._lines: dict[str, Line] = {}
         self._probes: set[asyncio.Task[None]] = set()
-        self._generating = Generating(self._lines, changes, self._clock, self._patience, self._metrics, told_every)
+        generating = Generating(self._lines, changes, self._clock, self._patience, self._metrics, told_every)
+        self.generate = generating.generate
+        """Responses from my engines."""
         self._looked = -LOOK_S
 
     @property
@@ -168,16 +168,3 @@ class EngineBook:
     def serves(self, version: Version) -> bool:
         """Whether one of my engines serves `version`."""
         return any(line.view.version == version for line in self._lines.values())
-
-    async def generate(
-        self,
-        version: Version,
-        prompts: Sequence[tuple[int, ...]],
-        params: SamplingParams,
-        seeds: Sequence[int],
-        rid: str,
-        follow: Following | None = None,
-        decode: Decode | None = None,
-    ) -> tuple[Sample, ...]:
-        """A sample for each prompt and its seed (`controllers.generating`). Raises EngineError."""
-        return await self._generating.generate(version, prompts, params, seeds, rid, follow, decode)

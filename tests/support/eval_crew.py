@@ -76,14 +76,7 @@ class Engines:
         return self.version == version
 
     async def generate(
-        self,
-        version: Version,
-        prompts: Any,
-        params: SamplingParams,
-        seeds: Sequence[int],
-        rid: str,
-        follow: Any = None,
-        decode: Any = None,
+        self, version: Version, prompts: Any, params: SamplingParams, seeds: Sequence[int], rid: str, *_: object
     ) -> tuple[Sample, ...]:
         tokens = [ids[0] for ids in prompts]
         self.asked.append((params, tokens, list(seeds)))

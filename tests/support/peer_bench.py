@@ -134,14 +134,7 @@ class RealBench:
         return JobView(self.spec, rules, self.mirror(), "me", "n", {}, {})
 
     async def generate(
-        self,
-        version: Version,
-        prompts: Any,
-        params: SamplingParams,
-        seeds: Sequence[int],
-        rid: str,
-        follow: Any = None,
-        decode: Any = None,
+        self, version: Version, prompts: Any, params: SamplingParams, seeds: Sequence[int], rid: str, *_: object
     ) -> tuple[Sample, ...]:
         """The script's answers, in place of an engine book."""
         ref = PromptRef.parse("/".join(rid.split("/")[1:4]))

@@ -107,14 +107,7 @@ class Engines:
         return True
 
     async def generate(
-        self,
-        version: Version,
-        prompts: Any,
-        params: SamplingParams,
-        seeds: Sequence[int],
-        rid: str,
-        follow: Any = None,
-        decode: Any = None,
+        self, version: Version, prompts: Any, params: SamplingParams, seeds: Sequence[int], rid: str, *_: object
     ) -> tuple[Sample, ...]:
         self.asked.append((prompts, params))
         if self.errors:
