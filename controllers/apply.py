@@ -176,7 +176,7 @@ async def _feed(action: Feed, view: JobView, hands: Hands) -> Applied:
     sentence = f"feed {len(parts)} groups of {action.token} to rank {action.rank}"
     point(At.FEED, "before")
     try:
-        await hands.ranks.feed(action.rank, seal, parts, view.me)
+        await hands.ranks.feed(action.rank, seal, parts, len(view.layout(seal).of_rank(action.rank)), view.me)
     except grpc.aio.AioRpcError as error:
         return Applied(TxnOutcome.UNKNOWN, f"{sentence}: {error.details()}")
     except NotConnected as error:

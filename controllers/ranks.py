@@ -131,12 +131,17 @@ class RankLinks:
         """End all lines."""
         self.aim(None, {})
 
-    async def feed(self, rank: int, seal: Seal, groups: Iterable[tuple[Group, frozenset[int]]], sender: str) -> None:
-        """Push samples of groups (by index) to a rank, part by part. Raises grpc.aio.AioRpcError, NotConnected."""
+    async def feed(
+        self, rank: int, seal: Seal, groups: Iterable[tuple[Group, frozenset[int]]], share: int, sender: str
+    ) -> None:
+        """Push samples of groups (by index) to a rank, part by part. Raises grpc.aio.AioRpcError, NotConnected.
+
+        `share`: how many samples of the seal are the rank's, from all peers together.
+        """
         self._reach(rank)
         world = self._world
         for part in parts_of(groups):
-            await self._feed_part(world, rank, seal, part, sender)
+            await self._feed_part(world, rank, seal, part, share, sender)
 
     async def _feed_part(
         self,
@@ -144,6 +149,7 @@ class RankLinks:
         rank: int,
         seal: Seal,
         part: tuple[tuple[Group, frozenset[int]], ...],
+        share: int,
         sender: str,
     ) -> None:
         # Off the event loop: it may be many MB, and the lease must be kept meanwhile.
@@ -158,6 +164,7 @@ class RankLinks:
             sender=sender,
             total_bytes=len(payload),
             sha256=digest,
+            share=share,
         )
         stub = VersionedStub(train_pb2_grpc.TrainRankStub(line.channel))
         reply = await stub.Feed(_chunks(header, payload), timeout=timeout_s(len(payload)))

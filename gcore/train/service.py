@@ -39,7 +39,9 @@ from gcore.train.report import StepResult
 from gcore.train.writing import Saved, Writing
 
 COALESCE_S = 0.05
-"""Watchers are told at most so often."""
+"""Watchers are told at most so often,"""
+PARTS_S = 0.5
+"""and so often of parts of a batch that is not whole yet."""
 CONTEXT = grpc.aio.ServicerContext[object, object]
 
 
@@ -59,7 +61,7 @@ class RankBoard:
         self.writing: Writing | None = None
         self.trouble = ""
         self._report: pb.StepReport | None = None
-        self._changed = asyncio.Event()
+        self._changed, self._wanted = asyncio.Event(), asyncio.Event()
         self._said: pb.RankState | None = None
         """The newest message: it is made once, for all who watch."""
 
@@ -69,11 +71,14 @@ class RankBoard:
         writing = self.writing
         return self.trouble, self.saved, writing and (writing.version, writing.error, writing.over)
 
-    def show(self) -> None:
-        """Let everybody who watches see it."""
+    def show(self, *, wanted: bool = True) -> None:
+        """Let everybody who watches see it; what nobody waits for, a little later."""
         self._said = None
         self._changed.set()
         self._changed = asyncio.Event()
+        if wanted:
+            self._wanted.set()
+            self._wanted = asyncio.Event()
 
     def reported(self, result: StepResult, content: bytes) -> None:
         """The token that was being applied is applied."""
@@ -109,22 +114,33 @@ class RankBoard:
     async def messages(self) -> AsyncIterator[pb.RankState]:
         """The state now, and after each change; the newest only, if somebody is slow. Ends with a failure.
 
-        Changes that come within `COALESCE_S` are one message: a batch comes from all controllers at once, and each of them
-        would be told of each of its parts.
+        Changes that come within `COALESCE_S` are one message, and those that nobody waits for within `PARTS_S`: a batch comes
+        from all controllers at once, and each of them would be told of each of its parts.
         """
         self._said = None  # who comes is told what is, also what was not worth a message
         while True:
             if self._said is None:
                 self._said = self.message()
-            changed, message = self._changed, self._said
+            changed, wanted, message = self._changed, self._wanted, self._said
             yield message
             if message.error:
                 return
             said = self._clock.monotonic()
             await changed.wait()
+            await self._until(wanted, said + PARTS_S)
             rest = said + COALESCE_S - self._clock.monotonic()
             if rest > 0 and not self.error:
                 await self._clock.sleep(rest)
+
+    async def _until(self, wanted: asyncio.Event, at: float) -> None:
+        """`wanted`, but not after the time `at`."""
+        resting = asyncio.create_task(self._clock.sleep(max(0.0, at - self._clock.monotonic())))
+        hearing = asyncio.create_task(wanted.wait())
+        try:
+            await asyncio.wait({resting, hearing}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            resting.cancel()
+            hearing.cancel()
 
 
 class TrainRankService(train_pb2_grpc.TrainRankServicer):
@@ -156,7 +172,8 @@ class TrainRankService(train_pb2_grpc.TrainRankServicer):
             await _refused(context, answer)
         if answer.state != self._board.state:
             self._board.state = answer.state
-            self._board.show()
+            held = sum(len(samples) for samples in answer.state.held.values())
+            self._board.show(wanted=held >= header.share)
         state = self._board.state
         return pb.FeedReply(held=write_held(state.held) if state.holding == token else [])
 

@@ -81,7 +81,7 @@ async def test_it_serves_trains_reports_and_leaves_in_good_order(tmp_path: Path)
                 holder="h",
             )
             seal = ready_seal((sealed,))
-            await links.feed(0, seal, [(GROUP, frozenset({0, 1}))], "h")
+            await links.feed(0, seal, [(GROUP, frozenset({0, 1}))], 2, "h")
             await links.apply(0, seal, seal.encode())
             while not ((view := links.views.get(0)) and view.applied == Token(0, 1, 1) and links.saved):
                 changed.clear()

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import struct
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import grpc
@@ -14,14 +15,14 @@ from ready_seals import ready_seal
 
 from gcore.api.v1 import train_pb2 as pb
 from gcore.api.v1 import train_pb2_grpc
-from gcore.clock import SystemClock
+from gcore.clock import Clock, SystemClock
 from gcore.ledger.balance import balance
 from gcore.ledger.content import content_sha256
 from gcore.ledger.records import Seal, SealedGroup
 from gcore.testing import FakeClock
 from gcore.train.feed_state import FeedState, Work, WorldName
 from gcore.train.report import StepResult
-from gcore.train.service import COALESCE_S, RankBoard, TrainRankService
+from gcore.train.service import COALESCE_S, PARTS_S, RankBoard, TrainRankService
 from gcore.train.writing import Writing
 from gcore.types import Group, PromptRef, Sample, Version, VersionSpan
 
@@ -43,7 +44,13 @@ class Served:
 
 @pytest.fixture
 async def served() -> AsyncIterator[Served]:
-    board = RankBoard(FeedState(WorldName("j", "w", 0), 0, 1, 0), SystemClock())
+    async with service(SystemClock()) as served:
+        yield served
+
+
+@asynccontextmanager
+async def service(clock: Clock) -> AsyncIterator[Served]:
+    board = RankBoard(FeedState(WorldName("j", "w", 0), 0, 1, 0), clock)
     begun: list[Work] = []
     server = grpc.aio.server()
     train_pb2_grpc.add_TrainRankServicer_to_server(TrainRankService(board, begun.append), server)
@@ -96,7 +103,7 @@ def payload(group: Group, samples: tuple[int, ...] = (0, 1)) -> bytes:
 
 
 async def chunks(
-    data: bytes, world: pb.WorldId = ME, size: int = 1 << 20, total: int | None = None
+    data: bytes, world: pb.WorldId = ME, size: int = 1 << 20, total: int | None = None, share: int = 0
 ) -> AsyncIterator[pb.FeedChunk]:
     header = pb.FeedHeader(
         schema_version=1,
@@ -105,6 +112,7 @@ async def chunks(
         sender="s",
         total_bytes=len(data) if total is None else total,
         sha256=hashlib.sha256(data).digest(),
+        share=share,
     )
     yield pb.FeedChunk(header=header, data=data[:size])
     for start in range(size, len(data), size):
@@ -251,3 +259,41 @@ async def test_changes_that_come_together_are_one_message() -> None:
     assert not heard.done()
     await clock.advance(COALESCE_S)
     assert (await heard).progress == 3
+
+
+async def test_parts_of_a_batch_are_told_together_and_at_once_when_it_is_whole() -> None:
+    clock, group = FakeClock(), make_group()
+    async with service(clock) as served:
+        messages = served.board.messages()
+        await anext(messages)
+        heard = asyncio.ensure_future(anext(messages))
+        await served.stub.Feed(chunks(payload(group, (0,)), share=2))
+        await clock.advance(COALESCE_S)
+        assert not heard.done()
+        await served.stub.Feed(chunks(payload(group, (1,)), share=2))
+        await clock.settle()
+        assert heard.done()
+        assert [list(one.samples) for one in (await heard).held] == [[0, 1]]
+
+
+async def test_a_part_is_told_of_soon_though_no_other_follows() -> None:
+    clock, group = FakeClock(), make_group()
+    async with service(clock) as served:
+        messages = served.board.messages()
+        await anext(messages)
+        heard = asyncio.ensure_future(anext(messages))
+        await served.stub.Feed(chunks(payload(group, (0,)), share=2))
+        await clock.advance(PARTS_S)
+        assert heard.done()
+        assert [list(one.samples) for one in (await heard).held] == [[0]]
+
+
+async def test_a_part_is_told_of_at_once_to_whoever_does_not_say_how_many_there_are() -> None:
+    clock, group = FakeClock(), make_group()
+    async with service(clock) as served:
+        messages = served.board.messages()
+        await anext(messages)
+        heard = asyncio.ensure_future(anext(messages))
+        await served.stub.Feed(chunks(payload(group, (0,))))
+        await clock.advance(COALESCE_S)
+        assert heard.done()

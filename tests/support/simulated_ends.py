@@ -144,7 +144,7 @@ class SimulatedLinks(RankLinks):
                 task = asyncio.get_running_loop().create_task(self._hear(world, rank, self._land.floor.ranks[address]))
                 self._aimed[rank] = (address, task)
 
-    async def feed(self, rank: int, seal: Seal, groups: Any, sender: str) -> None:
+    async def feed(self, rank: int, seal: Seal, groups: Any, share: int, sender: str) -> None:
         there, world = self._there(rank), self._world
         assert world is not None
         sent = list(groups)

@@ -68,7 +68,7 @@ async def test_a_rank_that_is_gone_by_now_is_not_connected() -> None:
     with pytest.raises(NotConnected, match="rank 1 is not connected"):
         await links.apply(1, SEAL, b"")
     with pytest.raises(NotConnected, match="rank 1 is not connected"):
-        await links.feed(1, SEAL, [], "a")
+        await links.feed(1, SEAL, [], 0, "a")
 
 
 async def test_what_a_rank_is_fed_is_hashed_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +83,7 @@ async def test_what_a_rank_is_fed_is_hashed_beside_the_event_loop(monkeypatch: p
     links.aim(WorldName("u", "w", 0), {0: "127.0.0.1:1"})  # nobody listens there
     group = Group(PromptRef(0, 0, 0), (1, 2), (Sample((3,), (-0.5,), "", "stop", ()),))
     with pytest.raises(grpc.aio.AioRpcError):
-        await links.feed(0, SEAL, [(group, frozenset({0}))], "a")
+        await links.feed(0, SEAL, [(group, frozenset({0}))], 1, "a")
     await links.close()
     assert threads
     assert threading.get_ident() not in threads

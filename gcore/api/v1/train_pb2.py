@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18gcore/api/v1/train.proto\x12\x0cgcore.api.v1\":\n\x07WorldId\x12\x0f\n\x07job_uid\x18\x01 \x01(\t\x12\r\n\x05world\x18\x02 \x01(\t\x12\x0f\n\x07lineage\x18\x03 \x01(\x03\";\n\tStepToken\x12\x0f\n\x07lineage\x18\x01 \x01(\x03\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x03\";\n\tPromptRef\x12\x12\n\ndata_epoch\x18\x01 \x01(\x03\x12\r\n\x05shard\x18\x02 \x01(\x03\x12\x0b\n\x03seq\x18\x03 \x01(\x03\"\xa7\x01\n\nFeedHeader\x12\x16\n\x0eschema_version\x18\x01 \x01(\r\x12$\n\x05world\x18\x02 \x01(\x0b\x32\x15.gcore.api.v1.WorldId\x12&\n\x05token\x18\x03 \x01(\x0b\x32\x17.gcore.api.v1.StepToken\x12\x0e\n\x06sender\x18\x04 \x01(\t\x12\x13\n\x0btotal_bytes\x18\x05 \x01(\x04\x12\x0e\n\x06sha256\x18\x06 \x01(\x0c\"C\n\tFeedChunk\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.gcore.api.v1.FeedHeader\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"6\n\x0b\x46\x65\x65\x64Payload\x12\'\n\x06groups\x18\x01 \x03(\x0b\x32\x17.gcore.api.v1.GroupPart\"\xd1\x01\n\tGroupPart\x12$\n\x03ref\x18\x01 \x01(\x0b\x32\x17.gcore.api.v1.PromptRef\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x12\n\nprompt_ids\x18\x03 \x01(\x0c\x12\x16\n\x0esample_digests\x18\x04 \x03(\x0c\x12)\n\x07samples\x18\x05 \x03(\x0b\x32\x18.gcore.api.v1.SamplePart\x12\x13\n\x0btemperature\x18\x06 \x01(\x02\x12\x15\n\x08\x62\x61seline\x18\x07 \x01(\x02H\x00\x88\x01\x01\x42\x0b\n\t_baseline\"w\n\nSamplePart\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x10\n\x08logprobs\x18\x03 \x01(\x0c\x12\x0e\n\x06reward\x18\x04 \x01(\x02\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\x12\x0e\n\x06masked\x18\x06 \x01(\x08\"2\n\tFeedReply\x12%\n\x04held\x18\x01 \x03(\x0b\x32\x17.gcore.api.v1.HeldGroup\",\n\tHeldGroup\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x0f\n\x07samples\x18\x02 \x03(\r\"\x82\x01\n\x0c\x41pplyRequest\x12\x16\n\x0eschema_version\x18\x01 \x01(\r\x12$\n\x05world\x18\x02 \x01(\x0b\x32\x15.gcore.api.v1.WorldId\x12&\n\x05token\x18\x03 \x01(\x0b\x32\x17.gcore.api.v1.StepToken\x12\x0c\n\x04seal\x18\x04 \x01(\x0c\"\x0c\n\nApplyReply\"4\n\x0cWatchRequest\x12$\n\x05world\x18\x01 \x01(\x0b\x32\x15.gcore.api.v1.WorldId\"\xaf\x03\n\tRankState\x12\x16\n\x0eschema_version\x18\x01 \x01(\r\x12$\n\x05world\x18\x02 \x01(\x0b\x32\x15.gcore.api.v1.WorldId\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x12\n\nworld_size\x18\x04 \x01(\r\x12(\n\x07holding\x18\x05 \x01(\x0b\x32\x17.gcore.api.v1.StepToken\x12%\n\x04held\x18\x06 \x03(\x0b\x32\x17.gcore.api.v1.HeldGroup\x12(\n\x07\x61pplied\x18\x07 \x01(\x0b\x32\x17.gcore.api.v1.StepToken\x12(\n\x06report\x18\x08 \x01(\x0b\x32\x18.gcore.api.v1.StepReport\x12\r\n\x05phase\x18\t \x01(\t\x12\x10\n\x08progress\x18\n \x01(\x04\x12\r\n\x05\x65rror\x18\x0b \x01(\t\x12,\n\x05saved\x18\x0c \x01(\x0b\x32\x1d.gcore.api.v1.SavedCheckpoint\x12.\n\x07writing\x18\r \x01(\x0b\x32\x1d.gcore.api.v1.CheckpointWrite\x12\x0f\n\x07trouble\x18\x0e \x01(\t\"N\n\x0fSavedCheckpoint\x12\x0f\n\x07lineage\x18\x01 \x01(\x03\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x0c\n\x04\x66ile\x18\x03 \x01(\t\x12\x0e\n\x06sha256\x18\x04 \x01(\t\"m\n\x0f\x43heckpointWrite\x12\x0f\n\x07lineage\x18\x01 \x01(\x03\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\r\n\x05total\x18\x03 \x01(\x04\x12\x0f\n\x07written\x18\x04 \x01(\x04\x12\r\n\x05\x65rror\x18\x05 \x01(\t\x12\x0c\n\x04over\x18\x06 \x01(\x08\"\xd6\x01\n\nStepReport\x12\x16\n\x0e\x63ontent_sha256\x18\x01 \x01(\x0c\x12\x36\n\x07metrics\x18\x02 \x03(\x0b\x32%.gcore.api.v1.StepReport.MetricsEntry\x12\x14\n\x0cweights_file\x18\x03 \x01(\t\x12\x17\n\x0f\x63heckpoint_file\x18\x04 \x01(\t\x12\x19\n\x11\x63heckpoint_sha256\x18\x05 \x01(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x32\xc6\x01\n\tTrainRank\x12:\n\x04\x46\x65\x65\x64\x12\x17.gcore.api.v1.FeedChunk\x1a\x17.gcore.api.v1.FeedReply(\x01\x12=\n\x05\x41pply\x12\x1a.gcore.api.v1.ApplyRequest\x1a\x18.gcore.api.v1.ApplyReply\x12>\n\x05Watch\x12\x1a.gcore.api.v1.WatchRequest\x1a\x17.gcore.api.v1.RankState0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18gcore/api/v1/train.proto\x12\x0cgcore.api.v1\":\n\x07WorldId\x12\x0f\n\x07job_uid\x18\x01 \x01(\t\x12\r\n\x05world\x18\x02 \x01(\t\x12\x0f\n\x07lineage\x18\x03 \x01(\x03\";\n\tStepToken\x12\x0f\n\x07lineage\x18\x01 \x01(\x03\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x03\";\n\tPromptRef\x12\x12\n\ndata_epoch\x18\x01 \x01(\x03\x12\r\n\x05shard\x18\x02 \x01(\x03\x12\x0b\n\x03seq\x18\x03 \x01(\x03\"\xb6\x01\n\nFeedHeader\x12\x16\n\x0eschema_version\x18\x01 \x01(\r\x12$\n\x05world\x18\x02 \x01(\x0b\x32\x15.gcore.api.v1.WorldId\x12&\n\x05token\x18\x03 \x01(\x0b\x32\x17.gcore.api.v1.StepToken\x12\x0e\n\x06sender\x18\x04 \x01(\t\x12\x13\n\x0btotal_bytes\x18\x05 \x01(\x04\x12\x0e\n\x06sha256\x18\x06 \x01(\x0c\x12\r\n\x05share\x18\x07 \x01(\r\"C\n\tFeedChunk\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.gcore.api.v1.FeedHeader\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"6\n\x0b\x46\x65\x65\x64Payload\x12\'\n\x06groups\x18\x01 \x03(\x0b\x32\x17.gcore.api.v1.GroupPart\"\xd1\x01\n\tGroupPart\x12$\n\x03ref\x18\x01 \x01(\x0b\x32\x17.gcore.api.v1.PromptRef\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x12\n\nprompt_ids\x18\x03 \x01(\x0c\x12\x16\n\x0esample_digests\x18\x04 \x03(\x0c\x12)\n\x07samples\x18\x05 \x03(\x0b\x32\x18.gcore.api.v1.SamplePart\x12\x13\n\x0btemperature\x18\x06 \x01(\x02\x12\x15\n\x08\x62\x61seline\x18\x07 \x01(\x02H\x00\x88\x01\x01\x42\x0b\n\t_baseline\"w\n\nSamplePart\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x10\n\x08logprobs\x18\x03 \x01(\x0c\x12\x0e\n\x06reward\x18\x04 \x01(\x02\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\x12\x0e\n\x06masked\x18\x06 \x01(\x08\"2\n\tFeedReply\x12%\n\x04held\x18\x01 \x03(\x0b\x32\x17.gcore.api.v1.HeldGroup\",\n\tHeldGroup\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x0f\n\x07samples\x18\x02 \x03(\r\"\x82\x01\n\x0c\x41pplyRequest\x12\x16\n\x0eschema_version\x18\x01 \x01(\r\x12$\n\x05world\x18\x02 \x01(\x0b\x32\x15.gcore.api.v1.WorldId\x12&\n\x05token\x18\x03 \x01(\x0b\x32\x17.gcore.api.v1.StepToken\x12\x0c\n\x04seal\x18\x04 \x01(\x0c\"\x0c\n\nApplyReply\"4\n\x0cWatchRequest\x12$\n\x05world\x18\x01 \x01(\x0b\x32\x15.gcore.api.v1.WorldId\"\xaf\x03\n\tRankState\x12\x16\n\x0eschema_version\x18\x01 \x01(\r\x12$\n\x05world\x18\x02 \x01(\x0b\x32\x15.gcore.api.v1.WorldId\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x12\n\nworld_size\x18\x04 \x01(\r\x12(\n\x07holding\x18\x05 \x01(\x0b\x32\x17.gcore.api.v1.StepToken\x12%\n\x04held\x18\x06 \x03(\x0b\x32\x17.gcore.api.v1.HeldGroup\x12(\n\x07\x61pplied\x18\x07 \x01(\x0b\x32\x17.gcore.api.v1.StepToken\x12(\n\x06report\x18\x08 \x01(\x0b\x32\x18.gcore.api.v1.StepReport\x12\r\n\x05phase\x18\t \x01(\t\x12\x10\n\x08progress\x18\n \x01(\x04\x12\r\n\x05\x65rror\x18\x0b \x01(\t\x12,\n\x05saved\x18\x0c \x01(\x0b\x32\x1d.gcore.api.v1.SavedCheckpoint\x12.\n\x07writing\x18\r \x01(\x0b\x32\x1d.gcore.api.v1.CheckpointWrite\x12\x0f\n\x07trouble\x18\x0e \x01(\t\"N\n\x0fSavedCheckpoint\x12\x0f\n\x07lineage\x18\x01 \x01(\x03\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x0c\n\x04\x66ile\x18\x03 \x01(\t\x12\x0e\n\x06sha256\x18\x04 \x01(\t\"m\n\x0f\x43heckpointWrite\x12\x0f\n\x07lineage\x18\x01 \x01(\x03\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\r\n\x05total\x18\x03 \x01(\x04\x12\x0f\n\x07written\x18\x04 \x01(\x04\x12\r\n\x05\x65rror\x18\x05 \x01(\t\x12\x0c\n\x04over\x18\x06 \x01(\x08\"\xd6\x01\n\nStepReport\x12\x16\n\x0e\x63ontent_sha256\x18\x01 \x01(\x0c\x12\x36\n\x07metrics\x18\x02 \x03(\x0b\x32%.gcore.api.v1.StepReport.MetricsEntry\x12\x14\n\x0cweights_file\x18\x03 \x01(\t\x12\x17\n\x0f\x63heckpoint_file\x18\x04 \x01(\t\x12\x19\n\x11\x63heckpoint_sha256\x18\x05 \x01(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x32\xc6\x01\n\tTrainRank\x12:\n\x04\x46\x65\x65\x64\x12\x17.gcore.api.v1.FeedChunk\x1a\x17.gcore.api.v1.FeedReply(\x01\x12=\n\x05\x41pply\x12\x1a.gcore.api.v1.ApplyRequest\x1a\x18.gcore.api.v1.ApplyReply\x12>\n\x05Watch\x12\x1a.gcore.api.v1.WatchRequest\x1a\x17.gcore.api.v1.RankState0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,35 +40,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PROMPTREF']._serialized_start=163
   _globals['_PROMPTREF']._serialized_end=222
   _globals['_FEEDHEADER']._serialized_start=225
-  _globals['_FEEDHEADER']._serialized_end=392
-  _globals['_FEEDCHUNK']._serialized_start=394
-  _globals['_FEEDCHUNK']._serialized_end=461
-  _globals['_FEEDPAYLOAD']._serialized_start=463
-  _globals['_FEEDPAYLOAD']._serialized_end=517
-  _globals['_GROUPPART']._serialized_start=520
-  _globals['_GROUPPART']._serialized_end=729
-  _globals['_SAMPLEPART']._serialized_start=731
-  _globals['_SAMPLEPART']._serialized_end=850
-  _globals['_FEEDREPLY']._serialized_start=852
-  _globals['_FEEDREPLY']._serialized_end=902
-  _globals['_HELDGROUP']._serialized_start=904
-  _globals['_HELDGROUP']._serialized_end=948
-  _globals['_APPLYREQUEST']._serialized_start=951
-  _globals['_APPLYREQUEST']._serialized_end=1081
-  _globals['_APPLYREPLY']._serialized_start=1083
-  _globals['_APPLYREPLY']._serialized_end=1095
-  _globals['_WATCHREQUEST']._serialized_start=1097
-  _globals['_WATCHREQUEST']._serialized_end=1149
-  _globals['_RANKSTATE']._serialized_start=1152
-  _globals['_RANKSTATE']._serialized_end=1583
-  _globals['_SAVEDCHECKPOINT']._serialized_start=1585
-  _globals['_SAVEDCHECKPOINT']._serialized_end=1663
-  _globals['_CHECKPOINTWRITE']._serialized_start=1665
-  _globals['_CHECKPOINTWRITE']._serialized_end=1774
-  _globals['_STEPREPORT']._serialized_start=1777
-  _globals['_STEPREPORT']._serialized_end=1991
-  _globals['_STEPREPORT_METRICSENTRY']._serialized_start=1945
-  _globals['_STEPREPORT_METRICSENTRY']._serialized_end=1991
-  _globals['_TRAINRANK']._serialized_start=1994
-  _globals['_TRAINRANK']._serialized_end=2192
+  _globals['_FEEDHEADER']._serialized_end=407
+  _globals['_FEEDCHUNK']._serialized_start=409
+  _globals['_FEEDCHUNK']._serialized_end=476
+  _globals['_FEEDPAYLOAD']._serialized_start=478
+  _globals['_FEEDPAYLOAD']._serialized_end=532
+  _globals['_GROUPPART']._serialized_start=535
+  _globals['_GROUPPART']._serialized_end=744
+  _globals['_SAMPLEPART']._serialized_start=746
+  _globals['_SAMPLEPART']._serialized_end=865
+  _globals['_FEEDREPLY']._serialized_start=867
+  _globals['_FEEDREPLY']._serialized_end=917
+  _globals['_HELDGROUP']._serialized_start=919
+  _globals['_HELDGROUP']._serialized_end=963
+  _globals['_APPLYREQUEST']._serialized_start=966
+  _globals['_APPLYREQUEST']._serialized_end=1096
+  _globals['_APPLYREPLY']._serialized_start=1098
+  _globals['_APPLYREPLY']._serialized_end=1110
+  _globals['_WATCHREQUEST']._serialized_start=1112
+  _globals['_WATCHREQUEST']._serialized_end=1164
+  _globals['_RANKSTATE']._serialized_start=1167
+  _globals['_RANKSTATE']._serialized_end=1598
+  _globals['_SAVEDCHECKPOINT']._serialized_start=1600
+  _globals['_SAVEDCHECKPOINT']._serialized_end=1678
+  _globals['_CHECKPOINTWRITE']._serialized_start=1680
+  _globals['_CHECKPOINTWRITE']._serialized_end=1789
+  _globals['_STEPREPORT']._serialized_start=1792
+  _globals['_STEPREPORT']._serialized_end=2006
+  _globals['_STEPREPORT_METRICSENTRY']._serialized_start=1960
+  _globals['_STEPREPORT_METRICSENTRY']._serialized_end=2006
+  _globals['_TRAINRANK']._serialized_start=2009
+  _globals['_TRAINRANK']._serialized_end=2207
 # @@protoc_insertion_point(module_scope)

@@ -37,20 +37,22 @@ class PromptRef(_message.Message):
     def __init__(self, data_epoch: _Optional[int] = ..., shard: _Optional[int] = ..., seq: _Optional[int] = ...) -> None: ...
 
 class FeedHeader(_message.Message):
-    __slots__ = ("schema_version", "world", "token", "sender", "total_bytes", "sha256")
+    __slots__ = ("schema_version", "world", "token", "sender", "total_bytes", "sha256", "share")
     SCHEMA_VERSION_FIELD_NUMBER: _ClassVar[int]
     WORLD_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     SENDER_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     SHA256_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
     schema_version: int
     world: WorldId
     token: StepToken
     sender: str
     total_bytes: int
     sha256: bytes
-    def __init__(self, schema_version: _Optional[int] = ..., world: _Optional[_Union[WorldId, _Mapping]] = ..., token: _Optional[_Union[StepToken, _Mapping]] = ..., sender: _Optional[str] = ..., total_bytes: _Optional[int] = ..., sha256: _Optional[bytes] = ...) -> None: ...
+    share: int
+    def __init__(self, schema_version: _Optional[int] = ..., world: _Optional[_Union[WorldId, _Mapping]] = ..., token: _Optional[_Union[StepToken, _Mapping]] = ..., sender: _Optional[str] = ..., total_bytes: _Optional[int] = ..., sha256: _Optional[bytes] = ..., share: _Optional[int] = ...) -> None: ...
 
 class FeedChunk(_message.Message):
     __slots__ = ("header", "data")
