@@ -2,8 +2,8 @@
 
 One alarm an engine, set for the next end; nothing runs between two of them. What depends on the model is checked as the torch
 engine's desk checks it. A change of weights waits for what runs unless the engine is paused (`gcore.rollout.engine.gate`),
-and takes the time that the law says. Refuses in words what an emulated engine cannot tell: streams, and log-probabilities of
-anything but the response.
+and takes the time that the law says. Whoever wants to hear a response as it grows hears it whole at its end. Refuses in words what
+an emulated engine cannot tell: log-probabilities of anything but the response.
 """
 
 from __future__ import annotations
@@ -70,8 +70,6 @@ class EmulatedEngine:
 
     def admit(self, request: Generate) -> list[Ticket]:
         """The samples of a request, prompt by prompt. Raises EngineError for what cannot be served."""
-        if request.stream:
-            raise EngineError(UNTOLD.format("a response token by token"), fix="Leave stream out")
         names = request.rids or tuple(uuid.uuid4().hex for _ in request.prompts)
         if taken := self._names & set(names):
             raise EngineError(f"a request called {min(taken)!r} is under way", fix="Give each request a rid of its own")

@@ -32,7 +32,7 @@ def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "model": {"path": "model"},
         "data": {"path": "train.jsonl", "shards": 32},
         "flow": {"steps": STEPS, "groups_per_step": 16, "samples_per_prompt": 2},
-        "rollout": {"max_new_tokens": 40},
+        "rollout": {"max_new_tokens": 80},
         "checkpoint": {"every": 2},
     }
     file = tmp_path / "job.yaml"

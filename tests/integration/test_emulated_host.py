@@ -14,6 +14,9 @@ import httpx
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from controllers.changes import Changes
+from controllers.continuing import FEWEST
+from controllers.engines import EngineBook
 from gcore.clock import SystemClock
 from gcore.emulated.host import Host
 from gcore.emulated.launch import HostLaunch, PlacedEngine
@@ -164,6 +167,19 @@ async def test_what_runs_goes_on_under_new_weights_and_what_is_aborted_comes_bac
         assert {sample.finish_reason for sample in samples} == {"abort"}
 
 
+async def test_long_responses_are_answered_whole_to_who_asks_how_they_grow(model: Path) -> None:
+    """A book asks long responses to be told as they grow, of whatever engine it has."""
+    params = SamplingParams(max_new_tokens=4 * FEWEST, temperature=1.0)
+    async with hosting(model, FAST) as scene:
+        book = EngineBook(Changes(), timeout_s=20.0)
+        await book.aim(scene.records())
+        await book.publish("e0", Version(0, 0), model)
+        made = await book.generate(Version(0, 0), [(3, 4)], params, (1,), "a", decode=lambda tokens: "")
+        (client,) = scene.clients
+        assert made == await client.generate((3, 4), params, seeds=(1,), rid="b")
+        await book.close()
+
+
 async def test_a_client_that_goes_away_leaves_nothing_running(model: Path) -> None:
     async with hosting(model, SLOW) as scene:
         (client,) = scene.clients
@@ -188,7 +204,6 @@ async def test_an_engine_sleeps_only_when_nothing_runs_and_requests_wait_until_i
 @pytest.mark.parametrize(
     ("path", "body", "words"),
     [
-        ("/generate", {"input_ids": [3], "stream": True}, "token by token"),
         ("/generate", {"input_ids": [3], "sampling_params": {"stop": ["x"]}}, "stop string"),
         ("/generate", {"input_ids": [3], "return_logprob": True, "top_logprobs_num": 2}, "anything but the response"),
         ("/generate", {"input_ids": [99]}, "not in the vocabulary"),
