@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from controllers.actions import Intent, Rollback, SetPhase
 from controllers.forming import STOCK_PATIENCE_S, state_at_hand, unheard
-from controllers.lost import ahead, lost_world
+from controllers.lost import lost_world
 from controllers.spreading import HOLDERS_GRACE_S, newest_is_away
 from controllers.turns import SETTLE_S
 from controllers.view import JobView
@@ -23,7 +23,8 @@ from gcore.ledger.tally import barren_epoch, why_barren
 NODE_GRACE_S = 15.0
 """A world whose node is away waits so long for the node before it is placed on the others."""
 LONGEST_PAUSE_S = 30.0
-"""Worlds that die one after the other follow each other more and more slowly, and so slowly at most."""
+"""Worlds that die one after the other follow each other more and more slowly, and so slowly at most; a job that is not given up
+before, as in simulation, comes to it."""
 MAX_FRUITLESS_ROLLBACKS = 5
 """Worlds that died one after the other without a commit between them; then the job has failed."""
 
@@ -47,12 +48,13 @@ def recovering(view: JobView) -> Iterator[Intent]:
     if is_complete(view):
         return
     head = view.head
-    reason = lost_world(view)
+    lost = lost_world(view)
     fruitless = fruitless_rollbacks(view)
-    if view.hopeless or (reason and fruitless >= MAX_FRUITLESS_ROLLBACKS):
-        why = view.hopeless or f"{fruitless} train worlds died without a step between them; the last: {reason}"
+    if view.hopeless or (lost is not None and fruitless >= MAX_FRUITLESS_ROLLBACKS):
+        last = lost.why if lost is not None else ""
+        why = view.hopeless or f"{fruitless} train worlds died without a step between them; the last: {last}"
         yield Intent(SetPhase(JobPhase.FAILED, why), "fail", view.turn("fail"))
-    elif reason:
+    elif lost is not None:
         assert view.mirror.plan is not None
         away = {place.node for place in view.mirror.plan.record.ranks} - view.nodes.keys()
         after = max(NODE_GRACE_S if away else 0.0, min(SETTLE_S * 2**fruitless, LONGEST_PAUSE_S))
@@ -61,8 +63,7 @@ def recovering(view: JobView) -> Iterator[Intent]:
         if newest_is_away(view) and state_at_hand(view, frozenset(view.nodes)) is None:
             after = max(after, HOLDERS_GRACE_S)
         topic = f"world {head.world}"
-        # Of a store that was put back the slots tell, too: who has not heard of one yet must not think so.
-        action = Rollback(reason, slots_as_seen=reason == ahead(view))
+        action = Rollback(lost.why, slots_as_seen=lost.by_the_slots)
         yield Intent(action, f"{topic} {sorted(away)}", view.turn(topic), after=after)
 
 

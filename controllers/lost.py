@@ -2,34 +2,47 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from controllers.spreading import start_is_gone
 from controllers.view import JobView
 from gcore.ledger.records import SealState
 
 
-def lost_world(view: JobView) -> str:
-    """Why head's world cannot go on, or nothing."""
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """Why a world cannot go on. `by_the_slots`: the open steps tell it, so that who has not heard of one yet may be mistaken."""
+
+    why: str
+    by_the_slots: bool = False
+
+
+def lost_world(view: JobView) -> Lost | None:
+    """Whether and why head's world cannot go on."""
     return view.remembered.get("lost", (view,), lambda: _lost_world(view))  # several rules ask
 
 
-def _lost_world(view: JobView) -> str:
+def _lost_world(view: JobView) -> Lost | None:
     head = view.head
     assert view.mirror.plan is not None
     for place in view.mirror.plan.record.ranks:
         claim = view.mirror.claim(head.world, place.rank)
         if claim is None:
             if place.node not in view.nodes:
-                return f"{place.node}, which was to run rank {place.rank}, is gone"
+                return Lost(f"{place.node}, which was to run rank {place.rank}, is gone")
             continue
         worker = view.workers.get(claim.instance)
         if worker is None:
-            return f"rank {place.rank} on {place.node} is gone"
+            return Lost(f"rank {place.rank} on {place.node} is gone")
         if worker.state in ("failed", "stopping"):
-            return f"rank {place.rank} on {place.node} failed: {worker.reason or worker.state}"
-    return ahead(view) or start_is_gone(view)
+            return Lost(f"rank {place.rank} on {place.node} failed: {worker.reason or worker.state}")
+    if why := _ahead(view):
+        return Lost(why, by_the_slots=True)
+    why = start_is_gone(view)
+    return Lost(why) if why else None
 
 
-def ahead(view: JobView) -> str:
+def _ahead(view: JobView) -> str:
     """Whether a rank stands where no record of the store could have brought it: the store was put back to an older state, from
     a backup. It would drop all that it is told from now on as long past.
 

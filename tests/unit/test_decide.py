@@ -370,6 +370,7 @@ def test_a_failed_rank_means_rollback_with_its_reason() -> None:
     (action,) = actions(replace(view, workers={**view.workers, "t1": failed}))
     assert isinstance(action, Rollback)
     assert "no progress" in action.reason
+    assert not action.slots_as_seen, "what it holds is given up with it"
 
 
 def test_ranks_that_are_further_than_a_store_that_was_put_back_mean_rollback() -> None:
@@ -427,6 +428,7 @@ def test_a_rank_that_trained_another_batch_under_the_same_token_means_rollback()
     (action,) = actions(trained(content_sha256(seal.model_copy(update={"groups": ()}))))
     assert isinstance(action, Rollback)
     assert "another batch" in action.reason
+    assert action.slots_as_seen
 
 
 def test_a_rank_that_has_not_started_yet_is_waited_for() -> None:

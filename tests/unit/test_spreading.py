@@ -262,9 +262,11 @@ def test_a_rank_starts_when_what_it_starts_from_lies_proved_on_its_node() -> Non
 
 
 def test_a_world_whose_start_no_node_has_any_more_is_lost_and_a_node_that_has_it_is_waited_for() -> None:
-    assert lost_world(going_on({ME: {}, PEER: {"checkpoints": [HELD]}})) == ""
+    assert lost_world(going_on({ME: {}, PEER: {"checkpoints": [HELD]}})) is None
     view = going_on({ME: {}, PEER: {}})
-    assert "no node that is there has checkpoints/0-2" in lost_world(view)
+    lost = lost_world(view)
+    assert lost is not None
+    assert "no node that is there has checkpoints/0-2" in lost.why
     (intent,) = (one for one in recovering(view) if isinstance(one.action, Rollback))
     assert intent.after >= spreading.HOLDERS_GRACE_S
     assert any("one that has it is waited for" in wait.what for wait in waiting_for(view))
