@@ -12,7 +12,6 @@ from controllers.turns import SETTLE_S
 from controllers.view import JobView
 from gcore.ledger import chain, epochs
 from gcore.ledger.ancestry import is_ancestor, resumable
-from gcore.ledger.evaluation import best_of
 from gcore.ledger.records import Checkpoint, Head
 from gcore.ledger.retention import Retention, why_kept
 from gcore.ledger.transactions import MOST_PRUNED
@@ -56,10 +55,8 @@ def checkpointing(view: JobView) -> Iterator[Intent]:
 
 def _kept(view: JobView, head: Head, known: Sequence[Checkpoint]) -> tuple[Checkpoint, ...]:
     """What of `known` the policy keeps."""
-    evaluations = [stored.record for stored in view.mirror.evaluations.values()]
-    best, policy = best_of(head, evaluations, view.spec.best_metric), view.spec.checkpoint
-    best_step = best.version.step if best is not None else None
-    return tuple(why_kept(head, known, Retention(policy.keep, policy.keep_every, best_step)))
+    evaluations = (stored.record for stored in view.mirror.evaluations.values())
+    return tuple(why_kept(head, known, Retention.of(view.spec, head, evaluations)))
 
 
 def warning(view: JobView) -> Iterator[Intent]:

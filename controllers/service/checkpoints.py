@@ -17,7 +17,6 @@ from gcore.api.v1 import jobs_pb2 as pb
 from gcore.config import stored_spec
 from gcore.errors import GcoreError
 from gcore.ledger import store_copy
-from gcore.ledger.evaluation import best_of
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records import Checkpoint
 from gcore.ledger.retention import Retention, why_kept
@@ -60,12 +59,8 @@ def _registered(mirror: JobMirror) -> dict[Checkpoint, Collection[str]]:
     if mirror.job is None or mirror.head is None or mirror.checkpoints is None:
         return {}
     head, entries = mirror.head.record, mirror.checkpoints.record.entries
-    spec = stored_spec(mirror.job.record.spec)
-    best = best_of(head, [stored.record for stored in mirror.evaluations.values()], spec.best_metric)
-    policy = Retention(
-        spec.checkpoint.keep, spec.checkpoint.keep_every, best.version.step if best is not None else None
-    )
-    reasons = why_kept(head, entries, policy)
+    evaluations = (stored.record for stored in mirror.evaluations.values())
+    reasons = why_kept(head, entries, Retention.of(stored_spec(mirror.job.record.spec), head, evaluations))
     return {one: reasons.get(one, frozenset()) for one in entries if one.file}
 
 

@@ -13,7 +13,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from gcore.config import JobSpec
 from gcore.ledger.ancestry import is_ancestor, resumable
+from gcore.ledger.evaluation import best_of
+from gcore.ledger.job import Evaluation
 from gcore.ledger.records import Checkpoint, Head
 from gcore.types import Version
 
@@ -35,6 +38,12 @@ class Retention:
     newest: int
     every: int | None = None
     best: int | None = None
+
+    @classmethod
+    def of(cls, spec: JobSpec, head: Head, evaluations: Iterable[Evaluation]) -> Retention:
+        """What `spec` says, as the evaluations stand."""
+        best = best_of(head, evaluations, spec.best_metric)
+        return cls(spec.checkpoint.keep, spec.checkpoint.keep_every, best.version.step if best is not None else None)
 
 
 def why_kept(head: Head, known: Iterable[Checkpoint], policy: Retention) -> Mapping[Checkpoint, frozenset[Why]]:
