@@ -25,7 +25,7 @@ from controllers.spreading import (
 from controllers.view import JobView
 from gcore.ledger.collectives import awaited
 from gcore.ledger.job import JobPhase
-from gcore.ledger.records import Head, SealState
+from gcore.ledger.records import Head, Seal, SealState
 from gcore.ledger.stream import NotYet
 from gcore.types import Version
 
@@ -84,12 +84,7 @@ def waiting_for(view: JobView) -> Iterator[Wait]:
     mirror = view.mirror
     if mirror.status is None or mirror.status.record.phase.ended:
         return
-    joined = {stored.record.node for stored in mirror.members.values()}
-    for stored in mirror.fetches.values():
-        fetch = stored.record
-        # A node joins with its model: the last word on its progress may have been lost, and would stand here for ever.
-        if fetch.done < fetch.total and fetch.node not in joined:
-            yield Wait("model", f"{fetch.node} is {fetch.sentence}", f"wait model {fetch.node}", str(fetch.done))
+    yield from _models(view)
     if view.lacks:
         yield Wait("material", f"{view.node} cannot work on the job: {view.lacks.rstrip('.')}", "wait material")
         return  # whatever else is missing here is missing because of that
@@ -98,37 +93,9 @@ def waiting_for(view: JobView) -> Iterator[Wait]:
         yield Wait("start", short or "the job is about to be started", f"wait start {bool(short)}", short)
         return
     head = mirror.head.record
-    if (away := newest_is_away(view)) and lost_world(view):
-        what = (
-            f"no node that is there has {away}, from which a new train world is to start; one that has it is waited for"
-        )
-        yield Wait("train_world", f"{what} for {HOLDERS_GRACE_S:.0f} s", f"wait holders {head.world} {away}")
-    if (lost := lost_world(view)) and (short := short_of_slots(view)):
-        yield Wait("train_world", f"{lost}: {short}", f"wait slots {head.world}", short)
-    for place in mirror.plan.record.ranks:
-        claim = mirror.claim(head.world, place.rank)
-        worker = view.workers.get(claim.instance) if claim else None
-        if worker is None or worker.state != "serving":
-            state = WORKER_STATES.get(worker.state, worker.state) if worker else "has no process yet"
-            yield Wait(
-                "train_world",
-                f"train rank {place.rank} on {place.node} {state}",
-                f"wait rank {head.world} {place.rank}",
-                worker.state if worker else "",
-            )
+    yield from _world(view, head)
     yield from _under_way(view)
-    if not any(e.version == head.version for e in view.engines.values()):
-        served = sorted({weights_of(e.version) for e in view.engines.values() if e.version is not None})
-        have = f"they have {', '.join(served)}" if served else "none is ready"
-        what = f"the engines of {view.node} are to load {weights_of(head.version)} ({have})"
-        troubles = sorted(f"{engine.instance}: {engine.trouble}" for engine in view.engines.values() if engine.trouble)
-        what += f"; {troubles[0]}" if troubles else ""
-        yield Wait("engines", what, f"wait engines {head.version}", have)
-    for engine in view.engines.values():
-        if engine.why:
-            yield Wait(
-                "engine", f"engine {engine.instance} {engine.why}", f"wait engine {engine.instance} {engine.hung}"
-            )
+    yield from _engines(view, head)
     if view.scoring is not None and view.scoring.waiting:
         yield Wait("reward", f"on {view.node} {view.scoring.what}", "wait reward", str(view.scoring.scored))
     yield from _collectives(view)
@@ -143,26 +110,85 @@ def waiting_for(view: JobView) -> Iterator[Wait]:
     elif seal is None or seal.state is SealState.OPEN:
         yield from _groups(view, head)
     elif seal.state is SealState.SEALED:
-        late = [rank for rank in range(seal.world_size) if view.missing(seal, rank)]
-        what = f"the responses of step {seal.step} are on their way to {ranks_of(late)}"
-        if not late and held_for_growth(view):
-            yield Wait("train_world", f"a larger train world is to be formed ({growth(view)})", "wait growth")
-        lacking = sum(len(samples) for rank in late for samples in view.missing(seal, rank).values())
-        yield Wait("exchange", what, f"wait exchange {seal.token}", str(lacking))
+        yield from _exchange(view, seal)
     else:
-        behind = [r for r in range(seal.world_size) if r not in view.ranks or view.ranks[r].applied != seal.token]
-        phases = {view.ranks[r].phase if r in view.ranks else "not connected" for r in behind}
-        if not behind and not is_witnessed(view, seal.token):
-            what = f"the receipts of step {seal.step} are to lie on {wanted(view)} nodes before it is committed"
-            yield Wait("train", what, f"wait receipts {seal.token}")
-            return
-        what = f"{ranks_of(behind)} {'trains' if len(behind) == 1 else 'train'} step {seal.step}"
-        moved = " ".join(f"{r}:{view.ranks[r].phase}:{view.ranks[r].progress}" for r in behind if r in view.ranks)
-        what = f"{what} ({', '.join(sorted(phases))})" if phases else what
-        if CHECKPOINT in phases and (writing := _being_written(view)):
-            what = f"{what}; before its own, {writing}"
-        what = f"{what}; {view.hindered}" if view.hindered else what
-        yield Wait("train", what, f"wait train {seal.token}", moved)
+        yield from _training(view, seal)
+
+
+def _models(view: JobView) -> Iterator[Wait]:
+    """Fetched by nodes that have not joined yet."""
+    joined = {stored.record.node for stored in view.mirror.members.values()}
+    for stored in view.mirror.fetches.values():
+        fetch = stored.record
+        # A node joins with its model: the last word on its progress may have been lost, and would stand here for ever.
+        if fetch.done < fetch.total and fetch.node not in joined:
+            yield Wait("model", f"{fetch.node} is {fetch.sentence}", f"wait model {fetch.node}", str(fetch.done))
+
+
+def _world(view: JobView, head: Head) -> Iterator[Wait]:
+    """A place for a world that was lost, and the ranks of the one that begins."""
+    assert view.mirror.plan is not None
+    if (away := newest_is_away(view)) and lost_world(view):
+        what = (
+            f"no node that is there has {away}, from which a new train world is to start; one that has it is waited for"
+        )
+        yield Wait("train_world", f"{what} for {HOLDERS_GRACE_S:.0f} s", f"wait holders {head.world} {away}")
+    if (lost := lost_world(view)) and (short := short_of_slots(view)):
+        yield Wait("train_world", f"{lost.why}: {short}", f"wait slots {head.world}", short)
+    for place in view.mirror.plan.record.ranks:
+        claim = view.mirror.claim(head.world, place.rank)
+        worker = view.workers.get(claim.instance) if claim else None
+        if worker is None or worker.state != "serving":
+            state = WORKER_STATES.get(worker.state, worker.state) if worker else "has no process yet"
+            yield Wait(
+                "train_world",
+                f"train rank {place.rank} on {place.node} {state}",
+                f"wait rank {head.world} {place.rank}",
+                worker.state if worker else "",
+            )
+
+
+def _engines(view: JobView, head: Head) -> Iterator[Wait]:
+    """Those of this node: their weights, and their answers."""
+    if not any(e.version == head.version for e in view.engines.values()):
+        served = sorted({weights_of(e.version) for e in view.engines.values() if e.version is not None})
+        have = f"they have {', '.join(served)}" if served else "none is ready"
+        what = f"the engines of {view.node} are to load {weights_of(head.version)} ({have})"
+        troubles = sorted(f"{engine.instance}: {engine.trouble}" for engine in view.engines.values() if engine.trouble)
+        what += f"; {troubles[0]}" if troubles else ""
+        yield Wait("engines", what, f"wait engines {head.version}", have)
+    for engine in view.engines.values():
+        if engine.why:
+            yield Wait(
+                "engine", f"engine {engine.instance} {engine.why}", f"wait engine {engine.instance} {engine.hung}"
+            )
+
+
+def _exchange(view: JobView, seal: Seal) -> Iterator[Wait]:
+    """What the ranks have not been fed yet."""
+    late = [rank for rank in range(seal.world_size) if view.missing(seal, rank)]
+    what = f"the responses of step {seal.step} are on their way to {ranks_of(late)}"
+    if not late and held_for_growth(view):
+        yield Wait("train_world", f"a larger train world is to be formed ({growth(view)})", "wait growth")
+    lacking = sum(len(samples) for rank in late for samples in view.missing(seal, rank).values())
+    yield Wait("exchange", what, f"wait exchange {seal.token}", str(lacking))
+
+
+def _training(view: JobView, seal: Seal) -> Iterator[Wait]:
+    """Ranks that have not applied their share, or whose receipts do not lie safe."""
+    behind = [r for r in range(seal.world_size) if r not in view.ranks or view.ranks[r].applied != seal.token]
+    phases = {view.ranks[r].phase if r in view.ranks else "not connected" for r in behind}
+    if not behind and not is_witnessed(view, seal.token):
+        what = f"the receipts of step {seal.step} are to lie on {wanted(view)} nodes before it is committed"
+        yield Wait("train", what, f"wait receipts {seal.token}")
+        return
+    what = f"{ranks_of(behind)} {'trains' if len(behind) == 1 else 'train'} step {seal.step}"
+    moved = " ".join(f"{r}:{view.ranks[r].phase}:{view.ranks[r].progress}" for r in behind if r in view.ranks)
+    what = f"{what} ({', '.join(sorted(phases))})" if phases else what
+    if CHECKPOINT in phases and (writing := _being_written(view)):
+        what = f"{what}; before its own, {writing}"
+    what = f"{what}; {view.hindered}" if view.hindered else what
+    yield Wait("train", what, f"wait train {seal.token}", moved)
 
 
 def _being_written(view: JobView) -> str:
