@@ -7,7 +7,7 @@ probes that know no key. A key comes as `Authorization: Bearer KEY`.
 
 from __future__ import annotations
 
-import secrets
+import hmac
 from dataclasses import dataclass, field
 
 from starlette.datastructures import Headers
@@ -53,7 +53,7 @@ class Keys:
         if not wanted:
             return True
         scheme, _, given = (authorization or "").partition(" ")
-        return scheme.lower() == "bearer" and secrets.compare_digest(given.encode(), wanted.encode())
+        return scheme.lower() == "bearer" and hmac.compare_digest(given.encode(), wanted.encode())
 
 
 class Guard:
