@@ -61,6 +61,10 @@ class ChaosFailed(AssertionError):
     """A promise was broken, or something took longer than any patience."""
 
 
+class NobodyHit(Exception):
+    """The fault met nobody: nothing happened, so nothing was shown. It is tried again at another moment."""
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """What a cluster is made of. `spares`: nodes that are not started at first. `slots`: on each node."""

@@ -1,7 +1,7 @@
 """The faults of `make chaos`: what each does to a running cluster, and what must hold besides the audit.
 
 A fault is a coroutine over a cluster whose job is under way; it returns what it did, for the line and the results file, and
-raises ChaosFailed if what it can see for itself is wrong. The moment at which it begins, and every choice in it, follow from
+raises ChaosFailed if what it can see for itself is wrong, and NobodyHit if it met nobody. The moment at which it begins, and every choice in it, follow from
 the run's seed. What all runs have in common (the job, the moment, its end, the audit) is `chaos_run`'s.
 """
 
@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from chaos_cluster import BACK_S, CLOCK, TTL_S, ChaosCluster, ChaosFailed, Part, Shape
+from chaos_cluster import BACK_S, CLOCK, TTL_S, ChaosCluster, ChaosFailed, NobodyHit, Part, Shape
 from chaos_resumed import demo_survives, four_one_three, losses_equal, losses_equal_elsewhere
 
 from controllers.cli.leftovers import processes_of
@@ -111,7 +111,7 @@ def killed(part: Part) -> Act:
     async def act(cluster: ChaosCluster) -> Told:
         found = await cluster.workers(part)
         if not found:
-            return {"target": "none was there yet"}
+            raise NobodyHit(f"no {part} was there yet")
         name = cluster.pick(found)
         send_signal(found[name], signal.SIGKILL)
         return {"target": name}
@@ -197,7 +197,7 @@ def paused(part: Part) -> Act:
     async def act(cluster: ChaosCluster) -> Told:
         found = await cluster.workers(part)
         if not found:
-            return {"target": "none was there yet"}
+            raise NobodyHit(f"no {part} was there yet")
         name = cluster.pick(found)
         cluster.stop(found[name])
         await CLOCK.sleep(PAUSE_S)
@@ -230,10 +230,13 @@ async def paused_at_seal(cluster: ChaosCluster) -> Told:
 
 async def _asleep_at(cluster: ChaosCluster, point: str) -> Told:
     cluster.arm(point, f"stop {cluster.rng.randint(1, 3)}")
-    pid = await cluster.until(f"process that sleeps at {point}", lambda: cluster.ended or cluster.fired(point))
+    await cluster.until(f"process that sleeps at {point}", lambda: cluster.ended or cluster.fired(point))
+    pid = cluster.fired(point)
+    if pid is None:
+        raise NobodyHit(f"the job ended before anybody came to {point}")
     name = next((n for n, d in cluster.daemons.items() if d.process is not None and d.process.pid == pid), None)
     if name is None:
-        return {"target": "nobody"}
+        raise ChaosFailed(f"process {pid} sleeps at {point} and is no daemon of the cluster")
     before = cluster.seen.incarnation(name)
     known = len(cluster.seen.entries)
     await cluster.until(
@@ -420,10 +423,11 @@ def at_point(what: str) -> Act:
             cluster.daemons[cluster.pick(cluster.up)].signal(signal.SIGTERM)
         if what == "rollback":
             await cluster.until("first step", lambda: cluster.history is not None and cluster.seen.step > 0)
-        if what == "rollback" or (what == "rendezvous" and cluster.history is not None):
-            await killed("rank")(cluster)
-        if what == "worker" and cluster.history is not None:
-            await killed("engine")(cluster)
+        with contextlib.suppress(NobodyHit):  # who is about to be started comes to the point by itself
+            if what == "rollback" or (what == "rendezvous" and cluster.history is not None):
+                await killed("rank")(cluster)
+            if what == "worker" and cluster.history is not None:
+                await killed("engine")(cluster)
         await cluster.until(f"death at {point}", lambda: cluster.ended or cluster.fired(point) is not None)
         pid = cluster.fired(point)
         if pid is None:

@@ -17,12 +17,13 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
-from chaos_cluster import CLOCK, ChaosCluster, ChaosFailed
-from chaos_faults import Fault
+from chaos_cluster import CLOCK, ChaosCluster, ChaosFailed, NobodyHit
+from chaos_faults import Act, Fault
 
 from gcore.ledger.job import JobPhase
 from gcore.testing.tiny_model import make_tiny_model
@@ -127,7 +128,7 @@ async def one_job(fault: Fault, seeds: Sequence[int], folder: Path) -> list[dict
 
 
 class _TooLate(Exception):
-    """The job ended before the fault's moment came."""
+    """The job ended before the fault's moment came, or before it met anybody."""
 
 
 def _blank(fault: Fault, seed: int) -> dict[str, Any]:
@@ -150,6 +151,8 @@ async def _on_one_cluster(
                         await _one_fault(cluster, fault, seed, spec, results[-1])
                     except _TooLate:
                         results.pop()
+                if not results:
+                    raise ChaosFailed(f"the job ended before {fault.name} met anybody: its {steps} steps are too few")
                 await cluster.until("end of the job", lambda: cluster.ended, END_S)
                 if results:
                     await _end(cluster, steps, results[-1])
@@ -171,19 +174,38 @@ async def _one_fault(cluster: ChaosCluster, fault: Fault, seed: int, spec: Path,
     else:
         if cluster.history is None:
             await cluster.submit(spec, *fault.settings)
-        goal = cluster.seen.step + moment.more_steps
-        await cluster.until(f"step {goal}", lambda: cluster.ended or cluster.seen.step >= goal, END_S)
-        await CLOCK.sleep(moment.delay_s)
-        if cluster.ended:
-            raise _TooLate
-        result |= {"after_step": cluster.seen.step, "delay_s": moment.delay_s}
-        rollbacks = cluster.seen.rollbacks
-        result |= await fault.act(cluster)
+        rollbacks = await _until_it_met_somebody(cluster, fault.act, moment, result)
         goal = cluster.seen.step + STEPS_AFTER
         await cluster.until(f"step {goal}", lambda: cluster.ended or cluster.seen.step >= goal, END_S)
         result["rollbacks"] = cluster.seen.rollbacks - rollbacks
     result["audit"] = [*await cluster.audit(), *cluster.seen.broken]
     result["seconds"] = round(CLOCK.monotonic() - begun, 1)
+
+
+async def _until_it_met_somebody(cluster: ChaosCluster, act: Act, moment: Moment, result: dict[str, Any]) -> int:
+    """The fault at its moment; at another one, as often as it met nobody, for as long as the job lasts.
+
+    Returns how many rollbacks there were before it. Raises _TooLate.
+    """
+    while True:
+        goal = cluster.seen.step + moment.more_steps
+        await cluster.until(f"step {goal}", partial(_is_at, cluster, goal), END_S)
+        await CLOCK.sleep(moment.delay_s)
+        if cluster.ended:
+            raise _TooLate
+        result |= {"after_step": cluster.seen.step, "delay_s": moment.delay_s}
+        rollbacks = cluster.seen.rollbacks
+        try:
+            result |= await act(cluster)
+        except NobodyHit:
+            moment = Moment.drawn(cluster.rng)
+        else:
+            return rollbacks
+
+
+def _is_at(cluster: ChaosCluster, step: int) -> bool:
+    """Whether the job has come to a step, or has ended."""
+    return cluster.ended or cluster.seen.step >= step
 
 
 async def _end(cluster: ChaosCluster, steps: int, result: dict[str, Any]) -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import random
 import re
+from collections.abc import AsyncIterator, Callable
 from fnmatch import fnmatch
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import chaos_faults
+import chaos_run
 import pytest
-from chaos_faults import FAULTS, RECOVERY_GOAL_S
+from chaos_cluster import ChaosCluster, NobodyHit
+from chaos_faults import FAULTS, RECOVERY_GOAL_S, Fault, Told
 from chaos_run import LAST_STEPS, Moment
 from hypothesis import given
 from hypothesis import strategies as st
@@ -137,3 +141,100 @@ def test_moments_share_a_job_where_they_may() -> None:
     fault, seeds = table.next_job(runs)
     assert (fault.name, seeds) == ("etcd", [0, 1, 2, 3, 4])
     assert table.next_job([run for run in runs if run[0].name == "losses"])[1] == [0]
+
+
+class Played:
+    """A cluster in which only the job's steps go on: one at each look, up to its last."""
+
+    def __init__(self, last: int = 10**6) -> None:
+        self.last = last
+        self.history: object | None = None
+        self.seen = SimpleNamespace(step=0, rollbacks=0, broken=[])
+        self.rng = random.Random(1)
+        self.number = 0
+
+    @property
+    def ended(self) -> bool:
+        return self.seen.step >= self.last
+
+    async def submit(self, spec: Path, *settings: str) -> None:
+        self.history = self.seen
+
+    async def until(self, what: str, condition: Callable[[], Any], patience_s: float = 0.0) -> Any:
+        while not (found := condition()):
+            self.seen.step += 1
+        return found
+
+    async def audit(self) -> list[str]:
+        return []
+
+
+class Quick:
+    """Time that does not pass."""
+
+    async def sleep(self, seconds: float) -> None:
+        """At once."""
+
+    def monotonic(self) -> float:
+        return 0.0
+
+
+async def one_fault(monkeypatch: pytest.MonkeyPatch, fault: Fault, cluster: Played) -> dict[str, Any]:
+    told: dict[str, Any] = {}
+    monkeypatch.setattr(chaos_run, "CLOCK", Quick())
+    await chaos_run._one_fault(cluster, fault, 0, Path("spec"), told)  # type: ignore[arg-type]
+    return told
+
+
+def misses(count: int) -> Callable[[ChaosCluster], Any]:
+    """A fault that meets nobody so many times."""
+    left = [None] * count
+
+    async def act(cluster: ChaosCluster) -> Told:
+        if left:
+            left.pop()
+            raise NobodyHit("nobody was there yet")
+        return {"target": "somebody"}
+
+    return act
+
+
+async def test_a_fault_that_met_nobody_is_tried_again_at_another_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = Moment.drawn(random.Random("x 0"))
+    told = await one_fault(monkeypatch, Fault("x", "", misses(3)), Played())
+    assert told["target"] == "somebody"
+    assert (told["after_step"], told["delay_s"]) != (first.more_steps, first.delay_s)
+
+
+async def test_a_job_in_which_a_fault_meets_nobody_is_no_run_of_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.raises(chaos_run._TooLate):
+        await one_fault(monkeypatch, Fault("x", "", misses(10**6)), Played(last=20))
+
+    @contextlib.asynccontextmanager
+    async def running(*_: object) -> AsyncIterator[Played]:
+        yield Played(last=20)
+
+    monkeypatch.setattr(ChaosCluster, "running", running)
+    monkeypatch.setattr(chaos_run, "_keep_logs", lambda *_: None)
+    (told,) = await chaos_run.one_job(Fault("x", "", misses(10**6)), [0], tmp_path)
+    assert not told["ok"]
+    assert "before x met anybody" in told["why"]
+
+
+@pytest.mark.parametrize("act", [chaos_faults.killed("engine"), chaos_faults.paused("rank")])
+async def test_there_is_no_fault_where_there_is_no_process(act: Callable[[ChaosCluster], Any]) -> None:
+    async def workers(part: object) -> dict[str, object]:
+        return {}
+
+    cluster: Any = SimpleNamespace(workers=workers)
+    with pytest.raises(NobodyHit, match="was there yet"):
+        await act(cluster)
+
+
+async def test_nobody_who_fell_asleep_is_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster: Any = Played(last=3)
+    cluster.arm, cluster.fired, cluster.daemons = lambda *_: None, lambda _: None, {}
+    with pytest.raises(NobodyHit, match=r"before anybody came to commit\.before"):
+        await chaos_faults.paused_at_commit(cluster)
