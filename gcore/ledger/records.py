@@ -270,6 +270,11 @@ class Checkpoint(Part):
     digest: str = ""
     """SHA-256 of its manifest; empty for the base (the job's model as it was)."""
 
+    @property
+    def version(self) -> Version:
+        """The policy version whose weights it holds."""
+        return Version(self.lineage, self.step)
+
 
 class Checkpoints(Record):
     """`ckpts`: all of a job's registered checkpoints in one key, oldest first; the base (0, 0) always."""

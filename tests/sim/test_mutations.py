@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from mutants import bare, whole
-from mutations import COMPARED, MUTATIONS
+from mutants import bare, caught, whole
+from mutations import COMPARED, MUTATIONS, Broken, Mutation
 
 from gcore.ledger import transactions
 
@@ -52,3 +55,36 @@ def test_every_transaction_on_a_jobs_records_has_a_mutation_for_each_compare() -
 
 def test_each_numbered_rule_of_the_protocol_has_a_mutation() -> None:
     assert {mutation.rule for mutation in MUTATIONS.values()} >= set(map(str, range(1, 18)))
+
+
+def _asks_for_what_is_not_there(make: Any) -> Any:
+    return lambda keys, old, new: make(keys, old, new.no_such_field)
+
+
+def _caught_by_whoever_walks_it(make: Any) -> Any:
+    def rule(view: Any) -> Iterator[Any]:
+        yield from make(view, "no such argument")
+
+    return rule
+
+
+@pytest.mark.parametrize(
+    "patch",
+    [
+        pytest.param(("gcore.ledger.transactions:assign", _asks_for_what_is_not_there), id="a function"),
+        pytest.param(("controllers.decide:assigning", _caught_by_whoever_walks_it), id="a rule"),
+    ],
+)
+def test_a_mutation_that_raises_errors_of_its_own_is_broken_and_not_noticed(
+    monkeypatch: pytest.MonkeyPatch, patch: tuple[str, Callable[[Any], Any]]
+) -> None:
+    monkeypatch.setitem(MUTATIONS, "of today", Mutation("of today", "1", (patch,), caught_by=""))
+    with pytest.raises(Broken, match="'of today' is itself wrong: line"):
+        caught("of today", bare_seeds=1, whole_seeds=1)
+
+
+def test_tests_that_cannot_be_run_notice_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "assign without assign"
+    monkeypatch.setitem(MUTATIONS, name, replace(MUTATIONS[name], caught_by="tests/unit/no_such_file.py"))
+    with pytest.raises(Broken, match="no_such_file"):
+        caught(name, bare_seeds=0, whole_seeds=0)

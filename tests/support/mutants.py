@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from mutations import MUTATIONS
+from mutations import MUTATIONS, Broken
 from simulated_cluster import tell_story
 from simulated_story import Story
 from step_simulation import Simulation
@@ -82,7 +82,7 @@ def whole(seed: int) -> str:
 
 
 def caught(name: str, *, bare_seeds: int, whole_seeds: int) -> Caught:
-    """Who notices it first."""
+    """Who notices it first. Raises Broken for a mutation that raises errors of its own, or whose tests cannot be run."""
     mutation = MUTATIONS[name]
     for kind, play, seeds in (("bare protocol", bare, bare_seeds), ("whole cluster", whole, whole_seeds)):
         for seed in range(seeds):
@@ -99,6 +99,10 @@ def caught(name: str, *, bare_seeds: int, whole_seeds: int) -> Caught:
     ran = subprocess.run(
         [*command, mutation.caught_by], env=environment, cwd=ROOT, capture_output=True, text=True, check=False
     )
+    if ran.returncode not in (0, 1):
+        raise Broken(
+            f"the tests of {name!r} ended with {ran.returncode}: {ran.stdout.strip()[-600:]} {ran.stderr[-600:]}"
+        )
     if ran.returncode == 1:
         failed = [line for line in ran.stdout.splitlines() if line.startswith("FAILED")]
         by = failed[0].removeprefix("FAILED ").partition(" - ")[0] if failed else mutation.caught_by

@@ -1,13 +1,29 @@
 """A plug-in of pytest (`-p mutated`): the tests run against gcore with the mutation that GCORE_MUTATION names.
 
-It is in place before any test is imported, so that what tests take from gcore by name is mutated too.
+It is in place before any test is imported, so that what tests take from gcore by name is mutated too. A mutation that raises
+an error of its own ends the run with the status `BROKEN`: no test has noticed anything then.
 """
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from mutations import MUTATIONS
 
+BROKEN = 9
+"""pytest itself has none above 5."""
 IN_PLACE = MUTATIONS[os.environ["GCORE_MUTATION"]].applied()
-IN_PLACE.__enter__()
+FAULTS = IN_PLACE.__enter__()
+
+
+def pytest_sessionfinish(session: Any) -> None:
+    """Called by pytest."""
+    if FAULTS:
+        session.exitstatus = BROKEN
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Called by pytest."""
+    if FAULTS:
+        terminalreporter.write_line(f"the mutation is itself wrong: {FAULTS[0]}")

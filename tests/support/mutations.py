@@ -3,14 +3,21 @@
 Each mutation is a patch of production's modules. `caught_by` names the unit tests that notice it too: no simulation can see
 an outcome that is only worse (a hint that is lost), or a rule that another one covers. Nothing here is imported by anything
 but the mutation tests.
+
+A mutation must be noticed for what it does. One that raises an error of its own would be "noticed" by everything that comes by
+it: that is Broken, not noticed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
+import inspect
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,6 +25,10 @@ RULES, DECIDE = "tests/unit/test_protocol_rules.py", "tests/unit/test_decide.py"
 HINTS, ENDS = "tests/unit/test_hints_compare.py", "tests/unit/test_beginnings_and_ends_compare.py"
 OTHERS = {"warn": HINTS, "take_stock": HINTS, "say_folder": HINTS, "start": ENDS, "delete_rest": ENDS}
 """Where else than among the rules a transaction's compares are shown."""
+
+
+class Broken(Exception):
+    """A mutation has raised an error of its own: nobody can notice what it was to take out."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +41,9 @@ class Mutation:
     caught_by: str
 
     @contextlib.contextmanager
-    def applied(self) -> Iterator[None]:
-        """gcore is wrong meanwhile."""
+    def applied(self) -> Iterator[list[str]]:
+        """gcore is wrong meanwhile. Gives the errors that are the mutation's own; raises Broken in the end if there are any."""
+        faults: list[str] = []
         with contextlib.ExitStack() as stack:
             for where, change in self.patches:
                 path, _, name = where.partition(":")
@@ -39,8 +51,68 @@ class Mutation:
                 *outer, last = name.split(".")
                 for part in outer:
                     owner = getattr(owner, part)
-                stack.enter_context(mock.patch.object(owner, last, change(owner.__dict__[last])))
-            yield
+                stack.enter_context(mock.patch.object(owner, last, _watched(change(owner.__dict__[last]), faults)))
+            try:
+                yield faults
+            finally:
+                if faults:
+                    raise Broken(f"the mutation {self.name!r} is itself wrong: {faults[0]}")
+
+
+ROOT = Path(__file__).parents[2]
+
+
+class _Watch:
+    """Notes the errors that were raised by the code in these files, whoever catches them."""
+
+    def __init__(self, files: frozenset[str], faults: list[str]) -> None:
+        self._files = files
+        self._faults = faults
+
+    def __enter__(self) -> None:
+        """Nothing to begin."""
+
+    def __exit__(self, kind: Any, error: BaseException | None, found: Any) -> None:
+        if not isinstance(error, Exception):
+            return
+        # What a library raises is the fault of who called it; what the project's code raises may be what the mutation does.
+        ours = [
+            f
+            for f in traceback.extract_tb(found)
+            if Path(f.filename).is_relative_to(ROOT) and ".venv" not in f.filename
+        ]
+        if ours and ours[-1].filename in self._files:
+            self._faults.append(f"line {ours[-1].lineno}: {type(error).__name__}: {error}")
+
+
+def _watched(mutated: Any, faults: list[str]) -> Any:
+    """The same; its own errors are noted."""
+    if isinstance(mutated, classmethod):
+        return classmethod(_watched(mutated.__func__, faults))
+    if isinstance(mutated, type):
+        return mutated
+    watch = _Watch(frozenset({__file__, mutated.__code__.co_filename}), faults)
+    if inspect.iscoroutinefunction(mutated):
+
+        async def awaited(*args: Any, **more: Any) -> Any:
+            with watch:
+                return await mutated(*args, **more)
+
+        return awaited
+    if inspect.isgeneratorfunction(mutated):
+
+        def walked(*args: Any, **more: Any) -> Iterator[Any]:
+            with watch:
+                yield from mutated(*args, **more)
+
+        return walked
+
+    @functools.wraps(mutated)
+    def called(*args: Any, **more: Any) -> Any:
+        with watch:
+            return mutated(*args, **more)
+
+    return called
 
 
 def without(key: str) -> Callable[[Any], Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,13 +39,15 @@ SPEC = parse_spec(
 
 
 class Recorded:
-    """A ledger that wins everything, or what it is told to."""
+    """A ledger that wins everything, or what it is told to. `watch`: looks around whenever a transaction is made."""
 
-    def __init__(self, outcome: TxnOutcome = TxnOutcome.WON) -> None:
+    def __init__(self, outcome: TxnOutcome = TxnOutcome.WON, watch: Callable[[], None] = lambda: None) -> None:
         self.made: list[TxnKind] = []
         self._outcome = outcome
+        self._watch = watch
 
     async def run(self, txn: Transaction) -> TxnReport:
+        self._watch()
         self.made.append(txn.kind)
         return TxnReport(self._outcome, 9)
 
@@ -90,15 +94,33 @@ async def test_what_no_record_names_goes_with_what_is_forgotten(tmp_path: Path) 
     assert left == {"0-0", "notes", ".0-2.part"}, "of a lineage that head does not know: nobody will ever name it"
 
 
-@pytest.mark.parametrize("outcome", [TxnOutcome.STALE, TxnOutcome.UNKNOWN])
-async def test_no_file_goes_before_its_entry_surely_has(tmp_path: Path, outcome: TxnOutcome) -> None:
-    (tmp_path / "checkpoints" / "1-4").mkdir(parents=True)
-    hands: Any = SimpleNamespace(
-        own=None, ledger=Recorded(outcome), run_dir=tmp_path, tell=lambda topic, sentence: None
-    )
-    done = await apply(Retain((checkpoint(0),)), view("node-0"), hands)
+def knowing(seen: JobView, step: int, *known: Checkpoint) -> JobView:
+    """The same job, so many steps on, with these checkpoints registered."""
+    assert seen.mirror.head is not None
+    head = Stored(seen.mirror.head.record.model_copy(update={"step": step}), 2)
+    checkpoints = Stored(Checkpoints(entries=known), 2)
+    return replace(seen, mirror=replace(seen.mirror, head=head, checkpoints=checkpoints))
+
+
+@pytest.mark.parametrize(
+    ("outcome", "stays"),
+    [
+        pytest.param(TxnOutcome.WON, False, id="won"),
+        pytest.param(TxnOutcome.STALE, True, id="lost"),
+        pytest.param(TxnOutcome.UNKNOWN, True, id="not answered"),
+    ],
+)
+async def test_no_file_goes_before_its_entry_surely_has(tmp_path: Path, outcome: TxnOutcome, stays: bool) -> None:
+    forgotten = tmp_path / "checkpoints" / "0-4"
+    forgotten.mkdir(parents=True)
+    there: list[bool] = []
+    ledger = Recorded(outcome, watch=lambda: there.append(forgotten.is_dir()))
+    hands: Any = SimpleNamespace(own=None, ledger=ledger, run_dir=tmp_path, tell=lambda topic, sentence: None)
+    seen = knowing(view("node-0"), 9, checkpoint(0), checkpoint(4), checkpoint(8))
+    done = await apply(Retain((checkpoint(0), checkpoint(8))), seen, hands)
     assert done.outcome is outcome
-    assert (tmp_path / "checkpoints" / "1-4").is_dir()
+    assert there == [True], "its files lie there as long as its entry may"
+    assert forgotten.is_dir() is stays
 
 
 def test_one_that_may_still_be_registered_stays() -> None:
