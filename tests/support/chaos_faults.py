@@ -393,18 +393,24 @@ async def rewritten_restart(cluster: ChaosCluster) -> Told:
 
 
 async def lost_answers(cluster: ChaosCluster) -> Told:
-    """The store's answers to transactions of every kind are lost, or the transactions before they are sent."""
-    armed = [f"{kind}.{when}" for kind in CONTROLLER_POINTS for when in BEFORE_AFTER]
-    for point in armed:
-        cluster.arm(point, f"lose {cluster.rng.randint(1, 2)}")
+    """The store's answers to the usual transactions are lost, or the transactions before they are sent: each of them."""
+    armed = [f"{kind}.{when}" for kind in USUAL for when in BEFORE_AFTER]
+    for kind in USUAL:
+        for when in BEFORE_AFTER:
+            cluster.arm(f"{kind}.{when}", f"lose {1 if kind in ONCE else cluster.rng.randint(1, 2)}")
     await cluster.until("end of the job", lambda: cluster.ended, 120.0)
-    return {"target": f"{sum(cluster.fired(point) is not None for point in armed)} answers"}
+    kept = [point for point in armed if cluster.fired(point) is None]
+    if kept:
+        raise ChaosFailed(f"the job ended, and nobody lost an answer at {', '.join(kept)}")
+    return {"target": f"{len(armed)} answers"}
 
 
 # Exact moments.
 
-CONTROLLER_POINTS = ("join", "assign", "offer", "seal", "ready", "commit", "register", "retain", "prune")
-"""Transactions that every run makes, most of them in every step."""
+USUAL = ("join", "assign", "offer", "seal", "ready", "commit", "register", "retain")
+"""Transactions that every run makes, also the shortest; most of them in every step."""
+CONTROLLER_POINTS = (*USUAL, "prune")
+"""Those, and one that comes only after many steps (`PRUNED_AFTER`)."""
 OTHER_POINTS = ("start", "node", "feed", "apply", "publish", "forget", "rollback")
 WORKER_POINTS = ("worker", "rendezvous", "step", "stage", "receipt", "checkpoint", "copies")
 
@@ -507,7 +513,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "lost-answers",
-        "answers of etcd that never came, to every kind of transaction",
+        "answers of etcd that never came, of the usual kinds: " + ", ".join(USUAL),
         lost_answers,
         at_start=True,
         steps=18,

@@ -171,13 +171,14 @@ async def _one_fault(cluster: ChaosCluster, fault: Fault, seed: int, spec: Path,
         await CLOCK.sleep(0.0)
         await cluster.submit(spec, *fault.settings)
         result |= await acting
+        rollbacks = 0
     else:
         if cluster.history is None:
             await cluster.submit(spec, *fault.settings)
         rollbacks = await _until_it_met_somebody(cluster, fault.act, moment, result)
-        goal = cluster.seen.step + STEPS_AFTER
-        await cluster.until(f"step {goal}", lambda: cluster.ended or cluster.seen.step >= goal, END_S)
-        result["rollbacks"] = cluster.seen.rollbacks - rollbacks
+    goal = cluster.seen.step + STEPS_AFTER
+    await cluster.until(f"step {goal}", partial(_is_at, cluster, goal), END_S)
+    result["rollbacks"] = cluster.seen.rollbacks - rollbacks
     result["audit"] = [*await cluster.audit(), *cluster.seen.broken]
     result["seconds"] = round(CLOCK.monotonic() - begun, 1)
 

@@ -15,7 +15,7 @@ from typing import Any
 import chaos_faults
 import chaos_run
 import pytest
-from chaos_cluster import ChaosCluster, NobodyHit
+from chaos_cluster import ChaosCluster, ChaosFailed, NobodyHit
 from chaos_faults import FAULTS, RECOVERY_GOAL_S, Fault, Told
 from chaos_run import LAST_STEPS, Moment
 from hypothesis import given
@@ -238,3 +238,45 @@ async def test_nobody_who_fell_asleep_is_no_run(monkeypatch: pytest.MonkeyPatch)
     cluster.arm, cluster.fired, cluster.daemons = lambda *_: None, lambda _: None, {}
     with pytest.raises(NobodyHit, match=r"before anybody came to commit\.before"):
         await chaos_faults.paused_at_commit(cluster)
+
+
+class Losing(Played):
+    """Of a run with lost answers: which points are met, `but` for some."""
+
+    def __init__(self, but: str = "") -> None:
+        super().__init__(last=3)
+        self.but = but
+        self.armed: dict[str, str] = {}
+
+    def arm(self, name: str, words: str) -> None:
+        self.armed[name] = words
+
+    def fired(self, name: str) -> int | None:
+        return 1 if name in self.armed and name != self.but else None
+
+
+async def test_every_usual_kind_of_transaction_must_have_lost_an_answer() -> None:
+    cluster: Any = Losing()
+    assert await chaos_faults.lost_answers(cluster) == {"target": "16 answers"}
+    kinds = {name.partition(".")[0] for name in cluster.armed}
+    assert kinds == set(chaos_faults.USUAL)
+    assert {"offer", "seal", "ready", "commit", "register"} <= kinds <= {str(kind) for kind in TxnKind}
+    assert all(cluster.armed[f"{kind}.after"] == "lose 1" for kind in ("join", "assign", "retain"))
+    missed: Any = Losing(but="ready.after")
+    with pytest.raises(ChaosFailed, match=r"nobody lost an answer at ready\.after"):
+        await chaos_faults.lost_answers(missed)
+
+
+def test_the_kinds_that_lose_answers_are_named_where_they_are_told() -> None:
+    (fault,) = table.chosen("lost-answers")
+    page = (ROOT / "docs" / "chaos.md").read_text(encoding="utf-8")
+    (line,) = [line for line in page.splitlines() if line.startswith("| `lost-answers` | the store")]
+    assert set(re.findall(r"`([a-z]+)`", line)) == set(chaos_faults.USUAL)
+    assert fault.what.endswith(", ".join(chaos_faults.USUAL))
+
+
+async def test_two_more_steps_follow_also_a_fault_with_which_the_job_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Played()
+    told = await one_fault(monkeypatch, Fault("x", "", misses(0), at_start=True), cluster)
+    assert cluster.seen.step == chaos_run.STEPS_AFTER
+    assert told["rollbacks"] == 0
