@@ -156,15 +156,13 @@ class JobView:
         return self.remembered.get("offered", self._batch, self._offered)
 
     def _offered(self) -> Offered:
-        offers = sorted((stored.record for stored in self.mirror.offers.values()), key=lambda one: one.incarnation)
-        return Offered.join([self._part(offer) for offer in offers])
+        offers = [stored.record for stored in self.mirror.offers.values()]
+        return Offered.collect(self.rules, self.head, offers, self._part)
 
-    def _part(self, offer: Offer) -> OfferedPart:
+    def _part(self, rules: StreamRules, head: Head, offer: Offer) -> OfferedPart:
         # When one peer writes its offer, those of all others are what they were.
-        sources = (offer, self.rules, self.mirror.head)
-        return self.remembered.get(
-            ("offer", offer.incarnation), sources, lambda: OfferedPart.of(self.rules, self.head, offer)
-        )
+        sources = (offer, rules, head)
+        return self.remembered.get(("offer", offer.incarnation), sources, lambda: OfferedPart.of(rules, head, offer))
 
     @cached_property
     def due(self) -> tuple[PromptRef, ...]:

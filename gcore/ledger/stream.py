@@ -15,7 +15,7 @@ Pure. Knows nothing of who works on which shard, nor of time.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from gcore.ledger.ancestry import is_acceptable, is_ancestor
@@ -143,21 +143,26 @@ class Offered:
     """What goes on from step to step and was not offered yet, with the oldest weights it was begun with."""
 
     @classmethod
-    def collect(cls, rules: StreamRules, head: Head, offers: Iterable[Offer]) -> Offered:
-        """Join the offers. Of two holders of one ref the smaller incarnation counts; a group beats an outcome."""
-        ordered = sorted(offers, key=lambda offer: offer.incarnation)
-        return cls.join([OfferedPart.of(rules, head, offer) for offer in ordered])
+    def collect(
+        cls,
+        rules: StreamRules,
+        head: Head,
+        offers: Iterable[Offer],
+        part: Callable[[StreamRules, Head, Offer], OfferedPart] | None = None,
+    ) -> Offered:
+        """Join the offers. Of two holders of one ref the smaller incarnation counts; a group beats an outcome.
 
-    @classmethod
-    def join(cls, parts: Sequence[OfferedPart]) -> Offered:
-        """Those of all offers, in the order of their incarnations."""
+        `part`: `OfferedPart.of`, or what remembers its results.
+        """
+        ordered = sorted(offers, key=lambda offer: offer.incarnation)
+        parts = [(part or OfferedPart.of)(rules, head, offer) for offer in ordered]
         groups: dict[PromptRef, SealedGroup] = {}
         outcomes: dict[PromptRef, EndedRef] = {}
         in_flight: dict[PromptRef, Version] = {}
-        for part in reversed(parts):  # the first counts, so it comes last
-            groups.update(part.groups)
-            outcomes.update(part.outcomes)
-            for ref, version in part.in_flight.items():
+        for one in reversed(parts):  # the first counts, so it comes last
+            groups.update(one.groups)
+            outcomes.update(one.outcomes)
+            for ref, version in one.in_flight.items():
                 in_flight[ref] = min(version, in_flight.get(ref, version))
         outcomes = {ref: ended for ref, ended in outcomes.items() if ref not in groups}
         going_on = {ref: version for ref, version in in_flight.items() if ref not in groups and ref not in outcomes}
