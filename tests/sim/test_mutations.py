@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from mutants import bare, caught, whole
+from mutants import ROOT, bare, caught, whole
 from mutations import COMPARED, MUTATIONS, Broken, Mutation
 
 from gcore.ledger import transactions
@@ -51,6 +52,53 @@ def test_every_transaction_on_a_jobs_records_has_a_mutation_for_each_compare() -
     }
     assert made - {"create"} <= COMPARED.keys(), "give the new transactions' compares to tests/support/mutations.py"
     assert COMPARED.keys() <= made
+
+
+CALLED_BY_NOBODY = {
+    "gcore.ledger.transactions:delete_job": "no command deletes a job yet",
+    "gcore.ledger.transactions:delete_rest": "no command deletes a job yet",
+}
+"""What is kept though production does not call it, with the reason."""
+
+
+def called_in_production() -> set[str]:
+    """ "module:name" of what a module of production uses, of another's or its own; "Class.name" and ".name" of attributes."""
+    called: set[str] = set()
+    for path in (path for folder in ("gcore", "controllers", "placement") for path in (ROOT / folder).rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        imported = {
+            alias.asname or alias.name: (node.module, alias.name)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name):
+                called |= {f"{module}:{node.id}", "{}:{}".format(*imported.get(node.id, ("", "")))}
+            elif isinstance(node, ast.Attribute):
+                called.add(f".{node.attr}")
+                if isinstance(node.value, ast.Name):
+                    called.add(f"{node.value.id}.{node.attr}")
+                    called.add("{}.{}:{}".format(*imported.get(node.value.id, ("", "")), node.attr))
+    return called
+
+
+def test_nothing_is_mutated_that_production_does_not_call() -> None:
+    """Else only tests would run what is mutated, and nobody would know what production does without it."""
+    called, dead = called_in_production(), set()
+    for where, _ in (patch for mutation in MUTATIONS.values() for patch in mutation.patches):
+        path, _, name = where.partition(":")
+        owner, _, method = name.rpartition(".")
+        if not owner:
+            known = where
+        elif isinstance(vars(getattr(importlib.import_module(path), owner))[method], classmethod):
+            known = name
+        else:
+            known = f".{method}"
+        if known not in called:
+            dead.add(where)
+    assert dead == CALLED_BY_NOBODY.keys()
 
 
 def test_each_numbered_rule_of_the_protocol_has_a_mutation() -> None:
