@@ -11,6 +11,7 @@ header is ahead of the events. Answers without events (etcd's progress reports) 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -21,6 +22,8 @@ from gcore.errors import StoreUnavailable
 from gcore.store.calls import Caller, Compacted, StoreRefused, StreamEnded
 from gcore.store.types import Listing, WatchBatch, WatchEvent
 from gcore.store.wire import range_begin, range_end, watch_event
+
+log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 1.0
@@ -47,7 +50,8 @@ async def watch(
                 batch = await stream.next()
                 known, pause = batch.revision, FIRST_PAUSE_S
                 yield batch
-        except Compacted:
+        except Compacted as error:
+            log.info("what changed under %s since revision %s is gone, it is listed again: %s", prefix, known, error)
             known = None
         except _Denied as error:
             # A token that is no longer valid is refused in the same words as a user who lacks the permission.

@@ -8,9 +8,12 @@ the run's seed. What all runs have in common (the job, the moment, its end, the 
 from __future__ import annotations
 
 import contextlib
+import errno
+import json
+import os
 import random
 import signal
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,6 +35,13 @@ ALONE_S = 30.0
 PAUSE_S = 3.0 * TTL_S
 RECOVERY_GOAL_S = TTL_S + 15.0
 AWAY_S = 60.0
+LISTED_AGAIN = "is listed again"
+"""What a log says of a watch whose history is gone (`gcore.store.watching`)."""
+NO_ROOM = os.strerror(errno.ENOSPC)
+SLOWER, QUICK_AGAIN = "times as long as before", "is as quick as before again"
+"""What is told of a reward's pace (`gcore.reward.pace`)."""
+USUAL_AFTER = 3
+"""Steps after which every pool of rewards knows what is usual."""
 ONE_STORE = Shape()
 BEFORE_AFTER = ("before", "after")
 
@@ -300,16 +310,33 @@ async def cut_leader(cluster: ChaosCluster) -> Told:
 
 
 async def compacted(cluster: ChaosCluster) -> Told:
-    """While a node is cut off from the store, history is compacted beyond what it has seen: it must list again."""
+    """While a node is cut off from the store, history is compacted beyond what it has seen: it must list again.
+
+    Its daemon's watches end with its lease, mostly before they are opened again; its workers' supervisors watch on.
+    """
     assert cluster.network is not None
     name = cluster.pick(cluster.up)
+    if not any(f"-{name}-" in worker for worker in await cluster.workers("rank-supervisor")):
+        raise NobodyHit(f"nobody on {name} watches for longer than a lease yet")
+    before = listings_again(cluster.homes[name])
     cluster.network.part([name], cluster.members)
     revisions = []
     for _ in range(3):
         await CLOCK.sleep(PAUSE_S / 3)
         revisions.append(await cluster.compact())
     cluster.network.heal()
-    return {"target": name, "compacted": revisions[-1]}
+    await cluster.until(
+        f"watch of {name} that lists again", lambda: cluster.ended or listings_again(cluster.homes[name]) > before
+    )
+    listed = listings_again(cluster.homes[name]) - before
+    if not listed:
+        raise NobodyHit(f"the job ended before a watch of {name} was opened again")
+    return {"target": name, "compacted": revisions[-1], "listed_again": listed}
+
+
+def listings_again(home: Path) -> int:
+    """How often the workers' supervisors on a node have found that a watch's history is gone, and listed again."""
+    return sum(log.read_text(errors="replace").count(LISTED_AGAIN) for log in (home / "logs").glob("*.supervisor.log"))
 
 
 def _others(cluster: ChaosCluster, names: list[str]) -> list[str]:
@@ -328,24 +355,70 @@ async def _apart(cluster: ChaosCluster, names: list[str], *, seconds: float) -> 
 
 
 async def disk_full(cluster: ChaosCluster) -> Told:
-    """The runs' disk takes nothing more when the next checkpoint is due; some seconds later there is room again."""
-    ballast = cluster.runs / "ballast"
+    """The runs' disk takes nothing more; some seconds later, and when this was told, there is room again.
+
+    Before the first step there may be nothing to write yet: then the disk is full once more when there is.
+    """
+    revision = cluster.seen.mirror.revision
+    seconds = cluster.rng.uniform(4.0, 10.0)
+    with _full(cluster.runs / "ballast"):
+        await CLOCK.sleep(seconds)
+        if cluster.seen.step:
+            await _until_told(cluster, revision, NO_ROOM)
+    if not _told_since(cluster, revision, NO_ROOM):
+        await cluster.until("first step", lambda: cluster.ended or cluster.seen.step > 0)
+        with _full(cluster.runs / "ballast"):
+            await _until_told(cluster, revision, NO_ROOM)
+    return {"target": f"full for {seconds:.1f} s", "told": _told_since(cluster, revision, NO_ROOM)}
+
+
+@contextlib.contextmanager
+def _full(ballast: Path) -> Iterator[None]:
+    """There is no room beside it."""
     with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while file.write(b"\0" * 65536):
             pass
-    seconds = cluster.rng.uniform(4.0, 10.0)
-    await CLOCK.sleep(seconds)
-    ballast.unlink()
-    return {"target": f"full for {seconds:.1f} s"}
+    try:
+        yield
+    finally:
+        ballast.unlink()
+
+
+def _told_since(cluster: ChaosCluster, revision: int, words: str) -> list[str]:
+    """The topics under which something with these words was told in the job's events after that revision."""
+    troubles = cluster.seen.mirror.troubles
+    return sorted(name for name, one in troubles.items() if one.revision > revision and words in one.record.sentence)
+
+
+async def _until_told(cluster: ChaosCluster, revision: int, words: str) -> list[str]:
+    """As `_told_since`, once there is something. Raises NobodyHit if the job ended before."""
+    await cluster.until(f"event with {words!r}", lambda: cluster.ended or _told_since(cluster, revision, words))
+    if not (topics := _told_since(cluster, revision, words)):
+        raise NobodyHit(f"the job ended before {words!r} was told")
+    return topics
 
 
 async def slow_reward(cluster: ChaosCluster) -> Told:
-    """The reward takes a hundred times as long for a while."""
+    """The reward takes a hundred times as long for a while, and until this was told; that it is over is told too.
+
+    What is usual must be known before: some steps have passed.
+    """
     slow = cluster.packages / "slow"
+    await cluster.until(f"step {USUAL_AFTER}", lambda: cluster.ended or cluster.seen.step >= USUAL_AFTER)
+    revision = cluster.seen.mirror.revision
     slow.touch()
-    await CLOCK.sleep(PAUSE_S)
-    slow.unlink()
-    return {"target": "the reward"}
+    try:
+        await CLOCK.sleep(PAUSE_S)
+        await _until_told(cluster, revision, SLOWER)
+    finally:
+        slow.unlink()
+    told = _told_since(cluster, revision, SLOWER)
+    # Else a pool that still calls it slow would not tell it at the next moment.
+    await cluster.until(
+        f"event that {QUICK_AGAIN!r}",
+        lambda: cluster.ended or set(told) <= set(_told_since(cluster, revision, QUICK_AGAIN)),
+    )
+    return {"target": "the reward", "told": told}
 
 
 async def storm(cluster: ChaosCluster) -> Told:
@@ -370,14 +443,15 @@ async def storm(cluster: ChaosCluster) -> Told:
 async def rolling_restart(cluster: ChaosCluster) -> Told:
     """Each daemon is stopped in good order and started again, one after the other."""
     for name in cluster.up:
-        daemon = cluster.daemons[name]
-        old = cluster.seen.incarnation(name)
-        daemon.signal(signal.SIGTERM)
-        await cluster.until(
-            f"{name}'s new incarnation",
-            partial(_is_anew, cluster, name, old),
-        )
+        await _restart(cluster, name)
     return {"target": "each daemon"}
+
+
+async def _restart(cluster: ChaosCluster, name: str) -> None:
+    """A daemon is stopped in good order, started again, and works on the job."""
+    old = cluster.seen.incarnation(name)
+    cluster.daemons[name].signal(signal.SIGTERM)
+    await cluster.until(f"{name}'s new incarnation", partial(_is_anew, cluster, name, old))
 
 
 def _is_anew(cluster: ChaosCluster, name: str, old: str | None) -> bool:
@@ -386,10 +460,36 @@ def _is_anew(cluster: ChaosCluster, name: str, old: str | None) -> bool:
 
 
 async def rewritten_restart(cluster: ChaosCluster) -> Told:
-    """The same, from daemons that speak the previous schema version to those of this one, their workers among them."""
+    """The same, from daemons that speak the previous schema version to those of this one, their workers among them.
+
+    What stands in the store is of the previous version while one old daemon is there, and of this one when all are new.
+    """
     for daemon in cluster.daemons.values():
         del daemon.environment[PIN]
-    return await rolling_restart(cluster)
+    first, *others = cluster.up
+    await _expect_written(cluster, NEWEST_VERSION - 1, "before any daemon is new")
+    await _restart(cluster, first)
+    for name in others:
+        await _expect_written(cluster, NEWEST_VERSION - 1, f"while {name} is old")
+        await _restart(cluster, name)
+    await _expect_written(cluster, NEWEST_VERSION, "when all daemons are new")
+    return {"target": "each daemon", "schema_versions": [NEWEST_VERSION - 1, NEWEST_VERSION]}
+
+
+async def _expect_written(cluster: ChaosCluster, version: int, when: str) -> None:
+    """The next head that is written is of this schema version, as it stands in the store."""
+    seen = cluster.seen
+    seq = seen.mirror.head.record.seq if seen.mirror.head is not None else -1
+    await cluster.until(
+        f"newer head {when}",
+        lambda: cluster.ended or (seen.mirror.head is not None and seen.mirror.head.record.seq > seq),
+    )
+    if cluster.ended:
+        raise NobodyHit(f"the job ended {when}")
+    kv = await cluster.store.get(seen.mirror.keys.head)
+    written = None if kv is None else json.loads(kv.value)["schema_version"]
+    if written != version:
+        raise ChaosFailed(f"head is written in schema version {written} {when}, expected {version}")
 
 
 async def lost_answers(cluster: ChaosCluster) -> Told:
@@ -499,7 +599,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault("cut-peers", "nodes that reach etcd and not each other", cut_peers, NAMESPACES, steps=LONG),
     Fault("cut-leader", "the leader of three etcd cut off", cut_leader, Shape(members=3, network=True), steps=LONG),
     Fault("compaction", "history compacted while a node is cut off", compacted, NAMESPACES, steps=LONG),
-    Fault("disk-full", "no room on the runs' disk at a checkpoint", disk_full, disk_mb=96),
+    Fault("disk-full", "no room on the runs' disk", disk_full, disk_mb=96),
     Fault("slow-reward", "a reward that takes a hundred times as long", slow_reward),
     Fault("storm", "nodes that come and go", storm, Shape(nodes=2, spares=2), steps=LONG),
     Fault("rolling-restart", "each daemon restarted in good order", rolling_restart, steps=LONG),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import random
 import re
 from collections.abc import AsyncIterator, Callable
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -24,6 +26,11 @@ from hypothesis import strategies as st
 from controllers.housekeeping import KEEP_LOG, PRUNE_AT
 from gcore.fault_points import At
 from gcore.ledger.guarded import TxnKind
+from gcore.reward.pace import SETTLED, Pace
+from gcore.schema import NEWEST_VERSION, PIN
+from gcore.store import watching
+from gcore.store.calls import Compacted
+from gcore.store.types import Listing
 
 ROOT = Path(__file__).parents[2]
 
@@ -280,3 +287,172 @@ async def test_two_more_steps_follow_also_a_fault_with_which_the_job_began(monke
     told = await one_fault(monkeypatch, Fault("x", "", misses(0), at_start=True), cluster)
     assert cluster.seen.step == chaos_run.STEPS_AFTER
     assert told["rollbacks"] == 0
+
+
+class Versioned(Played):
+    """Two daemons of which each is new once it was restarted; head is written in what `written` says of how many are old."""
+
+    def __init__(self, written: Callable[[int], int]) -> None:
+        super().__init__()
+        self.written = written
+        self.daemons = {
+            name: SimpleNamespace(environment={PIN: "1"}, signal=partial(self.restart, name)) for name in ("a", "b")
+        }
+        self.up = ["a", "b"]
+        self.incarnations = {"a": "a.1", "b": "b.1"}
+        self.old = 2
+        head = SimpleNamespace(record=SimpleNamespace(seq=0))
+        keys = SimpleNamespace(head="jobs/u/head")
+        self.seen.mirror = SimpleNamespace(head=head, keys=keys)
+        self.seen.incarnation = self.incarnations.get
+        self.store = self
+
+    def restart(self, name: str, number: int) -> None:
+        assert PIN not in self.daemons[name].environment
+        self.old -= 1
+        self.incarnations[name] = f"{name}.2"
+
+    async def until(self, what: str, condition: Callable[[], Any], patience_s: float = 0.0) -> Any:
+        self.seen.mirror.head.record.seq += 1
+        return await super().until(what, condition)
+
+    async def get(self, key: str) -> Any:
+        return SimpleNamespace(value=json.dumps({"schema_version": self.written(self.old)}).encode())
+
+
+async def test_a_restart_to_a_new_schema_version_looks_at_what_stands_in_the_store() -> None:
+    before, now = NEWEST_VERSION - 1, NEWEST_VERSION
+    right: Any = Versioned(lambda old: before if old else now)
+    assert (await chaos_faults.rewritten_restart(right))["schema_versions"] == [before, now]
+    for written, when in (
+        (lambda old: now, "before any daemon is new"),
+        (lambda old: before if old == 2 else now, "while b is old"),
+        (lambda old: before, "when all daemons are new"),
+    ):
+        wrong: Any = Versioned(written)
+        with pytest.raises(ChaosFailed, match=when):
+            await chaos_faults.rewritten_restart(wrong)
+
+
+class Telling(Played):
+    """A cluster whose job tells something at each look: what `told` says, given how often was looked."""
+
+    def __init__(
+        self, folder: Path, told: Callable[[int], dict[str, str]], *, last: int = 10**6, step: int = 5
+    ) -> None:
+        super().__init__(last)
+        self.looks, self.told = 0, told
+        self.seen.step = step
+        self.seen.mirror = SimpleNamespace(revision=7, troubles={"folder": trouble("of an earlier moment", 7)})
+        self.runs = self.packages = folder
+
+    async def until(self, what: str, condition: Callable[[], Any], patience_s: float = 0.0) -> Any:
+        while not (found := condition()):
+            self.looks += 1
+            self.seen.step += 1
+            for topic, sentence in self.told(self.looks).items():
+                self.seen.mirror.troubles[topic] = trouble(sentence, 7 + self.looks)
+        return found
+
+
+def trouble(sentence: str, revision: int) -> Any:
+    return SimpleNamespace(revision=revision, record=SimpleNamespace(sentence=sentence))
+
+
+FULL = "the weights of step 6 cannot be written (No space left on device): /r; it is tried again for 10 s"
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time does not pass, and no disk is filled."""
+    monkeypatch.setattr(chaos_faults, "CLOCK", Quick())
+    monkeypatch.setattr(chaos_faults, "_full", lambda ballast: contextlib.nullcontext())
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("step", [0, 5])
+async def test_a_full_disk_must_be_told(tmp_path: Path, step: int) -> None:
+    told: Any = Telling(tmp_path, lambda looks: {"folder": FULL} if looks == 3 else {}, step=step)
+    assert (await chaos_faults.disk_full(told))["told"] == ["folder"]
+    silent: Any = Telling(tmp_path, lambda looks: {"engine-a": "another trouble"}, last=30, step=step)
+    with pytest.raises(NobodyHit, match="No space left"):
+        await chaos_faults.disk_full(silent)
+
+
+@pytest.mark.usefixtures("quick")
+async def test_what_was_told_at_an_earlier_moment_does_not_count(tmp_path: Path) -> None:
+    cluster: Any = Telling(tmp_path, lambda looks: {}, last=30)
+    cluster.seen.mirror.troubles = {"folder": trouble(FULL, 7)}
+    with pytest.raises(NobodyHit):
+        await chaos_faults.disk_full(cluster)
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_slow_reward_must_be_told_and_that_it_is_over(tmp_path: Path) -> None:
+    before = Pace()
+    for _ in range(SETTLED):
+        before = before.note(0.02)
+    slow = before.note(2.0).note(2.0).note(2.0)
+    sentences = [slow.news(before, "chaos"), slow.note(0.02).news(slow, "chaos")]
+    assert all(sentences)
+
+    def told(looks: int) -> dict[str, str]:
+        return {"reward-a": sentences[looks > 3]} if looks >= 2 else {}
+
+    cluster: Any = Telling(tmp_path, told)
+    assert (await chaos_faults.slow_reward(cluster))["told"] == ["reward-a"]
+    assert cluster.looks > 3, "that it is quick again was waited for"
+    silent: Any = Telling(tmp_path, lambda looks: {}, last=30)
+    with pytest.raises(NobodyHit, match="times as long as before"):
+        await chaos_faults.slow_reward(silent)
+    assert not (tmp_path / "slow").exists(), "the next run's reward is quick"
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("listed", [True, False])
+async def test_history_that_was_compacted_must_have_been_listed_again(tmp_path: Path, listed: bool) -> None:
+    log = tmp_path / "logs" / "train-node-0-1.supervisor.log"
+    log.parent.mkdir()
+    log.write_text("of an earlier moment: it is listed again: compacted\n")
+    workers = {"train-node-0-1 supervisor": object()}
+
+    def heal() -> None:
+        if listed:
+            log.write_text(log.read_text() + "it is listed again: compacted\n")
+
+    async def compact() -> int:
+        return 9
+
+    async def supervisors(part: str) -> dict[str, object]:
+        return workers
+
+    cluster: Any = Played(last=20)
+    cluster.members, cluster.compact, cluster.workers = {}, compact, supervisors
+    cluster.pick, cluster.up, cluster.homes = min, ["node-0"], {"node-0": tmp_path}
+    cluster.network = SimpleNamespace(part=lambda *_: None, heal=heal)
+    if listed:
+        assert (await chaos_faults.compacted(cluster))["listed_again"] == 1
+    else:
+        with pytest.raises(NobodyHit, match="ended before a watch of node-0"):
+            await chaos_faults.compacted(cluster)
+    workers.clear()
+    with pytest.raises(NobodyHit, match="nobody on node-0 watches"):
+        await chaos_faults.compacted(cluster)
+
+
+async def test_a_watch_whose_history_is_gone_says_that_it_lists_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def compacted(*_: object) -> Any:
+        raise Compacted("required revision has been compacted")
+
+    async def listed(prefix: str) -> Listing:
+        return Listing((), 5)
+
+    monkeypatch.setattr(watching._Stream, "open", compacted)
+    with caplog.at_level("INFO"):
+        batches = watching.watch(SimpleNamespace(), "jobs/", listed)  # type: ignore[arg-type]
+        assert (await anext(batches)).reset
+        assert not caplog.messages
+        assert (await anext(batches)).reset
+    assert chaos_faults.LISTED_AGAIN in caplog.messages[0]
