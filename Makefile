@@ -122,9 +122,9 @@ test-gpu: setup ## What needs a CUDA device (tests/gpu); fails without one
 test-large: setup ## What is the same at a size that takes long: millions of prompts, wide models
 	@$(TEST_ENV) $(BIN)/python -m pytest -m "large" $(PYTEST_ARGS)
 
-chaos: prepare ## Whole clusters with things killed, paused, cut off: ONLY=controller,etcd MOMENTS=5 FRESH=1
+chaos: prepare ## Whole clusters with things killed, paused, cut off: ONLY=controller,etcd MOMENTS=5 FRESH=1 DIRTY=1
 	@if [ -z "$(ONLY)" ]; then $(TEST_ENV) $(BIN)/python -m pytest -m "chaos" $(PYTEST_ARGS); fi
-	@$(TEST_ENV) $(BIN)/python tests/chaos/table.py --only "$(ONLY)" --moments $(or $(MOMENTS),5) $(if $(FRESH),--fresh)
+	@$(TEST_ENV) $(BIN)/python tests/chaos/table.py --only "$(ONLY)" --moments $(or $(MOMENTS),5) $(if $(FRESH),--fresh) $(if $(DIRTY),--dirty)
 
 sim: setup ## Whole clusters and the step protocol under random faults: SEEDS=20000 from FIRST=0; benchmarks/results/sim.json
 	@$(TEST_ENV) $(BIN)/python benchmarks/sim.py --seeds $(or $(SEEDS),2000) --first $(or $(FIRST),0)

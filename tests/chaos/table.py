@@ -1,10 +1,11 @@
 """`make chaos`: the whole table of faults, each at several random moments, on real clusters on this machine.
 
-    python tests/chaos/table.py [--only controller,etcd] [--moments 5] [--together 5] [--fresh]
+    python tests/chaos/table.py [--only controller,etcd] [--moments 5] [--together 5] [--fresh] [--dirty]
 
 A line a run, a bar for all of them. Several moments of a fault share a cluster and a job, each with an audit of its own. Results
 are written to the results file when their job has ended, and a run that stands there as passed is not made again: a table that was interrupted goes on (`--fresh` forgets it). A run is named by its fault and
-its seed, from which its moment and every choice in it follow; what failed leaves its folder with the logs.
+its seed, from which its moment and every choice in it follow; what failed leaves its folder with the logs. Each result names its commit; with changes that are in none, nothing
+is run (`--dirty` runs all the same, and the results say so).
 
 Ends with 1 if a run has failed, or if controllers' shards came back too late: at the 95th percentile of the runs in which one
 was killed, not later than the lease plus 15 s.
@@ -19,6 +20,7 @@ import math
 import shutil
 import signal
 import statistics
+import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -132,11 +134,35 @@ def line(result: Result) -> str:
     return "  ".join(words)
 
 
+def changed(root: Path, but: Path) -> list[str]:
+    """The files of the repository at `root` that differ from its commit, without the results file."""
+    names = _git(root, "-c", "core.quotePath=off", "diff", "--name-only", "--no-renames", "HEAD").splitlines()
+    return [name for name in names if (root / name).resolve() != but.resolve()]
+
+
+def commit_of(root: Path, but: Path) -> str:
+    """What is run: the commit, with `-dirty` behind it if files differ from it."""
+    return _git(root, "describe", "--always", "HEAD").strip() + "-dirty" * bool(changed(root, but))
+
+
+def _git(root: Path, *words: str) -> str:
+    return subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=False).stdout
+
+
+def refused(names: Sequence[str]) -> str:
+    """Why nothing is run with these files changed."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return (
+        f"{', '.join(names[:3])}{more} differ from the commit that the results would name: commit or put them away, "
+        "or add --dirty (make chaos DIRTY=1), and the results say so"
+    )
+
+
 def written(file: Path, done: Sequence[Result]) -> None:
     """The results file, whole."""
     found = find_etcd()
     version = found.version() if isinstance(found, EtcdBinary) else ""
-    tree = circumstances("torch", "deepspeed", "grpcio") | {"etcd": version}
+    tree = circumstances("torch", "deepspeed", "grpcio") | {"etcd": version, "commit": commit_of(ROOT, file)}
     tree |= {"what": "Real clusters on one machine with a fault at a random moment; each run ends with the audit."}
     tree |= {"recovery_of_a_killed_controller": recovery(done), "faults": summary(done), "runs": list(done)}
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -157,13 +183,13 @@ def make(runs: Sequence[Run], file: Path, done: list[Result], console: Console, 
         TextColumn("{task.fields[now]}"),
         TimeElapsedColumn(),
     )
-    commit = circumstances()["commit"]
     with Progress(*columns, console=console) as bar:
         task = bar.add_task("", total=len(runs), now="")
         waiting = list(runs)
         while waiting:
             fault, seeds = next_job(waiting, together)
             bar.update(task, now=f"{fault.name} {', '.join(map(str, seeds))}")
+            commit = commit_of(ROOT, file)
             results = asyncio.run(one_job(fault, seeds, FOLDER))
             for result in results:
                 done = with_result(done, result | {"commit": commit})
@@ -183,6 +209,7 @@ def main() -> int:
     parser.add_argument("--moments", type=int, default=MOMENTS, help=f"random moments a fault (default: {MOMENTS})")
     parser.add_argument("--together", type=int, default=TOGETHER, help=f"moments in one job (default: {TOGETHER})")
     parser.add_argument("--fresh", action="store_true", help="forget what has passed before")
+    parser.add_argument("--dirty", action="store_true", help="run with changes that are in no commit; results say so")
     parser.add_argument("--results", type=Path, default=RESULTS / "chaos.json")
     told = parser.parse_args()
     # Whoever ends this (timeout, a runner of jobs) must not leave a cluster behind.
@@ -193,6 +220,8 @@ def main() -> int:
         for fault in faults:
             print(f"{fault.name:18} {fault.what}")
         return 0
+    if (differing := changed(ROOT, told.results)) and not told.dirty:
+        raise SystemExit(refused(differing))
     done = [] if told.fresh else read(told.results)
     runs = planned(faults, told.moments)
     todo = still_to_do(runs, done)

@@ -7,6 +7,8 @@ import importlib.util
 import json
 import random
 import re
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from fnmatch import fnmatch
 from functools import partial
@@ -456,3 +458,50 @@ async def test_a_watch_whose_history_is_gone_says_that_it_lists_again(
         assert not caplog.messages
         assert (await anext(batches)).reset
     assert chaos_faults.LISTED_AGAIN in caplog.messages[0]
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """With one commit, of a module and of results."""
+    (tmp_path / "results.json").write_text("{}")
+    (tmp_path / "module.py").write_text("x = 1\n")
+    who = ("-c", "user.name=a", "-c", "user.email=a@b")
+    for words in (("init", "-q"), ("add", "."), (*who, "commit", "-q", "-m", "first")):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    return tmp_path
+
+
+def test_what_the_table_writes_itself_makes_no_dirty_tree(repository: Path) -> None:
+    results = repository / "results.json"
+    clean = table.commit_of(repository, results)
+    assert re.fullmatch(r"[0-9a-f]{7,}", clean)
+    results.write_text('{"runs": []}')
+    assert table.changed(repository, results) == []
+    assert table.commit_of(repository, results) == clean
+    (repository / "module.py").write_text("x = 2\n")
+    assert table.changed(repository, results) == ["module.py"]
+    assert table.commit_of(repository, results) == f"{clean}-dirty"
+    assert table.commit_of(repository, repository / "other.json") == f"{clean}-dirty"
+
+
+@pytest.mark.parametrize("dirty", [False, True])
+def test_nothing_is_run_with_changes_in_no_commit_unless_asked_for(
+    monkeypatch: pytest.MonkeyPatch, repository: Path, dirty: bool
+) -> None:
+    (repository / "module.py").write_text("x = 2\n")
+    results = repository / "results.json"
+    results.write_text('{"runs": []}')
+    monkeypatch.setattr(table, "ROOT", repository)
+    monkeypatch.setattr(table, "make", lambda runs, file, done, *_: done)
+    monkeypatch.setattr(table.signal, "signal", lambda *_: None)
+    words = ["table.py", "--only", "etcd", "--results", str(results), *(["--dirty"] if dirty else [])]
+    monkeypatch.setattr(sys, "argv", words)
+    if dirty:
+        assert table.main() == 0
+    else:
+        with pytest.raises(SystemExit, match=r"^module\.py differ.* add --dirty"):
+            table.main()
+
+
+def test_of_many_changed_files_some_are_named() -> None:
+    assert table.refused(["a", "b", "c", "d", "e"]).startswith("a, b, c and 2 more differ")
