@@ -25,7 +25,7 @@ from gcore.ledger.job import Plan
 from gcore.ledger.records import Checkpoint, LogEntry
 from gcore.ledger.tally import NOTHING
 from gcore.types import Version
-from gcore.weights.layout import CheckpointDamaged, manifest_digest, verify_checkpoint
+from gcore.weights.layout import CheckpointDamaged, highest_lineage, manifest_digest, verify_checkpoint
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +48,10 @@ async def roll_back(action: Rollback, view: JobView, hands: Hands) -> Applied:
         # Nodes that are away may come back: a job that fitted once does not fail for want of them.
         return Applied(TxnOutcome.STALE, f"rollback: {error}")
     reason = action.reason
+    seen = max(lineages_seen(view), await asyncio.to_thread(highest_lineage, hands.run_dir))
     state = state_at_hand(view, frozenset(rank.node for rank in plan.ranks))
     if state is not None:
-        advance = chain.re_formed(head, state, world, writer(view), reason)
+        advance = chain.re_formed(head, state, world, writer(view), reason, seen=seen)
         txn = _transaction(action, view, advance, plan)
         report = await hands.ledger.run(txn)
         sentence = (
@@ -86,13 +87,21 @@ async def roll_back(action: Rollback, view: JobView, hands: Hands) -> Applied:
         await _tell(skipped, target, view, hands)
         tally, parent = entry.tally or NOTHING, digest_of(entry)
         advance = chain.rolled_back(
-            head, target, cursors, world, writer(view), reason, tally=tally, parent_digest=parent
+            head, target, cursors, world, writer(view), reason, tally=tally, parent_digest=parent, seen=seen
         )
         txn = _transaction(action, view, advance, plan)
         report = await hands.ledger.run(txn)
         sentence = f"rollback from step {head.step} to {target.step}, lineage {advance.head.lineage}: {reason}"
         return Applied(report.outcome, sentence, report.revision)
     raise GcoreError("no whole checkpoint is left on the chain, not even the first model", where=str(hands.run_dir))
+
+
+def lineages_seen(view: JobView) -> int:
+    """The highest lineage of which engines, ranks and nodes tell. Higher than head's only where the store was put back."""
+    versions = [engine.version for engine in view.engines.values() if engine.version is not None]
+    tokens = [token for rank in view.ranks.values() for token in (rank.holding, rank.applied) if token is not None]
+    held = [one for stored in view.mirror.folders.values() for one in stored.record.checkpoints]
+    return max((one.lineage for one in (*versions, *tokens, *held)), default=0)
 
 
 def _transaction(action: Rollback, view: JobView, advance: chain.Advance, plan: Plan) -> Transaction:

@@ -14,9 +14,10 @@ from gcore.types import Version
 def is_ancestor(head: Head, version: Version) -> bool:
     """Whether the weights `version` are a state that head's chain went through.
 
-    They are, if no later lineage began below them: for every lineage after the version's, `step <= base_step`.
+    They are, if their lineage is one of head's, and no later one began below them: for every lineage after the version's,
+    `step <= base_step`. A lineage that is not among head's was begun by a store that was put back to an older state since.
     """
-    if version.lineage > head.lineage or version.step > head.step:
+    if version.step > head.step or all(one.number != version.lineage for one in head.lineages):
         return False
     return all(version.step <= later.base_step for later in head.lineages if later.number > version.lineage)
 

@@ -38,7 +38,8 @@ def check_chain(head: Head, log: Mapping[int, LogEntry], found: Found) -> ChainF
             _tell_missing(gap, seq - 1, found)
             gap = None
         if entry.kind == "rollback":
-            lineage, world = lineage + 1, entry.world
+            # Greater by more than one where a store was put back: no number of what was lost with it is given out again.
+            lineage, world = max(lineage + 1, entry.lineage), entry.world
             begun.append(Lineage(number=entry.lineage, base_step=entry.step))
         _check_place(seq, entry, lineage, world, found)
         _check_parent(entry, before, log, found)

@@ -192,20 +192,23 @@ def rolled_back(
     *,
     tally: Tally,
     parent_digest: str = "",
+    seen: int = 0,
 ) -> Advance:
     """Head at the target's step, in a new lineage and a new world.
 
-    `cursors`, `tally`: those of the target's entry; `parent_digest`: its own.
+    `cursors`, `tally`: those of the target's entry; `parent_digest`: its own. `seen`: the highest lineage of which there is
+    anything anywhere, which is head's unless the store was put back: no number is given out twice.
     """
+    lineage = max(head.lineage, seen) + 1
     after = head.model_copy(
         update={
             "seq": head.seq + 1,
             "parent": target.seq,
-            "lineage": head.lineage + 1,
+            "lineage": lineage,
             "step": target.step,
             "cursors": cursors,
             "tally": tally,
-            "lineages": (*head.lineages, Lineage(number=head.lineage + 1, base_step=target.step)),
+            "lineages": (*head.lineages, Lineage(number=lineage, base_step=target.step)),
             "world": world,
             "nonce": writer.nonce,
         }
@@ -213,15 +216,16 @@ def rolled_back(
     return _advance(after, "rollback", writer, parent_digest=parent_digest, cursors=cursors, tally=tally, reason=reason)
 
 
-def re_formed(head: Head, state: WorldState, world: str, writer: Writer, reason: str) -> Advance:
+def re_formed(head: Head, state: WorldState, world: str, writer: Writer, reason: str, *, seen: int = 0) -> Advance:
     """Head at its own step, with its own cursors and tally, in a new lineage and a new world, which starts from copies of
-    `state`: of head's own (`gcore.ledger.world_state`). Nothing that was committed is undone."""
+    `state`: of head's own (`gcore.ledger.world_state`). Nothing that was committed is undone. `seen`: as `rolled_back`."""
+    lineage = max(head.lineage, seen) + 1
     after = head.model_copy(
         update={
             "seq": head.seq + 1,
             "parent": head.seq,
-            "lineage": head.lineage + 1,
-            "lineages": (*head.lineages, Lineage(number=head.lineage + 1, base_step=head.step)),
+            "lineage": lineage,
+            "lineages": (*head.lineages, Lineage(number=lineage, base_step=head.step)),
             "world": world,
             "nonce": writer.nonce,
         }

@@ -95,6 +95,13 @@ def checkpoint_folder(run_dir: Path, version: Version) -> Path:
     return run_dir / CHECKPOINTS / f"{version.lineage}-{version.step}"
 
 
+def highest_lineage(run_dir: Path) -> int:
+    """Of the weights and checkpoints that lie in a run's folder, half-written ones among them; 0 if none does."""
+    names = (path.name for parent in ("weights", CHECKPOINTS) for path in (run_dir / parent).glob("*-*"))
+    numbers = (name.lstrip(".").partition("-")[0] for name in names)
+    return max((int(number) for number in numbers if number.isdigit()), default=0)
+
+
 def sweep_unfinished(run_dir: Path, lineage: int) -> None:
     """Remove what worlds before that of `lineage`, and what died in it, left half-written in a run's folder.
 

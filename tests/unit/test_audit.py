@@ -47,8 +47,8 @@ def step(run: Run, nonce: str) -> Run:
     return Run(advance.head, {**run.log, advance.head.seq: advance.entry}, run.receipts + receipts)
 
 
-def good_run() -> Run:
-    """Three steps, a rollback to the second, two more."""
+def good_run(seen: int = 0) -> Run:
+    """Three steps, a rollback to the second, two more. `seen`: the highest lineage of which there was anything."""
     base = chain.base(4, "w0", Writer("n0.a", "n0"))
     run = Run(base.head, {0: base.entry}, ())
     for nonce in ("n1", "n2", "n3"):
@@ -57,7 +57,9 @@ def good_run() -> Run:
     cursors, tally = run.log[2].cursors, run.log[2].tally
     assert cursors is not None
     assert tally is not None
-    back = chain.rolled_back(run.head, target, cursors, "w1", Writer("n1.b", "n4"), "a rank died", tally=tally)
+    back = chain.rolled_back(
+        run.head, target, cursors, "w1", Writer("n1.b", "n4"), "a rank died", tally=tally, seen=seen
+    )
     run = replace(run, head=back.head, log={**run.log, back.head.seq: back.entry})
     for nonce in ("n5", "n6"):
         run = step(run, nonce)
@@ -73,6 +75,15 @@ def test_a_good_run_with_a_rollback_is_clean_and_counted() -> None:
     assert found.clean
     assert (found.steps, found.trained, found.filtered, found.lineages) == (4, 16, 4, 1)
     assert found.groups_by_holder == {"n0.a": 16}
+
+
+def test_a_run_whose_store_was_put_back_and_skips_the_lineages_that_were_lost_is_clean() -> None:
+    run = good_run(seen=4)
+    assert run.head.lineage == 5
+    assert audit(RULES, run.head, run.log, run.receipts).clean
+    again = run.log[4].model_copy(update={"lineage": 0})
+    found = audit(RULES, run.head, {**run.log, 4: again}, run.receipts)
+    assert any("is of lineage 0, expected 1" in one for one in found.violations)
 
 
 def entry(run: Run, seq: int, **changes: object) -> Run:

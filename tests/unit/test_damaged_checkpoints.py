@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,15 +15,16 @@ from controllers.actions import Rollback
 from controllers.apply import apply
 from controllers.service.events import EventLog
 from controllers.storage import FOLDER, away
-from controllers.view import JobView
+from controllers.view import EngineView, JobView
 from gcore.atomic import whole_folder
 from gcore.config import parse_spec
 from gcore.ledger import chain
+from gcore.ledger.ancestry import is_ancestor
 from gcore.ledger.chain import Writer
 from gcore.ledger.guarded import Stored, Transaction, TxnKind, TxnOutcome, TxnReport
 from gcore.ledger.job import EnginePlace, NodeRecord, Plan, RankPlace
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records import Checkpoint, Checkpoints, Head, LogEntry
+from gcore.ledger.records import Checkpoint, Checkpoints, Head, Lineage, LogEntry
 from gcore.ledger.stream import StreamRules
 from gcore.prompts.cursor import shard_lengths
 from gcore.store.keys import JobKeys
@@ -153,6 +155,20 @@ async def roll_back(run_dir: Path, seen: JobView) -> tuple[Head, Recorded]:
     done = await apply(Rollback("rank 0 is gone"), seen, hands)
     assert done.outcome is TxnOutcome.WON
     return Head.decode(ledger.written(TxnKind.ROLLBACK, KEYS.head)), ledger
+
+
+async def test_no_lineage_that_anything_is_left_of_is_begun_again(tmp_path: Path) -> None:
+    """A store that was put back has not heard of the lineages since; what lies there would pass for the new one's."""
+    newest = make_checkpoint(tmp_path, 6)
+    engine = EngineView("e", "h:1", Version(2, 9))
+    head, _ = await roll_back(tmp_path, replace(view(newest), engines={"e": engine}))
+    assert head.lineages[1:] == (Lineage(number=3, base_step=6),)
+    for lying in ("weights/4-9", "checkpoints/.5-8.w.tmp"):
+        (tmp_path / lying).mkdir(parents=True)
+    head, _ = await roll_back(tmp_path, replace(view(newest), engines={"e": engine}))
+    assert head.lineage == 6
+    assert not is_ancestor(head, Version(5, 6)), "none of its own, though not beyond where the new one begins"
+    assert is_ancestor(head, Version(6, 6))
 
 
 def told(ledger: Recorded) -> tuple[str, str]:
