@@ -98,10 +98,10 @@ async def roll_back(action: Rollback, view: JobView, hands: Hands) -> Applied:
 
 def lineages_seen(view: JobView) -> int:
     """The highest lineage of which engines, ranks and nodes tell. Higher than head's only where the store was put back."""
-    versions = [engine.version for engine in view.engines.values() if engine.version is not None]
-    tokens = [token for rank in view.ranks.values() for token in (rank.holding, rank.applied) if token is not None]
-    held = [one for stored in view.mirror.folders.values() for one in stored.record.checkpoints]
-    return max((one.lineage for one in (*versions, *tokens, *held)), default=0)
+    served = [engine.version.lineage for engine in view.engines.values() if engine.version is not None]
+    fed = [token.lineage for rank in view.ranks.values() for token in (rank.holding, rank.applied) if token is not None]
+    held = [one.lineage for stored in view.mirror.folders.values() for one in stored.record.checkpoints]
+    return max((*served, *fed, *held), default=0)
 
 
 def _transaction(action: Rollback, view: JobView, advance: chain.Advance, plan: Plan) -> Transaction:
