@@ -54,11 +54,10 @@ from gcore.emulated.launch import remark
 from gcore.errors import EngineError
 from gcore.fault_points import At, point
 from gcore.ledger import chain, transactions
-from gcore.ledger.guarded import Transaction, TxnKind, TxnOutcome
+from gcore.ledger.guarded import Transaction, TxnOutcome
 from gcore.ledger.job import JobPhase, JobStatus
 from gcore.ledger.records import Member
 from gcore.ledger.world_state import HeldState, NodeCopies, WorldState
-from gcore.store.types import Compare, Put
 from gcore.weights.copies import lying
 from gcore.weights.layout import weights_folder
 
@@ -108,14 +107,9 @@ def _transaction(action: Action, view: JobView, hands: Hands) -> Transaction:
             return transactions.start(keys, mirror.status, advance, plan, running)
         case Join():
             member = Member(incarnation=view.me, node=view.node, address=hands.address)
-            key = keys.member(view.me)
-            return Transaction(TxnKind.JOIN, (Compare(key, 0),), (Put(key, member.encode(), lease=hands.lease),))
+            return transactions.join(keys, member, hands.lease)
         case Leave():
-            mine, key = mirror.members[view.me], keys.member(view.me)
-            leaving = mine.record.model_copy(update={"leaving": True})
-            return Transaction(
-                TxnKind.LEAVE, (Compare(key, mine.revision),), (Put(key, leaving.encode(), lease=hands.lease),)
-            )
+            return transactions.leave(keys, mirror.members[view.me], hands.lease)
         case Assign():
             return transactions.assign(keys, mirror.assign, action.assignment)
         case PutOffer():

@@ -24,6 +24,7 @@ from gcore.ledger.records import (
     EpochRecord,
     Head,
     LogEntry,
+    Member,
     Offer,
     Seal,
     SealState,
@@ -73,6 +74,19 @@ def offer(keys: JobKeys, old: Stored[Offer] | None, new: Offer, lease: int) -> T
     return Transaction(
         TxnKind.OFFER, (Compare(key, old.revision if old else 0),), (Put(key, new.encode(), lease=lease),)
     )
+
+
+def join(keys: JobKeys, member: Member, lease: int) -> Transaction:
+    """Work on the job from now on, under the own lease. An incarnation joins once."""
+    key = keys.member(member.incarnation)
+    return Transaction(TxnKind.JOIN, (Compare(key, 0),), (Put(key, member.encode(), lease=lease),))
+
+
+def leave(keys: JobKeys, old: Stored[Member], lease: int) -> Transaction:
+    """Say that it is about to end. Compares only itself: who is no member any more does not become one by it."""
+    key = keys.member(old.record.incarnation)
+    leaving = old.record.model_copy(update={"leaving": True})
+    return Transaction(TxnKind.LEAVE, (Compare(key, old.revision),), (Put(key, leaving.encode(), lease=lease),))
 
 
 def withdraw(keys: JobKeys, incarnation: str, node: str) -> Transaction:

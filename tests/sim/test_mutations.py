@@ -6,14 +6,11 @@ import ast
 import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from mutants import ROOT, bare, caught, whole
 from mutations import COMPARED, MUTATIONS, Broken, Mutation
-
-from gcore.ledger import transactions
 
 BARE = ("reseal without seal",)
 """Noticed by the first seeds of the bare protocol."""
@@ -39,19 +36,31 @@ def test_a_rule_that_is_taken_out_is_noticed_by_whole_clusters(name: str) -> Non
         assert any(whole(seed) for seed in range(6))
 
 
+def production() -> Iterator[tuple[str, ast.Module]]:
+    """Each module's name and tree."""
+    for path in (path for folder in ("gcore", "controllers", "placement") for path in (ROOT / folder).rglob("*.py")):
+        yield ".".join(path.relative_to(ROOT).with_suffix("").parts), ast.parse(path.read_text())
+
+
 def test_every_transaction_on_a_jobs_records_has_a_mutation_for_each_compare() -> None:
-    """A new transaction must be put into the table."""
-    tree = ast.parse(Path(transactions.__file__).read_text())
+    """A new one must be put into the table; that each compares what the table says is shown among the rules."""
     made = {
         node.name
+        for module, tree in production()
+        if module.startswith("gcore.ledger.")
         for node in tree.body
-        if isinstance(node, ast.FunctionDef)
-        and isinstance(node.returns, ast.Name)
-        and node.returns.id == "Transaction"
-        and node.args.args[0].arg == "keys"
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
+        if isinstance(node.returns, ast.Name) and node.returns.id == "Transaction"
     }
-    assert made - {"create"} <= COMPARED.keys(), "give the new transactions' compares to tests/support/mutations.py"
-    assert COMPARED.keys() <= made
+    assert made == COMPARED.keys(), "give the new transactions' compares to tests/support/mutations.py"
+
+
+def test_no_transaction_on_a_jobs_records_is_made_outside_the_ledger() -> None:
+    """There nobody would look for what it compares."""
+    for module, tree in production():
+        calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        builds = any(isinstance(func, ast.Name) and func.id == "Transaction" for func in calls)
+        assert not builds or module.startswith("gcore.ledger."), module
 
 
 CALLED_BY_NOBODY = {
@@ -64,9 +73,7 @@ CALLED_BY_NOBODY = {
 def called_in_production() -> set[str]:
     """ "module:name" of what a module of production uses, of another's or its own; "Class.name" and ".name" of attributes."""
     called: set[str] = set()
-    for path in (path for folder in ("gcore", "controllers", "placement") for path in (ROOT / folder).rglob("*.py")):
-        tree = ast.parse(path.read_text())
-        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for module, tree in production():
         imported = {
             alias.asname or alias.name: (node.module, alias.name)
             for node in ast.walk(tree)

@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from gcore.store.keys import ROOT as STORE
+
 RULES, DECIDE = "tests/unit/test_protocol_rules.py", "tests/unit/test_decide.py"
 HINTS, ENDS = "tests/unit/test_hints_compare.py", "tests/unit/test_beginnings_and_ends_compare.py"
 OTHERS = {"warn": HINTS, "take_stock": HINTS, "say_folder": HINTS, "start": ENDS, "delete_rest": ENDS}
@@ -115,13 +117,19 @@ def _watched(mutated: Any, faults: list[str]) -> Any:
     return called
 
 
+def kind_of(keys: Any, key: str) -> str:
+    """What a key of the store is called in `COMPARED`: without the job's prefix, and without what it is of."""
+    name, slash, _ = key.removeprefix(keys.prefix).removeprefix(STORE).partition("/")
+    return name + slash
+
+
 def without(key: str) -> Callable[[Any], Any]:
-    """A transaction that does not compare the keys whose name (behind the job's prefix) begins with `key`."""
+    """A transaction that does not compare the keys of the kind `key`."""
 
     def change(make: Any) -> Any:
         def made(keys: Any, *args: Any, **more: Any) -> Any:
             txn = make(keys, *args, **more)
-            kept = tuple(c for c in txn.compares if not c.key.removeprefix(keys.prefix).startswith(key))
+            kept = tuple(c for c in txn.compares if kind_of(keys, c.key) != key)
             return replace(txn, compares=kept)
 
         return made
@@ -130,6 +138,9 @@ def without(key: str) -> Callable[[Any], Any]:
 
 
 COMPARED = {
+    "create": ("names/", "job", "requests/"),
+    "join": ("member/",),
+    "leave": ("member/",),
     "assign": ("assign",),
     "offer": ("offer/",),
     "withdraw": (),
@@ -151,8 +162,25 @@ COMPARED = {
     "set_status": ("state", "head", "seal/"),
     "replan": ("plan",),
     "begin_epoch": ("head", "ckpts", "epoch/"),
+    "sweep": ("head", "ckpts"),
+    "forget_evaluations": ("head", "ckpts"),
+    "record_part": ("evalpart/", "eval/"),
+    "record_evaluation": ("eval/", "head"),
+    "give": ("part/",),
+    "agree": ("agreed/",),
 }
-"""Every transaction on a job's records, and what it compares."""
+"""Every transaction on a job's records, and what it compares: keys of the job, and of the store."""
+
+LEDGER = ("gcore.ledger.transactions",)
+ELSEWHERE = {
+    "sweep": ("gcore.ledger.sweeping",),
+    "forget_evaluations": ("gcore.ledger.sweeping",),
+    "record_part": ("gcore.ledger.evaluation",),
+    "record_evaluation": ("gcore.ledger.evaluation",),
+    "give": ("gcore.ledger.collectives", "controllers.collectives"),
+    "agree": ("gcore.ledger.collectives", "controllers.collectives"),
+}
+"""The modules that know a transaction by its name, of those that are not among `gcore.ledger.transactions`."""
 
 
 def _always(value: Any) -> Callable[[Any], Any]:
@@ -378,7 +406,7 @@ def _mutations() -> list[Mutation]:
         Mutation(
             f"{txn} without {key.rstrip('/')}",
             f"transactions: {txn} compares {key.rstrip('/')}",
-            ((f"{ledger}:{txn}", without(key)),),
+            tuple((f"{module}:{txn}", without(key)) for module in ELSEWHERE.get(txn, LEDGER)),
             caught_by=OTHERS.get(txn, RULES),
         )
         for txn, compared in COMPARED.items()

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from mutations import COMPARED, kind_of
 from stored_job import RULES, StoredJob
 
 from controllers.actions import Publish, PutOffer
@@ -20,11 +21,12 @@ from controllers.decide import offering, publishing
 from controllers.holdings import REASON_BYTES, Holdings, as_reason
 from controllers.view import EngineView, JobView
 from gcore.config import parse_spec
-from gcore.ledger import chain, sweeping, transactions
+from gcore.ledger import chain, collectives, sweeping, transactions
 from gcore.ledger.ancestry import is_acceptable, is_ancestor, resumable
-from gcore.ledger.evaluation import record_part
+from gcore.ledger.evaluation import record_evaluation, record_part
 from gcore.ledger.guarded import Stored, Transaction, TxnOutcome
-from gcore.ledger.job import EvalPart, JobPhase, JobStatus
+from gcore.ledger.job import EvalPart, Evaluation, JobPhase, JobRecord, JobStatus, Trouble
+from gcore.ledger.node_folder import NodeFolder
 from gcore.ledger.records import (
     Assignment,
     Checkpoint,
@@ -33,6 +35,7 @@ from gcore.ledger.records import (
     Head,
     Lineage,
     LogEntry,
+    Member,
     Offer,
     Seal,
     SealedGroup,
@@ -51,9 +54,11 @@ from gcore.ledger.stream import (
     sealed_refs,
 )
 from gcore.ledger.transactions import OpenSlots
+from gcore.ledger.world_state import NodeCopies
 from gcore.prompts.cursor import Cursors, ShardCursor, shard_lengths
+from gcore.store.keys import ROOT as STORE
 from gcore.store.limits import check_transaction
-from gcore.store.types import Put
+from gcore.store.types import Delete, Put
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
 from gcore.types import Group, PromptRef, Sample, Version, VersionSpan
 
@@ -92,6 +97,22 @@ async def emptied(job: StoredJob) -> None:
 
 async def readied(job: StoredJob) -> None:
     await job.won(transactions.ready(job.keys, job.slots, 2))
+
+
+async def joined(job: StoredJob) -> None:
+    await job.won(joining(job))
+
+
+async def marked(job: StoredJob) -> None:
+    await job.won(deleting(job))
+
+
+async def without_record(job: StoredJob) -> None:
+    await job.store.transact((), (Delete(job.keys.job),))
+
+
+async def without_head(job: StoredJob) -> None:
+    await job.store.transact((), (Delete(job.keys.head),))
 
 
 async def nothing(job: StoredJob) -> None:
@@ -169,37 +190,105 @@ def ending(job: StoredJob) -> Transaction:
     return transactions.set_status(job.keys, job.mirror.status, failed, job.slots)
 
 
+def creating(job: StoredJob) -> Transaction:
+    """Under another name."""
+    record = JobRecord(uid="u", name="new", spec={}, run_dir="/r", created=0.0, prompts=40, request_id="r")
+    return transactions.create(job.keys, record, JobStatus(phase=JobPhase.PENDING), 0)
+
+
+def starting(job: StoredJob) -> Transaction:
+    assert job.mirror.status is not None
+    advance = chain.base(2, "w", job.writer())
+    return transactions.start(job.keys, job.mirror.status, advance, job.plan("w", 1), JobStatus(phase=JobPhase.RUNNING))
+
+
+def joining(job: StoredJob) -> Transaction:
+    return transactions.join(job.keys, Member(incarnation="a", node="n0", address="h:1"), 0)
+
+
+def leaving(job: StoredJob) -> Transaction:
+    return transactions.leave(job.keys, job.mirror.members["a"], 0)
+
+
+def withdrawing(job: StoredJob) -> Transaction:
+    return transactions.withdraw(job.keys, "a", "n0")
+
+
+def warning(job: StoredJob) -> Transaction:
+    return transactions.warn(job.keys, None, Trouble(topic="disk", node="n0", sentence="full"))
+
+
+def taking_stock(job: StoredJob) -> Transaction:
+    return transactions.take_stock(job.keys, None, NodeCopies(node="n0", by="a", seq=0), 0)
+
+
+def saying_folder(job: StoredJob) -> Transaction:
+    return transactions.say_folder(job.keys, None, NodeFolder(node="n0", by="a"), 0)
+
+
+def clearing(job: StoredJob) -> Transaction:
+    assert job.mirror.head is not None
+    return transactions.delete_rest(job.keys, job.mirror.head)
+
+
+def evaluated(job: StoredJob) -> Transaction:
+    assert job.mirror.head is not None
+    return record_evaluation(job.keys, job.mirror.head, Evaluation(version=Version(0, 1), accuracy=0.5, count=2))
+
+
+def giving(job: StoredJob) -> Transaction:
+    return collectives.give(job.keys, None, collectives.Part(incarnation="a", at=Version(0, 1)), 0)
+
+
+def agreeing(job: StoredJob) -> Transaction:
+    return collectives.agree(job.keys, collectives.Agreed(version=Version(0, 1), name="x", values={}), ())
+
+
 def step_two(transaction: Callable[..., Transaction]) -> Callable[[StoredJob], Transaction]:
     return lambda job: transaction(job.keys, job.slots, 2, *(["a"] if transaction is transactions.reseal else []))
 
 
 Prepare = Callable[[StoredJob], object]
 TABLE = [
-    pytest.param(nothing, assigning, {"assign"}, id="assign"),
-    pytest.param(nothing, lambda job: job.offering(0), {"offer/a"}, id="offer"),
-    pytest.param(emptied, lambda job: job.sealing(), {"head", "seal/2"}, id="seal of an OPEN slot"),
-    pytest.param(nothing, step_two(transactions.reseal), {"head", "seal/2"}, id="reseal"),
-    pytest.param(nothing, step_two(transactions.ready), {"head", "seal/2"}, id="ready"),
-    pytest.param(readied, lambda job: job.committing(), {"head", "seal/2"}, id="commit"),
-    pytest.param(nothing, lambda job: job.accounting(), {"head", "seal/2"}, id="account"),
-    pytest.param(nothing, registering, {"head", "ckpts", "log/1"}, id="register checkpoint"),
-    pytest.param(nothing, lambda job: job.rolling_back(), {"head", "ckpts", "plan"}, id="rollback"),
+    pytest.param("create", without_record, creating, {"names/new", "job", "requests/r"}, id="create"),
+    pytest.param("start", without_head, starting, {"state", "head"}, id="start"),
+    pytest.param("join", nothing, joining, {"member/a"}, id="join"),
+    pytest.param("leave", joined, leaving, {"member/a"}, id="leave"),
+    pytest.param("withdraw", joined, withdrawing, set(), id="withdraw"),
+    pytest.param("assign", nothing, assigning, {"assign"}, id="assign"),
+    pytest.param("offer", nothing, lambda job: job.offering(0), {"offer/a"}, id="offer"),
+    pytest.param("seal", emptied, lambda job: job.sealing(), {"head", "seal/2"}, id="seal of an OPEN slot"),
+    pytest.param("reseal", nothing, step_two(transactions.reseal), {"head", "seal/2"}, id="reseal"),
+    pytest.param("ready", nothing, step_two(transactions.ready), {"head", "seal/2"}, id="ready"),
+    pytest.param("commit", readied, lambda job: job.committing(), {"head", "seal/2"}, id="commit"),
+    pytest.param("account", nothing, lambda job: job.accounting(), {"head", "seal/2"}, id="account"),
+    pytest.param("register", nothing, registering, {"head", "ckpts", "log/1"}, id="register checkpoint"),
+    pytest.param("rollback", nothing, lambda job: job.rolling_back(), {"head", "ckpts", "plan"}, id="rollback"),
     pytest.param(
+        "rollback",
         nothing,
         lambda job: job.rolling_back(slots_as_seen=True),
         {"head", "ckpts", "plan", "seal/2"},
         id="rollback of a world that is well",
     ),
-    pytest.param(nothing, retaining, {"head", "ckpts"}, id="retain"),
-    pytest.param(nothing, pruning, {"head", "ckpts"}, id="prune"),
-    pytest.param(nothing, sweeping_out, {"head", "ckpts"}, id="sweep"),
-    pytest.param(nothing, forgetting, {"head", "ckpts"}, id="forget evaluations"),
-    pytest.param(nothing, answering, {"eval/0.1", "evalpart/0.1/000000"}, id="part of an evaluation"),
-    pytest.param(nothing, deleting, {"head"}, id="delete job"),
-    pytest.param(nothing, replanning, {"plan"}, id="replan"),
-    pytest.param(nothing, beginning, {"head", "ckpts", "epoch/1"}, id="begin epoch"),
-    pytest.param(nothing, ending, {"state", "head", "seal/2"}, id="end at head"),
+    pytest.param("retain", nothing, retaining, {"head", "ckpts"}, id="retain"),
+    pytest.param("prune", nothing, pruning, {"head", "ckpts"}, id="prune"),
+    pytest.param("sweep", nothing, sweeping_out, {"head", "ckpts"}, id="sweep"),
+    pytest.param("forget_evaluations", nothing, forgetting, {"head", "ckpts"}, id="forget evaluations"),
+    pytest.param("record_part", nothing, answering, {"eval/0.1", "evalpart/0.1/000000"}, id="part of an evaluation"),
+    pytest.param("record_evaluation", nothing, evaluated, {"eval/0.1", "head"}, id="evaluation"),
+    pytest.param("give", nothing, giving, {"part/a"}, id="give"),
+    pytest.param("agree", nothing, agreeing, {"agreed/0.1/x"}, id="agree"),
+    pytest.param("warn", nothing, warning, {"trouble/disk"}, id="warn"),
+    pytest.param("take_stock", nothing, taking_stock, {"copies/n0"}, id="take stock"),
+    pytest.param("say_folder", nothing, saying_folder, {"folder/n0"}, id="say folder"),
+    pytest.param("delete_job", nothing, deleting, {"head"}, id="delete job"),
+    pytest.param("delete_rest", marked, clearing, {"head"}, id="delete the rest"),
+    pytest.param("replan", nothing, replanning, {"plan"}, id="replan"),
+    pytest.param("begin_epoch", nothing, beginning, {"head", "ckpts", "epoch/1"}, id="begin epoch"),
+    pytest.param("set_status", nothing, ending, {"state", "head", "seal/2"}, id="end at head"),
 ]
+"""The function that makes the transaction, how the job comes to where it is made, a maker, and what is compared."""
 
 
 def key_of(job: StoredJob, name: str) -> str:
@@ -211,14 +300,17 @@ def key_of(job: StoredJob, name: str) -> str:
             return job.keys.log(int(rest))
         case "epoch":
             return job.keys.epoch(int(rest))
+        case "names" | "requests":
+            return f"{STORE}{name}"
     return f"{job.keys.prefix}{name}"
 
 
-@pytest.mark.parametrize(("prepare", "make", "names"), TABLE)
+@pytest.mark.parametrize(("maker", "prepare", "make", "names"), TABLE)
 async def test_a_transaction_compares_what_the_protocol_says_and_each_compare_decides(
-    job: StoredJob, prepare: Prepare, make: Callable[[StoredJob], Transaction], names: set[str]
+    job: StoredJob, maker: str, prepare: Prepare, make: Callable[[StoredJob], Transaction], names: set[str]
 ) -> None:
     await prepare(job)  # type: ignore[misc]
+    await job.look()
     txn = make(job)
     assert {compare.key for compare in txn.compares} == {key_of(job, name) for name in names}
     for name in sorted(names):
@@ -226,17 +318,28 @@ async def test_a_transaction_compares_what_the_protocol_says_and_each_compare_de
         key = key_of(job, name)
         there = await job.store.get(key)
         await job.store.transact((), (Put(key, there.value if there is not None else b"{}"),))
-        before = (await job.store.list(job.keys.prefix)).kvs
+        before = (await job.store.list(STORE)).kvs
         assert (await job.run(txn)).outcome is TxnOutcome.STALE, name
-        assert (await job.store.list(job.keys.prefix)).kvs == before
+        assert (await job.store.list(STORE)).kvs == before
         if there is None:
-            return  # it cannot be made absent again at the same revision
+            await job.store.transact(
+                (), (Delete(key),)
+            )  # what is absent is compared as that, however often it was there
+            continue
         others = {compare.key: compare for compare in txn.compares}
         written = await job.store.get(key)
         assert written is not None
         others[key] = replace(others[key], mod_revision=written.mod_revision)
         txn = replace(txn, compares=tuple(others.values()))
     assert (await job.run(txn)).outcome is TxnOutcome.WON
+
+
+async def test_each_compare_that_is_tried_has_a_mutation_and_each_that_is_mutated_is_tried(job: StoredJob) -> None:
+    tried: dict[str, set[str]] = {}
+    for maker, _, _, names in (row.values for row in TABLE):
+        assert isinstance(names, set)
+        tried.setdefault(str(maker), set()).update(kind_of(job.keys, key_of(job, name)) for name in names)
+    assert tried == {maker: set(kinds) for maker, kinds in COMPARED.items()}, "see tests/support/mutations.py"
 
 
 async def test_a_seal_of_an_absent_slot_compares_that_it_is_absent(job: StoredJob) -> None:
