@@ -24,7 +24,6 @@ from gcore.ledger.guarded import Stored, Transaction, TxnOutcome
 from gcore.ledger.job import Plan
 from gcore.ledger.records import Checkpoint, LogEntry
 from gcore.ledger.tally import NOTHING
-from gcore.types import Version
 from gcore.weights.layout import CheckpointDamaged, highest_lineage, manifest_digest, verify_checkpoint
 
 log = logging.getLogger(__name__)
@@ -66,7 +65,7 @@ async def roll_back(action: Rollback, view: JobView, hands: Hands) -> Applied:
         entry = await _entry_of(target, view, hands)
         cursors = entry.cursors if entry is not None else None
         if hands.own is not None and target.file:
-            brought = await bring(_saved(target), view, hands, hands.own, read_all=True)
+            brought = await bring(SavedCheckpoint.of(target), view, hands, hands.own, read_all=True)
             problem = brought.problem
             if problem and not brought.is_final:
                 return Applied(TxnOutcome.UNKNOWN, f"rollback: checkpoint {target.file}: {problem}")
@@ -131,10 +130,6 @@ def damage(run_dir: Path, checkpoint: Checkpoint) -> str:
     except CheckpointDamaged as error:
         return str(error)
     return ""
-
-
-def _saved(checkpoint: Checkpoint) -> SavedCheckpoint:
-    return SavedCheckpoint(Version(checkpoint.lineage, checkpoint.step), checkpoint.file, checkpoint.digest)
 
 
 async def _tell(skipped: list[str], target: Checkpoint, view: JobView, hands: Hands) -> None:

@@ -149,8 +149,7 @@ def bringing(view: JobView) -> Iterator[Intent]:
     if plan.world == head.world and any(view.mirror.claim(head.world, place.rank) is None for place in mine):
         checkpoint = start_checkpoint(view)
         if checkpoint is not None and head.world not in view.brought:
-            saved = SavedCheckpoint(Version(checkpoint.lineage, checkpoint.step), checkpoint.file, checkpoint.digest)
-            yield Intent(BringStart(saved, head.world), f"start {head.world}")
+            yield Intent(BringStart(SavedCheckpoint.of(checkpoint), head.world), f"start {head.world}")
 
 
 def may_start(view: JobView) -> bool:
@@ -161,7 +160,7 @@ def may_start(view: JobView) -> bool:
         return True
     assert view.mirror.plan is not None
     nodes = {place.node for place in view.mirror.plan.record.ranks}
-    have = holders(view, Version(checkpoint.lineage, checkpoint.step), checkpoint.digest)
+    have = holders(view, checkpoint.version, checkpoint.digest)
     return view.head.world in view.brought and nodes <= have
 
 
@@ -181,7 +180,7 @@ def discarding(view: JobView) -> Iterator[Intent]:
 def start_is_gone(view: JobView) -> str:
     """Why head's world cannot be started any more, for want of what it starts from, or nothing."""
     checkpoint = start_checkpoint(view) if is_spread(view) else None
-    if checkpoint is None or holders(view, Version(checkpoint.lineage, checkpoint.step), checkpoint.digest):
+    if checkpoint is None or holders(view, checkpoint.version, checkpoint.digest):
         return ""
     assert view.mirror.plan is not None
     waiting = [p for p in view.mirror.plan.record.ranks if view.mirror.claim(view.head.world, p.rank) is None]
@@ -196,7 +195,7 @@ def newest_is_away(view: JobView) -> str:
     newest = next(iter(resumable(view.head, view.mirror.checkpoints.record.entries)), None)
     if newest is None or not newest.file:
         return ""
-    return "" if holders(view, Version(newest.lineage, newest.step), newest.digest) else newest.file
+    return "" if holders(view, newest.version, newest.digest) else newest.file
 
 
 def unregistered(view: JobView) -> tuple[SavedCheckpoint, ...]:
@@ -209,7 +208,7 @@ def unregistered(view: JobView) -> tuple[SavedCheckpoint, ...]:
 def _registered(view: JobView) -> Iterator[SavedCheckpoint]:
     for one in _on_chain(view):
         if one.file:
-            yield SavedCheckpoint(Version(one.lineage, one.step), one.file, one.digest)
+            yield SavedCheckpoint.of(one)
 
 
 def _on_chain(view: JobView) -> tuple[Checkpoint, ...]:

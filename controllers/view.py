@@ -20,6 +20,7 @@ from gcore.ledger.epochs import standing
 from gcore.ledger.job import NodeRecord
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records import (
+    Checkpoint,
     EndedRef,
     EpochRecord,
     Head,
@@ -90,6 +91,11 @@ class SavedCheckpoint:
     version: Version
     file: str
     digest: str
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> SavedCheckpoint:
+        """One that is registered."""
+        return cls(checkpoint.version, checkpoint.file, checkpoint.digest)
 
 
 @dataclass(frozen=True)

@@ -38,5 +38,5 @@ def is_acceptable(head: Head, step: int, versions: tuple[Version, ...], stalenes
 
 def resumable(head: Head, checkpoints: Iterable[Checkpoint]) -> tuple[Checkpoint, ...]:
     """The checkpoints on head's chain, newest first: where a new world may start from."""
-    on_chain = [c for c in checkpoints if is_ancestor(head, Version(c.lineage, c.step))]
+    on_chain = [c for c in checkpoints if is_ancestor(head, c.version)]
     return tuple(sorted(on_chain, key=lambda c: (c.step, c.lineage), reverse=True))
