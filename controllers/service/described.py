@@ -9,11 +9,13 @@ from controllers.identity import node_of
 from controllers.service.sources import best_checkpoint, source_reports
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.config import stored_spec
+from gcore.errors import SpecError
 from gcore.ledger import store_copy
 from gcore.ledger.ancestry import resumable
 from gcore.ledger.job import JobPhase
-from gcore.ledger.mirror import JobMirror
+from gcore.ledger.mirror import DAMAGED, JobMirror
 from gcore.ledger.rules import planned_steps, rules_of
+from gcore.schema import UnreadableRecord
 
 MOST_WARNINGS = 8
 """Troubles that an answer tells, the newest."""
@@ -44,10 +46,18 @@ def described_run(run_dir: Path) -> pb.Job | None:
 
 
 def described(mirror: JobMirror) -> pb.Job:
-    """The job as its records say, without what it waits for, which only a controller that works on it knows."""
-    assert mirror.job is not None
-    assert mirror.status is not None
+    """The job as its records say, without what it waits for, which only a controller that works on it knows.
+
+    Raises UnreadableRecord: a record is not there, or its spec is none that this version knows.
+    """
+    if mirror.job is None or mirror.status is None:
+        absent = mirror.keys.job if mirror.job is None else mirror.keys.state
+        raise UnreadableRecord("it is not there", where=absent, fix=DAMAGED)
     job, status = mirror.job.record, mirror.status.record
+    try:
+        spec = stored_spec(job.spec)
+    except SpecError as error:
+        raise UnreadableRecord(error.what, where=error.where, fix=DAMAGED) from error
     message = pb.Job(
         uid=job.uid,
         name=job.name,
@@ -67,7 +77,7 @@ def described(mirror: JobMirror) -> pb.Job:
             shards = mirror.assign.record.shards_of(member)
             message.shares.add(node=node_of(member), incarnation=member, shards=shards)
     message.sources.extend(source_reports(mirror))
-    best = best_checkpoint(mirror, stored_spec(job.spec).best_metric)
+    best = best_checkpoint(mirror, spec.best_metric)
     if best is not None:
         message.best.CopyFrom(best)
     newest = _newest_checkpoint(mirror)

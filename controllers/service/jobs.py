@@ -243,5 +243,9 @@ def _has_ended(mirror: JobMirror) -> bool:
 
 def _listed(one: JobMirror | Unreadable) -> pb.Job:
     if isinstance(one, JobMirror):
-        return described(one)
+        try:
+            return described(one)
+        except UnreadableRecord as error:
+            name = "" if one.job is None else one.job.record.name
+            one = Unreadable(one.keys.uid, name, str(error))
     return pb.Job(uid=one.uid, name=one.name, state=pb.JOB_STATE_UNSPECIFIED, reason=one.why)

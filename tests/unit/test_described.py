@@ -20,7 +20,7 @@ from gcore.ledger.job import Trouble
 from gcore.ledger.mirror import JobMirror
 from gcore.store.keys import name as names
 from gcore.store.keys import request
-from gcore.store.types import Put
+from gcore.store.types import Delete, Put
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
 
 
@@ -122,3 +122,25 @@ def test_an_audit_of_many_violations_shows_the_first_and_says_how_many_there_are
     full = shown(500, "and 7 violations more")
     assert full["verdict"] == "500 violations, and 7 violations more"
     assert full["not shown"] == "and 480 more (-o json has these)"
+
+
+async def test_a_job_whose_spec_or_state_this_version_does_not_know_hides_no_other() -> None:
+    job = await a_job()
+    assert job.mirror.job is not None
+    record = job.mirror.job.record
+    service = JobsService(StoredJobs(job.store), None, lambda uid: None, FakeClock())  # type: ignore[arg-type]
+
+    async def listed() -> pb.Job:
+        (one,) = (await service.ListJobs(pb.ListJobsRequest(), None)).jobs  # type: ignore[arg-type]
+        return one
+
+    assert (await listed()).state == pb.JOB_STATE_RUNNING
+    newer = record.model_copy(update={"spec": {**record.spec, "new_section": 1}})
+    await job.store.transact((), (Put(job.keys.job, newer.encode()),))
+    one = await listed()
+    assert (one.uid, one.name, one.state) == ("u", "u", pb.JOB_STATE_UNSPECIFIED)
+    assert "new_section" in one.reason
+    await job.store.transact((), (Put(job.keys.job, record.encode()), Delete(job.keys.state)))
+    one = await listed()
+    assert (one.uid, one.name, one.state) == ("u", "u", pb.JOB_STATE_UNSPECIFIED)
+    assert "/state: it is not there" in one.reason
