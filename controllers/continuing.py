@@ -4,12 +4,14 @@ An engine that dies takes with it only what it has not told. The tokens that it 
 log-probabilities and the versions that made them; another engine goes on behind them, as if they were a part of the prompt. Nothing is
 tokenized anew. What was drawn depends on a sample's seed, so what follows has another, made of that and of how much there is.
 
-Of what was told the end is cut off where it could hide something: a stop string that begins in it, or half a character.
+Of what was told the end is cut off where it could hide something: a stop string that begins in it, or half a character. What follows
+is drawn anew, and the next engine looks for stop strings in its own tokens only, so nothing that is kept may end in the beginning of one.
 """
 
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -22,6 +24,10 @@ repeats all that there is, so that to tell more often costs more than is lost.""
 CONTEXT = 16
 """Tokens in front of a response that are decoded with it."""
 HALF_A_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+HALVES = 3
+"""Tokens at the end that can be the beginning of one character, which has four bytes at most."""
+MOST_BACK = 256
+"""Tokens that are cut off at most because a stop string could have begun in them; where that is not enough, nothing is kept."""
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -74,26 +80,23 @@ class Responses:
 
     def keep(self) -> int:
         """It is gone. How many tokens are kept that were not before."""
-        before = self._count()
+        before = self.kept
         for number, sample in self._growing.items():
             if sample.finish_reason != "abort":
-                self._finished[number] = _joined(self._kept.get(number), sample)
+                self._finished[number] = self._ended(number, sample)
                 continue
-            in_front = (self._prompts[number] + self._tokens(number))[-CONTEXT:]
-            safe = _safe(sample, in_front, self._params.stop, self._decode)
+            safe = _safe(sample, self._in_front(number), self._params.stop, self._decode)
             if safe is not None:
                 self._kept[number] = _joined(self._kept.get(number), safe)
         for number, sample in list(self._kept.items()):
             if len(sample.token_ids) >= self._params.max_new_tokens:
                 self._finished[number] = replace(sample, finish_reason="length")
         self._growing, self._asked = {}, ()
-        return self._count() - before
+        return self.kept - before
 
     def whole(self, made: Sequence[Sample]) -> tuple[Sample, ...]:
         """All responses, with what the engine that was asked last has made."""
-        last = {
-            number: _joined(self._kept.get(number), sample) for number, sample in zip(self._asked, made, strict=True)
-        }
+        last = {number: self._ended(number, sample) for number, sample in zip(self._asked, made, strict=True)}
         return tuple(self._finished.get(number) or last[number] for number in range(len(self._seeds)))
 
     @property
@@ -101,13 +104,26 @@ class Responses:
         """Whether nothing is left to ask."""
         return len(self._finished) == len(self._seeds)
 
+    @property
+    def kept(self) -> int:
+        """Tokens that engines that are gone have told, in all."""
+        parts = {**self._kept, **self._finished}
+        return sum(len(sample.token_ids) for sample in parts.values())
+
+    def _ended(self, number: int, sample: Sample) -> Sample:
+        """The whole of one whose last part is `sample`."""
+        kept = self._kept.get(number)
+        if kept is None:
+            return sample
+        return _joined(kept, sample)
+
+    def _in_front(self, number: int) -> tuple[int, ...]:
+        """The newest tokens that the engine that is asked now goes on behind."""
+        return (self._prompts[number] + self._tokens(number))[-CONTEXT:]
+
     def _tokens(self, number: int) -> tuple[int, ...]:
         kept = self._kept.get(number)
         return kept.token_ids if kept is not None else ()
-
-    def _count(self) -> int:
-        parts = {**self._kept, **self._finished}
-        return sum(len(sample.token_ids) for sample in parts.values())
 
 
 def _joined(before: Sample | None, after: Sample) -> Sample:
@@ -132,23 +148,54 @@ def _joined(before: Sample | None, after: Sample) -> Sample:
 
 
 def _safe(sample: Sample, before: tuple[int, ...], stop: Sequence[str], decode: Decode) -> Sample | None:
-    """So much of an unfinished response that no stop string can have begun in it and no character is cut in two.
+    """So much of an unfinished response that it ends neither in the beginning of a stop string nor in half a character.
 
-    `before`: the tokens in front of it; some tokenizers leave out a space at the beginning of what they decode.
+    `before`: the tokens in front of it; some tokenizers leave out a space at the beginning of what they decode. The whole is
+    decoded a few times only, however it ends: this is done on the event loop, of all that an engine had under way.
     """
-    # A token is a byte at least, so a stop string that would end behind the cut begins behind what is left.
-    count = len(sample.token_ids) - max((len(text.encode()) for text in stop), default=0)
-    while count > 0 and (text := _text(sample.token_ids[:count], before, decode)).endswith(HALF_A_CHARACTER):
-        count -= 1
-    if count <= 0:
+    tokens = sample.token_ids
+
+    def said(count: int) -> str:
+        return _text(tokens[:count], before, decode)
+
+    def holds(count: int) -> bool:
+        text = said(count)
+        return any(one in text for one in stop)
+
+    count = len(tokens)
+    if holds(count):  # the engines that are known look before they tell; this one did not
+        count = bisect_left(range(count), True, key=holds) - 1
+    least = max(count - HALVES, 0)
+    # What does not become a character by then never does: the model has drawn U+FFFD, or bytes that are none.
+    count = next((n for n in range(count, least, -1) if not said(n).endswith(HALF_A_CHARACTER)), least)
+    count = _unbegun(tokens[:count], said(count), before, stop, decode)
+    text = said(count)
+    if count == 0 or _begins(text, stop):
         return None
     return replace(
         sample,
-        token_ids=sample.token_ids[:count],
+        token_ids=tokens[:count],
         logprobs=sample.logprobs[:count],
         text=text,
         spans=tuple(replace(s, end=min(s.end, count)) for s in sample.spans if s.start < count),
     )
+
+
+def _unbegun(tokens: tuple[int, ...], text: str, before: tuple[int, ...], stop: Sequence[str], decode: Decode) -> int:
+    """How many of `tokens`, which say `text`, can be left so that no stop string has begun at their end; 0: none are found."""
+    count, all_tokens = len(tokens), before + tokens
+    for left in range(count, max(count - MOST_BACK, 0), -1):
+        at = len(before) + left
+        # Only the few tokens that are cut off are decoded, and where they end in the middle of a character, they say something else.
+        cut_off = _text(all_tokens[at:], all_tokens[max(at - CONTEXT, 0) : at], decode)
+        if text.endswith(cut_off) and not _begins(text.removesuffix(cut_off), stop):
+            return left
+    return 0
+
+
+def _begins(text: str, stop: Sequence[str]) -> bool:
+    """Whether `text` ends in the beginning of a stop string."""
+    return any(text.endswith(one[:length]) for one in stop for length in range(1, len(one)))
 
 
 def _text(tokens: tuple[int, ...], before: tuple[int, ...], decode: Decode) -> str:

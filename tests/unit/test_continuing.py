@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.continuing import FEWEST, Responses, told_every
+from controllers.continuing import FEWEST, HALVES, Responses, told_every
 from gcore.rollout.client import SamplingParams
 from gcore.types import FinishReason, Sample, Version, VersionSpan
 
@@ -82,12 +83,50 @@ def test_nothing_is_kept_of_an_engine_that_told_nothing() -> None:
     assert responses.ask().prompts == ((1,),)
 
 
-def test_no_stop_string_can_have_begun_in_what_is_kept() -> None:
+@pytest.mark.parametrize(
+    ("told", "kept"),
+    [
+        pytest.param("cdx", "cd", id="at the end of what was told"),
+        pytest.param("cccxcc", "cccxcc", id="and came to nothing"),
+        pytest.param("cdxcx", "cdxc", id="twice"),
+        pytest.param("cxxxx", "c", id="again and again"),
+        pytest.param("cdxyz", "cd", id="and is whole: its engine passed over it"),
+    ],
+)
+def test_what_is_kept_does_not_end_in_the_beginning_of_a_stop_string(told: str, kept: str) -> None:
+    """What follows is drawn anew, and the next engine looks at what it makes itself only."""
+    responses = Responses([(1,)], params(10, stop=("xy", "z")), (7,), letters)
+    responses.ask()
+    responses.grow(0, sample([ord(letter) - ord("a") for letter in told]))
+    assert responses.keep() == len(kept)
+    assert letters(responses.ask().prompts[0][1:]) == kept
+
+
+def test_nothing_is_kept_where_a_stop_string_could_have_begun_all_over() -> None:
     responses = Responses([(1,)], params(10, stop=("xy",)), (7,), letters)
     responses.ask()
-    responses.grow(0, sample([2, 3, 23]))  # "cdx"
-    assert responses.keep() == 1
-    assert responses.ask().prompts == ((1, 2),)
+    responses.grow(0, sample([23] * 5))
+    assert responses.keep() == 0
+
+
+@given(
+    told=st.lists(st.integers(0, 2), max_size=30),
+    follows=st.lists(st.integers(0, 2), max_size=6),
+    stop=st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3),
+)
+def test_no_stop_string_stands_across_the_join_of_two_engines(
+    told: list[int], follows: list[int], stop: list[str]
+) -> None:
+    responses = Responses([(1,)], params(100, stop=tuple(stop)), (7,), letters)
+    responses.ask()
+    responses.grow(0, sample(told))
+    responses.keep()
+    kept = letters(responses.ask().prompts[0][1:])
+    assert letters(told).startswith(kept)
+    whole = kept + letters(follows)
+    for one in stop:
+        found = whole.find(one)
+        assert found < 0 or found >= len(kept), "the next engine sees all of it"
 
 
 def test_no_character_is_cut_in_two() -> None:
@@ -100,6 +139,43 @@ def test_no_character_is_cut_in_two() -> None:
     responses.grow(0, Sample(tuple(cut), (0.0, 0.0), "a", "abort", (VersionSpan(OLD, 0, 2),)))
     assert responses.keep() == 1
     assert responses.ask().prompts == ((1, ord("a")),)
+
+
+@pytest.mark.parametrize("token", [0x80, 0xFFFD])
+@pytest.mark.parametrize("stop", [(), ("xy",)])
+def test_characters_that_never_become_whole_are_characters_and_are_not_decoded_over_and_over(
+    token: int, stop: tuple[str, ...]
+) -> None:
+    """A model may draw U+FFFD itself, or bytes that are no character; this is done on the event loop."""
+    decoded = 0
+
+    def noted(tokens: Sequence[int]) -> str:
+        nonlocal decoded
+        decoded += len(tokens)
+        return b"".join(chr(one).encode() if one > 0xFF else bytes([one]) for one in tokens).decode(errors="replace")
+
+    count = 4000
+    responses = Responses([(65,)], params(2 * count, stop=stop), (7,), noted)
+    responses.ask()
+    responses.grow(0, Sample((token,) * count, (0.0,) * count, "", "abort", (VersionSpan(OLD, 0, count),)))
+    assert responses.keep() == count - HALVES
+    assert decoded < 10 * count
+
+
+def test_a_stop_string_that_could_have_begun_anywhere_is_not_sought_for_ever() -> None:
+    decoded = 0
+
+    def noted(tokens: Sequence[int]) -> str:
+        nonlocal decoded
+        decoded += len(tokens)
+        return letters(tokens)
+
+    count = 4000
+    responses = Responses([(1,)], params(2 * count, stop=("xy",)), (7,), noted)
+    responses.ask()
+    responses.grow(0, sample([2, *[23] * count]))
+    assert responses.keep() == 0
+    assert decoded < 40 * count
 
 
 def test_the_text_of_what_is_kept_is_as_it_stands_behind_the_tokens_before_it() -> None:
