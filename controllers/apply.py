@@ -113,7 +113,9 @@ def _transaction(action: Action, view: JobView, hands: Hands) -> Transaction:
         case Assign():
             return transactions.assign(keys, mirror.assign, action.assignment)
         case PutOffer():
-            return transactions.offer(keys, mirror.offers.get(view.me), action.offer, hands.lease)
+            return transactions.offer(
+                keys, mirror.written(keys.offer(view.me), mirror.offers.get(view.me)), action.offer, hands.lease
+            )
         case MakeSeal():
             assert mirror.plan is not None
             assert mirror.job is not None
@@ -216,7 +218,9 @@ async def _take_stock(action: TakeStock, view: JobView, hands: Hands) -> Applied
     held = tuple(HeldState(state=state, shards=tuple(own)) for state, own in shards.items())
     stock = NodeCopies(node=view.node, by=view.me, seq=action.seq, held=held)
     report = await hands.ledger.run(
-        transactions.take_stock(keys, view.mirror.copies.get(view.node), stock, hands.lease)
+        transactions.take_stock(
+            keys, view.mirror.written(keys.copies(view.node), view.mirror.copies.get(view.node)), stock, hands.lease
+        )
     )
     there = ", ".join(map(str, shards)) or "none"
     return Applied(report.outcome, f"take stock of copies of train states: {there}", report.revision)

@@ -97,7 +97,9 @@ class Collectives:
 
     async def _give(self, new: Part) -> None:
         mirror = self._mirror()
-        await self._make(give(mirror.keys, mirror.parts.get(self._me), new, self._lease))
+        await self._make(
+            give(mirror.keys, mirror.written(mirror.keys.part(self._me), mirror.parts.get(self._me)), new, self._lease)
+        )
 
     async def _fix(self, at: Version, name: str) -> None:
         mirror = self._mirror()

@@ -81,7 +81,9 @@ def warning(view: JobView, topic: str, sentence: str, time: float) -> Transactio
     now, in seconds since the epoch."""
     mirror = view.mirror
     trouble = Trouble(topic=topic, node=view.node, sentence=sentence, time=time)
-    return transactions.warn(mirror.keys, mirror.troubles.get(topic), trouble)
+    return transactions.warn(
+        mirror.keys, mirror.written(mirror.keys.trouble(topic), mirror.troubles.get(topic)), trouble
+    )
 
 
 def new_world() -> str:

@@ -141,7 +141,7 @@ class JobRunner(JobStanding):
         before = self.mirror
         self.mirror = seen_here(before.fold(batch), self._run_root)
         for key in self.mirror.unreadable.keys() - before.unreadable.keys():
-            sentence = f"{self.mirror.unreadable[key]}; it is as if it were not there"
+            sentence = f"{self.mirror.unreadable[key].why}; it is as if it were not there"
             self.troubles.note(f"record-{self.node}", sentence)
         self._reading.note(self.mirror, self.holdings)
         self._prune(before)

@@ -25,6 +25,8 @@ from gcore.fault_points import At, point
 from gcore.ledger import archive, receipts, transactions
 from gcore.ledger.guarded import Stored, TxnOutcome
 from gcore.ledger.node_folder import HeldCheckpoint, NodeFolder
+from gcore.schema import UnreadableRecord
+from gcore.store.types import KeyValue
 from gcore.weights.layout import (
     CheckpointDamaged,
     checkpoint_folder,
@@ -92,21 +94,28 @@ async def _do(action: OwnAction, view: JobView, hands: Hands, own: OwnFolder) ->
             return await discard(action, view, hands, own)
 
 
+def _read(kv: KeyValue) -> NodeFolder | None:
+    """What was said; nothing if it is damaged, and said anew."""
+    try:
+        return NodeFolder.decode(kv.value, kv.key)
+    except UnreadableRecord:
+        return None
+
+
 async def say_folder(view: JobView, hands: Hands, own: OwnFolder, **said: object) -> Applied:
     """Look what lies here and say so, with `said` as new fields."""
     key = view.mirror.keys.folder(view.node)
     found = await asyncio.to_thread(_lying, hands.run_dir)
     kv = await hands.store.get(key)
-    stored = None if kv is None else Stored(NodeFolder.decode(kv.value, kv.key), kv.mod_revision)
-    before = (
-        stored.record if stored is not None and stored.record.by == view.me else NodeFolder(node=view.node, by=view.me)
-    )
+    known = None if kv is None else _read(kv)
+    before = known if known is not None and known.by == view.me else NodeFolder(node=view.node, by=view.me)
     checkpoints = tuple(one for one in found if (one.version, one.digest) not in own.damaged)
     now = before.model_copy(update={"lineage": view.head.lineage, "checkpoints": checkpoints, **said})
     sentence = f"{view.node} has {len(checkpoints)} checkpoints in its folder"
-    if stored is not None and stored.record == now:
+    if known == now:
         return Applied(TxnOutcome.STALE, sentence)
-    report = await hands.ledger.run(transactions.say_folder(view.mirror.keys, stored, now, hands.lease))
+    written = None if kv is None else Stored(known or now, kv.mod_revision)  # compared by its revision alone
+    report = await hands.ledger.run(transactions.say_folder(view.mirror.keys, written, now, hands.lease))
     return Applied(report.outcome, sentence, report.revision)
 
 

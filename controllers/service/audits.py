@@ -58,7 +58,7 @@ def _audit(mirror: JobMirror, run_dir: Path) -> Audit:
         phase=mirror.status.record.phase if mirror.status is not None else None,
     )
     found = audit(rules_of(mirror.job.record), mirror.head.record, log, receipts, standing)
-    return found.with_problems((*mirror.unreadable.values(), *log.problems, *receipts.problems))
+    return found.with_problems((*(one.why for one in mirror.unreadable.values()), *log.problems, *receipts.problems))
 
 
 def audit_of_folder(run_dir: Path) -> Audit:

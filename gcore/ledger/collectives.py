@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import Field
 
-from gcore.ledger.guarded import Stored, Transaction, TxnKind
+from gcore.ledger.guarded import Transaction, TxnKind, Written
 from gcore.schema import Record
 from gcore.store.keys import JobKeys
 from gcore.store.types import Compare, Delete, Put
@@ -107,7 +107,7 @@ def over(members: Iterable[str], parts: Mapping[str, Part], agreed: Iterable[tup
     return tuple(sorted((at, name) for at, name in agreed if at < min(ends))[:MAX_FORGOTTEN])
 
 
-def give(keys: JobKeys, old: Stored[Part] | None, new: Part, lease: int) -> Transaction:
+def give(keys: JobKeys, old: Written | None, new: Part, lease: int) -> Transaction:
     """A peer's own part, under its lease."""
     key = keys.part(new.incarnation)
     return Transaction(

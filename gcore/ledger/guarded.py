@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from gcore.errors import LeaseLost, StoreUnavailable
 from gcore.fault_points import point
@@ -27,6 +27,15 @@ class Stored(Generic[R]):
 
     record: R
     revision: int
+
+
+class Written(Protocol):
+    """Something that stands under a key, whether it can be read or not."""
+
+    @property
+    def revision(self) -> int:
+        """Of its last write."""
+        ...
 
 
 class TxnKind(StrEnum):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from gcore.ledger.collectives import Agreed, Part
-from gcore.ledger.guarded import Stored
+from gcore.ledger.guarded import Stored, Written
 from gcore.ledger.job import EvalPart, Evaluation, JobRecord, JobStatus, ModelFetch, Plan, RankClaim, Trouble
 from gcore.ledger.node_folder import NodeFolder
 from gcore.ledger.records import Assignment, Checkpoints, EpochRecord, Head, LogEntry, Member, Offer, Seal
@@ -25,6 +25,14 @@ R = TypeVar("R", bound=Record)
 DAMAGED = "It was written by another version of gcore, or damaged"
 MOST_DIGITS = 18
 """Of a number in a key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """A hint that cannot be read: why, and the revision of its last write."""
+
+    why: str
+    revision: int
 
 
 @dataclass(frozen=True)
@@ -63,8 +71,8 @@ class JobMirror:
 
     troubles: Mapping[str, Stored[Trouble]] = field(default_factory=dict)
     """What last went wrong beside the run, by topic."""
-    unreadable: Mapping[str, str] = field(default_factory=dict)
-    """Hints (`HINTS`) that cannot be read, and why, by key: they are as if they were not there."""
+    unreadable: Mapping[str, Unread] = field(default_factory=dict)
+    """Hints (`HINTS`) that cannot be read, by key: they are as if they were not there, until somebody writes them anew."""
 
     def fold(self, batch: WatchBatch) -> JobMirror:
         """The mirror after a batch. Raises UnreadableRecord for anything but a hint: no transaction rests on those, so one that
@@ -74,6 +82,10 @@ class JobMirror:
         for event in batch.events:
             mirror._apply(event, changes)
         return replace(mirror, revision=batch.revision, **changes)
+
+    def written(self, key: str, known: Written | None) -> Written | None:
+        """What a transaction that writes a hint anew replaces: the `known` record, or what cannot be read."""
+        return known or self.unreadable.get(key)
 
     @property
     def open_slots(self) -> OpenSlots | None:
@@ -135,7 +147,8 @@ class JobMirror:
         try:
             mapping[item] = _stored(event, record)
         except UnreadableRecord as error:
-            changes.setdefault("unreadable", dict(self.unreadable))[key] = str(error)
+            unread = Unread(str(error), event.kv.mod_revision)
+            changes.setdefault("unreadable", dict(self.unreadable))[key] = unread
 
 
 _SINGLE: dict[str, tuple[str, type[Record]]] = {

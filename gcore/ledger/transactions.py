@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from gcore.ledger import chain
 from gcore.ledger.cost import ATTENTION_EQUALS_AT
-from gcore.ledger.guarded import Stored, Transaction, TxnKind
+from gcore.ledger.guarded import Stored, Transaction, TxnKind, Written
 from gcore.ledger.job import JobPhase, JobRecord, JobStatus, Plan, Trouble
 from gcore.ledger.node_folder import NodeFolder
 from gcore.ledger.records import (
@@ -68,7 +68,7 @@ def assign(keys: JobKeys, old: Stored[Assignment] | None, new: Assignment) -> Tr
     )
 
 
-def offer(keys: JobKeys, old: Stored[Offer] | None, new: Offer, lease: int) -> Transaction:
+def offer(keys: JobKeys, old: Written | None, new: Offer, lease: int) -> Transaction:
     """An incarnation's own offer, under its lease: a put under a lease that has ended fails whole."""
     key = keys.offer(new.incarnation)
     return Transaction(
@@ -192,7 +192,7 @@ def retain(keys: JobKeys, head: Stored[Head], old: Stored[Checkpoints], kept: Se
     )
 
 
-def warn(keys: JobKeys, old: Stored[Trouble] | None, trouble: Trouble) -> Transaction:
+def warn(keys: JobKeys, old: Written | None, trouble: Trouble) -> Transaction:
     """What went wrong beside the run, in place of what was told of the same topic before."""
     key = keys.trouble(trouble.topic)
     return Transaction(TxnKind.WARN, (Compare(key, old.revision if old else 0),), (Put(key, trouble.encode()),))
@@ -302,7 +302,7 @@ def set_status(keys: JobKeys, old: Stored[JobStatus], new: JobStatus, open_slots
     return Transaction(TxnKind.STATUS, tuple(compares), (Put(keys.state, new.encode()), *ending))
 
 
-def take_stock(keys: JobKeys, old: Stored[NodeCopies] | None, new: NodeCopies, lease: int) -> Transaction:
+def take_stock(keys: JobKeys, old: Written | None, new: NodeCopies, lease: int) -> Transaction:
     """What lies in a node's memory, under its controller's lease. Compares only itself: it is a hint."""
     key = keys.copies(new.node)
     return Transaction(
@@ -310,7 +310,7 @@ def take_stock(keys: JobKeys, old: Stored[NodeCopies] | None, new: NodeCopies, l
     )
 
 
-def say_folder(keys: JobKeys, old: Stored[NodeFolder] | None, new: NodeFolder, lease: int) -> Transaction:
+def say_folder(keys: JobKeys, old: Written | None, new: NodeFolder, lease: int) -> Transaction:
     """What lies in a node's own folder, under its controller's lease. Compares only itself."""
     key = keys.folder(new.node)
     return Transaction(

@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+from job_views import KEYS as VIEW_KEYS
+from job_views import ME, RULES, in_order, running_job
+
+from controllers.actions import PutOffer
+from controllers.apply import apply
+from controllers.decide import decide
+from gcore.ledger import collectives, transactions
+from gcore.ledger.guarded import Ledger, Transaction, TxnOutcome
+from gcore.ledger.job import Trouble
 from gcore.ledger.mirror import HINTS, JobMirror
-from gcore.ledger.records import Offer
+from gcore.ledger.node_folder import NodeFolder
+from gcore.ledger.records import Offer, OfferedGroup
+from gcore.ledger.world_state import NodeCopies
 from gcore.schema import UnreadableRecord
 from gcore.store.keys import JobKeys
-from gcore.store.types import KeyValue, WatchBatch, WatchEvent
+from gcore.store.types import KeyValue, Put, WatchBatch, WatchEvent
+from gcore.testing import FakeClock, MemoryCluster, MemoryStore
+from gcore.types import Version
 
 KEYS = JobKeys("u")
 PREFIXES = {
@@ -37,9 +54,9 @@ def test_every_hint_is_tried_here() -> None:
 def test_a_damaged_hint_is_as_if_it_were_not_there_and_is_named(prefix: str) -> None:
     mirror = JobMirror(KEYS).fold(batch((f"{prefix}ghost.dead", b'{"schema_version":2,"x":"\xff')))
     assert mirror.offers == mirror.parts == mirror.copies == mirror.folders == mirror.fetches == mirror.troubles == {}
-    ((key, why),) = mirror.unreadable.items()
+    ((key, unread),) = mirror.unreadable.items()
     assert key == f"{KEYS.prefix}{prefix}ghost.dead"
-    assert key in why
+    assert key in unread.why
     assert not mirror.fold(batch((f"{prefix}ghost.dead", None))).unreadable
 
 
@@ -59,3 +76,45 @@ def test_a_hint_that_is_damaged_takes_the_place_of_the_one_before_and_gives_it_b
 def test_what_transactions_rest_on_is_never_passed_over(key: str) -> None:
     with pytest.raises(UnreadableRecord):
         JobMirror(KEYS).fold(batch((key, b"{")))
+
+
+@pytest.mark.parametrize("prefix", ["offer/", "part/", "copies/", "folder/", "trouble/"])
+async def test_whoever_wrote_a_hint_that_was_damaged_writes_it_anew(prefix: str) -> None:
+    """It would compare that nothing is there, lose for ever, and the job would wait for what it never tells."""
+    store = MemoryStore(MemoryCluster(FakeClock()))
+    key = f"{KEYS.prefix}{prefix}n"
+    await store.transact((), (Put(key, b"{"),))
+    listing = await store.list(KEYS.prefix)
+    puts = tuple(WatchEvent("put", kv) for kv in listing.kvs)
+    mirror = JobMirror(KEYS).fold(WatchBatch(puts, listing.revision))
+    written = mirror.written(key, None)
+    anew: dict[str, Callable[[], Transaction]] = {
+        "offer/": lambda: transactions.offer(KEYS, written, Offer(incarnation="n"), 0),
+        "part/": lambda: collectives.give(KEYS, written, collectives.Part(incarnation="n", at=Version(0, 1)), 0),
+        "copies/": lambda: transactions.take_stock(KEYS, written, NodeCopies(node="n", by="a", seq=0), 0),
+        "folder/": lambda: transactions.say_folder(KEYS, written, NodeFolder(node="n", by="a"), 0),
+        "trouble/": lambda: transactions.warn(KEYS, written, Trouble(topic="n", node="n", sentence="full")),
+    }
+    assert (await Ledger(store, KEYS).run(anew[prefix]())).outcome is TxnOutcome.WON
+
+
+async def test_a_peer_whose_offer_was_damaged_offers_again() -> None:
+    store = MemoryStore(MemoryCluster(FakeClock()))
+    seen = running_job()
+    group = OfferedGroup(
+        ref=next(iter(in_order(RULES, seen.head, ()))),
+        digest="d",
+        prompt_tokens=3,
+        response_tokens=(2, 2),
+        versions=(Version(0, 0),),
+    )
+    lease = await store.grant(60)
+    await store.transact((), (Put(VIEW_KEYS.offer(ME), b"{", lease=lease),))
+    kv = await store.get(VIEW_KEYS.offer(ME))
+    assert kv is not None
+    mirror = seen.mirror.fold(WatchBatch((WatchEvent("put", kv),), kv.mod_revision))
+    view = replace(seen, mirror=mirror, holdings={group.ref: group})
+    (action,) = (intent.action for intent in decide(view) if isinstance(intent.action, PutOffer))
+    hands: Any = SimpleNamespace(ledger=Ledger(store, VIEW_KEYS), lease=lease)
+    assert (await apply(action, view, hands)).outcome is TxnOutcome.WON
+    assert (await store.get(VIEW_KEYS.offer(ME))).value == action.offer.encode()  # type: ignore[union-attr]
