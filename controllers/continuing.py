@@ -115,7 +115,8 @@ class Responses:
         kept = self._kept.get(number)
         if kept is None:
             return sample
-        return _joined(kept, sample)
+        lacking = _lacking(sample, self._in_front(number), self._decode)
+        return _joined(kept, replace(sample, text=lacking + sample.text))
 
     def _in_front(self, number: int) -> tuple[int, ...]:
         """The newest tokens that the engine that is asked now goes on behind."""
@@ -196,6 +197,17 @@ def _unbegun(tokens: tuple[int, ...], text: str, before: tuple[int, ...], stop: 
 def _begins(text: str, stop: Sequence[str]) -> bool:
     """Whether `text` ends in the beginning of a stop string."""
     return any(text.endswith(one[:length]) for one in stop for length in range(1, len(one)))
+
+
+def _lacking(sample: Sample, before: tuple[int, ...], decode: Decode) -> str:
+    """What the text of `sample` lacks in front: the space that some tokenizers leave out, where its engine decoded it alone.
+
+    An engine that decodes it behind `before` tells the space itself; of one that tells no text nothing is known.
+    """
+    alone, behind = decode(sample.token_ids), _text(sample.token_ids, before, decode)
+    if sample.text and alone.startswith(sample.text) and behind.endswith(alone):
+        return behind.removesuffix(alone)
+    return ""
 
 
 def _text(tokens: tuple[int, ...], before: tuple[int, ...], decode: Decode) -> str:

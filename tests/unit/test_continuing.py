@@ -199,6 +199,46 @@ def test_the_text_of_what_is_kept_is_as_it_stands_behind_the_tokens_before_it() 
     assert whole.text == " hello world!"
 
 
+@pytest.mark.parametrize("how", ["alone", "behind", "alone, cut at a stop string", "behind, cut at a stop string"])
+@pytest.mark.parametrize("when", ["at last", "in a word of an engine that is gone"])
+def test_the_space_at_the_join_is_there_once_whether_or_not_the_engine_told_it(how: str, when: str) -> None:
+    """The torch engine decodes a response alone, SGLang behind the tokens in front of it."""
+    words = {1: " say", 2: " hello", 3: " big", 4: " world", 5: "!"}
+
+    def decode(tokens: Sequence[int]) -> str:
+        return "".join(words[token] for token in tokens).removeprefix(" ")
+
+    def part(tokens: Sequence[int], text: str, ending: FinishReason = "abort") -> Sample:
+        return Sample(tuple(tokens), (0.0,) * len(tokens), text, ending, (VersionSpan(OLD, 0, len(tokens)),))
+
+    responses = Responses([(1,)], params(10, stop=("!",)), (7,), decode)
+    responses.ask()
+    responses.grow(0, part([2, 3], "hello big"))
+    assert responses.keep() == 2
+    responses.ask()
+    said = decode([4, 5]) if how.startswith("alone") else " world!"
+    last = part([4, 5], said.removesuffix("!") if "cut" in how else said, "stop")
+    if when == "at last":
+        (whole,) = responses.whole([last])
+    else:
+        responses.grow(0, last)
+        responses.keep()
+        (whole,) = responses.whole(())
+    assert whole.text == (" hello big world" if "cut" in how else " hello big world!")
+
+
+def test_a_response_that_ended_at_once_on_its_next_engine_says_no_more_than_before() -> None:
+    responses = Responses([(1,)], params(10), (7,), lambda tokens: " ".join(map(str, tokens)))
+    responses.ask()
+    responses.grow(0, sample([3]))
+    responses.keep()
+    before = responses.ask().prompts
+    assert before == ((1, 3),)
+    (whole,) = responses.whole([Sample((4,), (0.0,), "", "stop", (VersionSpan(OLD, 0, 1),))])
+    assert whole.text == " 3"
+    assert whole.token_ids == (3, 4)
+
+
 @given(
     whole=st.lists(st.integers(0, 99), min_size=1, max_size=40),
     cuts=st.lists(st.tuples(st.integers(1, 40), st.sampled_from([OLD, NEW])), max_size=6),
