@@ -49,7 +49,8 @@ def check_chain(head: Head, log: Mapping[int, LogEntry], found: Found) -> ChainF
     if gap is not None:
         _tell_missing(gap, head.seq, found)
     for seq in sorted(seq for seq in log if seq > head.seq):
-        found.add("chain", f"log entry {seq} is beyond head, which is entry {head.seq}")
+        refs = [one.ref for one in log[seq].delta]
+        found.add("chain", f"log entry {seq} is beyond head, which is entry {head.seq}", refs)
     lineages = tuple(begun)
     if not whole:
         lineages = head.lineages

@@ -37,7 +37,8 @@ def check_open(
     in_flight = {ref for ref in named if not walk.has_ended(ref)}
     whole = len(head.cursors.shards) == len(rules.shape.lengths)
     if not whole:
-        found.add("cursors", f"head has cursors of {len(head.cursors.shards)} shards, not {len(rules.shape.lengths)}")
+        what = f"head has cursors of {len(head.cursors.shards)} shards, not {len(rules.shape.lengths)}"
+        found.add("cursors", what, walk.differing(head.cursors))
         return sum(walk.counts.values()) + len(in_flight), len(in_flight)
     going_on = sum(not head.cursors.is_terminal(rules.shape, ref) for ref in named)
     issued = head.cursors.terminal_count + going_on

@@ -163,9 +163,11 @@ class Walk:
             self._found.add("tally", f"head says {said} prompts ended since step {head.step}, its chain {ended}")
 
     def differing(self, told: Cursors) -> list[PromptRef]:
-        """The first prompts that have ended by `told` or by the entries, and not by both."""
+        """The first prompts that have ended by `told` or by the entries, and not by both. In a shard that `told` lacks nothing
+        has ended; one that the job has not is passed over."""
         refs: list[PromptRef] = []
-        for shard, (mine, other) in enumerate(zip(self._shards, told.shards, strict=False)):
+        lacking = [ShardCursor()] * (len(self._shards) - len(told.shards))
+        for shard, (mine, other) in enumerate(zip(self._shards, (*told.shards, *lacking), strict=False)):
             base = max(min(mine.low_water, other.low_water), 0)
             different = _bits(mine, base) ^ _bits(other, base)
             while different and len(refs) < MOST_NAMED:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from gcore.ledger.findings import Found, few
 from gcore.ledger.receipts import Receipt, Receipts
@@ -63,7 +63,8 @@ def _check_ranks(
     ranks = sorted(paper.rank for paper in papers)
     twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
     for rank in twice:
-        found.add("receipt", f"rank {rank} left several receipts for step {entry.step} (token {entry.token})")
+        what = f"rank {rank} left several receipts for step {entry.step} (token {entry.token})"
+        found.add("receipt", what, _named(paper for paper in papers if paper.rank == rank))
     if entry.ranks is None:
         return frozenset()
     lost = frozenset(range(entry.ranks)) - set(ranks)
@@ -72,8 +73,14 @@ def _check_ranks(
         what = f"rank {rank} left no receipt for step {entry.step} (token {entry.token})"
         found.add("receipt", what + lacking, incomplete)
     for rank in sorted(set(ranks) - set(range(entry.ranks))):
-        found.add("receipt", f"rank {rank} left a receipt for step {entry.step}, which {entry.ranks} ranks trained")
+        what = f"rank {rank} left a receipt for step {entry.step}, which {entry.ranks} ranks trained"
+        found.add("receipt", what, _named(paper for paper in papers if paper.rank == rank))
     return lost
+
+
+def _named(papers: Iterable[Receipt]) -> list[PromptRef]:
+    """The prompts of which they name samples."""
+    return sorted({ref for paper in papers for ref in paper.samples})
 
 
 def _check_samples(entry: LogEntry, ref: PromptRef, one: EndedRef | None, samples: list[int], found: Found) -> None:
@@ -90,6 +97,6 @@ def check_tokens(receipts: Receipts, found: Found) -> None:
     for world, token in sorted(receipts.tokens()):
         first = seen.setdefault((world, token.step), token)
         if first != token:
-            refs = sorted({ref for paper in receipts.of(world, token) for ref in paper.samples})
+            refs = _named(receipts.of(world, token))
             what = f"world {world} trained step {token.step} under two tokens, {first} and {token}"
             found.add("receipt", f"{what}: {few(refs)}" if refs else what, refs)

@@ -1,4 +1,5 @@
-"""Ways in which a job's records can be damaged, each of which an audit must refute: with its kind and the prompts at fault.
+"""Ways in which a job's records can be damaged, each of which an audit must refute: with its kind and the prompts at fault, or
+with none where it is about an entry, a step or a record and no prompt.
 
 Each takes a `Scene`, any job with at least two committed steps, some entries in the archive and receipts, and changes it as one
 would who edits the store or the folder: the rest stays as it was written. What would follow from a changed record elsewhere is
@@ -11,12 +12,13 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from gcore.ledger.ancestry import resumable
-from gcore.ledger.findings import Kind
-from gcore.ledger.job import JobPhase, JobStatus
+from gcore.ledger.findings import MOST_REFS, Kind
+from gcore.ledger.job import JobPhase, JobRecord, JobStatus
 from gcore.ledger.records import Checkpoints, EndedRef, Head, Lineage, LogEntry, Seal, SealState
+from gcore.ledger.rules import StreamRules, rules_of
 from gcore.prompts.cursor import Cursors, ShardCursor
 from gcore.types import PromptRef, Token, Version
 
@@ -34,6 +36,23 @@ class Scene:
 
     def put_head(self, **changes: Any) -> None:
         self.records["head"] = self.head.model_copy(update=changes).encode()
+
+    @property
+    def rules(self) -> StreamRules:
+        return rules_of(JobRecord.decode(self.records["job"]))
+
+    def apart(self, told: Cursors, true: Cursors) -> tuple[PromptRef, ...]:
+        """The first prompts that have ended by one of them only; a shard that `told` lacks has ended nothing."""
+        shape, refs = self.rules.shape, []
+        for number, mine in enumerate(true.shards):
+            other = told.shards[number] if number < len(told.shards) else ShardCursor()
+            first = min(mine.low_water, other.low_water)
+            refs += [
+                shape.ref(number, position)
+                for position in range(first, first + FAR)
+                if mine.is_terminal(position) != other.is_terminal(position)
+            ]
+        return tuple(refs[:MOST_REFS])
 
     @property
     def log(self) -> dict[int, LogEntry]:
@@ -83,13 +102,25 @@ class Scene:
         self.archived[0].write_bytes(b"".join(entry.encode() + b"\n" for entry in entries))
 
 
+FAR = 1000
+"""Positions of a shard in which damaged cursors are compared with the true ones."""
+About = Literal["prompts", "an entry", "a step", "a record"]
+
+
 @dataclass(frozen=True)
 class Refuted:
-    """What the audit must say at least: one finding of this kind, which names all these prompts and has the words."""
+    """What the audit must say at least: one finding of this kind, which has the words and names exactly these prompts.
+
+    `about`: what else it is about; then it names no prompt, for none is at fault, or which are cannot be known.
+    """
 
     kind: Kind
     refs: tuple[PromptRef, ...] = ()
     words: str = ""
+    about: About = "prompts"
+
+    def __post_init__(self) -> None:
+        assert bool(self.refs) == (self.about == "prompts"), "a finding is about prompts, or says about what else"
 
 
 def with_ref(one: EndedRef, ref: PromptRef) -> EndedRef:
@@ -108,13 +139,13 @@ def swapped(entry: LogEntry, new: EndedRef) -> tuple[EndedRef, ...]:
 def entry_removed(scene: Scene) -> Refuted:
     entry = scene.trained[0]
     del scene.records[f"log/{entry.seq:012d}"]
-    return Refuted("chain", words=f"log entry {entry.seq} is missing")
+    return Refuted("chain", words=f"log entry {entry.seq} is missing", about="an entry")
 
 
 def archived_line_removed(scene: Scene) -> Refuted:
     _, entries = scene.archived
     scene.put_archived(entries[1:])
-    return Refuted("chain", words=f"log entry {entries[0].seq} is missing")
+    return Refuted("chain", words=f"log entry {entries[0].seq} is missing", about="an entry")
 
 
 def archived_line_changed(scene: Scene) -> Refuted:
@@ -124,14 +155,14 @@ def archived_line_changed(scene: Scene) -> Refuted:
     one = entries[number].delta[-1].model_copy(update={"holder": "somebody.else"})
     entries[number] = entries[number].model_copy(update={"delta": (*entries[number].delta[:-1], one)})
     scene.put_archived(entries)
-    return Refuted("chain", words=f"log entry {entries[number].seq} is not what it was")
+    return Refuted("chain", words=f"log entry {entries[number].seq} is not what it was", about="an entry")
 
 
 def archived_in_two_forms(scene: Scene) -> Refuted:
     file, entries = scene.archived
     other = entries[0].model_copy(update={"reason": "another"})
     file.with_name("zz.jsonl").write_bytes(other.encode() + b"\n")
-    return Refuted("record", words=f"log entry {other.seq} was archived in two forms")
+    return Refuted("record", words=f"log entry {other.seq} was archived in two forms", about="a record")
 
 
 def outcome_taken_away(scene: Scene) -> Refuted:
@@ -178,7 +209,7 @@ def step_skipped(scene: Scene) -> Refuted:
     assert scene.head.seq == entry.seq
     scene.put_entry(entry, step=entry.step + 1)
     scene.put_head(step=entry.step + 1)
-    return Refuted("step", words=f"expected {entry.step}")
+    return Refuted("step", words=f"expected {entry.step}", about="a step")
 
 
 def version_from_nowhere(scene: Scene) -> Refuted:
@@ -200,14 +231,14 @@ def version_too_old(scene: Scene) -> Refuted:
 def parent_changed(scene: Scene) -> Refuted:
     entry = scene.trained[0]
     scene.put_entry(entry, parent=0)
-    return Refuted("chain", words=f"says it follows 0, expected {entry.seq - 1}")
+    return Refuted("chain", words=f"says it follows 0, expected {entry.seq - 1}", about="an entry")
 
 
 def other_transaction(scene: Scene) -> Refuted:
     """A writer that should have lost has written its entry over head's."""
     entry = scene.trained[0]
     scene.put_entry(entry, nonce="another")
-    return Refuted("chain", words="were written by different transactions")
+    return Refuted("chain", words="were written by different transactions", about="an entry")
 
 
 def cursors_ahead(scene: Scene) -> Refuted:
@@ -215,8 +246,14 @@ def cursors_ahead(scene: Scene) -> Refuted:
     head = scene.head
     shard = head.cursors.shards[0]
     changed = ShardCursor(shard.low_water, shard.beyond | 1 << 63)
-    scene.put_head(cursors=Cursors((changed, *head.cursors.shards[1:])))
-    return Refuted("balance", words="prompts were issued")
+    return Refuted("balance", put_cursors(scene, (changed, *head.cursors.shards[1:])), "prompts were issued")
+
+
+def put_cursors(scene: Scene, shards: tuple[ShardCursor, ...]) -> tuple[PromptRef, ...]:
+    """Into head; the prompts that have ended by these, or by the true ones, only."""
+    true, told = scene.head.cursors, Cursors(shards)
+    scene.put_head(cursors=told)
+    return scene.apart(told, true)
 
 
 def cursors_behind(scene: Scene) -> Refuted:
@@ -232,8 +269,9 @@ def cursors_behind(scene: Scene) -> Refuted:
         if ref.seq > cursors[ref.shard].low_water
         else 0,
     )
-    scene.put_head(cursors=Cursors(tuple(cursors)))
-    return Refuted("cursors", (ref,), "cursors are not the sum")
+    refs = put_cursors(scene, tuple(cursors))
+    assert ref in refs
+    return Refuted("cursors", refs, "cursors are not the sum")
 
 
 def kept_cursors_changed(scene: Scene) -> Refuted:
@@ -242,7 +280,7 @@ def kept_cursors_changed(scene: Scene) -> Refuted:
     shard = entry.cursors.shards[0]
     changed = Cursors((ShardCursor(shard.low_water + 1), *entry.cursors.shards[1:]))
     scene.put_entry(entry, cursors=changed)
-    return Refuted("cursors", words=f"log entry {entry.seq} keeps cursors")
+    return Refuted("cursors", scene.apart(changed, entry.cursors), f"log entry {entry.seq} keeps cursors")
 
 
 def tally_changed(scene: Scene) -> Refuted:
@@ -250,30 +288,35 @@ def tally_changed(scene: Scene) -> Refuted:
     name, one = next(iter(head.tally.sources.items()))
     sources = {**head.tally.sources, name: one.model_copy(update={"kept": one.kept + 1})}
     scene.put_head(tally=head.tally.model_copy(update={"sources": sources}))
-    return Refuted("tally", words="head's tally says")
+    return Refuted("tally", words="head's tally says", about="a record")
 
 
 def lineages_changed(scene: Scene) -> Refuted:
     head = scene.head
     extra = Lineage(number=head.lineage, base_step=99)
     scene.put_head(lineages=(*head.lineages[:-1], extra))
-    return Refuted("chain", words="lineages are not those that its rollbacks began")
+    return Refuted("chain", words="lineages are not those that its rollbacks began", about="a record")
 
 
 def head_set_back(scene: Scene) -> Refuted:
     """To what it was a step before, all of a piece: a commit was lost."""
     newest = scene.trained[0]
     scene.put_head(seq=newest.seq - 1)
-    return Refuted("chain", words=f"log entry {newest.seq} is beyond head")
+    return Refuted("chain", tuple(one.ref for one in newest.delta), f"log entry {newest.seq} is beyond head")
 
 
 def receipt_removed(scene: Scene) -> Refuted:
     entry = scene.trained[0]
     tree = scene.receipts_of(entry)[0][2]
-    refs = tuple(PromptRef.parse(name) for name, _, samples in tree["groups"] if samples)
+    refs = trained_by(tree)
     scene.edit_receipt(entry, lambda tree: None)
     words = f"rank {tree['rank']} left no receipt" if entry.ranks != 1 else "no rank left a receipt"
     return Refuted("receipt", refs, words)
+
+
+def trained_by(receipt: dict[str, Any]) -> tuple[PromptRef, ...]:
+    """The prompts of which a rank says that it trained samples."""
+    return tuple(PromptRef.parse(name) for name, _, samples in receipt["groups"] if samples)
 
 
 def receipt_of_another_group(scene: Scene) -> Refuted:
@@ -292,8 +335,9 @@ def receipt_of_another_token(scene: Scene) -> Refuted:
     token = entry.token
     assert token is not None
     other = Token(token.lineage, token.step, token.attempt + 1)
+    refs = trained_by(scene.receipts_of(entry)[0][2])
     scene.edit_receipt(entry, lambda tree: {**tree, "token": str(other)})
-    return Refuted("receipt", words=f"under two tokens, {token} and {other}" if entry.ranks != 1 else "no rank left")
+    return Refuted("receipt", refs, f"under two tokens, {token} and {other}" if entry.ranks != 1 else "no rank left")
 
 
 def receipt_twice(scene: Scene) -> Refuted:
@@ -301,7 +345,7 @@ def receipt_twice(scene: Scene) -> Refuted:
     file, number, tree = scene.receipts_of(entry)[0]
     lines = file.read_text().splitlines()
     file.write_text("".join(line + "\n" for line in [*lines, lines[number]]))
-    return Refuted("receipt", words=f"rank {tree['rank']} left several receipts")
+    return Refuted("receipt", trained_by(tree), f"rank {tree['rank']} left several receipts")
 
 
 def sample_left_out(scene: Scene) -> Refuted:
@@ -334,12 +378,13 @@ def sealed_again(scene: Scene) -> Refuted:
 
 def seal_of_another_lineage(scene: Scene) -> Refuted:
     head = scene.head
+    ref = first_trained(scene.trained[0]).ref
     seal = Seal(
-        lineage=head.lineage + 1, step=head.step + 1, attempt=1, state=SealState.OPEN, world=head.world, world_size=1,
-        mini_batches=1,
+        lineage=head.lineage + 1, step=head.step + 1, attempt=1, state=SealState.SEALED, world=head.world, world_size=1,
+        mini_batches=1, outcomes=(EndedRef(ref=ref, kind="failed", reason="of a world that is gone"),),
     )  # fmt: skip
     scene.records[f"seal/{seal.step:012d}"] = seal.encode()
-    return Refuted("open", words=f"is of lineage {head.lineage + 1}")
+    return Refuted("open", (ref,), f"is of lineage {head.lineage + 1}")
 
 
 def checkpoint_of_another_step(scene: Scene) -> Refuted:
@@ -347,19 +392,19 @@ def checkpoint_of_another_step(scene: Scene) -> Refuted:
     newest = next(one for one in resumable(scene.head, known.entries) if one.file)
     changed = tuple(one.model_copy(update={"step": one.step + 1}) if one == newest else one for one in known.entries)
     scene.records["ckpts"] = Checkpoints(entries=changed).encode()
-    return Refuted("checkpoint", words=f"is of log entry {newest.seq}")
+    return Refuted("checkpoint", words=f"is of log entry {newest.seq}", about="a record")
 
 
 def half_a_record(scene: Scene) -> Refuted:
     scene.records["head"] = scene.records["head"][:-20]
-    return Refuted("record", words="no head that this gcore can read")
+    return Refuted("record", words="no head that this gcore can read", about="a record")
 
 
 def absurd_head(scene: Scene) -> Refuted:
     """A number that no memory could count up to."""
     last = scene.head.seq
     scene.put_head(seq=10**15)
-    return Refuted("chain", words=f"log entries {last + 1} to {10**15} are missing")
+    return Refuted("chain", words=f"log entries {last + 1} to {10**15} are missing", about="an entry")
 
 
 def absurd_ref(scene: Scene) -> Refuted:
@@ -371,16 +416,13 @@ def absurd_ref(scene: Scene) -> Refuted:
 
 
 def absurd_cursors(scene: Scene) -> Refuted:
-    head = scene.head
-    changed = Cursors((ShardCursor(10**15), *head.cursors.shards[1:]))
-    scene.put_head(cursors=changed)
-    return Refuted("balance", words="prompts were issued")
+    refs = put_cursors(scene, (ShardCursor(10**15), *scene.head.cursors.shards[1:]))
+    return Refuted("balance", refs, "prompts were issued")
 
 
 def shards_lost(scene: Scene) -> Refuted:
-    head = scene.head
-    scene.put_head(cursors=Cursors(head.cursors.shards[:-1]))
-    return Refuted("cursors", words=f"head has cursors of {len(head.cursors.shards) - 1} shards")
+    shards = scene.head.cursors.shards
+    return Refuted("cursors", put_cursors(scene, shards[:-1]), f"head has cursors of {len(shards) - 1} shards")
 
 
 def said_to_have_succeeded(scene: Scene) -> Refuted:
@@ -404,7 +446,11 @@ def said_to_have_succeeded(scene: Scene) -> Refuted:
         digest="",
     )  # fmt: skip
     scene.records["state"] = JobStatus(phase=JobPhase.SUCCEEDED, reason="all is done").encode()
-    return Refuted("end", words="the job has succeeded, and")
+    rules, words = scene.rules, "the job has succeeded, and"
+    if rules.epochs is None:
+        return Refuted("end", words=words, about="a step")
+    whole = Cursors(tuple(ShardCursor(rules.epochs * length) for length in rules.shape.lengths))
+    return Refuted("end", scene.apart(scene.head.cursors, whole), words)
 
 
 CORRUPTIONS: tuple[Callable[[Scene], Refuted], ...] = (

@@ -1,4 +1,4 @@
-"""Every kind of damage to a job's records is refuted, with the prompts at fault: in the store, and from the run's folder."""
+"""Every kind of damage to a job's records is refuted, with exactly the prompts at fault: in the store, and from the run's folder."""
 
 from __future__ import annotations
 
@@ -66,7 +66,27 @@ def test_what_was_damaged_is_refuted_with_the_prompts_at_fault(job: RecordedJob,
     found = audited(job).findings
     fitting = [one for one in found if one.kind == refuted.kind and refuted.words in one.sentence]
     assert fitting, found
-    assert any(set(refuted.refs) <= set(one.refs) for one in fitting), fitting
+    assert any(set(refuted.refs) == set(one.refs) for one in fitting), (refuted, fitting)
+
+
+def test_most_kinds_of_damage_are_about_prompts_and_the_others_say_about_what(tmp_path: Path) -> None:
+    about: dict[str, set[str]] = {}
+    for number, corruption in enumerate(CORRUPTIONS):
+        job = a_job_under_way(tmp_path / str(number))
+        about.setdefault(damage(job, corruption).about, set()).add(corruption.__name__)
+    assert {kind: len(names) for kind, names in about.items()} == {
+        "prompts": 22,
+        "an entry": 6,
+        "a record": 5,
+        "a step": 1,
+    }
+
+
+def test_damage_cannot_be_expected_to_name_nothing_by_an_oversight() -> None:
+    with pytest.raises(AssertionError, match="about prompts, or says about what else"):
+        Refuted("chain")
+    with pytest.raises(AssertionError):
+        Refuted("chain", (PromptRef(0, 0, 0),), about="a record")
 
 
 def run_cli(home: Path, *words: str) -> typer.testing.Result:
@@ -99,7 +119,7 @@ def test_what_was_damaged_before_its_copy_is_refuted_from_the_folder_by_the_comm
     said = json.loads(answer.output)
     assert said["clean"] is False
     fitting = [one for one in said["findings"] if one["kind"] == refuted.kind and refuted.words in one["sentence"]]
-    assert any({str(ref) for ref in refuted.refs} <= set(one["refs"]) for one in fitting), said["findings"]
+    assert any({str(ref) for ref in refuted.refs} == set(one["refs"]) for one in fitting), said["findings"]
     assert {one["sentence"] for one in said["findings"]} <= set(said["violations"])
 
 
