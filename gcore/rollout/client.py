@@ -20,17 +20,19 @@ from typing import Any, Literal
 import httpx
 
 from gcore.errors import EngineError, EngineUnreachable
-from gcore.rollout.native_api import sample_of, sampling_body, words_of
-from gcore.rollout.transport import STREAMED, PlainTransport
+from gcore.rollout.native_api import failure_of, is_growing, sample_of, sampling_body, words_of
+from gcore.rollout.transport import STREAMED, PlainTransport, lines_of
 from gcore.types import Sample, Version
 
 BIG_ANSWER_BYTES = 256 * 1024
 """An answer from this size on is parsed off the event loop."""
 CONNECT_S = 5.0
 CONTINUE = "/continue_generation"
-EVENT = "data: "
+EVENT, DONE = b"data: ", b"[DONE]"
 QUICK_S = 15.0
 """For what an engine answers off hand, whatever it is at: which weights it serves."""
+MOST_WORDS = 300
+"""Characters of what an engine says of a failure."""
 MOST_GENERATING = 512
 """Requests for samples that one client has open at a time; further ones wait for their turn."""
 
@@ -134,7 +136,7 @@ class EngineClient:
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise EngineError(f"the engine's answer cannot be read ({error!r})", where=self.base_url) from error
 
-    async def _streamed(self, body: dict[str, Any], count: int, growing: Growing) -> list[Any]:
+    async def _streamed(self, body: dict[str, Any], count: int, growing: Growing) -> Any:
         """The last word on each of `count` samples, in order; before that `growing` is told of them."""
         body["stream"] = True
         for one in body["sampling_params"]:
@@ -144,14 +146,18 @@ class EngineClient:
         try:
             if not response.headers.get("content-type", "").startswith("text/event-stream"):
                 await response.aread()  # a server that does not stream answers at the end
-                return list(await self._parsed(response))
-            async for line in response.aiter_lines():
-                if not line.startswith(EVENT) or line == f"{EVENT}[DONE]":
+                return await self._parsed(response)
+            async for line in lines_of(response.aiter_bytes()):
+                if not line.startswith(EVENT) or line == EVENT + DONE:
                     continue
-                answer = await self._read(line.removeprefix(EVENT).encode())
+                answer = await self._read(line.removeprefix(EVENT))
                 place = answer.get("index") if isinstance(answer, dict) else None
                 if not isinstance(place, int) or place not in range(count):
                     raise EngineError(f"the engine broke off ({words_of(answer)})", where=self.base_url)
+                if place in last and not is_growing(last[place]):
+                    continue  # nothing comes after the end
+                if (failure := failure_of(answer)) is not None:
+                    raise self._failed("/generate", *failure)
                 last[place] = answer
                 with contextlib.suppress(KeyError, TypeError, ValueError, IndexError):
                     growing.tell(place, sample_of(answer))
@@ -159,8 +165,9 @@ class EngineClient:
             raise self._unreachable("/generate", error) from error
         finally:
             await response.aclose()
-        if len(last) < count:
-            raise EngineUnreachable(f"the engine ended after {len(last)} of {count} samples", where=self.base_url)
+        ended = sum(not is_growing(answer) for answer in last.values())
+        if ended < count:
+            raise EngineUnreachable(f"the engine ended after {ended} of {count} samples", where=self.base_url)
         return [last[place] for place in range(count)]
 
     async def abort(self, rid: str, count: int) -> None:
@@ -276,14 +283,22 @@ class EngineClient:
         try:
             response = await self._transport.handle_async_request(request)
             if not streamed or response.status_code >= 400:
-                await response.aread()
+                try:
+                    await response.aread()
+                except BaseException:
+                    await response.aclose()
+                    raise
         except httpx.HTTPError as error:
             raise self._unreachable(path, error) from error
-        if response.status_code >= 500:
-            raise EngineUnreachable(f"the engine failed at {path} (status {response.status_code})", where=self.base_url)
         if response.status_code >= 400:
-            raise EngineError(f"the engine refused {path}: {_reason(response)}", where=self.base_url)
+            raise self._failed(path, response.status_code, _reason(response))
         return response
+
+    def _failed(self, path: str, status: int, words: str) -> EngineError:
+        said = f": {words[:MOST_WORDS]}" if words else ""
+        if status >= 500:
+            return EngineUnreachable(f"the engine failed at {path} (status {status}){said}", where=self.base_url)
+        return EngineError(f"the engine refused {path} (status {status}){said}", where=self.base_url)
 
     def _unreachable(self, path: str, error: httpx.HTTPError) -> EngineUnreachable:
         return EngineUnreachable(
@@ -314,5 +329,5 @@ def _reason(response: httpx.Response) -> str:
     try:
         answer = response.json()
     except ValueError:
-        return response.text[:300] or f"status {response.status_code}"
+        return response.text
     return words_of(answer)

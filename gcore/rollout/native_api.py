@@ -52,6 +52,25 @@ def sample_of(answer: Mapping[str, Any]) -> Sample:
     return Sample(tokens, logprobs, str(answer["text"]), reason, _spans(meta, count))
 
 
+def is_growing(answer: Any) -> bool:
+    """Whether more words on this response are to come."""
+    meta = answer.get("meta_info") if isinstance(answer, dict) else None
+    return isinstance(meta, dict) and meta.get("finish_reason", "") is None
+
+
+def failure_of(answer: Any) -> tuple[int, str] | None:
+    """The HTTP status and the sentence of a response that the engine could not serve, once its stream had begun with status 200.
+
+    One that was aborted on request has no status.
+    """
+    meta = answer.get("meta_info") if isinstance(answer, dict) else None
+    ending = meta.get("finish_reason") if isinstance(meta, dict) else None
+    if not isinstance(ending, dict) or ending.get("type") != "abort":
+        return None
+    status = ending.get("status_code")
+    return (status, words_of(ending)) if isinstance(status, int) and status >= 400 else None
+
+
 def _as_float32(logprobs: Sequence[float]) -> tuple[float, ...]:
     """Raises ValueError for what no rank takes: a group with such a number would be fed, and refused, for ever."""
     form = f"<{len(logprobs)}f"
@@ -73,6 +92,6 @@ def _spans(meta: Mapping[str, Any], count: int) -> tuple[VersionSpan, ...]:
 def words_of(answer: Any) -> str:
     """The engine's own sentence, in whichever of its shapes."""
     if isinstance(answer, dict):
-        error = answer.get("error", answer.get("message", answer))
+        error = answer.get("error", answer.get("message", answer.get("detail", answer)))
         return str(error.get("message", error)) if isinstance(error, dict) else str(error)
     return str(answer)[:300]

@@ -113,6 +113,21 @@ class PlainTransport(httpx.AsyncBaseTransport):
             self._idle.pop().writer.close()
 
 
+async def lines_of(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The lines in `chunks`, without their ends, which are LF or CRLF. What no end follows has broken off, and is no line.
+
+    Not httpx's lines, which end at U+2028 too, and wherever else Python's `splitlines` ends one: JSON may hold that as it is.
+    """
+    begun: list[bytes] = []
+    async for chunk in chunks:
+        *ends, rest = chunk.split(b"\n")
+        for end in ends:
+            yield b"".join((*begun, end)).removesuffix(b"\r")
+            begun = []
+        if rest:
+            begun.append(rest)
+
+
 class _Answer(httpx.AsyncByteStream):
     """What comes after one request on one connection. Closes the connection unless it was read to its end."""
 

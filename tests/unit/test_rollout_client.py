@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from gcore.errors import EngineError, EngineUnreachable
-from gcore.rollout.client import BIG_ANSWER_BYTES, EngineClient, SamplingParams
-from gcore.types import Version, VersionSpan
+from gcore.rollout.client import BIG_ANSWER_BYTES, EngineClient, Growing, SamplingParams
+from gcore.types import Sample, Version, VersionSpan
 
 PARAMS = SamplingParams(temperature=0.7, max_new_tokens=9, top_k=3, stop=("x",))
 
@@ -138,10 +138,103 @@ async def test_an_answer_that_is_not_the_samples_is_an_engine_error(response: ht
     assert "http://engine" in str(caught.value)
 
 
+STREAM = {"content-type": "text/event-stream"}
+DONE = b"data: [DONE]\n\n"
+WHOLE = {"type": "length", "length": 2}
+
+
+class Told(httpx.AsyncByteStream):
+    """A body in these chunks."""
+
+    def __init__(self, *chunks: bytes) -> None:
+        self._chunks = chunks
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for chunk in self._chunks:
+            yield chunk
+
+
+def word(text: str, count: int, ending: dict[str, Any] | None = None, place: int = 0) -> bytes:
+    """One event, as both engines write it: what JSON need not escape is as it is."""
+    part = {**sample(count, finish_reason=ending), "text": text, "index": place}
+    return b"data: " + json.dumps(part, ensure_ascii=False).encode() + b"\n\n"
+
+
+async def streamed(
+    *chunks: bytes, count: int = 1, told: list[tuple[int, Sample]] | None = None, headers: dict[str, str] = STREAM
+) -> tuple[Sample, ...]:
+    """What a client makes of an answer that is told of as it grows."""
+    heard = [] if told is None else told
+    growing = Growing(1, lambda place, one: heard.append((place, one)))
+    client = engine(lambda _: httpx.Response(200, headers=headers, stream=Told(*chunks)))
+    return await client.generate_each([(1,)] * count, PARAMS, seeds=range(count), rid="r", growing=growing)
+
+
+@pytest.mark.parametrize(
+    "odd", ["\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c", "\x1d", "\x1e", "\r", "é中😀"], ids=ascii
+)
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"], ids=["LF", "CRLF"])
+async def test_a_response_may_hold_every_character_however_the_stream_is_cut(odd: str, end: bytes) -> None:
+    told: list[tuple[int, Sample]] = []
+    body = (b": a comment\n\n" + word(f"a{odd}", 1) + word(f"a{odd}b", 2, WHOLE) + DONE).replace(b"\n", end)
+    for chunks in ((body,), tuple(body[i : i + 1] for i in range(len(body)))):
+        told.clear()
+        (one,) = await streamed(*chunks, told=told)
+        assert one.text == f"a{odd}b"
+        assert [part.text for _, part in told] == [f"a{odd}", f"a{odd}b"]
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        pytest.param((word("a", 1),), id="its last word has no end"),
+        pytest.param((word("a", 1), DONE), id="and it says that it is done"),
+        pytest.param((word("a", 1), word("ab", 2, WHOLE)[:-20]), id="in a word"),
+        pytest.param((DONE,), id="it told nothing"),
+    ],
+)
+async def test_a_stream_that_ends_while_a_response_grows_is_of_a_lost_engine(chunks: tuple[bytes, ...]) -> None:
+    with pytest.raises(EngineUnreachable, match="0 of 1 samples"):
+        await streamed(*chunks)
+
+
+async def test_nothing_that_comes_late_takes_the_place_of_a_whole_response() -> None:
+    told: list[tuple[int, Sample]] = []
+    late = (word("a", 1), word("", 0, {"type": "abort", "status_code": 503, "message": "late"}))
+    first, second = await streamed(word("ab", 2, WHOLE), *late, word("c", 1, WHOLE, 1), DONE, count=2, told=told)
+    assert (first.text, second.text) == ("ab", "c")
+    assert [(place, one.text) for place, one in told] == [(0, "ab"), (1, "c")]
+
+
+@pytest.mark.parametrize(("status", "kind"), [(503, EngineUnreachable), (500, EngineUnreachable), (400, EngineError)])
+async def test_what_cannot_be_served_fails_in_a_stream_as_it_does_without(status: int, kind: type[EngineError]) -> None:
+    """SGLang has begun its answer with status 200 by then: it is said in a response's end."""
+    ending = {"type": "abort", "status_code": status, "message": "The request queue is full."}
+    with pytest.raises(EngineError, match=r"/generate .*queue is full") as caught:
+        await streamed(word("a", 1), word("", 0, ending, 1), DONE, count=2)
+    plain = engine(lambda _: httpx.Response(status, json={"detail": "The request queue is full."}))
+    with pytest.raises(EngineError) as expected:
+        await plain.generate((1,), PARAMS, seeds=(1,), rid="r")
+    assert type(caught.value) is type(expected.value) is kind
+    assert caught.value.what == expected.value.what
+
+
+@pytest.mark.parametrize("status", [{}, {"status_code": None}])
+async def test_a_response_that_was_aborted_on_request_comes_with_its_tokens(status: dict[str, Any]) -> None:
+    (one,) = await streamed(word("ab", 2, {"type": "abort", "message": "Aborted", **status}), DONE)
+    assert (one.finish_reason, one.token_ids) == ("abort", (0, 1))
+
+
+@pytest.mark.parametrize("body", [b"null", b"true", b"5", b"{}", b'"ab"', b"[]", b"[null]"])
+async def test_an_answer_that_is_neither_a_stream_nor_the_samples_is_an_engine_error(body: bytes) -> None:
+    with pytest.raises(EngineError):
+        await streamed(body, headers={"content-type": "application/json"})
+
+
 @pytest.mark.parametrize(
     "body",
-    [{"error": {"message": "why"}}, {"error": "why"}, {"success": False, "message": "why"}],
-    ids=["an object", "a text", "an administrative answer"],
+    [{"error": {"message": "why"}}, {"error": "why"}, {"success": False, "message": "why"}, {"detail": "why"}],
+    ids=["an object", "a text", "an administrative answer", "a framework's"],
 )
 async def test_a_refusal_is_told_in_the_engines_words_in_each_of_its_shapes(body: dict[str, Any]) -> None:
     with pytest.raises(EngineError, match="why"):
@@ -366,3 +459,28 @@ async def test_a_request_that_is_given_up_closes_its_connection() -> None:
         await arrived.wait()
         task.cancel()
         await closed.wait()
+
+
+@pytest.mark.parametrize("status", [b"200 OK", b"400 Bad Request", b"503 Unavailable"])
+async def test_a_stream_that_is_given_up_before_its_body_comes_closes_its_connection(status: bytes) -> None:
+    """Of a refusal too, whose words it waits for."""
+    arrived, closed = asyncio.Event(), asyncio.Event()
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await next_request(reader)
+        writer.write(b"HTTP/1.1 " + status + b"\r\ncontent-type: text/event-stream\r\ncontent-length: 100\r\n\r\n{")
+        await writer.drain()
+        arrived.set()
+        await reader.read()
+        closed.set()
+
+    async with server(handle) as (url, _):
+        client = EngineClient(url, timeout_s=60)
+        growing = Growing(1, lambda place, one: None)
+        task = asyncio.create_task(client.generate_each([(1,)], PARAMS, seeds=(1,), rid="r", growing=growing))
+        await arrived.wait()
+        await asyncio.sleep(0.05)  # its head is read
+        task.cancel()
+        (outcome,) = await asyncio.gather(task, return_exceptions=True)  # held, and with it all that was under way
+        await asyncio.wait_for(closed.wait(), 5)
+        assert isinstance(outcome, asyncio.CancelledError)
