@@ -17,6 +17,7 @@ from controllers.engine_counts import counted
 from controllers.engine_lines import Line
 from controllers.pulse import EnginePatience
 from controllers.routing import Following, Load, route
+from controllers.step import reissue_delay
 from gcore.clock import Clock
 from gcore.errors import EngineError, EngineUnreachable
 from gcore.metrics import Metrics
@@ -24,6 +25,10 @@ from gcore.rollout.client import Growing, SamplingParams
 from gcore.types import Sample, Version
 
 log = logging.getLogger(__name__)
+
+MOST_FRUITLESS = 8
+"""Engines in a row that are lost before they tell anything; then what others had told is given up. A node has so many: the
+last of them to die is not the one that told. More would let a prompt that kills engines kill more of them."""
 
 
 class Generating:
@@ -61,12 +66,14 @@ class Generating:
 
         With `follow` it is whichever version is wanted when there is a seat, and tokens of newer ones may come after.
         Raises EngineError. An engine that does not answer is distrusted. With `decode`, the tokenizer's, another goes on with
-        what that one has told (`controllers.continuing`); if it has told nothing, the request is for the caller to repeat.
+        what that one has told (`controllers.continuing`), and with what was kept before, when that one has told nothing: the
+        engines of a node die together. If nothing is kept at all, the request is for the caller to repeat.
         """
         every = told_every(params, self._told_every) if decode is not None else 0
         if decode is None or not every:
             return await self._generate(version, prompts, params, seeds, rid, follow, None)
         responses = Responses(prompts, params, seeds, decode)
+        fruitless = 0
         while True:
             ask = responses.ask()
             growing = Growing(every, responses.grow)
@@ -74,14 +81,21 @@ class Generating:
                 made = await self._generate(version, ask.prompts, ask.params, ask.seeds, rid, follow, growing)
             except EngineUnreachable as error:
                 kept = responses.keep()
-                if not kept:
+                fruitless = 0 if kept else fruitless + 1
+                if not responses.kept or fruitless >= MOST_FRUITLESS:
                     raise
-                self._metrics.kept_tokens.inc(kept)
-                log.warning("%s; %d tokens that it had told are kept", error, kept)
+                log.warning("%s; %d tokens that it had told are kept, %d in all", error, kept, responses.kept)
                 if responses.is_whole:
-                    return responses.whole(())
+                    return self._outlived(responses, ())
+                if fruitless:
+                    await self._clock.sleep(reissue_delay(fruitless))
             else:
-                return responses.whole(made)
+                return self._outlived(responses, made)
+
+    def _outlived(self, responses: Responses, made: Sequence[Sample]) -> tuple[Sample, ...]:
+        """All of them. What was kept counts now that somebody gets it, and once."""
+        self._metrics.kept_tokens.inc(responses.kept)
+        return responses.whole(made)
 
     async def _generate(
         self,

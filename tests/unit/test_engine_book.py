@@ -14,8 +14,11 @@ from engine_workers import engines_at
 
 from controllers.changes import Changes
 from controllers.engines import EngineBook
+from controllers.generating import MOST_FRUITLESS
 from controllers.pulse import EnginePatience
+from controllers.step import reissue_delay
 from gcore.errors import EngineError, EngineUnreachable
+from gcore.metrics import Metrics
 from gcore.rollout.client import EngineClient, SamplingParams
 from gcore.testing import FakeClock
 from gcore.types import Sample, Version, VersionSpan
@@ -253,6 +256,86 @@ async def test_tokens_of_weights_that_were_not_asked_for_are_not_kept_when_their
     assert asked == [(1, 5, 6)]
     assert sample.token_ids == (5, 6, 8)
     assert {span.version for span in sample.spans} == {Version(0, 2)}
+
+
+class GoneEngine(OldEngine):
+    """Notes what it is asked, and does not answer: it was on the node of the one that told."""
+
+    def __init__(self, asked: list[Any]) -> None:
+        super().__init__()
+        self.asked = asked
+
+    async def generate_each(
+        self, prompts: Any, params: Any, *, seeds: Any, rid: str, growing: Any = None
+    ) -> tuple[Sample, ...]:
+        self.asked += prompts
+        raise EngineUnreachable("nobody is there")
+
+
+class Node:
+    """One engine that tells of two tokens and dies, so many that are gone, and a last one that answers."""
+
+    def __init__(self, gone: int) -> None:
+        self.asked: list[Any] = []
+        self.clock = FakeClock()
+        self.metrics = Metrics()
+        clients: list[Any] = [TellingEngine(), *(GoneEngine(self.asked) for _ in range(gone)), LastEngine(self.asked)]
+        self.names = [f"e{number:02}" for number in range(len(clients))]
+        self.book = EngineBook(
+            Changes(),
+            timeout_s=1.0,
+            connect=lambda *_, **__: clients.pop(0),
+            clock=self.clock,
+            metrics=self.metrics,
+            told_every=1,
+        )
+
+    async def generate(self, folder: Path) -> tuple[Sample, ...]:
+        await self.book.aim(engines_at(**{name: f"{name}:1" for name in self.names}))
+        for name in self.names:
+            await self.book.publish(name, Version(0, 2), folder)
+
+        def decode(tokens: Any) -> str:
+            return "".join(map(chr, tokens))
+
+        return await self.book.generate(Version(0, 2), [(1,)], PARAMS, (0,), "r", None, decode)
+
+    @property
+    def kept(self) -> float:
+        return self.metrics.kept_tokens._value.get()
+
+
+async def test_what_was_told_outlives_the_other_engines_of_the_node_too(tmp_path: Path) -> None:
+    node = Node(gone=MOST_FRUITLESS - 1)
+    begun = node.clock.monotonic()
+    (sample,) = await node.clock.run(node.generate(tmp_path))
+    assert node.asked == [(1, 5, 6)] * MOST_FRUITLESS
+    assert sample.token_ids == (5, 6, 8)
+    assert node.kept == 2, "and each token once"
+    pauses = sum(reissue_delay(tries) for tries in range(1, MOST_FRUITLESS))
+    assert node.clock.monotonic() - begun == pytest.approx(pauses), "later and later, as with what is issued again"
+
+
+async def test_what_was_told_is_given_up_when_engine_after_engine_tells_nothing(tmp_path: Path) -> None:
+    """It may be the prompt that kills them."""
+    node = Node(gone=MOST_FRUITLESS)
+    with pytest.raises(EngineUnreachable, match="nobody is there"):
+        await node.clock.run(node.generate(tmp_path))
+    assert len(node.asked) == MOST_FRUITLESS
+    assert node.kept == 0, "nobody got them"
+
+
+async def test_a_request_that_is_given_up_between_two_engines_asks_no_more(tmp_path: Path) -> None:
+    """Its step is over, say: no engine serves its weights any more."""
+    node = Node(gone=2)
+    generated = asyncio.create_task(node.generate(tmp_path))
+    await node.clock.settle()
+    assert len(node.asked) == 1
+    generated.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await generated
+    await node.clock.advance(60.0)
+    assert len(node.asked) == 1
 
 
 class NamedEngine(OldEngine):
