@@ -14,6 +14,7 @@ import hashlib
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from gcore.rollout.client import SamplingParams
 from gcore.types import Sample, VersionSpan
@@ -156,6 +157,7 @@ def _safe(sample: Sample, before: tuple[int, ...], stop: Sequence[str], decode: 
     """
     tokens = sample.token_ids
 
+    @cache  # mostly it is the same count all along
     def said(count: int) -> str:
         return _text(tokens[:count], before, decode)
 
