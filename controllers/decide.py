@@ -32,7 +32,7 @@ from controllers.carrying import EVALUATION_PATIENCE_S, expiring, is_misnamed, n
 from controllers.coalescing import COALESCE_S, patience_s
 from controllers.ending import despairing, finishing, recovering
 from controllers.forming import growing, held_for_growth, replanning, short_of_slots, taking_stock
-from controllers.housekeeping import beginning, checkpointing, pruning, warning
+from controllers.housekeeping import beginning, checkpointing, pruning, warning_of_disks
 from controllers.spreading import bringing, discarding, gathering, is_spread, is_witnessed, saying, spreading
 from controllers.sweeping import forgetting, sweeping
 from controllers.turns import SETTLE_S, turn
@@ -72,7 +72,7 @@ def decide(view: JobView) -> tuple[Intent, ...]:
         exchanging,
         training,
         checkpointing,
-        warning,
+        warning_of_disks,
         pruning,
         sweeping,
         forgetting,

@@ -59,7 +59,7 @@ def _kept(view: JobView, head: Head, known: Sequence[Checkpoint]) -> tuple[Check
     return tuple(why_kept(head, known, Retention.of(view.spec, head, evaluations)))
 
 
-def warning(view: JobView) -> Iterator[Intent]:
+def warning_of_disks(view: JobView) -> Iterator[Intent]:
     """What the disk does not take must not go by in silence: a checkpoint, which costs no step, and what a step waits for."""
     writing = view.writing
     if writing is not None and writing.error:

@@ -32,7 +32,7 @@ from controllers.assignment import assign_shards
 from controllers.coalescing import COALESCE_S, GROUPS_S, OUTCOME_S, stands_by
 from controllers.decide import EXCHANGE_LIMIT_S, decide
 from controllers.ending import MAX_FRUITLESS_ROLLBACKS, NODE_GRACE_S
-from controllers.housekeeping import KEEP_LOG, PRUNE_AT, checkpointing, warning
+from controllers.housekeeping import KEEP_LOG, PRUNE_AT, checkpointing, warning_of_disks
 from controllers.turns import TURN_SECONDS, Waits, order, turn
 from controllers.view import CheckpointWriting, EngineView, JobView, RankView, SavedCheckpoint
 from controllers.waiting import ranks_of, waiting_for, weights_of
@@ -492,7 +492,7 @@ def writing(step: int, error: str, *, over: bool) -> JobView:
 
 
 def told(view: JobView) -> list[str]:
-    return [intent.action.sentence for intent in warning(view) if isinstance(intent.action, Warn)]
+    return [intent.action.sentence for intent in warning_of_disks(view) if isinstance(intent.action, Warn)]
 
 
 def test_a_checkpoint_that_the_disk_did_not_take_is_told_once_with_its_reason() -> None:
