@@ -275,6 +275,7 @@ def chaos(result: Result) -> str:
 Parts = dict[str, Callable[[Result], str]]
 PAGES: dict[str, Parts] = {
     "simulation.md": {
+        "sim": sim,
         "mutations": mutations,
     },
     "chaos.md": {
