@@ -20,7 +20,8 @@ from typing import Any
 import jinja2
 
 from gcore.errors import DataError
-from gcore.prompts.template import FOREIGN_FAILURES, compile_template, read_template, template_of_model
+from gcore.prompts.sandbox import FOREIGN_FAILURES
+from gcore.prompts.template import compile_template, read_template, template_of_model
 from gcore.prompts.tokenizer import ModelTokenizer
 from gcore.prompts.tools import Tools, read_tools, tools_of_entry
 
