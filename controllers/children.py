@@ -14,6 +14,7 @@ from typing import Any
 from gcore.config import JobSpec, NodeConfig
 from gcore.emulated.launch import HostLaunch, PlacedEngine, is_emulated
 from gcore.errors import GcoreError
+from gcore.ledger.job import EnginePlace
 from gcore.rollout.sglang.environment import HOW
 from gcore.types import Version
 from gcore.worker.records import StoreRef
@@ -46,30 +47,34 @@ class Child:
     start_limit_s: float = START_LIMITS_S["torch"]
 
 
-def engine_child(spec: JobSpec, slot: str, config: NodeConfig) -> Child:
-    """A rollout engine of `spec` on a slot of the node of `config`. Raises NoSglang."""
-    rollout, cuda = spec.rollout, is_cuda(slot)
+def engine_child(spec: JobSpec, place: EnginePlace, config: NodeConfig) -> Child:
+    """An engine of `spec`, for the policy or for a judge, on a slot of the node of `config`. Raises NoSglang."""
+    judge = next((one for one in spec.judges if one.name == place.judge), None)
+    model, serving = (spec.model, spec.rollout) if judge is None else (judge.model, judge.serving)
+    assert model is not None
+    cuda = is_cuda(place.slot)
     told: dict[str, Any] = {
-        "model": spec.model.path,
+        "model": model.path,
         "host": config.listen_host,
         "port": 0,
-        "batch_slots": rollout.batch_slots,
-        "cache_tokens": rollout.cache_tokens,
-        "prefill_chunk_tokens": rollout.prefill_chunk_tokens,
-        "context_length": spec.model.max_length,
+        "batch_slots": serving.batch_slots,
+        "cache_tokens": serving.cache_tokens,
+        "prefill_chunk_tokens": serving.prefill_chunk_tokens,
+        "context_length": model.max_length,
         "dtype": "bfloat16" if cuda else "float32",
         "device": "cuda" if cuda else "cpu",
         "threads": THREADS,
-        "trust_remote_code": spec.model.trust_remote_code,
+        "trust_remote_code": model.trust_remote_code,
         "weight_version": str(FIRST_WEIGHTS),
     }
-    if rollout.engine == "torch":
-        told |= {"kind": "engine", "deterministic": rollout.deterministic}
+    if serving.engine == "torch":
+        told |= {"kind": "engine", "deterministic": spec.rollout.deterministic}
     else:
         if config.sglang_python is None:
-            raise NoSglang(f"rollout.engine is sglang, and node {config.node} has no SGLang", fix=HOW)
-        told |= {"kind": "sglang", "python": config.sglang_python, "engine_args": list(rollout.engine_args)}
-    return Child(ENGINE_COMMANDS[rollout.engine], told, device_env(slot), START_LIMITS_S[rollout.engine])
+            key = "rollout.engine" if judge is None else f"the engine of judge {judge.name!r}"
+            raise NoSglang(f"{key} is sglang, and node {config.node} has no SGLang", fix=HOW)
+        told |= {"kind": "sglang", "python": config.sglang_python, "engine_args": list(serving.engine_args)}
+    return Child(ENGINE_COMMANDS[serving.engine], told, device_env(place.slot), START_LIMITS_S[serving.engine])
 
 
 def emulated_host(

@@ -27,8 +27,8 @@ def order(version: Version, members: Collection[str]) -> tuple[str, ...]:
 
 
 def equipped(members: Mapping[str, Stored[Member]], plan: Plan | None) -> tuple[str, ...]:
-    """The members on whose nodes the plan has engines; all of them if that is none."""
-    nodes = {place.node for place in plan.engines} if plan is not None else set()
+    """The members on whose nodes the plan has rollout engines; all of them if that is none."""
+    nodes = plan.rollout_nodes if plan is not None else frozenset()
     return tuple(sorted(name for name, member in members.items() if member.record.node in nodes)) or tuple(
         sorted(members)
     )

@@ -22,8 +22,8 @@ from typing import Any, Protocol, TypeVar
 
 from controllers.changes import Changes
 from controllers.engines import EngineBook
+from controllers.eval_marks import Mark, marked
 from controllers.eval_turns import equipped, order, to_take
-from controllers.judging import Verdict, judged
 from controllers.material import Material, Practice, eval_seed
 from controllers.step import Look, reissue_delay
 from controllers.turns import TURN_SECONDS
@@ -201,20 +201,20 @@ class Evaluator:
         batches = [tries[first : first + EVAL_BATCH] for first in range(0, len(tries), EVAL_BATCH)]
         turns = asyncio.Semaphore(max(1, self._room() // EVAL_BATCH))
         answered = await all_or_none(self._batch(turns, version, practice, batch) for batch in batches)
-        verdicts = list(itertools.chain.from_iterable(answered))
-        unscored = [one for one in verdicts if one.shown.unscored]
+        marks = list(itertools.chain.from_iterable(answered))
+        unscored = [one for one in marks if one.shown.unscored]
         if unscored:
             log.warning(
                 "evaluation of %s, set %s: %d of %d responses could not be scored; the first, to prompt %d: %s",
                 version,
                 plan.source,
                 len(unscored),
-                len(verdicts),
+                len(marks),
                 unscored[0].index,
                 unscored[0].shown.unscored,
             )
-        firsts = [one.shown for one in verdicts[:: draws.samples] if one.index < self.material.spec.eval.show]
-        by_prompt = [verdicts[at : at + draws.samples] for at in range(0, len(verdicts), draws.samples)]
+        firsts = [one.shown for one in marks[:: draws.samples] if one.index < self.material.spec.eval.show]
+        by_prompt = [marks[at : at + draws.samples] for at in range(0, len(marks), draws.samples)]
         return EvalPart(
             version=version,
             number=plan.number,
@@ -223,7 +223,7 @@ class Evaluator:
             first=plan.first,
             samples=draws.samples,
             correct=tuple(sum(bool(one.shown.correct) for one in its) for its in by_prompt),
-            reward=math.fsum(one.shown.reward for one in verdicts if not one.shown.unscored),
+            reward=math.fsum(one.shown.reward for one in marks if not one.shown.unscored),
             unscored=len(unscored),
             why_unscored=unscored[0].shown.unscored if unscored else "",
             shown=tuple(firsts),
@@ -236,7 +236,7 @@ class Evaluator:
         version: Version,
         practice: Practice,
         tries: Sequence[tuple[int, int]],
-    ) -> list[Verdict]:
+    ) -> list[Mark]:
         """The answers to some tries (prompt, number of the response) of one set, scored. Raises EngineError, DataError."""
         name, draws = practice.source.name, self._draws[practice.source.name]
         (first, number), me = tries[0], self.look().me
@@ -250,7 +250,7 @@ class Evaluator:
         for (index, _), sample in zip(tries, samples, strict=True):
             of_prompt.setdefault(index, []).append(sample)
         judgements = (
-            judged(practice, draws.threshold, prompts[index], its, version) for index, its in of_prompt.items()
+            marked(practice, draws.threshold, prompts[index], its, version) for index, its in of_prompt.items()
         )
         return list(itertools.chain.from_iterable(await all_or_none(judgements)))
 

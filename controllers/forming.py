@@ -19,7 +19,7 @@ from gcore import schema
 from gcore.ledger.ancestry import resumable
 from gcore.ledger.records import LogEntry, SealState
 from gcore.ledger.world_state import StateName, WorldState, names_of_head, whole_state
-from placement.plan import Growth, NodeSlots, Snapshot, joined, ranks_wanted, slots_lacking, worth_forming
+from placement.plan import Growth, NodeSlots, Snapshot, Wanted, joined, ranks_wanted, slots_lacking, worth_forming
 
 JOIN_SETTLE_S = 2.0
 """A node that comes is looked at twice: several often come together."""
@@ -46,7 +46,9 @@ def replanning(view: JobView) -> Iterator[Intent]:
     """Nodes that came after the plan was made get engines; the world stays as it is."""
     stored = view.mirror.plan
     assert stored is not None
-    plan = view.remembered.get("joined", (stored, view.nodes), lambda: joined(stored.record, snapshot(view)))
+    plan = view.remembered.get(
+        "joined", (stored, view.nodes), lambda: joined(stored.record, snapshot(view), Wanted.by(view.spec))
+    )
     if plan is not None and not view.is_over:
         topic = f"replan {plan.generation} {' '.join(sorted(view.nodes))}"
         yield Intent(Replan(plan), topic, view.turn(topic), after=JOIN_SETTLE_S)
@@ -83,7 +85,7 @@ def _growth(view: JobView) -> str:
     if view.is_over or entry is None or entry.lineage != view.head.lineage or not ready >= view.nodes.keys():
         return ""
     now, there = len(view.mirror.plan.record.ranks), view.spec.flow.steps
-    wanted = ranks_wanted(snapshot(view), view.spec.train.ranks)
+    wanted = ranks_wanted(snapshot(view), Wanted.by(view.spec))
     left = None if there is None else there - view.head.step
     seconds = entry.stats.get("train_s"), entry.stats.get("start_seconds")
     return worth_forming(Growth(now, wanted, train_s=seconds[0], start_s=seconds[1], steps_left=left))
@@ -175,14 +177,18 @@ def short_of_slots(view: JobView) -> str:
 
     Nodes come one by one, after a restart too, so a job waits for them and does not fail for want of them.
     """
-    there, ranks = placeable(view), view.spec.train.ranks
-    lacking = slots_lacking(there, ranks)
+    there, job = placeable(view), Wanted.by(view.spec)
+    lacking = slots_lacking(there, job)
     if not lacking:
         return ""
-    wanted, slots = ranks_wanted(there, ranks) or 1, sum(len(node.slots) for node in there.nodes)
+    wanted = (ranks_wanted(there, job) or 1) if job.apart is None else there.slots + lacking
     names = ", ".join(sorted(node.node for node in there.nodes)) or "no node"
-    world = "1 train rank needs a slot" if wanted == 1 else f"{wanted} train ranks need as many slots"
+    if job.apart is None:
+        what = "1 train rank needs a slot" if wanted == 1 else f"{wanted} train ranks need as many slots"
+        fix = "begin the job anew with fewer train.ranks"
+    else:
+        what, fix = f"the pools need {wanted} slots", "begin the job anew with less in placement"
     return (
-        f"{world}, and there are {slots} (of {names}); it goes on when {lacking} more {'is' if lacking == 1 else 'are'} "
-        "there. Start the controllers that are missing, or begin the job anew with fewer train.ranks"
+        f"{what}, and there are {there.slots} (of {names}); it goes on when {lacking} more {'is' if lacking == 1 else 'are'} "
+        f"there. Start the controllers that are missing, or {fix}"
     )

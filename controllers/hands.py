@@ -19,7 +19,7 @@ from gcore.ledger.guarded import Ledger, Transaction, TxnOutcome
 from gcore.ledger.job import Plan, Trouble
 from gcore.ledger.transactions import OpenSlots
 from gcore.store.types import Store
-from placement.plan import colocated
+from placement.plan import Wanted, first_plan
 
 if TYPE_CHECKING:
     from controllers.own_files import OwnFolder
@@ -61,7 +61,7 @@ class Hands:
 
 def place(view: JobView, world: str, *, generation: int) -> Plan:
     """A plan over the nodes that may take a train world now. Raises SpecError while they are too few."""
-    return colocated(placeable(view), world=world, generation=generation, ranks=view.spec.train.ranks)
+    return first_plan(placeable(view), Wanted.by(view.spec), world=world, generation=generation)
 
 
 def slots(view: JobView) -> OpenSlots:

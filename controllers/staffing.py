@@ -46,7 +46,7 @@ LASTING_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class StartEngine:
-    """Run a rollout engine on a slot."""
+    """Run an engine on a slot, for the policy or for a judge."""
 
     place: EnginePlace
 
@@ -80,7 +80,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Launches:
-    """What was started, by what it is for ("rollout cpu:0", "train WORLD 1")."""
+    """What was started, by what it is for ("rollout cpu:0", "judge NAME cpu:0", "train WORLD 1")."""
 
     pending: Mapping[str, Launch] = field(default_factory=dict)
     """Started, and the process lives; it may have registered meanwhile."""
@@ -96,16 +96,14 @@ def staffing(view: JobView, launches: Launches, now: float) -> Iterator[StartEng
         return
     plan, head = view.mirror.plan, view.mirror.head.record
     wanted: set[str] = set()
-    hung = {instance: engine.why for instance, engine in view.engines.items() if engine.hung}
+    hung = {instance: engine.why for instance, engine in {**view.engines, **view.judges}.items() if engine.hung}
     mine = {i: w for i, w in sorted(view.workers.items()) if w.node == view.node and w.job_uid == view.mirror.keys.uid}
     for place in plan.record.engines:
         if place.node != view.node:
             continue
         key = engine_key(place)
         # One that hangs keeps its place, and its slot's memory, until it has ended.
-        running = [
-            i for i, w in mine.items() if w.role == "rollout" and w.slot == place.slot and (is_good(w) or i in hung)
-        ]
+        running = [i for i, w in mine.items() if _is_of(w, place) and (is_good(w) or i in hung)]
         wanted.update(running[:1])
         if not running and key not in launches.pending and now >= launches.last.get(key, 0.0) + backoff(launches, key):
             yield StartEngine(place)
@@ -127,6 +125,10 @@ def staffing(view: JobView, launches: Launches, now: float) -> Iterator[StartEng
             yield StopWorker(instance, "the plan has no place for it")
 
 
+def _is_of(worker: WorkerRecord, place: EnginePlace) -> bool:
+    return worker.role != "train" and (worker.slot, worker.judge) == (place.slot, place.judge)
+
+
 def is_good(worker: WorkerRecord) -> bool:
     """Whether it serves, or will."""
     return worker.state in ("starting", "serving")
@@ -134,7 +136,7 @@ def is_good(worker: WorkerRecord) -> bool:
 
 def engine_key(place: EnginePlace) -> str:
     """What an engine's launch is remembered by."""
-    return f"rollout {place.slot}"
+    return f"judge {place.judge} {place.slot}" if place.judge else f"rollout {place.slot}"
 
 
 def rank_key(place: RankPlace, world: str) -> str:
@@ -240,10 +242,11 @@ class Staff:
         world: str | None
         rank: int | None
         if isinstance(action, StartEngine):
-            role, world, rank = "rollout", None, None
-            child = engine_child(view.spec, slot, self._config)
+            judge = action.place.judge
+            role, world, rank = "reward" if judge else "rollout", None, None
+            child = engine_child(view.spec, action.place, self._config)
         else:
-            role, world, rank = "train", action.world, action.place.rank
+            judge, role, world, rank = "", "train", action.world, action.place.rank
             child = self._rank_child(action, view)
         instance = f"{role}-{self._config.node}-{uuid.uuid4().hex[:8]}"
         logs = run_dir / "logs"  # made by the supervisor: where the run's folder hangs, this daemon must not
@@ -261,10 +264,11 @@ class Staff:
             child=dict(child.document),
             world=world,
             rank=rank,
+            judge=judge,
             lease_ttl_s=self._config.lease_ttl_s,
             orphan_grace_s=self._config.orphan_grace_s,
             start_limit_s=child.start_limit_s,
-            watchdog_s=view.spec.rollout.watchdog_s if role == "rollout" else view.spec.train.watchdog_s,
+            watchdog_s=view.spec.train.watchdog_s if role == "train" else view.spec.rollout.watchdog_s,
         )
         process = start_worker(launch, Path(self._config.home))
         log.info("started %s on %s: %s", launch_key(action), slot, instance, extra={"job": uid})

@@ -128,6 +128,8 @@ class JobView:
     workers: Mapping[str, WorkerRecord]
     ranks: Mapping[int, RankView] = field(default_factory=dict)
     engines: Mapping[str, EngineView] = field(default_factory=dict)
+    judges: Mapping[str, EngineView] = field(default_factory=dict)
+    """The engines of the job's judges, all of the cluster's: whoever has something to be judged asks any of them."""
     holdings: Mapping[PromptRef, OfferedGroup] = field(default_factory=dict)
     outcomes: Mapping[PromptRef, EndedRef] = field(default_factory=dict)
     in_flight: Mapping[PromptRef, Version] = field(default_factory=dict)

@@ -1,8 +1,10 @@
-"""The first placement policy: every slot runs rollout and train in turn (`colocated`).
+"""The first placement policies. `colocated`: every slot runs rollout, judges and train in turn. `static`: each pool has slots of
+its own, for as long as the job runs.
 
-Pure: a snapshot of the slots in, a plan out. One engine on every slot; the train ranks on the first slots of the nodes,
-one a node by default. At staleness 0 the two take turns by the step's own order: ranks compute only between READY and
-commit, when no group is in flight.
+Pure: a snapshot of the slots in, a plan out. Slots are taken round robin, one of each node before the second of any. With
+`colocated` there is one rollout engine on every slot, the train ranks are on the first slots of the nodes, one a node by default,
+and each judge has an engine on every slot, or on as many as the spec says. At staleness 0 they take turns by the step's own order:
+ranks compute only between READY and commit, when no group is in flight.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gcore.config import JobSpec
 from gcore.errors import SpecError
 from gcore.ledger.job import EnginePlace, Plan, RankPlace
 
@@ -28,25 +31,91 @@ class Snapshot:
 
     nodes: tuple[NodeSlots, ...]
 
+    @property
+    def slots(self) -> int:
+        """How many there are."""
+        return sum(len(node.slots) for node in self.nodes)
 
-def colocated(snapshot: Snapshot, *, world: str, generation: int, ranks: int | None) -> Plan:
-    """Place a job. `ranks` None: one rank a node. Raises SpecError if there are fewer slots than ranks, or none."""
+
+@dataclass(frozen=True, slots=True)
+class JudgeWanted:
+    """A judge that the cluster serves. `replicas` None: an engine on each slot of its pool."""
+
+    name: str
+    replicas: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """Slots of their own for two of the pools; what remains is rollout's."""
+
+    train: int
+    reward: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a job wants placed. `ranks` None: one a node. `apart` None: all pools share all slots."""
+
+    ranks: int | None = None
+    judges: tuple[JudgeWanted, ...] = ()
+    apart: Apart | None = None
+
+    @classmethod
+    def by(cls, spec: JobSpec) -> Wanted:
+        """What `spec` says."""
+        judges = tuple(JudgeWanted(one.name, one.serving.replicas) for one in spec.judges if one.model is not None)
+        if spec.placement.policy == "colocated":
+            return cls(spec.train.ranks, judges)
+        apart = Apart(spec.placement.train or 0, spec.placement.reward or 0)
+        return cls(apart.train, judges, apart)
+
+
+def first_plan(snapshot: Snapshot, wanted: Wanted, *, world: str, generation: int) -> Plan:
+    """Place a job. Raises SpecError if there are too few slots."""
     nodes = sorted(snapshot.nodes, key=lambda n: n.node)
-    places = _round_robin(nodes)
-    wanted = ranks_wanted(snapshot, ranks)
-    if slots_lacking(snapshot, ranks):
+    places, ranks = _round_robin(nodes), ranks_wanted(snapshot, wanted)
+    if slots_lacking(snapshot, wanted):
         raise SpecError(
-            f"{wanted or 1} train ranks do not fit on {len(places)} slots",
-            where="train.ranks",
-            fix="Lower train.ranks, or start controllers with more slots",
+            f"{_in_words(wanted, ranks or 1)} do not fit on {len(places)} slots",
+            where="train.ranks" if wanted.apart is None else "placement",
+            fix="Lower it, or start controllers with more slots",
         )
+    if wanted.apart is None:
+        rollout, reward = places, places
+        how = f"colocated: {len(places)} slots on {len(nodes)} nodes take rollout and train in turn, {ranks} ranks"
+    else:
+        reward = places[wanted.apart.train : wanted.apart.train + wanted.apart.reward]
+        rollout = places[wanted.apart.train + wanted.apart.reward :]
+        how = f"static: of {len(places)} slots {ranks} train, {len(reward)} judge, {len(rollout)} roll out"
     return Plan(
         generation=generation,
         world=world,
-        ranks=tuple(RankPlace(rank=i, node=p.node, slot=p.slot) for i, p in enumerate(places[:wanted])),
-        engines=tuple(places),
-        reason=f"colocated: {len(places)} slots on {len(nodes)} nodes take rollout and train in turn, {wanted} ranks",
+        ranks=tuple(RankPlace(rank=i, node=p.node, slot=p.slot) for i, p in enumerate(places[:ranks])),
+        engines=(*rollout, *_judge_places(wanted.judges, reward, ())),
+        reason=how,
     )
+
+
+def _in_words(wanted: Wanted, ranks: int) -> str:
+    if wanted.apart is None:
+        return f"{ranks} train ranks"
+    reward = f", {wanted.apart.reward} slots for judges" if wanted.apart.reward else ""
+    return f"{ranks} train ranks{reward} and 1 rollout engine, each on slots of its own,"
+
+
+def _judge_places(
+    judges: Sequence[JudgeWanted], slots: Sequence[EnginePlace], there: Sequence[EnginePlace]
+) -> list[EnginePlace]:
+    """Engines for judges on `slots`, beside those that are `there`; the judges begin on different slots."""
+    more = []
+    for number, judge in enumerate(judges):
+        have = {(place.node, place.slot) for place in there if place.judge == judge.name}
+        wanted = len(slots) + len(have) if judge.replicas is None else judge.replicas
+        turned = [*slots[number % len(slots) :], *slots[: number % len(slots)]] if slots else []
+        free = [place for place in turned if (place.node, place.slot) not in have]
+        more += [place.model_copy(update={"judge": judge.name}) for place in free[: max(wanted - len(have), 0)]]
+    return more
 
 
 def _round_robin(nodes: Sequence[NodeSlots]) -> list[EnginePlace]:
@@ -61,33 +130,42 @@ UNKNOWN_STEPS_LEFT = 100
 """What a job that goes by epochs is taken to have before it: its number of steps is not known before its end."""
 
 
-def joined(plan: Plan, snapshot: Snapshot) -> Plan | None:
-    """The plan with an engine on each slot that is there and has none; world and ranks as they are. None: there is no such slot.
+def joined(plan: Plan, snapshot: Snapshot, wanted: Wanted) -> Plan | None:
+    """The plan with engines on each slot that is there and serves nothing; world and ranks as they are. None: there is no such
+    slot.
 
-    Engines of nodes that are away keep their places: they are started again when the node is back.
+    Engines of nodes that are away keep their places: they are started again when the node is back. Where pools have slots of
+    their own, a slot that comes is rollout's; judges have as many engines as the first plan gave them.
     """
-    have = {(place.node, place.slot) for place in plan.engines}
-    more = [p for p in _round_robin(sorted(snapshot.nodes, key=lambda n: n.node)) if (p.node, p.slot) not in have]
-    if not more:
+    taken = {(place.node, place.slot) for place in plan.engines}
+    if wanted.apart is not None:
+        taken |= {(place.node, place.slot) for place in plan.ranks}
+    places = _round_robin(sorted(snapshot.nodes, key=lambda n: n.node))
+    fresh = [place for place in places if (place.node, place.slot) not in taken]
+    if not fresh:
         return None
-    names = ", ".join(sorted({place.node for place in more}))
+    judging = _judge_places(wanted.judges, fresh, plan.engines) if wanted.apart is None else []
+    names = ", ".join(sorted({place.node for place in fresh}))
     return plan.model_copy(
         update={
             "generation": plan.generation + 1,
-            "engines": (*plan.engines, *more),
-            "reason": f"{plan.reason}; then engines on {len(more)} slots of {names}",
+            "engines": (*plan.engines, *fresh, *judging),
+            "reason": f"{plan.reason}; then engines on {len(fresh)} slots of {names}",
         }
     )
 
 
-def ranks_wanted(snapshot: Snapshot, ranks: int | None) -> int:
-    """How many ranks a world formed now has. `ranks` None: one a node."""
-    return ranks if ranks is not None else sum(1 for node in snapshot.nodes if node.slots)
+def ranks_wanted(snapshot: Snapshot, wanted: Wanted) -> int:
+    """How many ranks a world formed now has."""
+    return wanted.ranks if wanted.ranks is not None else sum(1 for node in snapshot.nodes if node.slots)
 
 
-def slots_lacking(snapshot: Snapshot, ranks: int | None) -> int:
-    """How many slots more it takes before a world can be placed; 0: it fits."""
-    return max((ranks_wanted(snapshot, ranks) or 1) - sum(len(node.slots) for node in snapshot.nodes), 0)
+def slots_lacking(snapshot: Snapshot, wanted: Wanted) -> int:
+    """How many slots more it takes before the job can be placed; 0: it fits."""
+    need = ranks_wanted(snapshot, wanted) or 1
+    if wanted.apart is not None:
+        need += wanted.apart.reward + 1
+    return max(need - snapshot.slots, 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from gcore.config.algorithms import is_own_advantage, is_own_loss
+from gcore.nearest import did_you_mean
 
 if TYPE_CHECKING:
     from gcore.config.flow import FlowSpec
     from gcore.config.rollout import RolloutSpec
     from gcore.config.sources import Source
+    from gcore.config.spec import JobSpec
     from gcore.config.train import TrainSpec
 
 RETURNS = ("reinforce_pp", "remax", "gae")
@@ -65,6 +67,44 @@ def refuse_source(source: Source, rollout: RolloutSpec) -> str | None:
         return f"{allows}, fewer than rollout.overlong_tokens ({rollout.overlong_tokens})"
     if own.max_new_tokens > rollout.max_new_tokens:
         return f"{allows}, more than rollout.max_new_tokens ({rollout.max_new_tokens})"
+    return None
+
+
+def refuse_judges(spec: JobSpec) -> str | None:
+    """Which judge is named and not there, is there twice, or is there for nothing, if one is."""
+    names = [judge.name for judge in spec.judges]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        return f"two judges have the same name ({twice[0]!r})"
+    rewards = [("reward", spec.reward)]
+    rewards += [(f"reward of source {one.name!r}", one.reward) for one in spec.data.sources if one.reward is not None]
+    rewards += [(f"reward of set {one.name!r}", one.reward) for one in spec.eval.sources if one.reward is not None]
+    for where, reward in rewards:
+        for judge in reward.judges:
+            if judge not in names:
+                there = f"there are {', '.join(names)}" if names else "the spec has no judges"
+                return f"{where} names judge {judge!r}, which is not in judges{did_you_mean(judge, names)} ({there})"
+    used = {judge for _, reward in rewards for judge in reward.judges}
+    if idle := [name for name in names if name not in used]:
+        return f"judge {idle[0]!r} is named by no reward; leave it out, or write reward.judge: {idle[0]}"
+    return None
+
+
+def refuse_placement(spec: JobSpec) -> str | None:
+    """Why the pools cannot have the slots that `placement` gives them, if they cannot."""
+    placed, serving = spec.placement, [judge for judge in spec.judges if judge.model is not None]
+    if placed.policy != "static":
+        return None
+    if spec.train.ranks not in (None, placed.train):
+        return f"train.ranks ({spec.train.ranks}) is not placement.train ({placed.train}); leave train.ranks out"
+    if serving and placed.reward is None:
+        return f"judge {serving[0].name!r} is served by the cluster, and placement.reward gives judges no slots"
+    if not serving and placed.reward is not None:
+        return "placement.reward gives slots to judges, and the cluster serves none; leave it out"
+    for judge in serving:
+        if judge.serving.replicas is not None and judge.serving.replicas > (placed.reward or 0):
+            return (
+                f"judge {judge.name!r} wants {judge.serving.replicas} engines, and placement.reward is {placed.reward}"
+            )
     return None
 
 

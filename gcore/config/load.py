@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from gcore.config.algorithms import STORED
 from gcore.config.explain import explain, shortened
+from gcore.config.judges import LONGEST_TEMPLATE, JudgeSpec
 from gcore.config.sources import Origin
 from gcore.config.spec import JobSpec
 from gcore.errors import SpecError
@@ -248,6 +249,17 @@ def _absolute(spec: JobSpec, base: Path, where: str) -> JobSpec:
         sources = tuple(s.model_copy(update=files(s, f"{section}.sources.{n}.")) for n, s in numbered)
         return value.model_copy(update=files(value, f"{section}.") | {"sources": sources})
 
+    def judged(number: int, judge: JudgeSpec) -> JudgeSpec:
+        """A judge with its model's path absolute; what stands in its template's file becomes a part of the spec."""
+        update: dict[str, Any] = {}
+        if judge.model is not None and not judge.model.path.startswith(HUB_SCHEMES):
+            update["model"] = judge.model.model_copy(update=files(judge.model, f"judges.{number}.model."))
+        if judge.template_file is not None:
+            key = f"judges.{number}.template_file"
+            text = _template_text(Path(resolve(key, judge.template_file)), where, key)
+            update |= {"template": text, "template_file": None}
+        return judge.model_copy(update=update)
+
     model = spec.model
     if not model.path.startswith(HUB_SCHEMES):
         model = model.model_copy(update={"path": resolve("model.path", model.path)})
@@ -264,7 +276,23 @@ def _absolute(spec: JobSpec, base: Path, where: str) -> JobSpec:
             "model": model,
             "storage": storage,
             "data": origin("data", spec.data),
+            "judges": tuple(judged(number, judge) for number, judge in enumerate(spec.judges)),
             "train": train,
             "eval": origin("eval", spec.eval),
         }
     )
+
+
+def _template_text(path: Path, where: str, key: str) -> str:
+    try:
+        with path.open(encoding="utf-8") as file:
+            text = file.read(LONGEST_TEMPLATE + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise SpecError(
+            f"{key}: {shortened(repr(str(path)))} cannot be read ({reason})", where=where, fix="Name a Jinja file"
+        ) from error
+    if len(text) > LONGEST_TEMPLATE or _UNSTORABLE.search(text):
+        what = f"more than {LONGEST_TEMPLATE} characters" if len(text) > LONGEST_TEMPLATE else "a NUL"
+        raise SpecError(f"{key}: {shortened(repr(str(path)))} has {what}", where=where, fix="Name a Jinja file")
+    return text

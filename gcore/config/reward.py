@@ -1,6 +1,7 @@
 """How responses are scored: the section `reward` of a job or of a source, and the section `scoring` of a job.
 
 A composed reward lists its parts, each a reward with options of its own; what they come to together is said by `compose`.
+A reward, or a part, is a function that is found by its name, or a judge of the section `judges`.
 """
 
 from __future__ import annotations
@@ -21,23 +22,34 @@ LARGEST = 3.4e38
 """Rewards travel as float32."""
 ANSWER_HELP = "Field of the prompt's entry that holds the expected answer"
 OPTIONS_HELP = "Settings of the reward's own, by name"
+JUDGE_HELP = "The judge of `judges` that scores, in place of a reward's name"
 
 
 class RewardPart(Section):
     """One of the rewards that a composed one is made of."""
 
-    name: str = Field(description="Reward, by its entry-point name in `gcore.rewards`")
+    name: str | None = Field(None, description="Reward, by its entry-point name in `gcore.rewards`")
+    judge: str | None = Field(None, description=JUDGE_HELP)
     label: Annotated[str, Field(min_length=1, max_length=32, pattern=r"^[A-Za-z0-9_.-]+$")] | None = Field(
-        None, description="Under which its value is kept and shown; default: its name. No two parts have the same"
+        None,
+        description="Under which its value is kept and shown; default: its name or its judge's. No two parts have the same",
     )
     answer: str | None = Field(None, description=f"{ANSWER_HELP}; default: reward.answer")
     options: dict[str, Option] = Field({}, description=OPTIONS_HELP)
     weight: float = Field(1.0, description="What its value is multiplied with")
 
+    @model_validator(mode="after")
+    def _one_form(self) -> RewardPart:
+        if (self.name is None) == (self.judge is None):
+            raise ValueError(f"a part has a name or a judge; {'both' if self.name is not None else 'neither'} is given")
+        if self.judge is not None and (self.options or self.answer is not None):
+            raise ValueError(f"judge {self.judge!r} looks at what its template shows it; leave options and answer out")
+        return self
+
     @property
     def shown_as(self) -> str:
-        """Its label, or else its name."""
-        return self.label or self.name
+        """Its label, or else its name, or its judge's."""
+        return self.label or self.name or self.judge or ""
 
 
 class RewardSpec(Section):
@@ -47,6 +59,7 @@ class RewardSpec(Section):
         DEFAULT_REWARD,
         description="Reward, by its entry-point name in `gcore.rewards`; a composed one has parts instead",
     )
+    judge: str | None = Field(None, description=JUDGE_HELP)
     answer: str = Field("answer", description=ANSWER_HELP)
     options: dict[str, Option] = Field({}, description=OPTIONS_HELP)
     parts: tuple[RewardPart, ...] = Field((), description="Rewards that together make the response's")
@@ -65,6 +78,8 @@ class RewardSpec(Section):
 
     @model_validator(mode="after")
     def _one_form(self) -> RewardSpec:
+        if self.judge is not None and (self.name != DEFAULT_REWARD or self.options or self.parts):
+            raise ValueError("give a judge, a name with options, or parts that have their own, only one of them")
         if not self.parts:
             if self.compose != "sum":
                 raise ValueError("compose belongs to parts; there are none")
@@ -89,18 +104,30 @@ class RewardSpec(Section):
 
     @property
     def answers(self) -> tuple[str, ...]:
-        """The fields that an entry must have for it, each once."""
-        wanted = [(part.name, part.answer or self.answer) for part in self.parts] or [(self.name, self.answer)]
+        """The fields that an entry must have for it, each once. What a judge is shown, its template says."""
+        if self.judge is not None:
+            return ()
+        wanted = [(part.name, part.answer or self.answer) for part in self.parts if part.judge is None]
+        if not self.parts:
+            wanted = [(self.name, self.answer)]
         return tuple(dict.fromkeys(answer for name, answer in wanted if name not in NEEDS_NO_ANSWER))
+
+    @property
+    def judges(self) -> tuple[str, ...]:
+        """The judges that it names, each once."""
+        named = [self.judge, *(part.judge for part in self.parts)]
+        return tuple(dict.fromkeys(name for name in named if name is not None))
 
     @property
     def shown_as(self) -> str:
         """Its name; for people."""
         inner = ", ".join(part.shown_as for part in self.parts)
-        return f"{self.compose}({inner})" if self.parts else self.name
+        return f"{self.compose}({inner})" if self.parts else self.judge or self.name
 
     def of_part(self, part: RewardPart) -> RewardSpec:
-        """What `part` is told: as if it were the only reward."""
+        """What `part` is told: as if it were the only reward. Raises ValueError for a judge's, which is told nothing."""
+        if part.name is None:
+            raise ValueError(f"part {part.shown_as!r} is a judge's")
         return RewardSpec(
             name=part.name, answer=part.answer or self.answer, options=part.options, timeout_s=self.timeout_s
         )

@@ -11,9 +11,17 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveInt, model_validator
 
 from gcore.config.base import Section
-from gcore.config.combinations import refuse_correction, refuse_flow, refuse_source, refuse_stale
+from gcore.config.combinations import (
+    refuse_correction,
+    refuse_flow,
+    refuse_judges,
+    refuse_placement,
+    refuse_source,
+    refuse_stale,
+)
 from gcore.config.evaluation import ACCURACY, NO_BEST, EvalSpec, eval_sources
 from gcore.config.flow import FlowSpec
+from gcore.config.judges import MOST_JUDGES, JudgeSpec
 from gcore.config.reading import SamplesSpec, TrackerSpec
 from gcore.config.reward import RewardSpec, ScoringSpec
 from gcore.config.rollout import RolloutSpec
@@ -29,6 +37,7 @@ __all__ = [
     "EvalSpec",
     "FlowSpec",
     "JobSpec",
+    "JudgeSpec",
     "ModelSpec",
     "PlacementSpec",
     "RewardSpec",
@@ -59,7 +68,23 @@ class ModelSpec(Section):
 class PlacementSpec(Section):
     """Which slots the job uses."""
 
-    policy: Literal["colocated"] = Field("colocated", description="Every slot runs rollout and train in turn")
+    policy: Literal["colocated", "static"] = Field(
+        "colocated",
+        description="How slots are shared. colocated: every slot runs rollout, judges and train in turn; static: each pool has slots of its own",
+    )
+    train: PositiveInt | None = Field(None, description="With static: slots of train ranks, one rank each")
+    reward: PositiveInt | None = Field(
+        None,
+        description="With static: slots of judges; each judge has an engine on serving.replicas of them, or on all",
+    )
+
+    @model_validator(mode="after")
+    def _pools_are_statics(self) -> PlacementSpec:
+        if self.policy == "static" and self.train is None:
+            raise ValueError("policy: static needs train, the number of slots that train")
+        if self.policy != "static" and (self.train is not None or self.reward is not None):
+            raise ValueError("train and reward belong to policy: static")
+        return self
 
 
 class CheckpointSpec(Section):
@@ -125,6 +150,9 @@ class JobSpec(Section):
     rollout: RolloutSpec
     reward: RewardSpec = RewardSpec()
     scoring: ScoringSpec = ScoringSpec()
+    judges: tuple[JudgeSpec, ...] = Field(
+        (), max_length=MOST_JUDGES, description="Models that judge responses; rewards name them"
+    )
     train: TrainSpec = TrainSpec()
     placement: PlacementSpec = PlacementSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
@@ -157,6 +185,10 @@ class JobSpec(Section):
             )
         why = refuse_correction(self.rollout, self.train) or refuse_stale(self.rollout, self.train)
         if why is not None:
+            raise ValueError(why)
+        if (why := refuse_judges(self)) is not None:
+            raise ValueError(why)
+        if (why := refuse_placement(self)) is not None:
             raise ValueError(why)
         critic = self.train.critic
         if critic is not None and self.flow.steps is not None and critic.warmup_steps >= self.flow.steps:

@@ -92,7 +92,7 @@ def bounds(spec: JobSpec, scale: Scale) -> Mapping[str, Bound]:
         "head": Bound(1, SMALL + cursors + tally + 28 * (scale.rollbacks + 2)),
         "assign": Bound(1, SMALL + 96 * here + 8 * spec.data.shards),
         "ckpts": Bound(1, SMALL + 256 * checkpoints),
-        "plan": Bound(1, SMALL + 96 * (scale.ranks + scale.engines)),
+        "plan": Bound(1, SMALL + 144 * (scale.ranks + scale.engines)),
         "log": Bound(KEPT_LOG + LAG + checkpoints + 2, entry),
         "seal": Bound(1, SMALL + seal_bytes(spec) + outcomes),
         "member": Bound(here, SMALL),

@@ -16,6 +16,11 @@ MOST_SAID = 8192
 """Characters of what was wrong, in a record."""
 
 
+JUDGES_CAME = 2
+"""The schema version from which on nodes know judges. A node that does not would take a judge's place for the policy's, so no job with
+judges is created while one is there (`controllers.service.capability`)."""
+
+
 class JobPhase(StrEnum):
     """PENDING: created, nothing of it has started. Ended: SUCCEEDED, FAILED or CANCELLED, for ever."""
 
@@ -35,6 +40,8 @@ class JobRecord(Record):
     """`job`: written once. `spec` is the resolved spec; `run_dir` is seen by every node; where nodes share no folder,
     each has one of that name (`controllers.storage.run_folder`)."""
 
+    came_with: ClassVar[Mapping[str, int]] = {"judge_revisions": JUDGES_CAME}
+
     uid: str
     name: str
     spec: dict[str, Any]
@@ -51,6 +58,8 @@ class JobRecord(Record):
     """The commit of a hub's model, as it was then: all nodes load the same weights. Empty for a folder."""
     remote_code: tuple[str, ...] = ()
     """Python files that come with the model and run in engines and ranks, because the spec trusts them."""
+    judge_revisions: dict[str, str] = Field(default_factory=dict)
+    """The same of each judge's model, by the judge's name; none for a folder."""
     attention_equals_at: PositiveInt = ATTENTION_EQUALS_AT
     """The length, in tokens, at which attention costs the model as much as its matrices; goes into every seal."""
 
@@ -65,10 +74,14 @@ class JobStatus(Record):
 
 
 class EnginePlace(Part):
-    """A rollout replica on one slot."""
+    """A replica on one slot that generates: of the rollout pool, or of the reward pool."""
+
+    came_with: ClassVar[Mapping[str, int]] = {"judge": JUDGES_CAME}
 
     node: str
     slot: str
+    judge: str = ""
+    """The judge whose engine it is; empty: it serves the policy."""
 
 
 class RankPlace(Part):
@@ -87,6 +100,11 @@ class Plan(Record):
     ranks: tuple[RankPlace, ...]
     engines: tuple[EnginePlace, ...]
     reason: str = ""
+
+    @property
+    def rollout_nodes(self) -> frozenset[str]:
+        """The nodes that have engines of the rollout pool."""
+        return frozenset(place.node for place in self.engines if not place.judge)
 
     @property
     def nodes(self) -> frozenset[str]:

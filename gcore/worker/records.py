@@ -6,7 +6,8 @@ it. Nothing here reads or writes.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -19,6 +20,8 @@ WorkerState = Literal["starting", "serving", "failed", "stopping"]
 
 class WorkerRecord(Record):
     """`workers/{instance}`, under the worker's lease."""
+
+    came_with: ClassVar[Mapping[str, int]] = {"judge": 2}
 
     instance: str
     node: str
@@ -37,6 +40,8 @@ class WorkerRecord(Record):
     """Why it failed or stops, one sentence."""
     world: str | None = None
     rank: int | None = None
+    judge: str = ""
+    """The judge that an engine of the reward pool serves."""
 
     @property
     def process(self) -> ProcessId:
@@ -74,6 +79,8 @@ class StoreRef(Part):
 class LaunchSpec(Record):
     """The file that `gcore-worker --launch` reads. All times in seconds."""
 
+    came_with: ClassVar[Mapping[str, int]] = {"judge": 2}
+
     instance: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
     node: str
     role: Role
@@ -92,6 +99,7 @@ class LaunchSpec(Record):
     """Of each of the child's pools of threads (`gcore.worker.threads`), unless `env` says otherwise."""
     world: str | None = None
     rank: NonNegativeInt | None = None
+    judge: str = ""
     lease_ttl_s: PositiveInt = 10
     orphan_grace_s: NonNegativeFloat = 60.0
     """So long may the node be without a controller before the worker drains and ends."""

@@ -211,4 +211,5 @@ class Supervisor:
             reason=life.reason,
             world=spec.world,
             rank=spec.rank,
+            judge=spec.judge,
         )

@@ -10,7 +10,7 @@ from controllers.children import ENGINE_COMMANDS, START_LIMITS_S, NoSglang, engi
 from controllers.service.capability import check_engine, missing_here
 from gcore.config import JobSpec, NodeConfig, parse_spec
 from gcore.errors import SpecError, UsageError
-from gcore.ledger.job import NodeRecord
+from gcore.ledger.job import EnginePlace, NodeRecord
 from gcore.rollout.engine import launch as torch_launch
 from gcore.rollout.sglang import launch as sglang_launch
 
@@ -20,6 +20,10 @@ CONFIG = NodeConfig(node="n", home="/h", etcd_endpoints=("h:1",), slots=("cpu:0"
 def spec(**rollout: Any) -> JobSpec:
     tree = {"name": "j", "model": {"path": "/m", "max_length": 500, "trust_remote_code": True}, "data": {"path": "d"}}
     return parse_spec({**tree, "flow": {"steps": 1}, "rollout": {"max_new_tokens": 4} | rollout})
+
+
+def place(slot: str, judge: str = "") -> EnginePlace:
+    return EnginePlace(node="n", slot=slot, judge=judge)
 
 
 TOLD: dict[str, Any] = {"batch_slots": 9, "cache_tokens": 800, "prefill_chunk_tokens": 33}
@@ -33,7 +37,7 @@ def check_common(read: Any) -> None:
 
 @pytest.mark.parametrize(("slot", "dtype", "device"), [("cpu:1", "float32", "cpu"), ("cuda:3", "bfloat16", "cuda")])
 def test_the_torch_engine_reads_what_it_is_told(slot: str, dtype: str, device: str) -> None:
-    child = engine_child(spec(deterministic=True, **TOLD), slot, CONFIG)
+    child = engine_child(spec(deterministic=True, **TOLD), place(slot), CONFIG)
     assert child.command == ENGINE_COMMANDS["torch"]
     read = torch_launch.from_document(child.document)
     check_common(read)
@@ -43,7 +47,7 @@ def test_the_torch_engine_reads_what_it_is_told(slot: str, dtype: str, device: s
 
 @pytest.mark.parametrize(("slot", "dtype", "device"), [("cpu:1", "float32", "cpu"), ("cuda:3", "bfloat16", "cuda")])
 def test_sglangs_worker_reads_what_it_is_told(slot: str, dtype: str, device: str) -> None:
-    child = engine_child(spec(engine="sglang", engine_args=["--x", "1"], **TOLD), slot, CONFIG)
+    child = engine_child(spec(engine="sglang", engine_args=["--x", "1"], **TOLD), place(slot), CONFIG)
     assert child.command == ENGINE_COMMANDS["sglang"]
     read = sglang_launch.from_document(child.document)
     check_common(read)
@@ -55,8 +59,22 @@ def test_sglangs_worker_reads_what_it_is_told(slot: str, dtype: str, device: str
 def test_a_node_without_sglang_says_so_and_what_to_do() -> None:
     bare = CONFIG.model_copy(update={"sglang_python": None})
     with pytest.raises(NoSglang, match=r"node n has no SGLang.*make sglang-setup"):
-        engine_child(spec(engine="sglang"), "cpu:0", bare)
-    assert engine_child(spec(), "cpu:0", bare).command == ENGINE_COMMANDS["torch"]
+        engine_child(spec(engine="sglang"), place("cpu:0"), bare)
+    assert engine_child(spec(), place("cpu:0"), bare).command == ENGINE_COMMANDS["torch"]
+
+
+def test_a_judges_engine_is_told_of_the_judges_model_and_not_of_the_policys() -> None:
+    judge = {"name": "sums", "model": {"path": "/judge", "max_length": 90}, "template": "{{ prompt }}{{ response }}"}
+    served = judge | {"serving": {"batch_slots": 3, "engine": "sglang", "engine_args": ["--y", "2"]}}
+    tree = spec().model_dump(mode="json")
+    for one, command, slots in ((judge, "torch", 64), (served, "sglang", 3)):
+        job = parse_spec(tree | {"judges": [one], "reward": {"judge": "sums"}})
+        child = engine_child(job, place("cpu:0", "sums"), CONFIG)
+        assert child.command == ENGINE_COMMANDS[command]
+        told = child.document
+        assert (told["model"], told["context_length"], told["batch_slots"]) == ("/judge", 90, slots)
+        assert told["trust_remote_code"] is False
+        assert engine_child(job, place("cpu:0"), CONFIG).document["model"] == "/m"
 
 
 def node(name: str, *, sglang: bool) -> NodeRecord:

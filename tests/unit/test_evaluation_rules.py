@@ -10,8 +10,8 @@ from due_steps import steps_evaluated, steps_with_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 
+from controllers.eval_marks import recordable
 from controllers.eval_turns import TAKEOVER_S, order, place_of, to_take
-from controllers.judging import recordable
 from gcore.config import JobSpec, parse_spec
 from gcore.config.evaluation import MOST_SETS, EvalDraws, eval_sets
 from gcore.errors import SpecError

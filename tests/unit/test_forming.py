@@ -31,7 +31,7 @@ from gcore.prompts.cursor import shard_lengths
 from gcore.store.keys import JobKeys
 from gcore.types import PromptRef, Token, Version
 from gcore.worker.records import WorkerRecord
-from placement.plan import Growth, NodeSlots, Snapshot, colocated, joined, worth_forming
+from placement.plan import Growth, NodeSlots, Snapshot, Wanted, first_plan, joined, worth_forming
 
 KEYS = JobKeys("u")
 STATE = WorldState(world="w", lineage=0, step=2, attempt=1, shards=2)
@@ -320,11 +320,11 @@ def test_whoever_comes_and_goes_every_slot_that_is_there_has_one_engine_and_the_
     def there(nodes: dict[str, int]) -> Snapshot:
         return Snapshot(tuple(NodeSlots(name, tuple(f"cpu:{i}" for i in range(n))) for name, n in nodes.items()))
 
-    old = colocated(there(before), world="w", generation=1, ranks=None)
-    new = joined(old, there(after)) or old
+    old = first_plan(there(before), Wanted(), world="w", generation=1)
+    new = joined(old, there(after), Wanted()) or old
     places = [(place.node, place.slot) for place in new.engines]
     assert len(places) == len(set(places))
     assert {(name, f"cpu:{i}") for name, n in after.items() for i in range(n)} <= set(places)
     assert {(place.node, place.slot) for place in old.engines} <= set(places)
     assert (new.world, new.ranks) == (old.world, old.ranks)
-    assert joined(new, there(after)) is None
+    assert joined(new, there(after), Wanted()) is None

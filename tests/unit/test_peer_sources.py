@@ -14,9 +14,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from controllers.changes import Changes
 from controllers.collectives import Collectives
+from controllers.eval_marks import SHOWN_CHARACTERS, marked, reaches, recordable
 from controllers.faults import FaultBook
 from controllers.holdings import Holdings
-from controllers.judging import SHOWN_CHARACTERS, judged, reaches, recordable
 from controllers.material import material_of, rewards_of
 from controllers.ordering import EpochOrders
 from controllers.peer import JobPeer
@@ -416,9 +416,9 @@ async def test_an_evaluation_answer_that_its_reward_cannot_score_is_not_correct_
     job = Alone(tmp_path)
     practice = replace(job.peer.material.evaluated["sums"], scorer=Odd())
     sample = Sample((7,), (0.0,), "x", "stop", (VersionSpan(HEAD, 0, 1),))
-    (verdict,) = await judged(practice, -1.0, job.prompt("sums"), [sample], HEAD)
-    assert (verdict.shown.reward, verdict.shown.correct) == (0.0, False), "not even where nothing is demanded"
-    assert verdict.shown.unscored == "reward 'odd' raised ValueError"
+    (mark,) = await marked(practice, -1.0, job.prompt("sums"), [sample], HEAD)
+    assert (mark.shown.reward, mark.shown.correct) == (0.0, False), "not even where nothing is demanded"
+    assert mark.shown.unscored == "reward 'odd' raised ValueError"
 
 
 @pytest.mark.parametrize(

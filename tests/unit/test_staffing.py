@@ -105,6 +105,25 @@ def test_what_was_just_started_is_waited_for() -> None:
     assert kinds(view(), Launches(pending)) == []
 
 
+def test_a_judges_engine_is_a_worker_of_its_own_beside_the_policys() -> None:
+    seen = view(RUNNING, {0: "t"})
+    assert seen.mirror.plan is not None
+    plan = seen.mirror.plan.record
+    judging = EnginePlace(node="node-0", slot="cpu:0", judge="sums")
+    judged = Stored(plan.model_copy(update={"engines": (*plan.engines, judging)}), 2)
+    lacking = replace(seen, mirror=replace(seen.mirror, plan=judged))
+    (start,) = staffing(lacking, Launches(), 0.0)
+    assert start == StartEngine(judging)
+    pending = Launches({"judge sums cpu:0": Launch("x", ProcessId(1, 1), 99.0)})
+    assert kinds(lacking, pending) == []
+    there = {"j": worker("j", "reward", judge="sums"), "other": worker("other", "reward", judge="gone")}
+    (stop,) = staffing(replace(lacking, workers=RUNNING | there), Launches(), 0.0)
+    assert stop == StopWorker("other", "the plan has no place for it")
+    hung = {"j": EngineView("j", "h:1", None, silent=True, hung=True, why="answers nothing")}
+    (stop,) = staffing(replace(lacking, workers=RUNNING | {"j": there["j"]}, judges=hung), Launches(), 0.0)
+    assert stop == StopWorker("j", "it answers nothing", at_once=True)
+
+
 def test_a_dead_rank_is_not_started_again_in_the_same_world() -> None:
     assert kinds(view({"e": RUNNING["e"]}, {0: "t"})) == []
 

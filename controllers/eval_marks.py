@@ -22,22 +22,22 @@ SHOWN_BYTES = 7200
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Mark:
     """What a response to prompt `index` of a set is worth."""
 
     index: int
     shown: EvalSample
 
 
-async def judged(
+async def marked(
     practice: Practice, threshold: float, prompt: Prompt, samples: Sequence[Sample], version: Version
-) -> list[Verdict]:
+) -> list[Mark]:
     """The evaluation responses to one prompt, scored. Raises EngineError if other weights had a part in one."""
     for sample in samples:
         if sample.oldest != version or sample.finish_reason == "abort":
             made_by = f"an evaluation answer was made by {sample.oldest}, not {version}"
             raise EngineError(made_by, fix="It is made again")
-    verdicts = []
+    marks = []
     for sample, result in zip(samples, await practice.each_scored(prompt, samples), strict=True):
         why = str(result) if isinstance(result, RewardError) else ""
         reward = 0.0 if isinstance(result, RewardError) else result.value
@@ -50,8 +50,8 @@ async def judged(
             correct=not why and reaches(reward, threshold),
             unscored=recordable(why),
         )
-        verdicts.append(Verdict(prompt.ref.seq, shown))
-    return verdicts
+        marks.append(Mark(prompt.ref.seq, shown))
+    return marks
 
 
 def reaches(reward: float, threshold: float) -> bool:
