@@ -17,7 +17,7 @@ PLAIN_LINES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class WarmStartProgress:
+class TeachingProgress:
     """`update` of `updates` are done. `accuracy`: greedy, on held-out prompts, at the last look; None before the first."""
 
     update: int
@@ -28,7 +28,7 @@ class WarmStartProgress:
 class Reporter:
     """Shows nothing; the base of those that do. Use as a context manager around what it reports."""
 
-    def report(self, at: WarmStartProgress) -> None:
+    def report(self, at: TeachingProgress) -> None:
         """Called after every update."""
 
     def __enter__(self) -> Self:
@@ -40,41 +40,42 @@ class Reporter:
         return None
 
     @classmethod
-    def for_terminal(cls, progress: bool) -> Reporter:
-        """What fits standard error: a bar, lines, or, without `progress`, nothing."""
+    def for_terminal(cls, progress: bool, what: str = "warm start") -> Reporter:
+        """What fits standard error: a bar, lines, or, without `progress`, nothing. `what`: what it is the progress of."""
         if not progress:
             return Reporter()
         console = Console(stderr=True)
-        return BarReporter(console) if console.is_terminal else LineReporter(console)
+        return BarReporter(console, what) if console.is_terminal else LineReporter(console, what)
 
 
 class LineReporter(Reporter):
     """A line now and then, and one at the end."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, what: str) -> None:
         self._console = console
+        self._what = what
 
-    def report(self, at: WarmStartProgress) -> None:
+    def report(self, at: TeachingProgress) -> None:
         every = max(1, at.updates // PLAIN_LINES)
         if at.update % every == 0 or at.update == at.updates:
-            self._console.print(f"warm start {at.update}/{at.updates} {_accuracy(at)}".rstrip(), highlight=False)
+            self._console.print(f"{self._what} {at.update}/{at.updates} {_accuracy(at)}".rstrip(), highlight=False)
 
 
 class BarReporter(Reporter):
     """A bar with the time that is left."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, what: str) -> None:
         self._bar = Progress(
-            TextColumn("warm start"),
+            TextColumn(what),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[accuracy]}"),
             TimeRemainingColumn(),
             console=console,
         )
-        self._task = self._bar.add_task("warm start", total=None, accuracy="")
+        self._task = self._bar.add_task(what, total=None, accuracy="")
 
-    def report(self, at: WarmStartProgress) -> None:
+    def report(self, at: TeachingProgress) -> None:
         self._bar.update(self._task, completed=at.update, total=at.updates, accuracy=_accuracy(at))
 
     def __enter__(self) -> Self:
@@ -87,5 +88,5 @@ class BarReporter(Reporter):
         self._bar.stop()
 
 
-def _accuracy(at: WarmStartProgress) -> str:
+def _accuracy(at: TeachingProgress) -> str:
     return "" if at.accuracy is None else f"{at.accuracy:.0%} of held-out prompts right"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from gcore.prepare.lesson import to_jsonl
-from gcore.prepare.progress import WarmStartProgress
+from gcore.prepare.progress import TeachingProgress
 from gcore.prepare.starter_tasks import Item, StarterTask, split_task
 
 WARM_UPDATES = 250
@@ -32,7 +32,7 @@ def write_model(
     folder: Path,
     *,
     seed: int,
-    report: Callable[[WarmStartProgress], None],
+    report: Callable[[TeachingProgress], None],
     updates: int = WARM_UPDATES,
     must_fit: bool = True,
 ) -> float:
@@ -40,12 +40,13 @@ def write_model(
 
     Raises DataError if `must_fit` and that share is not what reinforcement learning wants to begin with.
     """
-    from gcore.prepare.warmstart import save_model, warm_start  # imports torch
+    from gcore.prepare.small_model import save_model  # imports torch
+    from gcore.prepare.teaching import teach
 
     lesson = split_task(task, seed).lesson
-    started = warm_start(lesson, seed=seed, updates=updates, report=report, must_fit=must_fit)
-    save_model(started, folder)
-    return started.greedy_accuracy
+    taught = teach(lesson, seed=seed, updates=updates, report=report, must_fit=must_fit)
+    save_model(taught.model, folder)
+    return taught.greedy_accuracy
 
 
 def _spelt_out(task: StarterTask, items: Iterable[Item]) -> str:

@@ -13,12 +13,11 @@ what a model of this size learned by heart does not carry over to prompts it nev
 from __future__ import annotations
 
 import functools
-import hashlib
 import string
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from gcore.prepare.lesson import Lesson
+from gcore.prepare.lesson import Lesson, hashed_numbers
 
 CHARACTERS = string.digits + string.ascii_lowercase + string.punctuation + " "
 """The starter model's tokens: more than its tasks need, so that another task's data can be tried on it."""
@@ -69,7 +68,7 @@ class StarterSplit:
     @property
     def lesson(self) -> Lesson:
         """What the warm start is given."""
-        return Lesson(CHARACTERS, (self.warm + self.train,), self.held_out, CARELESS_SHARE, BAND)
+        return Lesson(CHARACTERS, (self.warm + self.train,), (64,), self.held_out, CARELESS_SHARE, BAND)
 
 
 SORTED_DIGITS = 5
@@ -127,7 +126,7 @@ TASKS = {
 def split_task(task: StarterTask, seed: int) -> StarterSplit:
     """The exercises of a task, dealt out. `seed` decides which prompts there are."""
     drawn: dict[str, Item] = {}
-    for number in _numbers(f"{task.name} {seed}"):
+    for number in hashed_numbers(f"{task.name} {seed}"):
         item = task.draw(number)
         drawn.setdefault(item.prompt, item)
         if len(drawn) == TRAIN_PROMPTS + HELD_OUT_PROMPTS + WARM_PROMPTS:
@@ -138,11 +137,3 @@ def split_task(task: StarterTask, seed: int) -> StarterSplit:
         train=items[HELD_OUT_PROMPTS : HELD_OUT_PROMPTS + TRAIN_PROMPTS],
         warm=items[HELD_OUT_PROMPTS + TRAIN_PROMPTS :],
     )
-
-
-def _numbers(key: str) -> Iterator[int]:
-    """Whole numbers below 2**64, without end, in the order of a hash that no library's random generator can change."""
-    count = 0
-    while True:
-        yield int.from_bytes(hashlib.blake2b(f"{key} {count}".encode(), digest_size=8).digest(), "big")
-        count += 1

@@ -77,7 +77,7 @@ class SumSplit:
     @property
     def lesson(self) -> Lesson:
         """What the warm start is given: half of it wide."""
-        return Lesson(CHARACTERS, (self.train, self.wide), self.held_out, CARELESS_SHARE, BAND)
+        return Lesson(CHARACTERS, (self.train, self.wide), (32, 32), self.held_out, CARELESS_SHARE, BAND)
 
 
 def split_sums(seed: int) -> SumSplit:

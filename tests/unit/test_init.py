@@ -185,7 +185,7 @@ def test_a_home_that_is_nobodys_is_a_sentence() -> None:
 def test_a_full_disk_is_told_while_the_model_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from safetensors import SafetensorError
 
-    from gcore.prepare import warmstart
+    from gcore.prepare.small_model import SmallModel, save_model
 
     class Model:
         def save_pretrained(self, folder: Path) -> None:
@@ -193,7 +193,7 @@ def test_a_full_disk_is_told_while_the_model_is_written(tmp_path: Path, monkeypa
 
     alphabet: Any = None
     with pytest.raises(OSError, match="No space left on device") as caught:
-        warmstart.save_model(warmstart.WarmStart(Model(), alphabet, 0.4, 0.5), tmp_path)
+        save_model(SmallModel(Model(), alphabet), tmp_path)
     assert caught.value.errno == 28
 
 

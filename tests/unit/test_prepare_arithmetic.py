@@ -14,7 +14,7 @@ import pytest
 
 from gcore.errors import DataError
 from gcore.prepare import __main__ as command
-from gcore.prepare import arithmetic
+from gcore.prepare import folder as prepared_folder
 from gcore.prepare.arithmetic import PreparedExample, prepare
 from gcore.prompts.dataset import Dataset
 from gcore.prompts.render import PromptRenderer
@@ -68,7 +68,7 @@ def test_preparing_leaves_torchs_random_state_alone(tmp_path: Path) -> None:
 
 
 def test_a_second_call_finds_what_the_first_has_made(example: PreparedExample, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arithmetic, "_make", None)
+    monkeypatch.setattr(prepared_folder, "_make", None)
     again = make(example.folder)
     assert again.cached
     assert not example.cached
@@ -108,8 +108,8 @@ def edit_manifest(folder: Path, **fields: int) -> None:
 INTERRUPTED = """
 import os, signal, sys
 from pathlib import Path
-from gcore.prepare import arithmetic
-arithmetic._replace = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
+from gcore.prepare import arithmetic, folder
+folder._replace = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
 arithmetic.prepare(Path(sys.argv[1]), progress=False, warm_updates=1, must_fit=False)
 """
 

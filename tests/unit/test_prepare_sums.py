@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from gcore.prepare.lesson import to_jsonl
-from gcore.prepare.progress import BarReporter, WarmStartProgress
+from gcore.prepare.progress import BarReporter, TeachingProgress
 from gcore.prepare.sums import CHARACTERS, Sum, split_sums
 from gcore.prepare.tokens import Alphabet
 
@@ -94,9 +94,9 @@ def test_a_file_has_one_prompt_and_answer_a_line() -> None:
 
 def test_a_bar_is_drawn_on_a_terminal_from_the_first_moment() -> None:
     out = io.StringIO()
-    reporter = BarReporter(Console(file=out, force_terminal=True, width=80))
+    reporter = BarReporter(Console(file=out, force_terminal=True, width=80), "warm start")
     with reporter:
-        reporter.report(WarmStartProgress(1, 3, None))
-        reporter.report(WarmStartProgress(3, 3, 0.45))
+        reporter.report(TeachingProgress(1, 3, None))
+        reporter.report(TeachingProgress(3, 3, 0.45))
     assert "3/3" in out.getvalue()
     assert "45% of held-out prompts right" in out.getvalue()
