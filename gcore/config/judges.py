@@ -18,6 +18,8 @@ MOST_JUDGES = 16
 MOST_WORDS = 64
 LONGEST_TEMPLATE = 20_000
 MOST_VOTES = 64
+OWN_PARSERS = ("number", "words", "json")
+"""gcore's own, in `gcore.verdicts`."""
 
 
 class JudgeModel(Section):
@@ -111,6 +113,13 @@ class VerdictSpec(Section):
             raise ValueError("words belong to parser: words or json")
         if "" in self.words:
             raise ValueError("a word of a verdict cannot be empty")
+        for word, worth in self.words.items():
+            if not self.least <= worth <= self.most:
+                raise ValueError(
+                    f"the word {word!r} is worth {worth:g}, which is not from least ({self.least:g}) to most ({self.most:g})"
+                )
+        if self.options and self.parser in OWN_PARSERS:
+            raise ValueError(f"parser: {self.parser} has no options; they are for a parser of your own")
         return self
 
 
@@ -195,6 +204,12 @@ class JudgeSpec(Section):
             )
         if self.opponents is not None and self.mode != "pairwise":
             raise ValueError("opponents belong to mode: pairwise")
+        told = self.verdict
+        if self.mode == "pairwise" and not told.scale and (told.least < 0 or told.most > 1):
+            raise ValueError(
+                f"mode: pairwise needs verdicts from 0 (the second) to 1 (the first), and verdict gives {told.least:g} to "
+                f"{told.most:g}; set verdict.scale: true"
+            )
         if self.kind == "classifier":
             self._refuse_for_classifier()
         return self

@@ -1,0 +1,27 @@
+"""What can be wrong between a response and its verdict.
+
+Names only; whoever catches them says what becomes of the response (`on_error` of the judge).
+"""
+
+from __future__ import annotations
+
+from gcore.errors import GcoreError
+
+
+class JudgeError(GcoreError):
+    """A response could not be judged, and asking again will not help.
+
+    `trace`: the traceback of a parser of somebody's own, or empty. It is for the event, not for the reason.
+    """
+
+    def __init__(self, what: str, *, where: str | None = None, fix: str | None = None, trace: str = "") -> None:
+        super().__init__(what, where=where, fix=fix)
+        self.trace = trace
+
+
+class JudgeAway(JudgeError):
+    """The judge could not be asked; another try may help."""
+
+
+class Unreadable(GcoreError):
+    """An answer holds no verdict. `what` says why. A parser raises it; the answer then does not count."""

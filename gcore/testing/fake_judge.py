@@ -1,0 +1,111 @@
+"""A judge that answers with a function, and an ear that keeps what it is told: for tests of whatever asks judges.
+
+It fails and dawdles as it is told to, on the clock that it is given, and remembers what it was asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from gcore.clock import Clock
+from gcore.reward.generative.asking import Answer, Why
+from gcore.reward.generative.errors import JudgeError
+
+
+@dataclass(frozen=True, slots=True)
+class AskedOf:
+    """A question that a fake judge was asked, and the seeds of its answers."""
+
+    question: str
+    seeds: tuple[int, ...]
+
+
+class FakeJudge:
+    """`gcore.reward.generative.Ask`: answers `answer(question, seed)`. A token is a word."""
+
+    def __init__(
+        self,
+        answer: Callable[[str, int], str],
+        clock: Clock,
+        *,
+        delay_s: Callable[[str], float] = lambda question: 0.0,
+        failures: Sequence[JudgeError | None] = (),
+        longest: int = 1000,
+    ) -> None:
+        """`failures`: what each of the first questions raises, None where it is answered. `longest`: tokens of an answer."""
+        self._answer = answer
+        self._clock = clock
+        self._delay_s = delay_s
+        self._failures = list(failures)
+        self._longest = longest
+        self.asked: list[AskedOf] = []
+        self.open = 0
+        """Questions under way."""
+
+    async def __call__(self, question: str, seeds: Sequence[int]) -> tuple[Answer, ...]:
+        """As `Ask`."""
+        await self._begun(question, seeds)
+        return tuple(self._written(question, self._answer(question, seed)) for seed in seeds)
+
+    def _written(self, question: str, text: str) -> Answer:
+        words = text.split(" ")
+        cut = len(words) > self._longest
+        text = " ".join(words[: self._longest]) if cut else text
+        return Answer(text, len(question.split()), min(len(words), self._longest), cut)
+
+    async def _begun(self, question: str, seeds: Sequence[int]) -> None:
+        self.asked.append(AskedOf(question, tuple(seeds)))
+        failure = self._failures.pop(0) if self._failures else None
+        self.open += 1
+        try:
+            await self._clock.sleep(self._delay_s(question))
+        finally:
+            self.open -= 1
+        if failure is not None:
+            raise failure
+
+
+class FakeClassifier(FakeJudge):
+    """`gcore.reward.generative.Value`: gives `value(question)`."""
+
+    def __init__(
+        self, value: Callable[[str], float], clock: Clock, *, failures: Sequence[JudgeError | None] = ()
+    ) -> None:
+        super().__init__(lambda question, seed: "", clock, failures=failures)
+        self._value = value
+
+    async def __call__(self, question: str, seeds: Sequence[int] = ()) -> float:  # type: ignore[override]
+        """As `Value`."""
+        await self._begun(question, seeds)
+        return self._value(question)
+
+
+@dataclass
+class HeardOf:
+    """`gcore.reward.generative.Seen`: keeps what it is told, without the judge's name."""
+
+    asked_of: list[tuple[float, int, int]] = field(default_factory=list)
+    failures: list[Why] = field(default_factory=list)
+    verdicts: list[float] = field(default_factory=list)
+    examples: list[str] = field(default_factory=list)
+    known: int = 0
+    shares: list[float] = field(default_factory=list)
+
+    def asked(self, judge: str, seconds: float, tokens_in: int, tokens_out: int) -> None:
+        self.asked_of.append((seconds, tokens_in, tokens_out))
+
+    def failed(self, judge: str, why: Why) -> None:
+        self.failures.append(why)
+
+    def verdict(self, judge: str, value: float) -> None:
+        self.verdicts.append(value)
+
+    def unreadable(self, judge: str, example: str) -> None:
+        self.examples.append(example)
+
+    def remembered(self, judge: str) -> None:
+        self.known += 1
+
+    def disagreed(self, judge: str, share: float) -> None:
+        self.shares.append(share)
