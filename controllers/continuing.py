@@ -75,9 +75,14 @@ class Responses:
             tuple(_seed(self._seeds[number], len(self._tokens(number))) for number in self._asked),
         )
 
-    def grow(self, place: int, sample: Sample) -> None:
-        """The engine that is asked now tells of the response in that place of what it was asked."""
-        self._growing[self._asked[place]] = sample
+    def grow(self, place: int, sample: Sample) -> tuple[int, Sample | None]:
+        """The engine that is asked now tells of the response in that place of what it was asked.
+
+        Its number, and the whole of it if it is finished.
+        """
+        number = self._asked[place]
+        self._growing[number] = sample
+        return number, None if sample.finish_reason == "abort" else self._ended(number, sample)
 
     def keep(self) -> int:
         """It is gone. How many tokens are kept that were not before."""

@@ -18,6 +18,7 @@ from controllers.deeds import LOOK_AGAIN_S, Deeds
 from controllers.engines import EngineBook
 from controllers.gauges import show_flights
 from controllers.holdings import Holdings
+from controllers.judge_engines import JudgeEngines
 from controllers.owning import responsible_for
 from controllers.ranks import RankLinks
 from controllers.remembered import Remembered
@@ -68,7 +69,7 @@ class Job(Protocol):
         ...
 
     def note_scoring(self) -> None:
-        """See what the rewards are at, of which no change tells."""
+        """See what the rewards and the judges are at, of which no change tells."""
         ...
 
 
@@ -81,6 +82,7 @@ class Driver:
         cluster: ClusterMirror,
         staff: Staff,
         engines: EngineBook,
+        judges: JudgeEngines,
         ranks: RankLinks,
         deeds: Deeds,
         metrics: Metrics,
@@ -90,6 +92,7 @@ class Driver:
         self._cluster = cluster
         self._staff = staff
         self._engines = engines
+        self._judges = judges
         self._ranks = ranks
         self._deeds = deeds
         self._metrics = metrics
@@ -118,6 +121,7 @@ class Driver:
             self._ranks.raise_defect()
             await self._aim()
             self._engines.look_after()
+            self._judges.look_after()
             self._job.note_scoring()
             view = self._job.look()
             now = self._clock.monotonic()
@@ -153,7 +157,8 @@ class Driver:
         if view.mirror.status is None or view.mirror.status.record.phase is not JobPhase.RUNNING:
             return
         # Whether a process lives is asked of the kernel, for each of them: not at every look.
-        mirror, hung = view.mirror, {name for name, engine in view.engines.items() if engine.hung}
+        lines = {**view.engines, **view.judges}
+        mirror, hung = view.mirror, {name for name, engine in lines.items() if engine.hung}
         seen = (view.workers, mirror.plan, mirror.head, mirror.claims, hung)
         if self._staffed is not None and now < self._staffed[0] + LOOK_ANYWAY_S:
             before = self._staffed[1]
@@ -174,7 +179,8 @@ class Driver:
             elif isinstance(action, StartEngine) and is_emulated(action.place.slot):
                 emulated.append(action)
             else:
-                topic = f"{type(action).__name__}-{view.node}-{action.place.slot}"
+                judge = f"-{action.place.judge}" if isinstance(action, StartEngine) and action.place.judge else ""
+                topic = f"{type(action).__name__}-{view.node}-{action.place.slot}{judge}"
                 self._job.troubles.hold(topic, self._staff.start(action, view))
         if emulated:
             self._staff.start_emulated(emulated, view)
@@ -184,7 +190,7 @@ class Driver:
         mine = {
             i: w
             for i, w in view.workers.items()
-            if (w.node, w.job_uid, w.role) == (view.node, self._job.uid, "rollout")
+            if (w.node, w.job_uid) == (view.node, self._job.uid) and w.role != "train"
         }
         for instance, worker in mine.items():
             if worker.state == "failed" and instance not in self._failed:
@@ -208,6 +214,7 @@ class Driver:
             lambda: responsible_for(self._job.uid, workers, staying, self._job.me, joining),
         )
         await self._engines.aim(mine if mirror.members else {})
+        await self._judges.aim(workers)
         self._aimed_at = seen
         if mirror.head is None or mirror.plan is None:
             return

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable
+from typing import Literal
 
 from gcore.clock import Clock
 from gcore.errors import EngineError, EngineUnreachable
 from gcore.metrics import Metrics
 from gcore.types import Sample
 
-POOL = "rollout"
+Pool = Literal["rollout", "reward"]
 
 
-async def counted(request: Awaitable[tuple[Sample, ...]], metrics: Metrics, clock: Clock) -> tuple[Sample, ...]:
-    """What `request` brings. Raises what it raises."""
+async def counted(
+    request: Awaitable[tuple[Sample, ...]], metrics: Metrics, clock: Clock, pool: Pool = "rollout"
+) -> tuple[Sample, ...]:
+    """What `request` brings. Raises what it raises. What judges write is no sample; their tokens are counted by the judge."""
     begun, result = clock.monotonic(), "aborted"  # also of one that whoever asked gives up
     try:
         samples = await request
         if not any(sample.finish_reason == "abort" for sample in samples):
             result = "ok"
-        metrics.samples.inc(len(samples))
-        metrics.generated_tokens.inc(sum(len(sample.token_ids) for sample in samples))
+        if pool == "rollout":
+            metrics.samples.inc(len(samples))
+            metrics.generated_tokens.inc(sum(len(sample.token_ids) for sample in samples))
     except EngineUnreachable:
         result = "unreachable"
         raise
@@ -30,5 +34,5 @@ async def counted(request: Awaitable[tuple[Sample, ...]], metrics: Metrics, cloc
     else:
         return samples
     finally:
-        metrics.engine_requests.labels(POOL, result).inc()
-        metrics.engine_seconds.labels(POOL).observe(max(clock.monotonic() - begun, 0.0))
+        metrics.engine_requests.labels(pool, result).inc()
+        metrics.engine_seconds.labels(pool).observe(max(clock.monotonic() - begun, 0.0))

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from controllers.changes import Changes
+from controllers.engine_counts import Pool
 from controllers.engine_lines import Line
 from controllers.generating import Generating
 from controllers.pulse import EnginePatience, Pulse, Verdict
@@ -47,6 +48,7 @@ class EngineBook:
         patience: EnginePatience | None = None,
         metrics: Metrics | None = None,
         told_every: int | None = None,
+        pool: Pool = "rollout",
     ) -> None:
         self._changes = changes
         self._timeout_s = timeout_s
@@ -56,7 +58,7 @@ class EngineBook:
         self._metrics = metrics or Metrics()
         self._lines: dict[str, Line] = {}
         self._probes: set[asyncio.Task[None]] = set()
-        generating = Generating(self._lines, changes, self._clock, self._patience, self._metrics, told_every)
+        generating = Generating(self._lines, changes, self._clock, self._patience, self._metrics, told_every, pool)
         self.generate = generating.generate
         """Responses from my engines."""
         self._looked = -LOOK_S

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from controllers.material import Practice
-from gcore.errors import EngineError
+from gcore.errors import EngineError, EngineUnreachable
 from gcore.ledger.job import EvalSample
+from gcore.reward.judged import Unjudged
 from gcore.reward.registry import RewardError
 from gcore.types import Prompt, Sample, Version
 
@@ -32,13 +33,16 @@ class Mark:
 async def marked(
     practice: Practice, threshold: float, prompt: Prompt, samples: Sequence[Sample], version: Version
 ) -> list[Mark]:
-    """The evaluation responses to one prompt, scored. Raises EngineError if other weights had a part in one."""
+    """The evaluation responses to one prompt, scored. Raises EngineError if other weights had a part in one, or a
+    judge could not be asked."""
     for sample in samples:
         if sample.oldest != version or sample.finish_reason == "abort":
             made_by = f"an evaluation answer was made by {sample.oldest}, not {version}"
             raise EngineError(made_by, fix="It is made again")
     marks = []
     for sample, result in zip(samples, await practice.each_scored(prompt, samples), strict=True):
+        if isinstance(result, Unjudged) and result.away:  # which says nothing of the answer
+            raise EngineUnreachable(result.what, fix="It is made again")
         why = str(result) if isinstance(result, RewardError) else ""
         reward = 0.0 if isinstance(result, RewardError) else result.value
         shown = EvalSample(

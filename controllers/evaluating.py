@@ -16,9 +16,9 @@ import itertools
 import logging
 import math
 from collections import Counter
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Protocol
 
 from controllers.changes import Changes
 from controllers.engines import EngineBook
@@ -33,10 +33,10 @@ from gcore.errors import EngineError
 from gcore.ledger.evaluation import PartPlan, compose, cut
 from gcore.ledger.job import EvalPart, Evaluation
 from gcore.prompts.source import EvalSource
+from gcore.together import all_or_none, end_all
 from gcore.types import Sample, Version
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 EVAL_BATCH = 64
 """Evaluation responses in one request."""
@@ -132,7 +132,7 @@ class Evaluator:
                     self._begin(work, parts, now)
                 await self.changes.wait(timeout=1.0)
         finally:
-            await _end(work.running.values())
+            await end_all(work.running.values())
 
     def _begin(self, work: _Round, parts: Mapping[int, EvalPart], now: float) -> None:
         """Start as many parts as the engines have room for. One at least, however large."""
@@ -253,22 +253,3 @@ class Evaluator:
             marked(practice, draws.threshold, prompts[index], its, version) for index, its in of_prompt.items()
         )
         return list(itertools.chain.from_iterable(await all_or_none(judgements)))
-
-
-async def all_or_none(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of all; when one fails, the others are cancelled, and have ended, before its error is raised.
-
-    Left to themselves they would load the engines beside the next try, or wait for a version that nobody serves again.
-    """
-    tasks = [asyncio.ensure_future(one) for one in work]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        await _end(tasks)
-
-
-async def _end(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    tasks = list(tasks)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

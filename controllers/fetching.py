@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from gcore.config.judges import JudgeModel
 from gcore.config.spec import ModelSpec
 from gcore.errors import StoreUnavailable
 from gcore.ledger.job import ModelFetch
@@ -29,7 +30,7 @@ STEPS = 20
 Progress = Callable[[int, int], None]
 
 
-async def fetch_model(model: ModelSpec, revision: str, progress: Progress) -> ResolvedModel:
+async def fetch_model(model: ModelSpec | JudgeModel, revision: str, progress: Progress) -> ResolvedModel:
     """The model on this machine. Raises ModelError. Cancelling ends the transfer."""
     if hub_model(model.path) is None:
         return await asyncio.to_thread(resolve_model, model.path, trust_remote_code=model.trust_remote_code)

@@ -9,11 +9,12 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from controllers.changes import Changes
-from controllers.continuing import Decode, Responses, told_every
-from controllers.engine_counts import counted
+from controllers.continuing import FEWEST, Decode, Responses, told_every
+from controllers.engine_counts import Pool, counted
 from controllers.engine_lines import Line
 from controllers.pulse import EnginePatience
 from controllers.routing import Following, Load, route
@@ -42,6 +43,7 @@ class Generating:
         patience: EnginePatience,
         metrics: Metrics,
         told_every: int | None,
+        pool: Pool = "rollout",
     ) -> None:
         self._lines = lines
         self._changes = changes
@@ -49,6 +51,7 @@ class Generating:
         self._patience = patience
         self._metrics = metrics
         self._told_every = told_every
+        self._pool = pool
         self._requests = itertools.count()
         self._aborts: set[asyncio.Task[None]] = set()
 
@@ -61,6 +64,7 @@ class Generating:
         rid: str,
         follow: Following | None = None,
         decode: Decode | None = None,
+        ended: Callable[[int, Sample], None] | None = None,
     ) -> tuple[Sample, ...]:
         """A sample for each prompt and its seed, on an engine that serves `version` (`controllers.routing`); waits for one.
 
@@ -68,15 +72,18 @@ class Generating:
         Raises EngineError. An engine that does not answer is distrusted. With `decode`, the tokenizer's, another goes on with
         what that one has told (`controllers.continuing`), and with what was kept before, when that one has told nothing: the
         engines of a node die together. If nothing is kept at all, the request is for the caller to repeat.
+        `ended` is told of each sample that is finished before the others, by its number, unless they are short anyway.
         """
         every = told_every(params, self._told_every) if decode is not None else 0
+        if ended is not None and params.max_new_tokens > FEWEST:
+            every = every or params.max_new_tokens
         if decode is None or not every:
             return await self._generate(version, prompts, params, seeds, rid, follow, None)
         responses = Responses(prompts, params, seeds, decode)
         fruitless = 0
         while True:
             ask = responses.ask()
-            growing = Growing(every, responses.grow)
+            growing = Growing(every, partial(_grown, responses, ended))
             try:
                 made = await self._generate(version, ask.prompts, ask.params, ask.seeds, rid, follow, growing)
             except EngineUnreachable as error:
@@ -121,7 +128,7 @@ class Generating:
             if growing is not None:
                 heard = Growing(growing.every, self._heard(line, growing, version, newer=follow is not None))
             asked = line.client.generate_each(prompts, params, seeds=seeds, rid=rid, growing=heard)
-            samples = await counted(self._asked(instance, line, asked), self._metrics, self._clock)
+            samples = await counted(self._asked(instance, line, asked), self._metrics, self._clock, self._pool)
             finished = True
             if others := _others(samples, version, newer=follow is not None):
                 # A peer that also believed it to be its own has published to it.
@@ -221,6 +228,13 @@ class Generating:
         if instance in self._lines:
             self._lines[instance].distrust()
             self._changes.notify()
+
+
+def _grown(responses: Responses, ended: Callable[[int, Sample], None] | None, place: int, sample: Sample) -> None:
+    """An engine tells of the response in that place of what it was asked."""
+    number, whole = responses.grow(place, sample)
+    if ended is not None and whole is not None:
+        ended(number, whole)
 
 
 def _others(samples: Sequence[Sample], version: Version, *, newer: bool) -> set[Version]:

@@ -7,6 +7,7 @@ How it stands is `controllers.standing`'s. The mirror is fed by a watch; a drive
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +22,9 @@ from controllers.faults import FaultBook
 from controllers.gauges import show
 from controllers.hands import Hands
 from controllers.identity import Identity
+from controllers.judge_counts import JudgeCounts
+from controllers.judge_engines import JudgeEngines
+from controllers.judges import open_judges
 from controllers.material import rewards_of
 from controllers.ordering import EpochOrders
 from controllers.own_files import OwnFolder, OwnFolders
@@ -39,11 +43,9 @@ from controllers.storage import away, is_apart, seen_here
 from controllers.telling import telling
 from controllers.troubles import TroubleBook
 from controllers.turns import Waits
-from controllers.view import JobView
+from controllers.view import EngineView, JobView
 from gcore.clock import Clock
 from gcore.config import JobSpec, NodeConfig, stored_spec
-from gcore.config.evaluation import eval_sources
-from gcore.config.sources import training_sources
 from gcore.errors import GcoreError
 from gcore.flows import find_filters, find_flow
 from gcore.ledger import transactions
@@ -83,6 +85,8 @@ class JobRunner(JobStanding):
         self._faults = FaultBook(store, self.keys, identity.node)
         self.troubles = TroubleBook(store, self.keys, identity.node, clock)
         self._rewards: RewardPool | None = None
+        self._judge_engines: JudgeEngines | None = None
+        self._judge_counts = JudgeCounts(metrics, lambda topic, said: self.troubles.note(f"{topic}-{self.node}", said))
         self._staged_weights: StagedWeights | None = None
         self.closed = False
         """Whether nothing more will be heard here."""
@@ -162,11 +166,12 @@ class JobRunner(JobStanding):
             metrics=self._metrics,
             told_every=rollout.told_every,
         )
+        self._judge_engines = JudgeEngines(spec, self.uid, self.changes, self._clock, self._metrics)
         self._spec = spec
         self._rules = self._rules_or_none()
         self.is_working = True
         rewards = RewardPool(
-            rewards_of((*training_sources(spec), *eval_sources(spec))),
+            rewards_of(spec),
             spec.scoring,
             self._clock,
             lambda error: self._faults.note(str(error), error.trace),
@@ -214,8 +219,17 @@ class JobRunner(JobStanding):
             collectives,
             self._faults,
         )
+        assert self._judge_engines is not None
         driver = Driver(
-            self, self._cluster, self._staff, self._engines, self._ranks, self._deeds, self._metrics, self._clock
+            self,
+            self._cluster,
+            self._staff,
+            self._engines,
+            self._judge_engines,
+            self._ranks,
+            self._deeds,
+            self._metrics,
+            self._clock,
         )
         staged = self._staged_weights = self._new_staged(Path(self.mirror.job.record.run_dir))
         try:
@@ -237,6 +251,7 @@ class JobRunner(JobStanding):
             await self._deeds.stop()
             await peer.close()
             await self._engines.close()
+            await self._judge_engines.close()
             await orders.close()
 
     def _preparation(self, scorer: Scorer) -> Preparation:
@@ -248,15 +263,28 @@ class JobRunner(JobStanding):
             self._lacks, self._view = reason, None
 
         lacks("")
+        engines = self._judge_engines
+        assert engines is not None
         return Preparation(
-            self._store, self.keys, self._identity, self._cache_dir, self.changes, lambda: self.mirror, scorer, lacks
+            self._store,
+            self.keys,
+            self._identity,
+            self._cache_dir,
+            self.changes,
+            lambda: self.mirror,
+            scorer,
+            lacks,
+            lambda spec: open_judges(spec, engines, self._judge_counts, self._clock),
         )
 
     def note_scoring(self) -> None:
-        """See what the rewards are at, of which no change tells."""
-        scoring = self._rewards.scoring if self._rewards is not None else None
-        if scoring != self._scoring:
-            self._scoring, self._view = scoring, None
+        """See what the rewards and the judges are at, of which no change tells."""
+        seen = (self._rewards.scoring if self._rewards is not None else None, self._judge_counts.scoring)
+        if seen != (self._scoring, self._judging):
+            (self._scoring, self._judging), self._view = seen, None
+
+    def _judge_views(self) -> Mapping[str, EngineView]:
+        return {} if self._judge_engines is None else self._judge_engines.views
 
     def _staged(self) -> frozenset[Version]:
         return NOTHING_STAGED if self._staged_weights is None else self._staged_weights.versions

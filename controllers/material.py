@@ -6,15 +6,21 @@ Opening touches the disk and may take long: it is done off the event loop, and t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from gcore.config import JobSpec
-from gcore.config.sources import Source
+from gcore.config.evaluation import eval_sources
+from gcore.config.sources import Source, training_sources
 from gcore.config.spec import RewardSpec
+from gcore.errors import EngineError, EngineUnreachable
 from gcore.prompts.opening import JobPrompts
 from gcore.prompts.source import EvalSource
 from gcore.prompts.stream import PromptStream
+from gcore.reward.generative.judge import Judge
+from gcore.reward.judged import Rewards, Unjudged, functions_of
 from gcore.reward.registry import Response, RewardError, RewardResult
 from gcore.reward.scoring import Scored, Scorer
 from gcore.rollout.client import SamplingParams
@@ -28,12 +34,17 @@ class Practice:
 
     source: Source
     params: SamplingParams
-    scorer: Scorer
+    rewards: Rewards
 
     async def scored(self, prompt: Prompt, samples: Sequence[Sample]) -> tuple[RewardResult, ...]:
-        """The rewards of the responses to one prompt, in their order. Raises RewardError if one has none."""
+        """The rewards of the responses to one prompt, in their order.
+
+        Raises RewardError if one has none, EngineError if its prompt is to be issued again because of that.
+        """
         results = []
         for result in await self.each_scored(prompt, samples):
+            if isinstance(result, Unjudged) and result.again:
+                raise (EngineUnreachable if result.away else EngineError)(result.what, fix="It is issued again")
             if isinstance(result, RewardError):
                 raise result
             results.append(result)
@@ -41,8 +52,21 @@ class Practice:
 
     async def each_scored(self, prompt: Prompt, samples: Sequence[Sample]) -> tuple[Scored, ...]:
         """The same, with an error in the place of each response that cannot be scored."""
-        responses = [Response(sample.text, len(sample.token_ids), is_truncated(sample)) for sample in samples]
-        return await self.scorer.score(self.source.reward, prompt.fields, responses)
+        return await self.rewards.score(self.source.reward, prompt, [response_of(sample) for sample in samples])
+
+    async def judge_early(self, prompt: Prompt, sample: Sample) -> None:
+        """Have judges look at a response before the others of its group are finished."""
+        await self.rewards.judge_early(self.source.reward, prompt, response_of(sample))
+
+    @property
+    def has_judges(self) -> bool:
+        """Whether any judge looks at its responses."""
+        return bool(self.source.reward.judges)
+
+
+def response_of(sample: Sample) -> Response:
+    """A sample as rewards are shown it."""
+    return Response(sample.text, len(sample.token_ids), is_truncated(sample))
 
 
 @dataclass(frozen=True)
@@ -60,30 +84,41 @@ class Material:
     """How those are answered and scored, by set."""
 
 
-def material_of(spec: JobSpec, uid: str, prompts: JobPrompts, scorer: Scorer) -> Material:
-    """What the opened prompts are made into. `scorer` knows the rewards that the spec names."""
+def material_of(
+    spec: JobSpec, uid: str, prompts: JobPrompts, scorer: Scorer, judges: Mapping[str, Judge] = MappingProxyType({})
+) -> Material:
+    """What the opened prompts are made into. `scorer` and `judges` know the rewards and the judges that the spec names."""
+    rewards = Rewards(scorer, judges)
     trained = [opened.source for opened in prompts.stream.sources]
     held_out = [opened.source for opened in prompts.evaluation]
     return Material(
         spec=spec,
         uid=uid,
         stream=prompts.stream,
-        sources={s.name: Practice(s, sampling_of(spec, s), scorer) for s in trained},
+        sources={s.name: Practice(s, sampling_of(spec, s), rewards) for s in trained},
         evaluation=prompts.evaluation,
-        evaluated={s.name: Practice(s, sampling_of(spec, s), scorer) for s in held_out},
+        evaluated={s.name: Practice(s, sampling_of(spec, s), rewards) for s in held_out},
     )
 
 
-def rewards_of(sources: Iterable[Source]) -> dict[str, RewardSpec]:
-    """Every reward that the sources want, once, under the name of the first that wants it.
+def rewards_of(spec: JobSpec) -> dict[str, RewardSpec]:
+    """Every function that scores for the job, once, under the name of the first source that wants it.
 
-    `sources`: those of training first; a set of evaluation may have the name of one of them, and another reward.
+    Those of training first; a set of evaluation may have the name of one of them, and another reward.
     """
     found: dict[str, RewardSpec] = {}
-    for source in sources:
-        if source.reward not in found.values():
-            found[f"{source.name} of eval" if source.name in found else source.name] = source.reward
+    judges = {judge.name: judge for judge in spec.judges}
+    for source in (*training_sources(spec), *eval_sources(spec)):
+        for reward in functions_of(source.reward, judges):
+            if reward not in found.values():
+                found[_free(source.name, found)] = reward
     return found
+
+
+def _free(name: str, taken: Mapping[str, RewardSpec]) -> str:
+    """A name that none of them has yet."""
+    names = itertools.chain((name, f"{name} of eval"), (f"{name}, {number}" for number in itertools.count(2)))
+    return next(one for one in names if one not in taken)
 
 
 def sampling_of(spec: JobSpec, source: Source) -> SamplingParams:

@@ -6,7 +6,8 @@ do. What a source filters out, or cannot be shown, ends without being issued. Wh
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
 from controllers.changes import Changes, rest_s
@@ -29,6 +30,7 @@ from gcore.prompts.dataset import DataChanged
 from gcore.prompts.source import PromptFiltered
 from gcore.rollout.scored import scored_group
 from gcore.rollout.truncated import dropped
+from gcore.together import end_all
 from gcore.types import Group, Outcome, Prompt, PromptRef, Sample, Version
 
 
@@ -64,6 +66,8 @@ class JobPeer:
         """Prompts whose group has passed the filters, and is not held yet."""
         self.collectives = collectives
         self.faults = faults
+        self._early: set[asyncio.Task[None]] = set()
+        """Responses that are judged before their groups are finished."""
 
     async def steps(self) -> AsyncIterator[Step]:
         """A step for each look at which the next batch is not sealed yet, or is on its way; none of an ended job.
@@ -84,6 +88,7 @@ class JobPeer:
     async def close(self) -> None:
         """Nothing is in flight any more when this returns."""
         await self.holdings.in_flight.give_up_all()
+        await end_all(self._early)
 
     async def prompts(self, step: Step) -> AsyncIterator[Prompt]:
         """Due refs of my shards that nobody has offered and I have not begun, oldest first."""
@@ -150,10 +155,36 @@ class JobPeer:
         prompts = [prompt.token_ids] * count
         decode = self.material.stream.found(prompt.ref)[0].renderer.tokenizer.decode
         follow = self._following(prompt.ref) if self.material.spec.rollout.staleness else None
-        made = await self._engines.generate(version, prompts, params, seeds, rid, follow, decode)
+        ended = None if greedy else self._judging_early(prompt)
+        made = await self._engines.generate(version, prompts, params, seeds, rid, follow, decode, ended)
         if any(sample.finish_reason == "abort" for sample in made):
             raise EngineError(f"the engine gave up on prompt {prompt.ref}", fix="It is issued again")
         return made
+
+    def _judging_early(self, prompt: Prompt) -> Callable[[int, Sample], None] | None:
+        """Hands each response to the source's judges as soon as it is finished; None if there are none.
+
+        What is still being judged when the prompt's production ends, however it ends, is given up with it.
+        """
+        practice, production = self.material.sources[prompt.source], asyncio.current_task()
+        if not practice.has_judges or production is None:
+            return None
+
+        def judge(place: int, sample: Sample) -> None:
+            if sample.finish_reason == "abort" or production.done():
+                return
+            task = asyncio.create_task(practice.judge_early(prompt, sample), name=f"judge {prompt.ref} {place}")
+            self._early.add(task)
+            task.add_done_callback(self._judged_early)
+            production.add_done_callback(lambda _: task.cancel())
+
+        return judge
+
+    def _judged_early(self, task: asyncio.Task[None]) -> None:
+        self._early.discard(task)
+        if not task.cancelled() and (defect := task.exception()) is not None:
+            self.holdings.in_flight.defect = self.holdings.in_flight.defect or defect
+            self.changes.notify()
 
     def _following(self, ref: PromptRef) -> Following:
         """The answers to `ref` begin with head's weights, whichever they are by then, and go on with newer ones."""

@@ -13,9 +13,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from controllers.changes import Changes
 from controllers.fetching import FetchReport, fetch_model
@@ -24,16 +25,20 @@ from controllers.material import Material, material_of
 from controllers.service.submission import check_unchanged
 from controllers.storage import StorageProof, is_apart
 from gcore.config import JobSpec
+from gcore.config.judges import JudgeModel
+from gcore.config.spec import ModelSpec
 from gcore.errors import GcoreError, LeaseLost, StoreUnavailable
 from gcore.ledger.job import JobRecord
 from gcore.ledger.mirror import JobMirror
 from gcore.prompts.dataset import DataChanged
 from gcore.prompts.opening import identify_data, open_prompts
+from gcore.reward.generative.judge import Judge
 from gcore.reward.scoring import Scorer
 from gcore.store.keys import JobKeys
 from gcore.store.types import Store
 
 log = logging.getLogger(__name__)
+M = TypeVar("M", ModelSpec, JudgeModel)
 
 DATA_AGAIN_S = 5.0
 """Until data that were changed, or what a job with progress lacks, are looked at again."""
@@ -43,7 +48,8 @@ LATE_AGAIN_S = 30.0
 
 @dataclass(frozen=True)
 class Preparation:
-    """One job on one node. `mirror`: the job's records as they are when it is called. `scorer`: its rewards."""
+    """One job on one node. `mirror`: the job's records as they are when it is called. `scorer`: its rewards; `judges`: opens its
+    judges, of a spec that names their models' folders on this node. Blocks."""
 
     store: Store
     keys: JobKeys
@@ -54,6 +60,7 @@ class Preparation:
     scorer: Scorer
     lacks: Callable[[str], None] = lambda reason: None
     """Told why the node cannot work on the job yet; nothing when it can."""
+    judges: Callable[[JobSpec], Mapping[str, Judge]] = lambda spec: {}
 
     async def material(self, spec: JobSpec, job: JobRecord) -> Material | None:
         """What the job is made of, its spec naming the model's folder on this node; None if the job ended before.
@@ -85,7 +92,7 @@ class Preparation:
             await StorageProof(
                 self.store, self.keys, self.identity, Path(job.run_dir), self._pause, is_apart(job)
             ).run()
-            here = await self._with_model(spec, job)
+            here = await self._with_models(spec, job)
             material = None if here is None else await asyncio.to_thread(self._open, here, job)
             if material is not None:
                 await warming
@@ -94,19 +101,33 @@ class Preparation:
             warming.cancel()
             await asyncio.wait({warming})
 
-    async def _with_model(self, spec: JobSpec, job: JobRecord) -> JobSpec | None:
-        """The spec, naming the model's folder on this node; None if the job ended before. Raises ModelError."""
-        node, model = self.identity.node, spec.model
+    async def _with_models(self, spec: JobSpec, job: JobRecord) -> JobSpec | None:
+        """The spec, naming the models' folders on this node; None if the job ended before. Raises ModelError."""
+        model = await self._fetched(spec.model, job.model_revision)
+        judges = []
+        for judge in spec.judges:
+            if judge.model is None:
+                judges.append(judge)
+                continue
+            served = await self._fetched(judge.model, job.judge_revisions.get(judge.name, ""))
+            if served is not None:
+                judges.append(judge.model_copy(update={"model": served}))
+        if model is None or len(judges) < len(spec.judges):
+            return None
+        return spec.model_copy(update={"model": model, "judges": tuple(judges)})
+
+    async def _fetched(self, model: M, revision: str) -> M | None:
+        """The model's section, naming its folder on this node; None if the job ended before. Raises ModelError."""
+        node = self.identity.node
         report = FetchReport(self.store, self.keys.fetch(node), node, model.path, lease=self.identity.lease)
-        reporting = asyncio.create_task(report.run(), name=f"model {job.uid}")
-        fetching = asyncio.create_task(fetch_model(model, job.model_revision, report.note), name=f"fetch {job.uid}")
+        reporting = asyncio.create_task(report.run(), name=f"model {model.path}")
+        fetching = asyncio.create_task(fetch_model(model, revision, report.note), name=f"fetch {model.path}")
         ended = asyncio.create_task(self.changes.until(self._ended))
         try:
             await asyncio.wait({fetching, ended}, return_when=asyncio.FIRST_COMPLETED)
             if not fetching.done():
                 return None
-            folder = fetching.result().folder
-            return spec.model_copy(update={"model": model.model_copy(update={"path": str(folder)})})
+            return model.model_copy(update={"path": str(fetching.result().folder)})
         finally:
             for task in (fetching, reporting, ended):
                 task.cancel()
@@ -114,7 +135,8 @@ class Preparation:
 
     def _open(self, spec: JobSpec, job: JobRecord) -> Material:
         check_unchanged(job, identify_data(spec, self.cache_dir))
-        return material_of(spec, job.uid, open_prompts(spec, self.cache_dir, Path(spec.model.path)), self.scorer)
+        prompts = open_prompts(spec, self.cache_dir, Path(spec.model.path))
+        return material_of(spec, job.uid, prompts, self.scorer, self.judges(spec))
 
     def _is_counted_on(self) -> bool:
         """Whether the job waits for this node: before it has a plan for all, then if the plan names it."""

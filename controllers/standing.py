@@ -9,6 +9,7 @@ started, watched or decided.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 
 from controllers.actions import SetPhase
 from controllers.apply import apply
@@ -23,7 +24,7 @@ from controllers.leaving import has_handed_over
 from controllers.ranks import RankLinks
 from controllers.remembered import Remembered
 from controllers.staffing import Staff
-from controllers.view import JobView
+from controllers.view import EngineView, JobView
 from gcore.config import JobSpec
 from gcore.ledger.guarded import TxnOutcome
 from gcore.ledger.job import JobPhase
@@ -61,6 +62,7 @@ class JobStanding(ABC):
         """Whether there is a view to look at."""
         self._lacks = ""
         self._scoring: Scoring | None = None
+        self._judging: Scoring | None = None
 
     @abstractmethod
     def hands(self) -> Hands:
@@ -73,6 +75,10 @@ class JobStanding(ABC):
     def _brought(self) -> frozenset[str]:
         """The train worlds whose starting checkpoint lies proved in this node's own folder."""
         return frozenset()
+
+    def _judge_views(self) -> Mapping[str, EngineView]:
+        """The engines of the job's judges."""
+        return {}
 
     def _is_arranging(self) -> bool:
         """Whether a curriculum's order is being worked out."""
@@ -147,6 +153,7 @@ class JobStanding(ABC):
             workers=self._cluster.workers,
             ranks=self._ranks.views,
             engines=self._engines.views,
+            judges=self._judge_views(),
             holdings=self.holdings.offers,
             outcomes=self.holdings.outcomes,
             in_flight=self.holdings.in_flight.versions(head.record) if head is not None else {},
@@ -158,6 +165,7 @@ class JobStanding(ABC):
             arranging=self._is_arranging(),
             lacks=self._lacks,
             scoring=self._scoring,
+            judging=self._judging,
             hopeless=self._staff.hopeless(self._cluster.workers),
             remembered=self._remembered,
             leaving=self._leaving,

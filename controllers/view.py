@@ -150,6 +150,8 @@ class JobView:
     """Why this node cannot work on the job yet."""
     scoring: Scoring | None = None
     """What this peer's rewards are at."""
+    judging: Scoring | None = None
+    """What this peer's questions to judges are at."""
     hopeless: str = ""
     """Why a worker of the job cannot be started here, after several tries."""
     leaving: bool = False

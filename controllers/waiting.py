@@ -48,6 +48,7 @@ PATIENCE_S: Mapping[str, float] = MappingProxyType(
         "groups": 120.0,
         "order": 120.0,
         "reward": 30.0,
+        "judge": 60.0,
         "exchange": 30.0,
         "train": 60.0,
         "finish": 120.0,
@@ -57,7 +58,7 @@ PATIENCE_S: Mapping[str, float] = MappingProxyType(
 )
 """By cause: seconds without progress after which a wait is told in an event. What is in flight for long is given up instead, and
 an engine that answers nothing is told by `controllers.pulse`' times."""
-LOCAL = frozenset({"material", "engines", "engine", "order", "reward", "recovery", "tidying"})
+LOCAL = frozenset({"material", "engines", "engine", "order", "reward", "judge", "recovery", "tidying"})
 """Causes of this node alone: it tells them itself. The others are told by one of the peers for all."""
 
 
@@ -98,6 +99,7 @@ def waiting_for(view: JobView) -> Iterator[Wait]:
     yield from _engines(view, head)
     if view.scoring is not None and view.scoring.waiting:
         yield Wait("reward", f"on {view.node} {view.scoring.what}", "wait reward", str(view.scoring.scored))
+    yield from _judges(view)
     yield from _collectives(view)
     seal = view.seal
     if view.is_over or seal is None or seal.state is SealState.OPEN:
@@ -162,6 +164,25 @@ def _engines(view: JobView, head: Head) -> Iterator[Wait]:
             yield Wait(
                 "engine", f"engine {engine.instance} {engine.why}", f"wait engine {engine.instance} {engine.hung}"
             )
+
+
+def _judges(view: JobView) -> Iterator[Wait]:
+    """Judges of which no engine serves yet, those that do not answer, and questions that wait."""
+    job = view.mirror.keys.uid
+    serving = {w.judge for w in view.workers.values() if w.job_uid == job and w.state == "serving"}
+    for judge in view.spec.judges:
+        if judge.model is not None and judge.name not in serving:
+            yield Wait("judge", f"no engine of judge {judge.name!r} serves yet", f"wait judge {judge.name}")
+    for engine in view.judges.values():
+        if engine.why:
+            yield Wait(
+                "judge",
+                f"engine {engine.instance} {engine.why}",
+                f"wait judge engine {engine.instance} {engine.hung}",
+            )
+    asked = view.judging
+    if asked is not None and asked.waiting:
+        yield Wait("judge", f"on {view.node} {asked.what}", "wait judging", str(asked.scored))
 
 
 def _exchange(view: JobView, seal: Seal) -> Iterator[Wait]:

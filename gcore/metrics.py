@@ -1,7 +1,7 @@
 """The catalogue of gcore's metrics: every name, label and meaning that Prometheus sees, in one place.
 
 Base units (seconds, bytes; ratios from 0 to 1), `_total` for counters and for nothing else. Labels take few values: a
-code, a phase, a result, a pool. Never a prompt, a request, an instance, an incarnation or a free text. What is known
+code, a phase, a result, a pool, the name of a judge. Never a prompt, a request, an instance, an incarnation or a free text. What is known
 about a job is a gauge labelled with the job's name, or with a source's or a set's of its spec too, and goes with
 `forget_job` when the controller lets go of it.
 
@@ -26,6 +26,8 @@ CALL_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0
 """Upper bounds for calls to the store, in seconds."""
 WORK_BUCKETS_S = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
 """Upper bounds for parts of a step and requests to engines, in seconds."""
+VERDICT_BUCKETS = (-1.0, 0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 2.0, 5.0, 10.0)
+"""Upper bounds for verdicts and shares: most judges say 0 to 1, some a mark up to 10."""
 
 STEP_STATS = MappingProxyType(
     {
@@ -116,6 +118,7 @@ class Metrics:
         self._store()
         self._chain()
         self._generation()
+        self._judges()
         self._membership()
 
     def _store(self) -> None:
@@ -182,6 +185,34 @@ class Metrics:
             "metric",
         )
         self._evaluated: dict[str, set[tuple[str, str]]] = {}
+
+    def _judges(self) -> None:
+        """Judges, by their names in specs."""
+        self.judge_questions = self._counter(
+            "gcore_judge_questions_total",
+            "Questions to judges by result (answered, remembered, away, timeout, refused); a try counts as a question.",
+            "judge",
+            "result",
+        )
+        self.judge_open = self._gauge("gcore_judge_open_questions", "Questions that this process has open.", "judge")
+        self.judge_seconds = self._histogram(
+            "gcore_judge_seconds", "Seconds from a question to its answers.", WORK_BUCKETS_S, "judge"
+        )
+        self.judge_tokens = self._counter(
+            "gcore_judge_tokens_total", "Tokens of questions and of answers.", "judge", "part"
+        )
+        self.judge_verdicts = self._histogram(
+            "gcore_judge_verdict", "Verdicts, as they go into rewards.", VERDICT_BUCKETS, "judge"
+        )
+        self.judge_unreadable = self._counter(
+            "gcore_judge_unreadable_total", "Answers in which no verdict could be read.", "judge"
+        )
+        self.judge_disagreement = self._histogram(
+            "gcore_judge_disagreement_ratio",
+            "Share of a group's pairs in which a pairwise judge contradicts itself when the two are swapped, 0 to 1.",
+            VERDICT_BUCKETS,
+            "judge",
+        )
 
     def _generation(self) -> None:
         """Engines and what they make."""

@@ -7,18 +7,46 @@ from pathlib import Path
 
 from gcore.config import JobSpec, NodeConfig
 from gcore.config.cluster import LocalCluster
+from gcore.emulated.launch import is_emulated
 from gcore.errors import SpecError
-from gcore.ledger.job import NodeRecord
+from gcore.ledger.job import JUDGES_CAME, NodeRecord
 from gcore.rollout.sglang.environment import HOW, find_python
+from gcore.schema import spoken
 
 
 def check_engine(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
     """Whether the nodes have the engine that the job wants: each of them runs some. Raises SpecError."""
     without = sorted(node.name for node in nodes if not node.sglang)
-    if spec.rollout.engine == "sglang" and (without or not nodes):
+    where = next(iter(wants_sglang(spec)), None)
+    if where is not None and (without or not nodes):
         which = "no node has SGLang" if len(without) == len(nodes) else f"SGLang is missing on {', '.join(without)}"
+        raise SpecError(which, where=where, fix=f"{HOW}, and start the nodes again; or set {where}: torch")
+
+
+def wants_sglang(spec: JobSpec) -> tuple[str, ...]:
+    """The settings of a spec that ask for SGLang."""
+    judges = enumerate(spec.judges)
+    wanted = ["rollout.engine"] * (spec.rollout.engine == "sglang")
+    return (*wanted, *(f"judges.{number}.serving.engine" for number, one in judges if one.serving.engine == "sglang"))
+
+
+def check_served(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
+    """Whether every node knows judges, and has slots that can serve them. Raises SpecError."""
+    served = [judge.name for judge in spec.judges if judge.model is not None]
+    if not served:
+        return
+    if spoken() < JUDGES_CAME:
         raise SpecError(
-            which, where="rollout.engine", fix=f"{HOW}, and start the nodes again; or set rollout.engine: torch"
+            f"judge {served[0]!r} needs nodes of this version, and some are older",
+            where="judges",
+            fix="Submit it when all nodes are upgraded",
+        )
+    emulated = sorted(node.name for node in nodes if any(map(is_emulated, node.slots)))
+    if emulated:
+        raise SpecError(
+            f"judge {served[0]!r} cannot be served on the emulated slots of {', '.join(emulated)}, which compute nothing",
+            where="judges",
+            fix="Score with a function there",
         )
 
 
@@ -54,6 +82,6 @@ def most_slots(config: NodeConfig) -> int | None:
 
 def missing_here(spec: JobSpec) -> str | None:
     """What a job wants that this machine does not have, as a warning: it may be there on the machines that run it."""
-    if spec.rollout.engine == "sglang" and find_python() is None:
-        return f"warning: rollout.engine is sglang, and SGLang was not found on this machine. {HOW}"
+    if (wanted := wants_sglang(spec)) and find_python() is None:
+        return f"warning: {wanted[0]} is sglang, and SGLang was not found on this machine. {HOW}"
     return None

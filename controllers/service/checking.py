@@ -10,15 +10,14 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from controllers.material import rewards_of
 from controllers.ordering import check_curriculum
+from controllers.service.judge_checks import CheckedJudge, check_judges
 from gcore.config import JobSpec
-from gcore.config.evaluation import eval_sources
-from gcore.config.sources import training_sources
 from gcore.errors import GcoreError, SpecError
 from gcore.flows import find_filters, find_flow
 from gcore.flows.filters import try_filters
@@ -32,6 +31,7 @@ from gcore.plugins import PluginFault
 from gcore.prompts.lengths import LengthReport, check_lengths
 from gcore.prompts.opening import JobPrompts, open_prompts
 from gcore.prompts.source import OpenSource
+from gcore.reward.judged import functions_of
 from gcore.reward.registry import Response, RewardError
 from gcore.reward.trial import RewardTrial
 from gcore.rollout.sglang.command import check_engine_args
@@ -73,6 +73,7 @@ class CheckedJob:
     attention_equals_at: int
     model: ResolvedModel
     """As it is on the hub now, with its small files here; the weights are fetched when the job runs."""
+    judges: Mapping[str, CheckedJudge]
 
 
 def check_submission(
@@ -91,7 +92,7 @@ def check_submission(
     filters = find_filters(spec.flow.filters)
     check_engine_args(spec.rollout.engine_args)
     check_trackers(spec.tracking)
-    with RewardTrial(rewards_of((*training_sources(spec), *eval_sources(spec))), spec.scoring) as rewards:
+    with RewardTrial(rewards_of(spec), spec.scoring) as rewards:
         checked = _checked(spec, run_root, cache_dir, rewards, sample, progress)
     first = checked.prompts.stream.sources[0].dataset
     try_filters(filters, spec.flow.samples_per_prompt, first.entry(0) if len(first) else {})
@@ -118,6 +119,7 @@ def _checked(
     reading: CheckProgress | None = None
     if progress is not None:
         reading = lambda name, done, total: progress(f"reading {name}", done, total)  # noqa: E731
+    judges = check_judges(spec)
     prompts = open_prompts(spec, cache_dir, model.folder, reading)
     _check_quota(spec, prompts.prompts)
     check_kept(spec, prompts.prompts)
@@ -126,10 +128,14 @@ def _checked(
         shown = min(len(held_out), spec.eval.drawn[held_out.source.name].limit)
         checked.append(_counted(held_out.opened, shown, sample, progress, held_out=True))
     for one in checked:
-        _try_reward(rewards, one)
+        _try_reward(rewards, one, spec)
+        source = one.opened.source
+        for name in source.reward.judges:
+            longest = one.opened.unfiltered(one.lengths.longest_entry, one.lengths.first.ref)
+            judges[name].check_question(longest, source.name)
     check_curriculum(spec, prompts.stream, LENGTH_SAMPLE)
     config = json.loads((model.folder / "config.json").read_text(encoding="utf-8"))
-    return CheckedJob(prompts, tuple(checked), attention_equals_at(config), model)
+    return CheckedJob(prompts, tuple(checked), attention_equals_at(config), model, judges)
 
 
 def _counted(
@@ -142,21 +148,22 @@ def _counted(
     return CheckedSource(opened, check_lengths(opened, among=among, sample=sample, progress=tell), held_out)
 
 
-def _try_reward(rewards: RewardTrial, checked: CheckedSource) -> None:
+def _try_reward(rewards: RewardTrial, checked: CheckedSource, spec: JobSpec) -> None:
     """Score an empty response to a few prompts: an option that is misspelt, or answers of the wrong kind, fail all alike.
 
-    Raises SpecError if none can be scored; a single one that cannot fails alone, when its turn comes.
+    Raises SpecError if none can be scored; a single one that cannot fails alone, when its turn comes. Judges are not asked.
     """
     source, dataset = checked.opened.source, checked.opened.dataset
-    failed: RewardError | None = None
-    for index in range(min(len(dataset), REWARDS_TRIED)):
-        result = rewards.score(source.reward, dataset.entry(index), Response("", 0))
-        if not isinstance(result, RewardError):
-            return
-        failed = result
-    if failed is not None:
-        where = f"reward of source {source.name!r}"
-        raise PluginFault(failed.what, where=where, fix=failed.fix, trace=failed.trace) from failed
+    for reward in functions_of(source.reward, {judge.name: judge for judge in spec.judges}):
+        failed: RewardError | None = None
+        for index in range(min(len(dataset), REWARDS_TRIED)):
+            result = rewards.score(reward, dataset.entry(index), Response("", 0))
+            failed = result if isinstance(result, RewardError) else None
+            if failed is None:
+                break
+        if failed is not None:
+            where = f"reward of source {source.name!r}"
+            raise PluginFault(failed.what, where=where, fix=failed.fix, trace=failed.trace) from failed
 
 
 def _check_step_size(spec: JobSpec) -> None:

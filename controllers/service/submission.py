@@ -13,8 +13,9 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from controllers.service.capability import check_copies, check_engine, check_ranks
+from controllers.service.capability import check_copies, check_engine, check_ranks, check_served
 from controllers.service.checking import check_submission
+from controllers.service.judge_checks import remote_code, revisions
 from controllers.service.records import StoredJobs
 from controllers.service.refusals import Conflict
 from gcore.clock import Clock
@@ -74,6 +75,7 @@ class Submissions:
                     return existing
             check_engine(spec, (await self._jobs.cluster()).nodes)
             check_ranks(spec, self._most_slots())
+            check_served(spec, (await self._jobs.cluster()).nodes)
             check_copies(spec, local=self._local)
             run_root = self._run_root if spec.storage.root is None else Path(spec.storage.root)
             checked = await asyncio.to_thread(check_submission, spec, run_root, self._cache_dir)
@@ -91,7 +93,8 @@ class Submissions:
                 data_digest=checked.prompts.digest,
                 held_out_digest=checked.prompts.identity.held_out,
                 model_revision=checked.model.revision,
-                remote_code=checked.model.remote_code,
+                remote_code=(*checked.model.remote_code, *remote_code(checked.judges)),
+                judge_revisions=revisions(checked.judges),
                 attention_equals_at=checked.attention_equals_at,
             )
             created = JobStatus(phase=JobPhase.PENDING, reason="created", changed=job.created)

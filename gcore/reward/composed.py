@@ -8,10 +8,10 @@ nothing is filled in for it. What a part is itself made of stays with it, as "LA
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gcore.config.reward import LARGEST
+from gcore.config.reward import LARGEST, RewardPart
 from gcore.config.spec import RewardSpec
 from gcore.plugins import PluginFault
 from gcore.reward.registry import CheckedReward, RewardError, RewardResult, find_reward
@@ -46,33 +46,42 @@ class OpenReward:
         if not self._spec.parts:
             spec, reward = self._parts[0]
             return reward(response, fields, spec)
-        results = [self._scored(number, response, fields) for number in range(len(self._parts))]
-        labels = [part.shown_as for part in self._spec.parts]
-        value = self._value([result.value for result in results])
-        if not math.isfinite(value) or abs(value) > LARGEST:
-            raise RewardError(
-                f"the parts of the reward come to {value}, which is not finite in float32", fix="Lower their weights"
-            )
-        shown = [(label, result.value) for label, result in zip(labels, results, strict=True)]
-        inner = [
-            (f"{label}.{name}", number)
-            for label, result in zip(labels, results, strict=True)
-            for name, number in result.parts
-        ]
-        return RewardResult(value, (*shown, *inner))
+        return composed(self._spec, [self._scored(number, response, fields) for number in range(len(self._parts))])
 
     def _scored(self, number: int, response: str, fields: Mapping[str, Any]) -> RewardResult:
         spec, reward = self._parts[number]
         try:
             return reward(response, fields, spec)
         except RewardError as error:
-            label = self._spec.parts[number].shown_as
-            raise RewardError(f"part {label!r}: {error.what}", fix=error.fix, trace=error.trace) from error
+            raise blamed(self._spec.parts[number], error) from error
 
-    def _value(self, values: list[float]) -> float:
-        weighted = [part.weight * value for part, value in zip(self._spec.parts, values, strict=True)]
-        if self._spec.compose == "min":
-            return min(weighted)
-        if self._spec.compose == "gate":
-            return math.fsum(weighted[1:]) if values[0] > 0 else 0.0
-        return math.fsum(weighted)
+
+def blamed(part: RewardPart, error: RewardError) -> RewardError:
+    """`error` of a part, which says which."""
+    return RewardError(f"part {part.shown_as!r}: {error.what}", fix=error.fix, trace=error.trace)
+
+
+def composed(spec: RewardSpec, results: Sequence[RewardResult]) -> RewardResult:
+    """What the parts of a reward come to, one result a part. Raises RewardError if that is not finite in float32."""
+    labels = [part.shown_as for part in spec.parts]
+    value = _value(spec, [result.value for result in results])
+    if not math.isfinite(value) or abs(value) > LARGEST:
+        raise RewardError(
+            f"the parts of the reward come to {value}, which is not finite in float32", fix="Lower their weights"
+        )
+    shown = [(label, result.value) for label, result in zip(labels, results, strict=True)]
+    inner = [
+        (f"{label}.{name}", number)
+        for label, result in zip(labels, results, strict=True)
+        for name, number in result.parts
+    ]
+    return RewardResult(value, (*shown, *inner))
+
+
+def _value(spec: RewardSpec, values: Sequence[float]) -> float:
+    weighted = [part.weight * value for part, value in zip(spec.parts, values, strict=True)]
+    if spec.compose == "min":
+        return min(weighted)
+    if spec.compose == "gate":
+        return math.fsum(weighted[1:]) if values[0] > 0 else 0.0
+    return math.fsum(weighted)

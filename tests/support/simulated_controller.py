@@ -35,6 +35,7 @@ from controllers.engines import EngineBook
 from controllers.eval_book import StoredEvaluations
 from controllers.hands import Hands
 from controllers.identity import Identity
+from controllers.judge_engines import JudgeEngines
 from controllers.material import Material, Practice, sampling_of
 from controllers.ordering import EpochOrders
 from controllers.own_files import OwnFolder
@@ -50,6 +51,7 @@ from gcore.config import NodeConfig
 from gcore.config.sources import training_sources
 from gcore.ledger.rules import rules_of
 from gcore.prompts.stream import PromptStream
+from gcore.reward.judged import Rewards
 from gcore.reward.scoring import DirectScorer
 from gcore.types import Version
 
@@ -103,6 +105,7 @@ class SimulatedJob(JobStanding):
             self._cluster,
             self._staff,
             self._engines,
+            JudgeEngines(self._spec, self.uid, self.changes, self._clock, self._land.metrics),
             self._ranks,
             self._deeds,
             self._land.metrics,
@@ -130,7 +133,7 @@ class SimulatedJob(JobStanding):
         # Of a stream it is what a peer asks of it.
         stream = cast(PromptStream, Stream())
         (source,) = training_sources(spec)
-        practice = Practice(source, sampling_of(spec, source), DirectScorer())
+        practice = Practice(source, sampling_of(spec, source), Rewards(DirectScorer(), {}))
         material = Material(spec, self.uid, stream, {SOURCE: practice}, evaluation=(), evaluated={})
         collectives = Collectives(
             self._store, lambda: self.mirror, self.me, self._identity.lease, self.changes, self._clock

@@ -17,6 +17,7 @@ from gcore.metrics import SOURCE_STATS, STEP_STATS, Metrics, serve_metrics
 
 ROOT = Path(__file__).parents[2]
 LABELS = {
+    "judge",
     "kind",
     "source",
     "result",
@@ -54,7 +55,7 @@ class TestEveryMetric:
         # A counter's family is named without its ending, so whatever still bears it is none.
         assert not family.name.endswith(("_total", "_count", "_sum", "_bucket", "_created"))
         if family.type == "histogram":
-            assert family.name.endswith(("_seconds", "_bytes"))
+            assert family.name.endswith(("_seconds", "_bytes", "_ratio", "_verdict"))  # a verdict has no unit
 
     def test_says_in_a_sentence_what_it_is_and_in_which_unit(self, family: Metric) -> None:
         assert re.fullmatch(r"[A-Z].{10,}\.", family.documentation)

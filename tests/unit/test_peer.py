@@ -11,7 +11,6 @@ import pytest
 from peer_bench import RealBench
 
 from controllers.changes import Changes
-from controllers.evaluating import all_or_none
 from controllers.holdings import Holdings
 from controllers.peer import JobPeer
 from controllers.step import JobStep
@@ -24,6 +23,7 @@ from gcore.ledger.stream import StreamRules
 from gcore.prompts.cursor import shard_lengths
 from gcore.store.types import Put
 from gcore.testing.fake_peer import Asked
+from gcore.together import all_or_none
 from gcore.types import Group, Outcome, PromptRef, Sample, Version, VersionSpan
 
 

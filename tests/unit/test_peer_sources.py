@@ -24,7 +24,6 @@ from controllers.step import JobBatch, JobStep, reissue_delay
 from controllers.stopwatch import Stopwatch
 from controllers.view import JobView
 from gcore.config import JobSpec, parse_spec
-from gcore.config.evaluation import eval_sources
 from gcore.config.sources import training_sources
 from gcore.errors import EngineError, EngineUnreachable
 from gcore.flows import find_filters
@@ -37,6 +36,7 @@ from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records import Assignment, Checkpoint, Checkpoints, Member
 from gcore.ledger.stream import StreamRules
 from gcore.prompts.opening import open_prompts
+from gcore.reward.judged import Rewards
 from gcore.reward.registry import RewardError
 from gcore.reward.scoring import DirectScorer
 from gcore.rollout.client import SamplingParams
@@ -327,7 +327,7 @@ def test_every_reward_of_a_job_is_found_under_a_name_also_where_evaluation_calls
     tree = make_spec(tmp_path).model_dump(mode="json")
     tree["eval"]["sources"][1]["reward"] = {"name": "length", "options": {"limit": 3}}
     spec = parse_spec(tree)
-    found = rewards_of((*training_sources(spec), *eval_sources(spec)))
+    found = rewards_of(spec)
     assert {name: reward.name for name, reward in found.items()} == {
         "sums": "exact",
         "letters": "exact",
@@ -349,7 +349,7 @@ async def test_a_prompt_with_a_response_that_cannot_be_scored_fails_with_the_rea
     job = Alone(tmp_path)
     prompt = job.prompt("letters")
     practices = job.peer.material.sources
-    odd = {name: replace(practice, scorer=LastIsOdd()) for name, practice in practices.items()}
+    odd = {name: replace(practice, rewards=Rewards(LastIsOdd(), {})) for name, practice in practices.items()}
     job.peer.material = replace(job.peer.material, sources=odd)
     await (await produced(job, prompt))
     ended = job.holdings.outcomes[prompt.ref]
@@ -414,7 +414,7 @@ class Odd:
 
 async def test_an_evaluation_answer_that_its_reward_cannot_score_is_not_correct_and_says_why(tmp_path: Path) -> None:
     job = Alone(tmp_path)
-    practice = replace(job.peer.material.evaluated["sums"], scorer=Odd())
+    practice = replace(job.peer.material.evaluated["sums"], rewards=Rewards(Odd(), {}))
     sample = Sample((7,), (0.0,), "x", "stop", (VersionSpan(HEAD, 0, 1),))
     (mark,) = await marked(practice, -1.0, job.prompt("sums"), [sample], HEAD)
     assert (mark.shown.reward, mark.shown.correct) == (0.0, False), "not even where nothing is demanded"
@@ -436,7 +436,7 @@ async def test_responses_that_cannot_be_scored_are_counted_and_told_of(
 ) -> None:
     job = Alone(tmp_path)
     job.engines.texts = ["1", "x"]
-    job.peer.material.evaluated["letters"] = replace(job.peer.material.evaluated["letters"], scorer=Odd())  # type: ignore[index]
+    job.peer.material.evaluated["letters"] = replace(job.peer.material.evaluated["letters"], rewards=Rewards(Odd(), {}))  # type: ignore[index]
     await asyncio.gather(job.peer.evaluate(), job.clock.advance(0))
     (made,) = job.evaluations
     assert (made.unscored, made.accuracy, made.count) == (3, pytest.approx(1 / 6), 6)

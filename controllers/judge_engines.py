@@ -1,0 +1,189 @@
+"""The engines of a job's judges: any controller asks any of them, for their weights never change and nothing is published to them.
+
+One book of lines a judge (`controllers.engines`): the least busy engine gets a question, one that answers nothing is left and its
+questions go to another, one that was distrusted is asked what it serves before it is used again. Which engines run where is the
+plan's to say, to end one that hangs its node's (`controllers.staffing`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from controllers.changes import Changes
+from controllers.children import FIRST_WEIGHTS
+from controllers.engines import EngineBook
+from controllers.pulse import EnginePatience
+from controllers.view import EngineView
+from gcore.clock import Clock
+from gcore.config import JobSpec
+from gcore.config.spec import JudgeSpec
+from gcore.errors import DataError, EngineError, EngineUnreachable
+from gcore.metrics import Metrics
+from gcore.prompts.render import PromptRenderer
+from gcore.reward.generative.asking import Answer
+from gcore.reward.generative.errors import JudgeAway, JudgeError
+from gcore.rollout.client import EngineClient, SamplingParams
+from gcore.together import end_all
+from gcore.worker.records import WorkerRecord
+
+log = logging.getLogger(__name__)
+
+AGAIN_S = 1.0
+"""Until an engine that did not say what it serves is asked again."""
+
+
+class JudgeEngines:
+    """Of one job, on one controller. Mutable; one event loop."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        uid: str,
+        changes: Changes,
+        clock: Clock,
+        metrics: Metrics,
+        connect: Callable[..., EngineClient] = EngineClient,
+    ) -> None:
+        self._uid = uid
+        self._clock = clock
+        self._specs = {judge.name: judge for judge in spec.judges if judge.model is not None}
+        self._books = {
+            name: EngineBook(
+                changes,
+                judge.timeout_s,
+                connect,
+                clock=clock,
+                patience=EnginePatience(spec.rollout.silent_s, spec.rollout.watchdog_s, judge.timeout_s),
+                metrics=metrics,
+                pool="reward",
+            )
+            for name, judge in self._specs.items()
+        }
+        self._asking: dict[str, asyncio.Task[None]] = {}
+        """By instance: what it serves is being found out."""
+        self._next: dict[str, float] = {}
+        """When it may be asked again."""
+        self._requests = itertools.count()
+
+    @property
+    def views(self) -> dict[str, EngineView]:
+        """What is known of all of them."""
+        return {instance: view for book in self._books.values() for instance, view in book.views.items()}
+
+    def serving(self, judge: str) -> int:
+        """How many engines answer for a judge now."""
+        return sum(view.version is not None for view in self._books[judge].views.values())
+
+    async def aim(self, workers: Mapping[str, WorkerRecord]) -> None:
+        """These workers are there now; those that serve a judge of the job are asked from now on."""
+        for name, book in self._books.items():
+            await book.aim(
+                {
+                    instance: worker
+                    for instance, worker in workers.items()
+                    if (worker.role, worker.job_uid, worker.judge, worker.state)
+                    == ("reward", self._uid, name, "serving")
+                }
+            )
+
+    def look_after(self) -> None:
+        """Look how everybody is; find out what those serve of which nothing is known. Called at each look of the driver."""
+        now = self._clock.monotonic()
+        for name, book in self._books.items():
+            book.look_after()
+            model = self._specs[name].model
+            assert model is not None
+            for instance, view in book.views.items():
+                if view.version is None and not view.silent and now >= self._next.get(instance, now):
+                    self._ask_what_it_serves(book, instance, Path(model.path))
+
+    def _ask_what_it_serves(self, book: EngineBook, instance: str, folder: Path) -> None:
+        if instance in self._asking:
+            return
+        task = asyncio.get_running_loop().create_task(self._settle(book, instance, folder), name=f"judge {instance}")
+        self._asking[instance] = task
+        task.add_done_callback(lambda _: self._asking.pop(instance, None))
+
+    async def _settle(self, book: EngineBook, instance: str, folder: Path) -> None:
+        try:
+            await book.publish(instance, FIRST_WEIGHTS, folder)
+            self._next.pop(instance, None)
+        except EngineError as error:
+            log.debug("%s: %s", instance, error)
+            self._next[instance] = self._clock.monotonic() + AGAIN_S
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await end_all(self._asking.values())
+        for book in self._books.values():
+            await book.close()
+
+    def asker(self, judge: JudgeSpec, renderer: PromptRenderer, limit: int | None) -> EngineAsk:
+        """What puts questions to the engines of `judge`. `limit`: its context, in tokens."""
+        rid = f"{self._uid}/judge/{judge.name}"
+        return EngineAsk(judge, self._books[judge.name], renderer, limit, lambda: f"{rid}/{next(self._requests)}")
+
+
+class EngineAsk:
+    """Puts the questions of one judge to its engines. Implements `gcore.reward.generative.judge.Ask`."""
+
+    def __init__(
+        self,
+        judge: JudgeSpec,
+        book: EngineBook,
+        renderer: PromptRenderer,
+        limit: int | None,
+        new_rid: Callable[[], str],
+    ) -> None:
+        self._name = judge.name
+        self._book = book
+        self._renderer = renderer
+        self._limit = limit
+        self._new_rid = new_rid
+        self._params = SamplingParams(
+            temperature=judge.temperature,
+            max_new_tokens=judge.max_new_tokens,
+            top_p=judge.top_p,
+            stop=judge.stop,
+        )
+
+    async def __call__(self, question: str, seeds: Sequence[int]) -> tuple[Answer, ...]:
+        """One answer a seed; waits for an engine. Raises JudgeAway, JudgeError."""
+        tokens = self._tokens(question)
+        decode = self._renderer.tokenizer.decode
+        try:
+            samples = await self._book.generate(
+                FIRST_WEIGHTS, [tokens] * len(seeds), self._params, seeds, self._new_rid(), None, decode
+            )
+        except EngineUnreachable as error:
+            raise JudgeAway(error.what, where=error.where, fix=error.fix) from error
+        except EngineError as error:
+            raise JudgeError(error.what, where=error.where, fix=error.fix) from error
+        if any(sample.finish_reason == "abort" for sample in samples):
+            raise JudgeAway("its engine gave up on the question", fix="It is asked again")
+        return tuple(
+            Answer(
+                text=sample.text,
+                tokens_in=len(tokens),
+                tokens_out=len(sample.token_ids),
+                truncated=sample.finish_reason == "length",
+            )
+            for sample in samples
+        )
+
+    def _tokens(self, question: str) -> tuple[int, ...]:
+        try:
+            tokens = self._renderer.encode(self._renderer.render(question))
+        except DataError as error:
+            raise JudgeError(error.what, where=error.where, fix=error.fix) from error
+        if self._limit is not None and len(tokens) + self._params.max_new_tokens > self._limit:
+            raise JudgeError(
+                f"the question has {len(tokens)} tokens, and with max_new_tokens ({self._params.max_new_tokens}) more than "
+                f"the {self._limit} of the judge's context",
+                fix="Shorten what its template shows, or take a judge with a longer context",
+            )
+        return tokens

@@ -1,0 +1,58 @@
+"""The judges of a job on one controller, opened: each with what it is shown, and with what puts its questions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from controllers.judge_counts import JudgeCounts
+from controllers.judge_engines import JudgeEngines
+from gcore.clock import Clock
+from gcore.config import JobSpec
+from gcore.config.spec import JudgeSpec
+from gcore.errors import DataError
+from gcore.prompts.render import PromptRenderer
+from gcore.reward.generative.asking import Answer, Ask
+from gcore.reward.generative.judge import Judge
+
+
+def open_judges(spec: JobSpec, engines: JudgeEngines, counts: JudgeCounts, clock: Clock) -> Mapping[str, Judge]:
+    """By name. `spec` names the models' folders on this node. Blocks. Raises SpecError, DataError."""
+    return {
+        judge.name: Judge.of(
+            judge, Open(_asker(number, judge, engines), judge.name, counts), counts, clock, where=f"judges.{number}"
+        )
+        for number, judge in enumerate(spec.judges)
+    }
+
+
+def renderer_of(number: int, judge: JudgeSpec) -> PromptRenderer:
+    """How questions become tokens, for judge `number`, which the cluster serves. Blocks. Raises DataError."""
+    assert judge.model is not None
+    try:
+        return PromptRenderer.load(Path(judge.model.path), chat=judge.chat, system=judge.system)
+    except DataError as error:
+        raise DataError(error.what, where=error.where or f"judges.{number}.model", fix=error.fix) from error
+
+
+def _asker(number: int, judge: JudgeSpec, engines: JudgeEngines) -> Ask:
+    assert judge.model is not None
+    renderer = renderer_of(number, judge)
+    return engines.asker(judge, renderer, judge.model.max_length or renderer.max_length)
+
+
+class Open:
+    """Counts the questions that are open. Implements `Ask`."""
+
+    def __init__(self, ask: Ask, judge: str, counts: JudgeCounts) -> None:
+        self._ask = ask
+        self._judge = judge
+        self._counts = counts
+
+    async def __call__(self, question: str, seeds: Sequence[int]) -> tuple[Answer, ...]:
+        """As what it counts."""
+        self._counts.begun(self._judge)
+        try:
+            return await self._ask(question, seeds)
+        finally:
+            self._counts.ended(self._judge)

@@ -1,0 +1,92 @@
+"""What can be known to be wrong with a job's judges before there is a job: their models, what they are shown, whether that fits.
+
+Nothing is asked: whether a judge judges well is seen in the job's own numbers. Writes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from controllers.judges import renderer_of
+from gcore.config import JobSpec
+from gcore.config.spec import JudgeSpec
+from gcore.errors import SpecError
+from gcore.models.names import hub_model
+from gcore.models.resolve import ResolvedModel, resolve_model
+from gcore.models.weights import check_whole
+from gcore.prompts.render import PromptRenderer
+from gcore.reward.generative.errors import JudgeError
+from gcore.reward.generative.template import Question
+from gcore.reward.generative.verdicts import find_parser
+from gcore.rollout.sglang.command import check_engine_args
+from gcore.types import Prompt
+
+
+@dataclass(frozen=True)
+class CheckedJudge:
+    """A judge with its small files. `model`: None of an external one."""
+
+    number: int
+    spec: JudgeSpec
+    question: Question
+    model: ResolvedModel | None = None
+    renderer: PromptRenderer | None = None
+
+    def check_question(self, prompt: Prompt, source: str) -> None:
+        """Whether it can be asked about `prompt`, the longest of a source, at all. Raises SpecError."""
+        where = f"judges.{self.number} ({self.spec.name!r}), source {source!r}"
+        try:
+            pairwise = self.spec.mode == "pairwise"
+            question = self.question.between(prompt, "", "") if pairwise else self.question.about(prompt, "")
+        except JudgeError as error:
+            raise SpecError(error.what, where=where, fix=error.fix) from error
+        if self.renderer is None or self.spec.model is None:
+            return
+        limit = self.spec.model.max_length or self.renderer.max_length
+        tokens = len(self.renderer.encode(self.renderer.render(question)))
+        answer = 0 if self.spec.kind == "classifier" else self.spec.max_new_tokens
+        if limit is not None and tokens + answer >= limit:
+            raise SpecError(
+                f"what it is shown of the longest prompt has {tokens} tokens, and with max_new_tokens ({answer}) no room for a "
+                f"response is left in the judge's context of {limit}",
+                where=where,
+                fix="Lower data.max_prompt_tokens, show the judge less, or take one with a longer context",
+            )
+
+
+def check_judges(spec: JobSpec) -> Mapping[str, CheckedJudge]:
+    """Every judge of the spec, by name. Blocks. Raises SpecError, ModelError, DataError."""
+    return {judge.name: _checked(number, judge) for number, judge in enumerate(spec.judges)}
+
+
+def _checked(number: int, judge: JudgeSpec) -> CheckedJudge:
+    where = f"judges.{number}"
+    question = Question.compile(judge, where)
+    find_parser(judge.verdict.parser)
+    check_engine_args(judge.serving.engine_args)
+    if judge.model is None:
+        return CheckedJudge(number, judge, question)
+    model = resolve_model(judge.model.path, trust_remote_code=judge.model.trust_remote_code, weights=False)
+    if hub_model(judge.model.path) is None and model.folder.is_dir():
+        check_whole(model.folder)
+    here = judge.model_copy(update={"model": judge.model.model_copy(update={"path": str(model.folder)})})
+    return replace(CheckedJudge(number, judge, question), model=model, renderer=renderer_of(number, here))
+
+
+def revisions(judges: Mapping[str, CheckedJudge]) -> dict[str, str]:
+    """The commits of those models that are a hub's, by judge."""
+    return {
+        name: judge.model.revision for name, judge in judges.items() if judge.model is not None and judge.model.revision
+    }
+
+
+def remote_code(judges: Mapping[str, CheckedJudge]) -> tuple[str, ...]:
+    """Python files that come with the judges' models and will run."""
+    return tuple(
+        f"{judge.spec.name}: {Path(file).name}"
+        for judge in judges.values()
+        if judge.model
+        for file in judge.model.remote_code
+    )
