@@ -21,7 +21,30 @@ class AskedOf:
     seeds: tuple[int, ...]
 
 
-class FakeJudge:
+class _Fake:
+    def __init__(
+        self, clock: Clock, delay_s: Callable[[str], float] | None, failures: Sequence[JudgeError | None]
+    ) -> None:
+        self._clock = clock
+        self._delay_s = delay_s
+        self._failures = list(failures)
+        self.asked: list[AskedOf] = []
+        self.open = 0
+        """Questions under way."""
+
+    async def _begun(self, question: str, seeds: Sequence[int]) -> None:
+        self.asked.append(AskedOf(question, tuple(seeds)))
+        failure = self._failures.pop(0) if self._failures else None
+        self.open += 1
+        try:
+            await self._clock.sleep(0.0 if self._delay_s is None else self._delay_s(question))
+        finally:
+            self.open -= 1
+        if failure is not None:
+            raise failure
+
+
+class FakeJudge(_Fake):
     """`gcore.reward.generative.Ask`: answers `answer(question, seed)`. A token is a word."""
 
     def __init__(
@@ -29,19 +52,14 @@ class FakeJudge:
         answer: Callable[[str, int], str],
         clock: Clock,
         *,
-        delay_s: Callable[[str], float] = lambda question: 0.0,
+        delay_s: Callable[[str], float] | None = None,
         failures: Sequence[JudgeError | None] = (),
         longest: int = 1000,
     ) -> None:
         """`failures`: what each of the first questions raises, None where it is answered. `longest`: tokens of an answer."""
+        super().__init__(clock, delay_s, failures)
         self._answer = answer
-        self._clock = clock
-        self._delay_s = delay_s
-        self._failures = list(failures)
         self._longest = longest
-        self.asked: list[AskedOf] = []
-        self.open = 0
-        """Questions under way."""
 
     async def __call__(self, question: str, seeds: Sequence[int]) -> tuple[Answer, ...]:
         """As `Ask`."""
@@ -54,30 +72,24 @@ class FakeJudge:
         text = " ".join(words[: self._longest]) if cut else text
         return Answer(text, len(question.split()), min(len(words), self._longest), cut)
 
-    async def _begun(self, question: str, seeds: Sequence[int]) -> None:
-        self.asked.append(AskedOf(question, tuple(seeds)))
-        failure = self._failures.pop(0) if self._failures else None
-        self.open += 1
-        try:
-            await self._clock.sleep(self._delay_s(question))
-        finally:
-            self.open -= 1
-        if failure is not None:
-            raise failure
 
-
-class FakeClassifier(FakeJudge):
+class FakeClassifier(_Fake):
     """`gcore.reward.generative.Value`: gives `value(question)`."""
 
     def __init__(
-        self, value: Callable[[str], float], clock: Clock, *, failures: Sequence[JudgeError | None] = ()
+        self,
+        value: Callable[[str], float],
+        clock: Clock,
+        *,
+        delay_s: Callable[[str], float] | None = None,
+        failures: Sequence[JudgeError | None] = (),
     ) -> None:
-        super().__init__(lambda question, seed: "", clock, failures=failures)
+        super().__init__(clock, delay_s, failures)
         self._value = value
 
-    async def __call__(self, question: str, seeds: Sequence[int] = ()) -> float:  # type: ignore[override]
+    async def __call__(self, question: str) -> float:
         """As `Value`."""
-        await self._begun(question, seeds)
+        await self._begun(question, ())
         return self._value(question)
 
 

@@ -34,11 +34,12 @@ _FILTERS = """
     abs capitalize count d default dictsort e escape first float int items last length list lower map max min reject
     rejectattr reverse select selectattr sort title trim truncate unique upper wordcount
 """
-_METHODS = """
+_PLAIN_METHODS = """
     capitalize count endswith find get index isalnum isalpha isdigit islower isnumeric isspace istitle isupper items keys
     lower lstrip partition removeprefix removesuffix rfind rindex rpartition rsplit rstrip split splitlines startswith
     strip swapcase title upper values
 """
+_METHODS = frozenset(_PLAIN_METHODS.split())
 _REFUSED: dict[type[nodes.Node], str] = {
     nodes.Macro: "a macro",
     nodes.CallBlock: "a call block",
@@ -103,7 +104,7 @@ class BoundedSandbox(Sandbox):
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """Of plain values, only the methods that neither grow nor draw."""
         plain = isinstance(obj, str | int | float | list | tuple | dict)
-        return super().is_safe_attribute(obj, attr, value) and (not plain or attr in _METHODS.split())
+        return super().is_safe_attribute(obj, attr, value) and (not plain or attr in _METHODS)
 
     def wrap_str_format(self, value: Any) -> None:
         """`format` is a method like any other, and none of those above."""

@@ -15,8 +15,8 @@ import asyncio
 import hashlib
 import json
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar, cast
 
 from gcore.clock import Clock
 from gcore.config.judges import JudgeSpec
@@ -28,6 +28,7 @@ from gcore.reward.generative.remembered import Remembered, question_key, spec_di
 from gcore.reward.generative.template import Question
 from gcore.reward.generative.verdicts import CheckedParser, find_parser
 from gcore.reward.generative.votes import Judgement, NotRead, judgement, read_all
+from gcore.together import all_or_none
 from gcore.types import Prompt
 
 T = TypeVar("T")
@@ -81,13 +82,13 @@ class Judge:
         """What each response of a group is worth, or why it could not be judged."""
         if self.spec.mode == "pairwise":
             return await self._held_together(prompt, responses)
-        return await _all([_caught(self.value(prompt, response)) for response in responses])
+        return tuple(await all_or_none([_caught(self.value(prompt, response)) for response in responses]))
 
     async def _held_together(self, prompt: Prompt, responses: Sequence[str]) -> tuple[Judgement | JudgeError, ...]:
         n = len(responses)
         pairs = pairs_of(n, self.spec.opponents)
         asked = orders(pairs)
-        outcomes = await _all([_caught(self._compared(prompt, responses[i], responses[j])) for i, j in asked])
+        outcomes = await all_or_none([_caught(self._compared(prompt, responses[i], responses[j])) for i, j in asked])
         told = dict(zip(asked, outcomes, strict=True))
         verdicts = {order: one.value for order, one in told.items() if isinstance(one, Judgement)}
         different = [(i, j) for i, j in pairs if responses[i] != responses[j]]
@@ -202,10 +203,3 @@ async def _caught(judged: Awaitable[Judgement]) -> Judgement | JudgeError:
         return await judged
     except JudgeError as error:
         return error
-
-
-async def _all(judged: Sequence[Coroutine[Any, Any, T]]) -> tuple[T, ...]:
-    """All at once. If one raises, or this is cancelled, the others are cancelled too."""
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(one) for one in judged]
-    return tuple(task.result() for task in tasks)

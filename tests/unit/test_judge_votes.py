@@ -1,0 +1,81 @@
+"""Votes: the mean of what can be read; if nothing can be, that is said with an example."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gcore.reward.generative import Answer, JudgeError, Unreadable
+from gcore.reward.generative.votes import LONGEST_EXAMPLE, Judgement, judgement, mean, read_all
+
+
+def answers(*texts: str, truncated: bool = False) -> list[Answer]:
+    return [Answer(text, 1, 1, truncated) for text in texts]
+
+
+def read(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise Unreadable("it is no number") from error
+
+
+def test_the_verdict_is_the_mean_of_those_that_can_be_read() -> None:
+    told = judgement(read_all(answers("1", " what? ", "0.5", "who?"), read))
+    assert told == Judgement(0.75, votes=2, unreadable=2, example="what?")
+    assert judgement(read_all(answers("1"), read)) == Judgement(1.0, 1, 0, "")
+
+
+@pytest.mark.parametrize(
+    ("texts", "truncated", "message"),
+    [
+        pytest.param(["hm"], False, "^the answer cannot be read: it is no number; it begins 'hm'", id="one"),
+        pytest.param(["hm", "no"], False, "^none of 2 answers can be read: it is no number; it begins 'hm'", id="two"),
+        pytest.param(["hm"], True, "no number, and it was cut off at max_new_tokens; it begins", id="cut off"),
+        pytest.param([], False, "^the judge gave no answer", id="none"),
+    ],
+)
+def test_without_one_that_can_be_read_there_is_no_verdict(texts: list[str], truncated: bool, message: str) -> None:
+    with pytest.raises(JudgeError, match=message):
+        judgement(read_all(answers(*texts, truncated=truncated), read))
+
+
+def test_an_answer_that_was_cut_off_counts_if_it_can_be_read() -> None:
+    assert judgement(read_all(answers("1", truncated=True), read)).value == 1.0
+
+
+def test_an_example_is_the_beginning() -> None:
+    (lost,) = read_all(answers("x" * 1000), read)
+    with pytest.raises(JudgeError) as caught:
+        judgement([lost])
+    assert "x" * LONGEST_EXAMPLE in caught.value.what
+    assert "x" * (LONGEST_EXAMPLE + 1) not in caught.value.what
+
+
+def test_a_broken_parser_is_no_unreadable_answer() -> None:
+    def broken(text: str) -> float:
+        raise JudgeError("verdict parser 'mine' raised KeyError")
+
+    with pytest.raises(JudgeError, match="KeyError"):
+        read_all(answers("1"), broken)
+
+
+@given(st.lists(st.floats(-3e38, 3e38) | st.none(), max_size=12))
+def test_what_cannot_be_read_changes_nothing(votes: list[float | None]) -> None:
+    told = read_all(answers(*("?" if vote is None else repr(vote) for vote in votes)), read)
+    values = [vote for vote in votes if vote is not None]
+    if not values:
+        with pytest.raises(JudgeError):
+            judgement(told)
+        return
+    one = judgement(told)
+    assert (one.votes, one.unreadable) == (len(values), len(votes) - len(values))
+    assert one.value == mean(values)
+    assert min(values) <= one.value <= max(values)
+    assert one.example == ("?" if None in votes else "")
+
+
+@given(st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=12))
+def test_the_order_of_votes_does_not_matter(values: list[float]) -> None:
+    assert mean(values) == mean(sorted(values)) == mean(values[::-1])
