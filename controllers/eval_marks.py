@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from controllers.material import Practice
@@ -28,6 +28,8 @@ class Mark:
 
     index: int
     shown: EvalSample
+    parts: Mapping[str, float]
+    """What each part of the reward says of it; nothing where it has none, or it could not be scored."""
 
 
 async def marked(
@@ -40,6 +42,7 @@ async def marked(
             made_by = f"an evaluation answer was made by {sample.oldest}, not {version}"
             raise EngineError(made_by, fix="It is made again")
     marks = []
+    labels = {part.shown_as for part in practice.source.reward.parts}
     for sample, result in zip(samples, await practice.each_scored(prompt, samples), strict=True):
         if isinstance(result, Unjudged) and result.away:  # which says nothing of the answer
             raise EngineUnreachable(result.what, fix="It is made again")
@@ -54,7 +57,8 @@ async def marked(
             correct=not why and reaches(reward, threshold),
             unscored=recordable(why),
         )
-        marks.append(Mark(prompt.ref.seq, shown))
+        parts = {} if isinstance(result, RewardError) else {k: v for k, v in result.parts if k in labels}
+        marks.append(Mark(prompt.ref.seq, shown, parts))
     return marks
 
 

@@ -224,6 +224,10 @@ class Evaluator:
             samples=draws.samples,
             correct=tuple(sum(bool(one.shown.correct) for one in its) for its in by_prompt),
             reward=math.fsum(one.shown.reward for one in marks if not one.shown.unscored),
+            rewards={
+                label: math.fsum(one.parts.get(label, 0.0) for one in marks)
+                for label in sorted({label for one in marks for label in one.parts})
+            },
             unscored=len(unscored),
             why_unscored=unscored[0].shown.unscored if unscored else "",
             shown=tuple(firsts),

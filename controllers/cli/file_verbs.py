@@ -43,9 +43,11 @@ SCHEMA_EXAMPLES = """
 gcore schema > job.schema.json
 """
 PREPARE_EXAMPLES = """
-[bold]Example[/bold]
+[bold]Examples[/bold]
 
 gcore prepare arithmetic --to .cache/examples/arithmetic
+
+[dim]A judge of its answers:[/dim]  gcore prepare arithmetic-judge
 """
 EXPORT_EXAMPLES = """
 [bold]Examples[/bold]
@@ -129,19 +131,19 @@ def schema() -> None:
 
 
 def prepare(
-    example: Annotated[str, typer.Argument(metavar="EXAMPLE", help="What to prepare: arithmetic.")],
+    example: Annotated[str, typer.Argument(metavar="EXAMPLE", help="What to prepare: arithmetic, arithmetic-judge.")],
     to: Annotated[Path | None, typer.Option(help="Folder; default: .cache/examples/EXAMPLE.")] = None,
 ) -> None:
-    """Make an example's data and its warm-started model. Done already: returns at once."""
-    if example != "arithmetic":
-        raise UsageError(f"there is no example {example!r}", where="prepare", fix="Known: arithmetic")
+    """Make an example's data and its warm-started model, or the judge of one. Done already: returns at once."""
+    # Trains a small model: the one verb that needs the train extra, and only while it runs.
+    from gcore.prepare.examples import EXAMPLES
+
+    if example not in EXAMPLES:
+        raise UsageError(f"there is no example {example!r}", where="prepare", fix=f"Known: {', '.join(EXAMPLES)}")
     folder = to or PREPARED_UNDER / example
     typer.echo(f"Preparing {example} in {folder} ...")
-    # Trains a small model: the one verb that needs the train extra, and only while it runs.
-    from gcore.prepare.arithmetic import prepare as prepare_arithmetic
-
-    prepare_arithmetic(folder, seed=0, progress=True)
-    typer.echo(f"{example} is prepared in {folder}.")
+    there = EXAMPLES[example](folder, 0)
+    typer.echo(f"{example} is prepared in {folder}: {there}.")
 
 
 def export(

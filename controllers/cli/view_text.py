@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import takewhile
 
 from controllers.cli.view_points import SourceFigures
+from gcore.config.evaluation import OF_PART
 
 LEVELS = " ▁▂▃▄▅▆▇█"
 SHADES = " ░▒▓█"
@@ -123,7 +124,9 @@ def _cells(count: int, width: int) -> tuple[range, ...]:
 
 
 def measure(metric: str, value: float) -> str:
-    """`accuracy 98.5%`, `pass@4 71.2%`; `mean@4 0.712`, because rewards need not be shares."""
+    """`accuracy 98.5%`, `pass@4 71.2%`; `mean@4 0.712`, because rewards need not be shares; `judged 0.953`, a part's mean."""
+    if metric.startswith(OF_PART):
+        return f"{metric.removeprefix(OF_PART)} {value:.3f}"
     number = f"{value:.3f}" if metric.rpartition("/")[2].startswith("mean@") else f"{value:.1%}"
     return f"{metric} {number}"
 
@@ -135,7 +138,8 @@ def measures(metrics: Mapping[str, float], accuracy: float | None) -> list[str]:
         name, _, number = metric.partition("@")
         return name, int(number) if number.isdecimal() else 0
 
-    told = {m: v for m, v in metrics.items() if m != "pass@1" and not (m.startswith("mean@") and v == accuracy)}
+    same = ("mean@", OF_PART)
+    told = {m: v for m, v in metrics.items() if m != "pass@1" and not (m.startswith(same) and v == accuracy)}
     return [measure(metric, told[metric]) for metric in sorted(told, key=place)]
 
 

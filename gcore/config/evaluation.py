@@ -36,6 +36,8 @@ MOST_SETS, MOST_KS = 256, 32
 ACCURACY = "accuracy"
 """The share of correct responses; without a set before it, over the prompts of all sets."""
 NO_BEST = "none"
+OF_PART = "part:"
+"""What the mean of a reward's part is called among a set's metrics, before its label."""
 
 EvalTemperature = Annotated[float, Field(ge=0, le=1e6)]
 TopP = Annotated[float, Field(gt=0, le=1)]

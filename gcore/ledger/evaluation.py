@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from gcore.config.evaluation import ACCURACY, EvalDraws
+from gcore.config.evaluation import ACCURACY, OF_PART, EvalDraws
 from gcore.estimators import mean_correct, mean_pass_at_k
 from gcore.ledger.ancestry import is_ancestor
 from gcore.ledger.guarded import Stored, Transaction, TxnKind
@@ -111,6 +111,8 @@ def _score(draws: EvalDraws, parts: Sequence[EvalPart]) -> SourceScore:
     metrics = {}
     if scored:
         metrics[f"mean@{draws.samples}"] = math.fsum(part.reward for part in parts) / scored
+        for label in sorted({label for part in parts for label in part.rewards}):
+            metrics[f"{OF_PART}{label}"] = math.fsum(part.rewards.get(label, 0.0) for part in parts) / scored
     for k in draws.ks:
         metrics[f"pass@{k}"] = mean_pass_at_k(draws.samples, by_correct, k)
     accuracy = mean_correct(draws.samples, by_correct)

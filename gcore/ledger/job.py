@@ -136,7 +136,8 @@ class SourceScore(Part):
     samples: PositiveInt = 1
     """Responses to each."""
     metrics: dict[str, float] = Field(default_factory=dict)
-    """`mean@N` (the mean reward of the scored responses; absent if none was scored), `pass@1`, and `pass@K` as asked for."""
+    """`mean@N` (the mean reward of the scored responses; absent if none was scored), `pass@1`, `pass@K` as asked for, and
+    `part:LABEL`, the mean of each part that the set's reward has."""
     unscored: int = 0
     """Responses that the reward could not score. They count as not correct, and in no mean of rewards."""
     why_unscored: str = ""
@@ -168,6 +169,8 @@ class EvalPart(Record):
     set, as many as `correct` has numbers: how many of the `samples` responses to each are correct.
     """
 
+    came_with: ClassVar[Mapping[str, int]] = {"rewards": 2}
+
     version: Version
     number: int
     parts: PositiveInt
@@ -177,6 +180,8 @@ class EvalPart(Record):
     correct: tuple[int, ...]
     reward: float
     """The sum over the responses that were scored."""
+    rewards: dict[str, float] = Field(default_factory=dict)
+    """The same of each part of the set's reward, by its label."""
     unscored: int = 0
     why_unscored: str = ""
     """What the reward said of the first of those, for people."""

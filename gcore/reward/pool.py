@@ -81,7 +81,7 @@ class RewardPool:
         Raises PluginFault (a SpecError), with the reward's own traceback, for one that cannot be had.
         """
         async with self._warming:
-            if not self._tasks:
+            if not self._tasks and self._specs:  # a job that only judges score needs no process
                 await self._warm()
 
     async def _warm(self) -> None:

@@ -1,0 +1,202 @@
+"""Rewards of which judges are a part: what they come to, and what becomes of a response that no judge can judge."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from controllers.eval_marks import marked
+from controllers.material import Practice, rewards_of, sampling_of
+from gcore.config import JobSpec, parse_spec
+from gcore.config.reward import RewardPart
+from gcore.config.sources import training_sources
+from gcore.config.spec import RewardSpec
+from gcore.errors import EngineError, EngineUnreachable, SpecError
+from gcore.reward.generative.errors import JudgeAway, JudgeError
+from gcore.reward.generative.judge import Judge
+from gcore.reward.judged import Rewards, Unjudged, functions_of
+from gcore.reward.registry import Response, RewardError, RewardResult
+from gcore.reward.scoring import DirectScorer, Scored
+from gcore.testing import FakeClock
+from gcore.testing.fake_judge import FakeJudge, HeardOf
+from gcore.types import Prompt, PromptRef, Sample, Version, VersionSpan
+
+PROMPT = Prompt(PromptRef(0, 0, 0), "6*7=", (1,), {"answer": "42"})
+HEAD = Version(0, 0)
+TEMPLATE = "{{ prompt }} {{ response }}"
+
+
+def judge_tree(name: str = "tutor", **more: Any) -> dict[str, Any]:
+    verdict = {"parser": "words", "words": {"yes": 1.0, "no": 0.0}}
+    return {"name": name, "model": {"path": "j"}, "template": TEMPLATE, "verdict": verdict, "tries": 1} | more
+
+
+def job(reward: dict[str, Any], *judges: dict[str, Any]) -> JobSpec:
+    return parse_spec(
+        {
+            "name": "t",
+            "model": {"path": "m"},
+            "data": {"path": "d"},
+            "flow": {"steps": 1},
+            "rollout": {"max_new_tokens": 4},
+            "judges": list(judges),
+            "reward": reward,
+        }
+    )
+
+
+def says(question: str, seed: int) -> str:
+    return "yes" if question.endswith(("42", "43")) else "no" if question[-1].isdigit() else "well"
+
+
+class Court:
+    """The rewards of a job whose judges answer by a function: 42 and 43 are right, what is no number they cannot say."""
+
+    def __init__(self, spec: JobSpec, failures: Sequence[JudgeError | None] = ()) -> None:
+        self.spec = spec
+        self.clock = FakeClock()
+        self.fake = FakeJudge(says, self.clock, failures=failures)
+        judges = {one.name: Judge.of(one, self.fake, HeardOf(), self.clock) for one in spec.judges}
+        self.rewards = Rewards(DirectScorer(), judges)
+
+    async def score(self, *responses: str) -> tuple[Scored, ...]:
+        shown = [Response(text, 1) for text in responses]
+        return await self.clock.run(self.rewards.score(self.spec.reward, PROMPT, shown))
+
+    def practice(self) -> Practice:
+        (source,) = training_sources(self.spec)
+        return Practice(source, sampling_of(self.spec, source), self.rewards)
+
+
+def sample(text: str) -> Sample:
+    return Sample((7,), (0.0,), text, "stop", (VersionSpan(HEAD, 0, 1),))
+
+
+async def test_a_judge_alone_is_the_reward_and_shown_under_its_name() -> None:
+    court = Court(job({"judge": "tutor"}, judge_tree()))
+    assert await court.score("42", "7") == (
+        RewardResult(1.0, (("tutor", 1.0),)),
+        RewardResult(0.0, (("tutor", 0.0),)),
+    )
+
+
+async def test_judges_and_functions_are_composed_as_any_parts() -> None:
+    parts = [{"name": "exact", "weight": 0.5}, {"judge": "tutor", "weight": 2}, {"judge": "other", "label": "second"}]
+    court = Court(job({"parts": parts}, judge_tree(), judge_tree("other")))
+    right, judged_right, wrong = await court.score("42", "43", "7")
+    assert isinstance(right, RewardResult)
+    assert right.value == 3.5
+    assert dict(right.parts) == {"exact": 1.0, "tutor": 1.0, "second": 1.0} | {
+        name: value for name, value in right.parts if name.startswith("exact.")
+    }
+    assert [one.value for one in (judged_right, wrong) if isinstance(one, RewardResult)] == [3.0, 0.0]
+
+
+@pytest.mark.parametrize(("on_error", "again"), [("retry", True), ("fail_group", False)])
+async def test_a_response_that_cannot_be_judged_is_never_worth_nothing(on_error: str, again: bool) -> None:
+    court = Court(job({"judge": "tutor"}, judge_tree(on_error=on_error)))
+    judged, odd = await court.score("42", "what")
+    assert judged == RewardResult(1.0, (("tutor", 1.0),))
+    assert isinstance(odd, Unjudged)
+    assert (odd.again, odd.away) == (again, False)
+    assert odd.what.startswith("judge 'tutor': the answer cannot be read")
+    practice = court.practice()
+    with pytest.raises(EngineError if again else RewardError, match="judge 'tutor'"):
+        await court.clock.run(practice.scored(PROMPT, [sample("42"), sample("what")]))
+
+
+async def test_another_reward_scores_in_place_of_a_judge_where_the_spec_names_one() -> None:
+    spec = job({"judge": "tutor"}, judge_tree(on_error={"fallback": "length", "options": {"limit": 3}}))
+    court = Court(spec, failures=[None, JudgeAway("no engine")])
+    first, second, third = await court.score("42", "7", "what")
+    assert [one.value for one in (first, second, third) if isinstance(one, RewardResult)] == [1.0, 1.0, 1.0]
+    assert rewards_of(spec) == {"data": RewardSpec(name="length", options={"limit": 3})}
+
+
+async def test_a_judge_that_cannot_be_asked_says_nothing_of_an_evaluated_answer() -> None:
+    spec = job({"judge": "tutor"}, judge_tree(on_error="fail_group"))
+    practice = Court(spec, failures=[JudgeAway("no engine")]).practice()
+    court = Court(spec)
+    with pytest.raises(EngineUnreachable, match="no engine"):
+        await FakeClock().run(marked(practice, 1.0, PROMPT, [sample("42")], HEAD))
+    (mark,) = await court.clock.run(marked(court.practice(), 1.0, PROMPT, [sample("what")], HEAD))
+    assert not mark.shown.correct
+    assert mark.shown.unscored.startswith("judge 'tutor': the answer cannot be read")
+
+
+async def test_an_error_of_one_part_is_the_responses_and_says_which_part() -> None:
+    parts = [{"name": "exact", "answer": "missing"}, {"judge": "tutor"}]
+    (error,) = await Court(job({"parts": parts}, judge_tree())).score("42")
+    assert isinstance(error, RewardError)
+    assert error.what.startswith("part 'exact': the prompt's entry has no answer")
+
+
+async def test_what_is_judged_early_is_not_asked_again() -> None:
+    parts = [{"name": "exact"}, {"judge": "tutor"}]
+    court = Court(job({"parts": parts}, judge_tree()))
+    practice = court.practice()
+    assert practice.has_judges
+    await court.clock.run(practice.judge_early(PROMPT, sample("42")))
+    assert [one.question for one in court.fake.asked] == ["6*7= 42"]
+    await court.clock.run(practice.scored(PROMPT, [sample("42"), sample("7")]))
+    assert [one.question for one in court.fake.asked] == ["6*7= 42", "6*7= 7"]
+    await court.clock.run(practice.judge_early(PROMPT, sample("what")))  # its error is told when the group is scored
+
+
+def test_the_functions_of_a_reward_are_its_parts_and_what_scores_instead_of_judges() -> None:
+    fallback = judge_tree(on_error={"fallback": "regex", "options": {"pattern": "x"}})
+    spec = job({"parts": [{"name": "exact"}, {"judge": "tutor"}], "answer": "solution"}, fallback)
+    assert functions_of(spec.reward, {one.name: one for one in spec.judges}) == (
+        RewardSpec(name="exact", answer="solution"),
+        RewardSpec(name="regex", options={"pattern": "x"}, answer="solution"),
+    )
+    assert functions_of(RewardSpec(), {}) == (RewardSpec(),)
+    with pytest.raises(ValueError, match="is a judge's"):
+        spec.reward.of_part(RewardPart(judge="tutor"))
+
+
+def test_what_a_judge_is_shown_needs_no_answer_field() -> None:
+    spec = job({"parts": [{"name": "exact", "answer": "solution"}, {"judge": "tutor"}]}, judge_tree())
+    assert spec.reward.answers == ("solution",)
+    assert replace(training_sources(job({"judge": "tutor"}, judge_tree()))[0]).reward.answers == ()
+
+
+@pytest.mark.parametrize(
+    ("reward", "judges", "why"),
+    [
+        ({"judge": "tuter"}, [judge_tree()], "did you mean 'tutor'"),
+        ({"judge": "tutor"}, [], "the spec has no judges"),
+        ({"name": "exact"}, [judge_tree()], "named by no reward"),
+        ({"judge": "tutor"}, [judge_tree(), judge_tree()], "two judges have the same name"),
+        ({"judge": "tutor", "name": "exact"}, [judge_tree()], "only one of them"),
+        ({"parts": [{"weight": 2}]}, [], "neither is given"),
+        ({"parts": [{"judge": "tutor", "name": "exact"}]}, [judge_tree()], "both is given|both"),
+        ({"parts": [{"judge": "tutor", "answer": "x"}]}, [judge_tree()], "leave options and answer out"),
+        ({"judge": "tutor"}, [judge_tree(votes=3)], "votes is 3 with temperature 0"),
+        ({"judge": "tutor"}, [judge_tree(model=None)], "neither is given"),
+        ({"judge": "tutor"}, [judge_tree(opponents=2)], "opponents belong to"),
+        ({"judge": "tutor"}, [judge_tree(kind="classifier")], "verdict is for a judge that writes"),
+    ],
+    ids=[
+        "unknown",
+        "no-judges",
+        "idle",
+        "twice",
+        "judge-and-name",
+        "empty-part",
+        "part-with-both",
+        "answer-for-a-judge",
+        "greedy-votes",
+        "no-model",
+        "opponents",
+        "classifier",
+    ],
+)
+def test_judges_that_cannot_be_are_refused_with_a_sentence(
+    reward: dict[str, Any], judges: list[dict[str, Any]], why: str
+) -> None:
+    with pytest.raises(SpecError, match=why):
+        job(reward, *judges)
