@@ -1,0 +1,201 @@
+"""The engines of judges: which are asked, what an answer must be to count, and what people are told of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from controllers.changes import Changes
+from controllers.judge_counts import TOLD_AT, JudgeCounts
+from controllers.judge_engines import AGAIN_S, JudgeEngines
+from controllers.judges import open_judges, renderer_of
+from gcore.config import JobSpec, parse_spec
+from gcore.errors import DataError
+from gcore.metrics import Metrics
+from gcore.reward.generative.errors import JudgeAway, JudgeError
+from gcore.rollout.client import EngineClient
+from gcore.testing import FakeClock
+from gcore.types import Prompt, PromptRef
+from gcore.worker.records import WorkerRecord
+
+WORDS = ("1", "2", "3", "good", "bad", "?", "<unk>")
+PROMPT = Prompt(PromptRef(0, 0, 0), "1 2", (0, 1), {})
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> JobSpec:
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 8}))
+    judge = {
+        "name": "tutor",
+        "model": {"path": str(tmp_path)},
+        "template": "{{ prompt }} {{ response }} ?",
+        "max_new_tokens": 2,
+        "verdict": {"parser": "words", "words": {"good": 1, "bad": 0}},
+    }
+    tree = {"name": "t", "model": {"path": "m"}, "data": {"path": "d"}, "flow": {"steps": 1}}
+    return parse_spec(tree | {"rollout": {"max_new_tokens": 4}, "judges": [judge], "reward": {"judge": "tutor"}})
+
+
+class Engine:
+    """A judge's engine that says "good" of whatever ends in 1."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+        self.is_away = False
+        self.serves = "0.0"
+        self.reason: dict[str, Any] = {"type": "stop"}
+
+    async def answer(self, request: httpx.Request) -> httpx.Response:
+        if self.is_away:
+            raise httpx.ConnectError("nobody")
+        if request.url.path != "/generate":
+            return httpx.Response(200, json={"weight_version": self.serves, "success": True})
+        body = json.loads(request.content)
+        self.asked.append(body)
+        token = 3 if body["input_ids"][0][-2] == 0 else 4
+        meta = {"finish_reason": self.reason, "weight_version": self.serves, "completion_tokens": 1}
+        one = {
+            "text": WORDS[token],
+            "output_ids": [token],
+            "meta_info": meta | {"output_token_logprobs": [[0.0, token, None]]},
+        }
+        return httpx.Response(200, json=[one] * len(body["input_ids"]))
+
+
+class Court:
+    """A controller's side of a job's judges, with engines of its own."""
+
+    def __init__(self, spec: JobSpec, *engines: str) -> None:
+        self.spec = spec
+        self.clock = FakeClock()
+        self.engines = {name: Engine() for name in engines}
+        self.metrics = Metrics()
+        self.told: list[tuple[str, str]] = []
+        self.book = JudgeEngines(spec, "u", Changes(), self.clock, self.metrics, self.connect)
+        self.counts = JudgeCounts(self.metrics, lambda topic, said: self.told.append((topic, said)))
+
+    def connect(self, url: str, *, timeout_s: float) -> EngineClient:
+        name = url.removeprefix("http://").partition(":")[0]
+        return EngineClient(url, timeout_s=timeout_s, transport=httpx.MockTransport(self.engines[name].answer))
+
+    async def meet(self) -> None:
+        """The engines are there, and what they serve is found out."""
+        await self.book.aim({name: worker(name) for name in self.engines})
+        await self.look()
+
+    async def look(self) -> None:
+        self.book.look_after()
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    async def value(self, response: str) -> float:
+        judge = open_judges(self.spec, self.book, self.counts, self.clock)["tutor"]
+        return (await self.clock.run(judge.value(PROMPT, response))).value
+
+    def seen(self, name: str, **labels: str) -> float | None:
+        return self.metrics.registry.get_sample_value(name, {"judge": "tutor"} | labels)
+
+
+def worker(name: str, **more: Any) -> WorkerRecord:
+    told = {"node": "n", "role": "reward", "judge": "tutor", "job_uid": "u", "slot": "cpu:0", "state": "serving"}
+    where = {"pid": 1, "pid_started": 1, "address": f"{name}:1"}
+    return WorkerRecord.model_validate({"instance": name} | told | where | more)
+
+
+async def test_an_engine_that_serves_is_asked_in_its_judges_own_tokens(spec: JobSpec) -> None:
+    court = Court(spec, "a")
+    await court.meet()
+    assert court.book.serving("tutor") == 1
+    assert (await court.value("1"), await court.value("2")) == (1.0, 0.0)
+    first = court.engines["a"].asked[0]
+    assert first["input_ids"] == [[0, 1, 0, 5]]
+    assert first["sampling_params"][0]["temperature"] == 0
+    assert court.seen("gcore_judge_tokens_total", part="question") == 8
+    assert court.seen("gcore_judge_tokens_total", part="answer") == 2
+    assert court.seen("gcore_judge_questions_total", result="answered") == 2
+    assert court.seen("gcore_judge_open_questions") == 0
+    assert court.metrics.registry.get_sample_value("gcore_samples_total") == 0, "what a judge writes is no sample"
+    await court.book.close()
+
+
+async def test_workers_that_serve_something_else_are_not_asked(spec: JobSpec) -> None:
+    court = Court(spec, "a")
+    others = [{"role": "rollout", "judge": ""}, {"judge": "other"}, {"job_uid": "v"}, {"state": "starting"}]
+    for more in others:
+        await court.book.aim({"a": worker("a", **more)})
+        assert court.book.views == {}, more
+    await court.book.close()
+
+
+async def test_a_question_goes_to_another_engine_when_its_own_is_lost(spec: JobSpec) -> None:
+    court = Court(spec, "a", "b")
+    await court.meet()
+    court.engines["a"].is_away = True
+    assert [await court.value("1"), await court.value("2"), await court.value("3")] == [1.0, 0.0, 0.0]
+    assert len(court.engines["b"].asked) == 3
+    assert court.book.serving("tutor") == 1, "it is distrusted"
+    court.engines["a"].is_away = False
+    await court.clock.advance(AGAIN_S)
+    await court.look()
+    assert court.book.serving("tutor") == 2
+    await court.book.close()
+
+
+async def test_an_engine_that_gives_up_on_a_question_is_asked_again(spec: JobSpec) -> None:
+    court = Court(spec, "a")
+    await court.meet()
+    court.engines["a"].reason = {"type": "abort"}
+    asker = court.book.asker(spec.judges[0], renderer_of(0, spec.judges[0]), None)
+    with pytest.raises(JudgeAway, match="gave up"):
+        await asker("1 2", [0])
+    await court.book.close()
+
+
+async def test_a_question_that_does_not_fit_the_judges_context_is_refused_before_it_is_asked(spec: JobSpec) -> None:
+    court = Court(spec, "a")
+    await court.meet()
+    with pytest.raises(JudgeError, match="more than the 8 of the judge's context"):
+        await court.value("1 1 1 1")
+    assert court.engines["a"].asked == []
+    await court.book.close()
+
+
+def test_a_judge_whose_folder_is_no_model_says_which_judge_it_is(spec: JobSpec, tmp_path: Path) -> None:
+    model = spec.judges[0].model
+    assert model is not None
+    lost = spec.judges[0].model_copy(update={"model": model.model_copy(update={"path": str(tmp_path / "gone")})})
+    with pytest.raises(DataError, match="does not exist"):
+        renderer_of(0, lost)
+
+
+def test_unreadable_answers_are_told_at_the_first_and_then_more_and_more_rarely() -> None:
+    told: list[str] = []
+    counts = JudgeCounts(Metrics(), lambda topic, said: told.append(f"{topic}: {said}"))
+    for number in range(TOLD_AT**2):
+        counts.unreadable("tutor", f"well {number}")
+    assert told == [
+        "judge-tutor: judge 'tutor' gave an answer that cannot be read, such as 'well 0'",
+        f"judge-tutor: judge 'tutor' gave {TOLD_AT} answers that cannot be read, such as 'well 9'",
+        f"judge-tutor: judge 'tutor' gave {TOLD_AT**2} answers that cannot be read, such as 'well 99'",
+    ]
+
+
+def test_what_waits_for_judges_is_counted_and_named() -> None:
+    counts = JudgeCounts(Metrics(), lambda *_: None)
+    counts.begun("b")
+    counts.begun("a")
+    counts.begun("a")
+    assert counts.scoring.what == "3 questions wait for judge 'a' and 'b'"
+    counts.ended("a")
+    counts.ended("a")
+    assert (counts.scoring.what, counts.scoring.scored) == ("1 question waits for judge 'b'", 2)
