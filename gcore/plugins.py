@@ -1,4 +1,4 @@
-"""Plug-ins: flows, rewards, filters and curricula, found by name through Python entry points.
+"""Plug-ins: flows, rewards, filters, curricula, verdict parsers, found by name through Python entry points.
 
 A spec names a plug-in; whoever runs it asks here. A name that nobody provides is answered with the nearest one that
 somebody does; one that two packages provide, that raises while it is imported, or that cannot be called is refused in a

@@ -82,6 +82,9 @@ def test_a_verdict_is_read(answer: str, told: dict[str, Any], value: float) -> N
         pytest.param("1e999", {}, "inf is not", id="endless"),
         pytest.param("0.5", {"after": "Verdict:"}, "does not hold 'Verdict:'", id="no marker"),
         pytest.param("0.5 Verdict:", {"after": "Verdict:"}, "no number", id="nothing behind the marker"),
+        pytest.param(
+            "Verdict: 0.5. Verdict: ?", {"after": "Verdict:"}, "no number", id="nothing behind the last marker"
+        ),
         pytest.param("yes", {"parser": "words", "words": {"Yes": 1, "No": 0}}, "none of Yes, No", id="small letters"),
         pytest.param("incorrect", {"parser": "words", "words": {"correct": 1}}, "none of correct", id="part of a word"),
         pytest.param("0.5", {"parser": "json"}, "no JSON object", id="no object"),

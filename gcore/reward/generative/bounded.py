@@ -5,7 +5,8 @@ before it does. What cannot be counted is refused with its line: macros, recursi
 write. Filters and methods are those of a list: none that draws (`random`), none that pads or formats to a width. What is
 shown is text; anything else is written as JSON. A name that is not there is an error, never nothing.
 
-It is a bound for mistakes and for spite of the usual kind, not a jail: what a template may spend is some seconds.
+It bounds what goes wrong by mistake, and what grows without end. It is no jail: whoever sets out to can still make a controller
+spend a long time on one question, with thousands of costly filters. Who may submit jobs may do worse.
 """
 
 from __future__ import annotations
