@@ -166,7 +166,7 @@ class JobRunner(JobStanding):
             metrics=self._metrics,
             told_every=rollout.told_every,
         )
-        self._judge_engines = JudgeEngines(spec, self.uid, self.changes, self._clock, self._metrics)
+        self._judge_engines = JudgeEngines(spec, self.uid, self.me, self.changes, self._clock, self._metrics)
         self._spec = spec
         self._rules = self._rules_or_none()
         self.is_working = True

@@ -43,12 +43,15 @@ class JudgeEngines:
         self,
         spec: JobSpec,
         uid: str,
+        me: str,
         changes: Changes,
         clock: Clock,
         metrics: Metrics,
         connect: Callable[..., EngineClient] = EngineClient,
     ) -> None:
+        """`me`: this incarnation, for an engine takes no two requests of the same name, and all controllers ask it."""
         self._uid = uid
+        self._me = me
         self._clock = clock
         self._specs = {judge.name: judge for judge in spec.judges if judge.model is not None}
         self._books = {
@@ -124,7 +127,7 @@ class JudgeEngines:
 
     def asker(self, judge: JudgeSpec, renderer: PromptRenderer, limit: int | None) -> EngineAsk:
         """What puts questions to the engines of `judge`. `limit`: its context, in tokens."""
-        rid = f"{self._uid}/judge/{judge.name}"
+        rid = f"{self._uid}/judge/{judge.name}/{self._me}"
         return EngineAsk(judge, self._books[judge.name], renderer, limit, lambda: f"{rid}/{next(self._requests)}")
 
 

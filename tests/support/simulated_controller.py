@@ -105,7 +105,7 @@ class SimulatedJob(JobStanding):
             self._cluster,
             self._staff,
             self._engines,
-            JudgeEngines(self._spec, self.uid, self.changes, self._clock, self._land.metrics),
+            JudgeEngines(self._spec, self.uid, self.me, self.changes, self._clock, self._land.metrics),
             self._ranks,
             self._deeds,
             self._land.metrics,

@@ -75,13 +75,13 @@ class Engine:
 class Court:
     """A controller's side of a job's judges, with engines of its own."""
 
-    def __init__(self, spec: JobSpec, *engines: str) -> None:
+    def __init__(self, spec: JobSpec, *engines: str, me: str = "a.1") -> None:
         self.spec = spec
         self.clock = FakeClock()
         self.engines = {name: Engine() for name in engines}
         self.metrics = Metrics()
         self.told: list[tuple[str, str]] = []
-        self.book = JudgeEngines(spec, "u", Changes(), self.clock, self.metrics, self.connect)
+        self.book = JudgeEngines(spec, "u", me, Changes(), self.clock, self.metrics, self.connect)
         self.counts = JudgeCounts(self.metrics, lambda topic, said: self.told.append((topic, said)))
 
     def connect(self, url: str, *, timeout_s: float) -> EngineClient:
@@ -126,6 +126,17 @@ async def test_an_engine_that_serves_is_asked_in_its_judges_own_tokens(spec: Job
     assert court.seen("gcore_judge_open_questions") == 0
     assert court.metrics.registry.get_sample_value("gcore_samples_total") == 0, "what a judge writes is no sample"
     await court.book.close()
+
+
+async def test_no_two_controllers_call_their_questions_the_same(spec: JobSpec) -> None:
+    asked = []
+    for me in ("a.1", "b.1"):
+        court = Court(spec, "a", me=me)
+        await court.meet()
+        await court.value("1")
+        asked += [rid for body in court.engines["a"].asked for rid in body["rid"]]
+        await court.book.close()
+    assert len(set(asked)) == 2
 
 
 async def test_workers_that_serve_something_else_are_not_asked(spec: JobSpec) -> None:
