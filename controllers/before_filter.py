@@ -33,7 +33,7 @@ def sampling_stats(rules: StreamRules, head: Head, seal: Seal) -> dict[str, floa
     if groups < rules.quota:
         stats["groups_lacking"] = float(rules.quota - groups)
     if scored := used.scored + groups:
-        lengths = math.fsum(sum(g.response_tokens) / len(g.response_tokens) for g in seal.groups if g.response_tokens)
+        lengths = math.fsum(sum(g.own_tokens) / len(g.own_tokens) for g in seal.groups if g.response_tokens)
         stats["reward_before_filter"] = (used.reward + math.fsum(g.reward for g in seal.groups)) / scored
         stats["response_length_before_filter"] = (used.length + lengths) / scored
     if rules.steps is None and seal.planned_steps is not None:

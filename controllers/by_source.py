@@ -42,7 +42,7 @@ def by_source(groups: Sequence[SealedGroup], outcomes: Sequence[EndedRef], *, se
 def _numbers(groups: Sequence[SealedGroup], outcomes: Sequence[EndedRef]) -> Iterator[tuple[str, float]]:
     for source in sorted({group.source for group in groups}):
         its = [group for group in groups if group.source == source]
-        lengths = [tokens for group in its for tokens in group.response_tokens]
+        lengths = [tokens for group in its for tokens in group.own_tokens]
         yield key_of("reward", source), math.fsum(group.reward for group in its) / len(its)
         yield key_of("response_length", source), sum(lengths) / len(lengths)
         yield key_of("truncated", source), truncated_share(its)

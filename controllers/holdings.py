@@ -81,7 +81,7 @@ class Holdings:
     def note_scores(self, group: Group) -> None:
         """What the responses to a prompt are worth, before a filter sees them."""
         count = max(len(group.samples), 1)
-        lengths = sum(len(sample.token_ids) for sample in group.samples)
+        lengths = sum(sample.own_tokens for sample in group.samples)
         self._scores[group.ref] = (math.fsum(sample.reward for sample in group.samples) / count, lengths / count)
 
     def keep(self, group: Group) -> None:
@@ -100,6 +100,7 @@ class Holdings:
             masked=tuple(index for index, sample in enumerate(group.samples) if sample.masked),
             truncated=sum(is_truncated(sample) for sample in group.samples),
             parts=group_parts(group),
+            observed=_observed(group),
         )
 
     def end(self, ref: PromptRef, outcome: Outcome, holder: str, version: Version, source: str) -> None:
@@ -145,3 +146,9 @@ class Holdings:
             self.went_stale.discard(ref)
         for ref in [r for r in self._scores if head.cursors.is_terminal(rules.shape, r)]:
             del self._scores[ref]
+
+
+def _observed(group: Group) -> tuple[int, ...]:
+    """Of each sample: the tokens that the policy did not make; nothing if it made all of them."""
+    told = tuple(len(sample.token_ids) - sample.own_tokens for sample in group.samples)
+    return told if any(told) else ()

@@ -47,8 +47,9 @@ class Stopwatch:
         sampled = sampling_stats(view.rules, view.mirror.head.record, seal)
         if not seal.groups:
             return sampled
-        samples = [n for group in seal.groups for n in group.response_tokens]
-        tokens = sum(samples) + sum(group.prompt_tokens * len(group.response_tokens) for group in seal.groups)
+        samples = [n for group in seal.groups for n in group.own_tokens]
+        computed = sum(n for group in seal.groups for n in group.response_tokens)
+        tokens = computed + sum(group.prompt_tokens * len(group.response_tokens) for group in seal.groups)
         stats = {
             "reward": sum(group.reward for group in seal.groups) / len(seal.groups),
             "samples": float(len(samples)),

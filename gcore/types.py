@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -89,6 +90,20 @@ class Prompt:
     """The name of the source it comes from."""
 
 
+Range = tuple[int, int]
+"""[start, end) of a response's tokens or characters."""
+
+
+def misplaced(ranges: Sequence[Range], length: int) -> str:
+    """Why `ranges` are not ascending parts of [0, length), each of at least one and apart from the next; or nothing."""
+    end = -1
+    for number, (first, last) in enumerate(ranges):
+        if not (end < first < last <= length):
+            return f"range {number} is [{first}, {last}) of {length}; ranges ascend, and do not touch"
+        end = last
+    return ""
+
+
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
     """Tokens [start, end) of a response were made with `version`."""
@@ -114,6 +129,16 @@ class Sample:
     reward_parts: tuple[tuple[str, float], ...] = ()
     masked: bool = False
     """Whether its tokens are left out of the loss; its reward still counts for the group's baseline."""
+    observed: tuple[Range, ...] = ()
+    """Of `token_ids`: what the policy did not make but was told, by a tool or an environment, between its turns. Ascending, apart
+    from each other, none empty. `logprobs` are 0 there, and a span holds them like all others."""
+    observed_text: tuple[Range, ...] = ()
+    """The same in `text`, by characters, for people and rewards."""
+
+    @property
+    def own_tokens(self) -> int:
+        """How many tokens the policy made: those that count, wherever tokens of responses are counted."""
+        return len(self.token_ids) - sum(end - start for start, end in self.observed)
 
     @property
     def oldest(self) -> Version:
@@ -121,10 +146,12 @@ class Sample:
         return min(span.version for span in self.spans)
 
     def digest(self) -> bytes:
-        """SHA-256 over what training uses: token ids, log-probabilities, reward, and whether it is masked (little-endian)."""
+        """SHA-256 over what training uses: token ids, log-probabilities, reward, whether it is masked, and what of it was
+        observed, if anything was (little-endian)."""
         h = hashlib.sha256()
         n = len(self.token_ids)
         h.update(struct.pack(f"<I{n}i{n}ff?", n, *self.token_ids, *self.logprobs, self.reward, self.masked))
+        h.update(struct.pack(f"<{2 * len(self.observed)}i", *(edge for range_ in self.observed for edge in range_)))
         return h.digest()
 
 

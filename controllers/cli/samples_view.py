@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 PROMPT_CHARACTERS, RESPONSE_CHARACTERS = 2000, 1500
 COLUMN_WIDTH = 36
 """The least that a response needs beside another."""
+TOLD = ("⟦", "⟧")
+"""Around what of a response was observed."""
 STANDINGS = {2: ", being trained on now", 3: ", cut off by a rollback"}
 
 
@@ -62,8 +64,19 @@ def figures(response: pb.SampleResponse) -> str:
 def particulars(response: pb.SampleResponse) -> str:
     """What the reward is made of, and how the response ended."""
     parts = [f"{visible(part.name, 40)} {_number(part.value)}" for part in response.parts]
-    ending = [visible(response.finish_reason), f"{response.tokens} tokens", *(["masked"] if response.masked else [])]
+    told = [f"{response.observed_tokens} of them observed"] if response.observed_tokens else []
+    masked = ["masked"] if response.masked else []
+    ending = [visible(response.finish_reason), f"{response.tokens} tokens", *told, *masked]
     return ", ".join([*parts, *ending, f"by {'/'.join(map(visible, response.versions))}"])
+
+
+def marked(response: pb.SampleResponse) -> str:
+    """Its text, with marks around what a tool or an environment said."""
+    text, parts, at = response.text.text, [], 0
+    for told in response.observed:
+        parts += [text[at : told.start], TOLD[0], text[told.start : told.end], TOLD[1]]
+        at = told.end
+    return "".join([*parts, text[at:]])
 
 
 def _panel(group: pb.SampleGroup, width: int) -> RenderableType:
@@ -93,7 +106,7 @@ def _cell(response: pb.SampleResponse) -> RenderableType:
     return Text.assemble(
         (f"{figures(response)}\n", f"bold {colour}"),
         (f"{particulars(response)}\n", "dim"),
-        readable(response.text.text, RESPONSE_CHARACTERS, response.text.more),
+        readable(marked(response), RESPONSE_CHARACTERS, response.text.more),
     )
 
 
@@ -106,7 +119,7 @@ def _plain(group: pb.SampleGroup) -> str:
         lines.append(_indented("answer", readable(group.answer, 300)))
     for response in group.responses:
         lines.append(f"  response {response.index}: {figures(response)}; {particulars(response)}")
-        lines.append(_indented("", readable(response.text.text, RESPONSE_CHARACTERS, response.text.more)))
+        lines.append(_indented("", readable(marked(response), RESPONSE_CHARACTERS, response.text.more)))
     return "\n".join(lines)
 
 
@@ -166,5 +179,7 @@ def _response_tree(response: pb.SampleResponse) -> dict[str, Any]:
         "advantage_most": response.advantage_most if has("advantage_most") else None,
         "finish_reason": response.finish_reason,
         "masked": response.masked,
+        "observed": [[told.start, told.end] for told in response.observed],
+        "observed_tokens": response.observed_tokens,
         "versions": list(response.versions),
     }

@@ -89,6 +89,8 @@ def _response(one: Response) -> pb.SampleResponse:
         finish_reason=sample.finish_reason,
         masked=sample.masked,
         versions=sample.versions,
+        observed=[pb.ObservedText(start=start, end=end) for start, end in sample.observed],
+        observed_tokens=sample.observed_tokens,
     )
     if advantage is not None:
         message.advantage = advantage.mean

@@ -129,10 +129,10 @@ def reward_band(group: Group, fields: Mapping[str, Any], options: Mapping[str, O
 
 
 def length(group: Group, fields: Mapping[str, Any], options: Mapping[str, Option]) -> str | None:
-    """Refuses a group one of whose responses is shorter than `least` or longer than `most`, in tokens."""
+    """Refuses a group one of whose responses is shorter than `least` or longer than `most`, in tokens that the policy made."""
     _known(options, "length", "least", "most")
     least, most = _band(options, "length", "least", "most")
-    lengths = [len(sample.token_ids) for sample in group.samples]
+    lengths = [sample.own_tokens for sample in group.samples]
     if min(lengths) < least:
         return f"a response is shorter than {least:g} tokens"
     return f"a response is longer than {most:g} tokens" if max(lengths) > most else None

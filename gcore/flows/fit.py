@@ -12,7 +12,7 @@ from typing import get_args
 from gcore.config.reward import LARGEST
 from gcore.config.train import TrainSpec
 from gcore.errors import SpecError
-from gcore.types import Group, Outcome, OutcomeKind, PromptRef
+from gcore.types import Group, Outcome, OutcomeKind, PromptRef, misplaced
 
 WITHOUT_GROUP = tuple(kind for kind in get_args(OutcomeKind) if kind != "trained")
 
@@ -47,6 +47,10 @@ def misfit(group: Group, train: TrainSpec) -> str | None:
                 f"the flow gave a response (sample {index}) of {len(sample.token_ids)} tokens, {len(sample.logprobs)} "
                 f"log-probabilities and {len(sample.spans)} version spans; it needs tokens, one of the second for each, and spans"
             )
+        if why := misplaced(sample.observed, len(sample.token_ids)):
+            return f"the flow gave a response (sample {index}) whose observed tokens are misplaced: {why}"
+        if not sample.own_tokens:
+            return f"the flow gave a response (sample {index}) of which the policy made no token"
     if train.loss != "sft":
         if len(group.samples) < 2 and train.compares_group:
             return (

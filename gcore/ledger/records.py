@@ -55,6 +55,7 @@ class OfferedGroup(Part):
     `prompt_tokens` and `response_tokens` (one number a sample) are what `balance()` weighs.
     """
 
+    came_with: ClassVar[Mapping[str, int]] = {"observed": 2}
     ref: PromptRef
     digest: str
     prompt_tokens: int
@@ -70,6 +71,16 @@ class OfferedGroup(Part):
     """Samples that were cut off at their longest length."""
     parts: dict[str, float] = Field(default_factory=dict)
     """What its reward is made of: means over its samples, by part, for people."""
+    observed: tuple[int, ...] = ()
+    """Of `response_tokens`, one number a sample: those that the policy did not make. They cost what others cost, and count
+    nowhere else. Empty: none of any sample. No job with an environment is taken before every node reads this."""
+
+    @property
+    def own_tokens(self) -> tuple[int, ...]:
+        """Of each sample: the tokens that the policy made."""
+        if not self.observed:
+            return self.response_tokens
+        return tuple(total - told for total, told in zip(self.response_tokens, self.observed, strict=True))
 
 
 class InFlightRef(Part):
@@ -150,7 +161,7 @@ class SourceTally(Part):
     """Of the kept groups, like all that follow."""
     truncated: int = 0
     tokens: int = 0
-    """Of responses."""
+    """Of responses, as far as the policy made them."""
     reward: float = 0.0
     """Sum of the groups' mean rewards."""
 

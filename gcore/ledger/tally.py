@@ -38,7 +38,7 @@ def added(tally: Tally, groups: Iterable[SealedGroup], outcomes: Collection[Ende
                 "kept": old.kept + len(trained),
                 "samples": old.samples + sum(len(group.response_tokens) for group in trained),
                 "truncated": old.truncated + sum(group.truncated for group in trained),
-                "tokens": old.tokens + sum(sum(group.response_tokens) for group in trained),
+                "tokens": old.tokens + sum(sum(group.own_tokens) for group in trained),
                 # One after the other, as every peer adds them: sums of fractions depend on the order.
                 "reward": functools.reduce(lambda so_far, group: so_far + group.reward, trained, old.reward),
             }

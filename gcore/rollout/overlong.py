@@ -1,7 +1,8 @@
 """What a response is worth less because it is long: DAPO's soft punishment (arXiv 2503.14476). Pure.
 
 Within `cache` tokens of the longest length the penalty grows along a line, from nothing to `penalty`. It comes on top of
-what becomes of a response that was cut off (`gcore.rollout.truncated`). The same formula over tensors, for whoever trains
+what becomes of a response that was cut off (`gcore.rollout.truncated`). What counts is what the policy made: the words of a tool or
+an environment make nothing longer. The same formula over tensors, for whoever trains
 without the rest of gcore, is `gcore.train.algorithms.shaping.overlong_penalty`.
 """
 
@@ -26,7 +27,7 @@ def penalized(sample: Sample, *, longest: int, cache: int | None, penalty: float
     """A scored sample with its penalty; without a cache there is none. Raises RewardError if its reward is no float32."""
     if cache is None:
         return sample
-    off = overlong(len(sample.token_ids), longest=longest, cache=cache, penalty=penalty)
+    off = overlong(sample.own_tokens, longest=longest, cache=cache, penalty=penalty)
     if off == 0.0:
         return sample
     reward = sample.reward + off

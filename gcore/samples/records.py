@@ -8,8 +8,11 @@ Both name the group by its digest. Texts longer than the spec allows are cut; `m
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 from gcore.schema import Part, Record
-from gcore.types import FinishReason, Group, PromptRef
+from gcore.types import FinishReason, Group, PromptRef, Range
 
 
 class KeptText(Part):
@@ -26,7 +29,12 @@ class KeptText(Part):
 
 
 class KeptSample(Part):
-    """One response. `parts`: what its reward is made of; `tokens`: its length; `versions`: which weights made it."""
+    """One response. `parts`: what its reward is made of; `tokens`: its length; `versions`: which weights made it.
+
+    `observed`: the characters [start, end) of it that the policy did not make, `observed_tokens` so many of its tokens.
+    """
+
+    came_with: ClassVar[Mapping[str, int]] = {"observed": 2, "observed_tokens": 2}
 
     response: KeptText
     tokens: int
@@ -35,6 +43,8 @@ class KeptSample(Part):
     finish_reason: FinishReason
     masked: bool = False
     versions: tuple[str, ...] = ()
+    observed: tuple[Range, ...] = ()
+    observed_tokens: int = 0
 
 
 class KeptGroup(Record):
@@ -72,6 +82,8 @@ def kept_group(group: Group, digest: str, prompt: str, answer: str, holder: str,
             finish_reason=sample.finish_reason,
             masked=sample.masked,
             versions=tuple(sorted({str(span.version) for span in sample.spans})),
+            observed=tuple((start, min(end, characters)) for start, end in sample.observed_text if start < characters),
+            observed_tokens=len(sample.token_ids) - sample.own_tokens,
         )
         for sample in group.samples
     )

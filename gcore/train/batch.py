@@ -52,7 +52,8 @@ LogitsOf = Callable[[Inputs], Tensor]
 class MicroBatch:
     """Rows are `slots`, columns the tokens of their responses, padded to w; for a dummy, one row that is no sample's.
 
-    `mask` [b, w] bool: tokens that are trained; `scored` [b, w] bool: those, and the masked samples' if they are computed.
+    `mask` [b, w] bool: tokens that are trained; `scored` [b, w] bool: those, and the masked samples' if they are computed. Neither
+    holds what the policy did not make: the model sees it, and nothing is asked about it.
     `rollout_logp` [b, w] float32: the engine's, 0 where nothing is scored. `targets` [n] int64 are the scored tokens,
     `temperature` [n] float32 theirs (None: 1 for all), `places` [n] int64 where they stand in [b·w]; where nothing is
     scored they name one place all the same. `real` of `computed` tokens are some sample's.
@@ -136,17 +137,21 @@ def _tensors(
     width = max(1, int(responses.max(initial=0)))
     scored = np.zeros((max(1, len(rows)), width), dtype=np.bool_)
     scored[: len(rows)] = np.arange(width) < responses[:, None]
+    for number, row in enumerate(rows):
+        for start, end in row.sample.observed:
+            scored[number, start:end] = False
     mask, logprobs = scored.copy(), np.zeros(scored.shape, dtype=np.float32)
     mask[[number for number, row in enumerate(rows) if row.masked]] = False
     for number, (row, start, end) in enumerate(zip(rows, starts.tolist(), (starts + prompts).tolist(), strict=True)):
         tokens[start:end] = row.group.prompt_ids
         tokens[end : end + len(row.sample.token_ids)] = row.sample.token_ids
         logprobs[number, : len(row.sample.logprobs)] = row.sample.logprobs
+    logprobs[~scored] = 0.0  # whatever stands where nothing was drawn
     _check(tokens, rows, slots, feeding.vocabulary)
-    scale = np.array([row.group.temperature for row in rows], dtype=np.float32).repeat(responses)
-    where = np.flatnonzero(scored)
+    where, counts = np.flatnonzero(scored), scored[: len(rows)].sum(axis=1)
+    scale = np.array([row.group.temperature for row in rows], dtype=np.float32).repeat(counts)
     # A token is predicted by the one before it; `where % width` counts a response's tokens.
-    columns = (starts + prompts - 1).repeat(responses) + where % width
+    columns = (starts + prompts - 1).repeat(counts) + where % width
     if not len(where):
         # Something must be scored, or the dummy's gradients would not reach every parameter.
         columns, where, scale = np.zeros(1, np.int64), np.zeros(1, np.int64), np.ones(1, np.float32)

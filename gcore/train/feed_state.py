@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from gcore.ledger.balance import StepLayout, balance
 from gcore.ledger.records import Seal, SealState
-from gcore.types import PromptRef, Token
+from gcore.types import PromptRef, Range, Token
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,13 @@ class HeldSample:
     logprobs: NDArray[np.float32]
     reward: float
     masked: bool = False
+    observed: tuple[Range, ...] = ()
+    """Of its tokens: what the policy did not make. It trains nothing, and nothing is counted of it."""
+
+    @property
+    def told(self) -> int:
+        """How many tokens were observed."""
+        return sum(end - start for start, end in self.observed)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -238,4 +245,7 @@ def _lacking(group: HeldGroup | None, seal: Seal, number: int, sample: int) -> s
     stated = (sealed.prompt_tokens, sealed.response_tokens[sample])
     if found != stated:
         return f"sample {sample} has {found[0]} + {found[1]} tokens and not {stated[0]} + {stated[1]}"
+    told, said = group.samples[sample].told, sealed.response_tokens[sample] - sealed.own_tokens[sample]
+    if told != said:
+        return f"sample {sample} has {told} observed tokens and not {said}"
     return ""

@@ -21,7 +21,7 @@ from gcore.errors import GcoreError
 from gcore.schema import SCHEMA_VERSION
 from gcore.train.feed_state import FeedState, HeldGroup, HeldSample, Listing, WorldName
 from gcore.train.writing import Saved, Writing
-from gcore.types import Group, PromptRef, Token, Version, group_digest
+from gcore.types import Group, PromptRef, Range, Token, Version, group_digest, misplaced
 
 CHUNK_BYTES = 1 << 20
 LARGEST_PAYLOAD = (1 << 31) - 1
@@ -135,12 +135,13 @@ def read_payload(header: pb.FeedHeader, data: bytes) -> Mapping[str, HeldGroup]:
     return groups
 
 
-def sample_digest(token_ids: bytes, logprobs: bytes, reward: float, *, masked: bool) -> bytes:
+def sample_digest(token_ids: bytes, logprobs: bytes, reward: float, *, masked: bool, observed: bytes = b"") -> bytes:
     """`gcore.types.Sample.digest` from the bytes as they come over the wire."""
     h = hashlib.sha256(struct.pack("<I", len(token_ids) // 4))
     h.update(token_ids)
     h.update(logprobs)
     h.update(struct.pack("<f?", reward, masked))
+    h.update(observed)
     return h.digest()
 
 
@@ -158,6 +159,7 @@ def _part(group: Group, samples: frozenset[int]) -> pb.GroupPart:
                 reward=group.samples[index].reward,
                 finish_reason=group.samples[index].finish_reason,
                 masked=group.samples[index].masked,
+                observed=np.asarray(group.samples[index].observed, dtype="<i4").tobytes(),
             )
             for index in sorted(samples)
         ],
@@ -195,10 +197,24 @@ def _sample(sample: pb.SamplePart, digest: bytes, where: str) -> HeldSample:
             f"{len(sample.logprobs)} of log-probabilities",
             where=where,
         )
-    if sample_digest(sample.token_ids, sample.logprobs, sample.reward, masked=sample.masked) != digest:
+    own = sample_digest(
+        sample.token_ids, sample.logprobs, sample.reward, masked=sample.masked, observed=sample.observed
+    )
+    if own != digest:
         raise FeedDamaged(f"sample {sample.index} does not have the digest that came with it", where=where)
     logprobs = np.frombuffer(sample.logprobs, dtype="<f4").astype(np.float32)
     if not (np.isfinite(logprobs).all() and math.isfinite(sample.reward)):
         raise FeedDamaged(f"sample {sample.index} has a log-probability or reward that is not finite", where=where)
     token_ids = np.frombuffer(sample.token_ids, dtype="<i4").astype(np.int32)
-    return HeldSample(token_ids, logprobs, sample.reward, sample.masked)
+    return HeldSample(token_ids, logprobs, sample.reward, sample.masked, _observed(sample, len(token_ids), where))
+
+
+def _observed(sample: pb.SamplePart, count: int, where: str) -> tuple[Range, ...]:
+    """What of a sample of `count` tokens was observed. Raises FeedDamaged."""
+    if len(sample.observed) % 8:
+        raise FeedDamaged(f"sample {sample.index} has {len(sample.observed)} bytes of observed ranges", where=where)
+    edges = np.frombuffer(sample.observed, dtype="<i4").tolist()
+    ranges = tuple(zip(edges[::2], edges[1::2], strict=True))
+    if why := misplaced(ranges, count):
+        raise FeedDamaged(f"sample {sample.index}: {why}", where=where)
+    return ranges

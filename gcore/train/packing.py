@@ -61,7 +61,8 @@ class MiniBatchPlan:
     """One update, as one rank runs it.
 
     `micro_batches` are equally many on all ranks. `tokens` and `sequences` count what is trained on in the whole update,
-    over all ranks: response tokens of samples that are not masked, and those samples' responses with at least one.
+    over all ranks: response tokens of samples that are not masked, as far as the policy made them, and those samples'
+    responses with at least one.
     """
 
     micro_batches: tuple[MicroPlan, ...]
@@ -88,7 +89,7 @@ def plan_step(seal: Seal, layout: StepLayout, rank: int, cutting: Cutting) -> tu
         # One rank waits for nobody.
         own = even_cut(seal, computed[rank], cutting, count if layout.world_size > 1 else 1)
         responses = [
-            seal.groups[slot.group].response_tokens[slot.sample]
+            seal.groups[slot.group].own_tokens[slot.sample]
             for share in shares
             for slot in share
             if not is_masked(seal, slot)

@@ -18,7 +18,7 @@ the whole step. What is not finite is left out of the metrics: a number is missi
                      log-probability (k1); mismatch_k3: the same KL by k3, never negative; mismatch_abs: mean of the
                      absolute value, mismatch_max: the largest; mismatch_correlation: of the two's probabilities. Where
                      π_old is not recomputed, over the first mini-batch only
-    reward_mean, response_length_mean, tokens    of the step's samples; tokens of responses. masked_samples: those
+    reward_mean, response_length_mean, tokens    of the step's samples; tokens of responses that the policy made. masked_samples: those
                      whose tokens were left out
     padding          share of the tokens that were computed for nobody: padding and dummies
 """
@@ -100,7 +100,7 @@ class Tally:
     def sample(self, reward: float, group: SealedGroup, sample: int) -> None:
         """A sample of this rank's, computed or not."""
         self._sums["reward"] += reward
-        self._sums["tokens"] += group.response_tokens[sample]
+        self._sums["tokens"] += group.own_tokens[sample]
         self._sums["samples"] += 1
         self._sums["masked"] += sample in group.masked
 

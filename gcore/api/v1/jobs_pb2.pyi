@@ -338,7 +338,7 @@ class SampleText(_message.Message):
     def __init__(self, text: _Optional[str] = ..., more: _Optional[int] = ...) -> None: ...
 
 class SampleResponse(_message.Message):
-    __slots__ = ("index", "text", "tokens", "reward", "parts", "advantage", "advantage_least", "advantage_most", "finish_reason", "masked", "versions")
+    __slots__ = ("index", "text", "tokens", "reward", "parts", "advantage", "advantage_least", "advantage_most", "finish_reason", "masked", "versions", "observed", "observed_tokens")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -350,6 +350,8 @@ class SampleResponse(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     MASKED_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    OBSERVED_FIELD_NUMBER: _ClassVar[int]
+    OBSERVED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     index: int
     text: SampleText
     tokens: int
@@ -361,7 +363,17 @@ class SampleResponse(_message.Message):
     finish_reason: str
     masked: bool
     versions: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, index: _Optional[int] = ..., text: _Optional[_Union[SampleText, _Mapping]] = ..., tokens: _Optional[int] = ..., reward: _Optional[float] = ..., parts: _Optional[_Iterable[_Union[RewardPart, _Mapping]]] = ..., advantage: _Optional[float] = ..., advantage_least: _Optional[float] = ..., advantage_most: _Optional[float] = ..., finish_reason: _Optional[str] = ..., masked: _Optional[bool] = ..., versions: _Optional[_Iterable[str]] = ...) -> None: ...
+    observed: _containers.RepeatedCompositeFieldContainer[ObservedText]
+    observed_tokens: int
+    def __init__(self, index: _Optional[int] = ..., text: _Optional[_Union[SampleText, _Mapping]] = ..., tokens: _Optional[int] = ..., reward: _Optional[float] = ..., parts: _Optional[_Iterable[_Union[RewardPart, _Mapping]]] = ..., advantage: _Optional[float] = ..., advantage_least: _Optional[float] = ..., advantage_most: _Optional[float] = ..., finish_reason: _Optional[str] = ..., masked: _Optional[bool] = ..., versions: _Optional[_Iterable[str]] = ..., observed: _Optional[_Iterable[_Union[ObservedText, _Mapping]]] = ..., observed_tokens: _Optional[int] = ...) -> None: ...
+
+class ObservedText(_message.Message):
+    __slots__ = ("start", "end")
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    end: int
+    def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
 
 class RewardPart(_message.Message):
     __slots__ = ("name", "value")

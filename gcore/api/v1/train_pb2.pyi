@@ -87,20 +87,22 @@ class GroupPart(_message.Message):
     def __init__(self, ref: _Optional[_Union[PromptRef, _Mapping]] = ..., digest: _Optional[str] = ..., prompt_ids: _Optional[bytes] = ..., sample_digests: _Optional[_Iterable[bytes]] = ..., samples: _Optional[_Iterable[_Union[SamplePart, _Mapping]]] = ..., temperature: _Optional[float] = ..., baseline: _Optional[float] = ...) -> None: ...
 
 class SamplePart(_message.Message):
-    __slots__ = ("index", "token_ids", "logprobs", "reward", "finish_reason", "masked")
+    __slots__ = ("index", "token_ids", "logprobs", "reward", "finish_reason", "masked", "observed")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     REWARD_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     MASKED_FIELD_NUMBER: _ClassVar[int]
+    OBSERVED_FIELD_NUMBER: _ClassVar[int]
     index: int
     token_ids: bytes
     logprobs: bytes
     reward: float
     finish_reason: str
     masked: bool
-    def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., reward: _Optional[float] = ..., finish_reason: _Optional[str] = ..., masked: _Optional[bool] = ...) -> None: ...
+    observed: bytes
+    def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., reward: _Optional[float] = ..., finish_reason: _Optional[str] = ..., masked: _Optional[bool] = ..., observed: _Optional[bytes] = ...) -> None: ...
 
 class FeedReply(_message.Message):
     __slots__ = ("held",)
