@@ -1,5 +1,5 @@
-"""What the examples need before they can run: their data and a model to begin with.
+"""What the examples need before they can run: their data and a model to begin with, or a judge of what a model writes.
 
-`gcore.prepare.arithmetic` is the only one. Preparing trains a small model and so imports torch, inside the function; to
-import this package does not.
+`gcore.prepare.examples` lists them. Preparing trains a small model and so imports torch, inside the function; to import this
+package does not.
 """

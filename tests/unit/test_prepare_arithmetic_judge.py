@@ -1,0 +1,109 @@
+"""Preparing the judge of the arithmetic example: a model of the right shape, made once, and never in another's place."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from gcore.errors import DataError
+from gcore.prepare import __main__ as command
+from gcore.prepare import arithmetic, arithmetic_judge, examples
+from gcore.prepare import folder as prepared_folder
+from gcore.prepare.arithmetic_judge import PreparedJudge, prepare
+from gcore.prepare.verdicts import CHARACTERS, Marks
+from gcore.prompts.render import PromptRenderer
+
+UPDATES = 3
+
+
+def make(to: Path, *, seed: int = 0, must_fit: bool = False) -> PreparedJudge:
+    return prepare(to, seed=seed, progress=False, updates=UPDATES, must_fit=must_fit)
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory: pytest.TempPathFactory) -> PreparedJudge:
+    return make(tmp_path_factory.mktemp("prepared") / "arithmetic-judge")
+
+
+def test_a_judge_is_a_qwen3_of_about_a_million_parameters_that_reads_its_questions(judge: PreparedJudge) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(judge.model)
+    assert model.config.model_type == "qwen3"
+    assert 0.95e6 < sum(p.numel() for p in model.parameters()) < 1.05e6
+    tokenizer = AutoTokenizer.from_pretrained(judge.model)
+    assert model.generation_config.eos_token_id == model.config.eos_token_id == tokenizer.eos_token_id
+    for text in ("47+8=55?", "9+9==?", "12+7=?", "19:N", CHARACTERS):
+        ids = tokenizer(text)["input_ids"]
+        assert len(ids) == len(text)
+        assert tokenizer.decode(ids) == text
+    assert PromptRenderer.load(judge.model, chat=False).max_length == 64
+
+
+def test_the_manifest_says_what_its_verdicts_are_worth(judge: PreparedJudge) -> None:
+    said = json.loads((judge.folder / "manifest.json").read_text())
+    assert (said["judge_accuracy"], said["judge_false_yes"]) == (judge.judge_accuracy, judge.judge_false_yes)
+    assert said["recipe"] == arithmetic_judge.RECIPE
+    assert set(said["files"]) >= {"model/config.json", "model/model.safetensors", "model/tokenizer.json"}
+
+
+def test_a_second_call_finds_what_the_first_has_made(judge: PreparedJudge, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepared_folder, "_make", None)
+    again = make(judge.folder)
+    assert again.cached
+    assert not judge.cached
+    assert again.judge_accuracy == judge.judge_accuracy
+
+
+def test_the_same_seed_gives_the_same_bytes_and_another_seed_another_judge(
+    judge: PreparedJudge, tmp_path: Path
+) -> None:
+    def weights(made: PreparedJudge) -> str:
+        return hashlib.sha256((made.model / "model.safetensors").read_bytes()).hexdigest()
+
+    assert weights(make(tmp_path / "again")) == weights(judge)
+    assert weights(make(tmp_path / "other", seed=1)) != weights(judge)
+
+
+def test_one_example_does_not_take_the_place_of_another(judge: PreparedJudge) -> None:
+    with pytest.raises(DataError, match=r"something else than the prepared example arithmetic\."):
+        arithmetic.prepare(judge.folder, progress=False, warm_updates=1, must_fit=False)
+    assert make(judge.folder).cached
+
+
+def test_a_judge_that_knows_too_little_is_not_left_behind(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"not on 90% to 100%.*another seed"):
+        make(tmp_path / "arithmetic-judge", must_fit=True)
+    assert [path.name for path in tmp_path.iterdir()] == [".arithmetic-judge.lock"]
+
+
+@pytest.mark.parametrize(
+    "marks",
+    [
+        pytest.param(Marks(accuracy=0.96, false_yes=0.01), id="it is often wrong"),
+        pytest.param(Marks(accuracy=0.98, false_yes=0.03), id="it lets wrong answers pass"),
+    ],
+)
+def test_a_judge_whose_verdicts_are_not_good_enough_is_not_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, marks: Marks
+) -> None:
+    from gcore.prepare import teaching
+
+    monkeypatch.setattr(teaching._Look, "fits", lambda *_: True)
+    monkeypatch.setattr(arithmetic_judge, "marked", lambda *_: marks)
+    with pytest.raises(DataError, match=r"needs 97%, and at most 2%.*another seed"):
+        make(tmp_path / "arithmetic-judge", must_fit=True)
+    assert [path.name for path in tmp_path.iterdir()] == [".arithmetic-judge.lock"]
+
+
+def test_the_command_knows_every_example_and_says_what_there_is(
+    judge: PreparedJudge, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(arithmetic_judge, "prepare", lambda to, *, seed: judge)
+    assert set(examples.EXAMPLES) == {"arithmetic", "arithmetic-judge"}
+    assert command.main(["arithmetic-judge", "--to", str(judge.folder)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"{judge.folder}: {judge.judge_accuracy:.1%} of verdicts right, ")
