@@ -7,6 +7,7 @@ How it stands is `controllers.standing`'s. The mirror is fed by a watch; a drive
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from controllers.deeds import LOOK_AGAIN_S, Deeds
 from controllers.driving import Driver
 from controllers.engines import EngineBook
 from controllers.eval_book import StoredEvaluations
+from controllers.external_judges import ExternalJudges
 from controllers.faults import FaultBook
 from controllers.gauges import show
 from controllers.hands import Hands
@@ -86,6 +88,7 @@ class JobRunner(JobStanding):
         self.troubles = TroubleBook(store, self.keys, identity.node, clock)
         self._rewards: RewardPool | None = None
         self._judge_engines: JudgeEngines | None = None
+        self._external_judges: ExternalJudges | None = None
         self._judge_counts = JudgeCounts(metrics, lambda topic, said: self.troubles.note(f"{topic}-{self.node}", said))
         self._staged_weights: StagedWeights | None = None
         self.closed = False
@@ -167,6 +170,7 @@ class JobRunner(JobStanding):
             told_every=rollout.told_every,
         )
         self._judge_engines = JudgeEngines(spec, self.uid, self.me, self.changes, self._clock, self._metrics)
+        self._external_judges = self._new_external(spec)
         self._spec = spec
         self._rules = self._rules_or_none()
         self.is_working = True
@@ -219,7 +223,9 @@ class JobRunner(JobStanding):
             collectives,
             self._faults,
         )
+        external = self._external_judges
         assert self._judge_engines is not None
+        assert external is not None
         driver = Driver(
             self,
             self._cluster,
@@ -241,6 +247,7 @@ class JobRunner(JobStanding):
                     "faults": self._faults.run(),
                     "troubles": self.troubles.run(),
                     "collectives": collectives.answer_others(),
+                    "external": external.run(),
                 }
                 tasks = [group.create_task(one, name=f"{name} {self.uid}") for name, one in work.items()]
                 await self.changes.until(self._ended)
@@ -252,6 +259,7 @@ class JobRunner(JobStanding):
             await peer.close()
             await self._engines.close()
             await self._judge_engines.close()
+            await external.close()
             await orders.close()
 
     def _preparation(self, scorer: Scorer) -> Preparation:
@@ -263,7 +271,7 @@ class JobRunner(JobStanding):
             self._lacks, self._view = reason, None
 
         lacks("")
-        engines = self._judge_engines
+        engines, external = self._judge_engines, self._external_judges
         assert engines is not None
         return Preparation(
             self._store,
@@ -274,7 +282,7 @@ class JobRunner(JobStanding):
             lambda: self.mirror,
             scorer,
             lacks,
-            lambda spec: open_judges(spec, engines, self._judge_counts, self._clock),
+            lambda spec: open_judges(spec, engines, self._judge_counts, self._clock, external),
         )
 
     def note_scoring(self) -> None:
@@ -295,6 +303,21 @@ class JobRunner(JobStanding):
 
         return StagedWeights(
             run_dir, self.node, wanted, self.changes, self.troubles.hold, self.changes.notify, self._clock
+        )
+
+    def _new_external(self, spec: JobSpec) -> ExternalJudges:
+        return ExternalJudges(
+            spec,
+            self._store,
+            self.keys,
+            self.node,
+            self.me,
+            self._clock,
+            self._judge_counts,
+            lambda: self.mirror,
+            lambda: self._cluster.nodes,
+            self.troubles.note,
+            os.environ,
         )
 
     def _is_arranging(self) -> bool:

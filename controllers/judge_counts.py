@@ -1,5 +1,5 @@
 """What becomes of the questions that this controller puts to judges, counted and told: metrics, what waits, and one event for answers
-that cannot be read. Decides nothing.
+that cannot be read. Of judges that others serve also what they cost, and what holds requests back. Decides nothing.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from gcore.metrics import Metrics
 from gcore.reward.generative.asking import Why
+from gcore.reward.generative.gate import Cause
 from gcore.reward.pace import Scoring
 
 TOLD_AT = 10
@@ -16,7 +17,7 @@ TOLD_AT = 10
 
 
 class JudgeCounts:
-    """Of one job, on one controller. Implements `gcore.reward.generative.asking.Seen`."""
+    """Of one job, on one controller. Implements `gcore.reward.generative.asking.Seen`, and `Told` of its `gate`."""
 
     def __init__(self, metrics: Metrics, tell: Callable[[str, str], None]) -> None:
         """`tell`: notes an event, by topic."""
@@ -27,6 +28,8 @@ class JudgeCounts:
         self._asked: Counter[str] = Counter()
         self._unreadable: Counter[str] = Counter()
         self._next_told: dict[str, int] = {}
+        self._waits: dict[str, str] = {}
+        """By judge: why its requests are held back."""
 
     @property
     def scoring(self) -> Scoring:
@@ -34,7 +37,8 @@ class JudgeCounts:
         waiting = sum(self._open.values())
         names = " and ".join(sorted(repr(name) for name, count in self._open.items() if count > 0))
         count = "1 question waits" if waiting == 1 else f"{waiting} questions wait"
-        return Scoring(waiting, self._answered, f"{count} for judge {names}")
+        why = "".join(f"; {one}" for _, one in sorted(self._waits.items()))
+        return Scoring(waiting, self._answered, f"{count} for judge {names}{why}")
 
     def open(self, judge: str) -> int:
         """Questions to a judge that are under way."""
@@ -85,3 +89,22 @@ class JudgeCounts:
     def disagreed(self, judge: str, share: float) -> None:
         """In this share of a group's pairs, the two orders contradicted each other."""
         self._metrics.judge_disagreement.labels(judge).observe(share)
+
+    def paid(self, judge: str, cost: float) -> None:
+        """A request was answered, and costs that."""
+        self._metrics.judge_cost.labels(judge).inc(cost)
+
+    def held(self, judge: str, cause: Cause, seconds: float) -> None:
+        """The next request was held back for so long."""
+        self._metrics.judge_held.labels(judge, cause).inc(seconds)
+
+    def waits(self, judge: str, why: str) -> None:
+        """The next request waits, and why; nothing: it does not."""
+        if why:
+            self._waits[judge] = why
+        else:
+            self._waits.pop(judge, None)
+
+    def trouble(self, judge: str, topic: str, sentence: str) -> None:
+        """To be told in an event."""
+        self._tell(f"judge-{topic}-{judge}", sentence)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from controllers.external_judges import ExternalJudges
 from controllers.judge_counts import JudgeCounts
 from controllers.judge_engines import JudgeEngines
 from gcore.clock import Clock
@@ -16,11 +17,20 @@ from gcore.reward.generative.asking import Answer, Ask
 from gcore.reward.generative.judge import Judge
 
 
-def open_judges(spec: JobSpec, engines: JudgeEngines, counts: JudgeCounts, clock: Clock) -> Mapping[str, Judge]:
-    """By name. `spec` names the models' folders on this node. Blocks. Raises SpecError, DataError."""
+def open_judges(
+    spec: JobSpec, engines: JudgeEngines, counts: JudgeCounts, clock: Clock, external: ExternalJudges | None = None
+) -> Mapping[str, Judge]:
+    """By name. `spec` names the models' folders on this node. `external`: asks those judges that others serve, if there are any.
+
+    Blocks. Raises SpecError, DataError.
+    """
     return {
         judge.name: Judge.of(
-            judge, Open(_asker(number, judge, engines), judge.name, counts), counts, clock, where=f"judges.{number}"
+            judge,
+            Open(_asker(number, judge, engines, external), judge.name, counts),
+            counts,
+            clock,
+            where=f"judges.{number}",
         )
         for number, judge in enumerate(spec.judges)
     }
@@ -35,8 +45,10 @@ def renderer_of(number: int, judge: JudgeSpec) -> PromptRenderer:
         raise DataError(error.what, where=error.where or f"judges.{number}.model", fix=error.fix) from error
 
 
-def _asker(number: int, judge: JudgeSpec, engines: JudgeEngines) -> Ask:
-    assert judge.model is not None
+def _asker(number: int, judge: JudgeSpec, engines: JudgeEngines, external: ExternalJudges | None) -> Ask:
+    if judge.model is None:
+        assert external is not None
+        return external.asker(number, judge)
     renderer = renderer_of(number, judge)
     return engines.asker(judge, renderer, judge.model.max_length or renderer.max_length)
 

@@ -207,6 +207,17 @@ class Metrics:
         self.judge_unreadable = self._counter(
             "gcore_judge_unreadable_total", "Answers in which no verdict could be read.", "judge"
         )
+        self.judge_cost = self._counter(
+            "gcore_judge_cost_total",
+            "What answers of judges that others serve cost, in the unit of the spec's prices.",
+            "judge",
+        )
+        self.judge_held = self._counter(
+            "gcore_judge_held_seconds_total",
+            "Seconds in which the next request to a judge that others serve was held back, by cause (pace, server, key, cost).",
+            "judge",
+            "cause",
+        )
         self.judge_disagreement = self._histogram(
             "gcore_judge_disagreement_ratio",
             "Share of a group's pairs in which a pairwise judge contradicts itself when the two are swapped, 0 to 1.",

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
+from gcore.clock import Clock
+
 T = TypeVar("T")
 
 
@@ -27,3 +29,15 @@ async def end_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def in_time(work: Coroutine[Any, Any, T], seconds: float, clock: Clock) -> T:
+    """Its result, if it comes within `seconds` of `clock`. Raises TimeoutError otherwise; the work is cancelled, and has ended."""
+    doing, limit = asyncio.ensure_future(work), asyncio.ensure_future(clock.sleep(seconds))
+    try:
+        await asyncio.wait((doing, limit), return_when=asyncio.FIRST_COMPLETED)
+        if not doing.done():
+            raise TimeoutError(f"nothing within {seconds:g} s")
+        return doing.result()
+    finally:
+        await end_all((doing, limit))

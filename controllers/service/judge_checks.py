@@ -1,10 +1,12 @@
 """What can be known to be wrong with a job's judges before there is a job: their models, what they are shown, whether that fits.
 
-Nothing is asked: whether a judge judges well is seen in the job's own numbers. Writes nothing.
+Nothing is asked: whether a judge judges well is seen in the job's own numbers. Of one that others serve it is seen whether this node
+has its key; another node that has none says so when it begins the job. Writes nothing.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +20,7 @@ from gcore.models.resolve import ResolvedModel, resolve_model
 from gcore.models.weights import check_whole
 from gcore.prompts.render import PromptRenderer
 from gcore.reward.generative.errors import JudgeError
+from gcore.reward.generative.external import key_of
 from gcore.reward.generative.template import Question
 from gcore.reward.generative.verdicts import find_parser
 from gcore.rollout.sglang.command import check_engine_args
@@ -67,6 +70,7 @@ def _checked(number: int, judge: JudgeSpec) -> CheckedJudge:
     find_parser(judge.verdict.parser)
     check_engine_args(judge.serving.engine_args)
     if judge.model is None:
+        key_of(judge, os.environ, where)
         return CheckedJudge(number, judge, question)
     model = resolve_model(judge.model.path, trust_remote_code=judge.model.trust_remote_code, weights=False)
     if hub_model(judge.model.path) is None and model.folder.is_dir():

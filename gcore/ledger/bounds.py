@@ -24,6 +24,7 @@ from gcore.ledger.collectives import MAX_NAMES, MAX_VALUE_BYTES
 from gcore.ledger.evaluation import MOST_PARTS
 from gcore.ledger.job import MOST_SAID
 from gcore.ledger.rules import MOST_BYTES, offer_bytes, seal_bytes
+from gcore.ledger.spending import SPARE_NODES
 from gcore.ledger.stream import MOST_OUTCOMES
 from gcore.ledger.sweeping import MOST_SWEPT, NEWEST_EVALUATIONS, NEWEST_TROUBLES
 from gcore.ledger.transactions import MOST_PRUNED
@@ -37,14 +38,19 @@ MOST_FAULTS = 64
 """Faults of one job, beside one more of each controller (`controllers.faults.MOST_OF_JOB`)."""
 TOPICS = 16
 """Things of the job that may have trouble, beside trackers."""
-NODE_TOPICS = 9
+NODE_TOPICS = 10
 """Things of a node: waits of its own (`controllers.waiting.LOCAL`), its engines, its rewards. And on each slot the start of an
 engine and of a rank."""
+JUDGE_TOPICS = 4
+"""Things of a judge that a node may tell: answers that cannot be read, its key, its counts, and the start of an engine. Beside
+those, one tells for all that what it may cost is spent."""
 SMALL = 512
 """Bytes of a record's fixed fields, its key included."""
 OUTCOME = 512
 """Bytes of an ended ref: with its reason, versions and source."""
 TRAINED = 256
+USE = 192
+"""Bytes of what was asked of one judge, its name included."""
 STATS = 16_384
 """Bytes of a step's numbers for people."""
 
@@ -107,8 +113,14 @@ def bounds(spec: JobSpec, scale: Scale) -> Mapping[str, Bound]:
         "eval": Bound(2 * NEWEST_EVALUATIONS + checkpoints + 3, MOST_BYTES),
         "evalpart": Bound(2 * (MOST_PARTS + sets), MOST_BYTES // 8),
         "epoch": Bound(2 + epochs_in_a_window(spec, scale) * (checkpoints + coming + 1), SMALL + 2 * tally),
+        "spent": Bound(here + SPARE_NODES + 1, SMALL + 2 * USE * len(spec.judges)),
         "trouble": Bound(
-            TOPICS + len(spec.tracking) + NODE_TOPICS * here + 2 * scale.engines + NEWEST_TROUBLES,
+            TOPICS
+            + len(spec.tracking)
+            + len(spec.judges)
+            + (NODE_TOPICS + JUDGE_TOPICS * len(spec.judges)) * here
+            + 2 * scale.engines
+            + NEWEST_TROUBLES,
             SMALL + 2 * MOST_SAID,
         ),
         "fault": Bound(MOST_FAULTS + here, SMALL + 4 * MOST_SAID),

@@ -67,6 +67,7 @@ class TxnKind(StrEnum):
     EVAL_PART = "eval_part"
     EVALUATE = "evaluate"
     WARN = "warn"
+    SPEND = "spend"
 
 
 class TxnOutcome(StrEnum):

@@ -14,6 +14,7 @@ from gcore.ledger.guarded import Stored, Written
 from gcore.ledger.job import EvalPart, Evaluation, JobRecord, JobStatus, ModelFetch, Plan, RankClaim, Trouble
 from gcore.ledger.node_folder import NodeFolder
 from gcore.ledger.records import Assignment, Checkpoints, EpochRecord, Head, LogEntry, Member, Offer, Seal
+from gcore.ledger.spending import NodeSpent
 from gcore.ledger.transactions import OpenSlots
 from gcore.ledger.world_state import NodeCopies
 from gcore.schema import Record, UnreadableRecord
@@ -69,6 +70,8 @@ class JobMirror:
     folders: Mapping[str, Stored[NodeFolder]] = field(default_factory=dict)
     """What lies in the nodes' own folders of the run, by node; only where they share none."""
 
+    spent: Mapping[str, Stored[NodeSpent]] = field(default_factory=dict)
+    """What nodes have asked of judges that others serve, by node; also of nodes that are gone."""
     troubles: Mapping[str, Stored[Trouble]] = field(default_factory=dict)
     """What last went wrong beside the run, by topic."""
     unreadable: Mapping[str, Unread] = field(default_factory=dict)
@@ -173,10 +176,11 @@ _MANY: tuple[tuple[str, str, type[Record]], ...] = (
     ("world/", "claims", RankClaim),
     ("copies/", "copies", NodeCopies),
     ("folder/", "folders", NodeFolder),
+    ("spent/", "spent", NodeSpent),
     ("trouble/", "troubles", Trouble),
 )
-HINTS = frozenset({"offers", "fetches", "parts", "copies", "folders", "troubles"})
-"""What a peer says of itself, under its lease, and what people are told: the others go by it, and compare none of it."""
+HINTS = frozenset({"offers", "fetches", "parts", "copies", "folders", "spent", "troubles"})
+"""What a peer says of itself, and what people are told: the others go by it, and compare none of it."""
 
 
 def _item(name: str, key: str, rest: str) -> int | str:

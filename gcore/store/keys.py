@@ -67,6 +67,7 @@ class JobKeys:
         self.storage_prefix = f"{self.prefix}storage/"
         self.copies_prefix = f"{self.prefix}copies/"
         self.folder_prefix = f"{self.prefix}folder/"
+        self.spent_prefix = f"{self.prefix}spent/"
 
     def part(self, incarnation: str) -> str:
         """What a peer gives to the others in a step, under its lease."""
@@ -115,6 +116,10 @@ class JobKeys:
     def folder(self, node: str) -> str:
         """What lies in a node's own folder of the run, under its controller's lease; only where nodes share none."""
         return f"{self.folder_prefix}{node}"
+
+    def spent(self, node: str) -> str:
+        """What a node has asked of judges that others serve; it outlives the node's controllers."""
+        return f"{self.spent_prefix}{node}"
 
     def fault(self, name: str) -> str:
         """What was wrong with a plug-in; written once, for people. `name` is made of what was wrong."""

@@ -25,7 +25,7 @@ from gcore.store.keys import ROOT as STORE
 
 RULES, DECIDE = "tests/unit/test_protocol_rules.py", "tests/unit/test_decide.py"
 HINTS, ENDS = "tests/unit/test_hints_compare.py", "tests/unit/test_beginnings_and_ends_compare.py"
-OTHERS = {"warn": HINTS, "take_stock": HINTS, "say_folder": HINTS, "start": ENDS, "delete_rest": ENDS}
+OTHERS = {"warn": HINTS, "take_stock": HINTS, "say_folder": HINTS, "spend": HINTS, "start": ENDS, "delete_rest": ENDS}
 """Where else than among the rules a transaction's compares are shown."""
 
 
@@ -155,6 +155,7 @@ COMPARED = {
     "warn": ("trouble/",),
     "take_stock": ("copies/",),
     "say_folder": ("folder/",),
+    "spend": ("spent/",),
     "rollback": ("head", "ckpts", "plan", "seal/"),
     "delete_job": ("head",),
     "delete_rest": ("head",),
@@ -178,6 +179,7 @@ ELSEWHERE = {
     "record_part": ("gcore.ledger.evaluation",),
     "record_evaluation": ("gcore.ledger.evaluation",),
     "give": ("gcore.ledger.collectives", "controllers.collectives"),
+    "spend": ("gcore.ledger.spending", "controllers.spending"),
     "agree": ("gcore.ledger.collectives", "controllers.collectives"),
 }
 """The modules that know a transaction by its name, of those that are not among `gcore.ledger.transactions`."""

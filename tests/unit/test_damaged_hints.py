@@ -34,6 +34,7 @@ PREFIXES = {
     "parts": "part/",
     "copies": "copies/",
     "folders": "folder/",
+    "spent": "spent/",
     "troubles": "trouble/",
 }
 
@@ -53,7 +54,7 @@ def test_every_hint_is_tried_here() -> None:
 @pytest.mark.parametrize("prefix", PREFIXES.values(), ids=list(PREFIXES))
 def test_a_damaged_hint_is_as_if_it_were_not_there_and_is_named(prefix: str) -> None:
     mirror = JobMirror(KEYS).fold(batch((f"{prefix}ghost.dead", b'{"schema_version":2,"x":"\xff')))
-    assert mirror.offers == mirror.parts == mirror.copies == mirror.folders == mirror.fetches == mirror.troubles == {}
+    assert all(getattr(mirror, name) == {} for name in PREFIXES)
     ((key, unread),) = mirror.unreadable.items()
     assert key == f"{KEYS.prefix}{prefix}ghost.dead"
     assert key in unread.why

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from gcore.ledger import transactions
+from gcore.ledger import spending, transactions
 from gcore.ledger.guarded import Transaction
 from gcore.ledger.job import Trouble
 from gcore.ledger.node_folder import NodeFolder
+from gcore.ledger.spending import NodeSpent
 from gcore.ledger.world_state import NodeCopies
 from gcore.store.keys import JobKeys
 from gcore.testing import FakeClock, MemoryCluster
@@ -29,7 +30,11 @@ def told(lease: int) -> Transaction:
     return transactions.say_folder(KEYS, None, NodeFolder(node="n", by="n.1"), lease)
 
 
-@pytest.mark.parametrize("make", [warned, stocked, told], ids=["warn", "take_stock", "say_folder"])
+def spent(lease: int) -> Transaction:
+    return spending.spend(KEYS, None, NodeSpent(node="n", by="n.1"))
+
+
+@pytest.mark.parametrize("make", [warned, stocked, told, spent], ids=["warn", "take_stock", "say_folder", "spend"])
 def test_of_two_who_have_seen_the_same_one_writes(make: Any) -> None:
     cluster = MemoryCluster(FakeClock())
     lease = cluster.grant(100)

@@ -25,11 +25,9 @@ AWAY, LONG = JudgeAway("no engine"), JudgeError("too long")
 
 
 def spec(**told: Any) -> JudgeSpec:
-    base = {"name": "tutor", "external": {"url": "http://here", "model": "m"}, "template": POINTWISE}
+    base = {"name": "tutor", "model": {"path": "m"}, "template": POINTWISE}
     if told.get("mode") == "pairwise":
         base["template"] = PAIRWISE
-    if told.get("kind") == "classifier":
-        base = {"name": "tutor", "model": {"path": "m"}, "template": POINTWISE}
     return JudgeSpec.model_validate(base | told)
 
 

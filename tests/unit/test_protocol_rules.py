@@ -42,6 +42,7 @@ from gcore.ledger.records import (
     SealState,
 )
 from gcore.ledger.rules import MOST_BYTES, seal_bytes
+from gcore.ledger.spending import NodeSpent, spend
 from gcore.ledger.stream import (
     MOST_OUTCOMES,
     Offered,
@@ -226,6 +227,11 @@ def saying_folder(job: StoredJob) -> Transaction:
     return transactions.say_folder(job.keys, None, NodeFolder(node="n0", by="a"), 0)
 
 
+def spending(job: StoredJob) -> Transaction:
+    gone = {"n1": Stored(NodeSpent(node="n1", by="b"), 0)}
+    return spend(job.keys, None, NodeSpent(node="n0", by="a"), gone)
+
+
 def clearing(job: StoredJob) -> Transaction:
     assert job.mirror.head is not None
     return transactions.delete_rest(job.keys, job.mirror.head)
@@ -282,6 +288,7 @@ TABLE = [
     pytest.param("warn", nothing, warning, {"trouble/disk"}, id="warn"),
     pytest.param("take_stock", nothing, taking_stock, {"copies/n0"}, id="take stock"),
     pytest.param("say_folder", nothing, saying_folder, {"folder/n0"}, id="say folder"),
+    pytest.param("spend", nothing, spending, {"spent/n0", "spent/n1"}, id="spend"),
     pytest.param("delete_job", nothing, deleting, {"head"}, id="delete job"),
     pytest.param("delete_rest", marked, clearing, {"head"}, id="delete the rest"),
     pytest.param("replan", nothing, replanning, {"plan"}, id="replan"),

@@ -27,7 +27,7 @@ from gcore.types import PromptRef
 FOLDER = Path(__file__).parent / "records_of_version_1"
 FIELDS: dict[str, list[str]] = json.loads((FOLDER / "fields.json").read_text(encoding="utf-8"))
 GOLDEN = sorted(path for path in FOLDER.glob("*.json") if path.name != "fields.json")
-MODULES = sorted({name.rpartition(".")[0] for name in FIELDS} | {"gcore.ledger.world_state"})
+MODULES = sorted({name.rpartition(".")[0] for name in FIELDS} | {"gcore.ledger.world_state", "gcore.ledger.spending"})
 
 
 def kind_of(name: str) -> type[Part]:

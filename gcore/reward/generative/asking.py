@@ -27,7 +27,7 @@ class Answer:
 
 
 class Ask(Protocol):
-    """Asks a judge that writes."""
+    """Asks a judge that writes. One that others serve is not timed by who asks: it waits for its turn, and times its requests itself."""
 
     async def __call__(self, question: str, seeds: Sequence[int]) -> tuple[Answer, ...]:
         """One answer a seed. Raises JudgeAway if it could not be asked, JudgeError if asking again will not help."""

@@ -23,5 +23,9 @@ class JudgeAway(JudgeError):
     """The judge could not be asked; another try may help."""
 
 
+class JudgeLate(JudgeAway):
+    """It gave no answer in time."""
+
+
 class Unreadable(GcoreError):
     """An answer holds no verdict. `what` says why. A parser raises it; the answer then does not count."""

@@ -11,24 +11,23 @@ responses such that could not be judged: what is worth more must not follow from
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import math
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar, cast
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar, cast
 
 from gcore.clock import Clock
 from gcore.config.judges import JudgeSpec
 from gcore.config.reward import LARGEST
 from gcore.reward.generative.asking import Answer, Ask, Seen, Value
-from gcore.reward.generative.errors import JudgeAway, JudgeError
+from gcore.reward.generative.errors import JudgeAway, JudgeError, JudgeLate
 from gcore.reward.generative.pairs import Pair, disagreed, orders, pairs_of, values_of
 from gcore.reward.generative.remembered import Remembered, question_key, spec_digest
 from gcore.reward.generative.template import Question
 from gcore.reward.generative.verdicts import CheckedParser, find_parser
 from gcore.reward.generative.votes import Judgement, NotRead, judgement, read_all
-from gcore.together import all_or_none
+from gcore.together import all_or_none, in_time
 from gcore.types import Prompt
 
 T = TypeVar("T")
@@ -160,7 +159,7 @@ class Judge:
         self._seen.verdict(self.spec.name, judged.value)
         return judged
 
-    async def _tried(self, once: Callable[[], Awaitable[T]]) -> tuple[float, T]:
+    async def _tried(self, once: Callable[[], Coroutine[Any, Any, T]]) -> tuple[float, T]:
         """What a question gives, and when the try began that gave it. Raises JudgeError."""
         tries = 0
         while True:
@@ -168,7 +167,8 @@ class Judge:
             began = self._clock.monotonic()
             try:
                 return began, await self._in_time(once())
-            except JudgeAway:
+            except JudgeAway as error:
+                self._seen.failed(self.spec.name, "timeout" if isinstance(error, JudgeLate) else "away")
                 if tries >= self.spec.tries:
                     raise
             except JudgeError:
@@ -176,26 +176,18 @@ class Judge:
                 raise
             await self._clock.sleep(retry_delay(tries))
 
-    async def _in_time(self, answer: Awaitable[T]) -> T:
-        """`answer`, if it comes in time. Raises JudgeAway otherwise; tells of either kind of it."""
-        asking = asyncio.ensure_future(answer)
-        limit = asyncio.ensure_future(self._clock.sleep(self.spec.timeout_s))
+    async def _in_time(self, answer: Coroutine[Any, Any, T]) -> T:
+        """`answer`, if it comes in time. Raises JudgeLate otherwise."""
+        if self.spec.external is not None:
+            # It waits for its turn and for its budget too, which is nobody's silence: it times each request itself.
+            return await answer
         try:
-            await asyncio.wait((asking, limit), return_when=asyncio.FIRST_COMPLETED)
-            if asking.done():
-                return asking.result()
-            self._seen.failed(self.spec.name, "timeout")
-        except JudgeAway:
-            self._seen.failed(self.spec.name, "away")
-            raise
-        finally:
-            asking.cancel()
-            limit.cancel()
-            await asyncio.gather(asking, limit, return_exceptions=True)
-        raise JudgeAway(
-            f"judge {self.spec.name!r} gave no answer within {self.spec.timeout_s:g} s",
-            fix="Give it more engines, or a larger timeout_s",
-        )
+            return await in_time(answer, self.spec.timeout_s, self._clock)
+        except TimeoutError as error:
+            raise JudgeLate(
+                f"judge {self.spec.name!r} gave no answer within {self.spec.timeout_s:g} s",
+                fix="Give it more engines, or a larger timeout_s",
+            ) from error
 
 
 async def _caught(judged: Awaitable[Judgement]) -> Judgement | JudgeError:

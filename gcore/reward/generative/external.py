@@ -1,0 +1,225 @@
+"""Asks a judge that somebody else serves, through OpenAI's chat completions.
+
+One request an answer, each with its own seed. A server that does not answer, that has too much to do (429) or that fails (5xx) is
+`JudgeAway`, and is left alone for as long as it asks; one that refuses what it is asked is `JudgeError`, in its own words. A key
+that it does not take (401), or that is not paid for (402), is waited for (`gate`): it says nothing of the question. A 403 may, so its
+question is `JudgeAway`; several in a row are taken for the key's. Answers that have come are kept until all answers to their question have: they are
+paid for, and the next try asks only for the others.
+
+Proxies and certificates are those of the controller's environment (`HTTPS_PROXY`, `NO_PROXY`, `SSL_CERT_FILE`), as everybody expects of
+whatever calls out of a cluster. Redirects are not followed: the key is for one address. It stands in an environment variable of
+the controllers, and in nothing that is logged, stored or said; what a server says of a failure is shown without it.
+
+What a request costs is known when its answer is there. What a server bills without giving one (a request that was cancelled, or
+that came too late) is not counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+
+import httpx
+
+from gcore.clock import Clock
+from gcore.config.judges import ExternalJudge, JudgeSpec
+from gcore.errors import DataError
+from gcore.reward.generative.asking import Answer
+from gcore.reward.generative.completions import Garbled, completion_of, fate_of, request_of, retry_after_s, words_of
+from gcore.reward.generative.errors import JudgeAway, JudgeError, JudgeLate
+from gcore.reward.generative.gate import Gate, Purse, Told
+from gcore.together import end_all, in_time
+
+LARGEST_ANSWER_BYTES = 1 << 20
+BUSY_S = 1.0
+"""A server that has too much to do and does not say for how long is left alone so long."""
+CONNECT_S = 10.0
+MOST_DENIED = 3
+"""Answers of status 403 in a row that are about one question or another; what follows is about the key."""
+MOST_KEPT = 4096
+"""Answers that wait for the others to their question."""
+
+
+class TooLarge(Exception):
+    """An answer is larger than any of a judge."""
+
+
+def key_of(judge: JudgeSpec, environ: Mapping[str, str], where: str) -> str | None:
+    """The judge's key, from the environment of this process; None if it needs none. Raises DataError."""
+    name = None if judge.external is None else judge.external.key_env
+    if name is None:
+        return None
+    key = environ.get(name, "").strip()
+    if not key:
+        raise DataError(
+            f"judge {judge.name!r} needs a key, and the environment variable {name} is not set here",
+            where=f"{where}.external.key_env",
+            fix=f"Set {name} for the controllers of all nodes, and start them again",
+        )
+    if not (key.isascii() and key.isprintable()):
+        raise DataError(
+            f"the environment variable {name} holds something that cannot be a key: it has characters that no header takes",
+            where=f"{where}.external.key_env",
+            fix=f"Set {name} to the key alone",
+        )
+    return key
+
+
+class ExternalAsk:
+    """Puts the questions of one judge. Implements `gcore.reward.generative.asking.Ask`. It times its requests itself."""
+
+    def __init__(
+        self,
+        judge: JudgeSpec,
+        key: str | None,
+        gate: Gate,
+        purse: Purse,
+        told: Told,
+        clock: Clock,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        assert judge.external is not None
+        self._judge = judge
+        self._external: ExternalJudge = judge.external
+        self._key = key
+        self._gate = gate
+        self._purse = purse
+        self._told = told
+        self._clock = clock
+        self._url = self._external.url.rstrip("/") + "/chat/completions"
+        self._kept: OrderedDict[tuple[str, int], Answer] = OrderedDict()
+        self._uncounted = False
+        self._denied = 0
+        """Answers of status 403 in a row."""
+        self._http = httpx.AsyncClient(
+            headers={} if key is None else {"Authorization": f"Bearer {key}"},
+            timeout=httpx.Timeout(judge.timeout_s, connect=min(CONNECT_S, judge.timeout_s), pool=None),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=self._external.in_flight),
+            follow_redirects=False,
+            trust_env=True,
+            transport=transport,
+        )
+
+    async def __call__(self, question: str, seeds: Sequence[int]) -> tuple[Answer, ...]:
+        """One answer a seed; waits as long as the gate is shut. Raises JudgeAway, JudgeError."""
+        missing = [seed for seed in dict.fromkeys(seeds) if (question, seed) not in self._kept]
+        # Not all or none: what the others are still asking is paid for.
+        asking = [asyncio.ensure_future(self._one(question, seed)) for seed in missing]
+        try:
+            outcomes = await asyncio.gather(*asking, return_exceptions=True)
+        finally:
+            await end_all(asking)
+        found = dict(zip(missing, outcomes, strict=True))
+        for seed, outcome in found.items():
+            if isinstance(outcome, Answer):
+                self._kept[question, seed] = outcome
+        failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        if failures:
+            while len(self._kept) > MOST_KEPT:
+                self._kept.popitem(last=False)
+            raise next((one for one in failures if not isinstance(one, JudgeAway)), failures[0])
+        answers = tuple(self._kept[question, seed] for seed in seeds)
+        for seed in seeds:
+            self._kept.pop((question, seed), None)
+        return answers
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._http.aclose()
+
+    async def _one(self, question: str, seed: int) -> Answer:
+        body = request_of(self._judge, self._external, question, seed)
+        while True:
+            async with self._gate.turn():
+                answer = await self._asked(body)
+            if answer is not None:
+                return answer
+
+    async def _asked(self, body: Mapping[str, object]) -> Answer | None:
+        """None: the server does not take the key."""
+        try:
+            response, raw = await in_time(self._posted(body), self._judge.timeout_s, self._clock)
+        except (TimeoutError, httpx.TimeoutException) as error:
+            raise JudgeLate(
+                f"judge {self._judge.name!r} gave no answer within {self._judge.timeout_s:g} s",
+                where=self._url,
+                fix="Ask it for less at a time (external.in_flight, max_new_tokens), or give it a larger timeout_s",
+            ) from error
+        except httpx.HTTPError as error:
+            raise JudgeAway(
+                f"judge {self._judge.name!r} did not answer ({self._hidden(str(error)) or type(error).__name__})",
+                where=self._url,
+                fix="See whether the controllers reach this address",
+            ) from error
+        except TooLarge as error:
+            raise JudgeError(
+                f"judge {self._judge.name!r} gave an answer of more than {LARGEST_ANSWER_BYTES} bytes",
+                where=self._url,
+                fix="Lower max_new_tokens",
+            ) from error
+        return self._read(response, raw)
+
+    async def _posted(self, body: Mapping[str, object]) -> tuple[httpx.Response, bytes]:
+        """The response, and the bytes of its body. Raises TooLarge."""
+        raw = bytearray()
+        async with self._http.stream("POST", self._url, json=body) as response:
+            async for chunk in response.aiter_bytes():
+                raw += chunk
+                if len(raw) > LARGEST_ANSWER_BYTES:
+                    raise TooLarge
+        return response, bytes(raw)
+
+    def _read(self, response: httpx.Response, raw: bytes) -> Answer | None:
+        """What a response says. None: the server does not take the key. Raises JudgeAway, JudgeError."""
+        status, tree, name = response.status_code, _parsed(raw), self._judge.name
+        fate = fate_of(status)
+        said = self._hidden(words_of(tree, raw.decode(errors="replace")))
+        words = f" (status {status}{f': {said}' if said else ''})"
+        self._denied = self._denied + 1 if status == 403 else 0
+        if fate == "key" or self._denied >= MOST_DENIED:
+            self._gate.refuse(f"judge {name!r} does not take the key{words}; {self._how_to_set()}")
+        if fate == "key":
+            return None
+        if fate == "away":
+            asked_for = retry_after_s(response.headers.get("retry-after"), self._clock.wall())
+            self._gate.hold(asked_for if asked_for is not None else BUSY_S if status == 429 else 0.0)
+            fix = {429: "Lower external.requests_per_s", 403: "See whether the key may use this model"}.get(status)
+            raise JudgeAway(f"judge {name!r} does not answer now{words}", where=self._url, fix=fix)
+        if fate == "refused":
+            raise JudgeError(
+                f"judge {name!r} refuses what it is asked{words}",
+                where=self._url,
+                fix="Correct external, or the template",
+            )
+        self._gate.accepted()
+        try:
+            found = completion_of(tree)
+        except Garbled as error:
+            raise JudgeAway(
+                f"judge {name!r} gave no chat completion ({error})", where=self._url, fix="See what answers there"
+            ) from error
+        if not found.counted and not self._uncounted:
+            self._uncounted = True
+            cost = "; what it costs is not counted, and most_cost ends nothing" if self._external.most_cost else ""
+            self._told.trouble(name, "usage", f"judge {name!r} does not say how many tokens its answers have{cost}")
+        self._purse.note(name, found.answer.tokens_in, found.answer.tokens_out)
+        return found.answer
+
+    def _how_to_set(self) -> str:
+        name = self._external.key_env
+        if name is None:
+            return "name the environment variable that holds it in external.key_env"
+        return f"set {name} for the controllers, and start them again"
+
+    def _hidden(self, text: str) -> str:
+        """`text` without the key, which some servers repeat."""
+        return text.replace(self._key, "***") if self._key else text
+
+
+def _parsed(raw: bytes) -> object:
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError):
+        return None

@@ -1,0 +1,151 @@
+"""The gate that the requests to one external judge go through, on one controller: when the next may be sent.
+
+At most `in_flight` of them are under way, and they start no more often than this controller's share of `requests_per_s` allows.
+Beside that the gate is shut while the server has asked for time (`Retry-After`), while it does not take the key, and while what
+the judge may cost is spent. Whoever waits here waits in turn and fails at nothing: `timeout_s` counts from the moment that a
+request is sent. What is waited for longer than the pace needs is said in a sentence.
+
+Once the key was refused, one request alone is sent every `KEY_AGAIN_S`, to see whether it is taken by now: a wrong key does not
+fail one prompt after the other. Knows nothing of HTTP, and of who else asks only how many they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from gcore.clock import Clock
+from gcore.config.judges import ExternalJudge
+from gcore.reward.generative.rate import Bucket
+
+LOOK_AGAIN_S = 1.0
+"""The longest wait until it is looked again whether the gate is open: shares and costs change."""
+KEY_AGAIN_S = 60.0
+LONGEST_HOLD_S = 60.0
+"""A server is not waited for longer, whatever it asks for."""
+
+Cause = Literal["pace", "server", "key", "cost"]
+"""Why the next request is held back."""
+
+
+class Told(Protocol):
+    """Is told what becomes of the requests to a judge, by its name. It neither waits nor raises."""
+
+    def held(self, judge: str, cause: Cause, seconds: float) -> None:
+        """The next request was held back for so long."""
+        ...
+
+    def waits(self, judge: str, why: str) -> None:
+        """The next request waits, and why; nothing: it does not, or only for its turn."""
+        ...
+
+    def trouble(self, judge: str, topic: str, sentence: str) -> None:
+        """To be told to people, once."""
+        ...
+
+
+class Purse(Protocol):
+    """What the whole job has spent."""
+
+    def overdrawn(self, judge: str) -> str:
+        """Why nothing more may be spent on a judge; nothing if it may."""
+        ...
+
+    def note(self, judge: str, tokens_in: int, tokens_out: int) -> None:
+        """A request was answered, and is paid for."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    cause: Cause
+    seconds: float
+    why: str = ""
+
+
+class Gate:
+    """Of one judge, on one controller. Mutable; one event loop."""
+
+    def __init__(
+        self,
+        judge: str,
+        spec: ExternalJudge,
+        purse: Purse,
+        told: Told,
+        clock: Clock,
+        peers: Callable[[], int] = lambda: 1,
+    ) -> None:
+        """`peers`: how many controllers ask now, this one included."""
+        self._judge = judge
+        self._spec = spec
+        self._purse = purse
+        self._told = told
+        self._clock = clock
+        self._peers = peers
+        self._bucket = Bucket.full(self._share, clock.monotonic())
+        self._places = asyncio.Semaphore(spec.in_flight)
+        self._line = asyncio.Lock()
+        self._held_until = clock.monotonic()
+        self._refused = ""
+        """Why the key is not taken, as the server says."""
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Waits until a request may be sent, which is under way as long as this is held."""
+        async with self._places, AsyncExitStack() as line:
+            await line.enter_async_context(self._line)
+            await self._opened()
+            if not self._refused:
+                await line.aclose()  # otherwise the next waits for what becomes of this one
+            yield
+
+    def hold(self, seconds: float) -> None:
+        """The server wants to be left alone for so long."""
+        seconds = min(max(seconds, 0.0), LONGEST_HOLD_S)
+        self._held_until = max(self._held_until, self._clock.monotonic() + seconds)
+
+    def refuse(self, why: str) -> None:
+        """The server does not take the key. `why`: a sentence."""
+        if not self._refused:
+            self._told.trouble(self._judge, "key", why)
+        self._refused = why
+        self._held_until = self._clock.monotonic() + KEY_AGAIN_S
+
+    def accepted(self) -> None:
+        """The server has answered, so it takes the key."""
+        if self._refused:
+            self._refused, self._held_until = "", self._clock.monotonic()
+            self._told.trouble(self._judge, "key", f"judge {self._judge!r} takes the key again")
+
+    @property
+    def _share(self) -> float:
+        return self._spec.requests_per_s / max(1, self._peers())
+
+    async def _opened(self) -> None:
+        try:
+            while (held := self._held()) is not None:
+                self._told.waits(self._judge, held.why)
+                began = self._clock.monotonic()
+                await self._clock.sleep(min(held.seconds, LOOK_AGAIN_S))
+                self._told.held(self._judge, held.cause, self._clock.monotonic() - began)
+        finally:
+            self._told.waits(self._judge, "")
+        self._bucket = self._bucket.taken()
+
+    def _held(self) -> _Held | None:
+        """Why the next request may not be sent now, and for how long at least."""
+        now = self._clock.monotonic()
+        self._bucket = self._bucket.filled(self._share, now)
+        if why := self._purse.overdrawn(self._judge):
+            return _Held("cost", LOOK_AGAIN_S, why)
+        if now < self._held_until:
+            rest = self._held_until - now
+            if self._refused:
+                return _Held("key", rest, f"{self._refused}; it is asked again every {KEY_AGAIN_S:g} s")
+            return _Held("server", rest, f"the server of judge {self._judge!r} has asked for time")
+        if wait := self._bucket.wait_s:
+            return _Held("pace", wait)
+        return None

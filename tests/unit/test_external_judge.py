@@ -1,0 +1,345 @@
+"""A judge that somebody else serves: what it is sent, what its answers say, and what becomes of a server that gives none."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gcore.config.judges import JudgeSpec
+from gcore.errors import DataError
+from gcore.reward.generative import Answer, Judge, JudgeAway, JudgeError
+from gcore.reward.generative.completions import Garbled, completion_of, fate_of, request_of, retry_after_s, words_of
+from gcore.reward.generative.errors import JudgeLate
+from gcore.reward.generative.external import LARGEST_ANSWER_BYTES, MOST_DENIED, ExternalAsk, key_of
+from gcore.reward.generative.gate import KEY_AGAIN_S, Cause, Gate
+from gcore.testing import FakeClock
+from gcore.testing.fake_judge import HeardOf
+from gcore.types import Prompt, PromptRef
+
+KEY = "sk-a-secret"
+
+
+def judge(external: dict[str, Any] | None = None, **more: Any) -> JudgeSpec:
+    outside = {"url": "https://api.example.com/v1/", "model": "big", "requests_per_s": 1000.0, **(external or {})}
+    tree = {"name": "x", "template": "{{ response }}", "external": outside, "votes": 2, "temperature": 1.0}
+    return JudgeSpec.model_validate(tree | more)
+
+
+def said(text: str = "7", **more: Any) -> httpx.Response:
+    message = {"role": "assistant", "content": text}
+    tree = {
+        "choices": [{"message": message, "finish_reason": "stop"}],
+        "usage": {"prompt_tokens": 5, "completion_tokens": 1},
+    }
+    return httpx.Response(200, json=tree | more)
+
+
+class Shop:
+    """An ask with a server of the test's own behind it: it answers from a list, then well."""
+
+    def __init__(self, spec: JudgeSpec, *answers: httpx.Response | Exception | float, key: str | None = KEY) -> None:
+        self.clock, self.spec = FakeClock(), spec
+        self.answers = list(answers)
+        self.requests: list[httpx.Request] = []
+        self.paid: list[tuple[int, int]] = []
+        self.troubles: list[str] = []
+        assert spec.external is not None
+        self.gate = Gate(spec.name, spec.external, self, self, self.clock)
+        transport = httpx.MockTransport(self._answer)
+        self.ask = ExternalAsk(spec, key, self.gate, self, self, self.clock, transport)
+
+    async def _answer(self, request: httpx.Request) -> httpx.Response:
+        self.requests.append(request)
+        answer = self.answers.pop(0) if self.answers else said()
+        if isinstance(answer, float):
+            await self.clock.sleep(answer)
+            return said()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def asked(self, seeds: tuple[int, ...] = (1,), question: str = "good?") -> tuple[Answer, ...]:
+        return await self.clock.run(self.ask(question, seeds))
+
+    @property
+    def bodies(self) -> list[dict[str, Any]]:
+        return [json.loads(request.content) for request in self.requests]
+
+    def overdrawn(self, judge: str) -> str:
+        return ""
+
+    def note(self, judge: str, tokens_in: int, tokens_out: int) -> None:
+        self.paid.append((tokens_in, tokens_out))
+
+    def held(self, judge: str, cause: Cause, seconds: float) -> None:
+        """Of no concern here."""
+
+    def waits(self, judge: str, why: str) -> None:
+        """Of no concern here."""
+
+    def trouble(self, judge: str, topic: str, sentence: str) -> None:
+        self.troubles.append(sentence)
+
+
+async def test_each_vote_is_a_request_with_its_own_seed_of_31_bits_and_the_key_in_its_header() -> None:
+    shop = Shop(judge(system="be strict", stop=["\n"], max_new_tokens=9, top_p=0.5), said("7"), said("8"))
+    answers = await shop.asked((2**63 - 1, 5))
+    assert answers == (Answer("7", 5, 1, truncated=False), Answer("8", 5, 1, truncated=False))
+    assert [str(request.url) for request in shop.requests] == ["https://api.example.com/v1/chat/completions"] * 2
+    assert {request.headers["authorization"] for request in shop.requests} == {f"Bearer {KEY}"}
+    assert [body["seed"] for body in shop.bodies] == [2**31 - 1, 5]
+    assert {k: v for k, v in shop.bodies[0].items() if k != "seed"} == {
+        "model": "big",
+        "messages": [{"role": "system", "content": "be strict"}, {"role": "user", "content": "good?"}],
+        "temperature": 1.0,
+        "top_p": 0.5,
+        "max_tokens": 9,
+        "stop": ["\n"],
+        "stream": False,
+    }
+    assert shop.paid == [(5, 1), (5, 1)]
+
+
+@given(seed=st.integers(0, 2**63 - 1), question=st.text())
+def test_a_request_holds_nothing_that_json_cannot(seed: int, question: str) -> None:
+    spec = judge()
+    assert spec.external is not None
+    body = request_of(spec, spec.external, question, seed)
+    assert 0 <= body["seed"] < 2**31
+    assert "stop" not in body
+    json.dumps(body)
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "truncated"),
+    [
+        pytest.param(said("cut"), "cut", False, id="well"),
+        pytest.param(said(choices=[{"message": {"content": "a"}, "finish_reason": "length"}]), "a", True, id="cut off"),
+        pytest.param(said(choices=[{"message": {"content": None, "refusal": "I will not"}}]), "", False, id="refusal"),
+        pytest.param(said(choices=[{"message": {"role": "assistant"}}]), "", False, id="no content"),
+    ],
+)
+async def test_what_an_answer_says(answer: httpx.Response, text: str, truncated: bool) -> None:
+    (told,) = await Shop(judge(), answer).asked()
+    assert (told.text, told.truncated) == (text, truncated)
+
+
+@pytest.mark.parametrize("status", [400, 404, 413, 422, 302])
+async def test_what_a_server_refuses_is_not_asked_again_and_its_words_are_told(status: int) -> None:
+    shop = Shop(judge(), httpx.Response(status, json={"error": {"message": "context too long " * 100}}))
+    with pytest.raises(JudgeError, match=rf"refuses what it is asked \(status {status}: context too long") as raised:
+        await shop.asked()
+    assert not isinstance(raised.value, JudgeAway)
+    assert len(str(raised.value)) < 600
+    assert len(shop.requests) == 1
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        pytest.param(httpx.Response(429), id="too many"),
+        pytest.param(httpx.Response(500, text="oh"), id="broken"),
+        pytest.param(httpx.Response(503), id="busy"),
+        pytest.param(httpx.Response(403), id="forbidden"),
+        pytest.param(httpx.Response(408), id="too slow to read"),
+        pytest.param(httpx.ConnectError("no route"), id="no connection"),
+        pytest.param(httpx.RemoteProtocolError("broke off"), id="broke off"),
+        pytest.param(httpx.Response(200, text="<html>"), id="a page"),
+        pytest.param(httpx.Response(200, json=[]), id="a list"),
+        pytest.param(httpx.Response(200, json={"choices": []}), id="no choice"),
+        pytest.param(said(choices=[{"message": {"content": ["7"]}}]), id="no text"),
+    ],
+)
+async def test_a_server_that_gives_no_answer_is_away(answer: httpx.Response | Exception) -> None:
+    shop = Shop(judge(), answer)
+    with pytest.raises(JudgeAway):
+        await shop.asked()
+    assert shop.paid == []
+    assert (await shop.asked())[0].text == "7"
+
+
+async def test_an_answer_that_does_not_come_in_time_is_late_by_the_clock_that_is_given() -> None:
+    shop = Shop(judge(timeout_s=30), 31.0)
+    began = shop.clock.monotonic()
+    with pytest.raises(JudgeLate, match="gave no answer within 30 s"):
+        await shop.asked()
+    assert shop.clock.monotonic() - began == pytest.approx(30)
+
+
+async def test_time_at_the_gate_is_nobodys_silence() -> None:
+    shop = Shop(judge(timeout_s=5, verdict={"most": 10}))
+    shop.gate.hold(50)
+    heard = HeardOf()
+    court = Judge.of(shop.spec, shop.ask, heard, shop.clock)
+    told = await shop.clock.run(court.value(Prompt(PromptRef(0, 0, 0), "p", (1,), {}), "a response"))
+    assert (told.value, told.votes, heard.failures) == (7.0, 2, [])
+
+
+async def test_each_way_to_fail_is_counted_as_what_it_is_and_tried_again_as_often_as_the_judge_says() -> None:
+    shop = Shop(judge(timeout_s=5, verdict={"most": 10}, votes=1), 6.0, httpx.Response(500))
+    heard = HeardOf()
+    court = Judge.of(shop.spec, shop.ask, heard, shop.clock)
+    await shop.clock.run(court.value(Prompt(PromptRef(0, 0, 0), "p", (1,), {}), "a response"))
+    assert heard.failures == ["timeout", "away"]
+    shop.answers = [httpx.Response(400)]
+    with pytest.raises(JudgeError):
+        await shop.clock.run(court.value(Prompt(PromptRef(0, 0, 0), "p", (1,), {}), "another"))
+    assert heard.failures[2:] == ["refused"]
+
+
+async def test_a_server_is_left_alone_as_long_as_it_asks() -> None:
+    shop = Shop(judge(), httpx.Response(429, headers={"Retry-After": "20"}))
+    with pytest.raises(JudgeAway, match="status 429"):
+        await shop.asked()
+    began = shop.clock.monotonic()
+    await shop.asked(question="another?")
+    assert shop.clock.monotonic() - began == pytest.approx(20)
+
+
+async def test_a_wrong_key_fails_no_question_and_is_told_once_without_the_key() -> None:
+    echo = {"error": {"message": f"Incorrect API key provided: {KEY}"}}
+    shop = Shop(judge({"key_env": "THE_KEY"}), *[httpx.Response(401, json=echo) for _ in range(3)])
+    began = shop.clock.monotonic()
+    assert (await shop.asked())[0].text == "7"
+    assert shop.clock.monotonic() - began >= 3 * KEY_AGAIN_S
+    first, second = shop.troubles
+    assert (
+        "does not take the key (status 401: Incorrect API key provided: ***); set THE_KEY for the controllers" in first
+    )
+    assert second == "judge 'x' takes the key again"
+    assert KEY not in str(shop.troubles)
+
+
+async def test_a_403_may_be_about_one_question_but_several_in_a_row_are_about_the_key() -> None:
+    shop = Shop(judge(), *[httpx.Response(403) for _ in range(MOST_DENIED)])
+    for number in range(MOST_DENIED):
+        assert shop.troubles == [], number
+        with pytest.raises(JudgeAway):
+            await shop.asked()
+    assert len(shop.troubles) == 1
+    began = shop.clock.monotonic()
+    await shop.asked()
+    assert shop.clock.monotonic() - began >= KEY_AGAIN_S - 1
+
+
+async def test_an_error_never_holds_the_key() -> None:
+    for status in (400, 429, 500):
+        shop = Shop(judge(), httpx.Response(status, text=f"your key {KEY} is odd"))
+        with pytest.raises(JudgeError) as raised:
+            await shop.asked()
+        assert KEY not in str(raised.value)
+        assert "***" in str(raised.value)
+
+
+async def test_a_server_that_does_not_say_how_many_tokens_there_are_is_told_once() -> None:
+    shop = Shop(judge({"most_cost": 5.0, "price_in": 1.0}), said(usage=None), said(usage={"prompt_tokens": "many"}))
+    await shop.asked((1, 2))
+    assert shop.paid == [(0, 0), (0, 0)]
+    assert shop.troubles == [
+        "judge 'x' does not say how many tokens its answers have; what it costs is not counted, and most_cost ends nothing"
+    ]
+
+
+async def test_an_answer_that_is_too_large_is_refused_before_it_is_all_there() -> None:
+    shop = Shop(judge(), httpx.Response(200, content=b" " * (LARGEST_ANSWER_BYTES + 1)))
+    with pytest.raises(JudgeError, match="gave an answer of more than 1048576 bytes"):
+        await shop.asked()
+
+
+async def test_votes_that_have_come_are_not_asked_for_again() -> None:
+    shop = Shop(judge(), said("1"), httpx.Response(500), said("3"), said("2"))
+    with pytest.raises(JudgeAway):
+        await shop.asked((11, 12, 13))
+    assert [answer.text for answer in await shop.asked((11, 12, 13))] == ["1", "2", "3"]
+    assert [body["seed"] for body in shop.bodies] == [11, 12, 13, 12]
+    await shop.asked((11,))
+    assert len(shop.requests) == 5, "they were kept only until their question was answered"
+
+
+async def test_a_question_that_is_given_up_ends_its_requests() -> None:
+    shop = Shop(judge(), 100.0, 100.0)
+    asking = asyncio.ensure_future(shop.ask("good?", (1, 2)))
+    await shop.clock.advance(1)
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    assert shop.clock.next_wake() is None
+    assert len(asyncio.all_tasks()) == 1
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        pytest.param({}, "the environment variable THE_KEY is not set here", id="missing"),
+        pytest.param({"THE_KEY": "  "}, "the environment variable THE_KEY is not set here", id="blank"),
+        pytest.param({"THE_KEY": "sk-\nx"}, "has characters that no header takes", id="two lines"),
+        pytest.param({"THE_KEY": "sk-ü"}, "has characters that no header takes", id="not ascii"),
+    ],
+)
+def test_a_key_that_is_not_there_is_told_with_its_variable_and_never_with_what_it_holds(
+    environ: dict[str, str], message: str
+) -> None:
+    with pytest.raises(DataError, match=message) as raised:
+        key_of(judge({"key_env": "THE_KEY"}), environ, "judges.0")
+    assert raised.value.where == "judges.0.external.key_env"
+    assert "sk-" not in str(raised.value)
+
+
+def test_a_key_is_read_from_its_variable_and_a_judge_may_need_none() -> None:
+    assert key_of(judge({"key_env": "THE_KEY"}), {"THE_KEY": f" {KEY}\n"}, "judges.0") == KEY
+    assert key_of(judge(), {}, "judges.0") is None
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [
+        ("3", 3.0),
+        ("0.5", 0.5),
+        ("-1", 0.0),
+        ("nan", None),
+        ("inf", None),
+        ("soon", None),
+        (None, None),
+        ("Thu, 01 Jan 1970 00:01:40 GMT", 90.0),
+        ("Thu, 01 Jan 1970 00:00:01 GMT", 0.0),
+    ],
+)
+def test_retry_after_is_seconds_or_a_date(value: str | None, seconds: float | None) -> None:
+    assert retry_after_s(value, wall=10.0) == seconds
+
+
+@given(st.text())
+def test_whatever_retry_after_says_is_a_number_of_seconds_or_nothing(value: str) -> None:
+    seconds = retry_after_s(value, wall=10.0)
+    assert seconds is None or 0 <= seconds < float("inf")
+
+
+JSON: Any = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.dictionaries(st.sampled_from(["choices", "message", "content", "usage", "error"]), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@given(JSON)
+def test_whatever_comes_is_a_completion_or_garbled_and_has_words(tree: Any) -> None:
+    assert isinstance(words_of(tree, "text"), str)
+    with contextlib.suppress(Garbled):
+        assert isinstance(completion_of(tree).answer.text, str)
+
+
+def test_every_status_has_a_fate() -> None:
+    fates: Callable[[int], str] = fate_of
+    assert {fates(status) for status in range(200, 300)} == {"answered"}
+    assert {fates(status) for status in range(500, 600)} == {"away"}
+    assert {status for status in range(100, 600) if fates(status) == "key"} == {401, 402}

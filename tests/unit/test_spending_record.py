@@ -1,0 +1,84 @@
+"""What is spent, by node: it is added up without loss, and nodes that are gone do not fill the store."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gcore.config.judges import ExternalJudge
+from gcore.ledger.guarded import Stored
+from gcore.ledger.spending import (
+    MOST_ADDED_UP,
+    NOTHING,
+    SPARE_NODES,
+    JudgeUse,
+    NodeSpent,
+    added,
+    cost_of,
+    spend,
+    taken_off,
+    to_add_up,
+)
+from gcore.store.keys import JobKeys
+from gcore.store.types import Delete, Put
+
+KEYS = JobKeys("u")
+COUNTS = st.integers(0, 10**15)
+USE = st.builds(JudgeUse, requests=COUNTS, tokens_in=COUNTS, tokens_out=COUNTS)
+USES = st.dictionaries(st.sampled_from(["a", "b", "c"]), USE)
+
+
+@given(one=USES, other=USES)
+def test_what_is_added_and_taken_off_again_is_what_there_was(
+    one: dict[str, JudgeUse], other: dict[str, JudgeUse]
+) -> None:
+    assert added((one, other)) == added((other, one))
+    rest = taken_off(added((one, other)), other)
+    assert rest == {judge: use for judge, use in one.items() if use != NOTHING}
+
+
+@given(before=USES, life=USES)
+def test_a_record_is_read_as_it_was_written(before: dict[str, JudgeUse], life: dict[str, JudgeUse]) -> None:
+    record = NodeSpent(node="n", by="n.1", before=before, life=life)
+    assert NodeSpent.decode(record.encode()) == record
+    assert record.uses == added((before, life))
+
+
+def test_tokens_cost_what_a_million_of_them_does() -> None:
+    judge = ExternalJudge(url="http://x/v1", model="m", price_in=2.0, price_out=10.0)
+    assert cost_of(JudgeUse(requests=1, tokens_in=500_000, tokens_out=100_000), judge) == pytest.approx(2.0)
+    assert cost_of(NOTHING, judge) == 0
+
+
+def stored(count: int) -> dict[str, Stored[NodeSpent]]:
+    life = {"a": JudgeUse(requests=1, tokens_in=2)}
+    return {f"n{i}": Stored(NodeSpent(node=f"n{i}", by=f"n{i}.1", life=life), 10 + i) for i in range(count)}
+
+
+def test_only_the_oldest_records_of_nodes_that_are_gone_are_added_up_and_only_if_there_are_many() -> None:
+    spent = stored(SPARE_NODES + 4)
+    assert to_add_up(spent, "n0", nodes=["n0", "n1", "n2"]) == {"n3": spent["n3"]}
+    assert to_add_up(spent, "n0", nodes=[]).keys() == {"n1", "n2", "n3"}
+    assert to_add_up(stored(SPARE_NODES), "me", nodes=[]) == {}
+    assert len(to_add_up(stored(200), "me", nodes=[])) == MOST_ADDED_UP
+
+
+def test_records_that_are_added_up_go_into_the_one_that_is_written_and_are_compared() -> None:
+    gone = stored(2)
+    txn = spend(KEYS, None, NodeSpent(node="me", by="me.1", before={"a": JudgeUse(requests=5)}), gone)
+    assert {(c.key, c.mod_revision) for c in txn.compares} == {
+        (KEYS.spent("me"), 0),
+        (KEYS.spent("n0"), 10),
+        (KEYS.spent("n1"), 11),
+    }
+    (put, *deletes) = txn.writes
+    assert isinstance(put, Put)
+    assert put.lease == 0
+    assert NodeSpent.decode(put.value).uses == {"a": JudgeUse(requests=7, tokens_in=4)}
+    assert deletes == [Delete(KEYS.spent("n0")), Delete(KEYS.spent("n1"))]
+
+
+def test_a_node_is_not_added_to_itself() -> None:
+    with pytest.raises(ValueError, match="n0 cannot be added to itself"):
+        spend(KEYS, None, NodeSpent(node="n0", by="n0.1"), stored(1))
