@@ -1,0 +1,97 @@
+"""Judges in whole clusters: a policy learns from one alone, learns nothing from one that knows nothing, and loses nothing with a
+controller or with a judge's engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from cluster_run import ClusterRun, Outcome, run_to_the_end
+from run_read import newest_run
+
+from gcore.testing.tiny_model import CHARACTERS, make_tiny_model
+
+pytestmark = [pytest.mark.serial, pytest.mark.timeout(300)]
+
+ROOT = Path(__file__).parents[2]
+SPEC = ROOT / "examples" / "arithmetic" / "judge.yaml"
+SHORT = 16
+"""Steps. Most of what there is to learn is learned by then."""
+
+
+def tree_here() -> dict[str, Any]:
+    """The example's spec, its paths absolute."""
+    tree: dict[str, Any] = yaml.safe_load(SPEC.read_text())
+    places = [tree["model"], tree["data"], tree["judges"][0]["model"], *tree["eval"]["sources"]]
+    for place in places:
+        place["path"] = str((SPEC.parent / place["path"]).resolve())
+    return tree
+
+
+def written(folder: Path, tree: dict[str, Any]) -> Path:
+    path = folder / "spec.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def accuracies(outcome: Outcome) -> tuple[float, float, float]:
+    """True accuracy before and after, and how many of the answers after it the judge takes for right."""
+    assert outcome.code == 0, outcome.output
+    assert outcome.summary["audit"] == "clean"
+    source = outcome.summary["sources"]["sums"]
+    return source["eval_accuracy_before"], source["eval_accuracy_after"], source["eval_after"]["part:judged"]
+
+
+@pytest.mark.usefixtures("example", "judge")
+def test_a_policy_learns_from_a_judge_alone(home: Path) -> None:
+    before, after, judged = accuracies(run_to_the_end(SPEC, home, ["--set", f"flow.steps={SHORT}"]))
+    assert before < 0.5
+    assert after >= 0.85
+    assert abs(judged - after) < 0.06, "the judge is nearly always right"
+
+
+@pytest.mark.usefixtures("example")
+def test_a_judge_with_random_weights_does_not_teach(home: Path, tmp_path: Path) -> None:
+    make_tiny_model(tmp_path / "judge", seed=3, ends=False)
+    letters = [one for one in CHARACTERS if one.isalnum()]
+    tree = tree_here()
+    tree["flow"]["steps"] = SHORT
+    tree["judges"] = [
+        {
+            "name": "sums",
+            "model": {"path": str(tmp_path / "judge")},
+            "template": "{{ prompt }}{{ response }}",
+            "max_new_tokens": 1,
+            "verdict": {"parser": "words", "words": {one: number % 2 for number, one in enumerate(letters)}},
+            "on_error": {"fallback": "regex", "options": {"pattern": "never"}},
+        }
+    ]
+    before, after, _ = accuracies(run_to_the_end(written(tmp_path, tree), home))
+    assert max(before, after) < 0.7, (
+        "what it likes may be right now and then; a judge that knows teaches 0.85 in as many steps"
+    )
+
+
+@pytest.mark.chaos
+@pytest.mark.usefixtures("example", "judge")
+def test_nothing_is_lost_with_dynamic_sampling_staleness_a_judge_and_what_is_killed(home: Path, tmp_path: Path) -> None:
+    tree = tree_here()
+    tree["flow"] |= {"name": "dapo", "steps": 24, "groups_per_step": 32}
+    tree["rollout"] |= {"staleness": 2, "correction": "tis"}
+    run = ClusterRun(written(tmp_path, tree), home)
+    try:
+        run.until_step(5)
+        run.kill_controller("node-1")
+        run.until_step(10)
+        run.kill_worker("reward", child=True)
+        outcome = run.wait()
+    finally:
+        run.close()
+    before, after, _ = accuracies(outcome)
+    assert after >= before + 0.3
+    lines = (newest_run(home) / "events.jsonl").read_text().splitlines()
+    steps = [event["data"] for event in map(json.loads, lines) if event["kind"] == "step"]
+    assert {sum(step["groups_by_node"].values()) for step in steps} == {32}, "the quota, each step"
