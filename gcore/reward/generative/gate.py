@@ -129,8 +129,10 @@ class Gate:
             while (held := self._held()) is not None:
                 self._told.waits(self._judge, held.why)
                 began = self._clock.monotonic()
-                await self._clock.sleep(min(held.seconds, LOOK_AGAIN_S))
-                self._told.held(self._judge, held.cause, self._clock.monotonic() - began)
+                try:
+                    await self._clock.sleep(min(held.seconds, LOOK_AGAIN_S))
+                finally:
+                    self._told.held(self._judge, held.cause, self._clock.monotonic() - began)
         finally:
             self._told.waits(self._judge, "")
         self._bucket = self._bucket.taken()
