@@ -13,6 +13,7 @@ STAMP := $(VENV)/.gcore-$(shell cat pyproject.toml $(CONSTRAINTS) Makefile deplo
 # Two pytest workers on two cores, each torch thread on its own.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 EXAMPLE := .cache/examples/arithmetic
+JUDGE := .cache/examples/arithmetic-judge
 # SGLang's own environment, for a machine without a GPU. One that is elsewhere: make test-sglang SGLANG_VENV=...
 SGLANG_VENV ?= .venv-sglang
 SGLANG_CONSTRAINTS ?= constraints/sglang-cpu.txt
@@ -24,7 +25,7 @@ SGLANG_ENV := GCORE_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: chaos test-large help setup sglang-setup demo demo-kill demo-sglang prepare test test-sglang test-trackers bench-demo bench-idle bench-startup bench-grpo bench-trainer bench-checkpoints bench-copies bench-engine bench-flows bench-issue bench-rewards bench-control-plane bench-page test-gpu sim sim-long mutations lint proto clean
+.PHONY: chaos test-large help setup sglang-setup demo demo-kill demo-sglang prepare prepare-judge test test-sglang test-trackers bench-demo bench-idle bench-startup bench-grpo bench-trainer bench-checkpoints bench-copies bench-engine bench-flows bench-issue bench-rewards bench-control-plane bench-page test-gpu sim sim-long mutations lint proto clean
 
 help: ## What there is to make
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk 'BEGIN {FS = ":.*## "} {printf "  make %-12s %s\n", $$1, $$2}'
@@ -54,6 +55,9 @@ $(TRACKERS_STAMP): pyproject.toml constraints/trackers.txt
 prepare: setup ## The arithmetic example: data and a warm-started model (cached)
 	@$(BIN)/gcore prepare arithmetic --to $(EXAMPLE)
 
+prepare-judge: setup ## The judge of the arithmetic example (cached)
+	@$(BIN)/gcore prepare arithmetic-judge --to $(JUDGE)
+
 demo: prepare ## Train a small model on two peer controllers, every component real
 	@$(BIN)/gcore run examples/arithmetic/grpo.yaml --new --controllers 2 --slots cpu:2
 
@@ -64,7 +68,7 @@ demo-sglang: prepare sglang-setup ## The demo with the real SGLang as its engine
 	@$(SGLANG_ENV) $(BIN)/gcore run examples/arithmetic/grpo.yaml --new --controllers 2 --slots cpu:2 --set rollout.engine=sglang
 
 test: setup ## Everything that is checked on each commit
-	@$(MAKE) --no-print-directory -j 2 lint prepare # one core each; tests of whole clusters need what is prepared
+	@$(MAKE) --no-print-directory -j 2 lint prepare prepare-judge # one core each; tests of whole clusters need what is prepared
 	@$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile -m "not serial and not gpu and not sglang and not trackers and not chaos and not large" $(PYTEST_ARGS)
 	@$(TEST_ENV) $(BIN)/python -m pytest -m "serial and not gpu and not sglang and not trackers and not chaos and not large" $(PYTEST_ARGS)
 

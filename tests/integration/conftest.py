@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from cluster_run import gcore, processes_of
 
+from gcore.prepare import arithmetic_judge
 from gcore.prepare.arithmetic import prepare
 
 ROOT = Path(__file__).parents[2]
@@ -16,6 +17,14 @@ def example() -> Path:
     """The prepared example's folder; cached between runs as it is for a user."""
     folder = ROOT / ".cache" / "examples" / "arithmetic"
     prepare(folder, progress=False)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def judge() -> Path:
+    """The folder of the example's prepared judge; cached likewise."""
+    folder = ROOT / ".cache" / "examples" / "arithmetic-judge"
+    arithmetic_judge.prepare(folder, progress=False)
     return folder
 
 
