@@ -19,6 +19,7 @@ from gcore.errors import EngineError, EngineUnreachable
 from gcore.prompts.opening import JobPrompts
 from gcore.prompts.source import EvalSource
 from gcore.prompts.stream import PromptStream
+from gcore.environments.api import ENVIRONMENT
 from gcore.reward.generative.judge import Judge
 from gcore.reward.judged import Rewards, Unjudged, functions_of
 from gcore.reward.registry import Response, RewardError, RewardResult
@@ -65,8 +66,9 @@ class Practice:
 
 
 def response_of(sample: Sample) -> Response:
-    """A sample as rewards are shown it."""
-    return Response(sample.text, len(sample.token_ids), is_truncated(sample))
+    """A sample as rewards are shown it: its length is what the policy made."""
+    of_environment = dict(sample.reward_parts).get(ENVIRONMENT)
+    return Response(sample.text, sample.own_tokens, is_truncated(sample), of_environment)
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,11 @@ class Material:
     """Held-out prompts, in the order of the spec."""
     evaluated: Mapping[str, Practice]
     """How those are answered and scored, by set."""
+
+    @property
+    def is_held_back(self) -> bool:
+        """Whether no prompt should be begun, because a judge has all the questions that it may have."""
+        return any(practice.rewards.is_full for practice in self.sources.values())
 
 
 def material_of(

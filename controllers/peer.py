@@ -96,7 +96,7 @@ class JobPeer:
         while step.is_open():
             seen, began = self.changes.count, self.clock.monotonic()
             room = max(self.material.spec.rollout.concurrency - len(self.holdings.in_flight), 0)
-            due = self._due()[:room]
+            due = [] if self.material.is_held_back else self._due()[:room]
             rest = rest_s(self.clock.monotonic() - began)
             for ref in due:
                 prompt = self._issued_too_often(ref) or self._shown(ref)

@@ -42,6 +42,11 @@ class Rewards:
     rules: Scorer
     judges: Mapping[str, Judge]
 
+    @property
+    def is_full(self) -> bool:
+        """Whether some judge has as many questions as it may: whoever makes more responses now only makes them wait."""
+        return any(judge.is_full for judge in self.judges.values())
+
     async def score(self, spec: RewardSpec, prompt: Prompt, responses: Sequence[Response]) -> tuple[Scored, ...]:
         """What each of the responses to `prompt` is worth, in their order. Raises SpecError for a reward that cannot be had."""
         if not spec.judges:

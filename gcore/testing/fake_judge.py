@@ -26,7 +26,7 @@ class _Fake:
         self, clock: Clock, delay_s: Callable[[str], float] | None, failures: Sequence[JudgeError | None]
     ) -> None:
         self._clock = clock
-        self._delay_s = delay_s
+        self.delay_s = delay_s
         self._failures = list(failures)
         self.asked: list[AskedOf] = []
         self.open = 0
@@ -37,7 +37,7 @@ class _Fake:
         failure = self._failures.pop(0) if self._failures else None
         self.open += 1
         try:
-            await self._clock.sleep(0.0 if self._delay_s is None else self._delay_s(question))
+            await self._clock.sleep(0.0 if self.delay_s is None else self.delay_s(question))
         finally:
             self.open -= 1
         if failure is not None:

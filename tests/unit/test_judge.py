@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from gcore.config.judges import JudgeSpec
 from gcore.errors import SpecError
 from gcore.reward.generative import Ask, Judge, JudgeAway, JudgeError, Judgement, Value
+from gcore.reward.generative.errors import JudgeLate
 from gcore.reward.generative.judge import FIRST_DELAY_S, LONGEST_DELAY_S, retry_delay, vote_seed
 from gcore.testing import FakeClock
 from gcore.testing.fake_judge import FakeClassifier, FakeJudge, HeardOf
@@ -128,22 +129,23 @@ async def test_what_will_not_help_is_not_asked_again() -> None:
     assert court.heard == HeardOf(failures=["refused"])
 
 
-async def test_an_answer_that_does_not_come_in_time_is_asked_for_again_and_nobody_goes_on_waiting_for_it() -> None:
-    slow = iter([100.0, 1.0])
-    court = Court(spec(tries=2, timeout_s=10), delay_s=lambda question: next(slow))
+async def test_an_answer_that_comes_too_late_is_asked_for_again_and_told_as_such() -> None:
+    court = Court(spec(tries=3), failures=[JudgeLate("no answer"), AWAY, None], delay_s=lambda question: 1.0)
     assert (await court.value("1")).value == 1.0
-    assert court.clock.monotonic() == pytest.approx(1000.0 + 10 + retry_delay(1) + 1)
-    assert court.heard.failures == ["timeout"]
+    assert court.clock.monotonic() == pytest.approx(1000.0 + 3 + retry_delay(1) + retry_delay(2))
+    assert court.heard.failures == ["timeout", "away"]
     assert court.heard.asked_of == [(pytest.approx(1.0), 2, 1)]
-    assert court.fake.open == 0
 
 
-async def test_a_judge_that_never_answers_is_away() -> None:
-    court = Court(spec(tries=2, timeout_s=10), delay_s=lambda question: 1e6)
-    with pytest.raises(JudgeAway, match="no answer within 10 s"):
-        await court.value("1")
-    assert court.heard.failures == ["timeout", "timeout"]
-    assert court.fake.open == 0
+async def test_a_judge_is_full_while_as_many_questions_are_open_as_it_may_have() -> None:
+    court = Court(spec(queue=2), delay_s=lambda question: 50.0)
+    judging = [asyncio.create_task(court.judge.value(PROMPT, response)) for response in ("0", "0", "1")]
+    await court.clock.advance(1.0)
+    assert court.judge.is_full
+    assert court.fake.open == 2, "the same question is open once"
+    await court.clock.advance(60.0)
+    await asyncio.gather(*judging)
+    assert not court.judge.is_full
 
 
 async def test_who_is_cancelled_leaves_no_question_behind() -> None:

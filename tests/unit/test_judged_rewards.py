@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from controllers.eval_marks import marked
-from controllers.material import Practice, rewards_of, sampling_of
+from controllers.material import Material, Practice, rewards_of, sampling_of
 from gcore.config import JobSpec, parse_spec
 from gcore.config.reward import RewardPart
 from gcore.config.sources import training_sources
 from gcore.config.spec import RewardSpec
 from gcore.errors import EngineError, EngineUnreachable, SpecError
+from gcore.prompts.stream import PromptStream
 from gcore.reward.generative.errors import JudgeAway, JudgeError
 from gcore.reward.generative.judge import Judge
 from gcore.reward.judged import Rewards, Unjudged, functions_of
@@ -144,6 +146,20 @@ async def test_what_is_judged_early_is_not_asked_again() -> None:
     await court.clock.run(practice.scored(PROMPT, [sample("42"), sample("7")]))
     assert [one.question for one in court.fake.asked] == ["6*7= 42", "6*7= 7"]
     await court.clock.run(practice.judge_early(PROMPT, sample("what")))  # its error is told when the group is scored
+
+
+async def test_no_prompt_is_begun_while_a_judge_has_all_the_questions_that_it_may_have() -> None:
+    court = Court(job({"judge": "tutor"}, judge_tree(queue=1)))
+    court.fake.delay_s = lambda question: 5.0
+    practice = court.practice()
+    material = Material(court.spec, "u", cast(PromptStream, None), {"data": practice}, evaluation=(), evaluated={})
+    assert not material.is_held_back
+    judging = asyncio.create_task(practice.judge_early(PROMPT, sample("42")))
+    await court.clock.advance(1.0)
+    assert material.is_held_back
+    await court.clock.advance(10.0)
+    await judging
+    assert not material.is_held_back
 
 
 def test_the_functions_of_a_reward_are_its_parts_and_what_scores_instead_of_judges() -> None:

@@ -1,7 +1,8 @@
 """A judge: from a prompt and its responses to what each is worth.
 
 A pointwise judge is asked about each response for itself, a pairwise one about the pairs of a group. A question that could
-not be asked is asked again, later and later, up to `tries` times; one that cannot be judged is a `JudgeError`, in the place
+not be asked is asked again, later and later, up to `tries` times (how long one try may take is known to whoever puts it: that it waits
+for an engine that is still being loaded is nobody's silence); one that cannot be judged is a `JudgeError`, in the place
 of the response that it was about. What becomes of the group then (`on_error`), how many questions are open, and which engine
 answers, is not decided here.
 
@@ -27,7 +28,7 @@ from gcore.reward.generative.remembered import Remembered, question_key, spec_di
 from gcore.reward.generative.template import Question
 from gcore.reward.generative.verdicts import CheckedParser, find_parser
 from gcore.reward.generative.votes import Judgement, NotRead, judgement, read_all
-from gcore.together import all_or_none, in_time
+from gcore.together import all_or_none
 from gcore.types import Prompt
 
 T = TypeVar("T")
@@ -64,12 +65,18 @@ class Judge:
         self._digest = spec_digest(spec)
         self._remembered: Remembered[Judgement] = Remembered(spec.remembered)
         self._once = self._classified if spec.kind == "classifier" else self._written
+        self._open = 0
 
     @classmethod
     def of(cls, spec: JudgeSpec, ask: Ask | Value, seen: Seen, clock: Clock, *, where: str = "judges") -> Judge:
         """The judge of a section, which messages call `where`. Raises SpecError."""
         parser = find_parser(spec.verdict.parser, f"{where}.verdict.parser")
         return cls(spec, Question.compile(spec, where), parser, ask, seen, clock)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether as many questions are open as the spec lets one controller have (`queue`)."""
+        return self._open >= self.spec.queue
 
     async def value(self, prompt: Prompt, response: str) -> Judgement:
         """What a response is worth, of a pointwise judge. Raises JudgeError; JudgeAway if another time may help."""
@@ -165,8 +172,9 @@ class Judge:
         while True:
             tries += 1
             began = self._clock.monotonic()
+            self._open += 1
             try:
-                return began, await self._in_time(once())
+                return began, await once()
             except JudgeAway as error:
                 self._seen.failed(self.spec.name, "timeout" if isinstance(error, JudgeLate) else "away")
                 if tries >= self.spec.tries:
@@ -174,20 +182,9 @@ class Judge:
             except JudgeError:
                 self._seen.failed(self.spec.name, "refused")
                 raise
+            finally:
+                self._open -= 1
             await self._clock.sleep(retry_delay(tries))
-
-    async def _in_time(self, answer: Coroutine[Any, Any, T]) -> T:
-        """`answer`, if it comes in time. Raises JudgeLate otherwise."""
-        if self.spec.external is not None:
-            # It waits for its turn and for its budget too, which is nobody's silence: it times each request itself.
-            return await answer
-        try:
-            return await in_time(answer, self.spec.timeout_s, self._clock)
-        except TimeoutError as error:
-            raise JudgeLate(
-                f"judge {self.spec.name!r} gave no answer within {self.spec.timeout_s:g} s",
-                fix="Give it more engines, or a larger timeout_s",
-            ) from error
 
 
 async def _caught(judged: Awaitable[Judgement]) -> Judgement | JudgeError:
