@@ -19,6 +19,8 @@ class Line:
     view: EngineView
     in_flight: int = 0
     """Samples asked for and not answered, with those that wait for its weights."""
+    owed: float = 0.0
+    """The same as what it is taken for: responses, or tokens that are expected."""
     coming: Version | None = None
     """What it is being brought to."""
     pulse: Pulse = field(default_factory=lambda: Pulse(0.0))
@@ -28,6 +30,12 @@ class Line:
     """The last question how it is."""
     probed: float = 0.0
     """When it was put."""
+
+    def take(self, samples: int, owed: float) -> None:
+        """A request more; or, with negative numbers, one less."""
+        self.in_flight += samples
+        # Of tokens that were expected, sums and differences need not come back to nothing.
+        self.owed = max(self.owed + owed, 0.0) if self.in_flight else 0.0
 
     def leave(self) -> None:
         """Whoever waits for its responses goes to another."""

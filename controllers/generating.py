@@ -16,6 +16,7 @@ from controllers.changes import Changes
 from controllers.continuing import FEWEST, Decode, Responses, told_every
 from controllers.engine_counts import Pool, counted
 from controllers.engine_lines import Line
+from controllers.owing import Expect, Owing
 from controllers.pulse import EnginePatience
 from controllers.routing import Following, Load, route
 from controllers.step import reissue_delay
@@ -52,6 +53,8 @@ class Generating:
         self._metrics = metrics
         self._told_every = told_every
         self._pool = pool
+        self._usual = 1.0
+        """What a response is taken for of which nothing is expected: as much as one of the last request."""
         self._requests = itertools.count()
         self._aborts: set[asyncio.Task[None]] = set()
 
@@ -65,6 +68,7 @@ class Generating:
         follow: Following | None = None,
         decode: Decode | None = None,
         ended: Callable[[int, Sample], None] | None = None,
+        expect: Expect | None = None,
     ) -> tuple[Sample, ...]:
         """A sample for each prompt and its seed, on an engine that serves `version` (`controllers.routing`); waits for one.
 
@@ -73,19 +77,20 @@ class Generating:
         what that one has told (`controllers.continuing`), and with what was kept before, when that one has told nothing: the
         engines of a node die together. If nothing is kept at all, the request is for the caller to repeat.
         `ended` is told of each sample that is finished before the others, by its number, unless they are short anyway.
+        With `expect` engines are weighed by the tokens that they are expected to make, in place of samples.
         """
         every = told_every(params, self._told_every) if decode is not None else 0
         if ended is not None and params.max_new_tokens > FEWEST:
             every = every or params.max_new_tokens
         if decode is None or not every:
-            return await self._generate(version, prompts, params, seeds, rid, follow, None)
+            return await self._generate(version, prompts, params, seeds, rid, follow, None, expect)
         responses = Responses(prompts, params, seeds, decode)
         fruitless = 0
         while True:
             ask = responses.ask()
             growing = Growing(every, partial(_grown, responses, ended))
             try:
-                made = await self._generate(version, ask.prompts, ask.params, ask.seeds, rid, follow, growing)
+                made = await self._generate(version, ask.prompts, ask.params, ask.seeds, rid, follow, growing, expect)
             except EngineUnreachable as error:
                 kept = responses.keep()
                 fruitless = 0 if kept else fruitless + 1
@@ -113,9 +118,14 @@ class Generating:
         rid: str,
         follow: Following | None,
         growing: Growing | None,
+        expect: Expect | None,
     ) -> tuple[Sample, ...]:
         """By one engine. Raises EngineError."""
-        instance, line = await self._seat(follow.wanted if follow is not None else lambda: version, len(seeds))
+        owing = Owing(len(seeds), expect, self._usual)
+        self._usual = owing.each
+        instance, line = await self._seat(
+            follow.wanted if follow is not None else lambda: version, len(seeds), owing.tokens
+        )
         if follow is not None:
             assert line.view.version is not None
             version = line.view.version
@@ -126,7 +136,7 @@ class Generating:
         try:
             heard = growing
             if growing is not None:
-                heard = Growing(growing.every, self._heard(line, growing, version, newer=follow is not None))
+                heard = Growing(growing.every, self._heard(line, owing, growing, version, newer=follow is not None))
             asked = line.client.generate_each(prompts, params, seeds=seeds, rid=rid, growing=heard)
             samples = await counted(self._asked(instance, line, asked), self._metrics, self._clock, self._pool)
             finished = True
@@ -141,16 +151,19 @@ class Generating:
             self._distrust(instance)
             raise
         finally:
-            line.in_flight -= len(seeds)
+            line.take(-len(seeds), -owing.tokens)
             self._changes.notify()
             if not finished:
                 self._abandon(line, rid, len(seeds))
 
-    def _heard(self, line: Line, growing: Growing, version: Version, *, newer: bool) -> Callable[[int, Sample], None]:
+    def _heard(
+        self, line: Line, owing: Owing, growing: Growing, version: Version, *, newer: bool
+    ) -> Callable[[int, Sample], None]:
         """Tells `growing` of samples that `version` makes. Whoever tells lives, whatever it tells."""
 
         def tell(place: int, sample: Sample) -> None:
             line.pulse = line.pulse.answers(self._clock.monotonic())
+            line.take(0, owing.hears(place, sample))
             if not _others((sample,), version, newer=newer):
                 growing.tell(place, sample)
 
@@ -181,8 +194,8 @@ class Generating:
         line.pulse = line.pulse.responds(self._clock.monotonic())
         return samples
 
-    async def _seat(self, wanted: Callable[[], Version], size: int) -> tuple[str, Line]:
-        """An engine that serves what is wanted, `size` samples added to what it has in flight, for the caller to take away."""
+    async def _seat(self, wanted: Callable[[], Version], size: int, owed: float) -> tuple[str, Line]:
+        """An engine that serves what is wanted; a request of `size` is counted there, for the caller to take away."""
         held: tuple[str, Line] | None = None
         try:
             while True:
@@ -190,23 +203,23 @@ class Generating:
                 known = self._lines.get(held[0]) if held is not None else None
                 if held is not None and known is not held[1]:
                     held = None  # it has gone, or another has its name
-                instance = route(self._loads(version), size, held[0] if held is not None else None)
+                instance = route(self._loads(version), owed, held[0] if held is not None else None)
                 if instance is not None and (held is None or instance != held[0]):
                     if held is not None:
-                        held[1].in_flight -= size
+                        held[1].take(-size, -owed)
                     held = instance, self._lines[instance]
-                    held[1].in_flight += size
+                    held[1].take(size, owed)
                 if held is not None and held[1].view.version == version:
                     return held
                 await self._changes.wait()
         except BaseException:
             if held is not None:
-                held[1].in_flight -= size
+                held[1].take(-size, -owed)
             raise
 
     def _loads(self, version: Version) -> list[Load]:
         return [
-            Load(instance, line.in_flight, line.view.version == version)
+            Load(instance, line.owed, line.view.version == version)
             for instance, line in self._lines.items()
             if version in (line.view.version, line.coming)
         ]

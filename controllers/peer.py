@@ -15,6 +15,7 @@ from controllers.collectives import Collectives
 from controllers.demonstrating import demonstration
 from controllers.engines import EngineBook
 from controllers.evaluating import EvaluationBook, Evaluator
+from controllers.expecting import Entry, Expecting
 from controllers.faults import FaultBook
 from controllers.holdings import Holdings
 from controllers.material import Material, sample_seed
@@ -68,6 +69,10 @@ class JobPeer:
         self.faults = faults
         self._early: set[asyncio.Task[None]] = set()
         """Responses that are judged before their groups are finished."""
+        rollout = material.spec.rollout
+        self._longest_first = rollout.order == "longest_first"
+        self._weighs_tokens = rollout.balance == "tokens"
+        self._expecting = Expecting(self._entry) if self._longest_first or self._weighs_tokens else None
 
     async def steps(self) -> AsyncIterator[Step]:
         """A step for each look at which the next batch is not sealed yet, or is on its way; none of an ended job.
@@ -156,9 +161,12 @@ class JobPeer:
         decode = self.material.stream.found(prompt.ref)[0].renderer.tokenizer.decode
         follow = self._following(prompt.ref) if self.material.spec.rollout.staleness else None
         ended = None if greedy else self._judging_early(prompt)
-        made = await self._engines.generate(version, prompts, params, seeds, rid, follow, decode, ended)
+        expect = self._expecting.of(prompt.ref) if self._expecting is not None and self._weighs_tokens else None
+        made = await self._engines.generate(version, prompts, params, seeds, rid, follow, decode, ended, expect)
         if any(sample.finish_reason == "abort" for sample in made):
             raise EngineError(f"the engine gave up on prompt {prompt.ref}", fix="It is issued again")
+        if self._expecting is not None and not greedy:
+            self._expecting.note(prompt.ref, [len(sample.token_ids) for sample in made])
         return made
 
     def _judging_early(self, prompt: Prompt) -> Callable[[int, Sample], None] | None:
@@ -246,4 +254,11 @@ class JobPeer:
         mine = set(view.mirror.assign.record.shards_of(view.me))
         due = [ref for ref in view.due if ref.shard in mine]
         ready = self._orders.ready(due, view.epochs, mine, self.holdings.refs())
-        return [ref for ref in ready if not self.holdings.knows(ref)]
+        fresh = [ref for ref in ready if not self.holdings.knows(ref)]
+        if self._expecting is None or not self._longest_first:
+            return fresh
+        return self._expecting.in_turn(fresh, view.mirror.head.record.version)
+
+    def _entry(self, ref: PromptRef) -> Entry:
+        opened, number = self.material.stream.found(ref)
+        return Entry(opened.name, number, self.material.sources[opened.name].params.max_new_tokens)

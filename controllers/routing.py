@@ -1,6 +1,7 @@
 """Which engine a request goes to. Pure.
 
-The least busy of those that serve the wanted weights or are being brought to them at this moment: when a step begins, one
+The one that owes least of those that serve the wanted weights or are being brought to them at this moment. What they owe is
+counted in responses, or in the tokens that are expected of them (`rollout.balance`). When a step begins, one
 engine is ready a little before the others, and would be given the whole step. A request that was given to an engine on its
 way waits for it there; as soon as one that serves is no busier, it goes there instead, so that an engine which does not
 come up holds nothing back.
@@ -24,28 +25,28 @@ class Following:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """An engine as a request of `version` sees it. `samples`: what it has to answer, with what waits for it."""
+    """An engine as a request of `version` sees it. `owed`: what it has to answer, with what waits for it."""
 
     instance: str
-    samples: int
+    owed: float
     serving: bool
     """Whether it serves the version; if not, it is on its way there."""
 
 
-def route(loads: Sequence[Load], size: int, held: str | None = None) -> str | None:
-    """Where a request of `size` samples goes; None while there is nobody.
+def route(loads: Sequence[Load], size: float, held: str | None = None) -> str | None:
+    """Where a request goes that is as much as `size`; None while there is nobody.
 
-    `held`: where it waits already, its samples counted there.
+    `held`: where it waits already, counted there.
     """
     by_name = {load.instance: load for load in loads}
     own = by_name.get(held) if held is not None else None
     if own is not None:
         if own.serving:
             return own.instance
-        others = [load for load in loads if load.serving and load.samples + size <= own.samples]
+        others = [load for load in loads if load.serving and load.owed + size <= own.owed]
         return min(others, key=_busy).instance if others else own.instance
     return min(loads, key=_busy).instance if loads else None
 
 
-def _busy(load: Load) -> tuple[int, bool, str]:
-    return (load.samples, not load.serving, load.instance)
+def _busy(load: Load) -> tuple[float, bool, str]:
+    return (load.owed, not load.serving, load.instance)

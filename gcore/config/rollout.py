@@ -62,6 +62,21 @@ class RolloutSpec(Section):
         "From 1 on what a step leaves over is carried into the next ones, and needs `correction` or train.old_logprobs: "
         "engine",
     )
+    over_provision: Annotated[float, Field(ge=1)] | None = Field(
+        None,
+        description="How many times a step's groups may be offered or in flight at once: the step is closed when as many as it "
+        "takes are finished, and the rest goes on into the next ones. 1: off; null: staleness + 1, which is the most",
+    )
+    order: Literal["stream", "longest_first"] = Field(
+        "stream",
+        description="Which of the prompts that are due a controller begins first: as they come in the stream, or those whose "
+        "responses are expected to be the longest. It changes when a prompt is begun, not what is trained",
+    )
+    balance: Literal["samples", "tokens"] = Field(
+        "samples",
+        description="What engines are weighed by when a group goes to the one that owes least: by the responses that they owe, "
+        "or by the tokens that these are expected to have still to come",
+    )
     timeout_s: Annotated[float, Field(ge=0.1)] = Field(
         120.0, description="Longest wait for one group before it goes to another engine"
     )
@@ -92,6 +107,8 @@ class RolloutSpec(Section):
             raise ValueError(
                 f"overlong_tokens ({self.overlong_tokens}) is above max_new_tokens ({self.max_new_tokens})"
             )
+        if self.over_provision is not None and self.over_provision > self.staleness + 1:
+            raise ValueError(_too_many(self.over_provision, self.staleness))
         if self.watchdog_s < self.silent_s:
             raise ValueError(f"watchdog_s ({self.watchdog_s:g}) is below silent_s ({self.silent_s:g})")
         if self.engine == "sglang" and self.deterministic:
@@ -99,3 +116,16 @@ class RolloutSpec(Section):
         if self.engine == "torch" and self.engine_args:
             raise ValueError("engine_args are SGLang's; set engine: sglang")
         return self
+
+
+def _too_many(over_provision: float, staleness: int) -> str:
+    """Why more groups than `staleness` + 1 quotas must not be begun at once."""
+    if staleness:
+        return (
+            f"over_provision ({over_provision:g}) is above staleness + 1 ({staleness + 1}): what is begun beyond that would be "
+            "too old before its turn"
+        )
+    return (
+        f"over_provision is {over_provision:g} at staleness 0, where what a step leaves over cannot be kept, and a step that took "
+        "what is finished first would train on short answers; set staleness: 1 or more"
+    )

@@ -16,12 +16,16 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_right
 from collections.abc import Collection, Iterable
 
 from gcore.ledger.records import Head, Seal, SealedGroup
 from gcore.ledger.rules import StreamRules, issue_ratio, last_position
 from gcore.ledger.stream import Choice, Found, NotYet, Offered, concluded, in_order, sealed_refs
 from gcore.types import PromptRef, Version
+
+SURE = 3.0
+"""Standard deviations."""
 
 
 def steps_left(rules: StreamRules, head: Head, version: Version) -> int:
@@ -40,18 +44,20 @@ def due(
     """The refs that may be issued now, oldest first.
 
     Counts what is offered or in flight anywhere in the cluster against k + 1 quotas, or as many as there are steps left;
-    in flight is as much more as the sizing says. What a dead holder had comes first, for it stands first in the order.
+    in flight is as much more as the sizing says, less what chance could keep of it beyond that. Where fewer than k + 1 are wanted (`over_provision`) a step has less to
+    choose from, and trains what is younger. What a dead holder had comes first, for it stands first in the order.
     """
-    quotas = rules.staleness + 1
+    quotas = rules.quotas
     if rules.steps is not None:
         quotas = max(min(quotas, rules.steps - head.step), 0)
+    standing = math.ceil(rules.quota * quotas)
     there = len(_standing(rules, head, seals, offered.groups))
-    wanted = math.ceil(max(rules.quota * quotas - there, 0) * issue_ratio(rules, head))
+    wanted = _as_many_as(max(standing - there, 0), issue_ratio(rules, head))
     going_on = len(_standing(rules, head, seals, offered.in_flight))
     room = wanted - going_on
     if rules.limit is not None:  # what the step may still use up, and what later steps have of it already
         used = head.tally.since_step.ended + len(_standing(rules, head, seals, offered.outcomes)) + there + going_on
-        room = min(room, rules.limit + rules.quota * (quotas - 1) - used)
+        room = min(room, rules.limit + standing - rules.quota - used)
     unknown = (
         ref
         for ref in (in_order(rules, head, seals) if order is None else order)
@@ -86,6 +92,21 @@ def choose(
     return concluded(rules, head, Found(tuple(groups[: rules.quota]), outcomes, missing, limited))
 
 
+def most_kept(count: int, ratio: float) -> int:
+    """Of so many prompts in flight, of which one in `ratio` is kept, so many are kept at most: but for once in a thousand times.
+
+    What is kept beyond what the steps to come can take becomes too old, and it would be what took longest. So it must be rare:
+    the mean alone is exceeded every other time.
+    """
+    share = 1.0 / ratio
+    return min(count, math.ceil(count * share + SURE * math.sqrt(count * share * (1.0 - share))))
+
+
+def _as_many_as(room: int, ratio: float) -> int:
+    """The most that may be in flight while only `room` more groups can be taken."""
+    return bisect_right(range(math.ceil(room * ratio) + 1), room, key=lambda count: most_kept(count, ratio)) - 1
+
+
 def awaited(rules: StreamRules, head: Head, seals: Collection[Seal], offered: Offered) -> tuple[PromptRef, ...]:
     """The refs in flight that the next seal waits for, oldest first: without them some would become too old.
 
@@ -103,7 +124,7 @@ def awaited(rules: StreamRules, head: Head, seals: Collection[Seal], offered: Of
     for j in range(rules.staleness + 1):
         finished = sum(left <= j for left in groups)
         unfinished = [ref for ref, left in flying.items() if left <= j]
-        kept = finished + math.ceil(len(unfinished) / ratio)
+        kept = finished + most_kept(len(unfinished), ratio)
         if unfinished and (j == 0 or min(finished, rules.quota) < min(kept - j * rules.quota, rules.quota)):
             return tuple(sorted(unfinished, key=flying.__getitem__))
     return ()

@@ -44,6 +44,13 @@ class StreamRules:
     limit: int | None = None
     """Prompts that one step may use up."""
     on_limit: OnLimit = "train_smaller"
+    over_provision: float | None = None
+    """Quotas that may be offered or in flight at once, at some staleness; None: as many as the staleness allows."""
+
+    @property
+    def quotas(self) -> float:
+        """How many quotas may be offered or in flight at once."""
+        return self.staleness + 1 if self.over_provision is None else min(self.over_provision, self.staleness + 1)
 
 
 def rules_of(job: JobRecord) -> StreamRules:
@@ -62,6 +69,7 @@ def rules_of(job: JobRecord) -> StreamRules:
         issue_cap=max(1.0, min(flow.issue_cap, MOST_BYTES / offer_bytes(spec))),
         limit=flow.prompt_limit,
         on_limit=flow.on_limit,
+        over_provision=spec.rollout.over_provision,
     )
 
 

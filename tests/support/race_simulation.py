@@ -1,8 +1,10 @@
 """Long and short answers racing for places in steps: virtual time, several controllers, the ledger's own rules.
 
 A response takes as long as it is; lengths have a long tail. Between a seal and its commit the trainer works, and at
-staleness 0 nothing goes on meanwhile. Controllers may be killed, and with them goes what they hold. Nothing here has a
-rule of its own about what is due, sealed, awaited or too old; only `take_first` does, which is what not to do.
+staleness 0 nothing goes on meanwhile. Controllers may be killed, and with them goes what they hold. With `seats` each has so
+many in flight at most, and with `longest_first` it begins those first that it expects to be the longest, which it knows
+about as well as real ones do. Nothing here has a rule of its own about what is due, sealed, awaited or too old; only
+`take_first` does, which is what not to do.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from controllers.assignment import assign_shards
+from controllers.expecting import Turn, longest_first
 from gcore.ledger import carried, chain, stream
 from gcore.ledger.ancestry import is_acceptable
 from gcore.ledger.chain import Writer
@@ -56,6 +59,7 @@ class Racer:
     outcomes: dict[PromptRef, EndedRef] = field(default_factory=dict)
     flights: dict[PromptRef, Flight] = field(default_factory=dict)
     given_up: dict[PromptRef, int] = field(default_factory=dict)
+    turns: dict[PromptRef, Turn] = field(default_factory=dict)
 
 
 class Race:
@@ -72,11 +76,15 @@ class Race:
         hanging: float = 0.0,
         limit: float = 6000.0,
         max_reissues: int = 2,
+        seats: int | None = None,
+        longest_first: bool = False,
     ) -> None:
         self.rules = rules
+        self.seats, self.longest_first = seats, longest_first
         self.take_first = take_first
         self.filtered, self.hanging, self.limit, self.max_reissues = filtered, hanging, limit, max_reissues
         self.kill_every = kill_every
+        self.seed = seed
         self.chance = random.Random(seed)
         self.now = 0.0
         self.head: Head = chain.base(len(rules.shape.lengths), "w", WRITER).head
@@ -85,6 +93,10 @@ class Race:
         self.racers: list[Racer] = []
         self.issued: list[int] = []
         self.trained: list[int] = []
+        self.lengths: dict[PromptRef, list[int]] = {}
+        """Of each prompt, every time that it was issued."""
+        self.passed_over = 0
+        """Finished groups that were begun for earlier steps than one that a seal took in their place."""
         self.ended: dict[PromptRef, EndedRef] = {}
         self.first_issued: dict[PromptRef, int] = {}
         self.losses: dict[PromptRef, int] = {}
@@ -181,6 +193,7 @@ class Race:
                 continue
             if isinstance(chosen, SealNow) and chosen.groups:
                 assert stream.refuse_seal(self.rules, self.head, (), chosen) is None
+                self._look_for_passed_over(chosen, offered)
                 sealed = chain.sealed(None, self.head, chosen, world_size=1, mini_batches=1, sealer="a")
                 self.seal = chain.readied(sealed)
                 self._at(self.now + TRAIN_TIME, "commit", "", None)
@@ -251,12 +264,31 @@ class Race:
         due = self._due(offered)
         for racer in self.racers:
             mine = set(self.assign.shards_of(racer.name))
-            for ref in due:
-                if ref.shard in mine and not (ref in racer.flights or ref in racer.groups or ref in racer.outcomes):
-                    self._begin(racer, ref)
+            known = {*racer.flights, *racer.groups, *racer.outcomes}
+            fresh = [ref for ref in due if ref.shard in mine and ref not in known]
+            if self.longest_first:
+                racer.turns = {r: racer.turns.get(r) or Turn(self.head.version, self._guess(r)) for r in fresh}
+                fresh = longest_first(fresh, racer.turns)
+            for ref in fresh if self.seats is None else fresh[: max(self.seats - len(racer.flights), 0)]:
+                self._begin(racer, ref)
+
+    def _next_length(self, ref: PromptRef) -> int:
+        """Of the next response to `ref`: so that it can be guessed at, it depends on nothing but the ref."""
+        return long_tailed(random.Random(f"{self.seed} {ref} {len(self.lengths.get(ref, ()))}"))
+
+    def _guess(self, ref: PromptRef) -> float:
+        """Right within a factor of two, mostly."""
+        return self._next_length(ref) * random.Random(f"guess {ref}").lognormvariate(0.0, 0.7)
+
+    def _look_for_passed_over(self, chosen: SealNow, offered: Offered) -> None:
+        taken = {group.ref for group in chosen.groups}
+        newest = max(group.versions[0].step for group in chosen.groups)
+        left = (group for ref, group in offered.groups.items() if ref not in taken)
+        self.passed_over += sum(group.versions[0].step < newest for group in left)
 
     def _begin(self, racer: Racer, ref: PromptRef) -> None:
-        length = long_tailed(self.chance)
+        length = self._next_length(ref) if self.longest_first else long_tailed(self.chance)
+        self.lengths.setdefault(ref, []).append(length)
         number = next(self._numbers)
         version = self.head.version
         racer.flights[ref] = Flight(ref, version, length, number, InFlightRef(ref=ref, version=version))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gcore.ledger import chain
-from gcore.ledger.carried import awaited, choose, due, staleness_stats, steps_left
+from gcore.ledger.carried import awaited, choose, due, most_kept, staleness_stats, steps_left
 from gcore.ledger.chain import Writer
 from gcore.ledger.records import EndedRef, Head, InFlightRef, Offer, OfferedGroup
 from gcore.ledger.rules import StreamRules
@@ -179,3 +182,38 @@ def test_whatever_is_sealed_is_fresh_enough_and_taken_once_and_nothing_gets_stuc
         head = advance.head
         groups = {ref: one for ref, one in groups.items() if ref not in gone}
         outcomes = {ref: one for ref, one in outcomes.items() if ref not in gone}
+
+
+def test_fewer_than_k_and_one_quotas_may_be_wanted_in_flight() -> None:
+    head = at(1)
+    for over_provision, issued in ((1.0, 4), (1.5, 6), (1.6, 7), (2.0, 8), (None, 8)):
+        r = replace(rules(), over_provision=over_provision)
+        assert len(due(r, head, (), Offered({}, {}))) == issued
+    half = replace(rules(), over_provision=1.5)
+    first = refs(half, head, 8)
+    held = offer(group(first[0], 1), flying=dict.fromkeys(first[1:4], 1))
+    assert due(half, head, (), Offered.collect(half, head, [held])) == tuple(first[4:6])
+
+
+@given(st.integers(0, 500), st.floats(1.0, 16.0))
+def test_where_prompts_are_filtered_chance_may_keep_more_than_the_mean_and_never_more_than_all(
+    count: int, ratio: float
+) -> None:
+    assert count / ratio - 1e-9 <= most_kept(count, ratio) <= count
+    assert most_kept(count, ratio) <= most_kept(count + 1, ratio)
+    assert most_kept(count, 1.0) == count
+
+
+@given(st.integers(1, 40), st.integers(1, 3), st.floats(1.0, 8.0))
+def test_of_what_is_issued_no_more_is_kept_than_the_steps_to_come_can_take(
+    quota: int, staleness: int, took: float
+) -> None:
+    r = replace(rules(staleness, prompts=4000, shards=8, window=400, quota=quota), issue_cap=8.0)
+    head = at(1, shards=8)
+    tally = head.tally.model_copy(update={"issue_ratio": took})
+    head = head.model_copy(update={"tally": tally})
+    issued = len(due(r, head, (), Offered({}, {})))
+    room = quota * (staleness + 1)
+    assert room <= issued <= math.ceil(room * took)
+    assert most_kept(issued, took) <= room
+    assert issued == math.ceil(room * took) or most_kept(issued + 1, took) > room

@@ -14,6 +14,8 @@ from pydantic.fields import FieldInfo
 from gcore.config import JobSpec, parse_spec
 from gcore.config.spec import Section
 from gcore.errors import SpecError
+from gcore.ledger.job import JobRecord
+from gcore.ledger.rules import rules_of
 
 
 def fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
@@ -114,10 +116,14 @@ TREE = {
         ("eval", {"path": "e.jsonl", "show": 51}, "less than or equal to 50"),
         ("storage", {"root": "/shared", "copies": 2}, "leave one out"),
         ("storage", {"copies": 1}, "greater than or equal to 2"),
+        ("rollout", {"over_provision": 1.5}, "would train on short answers; set staleness: 1 or more"),
+        ("rollout", {"over_provision": 2.5, "staleness": 1, "correction": "tis"}, "too old before its turn"),
+        ("rollout", {"over_provision": 0.5}, "greater than or equal to 1"),
     ],
     ids=[
         *("shorter than the shortest", "options of no curriculum", "too many answers shown"),
         *("a shared folder and copies", "one copy"),
+        *("on-policy, more at once", "more than is ever trained", "less than a step"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(section: str, more: dict[str, object], said: str) -> None:
@@ -131,3 +137,12 @@ def test_a_tracker_is_refused_where_nodes_share_no_folder() -> None:
     parse_spec(tree)
     with pytest.raises(SpecError, match="stands on one node only"):
         parse_spec(tree | {"storage": {"copies": 2}})
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 4])
+def test_as_much_may_be_begun_at_once_as_staleness_has_room_for(staleness: int) -> None:
+    rollout = {"max_new_tokens": 8, "staleness": staleness, "correction": "tis"}
+    for over_provision in (None, 1.0, staleness + 1.0):
+        spec = parse_spec({**TREE, "rollout": {**rollout, "over_provision": over_provision}})
+        job = JobRecord.model_construct(spec=spec.model_dump(mode="json"), prompts=64)
+        assert rules_of(job).quotas == (staleness + 1 if over_provision is None else over_provision)

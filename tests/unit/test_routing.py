@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from controllers.routing import Load, route
 
 loads = st.lists(
-    st.builds(Load, instance=st.sampled_from("abcdef"), samples=st.integers(0, 64), serving=st.booleans()),
+    st.builds(Load, instance=st.sampled_from("abcdef"), owed=st.integers(0, 64), serving=st.booleans()),
     unique_by=lambda load: load.instance,
 )
 sizes = st.integers(1, 16)
@@ -24,7 +24,7 @@ def test_of_two_that_are_equally_busy_the_one_that_serves_is_taken() -> None:
 def test_a_new_request_goes_to_the_least_busy_whether_it_serves_or_is_on_its_way(found: list[Load], size: int) -> None:
     chosen = route(found, size)
     assert (chosen is None) == (not found)
-    assert all(load.samples >= next(c for c in found if c.instance == chosen).samples for load in found)
+    assert all(load.owed >= next(c for c in found if c.instance == chosen).owed for load in found)
 
 
 @given(st.integers(1, 40), st.integers(2, 5), sizes)
@@ -45,7 +45,7 @@ def test_a_request_moves_only_to_one_that_serves_and_is_then_no_busier(found: li
         return
     assert not own.serving
     assert chosen.serving
-    assert chosen.samples + size <= own.samples
+    assert chosen.owed + size <= own.owed
 
 
 @given(st.integers(1, 12), sizes)

@@ -1,0 +1,42 @@
+"""What an engine still owes of one request: responses, or the tokens that are expected of them. For routing only.
+
+Where nothing is expected a response counts as one of the request before, so that requests of both kinds can be added up; where
+nobody expects anything all count 1. As responses grow, and the first of them are finished, less is owed, and more is known of
+the others. Of an engine that tells nothing on the way, all is owed until it answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from gcore.types import Sample
+
+Expect = Callable[[Sequence[int], Sequence[int]], float]
+"""Tokens still to come of a prompt's responses: of the lengths of those that are finished, and the tokens that the others have."""
+
+
+class Owing:
+    """Of one request of `count` responses. Mutable."""
+
+    def __init__(self, count: int, expect: Expect | None, usual: float) -> None:
+        self._expect = expect
+        self._growing = dict.fromkeys(range(count), 0)
+        self._finished: list[int] = []
+        self.tokens = self._now() if expect is not None else usual * count
+        """Or responses, where each counts 1."""
+        self.each = self.tokens / count if count and self.tokens > 0 else usual
+        """What one of them counted at first."""
+
+    def hears(self, place: int, sample: Sample) -> float:
+        """The engine tells of one of them. By how much what is owed changes."""
+        if self._expect is None or place not in self._growing:
+            return 0.0
+        self._growing[place] = len(sample.token_ids)
+        if sample.finish_reason != "abort":
+            self._finished.append(self._growing.pop(place))
+        before, self.tokens = self.tokens, self._now()
+        return self.tokens - before
+
+    def _now(self) -> float:
+        assert self._expect is not None
+        return self._expect(self._finished, tuple(self._growing.values()))

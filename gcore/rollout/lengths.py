@@ -1,0 +1,143 @@
+"""How long a response is expected to become: from the other responses to its prompt, the tokens that it has, and how long
+its source's responses have been lately. Pure.
+
+Lengths are looked at as logarithms, for their spread grows with their size. What a response has in common with the others of its
+prompt is the source's `likeness`, the correlation within a prompt, estimated from the source's recent groups (and held to a
+usual one while those are few). So the lengths to be expected are the source's own recent ones, moved towards those of the
+prompt's responses, the further the more of these there are and the more alike they are, and drawn together, for less is unknown
+then. Nothing is assumed of their form. A response that has n tokens will have more: of these lengths those below n are left
+out. The expectation is the mean of what remains.
+
+A prompt's responses are remembered as their distance from the source's mean at that time, not as tokens, so that they stay of
+use while lengths grow over a run.
+
+Finished siblings are the shorter ones as long as others are not finished. What that hides is small beside the spread, and is not
+corrected. Knows no prompts, and remembers nothing (`controllers.expecting` does).
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+USUAL_LIKENESS, USUAL_COUNTS = 0.4, 8.0
+"""The correlation within a prompt of a source of which nothing is known, and as how many groups that counts."""
+MOST_LIKENESS = 0.95
+"""However alike a few groups were."""
+MOST_LOGS = 64
+"""Lengths that stand for a source's recent ones: an expectation looks at each, and there are many expectations."""
+BEYOND = 1.3
+"""By how much longer than it is a response is expected to become that is longer than all that were known."""
+
+
+@dataclass(frozen=True)
+class SourceLengths:
+    """A source's recent lengths. `logs`: their logarithms, in order; of many, evenly chosen ones."""
+
+    logs: tuple[float, ...]
+    likeness: float = USUAL_LIKENESS
+
+    @classmethod
+    def of(cls, groups: Iterable[Sequence[int]]) -> SourceLengths:
+        """Of groups of responses, each to one prompt, in tokens."""
+        grouped = [[_log(length) for length in group] for group in groups if group]
+        return cls(_thinned(sorted(log for group in grouped for log in group)), _likeness(grouped))
+
+    @cached_property
+    def mean(self) -> float:
+        """Of the logarithms."""
+        return math.fsum(self.logs) / len(self.logs) if self.logs else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Siblings:
+    """Responses to one prompt: how many, and by how much the mean of their logarithms was above their source's."""
+
+    count: int = 0
+    above: float = 0.0
+
+    @classmethod
+    def of(cls, source: SourceLengths, lengths: Sequence[int]) -> Siblings:
+        """These, beside what is known of their source now."""
+        if not lengths or not source.logs:
+            return NONE
+        return cls(len(lengths), math.fsum(map(_log, lengths)) / len(lengths) - source.mean)
+
+    def joined(self, others: Siblings) -> Siblings:
+        """Both."""
+        count = self.count + others.count
+        if not count:
+            return NONE
+        return Siblings(count, (self.count * self.above + others.count * others.above) / count)
+
+
+NONE = Siblings()
+
+
+def expected(source: SourceLengths, siblings: Siblings, so_far: int, longest: int) -> float:
+    """Tokens that a response which has `so_far` is expected to end with: never fewer than those, nor more than `longest`."""
+    if not source.logs:
+        return float(longest)
+    weight = _weight(siblings.count, source.likeness)
+    middle = source.mean + weight * siblings.above
+    narrow = math.sqrt(1.0 - source.likeness * weight)
+    # Where the lengths that are above `so_far` begin among the source's, before these are moved and drawn together.
+    first = 0
+    if so_far > 0:
+        first = bisect_right(source.logs, source.mean + (math.log(so_far) - middle) / narrow)
+    top = math.log(longest)
+    rest = [math.exp(min(middle + narrow * (log - source.mean), top)) for log in source.logs[first:]]
+    total = math.fsum(rest) / len(rest) if rest else so_far * BEYOND
+    return min(max(total, float(so_far)), float(max(longest, so_far)))
+
+
+def left(
+    source: SourceLengths, siblings: Siblings, finished: Sequence[int], growing: Sequence[int], longest: int
+) -> float:
+    """Tokens still to come of a prompt's responses: of `growing`, which have so many, beside those that are `finished`.
+
+    `siblings`: what was known of the prompt before.
+    """
+    known = siblings.joined(Siblings.of(source, finished))
+    each = {so_far: expected(source, known, so_far, longest) - so_far for so_far in set(growing)}
+    return math.fsum(each[so_far] for so_far in growing)
+
+
+def _log(length: int) -> float:
+    return math.log(max(length, 1))
+
+
+def _thinned(logs: Sequence[float]) -> tuple[float, ...]:
+    """As many as are looked at, from the middle of as many equal parts."""
+    if len(logs) <= MOST_LOGS:
+        return tuple(logs)
+    return tuple(logs[(2 * part + 1) * len(logs) // (2 * MOST_LOGS)] for part in range(MOST_LOGS))
+
+
+def _weight(count: int, likeness: float) -> float:
+    """How far the mean of `count` responses tells where their prompt's lengths lie, 0 to 1."""
+    return count * likeness / (1.0 + (count - 1) * likeness) if count else 0.0
+
+
+def _likeness(groups: Sequence[Sequence[float]]) -> float:
+    """The correlation within groups, by the analysis of variance; drawn to the usual one while there are few groups."""
+    total = sum(map(len, groups))
+    degrees = total - len(groups)
+    if len(groups) < 2 or not degrees:
+        return USUAL_LIKENESS
+    means = [math.fsum(group) / len(group) for group in groups]
+    mean = math.fsum(map(math.fsum, groups)) / total
+    between = math.fsum(len(group) * (own - mean) ** 2 for group, own in zip(groups, means, strict=True)) / (
+        len(groups) - 1
+    )
+    pairs = zip(groups, means, strict=True)
+    within = math.fsum((log - own) ** 2 for group, own in pairs for log in group) / degrees
+    size = (total - sum(len(group) ** 2 for group in groups) / total) / (len(groups) - 1)
+    spread = between + (size - 1.0) * within
+    if spread <= 0.0:
+        return USUAL_LIKENESS
+    found = min(max((between - within) / spread, 0.0), MOST_LIKENESS)
+    return (found * len(groups) + USUAL_LIKENESS * USUAL_COUNTS) / (len(groups) + USUAL_COUNTS)
