@@ -32,17 +32,15 @@ def wants_sglang(spec: JobSpec) -> tuple[str, ...]:
 
 def check_served(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
     """Whether every node knows judges, and has slots that can serve them. Raises SpecError."""
-    served = [judge.name for judge in spec.judges if judge.model is not None]
-    if not served:
-        return
-    if spoken() < JUDGES_CAME:
+    if spec.judges and spoken() < JUDGES_CAME:
         raise SpecError(
-            f"judge {served[0]!r} needs nodes of this version, and some are older",
+            f"judge {spec.judges[0].name!r} needs nodes of this version, and some are older",
             where="judges",
             fix="Submit it when all nodes are upgraded",
         )
+    served = [judge.name for judge in spec.judges if judge.model is not None]
     emulated = sorted(node.name for node in nodes if any(map(is_emulated, node.slots)))
-    if emulated:
+    if served and emulated:
         raise SpecError(
             f"judge {served[0]!r} cannot be served on the emulated slots of {', '.join(emulated)}, which compute nothing",
             where="judges",
