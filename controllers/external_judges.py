@@ -55,6 +55,8 @@ class ExternalJudges:
         self._environ = environ
         self.spending = Spending(self._judges, store, keys, node, me, clock, mirror, nodes, counts.paid)
         self._asks: dict[str, ExternalAsk] = {}
+        self._told: set[str] = set()
+        """Judges of which it was told here that all is spent."""
 
     def asker(self, number: int, judge: JudgeSpec) -> ExternalAsk:
         """What puts questions to judge `number`. Raises DataError without its key."""
@@ -91,9 +93,10 @@ class ExternalJudges:
     def _tell_spent(self, judge: JudgeSpec) -> None:
         assert judge.external is not None
         mirror, topic = self._mirror(), f"judge-cost-{judge.name}"
-        if topic in mirror.troubles or self._me != min(mirror.members, default=None):
+        if judge.name in self._told or topic in mirror.troubles or self._me != min(mirror.members, default=None):
             return
         if self.spending.overdrawn(judge.name):
+            self._told.add(judge.name)
             most = f"{judge.external.most_cost:g}"
             self._tell(
                 topic, f"judge {judge.name!r} has spent the {most} that the job may spend on it, and the job waits"

@@ -16,6 +16,7 @@ from controllers.spending import WRITE_S, Spending
 from gcore.config import parse_spec
 from gcore.errors import DataError
 from gcore.ledger.guarded import Stored
+from gcore.ledger.job import Trouble
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records import Member
 from gcore.ledger.spending import SPARE_NODES, JudgeUse, NodeSpent
@@ -270,9 +271,14 @@ async def test_that_all_is_spent_is_told_once_by_one_of_the_members(house: House
     house.mirror = JobMirror(KEYS)
     await house.look()
     join(house, "a.1", "b.1")
-    await house.clock.advance(2)
-    assert a.told[0] == ("judge-cost-x", "judge 'x' has spent the 10 that the job may spend on it, and the job waits")
+    await house.clock.advance(20)
+    assert a.told == [("judge-cost-x", "judge 'x' has spent the 10 that the job may spend on it, and the job waits")]
     assert b.told == []
+    after = Office(house)
+    trouble = Trouble(topic="judge-cost-x", node="a", sentence=a.told[0][1])
+    house.mirror = replace(house.mirror, troubles={trouble.topic: Stored(trouble, 1)})
+    await house.clock.advance(20)
+    assert after.told == [], "nor by the next life of whoever told it"
     assert b.metrics.registry.get_sample_value("gcore_judge_cost_total", {"judge": "x"}) == 11
 
 
