@@ -23,18 +23,19 @@ ROOT = Path(__file__).parents[1]
 SPEC = ROOT / "examples" / "arithmetic" / "grpo.yaml"
 
 
-def one_run() -> dict[str, object]:
-    """One `gcore run` in a home of its own, with its summary."""
+def one_run(spec: Path = SPEC, *more: str) -> dict[str, object]:
+    """One `gcore run` of two controllers on two cores in a home of its own, with what its summary says."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable,
             "-m",
             "controllers.cli.main",
             "run",
-            str(SPEC),
+            str(spec),
             "--home",
             f"{folder}/home",
             "--plain",
+            *more,
         ]
         began = monotonic()
         subprocess.run(
@@ -50,6 +51,8 @@ def one_run() -> dict[str, object]:
         "tokens_per_second",
         "groups_by_controller",
         "audit",
+        "job_seconds",
+        "sources",
     )
     return {"seconds": round(seconds, 1)} | {key: found[key] for key in kept}
 

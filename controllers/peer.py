@@ -96,9 +96,9 @@ class JobPeer:
         await end_all(self._early)
 
     async def prompts(self, step: Step) -> AsyncIterator[Prompt]:
-        """Due refs of my shards that nobody has offered and I have not begun, oldest first."""
+        """Due refs of my shards that nobody has offered and I have not begun, oldest first; until the step takes no more."""
         assert isinstance(step, JobStep)
-        while step.is_open():
+        while step.takes_prompts():
             seen, began = self.changes.count, self.clock.monotonic()
             room = max(self.material.spec.rollout.concurrency - len(self.holdings.in_flight), 0)
             due = [] if self.material.is_held_back else self._due()[:room]
@@ -115,13 +115,13 @@ class JobPeer:
                 # Lets what was started begin, and the driver keep up, while there is more to hand out.
                 await self.clock.sleep(0)
                 step.raise_defect()
-                if not step.is_open():
+                if not step.takes_prompts():
                     return
                 if self.look().leaving:
                     break
             step.put_back()
             # What changed while prompts were handed out was not looked at yet.
-            if step.is_open() and self.changes.count == seen:
+            if step.takes_prompts() and self.changes.count == seen:
                 await self.changes.wait()
                 if rest > 0:
                     await self.clock.sleep(rest)

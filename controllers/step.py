@@ -119,6 +119,10 @@ class JobStep:
         seal = self._peer.look().seal
         return self.is_current() and (seal is None or seal.state is SealState.OPEN)
 
+    def takes_prompts(self) -> bool:
+        """Whether prompts may be begun: for its own batch, and for later ones where some staleness is allowed, until it is committed."""
+        return self.is_open() or (self.is_current() and self._peer.material.spec.rollout.staleness > 0)
+
     def _ended(self) -> bool:
         status = self._peer.look().mirror.status
         return status is not None and status.record.phase.ended
@@ -190,7 +194,11 @@ class JobStep:
 
     @asynccontextmanager
     async def collect(self) -> AsyncIterator[JobBatch]:
-        """Leaves when the batch is sealed; what is in flight then is given up, or goes on where some staleness is allowed."""
+        """Leaves when the batch is sealed, and gives up what is in flight then.
+
+        Where some staleness is allowed it leaves when the step is committed, or is not to come, for until then prompts of later
+        steps are begun; what is in flight goes on.
+        """
         batch = JobBatch(self._peer, self)
         try:
             yield batch

@@ -5,7 +5,8 @@ issued for later ones, and (position, shard) among equals. What it leaves is not
 offered, responses in flight go on over the change of weights, and both come before anything that is issued later.
 
 Taking what finishes first leans towards short answers only if the long ones never come. So that they come, nothing new
-is issued while k + 1 quotas are offered or in flight: what is issued now then has its turn before it is too old. And a
+is issued while k + 1 quotas are offered or in flight, or k beside a batch that is being trained: what is issued now then has its turn
+before it is too old. So generation goes on while the trainer works. And a
 seal waits for what would be too old after it; of what must be trained within j more steps, j quotas can wait, the rest
 is taken now. The wait is bounded by whoever holds the prompt (`controllers.carrying.expiring`).
 
@@ -19,7 +20,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Collection, Iterable
 
-from gcore.ledger.records import Head, Seal, SealedGroup
+from gcore.ledger.records import Head, Seal, SealedGroup, SealState
 from gcore.ledger.rules import StreamRules, issue_ratio, last_position
 from gcore.ledger.stream import Choice, Found, NotYet, Offered, concluded, in_order, sealed_refs
 from gcore.types import PromptRef, Version
@@ -43,13 +44,16 @@ def due(
 ) -> tuple[PromptRef, ...]:
     """The refs that may be issued now, oldest first.
 
-    Counts what is offered or in flight anywhere in the cluster against k + 1 quotas, or as many as there are steps left;
+    Counts what is offered or in flight anywhere in the cluster against k + 1 quotas, or as many as there are steps left; against k
+    while the next step's batch is closed, for it takes nothing more (AReaL's capacity, of which that batch is a part);
     in flight is as much more as the sizing says, less what chance could keep of it beyond that. Where fewer than k + 1 are wanted (`over_provision`) a step has less to
     choose from, and trains what is younger. What a dead holder had comes first, for it stands first in the order.
     """
-    quotas = rules.quotas
+    quotas, under_way = rules.quotas, _next_is_closed(head, seals)
+    if under_way:  # what is issued now is too late for it, and has its turn in the k steps after it
+        quotas = min(quotas, rules.staleness)
     if rules.steps is not None:
-        quotas = max(min(quotas, rules.steps - head.step), 0)
+        quotas = max(min(quotas, rules.steps - head.step - under_way), 0)
     standing = math.ceil(rules.quota * quotas)
     there = len(_standing(rules, head, seals, offered.groups))
     wanted = _as_many_as(max(standing - there, 0), issue_ratio(rules, head))
@@ -64,6 +68,11 @@ def due(
         if ref not in offered.groups and ref not in offered.in_flight and ref not in offered.outcomes
     )
     return tuple(itertools.islice(unknown, max(room, 0)))
+
+
+def _next_is_closed(head: Head, seals: Collection[Seal]) -> bool:
+    """Whether the batch of the step after head's has been sealed, and is on its way to be committed."""
+    return any(seal.step == head.step + 1 and seal.state is not SealState.OPEN for seal in seals)
 
 
 def choose(

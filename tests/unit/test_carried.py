@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gcore.ledger import chain
 from gcore.ledger.carried import awaited, choose, due, most_kept, staleness_stats, steps_left
 from gcore.ledger.chain import Writer
-from gcore.ledger.records import EndedRef, Head, InFlightRef, Offer, OfferedGroup
+from gcore.ledger.records import EndedRef, Head, InFlightRef, Offer, OfferedGroup, Seal, SealState
 from gcore.ledger.rules import StreamRules
 from gcore.ledger.stream import AccountNow, NotYet, Offered, SealNow, in_order, refuse_seal
 from gcore.prompts.cursor import shard_lengths
@@ -100,6 +100,24 @@ def test_nothing_new_is_issued_while_k_and_one_quotas_are_offered_or_in_flight()
     assert due(r, head, (), Offered.collect(r, head, [full])) == ()
 
 
+def test_beside_a_batch_that_is_being_trained_k_quotas_are_issued() -> None:
+    r, head = rules(2), at(0)
+    first = refs(r, head, 20)
+    ready = chain.readied(sealed_of(r, head, first[:4]))
+    assert due(r, head, (ready,), Offered({}, {})) == tuple(first[4:12])
+    held = offer(*(group(ref, 0) for ref in first[4:7]), flying=dict.fromkeys(first[7:10], 0))
+    assert due(r, head, (ready,), Offered.collect(r, head, [held])) == tuple(first[10:12])
+    reopened = ready.model_copy(update={"state": SealState.OPEN, "groups": ()})
+    assert len(due(r, head, (reopened,), Offered({}, {}))) == 12
+
+
+def sealed_of(r: StreamRules, head: Head, chosen: list[PromptRef]) -> Seal:
+    known = Offered.collect(r, head, [offer(*(group(ref, head.step) for ref in chosen))])
+    now = choose(r, head, (), known)
+    assert isinstance(now, SealNow)
+    return chain.sealed(None, head, now, world_size=2, mini_batches=2, sealer="a")
+
+
 def test_what_a_dead_holder_had_is_issued_before_anything_new() -> None:
     r, head = rules(), at(1)
     first = refs(r, head, 12)
@@ -111,6 +129,8 @@ def test_what_a_dead_holder_had_is_issued_before_anything_new() -> None:
 def test_towards_the_end_no_more_is_issued_than_the_last_steps_take() -> None:
     r = StreamRules(shard_lengths(40, 4), 8, 4, staleness=2, steps=3)
     assert [len(due(r, at(step), (), Offered({}, {}))) for step in range(4)] == [12, 8, 4, 0]
+    trained = [chain.readied(sealed_of(r, at(step), refs(r, at(step), 4))) for step in range(3)]
+    assert [len(due(r, at(step), (trained[step],), Offered({}, {}))) for step in range(3)] == [8, 4, 0]
 
 
 def test_an_offer_that_names_nothing_in_flight_is_written_as_before() -> None:
@@ -175,6 +195,8 @@ def test_whatever_is_sealed_is_fresh_enough_and_taken_once_and_nothing_gets_stuc
             assert refuse_seal(r, head, (), chosen) is None
             assert all(steps_left(r, head, one.versions[0]) >= 0 for one in chosen.groups)
             seal = chain.sealed(None, head, chosen, world_size=2, mini_batches=2, sealer="a")
+            if data.draw(st.booleans()):  # generation goes on while the batch is trained
+                flying |= dict.fromkeys(due(r, head, (chain.readied(seal),), known), head.step)
             advance = chain.committed(head, chain.readied(seal), r.shape, WRITER, keep_cursors=False)
         gone = {one.ref for one in advance.entry.delta}
         assert not gone & ended

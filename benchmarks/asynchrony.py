@@ -1,0 +1,90 @@
+"""Rollouts that run ahead of training beside rollouts that wait for it: one slot rolls out, the other trains.
+
+    make bench-async           five alternating pairs; benchmarks/results/asynchrony.json
+
+The same job with `rollout.staleness` 0 and 2, each pool on a slot of its own (`placement.policy: static`), so that nothing but the
+waiting differs. Of each run the seconds from the first step's commit to the last one's, and the accuracy at the end; of a pair
+their ratio. Real engines and ranks, on two CPU cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from measured import ROOT, circumstances, spread, write
+
+SPEC = ROOT / "examples" / "arithmetic" / "grpo.yaml"
+STEPS = 40
+STALENESS = 2
+SHARED = ("placement={policy: static, train: 1}", f"flow.steps={STEPS}", "eval.every=1000")
+AHEAD = (f"rollout.staleness={STALENESS}", "rollout.correction=tis")
+
+
+def one_run(*settings: str) -> dict[str, Any]:
+    """One run. Raises SystemExit unless it succeeds with a clean audit."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            sys.executable,
+            "-m",
+            "controllers.cli.main",
+            "run",
+            str(SPEC),
+            "--plain",
+            "--home",
+            f"{folder}/home",
+        ]
+        command += ["--controllers", "1", "--slots", "cpu:2"]
+        for setting in (*SHARED, *settings):
+            command += ["--set", setting]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=folder)
+        (run,) = Path(folder).glob("home/runs/*")
+        summary = json.loads((run / "summary.json").read_text())
+        events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    if summary["audit"] != "clean":
+        raise SystemExit(f"audit: {summary['audit']}")
+    steps = [event for event in events if event["kind"] == "step"]
+    times = [event["time"] for event in steps]
+    stats = [event["data"]["stats"] for event in steps]
+    return {
+        "seconds": times[-1] - times[0],
+        "step_seconds": [round(later - earlier, 3) for earlier, later in pairwise(times)],
+        "accuracy_after": summary["eval_accuracy_after"],
+        "staleness": [round(one.get("staleness", 0.0), 3) for one in stats],
+        "wait_for_batch_s": round(sum(one.get("wait_for_batch_s", 0.0) for one in stats), 3),
+        "wait_for_weights_s": round(sum(one.get("wait_for_weights_s", 0.0) for one in stats), 3),
+    }
+
+
+def main() -> None:
+    """Run, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--name", default="asynchrony", help="of the result")
+    arguments = parser.parse_args()
+    result: dict[str, Any] = circumstances("torch", "deepspeed")
+    pairs = []
+    for number in range(arguments.pairs):
+        order = (AHEAD, ()) if number % 2 else ((), AHEAD)  # which goes first, in turn
+        runs = {bool(settings): one_run(*settings) for settings in order}
+        pairs.append({"strict": runs[False], "ahead": runs[True]})
+        ratio = runs[False]["seconds"] / runs[True]["seconds"]
+        print(f"pair {number + 1}/{arguments.pairs}: {ratio:.2f} times as fast", flush=True)
+    result |= {
+        "what": f"staleness {STALENESS} against 0: GRPO on sums, {STEPS} steps, one slot rolls out and one trains",
+        "ratio": spread([pair["strict"]["seconds"] / pair["ahead"]["seconds"] for pair in pairs]),
+        "strict_accuracy": spread([pair["strict"]["accuracy_after"] for pair in pairs]),
+        "ahead_accuracy": spread([pair["ahead"]["accuracy_after"] for pair in pairs]),
+        "pairs": pairs,
+    }
+    print(write(arguments.name, result))
+
+
+if __name__ == "__main__":
+    main()
