@@ -15,11 +15,11 @@ from gcore.config import JobSpec
 from gcore.config.evaluation import eval_sources
 from gcore.config.sources import Source, training_sources
 from gcore.config.spec import RewardSpec
+from gcore.environments.api import ENVIRONMENT
 from gcore.errors import EngineError, EngineUnreachable
 from gcore.prompts.opening import JobPrompts
 from gcore.prompts.source import EvalSource
 from gcore.prompts.stream import PromptStream
-from gcore.environments.api import ENVIRONMENT
 from gcore.reward.generative.judge import Judge
 from gcore.reward.judged import Rewards, Unjudged, functions_of
 from gcore.reward.registry import Response, RewardError, RewardResult

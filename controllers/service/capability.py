@@ -10,8 +10,12 @@ from gcore.config.cluster import LocalCluster
 from gcore.emulated.launch import is_emulated
 from gcore.errors import SpecError
 from gcore.ledger.job import JUDGES_CAME, NodeRecord
+from gcore.ledger.records import OfferedGroup
 from gcore.rollout.sglang.environment import HOW, find_python
 from gcore.schema import spoken
+
+OBSERVED_CAME = OfferedGroup.came_with["observed"]
+"""The schema version from which on nodes know what of a response the policy did not make."""
 
 
 def check_engine(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
@@ -45,6 +49,16 @@ def check_served(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
             f"judge {served[0]!r} cannot be served on the emulated slots of {', '.join(emulated)}, which compute nothing",
             where="judges",
             fix="Score with a function there",
+        )
+
+
+def check_environment(spec: JobSpec) -> None:
+    """Whether every node knows responses of several turns. Raises SpecError."""
+    if spec.environment is not None and spoken() < OBSERVED_CAME:
+        raise SpecError(
+            "an environment needs nodes of this version, and some are older",
+            where="environment",
+            fix="Submit it when all nodes are upgraded",
         )
 
 

@@ -18,6 +18,7 @@ from controllers.material import rewards_of
 from controllers.ordering import check_curriculum
 from controllers.service.judge_checks import CheckedJudge, check_judges
 from gcore.config import JobSpec
+from gcore.environments.trial import try_environment
 from gcore.errors import GcoreError, SpecError
 from gcore.flows import find_filters, find_flow
 from gcore.flows.filters import try_filters
@@ -127,6 +128,10 @@ def _checked(
     for held_out in prompts.evaluation:
         shown = min(len(held_out), spec.eval.drawn[held_out.source.name].limit)
         checked.append(_counted(held_out.opened, shown, sample, progress, held_out=True))
+    if spec.environment is not None:
+        first = prompts.stream.sources[0]
+        fields = first.dataset.entry(0) if len(first.dataset) else {}
+        try_environment(spec.environment, fields, chat=first.renderer.chat)
     for one in checked:
         _try_reward(rewards, one, spec)
         source = one.opened.source
@@ -157,7 +162,7 @@ def _try_reward(rewards: RewardTrial, checked: CheckedSource, spec: JobSpec) -> 
     for reward in functions_of(source.reward, {judge.name: judge for judge in spec.judges}):
         failed: RewardError | None = None
         for index in range(min(len(dataset), REWARDS_TRIED)):
-            result = rewards.score(reward, dataset.entry(index), Response("", 0))
+            result = rewards.score(reward, dataset.entry(index), Response("", 0, environment=0.0))
             failed = result if isinstance(result, RewardError) else None
             if failed is None:
                 break

@@ -89,6 +89,17 @@ def refuse_judges(spec: JobSpec) -> str | None:
     return None
 
 
+def refuse_environment_reward(spec: JobSpec) -> str | None:
+    """Why no reward can come from the environment, or none be asked of it, if so."""
+    rewards = [spec.reward, *(s.reward for s in (*spec.data.sources, *spec.eval.sources) if s.reward is not None)]
+    named = {name for reward in rewards for name in (reward.name, *(part.name for part in reward.parts))}
+    if "environment" in named and spec.environment is None:
+        return "reward 'environment' hands on what the environment says, and the spec has no section environment"
+    if spec.environment is not None and spec.train.loss == "sft":
+        return "train.loss: sft shows answers that nobody drew, so there are no turns for an environment; leave one of them out"
+    return None
+
+
 def refuse_placement(spec: JobSpec) -> str | None:
     """Why the pools cannot have the slots that `placement` gives them, if they cannot."""
     placed, serving = spec.placement, [judge for judge in spec.judges if judge.model is not None]

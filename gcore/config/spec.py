@@ -13,12 +13,14 @@ from pydantic import Field, PositiveInt, model_validator
 from gcore.config.base import Section
 from gcore.config.combinations import (
     refuse_correction,
+    refuse_environment_reward,
     refuse_flow,
     refuse_judges,
     refuse_placement,
     refuse_source,
     refuse_stale,
 )
+from gcore.config.environment import EnvironmentSpec, refuse_environment
 from gcore.config.evaluation import ACCURACY, NO_BEST, EvalSpec, eval_sources
 from gcore.config.flow import FlowSpec
 from gcore.config.judges import MOST_JUDGES, JudgeSpec
@@ -34,6 +36,7 @@ from gcore.config.train import TrainSpec
 __all__ = [
     "CheckpointSpec",
     "DataSpec",
+    "EnvironmentSpec",
     "EvalSpec",
     "FlowSpec",
     "JobSpec",
@@ -148,6 +151,9 @@ class JobSpec(Section):
     data: DataSpec
     flow: FlowSpec
     rollout: RolloutSpec
+    environment: EnvironmentSpec | None = Field(
+        None, description="What the model meets between its turns; without it, a response is one turn"
+    )
     reward: RewardSpec = RewardSpec()
     scoring: ScoringSpec = ScoringSpec()
     judges: tuple[JudgeSpec, ...] = Field(
@@ -188,7 +194,10 @@ class JobSpec(Section):
             raise ValueError(why)
         if (why := refuse_judges(self)) is not None:
             raise ValueError(why)
-        if (why := refuse_placement(self)) is not None:
+        if (why := refuse_placement(self) or refuse_environment_reward(self)) is not None:
+            raise ValueError(why)
+        longest, context = self.rollout.max_new_tokens, self.model.max_length
+        if (why := refuse_environment(self.environment, longest, context)) is not None:
             raise ValueError(why)
         critic = self.train.critic
         if critic is not None and self.flow.steps is not None and critic.warmup_steps >= self.flow.steps:

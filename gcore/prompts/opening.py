@@ -77,6 +77,10 @@ def open_prompts(
     context = spec.model.max_length or tokenizer.max_length
 
     def shown(source: Source, section: str) -> tuple[Source, PromptRenderer, int | None]:
+        if spec.environment is not None:
+            room = spec.environment.room(source.sampling.max_new_tokens)
+            limit = prompt_limit(context, room, named="a response with what it is shown, environment.max_tokens")
+            return source, _renderer(source, section, model_dir, tokenizer), limit
         longest = source.sampling.max_new_tokens
         own = "" if longest == spec.rollout.max_new_tokens else f" of {section} source {source.name!r}"
         limit = prompt_limit(context, longest, named=f"max_new_tokens{own}" if own else "rollout.max_new_tokens")

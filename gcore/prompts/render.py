@@ -27,6 +27,10 @@ from gcore.prompts.tools import Tools, read_tools, tools_of_entry
 
 Messages = Sequence[Mapping[str, Any]]
 SYSTEM_ROLES = ("system", "developer")
+_ANSWER = "\ue000answer\ue000"
+"""Stands for an answer in a template: no text has it."""
+_CONTEXT = 16
+"""Tokens in front of a text that is encoded behind them."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -132,6 +136,32 @@ class PromptRenderer:
                 where=self._where,
                 fix="Change the messages, or the template",
             ) from error
+
+    def behind(self, messages: Messages, fields: Mapping[str, Any], *, ended: bool) -> str:
+        """What the template writes between an answer of the assistant and its next one, if `messages` come between them.
+
+        `ended`: the answer has its end token already. Raises DataError.
+        """
+        asked = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}, *messages]
+        _, found, rest = self.render(asked, fields).rpartition(_ANSWER)
+        if not found:
+            raise DataError("the chat template leaves an answer out", where=self._where, fix="Change the template")
+        end = self.tokenizer.special_tokens.get("eos_token")
+        return rest.removeprefix(end) if ended and end is not None else rest
+
+    def encode_behind(self, before: Sequence[int], text: str) -> tuple[int, ...]:
+        """Token ids of a text that stands behind the tokens `before`, which stay as they are. Raises DataError.
+
+        No special tokens are added, nor the space that some tokenizers begin a text with.
+        """
+        alone = self.tokenizer.encode(text, add_special_tokens=False)
+        near = tuple(before[-_CONTEXT:])
+        said = self.tokenizer.decode(near)
+        if self.tokenizer.decode(near + alone) == said + text:
+            return alone
+        again = self.tokenizer.encode(said, add_special_tokens=False)
+        both = self.tokenizer.encode(said + text, add_special_tokens=False)
+        return both[len(again) :] if both[: len(again)] == again else alone
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of a rendered text. Plain text gets the model's leading special tokens. Raises DataError."""

@@ -2,7 +2,7 @@
 
     controller → process   {"rewards": [[SOURCE, SPEC]...], "memory_mb": 4096}   once
     process → controller   {"ready": true} or {"failed": {...}}                once, when the rewards are loaded or cannot be
-    controller → process   [[REWARD, FIELDS, [[TEXT, TOKENS, TRUNCATED]...]]...]   a batch; REWARD is an index
+    controller → process   [[REWARD, FIELDS, [[TEXT, TOKENS, TRUNCATED, ENVIRONMENT]...]]...]   a batch; REWARD is an index
     process → controller   [VALUE, [[PART, NUMBER]...]] or {"what": ...}       for each response, in order, a few at once
 
 Answers of quick rewards are sent together, a few milliseconds' worth; so which response a process hangs or dies at is told by a
@@ -66,20 +66,18 @@ def setup_line(sources: Sequence[str], specs: Sequence[RewardSpec], memory_mb: i
 
 def batch_line(calls: Sequence[Call]) -> bytes:
     """A batch. An entry that neighbours share is written once."""
-    groups: list[tuple[int, Mapping[str, Any], list[tuple[str, int | None, bool]]]] = []
+    groups: list[tuple[int, Mapping[str, Any], list[tuple[str, int | None, bool, float | None]]]] = []
     for reward, fields, response in calls:
         if not groups or groups[-1][0] != reward or groups[-1][1] is not fields:
             groups.append((reward, fields, []))
-        groups[-1][2].append((response, response.tokens, response.truncated))
+        groups[-1][2].append((response, response.tokens, response.truncated, response.environment))
     return line_of(groups)
 
 
 def calls_of(batch: Any) -> list[Call]:
     """Inverse of `batch_line`."""
     return [
-        (reward, fields, Response(text, tokens, truncated))
-        for reward, fields, responses in batch
-        for text, tokens, truncated in responses
+        (reward, fields, Response(text, *known)) for reward, fields, responses in batch for text, *known in responses
     ]
 
 

@@ -1,4 +1,4 @@
-"""One process that scores, from the controller's side: started, asked, and ended.
+"""One process that scores, or runs tools (`gcore.environments.pool`), from the controller's side: started, asked, and ended.
 
 It dies with the thread that started it (`gcore.worker.tether`), and when its socket closes. Its answers come in the order of
 the questions. What is done when it hangs or dies is the pool's business (`gcore.reward.pool`).
@@ -54,7 +54,12 @@ class RewardProcess(asyncio.Protocol):
     @classmethod
     async def start(cls, sources: Sequence[str], specs: Sequence[RewardSpec], memory_mb: int) -> RewardProcess:
         """Start one, and tell it what to load. Raises CannotStart."""
-        ours, begun, process = _spawn()
+        return await cls.of("gcore.reward", setup_line(sources, specs, memory_mb))
+
+    @classmethod
+    async def of(cls, module: str, setup: bytes) -> RewardProcess:
+        """Start `python -m module FD BEGUN`, and tell it `setup`. Raises CannotStart."""
+        ours, begun, process = _spawn(module)
         ours.setblocking(False)
         try:
             _, made = await asyncio.get_running_loop().create_connection(cls, sock=ours)
@@ -63,7 +68,7 @@ class RewardProcess(asyncio.Protocol):
             process.wait()
             raise
         made._process, made._begun, made._oom_kills = process, begun, death.out_of_memory_kills()
-        made.send(setup_line(sources, specs, memory_mb))
+        made.send(setup)
         return made
 
     @classmethod
@@ -187,7 +192,7 @@ class RewardProcess(asyncio.Protocol):
             self._heard.set_result(None)
 
 
-def _spawn() -> tuple[socket.socket, Begun, subprocess.Popen[bytes]]:
+def _spawn(module: str) -> tuple[socket.socket, Begun, subprocess.Popen[bytes]]:
     """A process, this end of the line to it, and where it writes what it begins. Raises CannotStart."""
     tether = (sys.executable, "-I", "-S", str(TETHER), str(os.getpid()))
     try:
@@ -198,7 +203,7 @@ def _spawn() -> tuple[socket.socket, Begun, subprocess.Popen[bytes]]:
                 memory.truncate(BEGUN_BYTES)
                 begun = Begun(memory.fileno())
                 process = subprocess.Popen(
-                    [*tether, sys.executable, "-m", "gcore.reward", str(theirs.fileno()), str(memory.fileno())],
+                    [*tether, sys.executable, "-m", module, str(theirs.fileno()), str(memory.fileno())],
                     env={**os.environ, **thread_environment(1)},
                     stdin=subprocess.DEVNULL,
                     pass_fds=(theirs.fileno(), memory.fileno()),

@@ -44,16 +44,20 @@ class Response(str):
     Rewards are handed one; to those that only want the text it is a string like any other.
     """
 
-    __slots__ = ("tokens", "truncated")
+    __slots__ = ("environment", "tokens", "truncated")
     tokens: int | None
     """Its length, end token included; None where nobody knows."""
     truncated: bool
     """Whether it was cut off at its longest length."""
+    environment: float | None
+    """What its environment said that it is worth; None where there is none, or it said nothing."""
 
-    def __new__(cls, text: str, tokens: int | None = None, truncated: bool = False) -> Response:
+    def __new__(
+        cls, text: str, tokens: int | None = None, truncated: bool = False, environment: float | None = None
+    ) -> Response:
         """`text` with what else is known of it."""
         response = super().__new__(cls, text)
-        response.tokens, response.truncated = tokens, truncated
+        response.tokens, response.truncated, response.environment = tokens, truncated, environment
         return response
 
 

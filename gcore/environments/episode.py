@@ -1,0 +1,163 @@
+"""One response with an environment: turn after turn, until it is done or a limit is met. Asks its engine through its caller.
+
+    limits       `environment.max_turns`; the policy's own tokens (`max_new_tokens`); all tokens (`environment.max_tokens`). Who meets one
+                 is cut off: the response ends with the turn that it has, as one that was cut off at its longest length
+    an error     an environment that raises, takes too long or shows what cannot be shown raises EnvironmentFault
+
+What the model is shown is cut nowhere: where it does not fit, the response ends in front of it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
+
+from gcore.clock import Clock
+from gcore.environments.api import ENVIRONMENT, Done, EnvironmentFault, Message, Observation, Turn
+from gcore.environments.registry import CheckedEnvironment
+from gcore.environments.transcript import Transcript
+from gcore.errors import DataError
+from gcore.together import in_time
+from gcore.types import FinishReason, Sample
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Renderer(Protocol):
+    """The words of an observation as tokens (`gcore.prompts.render.PromptRenderer`)."""
+
+    @property
+    def chat(self) -> bool:
+        """Whether messages can be shown."""
+        ...
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The token that ends an answer."""
+        ...
+
+    def behind(self, messages: Sequence[Message], fields: Mapping[str, Any], *, ended: bool) -> str:
+        """What stands between two answers with `messages` between them."""
+        ...
+
+    def encode_behind(self, before: Sequence[int], text: str) -> tuple[int, ...]:
+        """Token ids of a text behind others."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens left out."""
+        ...
+
+
+Say = Callable[[tuple[int, ...], int, int], Awaitable[Sample]]
+"""One turn of the model behind the response so far: its tokens, the most that may come, the number of the turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one response may take. `own`: tokens that the policy makes, `room`: all of them."""
+
+    turns: int
+    own: int
+    room: int
+    step_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """Where a response takes place. `prompt_ids`: what stands in front of it; `fields`: the prompt's entry."""
+
+    prompt_ids: tuple[int, ...]
+    fields: Mapping[str, Any]
+    renderer: Renderer
+    limits: Limits
+    clock: Clock
+
+
+async def played(environment: CheckedEnvironment, say: Say, scene: Scene) -> Sample:
+    """The whole response; what the environment says it is worth is its part `environment`.
+
+    One with finish reason "abort" was given up by its engine. Raises EnvironmentFault, and what `say` raises.
+    """
+    try:
+        return await _played(environment, say, scene)
+    finally:
+        await _closed(environment, scene)
+
+
+async def _played(environment: CheckedEnvironment, say: Say, scene: Scene) -> Sample:
+    limits, whole = scene.limits, Transcript()
+    shown = _encoded(await _in_time(environment.reset(), scene), whole, scene, ended=False)
+    if len(shown[0]) >= limits.room:
+        raise EnvironmentFault(
+            f"what is shown before the first turn has {len(shown[0])} tokens, and a response {limits.room} at most",
+            where="environment.max_tokens",
+            fix="Raise it, or show less",
+        )
+    while True:
+        whole.observe(*shown)
+        left = min(limits.own - whole.own_tokens, limits.room - len(whole.token_ids))
+        made = await say(whole.token_ids, left, whole.turns + 1)
+        text = _text(made.token_ids, whole.token_ids or scene.prompt_ids, scene.renderer)
+        whole.turn(made, text)
+        if made.finish_reason != "stop":
+            return whole.sample(made.finish_reason)
+        turn = Turn(text, len(made.token_ids), made.finish_reason, whole.turns)
+        found = await _in_time(environment.step(turn, chat=scene.renderer.chat), scene)
+        if isinstance(found, Done):
+            return _worth(whole.sample("stop"), found.reward)
+        shown = _encoded(found, whole, scene, ended=made.token_ids[-1:] == (scene.renderer.eos_token_id,))
+        if _is_cut_off(whole, len(shown[0]), limits):
+            cut: FinishReason = "length"
+            return whole.sample(cut)
+
+
+def _is_cut_off(whole: Transcript, shown: int, limits: Limits) -> bool:
+    """Whether no turn follows, behind an observation of so many tokens."""
+    return whole.turns >= limits.turns or whole.own_tokens >= limits.own or len(whole.token_ids) + shown >= limits.room
+
+
+def _worth(sample: Sample, reward: float | None) -> Sample:
+    return sample if reward is None else replace(sample, reward_parts=((ENVIRONMENT, reward),))
+
+
+def _encoded(shown: Observation, whole: Transcript, scene: Scene, *, ended: bool) -> tuple[tuple[int, ...], str]:
+    """The tokens and the text of an observation behind what there is."""
+    renderer, before = scene.renderer, scene.prompt_ids + whole.token_ids
+    try:
+        if shown.messages:
+            ids = renderer.encode_behind(before, renderer.behind(shown.messages, scene.fields, ended=ended))
+            return ids, _text(ids, before, renderer)
+        return (renderer.encode_behind(before, shown.text), shown.text) if shown.text else ((), "")
+    except DataError as error:
+        raise EnvironmentFault(f"what is to be shown cannot be ({error.what})", fix=error.fix) from error
+
+
+def _text(ids: Sequence[int], before: Sequence[int], renderer: Renderer) -> str:
+    """What `ids` say behind `before`: some tokenizers leave out a space at the beginning of what they decode."""
+    near = tuple(before[-16:])
+    begin, both = renderer.decode(near), renderer.decode((*near, *ids))
+    return both.removeprefix(begin) if both.startswith(begin) else renderer.decode(ids)
+
+
+async def _in_time(answer: Coroutine[Any, Any, T], scene: Scene) -> T:
+    seconds = scene.limits.step_s
+    try:
+        return await in_time(answer, seconds, scene.clock)
+    except TimeoutError:
+        raise EnvironmentFault(
+            f"the environment took longer than {seconds:g} s to answer",
+            where="environment.step_timeout_s",
+            fix="Raise it, or make the environment quicker",
+        ) from None
+
+
+async def _closed(environment: CheckedEnvironment, scene: Scene) -> None:
+    """What goes wrong while it ends harms no response: it is over."""
+    try:
+        await _in_time(environment.close(), scene)
+    except EnvironmentFault as error:
+        log.warning("%s", error)

@@ -1,0 +1,119 @@
+"""Environments and tools by name: plug-ins under the entry points `gcore.environments` and `gcore.tools`.
+
+An environment is foreign code, so what it gives is looked at here: an exception, a result of another type or a reward that is no
+number becomes an `EnvironmentFault`. That it must not take for ever is its caller's business (`gcore.environments.episode`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from gcore.config.reward import LARGEST
+from gcore.environments.api import (
+    Done,
+    Environment,
+    EnvironmentFault,
+    EnvironmentMaker,
+    Observation,
+    Setting,
+    Turn,
+    stop_of,
+)
+from gcore.plugins import RAISED, PluginKind, find_plugin, sentence_of, trace_of
+
+ENVIRONMENTS = PluginKind("environment", "gcore.environments", "environment.name")
+TOOLS = PluginKind("tool", "gcore.tools", "environment.tools.names")
+Tool = Callable[[str], str]
+"""A text, or JSON, to a text."""
+
+
+def find_environment(name: str) -> EnvironmentMaker:
+    """The environment of that entry-point name. Raises PluginFault, with the nearest name if there is none."""
+    found: EnvironmentMaker = find_plugin(ENVIRONMENTS, name)
+    return found
+
+
+def find_tool(name: str) -> Tool:
+    """The tool of that entry-point name. Raises PluginFault."""
+    found: Tool = find_plugin(TOOLS, name)
+    return found
+
+
+class CheckedEnvironment:
+    """One environment whose every word is checked. All methods raise EnvironmentFault and, but for what ends a task, nothing else."""
+
+    def __init__(self, name: str, maker: EnvironmentMaker, setting: Setting) -> None:
+        self._name = name
+        try:
+            self._environment: Environment = maker(setting)
+            self.stop = stop_of(self._environment)
+        except EnvironmentFault:
+            raise
+        except RAISED as error:  # the edge to foreign code
+            raise self._raised(error, "while it was made") from error
+
+    async def reset(self) -> Observation:
+        """What is shown before the first turn."""
+        shown = self._observation(await self._asked(self._environment.reset(), "in reset"), "reset")
+        if shown.messages:
+            raise self._wrong("showed messages before the first turn", "Show a text there, or put them into the prompt")
+        return shown
+
+    async def step(self, turn: Turn, *, chat: bool) -> Observation | Done:
+        """What comes of a turn."""
+        found = await self._asked(self._environment.step(turn), f"in step, after turn {turn.number}")
+        if isinstance(found, Done):
+            return self._done(found)
+        shown = self._observation(found, "step")
+        if shown.messages and not chat:
+            raise self._wrong("showed messages, and prompts are plain text", "Show a text, or set model.chat: true")
+        if not shown.text and not shown.messages:
+            raise self._wrong("showed nothing behind a turn", "Show something, or give Done()")
+        return shown
+
+    async def close(self) -> None:
+        """It is over."""
+        await self._asked(self._environment.close(), "in close")
+
+    async def _asked(self, answer: Any, when: str) -> Any:
+        try:
+            return await answer
+        except EnvironmentFault:
+            raise
+        except RAISED as error:  # the edge to foreign code
+            raise self._raised(error, when) from error
+
+    def _observation(self, found: Any, where: str) -> Observation:
+        if not isinstance(found, Observation):
+            raise self._wrong(f"gave a {type(found).__name__} from {where}", "Give an Observation, or Done from step")
+        text: Any = found.text
+        messages: Any = found.messages
+        if not isinstance(text, str) or not isinstance(messages, list | tuple):
+            raise self._wrong(f"gave an observation from {where} that is no text and no list of messages", "Correct it")
+        if not all(isinstance(message, Mapping) for message in messages):
+            raise self._wrong(f"gave messages from {where} that are no mappings", "Give each a role and a content")
+        if text and messages:
+            raise self._wrong("showed a text and messages at once", "Show one of them")
+        # Half a surrogate pair, which no tokenizer takes, is spelt out.
+        return Observation(text.encode("utf-8", errors="backslashreplace").decode("utf-8"), tuple(messages))
+
+    def _done(self, found: Done) -> Done:
+        reward = found.reward
+        if reward is None:
+            return found
+        try:
+            number = float(reward)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise self._wrong(f"gave {reward!r:.100} as its reward", "Give a number") from error
+        if not math.isfinite(number) or abs(number) > LARGEST:
+            raise self._wrong(f"gave {number} as its reward, which is not finite in float32", "Correct it")
+        return Done(number)
+
+    def _wrong(self, what: str, fix: str) -> EnvironmentFault:
+        return EnvironmentFault(f"environment {self._name!r} {what}", fix=fix)
+
+    def _raised(self, error: BaseException, when: str) -> EnvironmentFault:
+        said = f"environment {self._name!r} raised {sentence_of(error)} {when}"
+        return EnvironmentFault(said, fix="Correct the environment", trace=trace_of(error))

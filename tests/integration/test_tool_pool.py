@@ -1,0 +1,141 @@
+"""Tools in processes of their own: one that hangs, dies, raises or takes all memory costs its own call, and the model is told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plug_in_package import installer
+
+from gcore.clock import SystemClock
+from gcore.config.environment import EnvironmentSpec, ToolsSpec
+from gcore.environments.pool import LONGEST_ARGUMENT, ToolPool
+from gcore.environments.trial import try_environment
+from gcore.plugins import PluginFault
+from gcore.worker.process import identify, is_running
+
+CODE = """
+import ctypes, os, time
+from gcore.environments.api import BadArgument
+
+def odd(argument):
+    word, _, rest = argument.partition(" ")
+    if word == "hang":
+        while True:
+            pass
+    if word == "sleep":
+        time.sleep(float(rest))
+    if word == "segfault":
+        ctypes.string_at(0)
+    if word == "hoard":
+        return str(len([bytearray(1 << 20) for _ in range(10_000)]))
+    if word == "raise":
+        raise KeyError(rest)
+    if word == "refuse":
+        raise BadArgument(rest)
+    if word == "number":
+        return 7
+    if word == "much":
+        return "x" * 10_000
+    if word == "pid":
+        return str(os.getpid())
+    print("what a tool prints is no answer", flush=True)
+    return argument.upper()
+"""
+Open = Callable[..., AbstractAsyncContextManager[tuple[ToolPool, list[str]]]]
+
+
+@pytest.fixture
+def pools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
+    installer(tmp_path, monkeypatch, "gcore.tools")("odd_tools", "odd = odd_tools:odd", CODE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "odd_tools"))
+
+    @asynccontextmanager
+    async def opened(**limits: Any) -> AsyncIterator[tuple[ToolPool, list[str]]]:
+        told: list[str] = []
+        spec = ToolsSpec(**{"names": ("calculator", "odd"), "timeout_s": 5.0, "memory_mb": 256} | limits)
+        pool = ToolPool(spec, SystemClock(), lambda what, trace: told.append(what))
+        try:
+            yield pool, told
+        finally:
+            await pool.close()
+
+    return opened
+
+
+async def test_tools_are_called_by_their_names_in_a_process_that_stays(pools: Open) -> None:
+    async with pools() as (pool, told):
+        assert await pool.call("calculator", "6*7") == "42"
+        assert await pool.call("odd", "words, ü and \n lines") == "WORDS, Ü AND \n LINES"
+        assert await pool.call("odd", "pid") == await pool.call("odd", "pid")
+        with pytest.raises(KeyError):
+            await pool.call("other", "1")
+        assert told == []
+
+
+@pytest.mark.parametrize(
+    ("argument", "words", "event"),
+    [
+        ("hang", "error: tool 'odd' took longer than 0.5 s", True),
+        ("segfault", "error: tool 'odd' took the process that ran it with it", True),
+        ("hoard", "error: tool 'odd' raised MemoryError", True),
+        ("raise key", "error: tool 'odd' raised KeyError: 'key'", True),
+        ("number", "error: tool 'odd' gave a int, no text", True),
+        ("refuse that is none", "error: that is none", False),
+    ],
+)
+async def test_a_tool_that_fails_says_so_and_the_next_call_is_answered(
+    argument: str, words: str, event: bool, pools: Open
+) -> None:
+    async with pools(timeout_s=0.5 if argument == "hang" else 10.0) as (pool, told):
+        await pool.warm()
+        assert await pool.call("odd", argument) == words
+        assert [f"error: {one}" for one in told] == [words] * event
+        assert await pool.call("odd", "go on") == "GO ON"
+
+
+async def test_what_a_tool_says_and_is_asked_is_bounded(pools: Open) -> None:
+    async with pools() as (pool, _):
+        assert len(await pool.call("odd", "much")) == 2000
+        assert "at most" in await pool.call("odd", "x" * (LONGEST_ARGUMENT + 1))
+
+
+async def test_a_call_whose_caller_has_gone_is_not_the_next_ones_answer(pools: Open) -> None:
+    async with pools() as (pool, told):
+        gone = asyncio.create_task(pool.call("odd", "sleep 0.5"))
+        await asyncio.sleep(0.2)
+        gone.cancel()
+        assert await pool.call("odd", "mine") == "MINE"
+        assert told == []
+
+
+async def test_as_many_calls_run_at_once_as_there_are_processes_and_none_is_left(pools: Open) -> None:
+    async with pools(workers=2) as (pool, _):
+        pids = set(await asyncio.gather(*(pool.call("odd", "pid") for _ in range(6))))
+        assert len(pids) <= 2
+        running = [identify(int(pid)) for pid in pids]
+        assert all(running)
+    assert not any(process is not None and is_running(process) for process in running)
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({"name": "tolls"}, "no environment is called 'tolls'"),
+        ({"name": "tools", "tools": {"names": ["calculater"]}}, "no tool is called 'calculater'"),
+        ({"name": "tools"}, "has no tool"),
+        ({"name": "tools", "tools": {"names": ["calculator"]}, "options": {"from": "tags"}}, "no option 'from'"),
+    ],
+)
+def test_what_can_be_known_to_be_wrong_is_told_before_there_is_a_job(spec: dict[str, Any], words: str) -> None:
+    with pytest.raises(PluginFault, match=words):
+        try_environment(EnvironmentSpec.model_validate(spec), {}, chat=False)
+
+
+def test_an_environment_with_its_tools_is_tried_in_earnest() -> None:
+    spec = {"name": "tools", "tools": {"names": ["calculator"]}, "options": {"form": "tags"}}
+    try_environment(EnvironmentSpec.model_validate(spec), {}, chat=False)

@@ -1,0 +1,87 @@
+"""The section `environment`: what contradicts itself is refused, and what an environment says reaches rewards."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from controllers.material import response_of
+from controllers.service.capability import check_environment
+from gcore.config import JobSpec, parse_spec
+from gcore.config.reward import RewardSpec
+from gcore.errors import SpecError
+from gcore.reward.lines import batch_line, calls_of
+from gcore.reward.registry import Response, RewardError, RewardResult, find_reward
+from gcore.schema import NEWEST_VERSION, speak
+from gcore.testing.fake_samples import group_of
+
+TOOLS = {"name": "tools", "tools": {"names": ["calculator"]}}
+
+
+def spec(environment: dict[str, Any] | None, **more: Any) -> JobSpec:
+    tree: dict[str, Any] = {
+        "name": "job",
+        "model": {"path": "m"},
+        "data": {"path": "d"},
+        "flow": {"steps": 3},
+        "rollout": {"max_new_tokens": 8},
+    }
+    return parse_spec(tree | more | ({} if environment is None else {"environment": environment}))
+
+
+def test_a_response_has_room_for_twice_what_the_model_may_make_unless_the_spec_says_more() -> None:
+    environment = spec(TOOLS).environment
+    assert environment is not None
+    assert environment.room(8) == 16
+    told = spec({**TOOLS, "max_tokens": 30}).environment
+    assert told is not None
+    assert (told.room(8), told.room(40)) == (30, 40)
+
+
+@pytest.mark.parametrize(
+    ("environment", "more", "words"),
+    [
+        ({**TOOLS, "max_tokens": 7}, {}, "is below rollout.max_new_tokens"),
+        (TOOLS, {"model": {"path": "m", "max_length": 16}}, "leaves no room for a prompt"),
+        ({**TOOLS, "max_turns": 0}, {}, "max_turns"),
+        ({**TOOLS, "max_turn": 2}, {}, "max_turns"),
+        ({**TOOLS, "tools": {"names": ["a", "a"]}}, {}, "named twice"),
+        (TOOLS, {"train": {"loss": "sft"}, "flow": {"steps": 3, "name": "sft"}}, "no turns for an environment"),
+        (None, {"reward": {"name": "environment"}}, "no section environment"),
+        (None, {"reward": {"parts": [{"name": "numeric"}, {"name": "environment"}]}}, "no section environment"),
+    ],
+)
+def test_what_cannot_be_is_refused(environment: dict[str, Any] | None, more: dict[str, Any], words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        spec(environment, **more)
+
+
+def test_a_job_with_an_environment_waits_until_every_node_knows_what_was_observed() -> None:
+    check_environment(spec(TOOLS))
+    speak(NEWEST_VERSION - 1)
+    try:
+        check_environment(spec(None))
+        with pytest.raises(SpecError, match="needs nodes of this version"):
+            check_environment(spec(TOOLS))
+    finally:
+        speak(NEWEST_VERSION)
+
+
+def test_the_reward_environment_hands_on_what_the_environment_said() -> None:
+    reward, settings = find_reward("environment"), RewardSpec(name="environment")
+    sample = replace(group_of([0.0]).samples[0], reward_parts=(("environment", 0.25),), observed=((0, 2),))
+    response = response_of(sample)
+    assert reward(response, {}, settings) == RewardResult(0.25)
+    assert response.tokens == len(sample.token_ids) - 2
+    assert reward(Response("cut", 3, True), {}, settings) == RewardResult(0.0)
+    with pytest.raises(RewardError, match="gave no reward"):
+        reward(Response("whole", 3), {}, settings)
+
+
+def test_what_the_environment_said_goes_to_the_process_that_scores() -> None:
+    line = batch_line([(0, {"a": 1}, Response("x", 3, True, 0.5)), (0, {"a": 1}, Response("y"))])
+    found = [response for _, _, response in calls_of(json.loads(line))]
+    assert [(r, r.tokens, r.truncated, r.environment) for r in found] == [("x", 3, True, 0.5), ("y", None, False, None)]

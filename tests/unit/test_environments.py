@@ -1,0 +1,392 @@
+"""Environments: how calls are written and worked out, how a response of several turns is put together, and what ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gcore.environments.api import BadArgument, Done, EnvironmentFault, Observation, Setting, Turn
+from gcore.environments.calculator import calculator
+from gcore.environments.calls import Json, Tags, form_of
+from gcore.environments.episode import Limits, Scene, played
+from gcore.environments.registry import CheckedEnvironment, find_environment
+from gcore.environments.tooled import ToolEnvironment
+from gcore.environments.transcript import Transcript
+from gcore.errors import DataError
+from gcore.plugins import PluginFault
+from gcore.testing import FakeClock
+from gcore.types import FinishReason, Sample, Version, VersionSpan, misplaced
+
+OLD, NEW = Version(0, 1), Version(0, 2)
+
+
+# The calculator.
+
+
+@pytest.mark.parametrize(
+    ("sum_", "result"),
+    [
+        ("1+2", "3"),
+        (" 123 * 456 ", "56088"),
+        ("-(2-5)*4", "12"),
+        ("1/3", "0.333333333333"),
+        ("2/4", "0.5"),
+        ("0.1+0.2", "0.3"),
+        ("--3", "3"),
+        ("-1/10000000000000", "0"),
+        ("2*(3+4)*(5-6)", "-14"),
+        (".5*4", "2"),
+    ],
+)
+def test_sums_are_worked_out_exactly(sum_: str, result: str) -> None:
+    assert calculator(sum_) == result
+
+
+@pytest.mark.parametrize(
+    ("sum_", "words"),
+    [
+        ("", "ends in the middle"),
+        ("1+", "ends in the middle"),
+        ("1/0", "divided by zero"),
+        ("(1", "not closed"),
+        ("1)", "doing there"),
+        ("1 2", "doing there"),
+        ("__import__('os')", "no part of a sum"),
+        ("2**9", "doing there"),
+        ("9" * 65, "more than 64 digits"),
+        ("9" * 300, "300 characters"),
+        ("(" * 100 + "1", "within each other"),
+        ("-" * 100 + "1", "within each other"),
+        ("٣+٤", "no part of a sum"),
+        ("9" * 40 + "*" + "9" * 40, "more than 64 digits"),
+    ],
+)
+def test_what_is_no_sum_is_told_to_the_model(sum_: str, words: str) -> None:
+    with pytest.raises(BadArgument, match=words):
+        calculator(sum_)
+
+
+@settings(deadline=None)
+@given(
+    st.recursive(
+        st.integers(0, 999).map(str),
+        lambda inner: st.tuples(inner, st.sampled_from("+-*"), inner).map(lambda t: f"({t[0]}{t[1]}{t[2]})"),
+        max_leaves=6,
+    )
+)
+def test_whole_sums_come_to_what_they_come_to(sum_: str) -> None:
+    assert calculator(sum_) == str(eval(sum_))
+
+
+@given(st.text(max_size=40))
+def test_any_text_has_a_result_or_is_none(text: str) -> None:
+    with contextlib.suppress(BadArgument):
+        Fraction(calculator(text))
+
+
+# How calls are written.
+
+
+@pytest.mark.parametrize(
+    ("text", "argument"),
+    [
+        ("so <<1+2>>", "1+2"),
+        ("a < b <<1+2>>\n", "1+2"),
+        ("<<<<7>>", "7"),
+        ("no call", None),
+        ("an end without a beginning>>", None),
+        ("<<no end", None),
+        ("<<>>", ""),
+    ],
+)
+def test_a_call_stands_between_two_texts(text: str, argument: str | None) -> None:
+    call = Tags("calculator", "<<", ">>").call(text)
+    assert (call.argument if call is not None else None) == argument
+
+
+def test_the_result_is_put_behind_the_call() -> None:
+    form = Tags("calculator", "<<", "=", "", ">>")
+    call = form.call("<<1+2=")
+    assert call is not None
+    assert (call.argument, form.result(call, "3").text, form.stop) == ("1+2", "3>>", "=")
+
+
+@pytest.mark.parametrize(
+    ("inner", "argument", "problem"),
+    [
+        ('{"name": "calculator", "arguments": {"sum": "1+2"}}', "1+2", ""),
+        ('{"name": "calculator", "arguments": "1+2"}', "1+2", ""),
+        ('{"name": "calculator", "arguments": {"a": 1, "b": 2}}', '{"a": 1, "b": 2}', ""),
+        ('{"name": "calculator"}', "{}", ""),
+        ("12", "", 'no object with a "name"'),
+        ("{", "", "no JSON"),
+        ('{"name": "calculater"}', "", "there is no tool 'calculater'; there are calculator"),
+    ],
+)
+def test_a_call_in_json_names_its_tool(inner: str, argument: str, problem: str) -> None:
+    call = Json(("calculator",), chat=True).call(f"I see.\n<tool_call>\n{inner}\n</tool_call>")
+    assert call is not None
+    assert call.argument == argument
+    assert problem in call.problem
+    assert bool(problem) == bool(call.problem)
+
+
+def test_results_of_json_calls_are_messages_where_there_are_any() -> None:
+    call = Json(("calculator",), chat=True).call('<tool_call>{"name": "calculator", "arguments": "1"}</tool_call>')
+    assert call is not None
+    message = {"role": "tool", "name": "calculator", "content": "1"}
+    assert Json(("calculator",), chat=True).result(call, "1") == Observation(messages=(message,))
+    assert "<tool_response>\n1\n" in Json(("calculator",), chat=False).result(call, "1").text
+
+
+@pytest.mark.parametrize(
+    ("options", "tools", "words"),
+    [
+        ({"form": "xml"}, ("a",), "form 'xml' is not known"),
+        ({"form": "json", "open": "<"}, ("a",), "no option 'open'"),
+        ({"form": "tags", "opne": "<"}, ("a",), "no option 'opne'"),
+        ({"form": "tags", "open": ""}, ("a",), "no text"),
+        ({"form": "tags", "open": "|", "close": "|"}, ("a",), "both"),
+        ({"form": "tags", "after": 3}, ("a",), "no text"),
+        ({"form": "tags"}, ("a", "b"), "one tool, and 2"),
+        ({}, (), "has no tool"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(options: dict[str, Any], tools: tuple[str, ...], words: str) -> None:
+    with pytest.raises(EnvironmentFault, match=words):
+        form_of(options, tools, chat=False)
+
+
+def test_a_name_that_nobody_provides_is_answered_with_the_nearest() -> None:
+    assert find_environment("tools") is ToolEnvironment
+    with pytest.raises(PluginFault, match="no environment is called 'tolls'"):
+        find_environment("tolls")
+
+
+# What a response is made of.
+
+
+@st.composite
+def pieces(draw: st.DrawFn) -> list[tuple[bool, int, Version]]:
+    """(whether the model made it, how many tokens, with which version), the model's first turn among them."""
+    found = draw(st.lists(st.tuples(st.booleans(), st.integers(0, 4), st.sampled_from([OLD, NEW])), max_size=8))
+    return [(own, max(size, 1) if own else size, version) for own, size, version in [*found, (True, 2, NEW)]]
+
+
+@given(pieces())
+def test_a_transcript_holds_every_token_once_under_a_version_and_knows_which_the_model_made(
+    made: list[tuple[bool, int, Version]],
+) -> None:
+    whole, tokens, own = Transcript(), [], []
+    for number, (is_own, size, version) in enumerate(made):
+        ids = tuple(range(100 * number, 100 * number + size))
+        text = chr(97 + number) * size
+        if is_own:
+            whole.turn(Sample(ids, (-0.5,) * size, text, "stop", (VersionSpan(version, 0, size),)), text)
+        else:
+            whole.observe(ids, text)
+        tokens += ids
+        own += [is_own] * size
+    sample = whole.sample("stop")
+    assert list(sample.token_ids) == tokens
+    assert sample.own_tokens == sum(own) == whole.own_tokens
+    assert misplaced(sample.observed, len(tokens)) == ""
+    assert [not any(s <= at < e for s, e in sample.observed) for at in range(len(tokens))] == own
+    assert [p == 0.0 for p in sample.logprobs] == [not one for one in own]
+    assert "".join(sample.text[s:e] for s, e in sample.observed_text) == "".join(
+        chr(97 + number) * size for number, (is_own, size, _) in enumerate(made) if not is_own
+    )
+    assert [span.start for span in sample.spans] == [0, *(span.end for span in sample.spans[:-1])]
+    assert sample.spans[-1].end == len(tokens)
+
+
+# Turn after turn.
+
+
+class Letters:
+    """A token is a character; 0 ends an answer."""
+
+    chat, eos_token_id = False, 0
+
+    def behind(self, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any], *, ended: bool) -> str:
+        return f"{'' if ended else '.'}[{messages[0]['content']}]"
+
+    def encode_behind(self, before: Sequence[int], text: str) -> tuple[int, ...]:
+        if "\x00" in text:
+            raise DataError("it cannot be said")
+        return tuple(map(ord, text))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(chr(one) for one in ids if one)
+
+
+class Model:
+    """Says one line after the other; what is behind its stop text was never drawn."""
+
+    def __init__(self, *lines: str, cut: bool = False) -> None:
+        self.lines, self.asked = list(lines), list[tuple[str, int, int]]()
+        self._cut = cut
+
+    async def __call__(self, tokens: tuple[int, ...], most: int, turn: int) -> Sample:
+        self.asked.append((Letters().decode(tokens), most, turn))
+        line = self.lines.pop(0)
+        ids = tuple(map(ord, line)) if line.endswith(">>") else (*map(ord, line), 0)
+        reason: FinishReason = "length" if len(ids) > most else "stop"
+        ids = ids[:most]
+        return Sample(ids, (-1.0,) * len(ids), "not looked at", reason, (VersionSpan(OLD, 0, len(ids)),))
+
+
+class OneTool:
+    names = ("calculator",)
+
+    async def call(self, name: str, argument: str) -> str:
+        return calculator(argument)
+
+
+def scene(**limits: Any) -> Scene:
+    return Scene(
+        (ord("?"),), {}, Letters(), Limits(**{"turns": 4, "own": 100, "room": 200, "step_s": 5.0} | limits), FakeClock()
+    )
+
+
+def checked(maker: Any = ToolEnvironment, **options: Any) -> CheckedEnvironment:
+    options = options or ({"form": "tags"} if maker is ToolEnvironment else {})
+    return CheckedEnvironment("mine", maker, Setting(options, {}, 1, OneTool()))
+
+
+async def test_a_call_is_answered_behind_it_and_the_model_goes_on() -> None:
+    model = Model("12*3 is <<12*3>>", ", so 36")
+    sample = await played(checked(), model, scene())
+    assert sample.text == "12*3 is <<12*3>>36, so 36"
+    assert sample.observed_text == ((16, 18),)
+    assert sample.observed == ((16, 18),)
+    assert sample.finish_reason == "stop"
+    assert sample.token_ids[-1] == 0
+    assert model.asked == [("", 100, 1), ("12*3 is <<12*3>>36", 84, 2)]
+    assert sample.reward_parts == ()
+
+
+@pytest.mark.parametrize(
+    ("limits", "text"),
+    [
+        pytest.param({"turns": 1}, "<<1+1>>", id="turns"),
+        pytest.param({"turns": 2}, "<<1+1>>2<<2+2>>", id="two turns"),
+        pytest.param({"own": 7}, "<<1+1>>", id="own tokens"),
+        pytest.param({"own": 9}, "<<1+1>>2<<", id="own tokens in the middle of a turn"),
+        pytest.param({"room": 8}, "<<1+1>>", id="an observation that does not fit"),
+        pytest.param({"room": 9}, "<<1+1>>2<", id="all tokens"),
+    ],
+)
+async def test_a_response_that_meets_a_limit_is_cut_off_there(limits: dict[str, int], text: str) -> None:
+    sample = await played(checked(), Model("<<1+1>>", "<<2+2>>", "<<3+3>>", "4"), scene(**limits))
+    assert sample.text == text
+    assert sample.finish_reason == "length"
+
+
+class Game:
+    """Shows what it is told to; done when told nothing."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.shown: list[Any] = list(setting.options["shown"])  # type: ignore[call-overload]
+        self.closed = 0
+        games.append(self)
+
+    async def reset(self) -> Any:
+        return self._next()
+
+    async def step(self, turn: Turn) -> Any:
+        self.turn = turn
+        return self._next()
+
+    def _next(self) -> Any:
+        one = self.shown.pop(0)
+        if isinstance(one, BaseException):
+            raise one
+        return one
+
+    async def close(self) -> None:
+        self.closed += 1
+
+
+games: list[Game] = []
+
+
+async def test_what_an_environment_shows_first_belongs_to_the_response_and_its_reward_comes_along() -> None:
+    sample = await played(
+        checked(Game, shown=[Observation("go: "), Observation(" and? "), Done(0.5)]), Model("a", "b"), scene()
+    )
+    assert sample.text == "go: a and? b"
+    assert sample.observed_text == ((0, 4), (5, 11))
+    assert sample.observed == ((0, 4), (6, 12))  # an end token stands behind "a"
+    assert sample.spans == (VersionSpan(OLD, 0, len(sample.token_ids)),)
+    assert sample.reward_parts == (("environment", 0.5),)
+    assert games[-1].closed == 1
+    assert games[-1].turn == Turn("b", 2, "stop", 2)
+
+
+async def test_messages_are_written_by_the_template_which_closes_an_answer_that_has_no_end() -> None:
+    told = Observation(messages=({"role": "user", "content": "x"},))
+    for line, text in (("a", "a[x]b"), ("a>>", "a>>.[x]b")):
+        chatting = Letters()
+        chatting.chat = True
+        where = replace(scene(), renderer=chatting)
+        sample = await played(checked(Game, shown=[Observation(), told, Done()]), Model(line, "b"), where)
+        assert sample.text == text
+
+
+@pytest.mark.parametrize(
+    ("shown", "words"),
+    [
+        ([ValueError("no")], "raised ValueError: no in reset"),
+        ([Observation(), KeyError("k")], "raised KeyError: 'k' in step, after turn 1"),
+        ([Observation(), "text"], "gave a str from step"),
+        ([Observation(), Observation()], "showed nothing behind a turn"),
+        ([Observation("a", ({"role": "user", "content": "b"},))], "at once"),
+        ([Observation(messages=({"role": "user", "content": "b"},))], "before the first turn"),
+        ([Observation(), Observation(messages=({"role": "user", "content": "b"},))], "prompts are plain text"),
+        ([Observation(), Done(float("nan"))], "not finite"),
+        ([Observation(), Done("much")], "as its reward"),
+        ([Observation("\x00")], "cannot be said"),
+        ([Observation("x" * 300)], "before the first turn has 300 tokens"),
+        ([Observation(), SystemExit(1)], "raised SystemExit"),
+    ],
+)
+async def test_an_environment_that_does_what_it_must_not_has_failed_and_is_closed(shown: list[Any], words: str) -> None:
+    with pytest.raises(EnvironmentFault, match=words):
+        await played(checked(Game, shown=shown), Model("a", "b"), scene())
+    assert games[-1].closed == 1
+
+
+async def test_an_environment_that_takes_too_long_has_failed() -> None:
+    class Slow(Game):
+        async def step(self, turn: Turn) -> Any:
+            await asyncio.Event().wait()
+
+    clock = FakeClock()
+    playing = asyncio.create_task(
+        played(checked(Slow, shown=[Observation()]), Model("a"), replace(scene(step_s=3.0), clock=clock))
+    )
+    await clock.settle()
+    await clock.advance(3.5)
+    with pytest.raises(EnvironmentFault, match="longer than 3 s"):
+        await playing
+    assert games[-1].closed == 1
+
+
+def test_an_environment_that_cannot_be_made_has_failed() -> None:
+    with pytest.raises(EnvironmentFault, match=r"raised KeyError.*while it was made"):
+        checked(Game, other=1)
+
+    class Stops(Game):
+        stop = ("",)
+
+    with pytest.raises(EnvironmentFault, match="no texts"):
+        checked(Stops, shown=[])
