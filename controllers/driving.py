@@ -72,6 +72,10 @@ class Job(Protocol):
         """See what the rewards and the judges are at, of which no change tells."""
         ...
 
+    def note_engines(self) -> None:
+        """See which engines have nothing to do."""
+        ...
+
 
 class Driver:
     """Of one job, on one controller."""
@@ -124,6 +128,7 @@ class Driver:
             self._judges.look_after()
             self._job.note_scoring()
             view = self._job.look()
+            self._job.note_engines()
             now = self._clock.monotonic()
             self._staff_up(view, now)
             if now >= self._shown + SHOW_S:

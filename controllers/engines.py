@@ -68,6 +68,11 @@ class EngineBook:
         """What is known of my engines."""
         return {instance: line.view for instance, line in self._lines.items()}
 
+    @property
+    def busy(self) -> frozenset[str]:
+        """Those that owe something."""
+        return frozenset(instance for instance, line in self._lines.items() if line.in_flight)
+
     async def aim(self, workers: Mapping[str, WorkerRecord]) -> None:
         """These are mine from now on."""
         for instance in list(self._lines):

@@ -17,6 +17,7 @@ from controllers.cluster import ClusterMirror
 from controllers.collectives import Collectives
 from controllers.deeds import LOOK_AGAIN_S, Deeds
 from controllers.driving import Driver
+from controllers.engine_waits import Idle
 from controllers.engines import EngineBook
 from controllers.eval_book import StoredEvaluations
 from controllers.external_judges import ExternalJudges
@@ -290,6 +291,11 @@ class JobRunner(JobStanding):
         seen = (self._rewards.scoring if self._rewards is not None else None, self._judge_counts.scoring)
         if seen != (self._scoring, self._judging):
             (self._scoring, self._judging), self._view = seen, None
+
+    def note_engines(self) -> None:
+        """See which engines have nothing to do."""
+        if self.mirror.head is not None:
+            self.stopwatch.engines.note(Idle.of(self.look(), self._engines.busy), self._clock.monotonic())
 
     def _judge_views(self) -> Mapping[str, EngineView]:
         return {} if self._judge_engines is None else self._judge_engines.views

@@ -1,9 +1,14 @@
-"""Where a step's time went, as this controller saw it. For people; nothing is decided by it."""
+"""Where a step's time went, as this controller saw it. For people; nothing is decided by it.
+
+`wait_for_batch_s` is how long the ranks had nothing to train: from the commit before to the moment when each has its part. How
+long engines had nothing to do stands beside it (`controllers.engine_waits`): the two name what holds steps up.
+"""
 
 from __future__ import annotations
 
 from controllers.before_filter import sampling_stats
 from controllers.by_source import by_source, truncated_share, without_rewards
+from controllers.engine_waits import EngineWaits
 from controllers.reward_parts import part_stats
 from controllers.view import JobView
 from gcore.ledger.carried import staleness_stats
@@ -19,6 +24,7 @@ class Stopwatch:
         self._sealed: float | None = None
         self._ready: float | None = None
         self._producing: float | None = None
+        self.engines = EngineWaits()
 
     def note(self, before: JobMirror, after: JobMirror, now: float) -> None:
         """A change of the job's records."""
@@ -26,6 +32,7 @@ class Stopwatch:
             return
         if before.head is None or before.head.record.version != after.head.record.version:
             self._began, self._sealed, self._ready, self._producing = now, None, None, None
+            self.engines.begin(now)
         slot = after.seals.get(after.head.record.step + 1)
         if slot is None or slot.record.state is SealState.OPEN:
             self._sealed = self._ready = None
@@ -74,6 +81,7 @@ class Stopwatch:
                 "collect_s": self._sealed - producing,
                 "exchange_s": self._ready - self._sealed,
                 "train_s": now - self._ready,
+                "wait_for_batch_s": self._ready - self._began,
                 "tokens_per_second": tokens / seconds,
-            }
+            } | self.engines.stats(now)
         return stats

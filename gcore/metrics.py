@@ -60,6 +60,18 @@ STEP_STATS = MappingProxyType(
             "Age of the oldest weights in the last committed step, in steps.",
         ),
         "mixed_groups": ("gcore_mixed_groups", "Groups of the last committed step that several versions made."),
+        "wait_for_batch_s": (
+            "gcore_wait_for_batch_seconds",
+            "Seconds of the last step in which ranks waited for a batch.",
+        ),
+        "wait_for_weights_s": (
+            "gcore_wait_for_weights_seconds",
+            "Seconds of the last step in which an engine had nothing to do until new weights were there.",
+        ),
+        "tail_s": (
+            "gcore_tail_seconds",
+            "Seconds of the last step in which an engine had nothing to do while others had the last responses.",
+        ),
         "padding": ("gcore_padding_ratio", "Share of the tokens trainers computed that were padding, 0 to 1."),
         "masked_samples": ("gcore_masked_samples", "Samples of the last committed step left out of its loss."),
         "skipped_updates": (

@@ -19,6 +19,7 @@ from controllers.cli.called import program
 from controllers.cli.view_points import Answer, BestPoint, JobSnapshot, SourceFigures, finite, text_of, whole_of
 from controllers.cli.view_state import ViewState
 from controllers.cli.view_text import measures, seconds, visible
+from controllers.cli.view_waits import bottleneck_of, usual_waits, waits_line
 from gcore.atomic import whole_file
 from gcore.errors import GcoreError, StoreUnavailable, Unreachable
 from gcore.ledger import store_copy
@@ -92,6 +93,10 @@ class Summary:
     sources: dict[str, SourceSummary]
     answers_before: tuple[Answer, ...]
     answers_after: tuple[Answer, ...]
+    waits: dict[str, float]
+    """Who waited for whom in a usual step, in seconds: the medians of its waits, by their names in `metrics.jsonl`."""
+    bottleneck: str
+    """What holds steps up because of that; empty if it is not known."""
 
     @property
     def succeeded(self) -> bool:
@@ -103,6 +108,7 @@ def summarize(state: ViewState, job: JobSnapshot, audit: AuditVerdict, wall_seco
     """Of a job that has ended."""
     groups = dict(audit.groups_by_node) or state.groups_by_node
     later = state.accuracy_after is not None
+    waits = usual_waits(state.points)
     return Summary(
         job=job.name,
         uid=job.uid,
@@ -116,6 +122,8 @@ def summarize(state: ViewState, job: JobSnapshot, audit: AuditVerdict, wall_seco
         wall_seconds=round(wall_seconds, 3),
         job_seconds=round(job.ended - job.created, 3) if job.ended and job.created else None,
         tokens_per_second=state.tokens_per_second,
+        waits={name: round(value, 3) for name, value in waits.items()},
+        bottleneck=bottleneck_of(waits),
         controllers=len(groups.keys() | {node.name for node in state.nodes}),
         groups_by_controller=dict(sorted(groups.items())),
         audit="clean" if audit.clean else list(audit.violations),
@@ -195,6 +203,7 @@ def rows(summary: Summary, again: str) -> dict[str, str]:
         + (f", with {summary.rollbacks} rollback{'s' * (summary.rollbacks > 1)}" if summary.rollbacks else "")
         + f", in {seconds(summary.wall_seconds)} wall time",
         "speed": "-" if rate is None else f"{rate:,.0f} tokens/s",
+        "waits": waits_line(summary.waits) or "-",
         "audit": summary.audit if isinstance(summary.audit, str) else _first_of(summary.audit),
         "run folder": summary.run_dir,
     }

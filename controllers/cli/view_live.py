@@ -32,6 +32,7 @@ from controllers.cli.view_text import (
     told_apart,
     visible,
 )
+from controllers.cli.view_waits import usual_waits, waits_line
 
 CHART_HEIGHT = 5
 HIGHLIGHT_S = 6.0
@@ -182,7 +183,10 @@ def _time_bar(state: ViewState, width: int) -> RenderableType:
         return head.append("-")
     for phase in PHASES:
         head.append("█" * cells.get(phase, 0), style=PHASE_COLOURS[phase])
-    return head.append_text(legend)
+    head.append_text(legend)
+    if waits := waits_line(usual_waits(recent)):
+        head.append(f"\n       {waits}", style="dim")
+    return head
 
 
 def _controllers(state: ViewState, now: float, width: int) -> RenderableType:

@@ -166,6 +166,9 @@ class SimulatedJob(JobStanding):
     def note_scoring(self) -> None:
         """There are no rewards."""
 
+    def note_engines(self) -> None:
+        """Nobody looks at it."""
+
     def _staged(self) -> frozenset[Version]:
         return self._land.floor.staged(staged_versions, self.node)
 

@@ -1,0 +1,135 @@
+"""Who waits for whom: seconds of a step in which ranks had no batch, and engines nothing to do."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from controllers.cli.view_points import StepPoint
+from controllers.cli.view_waits import bottleneck_of, usual_waits, waits_line
+from controllers.engine_waits import Cause, EngineWaits, Idle
+from controllers.stopwatch import Stopwatch
+from controllers.view import EngineView
+from gcore.ledger.mirror import JobMirror
+from gcore.ledger.records import OfferedGroup, SealState
+from gcore.metrics import STEP_STATS
+from gcore.store.keys import JobKeys
+from gcore.types import PromptRef, Version
+
+CAUSES: list[Cause | None] = ["wait_for_weights_s", "tail_s", None]
+
+
+def view(versions: dict[str, int | None], state: SealState | None, step: int = 3) -> Any:
+    engines = {
+        name: EngineView(name, "h:1", None if served is None else Version(0, served))
+        for name, served in versions.items()
+    }
+    seal = None if state is None else SimpleNamespace(state=state)
+    return SimpleNamespace(head=SimpleNamespace(version=Version(0, step)), seal=seal, engines=engines)
+
+
+@pytest.mark.parametrize(
+    ("served", "state", "busy", "cause"),
+    [
+        (3, None, True, None),
+        (3, None, False, "tail_s"),
+        (3, SealState.OPEN, False, "tail_s"),
+        (3, SealState.SEALED, False, "wait_for_weights_s"),
+        (3, SealState.READY, False, "wait_for_weights_s"),
+        (2, None, False, "wait_for_weights_s"),
+        (None, None, False, "wait_for_weights_s"),
+        (2, SealState.READY, True, None),
+    ],
+    ids=[
+        *("at work", "others have the last", "so after a batch was given up", "the batch is closed", "it is trained"),
+        *("its weights are old", "nobody knows what it serves", "it goes on with what is left over"),
+    ],
+)
+def test_an_engine_that_has_nothing_to_do_waits_for_something(
+    served: int | None, state: SealState | None, busy: bool, cause: str | None
+) -> None:
+    assert Idle.of(view({"e": served}, state), {"e"} if busy else ()).causes == {"e": cause}
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 100), st.lists(st.sampled_from(CAUSES), min_size=1, max_size=4)), min_size=1, max_size=12
+    )
+)
+def test_no_engine_waits_longer_than_the_step_is(looks: list[tuple[float, list[Cause | None]]]) -> None:
+    waits, now = EngineWaits(), 5.0
+    for after, causes in looks:
+        waits.note(Idle({str(number): cause for number, cause in enumerate(causes)}), now)
+        now += after
+    stats = waits.stats(now)
+    assert stats.keys() == {"wait_for_weights_s", "tail_s"}
+    assert 0.0 <= sum(stats.values()) <= now - 5.0 + 1e-6
+
+
+def test_each_step_counts_from_its_beginning_and_the_mean_is_over_engines() -> None:
+    waits = EngineWaits()
+    waits.note(Idle({"a": "wait_for_weights_s", "b": None}), 0.0)
+    waits.begin(10.0)
+    waits.note(Idle({"a": None, "b": "tail_s"}), 14.0)
+    waits.note(Idle({"a": None, "b": None}), 20.0)
+    assert waits.stats(25.0) == {"wait_for_weights_s": 2.0, "tail_s": 3.0}
+
+
+def test_a_controller_without_engines_says_nothing_of_them() -> None:
+    waits = EngineWaits()
+    assert waits.stats(3.0) == {}
+    waits.note(Idle({}), 4.0)
+    assert waits.stats(9.0) == {}
+
+
+def records(step: int, state: SealState | None = None) -> JobMirror:
+    head: Any = SimpleNamespace(record=SimpleNamespace(version=Version(0, step), step=step))
+    seals: Any = {} if state is None else {step + 1: SimpleNamespace(record=SimpleNamespace(state=state))}
+    mirror = JobMirror(JobKeys("u"))
+    object.__setattr__(mirror, "head", head)
+    object.__setattr__(mirror, "seals", seals)
+    return mirror
+
+
+def test_ranks_wait_for_a_batch_from_one_commit_until_all_have_their_part_of_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    watch, empty = Stopwatch(), JobMirror(JobKeys("u"))
+    watch.note(empty, records(4), 100.0)
+    watch.engines.note(Idle({"e": None}), 100.0)
+    watch.produced(101.0)
+    watch.engines.note(Idle({"e": "tail_s"}), 106.0)
+    watch.note(records(4), records(4, SealState.SEALED), 108.0)
+    watch.engines.note(Idle({"e": "wait_for_weights_s"}), 108.0)
+    watch.note(records(4), records(4, SealState.READY), 109.0)
+    monkeypatch.setattr("controllers.stopwatch.sampling_stats", lambda *_: {})
+    group = OfferedGroup(
+        ref=PromptRef(0, 0, 0), digest="d", prompt_tokens=2, response_tokens=(5, 5), versions=(Version(0, 4),)
+    )
+    seal = SimpleNamespace(groups=(group,), outcomes=())
+    spec = SimpleNamespace(data=SimpleNamespace(sources=()), train=SimpleNamespace(loss="policy"))
+    rules = SimpleNamespace(staleness=0)
+    seen: Any = SimpleNamespace(seal=seal, mirror=records(4), rules=rules, spec=spec, ranks={})
+    stats = watch.stats(seen, 112.0)
+    assert (stats["seconds"], stats["wait_for_batch_s"], stats["train_s"]) == (12.0, 9.0, 3.0)
+    assert (stats["tail_s"], stats["wait_for_weights_s"]) == (2.0, 4.0)
+    assert {"wait_for_batch_s", "wait_for_weights_s", "tail_s"} <= STEP_STATS.keys()
+
+
+def test_the_line_names_whom_the_others_wait_for() -> None:
+    slow = {"wait_for_batch_s": 8.0, "wait_for_weights_s": 0.5, "tail_s": 1.0}
+    said = "ranks 8.00s for a batch, engines 0.50s for weights, 1.00s for others' responses: generation holds steps up"
+    assert waits_line(slow) == said
+    assert bottleneck_of(slow | {"tail_s": 6.0}) == "the tail of generation"
+    assert bottleneck_of(slow | {"wait_for_weights_s": 9.0}) == "training"
+    assert waits_line({}) == ""
+    assert bottleneck_of({"wait_for_batch_s": 8.0}) == ""
+
+
+def test_a_usual_wait_is_the_median_of_the_steps_that_tell_it() -> None:
+    points = [StepPoint(step, 0, 0.0, {"wait_for_batch_s": float(step)}) for step in (1, 2, 9)]
+    assert usual_waits([*points, StepPoint(4, 0, 0.0)]) == {"wait_for_batch_s": 2.0}
