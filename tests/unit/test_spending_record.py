@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.config.judges import ExternalJudge
+from gcore.config.judges import MOST_JUDGES, ExternalJudge
+from gcore.ledger import bounds
 from gcore.ledger.guarded import Stored
 from gcore.ledger.spending import (
     MOST_ADDED_UP,
@@ -43,6 +44,13 @@ def test_a_record_is_read_as_it_was_written(before: dict[str, JudgeUse], life: d
     record = NodeSpent(node="n", by="n.1", before=before, life=life)
     assert NodeSpent.decode(record.encode()) == record
     assert record.uses == added((before, life))
+
+
+def test_what_a_record_takes_is_within_its_bound() -> None:
+    much = JudgeUse(requests=10**15, tokens_in=10**18, tokens_out=10**18)
+    uses = {f"{number:02}" + "j" * 30: much for number in range(MOST_JUDGES)}
+    record = NodeSpent(node="n" * 100, by="n" * 120, before=uses, life=uses)
+    assert len(KEYS.spent(record.node)) + len(record.encode()) <= bounds.SMALL + 2 * bounds.USE * MOST_JUDGES
 
 
 def test_tokens_cost_what_a_million_of_them_does() -> None:

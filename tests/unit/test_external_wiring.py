@@ -1,0 +1,57 @@
+"""A job's controller opens the judges that others serve, asks them, and writes down what they cost: no engine, no cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from controllers.changes import Changes
+from controllers.cluster import ClusterMirror
+from controllers.identity import Identity
+from controllers.job import JobRunner
+from controllers.judge_counts import JudgeCounts
+from controllers.judges import open_judges
+from gcore.clock import SystemClock
+from gcore.config import NodeConfig, parse_spec
+from gcore.ledger.spending import NodeSpent
+from gcore.metrics import Metrics
+from gcore.store.keys import JobKeys
+from gcore.testing import MemoryCluster, MemoryStore
+from gcore.testing.fake_openai import FakeOpenAI
+from gcore.types import Prompt, PromptRef
+
+PROMPT = Prompt(PromptRef(0, 0, 0), "1+2=", (1,), {})
+KEY_ENV = "THE_KEY_OF_THE_TEST"
+
+
+async def test_a_controller_asks_with_its_key_and_its_node_remembers_what_that_cost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(KEY_ENV, "sk-x")
+    clock, metrics, changes = SystemClock(), Metrics(), Changes()
+    store = MemoryStore(MemoryCluster(clock))
+    config = NodeConfig.model_validate(
+        {"node": "n", "home": str(tmp_path), "run_root": str(tmp_path), "etcd_endpoints": ["h:1"], "slots": ["cpu:0"]}
+    )
+    identity = Identity("n", "n.1", "h:1", 1)
+    runner = JobRunner("u", identity, store, ClusterMirror(store, changes), changes, metrics, clock, config)
+    async with FakeOpenAI(lambda asked: "about 0.5", key="sk-x") as fake:
+        outside = {"url": fake.url, "model": "m", "key_env": KEY_ENV, "price_out": 1e6, "most_cost": 100}
+        tree: dict[str, Any] = {"name": "t", "model": {"path": "m"}, "data": {"path": "d"}, "flow": {"steps": 1}}
+        tree |= {"rollout": {"max_new_tokens": 4}, "reward": {"judge": "far"}}
+        spec = parse_spec(tree | {"judges": [{"name": "far", "template": "{{ response }}?", "external": outside}]})
+        external, counts = runner._new_external(spec), JudgeCounts(metrics, lambda topic, said: None)
+        engines: Any = None  # the cluster serves none of them
+        judge = open_judges(spec, engines, counts, clock, external)["far"]
+        assert (await judge.value(PROMPT, "3")).value == 0.5
+        assert (await judge.value(PROMPT, "3")).value == 0.5
+        assert [asked["messages"] for asked in fake.asked] == [[{"role": "user", "content": "3?"}]]
+        await external.close()
+    kv = await store.get(JobKeys("u").spent("n"))
+    assert kv is not None
+    assert NodeSpent.decode(kv.value).uses["far"].tokens_out == 2
+    assert external.spending.cost("far") == 2
+    assert metrics.registry.get_sample_value("gcore_judge_cost_total", {"judge": "far"}) == 2
+    assert counts.scoring.waiting == 0
