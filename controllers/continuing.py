@@ -72,7 +72,7 @@ class Responses:
         return Ask(
             tuple(self._prompts[number] + self._tokens(number) for number in self._asked),
             tuple(_rest(self._params, len(self._tokens(number))) for number in self._asked),
-            tuple(_seed(self._seeds[number], len(self._tokens(number))) for number in self._asked),
+            tuple(remade(self._seeds[number], len(self._tokens(number))) for number in self._asked),
         )
 
     def grow(self, place: int, sample: Sample) -> tuple[int, Sample | None]:
@@ -231,7 +231,7 @@ def _rest(params: SamplingParams, made: int) -> SamplingParams:
     )
 
 
-def _seed(seed: int, made: int) -> int:
+def remade(seed: int, made: int) -> int:
     """63 bits, as the first one."""
     if not made:
         return seed

@@ -22,6 +22,10 @@ SHOWN_BYTES = 7200
 """Of a text in an evaluation's record, as JSON: fifty answers, the most there are, then fit into one write to the store."""
 
 
+Answered = Sample | RewardError
+"""A response; or why there is none, for its environment failed."""
+
+
 @dataclass(frozen=True, slots=True)
 class Mark:
     """What a response to prompt `index` of a set is worth."""
@@ -33,24 +37,27 @@ class Mark:
 
 
 async def marked(
-    practice: Practice, threshold: float, prompt: Prompt, samples: Sequence[Sample], version: Version
+    practice: Practice, threshold: float, prompt: Prompt, answered: Sequence[Answered], version: Version
 ) -> list[Mark]:
-    """The evaluation responses to one prompt, scored. Raises EngineError if other weights had a part in one, or a
-    judge could not be asked."""
+    """The evaluation responses to one prompt, scored; one whose environment failed cannot be. Raises EngineError if other weights
+    had a part in one, or a judge could not be asked."""
+    samples = [one for one in answered if isinstance(one, Sample)]
     for sample in samples:
         if sample.oldest != version or sample.finish_reason == "abort":
             made_by = f"an evaluation answer was made by {sample.oldest}, not {version}"
             raise EngineError(made_by, fix="It is made again")
     marks = []
     labels = {part.shown_as for part in practice.source.reward.parts}
-    for sample, result in zip(samples, await practice.each_scored(prompt, samples), strict=True):
+    scored = iter(await practice.each_scored(prompt, samples))
+    for one in answered:
+        text, result = (one.text, next(scored)) if isinstance(one, Sample) else ("", one)
         if isinstance(result, Unjudged) and result.away:  # which says nothing of the answer
             raise EngineUnreachable(result.what, fix="It is made again")
         why = str(result) if isinstance(result, RewardError) else ""
         reward = 0.0 if isinstance(result, RewardError) else result.value
         shown = EvalSample(
             prompt=recordable(prompt.text),
-            response=recordable(sample.text),
+            response=recordable(text),
             answer=recordable(str(prompt.fields.get(practice.source.reward.answer, ""))),
             reward=reward,
             source=practice.source.name,

@@ -21,8 +21,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from controllers.changes import Changes
+from controllers.conversing import Conversation, Conversing
 from controllers.engines import EngineBook
-from controllers.eval_marks import Mark, marked
+from controllers.eval_marks import Answered, Mark, marked
 from controllers.eval_turns import equipped, order, to_take
 from controllers.material import Material, Practice, eval_seed
 from controllers.step import Look, reissue_delay
@@ -34,7 +35,7 @@ from gcore.ledger.evaluation import PartPlan, compose, cut
 from gcore.ledger.job import EvalPart, Evaluation
 from gcore.prompts.source import EvalSource
 from gcore.together import all_or_none, end_all
-from gcore.types import Sample, Version
+from gcore.types import Version
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +92,7 @@ class Evaluator:
         engines: EngineBook,
         book: EvaluationBook,
         clock: Clock,
+        conversing: Conversing | None = None,
     ) -> None:
         self.material = material
         self.look = look
@@ -98,6 +100,7 @@ class Evaluator:
         self._engines = engines
         self._book = book
         self._clock = clock
+        self._conversing = conversing
         self._sets: dict[str, EvalSource] = {one.source.name: one for one in material.evaluation}
         self._draws: Mapping[str, EvalDraws] = material.spec.eval.drawn
         sizes = [(n, min(len(one), self._draws[n].limit), self._draws[n].samples) for n, one in self._sets.items()]
@@ -249,8 +252,14 @@ class Evaluator:
         async with turns:  # a request that waits in an engine's queue would run into its time limit there
             prompts = {index: self._sets[name].prompt(index) for index in dict.fromkeys(index for index, _ in tries)}
             token_ids = [prompts[index].token_ids for index, _ in tries]
-            samples = await self._engines.generate(version, token_ids, practice.params, seeds, rid)
-        of_prompt: dict[int, list[Sample]] = {}
+            samples: Sequence[Answered]
+            if self._conversing is None:
+                samples = await self._engines.generate(version, token_ids, practice.params, seeds, rid)
+            else:
+                renderer = self._sets[name].opened.renderer
+                scenes = [Conversation(version, prompts[index], renderer, practice.params) for index, _ in tries]
+                samples = await self._conversing.each(scenes, seeds, rid)
+        of_prompt: dict[int, list[Answered]] = {}
         for (index, _), sample in zip(tries, samples, strict=True):
             of_prompt.setdefault(index, []).append(sample)
         judgements = (

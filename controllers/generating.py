@@ -1,4 +1,4 @@
-"""Responses from engines: a seat at one that serves the right weights, the request, and another one's seat when it is lost.
+"""Responses and scores from engines: a seat at one that serves the right weights, the request, and another one's seat when it is lost.
 
 Which engines there are, and what they serve, is `controllers.engines`' business.
 """
@@ -10,7 +10,7 @@ import itertools
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from controllers.changes import Changes
 from controllers.continuing import FEWEST, Decode, Responses, told_every
@@ -18,7 +18,7 @@ from controllers.engine_counts import Pool, counted
 from controllers.engine_lines import Line
 from controllers.owing import Expect, Owing
 from controllers.pulse import EnginePatience
-from controllers.routing import Following, Load, route
+from controllers.routing import Following, Load, Seat, route
 from controllers.step import reissue_delay
 from gcore.clock import Clock
 from gcore.errors import EngineError, EngineUnreachable
@@ -27,6 +27,7 @@ from gcore.rollout.client import Growing, SamplingParams
 from gcore.types import Sample, Version
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 MOST_FRUITLESS = 8
 """Engines in a row that are lost before they tell anything; then what others had told is given up. A node has so many: the
@@ -69,6 +70,7 @@ class Generating:
         decode: Decode | None = None,
         ended: Callable[[int, Sample], None] | None = None,
         expect: Expect | None = None,
+        seat: Seat | None = None,
     ) -> tuple[Sample, ...]:
         """A sample for each prompt and its seed, on an engine that serves `version` (`controllers.routing`); waits for one.
 
@@ -77,20 +79,22 @@ class Generating:
         what that one has told (`controllers.continuing`), and with what was kept before, when that one has told nothing: the
         engines of a node die together. If nothing is kept at all, the request is for the caller to repeat.
         `ended` is told of each sample that is finished before the others, by its number, unless they are short anyway.
-        With `expect` engines are weighed by the tokens that they are expected to make, in place of samples.
+        With `expect` engines are weighed by the tokens that they are expected to make, in place of samples. `seat`: the engine of
+        the turn before goes first, and whichever it is then is written there.
         """
         every = told_every(params, self._told_every) if decode is not None else 0
         if ended is not None and params.max_new_tokens > FEWEST:
             every = every or params.max_new_tokens
         if decode is None or not every:
-            return await self._generate(version, prompts, params, seeds, rid, follow, None, expect)
+            return await self._generate(version, prompts, params, seeds, rid, follow, None, expect, seat)
         responses = Responses(prompts, params, seeds, decode)
         fruitless = 0
         while True:
             ask = responses.ask()
             growing = Growing(every, partial(_grown, responses, ended))
             try:
-                made = await self._generate(version, ask.prompts, ask.params, ask.seeds, rid, follow, growing, expect)
+                asked = ask.prompts, ask.params, ask.seeds
+                made = await self._generate(version, *asked, rid, follow, growing, expect, seat)
             except EngineUnreachable as error:
                 kept = responses.keep()
                 fruitless = 0 if kept else fruitless + 1
@@ -119,42 +123,70 @@ class Generating:
         follow: Following | None,
         growing: Growing | None,
         expect: Expect | None,
+        seat: Seat | None,
     ) -> tuple[Sample, ...]:
         """By one engine. Raises EngineError."""
         owing = Owing(len(seeds), expect, self._usual)
         self._usual = owing.each
-        instance, line = await self._seat(
-            follow.wanted if follow is not None else lambda: version, len(seeds), owing.tokens
-        )
+        seat = Seat() if seat is None else seat
+        wanted = follow.wanted if follow is not None else lambda: version
+        instance, line = await self._seat(wanted, len(seeds), owing.tokens, seat.instance)
+        seat.instance = instance
         if follow is not None:
             assert line.view.version is not None
             version = line.view.version
             follow.began(version)
         # No two requests are called the same: an abort of one that was given up must not end the one that repeats it.
         rid = f"{rid}/{next(self._requests)}"
+        heard = growing
+        if growing is not None:
+            heard = Growing(growing.every, self._heard(line, owing, growing, version, newer=follow is not None))
+        request = line.client.generate_each(prompts, params, seeds=seeds, rid=rid, growing=heard)
+        samples = await self._brought(instance, line, rid, len(seeds), owing, request, lambda samples: samples)
+        if others := _others(samples, version, newer=follow is not None):
+            # A peer that also believed it to be its own has published to it.
+            self._distrust(instance)
+            made_by = ", ".join(map(str, sorted(others)))
+            raise EngineError(f"{instance} answered with weights {made_by}, not {version}", fix="It is asked again")
+        return samples
+
+    async def classify(self, version: Version, questions: Sequence[tuple[int, ...]], rid: str) -> tuple[float, ...]:
+        """What a classifier that serves `version` gives for each of `questions`, by one request; waits for an engine.
+
+        Raises EngineError. An engine that does not answer is distrusted, and the request is for the caller to repeat.
+        """
+        owing = Owing(len(questions), None, self._usual)
+        instance, line = await self._seat(lambda: version, len(questions), owing.tokens)
+        rid = f"{rid}/{next(self._requests)}"
+        request = line.client.classify(questions, rid=rid)
+        return await self._brought(instance, line, rid, len(questions), owing, request, lambda _: ())
+
+    async def _brought(
+        self,
+        instance: str,
+        line: Line,
+        rid: str,
+        count: int,
+        owing: Owing,
+        request: Coroutine[Any, Any, T],
+        samples_of: Callable[[T], Sequence[Sample]],
+    ) -> T:
+        """What a seated `request` for `count` responses or scores brings; then its seat is free. Raises EngineError."""
         finished = False
         try:
-            heard = growing
-            if growing is not None:
-                heard = Growing(growing.every, self._heard(line, owing, growing, version, newer=follow is not None))
-            asked = line.client.generate_each(prompts, params, seeds=seeds, rid=rid, growing=heard)
-            samples = await counted(self._asked(instance, line, asked), self._metrics, self._clock, self._pool)
+            asked = self._asked(instance, line, request)
+            brought = await counted(asked, self._metrics, self._clock, self._pool, samples_of)
             finished = True
-            if others := _others(samples, version, newer=follow is not None):
-                # A peer that also believed it to be its own has published to it.
-                self._distrust(instance)
-                made_by = ", ".join(map(str, sorted(others)))
-                raise EngineError(f"{instance} answered with weights {made_by}, not {version}", fix="It is asked again")
-            return samples
+            return brought
         except EngineUnreachable:
             finished = True
             self._distrust(instance)
             raise
         finally:
-            line.take(-len(seeds), -owing.tokens)
+            line.take(-count, -owing.tokens)
             self._changes.notify()
             if not finished:
-                self._abandon(line, rid, len(seeds))
+                self._abandon(line, rid, count)
 
     def _heard(
         self, line: Line, owing: Owing, growing: Growing, version: Version, *, newer: bool
@@ -169,9 +201,7 @@ class Generating:
 
         return tell
 
-    async def _asked(
-        self, instance: str, line: Line, request: Coroutine[Any, Any, tuple[Sample, ...]]
-    ) -> tuple[Sample, ...]:
+    async def _asked(self, instance: str, line: Line, request: Coroutine[Any, Any, T]) -> T:
         """What `request` brings. Raises EngineUnreachable when the engine is left meanwhile."""
         task = asyncio.create_task(request, name=f"ask {instance}")
         task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # heard, if nobody waits any more
@@ -187,14 +217,14 @@ class Generating:
         if task.cancelled():
             raise EngineUnreachable(f"{instance} is left, for it answers nothing", fix="The request goes to another")
         try:
-            samples = task.result()
+            brought = task.result()
         except EngineUnreachable:
             line.pulse = line.pulse.fails(self._patience, begun, self._clock.monotonic())
             raise
         line.pulse = line.pulse.responds(self._clock.monotonic())
-        return samples
+        return brought
 
-    async def _seat(self, wanted: Callable[[], Version], size: int, owed: float) -> tuple[str, Line]:
+    async def _seat(self, wanted: Callable[[], Version], size: int, owed: float, last: str | None) -> tuple[str, Line]:
         """An engine that serves what is wanted; a request of `size` is counted there, for the caller to take away."""
         held: tuple[str, Line] | None = None
         try:
@@ -203,7 +233,7 @@ class Generating:
                 known = self._lines.get(held[0]) if held is not None else None
                 if held is not None and known is not held[1]:
                     held = None  # it has gone, or another has its name
-                instance = route(self._loads(version), owed, held[0] if held is not None else None)
+                instance = route(self._loads(version), owed, held[0] if held is not None else None, last)
                 if instance is not None and (held is None or instance != held[0]):
                     if held is not None:
                         held[1].take(-size, -owed)

@@ -15,6 +15,7 @@ from pathlib import Path
 from controllers.changes import Changes
 from controllers.cluster import ClusterMirror
 from controllers.collectives import Collectives
+from controllers.conversing import Conversing, new_tools
 from controllers.deeds import LOOK_AGAIN_S, Deeds
 from controllers.driving import Driver
 from controllers.engine_waits import Idle
@@ -49,6 +50,7 @@ from controllers.turns import Waits
 from controllers.view import EngineView, JobView
 from gcore.clock import Clock
 from gcore.config import JobSpec, NodeConfig, stored_spec
+from gcore.environments.pool import ToolPool
 from gcore.errors import GcoreError
 from gcore.flows import find_filters, find_flow
 from gcore.ledger import transactions
@@ -183,12 +185,15 @@ class JobRunner(JobStanding):
             lambda news: self.troubles.note(f"reward-{self.node}", news),
         )
         self._rewards = rewards
+        tools = new_tools(spec, self._clock, self._faults.note)
         try:
-            await self._work_on(spec, rewards)
+            await self._work_on(spec, rewards, tools)
         finally:
             await rewards.close()
+            if tools is not None:
+                await tools.close()
 
-    async def _work_on(self, spec: JobSpec, rewards: RewardPool) -> None:
+    async def _work_on(self, spec: JobSpec, rewards: RewardPool, tools: ToolPool | None) -> None:
         assert self.mirror.job is not None
         producing = Producing(self, self._faults, self._clock)
         try:
@@ -204,6 +209,7 @@ class JobRunner(JobStanding):
             self.look_anew()
             flow = find_flow(spec.flow.name)
             filters = find_filters(material.spec.flow.filters)
+            conversing = self._new_conversing(material.spec, tools)
             orders = self._orders = EpochOrders(spec, material.stream, self.changes.notify)
         except GcoreError as error:
             await producing.fail_with(error)
@@ -223,6 +229,7 @@ class JobRunner(JobStanding):
             filters,
             collectives,
             self._faults,
+            conversing,
         )
         external = self._external_judges
         assert self._judge_engines is not None
@@ -310,6 +317,12 @@ class JobRunner(JobStanding):
         return StagedWeights(
             run_dir, self.node, wanted, self.changes, self.troubles.hold, self.changes.notify, self._clock
         )
+
+    def _new_conversing(self, spec: JobSpec, tools: ToolPool | None) -> Conversing | None:
+        """Of a job with an environment. Raises PluginFault."""
+        if tools is None:
+            return None
+        return Conversing(spec, self._engines, tools, self._clock, self._faults.note)
 
     def _new_external(self, spec: JobSpec) -> ExternalJudges:
         return ExternalJudges(

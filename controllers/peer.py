@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from controllers.changes import Changes, rest_s
 from controllers.collectives import Collectives
+from controllers.conversing import Conversation, Conversing
 from controllers.demonstrating import demonstration
 from controllers.engines import EngineBook
 from controllers.evaluating import EvaluationBook, Evaluator
@@ -29,6 +30,7 @@ from gcore.flows import Step
 from gcore.flows.filters import CheckedFilter, filtered
 from gcore.prompts.dataset import DataChanged
 from gcore.prompts.source import PromptFiltered
+from gcore.rollout.client import SamplingParams
 from gcore.rollout.scored import scored_group
 from gcore.rollout.truncated import dropped
 from gcore.together import end_all
@@ -52,13 +54,16 @@ class JobPeer:
         filters: tuple[CheckedFilter, ...],
         collectives: Collectives,
         faults: FaultBook,
+        conversing: Conversing | None = None,
     ) -> None:
+        """`conversing`: of a job with an environment."""
         self.material = material
         self.look = look
         self.changes = changes
         self.holdings = holdings
         self._engines = engines
-        self._evaluator = Evaluator(material, look, changes, engines, evaluations, clock)
+        self._conversing = conversing
+        self._evaluator = Evaluator(material, look, changes, engines, evaluations, clock, conversing)
         self.clock = clock
         self._stopwatch = stopwatch
         self._orders = orders
@@ -146,7 +151,8 @@ class JobPeer:
             return Outcome("failed", str(error))
 
     async def rollout(self, prompt: Prompt, samples: int | None = None, *, greedy: bool = False) -> tuple[Sample, ...]:
-        """Responses of head's version, drawn as the prompt's source says, or greedy. Raises EngineError."""
+        """Responses of head's version, drawn as the prompt's source says, or greedy; of several turns if the job has an
+        environment. Raises EngineError, and RewardError for an environment that failed."""
         view = self.look()
         assert view.mirror.head is not None
         count = self.material.spec.flow.samples_per_prompt if samples is None else samples
@@ -157,6 +163,8 @@ class JobPeer:
         params = self.material.sources[prompt.source].params
         if greedy:
             params = replace(params, temperature=0.0, top_p=1.0, top_k=None, min_p=0.0)
+        if self._conversing is not None:
+            return await self._conversed(prompt, version, params, seeds, rid, greedy=greedy)
         prompts = [prompt.token_ids] * count
         decode = self.material.stream.found(prompt.ref)[0].renderer.tokenizer.decode
         follow = self._following(prompt.ref) if self.material.spec.rollout.staleness else None
@@ -167,6 +175,30 @@ class JobPeer:
             raise EngineError(f"the engine gave up on prompt {prompt.ref}", fix="It is issued again")
         if self._expecting is not None and not greedy:
             self._expecting.note(prompt.ref, [len(sample.token_ids) for sample in made])
+        return made
+
+    async def _conversed(
+        self,
+        prompt: Prompt,
+        version: Version,
+        params: SamplingParams,
+        seeds: tuple[int, ...],
+        rid: str,
+        *,
+        greedy: bool,
+    ) -> tuple[Sample, ...]:
+        """Responses of several turns, side by side. Raises EngineError, and RewardError for an environment that failed."""
+        assert self._conversing is not None
+        scene = Conversation(
+            version,
+            prompt,
+            self.material.stream.found(prompt.ref)[0].renderer,
+            params,
+            self._following(prompt.ref) if self.material.spec.rollout.staleness else None,
+        )
+        made = await self._conversing.side_by_side(scene, seeds, rid, None if greedy else self._judging_early(prompt))
+        if self._expecting is not None and not greedy:
+            self._expecting.note(prompt.ref, [sample.own_tokens for sample in made])
         return made
 
     def _judging_early(self, prompt: Prompt) -> Callable[[int, Sample], None] | None:

@@ -23,6 +23,14 @@ class Following:
     began: Callable[[Version], None]
 
 
+@dataclass(slots=True)
+class Seat:
+    """Where a response of several turns is made: its next turn goes to the engine that made the last one, which has all that is
+    before it in its cache, for as long as that serves."""
+
+    instance: str | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Load:
     """An engine as a request of `version` sees it. `owed`: what it has to answer, with what waits for it."""
@@ -33,12 +41,14 @@ class Load:
     """Whether it serves the version; if not, it is on its way there."""
 
 
-def route(loads: Sequence[Load], size: float, held: str | None = None) -> str | None:
+def route(loads: Sequence[Load], size: float, held: str | None = None, last: str | None = None) -> str | None:
     """Where a request goes that is as much as `size`; None while there is nobody.
 
-    `held`: where it waits already, counted there.
+    `held`: where it waits already, counted there. `last`: the engine of the turn before, however busy it is.
     """
     by_name = {load.instance: load for load in loads}
+    if last is not None and last in by_name and by_name[last].serving:
+        return last
     own = by_name.get(held) if held is not None else None
     if own is not None:
         if own.serving:
