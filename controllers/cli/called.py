@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
 
 _HINT = "`gcore "
+PREPARED = ".cache/examples"
+"""Where `gcore prepare` puts what it makes, unless it is told another folder."""
 
 
 def program() -> str:
@@ -24,6 +27,19 @@ def program() -> str:
 def as_called(text: str) -> str:
     """Hints in backquotes, with the command as it was called."""
     return text.replace(_HINT, f"`{program()} ")
+
+
+def prepared_by(text: str) -> str:
+    """What makes a prepared example's file that an error names and that is not there, for behind the error; or nothing.
+
+    The commands of the examples stand in their specs too, but who runs one has not always read it.
+    """
+    for path in re.findall(rf"(\S*{re.escape(PREPARED)}/[a-z-]+)/", text):
+        if not Path(path).exists():
+            name = Path(path).name
+            there = "" if Path(path).resolve() == Path(PREPARED, name).resolve() else f" --to {path}"
+            return f". `gcore prepare {name}{there}` makes it"
+    return ""
 
 
 def _same(one: Path, other: Path) -> bool:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from controllers.cli.answers import Output, as_json, console
+from controllers.cli.called import PREPARED
 from controllers.cli.extent_words import so_far
 from controllers.cli.options import (
     DEFAULT_CONTROLLERS,
@@ -61,7 +62,7 @@ gcore export arithmetic --to ./trained
 [dim]One of several jobs of that name:[/dim]  gcore export 08d8f27366e5 --to ./trained
 """
 
-PREPARED_UNDER = Path(".cache/examples")
+PREPARED_UNDER = Path(PREPARED)
 
 
 def validate(

@@ -23,7 +23,7 @@ from controllers.cli import (
     run_verb,
     samples_verb,
 )
-from controllers.cli.called import as_called
+from controllers.cli.called import as_called, prepared_by
 from gcore import __version__
 from gcore.errors import GcoreError
 
@@ -112,7 +112,8 @@ def main() -> None:
     try:
         app()
     except GcoreError as error:
-        typer.echo("gcore: " + as_called(" ".join(str(error).split())), err=True)
+        said = " ".join(str(error).split())
+        typer.echo("gcore: " + as_called(said + prepared_by(said)), err=True)
         sys.exit(error.exit_code)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from controllers.cli.called import as_called, program
+from controllers.cli.called import as_called, prepared_by, program
 from controllers.cli.devices import check_gpus, gpus
 from gcore.errors import UsageError
 
@@ -79,3 +79,17 @@ def test_where_it_cannot_be_told_nothing_is_refused(tmp_path: Path) -> None:
     (tmp_path / "dxg").touch()
     check_gpus(8, tmp_path)
     check_gpus(8, tmp_path / "absent")
+
+
+def test_an_error_about_an_examples_file_that_is_not_there_says_what_makes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    here = tmp_path / ".cache" / "examples"
+    lost = f"{here}/arithmetic-judge/model: the model folder does not exist"
+    assert prepared_by(lost) == ". `gcore prepare arithmetic-judge` makes it"
+    away = f"{tmp_path}/x/.cache/examples/arithmetic"
+    assert prepared_by(f"{away}/train.jsonl: cannot read") == f". `gcore prepare arithmetic --to {away}` makes it"
+    (here / "arithmetic-judge").mkdir(parents=True)
+    assert prepared_by(lost) == "", "it was prepared, and is damaged"
+    assert prepared_by("/models/m: the model folder does not exist") == ""
