@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -359,7 +360,7 @@ class NamedEngine(OldEngine):
 
 async def test_the_abort_of_a_request_that_was_given_up_cannot_end_the_one_that_repeats_it(tmp_path: Any) -> None:
     engine = NamedEngine()
-    engines = EngineBook(Changes(), timeout_s=1.0, connect=lambda *_, **__: engine)  # type: ignore[arg-type, return-value]
+    engines = EngineBook(Changes(), timeout_s=1.0, connect=lambda *_, **__: engine)  # type: ignore[arg-type]
     await engines.aim(engines_at(e="h:1"))
     await engines.publish("e", Version(0, 2), tmp_path)
     first = asyncio.create_task(engines.generate(Version(0, 2), [(1,)], PARAMS, (0,), "r"))
@@ -482,3 +483,52 @@ async def test_a_request_that_is_given_up_while_it_waits_leaves_its_place(tmp_pa
     quick.answers.set()
     slow.answers.set()
     await asyncio.gather(*again)
+
+
+class GrowingEngine(OldEngine):
+    """Tells of its first response when that is finished, and answers with both when it is let."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+        self.may_end = asyncio.Event()
+        self.every: list[int] = []
+        """After how many tokens it was to tell; 0: not at all."""
+
+    async def generate_each(
+        self, prompts: Any, params: Any, *, seeds: Any, rid: str, growing: Any = None
+    ) -> tuple[Sample, ...]:
+        self.every.append(0 if growing is None else growing.every)
+        made = [Sample((n,), (0.0,), str(n), "stop", (VersionSpan(Version(0, 2), 0, 1),)) for n in range(len(seeds))]
+        if growing is not None:
+            growing.tell(1, replace(made[1], finish_reason="abort"))
+            growing.tell(0, made[0])
+        await self.may_end.wait()
+        return tuple(made)
+
+
+@pytest.mark.parametrize("longest", [64, 65])
+async def test_who_wants_to_know_is_told_of_a_response_that_is_finished_before_the_others_unless_all_are_short(
+    tmp_path: Path, longest: int
+) -> None:
+    engine, told = GrowingEngine(), list[tuple[int, str]]()
+    book = EngineBook(Changes(), timeout_s=1.0, connect=lambda *_, **__: engine, told_every=0)  # type: ignore[arg-type]
+    await book.aim(engines_at(e="h:1"))
+    await book.publish("e", Version(0, 2), tmp_path)
+    asked = asyncio.create_task(
+        book.generate(
+            Version(0, 2),
+            [(1,), (1,)],
+            SamplingParams(temperature=1.0, max_new_tokens=longest),
+            (0, 1),
+            "r",
+            None,
+            lambda ids: "",
+            lambda number, sample: told.append((number, sample.text)),
+        )
+    )
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert (told, engine.every) == (([], [0]) if longest == 64 else ([(0, "0")], [65]))
+    engine.may_end.set()
+    assert [sample.text for sample in await asked] == ["0", "1"]
+    await book.close()
