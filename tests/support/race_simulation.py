@@ -1,7 +1,7 @@
 """Long and short answers racing for places in steps: virtual time, several controllers, the ledger's own rules.
 
-A response takes as long as it is; lengths have a long tail. Between a seal and its commit the trainer works, and at
-staleness 0 nothing goes on meanwhile. Controllers may be killed, and with them goes what they hold. With `seats` each has so
+A response takes as long as it is; lengths have a long tail. Between a seal and its commit the trainer works; at
+staleness 0 nothing goes on meanwhile, else what is in flight does, and more is begun. Controllers may be killed, and with them goes what they hold. With `seats` each has so
 many in flight at most, and with `longest_first` it begins those first that it expects to be the longest, which it knows
 about as well as real ones do. Nothing here has a rule of its own about what is due, sealed, awaited or too old; only
 `take_first` does, which is what not to do.
@@ -180,6 +180,8 @@ class Race:
 
     def _look(self) -> None:
         if self.seal is not None:
+            if self.rules.staleness and not self.take_first:
+                self._issue(self._offered())
             return
         offered = self._offered()
         while True:
@@ -220,7 +222,7 @@ class Race:
             order = (r for r in stream.in_order(self.rules, self.head, ()) if r not in offered.outcomes)
             return list(itertools.islice((r for r in order), 2 * self.rules.quota))
         rule = carried.due if self.rules.staleness else stream.due
-        return rule(self.rules, self.head, (), offered)
+        return rule(self.rules, self.head, () if self.seal is None else (self.seal,), offered)
 
     def _offered(self) -> Offered:
         offers = [
