@@ -63,5 +63,9 @@ class EngineUnreachable(EngineError):
     """No answer from an engine; the request may go to another."""
 
 
+class EngineGaveUp(EngineError):
+    """An engine was told to give up on a request, or was paused; the request may be put again."""
+
+
 class LeaseLost(GcoreError):
     """The store has ended a lease that was thought to live."""

@@ -19,8 +19,8 @@ from typing import Any, Literal
 
 import httpx
 
-from gcore.errors import EngineError, EngineUnreachable
-from gcore.rollout.native_api import failure_of, is_growing, sample_of, sampling_body, words_of
+from gcore.errors import EngineError, EngineGaveUp, EngineUnreachable
+from gcore.rollout.native_api import failure_of, is_growing, sample_of, sampling_body, score_of, words_of
 from gcore.rollout.transport import STREAMED, PlainTransport, lines_of
 from gcore.types import Sample, Version
 
@@ -169,6 +169,27 @@ class EngineClient:
         if ended < count:
             raise EngineUnreachable(f"the engine ended after {ended} of {count} samples", where=self.base_url)
         return [last[place] for place in range(count)]
+
+    async def classify(self, questions: Sequence[Sequence[int]], *, rid: str) -> tuple[float, ...]:
+        """What a classifier gives for each of `questions`, in their order, by one request. Finite float32, as floats.
+
+        Raises EngineError, EngineUnreachable; EngineGaveUp if one of them was aborted.
+        """
+        if not questions:
+            return ()
+        body = {"input_ids": [list(question) for question in questions], "rid": _rids(rid, len(questions))}
+        async with self._turns:
+            answers = await self._parsed(await self._call("POST", "/classify", body))
+        if not isinstance(answers, list) or len(answers) != len(questions):
+            raise EngineError(f"the engine did not answer with {len(questions)} scores", where=self.base_url)
+        try:
+            found = [score_of(answer) for answer in answers]
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise EngineError(f"the engine's answer cannot be read ({error})", where=self.base_url) from error
+        scores = tuple(score for score in found if score is not None)
+        if len(scores) < len(found):
+            raise EngineGaveUp("the engine gave up on a question", where=self.base_url, fix="It is asked again")
+        return scores
 
     async def abort(self, rid: str, count: int) -> None:
         """End the `count` samples of the request called `rid`; they come back with the tokens they have."""

@@ -52,6 +52,22 @@ def sample_of(answer: Mapping[str, Any]) -> Sample:
     return Sample(tokens, logprobs, str(answer["text"]), reason, _spans(meta, count))
 
 
+def score_of(answer: Mapping[str, Any]) -> float | None:
+    """What an answer of a classifier tells: one number; None: it was told to give up.
+
+    Raises KeyError, TypeError, ValueError for what is no such answer.
+    """
+    ending = answer["meta_info"].get("finish_reason") or {}
+    if ending.get("type") == "abort":
+        return None
+    numbers = answer["embedding"]
+    if not isinstance(numbers, list) or len(numbers) != 1:
+        count = len(numbers) if isinstance(numbers, list) else "no list of"
+        raise ValueError(f"a classifier gave {count} numbers, and a score is one")
+    (score,) = _as_float32(numbers, "a score")
+    return score
+
+
 def is_growing(answer: Any) -> bool:
     """Whether more words on this response are to come."""
     meta = answer.get("meta_info") if isinstance(answer, dict) else None
@@ -71,15 +87,15 @@ def failure_of(answer: Any) -> tuple[int, str] | None:
     return (status, words_of(ending)) if isinstance(status, int) and status >= 400 else None
 
 
-def _as_float32(logprobs: Sequence[float]) -> tuple[float, ...]:
+def _as_float32(numbers: Sequence[float], what: str = "a log-probability") -> tuple[float, ...]:
     """Raises ValueError for what no rank takes: a group with such a number would be fed, and refused, for ever."""
-    form = f"<{len(logprobs)}f"
+    form = f"<{len(numbers)}f"
     try:
-        rounded = struct.unpack(form, struct.pack(form, *logprobs))
+        rounded = struct.unpack(form, struct.pack(form, *numbers))
     except (struct.error, OverflowError) as error:  # null is what SGLang's JSON makes of NaN
-        raise ValueError(f"a log-probability is no number ({error})") from error
+        raise ValueError(f"{what} is no number ({error})") from error
     if not all(map(math.isfinite, rounded)):
-        raise ValueError("a log-probability is not finite")
+        raise ValueError(f"{what} is not finite")
     return rounded
 
 

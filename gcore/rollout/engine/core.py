@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from gcore.errors import EngineError
 from gcore.rollout.engine.decoder import Decoder, Made
@@ -22,12 +21,10 @@ from gcore.rollout.engine.memory import memory_error_explained
 from gcore.rollout.engine.model import Model
 from gcore.rollout.engine.reading import plan
 from gcore.rollout.engine.schedule import IDLE_TOKENS, Size, Want, admissible, longest_alone, outgrown
+from gcore.rollout.engine.served import ABORTED, PauseMode
 from gcore.rollout.engine.tasks import Delivery, Ending, Task, Waiting, Work, is_older
 from gcore.rollout.engine.text import Text, tail_length
 from gcore.rollout.engine.weights import Bed, Staged, check_awake, give_back_free_memory, install
-
-PauseMode = Literal["abort", "retract", "in_place"]
-ABORTED = "aborted on request"
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,18 +2,15 @@
 
 Lives on the event loop. What depends on the model (token ids, context, stop strings without a tokenizer) is checked here,
 before anything reaches the thread. A request whose client has gone away is aborted.
-
-Of a sample that streams only the newest delivery is kept, for it holds all that came before: a client that reads slowly
-skips steps, and costs no memory that grows.
 """
 
 from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -21,35 +18,13 @@ from gcore.clock import Clock
 from gcore.errors import EngineError
 from gcore.rollout.engine.answers import answer, cost, emptied
 from gcore.rollout.engine.core import Core
-from gcore.rollout.engine.gate import Gate
+from gcore.rollout.engine.post import Post
 from gcore.rollout.engine.protocol import Asked, Generate, SamplingBody
-from gcore.rollout.engine.runner import Runner
 from gcore.rollout.engine.tasks import Delivery, Task, prompt_key
 from gcore.rollout.engine.text import Text, cut_at
 
-T = TypeVar("T")
 BIG_ANSWER_TOKENS = 16_384
 """From so many on (or other entries of its lists), an answer is put together off the event loop."""
-
-
-class _Arrivals:
-    """The newest delivery of each of a request's samples, until it is taken."""
-
-    def __init__(self) -> None:
-        self._newest: dict[int, Delivery] = {}
-        self._there = asyncio.Event()
-
-    def put(self, delivery: Delivery) -> None:
-        """Takes the place of an older one."""
-        self._newest[delivery.number] = delivery
-        self._there.set()
-
-    async def take(self) -> list[Delivery]:
-        """All that there are; waits for one."""
-        await self._there.wait()
-        self._there.clear()
-        newest, self._newest = self._newest, {}
-        return list(newest.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,51 +38,14 @@ class _Ticket:
     since: float
 
 
-class Desk:
+class Desk(Post[Task, Delivery]):
     """Takes requests. `open` it before the first."""
 
     def __init__(self, core: Core, text: Text | None, *, clock: Clock, seeds: np.random.Generator) -> None:
+        super().__init__(core, clock)
         self._core = core
         self._text = text
-        self.clock = clock
         self._seeds = seeds
-        self._arrivals: dict[int, _Arrivals] = {}
-        """By the task's number, while it is under way."""
-        self._names: set[str] = set()
-        self._next = 0
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._runner: Runner | None = None
-        self.gate = Gate(lambda: core.paused or bool(core.asleep))
-        self.prompt_tokens = 0
-        self.requests = 0
-
-    def open(self, runner: Runner) -> None:
-        """Called on the event loop that requests arrive on."""
-        self._runner = runner
-        self._loop = asyncio.get_running_loop()
-
-    @property
-    def runner(self) -> Runner:
-        """The model's thread."""
-        assert self._runner is not None
-        return self._runner
-
-    def deliver(self, deliveries: Sequence[Delivery]) -> None:
-        """Called in the model's thread."""
-        assert self._loop is not None
-        self._loop.call_soon_threadsafe(self._arrive, deliveries)
-
-    def _arrive(self, deliveries: Sequence[Delivery]) -> None:
-        for delivery in deliveries:
-            arrivals = self._arrivals.get(delivery.number)
-            if arrivals is not None:
-                arrivals.put(delivery)
-                if delivery.ending is not None:
-                    del self._arrivals[delivery.number]
-
-    async def perform(self, action: Callable[[], T]) -> T:
-        """Carry out `action` between two steps."""
-        return await asyncio.wrap_future(self.runner.perform(action))
 
     def encoded(self, request: Generate) -> Generate:
         """With tokens for texts. May be called from any thread: a long text takes seconds."""
@@ -122,16 +60,12 @@ class Desk:
         pairs = list(zip(request.prompts, request.params, request.asked, strict=True))
         prompts = [self._tokens(prompt, params) for prompt, params, _ in pairs]
         names = request.rids or tuple(uuid.uuid4().hex for _ in prompts)
-        self._check_names(set(names))
+        self.check_names(set(names))
         return [
             ticket
             for tokens, (_, params, asked), name in zip(prompts, pairs, names, strict=True)
             for ticket in self._tickets(tokens, params, self._placed(asked, tokens), name, streams=request.stream)
         ]
-
-    def _check_names(self, names: set[str]) -> None:
-        if taken := self._names & names:
-            raise EngineError(f"a request called {min(taken)!r} is under way", fix="Give each request a rid of its own")
 
     def _tickets(
         self, prompt: tuple[int, ...], params: SamplingBody, asked: Asked, name: str, *, streams: bool
@@ -148,8 +82,7 @@ class Desk:
                 asked=asked,
             )
             rid = name if params.n == 1 else f"{name}_{index}"
-            task = Task(self._next, rid, prompt, sampling, streams=streams and params.makes_tokens, key=key)
-            self._next += 1
+            task = Task(self.number(), rid, prompt, sampling, streams=streams and params.makes_tokens, key=key)
             tickets.append(_Ticket(task, name, params, asked, now))
         return tickets
 
@@ -189,48 +122,12 @@ class Desk:
         self._core.check(len(tokens), 1 if params.max_new_tokens is None else params.max_new_tokens)
         return tokens
 
-    def _send(self, tickets: Sequence[_Ticket], arrivals: _Arrivals) -> None:
-        tasks = [ticket.task for ticket in tickets]
-        self._arrivals.update((task.number, arrivals) for task in tasks)
-        self.requests += len(tasks)
-        self.prompt_tokens += sum(len(task.prompt) for task in tasks)
-        self.runner.perform(lambda: self._core.submit(tasks))
-
-    def _take_back(self, tickets: Sequence[_Ticket]) -> None:
-        """Whatever of these still runs has nobody who waits for it."""
-        left = {t.task.number for t in tickets if self._arrivals.pop(t.task.number, None) is not None}
-        if left:
-            self.runner.perform(lambda: self._core.abort(lambda task: task.number in left))
-
-    async def _deliveries(self, tickets: Sequence[_Ticket]) -> AsyncIterator[list[Delivery]]:
-        """What arrives for these, until all have ended. Closing it takes back what still runs."""
-        names = {ticket.name for ticket in tickets}
-        # Again: of two that were admitted in one turn of the loop neither had its names yet.
-        self._check_names(names)
-        self._names |= names
-        try:
-            async with self.gate.passing():
-                arrivals, left = _Arrivals(), len(tickets)
-                self._send(tickets, arrivals)
-                try:
-                    while left:
-                        arrived = await arrivals.take()
-                        left -= sum(delivery.ending is not None for delivery in arrived)
-                        yield arrived
-                finally:
-                    self._take_back(tickets)
-        finally:
-            self._names -= names
+    def _deliveries(self, tickets: Sequence[_Ticket]) -> AsyncIterator[list[Delivery]]:
+        return self.deliveries([ticket.task for ticket in tickets], {ticket.name for ticket in tickets})
 
     async def answers(self, tickets: Sequence[_Ticket]) -> list[dict[str, Any]]:
         """Wait for all, and word the answers in order."""
-        ended: dict[int, Delivery] = {}
-        stream = self._deliveries(tickets)
-        try:
-            async for arrived in stream:
-                ended.update((delivery.number, delivery) for delivery in arrived)
-        finally:
-            await stream.aclose()  # type: ignore[attr-defined]  # it is a generator
+        ended = await self.ended([ticket.task for ticket in tickets], {ticket.name for ticket in tickets})
         now = self.clock.monotonic()
 
         def word() -> list[dict[str, Any]]:

@@ -18,6 +18,9 @@ class EngineLaunch(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     kind: Literal["engine"] = "engine"
+    task: Literal["generate", "classify"] = Field(
+        "generate", description="what the model does: write, or say one number of a question"
+    )
     model: str = Field(description="folder of a Hugging Face model")
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(0, ge=0, lt=65536, description="port to listen on; 0: any free one")

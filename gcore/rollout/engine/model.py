@@ -156,16 +156,11 @@ def load(
     folder: Path, *, dtype: str, device: str, context: int | None, text: Text | None, trust_remote_code: bool = False
 ) -> Model:
     """Load from a local folder. Raises DataError in one sentence when it cannot be served."""
-    try:
-        config = json.loads((folder / "config.json").read_text())
-        if not isinstance(config, dict):
-            raise ValueError("it is no JSON object")
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"the model's config.json cannot be read ({error})", where=str(folder), fix="Name the folder of a model"
-        ) from error
+    config = config_of(folder)
     check_code(config, trusted=trust_remote_code, where=str(folder))
-    module = _module(folder, DTYPES[dtype], trust_remote_code=trust_remote_code)
+    module = load_module(
+        AutoModelForCausalLM, folder, DTYPES[dtype], trust_remote_code=trust_remote_code, attn_implementation="eager"
+    )
     c = module.config.get_text_config()
     limit = getattr(c, "max_position_embeddings", None) or getattr(c, "n_positions", None)
     length = min(int(limit), context or int(limit)) if limit else context or CONTEXT
@@ -177,16 +172,10 @@ def load(
     if kind in LENGTH_DEPENDENT_ROPE:
         raise refusal(folder, f"its positions ({kind}) depend on the longest sequence of the batch")
     vocabulary = int(head.weight.shape[0])
-    if text is not None and text.highest_token >= vocabulary:
-        raise DataError(
-            f"the tokenizer has a token {text.highest_token} ({text.token(text.highest_token)!r}), but the model's "
-            f"vocabulary ends at {vocabulary - 1}",
-            where=str(folder),
-            fix="Save the tokenizer that belongs to the model, or resize the model's embeddings",
-        )
+    check_vocabulary(text, vocabulary, folder)
     place = torch.device(device)
     module.to(place).eval().requires_grad_(False)
-    _align(module)
+    align(module)
     attention = Attention()
     attention.register()
     parameters = inspect.signature(module.forward).parameters
@@ -205,16 +194,41 @@ def load(
     )
 
 
-def _module(folder: Path, dtype: torch.dtype, *, trust_remote_code: bool) -> Any:
+def config_of(folder: Path) -> dict[str, Any]:
+    """The folder's config.json. Raises DataError."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        if not isinstance(config, dict):
+            raise ValueError("it is no JSON object")
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"the model's config.json cannot be read ({error})", where=str(folder), fix="Name the folder of a model"
+        ) from error
+    return config
+
+
+def check_vocabulary(text: Text | None, vocabulary: int, folder: Path) -> None:
+    """Raises DataError if the tokenizer has tokens that the model has not."""
+    if text is not None and text.highest_token >= vocabulary:
+        raise DataError(
+            f"the tokenizer has a token {text.highest_token} ({text.token(text.highest_token)!r}), but the model's "
+            f"vocabulary ends at {vocabulary - 1}",
+            where=str(folder),
+            fix="Save the tokenizer that belongs to the model, or resize the model's embeddings",
+        )
+
+
+def load_module(auto: Any, folder: Path, dtype: torch.dtype, *, trust_remote_code: bool, **options: Any) -> Any:
+    """The module as one of transformers' `Auto` classes loads it. Raises DataError if it does not load whole."""
     transformers_logging.disable_progress_bar()
     try:
-        module, report = AutoModelForCausalLM.from_pretrained(
+        module, report = auto.from_pretrained(
             folder,
             dtype=dtype,
-            attn_implementation="eager",
             local_files_only=True,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
+            **options,
         )
     except (
         OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError, SafetensorError, StrictDataclassError
@@ -235,7 +249,7 @@ def _module(folder: Path, dtype: torch.dtype, *, trust_remote_code: bool) -> Any
     return module
 
 
-def _align(module: Any) -> None:
+def align(module: Any) -> None:
     """Weights as a file's bytes lie anywhere; a matrix product's last bits, and its speed, may depend on where."""
     for parameter in module.parameters():
         if parameter.data_ptr() % ALIGNMENT:

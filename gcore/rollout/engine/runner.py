@@ -15,13 +15,12 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from gcore.clock import Clock
-from gcore.rollout.engine.core import Core
-from gcore.rollout.engine.tasks import Delivery
 
 T = TypeVar("T")
+D = TypeVar("D")
 REPORT_S = 1.0
 GATHER_S = 0.002
 """An idle engine that has seen bursts begins when for so long no further request has come,"""
@@ -60,15 +59,30 @@ class Report(Protocol):
         ...
 
 
-class Runner:
+class Working(Protocol[D]):
+    """A core, as its thread sees it."""
+
+    outbox: list[D]
+    """What is to be told."""
+
+    @property
+    def can_work(self) -> bool:
+        """Whether a cycle would do anything."""
+        ...
+
+    def cycle(self) -> None:
+        """Do a little."""
+
+
+class Runner(Generic[D]):
     """Runs `core` in a thread of its own."""
 
     def __init__(
         self,
-        core: Core,
+        core: Working[D],
         *,
         clock: Clock,
-        deliver: Callable[[Sequence[Delivery]], None],
+        deliver: Callable[[Sequence[D]], None],
         report: Report,
         on_death: Callable[[Exception], None],
     ) -> None:

@@ -15,18 +15,23 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import uvicorn
+from starlette.types import ASGIApp
 
 from gcore.clock import Clock, SystemClock
 from gcore.errors import UsageError
+from gcore.rollout.classifier.core import ClassifierCore
+from gcore.rollout.classifier.desk import ClassifierDesk
+from gcore.rollout.classifier.routes import ClassifierRoutes
+from gcore.rollout.classifier.start import start_classifier
 from gcore.rollout.engine.auth import Keys
 from gcore.rollout.engine.core import Core
 from gcore.rollout.engine.desk import Desk
 from gcore.rollout.engine.launch import EngineLaunch
-from gcore.rollout.engine.model import Model
 from gcore.rollout.engine.runner import Report, Runner
 from gcore.rollout.engine.server import Routes
 from gcore.rollout.engine.start import start
@@ -50,24 +55,28 @@ def serve(launch: EngineLaunch, control: Control | None, clock: Clock | None = N
     torch.set_num_interop_threads(1)  # nothing here runs operators side by side
     torch.set_grad_enabled(False)
     text = Text.load(Path(launch.model))
-    core = start(launch, text)
+    core = start_classifier(launch, text) if launch.task == "classify" else start(launch, text)
     sys.setswitchinterval(SWITCH_S)
-    asyncio.run(_run(core, text, launch, core.model, listener, control, clock))
+    asyncio.run(_run(core, text, launch, listener, control, clock))
 
 
-async def _run(
-    core: Core,
-    text: Text | None,
-    launch: EngineLaunch,
-    model: Model,
-    listener: socket.socket,
-    control: Control | None,
-    clock: Clock,
-) -> None:
+def _facade(
+    core: Core | ClassifierCore, text: Text | None, launch: EngineLaunch, clock: Clock
+) -> tuple[Desk | ClassifierDesk, ASGIApp]:
+    """What stands before the model's thread: a desk, and the routes to it."""
+    keys = Keys(launch.api_key, launch.admin_api_key)
+    describe = _description(core, launch)
+    if isinstance(core, ClassifierCore):
+        reception = ClassifierDesk(core, text, clock=clock)
+        return reception, ClassifierRoutes(core, reception, describe, keys).app()
     desk = Desk(core, text, clock=clock, seeds=np.random.default_rng())
-    runner = Runner(core, clock=clock, deliver=desk.deliver, report=_reporter(control), on_death=_death(control))
-    desk.open(runner)
-    describe = {
+    more = {"max_total_num_tokens": core.limits.cache_tokens, "lane": core.lane.name}
+    return desk, Routes(core, desk, describe | more, keys).app()
+
+
+def _description(core: Core | ClassifierCore, launch: EngineLaunch) -> dict[str, Any]:
+    model = core.model
+    return {
         "model_path": launch.model,
         "tokenizer_path": launch.model,
         "load_format": "auto",
@@ -79,13 +88,26 @@ async def _run(
         "context_length": model.context,
         "vocab_size": model.vocabulary,
         "max_running_requests": launch.batch_slots,
-        "max_total_num_tokens": core.limits.cache_tokens,
-        "lane": core.lane.name,
         "dtype": launch.dtype,
         "device": str(model.shape.device),
     }
+
+
+async def _run(
+    core: Core | ClassifierCore,
+    text: Text | None,
+    launch: EngineLaunch,
+    listener: socket.socket,
+    control: Control | None,
+    clock: Clock,
+) -> None:
+    desk, app = _facade(core, text, launch, clock)
+    runner: Runner[Any] = Runner(
+        core, clock=clock, deliver=desk.deliver, report=_reporter(control), on_death=_death(control)
+    )
+    desk.open(runner)
     config = uvicorn.Config(
-        Routes(core, desk, describe, Keys(launch.api_key, launch.admin_api_key)).app(),
+        app,
         log_level="warning",
         access_log=False,
         lifespan="off",

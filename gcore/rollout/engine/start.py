@@ -22,10 +22,7 @@ TOO_BIG = "Serve a smaller model, free memory on this machine, or set dtype bflo
 
 def start(launch: EngineLaunch, text: Text | None) -> Core:
     """Raises UsageError, DataError and EngineError, each in one sentence, for what cannot be served here."""
-    device = launch.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    kind = device.partition(":")[0]
-    if kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
-        raise UsageError(f"device {device!r} is not there", where="--device", fix="Use --device cpu")
+    device = device_of(launch)
     with memory_error_explained("while it loaded the model", TOO_BIG):
         model = load(
             Path(launch.model),
@@ -48,3 +45,12 @@ def start(launch: EngineLaunch, text: Text | None) -> Core:
             fix="Raise rollout.cache_tokens, or leave it out and let the engine see what there is",
         )
     return core
+
+
+def device_of(launch: EngineLaunch) -> str:
+    """Where the model runs. Raises UsageError if that is not there."""
+    device = launch.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    kind = device.partition(":")[0]
+    if kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
+        raise UsageError(f"device {device!r} is not there", where="--device", fix="Use --device cpu")
+    return device

@@ -34,8 +34,7 @@ from gcore.rollout.engine.administration import (
 )
 from gcore.rollout.engine.answers import finite
 from gcore.rollout.engine.bodies import checker, read
-from gcore.rollout.engine.core import Core
-from gcore.rollout.engine.desk import Desk
+from gcore.rollout.engine.served import Front, Served
 from gcore.rollout.engine.weights import Staged, check_awake, same_kind, stage
 from gcore.weights.broadcast import Manifest, WeightGroup
 
@@ -47,7 +46,7 @@ JOIN_S = 120.0
 class WeightRoutes:
     """The handlers."""
 
-    def __init__(self, core: Core, desk: Desk, model_path: str) -> None:
+    def __init__(self, core: Served, desk: Front, model_path: str) -> None:
         self._core = core
         self._desk = desk
         self.model_path = model_path
@@ -219,7 +218,7 @@ async def _aside(call: Callable[[], T]) -> T:
     return await asyncio.wrap_future(future)
 
 
-def _part(core: Core, tensors: dict[str, torch.Tensor]) -> Staged:
+def _part(core: Served, tensors: dict[str, torch.Tensor]) -> Staged:
     """These tensors, which may be a part of the model's. Raises EngineError when one does not fit."""
     own: dict[str, torch.Tensor] = core.model.module.state_dict()
     for name, tensor in tensors.items():

@@ -17,13 +17,25 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from gcore.errors import EngineError
-from gcore.rollout.engine.model import Model
+from gcore.rollout.engine.cache import CacheShape
+
+
+class Loaded(Protocol):
+    """A model in memory. `asleep`: whether its weights are released."""
+
+    module: Any
+    asleep: bool
+
+    @property
+    def shape(self) -> CacheShape:
+        """The weights' type, and where they are; of a cache only what has one."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +45,13 @@ class Staged:
     tensors: Mapping[str, torch.Tensor]
 
 
-def check_awake(model: Model) -> None:
+def check_awake(model: Loaded) -> None:
     """Raises EngineError while the weights are released: there is nothing to look at or to write to."""
     if model.asleep:
         raise EngineError("the weights are released", fix="Call /resume_memory_occupation first")
 
 
-def stage(model: Model, folder: Path) -> Staged:
+def stage(model: Loaded, folder: Path) -> Staged:
     """Read a folder's weights. Raises EngineError, and nothing has changed, when they do not fit."""
     check_awake(model)
     own: dict[str, torch.Tensor] = model.module.state_dict()
@@ -77,7 +89,7 @@ def stage(model: Model, folder: Path) -> Staged:
     return Staged(tensors)
 
 
-def _converted(model: Model, folder: Path) -> Mapping[str, torch.Tensor]:
+def _converted(model: Loaded, folder: Path) -> Mapping[str, torch.Tensor]:
     # The class that serves already, which may be one that came with the model.
     module, report = type(model.module).from_pretrained(
         folder,
@@ -98,7 +110,7 @@ def same_kind(tensor: torch.Tensor, own: torch.Tensor) -> bool:
     return tensor.is_floating_point() == own.is_floating_point()
 
 
-def install(model: Model, staged: Staged) -> None:
+def install(model: Loaded, staged: Staged) -> None:
     """Write staged weights over the model's own."""
     own: dict[str, torch.Tensor] = model.module.state_dict()
     with torch.no_grad():
@@ -109,7 +121,7 @@ def install(model: Model, staged: Staged) -> None:
 class Bed:
     """Where a model's weights sleep."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Loaded) -> None:
         self._model = model
         self._file: IO[bytes] | None = None
         self._shapes: list[torch.Size] = []

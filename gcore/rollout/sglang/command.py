@@ -44,6 +44,8 @@ def server_command(launch: SglangLaunch, port: int) -> tuple[str, ...]:
         words += ["--context-length", str(launch.context_length)]
     if launch.trust_remote_code:
         words.append("--trust-remote-code")
+    if launch.task == "classify":
+        words.append("--is-embedding")  # SGLang's word for all that writes nothing
     # Without --sleep-on-idle the scheduler spins on a whole core while it has nothing to do.
     words += ["--enable-metrics", "--sleep-on-idle", "--log-level-http", "warning"]
     # The warm-up is an English sentence, and a tokenizer of its own need not know the letters. Health makes a token.

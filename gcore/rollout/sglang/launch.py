@@ -18,6 +18,9 @@ class SglangLaunch(BaseModel):
     kind: Literal["sglang"] = "sglang"
     python: str = Field(description="the Python that has SGLang")
     model: str = Field(description="folder of a Hugging Face model")
+    task: Literal["generate", "classify"] = Field(
+        "generate", description="what the model does: write, or say one number of a question"
+    )
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(0, ge=0, lt=65536, description="port to listen on; 0: any free one")
     device: Literal["cpu", "cuda"] = Field("cpu", description="where the model runs")
