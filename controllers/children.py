@@ -66,6 +66,7 @@ def engine_child(spec: JobSpec, place: EnginePlace, config: NodeConfig) -> Child
         "threads": THREADS,
         "trust_remote_code": model.trust_remote_code,
         "weight_version": str(FIRST_WEIGHTS),
+        "task": "classify" if judge is not None and judge.kind == "classifier" else "generate",
     }
     if serving.engine == "torch":
         told |= {"kind": "engine", "deterministic": spec.rollout.deterministic}

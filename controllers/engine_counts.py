@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
-from typing import Literal
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Literal, TypeVar
 
 from gcore.clock import Clock
-from gcore.errors import EngineError, EngineUnreachable
+from gcore.errors import EngineError, EngineGaveUp, EngineUnreachable
 from gcore.metrics import Metrics
 from gcore.types import Sample
 
+T = TypeVar("T")
 Pool = Literal["rollout", "reward"]
 
 
 async def counted(
-    request: Awaitable[tuple[Sample, ...]], metrics: Metrics, clock: Clock, pool: Pool = "rollout"
-) -> tuple[Sample, ...]:
-    """What `request` brings. Raises what it raises. What judges write is no sample; their tokens are counted by the judge."""
+    request: Awaitable[T], metrics: Metrics, clock: Clock, pool: Pool, samples_of: Callable[[T], Sequence[Sample]]
+) -> T:
+    """What `request` brings. Raises what it raises. `samples_of`: the responses in it; a classifier's scores are none.
+
+    What judges write is no sample; their tokens are counted by the judge.
+    """
     begun, result = clock.monotonic(), "aborted"  # also of one that whoever asked gives up
     try:
-        samples = await request
+        brought = await request
+        samples = samples_of(brought)
         if not any(sample.finish_reason == "abort" for sample in samples):
             result = "ok"
         if pool == "rollout":
             metrics.samples.inc(len(samples))
             metrics.generated_tokens.inc(sum(len(sample.token_ids) for sample in samples))
+    except EngineGaveUp:
+        raise
     except EngineUnreachable:
         result = "unreachable"
         raise
@@ -32,7 +39,7 @@ async def counted(
         result = "refused"
         raise
     else:
-        return samples
+        return brought
     finally:
         metrics.engine_requests.labels(pool, result).inc()
         metrics.engine_seconds.labels(pool).observe(max(clock.monotonic() - begun, 0.0))

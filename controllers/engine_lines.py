@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from controllers.pulse import Pulse
 from controllers.view import EngineView
 from gcore.rollout.client import EngineClient
-from gcore.types import Sample, Version
+from gcore.types import Version
 
 
 @dataclass
@@ -18,14 +19,14 @@ class Line:
     client: EngineClient
     view: EngineView
     in_flight: int = 0
-    """Samples asked for and not answered, with those that wait for its weights."""
+    """Samples (or scores) asked for and not answered, with those that wait for its weights."""
     owed: float = 0.0
     """The same as what it is taken for: responses, or tokens that are expected."""
     coming: Version | None = None
     """What it is being brought to."""
     pulse: Pulse = field(default_factory=lambda: Pulse(0.0))
-    requests: set[asyncio.Task[tuple[Sample, ...]]] = field(default_factory=set)
-    """For responses, under way."""
+    requests: set[asyncio.Task[Any]] = field(default_factory=set)
+    """For responses or scores, under way."""
     probe: asyncio.Task[None] | None = None
     """The last question how it is."""
     probed: float = 0.0

@@ -61,6 +61,8 @@ class EngineBook:
         generating = Generating(self._lines, changes, self._clock, self._patience, self._metrics, told_every, pool)
         self.generate = generating.generate
         """Responses from my engines."""
+        self.classify = generating.classify
+        """Scores from my engines, which serve a classifier."""
         self._looked = -LOOK_S
 
     @property

@@ -156,7 +156,7 @@ class Generating:
         Raises EngineError. An engine that does not answer is distrusted, and the request is for the caller to repeat.
         """
         owing = Owing(len(questions), None, self._usual)
-        instance, line = await self._seat(lambda: version, len(questions), owing.tokens)
+        instance, line = await self._seat(lambda: version, len(questions), owing.tokens, None)
         rid = f"{rid}/{next(self._requests)}"
         request = line.client.classify(questions, rid=rid)
         return await self._brought(instance, line, rid, len(questions), owing, request, lambda _: ())

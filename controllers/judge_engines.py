@@ -16,6 +16,7 @@ from pathlib import Path
 from controllers.changes import Changes
 from controllers.children import FIRST_WEIGHTS
 from controllers.engines import EngineBook
+from controllers.judge_values import EngineValue
 from controllers.pulse import EnginePatience
 from controllers.view import EngineView
 from gcore.clock import Clock
@@ -126,9 +127,16 @@ class JudgeEngines:
             await book.close()
 
     def asker(self, judge: JudgeSpec, renderer: PromptRenderer, limit: int | None) -> EngineAsk:
-        """What puts questions to the engines of `judge`. `limit`: its context, in tokens."""
+        """What puts questions to the engines of `judge`, which writes. `limit`: its context, in tokens."""
+        return EngineAsk(judge, self._books[judge.name], renderer, limit, self._names(judge))
+
+    def valuer(self, judge: JudgeSpec, renderer: PromptRenderer, limit: int | None) -> EngineValue:
+        """The same of a classifier."""
+        return EngineValue(judge, self._books[judge.name], renderer, limit, self._names(judge))
+
+    def _names(self, judge: JudgeSpec) -> Callable[[], str]:
         rid = f"{self._uid}/judge/{judge.name}/{self._me}"
-        return EngineAsk(judge, self._books[judge.name], renderer, limit, lambda: f"{rid}/{next(self._requests)}")
+        return lambda: f"{rid}/{next(self._requests)}"
 
 
 class EngineAsk:

@@ -13,7 +13,7 @@ from gcore.config import JobSpec
 from gcore.config.spec import JudgeSpec
 from gcore.errors import DataError
 from gcore.prompts.render import PromptRenderer
-from gcore.reward.generative.asking import Answer, Ask
+from gcore.reward.generative.asking import Answer, Ask, Value
 from gcore.reward.generative.judge import Judge
 
 
@@ -27,7 +27,7 @@ def open_judges(
     return {
         judge.name: Judge.of(
             judge,
-            Open(_asker(number, judge, engines, external), judge.name, counts),
+            _opened(number, judge, engines, counts, external),
             counts,
             clock,
             where=f"judges.{number}",
@@ -43,6 +43,17 @@ def renderer_of(number: int, judge: JudgeSpec) -> PromptRenderer:
         return PromptRenderer.load(Path(judge.model.path), chat=judge.chat, system=judge.system)
     except DataError as error:
         raise DataError(error.what, where=error.where or f"judges.{number}.model", fix=error.fix) from error
+
+
+def _opened(
+    number: int, judge: JudgeSpec, engines: JudgeEngines, counts: JudgeCounts, external: ExternalJudges | None
+) -> Ask | Value:
+    if judge.kind == "classifier":
+        assert judge.model is not None
+        renderer = renderer_of(number, judge)
+        valuer = engines.valuer(judge, renderer, judge.model.max_length or renderer.max_length)
+        return OpenValue(valuer, judge.name, counts)
+    return Open(_asker(number, judge, engines, external), judge.name, counts)
 
 
 def _asker(number: int, judge: JudgeSpec, engines: JudgeEngines, external: ExternalJudges | None) -> Ask:
@@ -66,5 +77,22 @@ class Open:
         self._counts.begun(self._judge)
         try:
             return await self._ask(question, seeds)
+        finally:
+            self._counts.ended(self._judge)
+
+
+class OpenValue:
+    """The same of a classifier. Implements `Value`."""
+
+    def __init__(self, value: Value, judge: str, counts: JudgeCounts) -> None:
+        self._value = value
+        self._judge = judge
+        self._counts = counts
+
+    async def __call__(self, question: str) -> float:
+        """As what it counts."""
+        self._counts.begun(self._judge)
+        try:
+            return await self._value(question)
         finally:
             self._counts.ended(self._judge)

@@ -15,6 +15,8 @@ from controllers.judges import renderer_of
 from gcore.config import JobSpec
 from gcore.config.spec import JudgeSpec
 from gcore.errors import SpecError
+from gcore.models.classifier import check_classifier
+from gcore.models.folder import read_config
 from gcore.models.names import hub_model
 from gcore.models.resolve import ResolvedModel, resolve_model
 from gcore.models.weights import check_whole
@@ -49,10 +51,12 @@ class CheckedJudge:
             return
         limit = self.spec.model.max_length or self.renderer.max_length
         tokens = len(self.renderer.encode(self.renderer.render(question)))
-        answer = 0 if self.spec.kind == "classifier" else self.spec.max_new_tokens
+        classifies = self.spec.kind == "classifier"
+        answer = 0 if classifies else self.spec.max_new_tokens
         if limit is not None and tokens + answer >= limit:
+            more = "" if classifies else f" with max_new_tokens ({answer})"
             raise SpecError(
-                f"what it is shown of the longest prompt has {tokens} tokens, and with max_new_tokens ({answer}) no room for a "
+                f"what it is shown of the longest prompt has {tokens} tokens, and{more} no room for a "
                 f"response is left in the judge's context of {limit}",
                 where=where,
                 fix="Lower data.max_prompt_tokens, show the judge less, or take one with a longer context",
@@ -75,6 +79,8 @@ def _checked(number: int, judge: JudgeSpec) -> CheckedJudge:
     model = resolve_model(judge.model.path, trust_remote_code=judge.model.trust_remote_code, weights=False)
     if hub_model(judge.model.path) is None and model.folder.is_dir():
         check_whole(model.folder)
+    if judge.kind == "classifier":
+        check_classifier(read_config(model.folder), where=str(model.folder))
     here = judge.model_copy(update={"model": judge.model.model_copy(update={"path": str(model.folder)})})
     return replace(CheckedJudge(number, judge, question), model=model, renderer=renderer_of(number, here))
 
