@@ -64,6 +64,14 @@ class Done:
     reward: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What a tool said; `failed`: that it could say nothing, and why."""
+
+    text: str
+    failed: bool = False
+
+
 class Tools(Protocol):
     """The tools that the spec names."""
 
@@ -72,7 +80,7 @@ class Tools(Protocol):
         """In the order of the spec."""
         ...
 
-    async def call(self, name: str, argument: str) -> str:
+    async def call(self, name: str, argument: str) -> Said:
         """What the tool says to `argument`; of one that fails, that it did. Raises KeyError for a name that is not there."""
         ...
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from gcore.environments.api import EnvironmentFault, Observation
+from gcore.environments.api import EnvironmentFault, Observation, Said
 
 LONGEST_RESULT = 2000
 """Characters of what a tool says that a model is shown."""
@@ -42,7 +42,7 @@ class Form(Protocol):
         """The call that a turn ends in."""
         ...
 
-    def result(self, call: Call, said: str) -> Observation:
+    def result(self, call: Call, said: Said) -> Observation:
         """What the model is shown of it."""
         ...
 
@@ -56,6 +56,8 @@ class Tags:
     close: str
     before: str = ""
     after: str = ""
+    failed: str | None = None
+    """What is shown of a tool that failed, for a model whose tokenizer has no letters; None: the reason."""
 
     @property
     def stop(self) -> str:
@@ -67,9 +69,10 @@ class Tags:
         inner = _between(text, self.open, self.close)
         return None if inner is None else Call(self.tool, inner)
 
-    def result(self, call: Call, said: str) -> Observation:
+    def result(self, call: Call, said: Said) -> Observation:
         """Behind the call."""
-        return Observation(f"{self.before}{said}{self.after}")
+        text = self.failed if said.failed and self.failed is not None else said.text[:LONGEST_RESULT]
+        return Observation(f"{self.before}{text}{self.after}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,17 +105,18 @@ class Json:
             return Call("", "", f"there is no tool {name[:100]!r}; there are {', '.join(self.tools)}")
         return Call(name, _argument(tree.get("arguments", {})))
 
-    def result(self, call: Call, said: str) -> Observation:
+    def result(self, call: Call, said: Said) -> Observation:
         """As a message of the tool."""
+        text = said.text[:LONGEST_RESULT]
         if self.chat:
-            return Observation(messages=({"role": "tool", "name": call.name or "tool", "content": said},))
-        return Observation(f"\n<tool_response>\n{said}\n</tool_response>\n")
+            return Observation(messages=({"role": "tool", "name": call.name or "tool", "content": text},))
+        return Observation(f"\n<tool_response>\n{text}\n</tool_response>\n")
 
 
 def form_of(options: Mapping[str, Any], tools: tuple[str, ...], *, chat: bool) -> Form:
     """What the options of the environment `tools` say. Raises EnvironmentFault."""
     form = options.get("form", "json")
-    known = {"tags": ("open", "close", "before", "after"), "json": ()}
+    known = {"tags": ("open", "close", "before", "after", "failed"), "json": ()}
     if form not in known:
         raise EnvironmentFault(f"form {form!r} is not known", where="environment.options", fix="Use tags or json")
     for name in options:

@@ -18,6 +18,7 @@ from typing import Any
 
 from gcore.clock import Clock
 from gcore.config.environment import ToolsSpec
+from gcore.environments.api import Said
 from gcore.plugins import PluginFault
 from gcore.reward.lines import check_ready, line_of
 from gcore.reward.process import ProcessEnded, RewardProcess
@@ -61,12 +62,12 @@ class ToolPool:
             finally:
                 self._free.put_nowait(place)
 
-    async def call(self, name: str, argument: str) -> str:
+    async def call(self, name: str, argument: str) -> Said:
         """What the tool says, or that it said nothing. Raises KeyError for one that the spec does not name."""
         if name not in self._spec.names:
             raise KeyError(name)
         if len(argument) > LONGEST_ARGUMENT:
-            return f"error: an argument of {len(argument)} characters; at most {LONGEST_ARGUMENT}"
+            return _error(f"an argument of {len(argument)} characters; at most {LONGEST_ARGUMENT}")
         process, keeps = await self._free.get(), False
         try:
             if process is not None and process.has_ended:  # while it had nothing to do
@@ -75,8 +76,8 @@ class ToolPool:
             process = process or await self._started()
             process.send(line_of([name, argument]))
             said = await process.answer(self._spec.timeout_s)
-            text, keeps = self._told(said), True
-            return text
+            told, keeps = self._told(said), True
+            return told
         except TimeoutError:
             return self._failed(f"tool {name!r} took longer than {self._spec.timeout_s:g} s")
         except ProcessEnded:
@@ -94,19 +95,19 @@ class ToolPool:
             self._end(process)
         await asyncio.gather(*self._ending, return_exceptions=True)
 
-    def _told(self, said: Any) -> str:
+    def _told(self, said: Any) -> Said:
         match said:
             case {"said": str(text)}:
-                return text
+                return Said(text)
             case {"refused": str(text)}:
-                return f"error: {text}"
+                return _error(text)
             case {"what": str(what), "trace": str(trace)}:
                 return self._failed(what, trace)
         raise ProcessEnded("it said what no such process says")
 
-    def _failed(self, what: str, trace: str = "") -> str:
+    def _failed(self, what: str, trace: str = "") -> Said:
         self._on_fault(what, trace)
-        return f"error: {what}"
+        return _error(what)
 
     async def _started(self) -> RewardProcess:
         """A process that has loaded the tools. Raises PluginFault, CannotStart."""
@@ -153,3 +154,7 @@ class ToolPool:
         self._ending.discard(task)
         if not task.cancelled() and task.exception() is None:
             log.info("a process of tools was ended: %s", task.result())
+
+
+def _error(why: str) -> Said:
+    return Said(f"error: {why}", failed=True)

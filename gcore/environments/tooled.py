@@ -8,8 +8,8 @@ worth the spec's reward says.
 
 from __future__ import annotations
 
-from gcore.environments.api import Done, Observation, Setting, Turn
-from gcore.environments.calls import LONGEST_RESULT, form_of
+from gcore.environments.api import Done, Observation, Said, Setting, Turn
+from gcore.environments.calls import form_of
 
 
 class ToolEnvironment:
@@ -29,10 +29,9 @@ class ToolEnvironment:
         call = self._form.call(turn.text) if turn.finish_reason == "stop" else None
         if call is None:
             return Done()
-        said = call.problem or await self._tools.call(call.name, call.argument)
         if call.problem:
-            said = f"error: {said}"
-        return self._form.result(call, said[:LONGEST_RESULT])
+            return self._form.result(call, Said(f"error: {call.problem}", failed=True))
+        return self._form.result(call, await self._tools.call(call.name, call.argument))
 
     async def close(self) -> None:
         """Nothing is held."""

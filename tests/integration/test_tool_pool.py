@@ -13,6 +13,7 @@ from plug_in_package import installer
 
 from gcore.clock import SystemClock
 from gcore.config.environment import EnvironmentSpec, ToolsSpec
+from gcore.environments.api import Said
 from gcore.environments.pool import LONGEST_ARGUMENT, ToolPool
 from gcore.environments.trial import try_environment
 from gcore.plugins import PluginFault
@@ -69,8 +70,8 @@ def pools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
 
 async def test_tools_are_called_by_their_names_in_a_process_that_stays(pools: Open) -> None:
     async with pools() as (pool, told):
-        assert await pool.call("calculator", "6*7") == "42"
-        assert await pool.call("odd", "words, ü and \n lines") == "WORDS, Ü AND \n LINES"
+        assert await pool.call("calculator", "6*7") == Said("42")
+        assert await pool.call("odd", "words, ü and \n lines") == Said("WORDS, Ü AND \n LINES")
         assert await pool.call("odd", "pid") == await pool.call("odd", "pid")
         with pytest.raises(KeyError):
             await pool.call("other", "1")
@@ -93,15 +94,15 @@ async def test_a_tool_that_fails_says_so_and_the_next_call_is_answered(
 ) -> None:
     async with pools(timeout_s=0.5 if argument == "hang" else 10.0) as (pool, told):
         await pool.warm()
-        assert await pool.call("odd", argument) == words
+        assert await pool.call("odd", argument) == Said(words, failed=True)
         assert [f"error: {one}" for one in told] == [words] * event
-        assert await pool.call("odd", "go on") == "GO ON"
+        assert await pool.call("odd", "go on") == Said("GO ON")
 
 
 async def test_what_a_tool_says_and_is_asked_is_bounded(pools: Open) -> None:
     async with pools() as (pool, _):
-        assert len(await pool.call("odd", "much")) == 2000
-        assert "at most" in await pool.call("odd", "x" * (LONGEST_ARGUMENT + 1))
+        assert len((await pool.call("odd", "much")).text) == 2000
+        assert "at most" in (await pool.call("odd", "x" * (LONGEST_ARGUMENT + 1))).text
 
 
 async def test_a_call_whose_caller_has_gone_is_not_the_next_ones_answer(pools: Open) -> None:
@@ -109,13 +110,13 @@ async def test_a_call_whose_caller_has_gone_is_not_the_next_ones_answer(pools: O
         gone = asyncio.create_task(pool.call("odd", "sleep 0.5"))
         await asyncio.sleep(0.2)
         gone.cancel()
-        assert await pool.call("odd", "mine") == "MINE"
+        assert await pool.call("odd", "mine") == Said("MINE")
         assert told == []
 
 
 async def test_as_many_calls_run_at_once_as_there_are_processes_and_none_is_left(pools: Open) -> None:
     async with pools(workers=2) as (pool, _):
-        pids = set(await asyncio.gather(*(pool.call("odd", "pid") for _ in range(6))))
+        pids = {one.text for one in await asyncio.gather(*(pool.call("odd", "pid") for _ in range(6)))}
         assert len(pids) <= 2
         running = [identify(int(pid)) for pid in pids]
         assert all(running)

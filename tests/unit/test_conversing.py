@@ -13,7 +13,7 @@ from controllers.conversing import Conversation, Conversing, new_tools
 from controllers.eval_marks import marked
 from controllers.routing import Load, Seat, route
 from gcore.config import parse_spec
-from gcore.environments.api import Done, Observation, Setting, Turn
+from gcore.environments.api import Done, Observation, Said, Setting, Turn
 from gcore.environments.calculator import calculator
 from gcore.errors import EngineError
 from gcore.reward.registry import RewardError, RewardResult
@@ -73,8 +73,8 @@ class Engines:
 class Calculator:
     names = ("calculator",)
 
-    async def call(self, name: str, argument: str) -> str:
-        return calculator(argument)
+    async def call(self, name: str, argument: str) -> Said:
+        return Said(calculator(argument))
 
 
 class Moody:

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gcore.environments.api import BadArgument, Done, EnvironmentFault, Observation, Setting, Turn
+from gcore.environments.api import BadArgument, Done, EnvironmentFault, Observation, Said, Setting, Turn
 from gcore.environments.calculator import calculator
-from gcore.environments.calls import Json, Tags, form_of
+from gcore.environments.calls import Call, Json, Tags, form_of
 from gcore.environments.episode import Limits, Scene, played
 from gcore.environments.registry import CheckedEnvironment, find_environment
 from gcore.environments.tooled import ToolEnvironment
@@ -116,7 +116,7 @@ def test_the_result_is_put_behind_the_call() -> None:
     form = Tags("calculator", "<<", "=", "", ">>")
     call = form.call("<<1+2=")
     assert call is not None
-    assert (call.argument, form.result(call, "3").text, form.stop) == ("1+2", "3>>", "=")
+    assert (call.argument, form.result(call, Said("3")).text, form.stop) == ("1+2", "3>>", "=")
 
 
 @pytest.mark.parametrize(
@@ -139,12 +139,19 @@ def test_a_call_in_json_names_its_tool(inner: str, argument: str, problem: str) 
     assert bool(problem) == bool(call.problem)
 
 
+def test_a_tool_that_fails_is_told_of_in_words_or_in_those_that_the_spec_has_for_it() -> None:
+    call, failed = Call("calculator", "1+"), Said("error: it ends in the middle", failed=True)
+    assert Tags("calculator", "<<", ">>").result(call, failed).text == failed.text
+    assert Tags("calculator", "<<", ">>", "[", "]", "=").result(call, failed).text == "[=]"
+    assert Json(("calculator",), chat=False).result(call, failed).text.count(failed.text) == 1
+
+
 def test_results_of_json_calls_are_messages_where_there_are_any() -> None:
     call = Json(("calculator",), chat=True).call('<tool_call>{"name": "calculator", "arguments": "1"}</tool_call>')
     assert call is not None
     message = {"role": "tool", "name": "calculator", "content": "1"}
-    assert Json(("calculator",), chat=True).result(call, "1") == Observation(messages=(message,))
-    assert "<tool_response>\n1\n" in Json(("calculator",), chat=False).result(call, "1").text
+    assert Json(("calculator",), chat=True).result(call, Said("1")) == Observation(messages=(message,))
+    assert "<tool_response>\n1\n" in Json(("calculator",), chat=False).result(call, Said("1")).text
 
 
 @pytest.mark.parametrize(
@@ -247,8 +254,8 @@ class Model:
 class OneTool:
     names = ("calculator",)
 
-    async def call(self, name: str, argument: str) -> str:
-        return calculator(argument)
+    async def call(self, name: str, argument: str) -> Said:
+        return Said(calculator(argument))
 
 
 def scene(**limits: Any) -> Scene:
