@@ -15,6 +15,7 @@ from gcore.config import JobSpec
 from gcore.config.evaluation import eval_sources
 from gcore.config.sources import Source, training_sources
 from gcore.config.spec import RewardSpec
+from gcore.environments.api import ENVIRONMENT
 from gcore.errors import EngineError, EngineUnreachable
 from gcore.prompts.opening import JobPrompts
 from gcore.prompts.source import EvalSource
@@ -66,7 +67,8 @@ class Practice:
 
 def response_of(sample: Sample) -> Response:
     """A sample as rewards are shown it: its length is what the policy made."""
-    return Response(sample.text, sample.own_tokens, is_truncated(sample))
+    of_environment = dict(sample.reward_parts).get(ENVIRONMENT)
+    return Response(sample.text, sample.own_tokens, is_truncated(sample), of_environment)
 
 
 @dataclass(frozen=True)
