@@ -25,6 +25,8 @@ MOST_BYTES = 1 << 20
 """The record of a sealed step, or of an offer, must stay well under the store's 1.5 MiB a request."""
 GROUP_BYTES, SAMPLE_BYTES, PART_BYTES = 260, 11, 32
 """What a group, beside its source's name, a sample, and a part of a reward, beside its own, take in a record, generously."""
+OBSERVED_BYTES = 7
+"""What else a sample takes that is shown something between its turns: how many tokens of it that is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,8 @@ def offer_bytes(spec: JobSpec) -> int:
 def seal_bytes(spec: JobSpec) -> int:
     """What the groups of a whole step take in its record, generously."""
     group = GROUP_BYTES + max(len(source.name) + _parts_bytes(source.reward) for source in training_sources(spec))
-    return spec.flow.groups_per_step * (group + SAMPLE_BYTES * spec.flow.samples_per_prompt)
+    sample = SAMPLE_BYTES + (0 if spec.environment is None else OBSERVED_BYTES)
+    return spec.flow.groups_per_step * (group + sample * spec.flow.samples_per_prompt)
 
 
 def _parts_bytes(reward: RewardSpec) -> int:

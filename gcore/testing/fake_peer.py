@@ -138,7 +138,7 @@ class FakePeer:
         rollout, source = self.cluster.spec.rollout, training_sources(self.cluster.spec)[0]
         if (outcome := dropped(samples, rollout.truncated)) is not None:
             return outcome
-        responses = [Response(s.text, len(s.token_ids), is_truncated(s)) for s in samples]
+        responses = [Response(s.text, s.own_tokens, is_truncated(s)) for s in samples]
         results = []
         for result in await self.cluster.scorer.score(source.reward, prompt.fields, responses):
             if isinstance(result, RewardError):

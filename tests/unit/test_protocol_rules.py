@@ -21,6 +21,7 @@ from controllers.decide import offering, publishing
 from controllers.holdings import REASON_BYTES, Holdings, as_reason
 from controllers.view import EngineView, JobView
 from gcore.config import parse_spec
+from gcore.config.environment import EnvironmentSpec
 from gcore.ledger import chain, collectives, sweeping, transactions
 from gcore.ledger.ancestry import is_acceptable, is_ancestor, resumable
 from gcore.ledger.evaluation import record_evaluation, record_part
@@ -667,10 +668,15 @@ def worst(holder: str) -> tuple[EndedRef, ...]:
     )
 
 
-@pytest.mark.parametrize("samples", [1, 8, 64])
-async def test_the_largest_step_that_is_let_in_is_sealed_and_committed_with_the_most_outcomes(samples: int) -> None:
+@pytest.mark.parametrize(
+    ("samples", "environment"), [(1, None), (8, None), (64, None), (64, EnvironmentSpec(name="tools"))]
+)
+async def test_the_largest_step_that_is_let_in_is_sealed_and_committed_with_the_most_outcomes(
+    samples: int, environment: EnvironmentSpec | None
+) -> None:
     """By size alone: nothing that a controller writes for it is more than the store takes."""
-    spec = SPEC.model_copy(update={"flow": SPEC.flow.model_copy(update={"samples_per_prompt": samples})})
+    flow = SPEC.flow.model_copy(update={"samples_per_prompt": samples})
+    spec = SPEC.model_copy(update={"flow": flow, "environment": environment})
     quota = MOST_BYTES * spec.flow.groups_per_step // seal_bytes(spec)
     job = StoredJob(MemoryStore(MemoryCluster(FakeClock())), "u" * 12, "n" * 63 + ".12345678")
     await job.create()
@@ -687,6 +693,7 @@ async def test_the_largest_step_that_is_let_in_is_sealed_and_committed_with_the_
         versions=(version,),
         reward=-1 / 3,
         truncated=samples,
+        observed=(10**5,) * samples if environment is not None else (),
         source="s",
         holder=job.name,
     )
