@@ -25,7 +25,7 @@ SGLANG_ENV := GCORE_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: chaos test-large help setup sglang-setup demo demo-kill demo-sglang prepare prepare-judge test test-sglang test-trackers bench-demo bench-judge bench-async bench-idle bench-startup bench-grpo bench-trainer bench-checkpoints bench-copies bench-engine bench-flows bench-issue bench-rewards bench-control-plane bench-page test-gpu sim sim-long mutations lint proto clean
+.PHONY: chaos test-large help setup sglang-setup demo demo-kill demo-sglang prepare prepare-judge test test-sglang test-trackers bench-demo bench-judge bench-calculator bench-async bench-idle bench-startup bench-grpo bench-trainer bench-checkpoints bench-copies bench-engine bench-flows bench-issue bench-rewards bench-control-plane bench-page test-gpu sim sim-long mutations lint proto clean
 
 help: ## What there is to make
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk 'BEGIN {FS = ":.*## "} {printf "  make %-12s %s\n", $$1, $$2}'
@@ -80,6 +80,9 @@ bench-demo: prepare ## The demo three times: seconds, accuracy; benchmarks/resul
 
 bench-judge: prepare prepare-judge ## Learning from a judge alone, three times; benchmarks/results/judge.json
 	@$(TEST_ENV) $(BIN)/python benchmarks/judge.py $(BENCH_ARGS)
+
+bench-calculator: setup ## With a tool and without it, three seeds; benchmarks/results/calculator.json
+	@$(TEST_ENV) $(BIN)/python benchmarks/calculator.py $(BENCH_ARGS)
 
 bench-async: prepare ## Rollouts ahead of training beside strict ones, five alternating pairs; benchmarks/results/asynchrony.json
 	@$(TEST_ENV) $(BIN)/python benchmarks/asynchrony.py $(BENCH_ARGS)

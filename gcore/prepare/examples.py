@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from gcore.prepare import arithmetic, arithmetic_judge
+from gcore.prepare import arithmetic, arithmetic_judge, calculator
 
 
 def _arithmetic(to: Path, seed: int) -> str:
@@ -21,7 +21,13 @@ def _arithmetic_judge(to: Path, seed: int) -> str:
     return f"{made.judge_accuracy:.1%} of verdicts right, {made.judge_false_yes:.1%} of wrong answers called right"
 
 
+def _calculator(to: Path, seed: int) -> str:
+    made = calculator.prepare(to, seed=seed)
+    return f"{made.calls:.1%} of responses ask the calculator before RL"
+
+
 EXAMPLES: Mapping[str, Callable[[Path, int], str]] = {
     "arithmetic": _arithmetic,
     "arithmetic-judge": _arithmetic_judge,
+    "calculator": _calculator,
 }
