@@ -3,7 +3,12 @@ controller or with a judge's engine."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +17,7 @@ import yaml
 from cluster_run import ClusterRun, Outcome, run_to_the_end
 from run_read import newest_run
 
+from gcore.testing.fake_openai import Failing, FakeOpenAI
 from gcore.testing.tiny_model import CHARACTERS, make_tiny_model
 
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(300)]
@@ -95,3 +101,69 @@ def test_nothing_is_lost_with_dynamic_sampling_staleness_a_judge_and_what_is_kil
     lines = (newest_run(home) / "events.jsonl").read_text().splitlines()
     steps = [event["data"] for event in map(json.loads, lines) if event["kind"] == "step"]
     assert {sum(step["groups_by_node"].values()) for step in steps} == {32}, "the quota, each step"
+
+
+def right_or_wrong(body: Mapping[str, Any]) -> str:
+    """What somebody says who can add: of "12+7=19?" that it is right."""
+    found = re.fullmatch(r"(\d+)\+(\d+)=(.*)\?", body["messages"][-1]["content"])
+    assert found is not None
+    one, other, answer = found.groups()
+    return "Y" if answer == str(int(one) + int(other)) else "N"
+
+
+@contextmanager
+def served(fake: FakeOpenAI) -> Iterator[str]:
+    """The fake in a loop of its own; its URL."""
+    ready, over = threading.Event(), threading.Event()
+
+    async def serve() -> None:
+        async with fake:
+            ready.set()
+            await asyncio.to_thread(over.wait)
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    try:
+        assert ready.wait(10)
+        yield fake.url
+    finally:
+        over.set()
+        thread.join(10)
+
+
+@pytest.mark.chaos
+@pytest.mark.usefixtures("example")
+def test_a_judge_that_others_serve_teaches_too_and_what_it_costs_is_known_though_a_controller_is_killed(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGES_KEY", "sk-of-the-test")
+    fake = FakeOpenAI(right_or_wrong, key="sk-of-the-test")
+    fake.script = [Failing(status=500), Failing(status=429, headers={"retry-after": "1"}), Failing(status=None)]
+    tree = tree_here()
+    tree["flow"]["steps"] = SHORT
+    with served(fake) as url:
+        judge = tree["judges"][0]
+        judge.pop("model")
+        judge["external"] = {
+            "url": url,
+            "model": "any",
+            "key_env": "JUDGES_KEY",
+            "requests_per_s": 2000,
+            "price_in": 1.0,
+            "price_out": 2.0,
+        }
+        judge["verdict"].pop("after")
+        run = ClusterRun(written(tmp_path, tree), home)
+        try:
+            run.until_step(4)
+            run.kill_controller("node-1")
+            outcome = run.wait()
+        finally:
+            run.close()
+    before, after, judged = accuracies(outcome)
+    assert (before < 0.5, after >= 0.8) == (True, True)
+    assert judged == pytest.approx(after), "it knows"
+    assert fake.refused == 0
+    asked = {body["messages"][-1]["content"] for body in fake.asked}
+    assert len(asked) > 500
+    assert "sk-of-the-test" not in outcome.output
