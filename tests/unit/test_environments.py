@@ -10,6 +10,7 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
+from documents import ROOT, blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -397,3 +398,27 @@ def test_an_environment_that_cannot_be_made_has_failed() -> None:
 
     with pytest.raises(EnvironmentFault, match="no texts"):
         checked(Stops, shown=[])
+
+
+# The guide.
+
+
+async def test_the_tool_and_the_environment_of_the_guide_do_what_it_says() -> None:
+    found: dict[str, Any] = {}
+    for block in blocks(ROOT / "docs" / "multi-turn.md", "python"):
+        exec(compile(block.text, block.where, "exec"), found)
+    assert found["days"]("2024-02") == "29"
+    with pytest.raises(BadArgument, match="2024-02"):
+        found["days"]("February")
+
+    async def guess(*lines: str, **options: Any) -> Sample:
+        setting = Setting(options, {"answer": 7}, 1, OneTool())
+        model = Model(*lines)
+        return await played(CheckedEnvironment("game", found["HigherLower"], setting), model, scene(turns=9))
+
+    won = await guess("5", "x", "7")
+    assert won.text == "5higher\nxwrite a number\n7"
+    assert won.reward_parts == (("environment", 1.0),)
+    assert (await guess("5", "9", guesses=2)).reward_parts == (("environment", 0.0),)
+    with pytest.raises(EnvironmentFault, match="no option 'guess'"):
+        await guess("5", guess=2)
