@@ -19,6 +19,7 @@ from gcore.clock import Clock, SystemClock
 from gcore.errors import EngineError
 from gcore.rollout.sglang.command import server_command, server_environment
 from gcore.rollout.sglang.environment import require_python
+from gcore.rollout.sglang.head_bias import prepared
 from gcore.rollout.sglang.launch import SglangLaunch
 from gcore.rollout.sglang.server import Server, free_port, make_scratch
 
@@ -41,7 +42,7 @@ class SglangProcess:
         scratch = make_scratch()
         env = server_environment(launch, {**os.environ, **ENVIRONMENT}, scratch)
         self.base_url = f"http://{launch.host}:{port}"
-        self._server = Server(server_command(launch, port), env, scratch, sys.stderr.buffer)
+        self._server = Server(server_command(prepared(launch, scratch), port), env, scratch, sys.stderr.buffer)
         try:
             self._wait(SystemClock())
         except BaseException:

@@ -64,30 +64,31 @@ def make_tiny_classifier(
     hidden: int = 32,
     context: int = 1024,
     heads: int = 4,
-    labels: int = 1,
-    pads: bool = True,
+    kind: str = "llama",
 ) -> Path:
-    """A llama with a sequence-classification head: what it gives differs from question to question and from seed to seed.
+    """A llama, or another `kind` of decoder, with a sequence-classification head of one number.
 
-    `pads`: whether its configuration names a padding token.
+    What it gives differs from question to question and from seed to seed.
     """
     import torch
-    from transformers import LlamaConfig, LlamaForSequenceClassification
+    from transformers import AutoConfig, AutoModelForSequenceClassification
 
-    config = LlamaConfig(
+    config = AutoConfig.for_model(
+        kind,
         vocab_size=VOCABULARY,
         hidden_size=hidden,
         intermediate_size=3 * hidden,
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=heads // 2,
+        head_dim=hidden // heads,
         max_position_embeddings=context,
         eos_token_id=None,
         bos_token_id=None,
-        pad_token_id=0 if pads else None,
-        num_labels=labels,
+        pad_token_id=0,
+        num_labels=1,
     )
-    model = LlamaForSequenceClassification(config)
+    model = AutoModelForSequenceClassification.from_config(config)
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         if parameter.dim() > 1:

@@ -20,6 +20,7 @@ from gcore.clock import Clock
 from gcore.errors import EngineError, EngineUnreachable
 from gcore.rollout.client import EngineClient
 from gcore.rollout.sglang.command import server_command, server_environment
+from gcore.rollout.sglang.head_bias import prepared
 from gcore.rollout.sglang.launch import SglangLaunch
 from gcore.rollout.sglang.server import Server, free_port, make_scratch
 from gcore.types import Version
@@ -45,8 +46,8 @@ class Adapter:
         self._clock = clock
         port = launch.port or free_port(launch.host)
         self._address = f"{launch.host}:{port}"
-        command = server_command(launch, port)
         scratch = make_scratch()
+        command = server_command(prepared(launch, scratch), port)
         self._server = Server(command, server_environment(launch, os.environ, scratch), scratch, sys.stderr.buffer)
 
     async def run(self) -> None:

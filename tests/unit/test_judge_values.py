@@ -1,0 +1,278 @@
+"""A judge that is a classifier: how its questions are put together, what an answer must be to count, what is refused before."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from controllers.changes import Changes
+from controllers.children import engine_child
+from controllers.judge_counts import JudgeCounts
+from controllers.judge_engines import JudgeEngines
+from controllers.judges import open_judges
+from controllers.service.judge_checks import check_judges
+from gcore.config import JobSpec, NodeConfig, parse_spec
+from gcore.errors import EngineError, SpecError
+from gcore.ledger.job import EnginePlace
+from gcore.metrics import Metrics
+from gcore.models.names import ModelError
+from gcore.reward.generative.errors import JudgeError
+from gcore.rollout.client import EngineClient
+from gcore.rollout.engine import launch as torch_launch
+from gcore.rollout.sglang import launch as sglang_launch
+from gcore.testing import FakeClock
+from gcore.testing.tiny_model import make_tiny_classifier, make_tiny_model
+from gcore.types import Prompt, PromptRef
+from gcore.worker.records import WorkerRecord
+
+PROMPT = Prompt(PromptRef(0, 0, 0), "12", (4, 5), {})
+CONTEXT = 8
+NODE = NodeConfig(node="n", home="/h", etcd_endpoints=("h:1",), slots=("cpu:0",), run_root="/r", sglang_python="/p")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_classifier(tmp_path_factory.mktemp("classifier"), context=CONTEXT)
+
+
+def spec_of(folder: Path, **more: Any) -> JobSpec:
+    judge = {"name": "taste", "kind": "classifier", "model": {"path": str(folder)}, "template": "{{ response }}"}
+    judge |= {"serving": {"batch_slots": 4}} | more
+    tree = {"name": "t", "model": {"path": "m"}, "data": {"path": "d"}, "flow": {"steps": 1}}
+    return parse_spec(tree | {"rollout": {"max_new_tokens": 4}, "judges": [judge], "reward": {"judge": "taste"}})
+
+
+class Engine:
+    """A classifier's engine: a question is worth its first token. One that begins with `poison` is refused."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[list[int]]] = []
+        self.aborted: list[str] = []
+        self.is_away = False
+        self.poison = -1
+        self.reason: dict[str, Any] | None = None
+        self.score: Any = ...
+        """Of every question; ...: each has its own."""
+        self.goes_on = asyncio.Event()
+        self.goes_on.set()
+
+    async def answer(self, request: httpx.Request) -> httpx.Response:
+        if self.is_away:
+            raise httpx.ConnectError("nobody")
+        body = json.loads(request.content or b"{}")
+        if request.url.path == "/abort_request":
+            self.aborted.append(body["rid"])
+        if request.url.path != "/classify":
+            return httpx.Response(200, json={"weight_version": "0.0", "success": True})
+        questions = body["input_ids"]
+        self.asked.append(questions)
+        await self.goes_on.wait()
+        if any(question[0] == self.poison for question in questions):
+            return httpx.Response(400, json={"error": {"message": "a question is poison"}})
+        meta = {"weight_version": "0.0", "finish_reason": self.reason}
+        scores = [question[0] / 2 if self.score is ... else self.score for question in questions]
+        return httpx.Response(200, json=[{"embedding": [score], "meta_info": meta} for score in scores])
+
+
+class Court:
+    """A controller's side of a job's judges, with engines of its own."""
+
+    def __init__(self, spec: JobSpec, *engines: str) -> None:
+        self.clock = FakeClock()
+        self.engines = {name: Engine() for name in engines}
+        self.metrics = Metrics()
+        self.book = JudgeEngines(spec, "u", "a.1", Changes(), self.clock, self.metrics, self.connect)
+        self.counts = JudgeCounts(self.metrics, lambda *_: None)
+        self.judge = open_judges(spec, self.book, self.counts, self.clock)["taste"]
+
+    def connect(self, url: str, *, timeout_s: float) -> EngineClient:
+        name = url.removeprefix("http://").partition(":")[0]
+        return EngineClient(url, timeout_s=timeout_s, transport=httpx.MockTransport(self.engines[name].answer))
+
+    async def meet(self) -> None:
+        told = {"node": "n", "role": "reward", "judge": "taste", "job_uid": "u", "slot": "cpu:0", "state": "serving"}
+        where = {"pid": 1, "pid_started": 1}
+        await self.book.aim(
+            {
+                name: WorkerRecord.model_validate({"instance": name, "address": f"{name}:1"} | told | where)
+                for name in self.engines
+            }
+        )
+        self.book.look_after()
+        await turns()
+
+    async def values(self, *responses: str) -> list[float | str]:
+        """What each response is worth, or why it could not be judged."""
+        found = await self.clock.run(self.judge.values(PROMPT, responses))
+        return [one.what if isinstance(one, JudgeError) else one.value for one in found]
+
+    def seen(self, name: str, **labels: str) -> float | None:
+        return self.metrics.registry.get_sample_value(name, labels)
+
+
+async def turns(count: int = 30) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def test_a_group_is_one_request_and_each_question_has_its_own_score(folder: Path) -> None:
+    court = Court(spec_of(folder), "a")
+    await court.meet()
+    assert await court.values("0", "1", "22") == [1.5, 2.0, 2.5]
+    assert court.engines["a"].asked == [[[3], [4], [5, 5]]]
+    assert court.seen("gcore_judge_questions_total", judge="taste", result="answered") == 3
+    assert court.seen("gcore_judge_tokens_total", judge="taste", part="answer") == 0
+    assert court.seen("gcore_judge_open_questions", judge="taste") == 0
+    assert court.seen("gcore_engine_requests_total", pool="reward", result="ok") == 1
+    await court.book.close()
+
+
+async def test_no_request_is_larger_than_an_engine_takes_at_once_and_engines_share_them(folder: Path) -> None:
+    court = Court(spec_of(folder), "a", "b")
+    await court.meet()
+    assert await court.values(*(str(number) for number in range(10))) == [1.5 + number / 2 for number in range(10)]
+    sizes = sorted(len(request) for engine in court.engines.values() for request in engine.asked)
+    assert sizes == [2, 4, 4]
+    assert all(engine.asked for engine in court.engines.values())
+    await court.book.close()
+
+
+async def test_a_lost_engines_questions_go_to_another_and_none_is_lost(folder: Path) -> None:
+    court = Court(spec_of(folder), "a", "b")
+    await court.meet()
+    court.engines["a"].is_away = True
+    assert await court.values("0", "1", "2") == [1.5, 2.0, 2.5]
+    assert court.book.serving("taste") == 1, "it is distrusted"
+    await court.book.close()
+
+
+async def test_of_a_request_that_is_refused_only_that_question_fails_that_is_why(folder: Path) -> None:
+    court = Court(spec_of(folder), "a")
+    await court.meet()
+    court.engines["a"].poison = 4
+    first, second, third = await court.values("0", "1", "2")
+    assert (first, third) == (1.5, 2.5)
+    assert "a question is poison" in str(second)
+    await court.book.close()
+
+
+async def test_what_an_engine_gave_up_is_asked_again(folder: Path) -> None:
+    court = Court(spec_of(folder, tries=2), "a")
+    await court.meet()
+    engine = court.engines["a"]
+    engine.reason = {"type": "abort", "message": "aborted by a pause"}
+    (said,) = await court.values("0")
+    assert "the engine gave up on a question" in str(said)
+    assert len(engine.asked) == 2
+    assert court.book.serving("taste") == 1, "it answers, so it is trusted"
+    await court.book.close()
+
+
+@pytest.mark.parametrize("score", [None, "high", 1e300, [1.0]], ids=str)
+async def test_what_is_no_finite_number_is_no_score(score: Any, folder: Path) -> None:
+    court = Court(spec_of(folder), "a")
+    await court.meet()
+    court.engines["a"].score = score
+    (said,) = await court.values("0")
+    assert "the engine's answer cannot be read" in str(said)
+    await court.book.close()
+
+
+async def test_who_gives_up_leaves_the_others_of_the_request_alone(folder: Path) -> None:
+    court = Court(spec_of(folder), "a")
+    await court.meet()
+    engine = court.engines["a"]
+    engine.goes_on.clear()
+    one, other = (asyncio.create_task(court.judge.value(PROMPT, response)) for response in ("0", "1"))
+    await turns()
+    one.cancel()
+    await turns()
+    assert engine.aborted == []
+    engine.goes_on.set()
+    assert (await other).value == 2.0
+    await court.book.close()
+
+
+async def test_when_nobody_waits_any_more_the_engine_is_told_to_give_up(folder: Path) -> None:
+    court = Court(spec_of(folder), "a")
+    await court.meet()
+    engine = court.engines["a"]
+    engine.goes_on.clear()
+    asked = [asyncio.create_task(court.judge.value(PROMPT, response)) for response in ("0", "1")]
+    await turns()
+    for task in asked:
+        task.cancel()
+    await turns()
+    assert len(engine.aborted) == 2
+    await court.book.close()
+
+
+async def test_a_defect_is_told_to_whoever_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(EngineClient, "classify", broken)
+    court = Court(spec_of(folder), "a")
+    await court.meet()
+    with pytest.raises(RuntimeError, match="a defect"):
+        await court.judge.value(PROMPT, "0")
+    await court.book.close()
+
+
+async def test_a_question_that_does_not_fit_is_refused_before_it_is_asked(folder: Path) -> None:
+    court = Court(spec_of(folder), "a")
+    await court.meet()
+    said, worth = await court.values("1" * CONTEXT, "1" * (CONTEXT - 1))
+    assert f"the question has {CONTEXT} tokens, which do not fit into the judge's context of {CONTEXT}" in str(said)
+    assert worth == 2.0
+    await court.book.close()
+
+
+async def test_without_an_engine_a_question_waits(folder: Path) -> None:
+    court = Court(spec_of(folder))
+    asked = asyncio.create_task(court.judge.value(PROMPT, "0"))
+    await turns()
+    assert not asked.done()
+    assert court.counts.open("taste") == 1
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    assert court.counts.open("taste") == 0
+    await court.book.close()
+
+
+def test_a_model_without_a_head_of_one_number_is_refused_at_submission(folder: Path, tmp_path: Path) -> None:
+    assert check_judges(spec_of(folder))["taste"].renderer is not None
+    with pytest.raises(ModelError, match=r"no sequence-classification head \(config\.json says Qwen3ForCausalLM\)"):
+        check_judges(spec_of(make_tiny_model(tmp_path)))
+
+
+def test_a_judge_without_room_for_a_response_is_refused_at_submission(folder: Path) -> None:
+    checked = check_judges(spec_of(folder, template="12345678{{ response }}"))["taste"]
+    with pytest.raises(SpecError, match="has 8 tokens, and no room for a response is left in the judge's context of 8"):
+        checked.check_question(PROMPT, "source")
+
+
+@pytest.mark.parametrize("engine", ["torch", "sglang"])
+def test_its_engines_are_told_that_they_classify(engine: str, folder: Path) -> None:
+    spec = spec_of(folder, serving={"engine": engine})
+    read = torch_launch.from_document if engine == "torch" else sglang_launch.from_document
+    judges = engine_child(spec, EnginePlace(node="n", slot="cpu:0", judge="taste"), NODE)
+    assert read(judges.document).task == "classify"
+    policys = engine_child(spec, EnginePlace(node="n", slot="cpu:0"), NODE)
+    assert torch_launch.from_document(policys.document).task == "generate"
+
+
+async def test_an_answer_with_too_few_scores_is_no_answer() -> None:
+    async def one(_: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, json=[{"embedding": [1.0], "meta_info": {}}])
+
+    client = EngineClient("http://a:1", timeout_s=1, transport=httpx.MockTransport(one))
+    assert await client.classify([[3]], rid="r") == (1.0,)
+    with pytest.raises(EngineError, match="did not answer with 2 scores"):
+        await client.classify([[3], [4]], rid="r")
