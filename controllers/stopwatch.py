@@ -73,7 +73,8 @@ class Stopwatch:
         if ranks:
             stats = dict(ranks[0].metrics) | stats
         if self._began is not None and self._sealed is not None and self._ready is not None:
-            producing = self._producing if self._producing is not None else self._began
+            # A batch that was carried may be closed before anything is begun for later ones.
+            producing = min(self._producing if self._producing is not None else self._began, self._sealed)
             seconds = max(now - self._began, 1e-9)
             stats |= {
                 "seconds": seconds,

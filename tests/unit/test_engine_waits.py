@@ -117,6 +117,13 @@ def test_ranks_wait_for_a_batch_from_one_commit_until_all_have_their_part_of_the
     stats = watch.stats(seen, 112.0)
     assert (stats["seconds"], stats["wait_for_batch_s"], stats["train_s"]) == (12.0, 9.0, 3.0)
     assert (stats["tail_s"], stats["wait_for_weights_s"]) == (2.0, 4.0)
+    assert (stats["publish_s"], stats["collect_s"]) == (1.0, 7.0)
+    late = Stopwatch()
+    late.note(empty, records(4), 100.0)
+    late.note(records(4), records(4, SealState.READY), 102.0)
+    late.produced(103.0)
+    stats = late.stats(seen, 110.0)
+    assert (stats["publish_s"], stats["collect_s"]) == (2.0, 0.0)  # the batch was there before anything was begun
     assert {"wait_for_batch_s", "wait_for_weights_s", "tail_s"} <= STEP_STATS.keys()
 
 
