@@ -63,7 +63,8 @@ class ToolPool:
                 self._free.put_nowait(place)
 
     async def call(self, name: str, argument: str) -> Said:
-        """What the tool says, or that it said nothing. Raises KeyError for one that the spec does not name."""
+        """What the tool says, or that it said nothing. Raises KeyError for one that the spec does not name, PluginFault if this
+        node does not have what the spec names: nothing that a model does is worth anything then."""
         if name not in self._spec.names:
             raise KeyError(name)
         if len(argument) > LONGEST_ARGUMENT:
@@ -82,7 +83,7 @@ class ToolPool:
             return self._failed(f"tool {name!r} took longer than {self._spec.timeout_s:g} s")
         except ProcessEnded:
             return self._failed(f"tool {name!r} took the process that ran it with it")
-        except (PluginFault, CannotStart) as error:
+        except CannotStart as error:
             return self._failed(f"tool {name!r} cannot be run: {error.what}")
         finally:
             if process is not None and not keeps:

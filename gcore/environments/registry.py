@@ -21,7 +21,7 @@ from gcore.environments.api import (
     Turn,
     stop_of,
 )
-from gcore.plugins import RAISED, PluginKind, find_plugin, sentence_of, trace_of
+from gcore.plugins import RAISED, PluginFault, PluginKind, find_plugin, sentence_of, trace_of
 
 ENVIRONMENTS = PluginKind("environment", "gcore.environments", "environment.name")
 TOOLS = PluginKind("tool", "gcore.tools", "environment.tools.names")
@@ -42,7 +42,8 @@ def find_tool(name: str) -> Tool:
 
 
 class CheckedEnvironment:
-    """One environment whose every word is checked. All methods raise EnvironmentFault and, but for what ends a task, nothing else."""
+    """One environment whose every word is checked. All methods raise EnvironmentFault and, but for what ends a task and the
+    PluginFault of a tool that cannot be had, nothing else."""
 
     def __init__(self, name: str, maker: EnvironmentMaker, setting: Setting) -> None:
         self._name = name
@@ -80,7 +81,7 @@ class CheckedEnvironment:
     async def _asked(self, answer: Any, when: str) -> Any:
         try:
             return await answer
-        except EnvironmentFault:
+        except (EnvironmentFault, PluginFault):  # of a tool that is not there: no fault of the environment's
             raise
         except RAISED as error:  # the edge to foreign code
             raise self._raised(error, when) from error

@@ -13,7 +13,7 @@ from gcore.clock import SystemClock
 from gcore.config.environment import EnvironmentSpec
 from gcore.environments.api import EnvironmentFault, EnvironmentMaker, Setting
 from gcore.environments.pool import ToolPool
-from gcore.environments.registry import CheckedEnvironment, find_environment, find_tool
+from gcore.environments.registry import CheckedEnvironment, find_environment
 from gcore.plugins import PluginFault
 from gcore.together import in_time
 from gcore.worker.process import CannotStart
@@ -22,8 +22,6 @@ from gcore.worker.process import CannotStart
 def try_environment(spec: EnvironmentSpec, fields: Mapping[str, Any], *, chat: bool) -> None:
     """Blocks. Not within an event loop. Raises PluginFault."""
     maker = find_environment(spec.name)
-    for name in spec.tools.names:
-        find_tool(name)  # told without a process, where it can be
     asyncio.run(_tried(spec, maker, fields, chat=chat))
 
 

@@ -123,6 +123,14 @@ async def test_as_many_calls_run_at_once_as_there_are_processes_and_none_is_left
     assert not any(process is not None and is_running(process) for process in running)
 
 
+async def test_a_tool_that_this_node_does_not_have_is_no_fault_of_the_models(pools: Open) -> None:
+    async with pools(names=("missing",)) as (pool, told):
+        for _ in range(2):
+            with pytest.raises(PluginFault, match="no tool is called 'missing'"):
+                await pool.call("missing", "1")
+        assert told == []
+
+
 @pytest.mark.parametrize(
     ("spec", "words"),
     [

@@ -373,6 +373,11 @@ async def test_an_environment_that_does_what_it_must_not_has_failed_and_is_close
     assert games[-1].closed == 1
 
 
+async def test_a_tool_that_cannot_be_had_is_not_blamed_on_the_environment() -> None:
+    with pytest.raises(PluginFault, match="no tool"):
+        await played(checked(Game, shown=[Observation(), PluginFault("no tool is called so")]), Model("a"), scene())
+
+
 async def test_an_environment_that_takes_too_long_has_failed() -> None:
     class Slow(Game):
         async def step(self, turn: Turn) -> Any:
