@@ -25,7 +25,7 @@ SGLANG_ENV := GCORE_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: chaos test-large help setup sglang-setup demo demo-kill demo-sglang prepare prepare-judge test test-sglang test-trackers bench-demo bench-judge bench-calculator bench-async bench-idle bench-startup bench-grpo bench-trainer bench-checkpoints bench-copies bench-engine bench-flows bench-issue bench-rewards bench-control-plane bench-page test-gpu sim sim-long mutations lint proto clean
+.PHONY: chaos test-large help setup sglang-setup demo demo-kill demo-sglang prepare prepare-judge test test-sglang test-trackers bench-demo bench-judge bench-calculator bench-async bench-idle bench-startup bench-grpo bench-trainer bench-checkpoints bench-copies bench-engine bench-flows bench-issue bench-tails bench-rewards bench-control-plane bench-page test-gpu sim sim-long mutations lint proto clean
 
 help: ## What there is to make
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk 'BEGIN {FS = ":.*## "} {printf "  make %-12s %s\n", $$1, $$2}'
@@ -99,6 +99,9 @@ bench-grpo: prepare ## Seconds per GRPO step beside TRL's (an environment of its
 
 bench-issue: setup ## What flow.issue_cap buys and costs, in virtual time; benchmarks/results/issue_ahead.json
 	@$(TEST_ENV) $(BIN)/python benchmarks/issue_ahead.py $(BENCH_ARGS)
+
+bench-tails: setup ## What shortens the tails of generation does to a step's time, emulated and in made-up time; benchmarks/results/tails.json
+	@$(TEST_ENV) $(BIN)/python benchmarks/tails.py $(BENCH_ARGS)
 
 bench-engine: setup ## The torch engine beside transformers.generate; benchmarks/results/engine.json
 	@$(TEST_ENV) $(BIN)/python benchmarks/engine.py $(BENCH_ARGS)

@@ -229,6 +229,34 @@ def control_plane(result: Result) -> str:
     )
 
 
+def tails(result: Result) -> str:
+    """What each mechanism does to a step's time, and how well lengths are expected."""
+    rows = [
+        [
+            f"{case['mechanism']}; {case['regime']}",
+            spread(case["off_s"], "{:.0f}"),
+            spread(case["on_s"], "{:.0f}"),
+            f"{spread(case['ratio'])} ×",
+        ]
+        for case in result["cases"]
+    ]
+    told = (
+        f"{result['pairs']} pairs of the same seed: {result['controllers']} controllers, {result['engines']} engines, "
+        f"{result['groups']} groups of {result['samples']}. **Engines and ranks are emulated, and their seconds made up**: the "
+        "machine and its load change nothing."
+    )
+    found = {(one["likeness"], one["siblings"]): one["error_beside_the_mean"] for one in result["expectations"]}
+    counts = sorted({siblings for _, siblings in found})
+    errors = [
+        [f"{likeness:g}", *(f"{found[likeness, count]:.2f} ×" for count in counts)]
+        for likeness in sorted({likeness for likeness, _ in found})
+    ]
+    head = ["correlation within a prompt", *(f"{count} sibling{'s' * (count > 1)}" for count in counts)]
+    steps = table(["setting; where", "a step without, s", "with, s", "with beside without"], rows)
+    why = "The mean absolute error of an expected length, beside that of the source's mean:"
+    return f"{steps}\n\n{told}\n\n{why}\n\n{table(head, errors)}"
+
+
 def sim(result: Result) -> str:
     """What the seeds were, and what became of them."""
     whole, bare = result["whole_clusters"], result["bare_protocol"]
@@ -291,6 +319,7 @@ PAGES: dict[str, Parts] = {
         "startup": startup,
         "idle": idle,
         "control_plane": control_plane,
+        "tails": tails,
     },
 }
 """What is made of each page in docs."""

@@ -1,0 +1,308 @@
+"""A cluster in made-up time whose engines take as long as emulated devices do: production's controllers, and lengths with a tail.
+
+The simulation of `tests/support/simulated_cluster.py` without faults: daemons, drivers, peers, routing, offers, seals and commits are
+production's, messages take 20 ms. What is put in place of its ends: engines are `gcore.emulated.device`s, with rows, a queue,
+prefill and decode by the law; ranks take the law's time; prompts are few, so that each comes again in every data epoch, and a
+response's length depends on its prompt and its seed alone. So two runs that differ in a setting have the same responses, and
+the machine's load changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import math
+import random
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from measured import ROOT
+
+sys.path.insert(0, str(ROOT / "tests" / "support"))
+
+import simulated_cluster
+import simulated_controller
+from simulated_ends import SOURCE, SimulatedClient
+from simulated_network import Weather
+from simulated_story import Story
+from simulated_workers import Engine, Rank
+
+from gcore.config import JobSpec, NodeConfig, parse_spec
+from gcore.emulated.device import Device
+from gcore.emulated.law import Law, Timing, generator
+from gcore.emulated.responses import Response
+from gcore.prompts.cursor import shard_lengths
+from gcore.prompts.shards import entry_index
+from gcore.rollout.client import Growing, SamplingParams
+from gcore.rollout.engine.tasks import Delivery, Ending, Sampling, Task
+from gcore.types import FinishReason, Group, Outcome, Prompt, PromptRef, Sample, Version, VersionSpan
+
+LONGEST = 6600
+SHARDS = 16
+
+
+@dataclass(frozen=True)
+class TailStory(Story):
+    """A job whose responses have long tails. `rollout`: what is measured."""
+
+    rows: int = 16
+    """Sequences that an engine decodes at once."""
+    engines: int = 2
+    """Of each node."""
+    groups: int = 16
+    samples: int = 8
+    likeness: float = 0.4
+    rollout: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def spec(self) -> JobSpec:
+        """The job's. Nothing in it is given up for the time that it takes."""
+        patient = {"timeout_s": 1e6, "silent_s": 1e6, "watchdog_s": 1e6}
+        return parse_spec(
+            {
+                "name": f"tails-{self.seed}",
+                "seed": self.seed,
+                "model": {"path": "m"},
+                "data": {"path": "d", "shards": SHARDS, "window": 64},
+                "flow": {"groups_per_step": self.groups, "samples_per_prompt": self.samples, "steps": self.steps},
+                "rollout": {"max_new_tokens": LONGEST, "batch_slots": self.rows, **patient, **self.rollout},
+                "train": {"ranks": 1, "old_logprobs": "engine", "copies_gb": 0},
+                "checkpoint": {"every": 1000},
+                "reward": {"name": "exact"},
+            }
+        )
+
+    @property
+    def law(self) -> Law:
+        """Lengths as the field has them: half below 440 tokens, one in a hundred above 2,400; replicas that are alike."""
+        return Law(
+            seed=self.seed,
+            response_tokens=440,
+            response_spread=0.73,
+            response_likeness=self.likeness,
+            replica_noise=0.02,
+            train_s=5.0,
+            train_tokens_per_s=5_000.0,
+        )
+
+
+@dataclass
+class Run:
+    """What a run came to."""
+
+    commits: list[float] = field(default_factory=list)
+    """When each step was committed, in made-up seconds."""
+    generated: int = 0
+    lengths: list[int] = field(default_factory=list)
+
+
+class TimedEngine(Engine):
+    """A replica that is an emulated device."""
+
+    story: TailStory
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        number = sum(isinstance(engine, TimedEngine) for engine in self.floor.engines.values())
+        timing = Timing(self.story.law, f"replica {number}")
+        self.device = Device(timing, self._respond, rows=self.story.rows, version=str(self.version))
+        self._numbers = itertools.count()
+        self._ended: dict[int, Callable[[Delivery], None]] = {}
+        self._alarm: asyncio.TimerHandle | None = None
+
+    def _respond(self, task: Task, version: str) -> Response:
+        law, about = self.story.law, task.key.hex()
+        common = float(generator("length", law.seed, about).standard_normal())
+        own = float(generator("sample", task.sampling.seed, about).standard_normal())
+        likeness = law.response_likeness
+        deviation = math.sqrt(likeness) * common + math.sqrt(1.0 - likeness) * own
+        count = min(max(1, round(law.response_tokens * math.exp(law.response_spread * deviation))), LONGEST)
+        # Their number matters, and not what they are.
+        return Response((7,) * count, (-1.0,) * count, Ending("length" if count == LONGEST else "stop"))
+
+    @property
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def publish(self, version: Version) -> None:
+        super().publish(version)
+        self._deliver(self.device.call_weights(str(self.version), self._now))
+
+    def admit(self, prompts: Any, params: Any, seeds: Any, rid: str, hear: Callable[[int, Delivery], None]) -> None:
+        """A request; `hear` is called with each response, and its place."""
+        tasks = []
+        each = [params] * len(seeds) if isinstance(params, SamplingParams) else params
+        for place, (prompt, own, seed) in enumerate(zip(prompts, each, seeds, strict=True)):
+            sampling = Sampling(own.max_new_tokens, seed)
+            task = Task(next(self._numbers), rid, tuple(prompt), sampling)
+            self._ended[task.number] = lambda delivery, place=place: hear(place, delivery)  # type: ignore[misc]
+            tasks.append(task)
+        self._deliver(self.device.submit(tasks, self._now))
+
+    def abort(self, rid: str) -> None:
+        """Nobody wants it any more."""
+        self._deliver(self.device.abort(lambda task: task.rid == rid, self._now))
+
+    def _deliver(self, deliveries: Sequence[Delivery]) -> None:
+        for delivery in deliveries:
+            self._ended.pop(delivery.number)(delivery)
+        if self._alarm is not None:
+            self._alarm.cancel()
+        at = self.device.wake_at()
+        loop = asyncio.get_running_loop()
+        self._alarm = None if at is None else loop.call_at(at, self._wake)
+
+    def _wake(self) -> None:
+        self._deliver(self.device.advance(self._now))
+
+
+class TimedRank(Rank):
+    """A rank whose step takes the law's time."""
+
+    story: TailStory
+
+    async def _train(self) -> None:
+        law = self.story.law
+        while True:
+            work = await self._work.get()
+            await self._gather(work.seal.token)
+            tokens = sum(sum(group.response_tokens) for group in work.seal.groups)
+            await asyncio.sleep(law.train_s + tokens / law.train_tokens_per_s)
+            self._finish(work)
+
+
+class TimedClient(SimulatedClient):
+    """Its requests reach the device, and its responses come one by one."""
+
+    @property
+    def base_url(self) -> str:
+        """For the log."""
+        return self._engine.spec.instance
+
+    async def scheduler_state(self) -> None:
+        """It answers."""
+
+    async def abort(self, rid: str, count: int) -> None:
+        engine = self._timed
+        await self._ask(lambda reply: (engine.abort(rid), reply(None))[1])  # type: ignore[func-returns-value]
+
+    async def generate_each(
+        self, prompts: Any, params: Any, *, seeds: Any, rid: str, growing: Growing | None = None
+    ) -> tuple[Sample, ...]:
+        made: dict[int, Sample] = {}
+        done = asyncio.Event()
+
+        def arrives(place: int, sample: Sample) -> None:
+            made[place] = sample
+            if growing is not None and len(made) < len(seeds):
+                growing.tell(place, sample)
+            if len(made) == len(seeds):
+                done.set()
+
+        engine, network = self._timed, self._land.network
+
+        def hear(place: int, delivery: Delivery) -> None:
+            network.send(engine.node, self._node, lambda: arrives(place, _sample(delivery)))
+
+        def admit(reply: Callable[[Any], None]) -> None:
+            engine.admit(prompts, params, seeds, rid, hear)
+            reply(None)
+
+        await self._ask(admit)
+        await done.wait()
+        return tuple(made[place] for place in range(len(seeds)))
+
+    @property
+    def _timed(self) -> TimedEngine:
+        assert isinstance(self._engine, TimedEngine)
+        return self._engine
+
+
+class Prompts:
+    """The same few in every data epoch, in another order."""
+
+    story: TailStory
+
+    def prompt(self, ref: PromptRef) -> Prompt:
+        """Its tokens name its entry."""
+        return Prompt(ref, "", (1, 100 + self._entry(ref)), {}, SOURCE)
+
+    def found(self, ref: PromptRef) -> tuple[Any, int]:
+        """Source and entry."""
+        tokenizer = SimpleNamespace(decode=lambda tokens: "x" * len(tokens))
+        return SimpleNamespace(name=SOURCE, renderer=SimpleNamespace(tokenizer=tokenizer)), self._entry(ref)
+
+    def _entry(self, ref: PromptRef) -> int:
+        return entry_index(shard_lengths(self.story.prompts, SHARDS), self.story.seed, ref)
+
+
+def _sample(delivery: Delivery) -> Sample:
+    spans = tuple(VersionSpan(Version.parse(span.version), span.start, span.end) for span in delivery.spans)
+    assert delivery.ending is not None
+    kinds: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
+    reason = kinds.get(delivery.ending.kind, "abort")
+    return Sample(delivery.tokens, delivery.logprobs, "", reason, spans)
+
+
+def play(story: TailStory) -> Run:
+    """The run, to its end. Raises SystemExit if anything was wrong."""
+    run = Run()
+
+    def timed_flow(land: Any) -> Any:
+        async def flow(peer: Any) -> None:
+            async for step in peer.steps():
+                async with step.collect() as batch:
+                    async for prompt in peer.prompts(step):
+                        batch.start(produce(peer, prompt))
+                await step.train()
+                await step.publish()
+
+        async def produce(peer: Any, prompt: Prompt) -> Group | Outcome:
+            samples = await peer.rollout(prompt)
+            if random.Random(f"{story.seed} {prompt.ref}").random() < story.filter_rate:
+                return Outcome("filtered", "constant")
+            return Group(prompt.ref, prompt.token_ids, samples, prompt.source)
+
+        return flow
+
+    class Told(simulated_cluster.SimulatedCluster):
+        def tell(self, what: str) -> None:
+            if " commit: won" in what:
+                run.commits.append(self.loop.now)
+            super().tell(what)
+
+        async def _calm(self) -> None:
+            await super()._calm()
+            engines = [engine for engine in self.floor.engines.values() if isinstance(engine, TimedEngine)]
+            run.generated = sum(engine.device.generated_tokens for engine in engines)
+
+    def node(**values: Any) -> NodeConfig:
+        return NodeConfig(**(values | {"slots": tuple(f"cpu:{number}" for number in range(story.engines))}))
+
+    with contextlib.ExitStack() as stack:
+        for module, name, value in (
+            (simulated_cluster, "Engine", type("OwnEngine", (TimedEngine,), {"story": story})),
+            (simulated_cluster, "Rank", type("OwnRank", (TimedRank,), {"story": story})),
+            (simulated_cluster, "SimulatedCluster", Told),
+            (simulated_cluster, "NodeConfig", node),
+            (simulated_cluster, "LONGEST_CALM_S", 1e9),
+            (simulated_controller, "SimulatedClient", TimedClient),
+            (simulated_controller, "Stream", type("OwnPrompts", (Prompts,), {"story": story})),
+            (simulated_controller, "flow", timed_flow),
+        ):
+            stack.enter_context(mock.patch.object(module, name, value))
+        ended = simulated_cluster.tell_story(story)
+    if ended.wrong:
+        raise SystemExit(ended.why)
+    return run
+
+
+def story_of(seed: int, **settings: Any) -> TailStory:
+    """A story in fair weather."""
+    fair: dict[str, Any] = {"nodes": 2, "faults_s": 0.0, "weather": Weather(), "hasty": 0.0, "filter_rate": 0.0}
+    return TailStory(**({"seed": seed, "prompts": 128, "steps": 24} | fair | settings))
