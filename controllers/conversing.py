@@ -11,6 +11,7 @@ be the model's words that it cannot take.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -53,18 +54,13 @@ def new_tools(spec: JobSpec, clock: Clock, told: Told) -> ToolPool | None:
     return None if spec.environment is None else ToolPool(spec.environment.tools, clock, told)
 
 
-class Conversing:
-    """Of one job, on one controller."""
+class Responding(ABC):
+    """Who makes responses of several turns, of one job, on one controller: with an environment, or by an agent."""
 
-    def __init__(self, spec: JobSpec, engines: EngineBook, tools: ToolPool, clock: Clock, told: Told) -> None:
-        """Raises PluginFault for an environment that cannot be had."""
-        assert spec.environment is not None
-        self._spec = spec.environment
-        self._maker = find_environment(self._spec.name)
-        self._engines = engines
-        self._tools = tools
-        self._clock = clock
+    def __init__(self, told: Told, *, again: bool) -> None:
+        """`again`: whether one that failed is tried again."""
         self._told = told
+        self._again = again
 
     async def side_by_side(
         self,
@@ -99,7 +95,7 @@ class Conversing:
         return await all_or_none(one(number, what, seed) for number, (what, seed) in enumerate(pairs))
 
     async def _respond(self, what: Conversation, seed: int, rid: str) -> Sample:
-        tries = TRIES if self._spec.on_error == "retry" else 1
+        tries = TRIES if self._again else 1
         for number in range(tries):
             try:
                 made = await self._played(what, remade(seed, number), f"{rid}.{number}" if number else rid)
@@ -113,8 +109,25 @@ class Conversing:
             return made
         raise AssertionError("the last try raises")
 
+    @abstractmethod
     async def _played(self, what: Conversation, seed: int, rid: str) -> Sample:
-        """Raises EnvironmentFault, EngineError."""
+        """One response. Raises EnvironmentFault, EngineError."""
+
+
+class Conversing(Responding):
+    """Of a job with an environment."""
+
+    def __init__(self, spec: JobSpec, engines: EngineBook, tools: ToolPool, clock: Clock, told: Told) -> None:
+        """Raises PluginFault for an environment that cannot be had."""
+        assert spec.environment is not None
+        super().__init__(told, again=spec.environment.on_error == "retry")
+        self._spec = spec.environment
+        self._maker = find_environment(self._spec.name)
+        self._engines = engines
+        self._tools = tools
+        self._clock = clock
+
+    async def _played(self, what: Conversation, seed: int, rid: str) -> Sample:
         spec, params, renderer = self._spec, what.params, what.renderer
         setting = Setting(spec.options, what.prompt.fields, seed, self._tools, renderer.chat)
         environment = CheckedEnvironment(spec.name, self._maker, setting)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from controllers.changes import Changes
-from controllers.conversing import Conversation, Conversing
+from controllers.conversing import Conversation, Responding
 from controllers.engines import EngineBook
 from controllers.eval_marks import Answered, Mark, marked
 from controllers.eval_turns import equipped, order, to_take
@@ -92,7 +92,7 @@ class Evaluator:
         engines: EngineBook,
         book: EvaluationBook,
         clock: Clock,
-        conversing: Conversing | None = None,
+        conversing: Responding | None = None,
     ) -> None:
         self.material = material
         self.look = look

@@ -12,10 +12,11 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
+from controllers.acting import Worlds, new_responding, new_worlds
 from controllers.changes import Changes
 from controllers.cluster import ClusterMirror
 from controllers.collectives import Collectives
-from controllers.conversing import Conversing, new_tools
+from controllers.conversing import Responding
 from controllers.deeds import LOOK_AGAIN_S, Deeds
 from controllers.driving import Driver
 from controllers.engine_waits import Idle
@@ -50,7 +51,6 @@ from controllers.turns import Waits
 from controllers.view import EngineView, JobView
 from gcore.clock import Clock
 from gcore.config import JobSpec, NodeConfig, stored_spec
-from gcore.environments.pool import ToolPool
 from gcore.errors import GcoreError
 from gcore.flows import find_filters, find_flow
 from gcore.ledger import transactions
@@ -185,15 +185,15 @@ class JobRunner(JobStanding):
             lambda news: self.troubles.note(f"reward-{self.node}", news),
         )
         self._rewards = rewards
-        tools = new_tools(spec, self._clock, self._faults.note)
+        worlds = new_worlds(spec, self._clock, self._faults.note)
         try:
-            await self._work_on(spec, rewards, tools)
+            await self._work_on(spec, rewards, worlds)
         finally:
             await rewards.close()
-            if tools is not None:
-                await tools.close()
+            if worlds is not None:
+                await worlds.close()
 
-    async def _work_on(self, spec: JobSpec, rewards: RewardPool, tools: ToolPool | None) -> None:
+    async def _work_on(self, spec: JobSpec, rewards: RewardPool, worlds: Worlds | None) -> None:
         assert self.mirror.job is not None
         producing = Producing(self, self._faults, self._clock)
         try:
@@ -209,7 +209,7 @@ class JobRunner(JobStanding):
             self.look_anew()
             flow = find_flow(spec.flow.name)
             filters = find_filters(material.spec.flow.filters)
-            conversing = self._new_conversing(material.spec, tools)
+            conversing = self._new_responding(material.spec, worlds)
             orders = self._orders = EpochOrders(spec, material.stream, self.changes.notify)
         except GcoreError as error:
             await producing.fail_with(error)
@@ -318,11 +318,9 @@ class JobRunner(JobStanding):
             run_dir, self.node, wanted, self.changes, self.troubles.hold, self.changes.notify, self._clock
         )
 
-    def _new_conversing(self, spec: JobSpec, tools: ToolPool | None) -> Conversing | None:
-        """Of a job with an environment. Raises PluginFault."""
-        if tools is None:
-            return None
-        return Conversing(spec, self._engines, tools, self._clock, self._faults.note)
+    def _new_responding(self, spec: JobSpec, worlds: Worlds | None) -> Responding | None:
+        """Of a job with an environment, or an agent. Raises PluginFault."""
+        return new_responding(spec, self._engines, worlds, self._clock, self._faults.note)
 
     def _new_external(self, spec: JobSpec) -> ExternalJudges:
         return ExternalJudges(

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from controllers.changes import Changes, rest_s
 from controllers.collectives import Collectives
-from controllers.conversing import Conversation, Conversing
+from controllers.conversing import Conversation, Responding
 from controllers.demonstrating import demonstration
 from controllers.engines import EngineBook
 from controllers.evaluating import EvaluationBook, Evaluator
@@ -54,9 +54,9 @@ class JobPeer:
         filters: tuple[CheckedFilter, ...],
         collectives: Collectives,
         faults: FaultBook,
-        conversing: Conversing | None = None,
+        conversing: Responding | None = None,
     ) -> None:
-        """`conversing`: of a job with an environment."""
+        """`conversing`: of a job with an environment, or an agent."""
         self.material = material
         self.look = look
         self.changes = changes

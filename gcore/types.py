@@ -134,6 +134,9 @@ class Sample:
     from each other, none empty. `logprobs` are 0 there, and a span holds them like all others."""
     observed_text: tuple[Range, ...] = ()
     """The same in `text`, by characters, for people and rewards."""
+    prompt_ids: tuple[int, ...] | None = None
+    """What stands in front of it, where that is not its prompt's own tokens: an agent's own words. Only until it is in a group
+    (`gcore.rollout.alike`)."""
 
     @property
     def own_tokens(self) -> int:

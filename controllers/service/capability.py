@@ -54,10 +54,11 @@ def check_served(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
 
 def check_environment(spec: JobSpec) -> None:
     """Whether every node knows responses of several turns. Raises SpecError."""
-    if spec.environment is not None and spoken() < OBSERVED_CAME:
+    if (spec.environment or spec.agent) is not None and spoken() < OBSERVED_CAME:
+        what, where = ("an environment", "environment") if spec.agent is None else ("an agent", "agent")
         raise SpecError(
-            "an environment needs nodes of this version, and some are older",
-            where="environment",
+            f"{what} needs nodes of this version, and some are older",
+            where=where,
             fix="Submit it when all nodes are upgraded",
         )
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from controllers.material import rewards_of
 from controllers.ordering import check_curriculum
 from controllers.service.judge_checks import CheckedJudge, check_judges
+from gcore.agents.trial import try_agent
 from gcore.config import JobSpec
 from gcore.environments.trial import try_environment
 from gcore.errors import GcoreError, SpecError
@@ -132,6 +133,8 @@ def _checked(
         first = prompts.stream.sources[0]
         fields = first.dataset.entry(0) if len(first.dataset) else {}
         try_environment(spec.environment, fields, chat=first.renderer.chat)
+    if spec.agent is not None:
+        try_agent(spec.agent)
     for one in checked:
         _try_reward(rewards, one, spec)
         source = one.opened.source

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
+from gcore.config.agent import AgentSpec, refuse_agent
 from gcore.config.base import Section
 from gcore.config.combinations import (
     refuse_correction,
@@ -34,6 +35,7 @@ from gcore.config.sources import (
 from gcore.config.train import TrainSpec
 
 __all__ = [
+    "AgentSpec",
     "CheckpointSpec",
     "DataSpec",
     "EnvironmentSpec",
@@ -154,6 +156,9 @@ class JobSpec(Section):
     environment: EnvironmentSpec | None = Field(
         None, description="What the model meets between its turns; without it, a response is one turn"
     )
+    agent: AgentSpec | None = Field(
+        None, description="Foreign agent code that makes the responses, and asks the policy through OpenAI's API"
+    )
     reward: RewardSpec = RewardSpec()
     scoring: ScoringSpec = ScoringSpec()
     judges: tuple[JudgeSpec, ...] = Field(
@@ -198,6 +203,8 @@ class JobSpec(Section):
             raise ValueError(why)
         longest, context = self.rollout.max_new_tokens, self.model.max_length
         if (why := refuse_environment(self.environment, longest, context)) is not None:
+            raise ValueError(why)
+        if (why := refuse_agent(self)) is not None:
             raise ValueError(why)
         critic = self.train.critic
         if critic is not None and self.flow.steps is not None and critic.warmup_steps >= self.flow.steps:

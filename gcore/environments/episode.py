@@ -101,7 +101,7 @@ async def _played(environment: CheckedEnvironment, say: Say, scene: Scene) -> Sa
         whole.observe(*shown)
         left = min(limits.own - whole.own_tokens, limits.room - len(whole.token_ids))
         made = await say(whole.token_ids, left, whole.turns + 1)
-        text = _text(made.token_ids, whole.token_ids or scene.prompt_ids, scene.renderer)
+        text = text_behind(made.token_ids, whole.token_ids or scene.prompt_ids, scene.renderer)
         whole.turn(made, text)
         if made.finish_reason != "stop":
             return whole.sample(made.finish_reason)
@@ -130,13 +130,13 @@ def _encoded(shown: Observation, whole: Transcript, scene: Scene, *, ended: bool
     try:
         if shown.messages:
             ids = renderer.encode_behind(before, renderer.behind(shown.messages, scene.fields, ended=ended))
-            return ids, _text(ids, before, renderer)
+            return ids, text_behind(ids, before, renderer)
         return (renderer.encode_behind(before, shown.text), shown.text) if shown.text else ((), "")
     except DataError as error:
         raise EnvironmentFault(f"what is to be shown cannot be ({error.what})", fix=error.fix) from error
 
 
-def _text(ids: Sequence[int], before: Sequence[int], renderer: Renderer) -> str:
+def text_behind(ids: Sequence[int], before: Sequence[int], renderer: Renderer) -> str:
     """What `ids` say behind `before`: some tokenizers leave out a space at the beginning of what they decode."""
     near = tuple(before[-16:])
     begin, both = renderer.decode(near), renderer.decode((*near, *ids))

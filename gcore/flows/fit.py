@@ -49,6 +49,11 @@ def misfit(group: Group, train: TrainSpec) -> str | None:
             )
         if why := misplaced(sample.observed, len(sample.token_ids)):
             return f"the flow gave a response (sample {index}) whose observed tokens are misplaced: {why}"
+        if sample.prompt_ids is not None:
+            return (
+                f"the flow gave a response (sample {index}) that an agent made, and nobody has looked what its prompt is; "
+                "let peer.score make the group"
+            )
         if not sample.own_tokens:
             return f"the flow gave a response (sample {index}) of which the policy made no token"
     if train.loss != "sft":

@@ -77,9 +77,10 @@ def open_prompts(
     context = spec.model.max_length or tokenizer.max_length
 
     def shown(source: Source, section: str) -> tuple[Source, PromptRenderer, int | None]:
-        if spec.environment is not None:
-            room = spec.environment.room(source.sampling.max_new_tokens)
-            limit = prompt_limit(context, room, named="a response with what it is shown, environment.max_tokens")
+        world, named = (spec.environment, "environment") if spec.agent is None else (spec.agent, "agent")
+        if world is not None:
+            room = world.room(source.sampling.max_new_tokens)
+            limit = prompt_limit(context, room, named=f"a response with what it is shown, {named}.max_tokens")
             return source, _renderer(source, section, model_dir, tokenizer), limit
         longest = source.sampling.max_new_tokens
         own = "" if longest == spec.rollout.max_new_tokens else f" of {section} source {source.name!r}"

@@ -149,6 +149,23 @@ class PromptRenderer:
         end = self.tokenizer.special_tokens.get("eos_token")
         return rest.removeprefix(end) if ended and end is not None else rest
 
+    def continued(self, messages: Messages, answer: int, fields: Mapping[str, Any], *, ended: bool) -> str:
+        """What the template writes behind the assistant's message at place `answer`, up to the opening of the next answer.
+
+        `ended`: the answer has its end token already. Raises DataError, also for a template that does not show where that is.
+        """
+        asked = [*messages[:answer], {"role": "assistant", "content": _ANSWER}, *messages[answer + 1 :]]
+        _, *rest = self.render(asked, fields).split(_ANSWER)
+        if len(rest) != 1:
+            how = "leaves out" if not rest else "writes more than once"
+            raise DataError(
+                f"what stands behind an answer cannot be told: the chat template {how} what the assistant said last",
+                where=self._where,
+                fix="Change the template",
+            )
+        end = self.tokenizer.special_tokens.get("eos_token")
+        return rest[0].removeprefix(end) if ended and end is not None else rest[0]
+
     def encode_behind(self, before: Sequence[int], text: str) -> tuple[int, ...]:
         """Token ids of a text that stands behind the tokens `before`, which stay as they are. Raises DataError.
 

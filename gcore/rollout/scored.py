@@ -12,6 +12,7 @@ from dataclasses import replace
 from gcore.config.rollout import RolloutSpec
 from gcore.config.sources import SourceSampling
 from gcore.reward.registry import RewardResult
+from gcore.rollout.alike import alike
 from gcore.rollout.overlong import penalized
 from gcore.rollout.truncated import treated
 from gcore.types import Group, Prompt, Sample
@@ -24,7 +25,8 @@ def scored_group(
     rollout: RolloutSpec,
     sampling: SourceSampling,
 ) -> Group:
-    """The group. `results`: of the samples, in their order; `sampling`: the source's. Raises RewardError for no float32."""
+    """The group. `results`: of the samples, in their order; `sampling`: the source's. Raises RewardError for no float32, and for
+    responses that have no prompt in common."""
     scored = []
     for sample, result in zip(samples, results, strict=True):
         rewarded = replace(sample, reward=result.value, reward_parts=result.parts)
@@ -35,4 +37,5 @@ def scored_group(
             penalty=rollout.overlong_penalty,
         )
         scored.append(treated(long, rollout.truncated, rollout.truncated_penalty))
-    return Group(prompt.ref, prompt.token_ids, tuple(scored), prompt.source, sampling.temperature)
+    prompt_ids, behind = alike(prompt.token_ids, scored)
+    return Group(prompt.ref, prompt_ids, behind, prompt.source, sampling.temperature)

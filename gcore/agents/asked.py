@@ -1,0 +1,159 @@
+"""What an agent asks for: the body of a request for a chat completion, read and checked. Pure.
+
+Sampling is the job's: a request for other sampling is refused with 400, in a sentence that says what to change, unless the spec
+says that it is ignored (`agent.ignore`). What changes no token of the answer is ignored always (`HARMLESS`). A field that nobody knows
+is refused: what it was meant to change would be left as it is in silence. null is as if it were not there.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gcore.agents.api import Refused
+from gcore.agents.words import Message, message_of
+
+HARMLESS = frozenset(
+    (
+        *("model", "user", "metadata", "store", "seed", "service_tier", "safety_identifier", "prompt_cache_key"),
+        *("stream_options", "parallel_tool_calls"),
+    )
+)
+"""Ignored: they name somebody, or change nothing of what is drawn (the seed is the rollout's)."""
+_NOTHING: Mapping[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "tool_choice": ("auto",),
+}
+"""What fields may say that ask for nothing out of the ordinary."""
+MOST_STOPS, LONGEST_STOP = 16, 256
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What the job draws with. `most`: tokens of one answer at most; `ignored`: fields of `agent.ignore`."""
+
+    temperature: float
+    top_p: float
+    most: int
+    ignored: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A request that can be answered."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[dict[str, Any], ...] = ()
+    most: int | None = None
+    """Tokens that the agent wants at most."""
+    stop: tuple[str, ...] = ()
+    stream: bool = False
+    usage: bool = False
+    """Whether the stream shall end in what was used."""
+    model: str = ""
+
+
+def question_of(raw: bytes, rules: Rules) -> Question:
+    """What the body asks. Raises Refused."""
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, "not_json", f"the body is no JSON ({str(error)[:100]})") from None
+    if not isinstance(body, dict):
+        raise Refused(400, "not_json", f"the body is a JSON {type(body).__name__}, no object")
+    body = {name: value for name, value in body.items() if value is not None}
+    most = _most(body, rules)
+    for name in ("temperature", "top_p"):
+        _check_sampling(name, body.pop(name, None), getattr(rules, name), rules.ignored)
+    for name, plain in _NOTHING.items():
+        value = body.pop(name, plain[0])
+        if name.removeprefix("top_") not in rules.ignored and value not in plain:
+            raise _unsupported(name, f"{name} {value!r:.100} is not to be had here; leave it out")
+    stream_options = body.get("stream_options")
+    question = Question(
+        messages=_messages(body.pop("messages", None)),
+        tools=_tools(body.pop("tools", [])),
+        most=most,
+        stop=_stops(body.pop("stop", [])),
+        stream=body.pop("stream", False) is True,
+        usage=isinstance(stream_options, dict) and stream_options.get("include_usage") is True,
+        model=str(body.get("model", ""))[:200],
+    )
+    if unknown := sorted(body.keys() - HARMLESS):
+        raise _unsupported(
+            unknown[0][:100], f"there is nothing called {unknown[0]!r:.100} to be asked for here; leave it out"
+        )
+    return question
+
+
+def _most(body: dict[str, Any], rules: Rules) -> int | None:
+    wanted: list[Any] = [body.pop(name) for name in ("max_completion_tokens", "max_tokens") if name in body]
+    for value in wanted:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise _unsupported("max_tokens", f"max_tokens is {value!r:.100}, no number of tokens")
+    least: int | None = min(wanted, default=None)
+    if least is None or ("max_tokens" in rules.ignored and least > rules.most):
+        return None
+    if least > rules.most:
+        raise _unsupported(
+            "max_tokens",
+            f"max_tokens is {least}, and the job's rollout.max_new_tokens {rules.most}; ask for less or leave it out, raise "
+            "that one, or name max_tokens in agent.ignore",
+        )
+    return least
+
+
+def _check_sampling(name: str, asked: Any, ours: float, ignored: frozenset[str]) -> None:
+    if asked is None or name in ignored:
+        return
+    if isinstance(asked, bool) or not isinstance(asked, int | float) or not math.isclose(asked, ours, abs_tol=1e-6):
+        raise _unsupported(
+            name, f"{name} is {asked!r:.100}, and the job draws with {ours:g}; leave it out, or name it in agent.ignore"
+        )
+
+
+def _messages(given: Any) -> tuple[Message, ...]:
+    if not isinstance(given, list) or not given:
+        raise Refused(400, "bad_messages", "messages is no list of messages", param="messages")
+    messages = tuple(message_of(message, number) for number, message in enumerate(given))
+    if messages[-1]["role"] == "assistant":
+        raise Refused(
+            400,
+            "bad_messages",
+            "the last message is the assistant's: words are not put into its mouth here",
+            param="messages",
+        )
+    return messages
+
+
+def _tools(given: Any) -> tuple[dict[str, Any], ...]:
+    if not isinstance(given, list):
+        raise _unsupported("tools", "tools is no list")
+    for tool in given:
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise _unsupported("tools", "tools holds something other than functions with a name")
+    return tuple(given)
+
+
+def _stops(given: Any) -> tuple[str, ...]:
+    stops: Sequence[Any] = [given] if isinstance(given, str) else given
+    if not isinstance(stops, list) or len(stops) > MOST_STOPS:
+        raise _unsupported("stop", f"stop is no text and no list of at most {MOST_STOPS}")
+    if not all(isinstance(one, str) and 0 < len(one) <= LONGEST_STOP for one in stops):
+        raise _unsupported("stop", f"stop holds something other than texts of 1 to {LONGEST_STOP} characters")
+    return tuple(stops)
+
+
+def _unsupported(param: str, what: str) -> Refused:
+    return Refused(400, "unsupported_parameter", what, param=param)

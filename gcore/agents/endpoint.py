@@ -1,0 +1,190 @@
+"""The HTTP server that agents ask: OpenAI's routes below an address of each response's own. Loopback only.
+
+    POST /r/TOKEN/v1/chat/completions      GET /r/TOKEN/v1/models
+
+A token names one response, cannot be guessed, and ends with it: from then on it is answered with 404, and what was under way is cut off.
+A client that goes away takes its question with it. Refusals carry `x-should-retry: false`, or OpenAI's own client would
+repeat some of them. What an answer is `gcore.agents.served` says; this module reads and writes HTTP/1.1, through h11.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import secrets
+
+import h11
+
+from gcore.agents.api import Refused
+from gcore.agents.served import Served
+from gcore.agents.written import EVENTS, JSON, events, models, refusal, whole
+from gcore.together import end_all
+
+log = logging.getLogger(__name__)
+
+READ_BYTES = 1 << 16
+MOST_BODY = 8 << 20
+"""Bytes of a question."""
+MOST_LINES = 4096
+"""Connections at a time; a further one is closed at once."""
+_PATH = re.compile(r"/r/([0-9a-f]{32})/v1/(chat/completions|models)")
+_RETRY = b"x-stainless-retry-count"
+"""What OpenAI's clients say how often they have asked already."""
+Reply = tuple[int, str, bytes]
+"""Status, content type, body."""
+
+
+class Endpoint:
+    """Of one job, on one controller. Opened by the first response; close it."""
+
+    def __init__(self) -> None:
+        self._server: asyncio.Server | None = None
+        self._opening = asyncio.Lock()
+        self._port = 0
+        self._served: dict[str, Served] = {}
+        self._lines: dict[asyncio.Task[None], str] = {}
+        """The token that each connection asked for last."""
+
+    async def begin(self, served: Served) -> str:
+        """The token of a response that may be asked for from now on."""
+        async with self._opening:
+            if self._server is None:
+                self._server = await asyncio.start_server(self._accepted, "127.0.0.1", 0)
+                self._port = self._server.sockets[0].getsockname()[1]
+        token = secrets.token_hex(16)
+        self._served[token] = served
+        return token
+
+    def base_url(self, token: str) -> str:
+        """Where that response is asked for."""
+        return f"http://127.0.0.1:{self._port}/r/{token}/v1"
+
+    async def end(self, token: str) -> None:
+        """The response is over: nobody asks for it any more."""
+        self._served.pop(token, None)
+        await end_all([line for line, asked in self._lines.items() if asked == token])
+
+    async def close(self) -> None:
+        """No address is answered any more."""
+        self._served.clear()
+        if self._server is not None:
+            self._server.close()
+        await end_all(list(self._lines))
+
+    def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # A task of its own: of one that asyncio makes itself, its cancellation is logged as an error.
+        if len(self._lines) >= MOST_LINES:
+            writer.close()
+            return
+        line = asyncio.ensure_future(self._line(reader, writer))
+        self._lines[line] = ""
+        line.add_done_callback(lambda line: self._lines.pop(line, None))
+
+    async def _line(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            with contextlib.suppress(OSError, h11.RemoteProtocolError, h11.LocalProtocolError):
+                await self._serve(reader, writer, h11.Connection(h11.SERVER))
+        finally:
+            writer.close()
+
+    async def _serve(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, protocol: h11.Connection
+    ) -> None:
+        """One request after the other, until the client goes away."""
+        head, body = None, bytearray()
+        while True:
+            event = protocol.next_event()
+            if event is h11.NEED_DATA:
+                if protocol.they_are_waiting_for_100_continue:
+                    writer.write(protocol.send(h11.InformationalResponse(status_code=100, headers=[])) or b"")
+                protocol.receive_data(await reader.read(READ_BYTES))
+            elif isinstance(event, h11.Request):
+                head, body = event, bytearray()
+            elif isinstance(event, h11.Data):
+                body += event.data
+                if len(body) > MOST_BODY:
+                    too_large = Refused(413, "too_large", f"a question has more than {MOST_BODY >> 20} MiB")
+                    await _send(writer, protocol, _refusal(too_large), close=True)
+                    return
+            elif isinstance(event, h11.EndOfMessage) and head is not None:
+                reply = await self._unless_gone(head, bytes(body), reader, protocol)
+                if reply is None:
+                    return
+                await _send(writer, protocol, reply)
+                if protocol.our_state is h11.MUST_CLOSE:
+                    return
+                protocol.start_next_cycle()
+            else:
+                return
+
+    async def _unless_gone(
+        self, head: h11.Request, body: bytes, reader: asyncio.StreamReader, protocol: h11.Connection
+    ) -> Reply | None:
+        """The answer; None if the client went away while it was made."""
+        line, found = asyncio.current_task(), _path(head)
+        if found is not None and line in self._lines:
+            self._lines[line] = found.group(1)
+        answer = asyncio.ensure_future(self._reply(head, body))
+        more = asyncio.ensure_future(reader.read(READ_BYTES))
+        try:
+            await asyncio.wait((answer, more), return_when=asyncio.FIRST_COMPLETED)
+            if more.done():
+                data = more.result()
+                if not data:
+                    return None
+                protocol.receive_data(data)  # the next request, before this one is answered
+            return await answer
+        finally:
+            await end_all((answer, more))
+
+    async def _reply(self, head: h11.Request, body: bytes) -> Reply:
+        try:
+            return await self._answered(head, body)
+        except Refused as refused:
+            return _refusal(refused)
+        except Exception:  # the edge to a client: it is told, and the connection serves on
+            log.exception("a question of an agent could not be answered")
+            return _refusal(Refused(500, "defect", "gcore made a mistake; its log says which"))
+
+    async def _answered(self, head: h11.Request, body: bytes) -> Reply:
+        found = _path(head)
+        if found is None:
+            raise Refused(
+                404, "no_such_route", "there are chat/completions and models below a rollout's base_url, nothing else"
+            )
+        token, route = found.groups()
+        served = self._served.get(token)
+        if served is None:
+            raise Refused(404, "no_such_rollout", "this rollout is over, or never was")
+        wanted = "GET" if route == "models" else "POST"
+        if head.method.decode("ascii", errors="replace") != wanted:
+            raise Refused(405, "wrong_method", f"ask with {wanted}")
+        if route == "models":
+            return 200, JSON, models()
+        again = any(name == _RETRY and value.strip() not in (b"", b"0") for name, value in head.headers)
+        question, completion = await served.complete(body, again=again)
+        if question.stream:
+            return 200, EVENTS, events(completion, usage=question.usage)
+        return 200, JSON, whole(completion)
+
+
+def _path(head: h11.Request) -> re.Match[str] | None:
+    return _PATH.fullmatch(head.target.decode("ascii", errors="replace").partition("?")[0])
+
+
+def _refusal(refused: Refused) -> Reply:
+    return refused.status, JSON, refusal(refused)
+
+
+async def _send(writer: asyncio.StreamWriter, protocol: h11.Connection, reply: Reply, *, close: bool = False) -> None:
+    status, kind, body = reply
+    headers = [("content-type", kind), ("content-length", str(len(body)))]
+    if status >= 400:
+        headers.append(("x-should-retry", "false"))
+    if close:
+        headers.append(("connection", "close"))
+    parts = (h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage())
+    writer.write(b"".join(protocol.send(part) or b"" for part in parts))
+    await writer.drain()

@@ -1,0 +1,211 @@
+"""One response as the policy's side of it sees it: the agent's questions, one after the other, and what becomes of them.
+
+    limits       `agent.max_turns`, the policy's own tokens (`max_new_tokens`), all tokens behind the first question
+                 (`agent.max_tokens`). Who asks beyond one is told so with 429, and the response is one that was cut off, whatever the
+                 agent does then. What the agent returns counts all the same
+    history      a question that does not go on with what was said is refused with 409; with `agent.history: last` it begins
+                 a new conversation, and the response is the last one. Limits count over all of them
+    time         runs while no question is being answered: how long engines take is not the agent's doing
+    engines      one that fails is the production's business: the agent is told 503, and the response is made anew from the
+                 beginning
+
+One question at a time: a second one meanwhile is refused with 409. A client that asks again because it did not hear the answer
+is told the same answer. Asks its engine through its caller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NoReturn
+
+from gcore.agents.api import AgentFault, Refused
+from gcore.agents.asked import Question, Rules, question_of
+from gcore.agents.dialogue import ChatRenderer, Dialogue, Shown
+from gcore.agents.words import answer_of
+from gcore.agents.written import Completion, Finish
+from gcore.clock import Clock
+from gcore.errors import GcoreError
+from gcore.together import in_time
+from gcore.types import FinishReason, Sample
+
+Say = Callable[[tuple[int, ...], int, tuple[str, ...], int], Awaitable[Sample]]
+"""One answer of the policy: to these tokens, of so many at most, to one of these texts, behind so many that it made before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one response may take. `own`: tokens that the policy makes; `room`: all behind the first question; `context`: of the
+    model; `own_s`: seconds of the agent's own."""
+
+    turns: int
+    own: int
+    room: int
+    context: int | None
+    own_s: float
+
+
+class Served:
+    """One response. One event loop."""
+
+    def __init__(
+        self,
+        renderer: ChatRenderer,
+        say: Say,
+        rules: Rules,
+        limits: Limits,
+        clock: Clock,
+        *,
+        restarts: bool = False,
+        stop: tuple[str, ...] = (),
+        name: str = "",
+        refused: Callable[[Refused], None] = lambda why: None,
+    ) -> None:
+        """`restarts`: with `history: last`; `stop`: of the job; `name`: what completions are called; `refused` is told of refusals."""
+        self._renderer, self._say, self._rules, self._limits, self._clock = renderer, say, rules, limits, clock
+        self._restarts, self._stop, self._name, self._refused = restarts, stop, name, refused
+        self._dialogue: Dialogue | None = None
+        self._turns, self._made = 0, 0
+        self._last: tuple[Question, Completion] | None = None
+        self._asking = False
+        self._changed = asyncio.Event()
+        self._own_s, self._since = 0.0, clock.monotonic()
+        self.cut = False
+        """Whether a limit was met."""
+        self.failed: GcoreError | None = None
+        """Why it cannot go on, through no fault of the agent's."""
+
+    async def complete(self, raw: bytes, *, again: bool = False) -> tuple[Question, Completion]:
+        """The answer to a request's body. `again`: the client says that it asks for the second time. Raises Refused."""
+        if self._asking:
+            raise self._told(
+                Refused(409, "busy", "a question is being answered; one at a time, for they are one sequence")
+            )
+        self._turn_clock(asking=True)
+        try:
+            return await self._complete(raw, again=again)
+        except Refused as error:
+            raise self._told(error) from error.__cause__
+        except GcoreError as error:
+            self.failed = self.failed or error
+            raise Refused(503, "engine_failed", f"the policy cannot be asked now: {error.what}") from error
+        finally:
+            self._turn_clock(asking=False)
+
+    def start(self) -> None:
+        """The agent's time begins."""
+        self._own_s, self._since = 0.0, self._clock.monotonic()
+
+    async def watch(self) -> NoReturn:
+        """Until it cannot go on: raises AgentFault when the agent's time is over, and why it has failed if it has."""
+        while True:
+            if self.failed is not None:
+                raise self.failed
+            left = self._limits.own_s - self._own_s - (self._clock.monotonic() - self._since)
+            self._changed.clear()
+            if self._asking:
+                await self._changed.wait()
+            elif left > 0:
+                with suppress(TimeoutError):
+                    await in_time(self._changed.wait(), left, self._clock)
+            else:
+                raise AgentFault(
+                    f"took longer than {self._limits.own_s:g} s by itself",
+                    where="agent.time_limit_s",
+                    fix="Raise it, or make the agent quicker",
+                )
+
+    @property
+    def asked(self) -> bool:
+        """Whether the policy has said anything."""
+        return self._dialogue is not None
+
+    def sample(self) -> Sample:
+        """The response. At least one answer."""
+        assert self._dialogue is not None
+        reason: FinishReason = "length" if self.cut else "stop"
+        return self._dialogue.sample(reason)
+
+    async def _complete(self, raw: bytes, *, again: bool) -> tuple[Question, Completion]:
+        question = question_of(raw, self._rules)
+        if again and self._last is not None and self._last[0] == question:
+            return self._last
+        dialogue, shown = self._placed(question)
+        left = self._left(dialogue, shown)
+        most = left if question.most is None else min(left, question.most)
+        stop = tuple(dict.fromkeys((*self._stop, *question.stop)))
+        sample = await self._say(dialogue.token_ids + shown.ids, most, stop, self._made)
+        text = dialogue.text_of(sample, shown)
+        said, stopped = _until(text, stop)
+        self._turns += 1
+        self._made += len(sample.token_ids)
+        answer = answer_of(said, f"call-{self._turns}", tools=bool(question.tools))
+        tokens_in = len(dialogue.token_ids) + len(shown.ids)
+        dialogue.answered(question, shown, sample, text, answer)
+        is_long = sample.finish_reason == "length" and not stopped
+        self.cut = self.cut or (is_long and most == left)
+        finish: Finish = "length" if is_long else "tool_calls" if "tool_calls" in answer else "stop"
+        name, made_at = f"chatcmpl-{self._name}-{self._turns}", int(self._clock.wall())
+        completion = Completion(name, question.model, made_at, answer, finish, tokens_in, len(sample.token_ids))
+        self._dialogue, self._last = dialogue, (question, completion)
+        return self._last
+
+    def _placed(self, question: Question) -> tuple[Dialogue, Shown]:
+        """The conversation that it belongs to, and what it adds. Raises Refused."""
+        now = self._dialogue
+        if now is not None and now.goes_on(question):
+            return now, now.shown(question)
+        if now is not None and not self._restarts:
+            raise Refused(
+                409,
+                "history_changed",
+                f"the question does not go on with what was said before: {now.changed(question)}; send all messages as they were "
+                "sent and answered, with new ones behind them, or set agent.history: last",
+                param="messages",
+            )
+        begun = Dialogue(self._renderer, question)
+        context, room = self._limits.context, self._limits.room
+        if context is not None and len(begun.before) + room > context:
+            raise Refused(
+                400,
+                "context_length_exceeded",
+                f"the first question has {len(begun.before)} tokens, and with {room} for the response (agent.max_tokens) the "
+                f"model's context of {context} does not hold it",
+                param="messages",
+            )
+        return begun, Shown((), "")
+
+    def _left(self, dialogue: Dialogue, shown: Shown) -> int:
+        """Tokens that the policy may still make. Raises Refused if there are none."""
+        limits = self._limits
+        why = ""
+        if self._turns >= limits.turns:
+            why = f"the policy has answered {self._turns} times, as often as it may (agent.max_turns)"
+        elif self._made >= limits.own:
+            why = f"the policy has made {self._made} tokens, as many as it may (rollout.max_new_tokens)"
+        elif dialogue.length + len(shown.ids) >= limits.room:
+            why = f"with this question the response has more than {limits.room} tokens (agent.max_tokens)"
+        if why:
+            self.cut = True
+            raise Refused(429, "rollout_limit", f"the response is over: {why}")
+        return min(limits.own - self._made, limits.room - dialogue.length - len(shown.ids))
+
+    def _told(self, why: Refused) -> Refused:
+        if why.status != 429:
+            self._refused(why)
+        return why
+
+    def _turn_clock(self, *, asking: bool) -> None:
+        now = self._clock.monotonic()
+        if asking:
+            self._own_s += now - self._since
+        self._since, self._asking = now, asking
+        self._changed.set()
+
+
+def _until(text: str, stop: tuple[str, ...]) -> tuple[str, bool]:
+    """What an agent is sent of `text`: what stands before the first text that ends an answer, and whether there is one."""
+    ends = [at for one in stop if (at := text.find(one)) >= 0]
+    return (text[: min(ends)], True) if ends else (text, False)
