@@ -101,6 +101,8 @@ class EngineValue:
             tokens = self._renderer.encode(self._renderer.render(question))
         except DataError as error:
             raise JudgeError(error.what, where=error.where, fix=error.fix) from error
+        if not tokens:  # SGLang's scheduler dies of such a question
+            raise JudgeError("the question has no tokens", fix="Let its template show more than the response")
         if self._limit is not None and len(tokens) >= self._limit:
             raise JudgeError(
                 f"the question has {len(tokens)} tokens, which do not fit into the judge's context of {self._limit}",

@@ -54,6 +54,7 @@ class Engine:
         self.asked: list[list[list[int]]] = []
         self.aborted: list[str] = []
         self.is_away = False
+        self.hangs = False
         self.poison = -1
         self.reason: dict[str, Any] | None = None
         self.score: Any = ...
@@ -64,6 +65,8 @@ class Engine:
     async def answer(self, request: httpx.Request) -> httpx.Response:
         if self.is_away:
             raise httpx.ConnectError("nobody")
+        if self.hangs:
+            await asyncio.Event().wait()
         body = json.loads(request.content or b"{}")
         if request.url.path == "/abort_request":
             self.aborted.append(body["rid"])
@@ -151,6 +154,23 @@ async def test_a_lost_engines_questions_go_to_another_and_none_is_lost(folder: P
     await court.book.close()
 
 
+async def test_an_engine_that_answers_nothing_is_left_and_its_questions_go_to_another(folder: Path) -> None:
+    court = Court(spec_of(folder), "a", "b")
+    await court.meet()
+    court.engines["a"].hangs = True
+    asked = asyncio.create_task(court.judge.values(PROMPT, ["0", "1"]))
+    for _ in range(60):
+        await court.clock.advance(1.0)
+        court.book.look_after()
+        await turns()
+        if asked.done():
+            break
+    assert [one.value for one in asked.result() if not isinstance(one, JudgeError)] == [1.5, 2.0]
+    assert court.book.views["a"].silent
+    assert court.seen("gcore_judge_questions_total", judge="taste", result="away") == 2
+    await court.book.close()
+
+
 async def test_of_a_request_that_is_refused_only_that_question_fails_that_is_why(folder: Path) -> None:
     court = Court(spec_of(folder), "a")
     await court.meet()
@@ -230,6 +250,14 @@ async def test_a_question_that_does_not_fit_is_refused_before_it_is_asked(folder
     said, worth = await court.values("1" * CONTEXT, "1" * (CONTEXT - 1))
     assert f"the question has {CONTEXT} tokens, which do not fit into the judge's context of {CONTEXT}" in str(said)
     assert worth == 2.0
+    await court.book.close()
+
+
+async def test_a_question_without_tokens_is_never_asked(folder: Path) -> None:
+    court = Court(spec_of(folder), "a")
+    await court.meet()
+    assert await court.values("", "1") == ["the question has no tokens", 2.0]
+    assert court.engines["a"].asked == [[[4]]]
     await court.book.close()
 
 
