@@ -103,7 +103,7 @@ def test_the_command_knows_every_example_and_says_what_there_is(
     judge: PreparedJudge, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(arithmetic_judge, "prepare", lambda to, *, seed: judge)
-    assert set(examples.EXAMPLES) == {"arithmetic", "arithmetic-judge"}
+    assert set(examples.EXAMPLES) == {"arithmetic", "arithmetic-judge", "calculator"}
     assert command.main(["arithmetic-judge", "--to", str(judge.folder)]) == 0
     said = capsys.readouterr().out
     assert said.startswith(f"{judge.folder}: {judge.judge_accuracy:.1%} of verdicts right, ")

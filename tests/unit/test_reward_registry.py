@@ -38,7 +38,8 @@ def test_a_name_that_is_nearly_right_is_answered_with_the_right_one() -> None:
 
 def test_a_name_that_is_far_off_is_answered_with_all() -> None:
     with pytest.raises(
-        SpecError, match=r"no reward is called 'zzz'\. Known: code, exact, length, math, numeric, regex"
+        SpecError,
+        match=r"no reward is called 'zzz'\. Known: (agent, )?code, environment, exact, length, math, numeric, regex",
     ) as caught:
         find_reward("zzz")
     assert caught.value.exit_code == 2
