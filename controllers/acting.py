@@ -29,6 +29,7 @@ from gcore.config.agent import AgentSpec
 from gcore.environments.api import ENVIRONMENT
 from gcore.environments.pool import ToolPool
 from gcore.errors import EngineError
+from gcore.rollout.client import SamplingParams
 from gcore.types import Sample
 
 
@@ -71,6 +72,7 @@ class Acting(Responding):
         super().__init__(told, again=spec.agent.on_error == "retry")
         self._spec = spec.agent
         self._context = spec.model.max_length
+        self._usual = spec.rollout
         self._engines = engines
         self._stage = stage
         self._clock = clock
@@ -83,7 +85,7 @@ class Acting(Responding):
         served = Served(
             what.renderer,
             self._saying(what, seed, rid),
-            Rules(params.temperature, params.top_p, longest, frozenset(spec.ignore)),
+            self._rules(params),
             Limits(spec.max_turns, longest, spec.room(longest), context, spec.time_limit_s),
             self._clock,
             restarts=spec.history == "last",
@@ -123,6 +125,16 @@ class Acting(Responding):
             )
         sample = served.sample()
         return sample if reward is None else replace(sample, reward_parts=((ENVIRONMENT, reward),))
+
+    def _rules(self, params: SamplingParams) -> Rules:
+        """An agent that says what the job draws with is no less right where an evaluation, or a baseline, draws otherwise."""
+        usual = self._usual
+        return Rules(
+            (params.temperature, usual.temperature),
+            (params.top_p, usual.top_p),
+            params.max_new_tokens,
+            frozenset(self._spec.ignore),
+        )
 
     def _saying(self, what: Conversation, seed: int, rid: str) -> Say:
         seat, params, turn = Seat(), what.params, 0

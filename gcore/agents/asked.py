@@ -40,10 +40,11 @@ MOST_STOPS, LONGEST_STOP = 16, 256
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What the job draws with. `most`: tokens of one answer at most; `ignored`: fields of `agent.ignore`."""
+    """What the job draws with, first of what an agent may say that it wants. `most`: tokens of one answer at most; `ignored`: fields of
+    `agent.ignore`."""
 
-    temperature: float
-    top_p: float
+    temperature: tuple[float, ...]
+    top_p: tuple[float, ...]
     most: int
     ignored: frozenset[str] = frozenset()
 
@@ -113,12 +114,14 @@ def _most(body: dict[str, Any], rules: Rules) -> int | None:
     return least
 
 
-def _check_sampling(name: str, asked: Any, ours: float, ignored: frozenset[str]) -> None:
+def _check_sampling(name: str, asked: Any, ours: tuple[float, ...], ignored: frozenset[str]) -> None:
     if asked is None or name in ignored:
         return
-    if isinstance(asked, bool) or not isinstance(asked, int | float) or not math.isclose(asked, ours, abs_tol=1e-6):
+    is_number = isinstance(asked, int | float) and not isinstance(asked, bool)
+    if not is_number or not any(math.isclose(asked, one, abs_tol=1e-6) for one in ours):
         raise _unsupported(
-            name, f"{name} is {asked!r:.100}, and the job draws with {ours:g}; leave it out, or name it in agent.ignore"
+            name,
+            f"{name} is {asked!r:.100}, and the job draws with {ours[0]:g}; leave it out, or name it in agent.ignore",
         )
 
 

@@ -70,10 +70,10 @@ class Peer(Protocol):
 
     async def rollout(self, prompt: Prompt, samples: int | None = None, *, greedy: bool = False) -> tuple[Sample, ...]:
         """Responses, sampled as the prompt's source says; `samples` of them, or `flow.samples_per_prompt`. Of several turns, if the
-        job has an environment.
+        job has an environment, or an agent makes them: then `score` finds out what their prompt is.
 
         With `greedy` each is the likeliest token by token; it is made for comparison, not to be trained. Raises EngineError
-        if no engine answers: let it through, and the prompt is issued again. Raises RewardError if an environment failed: let
+        if no engine answers: let it through, and the prompt is issued again. Raises RewardError if one of these failed: let
         it through, and the prompt has failed, with that reason.
         """
         ...

@@ -32,7 +32,7 @@ CHATML = (
     "{% endfor %}{{ '<|im_start|>assistant\n' if add_generation_prompt else '' }}"
 )
 PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
-RULES = Rules(temperature=1.0, top_p=1.0, most=64)
+RULES = Rules(temperature=(1.0,), top_p=(1.0,), most=64)
 VERSION = Version(0, 1)
 WORDS = st.text(st.characters(codec="utf-8", exclude_characters="\ue000"), min_size=1, max_size=12)
 GENERATED = st.tuples(st.lists(st.integers(2, 330), min_size=1, max_size=8), st.booleans())
@@ -280,10 +280,13 @@ def test_what_changes_nothing_is_let_pass_and_what_the_spec_ignores_too() -> Non
     }
     assert asked(user, **nothing, **dict.fromkeys(HARMLESS - {"model"}, "any")) == plain
     assert asked(user, max_tokens=64, stop="x").most == 64
-    rules = Rules(1.0, 1.0, 64, frozenset({"temperature", "max_tokens", "logprobs"}))
+    rules = Rules((0.0, 1.0), (1.0,), 64, frozenset({"temperature", "max_tokens", "logprobs"}))
     body = {"messages": [user], "temperature": 0.1, "max_tokens": 4096, "logprobs": True, "top_logprobs": 5}
     assert question_of(json.dumps(body).encode(), rules) == plain
     assert question_of(json.dumps({"messages": [user], "max_tokens": 5}).encode(), rules).most == 5
+    greedy = Rules((0.0, 0.7), (1.0,), 64)
+    for temperature in (0, 0.7):
+        assert question_of(json.dumps({"messages": [user], "temperature": temperature}).encode(), greedy) == plain
 
 
 @given(st.binary(max_size=40) | st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=4), lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["role", "content", "tool_calls", "messages", "stop", "tools", "user"]), inner, max_size=4)).map(lambda tree: json.dumps(tree).encode()))  # fmt: skip

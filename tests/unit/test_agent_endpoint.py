@@ -10,10 +10,12 @@ from typing import Any
 
 import httpx
 import pytest
+from documents import ROOT, blocks
 
-from gcore.agents.api import AgentFault, Refused
+from gcore.agents.api import AgentFault, AgentRollout, Refused
 from gcore.agents.asked import Rules
 from gcore.agents.endpoint import MOST_BODY, Endpoint
+from gcore.agents.registry import called
 from gcore.agents.served import Limits, Served
 from gcore.errors import EngineError
 from gcore.testing import FakeClock
@@ -89,7 +91,7 @@ class Talk:
 
     async def begin(self, *, restarts: bool = False, stop: tuple[str, ...] = (), **limits: Any) -> Talk:
         bounds = Limits(**{"turns": 4, "own": 12, "room": 60, "context": 200, "own_s": 10.0} | limits)
-        rules = Rules(1.0, 1.0, bounds.own)
+        rules = Rules((1.0,), (1.0,), bounds.own)
         self.served = Served(
             Letters(),
             self.policy,
@@ -348,3 +350,14 @@ async def test_garbage_that_is_no_http_closes_the_connection_and_nothing_else(ta
             assert b"200" not in await asyncio.wait_for(reader.read(), 5)
         writer.close()
     await talk.say("one")
+
+
+async def test_the_agent_of_the_guide_works(talk: Talk) -> None:
+    (block,) = blocks(ROOT / "docs" / "agents.md", "python")
+    names: dict[str, Any] = {}
+    exec(compile(block.text, "docs/agents.md", "exec"), names)
+    await talk.begin(own=60, room=160, context=None)
+    talk.policy.words = ["it is 3", "it is 4"]
+    rollout = AgentRollout(talk.url, talk.token, {"prompt": "2+2", "answer": "4"}, {"tries": 3}, 7)
+    assert await asyncio.to_thread(called, names["solver"], rollout) == {"reward": 0.5}
+    assert talk.served.sample().text == "it is 3\nu:That is wrong. Try again.\na:it is 4"
