@@ -131,6 +131,19 @@ def test_the_end_of_an_answer_stands_there_once() -> None:
         assert (ids + shown.ids).count(0) == 2, "of the answer, and of the message behind it"
 
 
+def test_a_template_that_leaves_out_the_thinking_of_past_turns_is_not_followed() -> None:
+    forgets = CHATML.replace("+ m.content }}", "+ m.content.split('</think>')[-1] }}")
+    ours, first = renderer(forgets), {"role": "user", "content": "a"}
+    dialogue = Dialogue(ours, asked(first))
+    thought = ours.encode("<think>so and so</think>46")
+    answer = said(dialogue, asked(first), thought)
+    second = asked(first, answer, {"role": "user", "content": "b"})
+    assert "so and so" not in ours.render(second.messages)
+    said(dialogue, second, (60, 0))
+    assert dialogue.sample("stop").token_ids[: len(thought)] == thought
+    assert "so and so</think>46\nuser\nb\nassistant\n" in ours.decode(dialogue.token_ids)
+
+
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 
 
