@@ -10,8 +10,11 @@ One process, one model, one thread for the model, one event loop for HTTP. From 
 - `decoder`: one step over a lane; `reading`: what a cycle reads; `core`: a cycle; `runner`: the thread; `text`: the tokenizer;
 - `weights`, `memory`: change and release; `start`: from a launch to a core;
 - `bodies`, `refusals`, `params`, `protocol`, `administration`: what requests say, and how they are refused;
-- `desk`, `gate`, `answers`, `settled`: from requests to tasks and back;
-- `server`, `weight_routes`, `openai`, `openai_routes`, `auth`: routes; `launch`, `serve`: the process.
+- `post`: between the event loop and the thread; `desk`, `gate`, `answers`, `settled`: from requests to tasks and back;
+- `server`, `control_routes`, `weight_routes`, `openai`, `openai_routes`, `auth`: routes; `launch`, `serve`: the process.
+
+What controls an engine (`control_routes`, `weight_routes`, `post`, `runner`) knows of a model only what `served` says, and serves a
+classifier too (`gcore.rollout.classifier`).
 
 This package's `__init__` imports nothing, so that a client never imports torch by accident.
 """
