@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from sglang_worker import LONG_S, Worker, check_ended, start_worker
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from gcore.errors import EngineError, EngineUnreachable
 from gcore.rollout.client import EngineClient, EngineInfo, SamplingParams
@@ -25,7 +25,7 @@ from gcore.rollout.sglang.command import server_command
 from gcore.rollout.sglang.environment import require_python
 from gcore.rollout.sglang.launch import SglangLaunch
 from gcore.testing.sglang_process import SglangProcess
-from gcore.testing.tiny_model import make_tiny_model
+from gcore.testing.tiny_model import make_tiny_classifier, make_tiny_model
 from gcore.types import Sample, Version
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
@@ -82,6 +82,25 @@ async def test_a_worker_serves_tells_its_progress_and_its_servers_death(start: C
     assert worker.process.wait(LONG_S) == 1
     with pytest.raises(EngineUnreachable):
         await busy
+    await client.close()
+    await asyncio.to_thread(check_ended, processes)
+
+
+async def test_a_worker_serves_a_classifier_and_tells_that_it_waits(
+    start: Callable[..., Worker], tmp_path: Path
+) -> None:
+    folder = make_tiny_classifier(tmp_path / "classifier", kind="qwen3")
+    worker = start(model=str(folder), task="classify")
+    client = EngineClient(f"http://{worker.hear('serving')['address']}", timeout_s=LONG_S)
+    assert (await client.info()).version == Version(0, 0)
+    plain = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    with torch.inference_mode():
+        score = float(plain(torch.tensor([PROMPT])).logits[0, 0])
+    assert await client.classify([PROMPT, PROMPT], rid="asked") == pytest.approx((score, score), abs=1e-4)
+    await asyncio.to_thread(worker.hear, "progress", phase="waiting")
+    processes = worker.below()
+    worker.say("stop")
+    assert worker.process.wait(LONG_S) == 0
     await client.close()
     await asyncio.to_thread(check_ended, processes)
 
