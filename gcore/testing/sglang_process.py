@@ -17,7 +17,7 @@ import httpx
 
 from gcore.clock import Clock, SystemClock
 from gcore.errors import EngineError
-from gcore.rollout.sglang.command import server_command, server_environment
+from gcore.rollout.sglang.command import check_engine_args, server_command, server_environment
 from gcore.rollout.sglang.environment import require_python
 from gcore.rollout.sglang.head_bias import prepared
 from gcore.rollout.sglang.launch import SglangLaunch
@@ -39,6 +39,7 @@ class SglangProcess:
     def __init__(self, model: Path, **options: Any) -> None:
         launch = SglangLaunch(python=str(require_python()), model=str(model), **options)
         port = launch.port or free_port(launch.host)
+        check_engine_args(launch.engine_args)
         scratch = make_scratch()
         env = server_environment(launch, {**os.environ, **ENVIRONMENT}, scratch)
         self.base_url = f"http://{launch.host}:{port}"

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from gcore.clock import Clock
 from gcore.errors import EngineError, EngineUnreachable
 from gcore.rollout.client import EngineClient
-from gcore.rollout.sglang.command import server_command, server_environment
+from gcore.rollout.sglang.command import check_engine_args, server_command, server_environment
 from gcore.rollout.sglang.head_bias import prepared
 from gcore.rollout.sglang.launch import SglangLaunch
 from gcore.rollout.sglang.server import Server, free_port, make_scratch
@@ -46,6 +46,7 @@ class Adapter:
         self._clock = clock
         port = launch.port or free_port(launch.host)
         self._address = f"{launch.host}:{port}"
+        check_engine_args(launch.engine_args)  # before there is a folder that would be left behind
         scratch = make_scratch()
         command = server_command(prepared(launch, scratch), port)
         self._server = Server(command, server_environment(launch, os.environ, scratch), scratch, sys.stderr.buffer)
