@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from controllers.view import SavedCheckpoint
 from gcore.ledger.job import JobPhase, Plan
 from gcore.ledger.records import Assignment, Checkpoint, EndedRef, EpochRecord, Offer
-from gcore.ledger.stream import SealNow
+from gcore.ledger.stream import PartNow, SealNow
 from gcore.ledger.sweeping import Swept
 from gcore.types import PromptRef, Token, Version
 
@@ -43,10 +43,10 @@ class PutOffer:
 
 @dataclass(frozen=True, slots=True)
 class MakeSeal:
-    """Close the batch of `step`."""
+    """Close the batch of `step`, or seal one more part of it."""
 
     step: int
-    chosen: SealNow
+    chosen: SealNow | PartNow
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Account:
 
 @dataclass(frozen=True, slots=True)
 class Reseal:
-    """Give a sealed batch up."""
+    """Give a sealed batch up, or the part of it that is not READY."""
 
     step: int
     reason: str
@@ -74,7 +74,7 @@ class Feed:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Say that every rank holds its part."""
+    """Say that every rank holds its share of what is sealed."""
 
     step: int
 
@@ -82,6 +82,14 @@ class Ready:
 @dataclass(frozen=True, slots=True)
 class Apply:
     """Tell one rank to train on the READY seal."""
+
+    rank: int
+    token: Token
+
+
+@dataclass(frozen=True, slots=True)
+class Accumulate:
+    """Tell one rank to add the READY parts of the next step to its gradients."""
 
     rank: int
     token: Token
@@ -260,6 +268,7 @@ Action = (
     | Feed
     | Ready
     | Apply
+    | Accumulate
     | Commit
     | Register
     | Retain

@@ -13,6 +13,7 @@ import grpc
 from controllers import own_folder, tidying
 from controllers.actions import (
     Account,
+    Accumulate,
     Action,
     Apply,
     Archive,
@@ -67,7 +68,7 @@ async def apply(action: Action, view: JobView, hands: Hands) -> Applied:
     match action:
         case Feed():
             return await _feed(action, view, hands)
-        case Apply():
+        case Apply() | Accumulate():
             return await _apply(action, view, hands)
         case Publish():
             return await _publish(action, hands)
@@ -181,15 +182,16 @@ async def _feed(action: Feed, view: JobView, hands: Hands) -> Applied:
     return Applied(TxnOutcome.WON, sentence)
 
 
-async def _apply(action: Apply, view: JobView, hands: Hands) -> Applied:
+async def _apply(action: Apply | Accumulate, view: JobView, hands: Hands) -> Applied:
     seal = view.seal
     assert seal is not None
-    sentence = f"train {action.token} on rank {action.rank}"
+    whole = isinstance(action, Apply)
+    sentence = f"train {'' if whole else f'{seal.ready_parts} parts of '}{action.token} on rank {action.rank}"
     point(At.APPLY, "before")
     try:
         known = view.ranks.get(action.rank)
         stored = seal.encode(known.speaks if known is not None else None)
-        await hands.ranks.apply(action.rank, seal, stored)
+        await hands.ranks.apply(action.rank, seal, stored, whole=whole)
     except grpc.aio.AioRpcError as error:
         return Applied(TxnOutcome.UNKNOWN, f"{sentence}: {error.details()}")
     except NotConnected as error:

@@ -29,6 +29,8 @@ def patience_s(view: JobView, groups: int, outcomes: int) -> float:
     """Seconds that an offer waits which would tell of so many groups and outcomes, while this peer has more to come."""
     chosen = view.chosen
     lacking = chosen.missing if isinstance(chosen, NotYet) else 0
+    if view.rules.part is not None:  # as much as makes a part is worth a write
+        lacking = min(lacking, view.rules.part)
     if groups + outcomes >= lacking / max(1, len(view.mirror.members)):
         return COALESCE_S
     return OUTCOME_S if outcomes else GROUPS_S

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from controllers.actions import (
     Account,
+    Accumulate,
     Apply,
     Assign,
     Commit,
@@ -70,6 +71,7 @@ def decide(view: JobView) -> tuple[Intent, ...]:
         offering,
         sealing,
         exchanging,
+        accumulating,
         training,
         checkpointing,
         warning_of_disks,
@@ -188,7 +190,7 @@ def in_stream_order(view: JobView, ref: PromptRef) -> tuple[int, int]:
 
 
 def sealing(view: JobView) -> Iterator[Intent]:
-    """The batch is closed as soon as the offers hold its quota."""
+    """The batch is closed as soon as the offers hold its quota; a part of it, when enough of it is certain."""
     head = view.head
     slot = view.seal
     if view.is_over or (slot is not None and slot.state is not SealState.OPEN):
@@ -203,6 +205,8 @@ def sealing(view: JobView) -> Iterator[Intent]:
         yield Intent(
             MakeSeal(head.step + 1, chosen), waits, view.turn(topic), after=EVALUATION_PATIENCE_S if owed else 0.0
         )
+    elif view.part is not None and refuse_seal(view.rules, head, seals, view.part) is None:
+        yield Intent(MakeSeal(head.step + 1, view.part), f"part of {topic}", view.turn(topic))
     elif isinstance(chosen, AccountNow):
         yield Intent(Account(chosen.outcomes), f"account {head.seq}", view.turn(topic))
     elif isinstance(chosen, Short):
@@ -211,9 +215,9 @@ def sealing(view: JobView) -> Iterator[Intent]:
 
 
 def exchanging(view: JobView) -> Iterator[Intent]:
-    """A SEALED batch goes to the ranks; what cannot be delivered is given up."""
+    """A SEALED batch, or a part of one, goes to the ranks; what cannot be delivered is given up."""
     seal = view.seal
-    if seal is None or seal.state is not SealState.SEALED:
+    if seal is None or seal.state not in (SealState.SEALED, SealState.PARTIAL):
         return
     missing = {rank: view.missing(seal, rank) for rank in range(seal.world_size)}
     topic = f"exchange {seal.token}"
@@ -246,6 +250,20 @@ def lost_groups(view: JobView, seal: Seal, undelivered: set[str]) -> str:
         if group.holder not in view.mirror.members:
             return f"{group.holder} is gone and with it the group of prompt {group.ref}"
     return ""
+
+
+def accumulating(view: JobView) -> Iterator[Intent]:
+    """READY parts of a step are added to its gradients by every rank, while the rest of it is collected and exchanged."""
+    seal = view.seal
+    if seal is None or not seal.ready_parts or seal.state is SealState.READY:
+        return
+    if any(view.contradicts(rank) for rank in view.ranks.values()):
+        return  # `controllers.lost` sees to it
+    for rank in range(seal.world_size):
+        known = view.ranks.get(rank)
+        if known is not None and view.begun(known) < seal.ready_parts:
+            topic = f"accumulate {rank} {seal.lineage} {seal.step} {seal.ready_parts}"
+            yield Intent(Accumulate(rank, seal.token), topic, view.turn(f"accumulate {seal.step} {seal.ready_parts}"))
 
 
 def training(view: JobView) -> Iterator[Intent]:

@@ -10,6 +10,7 @@ import logging
 from typing import Protocol
 
 from controllers.actions import (
+    Accumulate,
     Apply,
     Archive,
     BringStart,
@@ -42,7 +43,7 @@ from gcore.metrics import Metrics
 log = logging.getLogger(__name__)
 
 MOVES_MUCH = (
-    *(Feed, Apply, Prune, Sweep, ForgetEvaluations, Publish, Retain, Rollback, TakeStock),
+    *(Feed, Apply, Accumulate, Prune, Sweep, ForgetEvaluations, Publish, Retain, Rollback, TakeStock),
     *(SayFolder, FetchWeights, FetchCheckpoint, BringStart, Gather, Archive, Discard),
 )
 """What reads or writes many bytes."""

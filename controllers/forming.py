@@ -64,8 +64,8 @@ def growing(view: JobView) -> Iterator[Intent]:
 
 
 def held_for_growth(view: JobView) -> float:
-    """Seconds that a batch waits before it is READY, so that a larger world gets its moment where batches come at once."""
-    if not growth(view) or lost_world(view):
+    """Seconds that a batch, or its first part, waits before it is READY, so that a larger world gets its moment where batches come at once."""
+    if not growth(view) or lost_world(view) or not is_between_steps(view):
         return 0.0
     return HOLD_S if is_at_hand(view) or (may_use_copies(view) and unheard(view)) else 0.0
 
@@ -92,8 +92,10 @@ def _growth(view: JobView) -> str:
 
 
 def is_between_steps(view: JobView) -> bool:
-    """Whether no step is being trained: its groups stay with their holders, and are sealed again for the new world."""
-    return view.seal is None or view.seal.state is not SealState.READY
+    """Whether no step is being trained, nor a part of one: its groups stay with their holders, and are sealed again for the new
+    world."""
+    seal = view.seal
+    return seal is None or (seal.state is not SealState.READY and not seal.ready_parts)
 
 
 def is_at_hand(view: JobView) -> bool:

@@ -41,7 +41,6 @@ def undelivered(view: JobView) -> frozenset[PromptRef]:
     for stored in view.mirror.seals.values():
         seal = stored.record
         safe |= {outcome.ref for outcome in seal.outcomes}
-        if seal.state is SealState.READY:
-            safe |= {group.ref for group in seal.groups}
+        safe |= {group.ref for group in (seal.groups if seal.state is SealState.READY else seal.kept)}
     held = {*view.holdings, *view.outcomes}
     return frozenset(ref for ref in held - safe if not head.cursors.is_terminal(view.rules.shape, ref))

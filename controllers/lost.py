@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from controllers.spreading import start_is_gone
 from controllers.view import JobView
-from gcore.ledger.records import SealState
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +52,12 @@ def _ahead(view: JobView) -> str:
     back = f"the store was put back to step {head.step}"
     for rank in view.ranks.values():
         applied = rank.applied
+        if view.begun(rank) and view.contradicts(rank):
+            return f"rank {rank.rank} has begun other parts of step {head.step + 1} than its seal names: {back}"
         if applied is None or applied.lineage != head.lineage or applied.step <= head.step:
             continue
         if view.contradicts(rank):
             return f"rank {rank.rank} has trained another batch as step {applied.step} than its seal names: {back}"
-        if applied.step > head.step + 1 or seal is None or seal.state is SealState.OPEN:
+        if applied.step > head.step + 1 or seal is None or seal.collects:
             return f"rank {rank.rank} has trained step {applied.step}, of which the store knows nothing: {back}"
     return ""

@@ -171,14 +171,15 @@ class RankLinks:
         if world == self._world:
             self._note_held(rank, seal.token, reply.held)
 
-    async def apply(self, rank: int, seal: Seal, stored: bytes) -> None:
-        """Tell a rank to train on the READY seal. Raises grpc.aio.AioRpcError, NotConnected."""
+    async def apply(self, rank: int, seal: Seal, stored: bytes, *, whole: bool = True) -> None:
+        """Tell a rank to train on the READY seal, or on its READY parts. Raises grpc.aio.AioRpcError, NotConnected."""
         line, world = self._reach(rank), self._world
         assert world is not None
         request = pb.ApplyRequest(
             schema_version=self._speaks(rank), world=write_world(world), token=write_token(seal.token), seal=stored
         )
-        await VersionedStub(train_pb2_grpc.TrainRankStub(line.channel)).Apply(request, timeout=CALL_TIMEOUT_S)
+        stub = VersionedStub(train_pb2_grpc.TrainRankStub(line.channel))
+        await (stub.Apply if whole else stub.Accumulate)(request, timeout=CALL_TIMEOUT_S)
 
     def _speaks(self, rank: int) -> int:
         known = self.views.get(rank)
@@ -223,6 +224,9 @@ class RankLinks:
             writing=_writing(state),
             trouble=state.trouble,
             progress=state.progress,
+            begun=state.begun,
+            begun_step=state.streaming.step,
+            begun_content=state.begun_sha256,
             speaks=max(min(READABLE), min(SCHEMA_VERSION, state.schema_version)),
         )
         for saved in _saved(state, view):

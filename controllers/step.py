@@ -26,7 +26,6 @@ from gcore.errors import EngineError, EngineUnreachable
 from gcore.flows.filters import FilterError
 from gcore.flows.fit import given, misfit
 from gcore.ledger.ancestry import is_acceptable, is_ancestor
-from gcore.ledger.records import SealState
 from gcore.plugins import trace_of
 from gcore.reward.registry import RewardError
 from gcore.types import Group, Outcome, Prompt, PromptRef, Version
@@ -117,7 +116,7 @@ class JobStep:
     def is_open(self) -> bool:
         """Whether its batch still wants groups."""
         seal = self._peer.look().seal
-        return self.is_current() and (seal is None or seal.state is SealState.OPEN)
+        return self.is_current() and (seal is None or seal.collects)
 
     def takes_prompts(self) -> bool:
         """Whether prompts may be begun: for its own batch, and for later ones where some staleness is allowed, until it is committed."""

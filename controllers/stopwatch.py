@@ -34,7 +34,7 @@ class Stopwatch:
             self._began, self._sealed, self._ready, self._producing = now, None, None, None
             self.engines.begin(now)
         slot = after.seals.get(after.head.record.step + 1)
-        if slot is None or slot.record.state is SealState.OPEN:
+        if slot is None or slot.record.collects:
             self._sealed = self._ready = None
             return
         self._sealed = now if self._sealed is None else self._sealed
@@ -64,6 +64,7 @@ class Stopwatch:
             "response_length": sum(samples) / len(samples),
             "truncated": truncated_share(seal.groups),
         } | sampled
+        stats |= {"parts": float(len(seal.parts))} if seal.parts else {}
         stats |= staleness_stats(seal) if view.rules.staleness else {}
         stats |= by_source(seal.groups, seal.outcomes, several=len(view.spec.data.sources) > 1)
         stats |= part_stats(seal.groups)

@@ -19,6 +19,7 @@ from gcore.ledger.content import content_sha256
 from gcore.ledger.epochs import standing
 from gcore.ledger.job import NodeRecord
 from gcore.ledger.mirror import JobMirror
+from gcore.ledger.parts import digests_of, next_part, parts_sha256
 from gcore.ledger.records import (
     Checkpoint,
     EndedRef,
@@ -33,8 +34,10 @@ from gcore.ledger.records import (
 from gcore.ledger.rules import is_over
 from gcore.ledger.stream import (
     Choice,
+    NotYet,
     Offered,
     OfferedPart,
+    PartNow,
     StreamRules,
     Walked,
     choose,
@@ -80,6 +83,10 @@ class RankView:
     """What the run's folder does not take from it, beside checkpoints, and is tried again."""
     progress: int = 0
     """Grows whenever it gets anywhere."""
+    begun: int = 0
+    """Parts of step `begun_step` that it has begun; `begun_content` says which (`gcore.ledger.parts.parts_sha256`)."""
+    begun_step: int = 0
+    begun_content: bytes = b""
     speaks: int = SCHEMA_VERSION
     """The schema version in which it is spoken to."""
 
@@ -190,6 +197,15 @@ class JobView:
             "chosen", self._batch, lambda: rule(self.rules, self.head, self._seals, self.offered, order=self._order)
         )
 
+    @cached_property
+    def part(self) -> PartNow | None:
+        """The part of the next step that is worth sealing while others of its batch are missing; None if there is none."""
+        if self.rules.part is None or not isinstance(self.chosen, NotYet):
+            return None
+        return self.remembered.get(
+            "part", self._batch, lambda: next_part(self.rules, self.head, self._seals, self.offered, order=self._order)
+        )
+
     @property
     def _order(self) -> Walked:
         """The refs that are neither terminal nor sealed; offers, which come more often than seals, change nothing in it."""
@@ -267,15 +283,24 @@ class JobView:
         return tuple(g for ref, g in sorted(self.holdings.items()) if ref not in sealed)
 
     def contradicts(self, rank: RankView) -> bool:
-        """Whether `rank` has trained, under the token of the next step's seal, what is not in it.
+        """Whether `rank` has trained, under the token of the next step's seal, what is not in it; or has begun parts of that
+        step which are not READY in it.
 
         A store that was put back to an older state gives tokens out again. A rank that does not say what it has trained is
         believed.
         """
         seal = self.seal
+        if begun := self.begun(rank):
+            ready = 0 if seal is None else seal.ready_parts
+            if seal is None or begun > ready or rank.begun_content != parts_sha256(digests_of(seal, begun)):
+                return True
         if seal is None or seal.state is SealState.OPEN or rank.applied != seal.token or not rank.content:
             return False
         return rank.content != self.remembered.get("content", (seal,), lambda: content_sha256(seal))
+
+    def begun(self, rank: RankView) -> int:
+        """Parts of the next step that `rank` has begun."""
+        return rank.begun if rank.begun_step == self.head.step + 1 else 0
 
     def layout(self, seal: Seal) -> StepLayout:
         """Which rank takes which sample of `seal`."""
@@ -294,10 +319,16 @@ class JobView:
         return self.remembered.get(("missing", rank), (seal, known), lambda: self._missing(seal, rank, known))
 
     def _missing(self, seal: Seal, rank: int, known: RankView | None) -> Mapping[str, set[int]]:
-        held = known.held if known is not None and known.holding == seal.token else {}
+        held = known.held if known is not None and self._holds(known.holding, seal) else {}
         missing: dict[str, set[int]] = {}
         for slot in self.layout(seal).of_rank(rank):
             digest = seal.groups[slot.group].digest
             if slot.sample not in held.get(digest, frozenset()):
                 missing.setdefault(digest, set()).add(slot.sample)
         return missing
+
+    def _holds(self, holding: Token | None, seal: Seal) -> bool:
+        """Whether what a rank says it holds of `holding` counts for `seal`: of a streamed step it outlives the attempt."""
+        if holding is None or self.rules.part is None:
+            return holding == seal.token
+        return (holding.lineage, holding.step) == (seal.lineage, seal.step)

@@ -102,15 +102,17 @@ def waiting_for(view: JobView) -> Iterator[Wait]:
     yield from _judges(view)
     yield from _collectives(view)
     seal = view.seal
-    if view.is_over or seal is None or seal.state is SealState.OPEN:
+    if view.is_over or seal is None or seal.collects:
         yield from _evaluation(view)
     yield from _oldest_in_flight(view, head)
     if view.is_over:
         writing = _being_written(view)
         what = f"all steps are trained; {writing or 'the last checkpoint or evaluation is not yet there'}"
         yield Wait("finish", what, "wait finish", writing)
-    elif seal is None or seal.state is SealState.OPEN:
+    elif seal is None or seal.collects:
         yield from _groups(view, head)
+        if seal is not None and seal.state is SealState.PARTIAL:
+            yield from _exchange(view, seal)
     elif seal.state is SealState.SEALED:
         yield from _exchange(view, seal)
     else:

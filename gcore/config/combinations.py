@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 RETURNS = ("reinforce_pp", "remax", "gae")
 """Estimators that look at what is still to come, token by token, and not at the group."""
+ALONE = ("grpo", "dr_grpo", "rloo", "remax")
+"""Estimators that look at one group alone, so that it can be trained before the others are there."""
 SAMPLING = ("grpo", "dapo", "ppo", "rloo", "reinforce_pp")
 """gcore's own flows that find no baseline. Of a flow of the user's own only its groups tell (`gcore.flows.fit`)."""
 
@@ -53,6 +55,16 @@ def refuse_flow(flow: FlowSpec, train: TrainSpec) -> str | None:
     if train.advantage == "remax" and flow.name in SAMPLING:
         return f"train.advantage 'remax' holds rewards against a baseline, which flow {flow.name!r} does not find; set flow.name: remax"
     return None
+
+
+def refuse_streamed(rollout: RolloutSpec, train: TrainSpec) -> str | None:
+    """Why steps cannot be trained part by part at this staleness, if they cannot."""
+    if not train.stream or rollout.staleness == 0:
+        return None
+    return (
+        f"train.stream trains what is finished of a step at staleness 0; with rollout.staleness {rollout.staleness} a step "
+        "waits for nothing that is worth it, so set one of them only"
+    )
 
 
 def refuse_source(source: Source, rollout: RolloutSpec) -> str | None:
@@ -146,10 +158,34 @@ def _of_train(train: TrainSpec) -> Iterator[str]:
         yield f"gae_lambda belongs to advantage: gae, not to {train.advantage!r}"
     if train.correction_band[0] >= train.correction_band[1]:
         yield f"correction_band {list(train.correction_band)} holds nothing; its first must be below its second"
+    yield from _of_stream(train)
     if train.loss == "sft" and train.critic is not None:
         yield "loss: sft knows no rewards, so there is nothing for a critic to learn; leave advantage: gae out"
     if train.loss == "sft" and train.kl_in == "reward" and train.kl_coef > 0:
         yield "loss: sft knows no rewards; set kl_in: loss"
+
+
+def _of_stream(train: TrainSpec) -> Iterator[str]:
+    if not train.stream:
+        if train.stream_min is not None:
+            yield "stream_min belongs to stream: true"
+        return
+    for name, value in (("epochs", train.epochs), ("mini_batches", train.mini_batches)):
+        if value > 1:
+            yield (
+                f"stream: true makes one update of each step, for the next would need the weights of the one before; set "
+                f"{name}: 1, not {value}"
+            )
+    if train.loss == "sft":
+        yield "stream: true is for steps that wait for engines, and loss: sft trains what no engine draws; leave it out"
+    elif train.advantage not in ALONE:
+        known = f"{', '.join(ALONE[:-1])} or {ALONE[-1]}"
+        why = (
+            "is your own, and may look at the whole step"
+            if is_own_advantage(train.advantage)
+            else "looks at the whole step"
+        )
+        yield f"stream: true needs an estimator that looks at one group alone ({known}); advantage {train.advantage!r} {why}"
 
 
 def _of_correction(correction: str, train: TrainSpec) -> Iterator[str]:

@@ -20,6 +20,7 @@ from gcore.config.combinations import (
     refuse_placement,
     refuse_source,
     refuse_stale,
+    refuse_streamed,
 )
 from gcore.config.environment import EnvironmentSpec, refuse_environment
 from gcore.config.evaluation import ACCURACY, NO_BEST, EvalSpec, eval_sources
@@ -194,7 +195,8 @@ class JobSpec(Section):
                 f"train.mini_batches ({self.train.mini_batches}) is more than flow.groups_per_step "
                 f"({self.flow.groups_per_step}); a mini-batch holds at least one group"
             )
-        why = refuse_correction(self.rollout, self.train) or refuse_stale(self.rollout, self.train)
+        rollout, train = self.rollout, self.train
+        why = refuse_correction(rollout, train) or refuse_stale(rollout, train) or refuse_streamed(rollout, train)
         if why is not None:
             raise ValueError(why)
         if (why := refuse_judges(self)) is not None:

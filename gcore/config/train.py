@@ -11,6 +11,8 @@ from gcore.config.base import Option, Section
 from gcore.config.combinations import RETURNS, refuse_train
 from gcore.config.critic import CriticSpec
 
+PARTS = 8
+"""A streamed step comes in so many parts at most, unless `stream_min` says otherwise."""
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -93,6 +95,14 @@ class TrainSpec(Section):
     correction_band: tuple[Annotated[float, Field(ge=0)], PositiveFloat] = Field(
         (0.5, 5.0), description="Importance ratios whose tokens are trained, with correction: icepop or mis"
     )
+    stream: bool = Field(
+        False,
+        description="Train on finished groups while the others of the step are still being generated; the gradient is that of "
+        "the whole. For one update a step, at staleness 0, with an estimator that looks at one group alone",
+    )
+    stream_min: PositiveInt | None = Field(
+        None, description="Groups from which on a part of a step is trained by itself; default: an eighth of the step's"
+    )
     copies_gb: Annotated[float, Field(ge=0)] | None = Field(
         None,
         description="Memory of its node, in GB (1e9 bytes), that a rank may take for copies of its state and a neighbour's, "
@@ -112,6 +122,12 @@ class TrainSpec(Section):
     def compares_group(self) -> bool:
         """Whether what is learned from a sample depends on others of its group, so that there must be two."""
         return self.loss != "sft" and self.advantage not in RETURNS and not is_own_advantage(self.advantage)
+
+    def part_of(self, groups: int) -> int | None:
+        """Groups of a streamed step of `groups` from which on a part is worth its exchange; None: the step is not streamed."""
+        if not self.stream:
+            return None
+        return self.stream_min or max(1, -(-groups // PARTS))
 
     @property
     def kl_kind(self) -> Literal["k1", "k2", "k3", "k3+"]:

@@ -24,7 +24,7 @@ from gcore.clock import Clock, SystemClock
 from gcore.emulated.launch import SAID
 from gcore.emulated.law import Timing
 from gcore.emulated.law_file import read_law
-from gcore.train.feed_state import Work
+from gcore.train.feed_state import PartWork, Work, parts_left
 from gcore.train.insisting import Insisting
 from gcore.train.launch import RankLaunch
 from gcore.train.loading import Loaded, Meet
@@ -67,6 +67,8 @@ class EmulatedTrainer:
         self._insisting = Insisting(writer.hindered, launch.spec.train.watchdog_s)
         self._writes = launch.rank == 0
         self._updates = 0
+        self._accumulated = 0.0
+        """Emulated seconds that the parts of the step to come have taken so far."""
 
     def load(self, tell: Tell) -> None:
         """Take the time of loading; what is gone on from is read as a real rank reads it. Raises CheckpointDamaged."""
@@ -83,13 +85,11 @@ class EmulatedTrainer:
         launch, seal = self._launch, work.seal
         updating = saving = 0.0
         if seal.groups:
-            share = work.layout.of_rank(work.rank)
-            tokens = sum(
-                seal.groups[slot.group].prompt_tokens + seal.groups[slot.group].response_tokens[slot.sample]
-                for slot in share
-            )
-            updating = self._timing.train(tokens)
-            self._take(updating, "update", tell)
+            for part in parts_left(work):
+                self.accumulate(part, tell)
+            if not seal.parts:
+                self._compute(work, tell)
+            updating, self._accumulated = self._accumulated, 0.0
             self._updates += launch.spec.train.epochs * launch.spec.train.mini_batches
         tell("saving")
         version = Version(launch.lineage, seal.step)
@@ -109,6 +109,21 @@ class EmulatedTrainer:
         metrics = {"emulated": 1.0, "update_seconds": updating, "saving_seconds": saving}
         weights = str(weights_folder(launch.run_path, version).relative_to(launch.run_path))
         return StepResult(metrics, weights)
+
+    def accumulate(self, part: PartWork, tell: Tell) -> None:
+        """A part of the step to come."""
+        if part.work.seal.parts[part.number]:
+            self._compute(part.work, tell)
+
+    def _compute(self, work: Work, tell: Tell) -> None:
+        groups = work.seal.groups
+        share = work.layout.of_rank(work.rank)
+        tokens = sum(
+            groups[slot.group].prompt_tokens + groups[slot.group].response_tokens[slot.sample] for slot in share
+        )
+        seconds = self._timing.train(tokens)
+        self._accumulated += seconds
+        self._take(seconds, "update", tell)
 
     def _take(self, emulated_s: float, phase: str, tell: Tell) -> None:
         left = emulated_s / self._timing.law.speedup
@@ -171,7 +186,7 @@ def load(launch: RankLaunch, meet: Meet, clock: Clock, tell: Tell, writer: Check
     timing = Timing(read_law(os.environ), f"{launch.world} rank {launch.rank}")
     trainer = EmulatedTrainer(launch, timing, writer)
     trainer.load(tell)
-    return Loaded(trainer.run, lambda: None)
+    return Loaded(trainer.run, lambda: None, trainer.accumulate)
 
 
 def _mark(folder: Path) -> None:

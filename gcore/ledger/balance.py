@@ -11,6 +11,8 @@ The cost of a sample is a polynomial of its length: linear for the matrices, qua
 equal depends on the model, so whoever seals writes it into the seal (`gcore.ledger.cost`). A masked sample costs nothing:
 it is not computed, and only its reward counts.
 
+A streamed step is cut by its parts in place of mini-batches, so that each is spread over the ranks by itself, as it comes.
+
 It does not pack micro-batches. A rank may get nothing in a mini-batch (fewer samples than ranks); it then takes part with
 an empty share.
 """
@@ -34,14 +36,15 @@ class SampleSlot:
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """Who trains on what: `shares[mini_batch][rank]` are sample slots, ascending."""
+    """Who trains on what: `shares[mini_batch][rank]` are sample slots, ascending. Of a streamed step, by part in place of
+    mini-batch: all of its parts make one update."""
 
     shares: tuple[tuple[tuple[SampleSlot, ...], ...], ...]
     world_size: int
 
     @property
     def mini_batches(self) -> int:
-        """Optimizer updates in a pass: the seal's number, or one a group when there are fewer groups than that."""
+        """Optimizer updates in a pass: the seal's number, or one a group when there are fewer groups than that; or parts."""
         return len(self.shares)
 
     def share(self, mini_batch: int, rank: int) -> tuple[SampleSlot, ...]:
@@ -86,8 +89,17 @@ def balance(seal: Seal) -> StepLayout:
     """
     if seal.world_size < 1 or seal.mini_batches < 1:
         raise ValueError(f"a seal for {seal.world_size} ranks and {seal.mini_batches} mini-batches")
-    chunks = _contiguous(len(seal.groups), min(seal.mini_batches, len(seal.groups)))
+    if seal.parts:
+        chunks = _by_parts(seal.parts)
+    else:
+        chunks = _contiguous(len(seal.groups), min(seal.mini_batches, len(seal.groups)))
     return StepLayout(tuple(_spread(seal, chunk) for chunk in chunks), seal.world_size)
+
+
+def _by_parts(parts: tuple[int, ...]) -> list[range]:
+    """Where each part of a streamed step lies among its groups; what one holds does not depend on those that follow."""
+    ends = list(itertools.accumulate(parts))
+    return [range(end - size, end) for end, size in zip(ends, parts, strict=True)]
 
 
 def _contiguous(count: int, parts: int) -> list[range]:

@@ -21,7 +21,7 @@ from gcore.ledger.records import (
     SealState,
     Tally,
 )
-from gcore.ledger.stream import SealNow
+from gcore.ledger.stream import PartNow, SealNow
 from gcore.ledger.tally import NOTHING, added, after_step
 from gcore.ledger.world_state import WorldState
 from gcore.prompts.cursor import Cursors, StreamShape
@@ -62,19 +62,27 @@ def base(shards: int, world: str, writer: Writer) -> Advance:
 def sealed(
     slot: Seal | None,
     head: Head,
-    chosen: SealNow,
+    chosen: SealNow | PartNow,
     *,
     world_size: int,
     mini_batches: int,
     sealer: str,
     attention_equals_at: int = ATTENTION_EQUALS_AT,
 ) -> Seal:
-    """The slot after a seal: the attempt goes on from where it was, or two sets of groups would share a token."""
+    """The slot after a seal, of the whole or of one more part: the attempt goes on from where it was, or two sets of groups
+    would share a token. What is in READY parts stays where it is."""
+    kept = slot.kept if slot else ()
+    if chosen.groups[: len(kept)] != kept:
+        raise ValueError(f"step {head.step + 1} has READY parts that would be lost")
+    parts = slot.parts if slot else ()
+    whole = isinstance(chosen, SealNow)
+    if parts or not whole:
+        parts = (*parts, len(chosen.groups) - len(kept))
     return Seal(
         lineage=head.lineage,
         step=head.step + 1,
         attempt=(slot.attempt if slot else 0) + 1,
-        state=SealState.SEALED,
+        state=SealState.SEALED if whole else SealState.PARTIAL,
         world=head.world,
         world_size=world_size,
         mini_batches=max(1, min(mini_batches, len(chosen.groups))),
@@ -85,18 +93,21 @@ def sealed(
         padding=chosen.padding,
         last=chosen.last,
         planned_steps=chosen.planned,
+        parts=parts,
+        ready_parts=slot.ready_parts if slot else 0,
     )
 
 
 def resealed(slot: Seal, sealer: str) -> Seal:
-    """The slot after its groups were given up: empty, but the attempt survives."""
-    if slot.state is not SealState.SEALED:
-        raise ValueError(f"only a SEALED slot can be resealed, this one is {slot.state}")
+    """The slot after its groups were given up: empty but for its READY parts, and the attempt survives."""
+    if slot.state not in (SealState.SEALED, SealState.PARTIAL):
+        raise ValueError(f"only a SEALED or PARTIAL slot can be resealed, this one is {slot.state}")
     return slot.model_copy(
         update={
             "attempt": slot.attempt + 1,
             "state": SealState.OPEN,
-            "groups": (),
+            "groups": slot.kept,
+            "parts": slot.parts[: slot.ready_parts],
             "outcomes": (),
             "padding": 0,
             "last": False,
@@ -107,10 +118,15 @@ def resealed(slot: Seal, sealer: str) -> Seal:
 
 
 def readied(slot: Seal) -> Seal:
-    """The slot once every rank holds its part. From here there is only commit or rollback."""
-    if slot.state is not SealState.SEALED:
-        raise ValueError(f"only a SEALED slot can become READY, this one is {slot.state}")
-    return slot.model_copy(update={"state": SealState.READY})
+    """The slot once every rank holds its share. From here there is only commit or rollback; or, after a part, more of them."""
+    ready_parts = len(slot.parts)
+    match slot.state:
+        case SealState.SEALED:
+            return slot.model_copy(update={"state": SealState.READY, "ready_parts": ready_parts})
+        case SealState.PARTIAL:
+            return slot.model_copy(update={"state": SealState.OPEN, "ready_parts": ready_parts})
+        case state:
+            raise ValueError(f"only a SEALED or PARTIAL slot can become READY, this one is {state}")
 
 
 def delta(seal: Seal) -> tuple[EndedRef, ...]:

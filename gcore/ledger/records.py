@@ -106,10 +106,20 @@ class SealedGroup(OfferedGroup):
     holder: str
 
 
+PARTS_CAME = 2
+"""The schema version from which on nodes know seals in parts. One that does not cannot read them, so no job with `train.stream` is
+created while one is there (`controllers.service.capability`)."""
+
+
 class SealState(StrEnum):
-    """OPEN: emptied, the attempt survives. SEALED: being exchanged. READY: every rank holds its part."""
+    """OPEN: nothing is being exchanged, the attempt survives. SEALED: being exchanged. READY: every rank holds its share.
+
+    PARTIAL: a part of a streamed step is being exchanged; once every rank holds its share of that, the slot is OPEN again, and
+    holds it for good.
+    """
 
     OPEN = "OPEN"
+    PARTIAL = "PARTIAL"
     SEALED = "SEALED"
     READY = "READY"
 
@@ -119,7 +129,11 @@ class Seal(Record):
 
     `world_size`, `mini_batches` and `attention_equals_at` (`gcore.ledger.cost`) are what `balance()` cuts and weighs the
     samples by, so that who reads the seal knows which rank takes which sample in which update.
+
+    Of a streamed step `groups` grow part by part. What is in a READY part is never given up; an OPEN slot holds that and no more.
     """
+
+    came_with: ClassVar[Mapping[str, int]] = {"parts": PARTS_CAME, "ready_parts": PARTS_CAME}
 
     lineage: int
     step: int
@@ -138,6 +152,21 @@ class Seal(Record):
     """Whether no step follows; such a one may hold outcomes only."""
     planned_steps: int | None = None
     """How many steps the job will have had, as far as that is known; the learning rate's schedule runs over them."""
+    parts: tuple[NonNegativeInt, ...] = ()
+    """How many groups are in each part, in their order; none of a step that is sealed as a whole. The last part of a whole
+    step may have none."""
+    ready_parts: NonNegativeInt = 0
+    """Parts, from the first, that every rank holds."""
+
+    @property
+    def collects(self) -> bool:
+        """Whether its batch is not closed yet."""
+        return self.state in (SealState.OPEN, SealState.PARTIAL)
+
+    @property
+    def kept(self) -> tuple[SealedGroup, ...]:
+        """The groups of its READY parts."""
+        return self.groups[: sum(self.parts[: self.ready_parts])]
 
     @property
     def padding_scale(self) -> float:

@@ -46,6 +46,8 @@ class StreamRules:
     limit: int | None = None
     """Prompts that one step may use up."""
     on_limit: OnLimit = "train_smaller"
+    part: int | None = None
+    """Groups from which on a part of the next step is sealed by itself; None: steps are sealed as a whole."""
     over_provision: float | None = None
     """Quotas that may be offered or in flight at once, at some staleness; None: as many as the staleness allows."""
 
@@ -71,6 +73,7 @@ def rules_of(job: JobRecord) -> StreamRules:
         issue_cap=max(1.0, min(flow.issue_cap, MOST_BYTES / offer_bytes(spec))),
         limit=flow.prompt_limit,
         on_limit=flow.on_limit,
+        part=spec.train.part_of(flow.groups_per_step),
         over_provision=spec.rollout.over_provision,
     )
 

@@ -39,13 +39,16 @@ __all__ = [
     "NotYet",
     "Offered",
     "OfferedPart",
+    "PartNow",
     "SealNow",
     "Short",
     "StreamRules",
     "Walked",
+    "begun",
     "choose",
     "concluded",
     "due",
+    "find",
     "held_by",
     "in_order",
     "refuse_seal",
@@ -60,6 +63,12 @@ MOST_OUTCOMES = 512
 def sealed_refs(seals: Collection[Seal]) -> frozenset[PromptRef]:
     """Every ref that an open seal holds."""
     return frozenset(ref for seal in seals for ref in (*(g.ref for g in seal.groups), *(o.ref for o in seal.outcomes)))
+
+
+def begun(head: Head, seals: Collection[Seal]) -> tuple[SealedGroup, ...]:
+    """The groups of the next step that parts of it hold, READY or not, while its batch is not closed: they count for its quota."""
+    slots = (seal.groups for seal in seals if seal.step == head.step + 1 and seal.collects)
+    return next(slots, ())
 
 
 def in_order(rules: StreamRules, head: Head, seals: Collection[Seal]) -> Iterator[PromptRef]:
@@ -191,8 +200,8 @@ def due(
     """
     wanted: list[PromptRef] = []
     ratio = issue_ratio(rules, head)
-    room = None if rules.limit is None else rules.limit + ahead - head.tally.since_step.ended
-    kept = 0
+    kept = len(begun(head, seals))
+    room = None if rules.limit is None else rules.limit + ahead - head.tally.since_step.ended - kept
     for walked, ref in enumerate(in_order(rules, head, seals) if order is None else order):
         if kept + len(wanted) / ratio >= rules.quota + ahead or (room is not None and walked >= room):
             break
@@ -212,6 +221,19 @@ class SealNow:
 
     groups: tuple[SealedGroup, ...]
     outcomes: tuple[EndedRef, ...]
+    padding: int = 0
+    last: bool = False
+    planned: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PartNow:
+    """So many groups of the next step are certain. `groups`: those of the parts before, then the new part's."""
+
+    groups: tuple[SealedGroup, ...]
+
+    outcomes: tuple[EndedRef, ...] = ()
+    """None: they go into the whole seal, like all that is said of the whole."""
     padding: int = 0
     last: bool = False
     planned: int | None = None
@@ -270,10 +292,26 @@ def choose(
 
     `order`: what `in_order` gives, if it is `Walked` already.
     """
-    groups: list[SealedGroup] = []
+    return concluded(rules, head, find(rules, head, seals, offered, order=order))
+
+
+def find(
+    rules: StreamRules,
+    head: Head,
+    seals: Collection[Seal],
+    offered: Offered,
+    *,
+    order: Iterable[PromptRef] | None = None,
+) -> Found:
+    """What of the next step's batch is there, in the order, and what is missing: what parts hold already comes first.
+
+    All groups that it gives are certain to be in the batch. Before each are fewer refs than the quota that are kept or may
+    be; each that ends without a group only makes more room (`gcore.ledger.parts`).
+    """
+    groups: list[SealedGroup] = list(begun(head, seals))
     outcomes: list[EndedRef] = []
     missing: list[PromptRef] = []
-    room = None if rules.limit is None else rules.limit - head.tally.since_step.ended
+    room = None if rules.limit is None else rules.limit - head.tally.since_step.ended - len(groups)
     limited = False
     for walked, ref in enumerate(in_order(rules, head, seals) if order is None else order):
         if len(groups) + len(missing) >= rules.quota:
@@ -287,7 +325,7 @@ def choose(
             outcomes.append(offered.outcomes[ref])
         else:
             missing.append(ref)
-    return concluded(rules, head, Found(tuple(groups), tuple(outcomes), tuple(missing), limited))
+    return Found(tuple(groups), tuple(outcomes), tuple(missing), limited)
 
 
 def concluded(rules: StreamRules, head: Head, found: Found) -> Choice:
@@ -330,9 +368,13 @@ def _sealed(rules: StreamRules, head: Head, found: Found, *, padded: bool = Fals
     )
 
 
-def refuse_seal(rules: StreamRules, head: Head, seals: Collection[Seal], seal: SealNow) -> str | None:
-    """Why this must not be sealed, or None. Ref by ref: not terminal, in no open seal, once within the seal."""
-    seen = set(sealed_refs(seals))
+def refuse_seal(rules: StreamRules, head: Head, seals: Collection[Seal], seal: SealNow | PartNow) -> str | None:
+    """Why this must not be sealed, or None. Ref by ref: not terminal, in no open seal, once within the seal; and what ranks may
+    have begun to train stands first in it."""
+    kept = begun(head, seals)
+    if seal.groups[: len(kept)] != kept:
+        return "it is without groups that every rank holds for good"
+    seen = set(sealed_refs(seals)) - {group.ref for group in kept}
     for ref in (*(g.ref for g in seal.groups), *(o.ref for o in seal.outcomes)):
         if head.cursors.is_terminal(rules.shape, ref):
             return f"prompt {ref} is terminal already"

@@ -29,7 +29,7 @@ from gcore.ledger.records import (
     Seal,
     SealState,
 )
-from gcore.ledger.stream import SealNow
+from gcore.ledger.stream import PartNow, SealNow
 from gcore.ledger.world_state import NodeCopies
 from gcore.prompts.cursor import StreamShape
 from gcore.store import keys as store_keys
@@ -100,13 +100,13 @@ def withdraw(keys: JobKeys, incarnation: str, node: str) -> Transaction:
 def seal(
     keys: JobKeys,
     open_slots: OpenSlots,
-    chosen: SealNow,
+    chosen: SealNow | PartNow,
     plan: Plan,
     mini_batches: int,
     by: str,
     attention_equals_at: int = ATTENTION_EQUALS_AT,
 ) -> Transaction:
-    """Close a batch. Compares head and all slots, absent ones too."""
+    """Close a batch, or one more part of it. Compares head and all slots, absent ones too."""
     head = open_slots.head.record
     slot = open_slots.slots.get(head.step + 1)
     if slot is not None and slot.record.state is not SealState.OPEN:
@@ -124,13 +124,13 @@ def seal(
 
 
 def reseal(keys: JobKeys, open_slots: OpenSlots, step: int, by: str) -> Transaction:
-    """Give a sealed batch up, from SEALED only."""
+    """Give a sealed batch up, from SEALED only, or a part of one, from PARTIAL; never what is READY."""
     record = chain.resealed(open_slots.slots[step].record, by)
     return Transaction(TxnKind.RESEAL, open_slots.compares(keys), (Put(keys.seal(step), record.encode()),))
 
 
 def ready(keys: JobKeys, open_slots: OpenSlots, step: int) -> Transaction:
-    """Every rank holds its part."""
+    """Every rank holds its share, of the whole or of the newest part."""
     slot = open_slots.slots[step]
     return Transaction(
         TxnKind.READY,

@@ -94,8 +94,7 @@ def _by_group(
     step: Step, estimate: Estimate, penalties: Mapping[Place, Tensor], over_ranks: Summing
 ) -> dict[SampleSlot, float]:
     """Of every sample of the step; a sample's outcome is its reward less the penalties of all its tokens."""
-    groups = step.work.seal.groups
-    every = [SampleSlot(g, s) for g, group in enumerate(groups) for s in range(len(group.response_tokens))]
+    every = sorted(slot for by_rank in step.work.layout.shares for share in by_rank for slot in share)
     outcomes = dict.fromkeys(every, 0.0)
     for slot in step.work.layout.of_rank(step.work.rank):
         outcomes[slot] = step.reward(slot)

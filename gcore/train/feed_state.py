@@ -9,13 +9,17 @@
   under the digest and the lengths that stand in the seal. More than the share is ignored: what is trained is the share.
 - From Apply on nothing but its end changes what is held. A token is applied once; asking again does nothing. If it
   fails the process ends, so there is no way back from here.
+- Of a streamed step the READY parts are begun one after the other as they are told of, each once, and Apply begins what is
+  left of them. A READY part never changes, so which attempt tells of it is of no matter; a slot that says otherwise is
+  refused. What is held of such a step goes on from attempt to attempt: most of it is sealed again, and its digest says
+  what it is.
 
 What came over the wire is checked before it gets here (`gcore.train.messages`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -23,7 +27,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore.ledger.balance import StepLayout, balance
+from gcore.ledger.balance import SampleSlot, StepLayout, balance
+from gcore.ledger.parts import digests_of, layout_of, up_to
 from gcore.ledger.records import Seal, SealState
 from gcore.types import PromptRef, Range, Token
 
@@ -90,12 +95,30 @@ def _nothing() -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A step to train on: its seal and layout, and this rank's groups by digest."""
+    """A step to train on: its seal and layout, and this rank's groups by digest.
+
+    `begun`: so many of its parts were begun before, and their groups are not among these.
+    """
 
     seal: Seal
     layout: StepLayout
     rank: int
     groups: Mapping[str, HeldGroup]
+    begun: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PartWork:
+    """Part `number` of a streamed step, from 0: a step of that part alone, with the slot cut down to it."""
+
+    number: int
+    work: Work
+
+
+def parts_left(work: Work) -> Iterator[PartWork]:
+    """The parts of a streamed step that were not begun before."""
+    for number in range(work.begun, len(work.seal.parts)):
+        yield _part(work.seal, number, work.rank, work.groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +134,10 @@ class FeedState:
     groups: Mapping[str, HeldGroup] = field(default_factory=_nothing, repr=False)
     applying: Token | None = None
     applied: Token | None = None
+    streams: bool = False
+    """Whether its job's steps may come in parts."""
+    begun: tuple[tuple[str, ...], ...] = ()
+    """The parts of the step after `done` that were begun: the digests of all their groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +153,14 @@ class Begin:
 
     state: FeedState
     work: Work
+
+
+@dataclass(frozen=True, slots=True)
+class BeginParts:
+    """Add these parts to the step's gradients, in this order."""
+
+    state: FeedState
+    parts: tuple[PartWork, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,15 +196,41 @@ def feed(state: FeedState, name: WorldName, token: Token, groups: Mapping[str, H
     if state.holding is not None and state.holding.step == token.step:
         if token < state.holding:
             return Fed(state)
-        if token > state.holding:
+        if token > state.holding and not state.streams:
             state = _emptied(state)
     else:
         state = _emptied(state)
     merged = dict(state.groups)
+    over = {digest for part in state.begun for digest in part}
     for digest, group in groups.items():
-        merged[digest] = merged[digest].joined(group) if digest in merged else group
-    held = {digest: frozenset(group.samples) for digest, group in merged.items()}
+        if digest not in over:
+            merged[digest] = merged[digest].joined(group) if digest in merged else group
+    listed = {digest: samples for digest, samples in state.held.items() if digest in over}
+    held = listed | {digest: frozenset(group.samples) for digest, group in merged.items()}
     return Fed(replace(state, holding=token, groups=merged, held=held))
+
+
+def accumulate(state: FeedState, name: WorldName, token: Token, seal: Seal) -> BeginParts | Already | Refused:
+    """The READY parts of `seal`, which is what the store says of `token`, shall be added to their step's gradients."""
+    refused = admit(state, name, token)
+    if refused is not None:
+        return refused
+    if token.step <= state.done or state.applying is not None:
+        return Already()
+    wrong = _seal_fault(state, token, seal) or _parts_fault(state, seal, seal.ready_parts)
+    if wrong:
+        return Refused(wrong)
+    if seal.ready_parts <= len(state.begun):
+        return Already()
+    held = _held_of(state, token)
+    lacking = _share_lacking(state, held, seal, range(len(state.begun), seal.ready_parts))
+    if lacking:
+        return Refused(lacking)
+    parts = tuple(_part(seal, number, state.rank, held) for number in range(len(state.begun), seal.ready_parts))
+    begun = digests_of(seal, seal.ready_parts)
+    over = {digest for part in begun for digest in part}
+    left = {digest: group for digest, group in held.items() if digest not in over}
+    return BeginParts(replace(state, begun=begun, groups=left), parts)
 
 
 def apply(state: FeedState, name: WorldName, token: Token, seal: Seal) -> Begin | Already | Refused:
@@ -183,23 +244,20 @@ def apply(state: FeedState, name: WorldName, token: Token, seal: Seal) -> Begin 
         return Refused(f"step {token.step} was applied already, with another token than {token}")
     if state.applying is not None:
         return Refused(f"token {state.applying} is being applied, not {token}")
-    wrong = _seal_fault(state, token, seal)
+    if seal.state is not SealState.READY:
+        return Refused(f"the seal of {token} is {seal.state}, not READY")
+    wrong = _seal_fault(state, token, seal) or _parts_fault(state, seal, len(seal.parts))
     if wrong:
         return Refused(wrong)
-    layout = balance(seal)
-    share = layout.of_rank(state.rank)
     if state.holding is not None and state.holding > token:
         return Refused(f"token {state.holding} is held, which is newer than {token}")
-    held = state.groups if state.holding == token else _nothing()
-    for slot in share:
-        group = seal.groups[slot.group]
-        lacking = _lacking(held.get(group.digest), seal, slot.group, slot.sample)
-        if lacking:
-            return Refused(
-                f"{lacking} of prompt {group.ref}, group {group.digest}, which is this rank's share of {token}"
-            )
-    used = {seal.groups[number].digest for number in layout.groups_of_rank(state.rank)}
-    work = Work(seal, layout, state.rank, {digest: held[digest] for digest in used})
+    layout, held = balance(seal), _held_of(state, token)
+    left = range(len(state.begun), layout.mini_batches)
+    lacking = _share_lacking(state, held, seal, left)
+    if lacking:
+        return Refused(lacking)
+    used = {seal.groups[slot.group].digest for chunk in left for slot in layout.share(chunk, state.rank)}
+    work = Work(seal, layout, state.rank, {digest: held[digest] for digest in used}, len(state.begun))
     return Begin(replace(state, holding=token, applying=token, groups=_nothing()), work)
 
 
@@ -207,7 +265,7 @@ def applied(state: FeedState) -> FeedState:
     """The token that was being applied is applied, with everything that belongs to it. ValueError if there was none."""
     if state.applying is None:
         raise ValueError("no token is being applied")
-    return replace(state, applying=None, applied=state.applying, done=state.applying.step)
+    return replace(state, applying=None, applied=state.applying, done=state.applying.step, begun=())
 
 
 def _emptied(state: FeedState) -> FeedState:
@@ -215,9 +273,7 @@ def _emptied(state: FeedState) -> FeedState:
 
 
 def _seal_fault(state: FeedState, token: Token, seal: Seal) -> str:
-    """Why this seal cannot be applied here, or nothing."""
-    if seal.state is not SealState.READY:
-        return f"the seal of {token} is {seal.state}, not READY"
+    """Why nothing of this seal can be trained here, or nothing."""
     if seal.token != token:
         return f"the seal is of token {seal.token}, not {token}"
     if seal.world != state.name.world or seal.world_size != state.world_size:
@@ -228,6 +284,49 @@ def _seal_fault(state: FeedState, token: Token, seal: Seal) -> str:
     if token.step != state.done + 1:
         return f"step {token.step} cannot come before step {state.done + 1} was applied"
     return ""
+
+
+def _parts_fault(state: FeedState, seal: Seal, parts: int) -> str:
+    """Whether the first `parts` parts of `seal`, which are READY, are not those that were begun here, as far as they go."""
+    if seal.ready_parts < parts:
+        return f"{seal.ready_parts} parts of the seal of {seal.token} are READY, not {parts}"
+    stated = digests_of(seal, parts)
+    common = min(len(stated), len(state.begun))
+    if stated[:common] != state.begun[:common]:
+        return f"other parts of step {seal.step} were begun here than the seal of {seal.token} holds"
+    if seal.state is SealState.READY and len(state.begun) > len(stated):
+        return (
+            f"{len(state.begun)} parts of step {seal.step} were begun here, the seal of {seal.token} has {len(stated)}"
+        )
+    return ""
+
+
+def _held_of(state: FeedState, token: Token) -> Mapping[str, HeldGroup]:
+    """What is held that may be trained under `token`."""
+    if state.streams and state.holding is not None and state.holding.step == token.step:
+        return state.groups
+    return state.groups if state.holding == token else _nothing()
+
+
+def _share_lacking(state: FeedState, held: Mapping[str, HeldGroup], seal: Seal, chunks: range) -> str:
+    """What of this rank's share of some mini-batches, or parts, is not there as the seal says, or nothing."""
+    layout = balance(seal)
+    for chunk in chunks:
+        slot: SampleSlot
+        for slot in layout.share(chunk, state.rank):
+            group = seal.groups[slot.group]
+            lacking = _lacking(held.get(group.digest), seal, slot.group, slot.sample)
+            if lacking:
+                return (
+                    f"{lacking} of prompt {group.ref}, group {group.digest}, which is this rank's share of {seal.token}"
+                )
+    return ""
+
+
+def _part(seal: Seal, number: int, rank: int, held: Mapping[str, HeldGroup]) -> PartWork:
+    layout = layout_of(seal, number)
+    used = {seal.groups[slot.group].digest for slot in layout.of_rank(rank)}
+    return PartWork(number, Work(up_to(seal, number + 1), layout, rank, {digest: held[digest] for digest in used}))
 
 
 def _lacking(group: HeldGroup | None, seal: Seal, number: int, sample: int) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from gcore.clock import Clock
 from gcore.errors import GcoreError
-from gcore.train.feed_state import Work
+from gcore.train.feed_state import PartWork, Work
 from gcore.train.launch import RankLaunch
 from gcore.train.report import StepResult
 from gcore.train.writing import CheckpointWriter
@@ -36,10 +36,12 @@ class Meet:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A rank that can train. `run` applies a step, `leave` says farewell to the others; both in the loading thread."""
+    """A rank that can train. `run` applies a step, `accumulate` adds a part of the next to its gradients, `leave` says
+    farewell to the others; all in the loading thread."""
 
     run: Callable[[Work, Callable[[str], None]], StepResult]
     leave: Callable[[], None]
+    accumulate: Callable[[PartWork, Callable[[str], None]], None]
 
 
 def load(launch: RankLaunch, meet: Meet, clock: Clock, tell: Callable[[str], None], writer: CheckpointWriter) -> Loaded:
@@ -94,7 +96,7 @@ def load(launch: RankLaunch, meet: Meet, clock: Clock, tell: Callable[[str], Non
     if launch.resumes:
         copier.keep(launch.start.step, 0, progress, loading)
     trainer = StepTrainer(launch, collective, models, saver, clock, progress, copier, start_s=clock.monotonic() - began)
-    return Loaded(trainer.run, collective.leave)
+    return Loaded(trainer.run, collective.leave, trainer.accumulate)
 
 
 def _models(launch: RankLaunch, collective: Collective, tell: Callable[[str], None], fill: Fill | None) -> Models:

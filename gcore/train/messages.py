@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError
 
 from gcore.api.v1 import train_pb2 as pb
 from gcore.errors import GcoreError
+from gcore.ledger.parts import parts_sha256
 from gcore.schema import SCHEMA_VERSION
 from gcore.train.feed_state import FeedState, HeldGroup, HeldSample, Listing, WorldName
 from gcore.train.writing import Saved, Writing
@@ -75,6 +76,9 @@ def write_state(state: FeedState) -> pb.RankState:
         message.holding.CopyFrom(write_token(state.holding))
     if state.applied is not None:
         message.applied.CopyFrom(write_token(state.applied))
+    if state.begun:
+        message.streaming.CopyFrom(write_token(Token(state.name.lineage, state.done + 1, 0)))
+        message.begun, message.begun_sha256 = len(state.begun), parts_sha256(state.begun)
     return message
 
 

@@ -22,7 +22,7 @@ from gcore.ledger.records import Seal
 from gcore.rpc_schema import refusal
 from gcore.schema import UnreadableRecord
 from gcore.train import feed_state
-from gcore.train.feed_state import Already, Begin, FeedState, Refused, Work, WorldName
+from gcore.train.feed_state import Already, Begin, BeginParts, FeedState, PartWork, Refused, Work, WorldName
 from gcore.train.messages import (
     CHUNK_BYTES,
     LARGEST_PAYLOAD,
@@ -144,11 +144,12 @@ class RankBoard:
 
 
 class TrainRankService(train_pb2_grpc.TrainRankServicer):
-    """The servicer. `begin` takes work to the training thread and returns at once."""
+    """The servicer. `begin` and `begin_part` take work to the training thread and return at once."""
 
-    def __init__(self, board: RankBoard, begin: Callable[[Work], None]) -> None:
+    def __init__(self, board: RankBoard, begin: Callable[[Work], None], begin_part: Callable[[PartWork], None]) -> None:
         self._board = board
         self._begin = begin
+        self._begin_part = begin_part
 
     async def Feed(self, request_iterator: AsyncIterator[pb.FeedChunk], context: CONTEXT) -> pb.FeedReply:
         """Samples of one token."""
@@ -180,14 +181,7 @@ class TrainRankService(train_pb2_grpc.TrainRankServicer):
     async def Apply(self, request: pb.ApplyRequest, context: CONTEXT) -> pb.ApplyReply:
         """Train on a sealed step."""
         name, token = read_world(request.world), read_token(request.token)
-        refused = feed_state.admit(self._board.state, name, token)
-        if refused is not None:
-            await _refused(context, refused)
-        await _served(request.schema_version, context)
-        try:
-            seal = Seal.decode(request.seal, "the seal in Apply")
-        except UnreadableRecord as error:
-            await _invalid(context, str(error))
+        seal = await self._seal(request, context)
         answer = feed_state.apply(self._board.state, name, token, seal)
         match answer:
             case Refused():
@@ -199,6 +193,34 @@ class TrainRankService(train_pb2_grpc.TrainRankServicer):
             case Already():
                 pass
         return pb.ApplyReply()
+
+    async def Accumulate(self, request: pb.ApplyRequest, context: CONTEXT) -> pb.ApplyReply:
+        """Train on the READY parts of a step, up to their gradients."""
+        name, token = read_world(request.world), read_token(request.token)
+        seal = await self._seal(request, context)
+        answer = feed_state.accumulate(self._board.state, name, token, seal)
+        match answer:
+            case Refused():
+                await _refused(context, answer)
+            case BeginParts(state, parts):
+                self._board.state = state
+                self._board.show()
+                for part in parts:
+                    self._begin_part(part)
+            case Already():
+                pass
+        return pb.ApplyReply()
+
+    async def _seal(self, request: pb.ApplyRequest, context: CONTEXT) -> Seal:
+        """The seal that a caller of this world brings."""
+        refused = feed_state.admit(self._board.state, read_world(request.world), read_token(request.token))
+        if refused is not None:
+            await _refused(context, refused)
+        await _served(request.schema_version, context)
+        try:
+            return Seal.decode(request.seal, "the seal in Apply")
+        except UnreadableRecord as error:
+            await _invalid(context, str(error))
 
     async def Watch(self, request: pb.WatchRequest, context: CONTEXT) -> AsyncIterator[pb.RankState]:
         """The rank's state, as it changes."""

@@ -31,7 +31,7 @@ from gcore.config.algorithms import STORED
 from gcore.errors import GcoreError
 from gcore.ledger.content import content_sha256
 from gcore.rpc_schema import VersionGate
-from gcore.train.feed_state import FeedState, Work, WorldName
+from gcore.train.feed_state import FeedState, PartWork, Work, WorldName
 from gcore.train.launch import RankLaunch
 from gcore.train.loading import Loaded, Meet, load
 from gcore.train.report import StepResult
@@ -111,7 +111,8 @@ class RankProcess:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="torch")
         self._end: asyncio.Future[int] = self._loop.create_future()
         name = WorldName(launch.job_uid, launch.world, launch.lineage)
-        self._board = RankBoard(FeedState(name, launch.rank, launch.world_size, launch.start.step), clock)
+        state = FeedState(name, launch.rank, launch.world_size, launch.start.step, streams=launch.spec.train.stream)
+        self._board = RankBoard(state, clock)
         self._pulse = Pulse(control, clock, self._note_soon)
         self._orders = Orders(control, self._stop_soon)
         self._server = grpc.aio.server(
@@ -137,7 +138,9 @@ class RankProcess:
         self._loaded = await self._loop.run_in_executor(
             self._thread, self._loader, self._launch, meet, self._clock, self._pulse.tell, self._writer
         )
-        train_pb2_grpc.add_TrainRankServicer_to_server(TrainRankService(self._board, self._begin), self._server)
+        train_pb2_grpc.add_TrainRankServicer_to_server(
+            TrainRankService(self._board, self._begin, self._begin_part), self._server
+        )
         port = self._server.add_insecure_port(f"{self._launch.host}:0")
         await self._server.start()
         log.info("rank %d of %s serves", self._launch.rank, self._board.state.name)
@@ -147,6 +150,17 @@ class RankProcess:
     def _begin(self, work: Work) -> None:
         self._busy = asyncio.create_task(self._apply(work))
         self._busy.add_done_callback(self._finished)
+
+    def _begin_part(self, part: PartWork) -> None:
+        # One thread does all of it, so what is begun later comes later.
+        self._busy = asyncio.create_task(self._accumulate(part))
+        self._busy.add_done_callback(self._finished)
+
+    async def _accumulate(self, part: PartWork) -> None:
+        assert self._loaded is not None
+        await self._loop.run_in_executor(self._thread, self._loaded.accumulate, part, self._pulse.tell)
+        if self._busy is asyncio.current_task():  # or the thread tells already of what was begun since
+            self._pulse.tell(self._resting)
 
     async def _apply(self, work: Work) -> None:
         assert self._loaded is not None

@@ -9,7 +9,8 @@ In this order (each phase on all ranks before the next, because advantages need 
 4. the critic's values, in a job that has one;
 5. the KL inside the reward, then advantages, from the outcomes of the whole step, in float64, the same on every rank;
 6. epochs × mini-batches of updates, each divided by its own global count; the critic's, and the policy's. In the critic's
-   warm-up steps the policy is left as it is;
+   warm-up steps the policy is left as it is. Of a streamed step 2 to 5 and the gradients come part by part (`streamed`), and
+   one update follows the last;
 7. weights for engines, this rank's receipt, the copy of a checkpoint if one is due, which is written beside the steps
    that follow, and copies of its state in the memory of its node and of a neighbour's; then the report, the same on every
    rank.
@@ -40,7 +41,7 @@ from gcore.train.copying import Copier
 from gcore.train.counted import Trained, trained
 from gcore.train.critique import CriticStep, Critique
 from gcore.train.cut_step import Known, Place, Step, cut_step
-from gcore.train.feed_state import Work
+from gcore.train.feed_state import PartWork, Work, parts_left
 from gcore.train.launch import RankLaunch
 from gcore.train.loss import Losses, Targets
 from gcore.train.memory import REMEDIES, explained
@@ -50,6 +51,7 @@ from gcore.train.receipts import ReceiptBook
 from gcore.train.report import PhaseTimer, StepResult
 from gcore.train.saving import Progress, Saver
 from gcore.train.shown import show_advantages
+from gcore.train.streamed import Streamed
 from gcore.train.tally import Tally
 from gcore.train.writing import CHECKPOINT
 from gcore.types import Version
@@ -98,6 +100,13 @@ class StepTrainer:
         self._critique = None if critic is None else Critique(critic, launch, self._losses)
         self._receipts = ReceiptBook(launch.run_path, launch.world, launch.rank, saver.writer.folder)
         self.progress = progress
+        self._streamed: Streamed | None = None
+
+    def accumulate(self, part: PartWork, tell: Tell) -> None:
+        """Add a READY part of the step to come to its gradients. Raises as `run`."""
+        if self._streamed is None:
+            self._streamed = Streamed(PhaseTimer(self._clock), Tally())
+        self._learn_part(part, self._streamed, tell, last=False)
 
     def run(self, work: Work, tell: Tell) -> StepResult:
         """Train on a step. Raises WorldDiverged, NotTaken, and whatever torch raises."""
@@ -105,12 +114,13 @@ class StepTrainer:
         self._agree(work)
         if self._copier is not None:
             self._copier.begin(work.seal.step)
-        timer, tally = PhaseTimer(self._clock), Tally()
-        with timer.phase("cut"):
-            step = cut_step(work, self._train, self._policy.feeding)
+        streamed, self._streamed = self._streamed or Streamed(PhaseTimer(self._clock), Tally()), None
+        timer, tally = streamed.timer, streamed.tally
         critic = None
-        if work.seal.groups:  # the last step of a job may have none: it is there for its checkpoint
-            critic = self._learn(step, timer, tally, tell)
+        if work.seal.parts:
+            self._learn_rest(work, streamed, tell)
+        elif work.seal.groups:  # the last step of a job may have none: it is there for its checkpoint
+            critic = self._learn(work, timer, tally, tell)
         point(At.STEP, "after")
         metrics = tally.metrics(self._collective) | (critic.metrics(self._collective) if critic is not None else {})
         with timer.phase("saving"):
@@ -132,8 +142,54 @@ class StepTrainer:
         metrics |= {f"{name}_seconds": value for name, value in zip(timer.seconds, seconds, strict=True)}
         return StepResult(metrics, weights)
 
-    def _learn(self, step: Step, timer: PhaseTimer, tally: Tally, tell: Tell) -> CriticStep | None:
+    def _learn(self, work: Work, timer: PhaseTimer, tally: Tally, tell: Tell) -> CriticStep | None:
         """Everything up to the new weights."""
+        with timer.phase("cut"):
+            step = cut_step(work, self._train, self._policy.feeding)
+        known, critic = self._know(step, timer, tally, tell)
+        show_advantages(self._launch.run_path, self._launch.spec.samples, step, known.advantages)
+        kept = trained(step, self._losses, known.old, self._collective)
+        with timer.phase("update"):
+            self._updates(step, known, kept, critic, tally, tell)
+        return critic
+
+    def _learn_part(self, part: PartWork, streamed: Streamed, tell: Tell, *, last: bool) -> None:
+        """Everything up to the gradients of a part. `last`: it is the step's last."""
+        self._agree(part.work)
+        timer, tally = streamed.timer, streamed.tally
+        with timer.phase("cut"):
+            step = cut_step(part.work, self._train, self._policy.feeding)
+        known, _ = self._know(step, timer, tally, tell)
+        kept = trained(step, self._losses, known.old, self._collective)
+        streamed.add(kept.counts[0], self._losses)
+        if self._launch.spec.samples.due(part.work.seal.step):
+            streamed.keep(step, known.advantages)
+        if kept.counts[0].tokens:
+            with timer.phase("update"):
+                self._gradients(step, 0, known, kept, tally, tell, divisor=streamed.provisional, last=last)
+            streamed.flushed = last
+
+    def _learn_rest(self, work: Work, streamed: Streamed, tell: Tell) -> None:
+        """The parts that were not begun before, then the one update of them all."""
+        parts = len(work.seal.parts)
+        for part in parts_left(work):
+            if work.seal.parts[part.number]:
+                self._learn_part(part, streamed, tell, last=part.number + 1 == parts)
+        if streamed.steps:
+            show_advantages(self._launch.run_path, self._launch.spec.samples, streamed.whole(work), streamed.advantages)
+        if not streamed.tokens:
+            return
+        with streamed.timer.phase("update"):
+            tell("update")
+            if not streamed.flushed:
+                self._policy.flush()
+            factor = streamed.factor(self._losses, work.seal.padding_scale)
+            self._policy.scale_gradients(factor)
+            streamed.tally.rescaled(factor)
+            self._update(work.seal, streamed.tally)
+
+    def _know(self, step: Step, timer: PhaseTimer, tally: Tally, tell: Tell) -> tuple[Known, CriticStep | None]:
+        """What must be known before the updates."""
         with timer.phase("reference"):
             reference = self._reference_pass(step, tell)
         with timer.phase("old_logprobs"):
@@ -143,14 +199,8 @@ class StepTrainer:
             with timer.phase("values"):
                 critic = self._critique.begin(step, penalties, self._collective, tell)
         targets = None if critic is None else critic.targets
-        known = Known(
-            advantages(step, self._train, penalties, self._collective, targets, self._estimator), old, reference
-        )
-        show_advantages(self._launch.run_path, self._launch.spec.samples, step, known.advantages)
-        kept = trained(step, self._losses, old, self._collective)
-        with timer.phase("update"):
-            self._updates(step, known, kept, critic, tally, tell)
-        return critic
+        found = advantages(step, self._train, penalties, self._collective, targets, self._estimator)
+        return Known(found, old, reference), critic
 
     def _agree(self, work: Work) -> None:
         seal = int.from_bytes(hashlib.sha256(work.seal.encode()).digest()[:7], "big")
@@ -217,7 +267,7 @@ class StepTrainer:
     ) -> None:
         warming = self._warms_up(step)
         for epoch in range(self._train.epochs):
-            for number, plan in enumerate(step.plans):
+            for number in range(len(step.plans)):
                 if critic is not None:
                     self._update_critic(critic, number, tell)
                 count = kept.counts[number]
@@ -226,13 +276,30 @@ class StepTrainer:
                 divisor = self._losses.denominator(tokens=count.tokens, sequences=count.sequences)
                 # What lacks of the step's quota counts as if it were there, masked, if the job wants that.
                 divisor *= step.work.seal.padding_scale
-                for k in range(len(plan.micro_batches)):
-                    tell("update")
-                    place = Place(number, k)
-                    untouched = epoch == 0 and number == 0  # the policy is still the one the step began with
-                    part = _Part(kept.masks[place], divisor, k + 1 == len(plan.micro_batches), untouched)
-                    self._backward(step.at(place), place, known, tally, part)
+                untouched = epoch == 0 and number == 0  # the policy is still the one the step began with
+                self._gradients(step, number, known, kept, tally, tell, divisor=divisor, untouched=untouched)
                 self._update(step.work.seal, tally)
+
+    def _gradients(
+        self,
+        step: Step,
+        number: int,
+        known: Known,
+        kept: Trained,
+        tally: Tally,
+        tell: Tell,
+        *,
+        divisor: float,
+        last: bool = True,
+        untouched: bool = True,
+    ) -> None:
+        """Of mini-batch `number`. `last`: an update follows."""
+        count = len(step.plans[number].micro_batches)
+        for k in range(count):
+            tell("update")
+            place = Place(number, k)
+            part = _Part(kept.masks[place], divisor, last and k + 1 == count, untouched)
+            self._backward(step.at(place), place, known, tally, part)
 
     def _update_critic(self, critic: CriticStep, number: int, tell: Tell) -> None:
         now = self.progress

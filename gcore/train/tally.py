@@ -165,6 +165,10 @@ class Tally:
             self._sums["dropped"] += float((weight == 0).sum())
             self._sums["weighed_tokens"] += len(weight)
 
+    def rescaled(self, factor: float) -> None:
+        """What the losses so far were divided by was not what the update is divided by."""
+        self._sums["loss"] *= factor
+
     def updated(self, result: UpdateResult, rate: float) -> None:
         """An update is over; the same on every rank."""
         self._updates += 1

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import deepspeed
+import torch
 from deepspeed.utils import logger as deepspeed_logger
 from deepspeed.utils import (
     safe_get_full_fp32_param,
@@ -125,6 +126,18 @@ class TrainedModel:
         self._engine.set_gradient_accumulation_boundary(last)
         self._engine.backward(loss * self._ranks, scale_wrt_gas=False)
 
+    def flush(self) -> None:
+        """End the gradients of an update whose last micro-batches train nothing: DeepSpeed hands them to its optimizer in the
+        last backward."""
+        self.backward(self.outputs_of(make_dummy(self.feeding).inputs).float().sum() * 0.0, last=True)
+
+    @torch.no_grad()
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply what the next update applies, after the last `backward`. Not a collective."""
+        for gradients in self._engine.optimizer.averaged_gradients.values():
+            for gradient in gradients or ():
+                gradient.mul_(factor)
+
     def update(self, learning_rate: float) -> UpdateResult:
         """Clip and apply the gradients; leave them out if their norm is not finite."""
         for group in self._engine.optimizer.param_groups:
@@ -219,7 +232,7 @@ class TrainedModel:
             safe_set_full_optimizer_state(parameter, value, kind)
 
     def _make_optimizer_state(self) -> None:
-        self.backward(self.outputs_of(make_dummy(self.feeding).inputs).float().sum() * 0.0, last=True)
+        self.flush()
         self.update(0.0)
         optimizer = self._engine.optimizer
         if self._stage < 3:

@@ -29,6 +29,20 @@ CASES = [
     "padded",
     "sft",
 ]
+STREAMED = [
+    "engine",
+    "recompute",
+    "norm",
+    "tis",
+    "rows",
+    "masked",
+    "masked-reward",
+    "gspo",
+    "dual",
+    "remax",
+    "mis",
+    "padded",
+]
 HALF_MASKED = ("masked", "masked-reward", "cispo", "plus", "mis")
 REFERRED = ("engine", "masked-reward", "plus", "dual", "remax", "mis", "sft")
 OFF_POLICY = ("engine", "gspo", "cispo", "dual", "padded")
@@ -60,15 +74,52 @@ def test_so_it_is_for_one_rank_at_the_other_stages(folder: Path, stage: int, siz
     check_gradient(folder, "engine", stage, size)
 
 
-def check_gradient(folder: Path, case: str, stage: int, size: int) -> None:
+@pytest.mark.parametrize("case", STREAMED)
+@pytest.mark.parametrize(("size", "stage"), RUNS)
+def test_a_step_that_comes_in_parts_has_the_gradient_of_the_whole(
+    folder: Path, case: str, stage: int, size: int
+) -> None:
+    check_gradient(folder, case, stage, size, prefix="streamed-")
+
+
+@pytest.mark.parametrize("case", STREAMED)
+@pytest.mark.parametrize(("size", "stage"), RUNS)
+def test_a_step_that_comes_in_parts_reports_what_the_whole_does(folder: Path, case: str, stage: int, size: int) -> None:
+    run = folder / f"streamed-{case}-{stage}-{size}"
+    reports = [json.loads((run / f"metrics-{rank}.json").read_text()) for rank in range(size)]
+    assert all(report == reports[0] for report in reports)
+    whole = json.loads((folder / f"{case}-{stage}-{size}" / "metrics-0.json").read_text())
+    assert reports[0].keys() == whole.keys()
+    told = {name for name in whole if not name.endswith("_seconds") and name not in ("padding", "copied_bytes")}
+    assert {name: reports[0][name] for name in told} == {
+        name: pytest.approx(whole[name], rel=2e-4, abs=2e-6) for name in told
+    }
+    (receipt,) = (run / "receipts" / "w-0.jsonl").read_text().splitlines()
+    (of_whole,) = (folder / f"{case}-{stage}-{size}" / "receipts" / "w-0.jsonl").read_text().splitlines()
+    assert [group[:2] for group in json.loads(receipt)["groups"]] == [
+        group[:2] for group in json.loads(of_whole)["groups"]
+    ] or size > 1
+
+
+@pytest.mark.parametrize(("size", "stage"), RUNS)
+def test_parts_in_half_precision_have_the_gradient_of_the_whole_as_nearly(folder: Path, stage: int, size: int) -> None:
+    plain = load_file(folder / "plain-recompute.safetensors")
+    run = folder / f"streamed-half-{stage}-{size}"
+    gradient = load_file(run / "checkpoints" / "0-1" / "exp_avg.safetensors")
+    scale = max(float(np.abs(one).max()) for one in plain.values())
+    assert all(np.abs(gradient[name] / (1 - BETA1) - plain[name]).max() < 0.05 * scale for name in plain)
+
+
+def check_gradient(folder: Path, case: str, stage: int, size: int, prefix: str = "") -> None:
     expected = load_file(folder / f"plain-{case}.safetensors")
-    found = load_file(folder / f"{case}-{stage}-{size}" / "checkpoints" / "0-1" / "exp_avg.safetensors")
+    found = load_file(folder / f"{prefix}{case}-{stage}-{size}" / "checkpoints" / "0-1" / "exp_avg.safetensors")
     assert found.keys() == expected.keys()
     scale = max(float(np.abs(gradient).max()) for gradient in expected.values())
     assert scale > 1e-3
+    close = CLOSE.get(case, 6e-6 if prefix else 3e-6)  # what comes in parts is scaled once more
     for name, gradient in expected.items():
         np.testing.assert_allclose(
-            found[name] / (1 - BETA1), gradient, rtol=0, atol=CLOSE.get(case, 3e-6) * scale, err_msg=name
+            found[name] / (1 - BETA1), gradient, rtol=0, atol=close * scale, err_msg=name
         )
 
 

@@ -20,7 +20,7 @@ from gcore.ledger.balance import balance
 from gcore.ledger.content import content_sha256
 from gcore.ledger.records import Seal, SealedGroup
 from gcore.testing import FakeClock
-from gcore.train.feed_state import FeedState, Work, WorldName
+from gcore.train.feed_state import FeedState, PartWork, Work, WorldName
 from gcore.train.report import StepResult
 from gcore.train.service import COALESCE_S, PARTS_S, RankBoard, TrainRankService
 from gcore.train.writing import Writing
@@ -40,6 +40,7 @@ class Served:
     stub: train_pb2_grpc.TrainRankStub
     board: RankBoard
     begun: list[Work]
+    parts: list[PartWork]
 
 
 @pytest.fixture
@@ -52,12 +53,13 @@ async def served() -> AsyncIterator[Served]:
 async def service(clock: Clock) -> AsyncIterator[Served]:
     board = RankBoard(FeedState(WorldName("j", "w", 0), 0, 1, 0), clock)
     begun: list[Work] = []
+    parts: list[PartWork] = []
     server = grpc.aio.server()
     train_pb2_grpc.add_TrainRankServicer_to_server(TrainRankService(board, begun.append), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        yield Served(train_pb2_grpc.TrainRankStub(channel), board, begun)
+        yield Served(train_pb2_grpc.TrainRankStub(channel), board, begun, parts)
     await server.stop(None)
 
 

@@ -31,7 +31,7 @@ from gcore.ledger.balance import balance
 from gcore.ledger.records import Seal, SealedGroup, SealState
 from gcore.testing.rank_launch import rank_launch
 from gcore.train import collective as meeting_place
-from gcore.train.feed_state import HeldGroup, HeldSample, Work
+from gcore.train.feed_state import HeldGroup, HeldSample, Work, parts_left
 from gcore.types import PromptRef, Version
 
 VOCABULARY, GROUPS, SAMPLES = 64, 3, 3
@@ -101,6 +101,21 @@ SIZES = {"dual": (2, 3, 3), "mis": (3, 2, 3)}
 """Cases in which groups are of different sizes."""
 PADDING = {"padded": 2}
 """Groups that a case's step lacks, and which count in its denominators."""
+STREAMED = {
+    "engine": ((1, 2), 1),
+    "recompute": ((1, 1, 1), 2),
+    "norm": ((2, 1), 0),
+    "tis": ((1, 1, 1), 1),
+    "rows": ((2, 1), 1),
+    "masked": ((1, 1, 1), 2),
+    "masked-reward": ((1, 2), 1),
+    "gspo": ((2, 1), 1),
+    "dual": ((1, 2), 1),
+    "remax": ((1, 1, 1), 1),
+    "mis": ((1, 2), 1),
+    "padded": ((2, 1, 0), 2),
+}
+"""The same cases once more, in parts: how many groups are in each, and how many parts come before the whole."""
 BASELINES = (0.5, 1.0, -0.25)
 BUDGETS = {1: 30, 2: 17, 3: 1000}
 """Tokens of a micro-batch, by stage: many pieces, single samples, one piece; the gradient is the same."""
@@ -510,6 +525,18 @@ def rank_process(folder: Path, rank: int, size: int) -> None:
             (folder / f"{name}-{size}" / f"metrics-{rank}.json").write_text(json.dumps(dict(result.metrics)))
         if not whole:
             continue
+        for case in (*STREAMED, "half"):
+            (parts, before), half = STREAMED.get(case, ((1, 2), 1)), {"dtype": "bf16"} if case == "half" else {}
+            of = "recompute" if case == "half" else case
+            name = f"streamed-{case}-{stage}"
+            work = sealed(of, 1)
+            cut = work.seal.model_copy(update={"parts": parts, "ready_parts": len(parts)})
+            work = dataclasses.replace(work, seal=cut, layout=balance(cut))
+            one = trainer(name, spec(folder, of, stage, stream=True, **half))
+            for part in list(parts_left(work))[:before]:
+                one.accumulate(part, lambda phase: None)
+            result = one.run(dataclasses.replace(work, begun=before), lambda phase: None)
+            (folder / f"{name}-{size}" / f"metrics-{rank}.json").write_text(json.dumps(dict(result.metrics)))
         nothing = seal.model_copy(update={"world_size": size, "groups": (), "last": True})
         result = trainer(f"empty-{stage}", spec(folder, "engine", stage)).run(
             Work(nothing, balance(nothing), rank, {}), lambda phase: None

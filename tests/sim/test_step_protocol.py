@@ -36,6 +36,28 @@ def test_nothing_is_lost_and_nothing_trained_twice(seed: int) -> None:
     assert asyncio.run(story()) >= 3
 
 
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + max(1, SEEDS // 2)))
+def test_nor_where_steps_come_in_parts(seed: int) -> None:
+    """A READY part stays, whoever dies; a part that is not is given up like any seal."""
+    limited = replace(
+        RULES, quota=(3, 5)[seed % 2], part=1 + seed // 2 % 2, issue_cap=3.0, limit=(None, 11)[seed // 4 % 2]
+    )
+
+    async def story() -> Simulation:
+        simulation = Simulation(seed, limited, filter_rate=(0.0, 0.2, 0.7)[seed % 3])
+        simulation.start()
+        await simulation.faulty(250)
+        head = simulation.fresh().head
+        assert head is not None
+        await simulation.calm(head.record.step + 3)
+        simulation.check_quotas()
+        return simulation
+
+    simulation = asyncio.run(story())
+    assert simulation.phase is JobPhase.FAILED or simulation.fresh().head.record.step >= 3
+    assert simulation.parts or seed % 3 == 2, "where most prompts are filtered there may be none"
+
+
 @pytest.mark.parametrize("staleness", [1, 2])
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + max(1, SEEDS // 8)))
 def test_nor_where_what_a_step_leaves_over_goes_on(seed: int, staleness: int) -> None:

@@ -14,6 +14,7 @@ from simulated_workers import Content, Floor
 
 from gcore.ledger.audit import audit
 from gcore.ledger.mirror import JobMirror
+from gcore.ledger.parts import digests_of
 from gcore.ledger.records import Head, LogEntry, Seal, SealState
 from gcore.ledger.rules import StreamRules
 from gcore.store.keys import JobKeys
@@ -21,8 +22,9 @@ from gcore.store.types import WatchBatch, WatchEvent
 from gcore.types import Token, Version
 
 MOVES: dict[SealState | None, set[SealState | None]] = {
-    None: {SealState.SEALED},
-    SealState.OPEN: {SealState.SEALED, None},
+    None: {SealState.SEALED, SealState.PARTIAL},
+    SealState.OPEN: {SealState.SEALED, SealState.PARTIAL, None},
+    SealState.PARTIAL: {SealState.OPEN, None},
     SealState.SEALED: {SealState.OPEN, SealState.READY, None},
     SealState.READY: {None},
 }
@@ -89,6 +91,13 @@ class Invariants:
             claim = self.mirror.claim(head.world, rank.spec.rank or 0)
             if claim is not None and claim.instance != rank.spec.instance:
                 continue  # it came second, and is fed by nobody; it ends when it hears that
+            ready_parts = slot.record.ready_parts if slot is not None else 0
+            stated = digests_of(slot.record, ready_parts) if slot is not None else ()
+            begun = rank.state.begun
+            if rank.alive and rank.state.done == head.step and begun != stated[: len(begun)]:
+                self._wrong(
+                    f"{rank.spec.instance} has begun {len(begun)} parts of step {head.step + 1}, READY are {ready_parts}"
+                )
             if rank.alive and not rank.damage and rank.content not in allowed:
                 self._wrong(
                     f"I3: {rank.spec.instance} was trained on {_shown(rank.content)}, the chain on {_shown(chain)}"
@@ -117,9 +126,13 @@ class Invariants:
             return
         if old is not None and (new.attempt < old.attempt or new.lineage < old.lineage):
             self._wrong(f"slot of step {new.step} went from attempt {old.token} back to {new.token}")
-        if new.state is SealState.OPEN:
-            if new.groups or new.outcomes:
-                self._wrong(f"the OPEN slot {new.token} carries refs")
+        if old is not None and (new.kept[: len(old.kept)] != old.kept or new.ready_parts < old.ready_parts):
+            self._wrong(f"slot {new.token} is without a READY part of {old.token}")
+        if sum(new.parts) != (len(new.groups) if new.parts else 0):
+            self._wrong(f"slot {new.token} has parts of {new.parts} groups and {len(new.groups)} in all")
+        if new.state is SealState.OPEN and (new.groups != new.kept or new.outcomes):
+            self._wrong(f"the OPEN slot {new.token} carries refs beside its READY parts")
+        if new.state is SealState.OPEN and not new.groups:
             return
         content = (new.groups, new.outcomes, new.world)
         if self._sealed.setdefault(new.token, content) != content:

@@ -25,6 +25,7 @@ from controllers.view import JobView, RankView, SavedCheckpoint
 from gcore.config import JobSpec, NodeConfig
 from gcore.errors import EngineUnreachable
 from gcore.ledger.guarded import Ledger
+from gcore.ledger.parts import parts_sha256
 from gcore.ledger.records import Seal
 from gcore.metrics import Metrics
 from gcore.store.keys import JobKeys
@@ -152,10 +153,11 @@ class SimulatedLinks(RankLinks):
         if state and world == self._world and state.holding is not None:
             self._note_listing(rank, state.holding, state.held)
 
-    async def apply(self, rank: int, seal: Seal, stored: bytes) -> None:
+    async def apply(self, rank: int, seal: Seal, stored: bytes, *, whole: bool = True) -> None:
         there, world = self._there(rank), self._world
         assert world is not None
-        await self._ask(there, lambda: there.apply(world, seal.token, stored))
+        do = there.apply if whole else there.accumulate
+        await self._ask(there, lambda: do(world, seal.token, stored))
 
     def _there(self, rank: int) -> Rank:
         if rank not in self._aimed:
@@ -192,7 +194,12 @@ class SimulatedLinks(RankLinks):
                     if checkpoint is not None:
                         self.saved[checkpoint[0]] = SavedCheckpoint(*checkpoint)
                     held = {digest: frozenset(samples) for digest, samples in state.held.items()}
-                    self._show(RankView(rank, state.holding, held, state.applied))
+                    begun = (
+                        (len(state.begun), state.done + 1, parts_sha256(state.begun)) if state.begun else (0, 0, b"")
+                    )
+                    shown = RankView(rank, state.holding, held, state.applied)
+                    shown = replace(shown, begun=begun[0], begun_step=begun[1], begun_content=begun[2])
+                    self._show(shown)
                 try:
                     async with asyncio.timeout(4.0):
                         await changed.wait()

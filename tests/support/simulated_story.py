@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from simulated_network import Weather
@@ -32,6 +32,9 @@ class Story:
     """On how many nodes something lies, where nodes share no folder; None: they share one."""
     faults: tuple[str, ...] = ()
     """Kinds; empty: all."""
+    part: int | None = None
+    """Groups from which on a part of a step is trained by itself; None: steps are not streamed."""
+    quota: int = 3
 
     @classmethod
     def of(cls, seed: int) -> Story:
@@ -59,7 +62,13 @@ class Story:
             hasty=chance.choice([0.0, 0.0, 0.02, 0.2]),
             fault_every_s=chance.choice([3.0, 6.0, 12.0]),
             faults_s=chance.choice([40.0, 80.0]),
-        )
+        ).streamed(chance)
+
+    def streamed(self, chance: random.Random) -> Story:
+        """Every other story at staleness 0 with steps that come in parts."""
+        if self.staleness or chance.random() < 0.5:
+            return self
+        return replace(self, part=chance.choice([1, 1, 2]), quota=chance.choice([3, 3, 5]))
 
     @property
     def spec(self) -> JobSpec:
@@ -72,11 +81,13 @@ class Story:
                 "name": "simulated",
                 "model": {"path": "m"},
                 "data": {"path": "d", "shards": 4, "window": 4},
-                "flow": {"groups_per_step": 3, "samples_per_prompt": 2, "max_reissues": 50, **length},
+                "flow": {"groups_per_step": self.quota, "samples_per_prompt": 2, "max_reissues": 50, **length},
                 "rollout": {"max_new_tokens": 4, "staleness": self.staleness, "timeout_s": 20},
                 "train": {
                     "ranks": min(self.ranks or self.nodes, self.nodes),
-                    "mini_batches": 2,
+                    "mini_batches": 1 if self.part else 2,
+                    "stream": self.part is not None,
+                    "stream_min": self.part,
                     "old_logprobs": "engine",
                     "copies_gb": 0,
                 },

@@ -168,15 +168,20 @@ class Rank(Worker):
         assert spec.world is not None
         assert spec.rank is not None
         self.name = WorldName(spec.job_uid, spec.world, child["lineage"])
-        self.state = FeedState(self.name, spec.rank, child["world_size"], done=child["start"]["step"])
+        streams = child["spec"]["train"]["stream"]
+        self.state = FeedState(self.name, spec.rank, child["world_size"], done=child["start"]["step"], streams=streams)
         run_dir = self.floor.folder(self.node)
         self.damage = damaged(run_dir, child["start"]["checkpoint"])
         self.content = () if self.damage else read_content(run_dir, child["start"]["checkpoint"])
         self.checkpoint: tuple[Version, str, str] | None = None
         """The newest that was written: version, folder, digest."""
         self.listeners: dict[object, Callable[[], None]] = {}
-        self._work: asyncio.Queue[feed_state.Work] = asyncio.Queue()
+        self._work: asyncio.Queue[feed_state.Work | feed_state.PartWork] = asyncio.Queue()
         self._gathered: asyncio.Future[None] | None = None
+        self._inside: object = None
+        """What it is in a collective for."""
+        self._accumulated: list[PromptRef] = []
+        """What the parts of the step to come were, so far."""
         self.floor.ranks[spec.instance] = self
         self.floor.worlds.setdefault(spec.world, []).append(self)
         if not self.damage and len(self.content) != self.state.done:
@@ -214,6 +219,17 @@ class Rank(Worker):
             self._notify()
         return not isinstance(answer, feed_state.Refused)
 
+    def accumulate(self, name: WorldName, token: Token, seal: bytes) -> bool:
+        """Train on the READY parts of a seal, up to their gradients; whether it was not refused."""
+        answer = feed_state.accumulate(self.state, name, token, Seal.decode(seal))
+        if isinstance(answer, feed_state.BeginParts):
+            self.state = answer.state
+            for part in answer.parts:
+                self._work.put_nowait(part)
+            self._notify()
+            self.floor.looked()
+        return not isinstance(answer, feed_state.Refused)
+
     def lost(self) -> None:
         """The others of its world wait in a collective, or will; they fail after a while."""
         for other in self.floor.worlds[self.name.world]:
@@ -229,18 +245,31 @@ class Rank(Worker):
     async def _train(self) -> None:
         while True:
             work = await self._work.get()
-            token = work.seal.token
-            await self._gather(token)
+            if isinstance(work, feed_state.PartWork):
+                await self._add(work)
+                continue
+            for part in feed_state.parts_left(work):
+                await self._add(part)
+            await self._gather(work.seal.token)
             await asyncio.sleep(0.3 + self.floor.chance.random())
             self._finish(work)
 
-    async def _gather(self, token: Token) -> None:
+    async def _add(self, part: feed_state.PartWork) -> None:
+        """A part of the step to come."""
+        seal = part.work.seal
+        await self._gather(seal.encode())
+        await asyncio.sleep(0.1 + 0.3 * self.floor.chance.random())
+        start = sum(seal.parts[: part.number])
+        self._accumulated += [group.ref for group in seal.groups[start:]]
+        self.floor.tell(f"{self.spec.instance} has added part {part.number} of step {seal.step}")
+
+    async def _gather(self, what: object) -> None:
         """All ranks of the world are in the same step, as in a collective."""
         loop = self.floor.network.loop
-        self._gathered = loop.create_future()
+        self._gathered, self._inside = loop.create_future(), what
         world = [rank for rank in self.floor.worlds[self.name.world] if rank.alive]
         inside = [rank for rank in world if rank._gathered is not None]
-        if len({rank.state.applying for rank in inside}) > 1:
+        if len({rank._inside for rank in inside}) > 1:
             self.floor.wrong(f"ranks of world {self.name.world} are in a collective with different tokens")
         if len(inside) == self.state.world_size:
             for rank in inside:
@@ -253,6 +282,9 @@ class Rank(Worker):
 
     def _finish(self, work: feed_state.Work) -> None:
         seal = work.seal
+        accumulated, self._accumulated = self._accumulated, []
+        if seal.parts and accumulated != [group.ref for group in seal.groups]:
+            self.floor.wrong(f"{self.spec.instance} has added {accumulated} for {seal.token}")
         samples: dict[PromptRef, set[int]] = {}
         for slot in work.layout.of_rank(work.rank):
             samples.setdefault(seal.groups[slot.group].ref, set()).add(slot.sample)

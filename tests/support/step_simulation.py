@@ -25,10 +25,11 @@ from gcore.ledger.chain import Writer
 from gcore.ledger.guarded import Ledger, Stored, Transaction
 from gcore.ledger.job import EnginePlace, JobPhase, JobStatus, Plan, RankPlace
 from gcore.ledger.mirror import JobMirror
+from gcore.ledger.parts import digests_of, next_part
 from gcore.ledger.records import Checkpoint, EndedRef, Head, InFlightRef, LogEntry, Offer, OfferedGroup, Seal, SealState
 from gcore.ledger.rules import is_over, last_position
 from gcore.ledger.shortage import why_short
-from gcore.ledger.stream import AccountNow, Offered, SealNow, Short, StreamRules, choose, due, refuse_seal
+from gcore.ledger.stream import AccountNow, NotYet, Offered, SealNow, Short, StreamRules, choose, due, refuse_seal
 from gcore.ledger.transactions import OpenSlots
 from gcore.prompts.cursor import Cursors, shard_lengths
 from gcore.store.keys import JobKeys
@@ -69,6 +70,8 @@ class World:
     held: Token | None = None
     applied: Token | None = None
     alive: bool = True
+    begun: tuple[tuple[str, ...], ...] = ()
+    """The parts of the step after `done` that it has begun."""
 
 
 @dataclass
@@ -96,6 +99,8 @@ class Simulation:
         self.issued: dict[tuple[PromptRef, str, Version], Version] = {}
         """The record under which each ref of a later epoch was produced, by whom, with which weights."""
         self.begun = 0
+        self.parts = 0
+        """Parts that were sealed, or tried to be."""
         self.mixed = 0
         """Groups that several versions made."""
         self.chance = random.Random(seed)
@@ -240,10 +245,11 @@ class Simulation:
         deeds += ["finish"] * (2 * (self.rules.staleness > 0))
         if seal is None or seal.record.state is SealState.OPEN:
             deeds += ["seal"] * 4
-        elif seal.record.state is SealState.SEALED:
+        elif seal.record.state in (SealState.SEALED, SealState.PARTIAL):
             deeds += ["feed", "ready", "ready", "reseal"]
         else:
             deeds += ["apply", "apply", "commit", "commit"]
+        deeds += ["accumulate"] * (2 * (seal is not None and seal.record.ready_parts > 0))
         await getattr(self, self.chance.choice(deeds))(who, slots, seal.record if seal else None)
 
     def offered(self, who: Controller, head: Head) -> Offered:
@@ -286,6 +292,8 @@ class Simulation:
         for ref in self.due(who, slots):
             if ref in who.groups or ref in who.outcomes or ref in who.flights:
                 continue
+            if self.rules.part and self.chance.random() < 0.6:
+                continue  # it takes longer
             if self.curriculum and ref.data_epoch > 0:
                 if ref.data_epoch not in begun:
                     continue
@@ -333,7 +341,13 @@ class Simulation:
         chosen = rule(self.rules, head, slots.seals, self.offered(who, head))
         assert who.mirror.plan is not None
         if isinstance(chosen, SealNow) and refuse_seal(self.rules, head, slots.seals, chosen) is None:
-            await self.run(transactions.seal(KEYS, slots, chosen, who.mirror.plan.record, 2, who.name), who)
+            updates = 1 if self.rules.part else 2
+            await self.run(transactions.seal(KEYS, slots, chosen, who.mirror.plan.record, updates, who.name), who)
+        elif isinstance(chosen, NotYet):
+            part = next_part(self.rules, head, slots.seals, self.offered(who, head))
+            if part is not None and refuse_seal(self.rules, head, slots.seals, part) is None:
+                self.parts += 1
+                await self.run(transactions.seal(KEYS, slots, part, who.mirror.plan.record, 1, who.name), who)
         elif isinstance(chosen, AccountNow):
             advance = chain.accounted(head, chosen.outcomes, self.rules.shape, self.writer(who))
             await self.run(transactions.account(KEYS, slots, advance), who)
@@ -351,7 +365,8 @@ class Simulation:
         """All holders push; a dead holder's groups cannot be pushed."""
         assert seal is not None
         holders = {c.name: c for c in self.controllers}
-        whole = all(g.holder in holders and g.ref in holders[g.holder].groups for g in seal.groups)
+        wanted = seal.groups[len(seal.kept) :]
+        whole = all(g.holder in holders and g.ref in holders[g.holder].groups for g in wanted)
         world = self.worlds[seal.world]
         newer = world.held is None or world.held <= seal.token
         if whole and world.alive and newer and seal.step == world.done + 1 and seal.lineage == world.lineage:
@@ -369,14 +384,26 @@ class Simulation:
         world = self.worlds[seal.world]
         if world.alive and world.held == seal.token and world.applied != seal.token and world.done == seal.step - 1:
             layout = balance(seal)
+            assert digests_of(seal, len(seal.parts))[: len(world.begun)] == world.begun, "\n".join(self.history[-40:])
             for rank in range(RANKS):
                 samples: dict[PromptRef, set[int]] = {}
                 for slot in layout.of_rank(rank):
                     samples.setdefault(seal.groups[slot.group].ref, set()).add(slot.sample)
                 parts = {ref: frozenset(indexes) for ref, indexes in samples.items()}
                 self.receipts.append(Receipt(seal.token, world.name, rank, parts))
-            world.applied, world.done = seal.token, seal.step
+            world.applied, world.done, world.begun = seal.token, seal.step, ()
             self.history.append(f"{world.name} applies {seal.token}")
+
+    async def accumulate(self, who: Controller, slots: OpenSlots, seal: Seal | None) -> None:
+        """Any world adds what of its step is READY, zombies too: it holds it. What it has begun it never begins otherwise."""
+        assert seal is not None
+        world = self.worlds[seal.world]
+        if world.alive and world.done == seal.step - 1 and world.lineage == seal.lineage:
+            stated = digests_of(seal, seal.ready_parts)
+            common = min(len(stated), len(world.begun))
+            assert stated[:common] == world.begun[:common], "\n".join(self.history[-40:])
+            world.begun = max(stated, world.begun, key=len)
+            self.history.append(f"{world.name} has {len(world.begun)} parts of step {seal.step}")
 
     async def commit(self, who: Controller, slots: OpenSlots, seal: Seal | None) -> None:
         assert seal is not None

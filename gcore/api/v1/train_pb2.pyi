@@ -141,7 +141,7 @@ class WatchRequest(_message.Message):
     def __init__(self, world: _Optional[_Union[WorldId, _Mapping]] = ...) -> None: ...
 
 class RankState(_message.Message):
-    __slots__ = ("schema_version", "world", "rank", "world_size", "holding", "held", "applied", "report", "phase", "progress", "error", "saved", "writing", "trouble")
+    __slots__ = ("schema_version", "world", "rank", "world_size", "holding", "held", "applied", "report", "phase", "progress", "error", "saved", "writing", "streaming", "begun", "begun_sha256", "trouble")
     SCHEMA_VERSION_FIELD_NUMBER: _ClassVar[int]
     WORLD_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
@@ -155,6 +155,9 @@ class RankState(_message.Message):
     ERROR_FIELD_NUMBER: _ClassVar[int]
     SAVED_FIELD_NUMBER: _ClassVar[int]
     WRITING_FIELD_NUMBER: _ClassVar[int]
+    STREAMING_FIELD_NUMBER: _ClassVar[int]
+    BEGUN_FIELD_NUMBER: _ClassVar[int]
+    BEGUN_SHA256_FIELD_NUMBER: _ClassVar[int]
     TROUBLE_FIELD_NUMBER: _ClassVar[int]
     schema_version: int
     world: WorldId
@@ -169,8 +172,11 @@ class RankState(_message.Message):
     error: str
     saved: SavedCheckpoint
     writing: CheckpointWrite
+    streaming: StepToken
+    begun: int
+    begun_sha256: bytes
     trouble: str
-    def __init__(self, schema_version: _Optional[int] = ..., world: _Optional[_Union[WorldId, _Mapping]] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., holding: _Optional[_Union[StepToken, _Mapping]] = ..., held: _Optional[_Iterable[_Union[HeldGroup, _Mapping]]] = ..., applied: _Optional[_Union[StepToken, _Mapping]] = ..., report: _Optional[_Union[StepReport, _Mapping]] = ..., phase: _Optional[str] = ..., progress: _Optional[int] = ..., error: _Optional[str] = ..., saved: _Optional[_Union[SavedCheckpoint, _Mapping]] = ..., writing: _Optional[_Union[CheckpointWrite, _Mapping]] = ..., trouble: _Optional[str] = ...) -> None: ...
+    def __init__(self, schema_version: _Optional[int] = ..., world: _Optional[_Union[WorldId, _Mapping]] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., holding: _Optional[_Union[StepToken, _Mapping]] = ..., held: _Optional[_Iterable[_Union[HeldGroup, _Mapping]]] = ..., applied: _Optional[_Union[StepToken, _Mapping]] = ..., report: _Optional[_Union[StepReport, _Mapping]] = ..., phase: _Optional[str] = ..., progress: _Optional[int] = ..., error: _Optional[str] = ..., saved: _Optional[_Union[SavedCheckpoint, _Mapping]] = ..., writing: _Optional[_Union[CheckpointWrite, _Mapping]] = ..., streaming: _Optional[_Union[StepToken, _Mapping]] = ..., begun: _Optional[int] = ..., begun_sha256: _Optional[bytes] = ..., trouble: _Optional[str] = ...) -> None: ...
 
 class SavedCheckpoint(_message.Message):
     __slots__ = ("lineage", "step", "file", "sha256")

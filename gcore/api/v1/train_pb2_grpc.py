@@ -46,6 +46,11 @@ class TrainRankStub:
                 request_serializer=gcore_dot_api_dot_v1_dot_train__pb2.ApplyRequest.SerializeToString,
                 response_deserializer=gcore_dot_api_dot_v1_dot_train__pb2.ApplyReply.FromString,
                 _registered_method=True)
+        self.Accumulate = channel.unary_unary(
+                '/gcore.api.v1.TrainRank/Accumulate',
+                request_serializer=gcore_dot_api_dot_v1_dot_train__pb2.ApplyRequest.SerializeToString,
+                response_deserializer=gcore_dot_api_dot_v1_dot_train__pb2.ApplyReply.FromString,
+                _registered_method=True)
         self.Watch = channel.unary_stream(
                 '/gcore.api.v1.TrainRank/Watch',
                 request_serializer=gcore_dot_api_dot_v1_dot_train__pb2.WatchRequest.SerializeToString,
@@ -72,6 +77,14 @@ class TrainRankServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Accumulate(self, request, context):
+        """Adds the READY parts of a streamed step to its gradients, those that it has not begun yet. Returns at once; repeating it
+        does nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Watch(self, request, context):
         """The rank's state now, and again after each change.
         """
@@ -89,6 +102,11 @@ def add_TrainRankServicer_to_server(servicer, server):
             ),
             'Apply': grpc.unary_unary_rpc_method_handler(
                     servicer.Apply,
+                    request_deserializer=gcore_dot_api_dot_v1_dot_train__pb2.ApplyRequest.FromString,
+                    response_serializer=gcore_dot_api_dot_v1_dot_train__pb2.ApplyReply.SerializeToString,
+            ),
+            'Accumulate': grpc.unary_unary_rpc_method_handler(
+                    servicer.Accumulate,
                     request_deserializer=gcore_dot_api_dot_v1_dot_train__pb2.ApplyRequest.FromString,
                     response_serializer=gcore_dot_api_dot_v1_dot_train__pb2.ApplyReply.SerializeToString,
             ),
@@ -152,6 +170,33 @@ class TrainRank:
             request,
             target,
             '/gcore.api.v1.TrainRank/Apply',
+            gcore_dot_api_dot_v1_dot_train__pb2.ApplyRequest.SerializeToString,
+            gcore_dot_api_dot_v1_dot_train__pb2.ApplyReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Accumulate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gcore.api.v1.TrainRank/Accumulate',
             gcore_dot_api_dot_v1_dot_train__pb2.ApplyRequest.SerializeToString,
             gcore_dot_api_dot_v1_dot_train__pb2.ApplyReply.FromString,
             options,
