@@ -18,7 +18,7 @@
     snapshot     a checkpoint's tensors in memory        writing      which go to the disk beside the steps
     counted      which tokens each update trains         shown        advantages, for people
     algorithms   the mathematics                         own          estimators and losses of the user's
-    run_folder   whether it is still the same one
+    run_folder   whether it is still the same one          streamed     a step that comes in parts
     selftest     whether torch and DeepSpeed work here
 
 `launch`, `feed_state`, `messages`, `service`, `serving`, `packing`, `receipts`, `insisting`, `run_folder` and `report` do without torch;

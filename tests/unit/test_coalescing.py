@@ -14,9 +14,10 @@ from gcore.ledger.stream import NotYet, SealNow
 from gcore.types import PromptRef
 
 
-def view(lacking: int, peers: int) -> Any:
+def view(lacking: int, peers: int, part: int | None = None) -> Any:
     chosen = NotYet(PromptRef(0, 0, 0), lacking) if lacking else SealNow((), ())
-    return SimpleNamespace(chosen=chosen, mirror=SimpleNamespace(members=dict.fromkeys(range(peers))))
+    members = SimpleNamespace(members=dict.fromkeys(range(peers)))
+    return SimpleNamespace(chosen=chosen, mirror=members, rules=SimpleNamespace(part=part))
 
 
 @given(told=st.lists(st.integers(0, 70), min_size=1, max_size=20), lacking=st.integers(1, 1100))

@@ -81,7 +81,7 @@ async def test_when_a_batch_is_sealed_whatever_is_in_flight_is_aborted_at_its_en
         asked = [await engine.asked.get() for _ in range(3)]
         assert step.is_open()
         assert engine.aborted.empty()
-        peer.seal = SimpleNamespace(state=SealState.SEALED)  # by whichever controller
+        peer.seal = SimpleNamespace(state=SealState.SEALED, collects=False)  # by whichever controller
         assert not step.is_open()
     aborted = [await engine.aborted.get() for _ in range(3)]
     assert sorted(aborted) == sorted((rid, 2) for rid in asked)
