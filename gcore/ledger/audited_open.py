@@ -55,8 +55,11 @@ def _check_seal(rules: StreamRules, head: Head, seal: Seal, walk: Walk, found: F
     if (seal.step, seal.lineage, seal.world) != (head.step + 1, head.lineage, head.world):
         expected = f"step {head.step + 1}, lineage {head.lineage}, world {head.world}"
         found.add("open", f"{what} is of lineage {seal.lineage}, world {seal.world}; expected {expected}", refs)
-    if seal.state is SealState.OPEN and refs:
-        found.add("open", f"{what} is {seal.state} and holds {few(refs)}", refs)
+    if sum(seal.parts) != (len(seal.groups) if seal.parts else 0) or seal.ready_parts > len(seal.parts):
+        found.add("open", f"{what} has parts of {seal.parts} groups, and {len(seal.groups)} in all", refs)
+    loose = [ref for ref in refs if ref not in {group.ref for group in seal.kept}]
+    if seal.state is SealState.OPEN and loose:
+        found.add("open", f"{what} is {seal.state} and holds {few(loose)}", loose)
     for ref, versions in _held(seal):
         if not is_prompt(rules, ref):
             found.add("open", f"{what} holds prompt {ref}, and the job has none", [ref])

@@ -313,9 +313,15 @@ def find(
     missing: list[PromptRef] = []
     room = None if rules.limit is None else rules.limit - head.tally.since_step.ended - len(groups)
     limited = False
+    last = max((_place(rules, group.ref) for group in groups), default=(-1, -1))
     for walked, ref in enumerate(in_order(rules, head, seals) if order is None else order):
         if len(groups) + len(missing) >= rules.quota:
-            break
+            # What ended before a group that a part holds is this step's, too; anything else there came too late.
+            if _place(rules, ref) > last:
+                break
+            if ref in offered.outcomes:
+                outcomes.append(offered.outcomes[ref])
+            continue
         if room is not None and walked >= room:
             limited = True
             break
@@ -326,6 +332,11 @@ def find(
         else:
             missing.append(ref)
     return Found(tuple(groups), tuple(outcomes), tuple(missing), limited)
+
+
+def _place(rules: StreamRules, ref: PromptRef) -> tuple[int, int]:
+    """Where a ref stands in the order."""
+    return rules.shape.position(ref), ref.shard
 
 
 def concluded(rules: StreamRules, head: Head, found: Found) -> Choice:
