@@ -10,7 +10,7 @@ from gcore.config.cluster import LocalCluster
 from gcore.emulated.launch import is_emulated
 from gcore.errors import SpecError
 from gcore.ledger.job import JUDGES_CAME, NodeRecord
-from gcore.ledger.records import OfferedGroup
+from gcore.ledger.records import PARTS_CAME, OfferedGroup
 from gcore.rollout.sglang.environment import HOW, find_python
 from gcore.schema import spoken
 
@@ -60,6 +60,16 @@ def check_environment(spec: JobSpec) -> None:
             f"{what} needs nodes of this version, and some are older",
             where=where,
             fix="Submit it when all nodes are upgraded",
+        )
+
+
+def check_streamed(spec: JobSpec) -> None:
+    """Whether every node knows steps that come in parts. Raises SpecError."""
+    if spec.train.stream and spoken() < PARTS_CAME:
+        raise SpecError(
+            "steps that come in parts need nodes of this version, and some are older",
+            where="train.stream",
+            fix="Submit it when all nodes are upgraded, or leave it out",
         )
 
 

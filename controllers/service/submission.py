@@ -13,7 +13,14 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from controllers.service.capability import check_copies, check_engine, check_environment, check_ranks, check_served
+from controllers.service.capability import (
+    check_copies,
+    check_engine,
+    check_environment,
+    check_ranks,
+    check_served,
+    check_streamed,
+)
 from controllers.service.checking import check_submission
 from controllers.service.judge_checks import remote_code, revisions
 from controllers.service.records import StoredJobs
@@ -76,6 +83,7 @@ class Submissions:
             check_engine(spec, (await self._jobs.cluster()).nodes)
             check_ranks(spec, self._most_slots())
             check_served(spec, (await self._jobs.cluster()).nodes)
+            check_streamed(spec)
             check_copies(spec, local=self._local)
             check_environment(spec)
             run_root = self._run_root if spec.storage.root is None else Path(spec.storage.root)

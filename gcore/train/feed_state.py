@@ -217,17 +217,18 @@ def accumulate(state: FeedState, name: WorldName, token: Token, seal: Seal) -> B
         return refused
     if token.step <= state.done or state.applying is not None:
         return Already()
-    wrong = _seal_fault(state, token, seal) or _parts_fault(state, seal, seal.ready_parts)
+    ready = _ready_parts(seal)
+    wrong = _seal_fault(state, token, seal) or _parts_fault(state, seal, ready)
     if wrong:
         return Refused(wrong)
-    if seal.ready_parts <= len(state.begun):
+    if ready <= len(state.begun):
         return Already()
     held = _held_of(state, token)
-    lacking = _share_lacking(state, held, seal, range(len(state.begun), seal.ready_parts))
+    lacking = _share_lacking(state, held, seal, range(len(state.begun), ready))
     if lacking:
         return Refused(lacking)
-    parts = tuple(_part(seal, number, state.rank, held) for number in range(len(state.begun), seal.ready_parts))
-    begun = digests_of(seal, seal.ready_parts)
+    parts = tuple(_part(seal, number, state.rank, held) for number in range(len(state.begun), ready))
+    begun = digests_of(seal, ready)
     over = {digest for part in begun for digest in part}
     left = {digest: group for digest, group in held.items() if digest not in over}
     return BeginParts(replace(state, begun=begun, groups=left), parts)
@@ -288,7 +289,7 @@ def _seal_fault(state: FeedState, token: Token, seal: Seal) -> str:
 
 def _parts_fault(state: FeedState, seal: Seal, parts: int) -> str:
     """Whether the first `parts` parts of `seal`, which are READY, are not those that were begun here, as far as they go."""
-    if seal.ready_parts < parts:
+    if _ready_parts(seal) < parts:
         return f"{seal.ready_parts} parts of the seal of {seal.token} are READY, not {parts}"
     stated = digests_of(seal, parts)
     common = min(len(stated), len(state.begun))
@@ -299,6 +300,11 @@ def _parts_fault(state: FeedState, seal: Seal, parts: int) -> str:
             f"{len(state.begun)} parts of step {seal.step} were begun here, the seal of {seal.token} has {len(stated)}"
         )
     return ""
+
+
+def _ready_parts(seal: Seal) -> int:
+    """So many parts of a seal, from the first, may be computed on."""
+    return seal.ready_parts
 
 
 def _held_of(state: FeedState, token: Token) -> Mapping[str, HeldGroup]:

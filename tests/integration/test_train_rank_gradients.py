@@ -118,9 +118,7 @@ def check_gradient(folder: Path, case: str, stage: int, size: int, prefix: str =
     assert scale > 1e-3
     close = CLOSE.get(case, 6e-6 if prefix else 3e-6)  # what comes in parts is scaled once more
     for name, gradient in expected.items():
-        np.testing.assert_allclose(
-            found[name] / (1 - BETA1), gradient, rtol=0, atol=close * scale, err_msg=name
-        )
+        np.testing.assert_allclose(found[name] / (1 - BETA1), gradient, rtol=0, atol=close * scale, err_msg=name)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -7,7 +7,7 @@ import hashlib
 import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import grpc
 import pytest
@@ -18,7 +18,7 @@ from gcore.api.v1 import train_pb2_grpc
 from gcore.clock import Clock, SystemClock
 from gcore.ledger.balance import balance
 from gcore.ledger.content import content_sha256
-from gcore.ledger.records import Seal, SealedGroup
+from gcore.ledger.records import Seal, SealedGroup, SealState
 from gcore.testing import FakeClock
 from gcore.train.feed_state import FeedState, PartWork, Work, WorldName
 from gcore.train.report import StepResult
@@ -135,6 +135,25 @@ async def test_what_was_fed_in_many_chunks_and_calls_is_held_and_then_trained(se
         await served.stub.Apply(apply_request(make_seal(group).encode()))
     assert len(served.begun) == 1
     assert served.begun[0].layout == balance(make_seal(group))
+
+
+async def test_parts_of_a_step_are_begun_once_and_its_end_begins_the_rest(served: Served) -> None:
+    group = make_group()
+    served.board.state = replace(served.board.state, streams=True)
+    await served.stub.Feed(chunks(payload(group)))
+    seal = make_seal(group)
+    part = seal.model_copy(update={"parts": (1,), "ready_parts": 1, "state": SealState.OPEN})
+    for _ in range(3):
+        await served.stub.Accumulate(apply_request(part.encode()))
+    assert [one.number for one in served.parts] == [0]
+    message = served.board.message()
+    assert (message.streaming.step, message.begun) == (1, 1)
+    whole = seal.model_copy(update={"parts": (1, 0), "ready_parts": 2})
+    await served.stub.Apply(apply_request(whole.encode()))
+    assert [work.begun for work in served.begun] == [1]
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await served.stub.Accumulate(apply_request(part.encode(), OTHERS["world"]))
+    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
 
 
 @pytest.mark.parametrize("who", OTHERS)

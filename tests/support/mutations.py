@@ -24,6 +24,8 @@ from unittest import mock
 from gcore.store.keys import ROOT as STORE
 
 RULES, DECIDE = "tests/unit/test_protocol_rules.py", "tests/unit/test_decide.py"
+PARTS, BEGUN = "tests/unit/test_parts.py", "tests/unit/test_parts_begun.py"
+DECIDED = "tests/unit/test_parts_decided.py"
 HINTS, ENDS = "tests/unit/test_hints_compare.py", "tests/unit/test_beginnings_and_ends_compare.py"
 OTHERS = {"warn": HINTS, "take_stock": HINTS, "say_folder": HINTS, "spend": HINTS, "start": ENDS, "delete_rest": ENDS}
 """Where else than among the rules a transaction's compares are shown."""
@@ -397,6 +399,32 @@ def _made_again(make: Any) -> Any:
     return run
 
 
+def _begins_at_once(make: Any) -> Any:
+    """Parts are told to ranks while they are exchanged."""
+    from controllers.actions import Accumulate, Intent
+
+    def accumulating(view: Any) -> Iterator[Any]:
+        yield from make(view)
+        seal = view.seal
+        for rank in range(seal.world_size if seal is not None and seal.parts else 0):
+            known = view.ranks.get(rank)
+            if known is not None and view.begun(known) < len(seal.parts):
+                yield Intent(Accumulate(rank, seal.token), f"mutated accumulate {rank} {len(seal.parts)}")
+
+    return accumulating
+
+
+def _finds_all_that_is_offered(make: Any) -> Any:
+    """Whatever is offered is certain."""
+
+    def find(rules: Any, head: Any, seals: Any, offered: Any, **more: Any) -> Any:
+        found = make(rules, head, seals, offered, **more)
+        more_groups = [group for ref, group in sorted(offered.groups.items()) if group not in found.groups]
+        return replace(found, groups=(*found.groups, *more_groups)[: rules.quota])
+
+    return find
+
+
 def _takes_what_is_there(make: Any) -> Any:
     """A seal waits for nothing that is older."""
     return lambda rules, head, found: make(rules, head, replace(found, missing=()))
@@ -431,6 +459,34 @@ def _mutations() -> list[Mutation]:
             "2",
             ((f"{decide}:exchanging", _reseals_ready), ("gcore.ledger.chain:resealed", _resealed_from_anything)),
             caught_by=RULES,
+        ),
+        Mutation(
+            "2 a READY part is given up with the rest",
+            "2",
+            (("gcore.ledger.chain:resealed", _with(groups=(), parts=(), ready_parts=0)),),
+            caught_by=PARTS,
+        ),
+        Mutation("2 READY parts are told to no rank", "2", ((f"{decide}:accumulating", _never),), caught_by=DECIDED),
+        Mutation(
+            "2 a part is begun before it is READY",
+            "2",
+            (
+                (f"{decide}:accumulating", _begins_at_once),
+                ("gcore.train.feed_state:_ready_parts", lambda _: lambda seal: len(seal.parts)),
+            ),
+            caught_by=BEGUN,
+        ),
+        Mutation(
+            "2 parts of another slot are added",
+            "2",
+            (("gcore.train.feed_state:_parts_fault", _always("")),),
+            caught_by=BEGUN,
+        ),
+        Mutation(
+            "17 a part takes what is there",
+            "17",
+            (("gcore.ledger.parts:find", _finds_all_that_is_offered),),
+            caught_by=PARTS,
         ),
         Mutation("3 the attempt begins anew", "3", (("gcore.ledger.chain:sealed", _first_attempt),), caught_by=RULES),
         Mutation(

@@ -14,14 +14,22 @@ from gcore.flows.fit import misfit
 from gcore.types import Group, PromptRef, Sample, Version, VersionSpan
 
 
-def spec(*, flow: str = "own", samples: int = 2, correction: str = "none", top_p: float = 1.0, **train: Any) -> JobSpec:
+def spec(
+    *,
+    flow: str = "own",
+    samples: int = 2,
+    correction: str = "none",
+    top_p: float = 1.0,
+    staleness: int = 0,
+    **train: Any,
+) -> JobSpec:
     return parse_spec(
         {
             "name": "job",
             "model": {"path": "m"},
             "data": {"path": "d"},
             "flow": {"name": flow, "steps": 3, "samples_per_prompt": samples},
-            "rollout": {"max_new_tokens": 8, "correction": correction, "top_p": top_p},
+            "rollout": {"max_new_tokens": 8, "correction": correction, "top_p": top_p, "staleness": staleness},
             "train": train,
         }
     )
@@ -84,6 +92,19 @@ REFUSED = {
     "remax without": ({"flow": "grpo", "advantage": "remax"}, "flow 'grpo' does not find; set flow.name: remax"),
     "answers": ({"flow": "sft", "loss": "ppo"}, "answers that no engine drew, so train.loss must be sft, not ppo"),
     "answers, one each": ({"flow": "sft", "loss": "ppo", "samples": 1}, "so train.loss must be sft, not ppo"),
+    "streamed twice": ({"stream": True, "epochs": 2}, "one update of each step, .* set epochs: 1, not 2"),
+    "streamed in updates": ({"stream": True, "mini_batches": 2}, "set mini_batches: 1, not 2"),
+    "streamed and whitened": (
+        {"stream": True, "advantage": "reinforce_pp"},
+        "looks at one group alone .*; advantage 'reinforce_pp' looks at the whole step",
+    ),
+    "streamed with a critic": ({"stream": True, "advantage": "gae"}, "advantage 'gae' looks at the whole step"),
+    "streamed answers": ({"flow": "sft", "loss": "sft", "stream": True}, "steps that wait for engines"),
+    "streamed and stale": (
+        {"stream": True, "staleness": 1, "old_logprobs": "engine"},
+        "train.stream trains what is finished of a step at staleness 0",
+    ),
+    "a part of nothing": ({"stream_min": 3}, "stream_min belongs to stream: true"),
     "truncated": ({"top_p": 0.9}, r"set rollout\.correction: tis"),
     "truncated and uncorrected": ({"top_p": 0.9, "correction": "tis", "old_logprobs": "engine"}, "they are the same"),
 }
@@ -93,6 +114,22 @@ REFUSED = {
 def test_what_contradicts_itself_is_one_sentence(settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(SpecError, match=sentence):
         spec(**settings)
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "remax"])
+@pytest.mark.parametrize("correction", ["none", "tis", "icepop", "mis", "decoupled"])
+def test_steps_come_in_parts_with_every_estimator_that_looks_at_one_group_and_every_correction(
+    advantage: str, correction: str
+) -> None:
+    """What a correction leaves out is counted part by part, like all else."""
+    assert spec(advantage=advantage, correction=correction, stream=True).train.part_of(32) == 4
+
+
+def test_a_part_is_an_eighth_of_a_step_if_nothing_is_said() -> None:
+    train = spec(stream=True).train
+    assert [train.part_of(groups) for groups in (1, 8, 9, 64)] == [1, 1, 2, 8]
+    assert spec(stream=True, stream_min=5).train.part_of(64) == 5
+    assert spec().train.part_of(64) is None
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from plug_in_package import installer
 from stored_job import StoredJob
 
-from controllers.service.capability import check_ranks, most_slots
+from controllers.service.capability import check_ranks, check_streamed, most_slots
 from controllers.service.checking import MIN_FREE_BYTES, MOST_FOR_EVER, check_kept, check_submission
 from controllers.service.records import StoredJobs
 from controllers.service.submission import Submissions, check_unchanged
@@ -228,3 +228,20 @@ async def test_a_job_of_which_a_record_is_damaged_can_be_ended(tmp_path: Path) -
     status = JobStatus.decode(found.value)
     assert (status.phase, status.reason) == (JobPhase.CANCELLED, "cancelled on request")
     assert await store.get(job.keys.active) is None  # no daemon works on it, and its workers are stopped
+
+
+def test_steps_that_come_in_parts_need_nodes_that_can_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = {
+        "name": "j",
+        "model": {"path": "m"},
+        "data": {"path": "d"},
+        "flow": {"steps": 3},
+        "rollout": {"max_new_tokens": 4},
+        "train": {"stream": True},
+    }
+    streamed = parse_spec(tree)
+    check_streamed(streamed)
+    monkeypatch.setattr("controllers.service.capability.spoken", lambda: 1)
+    with pytest.raises(SpecError, match="some are older"):
+        check_streamed(streamed)
+    check_streamed(parse_spec(tree | {"train": {}}))

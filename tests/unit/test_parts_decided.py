@@ -1,0 +1,210 @@
+"""What controllers decide of a streamed step, from views made by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from job_views import ME, PEER, RULES, running_job
+
+from controllers.actions import Accumulate, Apply, Feed, MakeSeal, Ready, Reseal, Rollback
+from controllers.coalescing import COALESCE_S, GROUPS_S, patience_s
+from controllers.decide import decide
+from controllers.forming import is_between_steps
+from controllers.leaving import undelivered
+from controllers.remembered import Remembered
+from controllers.view import JobView, RankView
+from controllers.waiting import waiting_for
+from gcore.ledger import chain
+from gcore.ledger.balance import balance
+from gcore.ledger.guarded import Stored
+from gcore.ledger.parts import digests_of, parts_sha256
+from gcore.ledger.records import EndedRef, Offer, OfferedGroup, Seal, SealState
+from gcore.ledger.stream import PartNow, SealNow, held_by, in_order
+from gcore.types import PromptRef, Version
+
+STREAMED = replace(RULES, part=1)
+
+
+def stored(record: Any, revision: int = 5) -> Stored[Any]:
+    return Stored(record, revision)
+
+
+def group(ref: PromptRef) -> OfferedGroup:
+    return OfferedGroup(ref=ref, digest=f"d{ref}", prompt_tokens=3, response_tokens=(2, 2), versions=(Version(0, 0),))
+
+
+def with_mirror(view: JobView, **changes: Any) -> JobView:
+    return replace(view, mirror=replace(view.mirror, **changes))
+
+
+def actions(view: JobView) -> list[Any]:
+    return [intent.action for intent in decide(view)]
+
+
+def kinds(view: JobView) -> set[type]:
+    return {type(action) for action in actions(view)}
+
+
+def streaming(*finished: int, holder: str = PEER, **changes: Any) -> JobView:
+    """Those refs of the order are finished, and offered by `holder`."""
+    view = replace(running_job(), rules=STREAMED, **changes)
+    refs = ordered(view)
+    groups = tuple(group(refs[number]) for number in finished)
+    offer = Offer(incarnation=holder, groups=groups)
+    holdings = {g.ref: g for g in groups} if holder == ME else {}
+    return replace(with_mirror(view, offers={holder: stored(offer)}), holdings=holdings)
+
+
+def ordered(view: JobView) -> list[PromptRef]:
+    return list(in_order(RULES, view.mirror.head.record, ()))
+
+
+def parted(view: JobView, *numbers: int, ready: bool = True, holder: str = PEER) -> tuple[JobView, Seal]:
+    """With one more part in the slot."""
+    refs, slot = ordered(view), view.seal
+    kept = slot.groups if slot is not None else ()
+    chosen = PartNow((*kept, *(held_by(group(refs[number]), holder) for number in numbers)))
+    seal = chain.sealed(slot, view.head, chosen, world_size=2, mini_batches=1, sealer=ME)
+    seal = chain.readied(seal) if ready else seal
+    return with_mirror(view, seals={1: stored(seal, 5 + seal.attempt + 10 * ready)}), seal
+
+
+def holding(view: JobView, seal: Seal, *, begun: int = 0, attempt: int | None = None) -> JobView:
+    views = {}
+    for rank in range(2):
+        held: dict[str, set[int]] = {}
+        for slot in balance(seal).of_rank(rank):
+            held.setdefault(seal.groups[slot.group].digest, set()).add(slot.sample)
+        token = seal.token if attempt is None else seal.token._replace(attempt=attempt)
+        views[rank] = RankView(
+            rank,
+            holding=token,
+            held={d: frozenset(s) for d, s in held.items()},
+            begun=begun,
+            begun_step=seal.step if begun else 0,
+            begun_content=parts_sha256(digests_of(seal, begun)) if begun else b"",
+        )
+    return replace(view, ranks=views)
+
+
+def test_a_group_that_is_certain_is_sealed_while_others_are_missing() -> None:
+    view = streaming(0, 2)
+    (made,) = [action for action in actions(view) if isinstance(action, MakeSeal)]
+    assert isinstance(made.chosen, PartNow)
+    assert [g.ref for g in made.chosen.groups] == [ordered(view)[0], ordered(view)[2]]
+    assert MakeSeal not in kinds(replace(view, rules=replace(STREAMED, part=3))), "so few are not worth it"
+    assert MakeSeal not in kinds(replace(view, rules=RULES)), "nor is anything where steps are not streamed"
+
+
+def test_a_group_that_may_yet_be_pushed_out_is_not_sealed() -> None:
+    assert MakeSeal not in kinds(streaming(4, 5))
+
+
+def test_the_whole_is_sealed_as_the_whole() -> None:
+    (made,) = [action for action in actions(streaming(0, 1, 2, 3)) if isinstance(action, MakeSeal)]
+    assert isinstance(made.chosen, SealNow)
+    view, seal = parted(streaming(0, 1, 2, 3), 1)
+    (made,) = [action for action in actions(holding(view, seal, begun=1)) if isinstance(action, MakeSeal)]
+    assert isinstance(made.chosen, SealNow)
+    assert made.chosen.groups[0].ref == ordered(view)[1]
+
+
+def test_a_part_goes_to_the_ranks_and_is_ready_when_they_hold_it() -> None:
+    view, seal = parted(streaming(0, 1, holder=ME), 0, ready=False, holder=ME)
+    assert seal.state is SealState.PARTIAL
+    assert Feed in kinds(view)
+    assert not {Ready, Accumulate, Apply} & kinds(view)
+    held = holding(view, seal)
+    assert Ready in kinds(held)
+    assert not {Feed, Accumulate, Apply} & kinds(held)
+
+
+def test_a_part_whose_holder_is_gone_is_given_up_and_one_that_is_ready_never() -> None:
+    view, _ = parted(streaming(0, 1), 0, ready=False, holder="node-9.gone")
+    assert Reseal in kinds(view)
+    ready, _ = parted(streaming(0, 1), 0, holder="node-9.gone")
+    assert Reseal not in kinds(ready)
+
+
+def test_ready_parts_are_begun_on_every_rank_that_has_not_by_any_controller_until_the_whole_is_ready() -> None:
+    view, seal = parted(streaming(0, 1, 2), 0)
+    told = [a for a in actions(holding(view, seal)) if isinstance(a, Accumulate)]
+    assert told == [Accumulate(0, seal.token), Accumulate(1, seal.token)]
+    begun = holding(view, seal, begun=1)
+    assert Accumulate not in kinds(begun)
+    more, second = parted(begun, 1, ready=False)
+    assert Accumulate not in kinds(more)
+    both, second = parted(begun, 1)
+    half = replace(both, ranks={0: holding(both, second, begun=2).ranks[0], 1: holding(both, seal, begun=1).ranks[1]})
+    assert [a for a in actions(half) if isinstance(a, Accumulate)] == [Accumulate(1, second.token)]
+    refs = ordered(view)
+    chosen = SealNow((*second.groups, *(held_by(group(refs[n]), PEER) for n in (2, 3))), ())
+    last = chain.sealed(second, both.head, chosen, world_size=2, mini_batches=1, sealer=ME)
+    exchanged = with_mirror(half, seals={1: stored(last)})
+    assert Accumulate in kinds(exchanged), "also while the rest is exchanged"
+    whole = with_mirror(half, seals={1: stored(chain.readied(last))})
+    assert Apply in kinds(whole)
+    assert Accumulate not in kinds(whole)
+
+
+def test_what_ranks_hold_of_a_step_counts_for_every_attempt_at_it_where_steps_are_streamed() -> None:
+    view, seal = parted(streaming(0, 1), 0, ready=False)
+    early = holding(view, seal, attempt=seal.attempt - 1)
+    assert Ready in kinds(early)
+    assert Ready not in kinds(replace(early, rules=RULES, remembered=Remembered()))
+
+
+def test_a_rank_that_has_begun_what_the_store_does_not_name_means_rollback_if_the_slots_are_still_that() -> None:
+    """A store that was put back seals other parts."""
+    view, seal = parted(streaming(0, 1, 2), 0)
+    begun = holding(view, seal, begun=1)
+    other, _ = parted(streaming(0, 1, 2), 1)
+    for seen in (
+        replace(begun, mirror=other.mirror),
+        with_mirror(begun, seals={}),
+        with_mirror(begun, seals={1: stored(chain.resealed(parted(streaming(0), 0, ready=False)[1], ME))}),
+    ):
+        (action,) = [a for a in actions(seen) if isinstance(a, Rollback)]
+        assert "has begun other parts of step 1" in action.reason
+        assert action.slots_as_seen
+        assert not {Accumulate, Apply} & kinds(seen)
+    assert Rollback not in kinds(begun)
+
+
+def test_a_step_of_which_a_part_is_ready_is_no_moment_for_a_larger_world() -> None:
+    exchanged, _ = parted(streaming(0, 1), 0, ready=False)
+    ready, _ = parted(streaming(0, 1), 0)
+    assert is_between_steps(exchanged)
+    assert not is_between_steps(ready)
+
+
+def test_whoever_leaves_has_delivered_what_is_in_a_ready_part() -> None:
+    view, _ = parted(streaming(0, 1, holder=ME), 0, holder=ME)
+    assert undelivered(view) == {ordered(view)[1]}
+    waiting, _ = parted(streaming(0, 1, holder=ME), 0, ready=False, holder=ME)
+    assert undelivered(waiting) == {*ordered(view)[:2]}
+
+
+def test_while_a_part_is_exchanged_the_step_waits_for_groups_and_for_ranks() -> None:
+    view, _ = parted(streaming(0, 1), 0, ready=False)
+    causes = {wait.cause for wait in waiting_for(view)}
+    assert {"groups", "exchange"} <= causes
+    (groups,) = [wait for wait in waiting_for(view) if wait.cause == "groups"]
+    assert groups.what.startswith("step 1 needs 2 more prompts")
+
+
+def test_an_offer_that_makes_a_part_is_written_soon() -> None:
+    view = streaming(0)
+    assert patience_s(view, 1, 0) == COALESCE_S
+    assert patience_s(replace(view, rules=RULES), 1, 0) == GROUPS_S
+
+
+def test_an_outcome_before_what_a_part_holds_is_the_steps() -> None:
+    view = streaming(1, 2, 3, 4)
+    offer = view.mirror.offers[PEER].record
+    more = offer.model_copy(update={"outcomes": (EndedRef(ref=ordered(view)[0], kind="filtered"),)})
+    view, _ = parted(with_mirror(view, offers={PEER: stored(more)}), 1, 2, 3, 4)
+    (made,) = [action for action in actions(view) if isinstance(action, MakeSeal)]
+    assert isinstance(made.chosen, SealNow)
+    assert [o.ref for o in made.chosen.outcomes] == [ordered(view)[0]]
