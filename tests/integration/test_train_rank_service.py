@@ -55,7 +55,7 @@ async def service(clock: Clock) -> AsyncIterator[Served]:
     begun: list[Work] = []
     parts: list[PartWork] = []
     server = grpc.aio.server()
-    train_pb2_grpc.add_TrainRankServicer_to_server(TrainRankService(board, begun.append), server)
+    train_pb2_grpc.add_TrainRankServicer_to_server(TrainRankService(board, begun.append, parts.append), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
