@@ -25,7 +25,7 @@ SGLANG_ENV := GCORE_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: chaos test-large help setup sglang-setup demo demo-kill demo-sglang prepare prepare-judge test test-sglang test-trackers bench-demo bench-judge bench-calculator bench-async bench-idle bench-startup bench-grpo bench-trainer bench-checkpoints bench-copies bench-engine bench-flows bench-issue bench-tails bench-rewards bench-control-plane bench-page test-gpu sim sim-long mutations lint proto clean
+.PHONY: chaos test-large help setup sglang-setup demo demo-kill demo-sglang prepare prepare-judge test test-sglang test-trackers bench-demo bench-judge bench-calculator bench-async bench-stream bench-idle bench-startup bench-grpo bench-trainer bench-checkpoints bench-copies bench-engine bench-flows bench-issue bench-tails bench-rewards bench-control-plane bench-page test-gpu sim sim-long mutations lint proto clean
 
 help: ## What there is to make
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk 'BEGIN {FS = ":.*## "} {printf "  make %-12s %s\n", $$1, $$2}'
@@ -83,6 +83,9 @@ bench-judge: prepare prepare-judge ## Learning from a judge alone, three times; 
 
 bench-calculator: setup ## With a tool and without it, three seeds; benchmarks/results/calculator.json
 	@$(TEST_ENV) $(BIN)/python benchmarks/calculator.py $(BENCH_ARGS)
+
+bench-stream: setup ## Steps trained part by part beside whole ones, five alternating pairs; benchmarks/results/stream.json
+	@$(TEST_ENV) $(BIN)/python benchmarks/stream.py $(BENCH_ARGS)
 
 bench-async: prepare ## Rollouts ahead of training beside strict ones, five alternating pairs; benchmarks/results/asynchrony.json
 	@$(TEST_ENV) $(BIN)/python benchmarks/asynchrony.py $(BENCH_ARGS)

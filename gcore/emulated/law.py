@@ -100,6 +100,10 @@ class Timing:
         """A step on a rank whose share has so many tokens."""
         return self._taken(self.law.train_s + tokens / self.law.train_tokens_per_s)
 
+    def accumulate(self, tokens: int) -> float:
+        """A part of a step that comes in parts; the fixed part of the step is not in it."""
+        return self._taken(tokens / self.law.train_tokens_per_s)
+
     def save(self) -> float:
         """Staging weights."""
         return self._taken(self.law.save_s)

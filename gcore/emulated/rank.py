@@ -87,8 +87,7 @@ class EmulatedTrainer:
         if seal.groups:
             for part in parts_left(work):
                 self.accumulate(part, tell)
-            if not seal.parts:
-                self._compute(work, tell)
+            self._compute(self._timing.train(0 if seal.parts else _tokens(work)), tell)
             updating, self._accumulated = self._accumulated, 0.0
             self._updates += launch.spec.train.epochs * launch.spec.train.mini_batches
         tell("saving")
@@ -112,16 +111,9 @@ class EmulatedTrainer:
 
     def accumulate(self, part: PartWork, tell: Tell) -> None:
         """A part of the step to come."""
-        if part.work.seal.parts[part.number]:
-            self._compute(part.work, tell)
+        self._compute(self._timing.accumulate(_tokens(part.work)), tell)
 
-    def _compute(self, work: Work, tell: Tell) -> None:
-        groups = work.seal.groups
-        share = work.layout.of_rank(work.rank)
-        tokens = sum(
-            groups[slot.group].prompt_tokens + groups[slot.group].response_tokens[slot.sample] for slot in share
-        )
-        seconds = self._timing.train(tokens)
+    def _compute(self, seconds: float, tell: Tell) -> None:
         self._accumulated += seconds
         self._take(seconds, "update", tell)
 
@@ -179,6 +171,13 @@ class EmulatedTrainer:
             (folder / MANIFEST_FILE).write_bytes(manifest.encode())
 
         self._writer.begin(version, 3 * len(_no_tensors()), fill, insist=last)
+
+
+def _tokens(work: Work) -> int:
+    """Of the rank's share."""
+    groups = work.seal.groups
+    share = work.layout.of_rank(work.rank)
+    return sum(groups[slot.group].prompt_tokens + groups[slot.group].response_tokens[slot.sample] for slot in share)
 
 
 def load(launch: RankLaunch, meet: Meet, clock: Clock, tell: Tell, writer: CheckpointWriter) -> Loaded:
