@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -204,6 +205,30 @@ def copies(result: Result) -> str:
     return f"{table(['', 'median (least–most)'], rows)}\n\n{size}; {result['what']}."
 
 
+def stream(result: Result) -> str:
+    """Steps in parts beside whole ones."""
+    pairs = result["pairs"]
+
+    def all_of(kind: str, name: str) -> Result:
+        found = [one for pair in pairs for one in pair[kind][name]]
+        return {"median": statistics.median(found), "least": min(found), "most": max(found)}
+
+    rows = [
+        [
+            {"whole": "as a whole", "streamed": "in parts"}[kind],
+            spread(result[f"{kind}_step_seconds"], "{:.0f}"),
+            spread(all_of(kind, "collect_seconds"), "{:.0f}"),
+            spread(all_of(kind, "train_seconds"), "{:.1f}"),
+            spread(all_of(kind, "parts"), "{:.0f}"),
+        ]
+        for kind in ("whole", "streamed")
+    ]
+    head = ["the step is trained", "a step, s", "until its batch is whole, s", "from then to its commit, s", "parts"]
+    what = f"{result['what']}; the same responses in both, {len(pairs)} alternating pairs"
+    faster = f"In parts a step is {spread(result['ratio'])} times as fast."
+    return f"{table(head, rows)}\n\n{faster} {what}. **Engines and ranks are emulated**: they compute nothing; seconds are emulated ones."
+
+
 def control_plane(result: Result) -> str:
     """What agreeing costs many controllers, beside emulated engines and ranks."""
     goals = result["goals"]
@@ -320,6 +345,7 @@ PAGES: dict[str, Parts] = {
         "idle": idle,
         "control_plane": control_plane,
         "tails": tails,
+        "stream": stream,
     },
 }
 """What is made of each page in docs."""
