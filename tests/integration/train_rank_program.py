@@ -103,14 +103,10 @@ PADDING = {"padded": 2}
 """Groups that a case's step lacks, and which count in its denominators."""
 STREAMED = {
     "engine": ((1, 2), 1),
-    "recompute": ((1, 1, 1), 2),
     "norm": ((2, 1), 0),
-    "tis": ((1, 1, 1), 1),
-    "rows": ((2, 1), 1),
     "masked": ((1, 1, 1), 2),
     "masked-reward": ((1, 2), 1),
     "gspo": ((2, 1), 1),
-    "dual": ((1, 2), 1),
     "remax": ((1, 1, 1), 1),
     "mis": ((1, 2), 1),
     "padded": ((2, 1, 0), 2),
