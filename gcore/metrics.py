@@ -60,6 +60,7 @@ STEP_STATS = MappingProxyType(
             "Age of the oldest weights in the last committed step, in steps.",
         ),
         "mixed_groups": ("gcore_mixed_groups", "Groups of the last committed step that several versions made."),
+        "parts": ("gcore_step_parts", "Parts in which the last committed step came to the ranks, if it did."),
         "wait_for_batch_s": (
             "gcore_wait_for_batch_seconds",
             "Seconds of the last step in which ranks waited for a batch.",
