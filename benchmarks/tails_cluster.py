@@ -40,6 +40,7 @@ from gcore.prompts.cursor import shard_lengths
 from gcore.prompts.shards import entry_index
 from gcore.rollout.client import Growing, SamplingParams
 from gcore.rollout.engine.tasks import Delivery, Ending, Sampling, Task
+from gcore.train.feed_state import Work
 from gcore.types import FinishReason, Group, Outcome, Prompt, PromptRef, Sample, Version, VersionSpan
 
 LONGEST = 6600
@@ -170,6 +171,7 @@ class TimedRank(Rank):
         law = self.story.law
         while True:
             work = await self._work.get()
+            assert isinstance(work, Work), "no step of this comes in parts"
             await self._gather(work.seal.token)
             tokens = sum(sum(group.response_tokens) for group in work.seal.groups)
             await asyncio.sleep(law.train_s + tokens / law.train_tokens_per_s)

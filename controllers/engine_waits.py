@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from controllers.view import JobView
-from gcore.ledger.records import SealState
 
 Cause = Literal["wait_for_weights_s", "tail_s"]
 
@@ -29,7 +28,7 @@ class Idle:
     def of(cls, view: JobView, busy: Collection[str]) -> Idle:
         """As it is now. `busy`: the engines that owe something."""
         version, seal = view.head.version, view.seal
-        closed = seal is not None and seal.state is not SealState.OPEN
+        closed = seal is not None and not seal.collects
         causes: dict[str, Cause | None] = {}
         for name, engine in view.engines.items():
             held = closed or engine.version != version
