@@ -10,7 +10,7 @@ from gcore.ledger.guarded import Ledger, Transaction, TxnOutcome, TxnReport
 from gcore.ledger.job import EnginePlace, JobPhase, JobRecord, JobStatus, Plan, RankPlace
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records import EndedRef, Offer, OfferedGroup
-from gcore.ledger.stream import SealNow, StreamRules, held_by, in_order
+from gcore.ledger.stream import PartNow, SealNow, StreamRules, begun, held_by, in_order
 from gcore.ledger.transactions import OpenSlots
 from gcore.prompts.cursor import shard_lengths
 from gcore.store.keys import JobKeys
@@ -84,7 +84,15 @@ class StoredJob:
     def sealing(self) -> Transaction:
         """The next batch, of this controller's groups."""
         assert self.mirror.plan is not None
-        chosen = SealNow(tuple(held_by(self.group(ref), self.name) for ref in self.due()), ())
+        kept = begun(self.slots.head.record, self.slots.seals)
+        chosen = SealNow((*kept, *(held_by(self.group(ref), self.name) for ref in self.due())), ())
+        return transactions.seal(self.keys, self.slots, chosen, self.mirror.plan.record, 1, self.name)
+
+    def parting(self) -> Transaction:
+        """One more part of it, of one group."""
+        assert self.mirror.plan is not None
+        kept = begun(self.slots.head.record, self.slots.seals)
+        chosen = PartNow((*kept, held_by(self.group(self.due()[0]), self.name)))
         return transactions.seal(self.keys, self.slots, chosen, self.mirror.plan.record, 1, self.name)
 
     def committing(self, *, keep_cursors: bool = False) -> Transaction:

@@ -101,6 +101,17 @@ async def readied(job: StoredJob) -> None:
     await job.won(transactions.ready(job.keys, job.slots, 2))
 
 
+async def parted(job: StoredJob) -> None:
+    """A part of the step is being exchanged."""
+    await emptied(job)
+    await job.won(job.parting())
+
+
+async def partly_ready(job: StoredJob) -> None:
+    await parted(job)
+    await readied(job)
+
+
 async def joined(job: StoredJob) -> None:
     await job.won(joining(job))
 
@@ -267,6 +278,12 @@ TABLE = [
     pytest.param("seal", emptied, lambda job: job.sealing(), {"head", "seal/2"}, id="seal of an OPEN slot"),
     pytest.param("reseal", nothing, step_two(transactions.reseal), {"head", "seal/2"}, id="reseal"),
     pytest.param("ready", nothing, step_two(transactions.ready), {"head", "seal/2"}, id="ready"),
+    pytest.param("seal", emptied, lambda job: job.parting(), {"head", "seal/2"}, id="seal of a part"),
+    pytest.param("seal", partly_ready, lambda job: job.parting(), {"head", "seal/2"}, id="seal of one more part"),
+    pytest.param("seal", partly_ready, lambda job: job.sealing(), {"head", "seal/2"}, id="seal of the rest"),
+    pytest.param("reseal", parted, step_two(transactions.reseal), {"head", "seal/2"}, id="reseal of a part"),
+    pytest.param("ready", parted, step_two(transactions.ready), {"head", "seal/2"}, id="ready of a part"),
+    pytest.param("account", partly_ready, lambda job: job.accounting(), {"head", "seal/2"}, id="account beside parts"),
     pytest.param("commit", readied, lambda job: job.committing(), {"head", "seal/2"}, id="commit"),
     pytest.param("account", nothing, lambda job: job.accounting(), {"head", "seal/2"}, id="account"),
     pytest.param("register", nothing, registering, {"head", "ckpts", "log/1"}, id="register checkpoint"),
