@@ -55,7 +55,7 @@ def test_nor_where_steps_come_in_parts(seed: int) -> None:
 
     simulation = asyncio.run(story())
     assert simulation.phase is JobPhase.FAILED or simulation.fresh().head.record.step >= 3
-    assert simulation.parts or seed % 3 == 2, "where most prompts are filtered there may be none"
+    assert simulation.parts or seed % 3 or seed % 4 > 1, "where nothing is filtered and one is enough there are some"
 
 
 @pytest.mark.parametrize("staleness", [1, 2])
