@@ -81,7 +81,8 @@ def bare(seed: int) -> int:
     from step_simulation import RULES, Simulation
 
     async def story() -> int:
-        simulation = Simulation(seed, replace(RULES, staleness=(0, 0, 1, 2)[seed % 4]))
+        part = 1 if seed % 4 == 1 else None  # a step in parts
+        simulation = Simulation(seed, replace(RULES, staleness=(0, 0, 1, 2)[seed % 4], part=part))
         simulation.start()
         await simulation.faulty(250)
         head = simulation.fresh().head
