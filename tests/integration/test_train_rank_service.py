@@ -193,9 +193,16 @@ async def test_a_wrong_digest_is_refused_and_nothing_of_it_is_held(served: Serve
 async def test_a_feed_that_is_not_as_the_protocol_says_is_refused(
     served: Served, size: int, total: int | None, code: grpc.StatusCode
 ) -> None:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await served.stub.Feed(chunks(payload(make_group(tokens=200_000)), size=size, total=total))
-    assert caught.value.code() is code
+    said = grpc.StatusCode.INTERNAL
+    for _ in range(20):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await served.stub.Feed(chunks(payload(make_group(tokens=200_000)), size=size, total=total))
+        said = caught.value.code()
+        # grpc's own client says INTERNAL in place of the answer if it comes while a message is on its way.
+        if said is not grpc.StatusCode.INTERNAL:
+            break
+    assert said is code
+    assert served.board.state.holding is None
 
 
 async def test_a_seal_that_cannot_be_read_is_refused(served: Served) -> None:

@@ -103,7 +103,8 @@ def sample(reason: Any) -> Sample:
     ],
     ids=["ok", "aborted", "unreachable", "refused", "given up"],
 )
-async def test_requests_to_engines_are_counted_by_what_came_of_them(brings: Any, result: str) -> None:
+@pytest.mark.parametrize("pool", ["rollout", "reward"])
+async def test_requests_to_engines_are_counted_by_what_came_of_them(brings: Any, result: str, pool: Any) -> None:
     metrics = Metrics()
 
     async def request() -> tuple[Sample, ...]:
@@ -111,15 +112,16 @@ async def test_requests_to_engines_are_counted_by_what_came_of_them(brings: Any,
             raise brings
         return tuple(brings)
 
-    (outcome,) = await asyncio.gather(counted(request(), metrics, FakeClock()), return_exceptions=True)
+    asked = counted(request(), metrics, FakeClock(), pool, lambda samples: samples)
+    (outcome,) = await asyncio.gather(asked, return_exceptions=True)
     assert type(outcome) is type(brings)
     results = ("ok", "aborted", "unreachable", "refused")
-    counts = {r: value(metrics, "gcore_engine_requests_total", pool="rollout", result=r) for r in results}
+    counts = {r: value(metrics, "gcore_engine_requests_total", pool=pool, result=r) for r in results}
     assert counts == {r: float(r == result) for r in results}
-    made = 2 if isinstance(brings, tuple) else 0
+    made = 2 if isinstance(brings, tuple) and pool == "rollout" else 0  # what judges write is no sample
     assert value(metrics, "gcore_samples_total") == made
     assert value(metrics, "gcore_generated_tokens_total") == 2 * made
-    assert value(metrics, "gcore_engine_request_seconds_count", pool="rollout") == 1
+    assert value(metrics, "gcore_engine_request_seconds_count", pool=pool) == 1
 
 
 async def test_calls_to_the_store_are_counted_with_those_that_had_no_answer() -> None:

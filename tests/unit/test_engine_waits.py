@@ -15,7 +15,7 @@ from controllers.engine_waits import Cause, EngineWaits, Idle
 from controllers.stopwatch import Stopwatch
 from controllers.view import EngineView
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records import OfferedGroup, SealState
+from gcore.ledger.records import OfferedGroup, Seal, SealState
 from gcore.metrics import STEP_STATS
 from gcore.store.keys import JobKeys
 from gcore.types import PromptRef, Version
@@ -28,7 +28,7 @@ def view(versions: dict[str, int | None], state: SealState | None, step: int = 3
         name: EngineView(name, "h:1", None if served is None else Version(0, served))
         for name, served in versions.items()
     }
-    seal = None if state is None else SimpleNamespace(state=state)
+    seal = None if state is None else Seal.model_construct(state=state)
     return SimpleNamespace(head=SimpleNamespace(version=Version(0, step)), seal=seal, engines=engines)
 
 
@@ -38,6 +38,7 @@ def view(versions: dict[str, int | None], state: SealState | None, step: int = 3
         (3, None, True, None),
         (3, None, False, "tail_s"),
         (3, SealState.OPEN, False, "tail_s"),
+        (3, SealState.PARTIAL, False, "tail_s"),
         (3, SealState.SEALED, False, "wait_for_weights_s"),
         (3, SealState.READY, False, "wait_for_weights_s"),
         (2, None, False, "wait_for_weights_s"),
@@ -45,7 +46,14 @@ def view(versions: dict[str, int | None], state: SealState | None, step: int = 3
         (2, SealState.READY, True, None),
     ],
     ids=[
-        *("at work", "others have the last", "so after a batch was given up", "the batch is closed", "it is trained"),
+        *(
+            "at work",
+            "others have the last",
+            "so after a batch was given up",
+            "and while a part goes to the ranks",
+            "the batch is closed",
+            "it is trained",
+        ),
         *("its weights are old", "nobody knows what it serves", "it goes on with what is left over"),
     ],
 )
@@ -88,7 +96,7 @@ def test_a_controller_without_engines_says_nothing_of_them() -> None:
 
 def records(step: int, state: SealState | None = None) -> JobMirror:
     head: Any = SimpleNamespace(record=SimpleNamespace(version=Version(0, step), step=step))
-    seals: Any = {} if state is None else {step + 1: SimpleNamespace(record=SimpleNamespace(state=state))}
+    seals: Any = {} if state is None else {step + 1: SimpleNamespace(record=Seal.model_construct(state=state))}
     mirror = JobMirror(JobKeys("u"))
     object.__setattr__(mirror, "head", head)
     object.__setattr__(mirror, "seals", seals)
@@ -110,7 +118,7 @@ def test_ranks_wait_for_a_batch_from_one_commit_until_all_have_their_part_of_the
     group = OfferedGroup(
         ref=PromptRef(0, 0, 0), digest="d", prompt_tokens=2, response_tokens=(5, 5), versions=(Version(0, 4),)
     )
-    seal = SimpleNamespace(groups=(group,), outcomes=())
+    seal = Seal.model_construct(groups=(group,), outcomes=(), parts=())
     spec = SimpleNamespace(data=SimpleNamespace(sources=()), train=SimpleNamespace(loss="policy"))
     rules = SimpleNamespace(staleness=0)
     seen: Any = SimpleNamespace(seal=seal, mirror=records(4), rules=rules, spec=spec, ranks={})
