@@ -83,19 +83,19 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "calculator.json")
     arguments = parser.parse_args()
     runs: list[dict[str, Any]] = []
+    taken = circumstances("torch", "deepspeed", "transformers")
     with tempfile.TemporaryDirectory() as folder:
         for seed in arguments.seeds:
             example = Path(folder) / str(seed)
             command = [sys.executable, "-m", "gcore.prepare", "calculator", "--to", str(example), "--seed", str(seed)]
             subprocess.run(command, check=True, stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
             for kind in KINDS:
-                taken = circumstances("torch", "deepspeed", "transformers")
-                runs.append(one_run(kind, seed, example, arguments.steps) | taken)
+                runs.append(one_run(kind, seed, example, arguments.steps))
                 found = runs[-1]
                 rose = f"{found['accuracy_before']:.1%} to {found['accuracy_after']:.1%}"
                 print(f"seed {seed}, {kind}: {rose} in {found['steps']} steps, {found['seconds']:.0f} s", flush=True)
                 # After each: what was measured is not lost with a later one.
-                arguments.out.write_text(json.dumps(result(runs), indent=2) + "\n")
+                arguments.out.write_text(json.dumps(taken | result(runs), indent=2) + "\n")
     print(arguments.out)
 
 
