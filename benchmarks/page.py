@@ -229,6 +229,71 @@ def stream(result: Result) -> str:
     return f"{table(head, rows)}\n\n{faster} {what}. **Engines and ranks are emulated**: they compute nothing; seconds are emulated ones."
 
 
+def calculator(result: Result) -> str:
+    """What a tool is worth, seed by seed."""
+    runs = {(run["kind"], run["seed"]): run for run in result["runs"]}
+    rows = []
+    for seed in sorted({seed for _, seed in runs}):
+        asks, guesses = runs["with_tool", seed], runs["without_tool", seed]
+        rows.append(
+            [
+                str(seed),
+                *(f"{run[f'accuracy_{when}']:.1%}" for run in (asks, guesses) for when in ("before", "after")),
+                f"{100 * result['above'][str(seed)]:.1f}",
+            ]
+        )
+    head = ["seed", "before, with the tool", "after", "before, without it", "after", "points above"]
+    seconds = sorted(run["seconds"] for run in result["runs"] if run["kind"] == "with_tool")
+    return f"{table(head, rows)}\n\n{result['what']}; with the tool {seconds[0]:.0f} to {seconds[-1]:.0f} s a run."
+
+
+def judge(result: Result) -> str:
+    """Learning from a judge alone: what it takes for right, and what is."""
+    rows = [
+        [
+            str(number + 1),
+            f"{run['seconds']:.0f}",
+            f"{run['accuracy_before']:.1%}",
+            f"{run['accuracy_after']:.1%}",
+            f"{run['judged_after']:.1%}",
+            run["audit"],
+        ]
+        for number, run in enumerate(result["runs"])
+    ]
+    head = ["run", "s", "sums right before", "after", "the judge says, after", "audit"]
+    told = (
+        f"{result['what']}; median {result['seconds']['median']:.0f} s (goal: under {result['goal_seconds']:.0f}), "
+        f"{statistics.median(run['accuracy_after'] for run in result['runs']):.1%} right (goal: {result['goal_accuracy']:.0%})."
+    )
+    return f"{table(head, rows)}\n\n{told}"
+
+
+def asynchrony(result: Result) -> str:
+    """Rollouts that run ahead beside rollouts that wait."""
+    rows = []
+    for kind, name in (("strict", "waits for the weights"), ("ahead", "runs ahead")):
+        runs = [pair[kind] for pair in result["pairs"]]
+        steps = [statistics.median(run["step_seconds"]) for run in runs]
+        rows.append(
+            [
+                name,
+                f"{statistics.median(steps):.2f} ({min(steps):.2f}–{max(steps):.2f})",
+                f"{statistics.median(run['wait_for_batch_s'] for run in runs):.1f}",
+                f"{statistics.median(run['wait_for_weights_s'] for run in runs):.1f}",
+                f"{spread(result[f'{kind}_accuracy'], '{:.1%}')}",
+            ]
+        )
+    head = [
+        "rollout",
+        "a step, s",
+        "ranks waited for batches, s a run",
+        "engines waited for weights, s a run",
+        "accuracy",
+    ]
+    faster = f"Running ahead, a run is {spread(result['ratio'])} times as fast"
+    return f"{table(head, rows)}\n\n{faster}: {result['what']}; {len(result['pairs'])} alternating pairs."
+
+
 def control_plane(result: Result) -> str:
     """What agreeing costs many controllers, beside emulated engines and ranks."""
     goals = result["goals"]
@@ -345,10 +410,15 @@ PAGES: dict[str, Parts] = {
         "idle": idle,
         "control_plane": control_plane,
         "tails": tails,
+        "judge": judge,
+        "asynchrony": asynchrony,
         "stream": stream,
     },
+    "../examples/calculator/README.md": {
+        "calculator": calculator,
+    },
 }
-"""What is made of each page in docs."""
+"""What is made of each page, by its path from docs."""
 
 
 def made(name: str, page: str, results: Path = RESULTS) -> str:
