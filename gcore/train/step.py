@@ -111,7 +111,8 @@ class StepTrainer:
     def run(self, work: Work, tell: Tell) -> StepResult:
         """Train on a step. Raises WorldDiverged, NotTaken, and whatever torch raises."""
         point(At.STEP, "before")
-        self._agree(work)
+        if not work.seal.parts:
+            self._agree(work)
         if self._copier is not None:
             self._copier.begin(work.seal.step)
         streamed, self._streamed = self._streamed or Streamed(PhaseTimer(self._clock), Tally()), None
@@ -170,11 +171,15 @@ class StepTrainer:
             streamed.flushed = last
 
     def _learn_rest(self, work: Work, streamed: Streamed, tell: Tell) -> None:
-        """The parts that were not begun before, then the one update of them all."""
+        """The parts that were not begun before, then the one update of them all.
+
+        Ranks may have begun different numbers of them: each part is agreed on in its turn, and the whole behind the last.
+        """
         parts = len(work.seal.parts)
         for part in parts_left(work):
             if work.seal.parts[part.number]:
                 self._learn_part(part, streamed, tell, last=part.number + 1 == parts)
+        self._agree(work)
         if streamed.steps:
             show_advantages(self._launch.run_path, self._launch.spec.samples, streamed.whole(work), streamed.advantages)
         if not streamed.tokens:

@@ -529,9 +529,10 @@ def rank_process(folder: Path, rank: int, size: int) -> None:
             cut = work.seal.model_copy(update={"parts": parts, "ready_parts": len(parts)})
             work = dataclasses.replace(work, seal=cut, layout=balance(cut))
             one = trainer(name, spec(folder, of, stage, stream=True, **half))
-            for part in list(parts_left(work))[:before]:
+            begun = max(0, before - rank)  # not every rank was told of each before the whole
+            for part in list(parts_left(work))[:begun]:
                 one.accumulate(part, lambda phase: None)
-            result = one.run(dataclasses.replace(work, begun=before), lambda phase: None)
+            result = one.run(dataclasses.replace(work, begun=begun), lambda phase: None)
             (folder / f"{name}-{size}" / f"metrics-{rank}.json").write_text(json.dumps(dict(result.metrics)))
         nothing = seal.model_copy(update={"world_size": size, "groups": (), "last": True})
         result = trainer(f"empty-{stage}", spec(folder, "engine", stage)).run(
