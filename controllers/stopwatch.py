@@ -1,10 +1,13 @@
 """Where a step's time went, as this controller saw it. For people; nothing is decided by it.
 
-`wait_for_batch_s` is how long the ranks had nothing to train: from the commit before to the moment when each has its part. How
-long engines had nothing to do stands beside it (`controllers.engine_waits`): the two name what holds steps up.
+`wait_for_batch_s` is how long the ranks had nothing to train: from the commit before to the moment when each has its part, less what
+they trained by then of a step that comes in parts (`streamed_s`). How long engines had nothing to do stands beside it
+(`controllers.engine_waits`): the two name what holds steps up.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from controllers.before_filter import sampling_stats
 from controllers.by_source import by_source, truncated_share, without_rewards
@@ -14,6 +17,9 @@ from controllers.view import JobView
 from gcore.ledger.carried import staleness_stats
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records import SealState
+
+PHASES = ("cut", "reference", "old_logprobs", "values", "update", "saving", "copies")
+"""Of a rank's step: what it does from READY on, or of a streamed one before that."""
 
 
 class Stopwatch:
@@ -77,13 +83,21 @@ class Stopwatch:
             # A batch that was carried may be closed before anything is begun for later ones.
             producing = min(self._producing if self._producing is not None else self._began, self._sealed)
             seconds = max(now - self._began, 1e-9)
+            streamed = _streamed_s(stats, now - self._ready, self._ready - self._began) if seal.parts else 0.0
+            stats |= {"streamed_s": streamed} if seal.parts else {}
             stats |= {
                 "seconds": seconds,
                 "publish_s": producing - self._began,
                 "collect_s": self._sealed - producing,
                 "exchange_s": self._ready - self._sealed,
                 "train_s": now - self._ready,
-                "wait_for_batch_s": self._ready - self._began,
+                "wait_for_batch_s": self._ready - self._began - streamed,
                 "tokens_per_second": tokens / seconds,
             } | self.engines.stats(now)
         return stats
+
+
+def _streamed_s(stats: Mapping[str, float], after: float, before: float) -> float:
+    """Seconds that ranks trained within the `before` ones until the batch was READY, of a step whose rest took `after`."""
+    trained = sum(stats.get(f"{phase}_seconds", 0.0) for phase in PHASES)
+    return min(max(trained - after, 0.0), before)

@@ -105,7 +105,8 @@ class EmulatedTrainer:
             partial(self._receipts.write, work, None),
             lambda: tell("saving"),
         )
-        metrics = {"emulated": 1.0, "update_seconds": updating, "saving_seconds": saving}
+        speedup = self._timing.law.speedup  # reports are in real seconds, as all else that is told of a step
+        metrics = {"emulated": 1.0, "update_seconds": updating / speedup, "saving_seconds": saving / speedup}
         weights = str(weights_folder(launch.run_path, version).relative_to(launch.run_path))
         return StepResult(metrics, weights)
 

@@ -135,6 +135,31 @@ def test_ranks_wait_for_a_batch_from_one_commit_until_all_have_their_part_of_the
     assert {"wait_for_batch_s", "wait_for_weights_s", "tail_s"} <= STEP_STATS.keys()
 
 
+def test_ranks_do_not_wait_while_they_train_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("controllers.stopwatch.sampling_stats", lambda *_: {})
+    group = OfferedGroup(
+        ref=PromptRef(0, 0, 0), digest="d", prompt_tokens=2, response_tokens=(5, 5), versions=(Version(0, 4),)
+    )
+    seal = Seal.model_construct(groups=(group,), outcomes=(), parts=(1, 0))
+    spec = SimpleNamespace(data=SimpleNamespace(sources=()), train=SimpleNamespace(loss="policy"))
+
+    def stats(**trained: float) -> dict[str, float]:
+        watch = Stopwatch()
+        watch.note(JobMirror(JobKeys("u")), records(4), 0.0)
+        watch.note(records(4), records(4, SealState.PARTIAL), 8.0)
+        watch.note(records(4), records(4, SealState.READY), 60.0)
+        rank = SimpleNamespace(metrics={f"{phase}_seconds": seconds for phase, seconds in trained.items()})
+        seen: Any = SimpleNamespace(
+            seal=seal, mirror=records(4), rules=SimpleNamespace(staleness=0), spec=spec, ranks={0: rank}
+        )
+        return watch.stats(seen, 90.0)
+
+    found = stats(cut=1.0, reference=29.0, update=50.0, start=500.0)
+    assert (found["streamed_s"], found["wait_for_batch_s"], found["train_s"]) == (50.0, 10.0, 30.0)
+    assert stats()["wait_for_batch_s"] == 60.0  # of ranks that nobody knows it is not said that they trained
+    assert stats(update=1000.0)["wait_for_batch_s"] == 0.0
+
+
 def test_the_line_names_whom_the_others_wait_for() -> None:
     slow = {"wait_for_batch_s": 8.0, "wait_for_weights_s": 0.5, "tail_s": 1.0}
     said = "ranks 8.00s for a batch, engines 0.50s for weights, 1.00s for others' responses: generation holds steps up"
