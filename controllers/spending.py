@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import uuid
 from collections.abc import Callable, Collection
 
 from gcore.clock import Clock
@@ -51,7 +52,8 @@ class Spending:
         self._store = store
         self._keys = keys
         self._node = node
-        self._me = me
+        self._me = f"{me}.{uuid.uuid4().hex[:8]}"
+        """A life begins whenever the job is taken up, which one incarnation may do again: it then knows nothing of what it asked before."""
         self._clock = clock
         self._mirror = mirror
         self._nodes = nodes

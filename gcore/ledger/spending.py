@@ -62,7 +62,7 @@ class NodeSpent(Record):
 
     node: str
     by: str
-    """The incarnation that wrote it."""
+    """The life that wrote it: an incarnation, and a number for each time that it took the job up."""
     before: dict[str, JudgeUse] = Field(default_factory=dict)
     """By judge: what the node had asked before that life, and nodes that are gone."""
     life: dict[str, JudgeUse] = Field(default_factory=dict)

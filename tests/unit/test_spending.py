@@ -136,6 +136,25 @@ async def test_the_next_life_of_a_node_goes_on_from_what_the_one_before_had_spen
     assert again.cost("x") == 5
 
 
+async def test_a_controller_that_takes_its_job_up_again_in_the_same_life_forgets_nothing_of_what_was_spent(
+    house: House,
+) -> None:
+    once = house.life("a", 1)
+    pay(once, 4)
+    await house.clock.advance(0.1)
+    await once.finish()
+    await house.end()
+    await house.look()
+    again = house.life("a", 1)
+    assert again.cost("x") == 4
+    pay(again)
+    assert again.cost("x") == 5
+    await house.clock.advance(0.1)
+    assert await house.stored("a") == 5
+    await house.look()
+    assert again.cost("x") == 5
+
+
 async def test_what_is_left_is_written_before_a_controller_ends(house: House) -> None:
     a = house.life("a")
     pay(a)
