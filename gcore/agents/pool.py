@@ -67,9 +67,10 @@ class AgentPool:
             process = process or await self._started()
             process.send(line_of(call))
             began()
-            said = await self._said(process, watch())
-            keeps = True
-            return _told(said)
+            told, keeps = _told(await self._said(process, watch())), True
+            if isinstance(told, AgentFault):
+                raise told
+            return told
         except ProcessEnded:
             how = await self._ended_how(process)
             process = None
@@ -158,14 +159,15 @@ class AgentPool:
             log.info("a process of agents was ended: %s", task.result())
 
 
-def _told(said: Any) -> float | None:
+def _told(said: Any) -> float | None | AgentFault:
+    """What the agent returned, or raised. Raises AgentFault for what no such process says: more may come behind it."""
     match said:
         case {"reward": None}:
             return None
         case {"reward": float() | int() as reward}:
             return float(reward)
         case {"what": str(what), "trace": str(trace)}:
-            raise AgentFault(what, where="agent", fix="Correct the agent", trace=trace)
+            return AgentFault(what, where="agent", fix="Correct the agent", trace=trace)
     raise AgentFault(
         "let its process say what no such process says", where="agent", fix="Let it leave its socket alone"
     )

@@ -58,6 +58,9 @@ def odd(rollout):
     if how == "hang":
         while True:
             pass
+    if how == "nonsense":
+        os.write(int(sys.argv[1]), b'{"said": "by whom?"}\\n')
+        return 0.25
     if how == "raise":
         raise KeyError("no mood")
     if how == "raise once" and not os.path.exists(rollout.options["mark"]):
@@ -231,6 +234,7 @@ async def test_agents_run_side_by_side_each_on_the_engine_that_knows_it(acting: 
         ("hoard", "raised MemoryError"),
         ("words", "returned 'a lot', no number"),
         ("nan", "not finite in float32"),
+        ("nonsense", "let its process say what no such process says"),
         ("silent", "never got an answer"),
         ("garbage", "never got an answer"),
         ("edit", "raised AssertionError: history_changed"),
