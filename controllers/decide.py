@@ -32,7 +32,7 @@ from controllers.assignment import assign_shards
 from controllers.carrying import EVALUATION_PATIENCE_S, expiring, is_misnamed, named_in_flight, owes_evaluation
 from controllers.coalescing import COALESCE_S, patience_s
 from controllers.ending import despairing, finishing, recovering
-from controllers.forming import growing, held_for_growth, replanning, short_of_slots, taking_stock
+from controllers.forming import growing, held_for_growth, moving_judges, replanning, short_of_slots, taking_stock
 from controllers.housekeeping import beginning, checkpointing, pruning, warning_of_disks
 from controllers.spreading import bringing, discarding, gathering, is_spread, is_witnessed, saying, spreading
 from controllers.sweeping import forgetting, sweeping
@@ -83,6 +83,7 @@ def decide(view: JobView) -> tuple[Intent, ...]:
         taking_stock,
         recovering,
         replanning,
+        moving_judges,
         growing,
         saying,
         bringing,

@@ -19,10 +19,22 @@ from gcore import schema
 from gcore.ledger.ancestry import resumable
 from gcore.ledger.records import LogEntry, SealState
 from gcore.ledger.world_state import StateName, WorldState, names_of_head, whole_state
-from placement.plan import Growth, NodeSlots, Snapshot, Wanted, joined, ranks_wanted, slots_lacking, worth_forming
+from placement.plan import (
+    Growth,
+    NodeSlots,
+    Snapshot,
+    Wanted,
+    joined,
+    moved,
+    ranks_wanted,
+    slots_lacking,
+    worth_forming,
+)
 
 JOIN_SETTLE_S = 2.0
 """A node that comes is looked at twice: several often come together."""
+AWAY_S = 15.0
+"""A node that is away for so long has its judges' engines started elsewhere; one that is merely restarted is back by then."""
 GROW_AFTER_S = 1.0
 """Between a commit and the forming of a larger world: the others have said by then what lies in their memory."""
 HOLD_S = 5.0
@@ -52,6 +64,19 @@ def replanning(view: JobView) -> Iterator[Intent]:
     if plan is not None and not view.is_over:
         topic = f"replan {plan.generation} {' '.join(sorted(view.nodes))}"
         yield Intent(Replan(plan), topic, view.turn(topic), after=JOIN_SETTLE_S)
+
+
+def moving_judges(view: JobView) -> Iterator[Intent]:
+    """Judges of nodes that stay away get engines elsewhere. A lost rank's world is placed anew with all its judges, so only the
+    loss of nodes without a rank is met here."""
+    stored = view.mirror.plan
+    assert stored is not None
+    plan = view.remembered.get(
+        "moved", (stored, view.nodes), lambda: moved(stored.record, snapshot(view), Wanted.by(view.spec))
+    )
+    if plan is not None and not view.is_over and not lost_world(view):
+        topic = f"move judges {plan.generation} {' '.join(sorted(view.nodes))}"
+        yield Intent(Replan(plan), topic, view.turn(topic), after=AWAY_S)
 
 
 def growing(view: JobView) -> Iterator[Intent]:

@@ -134,8 +134,9 @@ def joined(plan: Plan, snapshot: Snapshot, wanted: Wanted) -> Plan | None:
     """The plan with engines on each slot that is there and serves nothing; world and ranks as they are. None: there is no such
     slot.
 
-    Engines of nodes that are away keep their places: they are started again when the node is back. Where pools have slots of
-    their own, a slot that comes is rollout's; judges have as many engines as the first plan gave them.
+    Engines of nodes that are away keep their places: they are started again when the node is back, unless they are judges and
+    `moved` by then. Where pools have slots of their own, a slot that comes is rollout's; judges have as many engines as the first
+    plan gave them.
     """
     taken = {(place.node, place.slot) for place in plan.engines}
     if wanted.apart is not None:
@@ -151,6 +152,42 @@ def joined(plan: Plan, snapshot: Snapshot, wanted: Wanted) -> Plan | None:
             "generation": plan.generation + 1,
             "engines": (*plan.engines, *fresh, *judging),
             "reason": f"{plan.reason}; then engines on {len(fresh)} slots of {names}",
+        }
+    )
+
+
+def moved(plan: Plan, snapshot: Snapshot, wanted: Wanted) -> Plan | None:
+    """The plan with judges moved off nodes that are away for good; world, ranks and rollout's places as they are. None: no judge
+    lacks an engine that it can have.
+
+    Where pools have slots of their own, a judge with no engine left shares the slots of others, or else gets one of rollout's, which
+    keeps one.
+    """
+    here = {(node.node, slot) for node in snapshot.nodes for slot in node.slots}
+    there = [place for place in plan.engines if (place.node, place.slot) in here]
+    rollout = [place for place in there if not place.judge]
+    taken: EnginePlace | None = None
+    if wanted.apart is None:
+        slots, judges = _round_robin(sorted(snapshot.nodes, key=lambda n: n.node)), wanted.judges
+    else:
+        served = {place.judge for place in there}
+        judges = tuple(judge for judge in wanted.judges if judge.name not in served)
+        slots = [EnginePlace(node=n, slot=s) for n, s in sorted({(p.node, p.slot) for p in there if p.judge})]
+        if not slots and len(rollout) > 1:
+            taken = rollout[-1]
+            slots = [taken]
+    more = _judge_places(judges, slots, there)
+    names = {place.judge for place in more}
+    left = [place for place in plan.engines if place.judge in names and (place.node, place.slot) not in here]
+    if not left:
+        return None
+    engines = tuple(place for place in plan.engines if place not in left and place != taken)
+    away = ", ".join(sorted({place.node for place in left}))
+    return plan.model_copy(
+        update={
+            "generation": plan.generation + 1,
+            "engines": (*engines, *more),
+            "reason": f"{plan.reason}; then {', '.join(sorted(names))} moved, for {away} stays away",
         }
     )
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from controllers import forming
 from controllers.actions import Intent, Replan, Rollback, TakeStock
 from controllers.decide import decide
-from controllers.forming import HOLD_S, MAX_TRIES_FROM_COPIES, STOCK_PATIENCE_S, held_for_growth, state_at_hand
+from controllers.forming import AWAY_S, HOLD_S, MAX_TRIES_FROM_COPIES, STOCK_PATIENCE_S, held_for_growth, state_at_hand
 from controllers.hands import place
 from controllers.view import JobView, RankView
 from controllers.waiting import waiting_for
@@ -215,6 +215,20 @@ class TestANodeThatComes:
     def test_who_has_engines_already_changes_nothing_and_neither_does_a_node_that_goes(self) -> None:
         assert intents(view(lost=False), Replan) == []
         assert intents(view(lost=False, nodes=1), Replan) == []
+
+    def test_a_judge_whose_node_stays_away_is_moved_after_a_while(self) -> None:
+        judge = {"name": "j", "model": {"path": "p"}, "template": "{{ response }}", "serving": {"replicas": 1}}
+        spec = parse_spec(SPEC | {"judges": [judge], "reward": {"judge": "j"}})
+        seen = view(lost=False, spec=spec)
+        assert seen.mirror.plan is not None
+        plan = seen.mirror.plan.record
+        away = EnginePlace(node="node-7", slot="cpu:0", judge="j")
+        seen = with_mirror(seen, plan=stored(plan.model_copy(update={"engines": (*plan.engines, away)})))
+        (intent,) = intents(seen, Replan)
+        assert intent.after == AWAY_S
+        assert isinstance(intent.action, Replan)
+        assert [p.node for p in intent.action.plan.engines if p.judge] == ["node-0"]
+        assert intents(replace(seen, nodes={**seen.nodes, "node-7": node("node-7")}), Replan)[0].after < AWAY_S
 
     def test_the_world_grows_between_two_steps_from_exactly_heads_state(self) -> None:
         (intent,) = intents(self.SEEN, Rollback)

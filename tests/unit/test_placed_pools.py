@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gcore.config import JobSpec, parse_spec
 from gcore.errors import SpecError
 from gcore.ledger.job import Plan
-from placement.plan import Apart, JudgeWanted, NodeSlots, Snapshot, Wanted, first_plan, joined, slots_lacking
+from placement.plan import Apart, JudgeWanted, NodeSlots, Snapshot, Wanted, first_plan, joined, moved, slots_lacking
 
 TREE: dict[str, Any] = {
     "name": "j",
@@ -131,3 +131,75 @@ def test_nodes_that_come_are_rollouts_and_judges_never_have_more_engines_than_th
     assert len(of_judge(new, "some")) == min(replicas, after.slots)
     assert len({(p.node, p.slot, p.judge) for p in new.engines}) == len(new.engines)
     assert joined(new, after, wanted) is None
+
+
+def but(snapshot: Snapshot, *names: str) -> Snapshot:
+    return Snapshot(tuple(node for node in snapshot.nodes if node.node not in names))
+
+
+STATIC = Wanted.by(
+    spec(judges=[judge("a")], reward={"judge": "a"}, placement={"policy": "static", "train": 1, "reward": 1})
+)
+
+
+def test_a_judge_whose_node_stays_away_gets_a_slot_of_rollouts_which_keeps_one() -> None:
+    nodes = there(1, 1, 1, 1)
+    plan = first_plan(nodes, STATIC, world="w", generation=1)
+    assert of_judge(plan, "a") == [("n1", "cpu:0")]
+    assert moved(plan, nodes, STATIC) is None
+    new = moved(plan, but(nodes, "n1"), STATIC)
+    assert new is not None
+    assert of_judge(new, "a") == [("n3", "cpu:0")]
+    assert of_judge(new, "") == [("n2", "cpu:0")]
+    assert (new.ranks, new.world, new.generation) == (plan.ranks, "w", 2)
+    assert "a moved, for n1 stays away" in new.reason
+    back = joined(new, nodes, STATIC)
+    assert back is not None
+    assert of_judge(back, "") == [("n2", "cpu:0"), ("n1", "cpu:0")], "the node that comes back rolls out"
+    assert moved(plan, but(nodes, "n1", "n2"), STATIC) is None, "rollout has one slot left and keeps it"
+
+
+def test_a_judge_that_has_engines_elsewhere_takes_no_slot_from_rollout() -> None:
+    job = spec(judges=[judge("a")], reward={"judge": "a"}, placement={"policy": "static", "train": 1, "reward": 2})
+    nodes, wanted = there(1, 1, 1, 1, 1), Wanted.by(job)
+    assert moved(first_plan(nodes, wanted, world="w", generation=1), but(nodes, "n1"), wanted) is None
+
+
+def test_colocated_judges_with_a_number_of_engines_get_those_back() -> None:
+    job = spec(judges=[judge("a"), judge("b", 1)], reward={"parts": [{"judge": "a"}, {"judge": "b"}]})
+    nodes, wanted = there(1, 1, 1), Wanted.by(job)
+    plan = first_plan(nodes, wanted, world="w", generation=1)
+    ((lost, _),) = of_judge(plan, "b")
+    new = moved(plan, but(nodes, lost), wanted)
+    assert new is not None
+    assert len(of_judge(new, "b")) == 1
+    assert lost not in {node for node, _ in of_judge(new, "b")}
+    assert of_judge(new, "a") == of_judge(plan, "a"), "one that has an engine on every slot keeps its place there"
+
+
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=5), st.sets(st.integers(0, 4)), st.data())
+def test_whoever_stays_away_judges_that_can_have_engines_have_them_and_nothing_is_moved_twice(
+    slots: list[int], away: set[int], data: st.DataObject
+) -> None:
+    judges = tuple(JudgeWanted(name, data.draw(st.none() | st.integers(1, 3))) for name in "ab")
+    apart = data.draw(st.none() | st.builds(Apart, train=st.just(1), reward=st.integers(1, 2)))
+    nodes, wanted = there(*slots), Wanted(1 if apart else None, judges, apart)
+    if slots_lacking(nodes, wanted):
+        return
+    plan = first_plan(nodes, wanted, world="w", generation=1)
+    left = but(nodes, *(f"n{number}" for number in away))
+    new = moved(plan, left, wanted) or plan
+    here = {(node.node, slot) for node in left.nodes for slot in node.slots}
+    places = [(place.node, place.slot, place.judge) for place in new.engines]
+    assert len(places) == len(set(places))
+    assert (new.ranks, new.world) == (plan.ranks, plan.world)
+    rollout = {place for place in of_judge(plan, "") if place in here}
+    judging = {place for name in "ab" for place in of_judge(plan, name) if place in here}
+    for one in judges:
+        has = len(here.intersection(of_judge(new, one.name)))
+        if apart is None:
+            assert has == min(len(here), one.replicas or len(here))
+        else:
+            assert has or not (judging or len(rollout) > 1)
+    assert not rollout or here.intersection(of_judge(new, ""))
+    assert moved(new, left, wanted) is None
