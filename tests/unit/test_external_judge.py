@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from gcore.config.judges import JudgeSpec
 from gcore.errors import DataError
-from gcore.reward.generative import Answer, Judge, JudgeAway, JudgeError
+from gcore.reward.generative import Answer, Judge, JudgeAway, JudgeError, Judgement
 from gcore.reward.generative.completions import Garbled, completion_of, fate_of, request_of, retry_after_s, words_of
 from gcore.reward.generative.errors import JudgeLate
 from gcore.reward.generative.external import LARGEST_ANSWER_BYTES, MOST_DENIED, ExternalAsk, key_of
@@ -262,6 +262,15 @@ async def test_votes_that_have_come_are_not_asked_for_again() -> None:
     assert [body["seed"] for body in shop.bodies] == [11, 12, 13, 12]
     await shop.asked((11,))
     assert len(shop.requests) == 5, "they were kept only until their question was answered"
+
+
+async def test_those_who_ask_the_same_side_by_side_each_have_all_answers_whoever_is_first() -> None:
+    shop = Shop(judge(verdict={"most": 10}, tries=1), said("7"), httpx.Response(500))
+    court = Judge.of(shop.spec, shop.ask, HeardOf(), shop.clock)
+    prompt = Prompt(PromptRef(0, 0, 0), "p", (1,), {})
+    first, *others = await shop.clock.run(court.values(prompt, ["same"] * 3))
+    assert isinstance(first, JudgeAway)
+    assert [(one.value, one.votes) for one in others if isinstance(one, Judgement)] == [(7.0, 2)] * 2
 
 
 async def test_a_question_that_is_given_up_ends_its_requests() -> None:

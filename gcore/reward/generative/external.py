@@ -104,26 +104,25 @@ class ExternalAsk:
 
     async def __call__(self, question: str, seeds: Sequence[int]) -> tuple[Answer, ...]:
         """One answer a seed; waits as long as the gate is shut. Raises JudgeAway, JudgeError."""
-        missing = [seed for seed in dict.fromkeys(seeds) if (question, seed) not in self._kept]
+        # A copy: whoever asks the same beside this one takes what was kept with it.
+        have = {seed: self._kept[question, seed] for seed in seeds if (question, seed) in self._kept}
+        missing = [seed for seed in dict.fromkeys(seeds) if seed not in have]
         # Not all or none: what the others are still asking is paid for.
         asking = [asyncio.ensure_future(self._one(question, seed)) for seed in missing]
         try:
             outcomes = await asyncio.gather(*asking, return_exceptions=True)
         finally:
             await end_all(asking)
-        found = dict(zip(missing, outcomes, strict=True))
-        for seed, outcome in found.items():
-            if isinstance(outcome, Answer):
-                self._kept[question, seed] = outcome
+        have |= {seed: one for seed, one in zip(missing, outcomes, strict=True) if isinstance(one, Answer)}
         failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         if failures:
+            self._kept |= {(question, seed): answer for seed, answer in have.items()}
             while len(self._kept) > MOST_KEPT:
                 self._kept.popitem(last=False)
             raise next((one for one in failures if not isinstance(one, JudgeAway)), failures[0])
-        answers = tuple(self._kept[question, seed] for seed in seeds)
         for seed in seeds:
             self._kept.pop((question, seed), None)
-        return answers
+        return tuple(have[seed] for seed in seeds)
 
     async def close(self) -> None:
         """Close all connections."""
