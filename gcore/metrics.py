@@ -227,7 +227,7 @@ class Metrics:
         )
         self.judge_held = self._counter(
             "gcore_judge_held_seconds_total",
-            "Seconds in which the next request to a judge that others serve was held back, by cause (pace, server, key, cost).",
+            "Seconds in which the next request to a judge that others serve was held back, by cause (pace, server, away, key, cost).",
             "judge",
             "cause",
         )

@@ -18,8 +18,8 @@ from gcore.errors import DataError
 from gcore.reward.generative import Answer, Judge, JudgeAway, JudgeError, Judgement
 from gcore.reward.generative.completions import Garbled, completion_of, fate_of, request_of, retry_after_s, words_of
 from gcore.reward.generative.errors import JudgeLate
-from gcore.reward.generative.external import LARGEST_ANSWER_BYTES, MOST_DENIED, ExternalAsk, key_of
-from gcore.reward.generative.gate import KEY_AGAIN_S, Cause, Gate
+from gcore.reward.generative.external import LARGEST_ANSWER_BYTES, MOST_AWAY, MOST_DENIED, ExternalAsk, key_of
+from gcore.reward.generative.gate import FIRST_AWAY_S, KEY_AGAIN_S, LONGEST_HOLD_S, Cause, Gate
 from gcore.testing import FakeClock
 from gcore.testing.fake_judge import HeardOf
 from gcore.types import Prompt, PromptRef
@@ -202,6 +202,58 @@ async def test_a_server_is_left_alone_as_long_as_it_asks() -> None:
     began = shop.clock.monotonic()
     await shop.asked(question="another?")
     assert shop.clock.monotonic() - began == pytest.approx(20)
+
+
+@pytest.mark.parametrize(
+    "outage",
+    [
+        pytest.param(lambda: httpx.ConnectError("refused"), id="no connection"),
+        pytest.param(lambda: httpx.Response(500), id="broken"),
+        pytest.param(lambda: httpx.Response(429), id="too many"),
+        pytest.param(lambda: httpx.Response(200, text="<html>"), id="a page"),
+    ],
+)
+async def test_a_server_that_is_away_for_long_fails_no_question_and_is_told_once(
+    outage: Callable[[], httpx.Response | Exception],
+) -> None:
+    shop = Shop(judge(votes=1, tries=2, verdict={"most": 10}), *[outage() for _ in range(40)])
+    court = Judge.of(shop.spec, shop.ask, HeardOf(), shop.clock)
+    prompt, began = Prompt(PromptRef(0, 0, 0), "p", (1,), {}), shop.clock.monotonic()
+    judged = await shop.clock.run(court.values(prompt, [f"response {number}" for number in range(5)]))
+    assert [one.value for one in judged if isinstance(one, Judgement)] == [7.0] * 5
+    assert shop.clock.monotonic() - began > 20 * LONGEST_HOLD_S, "it is asked less and less often"
+    gone, back = shop.troubles
+    assert gone.endswith("; no question is answered, and all wait until one is")
+    assert back == "judge 'x' answers again"
+    assert len(shop.requests) == 45
+
+
+async def test_a_server_that_is_soon_back_is_told_to_nobody() -> None:
+    shop = Shop(judge(), *[httpx.Response(500)] * 4)
+    for number in range(MOST_AWAY - 1):
+        with pytest.raises(JudgeAway):
+            await shop.asked(question=str(number))
+    await shop.asked(question="the last")
+    assert (shop.troubles, len(shop.requests)) == ([], 5)
+
+
+async def test_a_question_that_a_server_always_breaks_at_is_given_up_and_holds_nobody_back() -> None:
+    shop = Shop(judge(), *[httpx.Response(500)] * 10)
+    for _ in range(10):
+        with pytest.raises(JudgeAway):
+            await shop.asked()
+    began = shop.clock.monotonic()
+    await shop.asked(question="another?")
+    assert shop.clock.monotonic() - began < FIRST_AWAY_S
+
+
+async def test_a_server_that_says_anything_is_not_away() -> None:
+    broken, refused = httpx.Response(500), httpx.Response(400)
+    shop = Shop(judge(), *[broken, broken, refused] * 3)
+    for number in range(9):
+        with pytest.raises(JudgeError):
+            await shop.asked(question=str(number))
+    assert not shop.gate.is_away
 
 
 async def test_a_wrong_key_fails_no_question_and_is_told_once_without_the_key() -> None:

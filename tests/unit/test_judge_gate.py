@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from gcore.config.judges import ExternalJudge
-from gcore.reward.generative.gate import KEY_AGAIN_S, LONGEST_HOLD_S, Cause, Gate
+from gcore.reward.generative.gate import FIRST_AWAY_S, KEY_AGAIN_S, LONGEST_HOLD_S, Cause, Gate
 from gcore.reward.generative.rate import burst_of
 from gcore.testing import FakeClock
 
@@ -150,3 +150,25 @@ async def test_who_gives_up_waiting_leaves_the_line_to_the_next() -> None:
     await road.clock.advance(2)
     assert len(road.starts) == 1
     assert road.ear.why == ""
+
+
+async def test_while_the_server_answers_nobody_one_request_at_a_time_is_sent_later_and_later() -> None:
+    road = Road()
+    road.gate.away("nothing came")
+    road.gate.away("nor did it for one that was sent before")
+    road.send(10, seconds=0.1)
+    await road.clock.advance(FIRST_AWAY_S - 0.1)
+    assert road.starts == []
+    assert road.ear.why == "nothing came; no question is answered, and one is tried every 1 s"
+    await road.clock.advance(0.15)
+    assert len(road.starts) == 1, "the others wait for what becomes of the first"
+    road.gate.away("nothing came again")
+    await road.clock.advance(2 * FIRST_AWAY_S - 0.1)
+    assert len(road.starts) == 1
+    await road.clock.advance(0.15)
+    assert len(road.starts) == 2
+    road.gate.answered()
+    await road.clock.advance(2)
+    assert len(road.starts) == 10
+    assert (road.ear.why, road.ear.troubles) == ("", [])
+    assert road.ear.causes["away"] == pytest.approx(3 * FIRST_AWAY_S, abs=0.2)

@@ -3,7 +3,8 @@
 One request an answer, each with its own seed. A server that does not answer, that has too much to do (429) or that fails (5xx) is
 `JudgeAway`, and is left alone for as long as it asks; one that refuses what it is asked is `JudgeError`, in its own words. A key
 that it does not take (401), or that is not paid for (402), is waited for (`gate`): it says nothing of the question. A 403 may, so its
-question is `JudgeAway`; several in a row are taken for the key's. Answers that have come are kept until all answers to their question have: they are
+question is `JudgeAway`; several in a row are taken for the key's. Where several questions in a row have no answer, whatever the reason, it is the
+server's: all wait until one is answered (`gate`), for an outage says nothing of them either. Answers that have come are kept until all answers to their question have: they are
 paid for, and the next try asks only for the others.
 
 Proxies and certificates are those of the controller's environment (`HTTPS_PROXY`, `NO_PROXY`, `SSL_CERT_FILE`), as everybody expects of
@@ -30,6 +31,7 @@ from gcore.reward.generative.asking import Answer
 from gcore.reward.generative.completions import Garbled, completion_of, fate_of, request_of, retry_after_s, words_of
 from gcore.reward.generative.errors import JudgeAway, JudgeError, JudgeLate
 from gcore.reward.generative.gate import Gate, Purse, Told
+from gcore.reward.generative.in_a_row import InARow
 from gcore.together import end_all, in_time
 
 LARGEST_ANSWER_BYTES = 1 << 20
@@ -38,12 +40,18 @@ BUSY_S = 1.0
 CONNECT_S = 10.0
 MOST_DENIED = 3
 """Answers of status 403 in a row that are about one question or another; what follows is about the key."""
+MOST_AWAY = 3
+"""Different questions in a row without an answer that may be theirs; what follows is about the server."""
 MOST_KEPT = 4096
 """Answers that wait for the others to their question."""
 
 
 class TooLarge(Exception):
     """An answer is larger than any of a judge."""
+
+
+class Forbidden(JudgeAway):
+    """The server is there, and does not let the question pass: it may be about the question or the key."""
 
 
 def key_of(judge: JudgeSpec, environ: Mapping[str, str], where: str) -> str | None:
@@ -91,6 +99,7 @@ class ExternalAsk:
         self._url = self._external.url.rstrip("/") + "/chat/completions"
         self._kept: OrderedDict[tuple[str, int], Answer] = OrderedDict()
         self._uncounted = False
+        self._unanswered = InARow(MOST_AWAY)
         self._denied = 0
         """Answers of status 403 in a row."""
         self._http = httpx.AsyncClient(
@@ -132,9 +141,22 @@ class ExternalAsk:
         body = request_of(self._judge, self._external, question, seed)
         while True:
             async with self._gate.turn():
-                answer = await self._asked(body)
+                try:
+                    answer = await self._asked(body)
+                except Forbidden:
+                    raise
+                except JudgeAway as error:
+                    if not self._is_outage(question, error):
+                        raise
+                    answer = None
             if answer is not None:
                 return answer
+
+    def _is_outage(self, question: str, error: JudgeAway) -> bool:
+        """Whether a question that had no answer is one of many, and waits."""
+        if self._unanswered.failed(question):
+            self._gate.away(error.what)
+        return self._gate.is_away
 
     async def _asked(self, body: Mapping[str, object]) -> Answer | None:
         """None: the server does not take the key."""
@@ -153,6 +175,7 @@ class ExternalAsk:
                 fix="See whether the controllers reach this address",
             ) from error
         except TooLarge as error:
+            self._heard()
             raise JudgeError(
                 f"judge {self._judge.name!r} gave an answer of more than {LARGEST_ANSWER_BYTES} bytes",
                 where=self._url,
@@ -176,6 +199,8 @@ class ExternalAsk:
         fate = fate_of(status)
         said = self._hidden(words_of(tree, raw.decode(errors="replace")))
         words = f" (status {status}{f': {said}' if said else ''})"
+        if fate in ("key", "refused") or status == 403:
+            self._heard()
         self._denied = self._denied + 1 if status == 403 else 0
         if fate == "key" or self._denied >= MOST_DENIED:
             self._gate.refuse(f"judge {name!r} does not take the key{words}; {self._how_to_set()}")
@@ -185,7 +210,8 @@ class ExternalAsk:
             asked_for = retry_after_s(response.headers.get("retry-after"), self._clock.wall())
             self._gate.hold(asked_for if asked_for is not None else BUSY_S if status == 429 else 0.0)
             fix = {429: "Lower external.requests_per_s", 403: "See whether the key may use this model"}.get(status)
-            raise JudgeAway(f"judge {name!r} does not answer now{words}", where=self._url, fix=fix)
+            failure = Forbidden if status == 403 else JudgeAway
+            raise failure(f"judge {name!r} does not answer now{words}", where=self._url, fix=fix)
         if fate == "refused":
             raise JudgeError(
                 f"judge {name!r} refuses what it is asked{words}",
@@ -195,6 +221,7 @@ class ExternalAsk:
         self._gate.accepted()
         try:
             found = completion_of(tree)
+            self._heard()
         except Garbled as error:
             raise JudgeAway(
                 f"judge {name!r} gave no chat completion ({error})", where=self._url, fix="See what answers there"
@@ -205,6 +232,11 @@ class ExternalAsk:
             self._told.trouble(name, "usage", f"judge {name!r} does not say how many tokens its answers have{cost}")
         self._purse.note(name, found.answer.tokens_in, found.answer.tokens_out)
         return found.answer
+
+    def _heard(self) -> None:
+        """The server is there."""
+        self._unanswered.ended()
+        self._gate.answered()
 
     def _how_to_set(self) -> str:
         name = self._external.key_env

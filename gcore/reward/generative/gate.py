@@ -1,12 +1,12 @@
 """The gate that the requests to one external judge go through, on one controller: when the next may be sent.
 
 At most `in_flight` of them are under way, and they start no more often than this controller's share of `requests_per_s` allows.
-Beside that the gate is shut while the server has asked for time (`Retry-After`), while it does not take the key, and while what
-the judge may cost is spent. Whoever waits here waits in turn and fails at nothing: `timeout_s` counts from the moment that a
+Beside that the gate is shut while the server has asked for time (`Retry-After`), while it answers nobody, while it does not take the key,
+and while what the judge may cost is spent. Whoever waits here waits in turn and fails at nothing: `timeout_s` counts from the moment that a
 request is sent. What is waited for longer than the pace needs is said in a sentence.
 
 Once the key was refused, one request alone is sent every `KEY_AGAIN_S`, to see whether it is taken by now: a wrong key does not
-fail one prompt after the other. Knows nothing of HTTP, and of who else asks only how many they are.
+fail one prompt after the other. Nor does a server that answers nobody: one request alone is sent, later and later, until it answers. Knows nothing of HTTP, and of who else asks only how many they are.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from gcore.clock import Clock
@@ -26,8 +26,12 @@ LOOK_AGAIN_S = 1.0
 KEY_AGAIN_S = 60.0
 LONGEST_HOLD_S = 60.0
 """A server is not waited for longer, whatever it asks for."""
+FIRST_AWAY_S = 1.0
+"""Until a server that answers nobody is asked again: twice as long each time, up to `LONGEST_HOLD_S`."""
+TOLD_AWAY_S = 10.0
+"""That a server answers nobody is told after so long: many a one is back before."""
 
-Cause = Literal["pace", "server", "key", "cost"]
+Cause = Literal["pace", "server", "away", "key", "cost"]
 """Why the next request is held back."""
 
 
@@ -66,6 +70,26 @@ class _Held:
     why: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class _Away:
+    """A server that answers nobody: since when, and until when it is left alone."""
+
+    why: str
+    since: float
+    until: float
+    delay_s: float
+    told: bool = False
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.why}; no question is answered, and one is tried every {self.delay_s:g} s"
+
+    def again(self, why: str, now: float) -> _Away:
+        """It did not answer again."""
+        delay_s = min(2 * self.delay_s, LONGEST_HOLD_S)
+        return replace(self, why=why, until=now + delay_s, delay_s=delay_s)
+
+
 class Gate:
     """Of one judge, on one controller. Mutable; one event loop."""
 
@@ -91,6 +115,8 @@ class Gate:
         self._held_until = clock.monotonic()
         self._refused = ""
         """Why the key is not taken, as the server says."""
+        self._away: _Away | None = None
+        """That the server answers nobody."""
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
@@ -98,7 +124,7 @@ class Gate:
         async with self._places, AsyncExitStack() as line:
             await line.enter_async_context(self._line)
             await self._opened()
-            if not self._refused:
+            if not self._refused and self._away is None:
                 await line.aclose()  # otherwise the next waits for what becomes of this one
             yield
 
@@ -119,6 +145,28 @@ class Gate:
         if self._refused:
             self._refused, self._held_until = "", self._clock.monotonic()
             self._told.trouble(self._judge, "key", f"judge {self._judge!r} takes the key again")
+
+    def away(self, why: str) -> None:
+        """The server answers nobody. `why`: a clause of the last who asked. Those who had asked before it was seen change nothing."""
+        now = self._clock.monotonic()
+        if self._away is None:
+            self._away = _Away(why, since=now, until=now + FIRST_AWAY_S, delay_s=FIRST_AWAY_S)
+        elif now >= self._away.until:
+            self._away = self._away.again(why, now)
+            if not self._away.told and now - self._away.since >= TOLD_AWAY_S:
+                self._away = replace(self._away, told=True)
+                self._told.trouble(self._judge, "away", f"{why}; no question is answered, and all wait until one is")
+
+    def answered(self) -> None:
+        """The server is there, whatever it said."""
+        if self._away is not None and self._away.told:
+            self._told.trouble(self._judge, "away", f"judge {self._judge!r} answers again")
+        self._away = None
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the server answers nobody."""
+        return self._away is not None
 
     @property
     def _share(self) -> float:
@@ -148,6 +196,8 @@ class Gate:
             if self._refused:
                 return _Held("key", rest, f"{self._refused}; it is asked again every {KEY_AGAIN_S:g} s")
             return _Held("server", rest, f"the server of judge {self._judge!r} has asked for time")
+        if self._away is not None and now < self._away.until:
+            return _Held("away", self._away.until - now, self._away.sentence)
         if wait := self._bucket.wait_s:
             return _Held("pace", wait)
         return None
