@@ -24,7 +24,8 @@ from gcore.clock import Clock
 from gcore.config.spec import RewardSpec, ScoringSpec
 from gcore.errors import GcoreError
 from gcore.plugins import PluginFault
-from gcore.reward.lines import answer_of, batch_line
+from gcore.reward.crew import WAIT_S, Program, Starter
+from gcore.reward.lines import answer_of, batch_line, setup_line
 from gcore.reward.pace import LEAST_S, Pace, Scoring
 from gcore.reward.process import ProcessEnded, RewardProcess
 from gcore.reward.queued import BATCH_S, Call, Request, Slot
@@ -36,9 +37,6 @@ log = logging.getLogger(__name__)
 
 LARGEST_BATCH = 64
 """Responses sent to a process at once."""
-START_TRIES, START_AGAIN_S = 3, 0.5
-WAIT_S = 5.0
-"""Until a process that could not be replaced is tried again."""
 TIMED_OUT, KILLED = "timed_out", "killed"
 """The reward parts that say why a response got `reward.timeout_value`."""
 
@@ -59,9 +57,12 @@ class RewardPool:
         `on_fault` is told of each error with a traceback of the reward's own, also where the caller is content with a value;
         `on_pace` when a reward has become much slower, or quick again.
         """
-        self._where = tuple(rewards)
         self._specs = tuple(rewards.values())
         self._scoring = scoring
+        setup = setup_line(tuple(rewards), self._specs, scoring.memory_mb)
+        self._starter = Starter(
+            Program("gcore.reward", setup, "the rewards", "scoring", scoring.start_timeout_s), clock
+        )
         self._clock = clock
         self._on_fault = on_fault
         self._on_pace = on_pace
@@ -86,7 +87,7 @@ class RewardPool:
 
     async def _warm(self) -> None:
         slots = [Slot() for _ in range(self._scoring.workers)]
-        starting = [asyncio.create_task(self._started()) for _ in slots]
+        starting = [asyncio.create_task(self._starter.started()) for _ in slots]
         try:
             done, _ = await asyncio.wait(starting, return_when=asyncio.FIRST_EXCEPTION)
             made = [task.result() for task in done]
@@ -152,7 +153,7 @@ class RewardPool:
                     if slot.process is not None and slot.process.has_ended:  # while it had nothing to do
                         await self._end(slot)
                     if slot.process is None:
-                        slot.process = await self._started()
+                        slot.process = await self._starter.started()
                 except GcoreError as error:
                     self._queue.extendleft(reversed(batch))
                     if not isinstance(error, CannotStart):
@@ -269,18 +270,6 @@ class RewardPool:
     async def _end(self, slot: Slot) -> str:
         process, slot.process = slot.process, None
         return "" if process is None else await process.end()
-
-    async def _started(self) -> RewardProcess:
-        """A process that has loaded the rewards. Raises PluginFault, CannotStart."""
-        tries = 0
-        while True:
-            tries += 1
-            try:
-                return await RewardProcess.loaded(self._where, self._specs, self._scoring)
-            except CannotStart:
-                if tries >= START_TRIES:
-                    raise
-                await self._clock.sleep(START_AGAIN_S)
 
     def _give_up(self, error: GcoreError) -> None:
         """Everything that waits, and will, is told why; the first reason counts."""

@@ -1,7 +1,7 @@
-"""One process that scores, or runs tools (`gcore.environments.pool`), from the controller's side: started, asked, and ended.
+"""One process that scores, or runs tools or agents, from the controller's side: started, asked, and ended.
 
 It dies with the thread that started it (`gcore.worker.tether`), and when its socket closes. Its answers come in the order of
-the questions. What is done when it hangs or dies is the pool's business (`gcore.reward.pool`).
+the questions. What is done when it cannot be started, hangs or dies is its pool's business (`gcore.reward.crew`, `gcore.reward.pool`).
 """
 
 from __future__ import annotations
@@ -15,13 +15,10 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
-from gcore.config.spec import RewardSpec, ScoringSpec
 from gcore.errors import GcoreError
-from gcore.plugins import PluginFault
-from gcore.reward.lines import BEGUN_BYTES, Begun, check_ready, setup_line
+from gcore.reward.lines import BEGUN_BYTES, Begun
 from gcore.worker import death
 from gcore.worker.parent import TETHER
 from gcore.worker.process import CannotStart, child_ended
@@ -38,7 +35,7 @@ class ProcessEnded(GcoreError):
 
 
 class RewardProcess(asyncio.Protocol):
-    """A started process. `start` makes it."""
+    """A started process. `of` makes it."""
 
     def __init__(self) -> None:
         self._answers: deque[Any] = deque()
@@ -50,11 +47,6 @@ class RewardProcess(asyncio.Protocol):
         self._begun: Begun | None = None
         self._batches = 0
         self._oom_kills = 0
-
-    @classmethod
-    async def start(cls, sources: Sequence[str], specs: Sequence[RewardSpec], memory_mb: int) -> RewardProcess:
-        """Start one, and tell it what to load. Raises CannotStart."""
-        return await cls.of("gcore.reward", setup_line(sources, specs, memory_mb))
 
     @classmethod
     async def of(cls, module: str, setup: bytes) -> RewardProcess:
@@ -70,31 +62,6 @@ class RewardProcess(asyncio.Protocol):
         made._process, made._begun, made._oom_kills = process, begun, death.out_of_memory_kills()
         made.send(setup)
         return made
-
-    @classmethod
-    async def loaded(cls, sources: Sequence[str], specs: Sequence[RewardSpec], scoring: ScoringSpec) -> RewardProcess:
-        """Start one, and wait until it has loaded the rewards. Raises PluginFault for one that cannot be had, CannotStart."""
-        process = await cls.start(sources, specs, scoring.memory_mb)
-        try:
-            check_ready(await process.answer(scoring.start_timeout_s))
-        except TimeoutError:
-            await process.end()
-            raise PluginFault(
-                f"the rewards were not loaded within {scoring.start_timeout_s:g} s",
-                where="scoring.start_timeout_s",
-                fix="Raise it, or make the reward's import quicker",
-            ) from None
-        except (ProcessEnded, ValueError):
-            how = await process.end()
-            raise CannotStart(
-                f"the process that scores died while it loaded the rewards: {how}",
-                where="reward",
-                fix="See the controller's log; raise scoring.memory_mb if memory ran out",
-            ) from None
-        except BaseException:
-            await process.end()
-            raise
-        return process
 
     def send_batch(self, line: bytes) -> None:
         """Send a batch, after everything about the one before has been answered."""
@@ -123,7 +90,7 @@ class RewardProcess(asyncio.Protocol):
                 async with asyncio.timeout(LATE_S):
                     await self._hear()
         if not self._answers:
-            raise ProcessEnded("the process that scores has died")
+            raise ProcessEnded("the process has died")
         return self._answers.popleft()
 
     async def _hear(self) -> None:
@@ -212,7 +179,7 @@ def _spawn(module: str) -> tuple[socket.socket, Begun, subprocess.Popen[bytes]]:
             undo.pop_all()
     except OSError as error:
         raise CannotStart(
-            f"no process for rewards can be started ({error.strerror or error})",
-            fix="Free memory or descriptors, or lower scoring.workers",
+            f"no process for foreign code can be started ({error.strerror or error})",
+            fix="Free memory or descriptors, or have fewer workers",
         ) from error
     return ours, begun, process

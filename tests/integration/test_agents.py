@@ -306,13 +306,13 @@ async def test_a_production_that_is_given_up_ends_its_agents_and_all_they_starte
         async with asyncio.timeout(30):
             while not stage.endpoint._served or not any(one._dialogue for one in stage.endpoint._served.values()):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
-        (process,) = stage.pool._running
+        (process,) = stage.pool._crew._running
         known = identify(process.pid)
         doing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await doing
         assert not stage.endpoint._served
-        await asyncio.gather(*stage.pool._ending)
+        await asyncio.gather(*stage.pool._crew._ending)
         assert known is None or not is_running(known)
 
 

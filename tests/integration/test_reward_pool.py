@@ -361,15 +361,15 @@ async def test_processes_that_cannot_be_replaced_are_waited_for(
 ) -> None:
     async with opened() as pool:
         monkeypatch.setattr("gcore.reward.pool.WAIT_S", 0.05)
-        monkeypatch.setattr("gcore.reward.pool.START_AGAIN_S", 0.01)
-        start, lacking = RewardProcess.start, [CannotStart("no memory")] * 4
+        monkeypatch.setattr("gcore.reward.crew.START_AGAIN_S", 0.01)
+        start, lacking = RewardProcess.of, [CannotStart("no memory")] * 4
 
         async def refused(*arguments: Any) -> RewardProcess:
             if lacking:
                 raise lacking.pop()
             return await start(*arguments)
 
-        monkeypatch.setattr(RewardProcess, "start", refused)
+        monkeypatch.setattr(RewardProcess, "of", refused)
         os.kill(pool.pids[0], signal.SIGKILL)
         assert await score(pool, "a", "bb") == (
             RewardResult(1.0, (("letters", 1.0),)),
@@ -390,7 +390,7 @@ async def test_a_controller_without_descriptors_scores_again_once_it_has_some(
 ) -> None:
     async with opened() as pool:
         monkeypatch.setattr("gcore.reward.pool.WAIT_S", 0.05)
-        monkeypatch.setattr("gcore.reward.pool.START_AGAIN_S", 0.01)
+        monkeypatch.setattr("gcore.reward.crew.START_AGAIN_S", 0.01)
         warned = asyncio.Event()
         monkeypatch.setattr("gcore.reward.pool.log.warning", lambda *words: warned.set())
         os.kill(pool.pids[0], signal.SIGKILL)
@@ -422,7 +422,7 @@ async def test_rewards_that_take_too_long_to_load_are_told(tmp_path: Path, monke
     install(tmp_path, monkeypatch, "import time\ntime.sleep(60)\n")
     scoring = ScoringSpec(start_timeout_s=0.5)
     pool = RewardPool({"data": RewardSpec(name="odd")}, scoring, SystemClock())
-    with pytest.raises(PluginFault, match=r"scoring\.start_timeout_s: the rewards were not loaded within 0\.5 s"):
+    with pytest.raises(PluginFault, match=r"scoring\.start_timeout_s: to load the rewards took longer than 0\.5 s"):
         await pool.warm()
 
 

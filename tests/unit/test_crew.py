@@ -1,0 +1,136 @@
+"""Processes that callers share: who waits for one gets it, whatever becomes of those before, and of the processes."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from gcore.plugins import PluginFault
+from gcore.reward.crew import START_TRIES, WAIT_S, Crew, Program
+from gcore.reward.process import ProcessEnded, RewardProcess
+from gcore.testing import FakeClock
+from gcore.worker.process import CannotStart
+
+PROGRAM = Program("odd", b"", "the tools", "environment.tools", 60.0)
+READY, LATE, DEAD = {"ready": True}, TimeoutError(), ProcessEnded("it died")
+
+
+class Started:
+    """A process that was started. `said`: what comes of its loading."""
+
+    def __init__(self, said: Any) -> None:
+        self._said = said
+        self.has_ended = False
+
+    async def answer(self, timeout_s: float) -> Any:
+        if isinstance(self._said, BaseException):
+            raise self._said
+        return self._said
+
+    async def end(self) -> str:
+        self.has_ended = True
+        return "killed"
+
+
+class Machine:
+    """What processes are started on; each says what is in turn for it, then that it is ready."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *said: Any) -> None:
+        self.started: list[Started] = []
+        self._said = list(said)
+        monkeypatch.setattr(RewardProcess, "of", self._of)
+
+    async def _of(self, module: str, setup: bytes) -> Started:
+        said = self._said.pop(0) if self._said else READY
+        if isinstance(said, CannotStart):
+            raise said
+        self.started.append(Started(said))
+        return self.started[-1]
+
+
+async def used(crew: Crew, *, fit: bool = True) -> Any:
+    async with crew.lent() as loan:
+        await asyncio.sleep(0)
+        loan.fit = fit
+        return loan.process
+
+
+async def test_a_program_that_takes_too_long_is_the_specs_fault_until_one_has_been_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, machine = FakeClock(), Machine(monkeypatch, LATE)
+    crew = Crew(PROGRAM, 2, clock)
+    with pytest.raises(
+        PluginFault, match=r"environment\.tools\.start_timeout_s: to load the tools took longer than 60 s"
+    ):
+        await clock.run(used(crew))
+    await clock.run(used(crew, fit=False))
+    machine._said = [LATE] * START_TRIES
+    began = clock.monotonic()
+    assert await clock.run(used(crew)) is machine.started[-1]
+    assert clock.monotonic() - began >= WAIT_S
+    assert len(machine.started) == 2 + START_TRIES + 1
+    await crew.close()
+    assert all(one.has_ended for one in machine.started)
+
+
+@pytest.mark.parametrize("lack", [DEAD, CannotStart("no process can be started (no memory)")])
+async def test_who_needs_a_process_that_cannot_be_started_waits_and_it_is_told_why(
+    lack: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, said = FakeClock(), []
+    Machine(monkeypatch, *[lack] * START_TRIES)
+    crew = Crew(PROGRAM, 1, clock)
+
+    async def look() -> None:
+        await clock.sleep(WAIT_S)
+        said.append(crew.waits)
+
+    await clock.run(asyncio.gather(used(crew), look()))
+    assert said[0].waiting == 1
+    assert "1 response waits for a free process of the tools (" in said[0].what
+    assert ("no memory" in said[0].what) or ("died while it loaded the tools: killed" in said[0].what)
+    assert (crew.waits.waiting, crew.waits.scored) == (0, 1)
+    assert "(" not in crew.waits.what
+
+
+async def test_no_more_are_started_than_are_needed_and_none_serves_two_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch)
+    crew = Crew(PROGRAM, 4, FakeClock())
+    assert await used(crew) is await used(crew)
+    assert len(machine.started) == 1
+    first, second, *_ = await asyncio.gather(*(used(crew) for _ in range(9)))
+    assert first is not second
+    assert len(machine.started) == 4
+
+
+async def test_one_that_is_not_given_back_fit_or_has_died_meanwhile_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine = Machine(monkeypatch)
+    crew = Crew(PROGRAM, 1, FakeClock())
+    await used(crew, fit=False)
+    await used(crew)
+    assert len(machine.started) == 2
+    machine.started[1].has_ended = True
+    await used(crew)
+    assert len(machine.started) == 3
+    await crew.close()
+    assert all(one.has_ended for one in machine.started)
+
+
+async def test_callers_that_go_take_no_place_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    Machine(monkeypatch)
+    clock = FakeClock()
+    crew = Crew(PROGRAM, 2, clock)
+    for round_ in range(40):
+        callers = [asyncio.ensure_future(used(crew)) for _ in range(6)]
+        for _ in range(round_ % 7):
+            await asyncio.sleep(0)
+        for caller in callers[round_ % 3 :: 2]:
+            caller.cancel()
+        await asyncio.wait(callers)
+    assert crew.waits.waiting == 0
+    assert len(set(await asyncio.gather(used(crew), used(crew)))) == 2
