@@ -69,6 +69,14 @@ async def marked(
     return marks
 
 
+def total_of(label: str, marks: Sequence[Mark]) -> float:
+    """What a part of the reward gives to all responses that were scored. Those that it says nothing of, for a judge that is only
+    shown could not judge them, count as what the others have on the average."""
+    having = [one.parts[label] for one in marks if label in one.parts]
+    scored = sum(1 for one in marks if not one.shown.unscored)
+    return math.fsum(having) * (scored / len(having)) if having else 0.0
+
+
 def reaches(reward: float, threshold: float) -> bool:
     """Whether a response of that reward is correct. A sum of parts such as 0.7 + 0.2 + 0.1, which floats make a little less
     than 1, is."""

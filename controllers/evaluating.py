@@ -23,7 +23,7 @@ from typing import Protocol
 from controllers.changes import Changes
 from controllers.conversing import Conversation, Responding
 from controllers.engines import EngineBook
-from controllers.eval_marks import Answered, Mark, marked
+from controllers.eval_marks import Answered, Mark, marked, total_of
 from controllers.eval_turns import equipped, order, to_take
 from controllers.material import Material, Practice, eval_seed
 from controllers.step import Look, reissue_delay
@@ -228,8 +228,7 @@ class Evaluator:
             correct=tuple(sum(bool(one.shown.correct) for one in its) for its in by_prompt),
             reward=math.fsum(one.shown.reward for one in marks if not one.shown.unscored),
             rewards={
-                label: math.fsum(one.parts.get(label, 0.0) for one in marks)
-                for label in sorted({label for one in marks for label in one.parts})
+                label: total_of(label, marks) for label in sorted({label for one in marks for label in one.parts})
             },
             unscored=len(unscored),
             why_unscored=unscored[0].shown.unscored if unscored else "",

@@ -2,7 +2,7 @@
 
 Every part is computed for every response, also where it cannot change the value any more: the parts are what people look at
 to see why a response is worth what it is. A part that cannot score a response makes the whole one that cannot be scored;
-nothing is filled in for it. What a part is itself made of stays with it, as "LABEL.NAME".
+nothing is filled in for it. But a judge's part without weight changes no value: where it cannot judge, it is left out. What a part is itself made of stays with it, as "LABEL.NAME".
 """
 
 from __future__ import annotations
@@ -61,20 +61,24 @@ def blamed(part: RewardPart, error: RewardError) -> RewardError:
     return RewardError(f"part {part.shown_as!r}: {error.what}", fix=error.fix, trace=error.trace)
 
 
-def composed(spec: RewardSpec, results: Sequence[RewardResult]) -> RewardResult:
-    """What the parts of a reward come to, one result a part. Raises RewardError if that is not finite in float32."""
-    labels = [part.shown_as for part in spec.parts]
-    value = _value(spec, [result.value for result in results])
+def is_only_shown(spec: RewardSpec, part: RewardPart) -> bool:
+    """Whether it is a judge's part that changes no value, whatever the judge says."""
+    return part.judge is not None and part.weight == 0 and spec.compose != "min"
+
+
+def composed(spec: RewardSpec, results: Sequence[RewardResult | None]) -> RewardResult:
+    """What the parts of a reward come to, one result a part; None for one that is only shown, and that there is not.
+
+    Raises RewardError if it is not finite in float32.
+    """
+    value = _value(spec, [0.0 if result is None else result.value for result in results])
     if not math.isfinite(value) or abs(value) > LARGEST:
         raise RewardError(
             f"the parts of the reward come to {value}, which is not finite in float32", fix="Lower their weights"
         )
-    shown = [(label, result.value) for label, result in zip(labels, results, strict=True)]
-    inner = [
-        (f"{label}.{name}", number)
-        for label, result in zip(labels, results, strict=True)
-        for name, number in result.parts
-    ]
+    known = [(part.shown_as, one) for part, one in zip(spec.parts, results, strict=True) if one is not None]
+    shown = [(label, result.value) for label, result in known]
+    inner = [(f"{label}.{name}", number) for label, result in known for name, number in result.parts]
     return RewardResult(value, (*shown, *inner))
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from gcore.config.judges import Fallback
 from gcore.config.spec import JudgeSpec, RewardSpec
-from gcore.reward.composed import blamed, composed
+from gcore.reward.composed import blamed, composed, is_only_shown
 from gcore.reward.generative.errors import JudgeAway, JudgeError
 from gcore.reward.generative.judge import Judge
 from gcore.reward.registry import Response, RewardError, RewardResult
@@ -126,8 +126,11 @@ def _shown_as(name: str, result: Scored) -> Scored:
 
 def _whole(spec: RewardSpec, results: Sequence[Scored]) -> Scored:
     """What one response is worth, from what its parts are."""
-    known: list[RewardResult] = []
+    known: list[RewardResult | None] = []
     for part, result in zip(spec.parts, results, strict=True):
+        if isinstance(result, RewardError) and is_only_shown(spec, part):
+            known.append(None)
+            continue
         if isinstance(result, Unjudged):
             return result
         if isinstance(result, RewardError):

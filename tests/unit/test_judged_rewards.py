@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from controllers.eval_marks import marked
+from controllers.eval_marks import marked, total_of
 from controllers.material import Material, Practice, rewards_of, sampling_of
 from gcore.config import JobSpec, parse_spec
 from gcore.config.reward import RewardPart
@@ -127,6 +127,29 @@ async def test_a_judge_that_cannot_be_asked_says_nothing_of_an_evaluated_answer(
     (mark,) = await court.clock.run(marked(court.practice(), 1.0, PROMPT, [sample("what")], HEAD))
     assert not mark.shown.correct
     assert mark.shown.unscored.startswith("judge 'tutor': the answer cannot be read")
+
+
+@pytest.mark.parametrize("on_error", ["retry", "fail_group", {"fallback": "length", "options": {"limit": 3}}], ids=str)
+async def test_a_judge_that_is_only_shown_makes_no_right_answer_wrong(on_error: Any) -> None:
+    parts = [{"name": "exact", "label": "right"}, {"judge": "tutor", "label": "judged", "weight": 0}]
+    court = Court(
+        job({"parts": parts}, judge_tree(on_error=on_error)), [JudgeAway("no engine"), JudgeError("too long")]
+    )
+    practice, samples = court.practice(), [sample("42"), sample("7"), sample("43")]
+    marks = await court.clock.run(marked(practice, 1.0, PROMPT, samples, HEAD))
+    assert [(one.shown.correct, one.shown.unscored) for one in marks] == [(True, ""), (False, ""), (False, "")]
+    assert marks[2].parts == {"right": 0.0, "judged": 1.0}
+    if on_error == "retry":
+        assert [dict(one.parts) for one in marks[:2]] == [{"right": 1.0}, {"right": 0.0}]
+        assert total_of("judged", marks) == 3.0
+        assert total_of("right", marks) == 1.0
+    assert [one.value for one in await court.clock.run(practice.scored(PROMPT, samples))] == [1.0, 0.0, 0.0]
+
+
+async def test_with_min_a_judge_of_no_weight_decides_and_so_must_judge() -> None:
+    parts = [{"name": "exact"}, {"judge": "tutor", "weight": 0}]
+    (odd,) = await Court(job({"parts": parts, "compose": "min"}, judge_tree()), [JudgeError("too long")]).score("42")
+    assert isinstance(odd, Unjudged)
 
 
 async def test_an_error_of_one_part_is_the_responses_and_says_which_part() -> None:
