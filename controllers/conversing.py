@@ -29,7 +29,7 @@ from gcore.errors import EngineError
 from gcore.prompts.render import PromptRenderer
 from gcore.reward.registry import RewardError
 from gcore.rollout.client import SamplingParams
-from gcore.together import all_or_none
+from gcore.together import Hold, all_or_none
 from gcore.types import Prompt, Sample, Version
 
 TRIES = 3
@@ -129,7 +129,8 @@ class Conversing(Responding):
 
     async def _played(self, what: Conversation, seed: int, rid: str) -> Sample:
         spec, params, renderer = self._spec, what.params, what.renderer
-        setting = Setting(spec.options, what.prompt.fields, seed, self._tools, renderer.chat)
+        hold = Hold(self._clock)
+        setting = Setting(spec.options, what.prompt.fields, seed, self._tools.within(hold.held), renderer.chat)
         environment = CheckedEnvironment(spec.name, self._maker, setting)
         stop = tuple(dict.fromkeys((*params.stop, *environment.stop)))
         seat, made = Seat(), 0
@@ -152,6 +153,5 @@ class Conversing(Responding):
 
         longest = params.max_new_tokens
         limits = Limits(spec.max_turns, longest, spec.room(longest), spec.step_timeout_s)
-        return await played(
-            environment, say, Scene(what.prompt.token_ids, what.prompt.fields, renderer, limits, self._clock)
-        )
+        scene = Scene(what.prompt.token_ids, what.prompt.fields, renderer, limits, self._clock, hold)
+        return await played(environment, say, scene)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from gcore.clock import Clock
 
 T = TypeVar("T")
+
+LOOK_AGAIN_S = 0.1
+"""At least, until a limit that was held up is looked at again."""
 
 
 async def all_or_none(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -31,13 +35,48 @@ async def end_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def in_time(work: Coroutine[Any, Any, T], seconds: float, clock: Clock) -> T:
-    """Its result, if it comes within `seconds` of `clock`. Raises TimeoutError otherwise; the work is cancelled, and has ended."""
-    doing, limit = asyncio.ensure_future(work), asyncio.ensure_future(clock.sleep(seconds))
+class Hold:
+    """Time that is not somebody's doing, and so does not count: while anybody is within `held`."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._holders = 0
+        self._since = 0.0
+        self._past_s = 0.0
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Time stands still within."""
+        if not self._holders:
+            self._since = self._clock.monotonic()
+        self._holders += 1
+        try:
+            yield
+        finally:
+            self._holders -= 1
+            if not self._holders:
+                self._past_s += self._clock.monotonic() - self._since
+
+    @property
+    def seconds(self) -> float:
+        """For how long it has stood still, in all."""
+        return self._past_s + (self._clock.monotonic() - self._since if self._holders else 0.0)
+
+
+async def in_time(work: Coroutine[Any, Any, T], seconds: float, clock: Clock, hold: Hold | None = None) -> T:
+    """Its result, if it comes within `seconds` of `clock`, in which `hold` does not count. Raises TimeoutError otherwise; the work is
+    cancelled, and has ended."""
+    hold = hold or Hold(clock)
+    doing, before = asyncio.ensure_future(work), hold.seconds
+    limit = asyncio.ensure_future(clock.sleep(seconds))
     try:
-        await asyncio.wait((doing, limit), return_when=asyncio.FIRST_COMPLETED)
-        if not doing.done():
-            raise TimeoutError(f"nothing within {seconds:g} s")
-        return doing.result()
+        while True:
+            await asyncio.wait((doing, limit), return_when=asyncio.FIRST_COMPLETED)
+            if doing.done():
+                return doing.result()
+            more, before = hold.seconds - before, hold.seconds
+            if more <= 0:
+                raise TimeoutError(f"nothing within {seconds:g} s")
+            limit = asyncio.ensure_future(clock.sleep(max(more, LOOK_AGAIN_S)))
     finally:
         await end_all((doing, limit))

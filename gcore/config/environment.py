@@ -19,7 +19,9 @@ class ToolsSpec(Section):
         max_length=64,
         description="Tools that the environment may call, by their entry-point names in `gcore.tools`",
     )
-    workers: PositiveInt = Field(1, le=256, description="Processes on each node; each runs one call at a time")
+    workers: PositiveInt = Field(
+        4, le=256, description="Processes on each node, started when they are needed; each runs one call at a time"
+    )
     timeout_s: PositiveFloat = Field(
         5.0, le=3600, description="Longest time of one call; then the model is told so, and the process is replaced"
     )
@@ -49,7 +51,10 @@ class EnvironmentSpec(Section):
         "max_new_tokens. Default: twice that",
     )
     step_timeout_s: PositiveFloat = Field(
-        60.0, le=3600, description="Longest time that the environment may take to answer; tools included"
+        60.0,
+        le=3600,
+        description="Longest time that the environment may take to answer; tools included, but not the time in which a call waits for one of "
+        "their processes",
     )
     on_error: Literal["fail_group", "retry"] = Field(
         "fail_group",

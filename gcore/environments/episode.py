@@ -19,7 +19,7 @@ from gcore.environments.api import ENVIRONMENT, Done, EnvironmentFault, Message,
 from gcore.environments.registry import CheckedEnvironment
 from gcore.environments.transcript import Transcript
 from gcore.errors import DataError
-from gcore.together import in_time
+from gcore.together import Hold, in_time
 from gcore.types import FinishReason, Sample
 
 log = logging.getLogger(__name__)
@@ -68,13 +68,15 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """Where a response takes place. `prompt_ids`: what stands in front of it; `fields`: the prompt's entry."""
+    """Where a response takes place. `prompt_ids`: what stands in front of it; `fields`: the prompt's entry; `hold`: time that does not
+    count as the environment's, while it waits for a tool's process."""
 
     prompt_ids: tuple[int, ...]
     fields: Mapping[str, Any]
     renderer: Renderer
     limits: Limits
     clock: Clock
+    hold: Hold | None = None
 
 
 async def played(environment: CheckedEnvironment, say: Say, scene: Scene) -> Sample:
@@ -146,7 +148,7 @@ def text_behind(ids: Sequence[int], before: Sequence[int], renderer: Renderer) -
 async def _in_time(answer: Coroutine[Any, Any, T], scene: Scene) -> T:
     seconds = scene.limits.step_s
     try:
-        return await in_time(answer, seconds, scene.clock)
+        return await in_time(answer, seconds, scene.clock, scene.hold)
     except TimeoutError:
         raise EnvironmentFault(
             f"the environment took longer than {seconds:g} s to answer",

@@ -1,7 +1,7 @@
 """The processes that tools run in on one controller, and what becomes of a tool that hangs, dies or raises.
 
 Tools are foreign code that works on what a model wrote, so none of it runs in the controller. A few processes
-(`environment.tools.workers`) take one call each; who finds none free waits. A call that takes longer than
+(`environment.tools.workers`) take one call each; who finds none free waits, which is not counted as time that its environment takes. A call that takes longer than
 `environment.tools.timeout_s` costs its process, which is killed and replaced; so with one that dies. The model is told what
 happened, in a few words, and goes on from there: a tool that fails is a part of its world. People are told once for each reason, by
 an event. An argument that a tool cannot work with (`BadArgument`) is the model's own mistake, and no event.
@@ -12,12 +12,13 @@ The processes are those that score, with another program in them (`gcore.reward.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from gcore.clock import Clock
 from gcore.config.environment import ToolsSpec
-from gcore.environments.api import Said
-from gcore.reward.crew import Crew, Program
+from gcore.environments.api import Said, Tools
+from gcore.reward.crew import Crew, Holding, Program
 from gcore.reward.lines import line_of
 from gcore.reward.process import ProcessEnded
 
@@ -48,14 +49,18 @@ class ToolPool:
         if self._spec.names:
             await self._crew.warm()
 
-    async def call(self, name: str, argument: str) -> Said:
+    def within(self, holding: Holding) -> Tools:
+        """The same tools, for one response, which waits for a process within `holding()`."""
+        return _Within(self, holding)
+
+    async def call(self, name: str, argument: str, holding: Holding = nullcontext) -> Said:
         """What the tool says, or that it said nothing. Raises KeyError for one that the spec does not name, PluginFault if this
         node does not have what the spec names: nothing that a model does is worth anything then."""
         if name not in self._spec.names:
             raise KeyError(name)
         if len(argument) > LONGEST_ARGUMENT:
             return _error(f"an argument of {len(argument)} characters; at most {LONGEST_ARGUMENT}")
-        async with self._crew.lent() as loan:
+        async with self._crew.lent(holding) as loan:
             loan.process.send(line_of([name, argument]))
             try:
                 told = self._told(await loan.process.answer(self._spec.timeout_s))
@@ -83,6 +88,22 @@ class ToolPool:
     def _failed(self, what: str, trace: str = "") -> Said:
         self._on_fault(what, trace)
         return _error(what)
+
+
+class _Within:
+    """Implements `gcore.environments.api.Tools`."""
+
+    def __init__(self, pool: ToolPool, holding: Holding) -> None:
+        self._pool, self._holding = pool, holding
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """In the order of the spec."""
+        return self._pool.names
+
+    async def call(self, name: str, argument: str) -> Said:
+        """As of the pool."""
+        return await self._pool.call(name, argument, self._holding)
 
 
 def _error(why: str) -> Said:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 
 from gcore.clock import Clock
@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 START_TRIES, START_AGAIN_S = 3, 0.5
 WAIT_S = 5.0
 """Until a process that could not be started is tried again."""
+Holding = Callable[[], AbstractContextManager[None]]
+"""Makes what is entered for as long as a caller waits for a process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +127,10 @@ class Crew:
             self._free.put_nowait(place)
 
     @asynccontextmanager
-    async def lent(self) -> AsyncIterator[Loan]:
-        """A process to oneself. Who finds none waits. Raises PluginFault: this node does not have the program."""
-        loan = Loan(await self._taken())
+    async def lent(self, holding: Holding = nullcontext) -> AsyncIterator[Loan]:
+        """A process to oneself. Who finds none waits, within `holding()`. Raises PluginFault: this node does not have the program."""
+        with holding():
+            loan = Loan(await self._taken())
         try:
             yield loan
         finally:

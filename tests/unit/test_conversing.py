@@ -73,6 +73,9 @@ class Engines:
 class Calculator:
     names = ("calculator",)
 
+    def within(self, holding: Any) -> Calculator:
+        return self
+
     async def call(self, name: str, argument: str) -> Said:
         return Said(calculator(argument))
 

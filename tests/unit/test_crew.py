@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 
+from gcore.config.environment import ToolsSpec
+from gcore.environments.pool import ToolPool
 from gcore.plugins import PluginFault
 from gcore.reward.crew import START_TRIES, WAIT_S, Crew, Program
 from gcore.reward.process import ProcessEnded, RewardProcess
 from gcore.testing import FakeClock
+from gcore.together import Hold, in_time
 from gcore.worker.process import CannotStart
 
 PROGRAM = Program("odd", b"", "the tools", "environment.tools", 60.0)
@@ -28,6 +31,9 @@ class Started:
         if isinstance(self._said, BaseException):
             raise self._said
         return self._said
+
+    def send(self, line: bytes) -> None:
+        pass
 
     async def end(self) -> str:
         self.has_ended = True
@@ -134,3 +140,47 @@ async def test_callers_that_go_take_no_place_with_them(monkeypatch: pytest.Monke
         await asyncio.wait(callers)
     assert crew.waits.waiting == 0
     assert len(set(await asyncio.gather(used(crew), used(crew)))) == 2
+
+
+async def test_a_call_that_waits_for_a_process_takes_none_of_its_environments_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = FakeClock()
+    machine = Machine(monkeypatch)
+
+    async def answer(timeout_s: float) -> Any:
+        await clock.sleep(4.0)
+        return {"said": "x"}
+
+    async def response(limit_s: float) -> str:
+        hold = Hold(clock)
+        tools = pool.within(hold.held)
+        try:
+            return (await in_time(tools.call("search", "a"), limit_s, clock, hold)).text
+        except TimeoutError:
+            return "late"
+
+    pool = ToolPool(ToolsSpec(names=("search",), workers=1), clock)
+    await clock.run(pool.warm())
+    monkeypatch.setattr(machine.started[0], "answer", answer)
+    assert await clock.run(asyncio.gather(*(response(6.0) for _ in range(16)))) == ["x"] * 16
+    assert await clock.run(response(3.0)) == "late", "the call itself counts"
+
+
+async def test_time_that_is_held_by_some_counts_again_when_the_last_has_gone() -> None:
+    clock = FakeClock()
+    hold = Hold(clock)
+
+    async def holds(at: float, seconds: float) -> None:
+        await clock.sleep(at)
+        with hold.held():
+            await clock.sleep(seconds)
+
+    async def works(seconds: float) -> str:
+        await asyncio.gather(holds(1.0, 3.0), holds(2.0, 6.0), clock.sleep(seconds))
+        return "done"
+
+    assert await clock.run(in_time(works(16.5), 10.0, clock, hold)) == "done"
+    with pytest.raises(TimeoutError):
+        await clock.run(in_time(works(17.5), 10.0, clock, hold))
+    assert hold.seconds == pytest.approx(14.0)
