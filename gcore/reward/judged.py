@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from gcore.config.judges import Fallback
 from gcore.config.spec import JudgeSpec, RewardSpec
 from gcore.reward.composed import blamed, composed, is_only_shown
-from gcore.reward.generative.errors import JudgeAway, JudgeError
+from gcore.reward.generative.errors import JudgeAway, JudgeError, Unjudgeable
 from gcore.reward.generative.judge import Judge
 from gcore.reward.registry import Response, RewardError, RewardResult
 from gcore.reward.scoring import Scored, Scorer
@@ -26,7 +26,7 @@ from gcore.types import Prompt
 class Unjudged(RewardError):
     """A judge could not judge a response.
 
-    `again`: the spec wants its prompt issued again; `away`: the judge could not be asked, so that nothing is said of the response.
+    `again`: the spec wants its prompt issued again, and that may help; `away`: the judge could not be asked, so that nothing is said of the response.
     """
 
     def __init__(self, what: str, *, fix: str | None = None, again: bool, away: bool) -> None:
@@ -91,7 +91,7 @@ class Rewards:
         results: list[Scored] = []
         for number, one in enumerate(judgements):
             if isinstance(one, JudgeError):
-                results.append(instead.get(number) or _unjudged(name, one, again=on_error == "retry"))
+                results.append(instead.get(number) or _unjudged(name, one, retry=on_error == "retry"))
             else:
                 results.append(RewardResult(one.value))
         return tuple(results)
@@ -116,7 +116,8 @@ def fallback_of(fallback: Fallback, reward: RewardSpec) -> RewardSpec:
     )
 
 
-def _unjudged(name: str, error: JudgeError, *, again: bool) -> Unjudged:
+def _unjudged(name: str, error: JudgeError, *, retry: bool) -> Unjudged:
+    again = retry and not isinstance(error, Unjudgeable)
     return Unjudged(f"judge {name!r}: {error.what}", fix=error.fix, again=again, away=isinstance(error, JudgeAway))
 
 

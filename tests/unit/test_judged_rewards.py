@@ -19,6 +19,7 @@ from gcore.errors import EngineError, EngineUnreachable, SpecError
 from gcore.prompts.stream import PromptStream
 from gcore.reward.generative.errors import JudgeAway, JudgeError
 from gcore.reward.generative.judge import Judge
+from gcore.reward.generative.verdicts import CheckedParser, VerdictSpec
 from gcore.reward.judged import Rewards, Unjudged, functions_of
 from gcore.reward.registry import Response, RewardError, RewardResult
 from gcore.reward.scoring import DirectScorer, Scored
@@ -108,6 +109,30 @@ async def test_a_response_that_cannot_be_judged_is_never_worth_nothing(on_error:
     practice = court.practice()
     with pytest.raises(EngineError if again else RewardError, match="judge 'tutor'"):
         await court.clock.run(practice.scored(PROMPT, [sample("42"), sample("what")]))
+
+
+@pytest.mark.parametrize(
+    ("judge", "why"),
+    [
+        pytest.param(judge_tree(template="{{ response }} {{ fields.hint }}"), "there is no field 'hint'", id="field"),
+        pytest.param(judge_tree(verdict={"parser": "odd"}), "verdict parser 'odd' raised", id="parser"),
+        pytest.param(
+            judge_tree(mode="pairwise", template="{{ first }} {{ second }}"), "the group has one response", id="alone"
+        ),
+    ],
+)
+async def test_a_prompt_fails_at_once_where_no_other_response_to_it_could_be_judged(
+    judge: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def odd(answer: str, spec: VerdictSpec) -> float:
+        raise ZeroDivisionError(answer)
+
+    own = CheckedParser("odd", odd)
+    if judge["verdict"]["parser"] == "odd":
+        monkeypatch.setattr("gcore.reward.generative.judge.find_parser", lambda name, where: own)
+    court = Court(job({"judge": "tutor"}, judge))
+    with pytest.raises(RewardError, match=why):
+        await court.clock.run(court.practice().scored(PROMPT, [sample("42")]))
 
 
 async def test_another_reward_scores_in_place_of_a_judge_where_the_spec_names_one() -> None:

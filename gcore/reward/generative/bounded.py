@@ -18,6 +18,7 @@ from typing import Any
 import jinja2
 from jinja2 import Undefined, nodes, pass_context
 from jinja2.runtime import Context
+from jinja2.utils import missing
 from jinja2.visitor import NodeTransformer
 
 from gcore.prompts.sandbox import Sandbox
@@ -131,10 +132,23 @@ def text_of(value: Any) -> str:
     return _as_json(value)
 
 
+class NoField(jinja2.UndefinedError):
+    """The entry lacks a field."""
+
+
 class _Missing(jinja2.StrictUndefined):
     """What is not there. It names the field that an entry lacks."""
 
     __slots__ = ()
+
+    def __init__(
+        self,
+        hint: str | None = None,
+        obj: Any = missing,
+        name: str | None = None,
+        exc: type[jinja2.TemplateRuntimeError] = jinja2.UndefinedError,
+    ) -> None:
+        super().__init__(hint, obj, name, NoField if hint is None and isinstance(obj, dict) else exc)
 
     @property
     def _undefined_message(self) -> str:

@@ -19,6 +19,10 @@ class JudgeError(GcoreError):
         self.trace = trace
 
 
+class Unjudgeable(JudgeError):
+    """Nor could another response to the prompt be judged: its entry is wrong, the verdict's parser, or the spec."""
+
+
 class JudgeAway(JudgeError):
     """The judge could not be asked; another try may help."""
 

@@ -22,7 +22,7 @@ from gcore.clock import Clock
 from gcore.config.judges import JudgeSpec
 from gcore.config.reward import LARGEST
 from gcore.reward.generative.asking import Answer, Ask, Seen, Value
-from gcore.reward.generative.errors import JudgeAway, JudgeError, JudgeLate
+from gcore.reward.generative.errors import JudgeAway, JudgeError, JudgeLate, Unjudgeable
 from gcore.reward.generative.pairs import Pair, disagreed, orders, pairs_of, values_of
 from gcore.reward.generative.remembered import Remembered, question_key, spec_digest
 from gcore.reward.generative.template import Question
@@ -115,7 +115,7 @@ class Judge:
             return away
         if value is None:
             if not errors:
-                return JudgeError(
+                return Unjudgeable(
                     f"judge {self.spec.name!r} compares, and the group has one response",
                     fix="Let rollout.n be at least 2, or the judge pointwise",
                 )

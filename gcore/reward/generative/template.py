@@ -22,8 +22,8 @@ from gcore.config.judges import LONGEST_TEMPLATE, JudgeSpec
 from gcore.errors import SpecError
 from gcore.nearest import did_you_mean
 from gcore.prompts.sandbox import FOREIGN_FAILURES, problem_of
-from gcore.reward.generative.bounded import LONGEST_TEXT, BoundedSandbox, TooMuch
-from gcore.reward.generative.errors import JudgeError
+from gcore.reward.generative.bounded import LONGEST_TEXT, BoundedSandbox, NoField, TooMuch
+from gcore.reward.generative.errors import JudgeError, Unjudgeable
 from gcore.types import Prompt
 
 RESPONSES = {"pointwise": ("response",), "pairwise": ("first", "second")}
@@ -71,7 +71,8 @@ class Question:
                     raise TooMuch(f"it makes more than {LONGEST_TEXT} characters")
         except FOREIGN_FAILURES as error:
             said = f"{error}" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}"
-            raise JudgeError(
+            failure = Unjudgeable if isinstance(error, NoField) else JudgeError
+            raise failure(
                 f"the template of judge {self._judge!r} does not take the entry ({said})",
                 fix="Change the template, or the data",
             ) from error

@@ -8,7 +8,7 @@
 
 A parser sees what of an answer follows `verdict.after`, and the section `verdict`. An answer without a verdict is no verdict
 of 0: the parser raises `Unreadable`, and the answer does not count. Bounds and scale are applied here, to every parser's
-numbers alike. One of somebody else's is foreign code: what it raises besides, and what is no number, is a `JudgeError`.
+numbers alike. One of somebody else's is foreign code: what it raises besides, and what is no number, is `Unjudgeable`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from gcore.config.explain import shortened
 from gcore.config.judges import VerdictSpec
 from gcore.plugins import RAISED, PluginKind, find_plugin, sentence_of, trace_of
-from gcore.reward.generative.errors import JudgeError, Unreadable
+from gcore.reward.generative.errors import JudgeError, Unjudgeable, Unreadable
 from gcore.reward.rules import LONGEST_NUMBER, last_number
 
 VERDICTS = PluginKind("verdict parser", "gcore.verdicts", "verdict.parser")
@@ -57,7 +57,7 @@ class CheckedParser:
         self._parser = parser
 
     def __call__(self, answer: str, spec: VerdictSpec) -> float:
-        """The verdict, within its bounds, scaled. Raises Unreadable, or JudgeError if the parser is broken."""
+        """The verdict, within its bounds, scaled. Raises Unreadable, or Unjudgeable if the parser is broken."""
         if spec.after is not None:
             _, found, answer = answer.rpartition(spec.after)
             if not found:
@@ -67,7 +67,7 @@ class CheckedParser:
         except (Unreadable, JudgeError):
             raise
         except RAISED as error:  # the edge to foreign code: one odd answer must not end the process
-            raise JudgeError(
+            raise Unjudgeable(
                 f"verdict parser {self._name!r} raised {sentence_of(error)}",
                 fix="Correct the parser",
                 trace=trace_of(error),
@@ -83,7 +83,7 @@ class CheckedParser:
             return math.inf
         except (TypeError, ValueError) as error:
             shown = shortened(repr(value))
-            raise JudgeError(
+            raise Unjudgeable(
                 f"verdict parser {self._name!r} gave {shown}, no number", fix="Correct the parser"
             ) from error
 
