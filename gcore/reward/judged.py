@@ -29,8 +29,8 @@ class Unjudged(RewardError):
     `again`: the spec wants its prompt issued again, and that may help; `away`: the judge could not be asked, so that nothing is said of the response.
     """
 
-    def __init__(self, what: str, *, fix: str | None = None, again: bool, away: bool) -> None:
-        super().__init__(what, fix=fix)
+    def __init__(self, what: str, *, fix: str | None = None, trace: str = "", again: bool, away: bool) -> None:
+        super().__init__(what, fix=fix, trace=trace)
         self.again = again
         self.away = away
 
@@ -117,8 +117,13 @@ def fallback_of(fallback: Fallback, reward: RewardSpec) -> RewardSpec:
 
 
 def _unjudged(name: str, error: JudgeError, *, retry: bool) -> Unjudged:
-    again = retry and not isinstance(error, Unjudgeable)
-    return Unjudged(f"judge {name!r}: {error.what}", fix=error.fix, again=again, away=isinstance(error, JudgeAway))
+    return Unjudged(
+        f"judge {name!r}: {error.what}",
+        fix=error.fix,
+        trace=error.trace,
+        again=retry and not isinstance(error, Unjudgeable),
+        away=isinstance(error, JudgeAway),
+    )
 
 
 def _shown_as(name: str, result: Scored) -> Scored:

@@ -16,6 +16,7 @@ from gcore.config.reward import RewardPart
 from gcore.config.sources import training_sources
 from gcore.config.spec import RewardSpec
 from gcore.errors import EngineError, EngineUnreachable, SpecError
+from gcore.plugins import trace_of
 from gcore.prompts.stream import PromptStream
 from gcore.reward.generative.errors import JudgeAway, JudgeError
 from gcore.reward.generative.judge import Judge
@@ -131,8 +132,11 @@ async def test_a_prompt_fails_at_once_where_no_other_response_to_it_could_be_jud
     if judge["verdict"]["parser"] == "odd":
         monkeypatch.setattr("gcore.reward.generative.judge.find_parser", lambda name, where: own)
     court = Court(job({"judge": "tutor"}, judge))
-    with pytest.raises(RewardError, match=why):
+    with pytest.raises(RewardError, match=why) as raised:
         await court.clock.run(court.practice().scored(PROMPT, [sample("42")]))
+    assert ("ZeroDivisionError: yes" in trace_of(raised.value)) == (judge["verdict"]["parser"] == "odd"), (
+        "for the event"
+    )
 
 
 async def test_another_reward_scores_in_place_of_a_judge_where_the_spec_names_one() -> None:
