@@ -62,6 +62,11 @@ class Flights:
         """`task` produces it."""
         self._flights[ref].task = task
 
+    def task_of(self, ref: PromptRef) -> asyncio.Task[None] | None:
+        """What produces it; None if it is not in flight, or not begun."""
+        flight = self._flights.get(ref)
+        return None if flight is None else flight.task
+
     def note_version(self, ref: PromptRef, version: Version) -> None:
         """An engine that serves `version` makes tokens for it now."""
         flight = self._flights.get(ref)

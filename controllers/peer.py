@@ -206,7 +206,9 @@ class JobPeer:
 
         What is still being judged when the prompt's production ends, however it ends, is given up with it.
         """
-        practice, production = self.material.sources[prompt.source], asyncio.current_task()
+        practice = self.material.sources[prompt.source]
+        # Not the task that this runs in: a flow may have several rollouts of a prompt side by side.
+        production = self.holdings.in_flight.task_of(prompt.ref) or asyncio.current_task()
         if not practice.has_judges or production is None:
             return None
 

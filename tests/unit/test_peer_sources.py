@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,9 @@ from controllers.step import JobBatch, JobStep, reissue_delay
 from controllers.stopwatch import Stopwatch
 from controllers.view import JobView
 from gcore.config import JobSpec, parse_spec
+from gcore.config.judges import JudgeSpec
 from gcore.config.sources import training_sources
+from gcore.config.spec import RewardSpec
 from gcore.errors import EngineError, EngineUnreachable
 from gcore.flows import find_filters
 from gcore.ledger import chain
@@ -36,12 +38,14 @@ from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records import Assignment, Checkpoint, Checkpoints, Member
 from gcore.ledger.stream import StreamRules
 from gcore.prompts.opening import open_prompts
+from gcore.reward.generative.judge import Judge
 from gcore.reward.judged import Rewards
 from gcore.reward.registry import RewardError
 from gcore.reward.scoring import DirectScorer
 from gcore.rollout.client import SamplingParams
 from gcore.store.keys import JobKeys
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
+from gcore.testing.fake_judge import FakeJudge, HeardOf
 from gcore.types import FinishReason, Group, Outcome, Prompt, PromptRef, Sample, Version, VersionSpan
 
 HEAD = Version(0, 0)
@@ -281,12 +285,14 @@ async def test_a_prompt_whose_groups_were_too_old_too_often_fails_instead_of_bei
     assert ended.reason == "stale: issued 4 times, the last group was too old before a step could take it"
 
 
-async def produced(job: Alone, prompt: Prompt) -> asyncio.Task[None]:
+async def produced(
+    job: Alone, prompt: Prompt, work: Coroutine[Any, Any, Group | Outcome] | None = None
+) -> asyncio.Task[None]:
     """The production of one prompt, begun."""
     step = JobStep(job.peer, HEAD)
     batch = JobBatch(job.peer, step)
     step.hand_out(prompt)
-    batch.start(job.group(prompt))
+    batch.start(work or job.group(prompt))
     (task,) = batch._tasks
     await job.clock.advance(0)
     return task
@@ -319,6 +325,48 @@ async def test_an_engine_that_refused_is_asked_again_at_once(tmp_path: Path) -> 
     await produced(job, prompt)
     assert prompt.ref not in job.holdings.in_flight
     assert job.holdings.reissues[prompt.ref] == 1
+
+
+async def test_what_is_judged_early_goes_on_until_the_production_ends_whichever_of_its_tasks_asked(
+    tmp_path: Path,
+) -> None:
+    job = Alone(tmp_path)
+    prompt, clock = job.prompt("letters"), job.clock
+    tutor = JudgeSpec.model_validate({"name": "tutor", "model": {"path": "j"}, "template": "{{ response }}"})
+    fake = FakeJudge(lambda question, seed: "0.5", clock, delay_s=lambda question: 5.0)
+    rewards = Rewards(DirectScorer(), {"tutor": Judge.of(tutor, fake, HeardOf(), clock)})
+    practice = job.peer.material.sources["letters"]
+    judged = replace(practice, rewards=rewards, source=replace(practice.source, reward=RewardSpec(judge="tutor")))
+    job.peer.material = replace(job.peer.material, sources={"letters": judged})
+    generate = job.engines.generate
+
+    async def told_of(*asked: Any) -> tuple[Sample, ...]:
+        made = await generate(*asked)
+        for place, sample in enumerate(made if (ended := asked[7]) is not None else ()):
+            ended(place, sample)
+        await clock.sleep(0.5)
+        return made
+
+    job.engines.generate = told_of  # type: ignore[assignment, method-assign]
+
+    async def beside_a_greedy_one() -> Group | Outcome:
+        samples, _ = await asyncio.gather(job.peer.rollout(prompt), job.peer.rollout(prompt, 1, greedy=True))
+        await clock.sleep(1.0)
+        return await job.peer.score(prompt, samples)
+
+    task = await produced(job, prompt, beside_a_greedy_one())
+    await clock.advance(1.5)
+    assert fake.open == 1
+    await clock.advance(5)
+    await task
+    assert len(fake.asked) == 1
+    job.engines.texts = ["another"]
+    given_up = await produced(job, prompt, beside_a_greedy_one())
+    await clock.advance(1.5)
+    assert fake.open == 1
+    given_up.cancel()
+    await clock.advance(0)
+    assert fake.open == 0
 
 
 def test_every_reward_of_a_job_is_found_under_a_name_also_where_evaluation_calls_a_source_the_same(
