@@ -70,7 +70,7 @@ demo-sglang: prepare sglang-setup ## The demo with the real SGLang as its engine
 test: setup ## Everything that is checked on each commit
 	@$(MAKE) --no-print-directory -j 2 lint prepare prepare-judge # one core each; tests of whole clusters need what is prepared
 	@$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile -m "not serial and not gpu and not sglang and not trackers and not chaos and not large" $(PYTEST_ARGS)
-	@$(TEST_ENV) $(BIN)/python -m pytest -m "serial and not gpu and not sglang and not trackers and not chaos and not large" $(PYTEST_ARGS)
+	@$(TEST_ENV) $(BIN)/python -m pytest tests/integration -m "serial and not gpu and not sglang and not trackers and not chaos and not large" $(PYTEST_ARGS)
 
 test-sglang: prepare sglang-setup ## What is checked against the real SGLang, on the CPU
 	@$(SGLANG_ENV) $(TEST_ENV) $(BIN)/python -m pytest -m "sglang" $(PYTEST_ARGS)
@@ -138,8 +138,10 @@ test-gpu: setup ## What needs a CUDA device (tests/gpu); fails without one
 	@$(BIN)/python -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'make test-gpu: no CUDA device here, or a torch without CUDA (constraints/cuda.txt)')"
 	@$(BIN)/python -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
 
-test-large: setup ## What is the same at a size that takes long: millions of prompts, wide models
+test-large: setup ## What takes long: millions of prompts, wide models, every ZeRO stage, 500 examples of each property
 	@$(TEST_ENV) $(BIN)/python -m pytest -m "large" $(PYTEST_ARGS)
+	@GCORE_ALL_STAGES=1 $(TEST_ENV) $(BIN)/python -m pytest tests/integration/test_train_rank_gradients.py tests/integration/test_train_critic.py
+	@GCORE_EXAMPLES=500 $(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/sim -m "not serial and not gpu and not sglang and not trackers and not chaos and not large" $(PYTEST_ARGS)
 
 chaos: prepare ## Whole clusters with things killed, paused, cut off: ONLY=controller,etcd MOMENTS=5 FRESH=1 DIRTY=1
 	@if [ -z "$(ONLY)" ]; then $(TEST_ENV) $(BIN)/python -m pytest -m "chaos" $(PYTEST_ARGS); fi

@@ -47,6 +47,7 @@ def test_the_demo_learns_on_two_controllers_and_two_ranks(spec: Path, home: Path
     assert {folder.name for folder in (newest / "samples").iterdir()} == {f"0-{step}" for step in range(1, 25)}
 
 
+@pytest.mark.chaos
 def test_etcd_is_killed_and_the_run_goes_on(spec: Path, home: Path) -> None:
     run = ClusterRun(spec, home, "--set", "flow.steps=8")
     try:
@@ -104,6 +105,7 @@ def shards_of(run: ClusterRun) -> dict[str, int]:
     return {share.node: len(share.shards) for share in job.shares} if job is not None else {}
 
 
+@pytest.mark.chaos
 def test_an_engine_and_a_rank_are_killed_and_the_run_goes_on(spec: Path, home: Path) -> None:
     """The short one; what is learned under many more kills stands below."""
     run = ClusterRun(spec, home, "--set", "flow.steps=8")

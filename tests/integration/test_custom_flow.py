@@ -54,6 +54,7 @@ def test_without_it_installed_the_spec_is_refused_by_name() -> None:
 
 
 @pytest.mark.serial
+@pytest.mark.chaos
 def test_it_learns_over_two_controllers(
     project: tuple[Path, dict[str, str]], example: Path, home: Path, tmp_path: Path
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rank_worlds import RUNS, WORLDS, run_worlds
+from rank_worlds import RUNS, STAGES, WORLDS, run_worlds
 from safetensors.numpy import load_file
 
 from gcore.weights.layout import copy_model, has_critic, verify_checkpoint
@@ -109,7 +109,7 @@ def test_every_rank_reports_the_plain_loops_losses_and_values(folder: Path, case
     assert {name: reports[0][name] for name in plain} == pytest.approx(plain, rel=1e-4, abs=2e-6)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_several_updates_leave_the_first_policy_and_both_clips_act(folder: Path, stage: int) -> None:
     metrics = numbers(folder / f"updates-{stage}-2" / "metrics-0.json")
     assert metrics["clip_fraction"] > 0
@@ -153,7 +153,7 @@ def test_in_a_warm_up_step_the_critic_learns_and_the_policy_does_not_change_by_a
     assert (manifest.updates, manifest.critic_updates) == (6, 12)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_engines_and_exports_get_the_policy_alone(folder: Path, stage: int, tmp_path: Path) -> None:
     run = folder / f"updates-{stage}-2"
     staged = run / "weights" / "0-1"

@@ -33,7 +33,7 @@ STREAMED = ["engine", "norm", "masked", "masked-reward", "gspo", "remax", "mis",
 HALF_MASKED = ("masked", "masked-reward", "cispo", "plus", "mis")
 REFERRED = ("engine", "masked-reward", "plus", "dual", "remax", "mis", "sft")
 OFF_POLICY = ("engine", "gspo", "cispo", "dual", "padded")
-ALONE = [pytest.param(1, stage, id=f"1 x ZeRO {stage}") for stage in (1, 3)]
+FEW = [pytest.param(size, stage, id=f"{size} x ZeRO {stage}") for size, stage in ((1, 1), (1, 3), (2, 1))]
 """What one rank runs at these stages too: a step of one update, and one of many."""
 BETA1 = 0.9
 CLOSE = {"gspo": 1e-5, "plus": 1e-5}
@@ -56,8 +56,8 @@ def test_the_gradient_of_a_step_is_that_of_a_plain_loop(folder: Path, case: str,
     check_gradient(folder, case, stage, size)
 
 
-@pytest.mark.parametrize(("size", "stage"), ALONE)
-def test_so_it_is_for_one_rank_at_the_other_stages(folder: Path, stage: int, size: int) -> None:
+@pytest.mark.parametrize(("size", "stage"), FEW)
+def test_so_it_is_at_the_other_stages(folder: Path, stage: int, size: int) -> None:
     check_gradient(folder, "engine", stage, size)
 
 
@@ -172,8 +172,8 @@ def test_many_updates_of_one_step_lead_to_the_weights_of_a_plain_loop(
     check_updates(folder, case, stage, size)
 
 
-@pytest.mark.parametrize(("size", "stage"), ALONE)
-def test_so_they_do_for_one_rank_at_the_other_stages(folder: Path, stage: int, size: int) -> None:
+@pytest.mark.parametrize(("size", "stage"), FEW)
+def test_so_they_do_at_the_other_stages(folder: Path, stage: int, size: int) -> None:
     check_updates(folder, "updates", stage, size)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from train_rank_program import GROUPS, SAMPLES, VOCABULARY, join, logprobs, make_model, make_step, run, written
+from train_rank_program import GROUPS, SAMPLES, STAGES, VOCABULARY, join, logprobs, make_model, make_step, run, written
 
 from gcore.clock import SystemClock
 from gcore.ledger.balance import balance
@@ -345,7 +345,7 @@ class Rank:
 
 def rank_process(folder: Path, rank: int, size: int) -> None:
     one = Rank(folder, rank, size)
-    for stage in (1, 2, 3) if size > 1 else (2,):
+    for stage in STAGES if size > 1 else (2,):
         one.cases(stage)
         one.resumes(stage)
         one.warms_up(stage)

@@ -94,8 +94,10 @@ CASES: dict[str, dict[str, Any]] = {
     "padded": {"old_logprobs": "engine", "aggregation": "seq-mean-token-mean"},
     "sft": {"loss": "sft", "kl_coef": 0.3, "kl_estimator": "k3+", "entropy_coef": 0.1},
 }
+STAGES = tuple(int(stage) for stage in os.environ.get("STAGES", "1 2 3").split())
+"""Of ZeRO, at which two ranks run everything."""
 FEW = ("engine", "updates")
-"""Cases that one rank runs at every stage; the others it runs at stage 2 only, where two ranks run all at every stage."""
+"""Cases that are run at every stage; the others one rank runs at stage 2 only, and two at `STAGES`."""
 CORRECTIONS = {"tis": "tis", "plus": "icepop", "remax": "decoupled", "mis": "mis", "updates": "decoupled"}
 SIZES = {"dual": (2, 3, 3), "mis": (3, 2, 3)}
 """Cases in which groups are of different sizes."""
@@ -513,7 +515,7 @@ def rank_process(folder: Path, rank: int, size: int) -> None:
     writers: list[CheckpointWriter] = []
     made_policies: dict[str, Policy] = {}
     for stage in (1, 2, 3):
-        whole = size > 1 or stage == 2
+        whole = stage in STAGES if size > 1 else stage == 2
         for case in [*CASES, "updates", "lonely"] if whole else FEW:
             name = f"{case}-{stage}"
             work = sealed(case, GROUPS if case in ("updates", "lonely") else 1)

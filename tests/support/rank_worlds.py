@@ -1,6 +1,7 @@
 """Runs a program of train ranks (`train_rank_program.run`): a plain loop, one rank, two, with all cases in each process.
 
-Two ranks run everything at every ZeRO stage; a single one, which has nothing to share out, at one of them.
+Two ranks run everything at ZeRO 2 and 3, and with `make test-large` at 1, which is the same code of DeepSpeed's as 2; a single one,
+which has nothing to share out, at one of them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from pathlib import Path
 
 import pytest
 
-WORLDS = [(1, 2), (2, 1), (2, 2), (2, 3)]
+STAGES = (1, 2, 3) if "GCORE_ALL_STAGES" in os.environ else (2, 3)
+"""At which two ranks run everything."""
+WORLDS = [(1, 2), *((2, stage) for stage in STAGES)]
 """Number of ranks and ZeRO stage."""
 RUNS = [pytest.param(size, stage, id=f"{size} x ZeRO {stage}") for size, stage in WORLDS]
 
@@ -24,6 +27,7 @@ def run_worlds(program: Path, folder: Path, limit_s: float) -> None:
     env = {
         **os.environ,
         "PATH": "/nonexistent",
+        "STAGES": " ".join(map(str, STAGES)),
         "OMP_NUM_THREADS": "1",
         "OMP_WAIT_POLICY": "PASSIVE",
         "CUDA_VISIBLE_DEVICES": "",

@@ -164,7 +164,10 @@ def test_a_place_where_nothing_can_be_made_is_a_sentence(tmp_path: Path) -> None
 INTERRUPTED = "import sys; from controllers.cli.main import main; sys.argv = ['gcore', 'init', 'mine']; main()"
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+@pytest.mark.parametrize(
+    "sent",
+    [pytest.param(signal.SIGINT, id="Ctrl-C"), pytest.param(signal.SIGTERM, id="SIGTERM", marks=pytest.mark.large)],
+)
 def test_an_interrupted_init_leaves_nothing_and_ends_with_130(tmp_path: Path, sent: signal.Signals) -> None:
     process = subprocess.Popen([sys.executable, "-c", INTERRUPTED], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -85,8 +86,11 @@ def test_a_second_call_finds_what_the_first_has_made(example: PreparedExample, m
         pytest.param(lambda folder: edit_manifest(folder, schema_version=99), id="a newer gcore made it"),
     ],
 )
-def test_what_is_not_as_it_was_made_is_made_anew(tmp_path: Path, damage) -> None:  # type: ignore[no-untyped-def]
-    good = bytes_of(make(tmp_path / "arithmetic").folder)
+def test_what_is_not_as_it_was_made_is_made_anew(example: PreparedExample, tmp_path: Path, damage) -> None:  # type: ignore[no-untyped-def]
+    shutil.copytree(example.folder, tmp_path / "arithmetic")
+    (tmp_path / ".arithmetic.lock").touch()
+    good = bytes_of(tmp_path / "arithmetic")
+    assert make(tmp_path / "arithmetic").cached
     damage(tmp_path / "arithmetic")
     again = make(tmp_path / "arithmetic")
     assert not again.cached

@@ -181,6 +181,7 @@ def test_whatever_is_written_is_read_back(tmp_path: Path, rows: list[dict[str, A
     assert [json.loads(line) for line in (tmp_path / "lines").read_bytes().split(b"\n")[:-1]] == rows
 
 
+@pytest.mark.large
 def test_a_million_rows_in_one_row_group_are_read_at_random_with_little_memory(tmp_path: Path) -> None:
     count = 1_000_000
     table = pa.table({"prompt": pa.array([f"{i} + 1 is" for i in range(count)]), "answer": pa.array(range(count))})

@@ -36,6 +36,7 @@ def test_no_worker_loads_the_compiler_at_its_start(program: str) -> None:
     assert run(BEFORE + program + f"print([m for m in {HEAVY!r} if m in sys.modules])") == "[]"
 
 
+@pytest.mark.large
 def test_numbers_are_those_of_an_untouched_process() -> None:
     program = "import torch; torch.manual_seed(0); " + TINY + "print(loss.item(), model.lm_head.weight.sum().item())"
     assert run(BEFORE + program) == run(program)
@@ -51,6 +52,7 @@ def test_who_asks_for_the_compiler_gets_the_real_one() -> None:
     assert run(BEFORE + program) == "True module True"
 
 
+@pytest.mark.large
 def test_a_function_can_still_be_compiled() -> None:
     program = "import torch; compiled = torch.compile(lambda x: x * 2, backend='eager'); print(compiled(torch.ones(1)).item())"
     assert run(BEFORE + TINY + program) == "2.0"
