@@ -264,4 +264,8 @@ class Evaluator:
         judgements = (
             marked(practice, draws.threshold, prompts[index], its, version) for index, its in of_prompt.items()
         )
-        return list(itertools.chain.from_iterable(await all_or_none(judgements)))
+        try:
+            return list(itertools.chain.from_iterable(await all_or_none(judgements)))
+        finally:
+            for prompt in prompts.values():
+                practice.forget(prompt)

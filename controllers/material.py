@@ -59,6 +59,11 @@ class Practice:
         """Have judges look at a response before the others of its group are finished."""
         await self.rewards.judge_early(self.source.reward, prompt, response_of(sample))
 
+    def forget(self, prompt: Prompt) -> None:
+        """No more of its responses are scored, until it is issued again: what judges could not judge is then asked again."""
+        if self.has_judges:
+            self.rewards.forget(self.source.reward, prompt)
+
     @property
     def has_judges(self) -> bool:
         """Whether any judge looks at its responses."""

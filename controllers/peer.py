@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from typing import Any
 
 from controllers.changes import Changes, rest_s
 from controllers.collectives import Collectives
@@ -206,11 +207,10 @@ class JobPeer:
 
         What is still being judged when the prompt's production ends, however it ends, is given up with it.
         """
-        practice = self.material.sources[prompt.source]
-        # Not the task that this runs in: a flow may have several rollouts of a prompt side by side.
-        production = self.holdings.in_flight.task_of(prompt.ref) or asyncio.current_task()
+        practice, production = self.material.sources[prompt.source], self._production(prompt)
         if not practice.has_judges or production is None:
             return None
+        self._remember_until_it_ends(prompt)
 
         def judge(place: int, sample: Sample) -> None:
             if sample.finish_reason == "abort" or production.done():
@@ -221,6 +221,16 @@ class JobPeer:
             production.add_done_callback(lambda _: task.cancel())
 
         return judge
+
+    def _production(self, prompt: Prompt) -> asyncio.Task[Any] | None:
+        """What makes the prompt's group: not always the task that this runs in, for a flow may have several rollouts side by side."""
+        return self.holdings.in_flight.task_of(prompt.ref) or asyncio.current_task()
+
+    def _remember_until_it_ends(self, prompt: Prompt) -> None:
+        """What judges cannot judge of the prompt is asked again when it is issued again, and not before."""
+        practice, production = self.material.sources[prompt.source], self._production(prompt)
+        if practice.has_judges and production is not None:
+            production.add_done_callback(lambda _: practice.forget(prompt))
 
     def _judged_early(self, task: asyncio.Task[None]) -> None:
         self._early.discard(task)
@@ -252,6 +262,7 @@ class JobPeer:
         outcome = dropped(samples, rollout.truncated)
         if outcome is not None:
             return outcome
+        self._remember_until_it_ends(prompt)
         results = await practice.scored(prompt, samples)
         group = scored_group(prompt, samples, results, rollout, practice.source.sampling)
         self.holdings.note_scores(group)

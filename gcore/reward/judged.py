@@ -9,14 +9,13 @@ to be issued again.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 from gcore.config.judges import Fallback
 from gcore.config.spec import JudgeSpec, RewardSpec
 from gcore.reward.composed import blamed, composed, is_only_shown
 from gcore.reward.generative.errors import JudgeAway, JudgeError, Unjudgeable
-from gcore.reward.generative.judge import Judge
+from gcore.reward.generative.judge import Judge, caught
 from gcore.reward.registry import Response, RewardError, RewardResult
 from gcore.reward.scoring import Scored, Scorer
 from gcore.together import all_or_none
@@ -64,8 +63,12 @@ class Rewards:
         Judges that compare responses, and what fails, wait for the group.
         """
         judges = [judge for name in spec.judges if (judge := self.judges[name]).spec.mode == "pointwise"]
-        with suppress(JudgeError):
-            await all_or_none([judge.value(prompt, response) for judge in judges])
+        await all_or_none([caught(judge.value(prompt, response)) for judge in judges])
+
+    def forget(self, spec: RewardSpec, prompt: Prompt) -> None:
+        """What judges could not judge of a prompt is asked again from now on: by whoever issues it again."""
+        for name in spec.judges:
+            self.judges[name].forget(prompt.ref)
 
     async def _part(
         self, number: int, spec: RewardSpec, prompt: Prompt, responses: Sequence[Response]

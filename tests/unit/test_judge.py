@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import pytest
@@ -123,10 +124,22 @@ async def test_a_judge_that_stays_away_is_given_up_after_its_tries_and_asked_ane
 
 async def test_what_will_not_help_is_not_asked_again() -> None:
     court = Court(spec(tries=5), failures=[LONG])
+    assert numbers(await court.values("1", "1")) == ["too long"] * 2
     with pytest.raises(JudgeError, match="too long"):
         await court.value("1")
     assert len(court.fake.asked) == 1
-    assert court.heard == HeardOf(failures=["refused"])
+    assert court.heard == HeardOf(failures=["refused"], known=2)
+    court.judge.forget(PROMPT.ref)
+    assert (await court.value("1")).value == 1.0
+
+
+async def test_of_so_many_prompts_alone_it_is_remembered_what_cannot_be_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gcore.reward.generative.judge.MOST_IN_VAIN", 2)
+    court = Court(spec())
+    for seq in (0, 1, 2, 2, 1, 0):
+        prompt = replace(PROMPT, ref=PromptRef(0, 0, seq), text=str(seq))
+        await court.run(court.judge.values(prompt, ["hm"]))
+    assert [one.question for one in court.fake.asked] == ["0 hm", "1 hm", "2 hm", "0 hm"]
 
 
 async def test_an_answer_that_comes_too_late_is_asked_for_again_and_told_as_such() -> None:

@@ -21,6 +21,7 @@ from gcore.prompts.stream import PromptStream
 from gcore.reward.generative.errors import JudgeAway, JudgeError
 from gcore.reward.generative.judge import Judge
 from gcore.reward.generative.verdicts import CheckedParser, VerdictSpec
+from gcore.reward.generative.votes import Judgement
 from gcore.reward.judged import Rewards, Unjudged, functions_of
 from gcore.reward.registry import Response, RewardError, RewardResult
 from gcore.reward.scoring import DirectScorer, Scored
@@ -198,6 +199,34 @@ async def test_what_is_judged_early_is_not_asked_again() -> None:
     await court.clock.run(practice.scored(PROMPT, [sample("42"), sample("7")]))
     assert [one.question for one in court.fake.asked] == ["6*7= 42", "6*7= 7"]
     await court.clock.run(practice.judge_early(PROMPT, sample("what")))  # its error is told when the group is scored
+
+
+async def test_what_could_not_be_judged_early_is_asked_again_only_when_its_prompt_is_issued_again() -> None:
+    court = Court(job({"judge": "tutor"}, judge_tree()))
+    practice, odd = court.practice(), [sample("what"), sample("what")]
+    await court.clock.run(practice.judge_early(PROMPT, sample("what")))
+    for times in (1, 2):
+        with pytest.raises(EngineError, match="the answer cannot be read"):
+            await court.clock.run(practice.scored(PROMPT, odd))
+        assert len(court.fake.asked) == times
+        practice.forget(PROMPT)
+
+
+async def test_a_judge_that_fails_early_leaves_the_others_to_finish() -> None:
+    spec = job({"parts": [{"judge": "tutor"}, {"judge": "other"}]}, judge_tree(), judge_tree("other"))
+    court = Court(spec, [JudgeError("too long"), None])
+    waits = iter((1.0, 5.0))
+    court.fake.delay_s = lambda question: next(waits)
+    await court.clock.run(court.practice().judge_early(PROMPT, sample("42")))
+    assert await court.clock.run(court.rewards.judges["other"].values(PROMPT, ["42"])) == (Judgement(1.0, 1, 0),)
+    assert len(court.fake.asked) == 2
+
+
+async def test_a_question_that_could_not_be_put_early_is_put_again() -> None:
+    court = Court(job({"judge": "tutor"}, judge_tree()), [JudgeAway("no engine")])
+    practice = court.practice()
+    await court.clock.run(practice.judge_early(PROMPT, sample("42")))
+    assert [one.value for one in await court.clock.run(practice.scored(PROMPT, [sample("42")]))] == [1.0]
 
 
 async def test_no_prompt_is_begun_while_a_judge_has_all_the_questions_that_it_may_have() -> None:

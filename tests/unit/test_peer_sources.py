@@ -333,7 +333,7 @@ async def test_what_is_judged_early_goes_on_until_the_production_ends_whichever_
     job = Alone(tmp_path)
     prompt, clock = job.prompt("letters"), job.clock
     tutor = JudgeSpec.model_validate({"name": "tutor", "model": {"path": "j"}, "template": "{{ response }}"})
-    fake = FakeJudge(lambda question, seed: "0.5", clock, delay_s=lambda question: 5.0)
+    fake = FakeJudge(lambda question, seed: "hm" if question == "odd" else "0.5", clock, delay_s=lambda question: 5.0)
     rewards = Rewards(DirectScorer(), {"tutor": Judge.of(tutor, fake, HeardOf(), clock)})
     practice = job.peer.material.sources["letters"]
     judged = replace(practice, rewards=rewards, source=replace(practice.source, reward=RewardSpec(judge="tutor")))
@@ -367,6 +367,11 @@ async def test_what_is_judged_early_goes_on_until_the_production_ends_whichever_
     given_up.cancel()
     await clock.advance(0)
     assert fake.open == 0
+    job.engines.texts = ["odd"]
+    for times in (3, 4):
+        await produced(job, prompt, beside_a_greedy_one())
+        await clock.advance(6)
+        assert len(fake.asked) == times, "what cannot be judged is asked once in each production"
 
 
 def test_every_reward_of_a_job_is_found_under_a_name_also_where_evaluation_calls_a_source_the_same(

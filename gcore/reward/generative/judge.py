@@ -3,7 +3,7 @@
 A pointwise judge is asked about each response for itself, a pairwise one about the pairs of a group. A question that could
 not be asked is asked again, later and later, up to `tries` times (how long one try may take is known to whoever puts it: that it waits
 for an engine that is still being loaded is nobody's silence); one that cannot be judged is a `JudgeError`, in the place
-of the response that it was about. What becomes of the group then (`on_error`), how many questions are open, and which engine
+of the response that it was about, and is not asked again about the same prompt before `forget` is called: its answer would be the same. What becomes of the group then (`on_error`), how many questions are open, and which engine
 answers, is not decided here.
 
 Pairwise, an order that cannot be judged leaves its pair to the other order. But one that could not be *asked* makes both its
@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar, cast
 
@@ -29,11 +30,13 @@ from gcore.reward.generative.template import Question
 from gcore.reward.generative.verdicts import CheckedParser, find_parser
 from gcore.reward.generative.votes import Judgement, NotRead, judgement, read_all
 from gcore.together import all_or_none
-from gcore.types import Prompt
+from gcore.types import Prompt, PromptRef
 
 T = TypeVar("T")
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.2, 5.0
 """Before a question is asked again: twice as long each time."""
+MOST_IN_VAIN = 4096
+"""Prompts of which it is remembered what cannot be judged."""
 _EQUAL = Judgement(0.5, 0, 0)
 """Two responses with the same text, which nobody is asked about."""
 
@@ -63,7 +66,9 @@ class Judge:
         self._clock = clock
         self._parser = parser
         self._digest = spec_digest(spec)
-        self._remembered: Remembered[Judgement] = Remembered(spec.remembered)
+        self._remembered: Remembered[Judgement | JudgeError] = Remembered(spec.remembered)
+        self._in_vain: OrderedDict[PromptRef, set[bytes]] = OrderedDict()
+        """By prompt: the questions that were asked and cannot be judged."""
         self._once = self._classified if spec.kind == "classifier" else self._written
         self._open = 0
 
@@ -82,19 +87,19 @@ class Judge:
         """What a response is worth, of a pointwise judge. Raises JudgeError; JudgeAway if another time may help."""
         if self.spec.mode != "pointwise":
             raise RuntimeError(f"judge {self.spec.name!r} is pairwise: it says nothing of one response alone")
-        return await self._judged(self._question.about(prompt, response))
+        return await self._judged(prompt, self._question.about(prompt, response))
 
     async def values(self, prompt: Prompt, responses: Sequence[str]) -> tuple[Judgement | JudgeError, ...]:
         """What each response of a group is worth, or why it could not be judged."""
         if self.spec.mode == "pairwise":
             return await self._held_together(prompt, responses)
-        return tuple(await all_or_none([_caught(self.value(prompt, response)) for response in responses]))
+        return tuple(await all_or_none([caught(self.value(prompt, response)) for response in responses]))
 
     async def _held_together(self, prompt: Prompt, responses: Sequence[str]) -> tuple[Judgement | JudgeError, ...]:
         n = len(responses)
         pairs = pairs_of(n, self.spec.opponents)
         asked = orders(pairs)
-        outcomes = await all_or_none([_caught(self._compared(prompt, responses[i], responses[j])) for i, j in asked])
+        outcomes = await all_or_none([caught(self._compared(prompt, responses[i], responses[j])) for i, j in asked])
         told = dict(zip(asked, outcomes, strict=True))
         verdicts = {order: one.value for order, one in told.items() if isinstance(one, Judgement)}
         different = [(i, j) for i, j in pairs if responses[i] != responses[j]]
@@ -127,14 +132,33 @@ class Judge:
     async def _compared(self, prompt: Prompt, first: str, second: str) -> Judgement:
         if first == second:
             return _EQUAL
-        return await self._judged(self._question.between(prompt, first, second))
+        return await self._judged(prompt, self._question.between(prompt, first, second))
 
-    async def _judged(self, question: str) -> Judgement:
-        return await self._remembered.get(
-            question_key(self._digest, question),
-            lambda: self._once(question),
-            lambda: self._seen.remembered(self.spec.name),
+    async def _judged(self, prompt: Prompt, question: str) -> Judgement:
+        key = question_key(self._digest, question)
+        judged = await self._remembered.get(
+            key, lambda: self._settled(question), lambda: self._seen.remembered(self.spec.name)
         )
+        if isinstance(judged, Judgement):
+            return judged
+        self._in_vain.setdefault(prompt.ref, set()).add(key)
+        if len(self._in_vain) > MOST_IN_VAIN:
+            self.forget(next(iter(self._in_vain)))
+        raise type(judged)(judged.what, where=judged.where, fix=judged.fix, trace=judged.trace) from judged.__cause__
+
+    async def _settled(self, question: str) -> Judgement | JudgeError:
+        """The verdict, or why there can be none. Raises JudgeAway."""
+        try:
+            return await self._once(question)
+        except JudgeAway:
+            raise
+        except JudgeError as error:
+            return error
+
+    def forget(self, ref: PromptRef) -> None:
+        """What cannot be judged of this prompt is asked again from now on: by whoever issues it again."""
+        for key in self._in_vain.pop(ref, ()):
+            self._remembered.forget(key)
 
     async def _written(self, question: str) -> Judgement:
         ask = cast(Ask, self._ask)
@@ -187,7 +211,8 @@ class Judge:
             await self._clock.sleep(retry_delay(tries))
 
 
-async def _caught(judged: Awaitable[Judgement]) -> Judgement | JudgeError:
+async def caught(judged: Awaitable[Judgement]) -> Judgement | JudgeError:
+    """The verdict, or why there is none."""
     try:
         return await judged
     except JudgeError as error:

@@ -54,6 +54,10 @@ class Remembered(Generic[T]):
     def __len__(self) -> int:
         return len(self._kept)
 
+    def forget(self, key: bytes) -> None:
+        """Whoever asks `key` next asks anew."""
+        self._kept.pop(key, None)
+
     async def get(self, key: bytes, ask: Callable[[], Awaitable[T]], known: Callable[[], None]) -> T:
         """The verdict of the question `key`; `known` is called if it did not have to be asked. Raises what `ask` raises."""
         while True:
