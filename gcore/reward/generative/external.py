@@ -3,7 +3,7 @@
 One request an answer, each with its own seed. A server that does not answer, that has too much to do (429) or that fails (5xx) is
 `JudgeAway`, and is left alone for as long as it asks; one that refuses what it is asked is `JudgeError`, in its own words. A key
 that it does not take (401), or that is not paid for (402), is waited for (`gate`): it says nothing of the question. A 403 may, so its
-question is `JudgeAway`; several in a row are taken for the key's. Where several questions in a row have no answer, whatever the reason, it is the
+question is `JudgeAway`; several questions in a row are taken for the key's. Where several questions in a row have no answer, whatever the reason, it is the
 server's: all wait until one is answered (`gate`), for an outage says nothing of them either. Answers that have come are kept until all answers to their question have: they are
 paid for, and the next try asks only for the others.
 
@@ -39,7 +39,7 @@ BUSY_S = 1.0
 """A server that has too much to do and does not say for how long is left alone so long."""
 CONNECT_S = 10.0
 MOST_DENIED = 3
-"""Answers of status 403 in a row that are about one question or another; what follows is about the key."""
+"""Different questions in a row with a status of 403 that may be about them; what follows is about the key."""
 MOST_AWAY = 3
 """Different questions in a row without an answer that may be theirs; what follows is about the server."""
 MOST_KEPT = 4096
@@ -100,8 +100,8 @@ class ExternalAsk:
         self._kept: OrderedDict[tuple[str, int], Answer] = OrderedDict()
         self._uncounted = False
         self._unanswered = InARow(MOST_AWAY)
-        self._denied = 0
-        """Answers of status 403 in a row."""
+        self._denied = InARow(MOST_DENIED)
+        """Those of status 403."""
         self._http = httpx.AsyncClient(
             headers={} if key is None else {"Authorization": f"Bearer {key}"},
             timeout=httpx.Timeout(judge.timeout_s, connect=min(CONNECT_S, judge.timeout_s), pool=None),
@@ -142,7 +142,7 @@ class ExternalAsk:
         while True:
             async with self._gate.turn():
                 try:
-                    answer = await self._asked(body)
+                    answer = await self._asked(question, body)
                 except Forbidden:
                     raise
                 except JudgeAway as error:
@@ -158,7 +158,7 @@ class ExternalAsk:
             self._gate.away(error.what)
         return self._gate.is_away
 
-    async def _asked(self, body: Mapping[str, object]) -> Answer | None:
+    async def _asked(self, question: str, body: Mapping[str, object]) -> Answer | None:
         """None: the server does not take the key."""
         try:
             response, raw = await in_time(self._posted(body), self._judge.timeout_s, self._clock)
@@ -181,7 +181,7 @@ class ExternalAsk:
                 where=self._url,
                 fix="Lower max_new_tokens",
             ) from error
-        return self._read(response, raw)
+        return self._read(question, response, raw)
 
     async def _posted(self, body: Mapping[str, object]) -> tuple[httpx.Response, bytes]:
         """The response, and the bytes of its body. Raises TooLarge."""
@@ -193,7 +193,7 @@ class ExternalAsk:
                     raise TooLarge
         return response, bytes(raw)
 
-    def _read(self, response: httpx.Response, raw: bytes) -> Answer | None:
+    def _read(self, question: str, response: httpx.Response, raw: bytes) -> Answer | None:
         """What a response says. None: the server does not take the key. Raises JudgeAway, JudgeError."""
         status, tree, name = response.status_code, _parsed(raw), self._judge.name
         fate = fate_of(status)
@@ -201,8 +201,9 @@ class ExternalAsk:
         words = f" (status {status}{f': {said}' if said else ''})"
         if fate in ("key", "refused") or status == 403:
             self._heard()
-        self._denied = self._denied + 1 if status == 403 else 0
-        if fate == "key" or self._denied >= MOST_DENIED:
+        if status != 403:
+            self._denied.ended()
+        if fate == "key" or (status == 403 and self._denied.failed(question)):
             self._gate.refuse(f"judge {name!r} does not take the key{words}; {self._how_to_set()}")
         if fate == "key":
             return None
