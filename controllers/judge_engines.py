@@ -24,6 +24,7 @@ from gcore.config import JobSpec
 from gcore.config.spec import JudgeSpec
 from gcore.errors import DataError, EngineError, EngineUnreachable
 from gcore.metrics import Metrics
+from gcore.prompts.long_texts import TooLong, aside, check_length
 from gcore.prompts.render import PromptRenderer
 from gcore.reward.generative.asking import Answer
 from gcore.reward.generative.errors import JudgeAway, JudgeError
@@ -164,7 +165,7 @@ class EngineAsk:
 
     async def __call__(self, question: str, seeds: Sequence[int]) -> tuple[Answer, ...]:
         """One answer a seed; waits for an engine. Raises JudgeAway, JudgeError."""
-        tokens = self._tokens(question)
+        tokens = await aside(len(question), lambda: self._tokens(question))
         decode = self._renderer.tokenizer.decode
         try:
             samples = await self._book.generate(
@@ -187,14 +188,23 @@ class EngineAsk:
         )
 
     def _tokens(self, question: str) -> tuple[int, ...]:
+        """May run in a thread. Raises JudgeError."""
+        room = None if self._limit is None else self._limit - self._params.max_new_tokens
         try:
-            tokens = self._renderer.encode(self._renderer.render(question))
+            text = self._renderer.render(question)
+            check_length(text, room, self._renderer.encode)
+            tokens = self._renderer.encode(text)
         except DataError as error:
             raise JudgeError(error.what, where=error.where, fix=error.fix) from error
-        if self._limit is not None and len(tokens) + self._params.max_new_tokens > self._limit:
-            raise JudgeError(
-                f"the question has {len(tokens)} tokens, and with max_new_tokens ({self._params.max_new_tokens}) more than "
-                f"the {self._limit} of the judge's context",
-                fix="Shorten what its template shows, or take a judge with a longer context",
-            )
+        except TooLong as error:
+            raise self._unheld(str(error)) from None
+        if room is not None and len(tokens) > room:
+            raise self._unheld(f"{len(tokens)} tokens")
         return tokens
+
+    def _unheld(self, has: str) -> JudgeError:
+        return JudgeError(
+            f"the question has {has}, and with max_new_tokens ({self._params.max_new_tokens}) more than the {self._limit} of the "
+            "judge's context",
+            fix="Shorten what its template shows, or take a judge with a longer context",
+        )

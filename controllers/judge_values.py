@@ -17,14 +17,18 @@ from controllers.children import FIRST_WEIGHTS
 from controllers.engines import EngineBook
 from gcore.config.spec import JudgeSpec
 from gcore.errors import DataError, EngineError, EngineGaveUp, EngineUnreachable
+from gcore.prompts.long_texts import TooLong, aside, check_length
 from gcore.prompts.render import PromptRenderer
 from gcore.reward.generative.errors import JudgeAway, JudgeError
 
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    tokens: tuple[int, ...]
+    text: str
     score: asyncio.Future[float]
+
+
+Tokens = tuple[int, ...]
 
 
 class EngineValue:
@@ -51,7 +55,7 @@ class EngineValue:
     async def __call__(self, question: str) -> float:
         """The number; waits for an engine. Raises JudgeAway, JudgeError."""
         loop = asyncio.get_running_loop()
-        put = _Question(self._tokens(question), loop.create_future())
+        put = _Question(question, loop.create_future())
         if not self._waiting:
             loop.call_soon(self._send)  # when all that can be put now has been
         self._waiting.append(put)
@@ -69,9 +73,23 @@ class EngineValue:
         for question in asked:
             question.score.add_done_callback(lambda _: _given_up(task, asked))
 
-    async def _ask(self, asked: Sequence[_Question]) -> None:
+    async def _ask(self, put: Sequence[_Question]) -> None:
+        texts = [question.text for question in put]
+        found = await aside(sum(map(len, texts)), lambda: [self._tokens(text) for text in texts])
+        asked, tokens = list[_Question](), list[Tokens]()
+        for question, made in zip(put, found, strict=True):
+            if question.score.done():
+                continue
+            if isinstance(made, JudgeError):
+                question.score.set_exception(made)
+            else:
+                asked.append(question)
+                tokens.append(made)
+        if asked:
+            await self._request_scores(asked, tokens)
+
+    async def _request_scores(self, asked: Sequence[_Question], tokens: Sequence[Tokens]) -> None:
         try:
-            tokens = [question.tokens for question in asked]
             scores = await self._book.classify(FIRST_WEIGHTS, tokens, self._new_rid())
         except (EngineUnreachable, EngineGaveUp) as error:
             away = partial(JudgeAway, error.what, where=error.where, fix=error.fix)
@@ -96,19 +114,27 @@ class EngineValue:
         elif (error := task.exception()) is not None:  # a defect: whoever asked must hear of it
             _fail(asked, lambda: error)
 
-    def _tokens(self, question: str) -> tuple[int, ...]:
+    def _tokens(self, question: str) -> Tokens | JudgeError:
+        """Those of a question, or why it is not asked. May run in a thread."""
         try:
-            tokens = self._renderer.encode(self._renderer.render(question))
+            text = self._renderer.render(question)
+            check_length(text, self._limit, self._renderer.encode)
+            tokens = self._renderer.encode(text)
         except DataError as error:
-            raise JudgeError(error.what, where=error.where, fix=error.fix) from error
+            return JudgeError(error.what, where=error.where, fix=error.fix)
+        except TooLong as error:
+            return self._unheld(str(error))
         if not tokens:  # SGLang's scheduler dies of such a question
-            raise JudgeError("the question has no tokens", fix="Let its template show more than the response")
+            return JudgeError("the question has no tokens", fix="Let its template show more than the response")
         if self._limit is not None and len(tokens) >= self._limit:
-            raise JudgeError(
-                f"the question has {len(tokens)} tokens, which do not fit into the judge's context of {self._limit}",
-                fix="Shorten what its template shows, or take a judge with a longer context",
-            )
+            return self._unheld(f"{len(tokens)} tokens")
         return tokens
+
+    def _unheld(self, has: str) -> JudgeError:
+        return JudgeError(
+            f"the question has {has}, which do not fit into the judge's context of {self._limit}",
+            fix="Shorten what its template shows, or take a judge with a longer context",
+        )
 
 
 def _fail(asked: Sequence[_Question], error: Callable[[], BaseException]) -> None:
@@ -119,5 +145,5 @@ def _fail(asked: Sequence[_Question], error: Callable[[], BaseException]) -> Non
 
 def _given_up(task: asyncio.Task[None], asked: Sequence[_Question]) -> None:
     """Nobody waits for any of them any more."""
-    if all(question.score.cancelled() for question in asked):
-        task.cancel()
+    if all(question.score.done() for question in asked):
+        task.cancel()  # which does nothing to one that has answered them

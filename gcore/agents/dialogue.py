@@ -19,6 +19,7 @@ from gcore.agents.words import Message, message_of
 from gcore.environments.episode import Renderer, text_behind
 from gcore.environments.transcript import Transcript
 from gcore.errors import DataError
+from gcore.prompts.long_texts import check_length
 from gcore.types import FinishReason, Sample
 
 T = TypeVar("T")
@@ -51,14 +52,15 @@ class Shown:
 class Dialogue:
     """Grows by `answered`; `shown` looks only."""
 
-    def __init__(self, renderer: ChatRenderer, question: Question) -> None:
-        """Of the first question. Raises Refused if the template or the tokenizer does not take it."""
+    def __init__(self, renderer: ChatRenderer, question: Question, room: int | None = None) -> None:
+        """Of the first question, for which there is room for so many tokens. Raises Refused if the template or the tokenizer does not
+        take it, TooLong if it is far too long."""
         self._renderer = renderer
         self._tools = question.tools
         self._messages: tuple[Message, ...] = ()
         self._ended = False
         self._whole = Transcript()
-        self.before = self._taken(lambda: renderer.encode(renderer.render(question.messages, self._fields)))
+        self.before = self._taken(lambda: self._first(question, room))
         """The tokens of the first question."""
         if not self.before:
             raise Refused(400, "bad_messages", "the template makes nothing of the messages", param="messages")
@@ -96,14 +98,15 @@ class Dialogue:
                 return f"message {number} was another before"
         return f"it has {len(question.messages)} messages, and {len(self._messages)} were there before"
 
-    def shown(self, question: Question) -> Shown:
-        """What a question that goes on adds. Raises Refused."""
+    def shown(self, question: Question, room: int | None = None) -> Shown:
+        """What a question that goes on adds, for which there is room for so many tokens. Raises Refused, TooLong."""
         if not self._messages:
             return Shown((), "")
         last = len(self._messages) - 1
 
         def added() -> Shown:
             text = self._renderer.continued(question.messages, last, self._fields, ended=self._ended)
+            check_length(text, room, self._renderer.encode)
             ids = self._renderer.encode_behind(self.token_ids, text)
             return Shown(ids, text_behind(ids, self.token_ids, self._renderer))
 
@@ -123,6 +126,11 @@ class Dialogue:
     def sample(self, finish_reason: FinishReason) -> Sample:
         """The whole, as it is trained. At least one turn."""
         return replace(self._whole.sample(finish_reason), prompt_ids=self.before)
+
+    def _first(self, question: Question, room: int | None) -> tuple[int, ...]:
+        text = self._renderer.render(question.messages, self._fields)
+        check_length(text, room, self._renderer.encode)
+        return self._renderer.encode(text)
 
     @property
     def _fields(self) -> Mapping[str, Any]:

@@ -4,7 +4,9 @@
                  (`agent.max_tokens`). Who asks beyond one is told so with 429, and the response is one that was cut off, whatever the
                  agent does then. What the agent returns counts all the same
     history      a question that does not go on with what was said is refused with 409; with `agent.history: last` it begins
-                 a new conversation, and the response is the last one. Limits count over all of them
+                 a new conversation, and the response is the last one. Turns and the policy's own tokens count over all of them,
+                 all tokens in each
+    long texts   are rendered and tokenized in a thread (`gcore.prompts.long_texts`)
     time         runs while no question is being answered: how long engines take is not the agent's doing
     engines      one that fails is the production's business: the agent is told 503, and the response is made anew from the
                  beginning
@@ -28,9 +30,13 @@ from gcore.agents.words import answer_of
 from gcore.agents.written import Completion, Finish
 from gcore.clock import Clock
 from gcore.errors import GcoreError
+from gcore.prompts.long_texts import TooLong, aside
 from gcore.together import in_time
 from gcore.types import FinishReason, Sample
 
+OVER = 429
+"""The status of a question beyond a limit."""
+_TOO_LONG = "with this question the response has more than {} tokens (agent.max_tokens)"
 Say = Callable[[tuple[int, ...], int, tuple[str, ...], int], Awaitable[Sample]]
 """One answer of the policy: to these tokens, of so many at most, to one of these texts, behind so many that it made before."""
 
@@ -132,7 +138,7 @@ class Served:
         question = question_of(raw, self._rules)
         if again and self._last is not None and self._last[0] == question:
             return self._last
-        dialogue, shown = self._placed(question)
+        dialogue, shown = await aside(len(raw), lambda: self._placed(question))
         left = self._left(dialogue, shown)
         most = left if question.most is None else min(left, question.most)
         stop = tuple(dict.fromkeys((*self._stop, *question.stop)))
@@ -153,10 +159,13 @@ class Served:
         return self._last
 
     def _placed(self, question: Question) -> tuple[Dialogue, Shown]:
-        """The conversation that it belongs to, and what it adds. Raises Refused."""
-        now = self._dialogue
+        """The conversation that it belongs to, and what it adds. Raises Refused. Changes nothing: it may run in a thread."""
+        now, room = self._dialogue, self._limits.room
         if now is not None and now.goes_on(question):
-            return now, now.shown(question)
+            try:
+                return now, now.shown(question, room - now.length)
+            except TooLong:
+                raise _over(_TOO_LONG.format(room)) from None
         if now is not None and not self._restarts:
             raise Refused(
                 409,
@@ -165,17 +174,23 @@ class Served:
                 "sent and answered, with new ones behind them, or set agent.history: last",
                 param="messages",
             )
-        begun = Dialogue(self._renderer, question)
-        context, room = self._limits.context, self._limits.room
+        context = self._limits.context
+        try:
+            begun = Dialogue(self._renderer, question, None if context is None else context - room)
+        except TooLong as error:
+            raise self._unheld(str(error)) from None
         if context is not None and len(begun.before) + room > context:
-            raise Refused(
-                400,
-                "context_length_exceeded",
-                f"the first question has {len(begun.before)} tokens, and with {room} for the response (agent.max_tokens) the "
-                f"model's context of {context} does not hold it",
-                param="messages",
-            )
+            raise self._unheld(f"{len(begun.before)} tokens")
         return begun, Shown((), "")
+
+    def _unheld(self, has: str) -> Refused:
+        return Refused(
+            400,
+            "context_length_exceeded",
+            f"the first question has {has}, and with {self._limits.room} for the response (agent.max_tokens) the model's context of "
+            f"{self._limits.context} does not hold it",
+            param="messages",
+        )
 
     def _left(self, dialogue: Dialogue, shown: Shown) -> int:
         """Tokens that the policy may still make. Raises Refused if there are none."""
@@ -186,14 +201,15 @@ class Served:
         elif self._made >= limits.own:
             why = f"the policy has made {self._made} tokens, as many as it may (rollout.max_new_tokens)"
         elif dialogue.length + len(shown.ids) >= limits.room:
-            why = f"with this question the response has more than {limits.room} tokens (agent.max_tokens)"
+            why = _TOO_LONG.format(limits.room)
         if why:
-            self.cut = True
-            raise Refused(429, "rollout_limit", f"the response is over: {why}")
+            raise _over(why)
         return min(limits.own - self._made, limits.room - dialogue.length - len(shown.ids))
 
     def _told(self, why: Refused) -> Refused:
-        if why.status != 429:
+        if why.status == OVER:
+            self.cut = True
+        else:
             self._refused(why)
         return why
 
@@ -203,6 +219,10 @@ class Served:
             self._own_s += now - self._since
         self._since, self._asking = now, asking
         self._changed.set()
+
+
+def _over(why: str) -> Refused:
+    return Refused(OVER, "rollout_limit", f"the response is over: {why}")
 
 
 def _until(text: str, stop: tuple[str, ...]) -> tuple[str, bool]:

@@ -19,6 +19,7 @@ from gcore.environments.api import ENVIRONMENT, Done, EnvironmentFault, Message,
 from gcore.environments.registry import CheckedEnvironment
 from gcore.environments.transcript import Transcript
 from gcore.errors import DataError
+from gcore.prompts.long_texts import TooLong, aside, check_length
 from gcore.together import Hold, in_time
 from gcore.types import FinishReason, Sample
 
@@ -92,10 +93,11 @@ async def played(environment: CheckedEnvironment, say: Say, scene: Scene) -> Sam
 
 async def _played(environment: CheckedEnvironment, say: Say, scene: Scene) -> Sample:
     limits, whole = scene.limits, Transcript()
-    shown = _encoded(await _in_time(environment.reset(), scene), whole, scene, ended=False)
-    if len(shown[0]) >= limits.room:
+    shown = await _encoded(await _in_time(environment.reset(), scene), whole, scene, ended=False)
+    if shown is None or len(shown[0]) >= limits.room:
+        has = f"more than {limits.room}" if shown is None else len(shown[0])
         raise EnvironmentFault(
-            f"what is shown before the first turn has {len(shown[0])} tokens, and a response {limits.room} at most",
+            f"what is shown before the first turn has {has} tokens, and a response {limits.room} at most",
             where="environment.max_tokens",
             fix="Raise it, or show less",
         )
@@ -111,8 +113,8 @@ async def _played(environment: CheckedEnvironment, say: Say, scene: Scene) -> Sa
         found = await _in_time(environment.step(turn, chat=scene.renderer.chat), scene)
         if isinstance(found, Done):
             return _worth(whole.sample("stop"), found.reward)
-        shown = _encoded(found, whole, scene, ended=made.token_ids[-1:] == (scene.renderer.eos_token_id,))
-        if _is_cut_off(whole, len(shown[0]), limits):
+        shown = await _encoded(found, whole, scene, ended=made.token_ids[-1:] == (scene.renderer.eos_token_id,))
+        if shown is None or _is_cut_off(whole, len(shown[0]), limits):
             cut: FinishReason = "length"
             return whole.sample(cut)
 
@@ -126,16 +128,34 @@ def _worth(sample: Sample, reward: float | None) -> Sample:
     return sample if reward is None else replace(sample, reward_parts=((ENVIRONMENT, reward),))
 
 
-def _encoded(shown: Observation, whole: Transcript, scene: Scene, *, ended: bool) -> tuple[tuple[int, ...], str]:
-    """The tokens and the text of an observation behind what there is."""
-    renderer, before = scene.renderer, scene.prompt_ids + whole.token_ids
+Shown = tuple[tuple[int, ...], str]
+"""The tokens and the text of an observation behind what there is."""
+
+
+async def _encoded(found: Observation, whole: Transcript, scene: Scene, *, ended: bool) -> Shown | None:
+    """None if there is no room for it by far. A long one is tokenized in a thread."""
+    before, room = whole.token_ids, scene.limits.room - len(whole.token_ids)
     try:
-        if shown.messages:
-            ids = renderer.encode_behind(before, renderer.behind(shown.messages, scene.fields, ended=ended))
-            return ids, text_behind(ids, before, renderer)
-        return (renderer.encode_behind(before, shown.text), shown.text) if shown.text else ((), "")
+        return await aside(_characters(found), lambda: _shown(found, before, room, scene, ended=ended))
+    except TooLong:
+        return None
     except DataError as error:
         raise EnvironmentFault(f"what is to be shown cannot be ({error.what})", fix=error.fix) from error
+
+
+def _shown(found: Observation, made: tuple[int, ...], room: int, scene: Scene, *, ended: bool) -> Shown:
+    """Raises DataError, TooLong."""
+    renderer, before = scene.renderer, scene.prompt_ids + made
+    text = renderer.behind(found.messages, scene.fields, ended=ended) if found.messages else found.text
+    if not text:
+        return (), ""
+    check_length(text, room, lambda part: renderer.encode_behind(before, part))
+    ids = renderer.encode_behind(before, text)
+    return ids, text_behind(ids, before, renderer) if found.messages else text
+
+
+def _characters(found: Observation) -> int:
+    return len(found.text) + sum(len(str(message)) for message in found.messages)
 
 
 def text_behind(ids: Sequence[int], before: Sequence[int], renderer: Renderer) -> str:

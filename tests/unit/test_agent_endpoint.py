@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -361,3 +362,27 @@ async def test_the_agent_of_the_guide_works(talk: Talk) -> None:
     rollout = AgentRollout(talk.url, talk.token, {"prompt": "2+2", "answer": "4"}, {"tries": 3}, 7)
     assert await asyncio.to_thread(called, names["solver"], rollout) == {"reward": 0.5}
     assert talk.served.sample().text == "it is 3\nu:That is wrong. Try again.\na:it is 4"
+
+
+async def test_a_message_of_megabytes_is_refused_while_the_event_loop_goes_on(
+    talk: Talk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await talk.begin()
+    seen, encode = list[tuple[int, bool]](), Letters.encode
+
+    def slow(self: Letters, text: str) -> tuple[int, ...]:
+        seen.append((len(text), threading.current_thread() is threading.main_thread()))
+        return encode(self, text)
+
+    monkeypatch.setattr(Letters, "encode", slow)
+    long = {"role": "user", "content": "1" * 1_000_000}
+    first = await talk.post(json.dumps({"messages": [long]}))
+    assert (first.status_code, first.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert "the first question has more than" in first.json()["error"]["message"]
+    await talk.say("hi")
+    later = await talk.post(json.dumps({"messages": [*talk.messages, long]}))
+    assert (later.status_code, later.json()["error"]["code"]) == (429, "rollout_limit")
+    assert "more than 60 tokens (agent.max_tokens)" in later.json()["error"]["message"]
+    assert talk.served.sample().finish_reason == "length"
+    assert [length for length, main in seen if not main] == [4096, 4096], "of each the beginning, in a thread"
+    assert sum(length for length, main in seen if main) < 100

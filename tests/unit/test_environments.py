@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -325,6 +326,24 @@ class Game:
 
 
 games: list[Game] = []
+
+
+async def test_what_is_long_is_tokenized_in_a_thread_and_what_has_no_room_not_to_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    encode, seen = Letters.encode_behind, list[tuple[int, bool]]()
+
+    def told(self: Letters, before: Sequence[int], text: str) -> tuple[int, ...]:
+        seen.append((len(text), threading.current_thread() is threading.main_thread()))
+        return encode(self, before, text)
+
+    monkeypatch.setattr(Letters, "encode_behind", told)
+    shown = [Observation(), Observation("a" * 5000), Observation("b" * 1_000_000)]
+    sample = await played(checked(Game, shown=shown), Model("one", "two"), scene(room=6000))
+    assert (sample.finish_reason, len(sample.token_ids)) == ("length", 5008)
+    assert seen == [(5000, False), (16 * (6000 - 5008), False)]
+    with pytest.raises(EnvironmentFault, match="before the first turn has more than 200 tokens, and a response 200"):
+        await played(checked(Game, shown=[Observation("c" * 1_000_000)]), Model(), scene())
 
 
 async def test_what_an_environment_shows_first_belongs_to_the_response_and_its_reward_comes_along() -> None:

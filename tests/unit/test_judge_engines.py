@@ -177,6 +177,8 @@ async def test_a_question_that_does_not_fit_the_judges_context_is_refused_before
     await court.meet()
     with pytest.raises(JudgeError, match="more than the 8 of the judge's context"):
         await court.value("1 1 1 1")
+    with pytest.raises(JudgeError, match=r"more than \d+ tokens, and with max_new_tokens .2. more than the 8 of"):
+        await court.book.asker(spec.judges[0], renderer_of(0, spec.judges[0]), 8)("1 " * 500_000, [0])
     assert court.engines["a"].asked == []
     await court.book.close()
 

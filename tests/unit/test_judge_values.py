@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from gcore.errors import EngineError, SpecError
 from gcore.ledger.job import EnginePlace
 from gcore.metrics import Metrics
 from gcore.models.names import ModelError
+from gcore.prompts.render import PromptRenderer
 from gcore.reward.generative.errors import JudgeError
 from gcore.rollout.client import EngineClient
 from gcore.rollout.engine import launch as torch_launch
@@ -250,6 +252,43 @@ async def test_a_question_that_does_not_fit_is_refused_before_it_is_asked(folder
     said, worth = await court.values("1" * CONTEXT, "1" * (CONTEXT - 1))
     assert f"the question has {CONTEXT} tokens, which do not fit into the judge's context of {CONTEXT}" in str(said)
     assert worth == 2.0
+    await court.book.close()
+
+
+async def test_a_long_question_is_tokenized_beside_the_event_loop_and_not_to_its_end(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    court = Court(spec_of(folder), "a")
+    await court.meet()
+    encode, where = PromptRenderer.encode, list[tuple[int, bool]]()
+
+    def seen(self: PromptRenderer, text: str) -> tuple[int, ...]:
+        where.append((len(text), threading.current_thread() is threading.main_thread()))
+        return encode(self, text)
+
+    monkeypatch.setattr(PromptRenderer, "encode", seen)
+    said = await asyncio.gather(
+        *(court.judge.value(PROMPT, response) for response in ("1" * 500_000, "1")), return_exceptions=True
+    )
+    assert "tokens, which do not fit into the judge's context" in str(said[0])
+    assert (said[1].value, court.engines["a"].asked) == (2.0, [[[4]]])  # type: ignore[union-attr]
+    assert len(where) == 2
+    assert max(where)[0] < 5000
+    assert not any(main for _, main in where)
+    await court.book.close()
+
+
+async def test_one_that_does_not_fit_keeps_no_engine_at_work_for_those_that_nobody_waits_for(folder: Path) -> None:
+    court = Court(spec_of(folder), "a")
+    await court.meet()
+    engine = court.engines["a"]
+    engine.goes_on.clear()
+    refused, gone = (asyncio.create_task(court.judge.value(PROMPT, text)) for text in ("1" * CONTEXT, "1"))
+    await turns()
+    assert "do not fit" in str(refused.exception())
+    gone.cancel()
+    await turns()
+    assert len(engine.aborted) == 1
     await court.book.close()
 
 
