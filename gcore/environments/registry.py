@@ -97,8 +97,10 @@ class CheckedEnvironment:
             raise self._wrong(f"gave messages from {where} that are no mappings", "Give each a role and a content")
         if text and messages:
             raise self._wrong("showed a text and messages at once", "Show one of them")
-        # Half a surrogate pair, which no tokenizer takes, is spelt out.
-        return Observation(text.encode("utf-8", errors="backslashreplace").decode("utf-8"), tuple(messages))
+        try:
+            return Observation(_spelt(text), tuple(_spelt(message) for message in messages))
+        except RecursionError:
+            raise self._wrong(f"gave messages from {where} that hold themselves", "Correct it") from None
 
     def _done(self, found: Done) -> Done:
         reward = found.reward
@@ -118,3 +120,15 @@ class CheckedEnvironment:
     def _raised(self, error: BaseException, when: str) -> EnvironmentFault:
         said = f"environment {self._name!r} raised {sentence_of(error)} {when}"
         return EnvironmentFault(said, fix="Correct the environment", trace=trace_of(error))
+
+
+def _spelt(value: Any) -> Any:
+    """Texts, and those within, with half a surrogate pair, which no tokenizer takes, spelt out: a tool may echo what a model wrote."""
+    match value:
+        case str():
+            return value.encode("utf-8", errors="backslashreplace").decode("utf-8")
+        case Mapping():
+            return {_spelt(name): _spelt(one) for name, one in value.items()}
+        case list() | tuple():
+            return [_spelt(one) for one in value]
+    return value

@@ -446,3 +446,31 @@ async def test_the_tool_and_the_environment_of_the_guide_do_what_it_says() -> No
     assert (await guess("5", "9", guesses=2)).reward_parts == (("environment", 0.0),)
     with pytest.raises(EnvironmentFault, match="no option 'guess'"):
         await guess("5", guess=2)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+async def test_half_a_surrogate_pair_that_a_tool_echoes_is_spelt_out(chat: bool) -> None:
+    class Echo(OneTool):
+        names = ("calculator",)
+
+        async def call(self, name: str, argument: str) -> Said:
+            return Said(f"{argument} is no sum")
+
+    environment = CheckedEnvironment("tools", ToolEnvironment, Setting({}, {}, 1, Echo(), chat))
+    call = '<tool_call>{"name": "calculator", "arguments": {"sum": "\\ud83d"}}</tool_call>'
+    shown = await environment.step(Turn(call, 9, "stop", 1), chat=chat)
+    assert isinstance(shown, Observation)
+    assert "\\ud83d is no sum" in (shown.messages[0]["content"] if chat else shown.text)
+
+
+async def test_messages_are_spelt_out_however_deep_and_may_not_hold_themselves() -> None:
+    parts = {"role": "user", "content": [{"type": "text", "text": "\ud83d"}], "number": 3}
+    itself: dict[str, Any] = {"role": "user"}
+    itself["content"] = [itself]
+    environment = checked(Game, shown=[Observation(messages=(parts,)), Observation(messages=(itself,))])
+    shown = await environment.step(Turn("a", 1, "stop", 1), chat=True)
+    assert shown == Observation(
+        messages=({"role": "user", "content": [{"type": "text", "text": "\\ud83d"}], "number": 3},)
+    )
+    with pytest.raises(EnvironmentFault, match="that hold themselves"):
+        await environment.step(Turn("a", 1, "stop", 2), chat=True)
