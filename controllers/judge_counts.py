@@ -25,6 +25,7 @@ class JudgeCounts:
         self._tell = tell
         self._open: Counter[str] = Counter()
         self._answered = 0
+        """What is tried in vain is no progress: a wait for a server that refuses everything must be told."""
         self._asked: Counter[str] = Counter()
         self._unreadable: Counter[str] = Counter()
         self._next_told: dict[str, int] = {}
@@ -52,12 +53,11 @@ class JudgeCounts:
     def ended(self, judge: str) -> None:
         """A question that was put has an answer, or will have none."""
         self._open[judge] -= 1
-        self._answered += 1
         self._metrics.judge_open.labels(judge).set(self._open[judge])
 
     def asked(self, judge: str, seconds: float, tokens_in: int, tokens_out: int) -> None:
         """A question was answered."""
-        self._asked[judge] += 1
+        self._answered += 1
         self._metrics.judge_seconds.labels(judge).observe(seconds)
         self._metrics.judge_questions.labels(judge, "answered").inc()
         self._metrics.judge_tokens.labels(judge, "question").inc(tokens_in)

@@ -210,5 +210,7 @@ def test_what_waits_for_judges_is_counted_and_named() -> None:
     counts.begun("a")
     assert counts.scoring.what == "3 questions wait for judge 'a' and 'b'"
     counts.ended("a")
+    counts.asked("a", 1.0, 5, 1)
     counts.ended("a")
-    assert (counts.scoring.what, counts.scoring.scored) == ("1 question waits for judge 'b'", 2)
+    counts.failed("a", "away")
+    assert (counts.scoring.what, counts.scoring.scored) == ("1 question waits for judge 'b'", 1), "a failure is no progress"
