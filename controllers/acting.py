@@ -29,6 +29,7 @@ from gcore.config.agent import AgentSpec
 from gcore.environments.api import ENVIRONMENT
 from gcore.environments.pool import ToolPool
 from gcore.errors import EngineError
+from gcore.reward.pace import Scoring
 from gcore.rollout.client import SamplingParams
 from gcore.types import Sample
 
@@ -39,6 +40,11 @@ class Stage:
     def __init__(self, spec: AgentSpec, clock: Clock) -> None:
         self.pool = AgentPool(spec, clock)
         self.endpoint = Endpoint()
+
+    @property
+    def waits(self) -> Scoring:
+        """Who waits for a process of an agent."""
+        return self.pool.waits
 
     async def close(self) -> None:
         """No agent runs any more, and nothing is answered."""

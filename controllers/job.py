@@ -90,6 +90,7 @@ class JobRunner(JobStanding):
         self._faults = FaultBook(store, self.keys, identity.node)
         self.troubles = TroubleBook(store, self.keys, identity.node, clock)
         self._rewards: RewardPool | None = None
+        self._worlds: Worlds | None = None
         self._judge_engines: JudgeEngines | None = None
         self._external_judges: ExternalJudges | None = None
         self._judge_counts = JudgeCounts(metrics, lambda topic, said: self.troubles.note(f"{topic}-{self.node}", said))
@@ -185,7 +186,7 @@ class JobRunner(JobStanding):
             lambda news: self.troubles.note(f"reward-{self.node}", news),
         )
         self._rewards = rewards
-        worlds = new_worlds(spec, self._clock, self._faults.note)
+        worlds = self._worlds = new_worlds(spec, self._clock, self._faults.note)
         try:
             await self._work_on(spec, rewards, worlds)
         finally:
@@ -294,10 +295,14 @@ class JobRunner(JobStanding):
         )
 
     def note_scoring(self) -> None:
-        """See what the rewards and the judges are at, of which no change tells."""
-        seen = (self._rewards.scoring if self._rewards is not None else None, self._judge_counts.scoring)
-        if seen != (self._scoring, self._judging):
-            (self._scoring, self._judging), self._view = seen, None
+        """See what the rewards, the judges and the processes of agents and tools are at, of which no change tells."""
+        seen = (
+            self._rewards.scoring if self._rewards is not None else None,
+            self._judge_counts.scoring,
+            self._worlds.waits if self._worlds is not None else None,
+        )
+        if seen != (self._scoring, self._judging, self._crewing):
+            (self._scoring, self._judging, self._crewing), self._view = seen, None
 
     def note_engines(self) -> None:
         """See which engines have nothing to do."""

@@ -63,6 +63,7 @@ class JobStanding(ABC):
         self._lacks = ""
         self._scoring: Scoring | None = None
         self._judging: Scoring | None = None
+        self._crewing: Scoring | None = None
 
     @abstractmethod
     def hands(self) -> Hands:
@@ -166,6 +167,7 @@ class JobStanding(ABC):
             lacks=self._lacks,
             scoring=self._scoring,
             judging=self._judging,
+            crewing=self._crewing,
             hopeless=self._staff.hopeless(self._cluster.workers),
             remembered=self._remembered,
             leaving=self._leaving,

@@ -159,6 +159,8 @@ class JobView:
     """What this peer's rewards are at."""
     judging: Scoring | None = None
     """What this peer's questions to judges are at."""
+    crewing: Scoring | None = None
+    """Who waits for a process of this peer's agents or tools."""
     hopeless: str = ""
     """Why a worker of the job cannot be started here, after several tries."""
     leaving: bool = False

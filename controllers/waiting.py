@@ -49,6 +49,8 @@ PATIENCE_S: Mapping[str, float] = MappingProxyType(
         "order": 120.0,
         "reward": 30.0,
         "judge": 60.0,
+        "agent": 300.0,
+        "tools": 60.0,
         "exchange": 30.0,
         "train": 60.0,
         "finish": 120.0,
@@ -58,7 +60,9 @@ PATIENCE_S: Mapping[str, float] = MappingProxyType(
 )
 """By cause: seconds without progress after which a wait is told in an event. What is in flight for long is given up instead, and
 an engine that answers nothing is told by `controllers.pulse`' times."""
-LOCAL = frozenset({"material", "engines", "engine", "order", "reward", "judge", "recovery", "tidying"})
+LOCAL = frozenset(
+    {"material", "engines", "engine", "order", "reward", "judge", "agent", "tools", "recovery", "tidying"}
+)
 """Causes of this node alone: it tells them itself. The others are told by one of the peers for all."""
 
 
@@ -100,6 +104,9 @@ def waiting_for(view: JobView) -> Iterator[Wait]:
     if view.scoring is not None and view.scoring.waiting:
         yield Wait("reward", f"on {view.node} {view.scoring.what}", "wait reward", str(view.scoring.scored))
     yield from _judges(view)
+    if view.crewing is not None and view.crewing.waiting:
+        cause = "tools" if view.spec.agent is None else "agent"
+        yield Wait(cause, f"on {view.node} {view.crewing.what}", f"wait {cause}", str(view.crewing.scored))
     yield from _collectives(view)
     seal = view.seal
     if view.is_over or seal is None or seal.collects:

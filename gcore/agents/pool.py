@@ -19,6 +19,7 @@ from gcore.clock import Clock
 from gcore.config.agent import AgentSpec
 from gcore.reward.crew import Crew, Program
 from gcore.reward.lines import line_of
+from gcore.reward.pace import Scoring
 from gcore.reward.process import ProcessEnded, RewardProcess
 from gcore.together import end_all
 
@@ -60,6 +61,11 @@ class AgentPool:
             if isinstance(told, AgentFault):
                 raise told
             return told
+
+    @property
+    def waits(self) -> Scoring:
+        """Who waits for a process of an agent, and how many have been served."""
+        return self._crew.waits
 
     async def close(self) -> None:
         """End every process."""

@@ -20,6 +20,7 @@ from gcore.config.environment import ToolsSpec
 from gcore.environments.api import Said, Tools
 from gcore.reward.crew import Crew, Holding, Program
 from gcore.reward.lines import line_of
+from gcore.reward.pace import Scoring
 from gcore.reward.process import ProcessEnded
 
 LONGEST_ARGUMENT = 1 << 16
@@ -70,6 +71,11 @@ class ToolPool:
                 return self._failed(f"tool {name!r} took the process that ran it with it")
             loan.fit = True  # not of one whose caller has gone: its answer would be taken for another's
             return told
+
+    @property
+    def waits(self) -> Scoring:
+        """Who waits for a process of the tools, and how many have been served."""
+        return self._crew.waits
 
     async def close(self) -> None:
         """End every process."""

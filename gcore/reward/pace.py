@@ -21,7 +21,7 @@ WEIGHT = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """What a pool of rewards is at: responses that wait, those it has scored so far, and a sentence."""
+    """What a pool of rewards, or of other processes, is at: responses that wait, those it has served so far, and a sentence."""
 
     waiting: int
     scored: int

@@ -22,6 +22,7 @@ from gcore.config.agent import AgentSpec
 from gcore.environments.api import ENVIRONMENT
 from gcore.errors import EngineError
 from gcore.plugins import PluginFault
+from gcore.reward.pace import Scoring
 from gcore.reward.registry import RewardError
 from gcore.rollout.client import SamplingParams
 from gcore.types import FinishReason, Prompt, PromptRef, Sample, Version, VersionSpan
@@ -308,6 +309,7 @@ async def test_a_production_that_is_given_up_ends_its_agents_and_all_they_starte
                 await asyncio.sleep(0.02)
         (process,) = stage.pool._crew._running
         known = identify(process.pid)
+        assert stage.waits == Scoring(1, 0, "1 response waits for a free process of agent 'odd'")
         doing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await doing

@@ -17,6 +17,7 @@ from controllers.decide import decide
 from controllers.troubles import TroubleBook
 from controllers.view import EngineView, JobView, RankView
 from controllers.waiting import PATIENCE_S, Wait, waiting_for
+from gcore.config.agent import AgentSpec
 from gcore.config.rollout import RolloutSpec
 from gcore.config.train import TrainSpec
 from gcore.ledger.guarded import TxnOutcome
@@ -60,6 +61,18 @@ def test_rewards_that_wait_are_named_and_move_when_one_is_scored() -> None:
     assert one.key == two.key
     assert one.stall != two.stall
     assert "reward" not in waits(replace(running_job(), scoring=Scoring(0, 8, "")))
+
+
+@pytest.mark.parametrize("cause", ["tools", "agent"])
+def test_who_waits_for_a_process_of_agents_or_tools_is_named_and_moves_when_one_is_free(cause: str) -> None:
+    view = running_job()
+    if cause == "agent":
+        view = replace(view, spec=view.spec.model_copy(update={"agent": AgentSpec(name="solver")}))
+    one, two = (waits(replace(view, crewing=Scoring(3, done, "3 responses wait for x")))[cause] for done in (7, 8))
+    assert one.what == "on node-0 3 responses wait for x"
+    assert one.key == two.key
+    assert one.stall != two.stall
+    assert cause not in waits(replace(view, crewing=Scoring(0, 8, "")))
 
 
 def test_a_rank_in_a_step_moves_with_its_progress_and_stands_still_without() -> None:
