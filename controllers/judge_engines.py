@@ -27,7 +27,7 @@ from gcore.metrics import Metrics
 from gcore.prompts.long_texts import TooLong, aside, check_length
 from gcore.prompts.render import PromptRenderer
 from gcore.reward.generative.asking import Answer
-from gcore.reward.generative.errors import JudgeAway, JudgeError
+from gcore.reward.generative.errors import JudgeAway, JudgeError, unanswered
 from gcore.rollout.client import EngineClient, SamplingParams
 from gcore.together import end_all
 from gcore.worker.records import WorkerRecord
@@ -172,7 +172,7 @@ class EngineAsk:
                 FIRST_WEIGHTS, [tokens] * len(seeds), self._params, seeds, self._new_rid(), None, decode
             )
         except EngineUnreachable as error:
-            raise JudgeAway(error.what, where=error.where, fix=error.fix) from error
+            raise unanswered(error) from error
         except EngineError as error:
             raise JudgeError(error.what, where=error.where, fix=error.fix) from error
         if any(sample.finish_reason == "abort" for sample in samples):

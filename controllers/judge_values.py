@@ -19,7 +19,7 @@ from gcore.config.spec import JudgeSpec
 from gcore.errors import DataError, EngineError, EngineGaveUp, EngineUnreachable
 from gcore.prompts.long_texts import TooLong, aside, check_length
 from gcore.prompts.render import PromptRenderer
-from gcore.reward.generative.errors import JudgeAway, JudgeError
+from gcore.reward.generative.errors import JudgeError, unanswered
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +92,7 @@ class EngineValue:
         try:
             scores = await self._book.classify(FIRST_WEIGHTS, tokens, self._new_rid())
         except (EngineUnreachable, EngineGaveUp) as error:
-            away = partial(JudgeAway, error.what, where=error.where, fix=error.fix)
-            _fail(asked, away)
+            _fail(asked, partial(unanswered, error))
         except EngineError as error:
             if len(asked) == 1:
                 _fail(asked, partial(JudgeError, error.what, where=error.where, fix=error.fix))

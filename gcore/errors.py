@@ -63,6 +63,10 @@ class EngineUnreachable(EngineError):
     """No answer from an engine; the request may go to another."""
 
 
+class EngineLate(EngineUnreachable):
+    """Nothing came from an engine in time."""
+
+
 class EngineGaveUp(EngineError):
     """An engine was told to give up on a request, or was paused; the request may be put again."""
 

@@ -176,7 +176,12 @@ class JudgeSpec(Section):
         "(flow.max_reissues); fail_group: the prompt has failed; {fallback: NAME}: that reward scores instead",
     )
     tries: PositiveInt = Field(3, description="Engines or requests that are tried for one question before on_error")
-    timeout_s: PositiveFloat = Field(120.0, le=3600, description="Longest wait for the answers to one question")
+    timeout_s: PositiveFloat = Field(
+        120.0,
+        le=3600,
+        description="Longest wait for the answer of an external judge; of the cluster's own, the longest time in which its engine "
+        "sends nothing, with what it has queued before the question in it",
+    )
     remembered: Annotated[int, Field(ge=0, le=10_000_000)] = Field(
         10_000, description="Questions whose verdicts each controller remembers; the same question is not asked again"
     )

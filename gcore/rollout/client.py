@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import httpx
 
-from gcore.errors import EngineError, EngineGaveUp, EngineUnreachable
+from gcore.errors import EngineError, EngineGaveUp, EngineLate, EngineUnreachable
 from gcore.rollout.native_api import failure_of, is_growing, sample_of, sampling_body, score_of, words_of
 from gcore.rollout.transport import STREAMED, PlainTransport, lines_of
 from gcore.types import Sample, Version
@@ -322,7 +322,9 @@ class EngineClient:
         return EngineError(f"the engine refused {path} (status {status}){said}", where=self.base_url)
 
     def _unreachable(self, path: str, error: httpx.HTTPError) -> EngineUnreachable:
-        return EngineUnreachable(
+        # An engine to which there is no connection is away, however long that took to see.
+        late = isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout)
+        return (EngineLate if late else EngineUnreachable)(
             f"the engine did not answer {path} ({str(error) or type(error).__name__})", where=self.base_url
         )
 

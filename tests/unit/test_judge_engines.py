@@ -52,12 +52,13 @@ class Engine:
     def __init__(self) -> None:
         self.asked: list[Any] = []
         self.is_away = False
+        self.failure: httpx.TransportError = httpx.ConnectError("nobody")
         self.serves = "0.0"
         self.reason: dict[str, Any] = {"type": "stop"}
 
     async def answer(self, request: httpx.Request) -> httpx.Response:
         if self.is_away:
-            raise httpx.ConnectError("nobody")
+            raise self.failure
         if request.url.path != "/generate":
             return httpx.Response(200, json={"weight_version": self.serves, "success": True})
         body = json.loads(request.content)
@@ -159,6 +160,26 @@ async def test_a_question_goes_to_another_engine_when_its_own_is_lost(spec: JobS
     await court.clock.advance(AGAIN_S)
     await court.look()
     assert court.book.serving("tutor") == 2
+    await court.book.close()
+
+
+@pytest.mark.parametrize(
+    ("failure", "result"),
+    [
+        pytest.param(httpx.ReadTimeout("the time is up"), "timeout", id="silent"),
+        pytest.param(httpx.ConnectTimeout("no connection in time"), "away", id="no connection"),
+        pytest.param(httpx.ConnectError("refused"), "away", id="refused"),
+    ],
+)
+async def test_a_question_to_an_engine_that_sends_nothing_in_time_is_told_as_such(
+    spec: JobSpec, failure: httpx.TransportError, result: str
+) -> None:
+    court = Court(spec, "a", "b")
+    await court.meet()
+    court.engines["a"].is_away, court.engines["a"].failure = True, failure
+    assert [await court.value("1"), await court.value("2"), await court.value("3")] == [1.0, 0.0, 0.0]
+    told = {one: court.seen("gcore_judge_questions_total", result=one) for one in ("away", "timeout", "answered")}
+    assert told == {"away": None, "timeout": None, "answered": 3, result: 1}
     await court.book.close()
 
 

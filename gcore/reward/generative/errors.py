@@ -5,7 +5,7 @@ Names only; whoever catches them says what becomes of the response (`on_error` o
 
 from __future__ import annotations
 
-from gcore.errors import GcoreError
+from gcore.errors import EngineError, EngineLate, GcoreError
 
 
 class JudgeError(GcoreError):
@@ -29,6 +29,12 @@ class JudgeAway(JudgeError):
 
 class JudgeLate(JudgeAway):
     """It gave no answer in time."""
+
+
+def unanswered(error: EngineError) -> JudgeAway:
+    """What an engine's error is that did not answer a question."""
+    failure = JudgeLate if isinstance(error, EngineLate) else JudgeAway
+    return failure(error.what, where=error.where, fix=error.fix)
 
 
 class Unreadable(GcoreError):
