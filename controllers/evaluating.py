@@ -26,7 +26,7 @@ from controllers.engines import EngineBook
 from controllers.eval_marks import Answered, Mark, marked, total_of
 from controllers.eval_turns import equipped, order, to_take
 from controllers.material import Material, Practice, eval_seed
-from controllers.step import Look, reissue_delay
+from controllers.step import Look
 from controllers.turns import TURN_SECONDS
 from gcore.clock import Clock
 from gcore.config.evaluation import EvalDraws
@@ -34,6 +34,7 @@ from gcore.errors import EngineError
 from gcore.ledger.evaluation import PartPlan, compose, cut
 from gcore.ledger.job import EvalPart, Evaluation
 from gcore.prompts.source import EvalSource
+from gcore.retrying import retry_delay
 from gcore.together import all_or_none, end_all
 from gcore.types import Version
 
@@ -182,7 +183,7 @@ class Evaluator:
                 work.delivered.add(number)
             else:
                 tries = work.tries[number] = work.tries.get(number, 0) + 1
-                work.not_before[number] = now + reissue_delay(tries)
+                work.not_before[number] = now + retry_delay(tries)
 
     async def _conclude(self, work: _Round, parts: Mapping[int, EvalPart], now: float) -> None:
         """Compose the evaluation, one peer after the other: all would write the same."""

@@ -19,10 +19,10 @@ from controllers.engine_lines import Line
 from controllers.owing import Expect, Owing
 from controllers.pulse import EnginePatience
 from controllers.routing import Following, Load, Seat, route
-from controllers.step import reissue_delay
 from gcore.clock import Clock
 from gcore.errors import EngineError, EngineUnreachable
 from gcore.metrics import Metrics
+from gcore.retrying import retry_delay
 from gcore.rollout.client import Growing, SamplingParams
 from gcore.types import Sample, Version
 
@@ -104,7 +104,7 @@ class Generating:
                 if responses.is_whole:
                     return self._outlived(responses, ())
                 if fruitless:
-                    await self._clock.sleep(reissue_delay(fruitless))
+                    await self._clock.sleep(retry_delay(fruitless))
             else:
                 return self._outlived(responses, made)
 

@@ -26,7 +26,6 @@ class JudgeCounts:
         self._open: Counter[str] = Counter()
         self._answered = 0
         """What is tried in vain is no progress: a wait for a server that refuses everything must be told."""
-        self._asked: Counter[str] = Counter()
         self._unreadable: Counter[str] = Counter()
         self._next_told: dict[str, int] = {}
         self._waits: dict[str, str] = {}
@@ -40,10 +39,6 @@ class JudgeCounts:
         count = "1 question waits" if waiting == 1 else f"{waiting} questions wait"
         why = "".join(f"; {one}" for _, one in sorted(self._waits.items()))
         return Scoring(waiting, self._answered, f"{count} for judge {names}{why}")
-
-    def open(self, judge: str) -> int:
-        """Questions to a judge that are under way."""
-        return self._open[judge]
 
     def begun(self, judge: str) -> None:
         """A question is put."""

@@ -79,10 +79,6 @@ class JudgeEngines:
         """What is known of all of them."""
         return {instance: view for book in self._books.values() for instance, view in book.views.items()}
 
-    def serving(self, judge: str) -> int:
-        """How many engines answer for a judge now."""
-        return sum(view.version is not None for view in self._books[judge].views.values())
-
     async def aim(self, workers: Mapping[str, WorkerRecord]) -> None:
         """These workers are there now; those that serve a judge of the job are asked from now on."""
         for name, book in self._books.items():

@@ -27,6 +27,7 @@ from gcore.flows.filters import FilterError
 from gcore.flows.fit import given, misfit
 from gcore.ledger.ancestry import is_acceptable, is_ancestor
 from gcore.plugins import trace_of
+from gcore.retrying import retry_delay
 from gcore.reward.registry import RewardError
 from gcore.types import Group, Outcome, Prompt, PromptRef, Version
 
@@ -82,15 +83,6 @@ class Producer(Protocol):
     def check_filtered(self, group: Group) -> None:
         """Raises SpecError for a group that the spec's filters have not seen."""
         ...
-
-
-FIRST_DELAY_S, LONGEST_DELAY_S = 0.2, 5.0
-"""Before a prompt is issued again when no engine could be reached: twice as long each time."""
-
-
-def reissue_delay(tries: int) -> float:
-    """Seconds to wait after `tries` (from 1) in vain."""
-    return min(FIRST_DELAY_S * 2.0 ** min(tries - 1, 16), LONGEST_DELAY_S)
 
 
 class JobStep:
@@ -290,7 +282,7 @@ class JobBatch:
             if tries > self._peer.material.spec.flow.max_reissues:
                 self._step.end(ref, Outcome("failed", f"issued {tries} times, the last: {error}"), prompt.source)
             elif isinstance(error, EngineUnreachable):
-                await self._peer.clock.sleep(reissue_delay(tries))  # still in flight, so not issued meanwhile
+                await self._peer.clock.sleep(retry_delay(tries))  # still in flight, so not issued meanwhile
         except SystemExit as error:  # let through, it would end this process
             self._step.fail(error)
         finally:

@@ -17,9 +17,9 @@ from controllers.changes import Changes
 from controllers.engines import EngineBook
 from controllers.generating import MOST_FRUITLESS
 from controllers.pulse import EnginePatience
-from controllers.step import reissue_delay
 from gcore.errors import EngineError, EngineUnreachable
 from gcore.metrics import Metrics
+from gcore.retrying import retry_delay
 from gcore.rollout.client import EngineClient, SamplingParams
 from gcore.testing import FakeClock
 from gcore.types import Sample, Version, VersionSpan
@@ -313,7 +313,7 @@ async def test_what_was_told_outlives_the_other_engines_of_the_node_too(tmp_path
     assert node.asked == [(1, 5, 6)] * MOST_FRUITLESS
     assert sample.token_ids == (5, 6, 8)
     assert node.kept == 2, "and each token once"
-    pauses = sum(reissue_delay(tries) for tries in range(1, MOST_FRUITLESS))
+    pauses = sum(retry_delay(tries) for tries in range(1, MOST_FRUITLESS))
     assert node.clock.monotonic() - begun == pytest.approx(pauses), "later and later, as with what is issued again"
 
 

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from gcore.config.judges import JudgeSpec
 from gcore.errors import SpecError
+from gcore.retrying import FIRST_DELAY_S, LONGEST_DELAY_S, retry_delay
 from gcore.reward.generative import Ask, Judge, JudgeAway, JudgeError, Judgement, Value
 from gcore.reward.generative.errors import JudgeLate
-from gcore.reward.generative.judge import FIRST_DELAY_S, LONGEST_DELAY_S, retry_delay, vote_seed
+from gcore.reward.generative.judge import vote_seed
 from gcore.testing import FakeClock
 from gcore.testing.fake_judge import FakeClassifier, FakeJudge, HeardOf
 from gcore.types import Prompt, PromptRef
@@ -158,6 +159,16 @@ async def test_a_judge_is_full_while_as_many_questions_are_open_as_it_may_have()
     assert court.fake.open == 2, "the same question is open once"
     await court.clock.advance(60.0)
     await asyncio.gather(*judging)
+    assert not court.judge.is_full
+
+
+async def test_a_question_between_two_tries_is_open() -> None:
+    court = Court(spec(queue=1, tries=3), failures=[AWAY] * 2)
+    judging = asyncio.create_task(court.judge.value(PROMPT, "1"))
+    await court.clock.advance(retry_delay(1) / 2)
+    assert (court.fake.open, court.judge.is_full) == (0, True)
+    await court.clock.advance(retry_delay(1) + retry_delay(2))
+    await judging
     assert not court.judge.is_full
 
 
@@ -309,7 +320,7 @@ SEED_OF_TUTOR = 5466993238604442438
 
 
 def test_tries_are_spaced_more_and_more_up_to_a_limit() -> None:
-    assert [retry_delay(tries) for tries in (1, 2, 3, 1000)] == [FIRST_DELAY_S, 0.4, 0.8, LONGEST_DELAY_S]
+    assert [retry_delay(tries) for tries in (1, 2, 5, 6, 1000)] == [FIRST_DELAY_S, 0.4, 3.2, LONGEST_DELAY_S, 5.0]
 
 
 @pytest.mark.parametrize(

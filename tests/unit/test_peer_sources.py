@@ -20,7 +20,7 @@ from controllers.holdings import Holdings
 from controllers.material import material_of, rewards_of
 from controllers.ordering import EpochOrders
 from controllers.peer import JobPeer
-from controllers.step import JobBatch, JobStep, reissue_delay
+from controllers.step import JobBatch, JobStep
 from controllers.stopwatch import Stopwatch
 from controllers.view import JobView
 from gcore.config import JobSpec, parse_spec
@@ -433,10 +433,6 @@ async def test_a_group_that_a_flow_scored_itself_with_what_is_no_number_fails_it
     assert ended.kind == "failed"
     assert "not finite in float32" in ended.reason
     assert job.holdings.offers == {}
-
-
-def test_the_longest_delay_is_five_seconds() -> None:
-    assert [reissue_delay(tries) for tries in (1, 5, 6, 1000)] == [0.2, 3.2, 5.0, 5.0]
 
 
 async def test_an_evaluation_is_greedy_and_has_an_accuracy_for_each_source(tmp_path: Path) -> None:

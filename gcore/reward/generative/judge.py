@@ -22,6 +22,7 @@ from typing import Any, TypeVar, cast
 from gcore.clock import Clock
 from gcore.config.judges import JudgeSpec
 from gcore.config.reward import LARGEST
+from gcore.retrying import retry_delay
 from gcore.reward.generative.asking import Answer, Ask, Seen, Value
 from gcore.reward.generative.errors import JudgeAway, JudgeError, JudgeLate, Unjudgeable
 from gcore.reward.generative.pairs import Pair, disagreed, orders, pairs_of, values_of
@@ -33,17 +34,10 @@ from gcore.together import all_or_none
 from gcore.types import Prompt, PromptRef
 
 T = TypeVar("T")
-FIRST_DELAY_S, LONGEST_DELAY_S = 0.2, 5.0
-"""Before a question is asked again: twice as long each time."""
 MOST_IN_VAIN = 4096
 """Prompts of which it is remembered what cannot be judged."""
 _EQUAL = Judgement(0.5, 0, 0)
 """Two responses with the same text, which nobody is asked about."""
-
-
-def retry_delay(tries: int) -> float:
-    """Seconds to wait after `tries` (from 1) in vain."""
-    return min(FIRST_DELAY_S * 2.0 ** min(tries - 1, 16), LONGEST_DELAY_S)
 
 
 def vote_seed(judge: str, question: str, vote: int) -> int:
@@ -193,22 +187,23 @@ class Judge:
     async def _tried(self, once: Callable[[], Coroutine[Any, Any, T]]) -> tuple[float, T]:
         """What a question gives, and when the try began that gave it. Raises JudgeError."""
         tries = 0
-        while True:
-            tries += 1
-            began = self._clock.monotonic()
-            self._open += 1
-            try:
-                return began, await once()
-            except JudgeAway as error:
-                self._seen.failed(self.spec.name, "timeout" if isinstance(error, JudgeLate) else "away")
-                if tries >= self.spec.tries:
+        self._open += 1  # also between two tries: it waits for the judge
+        try:
+            while True:
+                tries += 1
+                began = self._clock.monotonic()
+                try:
+                    return began, await once()
+                except JudgeAway as error:
+                    self._seen.failed(self.spec.name, "timeout" if isinstance(error, JudgeLate) else "away")
+                    if tries >= self.spec.tries:
+                        raise
+                except JudgeError:
+                    self._seen.failed(self.spec.name, "refused")
                     raise
-            except JudgeError:
-                self._seen.failed(self.spec.name, "refused")
-                raise
-            finally:
-                self._open -= 1
-            await self._clock.sleep(retry_delay(tries))
+                await self._clock.sleep(retry_delay(tries))
+        finally:
+            self._open -= 1
 
 
 async def caught(judged: Awaitable[Judgement]) -> Judgement | JudgeError:
