@@ -59,8 +59,10 @@ class ExternalJudges:
         """Judges of which it was told here that all is spent."""
 
     def asker(self, number: int, judge: JudgeSpec) -> ExternalAsk:
-        """What puts questions to judge `number`. Raises DataError without its key."""
+        """What puts questions to judge `number`: one, however often a preparation is tried. Raises DataError without its key."""
         assert judge.external is not None
+        if (known := self._asks.get(judge.name)) is not None:
+            return known
         key = key_of(judge, self._environ, f"judges.{number}")
         gate = Gate(judge.name, judge.external, self.spending, self._counts, self._clock, self._peers)
         ask = ExternalAsk(judge, key, gate, self.spending, self._counts, self._clock)

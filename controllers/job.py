@@ -190,6 +190,7 @@ class JobRunner(JobStanding):
         try:
             await self._work_on(spec, rewards, worlds)
         finally:
+            await self._external_judges.close()
             await rewards.close()
             if worlds is not None:
                 await worlds.close()
@@ -268,7 +269,6 @@ class JobRunner(JobStanding):
             await peer.close()
             await self._engines.close()
             await self._judge_engines.close()
-            await external.close()
             await orders.close()
 
     def _preparation(self, scorer: Scorer) -> Preparation:

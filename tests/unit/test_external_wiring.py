@@ -44,11 +44,15 @@ async def test_a_controller_asks_with_its_key_and_its_node_remembers_what_that_c
         spec = parse_spec(tree | {"judges": [{"name": "far", "template": "{{ response }}?", "external": outside}]})
         external, counts = runner._new_external(spec), JudgeCounts(metrics, lambda topic, said: None)
         engines: Any = None  # the cluster serves none of them
-        judge = open_judges(spec, engines, counts, clock, external)["far"]
+        opened = [open_judges(spec, engines, counts, clock, external)["far"] for _ in range(2)]
+        judge = opened[-1]  # a preparation that was tried twice
         assert (await judge.value(PROMPT, "3")).value == 0.5
         assert (await judge.value(PROMPT, "3")).value == 0.5
         assert [asked["messages"] for asked in fake.asked] == [[{"role": "user", "content": "3?"}]]
         await external.close()
+        for one in opened:
+            with pytest.raises(RuntimeError, match="client has been closed"):
+                await one.value(PROMPT, "4")
     kv = await store.get(JobKeys("u").spent("n"))
     assert kv is not None
     assert NodeSpent.decode(kv.value).uses["far"].tokens_out == 2
