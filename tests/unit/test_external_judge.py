@@ -228,6 +228,14 @@ async def test_a_server_that_is_away_for_long_fails_no_question_and_is_told_once
     assert len(shop.requests) == 45
 
 
+async def test_a_judge_with_a_fallback_waits_for_no_server() -> None:
+    shop = Shop(judge(on_error={"fallback": "exact"}), *[httpx.Response(500)] * 10)
+    for number in range(10):
+        with pytest.raises(JudgeAway):
+            await shop.asked(question=str(number))
+    assert not shop.gate.is_away
+
+
 async def test_a_server_that_is_soon_back_is_told_to_nobody() -> None:
     shop = Shop(judge(), *[httpx.Response(500)] * 4)
     for number in range(MOST_AWAY - 1):

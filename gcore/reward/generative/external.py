@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 import httpx
 
 from gcore.clock import Clock
-from gcore.config.judges import ExternalJudge, JudgeSpec
+from gcore.config.judges import ExternalJudge, Fallback, JudgeSpec
 from gcore.errors import DataError
 from gcore.reward.generative.asking import Answer
 from gcore.reward.generative.completions import Garbled, completion_of, fate_of, request_of, retry_after_s, words_of
@@ -154,6 +154,8 @@ class ExternalAsk:
 
     def _is_outage(self, question: str, error: JudgeAway) -> bool:
         """Whether a question that had no answer is one of many, and waits."""
+        if isinstance(self._judge.on_error, Fallback):
+            return False  # nothing is lost, and somebody has said what scores meanwhile
         if self._unanswered.failed(question):
             self._gate.away(error.what)
         return self._gate.is_away
