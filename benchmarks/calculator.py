@@ -15,8 +15,9 @@ import os
 import subprocess
 import sys
 import tempfile
+from itertools import pairwise
 from pathlib import Path
-from time import monotonic
+from time import monotonic, time
 from typing import Any
 
 from measured import RESULTS, ROOT, circumstances
@@ -37,12 +38,13 @@ def one_run(kind: str, seed: int, example: Path, steps: int | None) -> dict[str,
         changes |= {"eval.path": example / "eval.jsonl"} | ({} if steps is None else {"flow.steps": steps})
         for key, value in changes.items():
             command += ["--set", f"{key}={value}"]
-        began = monotonic()
+        began, wall = monotonic(), time()
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=folder)
         seconds = monotonic() - began
         (run,) = Path(folder).glob("home/runs/*")
         summary = json.loads((run / "summary.json").read_text())
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     if summary["state"] != "SUCCEEDED" or summary["audit"] != "clean":
         raise SystemExit(f"{kind}, seed {seed}: {summary['state']} ({summary['reason']}), audit {summary['audit']}")
     curve = {line["step"]: line["metrics"]["accuracy"] for line in lines if line["kind"] == "eval"}
@@ -51,10 +53,19 @@ def one_run(kind: str, seed: int, example: Path, steps: int | None) -> dict[str,
         "seed": seed,
         "steps": summary["steps"],
         "seconds": round(seconds, 1),
+        "silence": silence(events, wall, wall + seconds),
         "accuracy_before": summary["eval_accuracy_before"],
         "accuracy_after": summary["eval_accuracy_after"],
         "curve": [[step, round(accuracy, 4)] for step, accuracy in sorted(curve.items())],
     }
+
+
+def silence(events: list[dict[str, Any]], began: float, ended: float) -> dict[str, Any]:
+    """The longest time of a run in which no event came, and what came behind it: where a run that took much longer than others stood."""
+    times = [(one["time"], str(one["message"])[:200]) for one in events]
+    waits = [(now - before, what) for (before, _), (now, what) in pairwise([(began, ""), *times, (ended, "it ended")])]
+    seconds, before = max(waits)
+    return {"seconds": round(seconds, 1), "before": before}
 
 
 def result(runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -94,6 +105,8 @@ def main() -> None:
                 found = runs[-1]
                 rose = f"{found['accuracy_before']:.1%} to {found['accuracy_after']:.1%}"
                 print(f"seed {seed}, {kind}: {rose} in {found['steps']} steps, {found['seconds']:.0f} s", flush=True)
+                quiet = found["silence"]
+                print(f"    {quiet['seconds']:g} s of them without an event before: {quiet['before']}", flush=True)
                 # After each: what was measured is not lost with a later one.
                 arguments.out.write_text(json.dumps(taken | result(runs), indent=2) + "\n")
     print(arguments.out)
