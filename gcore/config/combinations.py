@@ -24,6 +24,8 @@ ALONE = ("grpo", "dr_grpo", "rloo", "remax")
 """Estimators that look at one group alone, so that it can be trained before the others are there."""
 SAMPLING = ("grpo", "dapo", "ppo", "rloo", "reinforce_pp")
 """gcore's own flows that find no baseline. Of a flow of the user's own only its groups tell (`gcore.flows.fit`)."""
+SAYS_NOTHING = "tools"
+"""gcore's own environment, which says of no response what it is worth."""
 
 
 def refuse_train(train: TrainSpec) -> str | None:
@@ -107,6 +109,11 @@ def refuse_environment_reward(spec: JobSpec) -> str | None:
     named = {name for reward in rewards for name in (reward.name, *(part.name for part in reward.parts))}
     if "environment" in named and spec.environment is None:
         return "reward 'environment' hands on what the environment says, and the spec has no section environment"
+    if "environment" in named and spec.environment is not None and spec.environment.name == SAYS_NOTHING:
+        return (
+            f"reward 'environment' hands on what the environment says, and the environment {SAYS_NOTHING!r} says no reward; take another "
+            "reward, such as numeric, or an environment of your own"
+        )
     if spec.environment is not None and spec.train.loss == "sft":
         return "train.loss: sft shows answers that nobody drew, so there are no turns for an environment; leave one of them out"
     return None

@@ -52,6 +52,8 @@ def test_a_response_has_room_for_twice_what_the_model_may_make_unless_the_spec_s
         (TOOLS, {"train": {"loss": "sft"}, "flow": {"steps": 3, "name": "sft"}}, "no turns for an environment"),
         (None, {"reward": {"name": "environment"}}, "no section environment"),
         (None, {"reward": {"parts": [{"name": "numeric"}, {"name": "environment"}]}}, "no section environment"),
+        (TOOLS, {"reward": {"name": "environment"}}, "environment 'tools' says no reward"),
+        (TOOLS, {"reward": {"parts": [{"name": "environment"}, {"name": "numeric"}]}}, "'tools' says no reward"),
     ],
 )
 def test_what_cannot_be_is_refused(environment: dict[str, Any] | None, more: dict[str, Any], words: str) -> None:
