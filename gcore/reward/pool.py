@@ -75,6 +75,8 @@ class RewardPool:
         self._tasks: list[asyncio.Task[None]] = []
         self._warming = asyncio.Lock()
         self._broken: GcoreError | None = None
+        self._lacks = ""
+        """Why no process can be started now."""
 
     async def warm(self) -> None:
         """Start every process and wait until it has loaded the rewards.
@@ -137,7 +139,7 @@ class RewardPool:
         waiting = sum(request.missing for request in self._requests)
         names = " and ".join(sorted({f"{self._specs[request.reward].shown_as!r}" for request in self._requests}))
         count = "1 response waits" if waiting == 1 else f"{waiting} responses wait"
-        return Scoring(waiting, self._scored, f"{count} to be scored by reward {names}")
+        return Scoring(waiting, self._scored, f"{count} to be scored by reward {names}{self._lacks}")
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -154,11 +156,13 @@ class RewardPool:
                         await self._end(slot)
                     if slot.process is None:
                         slot.process = await self._starter.started()
+                        self._lacks = ""
                 except GcoreError as error:
                     self._queue.extendleft(reversed(batch))
                     if not isinstance(error, CannotStart):
                         raise
                     # The machine lacks something, memory most likely. What waits is better late than lost.
+                    self._lacks = f" ({error})"
                     log.warning("rewards wait: %s", error)
                     await self._clock.sleep(WAIT_S)
                     continue

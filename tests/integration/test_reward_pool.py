@@ -369,6 +369,8 @@ async def test_processes_that_cannot_be_replaced_are_waited_for(
                 raise lacking.pop()
             return await start(*arguments)
 
+        said: list[str] = []
+        monkeypatch.setattr("gcore.reward.pool.log.warning", lambda *words: said.append(pool.scoring.what))
         monkeypatch.setattr(RewardProcess, "of", refused)
         os.kill(pool.pids[0], signal.SIGKILL)
         assert await score(pool, "a", "bb") == (
@@ -376,6 +378,8 @@ async def test_processes_that_cannot_be_replaced_are_waited_for(
             RewardResult(2.0, (("letters", 2.0),)),
         )
         assert lacking == []
+        assert said == ["2 responses wait to be scored by reward 'odd' (no memory)"]
+        assert "no memory" not in pool.scoring.what
 
 
 async def test_a_process_that_a_reward_forked_does_not_answer_in_its_place(opened: Opened) -> None:
