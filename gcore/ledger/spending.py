@@ -13,8 +13,9 @@ fill the store. Pure; when it is written is `controllers.spending`'s business, w
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from typing import Annotated
 
-from pydantic import Field, NonNegativeInt
+from pydantic import BeforeValidator, Field, NonNegativeInt
 
 from gcore.config.judges import ExternalJudge
 from gcore.ledger.guarded import Stored, Transaction, TxnKind, Written
@@ -26,14 +27,24 @@ SPARE_NODES = 16
 """Records of nodes that are gone which stay as they are; more are added up."""
 MOST_ADDED_UP = 50
 """Of one transaction: the store takes 128 operations."""
+MOST_COUNTED = 1 << 62
+"""What there is more of is counted as so many: it is a server's nonsense, and as a `float` it must not overflow."""
+
+
+def _counted(count: object) -> object:
+    """`count`, as far as anybody counts; what is no number is refused where it is validated."""
+    return min(count, MOST_COUNTED) if isinstance(count, int) else count
+
+
+Count = Annotated[NonNegativeInt, BeforeValidator(_counted)]
 
 
 class JudgeUse(Part):
     """What was asked of one judge, and answered."""
 
-    requests: NonNegativeInt = 0
-    tokens_in: NonNegativeInt = 0
-    tokens_out: NonNegativeInt = 0
+    requests: Count = 0
+    tokens_in: Count = 0
+    tokens_out: Count = 0
 
     def plus(self, other: JudgeUse) -> JudgeUse:
         """Both together."""

@@ -16,7 +16,15 @@ from hypothesis import strategies as st
 from gcore.config.judges import JudgeSpec
 from gcore.errors import DataError
 from gcore.reward.generative import Answer, Judge, JudgeAway, JudgeError, Judgement
-from gcore.reward.generative.completions import Garbled, completion_of, fate_of, request_of, retry_after_s, words_of
+from gcore.reward.generative.completions import (
+    MOST_TOKENS,
+    Garbled,
+    completion_of,
+    fate_of,
+    request_of,
+    retry_after_s,
+    words_of,
+)
 from gcore.reward.generative.errors import JudgeLate
 from gcore.reward.generative.external import LARGEST_ANSWER_BYTES, MOST_AWAY, MOST_DENIED, ExternalAsk, key_of
 from gcore.reward.generative.gate import FIRST_AWAY_S, KEY_AGAIN_S, LONGEST_HOLD_S, Cause, Gate
@@ -307,6 +315,14 @@ async def test_a_server_that_does_not_say_how_many_tokens_there_are_is_told_once
     assert shop.troubles == [
         "judge 'x' does not say how many tokens its answers have; what it costs is not counted, and most_cost ends nothing"
     ]
+
+
+@pytest.mark.parametrize("count", [MOST_TOKENS + 1, 10**400, -1, True, 1.5])
+async def test_more_tokens_than_a_request_can_have_are_not_counted(count: object) -> None:
+    shop = Shop(judge(), said(usage={"prompt_tokens": count, "completion_tokens": 1}))
+    await shop.asked()
+    assert shop.paid == [(0, 1)]
+    assert shop.troubles == ["judge 'x' does not say how many tokens its answers have"]
 
 
 async def test_an_answer_that_is_too_large_is_refused_before_it_is_all_there() -> None:

@@ -11,6 +11,7 @@ from gcore.ledger import bounds
 from gcore.ledger.guarded import Stored
 from gcore.ledger.spending import (
     MOST_ADDED_UP,
+    MOST_COUNTED,
     NOTHING,
     SPARE_NODES,
     JudgeUse,
@@ -57,6 +58,15 @@ def test_tokens_cost_what_a_million_of_them_does() -> None:
     judge = ExternalJudge(url="http://x/v1", model="m", price_in=2.0, price_out=10.0)
     assert cost_of(JudgeUse(requests=1, tokens_in=500_000, tokens_out=100_000), judge) == pytest.approx(2.0)
     assert cost_of(NOTHING, judge) == 0
+
+
+def test_a_record_with_more_tokens_than_there_can_be_is_read_and_costs_a_number() -> None:
+    judge = ExternalJudge(url="http://x/v1", model="m", price_in=2.0, price_out=1e308)
+    absurd = f'{{"schema_version":2,"node":"n","by":"n.1","life":{{"a":{{"tokens_in":{10**400},"tokens_out":1}}}}}}'
+    uses = NodeSpent.decode(absurd.encode()).uses
+    twice = added((uses, uses))["a"]
+    assert (twice.tokens_in, twice.tokens_out) == (MOST_COUNTED, 2)
+    assert cost_of(twice, judge) > 1e12
 
 
 def stored(count: int) -> dict[str, Stored[NodeSpent]]:

@@ -16,6 +16,8 @@ from gcore.reward.generative.asking import Answer
 
 SEED_BITS = 31
 """Of the seeds that are sent: servers take no larger ones for certain."""
+MOST_TOKENS = 1 << 32
+"""Of one request that are believed: a server that says more does not say how many there are."""
 MOST_WORDS = 300
 """Characters of what a server says of a failure."""
 
@@ -102,4 +104,4 @@ def retry_after_s(value: str | None, wall: float) -> float | None:
 
 def _count(usage: Any, name: str) -> int | None:
     count = usage.get(name) if isinstance(usage, Mapping) else None
-    return count if isinstance(count, int) and not isinstance(count, bool) and count >= 0 else None
+    return count if isinstance(count, int) and not isinstance(count, bool) and 0 <= count <= MOST_TOKENS else None
