@@ -99,7 +99,9 @@ def is_complete(view: JobView) -> bool:
 def _how_it_ended(view: JobView) -> str:
     epochs, steps = view.rules.epochs, view.head.step
     assert view.mirror.plan is not None
-    said = remark(place.slot for place in view.mirror.plan.record.engines)
+    failed = sum(one.failed for one in view.head.tally.sources.values())
+    said = f"; {failed} prompt{'s' * (failed > 1)} failed, the job's events say why" if failed else ""
+    said += remark(place.slot for place in view.mirror.plan.record.engines)
     if epochs is None:
         return f"all {steps} steps are trained{said}"
     through = "the data epoch" if epochs == 1 else f"all {epochs} data epochs"

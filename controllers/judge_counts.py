@@ -14,6 +14,7 @@ from gcore.reward.pace import Scoring
 
 TOLD_AT = 10
 """Unreadable answers are told at the first, and each time that there are so many times as many."""
+READABLE = "Let its template ask for what its verdict.parser reads, or change the parser"
 
 
 class JudgeCounts:
@@ -66,7 +67,7 @@ class JudgeCounts:
         """A question was judged."""
         self._metrics.judge_verdicts.labels(judge).observe(value)
 
-    def unreadable(self, judge: str, example: str) -> None:
+    def unreadable(self, judge: str, example: str, why: str) -> None:
         """An answer could not be read."""
         self._metrics.judge_unreadable.labels(judge).inc()
         self._unreadable[judge] += 1
@@ -74,7 +75,7 @@ class JudgeCounts:
         if count >= self._next_told.get(judge, 1):
             self._next_told[judge] = count * TOLD_AT
             many = "an answer" if count == 1 else f"{count} answers"
-            sentence = f"judge {judge!r} gave {many} that cannot be read, such as {example!r}"
+            sentence = f"judge {judge!r} gave {many} that cannot be read, such as {example!r}: {why}. {READABLE}"
             self._tell(f"judge-{judge}", sentence)
 
     def remembered(self, judge: str) -> None:

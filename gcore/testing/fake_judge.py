@@ -113,7 +113,7 @@ class HeardOf:
     def verdict(self, judge: str, value: float) -> None:
         self.verdicts.append(value)
 
-    def unreadable(self, judge: str, example: str) -> None:
+    def unreadable(self, judge: str, example: str, why: str) -> None:
         self.examples.append(example)
 
     def remembered(self, judge: str) -> None:

@@ -69,6 +69,7 @@ from gcore.ledger.records import (
     Offer,
     OfferedGroup,
     Seal,
+    SourceTally,
 )
 from gcore.ledger.stream import SealNow, StreamRules, held_by, in_order
 from gcore.prompts.cursor import shard_lengths
@@ -470,6 +471,19 @@ def test_a_complete_job_succeeds() -> None:
     assert isinstance(action, SetPhase)
     assert action.phase is JobPhase.SUCCEEDED
     assert action.at_head
+    assert action.reason == "all 3 steps are trained"
+
+
+def test_a_job_that_succeeded_says_how_many_prompts_failed() -> None:
+    view = running()
+    tally = view.mirror.head.record.tally.model_copy(
+        update={"sources": {"a": SourceTally(failed=60), "b": SourceTally(failed=6)}}
+    )
+    head = view.mirror.head.record.model_copy(update={"step": 3, "tally": tally})
+    entries = (Checkpoint(lineage=0, step=0, seq=0, file=""), Checkpoint(lineage=0, step=3, seq=3, file="c"))
+    (action,) = actions(with_mirror(view, head=stored(head), checkpoints=stored(Checkpoints(entries=entries))))
+    assert isinstance(action, SetPhase)
+    assert action.reason == "all 3 steps are trained; 66 prompts failed, the job's events say why"
 
 
 def test_a_saved_checkpoint_is_registered_but_not_one_older_than_what_is_registered() -> None:

@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from controllers.changes import Changes
-from controllers.judge_counts import TOLD_AT, JudgeCounts
+from controllers.judge_counts import READABLE, TOLD_AT, JudgeCounts
 from controllers.judge_engines import AGAIN_S, JudgeEngines
 from controllers.judges import open_judges, renderer_of
 from gcore.config import JobSpec, parse_spec
@@ -221,11 +221,11 @@ def test_unreadable_answers_are_told_at_the_first_and_then_more_and_more_rarely(
     told: list[str] = []
     counts = JudgeCounts(Metrics(), lambda topic, said: told.append(f"{topic}: {said}"))
     for number in range(TOLD_AT**2):
-        counts.unreadable("tutor", f"well {number}")
+        counts.unreadable("tutor", f"well {number}", "it has no stars")
     assert told == [
-        "judge-tutor: judge 'tutor' gave an answer that cannot be read, such as 'well 0'",
-        f"judge-tutor: judge 'tutor' gave {TOLD_AT} answers that cannot be read, such as 'well 9'",
-        f"judge-tutor: judge 'tutor' gave {TOLD_AT**2} answers that cannot be read, such as 'well 99'",
+        f"judge-tutor: judge 'tutor' gave an answer that cannot be read, such as 'well 0': it has no stars. {READABLE}",
+        f"judge-tutor: judge 'tutor' gave {TOLD_AT} answers that cannot be read, such as 'well 9': it has no stars. {READABLE}",
+        f"judge-tutor: judge 'tutor' gave {TOLD_AT**2} answers that cannot be read, such as 'well 99': it has no stars. {READABLE}",
     ]
 
 

@@ -57,8 +57,8 @@ class Seen(Protocol):
         """A question was judged. Those that are remembered are not told again."""
         ...
 
-    def unreadable(self, judge: str, example: str) -> None:
-        """An answer could not be read; `example`: how it begins."""
+    def unreadable(self, judge: str, example: str, why: str) -> None:
+        """An answer could not be read, and why; `example`: how it begins."""
         ...
 
     def remembered(self, judge: str) -> None:

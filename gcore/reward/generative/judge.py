@@ -163,7 +163,7 @@ class Judge:
         votes = read_all(answers, lambda answer: self._parser(answer, self.spec.verdict))
         for vote in votes:
             if isinstance(vote, NotRead):
-                self._seen.unreadable(self.spec.name, vote.example)
+                self._seen.unreadable(self.spec.name, vote.example, vote.reason)
         return self._told(judgement(votes))
 
     async def _answers(self, ask: Ask, question: str, seeds: Sequence[int]) -> tuple[Answer, ...]:

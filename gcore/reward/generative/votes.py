@@ -40,6 +40,11 @@ class NotRead:
     why: str
     truncated: bool
 
+    @property
+    def reason(self) -> str:
+        """Why it holds none, without a word of the answer itself: reasons that are alike are counted together."""
+        return f"{self.why}{', and it was cut off at max_new_tokens' * self.truncated}"
+
 
 def read_all(answers: Sequence[Answer], read: Read) -> tuple[float | NotRead, ...]:
     """What each answer says. Raises JudgeError if the parser itself is broken."""
@@ -56,10 +61,9 @@ def judgement(votes: Sequence[float | NotRead]) -> Judgement:
     if not lost:
         raise JudgeError("the judge gave no answer")
     first = lost[0]
-    cut = ", and it was cut off at max_new_tokens" if first.truncated else ""
     many = f"none of {len(lost)} answers" if len(lost) > 1 else "the answer"
     raise JudgeError(
-        f"{many} can{'not' if len(lost) == 1 else ''} be read: {first.why}{cut}; it begins {first.example!r}",
+        f"{many} can{'not' if len(lost) == 1 else ''} be read: {first.reason}",
         fix="Change the template or the verdict's parser",
     )
 
