@@ -172,12 +172,15 @@ class Evaluator:
             if not task.done():
                 continue
             del work.running[number]
-            if task.cancelled():
+            if task.cancelled() and task.cancelling():
                 continue
             try:
                 stands = task.result()
             except EngineError as error:
                 log.warning("evaluation of %s, part %d: %s", work.version, number, error)
+                stands = False
+            except asyncio.CancelledError:  # nobody cancelled it, so at once it would end the same way
+                log.warning("evaluation of %s, part %d: a task that it waited for was cancelled", work.version, number)
                 stands = False
             if stands:
                 work.delivered.add(number)

@@ -29,6 +29,7 @@ from gcore.ledger.ancestry import is_acceptable, is_ancestor
 from gcore.plugins import trace_of
 from gcore.retrying import retry_delay
 from gcore.reward.registry import RewardError
+from gcore.together import is_cancelled
 from gcore.types import Group, Outcome, Prompt, PromptRef, Version
 
 log = logging.getLogger(__name__)
@@ -277,18 +278,27 @@ class JobBatch:
         except (RewardError, FilterError) as error:
             self._step.end(ref, Outcome("failed", str(error)), prompt.source, trace_of(error))
         except EngineError as error:
-            tries = holdings.lose(ref)
-            log.info("prompt %s, try %d: %s", ref, tries, error)
-            if tries > self._peer.material.spec.flow.max_reissues:
-                self._step.end(ref, Outcome("failed", f"issued {tries} times, the last: {error}"), prompt.source)
-            elif isinstance(error, EngineUnreachable):
+            tries = self._in_vain(prompt, str(error))
+            if isinstance(error, EngineUnreachable) and tries <= self._peer.material.spec.flow.max_reissues:
                 await self._peer.clock.sleep(retry_delay(tries))  # still in flight, so not issued meanwhile
+        except asyncio.CancelledError:
+            if is_cancelled():
+                raise
+            self._in_vain(prompt, "a task that it waited for was cancelled")  # else for ever, without a word
         except SystemExit as error:  # let through, it would end this process
             self._step.fail(error)
         finally:
             if holdings.in_flight.end(ref):
                 self._lost(prompt)
             self._peer.changes.notify()
+
+    def _in_vain(self, prompt: Prompt, why: str) -> int:
+        """It came to nothing, and is issued again; once too often, and it has failed. How many tries there were."""
+        tries = self._peer.holdings.lose(prompt.ref)
+        log.info("prompt %s, try %d: %s", prompt.ref, tries, why)
+        if tries > self._peer.material.spec.flow.max_reissues:
+            self._step.end(prompt.ref, Outcome("failed", f"issued {tries} times, the last: {why}"), prompt.source)
+        return tries
 
     def _lost(self, prompt: Prompt) -> None:
         """It took so long that its weights became too old; once too often, and it has failed."""

@@ -35,6 +35,13 @@ async def end_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def is_cancelled() -> bool:
+    """Whether the task that runs was told to end. A CancelledError without that is not meant for it: a task of somebody else's was
+    cancelled, or somebody raised it."""
+    me = asyncio.current_task()
+    return me is not None and me.cancelling() > 0
+
+
 class Hold:
     """Time that is not somebody's doing, and so does not count: while anybody is within `held`."""
 

@@ -6,6 +6,7 @@ number becomes an `EnvironmentFault`. That it must not take for ever is its call
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,6 +23,7 @@ from gcore.environments.api import (
     stop_of,
 )
 from gcore.plugins import RAISED, PluginFault, PluginKind, find_plugin, sentence_of, trace_of
+from gcore.together import is_cancelled
 
 ENVIRONMENTS = PluginKind("environment", "gcore.environments", "environment.name")
 TOOLS = PluginKind("tool", "gcore.tools", "environment.tools.names")
@@ -52,7 +54,7 @@ class CheckedEnvironment:
             self.stop = stop_of(self._environment)
         except EnvironmentFault:
             raise
-        except RAISED as error:  # the edge to foreign code
+        except (*RAISED, asyncio.CancelledError) as error:  # the edge to foreign code
             raise self._raised(error, "while it was made") from error
 
     async def reset(self) -> Observation:
@@ -83,7 +85,9 @@ class CheckedEnvironment:
             return await answer
         except (EnvironmentFault, PluginFault):  # of a tool that is not there: no fault of the environment's
             raise
-        except RAISED as error:  # the edge to foreign code
+        except (*RAISED, asyncio.CancelledError) as error:  # the edge to foreign code
+            if isinstance(error, asyncio.CancelledError) and is_cancelled():
+                raise
             raise self._raised(error, when) from error
 
     def _observation(self, found: Any, where: str) -> Observation:

@@ -384,6 +384,7 @@ async def test_messages_are_written_by_the_template_which_closes_an_answer_that_
         ([Observation("\x00")], "cannot be said"),
         ([Observation("x" * 300)], "before the first turn has 300 tokens"),
         ([Observation(), SystemExit(1)], "raised SystemExit"),
+        ([Observation(), asyncio.CancelledError("not mine")], "raised CancelledError: not mine in step, after turn 1"),
     ],
 )
 async def test_an_environment_that_does_what_it_must_not_has_failed_and_is_closed(shown: list[Any], words: str) -> None:
@@ -413,9 +414,30 @@ async def test_an_environment_that_takes_too_long_has_failed() -> None:
     assert games[-1].closed == 1
 
 
+async def test_a_response_that_is_cancelled_within_its_environment_is_cancelled_and_no_fault_of_it() -> None:
+    class Slow(Game):
+        async def step(self, turn: Turn) -> Any:
+            await asyncio.Event().wait()
+
+    clock = FakeClock()
+    where = replace(scene(), clock=clock)
+    playing = asyncio.create_task(played(checked(Slow, shown=[Observation()]), Model("a"), where))
+    await clock.settle()
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+    assert games[-1].closed == 1
+
+
 def test_an_environment_that_cannot_be_made_has_failed() -> None:
     with pytest.raises(EnvironmentFault, match=r"raised KeyError.*while it was made"):
         checked(Game, other=1)
+
+    def cancels(setting: Setting) -> Any:
+        raise asyncio.CancelledError
+
+    with pytest.raises(EnvironmentFault, match="raised CancelledError while it was made"):
+        checked(cancels)
 
     class Stops(Game):
         stop = ("",)

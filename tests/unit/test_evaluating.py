@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from typing import Any
 
 import pytest
 from eval_crew import FIRST, KEYS, Crew, anonymous, coin
@@ -149,6 +150,27 @@ async def test_a_part_whose_engine_broke_is_asked_for_again_a_little_later() -> 
     assert len(crew.engines["a"].asked) == 1, "not again and again"
     await crew.finish(limit_s=10.0)
     assert len(crew.engines["a"].asked) == 4
+
+
+async def test_a_part_that_ends_in_a_cancellation_that_nobody_asked_for_is_asked_for_again_a_little_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    crew = Crew({"sums": 64}, peers=("a",))
+    generate, begun = crew.engines["a"].generate, 0
+
+    async def generated(*asked: Any) -> Any:
+        nonlocal begun
+        begun += 1
+        if begun <= 3:
+            raise asyncio.CancelledError
+        return await generate(*asked)
+
+    monkeypatch.setattr(crew.engines["a"], "generate", generated)
+    crew.start()
+    await crew.settle()
+    assert begun == 1, "not again and again"
+    await crew.finish(limit_s=10.0)
+    assert begun == 4
 
 
 async def test_a_prompt_that_cannot_be_shown_ends_the_flow_with_its_error() -> None:

@@ -327,6 +327,26 @@ async def test_an_engine_that_refused_is_asked_again_at_once(tmp_path: Path) -> 
     assert job.holdings.reissues[prompt.ref] == 1
 
 
+async def test_a_prompt_whose_production_raises_a_cancellation_that_nobody_asked_for_counts_as_a_try(
+    tmp_path: Path,
+) -> None:
+    job = Alone(tmp_path)
+    prompt = job.prompt("sums")
+
+    async def cancelled() -> Group:
+        raise asyncio.CancelledError
+
+    for tries in (1, 2, 3):
+        await produced(job, prompt, cancelled())
+        assert prompt.ref not in job.holdings.in_flight
+        assert job.holdings.reissues[prompt.ref] == tries
+    assert job.holdings.outcomes == {}
+    await produced(job, prompt, cancelled())
+    ended = job.holdings.outcomes[prompt.ref]
+    assert (ended.kind, ended.source) == ("failed", "sums")
+    assert ended.reason == "issued 4 times, the last: a task that it waited for was cancelled"
+
+
 async def test_what_is_judged_early_goes_on_until_the_production_ends_whichever_of_its_tasks_asked(
     tmp_path: Path,
 ) -> None:
