@@ -7,8 +7,9 @@ number becomes an `EnvironmentFault`. That it must not take for ever is its call
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from gcore.config.reward import LARGEST
@@ -27,6 +28,8 @@ from gcore.together import is_cancelled
 
 ENVIRONMENTS = PluginKind("environment", "gcore.environments", "environment.name")
 TOOLS = PluginKind("tool", "gcore.tools", "environment.tools.names")
+METHODS = ("reset", "step", "close")
+"""Of every environment."""
 Tool = Callable[[str], str]
 """A text, or JSON, to a text."""
 
@@ -52,21 +55,27 @@ class CheckedEnvironment:
         try:
             self._environment: Environment = maker(setting)
             self.stop = stop_of(self._environment)
+            methods = {method: getattr(self._environment, method, None) for method in METHODS}
         except EnvironmentFault:
             raise
         except (*RAISED, asyncio.CancelledError) as error:  # the edge to foreign code
             raise self._raised(error, "while it was made") from error
+        for method, found in methods.items():
+            if found is None:
+                raise self._wrong(f"has no method {method!r}", f"Write `async def {method}`")
+            if not _is_asynchronous(found):
+                raise self._wrong(f"has a {method!r} that cannot be awaited", f"Write `async def {method}`")
 
     async def reset(self) -> Observation:
         """What is shown before the first turn."""
-        shown = self._observation(await self._asked(self._environment.reset(), "in reset"), "reset")
+        shown = self._observation(await self._asked(lambda: self._environment.reset(), "in reset"), "reset")
         if shown.messages:
             raise self._wrong("showed messages before the first turn", "Show a text there, or put them into the prompt")
         return shown
 
     async def step(self, turn: Turn, *, chat: bool) -> Observation | Done:
         """What comes of a turn."""
-        found = await self._asked(self._environment.step(turn), f"in step, after turn {turn.number}")
+        found = await self._asked(lambda: self._environment.step(turn), f"in step, after turn {turn.number}")
         if isinstance(found, Done):
             return self._done(found)
         shown = self._observation(found, "step")
@@ -78,11 +87,11 @@ class CheckedEnvironment:
 
     async def close(self) -> None:
         """It is over."""
-        await self._asked(self._environment.close(), "in close")
+        await self._asked(lambda: self._environment.close(), "in close")
 
-    async def _asked(self, answer: Any, when: str) -> Any:
+    async def _asked(self, ask: Callable[[], Awaitable[Any]], when: str) -> Any:
         try:
-            return await answer
+            return await ask()
         except (EnvironmentFault, PluginFault):  # of a tool that is not there: no fault of the environment's
             raise
         except (*RAISED, asyncio.CancelledError) as error:  # the edge to foreign code
@@ -124,6 +133,11 @@ class CheckedEnvironment:
     def _raised(self, error: BaseException, when: str) -> EnvironmentFault:
         said = f"environment {self._name!r} raised {sentence_of(error)} {when}"
         return EnvironmentFault(said, fix="Correct the environment", trace=trace_of(error))
+
+
+def _is_asynchronous(method: Any) -> bool:
+    """Whether calling it makes a coroutine, as far as can be seen: a decorator may say what it wraps."""
+    return inspect.iscoroutinefunction(inspect.unwrap(method))
 
 
 def _spelt(value: Any) -> Any:

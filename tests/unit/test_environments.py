@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -444,6 +445,26 @@ def test_an_environment_that_cannot_be_made_has_failed() -> None:
 
     with pytest.raises(EnvironmentFault, match="no texts"):
         checked(Stops, shown=[])
+
+
+@pytest.mark.parametrize("method", ["reset", "step", "close"])
+def test_an_environment_lacks_no_method_and_all_are_asynchronous(method: str) -> None:
+    with pytest.raises(EnvironmentFault, match=f"'mine' has no method {method!r}. Write `async def {method}`"):
+        checked(type("Lacks", (Game,), {method: None}), shown=[])
+    with pytest.raises(EnvironmentFault, match=f"'mine' has a {method!r} that cannot be awaited"):
+        checked(type("Plain", (Game,), {method: lambda *given: None}), shown=[])
+    inner = getattr(Game, method)
+    wrapped = functools.wraps(inner)(lambda *given: inner(*given))
+    checked(type("Wrapped", (Game,), {method: wrapped}), shown=[])
+
+
+async def test_what_an_environment_raises_before_there_is_anything_to_wait_for_is_its_fault_too() -> None:
+    @functools.wraps(Game.step)
+    def step(self: Game, turn: Turn) -> Any:
+        raise ValueError("at once")
+
+    with pytest.raises(EnvironmentFault, match="raised ValueError: at once in step, after turn 1"):
+        await played(checked(type("Hasty", (Game,), {"step": step}), shown=[Observation()]), Model("a"), scene())
 
 
 # The guide.
