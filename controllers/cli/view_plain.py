@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from controllers.cli.view_points import Answer, EvalPoint, SetPoint, StepPoint, Wait
 from controllers.cli.view_state import ViewState
-from controllers.cli.view_text import measures, seconds, told_apart, visible
+from controllers.cli.view_text import measures, part_measures, seconds, told_apart, visible
 from gcore.events import JobEvent
 
 SHOWN_ANSWERS = 5
@@ -71,8 +71,11 @@ def step_line(state: ViewState, point: StepPoint) -> str:
 
 
 def _eval_lines(state: ViewState, point: EvalPoint) -> Iterator[str]:
-    yield f"eval: accuracy {point.accuracy:.1%} on {point.count} held-out prompts after step {point.step}"
-    if len(point.by_source) > 1 or any(one.samples > 1 for one in point.sets.values()):
+    one_by_one = len(point.by_source) > 1 or any(one.samples > 1 for one in point.sets.values())
+    parts = [] if one_by_one else [part for one in point.sets.values() for part in part_measures(one.metrics)]
+    measured = visible(", ".join([f"accuracy {point.accuracy:.1%}", *parts]), 500)
+    yield f"eval: {measured} on {point.count} held-out prompts after step {point.step}"
+    if one_by_one:
         sets = [set_line(point, name) for name in sorted(point.by_source)]
         yield "  " + ("; " if any(", " in one for one in sets) else ", ").join(sets)
     if point.unscored:

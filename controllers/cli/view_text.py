@@ -124,9 +124,10 @@ def _cells(count: int, width: int) -> tuple[range, ...]:
 
 
 def measure(metric: str, value: float) -> str:
-    """`accuracy 98.5%`, `pass@4 71.2%`; `mean@4 0.712`, because rewards need not be shares; `judged 0.953`, a part's mean."""
+    """`accuracy 98.5%`, `pass@4 71.2%`; `mean@4 0.712`, because rewards need not be shares. A part's mean is read beside the
+    accuracy, and looks like it where it can: `judged 95.3%`; `stars 3.214`."""
     if metric.startswith(OF_PART):
-        return f"{metric.removeprefix(OF_PART)} {value:.3f}"
+        return f"{metric.removeprefix(OF_PART)} {f'{value:.1%}' if 0 <= value <= 1 else f'{value:.3f}'}"
     number = f"{value:.3f}" if metric.rpartition("/")[2].startswith("mean@") else f"{value:.1%}"
     return f"{metric} {number}"
 
@@ -138,9 +139,13 @@ def measures(metrics: Mapping[str, float], accuracy: float | None) -> list[str]:
         name, _, number = metric.partition("@")
         return name, int(number) if number.isdecimal() else 0
 
-    same = ("mean@", OF_PART)
-    told = {m: v for m, v in metrics.items() if m != "pass@1" and not (m.startswith(same) and v == accuracy)}
+    told = {m: v for m, v in metrics.items() if m != "pass@1" and not (m.startswith("mean@") and v == accuracy)}
     return [measure(metric, told[metric]) for metric in sorted(told, key=place)]
+
+
+def part_measures(metrics: Mapping[str, float]) -> list[str]:
+    """What a set's metrics say of the parts of its reward: also where one is what the accuracy is, for that they agree is news too."""
+    return [measure(metric, value) for metric, value in sorted(metrics.items()) if metric.startswith(OF_PART)]
 
 
 def source_line(source: SourceFigures) -> str:

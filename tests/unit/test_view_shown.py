@@ -90,6 +90,17 @@ def test_the_plain_view_is_one_line_for_each_event_and_answers_before_and_after(
     ]
 
 
+@pytest.mark.parametrize(("judged", "shown"), [(0.95, "95.0%"), (0.953, "95.3%"), (3.2, "3.200")])
+def test_what_a_judge_says_of_held_out_answers_is_shown_beside_the_accuracy_also_when_they_agree(judged, shown):
+    metrics = {"pass@1": 0.95, "mean@1": 0.95, "part:judged": judged}
+    score = {"accuracy": 0.95, "count": 5, "samples": 1, "metrics": metrics}
+    one = event(2, "eval", step=1, accuracy=0.95, count=5, by_source={"sums": score})
+    (line,) = view_plain.lines(ViewState(), one)
+    assert line == f"eval: accuracy 95.0%, judged {shown} on 5 held-out prompts after step 1"
+    other = event(2, "eval", step=1, accuracy=0.95, count=10, by_source={"sums": score, "words": score})
+    assert f"sums 95.0%, judged {shown}; words 95.0%, judged {shown}" in view_plain.lines(ViewState(), other)[1]
+
+
 def test_the_plain_view_prints_nothing_for_an_event_that_came_before():
     assert view_plain.lines(final(), SCRIPT[3]) == ()
 
