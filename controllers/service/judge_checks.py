@@ -22,7 +22,7 @@ from gcore.models.resolve import ResolvedModel, resolve_model
 from gcore.models.weights import check_whole
 from gcore.prompts.render import PromptRenderer
 from gcore.reward.generative.errors import JudgeError
-from gcore.reward.generative.external import key_of
+from gcore.reward.generative.external import key_of, new_client
 from gcore.reward.generative.template import Question
 from gcore.reward.generative.verdicts import find_parser
 from gcore.rollout.sglang.command import check_engine_args
@@ -74,7 +74,7 @@ def _checked(number: int, judge: JudgeSpec) -> CheckedJudge:
     find_parser(judge.verdict.parser)
     check_engine_args(judge.serving.engine_args)
     if judge.model is None:
-        key_of(judge, os.environ, where)
+        new_client(judge, key_of(judge, os.environ, where))
         return CheckedJudge(number, judge, question)
     model = resolve_model(judge.model.path, trust_remote_code=judge.model.trust_remote_code, weights=False)
     if hub_model(judge.model.path) is None and model.folder.is_dir():

@@ -55,14 +55,25 @@ def explain(error: ValidationError) -> Iterator[str]:
             yield f"{dotted}: {_choice(problem['input'], problem['ctx']['expected'])}"
         else:
             message = _WORDS.get(problem["type"]) or problem["msg"].removeprefix("Value error, ")
-            if problem["type"] == "string_pattern_mismatch":  # only names have a pattern
-                letters = "letters" if "A-Z" in problem["ctx"]["pattern"] else "lower-case letters"
-                message = (
-                    f"it should be {letters}, digits, '.', '_' and '-', with a letter or digit at both ends, at most 63"
-                )
+            if problem["type"] == "string_pattern_mismatch":
+                message = _pattern(problem["ctx"]["pattern"])
             given = problem["input"]
             shown = f" (got {shortened(repr(given))})" if isinstance(given, str | int | float | bool) else ""
             yield f"{dotted}: {message[:MAX_SENTENCE]}{'…' * (len(message) > MAX_SENTENCE)}{shown}"
+
+
+def _pattern(pattern: str) -> str:
+    """What a pattern asks for; only names have one: of things, of labels, of environment variables."""
+    if pattern.startswith("^[A-Za-z_]"):
+        return (
+            "it should be the name of an environment variable: letters, digits and '_', with no digit at its beginning"
+        )
+    letters = "letters" if "A-Z" in pattern else "lower-case letters"
+    what = f"it should be {letters}, digits, '.', '_' and '-'"
+    inner = re.search(r"\{0,([0-9]+)\}", pattern)
+    if inner is None:
+        return what
+    return f"{what}, with a letter or digit at both ends, at most {int(inner[1]) + 2}"
 
 
 def _choice(given: str | float, expected: str) -> str:

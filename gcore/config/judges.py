@@ -8,8 +8,9 @@ parser. What cannot be judged is never worth nothing in silence: `on_error` says
 from __future__ import annotations
 
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from gcore.config.base import Option, Section
 
@@ -58,10 +59,28 @@ class JudgeServing(Section):
         return self
 
 
+def _address(url: str) -> str:
+    """`url`, if questions can be sent below it. Raises ValueError."""
+    if not url.isprintable() or " " in url:
+        raise ValueError("an address has no spaces and nothing that cannot be printed")
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise ValueError(f"it is no address ({error})") from error
+    if parts.scheme not in ("http", "https"):
+        raise ValueError("it should begin with https:// or http://")
+    if not host or port == 0:
+        raise ValueError(f"it names no {'port' if host else 'host'}, such as in https://api.example.com/v1")
+    if "?" in url or "#" in url:
+        raise ValueError("it should have no ? and no #: /chat/completions is put behind it")
+    return url
+
+
 class ExternalJudge(Section):
     """A judge outside of the cluster, which speaks OpenAI's chat completions."""
 
-    url: Annotated[str, Field(pattern=r"^https?://[^\s]+$")] = Field(
+    url: Annotated[str, AfterValidator(_address)] = Field(
         description="Base address, such as https://api.example.com/v1; /chat/completions is asked there"
     )
     model: str = Field(description="What the model is called there")

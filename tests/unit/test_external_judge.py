@@ -325,6 +325,26 @@ async def test_more_tokens_than_a_request_can_have_are_not_counted(count: object
     assert shop.troubles == ["judge 'x' does not say how many tokens its answers have"]
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        httpx.InvalidURL("Invalid port"),
+        UnicodeError("label empty"),
+        OverflowError("getaddrinfo"),
+        ExceptionGroup("all failed", [OSError()]),
+    ],
+)
+async def test_an_address_that_fails_in_words_of_its_own_is_a_judge_that_does_not_answer(error: Exception) -> None:
+    with pytest.raises(JudgeAway, match="judge 'x' did not answer"):
+        await Shop(judge(), error).asked()
+
+
+async def test_half_a_surrogate_pair_in_a_question_is_spelt_out() -> None:
+    shop = Shop(judge())
+    await shop.asked(question="a \ud800 b")
+    assert json.loads(shop.requests[0].content)["messages"][-1]["content"] == "a \\ud800 b"
+
+
 async def test_an_answer_that_is_too_large_is_refused_before_it_is_all_there() -> None:
     shop = Shop(judge(), httpx.Response(200, content=b" " * (LARGEST_ANSWER_BYTES + 1)))
     with pytest.raises(JudgeError, match="gave an answer of more than 1048576 bytes"):

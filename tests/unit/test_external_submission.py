@@ -10,7 +10,7 @@ from controllers.service.capability import check_served
 from controllers.service.judge_checks import check_judges
 from gcore import schema
 from gcore.config import JobSpec, parse_spec
-from gcore.errors import SpecError, UsageError
+from gcore.errors import DataError, SpecError, UsageError
 from gcore.ledger.job import NodeRecord
 
 KEY = "THE_KEY_OF_THE_TEST"
@@ -55,13 +55,66 @@ def test_nodes_that_know_no_judges_are_not_asked_to_ask_one_and_emulated_slots_n
     ("external", "message"),
     [
         ({"most_cost": 5.0}, "most_cost needs price_in or price_out"),
-        ({"url": "api.example.com"}, "url"),
-        ({"key_env": "sk-1234"}, "key_env"),
+        ({"url": "api.example.com"}, "judges.0.external.url: it should begin with https:// or http://"),
+        ({"url": "ftp://x"}, "judges.0.external.url: it should begin with https:// or http://"),
+        ({"url": "http:///v1"}, "it names no host"),
+        ({"url": "http://h:0/v1"}, "it names no port"),
+        ({"url": "http://h:99999/v1"}, "it is no address"),
+        ({"url": "http://[::1/v1"}, "it is no address"),
+        ({"url": "http://h\x7f/v1"}, "nothing that cannot be printed"),
+        ({"url": "http://h/v1?a=b"}, "it should have no ? and no #"),
+        ({"url": "http://h/v1#a"}, "it should have no ? and no #"),
+        ({"key_env": "sk-1234"}, "judges.0.external.key_env: it should be the name of an environment variable"),
         ({"requests_per_s": 0}, "requests_per_s"),
         ({"in_flight": 0}, "in_flight"),
     ],
-    ids=["no prices", "no scheme", "the key itself", "never", "nothing at once"],
+    ids=[
+        *(
+            "no prices",
+            "no scheme",
+            "another scheme",
+            "no host",
+            "no port",
+            "a port that none is",
+            "half a bracket",
+            "unprintable",
+        ),
+        *("a query", "a fragment", "the key itself", "never", "nothing at once"),
+    ],
 )
 def test_what_cannot_be_meant_is_refused_with_the_field(external: dict[str, Any], message: str) -> None:
-    with pytest.raises(SpecError, match=message):
+    with pytest.raises(SpecError) as raised:
         spec(**external)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://[::1]:8000/v1", "https://user:word@api.example.com/", "http://bücher.example:1/v1"]
+)
+def test_an_address_that_can_be_asked_is_taken(url: str) -> None:
+    assert check_judges(spec(url=url))["far"].model is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("SSL_CERT_FILE", "/nonexistent.pem"),
+        ("SSL_CERT_FILE", __file__),
+        ("ALL_PROXY", "ftp://user:word@x"),
+        ("NO_PROXY", "[::1"),
+    ],
+    ids=["no file", "no certificate", "no proxy", "no host"],
+)
+def test_proxies_and_certificates_that_cannot_be_used_are_refused_and_no_password_is_said(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(DataError, match="judge 'far' cannot be asked from here") as raised:
+        check_judges(spec())
+    assert name in str(raised.value)
+    assert "word" not in str(raised.value)
+
+
+def test_a_host_that_has_no_name_is_refused_before_there_is_a_job() -> None:
+    with pytest.raises(DataError, match="judge 'far' cannot be asked from here"):
+        check_judges(spec(url="http://xn--/v1"))

@@ -42,7 +42,7 @@ def request_of(judge: JudgeSpec, external: ExternalJudge, question: str, seed: i
     messages = [{"role": "system", "content": judge.system}] if judge.system is not None else []
     body: dict[str, Any] = {
         "model": external.model,
-        "messages": [*messages, {"role": "user", "content": question}],
+        "messages": [*messages, {"role": "user", "content": _sendable(question)}],
         "temperature": judge.temperature,
         "top_p": judge.top_p,
         "max_tokens": judge.max_new_tokens,
@@ -50,6 +50,11 @@ def request_of(judge: JudgeSpec, external: ExternalJudge, question: str, seed: i
         "stream": False,
     }
     return body | ({"stop": list(judge.stop)} if judge.stop else {})
+
+
+def _sendable(question: str) -> str:
+    """`question` with half surrogate pairs, which a template may write and no server can be sent, spelt out."""
+    return question.encode(errors="backslashreplace").decode()
 
 
 def fate_of(status: int) -> Fate:

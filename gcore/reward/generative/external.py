@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
@@ -42,6 +43,7 @@ MOST_DENIED = 3
 """Different questions in a row with a status of 403 that may be about them; what follows is about the key."""
 MOST_AWAY = 3
 """Different questions in a row without an answer that may be theirs; what follows is about the server."""
+_LOGIN = re.compile(r"//[^/@\s]+@")
 MOST_KEPT = 4096
 """Answers that wait for the others to their question."""
 
@@ -75,6 +77,31 @@ def key_of(judge: JudgeSpec, environ: Mapping[str, str], where: str) -> str | No
     return key
 
 
+def new_client(
+    judge: JudgeSpec, key: str | None, transport: httpx.AsyncBaseTransport | None = None
+) -> httpx.AsyncClient:
+    """What asks a judge. Raises DataError for an address, proxies or certificates that cannot be used here."""
+    assert judge.external is not None
+    try:
+        if not httpx.URL(judge.external.url).host:  # which may be a name that none can be, as requests find out
+            raise ValueError("its address names no host")
+        return httpx.AsyncClient(
+            headers={} if key is None else {"Authorization": f"Bearer {key}"},
+            timeout=httpx.Timeout(judge.timeout_s, connect=min(CONNECT_S, judge.timeout_s), pool=None),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=judge.external.in_flight),
+            follow_redirects=False,
+            trust_env=True,
+            transport=transport,
+        )
+    except (ImportError, OSError, ValueError, httpx.InvalidURL) as error:  # OSError: of SSL too
+        raise DataError(
+            f"judge {judge.name!r} cannot be asked from here ({_without_login(str(error)) or type(error).__name__})",
+            where=judge.external.url,
+            fix="Correct external.url, or HTTPS_PROXY, HTTP_PROXY, ALL_PROXY, NO_PROXY, SSL_CERT_FILE and SSL_CERT_DIR of the "
+            "controllers",
+        ) from error
+
+
 class ExternalAsk:
     """Puts the questions of one judge. Implements `gcore.reward.generative.asking.Ask`. It times its requests itself."""
 
@@ -102,14 +129,7 @@ class ExternalAsk:
         self._unanswered = InARow(MOST_AWAY)
         self._denied = InARow(MOST_DENIED)
         """Those of status 403."""
-        self._http = httpx.AsyncClient(
-            headers={} if key is None else {"Authorization": f"Bearer {key}"},
-            timeout=httpx.Timeout(judge.timeout_s, connect=min(CONNECT_S, judge.timeout_s), pool=None),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=self._external.in_flight),
-            follow_redirects=False,
-            trust_env=True,
-            transport=transport,
-        )
+        self._http = new_client(judge, key, transport)
 
     async def __call__(self, question: str, seeds: Sequence[int]) -> tuple[Answer, ...]:
         """One answer a seed; waits as long as the gate is shut. Raises JudgeAway, JudgeError."""
@@ -170,7 +190,8 @@ class ExternalAsk:
                 where=self._url,
                 fix="Ask it for less at a time (external.in_flight, max_new_tokens), or give it a larger timeout_s",
             ) from error
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError, OverflowError, ExceptionGroup) as error:
+            # Besides its own errors httpx lets those of names, of proxies and of several tries to connect through.
             raise JudgeAway(
                 f"judge {self._judge.name!r} did not answer ({self._hidden(str(error)) or type(error).__name__})",
                 where=self._url,
@@ -250,6 +271,11 @@ class ExternalAsk:
     def _hidden(self, text: str) -> str:
         """`text` without the key, which some servers repeat."""
         return text.replace(self._key, "***") if self._key else text
+
+
+def _without_login(text: str) -> str:
+    """`text` without the user and the password of an address in it, such as a proxy's."""
+    return _LOGIN.sub("//***@", text)
 
 
 def _parsed(raw: bytes) -> object:
