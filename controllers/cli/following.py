@@ -1,4 +1,4 @@
-"""Following a job: its events to a screen and to the run's folder, until it has ended.
+"""Following a job: its events to a screen and to the run's folder, until it has ended, and there its summary.
 
 Beside the events the API is asked now and then what the job waits for, so that a view that stands still says why. That
 asking may fail, and the view then says that and why; the events may not (`JobsClient.follow` goes from controller to
@@ -13,10 +13,12 @@ import contextlib
 from contextlib import aclosing
 from pathlib import Path
 
+import typer
+
 from controllers.cli.answers import snapshot
 from controllers.cli.record import EventFile
 from controllers.cli.screens import Screen
-from controllers.cli.summary import AuditVerdict
+from controllers.cli.summary import AuditVerdict, Summary, summarize, write
 from controllers.cli.view_points import JobSnapshot
 from gcore.client import JobsClient
 from gcore.clock import Clock
@@ -50,6 +52,27 @@ async def follow(
         ended = snapshot(await client.get_job(job.uid))
         screen.observe(ended)
     return ended
+
+
+async def record(client: JobsClient, job: JobSnapshot, screen: Screen, clock: Clock, *, begun: float) -> Summary:
+    """Show `job` until it has ended, and sum it up; its events and the summary are written to its folder, where that is on this machine.
+
+    `begun`: when the command began, by the monotonic clock. Raises GcoreError.
+    """
+    run_dir = _visible_here(Path(job.run_dir))
+    ended = await follow(client, job, screen, clock, run_dir=run_dir)
+    summary = summarize(screen.state, ended, await audit(client, ended.uid), clock.monotonic() - begun)
+    if run_dir is not None:
+        write(summary, run_dir)
+    return summary
+
+
+def _visible_here(run_dir: Path) -> Path | None:
+    """The run's folder, if this machine sees the storage that it is on; a cluster elsewhere may have its own."""
+    if run_dir.parent.is_dir():
+        return run_dir
+    typer.echo(f"{run_dir} is not on this machine, so no events and no summary are written.", err=True)
+    return None
 
 
 async def audit(client: JobsClient, job: str) -> AuditVerdict:

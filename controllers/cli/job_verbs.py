@@ -78,7 +78,7 @@ def submit(
     import uuid
 
     from controllers.cli.creating import create_job
-    from controllers.cli.following import follow as follow_job
+    from controllers.cli.following import record
     from controllers.cli.model_words import trust_warning
     from controllers.cli.screens import JsonScreen, Screen, choose_screen
     from gcore.api.v1 import jobs_pb2 as pb
@@ -86,6 +86,8 @@ def submit(
     from gcore.config import load_spec
     from gcore.errors import JobFailed
 
+    clock = SystemClock()
+    begun = clock.monotonic()
     loaded = load_spec(spec, set_ or ())
     if (warning := trust_warning(loaded.model)) is not None:
         typer.echo(warning, err=True)
@@ -104,10 +106,10 @@ def submit(
             typer.echo(as_json(job_tree(job)))
         if follow:
             as_lines = output is Output.JSON
-            screen: Screen = JsonScreen(console()) if as_lines else choose_screen(console(), SystemClock(), plain=plain)
-            ended = await follow_job(client, job, screen, SystemClock(), run_dir=None)
+            screen: Screen = JsonScreen(console()) if as_lines else choose_screen(console(), clock, plain=plain)
+            ended = await record(client, job, screen, clock, begun=begun)
             if ended.state != "SUCCEEDED":
-                raise JobFailed(f"job {ended.name} is {ended.state}: {ended.reason}", fix="See `gcore describe`")
+                raise JobFailed(f"job {ended.job} is {ended.state}: {ended.reason}", fix="See `gcore describe`")
 
     try:
         call(create_and_follow, address, home)

@@ -140,8 +140,7 @@ def run(
 async def _submit_and_follow(run: _Run, screen: Screen) -> Summary:
     from controllers.cli.answers import snapshot
     from controllers.cli.creating import create_job
-    from controllers.cli.following import audit, follow
-    from controllers.cli.summary import summarize, write
+    from controllers.cli.following import record
     from gcore.api.v1 import jobs_pb2 as pb
     from gcore.client import JobsClient
     from gcore.clock import SystemClock
@@ -151,21 +150,7 @@ async def _submit_and_follow(run: _Run, screen: Screen) -> Summary:
     async with JobsClient(run.addresses, clock=clock) as client:
         created = await create_job(client, run.spec.model_dump_json(), request_id=uuid.uuid4().hex, mode=mode)
         job = snapshot(created)
-        run_dir = _visible_here(Path(job.run_dir))
-        ended = await follow(client, job, screen, clock, run_dir=run_dir)
-        verdict = await audit(client, ended.uid)
-    summary = summarize(screen.state, ended, verdict, clock.monotonic() - run.begun)
-    if run_dir is not None:
-        write(summary, run_dir)
-    return summary
-
-
-def _visible_here(run_dir: Path) -> Path | None:
-    """The run's folder, if this machine sees the storage that it is on; a cluster elsewhere may have its own."""
-    if run_dir.parent.is_dir():
-        return run_dir
-    typer.echo(f"{run_dir} is not on this machine, so no events and no summary are written.", err=True)
-    return None
+        return await record(client, job, screen, clock, begun=run.begun)
 
 
 def _clear_half_started(home: Path) -> None:

@@ -218,6 +218,8 @@ async def test_submit_that_follows_ends_as_the_job_does(server, script, folder, 
     assert done.code == code
     assert "step 2/2" in done.out
     assert done.err.count("\n") == code
+    assert len((folder / "run" / "events.jsonl").read_text().splitlines()) == 5
+    assert json.loads((folder / "run" / "summary.json").read_text())["state"] == state
 
 
 async def test_submit_can_follow_in_json_one_event_a_line(server, script, folder):
@@ -226,10 +228,11 @@ async def test_submit_can_follow_in_json_one_event_a_line(server, script, folder
     assert [JobEvent.from_line(line) for line in done.out.splitlines()] == finished()
 
 
-async def test_a_run_whose_folder_is_on_another_machine_is_followed_without_a_record(server, script, folder):
+@pytest.mark.parametrize("verb", [("run",), ("submit", "--follow")], ids=["run", "submit"])
+async def test_a_run_whose_folder_is_on_another_machine_is_followed_without_a_record(server, script, folder, verb):
     script.job.run_dir = "/nowhere/runs/sums-u1"
     script.play(finished())
-    done = await gcore("run", "spec.yaml", "--address", server.address, cwd=folder)
+    done = await gcore(*verb, "spec.yaml", "--address", server.address, cwd=folder)
     assert (done.code, done.err.count("\n")) == (0, 1)
     assert "not on this machine" in done.err
 
