@@ -13,6 +13,8 @@ from gcore.nearest import did_you_mean, nearest
 
 MAX_SHOWN = 100
 MAX_SENTENCE = 500
+SECRET = ("key_env",)
+"""Fields whose value is not shown: people put a key itself where its variable's name belongs."""
 
 _WORDS = {
     "model_type": "it is a section with keys of its own, not a single value",
@@ -58,16 +60,15 @@ def explain(error: ValidationError) -> Iterator[str]:
             if problem["type"] == "string_pattern_mismatch":
                 message = _pattern(problem["ctx"]["pattern"])
             given = problem["input"]
-            shown = f" (got {shortened(repr(given))})" if isinstance(given, str | int | float | bool) else ""
+            is_shown = isinstance(given, str | int | float | bool) and loc[-1] not in SECRET
+            shown = f" (got {shortened(repr(given))})" if is_shown else ""
             yield f"{dotted}: {message[:MAX_SENTENCE]}{'…' * (len(message) > MAX_SENTENCE)}{shown}"
 
 
 def _pattern(pattern: str) -> str:
     """What a pattern asks for; only names have one: of things, of labels, of environment variables."""
     if pattern.startswith("^[A-Za-z_]"):
-        return (
-            "it should be the name of an environment variable: letters, digits and '_', with no digit at its beginning"
-        )
+        return "it should be the name of an environment variable, not the key itself: letters, digits and '_', with no digit at its beginning"
     letters = "letters" if "A-Z" in pattern else "lower-case letters"
     what = f"it should be {letters}, digits, '.', '_' and '-'"
     inner = re.search(r"\{0,([0-9]+)\}", pattern)

@@ -42,6 +42,12 @@ def test_without_its_key_a_job_is_refused_with_the_variables_name(monkeypatch: p
     assert check_judges(spec())["far"].renderer is None
 
 
+def test_a_key_that_stands_where_its_variables_name_belongs_is_not_shown() -> None:
+    with pytest.raises(SpecError, match="environment variable, not the key itself") as caught:
+        spec(key_env="sk-secret")
+    assert "secret" not in str(caught.value)
+
+
 def test_nodes_that_know_no_judges_are_not_asked_to_ask_one_and_emulated_slots_need_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
