@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 from collections.abc import Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -13,6 +14,12 @@ T = TypeVar("T")
 
 LOOK_AGAIN_S = 0.1
 """At least, until a limit that was held up is looked at again."""
+END_S = 5.0
+"""For work that was told to end. Then it is left to itself."""
+
+
+class Unending(TimeoutError):
+    """It did not come in time, and does not end when it is told to."""
 
 
 async def all_or_none(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -72,18 +79,59 @@ class Hold:
 
 async def in_time(work: Coroutine[Any, Any, T], seconds: float, clock: Clock, hold: Hold | None = None) -> T:
     """Its result, if it comes within `seconds` of `clock`, in which `hold` does not count. Raises TimeoutError otherwise; the work is
-    cancelled, and has ended."""
-    hold = hold or Hold(clock)
-    doing, before = asyncio.ensure_future(work), hold.seconds
+    cancelled, and has ended, or is left to itself: that is an Unending."""
+    doing = asyncio.ensure_future(work)
+    try:
+        if await _is_done_within(doing, seconds, clock, hold or Hold(clock)):
+            return doing.result()
+    finally:
+        has_ended = await told_to_end(doing, clock)
+    late = f"nothing within {seconds:g} s"
+    raise TimeoutError(late) if has_ended else Unending(late)
+
+
+async def told_to_end(task: asyncio.Task[Any], clock: Clock) -> bool:
+    """Cancel it; whether it has ended END_S later. Foreign code may keep its cancellation to itself: then nobody waits for it any more,
+    at the end of the event loop either."""
+    if task.done():
+        return True
+    task.cancel()
+    limit = asyncio.ensure_future(clock.sleep(END_S))
+    try:
+        await asyncio.wait((task, limit), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        await end_all((limit,))
+        task.add_done_callback(_not_asked_for)
+        if not task.done():
+            _leave(task)
+    return task.done()
+
+
+def _leave(task: asyncio.Task[Any]) -> None:
+    """See to it that neither the end of the event loop nor that of the process waits for a task that does not end."""
+    asyncio._unregister_task(task)  # asyncio.run ends with those that are registered
+    # Whoever frees a coroutine throws a GeneratorExit into it, and one that keeps that to itself too goes round for ever, with nothing
+    # to wait for. So it is never freed.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(task))
+
+
+def _not_asked_for(task: asyncio.Task[Any]) -> None:
+    """Whatever became of it."""
+    if not task.cancelled():
+        task.exception()
+
+
+async def _is_done_within(doing: asyncio.Task[Any], seconds: float, clock: Clock, hold: Hold) -> bool:
+    before = hold.seconds
     limit = asyncio.ensure_future(clock.sleep(seconds))
     try:
         while True:
             await asyncio.wait((doing, limit), return_when=asyncio.FIRST_COMPLETED)
             if doing.done():
-                return doing.result()
+                return True
             more, before = hold.seconds - before, hold.seconds
             if more <= 0:
-                raise TimeoutError(f"nothing within {seconds:g} s")
+                return False
             limit = asyncio.ensure_future(clock.sleep(max(more, LOOK_AGAIN_S)))
     finally:
-        await end_all((doing, limit))
+        await end_all((limit,))

@@ -20,7 +20,7 @@ from gcore.environments.registry import CheckedEnvironment
 from gcore.environments.transcript import Transcript
 from gcore.errors import DataError
 from gcore.prompts.long_texts import TooLong, aside, check_length
-from gcore.together import Hold, in_time
+from gcore.together import Hold, Unending, in_time
 from gcore.types import FinishReason, Sample
 
 log = logging.getLogger(__name__)
@@ -169,12 +169,23 @@ async def _in_time(answer: Coroutine[Any, Any, T], scene: Scene) -> T:
     seconds = scene.limits.step_s
     try:
         return await in_time(answer, seconds, scene.clock, scene.hold)
+    except Unending:
+        raise unending(seconds) from None
     except TimeoutError:
         raise EnvironmentFault(
             f"the environment took longer than {seconds:g} s to answer",
             where="environment.step_timeout_s",
             fix="Raise it, or make the environment quicker",
         ) from None
+
+
+def unending(seconds: float) -> EnvironmentFault:
+    """Of one that keeps its cancellation to itself. It is left to itself, and may do harm yet."""
+    return EnvironmentFault(
+        f"the environment took longer than {seconds:g} s to answer, and does not end when it is told to",
+        where="environment.step_timeout_s",
+        fix="Let asyncio.CancelledError through: an `except` that names no exception, or BaseException, catches it",
+    )
 
 
 async def _closed(environment: CheckedEnvironment, scene: Scene) -> None:

@@ -12,10 +12,11 @@ from typing import Any
 from gcore.clock import SystemClock
 from gcore.config.environment import EnvironmentSpec
 from gcore.environments.api import EnvironmentFault, EnvironmentMaker, Setting
+from gcore.environments.episode import unending
 from gcore.environments.pool import ToolPool
 from gcore.environments.registry import CheckedEnvironment, find_environment
 from gcore.plugins import PluginFault
-from gcore.together import in_time
+from gcore.together import Unending, in_time, told_to_end
 from gcore.worker.process import CannotStart
 
 
@@ -34,9 +35,11 @@ async def _tried(spec: EnvironmentSpec, maker: EnvironmentMaker, fields: Mapping
         await in_time(environment.reset(), spec.step_timeout_s, clock)
         await in_time(environment.close(), spec.step_timeout_s, clock)
     except EnvironmentFault as error:
-        raise PluginFault(error.what, where=error.where or "environment", fix=error.fix, trace=error.trace) from error
+        raise _refused(error) from error
     except CannotStart as error:
         raise PluginFault(error.what, where="environment.tools", fix=error.fix) from error
+    except Unending as error:
+        raise _refused(unending(spec.step_timeout_s)) from error
     except TimeoutError as error:
         raise PluginFault(
             f"environment {spec.name!r} took longer than {spec.step_timeout_s:g} s to begin",
@@ -45,3 +48,9 @@ async def _tried(spec: EnvironmentSpec, maker: EnvironmentMaker, fields: Mapping
         ) from error
     finally:
         await tools.close()
+        for left in asyncio.all_tasks() - {asyncio.current_task()}:
+            await told_to_end(left, clock)
+
+
+def _refused(error: EnvironmentFault) -> PluginFault:
+    return PluginFault(error.what, where=error.where or "environment", fix=error.fix, trace=error.trace)

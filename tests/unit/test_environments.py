@@ -16,6 +16,7 @@ from documents import ROOT, blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gcore.config.environment import EnvironmentSpec
 from gcore.environments.api import BadArgument, Done, EnvironmentFault, Observation, Said, Setting, Turn
 from gcore.environments.calculator import calculator
 from gcore.environments.calls import Call, Json, Tags, form_of
@@ -23,9 +24,11 @@ from gcore.environments.episode import Limits, Scene, played
 from gcore.environments.registry import CheckedEnvironment, find_environment
 from gcore.environments.tooled import ToolEnvironment
 from gcore.environments.transcript import Transcript
+from gcore.environments.trial import try_environment
 from gcore.errors import DataError
 from gcore.plugins import PluginFault
 from gcore.testing import FakeClock
+from gcore.together import END_S
 from gcore.types import FinishReason, Sample, Version, VersionSpan, misplaced
 
 OLD, NEW = Version(0, 1), Version(0, 2)
@@ -413,6 +416,53 @@ async def test_an_environment_that_takes_too_long_has_failed() -> None:
     with pytest.raises(EnvironmentFault, match="longer than 3 s"):
         await playing
     assert games[-1].closed == 1
+
+
+class Deaf(Game):
+    """Keeps its cancellations to itself, in the methods that it is told."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.where = str(setting.options["where"])
+
+    async def reset(self) -> Any:
+        return await self._stay("reset") or Observation()
+
+    async def step(self, turn: Turn) -> Any:
+        return await self._stay("step")
+
+    async def close(self) -> None:
+        await self._stay("close")
+
+    async def _stay(self, where: str) -> None:
+        while where in self.where:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+
+
+async def test_an_environment_that_does_not_end_when_it_is_told_to_is_left_to_itself() -> None:
+    clock = FakeClock()
+    where = replace(scene(step_s=3.0), clock=clock)
+    playing = asyncio.create_task(played(checked(Deaf, where="step and close"), Model("a"), where))
+    await clock.settle()
+    await clock.advance(3.0)
+    await clock.advance(END_S - 0.1)
+    assert not playing.done()
+    await clock.advance(0.2)  # now it is closed, which goes the same way
+    await clock.advance(3.0)
+    await clock.advance(END_S)
+    with pytest.raises(EnvironmentFault, match="longer than 3 s to answer, and does not end when it is told to"):
+        await playing
+
+
+def test_one_that_does_not_end_when_it_is_told_to_is_refused_and_holds_up_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("gcore.together.END_S", 0.1)
+    monkeypatch.setattr("gcore.environments.trial.find_environment", lambda name: Deaf)
+    for method in ("reset", "close"):
+        spec = EnvironmentSpec(name="deaf", step_timeout_s=0.1, options={"where": method})
+        with pytest.raises(PluginFault, match="does not end when it is told to"):
+            try_environment(spec, {}, chat=False)
 
 
 async def test_a_response_that_is_cancelled_within_its_environment_is_cancelled_and_no_fault_of_it() -> None:
