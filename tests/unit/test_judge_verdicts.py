@@ -17,7 +17,7 @@ from gcore.config.judges import OWN_PARSERS, VerdictSpec
 from gcore.errors import SpecError
 from gcore.reward.generative import JudgeError, Unreadable, find_parser
 from gcore.reward.generative import verdicts as module
-from gcore.reward.generative.verdicts import CheckedParser, scaled
+from gcore.reward.generative.verdicts import LONGEST_WORDS, CheckedParser, scaled
 
 
 @pytest.fixture
@@ -176,6 +176,14 @@ def test_scaled_numbers_go_from_0_to_1_in_their_order(least: float, width: float
     assert scaled(spec.least, spec) == 0.0
     assert scaled(spec.most, spec) == 1.0
     assert 0.0 <= scaled(spec.least + share * (spec.most - spec.least), spec) <= 1.0
+
+
+def test_words_are_looked_for_at_the_end_of_a_long_answer_only() -> None:
+    spec: dict[str, Any] = {"parser": "words", "words": {"Y": 1, "correct": 0}}
+    assert read("Y" + " " * (LONGEST_WORDS - 1), **spec) == 1.0
+    for gone in ("Y" + " " * LONGEST_WORDS, "Y" * (1 << 20), "in" + "correct" + " " * (LONGEST_WORDS - 7)):
+        with pytest.raises(Unreadable, match="holds none of"):
+            read(gone, **spec)
 
 
 @given(st.lists(st.sampled_from(["Y", "N", "YN", " ", ":", "46", "x", "."]), max_size=12))

@@ -29,6 +29,8 @@ from gcore.reward.rules import LONGEST_NUMBER, last_number
 VERDICTS = PluginKind("verdict parser", "gcore.verdicts", "verdict.parser")
 LONGEST_READ = 100_000
 """Characters of an answer's end that `json` looks at."""
+LONGEST_WORDS = 10_000
+"""Those that `words` looks at: each word may be within another at each of them, and everybody waits meanwhile."""
 
 _OUT_OF = re.compile(r"(?<=[0-9])\W{0,4}(?:/|(?<!\w)out of(?!\w))\W{0,4}[0-9][0-9,]*(?:\.[0-9]+)?\Z")
 """What stands behind the 8 in `8/10` and `**8** out of 10`."""
@@ -149,9 +151,9 @@ def _objects(text: str) -> Iterator[dict[str, Any]]:
 
 
 def _last_end(text: str, word: str) -> int:
-    """Where the last `word` that stands for itself ends; 0 if there is none."""
-    end = len(text)
-    while (at := text.rfind(word, 0, end)) >= 0:
+    """Where the last `word` that stands for itself ends; 0 if there is none at the end of the text."""
+    begin, end = max(0, len(text) - LONGEST_WORDS), len(text)
+    while (at := text.rfind(word, begin, end)) >= 0:
         after = at + len(word)
         within = (at > 0 and _belong(text[at - 1], word[0])) or (after < len(text) and _belong(word[-1], text[after]))
         if not within:
