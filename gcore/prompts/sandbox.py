@@ -47,9 +47,20 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.globals["namespace"] = _PlainNamespace
 
 
-def problem_of(error: jinja2.TemplateSyntaxError | RecursionError) -> str:
-    """What is wrong with a template that does not compile, with its line; for messages."""
-    return f"line {error.lineno}: {error.message}" if isinstance(error, jinja2.TemplateSyntaxError) else "nested"
+UNCOMPILED = (jinja2.TemplateSyntaxError, SyntaxError, ValueError, RecursionError, MemoryError)
+"""What comes of a template that cannot be compiled: by Jinja, or by Python, which is handed what Jinja makes of it."""
+
+
+def problem_of(error: BaseException) -> str:
+    """What is wrong with a template that does not compile, with its line if that is known; for messages."""
+    match error:
+        case jinja2.TemplateSyntaxError():
+            return f"line {error.lineno}: {error.message}"
+        case RecursionError() | MemoryError():
+            return "nested too deep"
+        case SyntaxError():  # its line is one of the code that Jinja wrote
+            return error.msg
+    return str(error)
 
 
 class _PlainNamespace(Namespace):

@@ -17,14 +17,14 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 
 from gcore.errors import DataError
-from gcore.prompts.sandbox import Sandbox, problem_of
+from gcore.prompts.sandbox import UNCOMPILED, Sandbox, problem_of
 
 
 def compile_template(source: str, where: str) -> jinja2.Template:
     """A chat template, ready to render. Raises DataError with the line of its mistake."""
     try:
         return Sandbox(extensions=[_GenerationBlock]).from_string(source)
-    except (jinja2.TemplateSyntaxError, RecursionError) as error:
+    except UNCOMPILED as error:
         raise DataError(
             f"the chat template is not valid ({problem_of(error)})",
             where=where,

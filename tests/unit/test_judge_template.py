@@ -109,6 +109,21 @@ def test_a_response_that_knows_its_length_is_shown_as_its_text() -> None:
         ),
         pytest.param("{{ response.__class__ }}", "pointwise", "'__class__' is out of bounds", id="class"),
         pytest.param("{{ " + "(" * 3000 + "response" + ")" * 3000 + " }}", "pointwise", "nested", id="nested"),
+        pytest.param(
+            "{% for x in [1] %}" * 21 + "{{ response }}" + "{% endfor %}" * 21,
+            "pointwise",
+            "too many statically nested blocks",
+            id="loops within each other",
+        ),
+        pytest.param(
+            "{% if 1 %}" * 101 + "{{ response }}" + "{% endif %}" * 101,
+            "pointwise",
+            "too many levels of indentation",
+            id="conditions within each other",
+        ),
+        pytest.param("{{ " + "9" * 5000 + " }}{{ response }}", "pointwise", "5000 digits", id="number"),
+        pytest.param("{% break %}{{ response }}", "pointwise", "'break' outside loop", id="break"),
+        pytest.param("{{ dict(a=1, a=2) }}{{ response }}", "pointwise", "keyword argument repeated: a", id="twice"),
     ],
 )
 def test_a_bad_template_is_refused_before_there_is_a_response(template: str, mode: str, message: str) -> None:

@@ -21,7 +21,7 @@ from jinja2.meta import find_undeclared_variables
 from gcore.config.judges import LONGEST_TEMPLATE, JudgeSpec
 from gcore.errors import SpecError
 from gcore.nearest import did_you_mean
-from gcore.prompts.sandbox import FOREIGN_FAILURES, problem_of
+from gcore.prompts.sandbox import FOREIGN_FAILURES, UNCOMPILED, problem_of
 from gcore.reward.generative.bounded import LONGEST_TEXT, BoundedSandbox, NoField, TooMuch
 from gcore.reward.generative.errors import JudgeError, Unjudgeable
 from gcore.types import Prompt
@@ -47,7 +47,7 @@ class Question:
             asked = find_undeclared_variables(tree) - set(sandbox.globals)
             _check_names(tree, asked, RESPONSES[spec.mode], where)
             return cls(sandbox.bounded(tree), spec.name)
-        except (jinja2.TemplateSyntaxError, RecursionError) as error:
+        except UNCOMPILED as error:
             raise SpecError(
                 f"the template is not valid ({problem_of(error)})", where=where, fix="Correct it"
             ) from error
