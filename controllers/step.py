@@ -278,7 +278,7 @@ class JobBatch:
         except (RewardError, FilterError) as error:
             self._step.end(ref, Outcome("failed", str(error)), prompt.source, trace_of(error))
         except EngineError as error:
-            tries = self._in_vain(prompt, str(error))
+            tries = self._in_vain(prompt, error.what)  # not its "It is issued again"
             if isinstance(error, EngineUnreachable) and tries <= self._peer.material.spec.flow.max_reissues:
                 await self._peer.clock.sleep(retry_delay(tries))  # still in flight, so not issued meanwhile
         except asyncio.CancelledError:

@@ -311,11 +311,11 @@ async def test_a_prompt_whose_engine_cannot_be_reached_waits_longer_each_time(tm
         assert job.holdings.reissues[prompt.ref] == tries
         await task
     assert job.holdings.outcomes == {}
-    job.engines.errors = [EngineUnreachable("gone")]
+    job.engines.errors = [EngineUnreachable("gone", fix="It is issued again")]
     await produced(job, prompt)
     ended = job.holdings.outcomes[prompt.ref]
     assert (ended.kind, ended.source) == ("failed", "sums")
-    assert ended.reason.startswith("issued 4 times, the last: gone")
+    assert ended.reason == "issued 4 times, the last: gone"
 
 
 async def test_an_engine_that_refused_is_asked_again_at_once(tmp_path: Path) -> None:
