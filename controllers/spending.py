@@ -91,7 +91,7 @@ class Spending:
         if most is None or (cost := self.cost(judge)) < most:
             return ""
         return (
-            f"judge {judge!r} has spent {cost:.2f} of the {most:g} that its external.most_cost allows, so nothing more is asked; a "
+            f"judge {judge!r} has spent {cost:.{'2f' if cost >= 1 else '4g'}} of the {most:g} that its external.most_cost allows, so nothing more is asked; a "
             "job's spec stays as it is: cancel the job, export its model, and start one from that with more to spend"
         )
 

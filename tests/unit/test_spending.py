@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from controllers.external_judges import ExternalJudges
 from controllers.judge_counts import JudgeCounts
 from controllers.spending import WRITE_S, Spending
-from gcore.config import parse_spec
+from gcore.config import JobSpec, parse_spec
 from gcore.errors import DataError
 from gcore.ledger.guarded import Stored
 from gcore.ledger.job import Trouble
@@ -45,9 +45,9 @@ class House:
         self.nodes = {"a", "b"}
         self.tasks: list[asyncio.Task[None]] = []
 
-    def life(self, node: str, number: int = 1, store: MemoryStore | None = None) -> Spending:
+    def life(self, node: str, number: int = 1, store: MemoryStore | None = None, spec: JobSpec = SPEC) -> Spending:
         spending = Spending(
-            SPEC.judges,
+            spec.judges,
             store or self.store,
             KEYS,
             node,
@@ -252,6 +252,14 @@ async def test_all_is_spent_when_the_sum_has_come_to_it_and_the_sentence_says_wh
         "judge 'x' has spent 10.00 of the 10 that its external.most_cost allows, so nothing more is asked; a job's spec stays as it "
         "is: cancel the job, export its model, and start one from that with more to spend"
     )
+
+
+async def test_a_small_sum_that_is_spent_is_told_as_more_than_nothing(house: House) -> None:
+    cheap = EXTERNAL | {"price_in": 0.0, "price_out": 0.5123, "most_cost": 0.0005}
+    spec = parse_spec(TREE | {"judges": [{"name": "x", "template": "{{ response }}", "external": cheap}]})
+    a = house.life("a", spec=spec)
+    pay(a)
+    assert "has spent 0.0005123 of the 0.0005 that" in a.overdrawn("x")
 
 
 class Office:
