@@ -8,6 +8,8 @@ import shutil
 import sys
 from pathlib import Path
 
+from gcore.prepare import NAMES
+
 _HINT = "`gcore "
 PREPARED = ".cache/examples"
 """Where `gcore prepare` puts what it makes, unless it is told another folder."""
@@ -35,8 +37,8 @@ def prepared_by(text: str) -> str:
     The commands of the examples stand in their specs too, but who runs one has not always read it.
     """
     for path in re.findall(rf"(\S*{re.escape(PREPARED)}/[a-z-]+)/", text):
-        if not Path(path).exists():
-            name = Path(path).name
+        name = Path(path).name
+        if name in NAMES and not Path(path).exists():
             there = "" if Path(path).resolve() == Path(PREPARED, name).resolve() else f" --to {path}"
             return f". `gcore prepare {name}{there}` makes it"
     return ""

@@ -26,6 +26,7 @@ from controllers.cli.options import (
     SpecFile,
 )
 from gcore.errors import Unreachable, UsageError
+from gcore.prepare import NAMES
 
 if TYPE_CHECKING:
     from controllers.service.checking import CheckedJob
@@ -49,6 +50,8 @@ PREPARE_EXAMPLES = """
 gcore prepare arithmetic --to .cache/examples/arithmetic
 
 [dim]A judge of its answers:[/dim]  gcore prepare arithmetic-judge
+
+[dim]A model that can ask a calculator:[/dim]  gcore prepare calculator
 """
 EXPORT_EXAMPLES = """
 [bold]Examples[/bold]
@@ -132,7 +135,7 @@ def schema() -> None:
 
 
 def prepare(
-    example: Annotated[str, typer.Argument(metavar="EXAMPLE", help="What to prepare: arithmetic, arithmetic-judge.")],
+    example: Annotated[str, typer.Argument(metavar="EXAMPLE", help="What to prepare: " + ", ".join(NAMES) + ".")],
     to: Annotated[Path | None, typer.Option(help="Folder; default: .cache/examples/EXAMPLE.")] = None,
 ) -> None:
     """Make an example's data and its warm-started model, or the judge of one. Done already: returns at once."""

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from controllers.cli.called import as_called, prepared_by, program
 from controllers.cli.devices import check_gpus, gpus
+from controllers.cli.main import app
 from gcore.errors import UsageError
+from gcore.prepare import NAMES
+from gcore.prepare.examples import EXAMPLES
 
 
 @pytest.fixture
@@ -93,3 +98,11 @@ def test_an_error_about_an_examples_file_that_is_not_there_says_what_makes_it(
     (here / "arithmetic-judge").mkdir(parents=True)
     assert prepared_by(lost) == "", "it was prepared, and is damaged"
     assert prepared_by("/models/m: the model folder does not exist") == ""
+    assert prepared_by(lost.replace("judge", "judgex")) == "", "there is no such example"
+
+
+def test_the_help_of_prepare_names_every_example() -> None:
+    assert tuple(EXAMPLES) == NAMES
+    shown = CliRunner().invoke(app, ["prepare", "--help"]).stdout
+    assert all(re.search(rf"gcore prepare {name}\b", shown) for name in NAMES)
+    assert all(name in shown.partition("Options")[0] for name in NAMES)
