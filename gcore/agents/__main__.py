@@ -2,10 +2,10 @@
 
     controller → process   {"agent": NAME, "memory_mb": 2048}                                        once
     process → controller   {"ready": true} or {"failed": {...}}                                      once
-    controller → process   {"base_url": ..., "api_key": ..., "fields": {...}, "options": {...}, "seed": ...}    one response
-    process → controller   {"reward": NUMBER or null} or {"what": ..., "trace": ...}
+    controller → process   [CALL, {"base_url": ..., "api_key": ..., "fields": {...}, "options": {...}, "seed": ...}]    one response
+    process → controller   [CALL, {"reward": NUMBER or null, ...}] or [CALL, {"what": ..., "trace": ..., ...}]
 
-JSON, one value a line. One agent at a time, in the main thread; while it runs, OPENAI_BASE_URL and OPENAI_API_KEY are its own. What it
+JSON, one value a line; CALL is a number, and an answer has `threads` too: how many the agent left running. One agent at a time, in the main thread; while it runs, OPENAI_BASE_URL and OPENAI_API_KEY are its own. What it
 prints goes to the controller's log.
 """
 
@@ -15,6 +15,7 @@ import json
 import os
 import socket
 import sys
+import threading
 
 from gcore.agents.api import AgentRollout
 from gcore.agents.registry import called, find_agent
@@ -22,6 +23,7 @@ from gcore.plugins import PluginFault
 from gcore.reward.__main__ import keep_from_children, limit_memory
 from gcore.reward.lines import failed_line, line_of
 
+ENDING_S = 0.2
 PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 
 
@@ -41,12 +43,23 @@ def main() -> None:
             return
         line.sendall(line_of({"ready": True}))
         try:
+            ours = frozenset(threading.enumerate())
             for call in heard:
-                rollout = AgentRollout(**json.loads(call))
+                number, asked = json.loads(call)
+                rollout = AgentRollout(**asked)
                 os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"] = rollout.base_url, rollout.api_key
-                line.sendall(line_of(called(agent, rollout)))
+                said = called(agent, rollout)
+                line.sendall(line_of((number, {**said, "threads": threads_left(ours)})))
         except (BrokenPipeError, ConnectionResetError):  # nobody wants to know any more
             pass
+
+
+def threads_left(ours: frozenset[threading.Thread]) -> int:
+    """How many threads there are besides `ours`. Those that are about to end have a moment for it."""
+    others = [one for one in threading.enumerate() if one not in ours and not isinstance(one, threading._DummyThread)]
+    for one in others:
+        one.join(ENDING_S / len(others))
+    return sum(one.is_alive() for one in others)
 
 
 def keep_from_proxies() -> None:

@@ -3,7 +3,8 @@
 An agent is foreign code that works on what a model wrote, so none of it runs in the controller. A few processes (`agent.workers`)
 run one agent each at a time; who finds none free waits, and its time does not run yet. An agent that takes longer than it may, or
 whose response is given up, costs its process, which is killed with all it started, and replaced; so with one that dies. One that raises
-does not: its process has said so, and runs the next.
+does not: its process has said so, and runs the next. But one that leaves something running, a thread or a process, costs its process too:
+it would ask in the next response's name.
 
 The processes are those that score, with another program in them (`gcore.reward.crew`).
 """
@@ -20,7 +21,7 @@ from gcore.config.agent import AgentSpec
 from gcore.reward.crew import Crew, Program
 from gcore.reward.lines import line_of
 from gcore.reward.pace import Scoring
-from gcore.reward.process import ProcessEnded, RewardProcess
+from gcore.reward.process import ProcessEnded, RewardProcess, Unagreed
 from gcore.together import end_all
 
 NEVER_S = 1e8
@@ -47,17 +48,20 @@ class AgentPool:
         Raises AgentFault, what `watch` raises, and PluginFault if this node does not have the agent: no other would do better.
         """
         async with self._crew.lent() as loan:
-            loan.process.send(line_of(call))
+            loan.process.ask(call)
             began()
             try:
-                told = _told(await self._said(loan.process, watch()))
+                said = await self._said(loan.process, watch())
+                told = _told(said)
+            except Unagreed:
+                raise _unagreed() from None
             except ProcessEnded:
                 raise AgentFault(
                     f"took the process that ran it with it, which was {await self._crew.how_ended(loan.process)}",
                     where="agent",
                     fix="See the controller's log; raise agent.memory_mb if memory ran out",
                 ) from None
-            loan.fit = True
+            loan.fit = not said.get("threads")
             if isinstance(told, AgentFault):
                 raise told
             return told
@@ -73,7 +77,7 @@ class AgentPool:
 
     async def _said(self, process: RewardProcess, watch: Coroutine[Any, Any, NoReturn]) -> Any:
         """What the process answers, unless `watch` raises first."""
-        answer, watching = asyncio.ensure_future(process.answer(NEVER_S)), asyncio.ensure_future(watch)
+        answer, watching = asyncio.ensure_future(process.told(NEVER_S)), asyncio.ensure_future(watch)
         try:
             await asyncio.wait((answer, watching), return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
@@ -92,6 +96,10 @@ def _told(said: Any) -> float | AgentFault | None:
             return float(reward)
         case {"what": str(what), "trace": str(trace)}:
             return AgentFault(what, where="agent", fix="Correct the agent", trace=trace)
-    raise AgentFault(
+    raise _unagreed()
+
+
+def _unagreed() -> AgentFault:
+    return AgentFault(
         "let its process say what no such process says", where="agent", fix="Let it leave its socket alone"
     )

@@ -2,10 +2,10 @@
 
     controller → process   {"tools": [NAME...], "memory_mb": 1024}                      once
     process → controller   {"ready": true} or {"failed": {...}}                         once
-    controller → process   [NAME, ARGUMENT]                                            one call
-    process → controller   {"said": TEXT}, {"refused": TEXT} or {"what": ..., "trace": ...}
+    controller → process   [CALL, [NAME, ARGUMENT]]                                    one call
+    process → controller   [CALL, {"said": TEXT}], or {"refused": TEXT} or {"what": ..., "trace": ...} in its place
 
-JSON, one value a line. One call at a time, in the main thread. What a tool prints goes to the controller's log.
+JSON, one value a line; CALL is a number. One call at a time, in the main thread. What a tool prints goes to the controller's log.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def main() -> None:
         line.sendall(line_of({"ready": True}))
         try:
             for call in heard:
-                name, argument = json.loads(call)
-                line.sendall(line_of(answer(tools[name], name, argument)))
+                number, (name, argument) = json.loads(call)
+                line.sendall(line_of((number, answer(tools[name], name, argument))))
         except (BrokenPipeError, ConnectionResetError):  # nobody wants to know any more
             pass
 

@@ -21,7 +21,7 @@ from gcore.environments.api import Said, Tools
 from gcore.reward.crew import Crew, Holding, Program
 from gcore.reward.lines import line_of
 from gcore.reward.pace import Scoring
-from gcore.reward.process import ProcessEnded
+from gcore.reward.process import ProcessEnded, Unagreed
 
 LONGEST_ARGUMENT = 1 << 16
 """Characters: no tool is handed more."""
@@ -62,11 +62,13 @@ class ToolPool:
         if len(argument) > LONGEST_ARGUMENT:
             return _error(f"an argument of {len(argument)} characters; at most {LONGEST_ARGUMENT}")
         async with self._crew.lent(holding) as loan:
-            loan.process.send(line_of([name, argument]))
+            loan.process.ask((name, argument))
             try:
-                told = self._told(await loan.process.answer(self._spec.timeout_s))
+                told = self._told(await loan.process.told(self._spec.timeout_s))
             except TimeoutError:
                 return self._failed(f"tool {name!r} took longer than {self._spec.timeout_s:g} s")
+            except Unagreed:
+                return self._failed(f"tool {name!r} let its process say what no such process says")
             except ProcessEnded:
                 return self._failed(f"tool {name!r} took the process that ran it with it")
             loan.fit = True  # not of one whose caller has gone: its answer would be taken for another's
@@ -89,7 +91,7 @@ class ToolPool:
                 return _error(text)
             case {"what": str(what), "trace": str(trace)}:
                 return self._failed(what, trace)
-        raise ProcessEnded("it said what no such process says")
+        raise Unagreed("it said what no such process says")
 
     def _failed(self, what: str, trace: str = "") -> Said:
         self._on_fault(what, trace)

@@ -90,7 +90,7 @@ class Starter:
 
 
 class Loan:
-    """A process that a caller has to itself. `fit`: whether the next may have it: it has answered all it was asked."""
+    """A process that a caller has to itself. `fit`: whether the next may have it: it has answered what it was asked."""
 
     def __init__(self, process: RewardProcess) -> None:
         self.process = process
@@ -100,8 +100,8 @@ class Loan:
 class Crew:
     """As many processes as there are `workers`, lent to one caller each at a time. One event loop; close it.
 
-    One that is not given back fit is ended: its answer would be taken for that to another's question. No more are started than are
-    needed at once.
+    One that is not given back fit is ended: its answer would be taken for that to another's question. So is one that a caller's
+    question has made start processes which still run: what is left running belongs to nobody. No more are started than are needed at once.
     """
 
     def __init__(self, program: Program, workers: int, clock: Clock) -> None:
@@ -113,7 +113,8 @@ class Crew:
         for _ in range(workers):
             self._free.put_nowait(None)
         self._ending: set[asyncio.Task[str]] = set()
-        self._running: set[RewardProcess] = set()
+        self._running: dict[RewardProcess, frozenset[int]] = {}
+        """And what each had started when it was loaded, which stays for all that it is asked."""
         self._waiting = 0
         self._done = 0
         self._lacks = ""
@@ -135,9 +136,10 @@ class Crew:
             yield loan
         finally:
             self._done += 1
-            if not loan.fit:
+            fit = loan.fit and self._is_clean(loan.process)
+            if not fit:
                 self._end(loan.process)
-            self._free.put_nowait(loan.process if loan.fit else None)
+            self._free.put_nowait(loan.process if fit else None)
 
     @property
     def waits(self) -> Scoring:
@@ -157,11 +159,17 @@ class Crew:
         task = self._end(process)
         return "ended with all the others" if task is None else await asyncio.shield(task)
 
+    def _is_clean(self, process: RewardProcess) -> bool:
+        """Whether nothing is left in it of what it was asked last."""
+        if left := process.started() - self._running.get(process, frozenset()):
+            log.info("a process of %s is ended: what it was asked left %d processes", self._program.what, len(left))
+        return not left and not process.says_more
+
     def _end(self, process: RewardProcess) -> asyncio.Task[str] | None:
         """Kill it, in the background; None: that has been begun before."""
         if process not in self._running:
             return None
-        self._running.discard(process)
+        del self._running[process]
         task = asyncio.get_running_loop().create_task(process.end(), name=f"end a process of {self._program.what}")
         self._ending.add(task)
         task.add_done_callback(self._ended)
@@ -172,7 +180,7 @@ class Crew:
         try:
             place = await self._free.get()
             try:
-                if place is not None and place.has_ended:  # while it had nothing to do
+                if place is not None and (place.has_ended or place.says_more):  # while it had nothing to do
                     self._end(place)
                     place = None
                 return place or await self._found()
@@ -198,7 +206,7 @@ class Crew:
 
     async def _started(self) -> RewardProcess:
         process = await self._starter.started()
-        self._running.add(process)
+        self._running[process] = process.started()
         return process
 
     def _ended(self, task: asyncio.Task[str]) -> None:

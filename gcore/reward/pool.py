@@ -152,7 +152,8 @@ class RewardPool:
             while True:
                 batch = await self._take(slot)
                 try:
-                    if slot.process is not None and slot.process.has_ended:  # while it had nothing to do
+                    # While it had nothing to do. What it says unasked would be taken for the next response's answer.
+                    if slot.process is not None and (slot.process.has_ended or slot.process.says_more):
                         await self._end(slot)
                     if slot.process is None:
                         slot.process = await self._starter.started()

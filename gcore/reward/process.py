@@ -1,7 +1,7 @@
 """One process that scores, or runs tools or agents, from the controller's side: started, asked, and ended.
 
-It dies with the thread that started it (`gcore.worker.tether`), and when its socket closes. Its answers come in the order of
-the questions. What is done when it cannot be started, hangs or dies is its pool's business (`gcore.reward.crew`, `gcore.reward.pool`).
+Between it and the controller stands a warden (`gcore.worker.warden`): however either of them ends, so does everything that foreign code
+has started, in whatever group or session. Its answers come in the order of the questions. What is done when it cannot be started, hangs or dies is its pool's business (`gcore.reward.crew`, `gcore.reward.pool`).
 """
 
 from __future__ import annotations
@@ -10,28 +10,34 @@ import asyncio
 import contextlib
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 from gcore.errors import GcoreError
-from gcore.reward.lines import BEGUN_BYTES, Begun
+from gcore.reward.lines import BEGUN_BYTES, Begun, line_of
 from gcore.worker import death
-from gcore.worker.parent import TETHER
-from gcore.worker.process import CannotStart, child_ended
+from gcore.worker.parent import TETHER, WARDEN
+from gcore.worker.process import CannotStart, child_ended, identify
 from gcore.worker.threads import thread_environment
 
 LONGEST_LINE = 1 << 22
 """Bytes of an answer."""
 LATE_S = 0.25
 """How much longer than its limit a response is waited for: the controller itself may have been held up."""
+END_S = 10.0
+"""What the warden has to end everything; a process that hangs in the kernel is not waited for any longer."""
 
 
 class ProcessEnded(GcoreError):
     """The process has died, by itself or because it did not keep to what was agreed."""
+
+
+class Unagreed(ProcessEnded):
+    """It said what no such process says; it is of no use any more."""
 
 
 class RewardProcess(asyncio.Protocol):
@@ -43,23 +49,24 @@ class RewardProcess(asyncio.Protocol):
         self._heard: asyncio.Future[None] | None = None
         self._closed = False
         self._transport: asyncio.Transport | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._warden: subprocess.Popen[bytes] | None = None
         self._begun: Begun | None = None
-        self._batches = 0
+        self._pid = 0
+        self._batches, self._asked = 0, 0
         self._oom_kills = 0
 
     @classmethod
     async def of(cls, module: str, setup: bytes) -> RewardProcess:
         """Start `python -m module FD BEGUN`, and tell it `setup`. Raises CannotStart."""
-        ours, begun, process = _spawn(module)
+        ours, begun, warden = _spawn(module)
         ours.setblocking(False)
         try:
             _, made = await asyncio.get_running_loop().create_connection(cls, sock=ours)
         except BaseException:
-            process.kill()
-            process.wait()
+            warden.kill()
+            warden.wait()
             raise
-        made._process, made._begun, made._oom_kills = process, begun, death.out_of_memory_kills()
+        made._warden, made._begun, made._oom_kills = warden, begun, death.out_of_memory_kills()
         made.send(setup)
         return made
 
@@ -93,6 +100,23 @@ class RewardProcess(asyncio.Protocol):
             raise ProcessEnded("the process has died")
         return self._answers.popleft()
 
+    def ask(self, call: Any) -> None:
+        """Send a call, after the one before has been answered or given up. Calls have numbers, which their answers repeat."""
+        self._asked += 1
+        self.send(line_of((self._asked, call)))
+
+    async def told(self, timeout_s: float) -> Any:
+        """What it answers to the call. Raises as `answer`, and Unagreed: what foreign code has written to the socket is no answer."""
+        match await self.answer(timeout_s):
+            case [int() as number, said] if number == self._asked:
+                return said
+        raise Unagreed("it said what no such process says")
+
+    @property
+    def says_more(self) -> bool:
+        """Whether it has said what nobody has asked for."""
+        return bool(self._answers or self._half)
+
     async def _hear(self) -> None:
         while not self._answers and not self._closed:
             self._heard = asyncio.get_running_loop().create_future()
@@ -100,21 +124,22 @@ class RewardProcess(asyncio.Protocol):
 
     async def end(self) -> str:
         """Kill it and all it started. How it died, in a sentence: by itself, if it had by now."""
-        process = self._process
-        assert process is not None
-        if self._transport is not None:
-            self._transport.abort()
-        if self._closed:  # its death closes the socket a moment before it can be collected
-            with contextlib.suppress(TimeoutError, OSError):
-                async with asyncio.timeout(LATE_S):
-                    await child_ended(process.pid)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        with contextlib.suppress(OSError):  # no descriptor is left: it is waited for below, and has been killed
-            await child_ended(process.pid)
-        process.wait()
+        warden = self._warden
+        assert warden is not None
+        assert warden.stdin is not None
+        try:
+            if self._transport is not None:
+                self._transport.abort()
+            if self._closed:  # its death closes the socket a moment before it can be collected
+                await _ended_within(warden, LATE_S)
+            warden.stdin.close()  # the warden's sign
+            await _ended_within(warden, END_S)
+        finally:
+            warden.stdin.close()
+            warden.kill()  # nothing happens to one that has ended; the process dies with it
+            warden.wait()
         out_of_memory = death.out_of_memory_kills() > self._oom_kills
-        return death.sentence(process.returncode, "", out_of_memory=out_of_memory)
+        return death.sentence(warden.returncode, "", out_of_memory=out_of_memory)
 
     @property
     def has_ended(self) -> bool:
@@ -123,9 +148,18 @@ class RewardProcess(asyncio.Protocol):
 
     @property
     def pid(self) -> int:
-        """Its pid, and its process group's."""
-        assert self._process is not None
-        return self._process.pid
+        """Its pid; the warden's where the kernel does not tell it. For what has said something."""
+        assert self._warden is not None
+        if not self._pid:
+            self._pid = next(iter(_children(self._warden.pid)), self._warden.pid)
+        return self._pid
+
+    def started(self) -> frozenset[int]:
+        """The pids of what it has started and what lives, of its orphans too; not of their children."""
+        assert self._warden is not None
+        own = self.pid
+        found = {*_children(self._warden.pid), *_children(own)} - {own}
+        return frozenset(pid for pid in found if identify(pid) is not None)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Called by asyncio."""
@@ -159,9 +193,28 @@ class RewardProcess(asyncio.Protocol):
             self._heard.set_result(None)
 
 
+async def _ended_within(child: subprocess.Popen[bytes], limit_s: float) -> None:
+    """Until that child has ended, or `limit_s` is over."""
+    with contextlib.suppress(TimeoutError, RuntimeError):  # nor is a thread to be had
+        async with asyncio.timeout(limit_s):
+            try:
+                await child_ended(child.pid)
+            except OSError:  # no descriptor is left to wait with
+                await asyncio.to_thread(child.wait)
+
+
+def _children(pid: int) -> list[int]:
+    """Of a process, by whichever of its threads, each one's first ones first."""
+    found: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += map(int, path.read_text().split())
+    return found
+
+
 def _spawn(module: str) -> tuple[socket.socket, Begun, subprocess.Popen[bytes]]:
     """A process, this end of the line to it, and where it writes what it begins. Raises CannotStart."""
-    tether = (sys.executable, "-I", "-S", str(TETHER), str(os.getpid()))
+    warden = (sys.executable, "-I", "-S", str(WARDEN), str(TETHER), "")
     try:
         with contextlib.ExitStack() as undo:
             ours, theirs = socket.socketpair()
@@ -170,11 +223,11 @@ def _spawn(module: str) -> tuple[socket.socket, Begun, subprocess.Popen[bytes]]:
                 memory.truncate(BEGUN_BYTES)
                 begun = Begun(memory.fileno())
                 process = subprocess.Popen(
-                    [*tether, sys.executable, "-m", module, str(theirs.fileno()), str(memory.fileno())],
+                    [*warden, sys.executable, "-m", module, str(theirs.fileno()), str(memory.fileno())],
                     env={**os.environ, **thread_environment(1)},
-                    stdin=subprocess.DEVNULL,
+                    stdin=subprocess.PIPE,
                     pass_fds=(theirs.fileno(), memory.fileno()),
-                    process_group=0,
+                    start_new_session=True,
                 )
             undo.pop_all()
     except OSError as error:

@@ -38,6 +38,7 @@ from gcore.worker.records import LaunchSpec
 from gcore.worker.threads import thread_environment
 
 TETHER = Path(__file__).with_name("tether.py")
+WARDEN = TETHER.with_name("warden.py")
 LONGEST_LINE = 1 << 20
 LAST_WORD_S = 1.0
 """How long a dead child's line is read on, should something outside its group hold it open."""

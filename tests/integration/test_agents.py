@@ -29,7 +29,7 @@ from gcore.types import FinishReason, Prompt, PromptRef, Sample, Version, Versio
 from gcore.worker.process import identify, is_running
 
 CODE = """
-import asyncio, ctypes, json, os, sys, time, urllib.error, urllib.request
+import asyncio, ctypes, json, os, sys, threading, time, urllib.error, urllib.request
 
 def post(rollout, body, path="/chat/completions"):
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -95,6 +95,15 @@ def odd(rollout):
         if os.fork() == 0:
             time.sleep(1000)
         time.sleep(1000)
+    if how == "thread":
+        threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+        return os.getpid()
+    if how == "brief thread":
+        threading.Thread(target=time.sleep, args=(0.02,)).start()
+        return os.getpid()
+    if how == "child":
+        os.posix_spawnp("sleep", ["sleep", "1000"], os.environ)
+        return os.getpid()
     if how == "environment":
         assert os.environ["OPENAI_BASE_URL"] == rollout.base_url and os.environ["OPENAI_API_KEY"] == rollout.api_key
     if how == "pid":
@@ -328,6 +337,16 @@ async def test_a_process_is_used_again(acting: Open) -> None:
     async with acting(Engines(), options={"how": "pid"}, workers=1) as (made, _, _):
         samples = await made.side_by_side(conversation(), (5, 6, 7), "r")
     assert len({sample.reward_parts for sample in samples}) == 1
+
+
+@pytest.mark.parametrize(("how", "processes"), [("thread", 2), ("child", 2), ("brief thread", 1)])
+async def test_an_agent_that_leaves_something_running_has_its_process_replaced(
+    acting: Open, how: str, processes: int
+) -> None:
+    async with acting(Engines(), options={"how": how}, workers=1) as (made, _, told):
+        samples = await made.side_by_side(conversation(), (5, 6), "r")
+    assert len({sample.reward_parts for sample in samples}) == processes
+    assert told == []
 
 
 async def test_an_agent_that_a_node_does_not_have_fails_the_job_in_its_own_words(acting: Open) -> None:

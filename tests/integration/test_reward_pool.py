@@ -54,6 +54,8 @@ def score(response, fields, spec):
         raise ValueError(rest)
     if word == "fork":
         return RewardResult(1.0 if os.fork() else 7.0)
+    if word == "write":
+        os.write(int(sys.argv[1]), b"[7.0, []]\\n")
     if word == "nan":
         return RewardResult(float("nan"))
     if word == "print":
@@ -387,6 +389,15 @@ async def test_a_process_that_a_reward_forked_does_not_answer_in_its_place(opene
         one, letters = RewardResult(1.0), RewardResult(1.0, (("letters", 1.0),))
         assert await score(pool, "fork", "a") == (one, letters)
         assert await score(pool, "a", "fork", "a") == (letters, one, letters)
+
+
+async def test_an_answer_that_nobody_asked_for_is_not_taken_for_the_next_responses(opened: Opened) -> None:
+    async with opened() as pool:
+        await score(pool, "write")
+        async with asyncio.timeout(10):
+            while not pool._slots[0].process.says_more:  # type: ignore[union-attr]  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert await score(pool, "a") == (RewardResult(1.0, (("letters", 1.0),)),)
 
 
 async def test_a_controller_without_descriptors_scores_again_once_it_has_some(

@@ -20,7 +20,7 @@ from gcore.plugins import PluginFault
 from gcore.worker.process import identify, is_running
 
 CODE = """
-import ctypes, os, time
+import ctypes, os, subprocess, sys, time
 from gcore.environments.api import BadArgument
 
 def odd(argument):
@@ -42,6 +42,18 @@ def odd(argument):
         return 7
     if word == "much":
         return "x" * 10_000
+    if word == "leave":
+        return str(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid)
+    if word == "orphan":  # in another session, of no parent, with none of the environment
+        code = "import subprocess; print(subprocess.Popen(['sleep', '1000'], start_new_session=True, stdout=subprocess.DEVNULL).pid)"
+        return subprocess.run([sys.executable, "-c", code], env={"PATH": os.environ["PATH"]}, stdout=-1, text=True).stdout
+    if word == "write":
+        os.write(int(sys.argv[1]), rest.encode() + b"\\n")
+    if word == "crash":
+        subprocess.Popen(["sh", "-c", f"echo $$ > {rest}; exec sleep 1000"], start_new_session=True)
+        while not (os.path.exists(rest) and open(rest).read().endswith("\\n")):
+            time.sleep(0.01)
+        os._exit(3)
     if word == "pid":
         return str(os.getpid())
     print("what a tool prints is no answer", flush=True)
@@ -121,6 +133,36 @@ async def test_as_many_calls_run_at_once_as_there_are_processes_and_none_is_left
         running = [identify(int(pid)) for pid in pids]
         assert all(running)
     assert not any(process is not None and is_running(process) for process in running)
+
+
+@pytest.mark.parametrize("how", ["leave", "orphan"])
+async def test_what_a_call_leaves_running_is_ended_with_its_process_and_the_next_has_another(
+    pools: Open, how: str
+) -> None:
+    async with pools(workers=1) as (pool, told):
+        before = await pool.call("odd", "pid")
+        left = identify(int((await pool.call("odd", how)).text))
+        assert await pool.call("odd", "pid") != before
+        await asyncio.gather(*pool._crew._ending)
+        assert left is None or not is_running(left)
+        assert told == []
+
+
+async def test_what_a_tool_started_before_it_crashed_is_ended_too(pools: Open, tmp_path: Path) -> None:
+    async with pools(workers=1) as (pool, _):
+        said = await pool.call("odd", f"crash {tmp_path / 'pid'}")
+        assert said.failed
+        await asyncio.gather(*pool._crew._ending)
+        assert identify(int((tmp_path / "pid").read_text())) is None
+
+
+@pytest.mark.parametrize("line", ['{"said": "42"}', '[1, {"said": "42"}]', "[1]", "7"])
+async def test_a_line_that_a_tool_writes_itself_is_nobodys_answer(pools: Open, line: str) -> None:
+    async with pools(workers=1) as (pool, told):
+        assert await pool.call("odd", "one") == Said("ONE")
+        assert (await pool.call("odd", f"write {line}")).failed
+        assert told == ["tool 'odd' let its process say what no such process says"]
+        assert [(await pool.call("odd", word)).text for word in ("two", "three")] == ["TWO", "THREE"]
 
 
 async def test_a_tool_that_this_node_does_not_have_is_no_fault_of_the_models(pools: Open) -> None:

@@ -25,15 +25,22 @@ class Started:
 
     def __init__(self, said: Any) -> None:
         self._said = said
-        self.has_ended = False
+        self.has_ended = self.says_more = False
+        self.children: frozenset[int] = frozenset()
 
     async def answer(self, timeout_s: float) -> Any:
         if isinstance(self._said, BaseException):
             raise self._said
         return self._said
 
-    def send(self, line: bytes) -> None:
+    async def told(self, timeout_s: float) -> Any:
+        return await self.answer(timeout_s)
+
+    def ask(self, call: Any) -> None:
         pass
+
+    def started(self) -> frozenset[int]:
+        return self.children
 
     async def end(self) -> str:
         self.has_ended = True
@@ -123,6 +130,9 @@ async def test_one_that_is_not_given_back_fit_or_has_died_meanwhile_is_replaced(
     machine.started[1].has_ended = True
     await used(crew)
     assert len(machine.started) == 3
+    machine.started[2].says_more = True
+    await used(crew)
+    assert len(machine.started) == 4
     await crew.close()
     assert all(one.has_ended for one in machine.started)
 
@@ -184,3 +194,18 @@ async def test_time_that_is_held_by_some_counts_again_when_the_last_has_gone() -
     with pytest.raises(TimeoutError):
         await clock.run(in_time(works(17.5), 10.0, clock, hold))
     assert hold.seconds == pytest.approx(14.0)
+
+
+async def test_one_that_was_left_with_processes_is_replaced_but_not_for_those_of_its_program(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine = Machine(monkeypatch)
+    monkeypatch.setattr(Started, "started", lambda one: one.children | {1})
+    crew = Crew(PROGRAM, 1, FakeClock())
+    assert await used(crew) is await used(crew)
+    machine.started[0].children = frozenset({2})
+    await used(crew)
+    await used(crew)
+    assert len(machine.started) == 2
+    await crew.close()
+    assert all(one.has_ended for one in machine.started)

@@ -1,7 +1,7 @@
 """SGLang's server as a child process: started in a group of its own, its output passed on, and ended with all it started.
 
 What it says goes to this process's standard error, line by line, and the last lines are kept, so that its death can be
-told with its own words. No orphans: see `gcore.rollout.sglang.warden`. Does not know whether the server is well.
+told with its own words. No orphans: see `gcore.worker.warden`. Does not know whether the server is well.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import IO
 from gcore.errors import EngineError
 from gcore.worker import death
 
-WARDEN = Path(__file__).with_name("warden.py")
-TETHER = Path(death.__file__).with_name("tether.py")
+WARDEN = Path(death.__file__).with_name("warden.py")
+TETHER = WARDEN.with_name("tether.py")
 KEPT_LINES = 200
 KILL_S = 30.0
 LAST_WORD_S = 1.0
