@@ -235,6 +235,12 @@ def test_a_template_that_is_not_one_is_told_with_its_line(make_model: Maker) -> 
         PromptRenderer.load(make_model(template="\n{% for %}"), chat=True)
 
 
+def test_a_template_that_jinja_takes_and_python_does_not_is_refused_in_a_sentence(make_model: Maker) -> None:
+    nested = "{% for m in messages %}" * 21 + "{{ m.content }}" + "{% endfor %}" * 21
+    with pytest.raises(DataError, match=r"the chat template is not valid \(too many statically nested blocks\)"):
+        PromptRenderer.load(make_model(template=nested), chat=True)
+
+
 def test_chat_without_a_template_is_refused(make_model: Maker) -> None:
     with pytest.raises(DataError, match=r"no chat template.*model\.chat: false"):
         PromptRenderer.load(make_model(), chat=True)
