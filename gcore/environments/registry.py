@@ -7,9 +7,11 @@ number becomes an `EnvironmentFault`. That it must not take for ever is its call
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from gcore.config.reward import LARGEST
@@ -53,7 +55,7 @@ class CheckedEnvironment:
     def __init__(self, name: str, maker: EnvironmentMaker, setting: Setting) -> None:
         self._name = name
         try:
-            self._environment: Environment = maker(setting)
+            self._environment: Environment = maker(_its_own(setting))
             self.stop = stop_of(self._environment)
             methods = {method: getattr(self._environment, method, None) for method in METHODS}
         except EnvironmentFault:
@@ -133,6 +135,11 @@ class CheckedEnvironment:
     def _raised(self, error: BaseException, when: str) -> EnvironmentFault:
         said = f"environment {self._name!r} raised {sentence_of(error)} {when}"
         return EnvironmentFault(said, fix="Correct the environment", trace=trace_of(error))
+
+
+def _its_own(setting: Setting) -> Setting:
+    """What the environment does to its options and its fields reaches nobody else: the reward reads the entry too."""
+    return replace(setting, options=dict(setting.options), fields=copy.deepcopy(setting.fields))
 
 
 def _is_asynchronous(method: Any) -> bool:

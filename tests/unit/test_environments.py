@@ -497,6 +497,20 @@ def test_an_environment_that_cannot_be_made_has_failed() -> None:
         checked(Stops, shown=[])
 
 
+def test_what_an_environment_does_to_its_entry_and_its_options_reaches_nobody_else() -> None:
+    fields, options = {"answer": 7, "steps": [1, {"of": 2}]}, {"guesses": 5}
+
+    def greedy(setting: Setting) -> Any:
+        made: Any = setting
+        made.options.pop("guesses")
+        made.fields.pop("answer")
+        made.fields["steps"][1]["of"] = 3
+        return Game(Setting({"shown": []}, {}, 1, OneTool()))
+
+    CheckedEnvironment("mine", greedy, Setting(options, fields, 1, OneTool()))
+    assert (fields, options) == ({"answer": 7, "steps": [1, {"of": 2}]}, {"guesses": 5})
+
+
 @pytest.mark.parametrize("method", ["reset", "step", "close"])
 def test_an_environment_lacks_no_method_and_all_are_asynchronous(method: str) -> None:
     with pytest.raises(EnvironmentFault, match=f"'mine' has no method {method!r}. Write `async def {method}`"):
