@@ -7,6 +7,7 @@ How it stands is `controllers.standing`'s. The mirror is fed by a watch; a drive
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Mapping
 from functools import partial
@@ -51,13 +52,15 @@ from controllers.turns import Waits
 from controllers.view import EngineView, JobView
 from gcore.clock import Clock
 from gcore.config import JobSpec, NodeConfig, stored_spec
-from gcore.errors import GcoreError
+from gcore.errors import GcoreError, StoreUnavailable
 from gcore.flows import find_filters, find_flow
 from gcore.ledger import transactions
-from gcore.ledger.guarded import Ledger, TxnOutcome
+from gcore.ledger.guarded import Ledger, Stored, TxnOutcome
+from gcore.ledger.job import JobPhase, JobStatus
 from gcore.metrics import Metrics
 from gcore.reward.pool import RewardPool
 from gcore.reward.scoring import Scorer
+from gcore.schema import UnreadableRecord
 from gcore.store.types import Store, WatchBatch
 from gcore.types import Version
 
@@ -110,6 +113,17 @@ class JobRunner(JobStanding):
         ledger = Ledger(self._store, self.keys)
         while (await ledger.run(transactions.withdraw(self.keys, self.me, self.node))).outcome is TxnOutcome.UNKNOWN:
             await self._clock.sleep(LOOK_AGAIN_S)
+
+    async def end_left(self, reason: str) -> None:
+        """End the job as failed, if nobody works on it any more. Goes by the store alone: nothing is heard here by now."""
+        with contextlib.suppress(StoreUnavailable, UnreadableRecord):
+            kv = await self._store.get(self.keys.state)
+            if kv is None or (await self._store.list(self.keys.member_prefix)).kvs:
+                return
+            old = Stored(JobStatus.decode(kv.value, kv.key), kv.mod_revision)
+            if not old.record.phase.ended:
+                new = JobStatus(phase=JobPhase.FAILED, reason=reason, changed=self._clock.wall())
+                await Ledger(self._store, self.keys).run(transactions.set_status(self.keys, old, new, None))
 
     async def run(self) -> None:
         """Until the job has ended."""

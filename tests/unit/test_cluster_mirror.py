@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,14 +13,18 @@ import pytest
 from controllers import retaking
 from controllers.changes import Changes
 from controllers.cluster import ClusterMirror
+from controllers.identity import Identity
+from controllers.job import JobRunner
 from controllers.retaking import work_on
-from gcore.errors import GcoreError, SpecError
-from gcore.ledger.job import NodeRecord
+from gcore.config import NodeConfig
+from gcore.errors import GcoreError, LeaseLost, SpecError, StoreUnavailable
+from gcore.ledger.job import JobPhase, JobStatus, NodeRecord
 from gcore.ledger.mirror import JobMirror
+from gcore.metrics import Metrics
 from gcore.schema import UnreadableRecord
 from gcore.store import keys
 from gcore.store.keys import JobKeys
-from gcore.store.types import KeyValue, Put, WatchBatch, WatchEvent
+from gcore.store.types import Delete, KeyValue, Put, WatchBatch, WatchEvent
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
 
 KEYS = JobKeys("u")
@@ -56,9 +61,10 @@ class Tries:
     def __init__(self, *errors: BaseException) -> None:
         self.errors = list(errors)
         self.left: list[str] = []
+        self.ended: list[str] = []
 
     def __call__(self) -> Any:
-        return SimpleNamespace(run=self.run, uid="u", withdraw=self.withdraw)
+        return SimpleNamespace(run=self.run, uid="u", withdraw=self.withdraw, end_left=self.end_left)
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -71,6 +77,10 @@ class Tries:
 
     async def withdraw(self) -> None:
         self.left.append("u")
+
+    async def end_left(self, reason: str) -> None:
+        assert self.left
+        self.ended.append(reason)
 
 
 @pytest.mark.parametrize("error", ERRORS)
@@ -108,9 +118,77 @@ async def test_a_job_that_was_left_and_ends_is_not_taken_up_again() -> None:
     assert len(tries.left) == 1
 
 
-async def test_a_defect_ends_the_daemon() -> None:
+async def test_a_defect_ends_its_jobs_runner_and_not_the_daemon_and_its_traceback_is_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(retaking, "AGAIN_S", 0.0)
+    tries = Tries(AssertionError("a defect"), OverflowError("another"))
+    with caplog.at_level(logging.ERROR):
+        await work_on(tries, lambda: True, Changes())
+    assert tries.errors == []
+    assert tries.left == ["u", "u"]
+    assert tries.ended == []  # a single one may be of the moment
+    assert caplog.text.count("job u met a defect of gcore") == 2
+    assert "AssertionError: a defect" in caplog.text
+    assert "in fail" in caplog.text
+
+
+async def test_who_meets_defects_again_and_again_ends_the_job_with_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retaking, "AGAIN_S", 0.0)
+    tries = Tries(*(OverflowError("too large") for _ in range(retaking.MOST_DEFECTS)))
+    await work_on(tries, lambda: True, Changes())
+    (reason,) = tries.ended
+    assert reason.startswith(
+        "a defect of gcore was met 3 times in a row: OverflowError: too large at test_cluster_mirror.py:"
+    )
+
+
+@pytest.mark.parametrize("error", [StoreUnavailable("no answer"), OSError(28, "No space left on device")])
+async def test_what_the_store_or_a_node_lacks_ends_no_job(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retaking, "AGAIN_S", 0.0)
+    tries = Tries(*(error,) * (2 * retaking.MOST_DEFECTS))
+    await work_on(tries, lambda: True, Changes())
+    assert len(tries.left) == 2 * retaking.MOST_DEFECTS
+    assert tries.ended == []
+
+
+async def test_defects_far_apart_are_not_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retaking, "AGAIN_S", 0.0)
+    monkeypatch.setattr(retaking, "CALM_S", 0.0)
+    tries = Tries(*(OverflowError() for _ in range(2 * retaking.MOST_DEFECTS)))
+    await work_on(tries, lambda: True, Changes())
+    assert tries.ended == []
+
+
+async def test_a_lost_lease_is_the_lifes() -> None:
+    tries = Tries(LeaseLost("it has ended"))
     with pytest.raises(ExceptionGroup):
-        await work_on(Tries(AssertionError("a defect")), lambda: True, Changes())
+        await work_on(tries, lambda: True, Changes())
+    assert tries.left == []
+
+
+async def test_a_job_is_ended_by_who_leaves_it_last_only(tmp_path: Path) -> None:
+    clock, changes = FakeClock(), Changes()
+    memory = MemoryCluster(clock)
+    store = MemoryStore(memory)
+    config = NodeConfig.model_validate(
+        {"node": "n", "home": str(tmp_path), "run_root": str(tmp_path), "etcd_endpoints": ["h:1"], "slots": ["cpu:0"]}
+    )
+    runner = JobRunner(
+        "u", Identity("n", "n.1", "h:1", 1), store, ClusterMirror(store, changes), changes, Metrics(), clock, config
+    )
+    await runner.end_left("nothing is there")
+    running = JobStatus(phase=JobPhase.RUNNING)
+    memory.transact((), (Put(KEYS.state, running.encode()), Put(KEYS.active, b"{}"), Put(KEYS.member("m.1"), b"{}")))
+    await runner.end_left("too early")
+    assert KEYS.active in {kv.key for kv in (await store.list("")).kvs}
+    memory.transact((), (Delete(KEYS.member("m.1")),))
+    await runner.end_left("a mistake")
+    await runner.end_left("another")
+    there = {kv.key: kv.value for kv in (await store.list("")).kvs}
+    ended = JobStatus.decode(there[KEYS.state])
+    assert (ended.phase, ended.reason) == (JobPhase.FAILED, "a mistake")
+    assert KEYS.active not in there
 
 
 async def fail(error: BaseException) -> None:
