@@ -23,7 +23,8 @@ def why_short(rules: StreamRules, head: Head, short: Short, log: Iterable[LogEnt
     elif short.groups:
         fix = "raise flow.max_prompts_per_step, or set flow.on_limit: train_smaller to go on with fewer groups"
     else:
-        fix = "there is nothing to train on: see what the reward and the filter say of the responses (gcore samples)"
+        shown = " (gcore samples)" * (head.step > 0)  # which are kept of steps
+        fix = f"there is nothing to train on: see what the reward and the filter say of the responses{shown}"
     return (
         f"step {head.step + 1} has used up {over.format(used.ended + short.groups)} with "
         f"{short.groups} of {rules.quota} groups kept ({used.filtered} were filtered, {used.failed} failed){reason}; {fix}"

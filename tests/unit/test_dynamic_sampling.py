@@ -292,7 +292,11 @@ class TestLimits:
         job = Job(rules(prompts=4000, limit=20, on_limit=on_limit), nothing).run()
         assert job.short == Short(0, job.short.outcomes if job.short else ())
         assert job.short is not None
-        assert "there is nothing to train on" in why_short(job.rules, job.head, job.short, job.log.values())
+        said = why_short(job.rules, job.head, job.short, job.log.values())
+        assert "there is nothing to train on" in said
+        assert "gcore samples" not in said, "of a job without a step there are none"
+        later = job.head.model_copy(update={"step": 3})
+        assert "(gcore samples)" in why_short(job.rules, later, job.short, job.log.values())
 
     def test_the_count_survives_what_is_written_down_meanwhile(self) -> None:
         """The windows are smaller than the limit, so that outcomes are accounted for on the way to it."""
