@@ -19,13 +19,14 @@ from gcore.config.spec import JudgeSpec
 from gcore.errors import DataError, EngineError, EngineGaveUp, EngineUnreachable
 from gcore.prompts.long_texts import TooLong, aside, check_length
 from gcore.prompts.render import PromptRenderer
+from gcore.reward.generative.asking import Valued
 from gcore.reward.generative.errors import JudgeError, unanswered
 
 
 @dataclass(frozen=True, slots=True)
 class _Question:
     text: str
-    score: asyncio.Future[float]
+    score: asyncio.Future[Valued]
 
 
 Tokens = tuple[int, ...]
@@ -52,8 +53,8 @@ class EngineValue:
         """Put at this moment."""
         self._requests: set[asyncio.Task[None]] = set()
 
-    async def __call__(self, question: str) -> float:
-        """The number; waits for an engine. Raises JudgeAway, JudgeError."""
+    async def __call__(self, question: str) -> Valued:
+        """The number, and how many tokens the question has; waits for an engine. Raises JudgeAway, JudgeError."""
         loop = asyncio.get_running_loop()
         put = _Question(question, loop.create_future())
         if not self._waiting:
@@ -101,9 +102,9 @@ class EngineValue:
                 if not question.score.done():
                     self._request([question])
         else:
-            for question, score in zip(asked, scores, strict=True):
+            for question, its, score in zip(asked, tokens, scores, strict=True):
                 if not question.score.done():
-                    question.score.set_result(score)
+                    question.score.set_result(Valued(score, len(its)))
 
     def _ended(self, asked: Sequence[_Question], task: asyncio.Task[None]) -> None:
         self._requests.discard(task)

@@ -13,7 +13,7 @@ from gcore.config import JobSpec
 from gcore.config.spec import JudgeSpec
 from gcore.errors import DataError
 from gcore.prompts.render import PromptRenderer
-from gcore.reward.generative.asking import Answer, Ask, Value
+from gcore.reward.generative.asking import Answer, Ask, Value, Valued
 from gcore.reward.generative.judge import Judge
 
 
@@ -89,7 +89,7 @@ class OpenValue:
         self._judge = judge
         self._counts = counts
 
-    async def __call__(self, question: str) -> float:
+    async def __call__(self, question: str) -> Valued:
         """As what it counts."""
         self._counts.begun(self._judge)
         try:

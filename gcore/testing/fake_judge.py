@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from gcore.clock import Clock
-from gcore.reward.generative.asking import Answer, Why
+from gcore.reward.generative.asking import Answer, Valued, Why
 from gcore.reward.generative.errors import JudgeError
 
 
@@ -87,10 +87,10 @@ class FakeClassifier(_Fake):
         super().__init__(clock, delay_s, failures)
         self._value = value
 
-    async def __call__(self, question: str) -> float:
-        """As `Value`."""
+    async def __call__(self, question: str) -> Valued:
+        """As `Value`. Tokens are words."""
         await self._begun(question, ())
-        return self._value(question)
+        return Valued(self._value(question), len(question.split()))
 
 
 @dataclass

@@ -205,7 +205,7 @@ async def test_a_classifier_gives_its_number_as_it_is() -> None:
     judge = Judge.of(spec(kind="classifier"), classifier, court.heard, court.clock)
     assert await court.run(judge.value(PROMPT, "1")) == Judgement(-3.5, 1, 0)
     assert [one.question for one in classifier.asked] == ["q 1", "q 1"]
-    assert court.heard == HeardOf(asked_of=[(1.0, 0, 0)], failures=["away"], verdicts=[-3.5])
+    assert court.heard == HeardOf(asked_of=[(1.0, 2, 0)], failures=["away"], verdicts=[-3.5])
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -1e39], ids=str)

@@ -136,6 +136,7 @@ async def test_a_group_is_one_request_and_each_question_has_its_own_score(folder
     assert await court.values("0", "1", "22") == [1.5, 2.0, 2.5]
     assert court.engines["a"].asked == [[[3], [4], [5, 5]]]
     assert court.seen("gcore_judge_questions_total", judge="taste", result="answered") == 3
+    assert court.seen("gcore_judge_tokens_total", judge="taste", part="question") == 4
     assert court.seen("gcore_judge_tokens_total", judge="taste", part="answer") == 0
     assert court.seen("gcore_judge_open_questions", judge="taste") == 0
     assert court.seen("gcore_engine_requests_total", pool="reward", result="ok") == 1

@@ -26,6 +26,15 @@ class Answer:
     """Whether it was cut off at its longest length."""
 
 
+@dataclass(frozen=True, slots=True)
+class Valued:
+    """What a classifier says."""
+
+    number: float
+    tokens_in: int
+    """Of the question."""
+
+
 class Ask(Protocol):
     """Asks a judge that writes. One that others serve is not timed by who asks: it waits for its turn, and times its requests itself."""
 
@@ -37,8 +46,8 @@ class Ask(Protocol):
 class Value(Protocol):
     """Asks a judge of `kind: classifier`."""
 
-    async def __call__(self, question: str) -> float:
-        """The number it gives. Raises JudgeAway or JudgeError, as `Ask` does."""
+    async def __call__(self, question: str) -> Valued:
+        """The number it gives, and for what. Raises JudgeAway or JudgeError, as `Ask` does."""
         ...
 
 
@@ -46,7 +55,7 @@ class Seen(Protocol):
     """Is told what happens between a judge and its questions, by the judge's name. It neither waits nor raises."""
 
     def asked(self, judge: str, seconds: float, tokens_in: int, tokens_out: int) -> None:
-        """A question was answered, after so long; tokens are those of all its answers, 0 for a classifier."""
+        """A question was answered, after so long; `tokens_out` are those of all its answers, 0 for a classifier."""
         ...
 
     def failed(self, judge: str, why: Why) -> None:

@@ -174,8 +174,9 @@ class Judge:
 
     async def _classified(self, question: str) -> Judgement:
         value = cast(Value, self._ask)
-        began, number = await self._tried(lambda: value(question))
-        self._seen.asked(self.spec.name, self._clock.monotonic() - began, 0, 0)
+        began, said = await self._tried(lambda: value(question))
+        self._seen.asked(self.spec.name, self._clock.monotonic() - began, said.tokens_in, 0)
+        number = said.number
         if not math.isfinite(number) or abs(number) > LARGEST:
             raise JudgeError(f"judge {self.spec.name!r} gave {number}, which is not finite in float32")
         return self._told(Judgement(number, 1, 0))
