@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,10 @@ _NOTHING: Mapping[str, tuple[Any, ...]] = {
 }
 """What fields may say that ask for nothing out of the ordinary."""
 MOST_STOPS, LONGEST_STOP = 16, 256
+_BEYOND = 1e6
+"""No sampling has numbers so large, and JSON has whole numbers that no float holds."""
+_HALF = re.compile("[\ud800-\udfff]")
+"""Of a surrogate pair, which is no character: no text that is generated holds it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +122,7 @@ def _most(body: dict[str, Any], rules: Rules) -> int | None:
 def _check_sampling(name: str, asked: Any, ours: tuple[float, ...], ignored: frozenset[str]) -> None:
     if asked is None or name in ignored:
         return
-    is_number = isinstance(asked, int | float) and not isinstance(asked, bool)
+    is_number = isinstance(asked, int | float) and not isinstance(asked, bool) and abs(asked) < _BEYOND
     if not is_number or not any(math.isclose(asked, one, abs_tol=1e-6) for one in ours):
         raise _unsupported(
             name,
@@ -155,6 +160,8 @@ def _stops(given: Any) -> tuple[str, ...]:
         raise _unsupported("stop", f"stop is no text and no list of at most {MOST_STOPS}")
     if not all(isinstance(one, str) and 0 < len(one) <= LONGEST_STOP for one in stops):
         raise _unsupported("stop", f"stop holds something other than texts of 1 to {LONGEST_STOP} characters")
+    if any(_HALF.search(one) for one in stops):
+        raise _unsupported("stop", "stop holds half a surrogate pair (\\ud800 to \\udfff alone), which is no character")
     return tuple(stops)
 
 

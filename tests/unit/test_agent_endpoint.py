@@ -24,6 +24,8 @@ from gcore.types import Sample, Version, VersionSpan
 
 EOS = 0
 CHAT = "/chat/completions"
+HUGE = b"1" + b"0" * 400
+"""A whole number that no float holds."""
 
 
 class Letters:
@@ -193,6 +195,18 @@ async def test_a_text_that_ends_an_answer_is_not_sent_and_stays_among_the_tokens
         (b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 13}', 400, "unsupported_parameter"),
         (b'{"messages": [{"role": "user", "content": "' + b"x" * 150 + b'"}]}', 400, "context_length_exceeded"),
         (b" " * (MOST_BODY + 1), 413, "too_large"),
+        (
+            b'{"messages": [{"role": "user", "content": "x"}], "temperature": ' + HUGE + b"}",
+            400,
+            "unsupported_parameter",
+        ),
+        (b'{"messages": [{"role": "user", "content": "x"}], "top_p": -' + HUGE + b"}", 400, "unsupported_parameter"),
+        (
+            b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": ' + HUGE + b"}",
+            400,
+            "unsupported_parameter",
+        ),
+        (b'{"messages": [{"role": "user", "content": "x"}], "stop": ["\\ud800"]}', 400, "unsupported_parameter"),
     ],
 )
 async def test_a_request_that_cannot_be_answered_is_refused_and_nothing_is_recorded(
