@@ -3,7 +3,7 @@
     POST /r/TOKEN/v1/chat/completions      GET /r/TOKEN/v1/models
 
 A token names one response, cannot be guessed, and ends with it: from then on it is answered with 404, and what was under way is cut off.
-A client that goes away takes its question with it. Refusals carry `x-should-retry: false`, or OpenAI's own client would
+A client that goes away takes its question with it; one that has only said its last, and still listens, is answered. Refusals carry `x-should-retry: false`, or OpenAI's own client would
 repeat some of them. What an answer is `gcore.agents.served` says; this module reads and writes HTTP/1.1, through h11.
 """
 
@@ -29,6 +29,8 @@ MOST_BODY = 8 << 20
 """Bytes of a question."""
 MOST_LINES = 4096
 """Connections at a time; a further one is closed at once."""
+GONE_S = 0.1
+"""What a closed connection takes to say so, once something is sent to it."""
 _PATH = re.compile(r"/r/([0-9a-f]{32})/v1/(chat/completions|models)")
 _RETRY = b"x-stainless-retry-count"
 """What OpenAI's clients say how often they have asked already."""
@@ -109,7 +111,7 @@ class Endpoint:
                     await _send(writer, protocol, _refusal(too_large), close=True)
                     return
             elif isinstance(event, h11.EndOfMessage) and head is not None:
-                reply = await self._unless_gone(head, bytes(body), reader, protocol)
+                reply = await self._unless_gone(head, bytes(body), reader, writer, protocol)
                 if reply is None:
                     return
                 await _send(writer, protocol, reply)
@@ -120,7 +122,12 @@ class Endpoint:
                 return
 
     async def _unless_gone(
-        self, head: h11.Request, body: bytes, reader: asyncio.StreamReader, protocol: h11.Connection
+        self,
+        head: h11.Request,
+        body: bytes,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        protocol: h11.Connection,
     ) -> Reply | None:
         """The answer; None if the client went away while it was made."""
         line, found = asyncio.current_task(), _path(head)
@@ -130,11 +137,10 @@ class Endpoint:
         more = asyncio.ensure_future(reader.read(READ_BYTES))
         try:
             await asyncio.wait((answer, more), return_when=asyncio.FIRST_COMPLETED)
-            if more.done():
-                data = more.result()
-                if not data:
-                    return None
+            if more.done() and (data := more.result()):
                 protocol.receive_data(data)  # the next request, before this one is answered
+            elif not answer.done() and await _is_gone(answer, head, writer, protocol):
+                return None
             return await answer
         finally:
             await end_all((answer, more))
@@ -168,6 +174,24 @@ class Endpoint:
         if question.stream:
             return 200, EVENTS, events(completion, usage=question.usage)
         return 200, JSON, whole(completion)
+
+
+async def _is_gone(
+    answer: asyncio.Future[Reply], head: h11.Request, writer: asyncio.StreamWriter, protocol: h11.Connection
+) -> bool:
+    """Whether a client that sends no more also listens no more, which only shows when something is sent to it.
+
+    `100 Continue` is what any client passes over, and none older than HTTP/1.1 may be sent. To the first, a connection that is closed says
+    so; the second cannot be sent then. False if `answer` is there before that.
+    """
+    if head.http_version < b"1.1":
+        return True
+    for _ in range(2):
+        writer.write(protocol.send(h11.InformationalResponse(status_code=100, headers=[])) or b"")
+        await asyncio.wait((answer,), timeout=GONE_S)
+        if answer.done() or writer.transport.is_closing():
+            break
+    return writer.transport.is_closing()
 
 
 def _path(head: h11.Request) -> re.Match[str] | None:

@@ -311,6 +311,25 @@ async def test_a_client_that_goes_away_takes_its_question_with_it_and_asks_again
     assert code_of(await talk.post()) == (409, "history_changed"), "who does not edits"
 
 
+@pytest.mark.parametrize("slow_s", [0.0, 0.5])
+async def test_a_client_that_has_said_its_last_and_still_listens_is_answered(talk: Talk, slow_s: float) -> None:
+    await talk.begin()
+    talk.policy.holds = asyncio.Event()
+    asyncio.get_running_loop().call_later(slow_s, talk.policy.holds.set)
+    host, _, path = talk.url.removeprefix("http://").partition("/")
+    reader, writer = await asyncio.open_connection(*host.split(":"))
+    body = json.dumps({"messages": [{"role": "user", "content": "one"}]})
+    writer.write(f"POST /{path}{CHAT} HTTP/1.1\r\nhost: {host}\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode())
+    writer.write_eof()
+    heard = (await asyncio.wait_for(reader.read(), 10)).decode()
+    writer.close()
+    *before, answer = heard.split("\r\n\r\nHTTP/1.1 ")
+    assert set(before) <= {"HTTP/1.1 100 ", "100 "}, "which clients pass over"
+    assert answer.removeprefix("HTTP/1.1 ").startswith("200 ")
+    assert '"n1"' in answer
+    assert talk.policy.gone == 0
+
+
 async def test_an_engine_that_fails_is_not_the_agents_doing(talk: Talk) -> None:
     await talk.begin()
     talk.policy.fails = EngineError("it broke")
