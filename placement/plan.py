@@ -77,9 +77,9 @@ def first_plan(snapshot: Snapshot, wanted: Wanted, *, world: str, generation: in
     places, ranks = _round_robin(nodes), ranks_wanted(snapshot, wanted)
     if slots_lacking(snapshot, wanted):
         raise SpecError(
-            f"{_in_words(wanted, ranks or 1)} do not fit on {len(places)} slots",
+            f"{_in_words(wanted, ranks or 1)} do not fit on {counted(len(places), 'slot')}",
             where="train.ranks" if wanted.apart is None else "placement",
-            fix="Lower it, or start controllers with more slots",
+            fix=f"Lower {_to_lower(wanted)}, or start controllers with more slots",
         )
     if wanted.apart is None:
         rollout, reward = places, places
@@ -99,9 +99,20 @@ def first_plan(snapshot: Snapshot, wanted: Wanted, *, world: str, generation: in
 
 def _in_words(wanted: Wanted, ranks: int) -> str:
     if wanted.apart is None:
-        return f"{ranks} train ranks"
-    reward = f", {wanted.apart.reward} slots for judges" if wanted.apart.reward else ""
-    return f"{ranks} train ranks{reward} and 1 rollout engine, each on slots of its own,"
+        return counted(ranks, "train rank")
+    reward = f", {counted(wanted.apart.reward, 'slot')} for judges" if wanted.apart.reward else ""
+    return f"{counted(ranks, 'train rank')}{reward} and 1 rollout engine, each on slots of its own,"
+
+
+def _to_lower(wanted: Wanted) -> str:
+    if wanted.apart is None:
+        return "train.ranks"
+    return "placement.train or placement.reward" if wanted.apart.reward else "placement.train"
+
+
+def counted(count: int, what: str) -> str:
+    """`1 slot`, `2 slots`."""
+    return f"{count} {what}{'s' * (count != 1)}"
 
 
 def _judge_places(

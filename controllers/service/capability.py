@@ -13,6 +13,7 @@ from gcore.ledger.job import JUDGES_CAME, NodeRecord
 from gcore.ledger.records import PARTS_CAME, OfferedGroup
 from gcore.rollout.sglang.environment import HOW, find_python
 from gcore.schema import spoken
+from placement.plan import counted
 
 OBSERVED_CAME = OfferedGroup.came_with["observed"]
 """The schema version from which on nodes know what of a response the policy did not make."""
@@ -81,7 +82,7 @@ def check_ranks(spec: JobSpec, most: int | None) -> None:
     ranks = spec.train.ranks
     if most is not None and ranks is not None and ranks > most:
         raise SpecError(
-            f"{ranks} train ranks do not fit on {most} slots",
+            f"{counted(ranks, 'train rank')} do not fit on {counted(most, 'slot')}",
             where="train.ranks",
             fix="Lower train.ranks, or start the cluster anew with more --slots",
         )

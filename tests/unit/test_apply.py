@@ -73,7 +73,7 @@ async def test_a_world_that_does_not_fit_on_what_is_left_is_waited_for() -> None
     hands: Any = SimpleNamespace(own=None, ledger=ledger, run_dir=Path("run"), tell=lambda topic, sentence: None)
     done = await apply(Rollback("rank 1 is gone"), view("node-0"), hands)
     assert done.outcome is TxnOutcome.STALE
-    assert "2 train ranks do not fit on 1 slots" in done.sentence
+    assert "2 train ranks do not fit on 1 slot." in done.sentence
     assert ledger.made == []
     done = await apply(Rollback("rank 1 is gone"), view("node-0", "node-1"), hands)
     assert (done.outcome, ledger.made) == (TxnOutcome.WON, [TxnKind.ROLLBACK])

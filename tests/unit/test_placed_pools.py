@@ -64,8 +64,11 @@ def test_with_static_each_pool_has_slots_of_its_own() -> None:
     assert of_judge(plan, "a") == [("n1", "cpu:0"), ("n0", "cpu:1")]
     assert of_judge(plan, "") == [("n1", "cpu:1")]
     assert plan.rollout_nodes == {"n1"}
-    with pytest.raises(SpecError, match=r"1 train ranks, 2 slots for judges and 1 rollout engine.*3 slots"):
+    with pytest.raises(SpecError, match=r"1 train rank, 2 slots for judges and 1 rollout engine.*3 slots") as lacking:
         first_plan(there(2, 1), Wanted.by(job), world="w", generation=1)
+    assert str(lacking.value.fix).startswith("Lower placement.train or placement.reward, or start")
+    with pytest.raises(SpecError, match=r"2 train ranks and 1 rollout engine.*1 slot\. Lower placement\.train, or"):
+        first_plan(there(1), Wanted(2, (), Apart(2, 0)), world="w", generation=1)
 
 
 @pytest.mark.parametrize(
