@@ -22,6 +22,7 @@ import json
 import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -124,6 +125,8 @@ class ExternalAsk:
         self._told = told
         self._clock = clock
         self._url = self._external.url.rstrip("/") + "/chat/completions"
+        self._place = urlsplit(self._url).netloc.rpartition("@")[2]
+        """Host and port, and nothing that must not be told."""
         self._kept: OrderedDict[tuple[str, int], Answer] = OrderedDict()
         self._uncounted = False
         self._unanswered = InARow(MOST_AWAY)
@@ -193,9 +196,9 @@ class ExternalAsk:
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, OverflowError, ExceptionGroup) as error:
             # Besides its own errors httpx lets those of names, of proxies and of several tries to connect through.
             raise JudgeAway(
-                f"judge {self._judge.name!r} did not answer ({self._hidden(str(error)) or type(error).__name__})",
+                f"judge {self._judge.name!r} did not answer at {self._place} ({self._hidden(str(error)) or type(error).__name__})",
                 where=self._url,
-                fix="See whether the controllers reach this address",
+                fix="See whether its external.url is right, and the controllers reach it",
             ) from error
         except TooLarge as error:
             self._heard()
