@@ -74,7 +74,7 @@ class ModelTokenizer:
         except Exception as error:  # the tokenizers library raises nothing narrower
             shown = ascii(text[:SHOWN_TEXT]) + ("…" if len(text) > SHOWN_TEXT else "")
             raise DataError(
-                f"the model's tokenizer cannot say the prompt {shown} ({error})",
+                f"the model's tokenizer cannot say {shown} ({error})",
                 fix="Remove what is not in its vocabulary, or give the tokenizer an unk_token",
             ) from error
         return tuple(ids)

@@ -306,5 +306,5 @@ def test_what_the_vocabulary_cannot_say_is_a_sentence(tmp_path: Path) -> None:
     known = ModelTokenizer(tokenizer, special_tokens={}, settings={}, max_length=None)
     renderer = PromptRenderer(known, None, where="-")
     assert renderer.encode("a a") == (0, 0)
-    with pytest.raises(DataError, match=r"tokenizer cannot say the prompt 'a \\u6f22'.*unk_token"):
+    with pytest.raises(DataError, match=r"tokenizer cannot say 'a \\u6f22'.*unk_token"):
         renderer.encode("a 漢")
