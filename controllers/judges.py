@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from controllers.external_judges import ExternalJudges
@@ -39,10 +41,25 @@ def open_judges(
 def renderer_of(number: int, judge: JudgeSpec) -> PromptRenderer:
     """How questions become tokens, for judge `number`, which the cluster serves. Blocks. Raises DataError."""
     assert judge.model is not None
-    try:
+    with named(number, judge):
         return PromptRenderer.load(Path(judge.model.path), chat=judge.chat, system=judge.system)
+
+
+@contextmanager
+def named(number: int, judge: JudgeSpec) -> Iterator[None]:
+    """What is wrong with its model is told of judge `number`, by the keys of its own section: whoever finds it speaks of the policy's."""
+    try:
+        yield
     except DataError as error:
-        raise DataError(error.what, where=error.where or f"judges.{number}.model", fix=error.fix) from error
+        where = f"judges.{number} ({judge.name!r})" + (f", {_own(number, error.where)}" if error.where else "")
+        raise type(error)(error.what, where=where, fix=_own(number, error.fix or "") or None) from error
+
+
+def _own(number: int, text: str) -> str:
+    """`text` with the keys of judge `number` for those of the policy."""
+    text = text.replace("or name one in `template`", "or take another model")
+    text = re.sub(r"(?<![\w.])model\.chat\b", f"judges.{number}.chat", text)
+    return re.sub(r"(?<![\w.])model\.(path|trust_remote_code|max_length)\b", rf"judges.{number}.model.\1", text)
 
 
 def _opened(

@@ -63,6 +63,13 @@ def find_plugin(kind: PluginKind, name: str) -> Callable[..., Any]:
     return _loaded(kind, name, points[0])
 
 
+def check_named(kind: PluginKind, name: str) -> None:
+    """Whether somebody provides an entry point `name` of that kind. Loads nothing. Raises PluginFault."""
+    names = {point.name for point in entry_points(group=kind.group)}
+    if name not in names:
+        raise _unknown(kind, name, names)
+
+
 def sentence_of(error: BaseException) -> str:
     """The error's type and the first line of what it says, at most MAX_SENTENCE characters of it."""
     try:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from controllers.material import rewards_of
 from controllers.ordering import check_curriculum
-from controllers.service.judge_checks import CheckedJudge, check_judges
+from controllers.service.judge_checks import CheckedJudge, check_fallbacks, check_judges
 from gcore.agents.trial import try_agent
 from gcore.config import JobSpec
 from gcore.environments.trial import try_environment
@@ -94,6 +94,7 @@ def check_submission(
     filters = find_filters(spec.flow.filters)
     check_engine_args(spec.rollout.engine_args)
     check_trackers(spec.tracking)
+    check_fallbacks(spec)
     with RewardTrial(rewards_of(spec), spec.scoring) as rewards:
         checked = _checked(spec, run_root, cache_dir, rewards, sample, progress)
     first = checked.prompts.stream.sources[0].dataset

@@ -11,20 +11,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from controllers.judges import renderer_of
+from controllers.judges import named, renderer_of
 from gcore.config import JobSpec
+from gcore.config.judges import Fallback
 from gcore.config.spec import JudgeSpec
-from gcore.errors import SpecError
+from gcore.errors import DataError, SpecError
 from gcore.models.classifier import check_classifier
 from gcore.models.folder import read_config
 from gcore.models.names import hub_model
 from gcore.models.resolve import ResolvedModel, resolve_model
 from gcore.models.weights import check_whole
+from gcore.plugins import check_named
 from gcore.prompts.render import PromptRenderer
 from gcore.reward.generative.errors import JudgeError
 from gcore.reward.generative.external import key_of, new_client
 from gcore.reward.generative.template import Question
 from gcore.reward.generative.verdicts import find_parser
+from gcore.reward.registry import REWARDS
 from gcore.rollout.sglang.command import check_engine_args
 from gcore.types import Prompt
 
@@ -49,18 +52,42 @@ class CheckedJudge:
             raise SpecError(error.what, where=where, fix=error.fix) from error
         if self.renderer is None or self.spec.model is None:
             return
+        given, own = self.spec.model.max_length, self.renderer.max_length
+        # What SGLang's context may be depends on more of the model's configuration, which it looks at itself.
+        if given is not None and own is not None and given > own and self.spec.serving.engine == "torch":
+            raise SpecError(
+                f"max_length is {given}, and the judge's own context is {own}",
+                where=f"judges.{self.number}.model.max_length",
+                fix="Leave it out, or lower it",
+            )
         limit = self.spec.model.max_length or self.renderer.max_length
-        tokens = len(self.renderer.encode(self.renderer.render(question)))
+        try:
+            tokens = len(self.renderer.encode(self.renderer.render(question)))
+        except DataError as error:
+            raise SpecError(
+                f"it cannot be asked about the longest prompt: {error.what}",
+                where=where,
+                fix=f"Change judges.{self.number}.template, or take a model whose tokenizer takes it",
+            ) from error
         classifies = self.spec.kind == "classifier"
         answer = 0 if classifies else self.spec.max_new_tokens
         if limit is not None and tokens + answer >= limit:
             more = "" if classifies else f" with max_new_tokens ({answer})"
+            shorter = "Lower" if classifies else f"Lower judges.{self.number}.max_new_tokens or"
             raise SpecError(
                 f"what it is shown of the longest prompt has {tokens} tokens, and{more} no room for a "
                 f"response is left in the judge's context of {limit}",
                 where=where,
-                fix="Lower data.max_prompt_tokens, show the judge less, or take one with a longer context",
+                fix=f"{shorter} data.max_prompt_tokens, show the judge less, or take one with a longer context",
             )
+
+
+def check_fallbacks(spec: JobSpec) -> None:
+    """Whether there are rewards of the names that score where a judge cannot. Loads nothing. Raises PluginFault."""
+    for number, judge in enumerate(spec.judges):
+        if isinstance(judge.on_error, Fallback):
+            kind = replace(REWARDS, where=f"judges.{number}.on_error.fallback")
+            check_named(kind, judge.on_error.fallback)
 
 
 def check_judges(spec: JobSpec) -> Mapping[str, CheckedJudge]:
@@ -71,16 +98,17 @@ def check_judges(spec: JobSpec) -> Mapping[str, CheckedJudge]:
 def _checked(number: int, judge: JudgeSpec) -> CheckedJudge:
     where = f"judges.{number}"
     question = Question.compile(judge, where)
-    find_parser(judge.verdict.parser)
+    find_parser(judge.verdict.parser, f"{where}.verdict.parser")
     check_engine_args(judge.serving.engine_args)
     if judge.model is None:
         new_client(judge, key_of(judge, os.environ, where))
         return CheckedJudge(number, judge, question)
-    model = resolve_model(judge.model.path, trust_remote_code=judge.model.trust_remote_code, weights=False)
-    if hub_model(judge.model.path) is None and model.folder.is_dir():
-        check_whole(model.folder)
-    if judge.kind == "classifier":
-        check_classifier(read_config(model.folder), where=str(model.folder))
+    with named(number, judge):
+        model = resolve_model(judge.model.path, trust_remote_code=judge.model.trust_remote_code, weights=False)
+        if hub_model(judge.model.path) is None and model.folder.is_dir():
+            check_whole(model.folder)
+        if judge.kind == "classifier":
+            check_classifier(read_config(model.folder), where=str(model.folder))
     here = judge.model_copy(update={"model": judge.model.model_copy(update={"path": str(model.folder)})})
     return replace(CheckedJudge(number, judge, question), model=model, renderer=renderer_of(number, here))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -15,10 +16,14 @@ from controllers.changes import Changes
 from controllers.judge_counts import READABLE, TOLD_AT, JudgeCounts
 from controllers.judge_engines import AGAIN_S, JudgeEngines
 from controllers.judges import open_judges, renderer_of
+from controllers.service.judge_checks import CheckedJudge, check_fallbacks, check_judges
 from gcore.config import JobSpec, parse_spec
-from gcore.errors import DataError
+from gcore.config.judges import Fallback
+from gcore.errors import DataError, SpecError
 from gcore.metrics import Metrics
+from gcore.plugins import PluginFault
 from gcore.reward.generative.errors import JudgeAway, JudgeError
+from gcore.reward.generative.template import Question
 from gcore.rollout.client import EngineClient
 from gcore.testing import FakeClock
 from gcore.types import Prompt, PromptRef
@@ -213,8 +218,47 @@ def test_a_judge_whose_folder_is_no_model_says_which_judge_it_is(spec: JobSpec, 
     model = spec.judges[0].model
     assert model is not None
     lost = spec.judges[0].model_copy(update={"model": model.model_copy(update={"path": str(tmp_path / "gone")})})
-    with pytest.raises(DataError, match="does not exist"):
+    with pytest.raises(DataError, match="does not exist") as caught:
         renderer_of(0, lost)
+    assert caught.value.where == f"judges.0 ('tutor'), {tmp_path / 'gone'}"
+    assert caught.value.fix == "Name a folder in judges.0.model.path"
+    with pytest.raises(DataError, match="no chat template") as caught:
+        renderer_of(1, spec.judges[0].model_copy(update={"chat": True}))
+    assert caught.value.fix == (
+        "Set judges.1.chat: false, put a chat_template.jinja into the folder, or take another model"
+    )
+
+
+def test_what_a_judge_cannot_be_asked_names_its_own_fields(spec: JobSpec) -> None:
+    judge = spec.judges[0]
+
+    def checked(encode: Any) -> CheckedJudge:
+        renderer: Any = SimpleNamespace(render=lambda question: question, encode=encode, max_length=8)
+        return CheckedJudge(0, judge, Question.compile(judge, "judges.0"), None, renderer)
+
+    def mute(text: str) -> Any:
+        raise DataError("the model's tokenizer cannot say 'Y'", fix="Remove what is not in its vocabulary")
+
+    with pytest.raises(SpecError) as caught:
+        checked(mute).check_question(PROMPT, "data")
+    assert caught.value.where == "judges.0 ('tutor'), source 'data'"
+    assert caught.value.what == "it cannot be asked about the longest prompt: the model's tokenizer cannot say 'Y'"
+    assert "judges.0.template" in str(caught.value.fix)
+    with pytest.raises(SpecError, match=r"Lower judges\.0\.max_new_tokens or data\.max_prompt_tokens"):
+        checked(lambda text: [0] * 7).check_question(PROMPT, "data")
+
+
+def test_the_names_that_a_judge_gives_are_refused_by_the_keys_that_give_them(spec: JobSpec) -> None:
+    judge = spec.judges[0]
+    lost = judge.model_copy(update={"on_error": Fallback(fallback="exakt")})
+    with pytest.raises(PluginFault, match="no reward is called 'exakt', did you mean 'exact'") as caught:
+        check_fallbacks(spec.model_copy(update={"judges": (lost,)}))
+    assert caught.value.where == "judges.0.on_error.fallback"
+    check_fallbacks(spec.model_copy(update={"judges": (judge, lost.model_copy(update={"on_error": "retry"}))}))
+    odd = judge.model_copy(update={"verdict": judge.verdict.model_copy(update={"parser": "wrods"})})
+    with pytest.raises(PluginFault, match="no verdict parser is called 'wrods'") as caught:
+        check_judges(spec.model_copy(update={"judges": (odd,)}))
+    assert caught.value.where == "judges.0.verdict.parser"
 
 
 def test_unreadable_answers_are_told_at_the_first_and_then_more_and_more_rarely() -> None:
