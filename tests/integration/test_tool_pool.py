@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -17,7 +19,7 @@ from gcore.environments.api import Said
 from gcore.environments.pool import LONGEST_ARGUMENT, ToolPool
 from gcore.environments.trial import try_environment
 from gcore.plugins import PluginFault
-from gcore.worker.process import identify, is_running
+from gcore.worker.process import identify, is_running, wait_ended
 
 CODE = """
 import ctypes, os, subprocess, sys, time
@@ -154,6 +156,25 @@ async def test_what_a_tool_started_before_it_crashed_is_ended_too(pools: Open, t
         assert said.failed
         await asyncio.gather(*pool._crew._ending)
         assert identify(int((tmp_path / "pid").read_text())) is None
+
+
+def test_what_a_tool_started_dies_with_the_controller_too(pools: Open) -> None:
+    program = (
+        "import asyncio, os, signal\n"
+        "from gcore.clock import SystemClock\n"
+        "from gcore.config.environment import ToolsSpec\n"
+        "from gcore.environments.pool import ToolPool\n"
+        "async def main():\n"
+        "    pool = ToolPool(ToolsSpec(names=('odd',), memory_mb=256), SystemClock())\n"
+        "    async with pool._crew.lent() as loan:\n"
+        "        loan.process.ask(('odd', 'leave'))\n"
+        "        print((await loan.process.told(60))['said'], flush=True)\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "asyncio.run(main())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    left = identify(int(done.stdout))
+    assert left is None or wait_ended(left, 30.0)
 
 
 @pytest.mark.parametrize("line", ['{"said": "42"}', '[1, {"said": "42"}]', "[1]", "7"])
