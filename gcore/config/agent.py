@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from gcore.config.base import Option, Section
+from gcore.config.combinations import rewards_named
 from gcore.config.environment import MOST_TURNS
 from gcore.config.evaluation import eval_sources
 from gcore.config.sources import training_sources
@@ -63,8 +64,7 @@ class AgentSpec(Section):
 
 def refuse_agent(spec: JobSpec) -> str | None:
     """Why responses cannot be made by an agent like that, if they cannot."""
-    rewards = [spec.reward, *(s.reward for s in (*spec.data.sources, *spec.eval.sources) if s.reward is not None)]
-    named = {name for reward in rewards for name in (reward.name, *(part.name for part in reward.parts))}
+    named = rewards_named(spec)
     agent, longest, context = spec.agent, spec.rollout.max_new_tokens, spec.model.max_length
     if agent is None:
         return (

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from gcore.config.algorithms import is_own_advantage, is_own_loss
+from gcore.config.evaluation import eval_sets
+from gcore.config.sources import training_sources
 from gcore.nearest import did_you_mean
 
 if TYPE_CHECKING:
@@ -84,6 +86,34 @@ def refuse_source(source: Source, rollout: RolloutSpec) -> str | None:
     return None
 
 
+def rewards_named(spec: JobSpec) -> frozenset[str]:
+    """Every reward that any section of the spec names: as a reward, a part of one, or what scores instead of a judge."""
+    rewards = [spec.reward, *(s.reward for s in (*spec.data.sources, *spec.eval.sources) if s.reward is not None)]
+    named = {name for reward in rewards for name in (reward.name, *(part.name for part in reward.parts))}
+    instead = {judge.on_error.fallback for judge in spec.judges if not isinstance(judge.on_error, str)}
+    return frozenset(name for name in named | instead if name is not None)
+
+
+def refuse_pairs(spec: JobSpec) -> str | None:
+    """Which judge is to compare the responses of groups of one, if one is."""
+    alone = {judge.name for judge in spec.judges if judge.mode == "pairwise" and isinstance(judge.on_error, str)}
+    groups = [
+        (f"flow.samples_per_prompt is {spec.flow.samples_per_prompt}", spec.flow.samples_per_prompt, source.reward)
+        for source in training_sources(spec)
+    ]
+    groups += [
+        (f"samples of eval source {held.source.name!r} is {held.draws.samples}", held.draws.samples, held.source.reward)
+        for held in eval_sets(spec)
+    ]
+    for where, samples, reward in groups:
+        if samples < 2 and (judge := next((name for name in reward.judges if name in alone), None)):
+            return (
+                f"judge {judge!r} compares the responses to one prompt (mode: pairwise), and {where}; use at least 2, or another "
+                "reward there"
+            )
+    return None
+
+
 def refuse_judges(spec: JobSpec) -> str | None:
     """Which judge is named and not there, is there twice, or is there for nothing, if one is."""
     names = [judge.name for judge in spec.judges]
@@ -105,8 +135,7 @@ def refuse_judges(spec: JobSpec) -> str | None:
 
 def refuse_environment_reward(spec: JobSpec) -> str | None:
     """Why no reward can come from the environment, or none be asked of it, if so."""
-    rewards = [spec.reward, *(s.reward for s in (*spec.data.sources, *spec.eval.sources) if s.reward is not None)]
-    named = {name for reward in rewards for name in (reward.name, *(part.name for part in reward.parts))}
+    named = rewards_named(spec)
     if "environment" in named and spec.environment is None:
         return "reward 'environment' hands on what the environment says, and the spec has no section environment"
     if "environment" in named and spec.environment is not None and spec.environment.name == SAYS_NOTHING:

@@ -7,6 +7,7 @@ parser. What cannot be judged is never worth nothing in silence: `on_error` says
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
@@ -19,6 +20,8 @@ MOST_JUDGES = 16
 MOST_WORDS = 64
 LONGEST_TEMPLATE = 20_000
 MOST_VOTES = 64
+LEAST_RATE = 0.001
+"""Requests a second: who asks less than one in a quarter of an hour waits for a mistake."""
 OWN_PARSERS = ("number", "words", "json")
 """gcore's own, in `gcore.verdicts`."""
 
@@ -87,7 +90,9 @@ class ExternalJudge(Section):
     key_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = Field(
         None, description="Environment variable of the controllers that holds the key; the key itself is never stored"
     )
-    requests_per_s: PositiveFloat = Field(10.0, description="Most requests a second from the whole cluster")
+    requests_per_s: Annotated[float, Field(ge=LEAST_RATE)] = Field(
+        10.0, description="Most requests a second from the whole cluster"
+    )
     in_flight: PositiveInt = Field(32, description="Requests under way from one controller, at most")
     price_in: Annotated[float, Field(ge=0)] = Field(0.0, description="Price of a million tokens of questions")
     price_out: Annotated[float, Field(ge=0)] = Field(0.0, description="Price of a million tokens of answers")
@@ -126,6 +131,8 @@ class VerdictSpec(Section):
     def _fits_together(self) -> VerdictSpec:
         if self.least >= self.most:
             raise ValueError(f"least ({self.least:g}) is not below most ({self.most:g})")
+        if self.scale and math.isinf(self.most - self.least):
+            raise ValueError(f"what lies from least ({self.least:g}) to most ({self.most:g}) is too much to be scaled")
         if self.parser == "words" and not self.words:
             raise ValueError("parser: words needs words, such as {Y: 1, N: 0}")
         if self.parser == "number" and self.words:

@@ -285,6 +285,8 @@ def _absolute(spec: JobSpec, base: Path, where: str) -> JobSpec:
 
 def _template_text(path: Path, where: str, key: str) -> str:
     try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise OSError(0, "it is no regular file")
         with path.open(encoding="utf-8") as file:
             text = file.read(LONGEST_TEMPLATE + 1)
     except (OSError, UnicodeDecodeError) as error:

@@ -17,6 +17,7 @@ from gcore.config.combinations import (
     refuse_environment_reward,
     refuse_flow,
     refuse_judges,
+    refuse_pairs,
     refuse_placement,
     refuse_source,
     refuse_stale,
@@ -206,7 +207,7 @@ class JobSpec(Section):
         longest, context = self.rollout.max_new_tokens, self.model.max_length
         if (why := refuse_environment(self.environment, longest, context)) is not None:
             raise ValueError(why)
-        if (why := refuse_agent(self)) is not None:
+        if (why := refuse_agent(self) or refuse_pairs(self)) is not None:
             raise ValueError(why)
         critic = self.train.critic
         if critic is not None and self.flow.steps is not None and critic.warmup_steps >= self.flow.steps:

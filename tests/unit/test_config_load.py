@@ -427,3 +427,11 @@ def test_no_value_anywhere_raises_anything_but_a_spec_error(dotted: str, value: 
 @given(st.lists(st.text(max_size=20) | st.tuples(keys, st.text(max_size=12)).map("=".join), max_size=3))
 def test_no_override_raises_anything_but_a_spec_error(overrides: list[str]) -> None:
     only_spec_errors(TEXT.encode(), overrides)
+
+
+def test_the_template_of_a_judge_is_no_pipe_for_which_one_would_wait(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    judge = {"name": "far", "external": {"url": "http://h/v1", "model": "m"}, "template_file": "pipe"}
+    tree = MINIMAL | {"judges": [judge], "reward": {"judge": "far"}}
+    with pytest.raises(SpecError, match=r"judges\.0\.template_file: .*pipe' cannot be read .it is no regular file"):
+        load_spec(write(tmp_path, yaml.safe_dump(tree)))

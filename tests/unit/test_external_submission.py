@@ -72,6 +72,7 @@ def test_nodes_that_know_no_judges_are_not_asked_to_ask_one_and_emulated_slots_n
         ({"url": "http://h/v1#a"}, "it should have no ? and no #"),
         ({"key_env": "sk-1234"}, "judges.0.external.key_env: it should be the name of an environment variable"),
         ({"requests_per_s": 0}, "requests_per_s"),
+        ({"requests_per_s": 1e-9}, "requests_per_s: Input should be greater than or equal to 0.001"),
         ({"in_flight": 0}, "in_flight"),
     ],
     ids=[
@@ -85,7 +86,7 @@ def test_nodes_that_know_no_judges_are_not_asked_to_ask_one_and_emulated_slots_n
             "half a bracket",
             "unprintable",
         ),
-        *("a query", "a fragment", "the key itself", "never", "nothing at once"),
+        *("a query", "a fragment", "the key itself", "never", "as good as never", "nothing at once"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_with_the_field(external: dict[str, Any], message: str) -> None:
