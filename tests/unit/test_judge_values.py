@@ -331,6 +331,15 @@ def test_a_judge_without_room_for_a_response_is_refused_at_submission(folder: Pa
         checked.check_question(PROMPT, "source")
 
 
+def test_a_context_that_the_judges_model_has_not_is_refused_at_submission(folder: Path) -> None:
+    model = {"path": str(folder), "max_length": 1_000_000}
+    with pytest.raises(SpecError, match="max_length is 1000000, and the judge's own context is 8") as raised:
+        check_judges(spec_of(folder, model=model))["taste"].check_question(PROMPT, "source")
+    assert raised.value.where == "judges.0.model.max_length"
+    sglang = check_judges(spec_of(folder, model=model, serving={"engine": "sglang"}))["taste"]
+    sglang.check_question(PROMPT, "source")  # which looks at its configuration itself
+
+
 @pytest.mark.parametrize("engine", ["torch", "sglang"])
 def test_its_engines_are_told_that_they_classify(engine: str, folder: Path) -> None:
     spec = spec_of(folder, serving={"engine": engine})
