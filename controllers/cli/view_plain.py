@@ -60,6 +60,8 @@ def step_line(state: ViewState, point: StepPoint) -> str:
     if rate is not None:
         words.append(f"{rate:.0f} tok/s")
     words += [f"{name} {seconds(value)}" for name, value in point.phases.items()]
+    if streamed := point.stats.get("parts"):
+        words.append(f"parts {streamed:.0f}")
     if point.groups:
         words.append("groups " + " ".join(f"{visible(name)}:{count}" for name, count in sorted(point.groups.items())))
     if point.filtered:

@@ -61,14 +61,21 @@ def refuse_flow(flow: FlowSpec, train: TrainSpec) -> str | None:
     return None
 
 
-def refuse_streamed(rollout: RolloutSpec, train: TrainSpec) -> str | None:
-    """Why steps cannot be trained part by part at this staleness, if they cannot."""
-    if not train.stream or rollout.staleness == 0:
+def refuse_streamed(rollout: RolloutSpec, train: TrainSpec, groups: int) -> str | None:
+    """Why steps of so many groups cannot be trained part by part, or would come whole, if so."""
+    if not train.stream:
         return None
-    return (
-        f"train.stream trains what is finished of a step at staleness 0; with rollout.staleness {rollout.staleness} a step "
-        "waits for nothing that is worth it, so set one of them only"
-    )
+    if rollout.staleness > 0:
+        return (
+            "train.stream trains a step's first groups while its last ones are still generated; with rollout.staleness "
+            f"{rollout.staleness} those of the next step are generated meanwhile, so nothing is gained: leave one of the two out"
+        )
+    if train.stream_min is not None and train.stream_min >= groups:
+        return (
+            f"train.stream_min is {train.stream_min} and a step has {groups} groups (flow.groups_per_step), so that each would "
+            "come whole: lower it, or leave train.stream out"
+        )
+    return None
 
 
 def refuse_source(source: Source, rollout: RolloutSpec) -> str | None:

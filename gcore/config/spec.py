@@ -196,8 +196,10 @@ class JobSpec(Section):
                 f"train.mini_batches ({self.train.mini_batches}) is more than flow.groups_per_step "
                 f"({self.flow.groups_per_step}); a mini-batch holds at least one group"
             )
-        rollout, train = self.rollout, self.train
-        why = refuse_correction(rollout, train) or refuse_stale(rollout, train) or refuse_streamed(rollout, train)
+        rollout, train, groups = self.rollout, self.train, self.flow.groups_per_step
+        why = (
+            refuse_correction(rollout, train) or refuse_stale(rollout, train) or refuse_streamed(rollout, train, groups)
+        )
         if why is not None:
             raise ValueError(why)
         if (why := refuse_judges(self)) is not None:

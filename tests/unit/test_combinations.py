@@ -18,6 +18,7 @@ def spec(
     *,
     flow: str = "own",
     samples: int = 2,
+    groups: int = 32,
     correction: str = "none",
     top_p: float = 1.0,
     staleness: int = 0,
@@ -28,7 +29,7 @@ def spec(
             "name": "job",
             "model": {"path": "m"},
             "data": {"path": "d"},
-            "flow": {"name": flow, "steps": 3, "samples_per_prompt": samples},
+            "flow": {"name": flow, "steps": 3, "samples_per_prompt": samples, "groups_per_step": groups},
             "rollout": {"max_new_tokens": 8, "correction": correction, "top_p": top_p, "staleness": staleness},
             "train": train,
         }
@@ -102,8 +103,9 @@ REFUSED = {
     "streamed answers": ({"flow": "sft", "loss": "sft", "stream": True}, "steps that wait for engines"),
     "streamed and stale": (
         {"stream": True, "staleness": 1, "old_logprobs": "engine"},
-        "train.stream trains what is finished of a step at staleness 0",
+        "with rollout.staleness 1 those of the next step are generated meanwhile",
     ),
+    "streamed whole": ({"stream": True, "stream_min": 64, "groups": 16}, "has 16 groups .* each would come whole"),
     "a part of nothing": ({"stream_min": 3}, "stream_min belongs to stream: true"),
     "truncated": ({"top_p": 0.9}, r"set rollout\.correction: tis"),
     "truncated and uncorrected": ({"top_p": 0.9, "correction": "tis", "old_logprobs": "engine"}, "they are the same"),

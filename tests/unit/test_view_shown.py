@@ -101,6 +101,13 @@ def test_what_a_judge_says_of_held_out_answers_is_shown_beside_the_accuracy_also
     assert f"sums 95.0%, judged {shown}; words 95.0%, judged {shown}" in view_plain.lines(ViewState(), other)[1]
 
 
+def test_a_step_that_came_in_parts_says_in_how_many():
+    came = ViewState().apply(event(1, "state", state="RUNNING", reason="started"))
+    (whole,) = view_plain.lines(came, event(2, "step", step=1, steps=3, stats=STATS))
+    (parted,) = view_plain.lines(came, event(2, "step", step=1, steps=3, stats=STATS | {"parts": 4.0}))
+    assert parted == f"{whole} parts 4"
+
+
 def test_the_plain_view_prints_nothing_for_an_event_that_came_before():
     assert view_plain.lines(final(), SCRIPT[3]) == ()
 
