@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gcore.config.judges import LONGEST_TEMPLATE, JudgeSpec
 from gcore.errors import SpecError
 from gcore.reward.generative import JudgeError, Question
-from gcore.reward.generative.bounded import LONGEST_TEXT, MOST_TURNS
+from gcore.reward.generative.bounded import LONGEST_TEXT, MOST_TURNS, MOST_WORK
 from gcore.reward.registry import Response
 from gcore.types import Prompt, PromptRef
 
@@ -51,6 +51,17 @@ def rendered(template: str, response: str = "19") -> str:
             "{% set ns = namespace(n=0) %}{% for i in range(3) %}{% set ns.n = ns.n + i %}{% endfor %}{{ ns.n }}{{ response }}",
             "319",
             id="namespace",
+        ),
+        pytest.param(
+            "{% for a, b in {'x': [1, 2], 'y': (3,)}.items() %}{{ a }}{{ b|length }}{% endfor %} {{ response }}",
+            "x2y1 19",
+            id="several names in a loop",
+        ),
+        pytest.param(
+            "{% set ns = namespace(a=[]) %}{% for i in range(999) %}{% set ns.a = ns.a + [i] %}{% endfor %}"
+            "{{ ns.a|length }} {{ (1, 2) in [(1, 2)] }} {{ dict(a=1) }} {{ 'ab'|list|reverse|join }} {{ response }}",
+            '999 true {"a": 1} ba 19',
+            id="lists",
         ),
         pytest.param("{{ 7 * 3 ** 2 }} {{ (2 / 3)|round(2) }} {{ response }}", "63 0.67 19", id="arithmetic"),
         pytest.param(
@@ -155,7 +166,36 @@ def test_a_bad_template_is_refused_before_there_is_a_response(template: str, mod
         pytest.param("{% set x = response %}" + "{% set x = x ~ x %}" * 40 + "{{ x }}", "characters", id="doubled"),
         pytest.param("{% set x = response %}" + "{% set x = x + x %}" * 40 + "{{ x }}", "characters", id="added"),
         pytest.param("{% set x = [1] %}" + "{% set x = x + x %}" * 40 + "{{ x }}", "a list of", id="list, added"),
-        pytest.param("{% set x = [1] %}" + "{% set x = [x, x] %}" * 40 + "{{ x }}", "characters", id="list in a list"),
+        pytest.param("{% set x = [1] %}" + "{% set x = [x, x] %}" * 40 + "{{ x }}", "a list of", id="list in a list"),
+        pytest.param("{% set x = (1,) %}" + "{% set x = (x, x) %}" * 64 + "{{ {x: 1} }}", "a list of", id="hashed"),
+        pytest.param("{% set x = {} %}" + "{% set x = {1: x, 2: x} %}" * 64, "a list of", id="dict in a dict"),
+        pytest.param("{% set x = {} %}" + "{% set x = dict(a=x, b=x) %}" * 64, "a list of", id="dict, called"),
+        pytest.param("{% set x = {} %}" + "{% set x = {1: x.items(), 2: x.items()} %}" * 64, "a list of", id="views"),
+        pytest.param("{% set x = 1 %}" + "{% set x = [x, x]|list %}" * 64, "a list of", id="list, filtered"),
+        pytest.param(
+            "{% set x = namespace(a=[1]) %}{% set y = namespace(a=[1]) %}{% for i in range(64) %}"
+            "{% set x.a = [x.a, x.a] %}{% set y.a = [y.a, y.a] %}{% endfor %}{{ x.a == y.a }}",
+            "a list of",
+            id="compared",
+        ),
+        pytest.param("{{ (['x' * 999999] * 9999)|map('upper')|list|length }}", "characters", id="long text, often"),
+        pytest.param("{{ ('x' * 999999)|list|length }}", "a list of", id="letters as a list"),
+        pytest.param("{{ ['x' * 99999]|map('list')|list|length }}", "a list of", id="letters as lists"),
+        pytest.param(
+            "{% set x = 'a ' * 499999 %}{% for i in range(9999) %}{% set y = x|wordcount %}{% endfor %}",
+            f"handed more than {MOST_WORK} characters",
+            id="a costly filter, often",
+        ),
+        pytest.param(
+            "{% set x = 'a ' * 499999 %}{% for i in range(9999) %}{% set y = x.split() %}{% endfor %}",
+            f"handed more than {MOST_WORK} characters",
+            id="a costly method, often",
+        ),
+        pytest.param(
+            "{% set x = ['a ' * 499999] %}{% for i in range(9999) %}{% set y = x|map('title')|join %}{% endfor %}",
+            f"handed more than {MOST_WORK} characters",
+            id="a costly filter within another, often",
+        ),
         pytest.param("{% set x = response %}" + "{% set x = x|replace('1', x) %}" * 40, "characters", id="replaced"),
         pytest.param("{% set x = [response * 999] * 9999 %}{{ x|join }}", "characters", id="list put together"),
         pytest.param("{{ response.rjust(10**9) }}", "'rjust' of 'str' object is unsafe", id="padded"),

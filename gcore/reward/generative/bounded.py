@@ -5,14 +5,19 @@ before it does. What cannot be counted is refused with its line: macros, recursi
 write. Filters and methods are those of a list: none that draws (`random`), none that pads or formats to a width. What is
 shown is text; anything else is written as JSON. A name that is not there is an error, never nothing.
 
+A list is counted with all that is within it, wherever one is written or put together: one that holds itself twice, and that
+again, is small in memory, and takes for ever to compare or to hash. What filters and methods are handed is added up. Those run
+in C, and whatever takes long there holds up the whole controller.
+
 It bounds what goes wrong by mistake, and what grows without end. It is no jail: whoever sets out to can still make a controller
-spend a long time on one question, with thousands of costly filters. Who may submit jobs may do worse.
+spend some seconds on one question. Who may submit jobs may do worse.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import jinja2
@@ -26,12 +31,23 @@ from gcore.prompts.sandbox import Sandbox
 LONGEST_TEXT = 1_000_000
 """Characters of a question, and of any text on the way to it."""
 MOST_TURNS = 10_000
-"""Of all loops of one template together; also the longest list."""
+"""Of all loops of one template together; also the longest list, with all that is in its items."""
+MOST_WORK = 20_000_000
+"""Characters and items that the filters and methods of one rendering are handed."""
+ITEM_WORK = 4
+"""What an item counts for: looking at one takes as long as some characters."""
 LARGEST_BITS = 1024
 """Of a whole number that a template works out."""
 SHOWN_NAMES = 8
 
 _TURNS, _COUNTED, _TOGETHER = "turns left", "counted", "put together"  # the first is no name that a template can write
+_MADE, _LONG, _WHOLE = "made", "as long", "with all in it"
+_QUICK_FILTERS = "abs count d default first float int items last length list reverse round"
+"""Those that do not look into the items of what they are handed."""
+_QUICK = frozenset(_QUICK_FILTERS.split())
+_HOLDERS: tuple[type[Any], ...] = (list, tuple, dict, type({}.keys()), type({}.values()), type({}.items()))
+"""What has items: it counts with all of them."""
+_LONG_ONES: tuple[type[Any], ...] = (str, *_HOLDERS)
 _FILTERS = """
     abs capitalize count d default dictsort e escape first float int items last length list lower map max min reject
     rejectattr reverse select selectattr sort title trim truncate unique upper wordcount
@@ -60,10 +76,17 @@ class TooMuch(jinja2.TemplateRuntimeError):
 
 
 class Turns:
-    """How many turns the loops of one rendering may still take."""
+    """How many turns the loops of one rendering may still take, and how much its filters may still be handed."""
 
     def __init__(self) -> None:
         self._left = MOST_TURNS
+        self._work = MOST_WORK
+
+    def works(self, work: int) -> None:
+        """Somebody is handed so much. Raises TooMuch."""
+        self._work -= work
+        if self._work < 0:
+            raise TooMuch(f"its filters and methods are handed more than {MOST_WORK} characters")
 
     def each(self, items: Iterable[Any]) -> Iterator[Any]:
         """`items`, each of them a turn. Raises TooMuch."""
@@ -83,10 +106,11 @@ class BoundedSandbox(Sandbox):
         super().__init__(undefined=_Missing)
         self.finalize = text_of
         own = {"join": _joined, "replace": _replaced, "string": text_of, "tojson": _as_json, "round": _rounded}
+        own["list"] = _listed
         self.filters = {name: self.filters[name] for name in _FILTERS.split()} | own
-        self.filters |= {_COUNTED: _counted, _TOGETHER: _together}
-        self.globals = {name: self.globals[name] for name in ("dict", "namespace", "raise_exception")}
-        self.globals["range"] = _range
+        self.filters |= {_COUNTED: _counted, _TOGETHER: _together, _MADE: _made, _LONG: _long, _WHOLE: _whole}
+        self.globals = {name: self.globals[name] for name in ("namespace", "raise_exception")}
+        self.globals |= {"dict": _dict, "range": _range}
 
     def bounded(self, tree: nodes.Template) -> jinja2.Template:
         """The template of a parsed source. Raises TemplateSyntaxError for what is refused."""
@@ -116,9 +140,13 @@ class BoundedSandbox(Sandbox):
         if operator == "%" and isinstance(left, str):
             raise TooMuch("it formats with %; write text with ~")
         if operator == "+":
-            _check_length(_length(left) + _length(right), left, right)
+            (items, letters), (more, others) = _size(context, left), _size(context, right)
+            _check_size(items + more, letters + others)
         elif operator == "*":
-            _check_length(_length(left) * _number(right) + _length(right) * _number(left), left, right)
+            (items, letters), (more, others) = _size(context, left), _size(context, right)
+            _check_size(
+                items * _number(right) + more * _number(left), letters * _number(right) + others * _number(left)
+            )
             _check_bits(_bits(left) + _bits(right))
         elif operator == "**":
             _check_bits(_bits(left) * abs(_number(right)))
@@ -161,7 +189,7 @@ class _Missing(jinja2.StrictUndefined):
 
 
 class _Bounds(NodeTransformer):
-    """Makes loops count, and looks at what `~` puts together."""
+    """Makes loops count, and looks at what is made, put together, and handed to filters and methods."""
 
     def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:
         refused = _REFUSED.get(type(node))
@@ -173,7 +201,31 @@ class _Bounds(NodeTransformer):
         if node.recursive:
             raise jinja2.TemplateSyntaxError("what a judge is shown cannot have a recursive loop", node.lineno)
         self.generic_visit(node)
-        node.iter = nodes.Filter(node.iter, _COUNTED, [], [], None, None, lineno=node.lineno)
+        node.iter = _through(_COUNTED, node.iter)
+        return node
+
+    def visit_List(self, node: nodes.List) -> nodes.Node:
+        self.generic_visit(node)
+        return _through(_MADE, node)
+
+    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:
+        self.generic_visit(node)
+        return _through(_MADE, node)
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
+        self.generic_visit(node)
+        return _through(_MADE, node) if node.ctx == "load" else node  # else the names of `for a, b in ...`
+
+    def visit_Filter(self, node: nodes.Filter) -> nodes.Node:
+        self.generic_visit(node)
+        if node.node is not None:
+            node.node = _through(_LONG if node.name in _QUICK else _WHOLE, node.node)
+        return node
+
+    def visit_Call(self, node: nodes.Call) -> nodes.Node:
+        self.generic_visit(node)
+        if isinstance(node.node, nodes.Getattr | nodes.Getitem):
+            node.node.node = _through(_LONG, node.node.node)
         return node
 
     def visit_Getattr(self, node: nodes.Getattr) -> nodes.Node:
@@ -183,14 +235,64 @@ class _Bounds(NodeTransformer):
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
-        pieces = nodes.List(node.nodes, lineno=node.lineno)
-        return nodes.Filter(pieces, _TOGETHER, [], [], None, None, lineno=node.lineno)
+        return _through(_TOGETHER, nodes.List(node.nodes, lineno=node.lineno))
+
+
+def _through(name: str, node: Any) -> nodes.Filter:
+    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 
 @pass_context
 def _counted(context: Context, items: Iterable[Any]) -> Iterator[Any]:
+    return _turns(context).each(items)
+
+
+@pass_context
+def _made(context: Context, value: Any) -> Any:
+    _size(context, value)
+    return value
+
+
+@pass_context
+def _long(context: Context, value: Any) -> Any:
+    _turns(context).works(len(value) if isinstance(value, _LONG_ONES) else 0)
+    return value
+
+
+@pass_context
+def _whole(context: Context, value: Any) -> Any:
+    turns, left = _turns(context), [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, str):
+            turns.works(len(one))
+        elif isinstance(one, _HOLDERS):
+            turns.works(ITEM_WORK * len(one))
+            left.extend(_within(one))
+    return value
+
+
+def _turns(context: Context) -> Turns:
     turns: Turns = context[_TURNS]
-    return turns.each(items)
+    return turns
+
+
+@pass_context
+def _dict(context: Context, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+    made = dict(*args, **kwargs)
+    _size(context, made)
+    return made
+
+
+@pass_context
+def _listed(context: Context, values: Iterable[Any]) -> list[Any]:
+    made, items, letters = list[Any](), 0, 0
+    for value in values:
+        made.append(value)
+        more, others = _size(context, value)
+        items, letters = items + 1 + more, letters + others
+        _check_size(items, letters)
+    return made
 
 
 def _together(pieces: Sequence[Any]) -> str:
@@ -238,8 +340,26 @@ def _range(*bounds: int) -> range:
     return made
 
 
-def _length(value: Any) -> int:
-    return len(value) if isinstance(value, str | list | tuple) else 0
+def _size(context: Context, value: Any) -> tuple[int, int]:
+    """Items and characters of a value, with all that is in it. Raises TooMuch."""
+    if isinstance(value, str):
+        return 0, len(value)
+    items, letters, left = 0, 0, [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, str):
+            letters += len(one)
+        elif isinstance(one, _HOLDERS):
+            items += len(one)
+            _check_size(items, letters)  # before they are looked at
+            left.extend(_within(one))
+    _check_size(items, letters)
+    _turns(context).works(ITEM_WORK * items)
+    return items, letters
+
+
+def _within(value: Any) -> Iterable[Any]:
+    return chain(value, value.values()) if isinstance(value, dict) else value
 
 
 def _number(value: Any) -> int:
@@ -250,11 +370,14 @@ def _bits(value: Any) -> int:
     return value.bit_length() if isinstance(value, int) else 0
 
 
-def _check_length(length: int, *made_of: Any) -> None:
-    if any(isinstance(value, list | tuple) for value in made_of):
-        if length > MOST_TURNS:
-            raise TooMuch(f"it makes a list of more than {MOST_TURNS} items")
-    elif length > LONGEST_TEXT:
+def _check_size(items: int, letters: int) -> None:
+    if items > MOST_TURNS:
+        raise TooMuch(f"it makes a list of more than {MOST_TURNS} items, with those in its items")
+    _check_length(letters)
+
+
+def _check_length(letters: int) -> None:
+    if letters > LONGEST_TEXT:
         raise TooMuch(f"it makes more than {LONGEST_TEXT} characters")
 
 
