@@ -19,6 +19,9 @@ from controllers.ordering import check_curriculum
 from controllers.service.judge_checks import CheckedJudge, check_fallbacks, check_judges
 from gcore.agents.trial import try_agent
 from gcore.config import JobSpec
+from gcore.config.combinations import SAYS_NOTHING
+from gcore.config.environment import EnvironmentSpec
+from gcore.environments.calls import Tags, form_of
 from gcore.environments.trial import try_environment
 from gcore.errors import GcoreError, SpecError
 from gcore.flows import find_filters, find_flow
@@ -32,6 +35,7 @@ from gcore.models.weights import check_whole
 from gcore.plugins import PluginFault
 from gcore.prompts.lengths import LengthReport, check_lengths
 from gcore.prompts.opening import JobPrompts, open_prompts
+from gcore.prompts.render import PromptRenderer
 from gcore.prompts.source import OpenSource
 from gcore.reward.judged import functions_of
 from gcore.reward.registry import Response, RewardError
@@ -134,6 +138,7 @@ def _checked(
         first = prompts.stream.sources[0]
         fields = first.dataset.entry(0) if len(first.dataset) else {}
         try_environment(spec.environment, fields, chat=first.renderer.chat)
+        check_tags(spec.environment, first.renderer)
     if spec.agent is not None:
         try_agent(spec.agent)
     for one in checked:
@@ -145,6 +150,23 @@ def _checked(
     check_curriculum(spec, prompts.stream, LENGTH_SAMPLE)
     config = json.loads((model.folder / "config.json").read_text(encoding="utf-8"))
     return CheckedJob(prompts, tuple(checked), attention_equals_at(config), model, judges)
+
+
+def check_tags(environment: EnvironmentSpec, renderer: PromptRenderer) -> None:
+    """Whether the model can write, and be shown, what stands around a call between tags. Raises SpecError."""
+    if environment.name != SAYS_NOTHING:
+        return
+    form = form_of(environment.options, environment.tools.names, chat=renderer.chat)
+    if not isinstance(form, Tags):
+        return
+    for name in ("open", "close", "before", "after", "failed"):
+        text = getattr(form, name) or ""
+        if not renderer.tokenizer.can_say(text):
+            raise SpecError(
+                f"the model's tokenizer cannot say {text!r}",
+                where=f"environment.options.{name}",
+                fix="Take a text that its vocabulary has the characters of",
+            )
 
 
 def _counted(

@@ -6,6 +6,7 @@ It agrees with `AutoTokenizer` on the same folder. One is loaded for a job, howe
 from __future__ import annotations
 
 import json
+import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,17 @@ class ModelTokenizer:
             ) from error
         return tuple(ids)
 
+    def can_say(self, text: str) -> bool:
+        """Whether the vocabulary has all of a text. What it lacks some tokenizers refuse, some leave out, and some replace."""
+        try:
+            ids = self.encode(text, add_special_tokens=False)
+        except DataError:
+            return False
+        # With special tokens: they are a text's as well.
+        said: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        unknown = self.unknown_token_id
+        return _plain(said) == _plain(text) and (unknown is None or unknown not in ids)
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens left out."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
@@ -88,6 +100,11 @@ class ModelTokenizer:
         token = self.special_tokens.get(name)
         found: int | None = None if token is None else self._tokenizer.token_to_id(token)
         return found
+
+
+def _plain(text: str) -> str:
+    """`text` without what tokenizers make of texts before they look at them: spaces, capitals and forms of characters."""
+    return "".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
 def _special_tokens(settings: Mapping[str, Any], folder: Path) -> dict[str, str]:

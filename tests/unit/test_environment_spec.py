@@ -7,12 +7,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models, normalizers
 
 from controllers.material import response_of
 from controllers.service.capability import check_environment
+from controllers.service.checking import check_tags
 from gcore.config import JobSpec, parse_spec
+from gcore.config.environment import EnvironmentSpec
 from gcore.config.reward import RewardSpec
 from gcore.errors import SpecError
+from gcore.prompts.render import PromptRenderer
+from gcore.prompts.tokenizer import ModelTokenizer
 from gcore.reward.lines import batch_line, calls_of
 from gcore.reward.registry import Response, RewardError, RewardResult, find_reward
 from gcore.schema import NEWEST_VERSION, speak
@@ -87,3 +92,33 @@ def test_what_the_environment_said_goes_to_the_process_that_scores() -> None:
     line = batch_line([(0, {"a": 1}, Response("x", 3, True, 0.5)), (0, {"a": 1}, Response("y"))])
     found = [response for _, _, response in calls_of(json.loads(line))]
     assert [(r, r.tokens, r.truncated, r.environment) for r in found] == [("x", 3, True, 0.5), ("y", None, False, None)]
+
+
+def tokenizer(model: Any) -> PromptRenderer:
+    own = ModelTokenizer(Tokenizer(model), special_tokens={"unk_token": "?"}, settings={}, max_length=None)
+    return PromptRenderer(own, None, where="here")
+
+
+def test_texts_around_a_call_that_the_model_cannot_say_are_refused_with_the_option() -> None:
+    letters = {char: number for number, char in enumerate("<>()=-0123456789?")}
+    for model in (models.BPE(letters, []), models.BPE(letters, [], unk_token="?")):
+        for option in ("open", "close", "before", "after", "failed"):
+            told = TOOLS | {"options": {"form": "tags", option: "call("}}
+            with pytest.raises(SpecError, match=r"the model's tokenizer cannot say 'call\('") as raised:
+                check_tags(environment_of(told), tokenizer(model))
+            assert raised.value.where == f"environment.options.{option}"
+        check_tags(environment_of(TOOLS | {"options": {"form": "tags", "after": "=", "failed": "-"}}), tokenizer(model))
+    lower = models.BPE({char: number for number, char in enumerate("cal<>.")}, [])
+    normal = tokenizer(lower)
+    normal.tokenizer._tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    check_tags(
+        environment_of(TOOLS | {"options": {"form": "tags", "open": "<CALL ", "close": ">", "after": "…"}}), normal
+    )
+    check_tags(environment_of(TOOLS), tokenizer(models.BPE(letters, [])))  # JSON, of which nothing is an option
+    check_tags(environment_of({"name": "own", "options": {"open": "call("}}), tokenizer(models.BPE(letters, [])))
+
+
+def environment_of(section: dict[str, Any]) -> EnvironmentSpec:
+    environment = spec(section).environment
+    assert environment is not None
+    return environment
