@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from controllers.material import Practice
+from gcore.environments.transcript import bracketed
 from gcore.errors import EngineError, EngineUnreachable
 from gcore.ledger.job import EvalSample
 from gcore.reward.judged import Unjudged
@@ -50,7 +51,7 @@ async def marked(
     labels = {part.shown_as for part in practice.source.reward.parts}
     scored = iter(await practice.each_scored(prompt, samples))
     for one in answered:
-        text, result = (one.text, next(scored)) if isinstance(one, Sample) else ("", one)
+        text, result = (bracketed(one.text, one.observed_text), next(scored)) if isinstance(one, Sample) else ("", one)
         if isinstance(result, Unjudged) and result.away:  # which says nothing of the answer
             raise EngineUnreachable(result.what, fix="It is made again")
         why = str(result) if isinstance(result, RewardError) else ""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from controllers.cli.view_text import visible
+from gcore.environments.transcript import bracketed
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
 PROMPT_CHARACTERS, RESPONSE_CHARACTERS = 2000, 1500
 COLUMN_WIDTH = 36
 """The least that a response needs beside another."""
-TOLD = ("⟦", "⟧")
-"""Around what of a response was observed."""
 STANDINGS = {2: ", being trained on now", 3: ", cut off by a rollback"}
 
 
@@ -72,11 +71,7 @@ def particulars(response: pb.SampleResponse) -> str:
 
 def marked(response: pb.SampleResponse) -> str:
     """Its text, with marks around what a tool or an environment said."""
-    text, parts, at = response.text.text, [], 0
-    for told in response.observed:
-        parts += [text[at : told.start], TOLD[0], text[told.start : told.end], TOLD[1]]
-        at = told.end
-    return "".join([*parts, text[at:]])
+    return bracketed(response.text.text, ((told.start, told.end) for told in response.observed))
 
 
 def _panel(group: pb.SampleGroup, width: int) -> RenderableType:

@@ -7,9 +7,22 @@ one that follows where there is none before.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from gcore.types import FinishReason, Range, Sample, Version, VersionSpan
+
+TOLD = ("⟦", "⟧")
+"""Around what of a response was observed, where people read it."""
+
+
+def bracketed(text: str, observed: Iterable[Range]) -> str:
+    """`text` with marks around what a tool or an environment said."""
+    parts, at = [], 0
+    for start, end in observed:
+        parts += [text[at:start], TOLD[0], text[start:end], TOLD[1]]
+        at = end
+    return "".join([*parts, text[at:]])
 
 
 @dataclass

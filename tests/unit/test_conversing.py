@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -198,6 +199,10 @@ async def test_in_an_evaluation_what_fails_is_not_scored_and_the_others_are() ->
         (True, False),
     ]
     assert "no mood" in marks[1].shown.unscored
+    assert isinstance(found[0], Sample)
+    told = replace(found[0], text="6*7=<<6*7>>42", observed_text=((11, 13),))
+    (mark,) = await marked(Scoring(), 0.5, conversation().prompt, [told], HEAD)  # type: ignore[arg-type]
+    assert mark.shown.response == "6*7=<<6*7>>⟦42⟧", "as `gcore samples` shows it"
 
 
 async def test_a_job_without_an_environment_has_no_tools() -> None:
