@@ -38,7 +38,7 @@ MOST_FAULTS = 64
 """Faults of one job, beside one more of each controller (`controllers.faults.MOST_OF_JOB`)."""
 TOPICS = 16
 """Things of the job that may have trouble, beside trackers."""
-NODE_TOPICS = 10
+NODE_TOPICS = 12
 """Things of a node: waits of its own (`controllers.waiting.LOCAL`), its engines, its rewards. And on each slot the start of an
 engine and of a rank."""
 JUDGE_TOPICS = 4
