@@ -116,7 +116,7 @@ class Judge:
             if not errors:
                 return Unjudgeable(
                     f"judge {self.spec.name!r} compares, and the group has one response",
-                    fix="Let rollout.n be at least 2, or the judge pointwise",
+                    fix="Let flow.samples_per_prompt be at least 2, or the judge pointwise",
                 )
             return errors[0]
         judged = [outcome for outcome in outcomes if isinstance(outcome, Judgement)]
