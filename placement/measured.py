@@ -1,0 +1,43 @@
+"""What is measured of a job's steps, for whoever plans its placement. Pure data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from placement.split import Split
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpeed:
+    """Of a pool's engines: requests that one ran at a time, and seconds that a token of each took then."""
+
+    pool: str
+    running: float
+    token_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One step. Times are None where nobody measured them. `lengths`, `judged`: tokens of each response and of its judgement.
+
+    `produce_s`: until the batch was whole; `train_s`: of the ranks; `other_s`: what was neither. `busy`: slot-seconds, by pool.
+    """
+
+    step: int
+    split: Split
+    lengths: tuple[float, ...]
+    judged: tuple[float, ...]
+    train_tokens: float
+    produce_s: float | None
+    train_s: float | None
+    other_s: float | None
+    speed: tuple[EngineSpeed, ...]
+    busy: Mapping[str, float]
+
+    @property
+    def seconds(self) -> float | None:
+        """From commit to commit; None where that was not measured."""
+        if self.produce_s is None or self.train_s is None or self.other_s is None:
+            return None
+        return self.produce_s + self.train_s + self.other_s

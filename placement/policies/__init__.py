@@ -1,0 +1,1 @@
+"""Who gets which slots: policies behind one interface (`placement.policies.base`). Pure."""

@@ -1,0 +1,74 @@
+"""How a job's slots are shared out among its pools, and which ways there are. Pure.
+
+Two modes. *Co-existing*: each pool has slots of its own, all at the same time. *Co-located*: every slot goes through the phases of a
+step together, rollout, then judges, then train; it costs the waking and sleeping of what takes its turn, and needs the memory of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+Mode = Literal["coexisting", "colocated"]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Split:
+    """Slots of each pool. Co-located: each pool has all of them."""
+
+    mode: Mode
+    rollout: int
+    reward: int
+    train: int
+
+    def __str__(self) -> str:
+        if self.mode == "colocated":
+            return f"all {self.rollout} slots in turn"
+        return f"{self.rollout} rollout, {self.reward} reward, {self.train} train"
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a split must keep to. `rollout_size`, `reward_size`: slots of one replica. `train_sizes`: what a train world may have, in
+    slots. `judged`: whether there is anything for the reward pool to do."""
+
+    slots: int
+    rollout_size: int = 1
+    reward_size: int = 1
+    train_sizes: tuple[int, ...] = ()
+    judged: bool = True
+    colocated: bool = True
+
+    def sizes(self) -> tuple[int, ...]:
+        """The train worlds that fit beside one replica of each other pool."""
+        least = self.rollout_size + (self.reward_size if self.judged else 0)
+        return tuple(size for size in self.train_sizes if size <= self.slots - least)
+
+    def all_together(self) -> Split | None:
+        """The co-located split, if there is one: the largest world that fits, engines on as many slots as replicas fill."""
+        fitting = [size for size in self.train_sizes if size <= self.slots]
+        if not self.colocated or not fitting or self.slots < max(self.rollout_size, self.reward_size):
+            return None
+        rollout = self.slots // self.rollout_size * self.rollout_size
+        reward = self.slots // self.reward_size * self.reward_size if self.judged else 0
+        return Split("colocated", rollout, reward, max(fitting))
+
+
+def feasible(bounds: Bounds) -> Iterator[Split]:
+    """Every split within the bounds that leaves no whole replica's slots unused, in an order of its own.
+
+    Slots that are too few for a replica of either pool stay without one.
+    """
+    together = bounds.all_together()
+    if together is not None:
+        yield together
+    for train in bounds.sizes():
+        left = bounds.slots - train
+        if not bounds.judged:
+            yield Split("coexisting", left // bounds.rollout_size * bounds.rollout_size, 0, train)
+            continue
+        for reward in range(bounds.reward_size, left - bounds.rollout_size + 1, bounds.reward_size):
+            rollout = (left - reward) // bounds.rollout_size * bounds.rollout_size
+            if left - reward - rollout < bounds.reward_size:  # else one judge more would cost rollout nothing
+                yield Split("coexisting", rollout, reward, train)
