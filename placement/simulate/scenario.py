@@ -1,0 +1,158 @@
+"""Scenarios of the simulator: what a job and its cluster are like, from a file. Pure data; lengths in tokens, times in seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+)
+
+from gcore.errors import SpecError
+from placement.split import Bounds
+
+Share = Annotated[float, Field(ge=0, lt=1)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Engine(_Section):
+    """A token of `b` running sequences takes `token_s + sequence_s * b` seconds; more than `running` wait."""
+
+    token_s: PositiveFloat = 0.02
+    sequence_s: PositiveFloat = 0.001
+    running: PositiveInt = 64
+    size: PositiveInt = Field(1, description="Slots of a replica")
+
+
+class Lengths(_Section):
+    """Log-normal, cut off at `cap`; `same_prompt` is the correlation of two responses to one prompt, of their logarithms."""
+
+    mean: PositiveFloat = 500.0
+    spread: PositiveFloat = Field(0.9, description="Standard deviation, beside the mean")
+    same_prompt: float = Field(0.5, ge=0, le=1)
+    cap: PositiveInt = 8192
+    growth: PositiveFloat = Field(1.0, description="Of the mean, from the first step to the last")
+    jump_at: PositiveInt | None = None
+    jump: PositiveFloat = 1.0
+
+
+class Judging(_Section):
+    """Tokens of a judgement, and steps from `slow_from` to `slow_until` in which it takes `slow` times as many."""
+
+    tokens: PositiveFloat = 64.0
+    spread: PositiveFloat = 0.3
+    slow: PositiveFloat = 1.0
+    slow_from: NonNegativeInt = 0
+    slow_until: NonNegativeInt = 0
+
+
+class Training(_Section):
+    """`fixed_s + tokens / (rate * slots)`, then `sync_s` until the new weights are with the engines."""
+
+    fixed_s: NonNegativeFloat = 2.0
+    rate: PositiveFloat = 1500.0
+    sync_s: NonNegativeFloat = 1.0
+    sizes: tuple[PositiveInt, ...] = (1, 2, 4, 8, 16)
+
+
+class Loss(_Section):
+    """Slots that are away from step `at` to step `until`."""
+
+    at: PositiveInt
+    until: PositiveInt
+    slots: PositiveInt
+
+
+class Noise(_Section):
+    """Relative standard deviations: of a replica's speed, hidden and for ever; of each step of training; of what is measured. `missing`:
+    how often a step's measurements are not there."""
+
+    replica: NonNegativeFloat = 0.05
+    train: NonNegativeFloat = 0.03
+    measured: NonNegativeFloat = 0.1
+    missing: Share = 0.1
+
+
+class Scenario(_Section):
+    """A job of `steps` steps on `slots` slots. With a `staleness` the next batch is made while this one is trained on."""
+
+    name: str
+    what: str
+    slots: PositiveInt = 16
+    steps: PositiveInt = 200
+    groups: PositiveInt = 32
+    samples: PositiveInt = 8
+    staleness: NonNegativeInt = 0
+    filtered: Share = Field(0.0, description="Share of the groups that are judged and not trained")
+    rollout: Engine = Engine()
+    reward: Engine = Engine()
+    lengths: Lengths = Lengths()
+    judging: Judging | None = Judging()
+    training: Training = Training()
+    prompt: PositiveInt = 200
+    wake_s: NonNegativeFloat = Field(1.0, description="Sleep and wake of what takes its turn on co-located slots")
+    losses: tuple[Loss, ...] = ()
+    noise: Noise = Noise()
+    colocated: bool = Field(True, description="Whether the memory of a slot holds all models")
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether pools with slots of their own make a batch while they train on the one before."""
+        return self.staleness > 0
+
+    @property
+    def lendable(self) -> bool:
+        """Whether replicas can be lent within a step: each of either pool fills the same slots."""
+        return self.judging is not None and self.rollout.size == self.reward.size
+
+    def slots_at(self, step: int) -> int:
+        """How many there are in a step."""
+        return self.slots - sum(loss.slots for loss in self.losses if loss.at <= step < loss.until)
+
+    def bounds(self, step: int) -> Bounds:
+        """What a split of that step must keep to."""
+        return Bounds(
+            self.slots_at(step),
+            self.rollout.size,
+            self.reward.size,
+            self.training.sizes,
+            self.judging is not None,
+            self.colocated,
+        )
+
+    def changed(self, **fields: Any) -> Scenario:
+        """The same but for some fields, checked again."""
+        return Scenario.model_validate({**self.model_dump(), **fields})
+
+
+def read_scenario(path: Path) -> Scenario:
+    """From a YAML file. Raises SpecError that names what is wrong with it."""
+    try:
+        return Scenario.model_validate(yaml.safe_load(path.read_text()))
+    except OSError as error:
+        raise SpecError(
+            f"the scenario {path} cannot be read: {error.strerror}", fix="Name a file of benchmarks/scenarios"
+        ) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise SpecError(
+            f"the scenario {path} is not YAML: {error}", fix="Write it as benchmarks/scenarios are"
+        ) from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise SpecError(
+            f"the scenario {path} is not one: {first['msg']}",
+            where=".".join(str(part) for part in first["loc"]),
+            fix="Write it as benchmarks/scenarios are",
+        ) from error
