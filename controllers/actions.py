@@ -239,6 +239,22 @@ class Publish:
 
 
 @dataclass(frozen=True, slots=True)
+class Sleep:
+    """Have an engine's memory back. `judge`: whose it is; empty: the policy's."""
+
+    instance: str
+    judge: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """Give an engine its memory again."""
+
+    instance: str
+    judge: str
+
+
+@dataclass(frozen=True, slots=True)
 class GiveUp:
     """Cancel what is in flight here for `ref`. `stale`: it was issued in vain, and counts."""
 
@@ -287,6 +303,8 @@ Action = (
     | Discard
     | Replan
     | Publish
+    | Sleep
+    | Wake
     | GiveUp
     | SetPhase
     | Warn

@@ -42,9 +42,11 @@ from controllers.actions import (
     Rollback,
     SayFolder,
     SetPhase,
+    Sleep,
     StartJob,
     Sweep,
     TakeStock,
+    Wake,
     Warn,
 )
 from controllers.hands import Applied, Hands, new_world, place, slots, warning, writer
@@ -72,6 +74,8 @@ async def apply(action: Action, view: JobView, hands: Hands) -> Applied:
             return await _apply(action, view, hands)
         case Publish():
             return await _publish(action, hands)
+        case Sleep() | Wake():
+            return await _rest(action, hands)
         case GiveUp():
             hands.holdings.in_flight.give_up(action.ref, stale=action.stale)
             return Applied(TxnOutcome.WON, f"prompt {action.ref} is given up: {action.reason}")
@@ -208,6 +212,25 @@ async def _publish(action: Publish, hands: Hands) -> Applied:
     except EngineError as error:
         return Applied(TxnOutcome.UNKNOWN, f"{sentence}: {error}")
     point(At.PUBLISH, "after")
+    return Applied(TxnOutcome.WON, sentence)
+
+
+async def _rest(action: Sleep | Wake, hands: Hands) -> Applied:
+    goes = isinstance(action, Sleep)
+    sentence = f"{'put to sleep' if goes else 'wake'} {action.instance}"
+    at = At.SLEEP if goes else At.WAKE
+    point(at, "before")
+    try:
+        if action.judge:
+            assert hands.judges is not None
+            await (hands.judges.sleep if goes else hands.judges.wake)(action.instance)
+        elif goes:
+            await hands.engines.sleep(action.instance)
+        else:
+            await hands.engines.wake(action.instance, None)
+    except EngineError as error:
+        return Applied(TxnOutcome.UNKNOWN, f"{sentence}: {error}")
+    point(at, "after")
     return Applied(TxnOutcome.WON, sentence)
 
 

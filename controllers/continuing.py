@@ -84,6 +84,11 @@ class Responses:
         self._growing[number] = sample
         return number, None if sample.finish_reason == "abort" else self._ended(number, sample)
 
+    def has_ended(self, place: int) -> bool:
+        """Whether the engine that is asked now has told the end of the response in that place."""
+        known = self._growing.get(self._asked[place])
+        return known is not None and known.finish_reason != "abort"
+
     def keep(self) -> int:
         """It is gone. How many tokens are kept that were not before."""
         before = self.kept

@@ -34,6 +34,7 @@ from controllers.coalescing import COALESCE_S, patience_s
 from controllers.ending import despairing, finishing, recovering
 from controllers.forming import growing, held_for_growth, moving_judges, replanning, short_of_slots, taking_stock
 from controllers.housekeeping import beginning, checkpointing, pruning, warning_of_disks
+from controllers.sleeping import put_to_sleep, resting
 from controllers.spreading import bringing, discarding, gathering, is_spread, is_witnessed, saying, spreading
 from controllers.sweeping import forgetting, sweeping
 from controllers.turns import SETTLE_S, turn
@@ -89,6 +90,7 @@ def decide(view: JobView) -> tuple[Intent, ...]:
         bringing,
         spreading,
         discarding,
+        resting,
         publishing,
         expiring,
         finishing,
@@ -285,13 +287,17 @@ def training(view: JobView) -> Iterator[Intent]:
 
 
 def publishing(view: JobView) -> Iterator[Intent]:
-    """Engines serve what was committed; only after the commit.
+    """Engines serve what was committed; only after the commit, and only those that are awake.
 
     One after the other: the end of the one before would let the engine go on while it is given the next.
     """
     version = view.head.version
-    under_way = {condition.split()[1] for condition in view.under_way if condition.startswith("publish ")}
+    kinds = ("publish ", "sleep ", "wake ")
+    under_way = {condition.split()[1] for condition in view.under_way if condition.startswith(kinds)}
+    asleep = put_to_sleep(view)
     for engine in view.engines.values():
+        if engine.asleep or engine.instance in asleep:
+            continue
         if engine.instance in under_way or (is_spread(view) and not _is_here(view, engine.instance)):
             continue
         if engine.version != version and version in view.staged and not engine.silent:

@@ -26,8 +26,10 @@ from controllers.actions import (
     Retain,
     Rollback,
     SayFolder,
+    Sleep,
     Sweep,
     TakeStock,
+    Wake,
 )
 from controllers.apply import apply
 from controllers.changes import Changes
@@ -44,7 +46,7 @@ log = logging.getLogger(__name__)
 
 MOVES_MUCH = (
     *(Feed, Apply, Accumulate, Prune, Sweep, ForgetEvaluations, Publish, Retain, Rollback, TakeStock),
-    *(SayFolder, FetchWeights, FetchCheckpoint, BringStart, Gather, Archive, Discard),
+    *(SayFolder, FetchWeights, FetchCheckpoint, BringStart, Gather, Archive, Discard, Sleep, Wake),
 )
 """What reads or writes many bytes."""
 LOOK_AGAIN_S = 0.2

@@ -22,6 +22,7 @@ from controllers.judge_engines import JudgeEngines
 from controllers.owning import responsible_for
 from controllers.ranks import RankLinks
 from controllers.remembered import Remembered
+from controllers.sleeping import sleepers
 from controllers.staffing import Staff, StartEngine, StopWorker, staffing
 from controllers.telling import Telling
 from controllers.troubles import TroubleBook
@@ -220,6 +221,9 @@ class Driver:
         )
         await self._engines.aim(mine if mirror.members else {})
         await self._judges.aim(workers)
+        asleep = sleepers(mirror.plan.record if mirror.plan is not None else None, workers, self._job.uid)
+        self._engines.shut(asleep)
+        self._judges.shut(asleep)
         self._aimed_at = seen
         if mirror.head is None or mirror.plan is None:
             return

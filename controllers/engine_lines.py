@@ -31,6 +31,10 @@ class Line:
     """The last question how it is."""
     probed: float = 0.0
     """When it was put."""
+    shut: float | None = None
+    """Since when nothing new goes there, because the plan says that it sleeps."""
+    woken: bool = False
+    """Whether it has its memory again and has not been brought its weights yet."""
 
     def take(self, samples: int, owed: float) -> None:
         """A request more; or, with negative numbers, one less."""

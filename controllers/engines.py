@@ -4,6 +4,10 @@ them is `controllers.generating`'s.
 Each engine has one controller at a time that routes to it and publishes to it (`controllers.owning`). Two that both believe it do
 no harm: samples carry the version they were made with, and the seal checks that. An engine that does not serve head's version is not routed to.
 
+One that the plan puts to sleep gets nothing new from the moment at which that is heard. What it has under way comes back with the
+tokens it has, and goes on elsewhere; then it gives its memory back, and what it serves is forgotten, so that after it has woken
+it is brought the current weights before anything is asked of it.
+
 One that owes answers and gives none is left by everybody who waits for it (`controllers.pulse` says when); it is asked on how it
 is, in the background, and is used again once it answers. To end one that hangs is its node's business (`controllers.staffing`).
 """
@@ -12,7 +16,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,6 +38,8 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 0.25
 """How everybody is, is looked at so often: patience is a matter of seconds."""
+SHUT_S = 2.0
+"""So long has an engine that is put to sleep to give back what it has under way; what it still owes then goes on without."""
 
 
 class EngineBook:
@@ -64,6 +71,7 @@ class EngineBook:
         self.classify = generating.classify
         """Scores from my engines, which serve a classifier."""
         self._looked = -LOOK_S
+        self._shut: frozenset[str] = frozenset()
 
     @property
     def views(self) -> dict[str, EngineView]:
@@ -90,6 +98,53 @@ class EngineBook:
                 view = EngineView(instance, worker.address, None)
                 self._lines[instance] = Line(client, view, pulse=Pulse(now))
                 self._changes.notify()
+        self.shut(self._shut)
+
+    def shut(self, instances: Collection[str]) -> None:
+        """The plan says that these sleep, and the others do not."""
+        self._shut = frozenset(instances)
+        now = self._clock.monotonic()
+        for instance, line in self._lines.items():
+            if (line.shut is not None) != (instance in self._shut):
+                line.shut = now if instance in self._shut else None
+                self._changes.notify()
+
+    async def sleep(self, instance: str) -> None:
+        """Have its memory back. Raises EngineError."""
+        line = self._known(instance)
+        line.distrust()
+        with self._told(line):
+            if not await line.client.sleeps():
+                await line.client.sleep()
+        line.view = replace(line.view, version=None, asleep=True)
+
+    async def wake(self, instance: str, version: Version | None) -> None:
+        """Give it its memory again. `version`: what its weights are called, if they are the same for ever; else they are brought to
+        it next (`publish`). Raises EngineError."""
+        line = self._known(instance)
+        with self._told(line):
+            await (line.client.take_memory() if version is None else line.client.wake(version))
+        line.view = replace(line.view, version=None, asleep=False)
+        line.woken = True
+
+    @contextmanager
+    def _told(self, line: Line) -> Iterator[None]:
+        """What goes wrong within stands in the line's view."""
+        try:
+            yield
+            line.view = replace(line.view, trouble="")
+        except EngineError as error:
+            line.view = replace(line.view, trouble=error.what)
+            raise
+        finally:
+            self._changes.notify()
+
+    def _known(self, instance: str) -> Line:
+        line = self._lines.get(instance)
+        if line is None:
+            # It may have ended, or become a peer's, between the decision and the deed.
+            raise EngineUnreachable(f"{instance} is not connected", fix="Look again")
+        return line
 
     async def close(self) -> None:
         """Close all connections."""
@@ -100,19 +155,22 @@ class EngineBook:
 
         Of one that is met, was distrusted or has failed it is found out first what it serves: a peer may have brought it there.
         """
-        line = self._lines.get(instance)
-        if line is None:
-            # It may have ended, or become a peer's, between the decision and the deed.
-            raise EngineUnreachable(f"{instance} is not connected", fix="Look again")
+        line = self._known(instance)
         line.coming = version
         asked = self._clock.monotonic()
         try:
-            if line.view.version is None and await line.client.served() == version:
+            served = await line.client.served() if line.view.version is None else line.view.version
+            if served is None and not line.woken and await line.client.sleeps():
+                # A controller that is gone put it to sleep: it is woken first.
+                line.view = replace(line.view, asleep=True)
+                raise EngineError(f"{instance} sleeps", fix="It is woken first")
+            if line.view.version is None and served == version:
                 # Whoever brought it there may have died before it let the engine go on; going on twice does no harm.
                 await line.client.resume()
             else:
                 await line.client.update_weights(str(folder), version)
-            line.view = replace(line.view, version=version, trouble="")
+            line.woken = False
+            line.view = replace(line.view, version=version, trouble="", asleep=False)
             line.pulse = line.pulse.answers(self._clock.monotonic())
         except EngineError as error:
             # What it serves now is anybody's guess: it is asked, and let go on, when this is tried again.
@@ -150,7 +208,7 @@ class EngineBook:
                 hung=verdict is Verdict.HUNG,
                 why=line.pulse.why(self._patience, now),
             )
-            if verdict is not Verdict.WELL:
+            if verdict is not Verdict.WELL or (line.shut is not None and now >= line.shut + SHUT_S):
                 line.leave()
             if view != line.view:
                 line.view = view

@@ -34,6 +34,10 @@ MOST_FRUITLESS = 8
 last of them to die is not the one that told. More would let a prompt that kills engines kill more of them."""
 
 
+class PutToSleep(EngineUnreachable):
+    """The engine was put to sleep, and has given back what it had."""
+
+
 class Generating:
     """Over lines that others keep, by instance id."""
 
@@ -86,7 +90,11 @@ class Generating:
         if ended is not None and params.max_new_tokens > FEWEST:
             every = every or params.max_new_tokens
         if decode is None or not every:
-            return await self._generate(version, prompts, params, seeds, rid, follow, None, expect, seat)
+            while True:
+                try:
+                    return await self._generate(version, prompts, params, seeds, rid, follow, None, expect, seat)
+                except PutToSleep as error:
+                    log.info("%s", error)
         responses = Responses(prompts, params, seeds, decode)
         fruitless = 0
         while True:
@@ -95,6 +103,10 @@ class Generating:
             try:
                 asked = ask.prompts, ask.params, ask.seeds
                 made = await self._generate(version, *asked, rid, follow, growing, expect, seat)
+            except PutToSleep as error:
+                log.info("%s; %d tokens are kept", error, responses.keep())
+                if responses.is_whole:
+                    return self._outlived(responses, ())
             except EngineUnreachable as error:
                 kept = responses.keep()
                 fruitless = 0 if kept else fruitless + 1
@@ -143,6 +155,11 @@ class Generating:
             heard = Growing(growing.every, self._heard(line, owing, growing, version, newer=follow is not None))
         request = line.client.generate_each(prompts, params, seeds=seeds, rid=rid, growing=heard)
         samples = await self._brought(instance, line, rid, len(seeds), owing, request, lambda samples: samples)
+        if line.shut is not None and any(sample.finish_reason == "abort" for sample in samples):
+            if growing is not None and not _others(samples, version, newer=follow is not None):
+                for place, sample in enumerate(samples):
+                    growing.tell(place, sample)
+            raise PutToSleep(f"{instance} is put to sleep", fix="The request goes on elsewhere")
         if others := _others(samples, version, newer=follow is not None):
             # A peer that also believed it to be its own has published to it.
             self._distrust(instance)
@@ -233,6 +250,9 @@ class Generating:
                 known = self._lines.get(held[0]) if held is not None else None
                 if held is not None and known is not held[1]:
                     held = None  # it has gone, or another has its name
+                elif held is not None and held[1].shut is not None:
+                    held[1].take(-size, -owed)
+                    held = None
                 instance = route(self._loads(version), owed, held[0] if held is not None else None, last)
                 if instance is not None and (held is None or instance != held[0]):
                     if held is not None:
@@ -251,7 +271,7 @@ class Generating:
         return [
             Load(instance, line.owed, line.view.version == version)
             for instance, line in self._lines.items()
-            if version in (line.view.version, line.coming)
+            if version in (line.view.version, line.coming) and line.shut is None
         ]
 
     def _abandon(self, line: Line, rid: str, count: int) -> None:
@@ -274,7 +294,9 @@ class Generating:
 
 
 def _grown(responses: Responses, ended: Callable[[int, Sample], None] | None, place: int, sample: Sample) -> None:
-    """An engine tells of the response in that place of what it was asked."""
+    """An engine tells of the response in that place of what it was asked; after its end, nothing more."""
+    if responses.has_ended(place):
+        return
     number, whole = responses.grow(place, sample)
     if ended is not None and whole is not None:
         ended(number, whole)

@@ -22,6 +22,7 @@ from gcore.store.types import Store
 from placement.plan import Wanted, first_plan
 
 if TYPE_CHECKING:
+    from controllers.judge_engines import JudgeEngines
     from controllers.own_files import OwnFolder
 
 
@@ -57,6 +58,8 @@ class Hands:
     """This node's own folder of the run, where nodes share none."""
     memory_dir: Path | None = None
     """Where copies of the job's train states lie in this node's memory."""
+    judges: JudgeEngines | None = None
+    """The engines of the job's judges."""
 
 
 def place(view: JobView, world: str, *, generation: int) -> Plan:

@@ -378,6 +378,7 @@ class JobRunner(JobStanding):
             away=partial(away, run_dir, self.node),
             own=self._own_folder(),
             memory_dir=self._staff.memory_dir(self.uid),
+            judges=self._judge_engines,
         )
 
     def _own_folder(self) -> OwnFolder | None:

@@ -2,7 +2,8 @@
 
 One book of lines a judge (`controllers.engines`): the least busy engine gets a question, one that answers nothing is left and its
 questions go to another, one that was distrusted is asked what it serves before it is used again. Which engines run where is the
-plan's to say, to end one that hangs its node's (`controllers.staffing`).
+plan's to say, to end one that hangs its node's (`controllers.staffing`). One that the plan puts to sleep is asked nothing; its
+node's controller sees to its memory, and the others find out that it has woken by asking it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from controllers.changes import Changes
@@ -73,6 +74,7 @@ class JudgeEngines:
         self._next: dict[str, float] = {}
         """When it may be asked again."""
         self._requests = itertools.count()
+        self._shut: frozenset[str] = frozenset()
 
     @property
     def views(self) -> dict[str, EngineView]:
@@ -91,6 +93,26 @@ class JudgeEngines:
                 }
             )
 
+    def shut(self, instances: Collection[str]) -> None:
+        """The plan says that these sleep, and the others do not."""
+        self._shut = frozenset(instances)
+        for book in self._books.values():
+            book.shut(self._shut)
+
+    async def sleep(self, instance: str) -> None:
+        """Have an engine's memory back. Raises EngineError."""
+        await self._book_of(instance).sleep(instance)
+
+    async def wake(self, instance: str) -> None:
+        """Give it back; it serves what it served. Raises EngineError."""
+        await self._book_of(instance).wake(instance, FIRST_WEIGHTS)
+
+    def _book_of(self, instance: str) -> EngineBook:
+        book = next((book for book in self._books.values() if instance in book.views), None)
+        if book is None:
+            raise EngineUnreachable(f"{instance} is not connected", fix="Look again")
+        return book
+
     def look_after(self) -> None:
         """Look how everybody is; find out what those serve of which nothing is known. Called at each look of the driver."""
         now = self._clock.monotonic()
@@ -99,6 +121,8 @@ class JudgeEngines:
             model = self._specs[name].model
             assert model is not None
             for instance, view in book.views.items():
+                if instance in self._shut:
+                    continue
                 if view.version is None and not view.silent and now >= self._next.get(instance, now):
                     self._ask_what_it_serves(book, instance, Path(model.path))
 

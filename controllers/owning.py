@@ -9,6 +9,7 @@ Two that both believe it for a moment do no harm (`controllers.engines`).
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import Literal
 
 from controllers.turns import turn
 from gcore.ledger.records import Member
@@ -21,15 +22,17 @@ def responsible_for(
     members: Mapping[str, Member],
     me: str,
     joining: Collection[str] = (),
+    role: Literal["rollout", "reward"] = "rollout",
 ) -> dict[str, WorkerRecord]:
     """The serving engines of the job that are mine: those of my node, and those of nodes without a member by hash.
 
-    `joining`: nodes whose controller is waited for.
+    `joining`: nodes whose controller is waited for. An engine of a judge is asked by everybody; who puts it to sleep and wakes it
+    is one, found in the same way.
     """
     here = {m.node: incarnation for incarnation, m in sorted(members.items())}
     mine = {}
     for instance, worker in sorted(workers.items()):
-        if worker.role != "rollout" or worker.job_uid != job_uid or worker.state != "serving":
+        if worker.role != role or worker.job_uid != job_uid or worker.state != "serving":
             continue
         owner = here.get(worker.node)
         if owner is None and worker.node in joining:

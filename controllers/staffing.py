@@ -18,6 +18,7 @@ from controllers.children import (
     Child,
     NoSglang,
     device_env,
+    emulated_engine,
     emulated_host,
     engine_child,
     is_cuda,
@@ -28,7 +29,7 @@ from controllers.view import JobView
 from controllers.world_start import world_start
 from gcore.clock import Clock
 from gcore.config import NodeConfig
-from gcore.emulated.launch import PlacedEngine, start_host
+from gcore.emulated.launch import start_host
 from gcore.ledger.job import EnginePlace, RankPlace
 from gcore.weights.copies import memory_folder, open_folder
 from gcore.worker.launch import start_worker
@@ -105,7 +106,8 @@ def staffing(view: JobView, launches: Launches, now: float) -> Iterator[StartEng
         # One that hangs keeps its place, and its slot's memory, until it has ended.
         running = [i for i, w in mine.items() if _is_of(w, place) and (is_good(w) or i in hung)]
         wanted.update(running[:1])
-        if not running and key not in launches.pending and now >= launches.last.get(key, 0.0) + backoff(launches, key):
+        ripe = now >= launches.last.get(key, 0.0) + backoff(launches, key)
+        if not running and key not in launches.pending and ripe and _has_memory(view, place, mine):
             yield StartEngine(place)
     for rank in plan.record.ranks:
         if rank.node != view.node or plan.record.world != head.world:
@@ -123,6 +125,20 @@ def staffing(view: JobView, launches: Launches, now: float) -> Iterator[StartEng
             yield StopWorker(instance, f"it {hung[instance]}", at_once=True)
         elif instance not in wanted and worker.state in ("starting", "serving"):
             yield StopWorker(instance, "the plan has no place for it")
+
+
+def _has_memory(view: JobView, place: EnginePlace, mine: Mapping[str, WorkerRecord]) -> bool:
+    """Whether an engine that is started would find its memory: on a GPU where engines take turns, only once all others there sleep.
+    Those that are to sleep load first, so that each has the GPU to itself for that."""
+    assert view.mirror.plan is not None
+    here = [p for p in view.mirror.plan.record.engines if (p.node, p.slot) == (place.node, place.slot)]
+    if not is_cuda(place.slot) or not any(p.asleep for p in here):
+        return True
+    known = {**view.engines, **view.judges}
+    asleep = {(w.slot, w.judge) for i, w in mine.items() if is_good(w) and i in known and known[i].asleep}
+    loaded = {(w.slot, w.judge) for w in mine.values() if is_good(w) and w.role != "train" and w.slot == place.slot}
+    first = {(p.slot, p.judge) for p in here if p.asleep and p != place} if not place.asleep else set()
+    return loaded | first <= asleep
 
 
 def _is_of(worker: WorkerRecord, place: EnginePlace) -> bool:
@@ -208,12 +224,7 @@ class Staff:
     def start_emulated(self, actions: Sequence[StartEngine], view: JobView) -> None:
         """The same for engines on emulated slots, all in one process: none of them computes, and there may be very many."""
         name = f"emulated-{self._config.node}-{uuid.uuid4().hex[:8]}"
-        placed = {
-            engine_key(action.place): PlacedEngine(
-                instance=f"rollout-{name}-{action.place.slot.rpartition(':')[2]}", slot=action.place.slot
-            )
-            for action in actions
-        }
+        placed = {engine_key(action.place): emulated_engine(action.place, name) for action in actions}
         now = self._clock.monotonic()
         launch = emulated_host(view.spec, self._config, view.mirror.keys.uid, name, tuple(placed.values()))
         why, process = "", None

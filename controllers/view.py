@@ -110,7 +110,8 @@ class EngineView:
     """A rollout replica that this controller is responsible for; `version` None: not known yet.
 
     `silent`: it owes an answer and gives none; `hung`: for so long that it is to be ended; `why` says so to people. `trouble`:
-    why it did not take its weights the last time, if it did not.
+    why it did not take its weights the last time, if it did not. `asleep`: its memory is given back, and what it serves is
+    forgotten.
     """
 
     instance: str
@@ -120,6 +121,7 @@ class EngineView:
     hung: bool = False
     why: str = ""
     trouble: str = ""
+    asleep: bool = False
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, PositiveInt
 
@@ -19,6 +19,8 @@ MOST_SAID = 8192
 JUDGES_CAME = 2
 """The schema version from which on nodes know judges. A node that does not would take a judge's place for the policy's, so no job with
 judges is created while one is there (`controllers.service.capability`)."""
+SLEEP_CAME = 2
+"""The same of engines that sleep: a node that does not know them would ask them, and wait for ever."""
 
 
 class JobPhase(StrEnum):
@@ -74,14 +76,21 @@ class JobStatus(Record):
 
 
 class EnginePlace(Part):
-    """A replica on one slot that generates: of the rollout pool, or of the reward pool."""
+    """A replica on one slot that generates: of the rollout pool, or of the reward pool. Several may be resident on one slot."""
 
-    came_with: ClassVar[Mapping[str, int]] = {"judge": JUDGES_CAME}
+    came_with: ClassVar[Mapping[str, int]] = {"judge": JUDGES_CAME, "asleep": SLEEP_CAME}
 
     node: str
     slot: str
     judge: str = ""
     """The judge whose engine it is; empty: it serves the policy."""
+    asleep: bool = False
+    """Whether it is resident there without its memory: nobody asks it, and nothing is published to it (`controllers.sleeping`)."""
+
+    @property
+    def pool(self) -> Literal["rollout", "reward"]:
+        """Whose it is."""
+        return "reward" if self.judge else "rollout"
 
 
 class RankPlace(Part):
@@ -103,8 +112,9 @@ class Plan(Record):
 
     @property
     def rollout_nodes(self) -> frozenset[str]:
-        """The nodes that have engines of the rollout pool."""
-        return frozenset(place.node for place in self.engines if not place.judge)
+        """The nodes that have engines of the rollout pool, awake ones if any is awake."""
+        rollout = [place for place in self.engines if not place.judge]
+        return frozenset(place.node for place in rollout if not place.asleep) or frozenset(p.node for p in rollout)
 
     @property
     def nodes(self) -> frozenset[str]:

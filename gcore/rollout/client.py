@@ -28,6 +28,10 @@ BIG_ANSWER_BYTES = 256 * 1024
 """An answer from this size on is parsed off the event loop."""
 CONNECT_S = 5.0
 CONTINUE = "/continue_generation"
+ASLEEP = "asleep"
+"""What the weights of an engine that sleeps are called, by which everybody who asks it can tell, whoever put it to sleep."""
+MEMORY = {"tags": ["kv_cache", "weights"]}
+"""All that an engine gives back."""
 EVENT, DONE = b"data: ", b"[DONE]"
 QUICK_S = 15.0
 """For what an engine answers off hand, whatever it is at: which weights it serves."""
@@ -235,6 +239,37 @@ class EngineClient:
         """Go on after a pause. Also after `close`: whoever has paused an engine lets it go on, even if it is another's by now."""
         await self._call("POST", CONTINUE, {})
 
+    async def sleep(self) -> None:
+        """Give the memory of cache and weights back. What is under way comes back with the tokens it has ("abort"), and nothing
+        more is made until `wake`. Doing it twice does no harm. Raises EngineError."""
+        await self.pause("abort")
+        if await self._released() is not True:
+            await self._call("POST", "/release_memory_occupation", MEMORY)
+        await self._call("POST", "/update_weight_version", {"new_version": ASLEEP, "abort_all_requests": False})
+
+    async def take_memory(self) -> None:
+        """Take the memory again that `sleep` gave back. What the weights are is nobody's promise: they are still called ASLEEP, and
+        no tokens are made before `wake` or `update_weights`. Raises EngineError."""
+        if await self._released() is not False:
+            await self._call("POST", "/resume_memory_occupation", MEMORY)
+
+    async def wake(self, version: Version) -> None:
+        """The same of an engine whose weights never change, and go on being called `version`. Raises EngineError."""
+        await self.take_memory()
+        await self.call_weights(version)
+        await self.resume()
+
+    async def sleeps(self) -> bool:
+        """Whether it was put to sleep. One request. Raises EngineError."""
+        return await self._called() == ASLEEP
+
+    async def _released(self) -> bool | None:
+        """Whether anything is given back; None where the engine does not say."""
+        states = (await self.scheduler_state()).get("internal_states")
+        first = states[0] if isinstance(states, list) and states else None
+        released = first.get("released") if isinstance(first, dict) else None
+        return bool(released) if isinstance(released, list) else None
+
     async def info(self) -> EngineInfo:
         """The served version and the load. Raises EngineError, EngineUnreachable."""
         version, load = await asyncio.gather(self.served(), self._metrics())
@@ -242,12 +277,15 @@ class EngineClient:
 
     async def served(self) -> Version | None:
         """The served version; None for weights that no commit made. One request. Raises EngineError, EngineUnreachable."""
-        answer = await self._parsed(await self._call("GET", "/model_info", quick=True))
-        text = answer.get("weight_version") if isinstance(answer, dict) else None
         try:
-            return Version.parse(str(text))
+            return Version.parse(await self._called())
         except ValueError:
             return None
+
+    async def _called(self) -> str:
+        """What the engine calls its weights."""
+        answer = await self._parsed(await self._call("GET", "/model_info", quick=True))
+        return str(answer.get("weight_version") if isinstance(answer, dict) else None)
 
     async def scheduler_state(self) -> Mapping[str, Any]:
         """What the engine's scheduler says of itself, between two steps of the model: an answer shows that it gets on.

@@ -1,0 +1,267 @@
+"""Engines that sleep and wake as the plan says: who does what, in which order, and what becomes of what they had under way."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_workers import engines_at
+from hypothesis import given
+from hypothesis import strategies as st
+from job_views import ME, PEER, running_job
+
+from controllers.actions import Intent, Publish, Sleep, Wake
+from controllers.changes import Changes
+from controllers.decide import publishing
+from controllers.engines import EngineBook
+from controllers.sleeping import put_to_sleep, resting
+from controllers.staffing import Launches, StartEngine, staffing
+from controllers.view import EngineView, JobView
+from gcore.errors import EngineError
+from gcore.ledger.guarded import Stored
+from gcore.ledger.job import EnginePlace
+from gcore.rollout.client import SamplingParams
+from gcore.types import Sample, Version, VersionSpan
+from gcore.worker.records import WorkerRecord
+
+PARAMS = SamplingParams(temperature=1.0, max_new_tokens=4)
+SERVED = Version(0, 0)
+
+
+def engine(name: str, slot: str = "cpu:1", node: str = "node-0", judge: str = "") -> WorkerRecord:
+    fields = {"slot": slot, "pid": 1, "pid_started": 1, "state": "serving", "address": "h:1", "job_uid": "u"}
+    role = "reward" if judge else "rollout"
+    return WorkerRecord.model_validate({"instance": name, "role": role, "node": node, "judge": judge} | fields)
+
+
+def placed(*places: EnginePlace, slot_kind: str = "cpu", **views: EngineView) -> JobView:
+    """A running job whose engines all serve on this node, and are called as their slots and judges."""
+    view = running_job()
+    assert view.mirror.plan is not None
+    plan = view.mirror.plan.record.model_copy(update={"engines": places})
+    workers = {name_of(place): engine(name_of(place), place.slot, place.node, place.judge) for place in places}
+    known = {name_of(place): EngineView(name_of(place), "h:1", None) for place in places} | views
+    return replace(
+        view,
+        mirror=replace(view.mirror, plan=Stored(plan, 7)),
+        workers=dict(view.workers) | workers,
+        engines={name: known[name] for name, worker in workers.items() if worker.role == "rollout"},
+        judges={name: known[name] for name, worker in workers.items() if worker.role == "reward"},
+        staged=frozenset({SERVED}),
+    )
+
+
+def name_of(place: EnginePlace) -> str:
+    return f"{place.judge or 'policy'}_{place.slot.replace(':', '')}"
+
+
+def place(slot: str, judge: str = "", *, asleep: bool = False, node: str = "node-0") -> EnginePlace:
+    return EnginePlace(node=node, slot=slot, judge=judge, asleep=asleep)
+
+
+def deeds(view: JobView) -> list[Any]:
+    return [intent.action for intent in resting(view)]
+
+
+def test_an_engine_that_the_plan_puts_to_sleep_gives_its_memory_back_and_one_that_it_wakes_gets_it_again() -> None:
+    view = placed(
+        place("cpu:1", asleep=True), place("cpu:1", "j"), j_cpu1=EngineView("j_cpu1", "h:1", None, asleep=True)
+    )
+    assert deeds(view) == [Sleep("policy_cpu1", "")]  # the judge wakes once the slot's memory is free
+    free = EngineView("policy_cpu1", "h:1", None, asleep=True)
+    assert deeds(replace(view, engines={"policy_cpu1": free})) == [Wake("j_cpu1", "j")]
+
+
+def test_an_engine_that_sleeps_is_brought_no_weights_and_one_that_woke_is_brought_them_before_it_is_asked() -> None:
+    asleep = EngineView("policy_cpu1", "h:1", None, asleep=True)
+    assert list(publishing(placed(place("cpu:1", asleep=True)))) == []
+    assert list(publishing(placed(place("cpu:1"), policy_cpu1=asleep))) == []
+    (publish,) = publishing(placed(place("cpu:1")))
+    assert publish.action == Publish("policy_cpu1", SERVED)
+
+
+def test_what_is_under_way_with_an_engine_is_waited_for() -> None:
+    view = placed(place("cpu:1", asleep=True))
+    assert deeds(replace(view, under_way=frozenset({f"publish policy_cpu1 {SERVED}"}))) == []
+    assert deeds(replace(view, under_way=frozenset({"publish other 0.0"}))) == [Sleep("policy_cpu1", "")]
+
+
+def test_a_judge_of_another_node_is_left_to_its_own_controller() -> None:
+    there = place("cpu:1", "j", asleep=True, node="node-1")
+    assert deeds(placed(there)) == []
+    gone = placed(there)
+    alone = {name: member for name, member in gone.mirror.members.items() if name != PEER}
+    assert deeds(replace(gone, mirror=replace(gone.mirror, members=alone))) == [Sleep("j_cpu1", "j")]
+    assert ME in alone
+
+
+def test_a_trouble_is_not_tried_again_at_once() -> None:
+    known = EngineView("policy_cpu1", "h:1", None, trouble="no")
+    (intent,) = resting(placed(place("cpu:1", asleep=True), policy_cpu1=known))
+    assert intent.after > 0
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["", "j", "k"]), st.booleans(), st.booleans()), max_size=9)
+)
+def test_no_engine_wakes_on_a_slot_where_one_is_still_to_sleep(given_: list[tuple[int, str, bool, bool]]) -> None:
+    unique = {(slot, judge): (asleep, is_asleep) for slot, judge, asleep, is_asleep in given_}
+    places = [place(f"cpu:{slot}", judge, asleep=asleep) for (slot, judge), (asleep, _) in unique.items()]
+    views = {
+        name_of(one): EngineView(name_of(one), "h:1", None, asleep=unique[(int(one.slot[-1]), one.judge)][1])
+        for one in places
+    }
+    view = placed(*places, **views)
+    actions = deeds(view)
+    assert len({action.instance for action in actions}) == len(actions)
+    known = {**view.engines, **view.judges}
+    for action in actions:
+        assert isinstance(action, Sleep) == (action.instance in put_to_sleep(view))
+        slot = view.workers[action.instance].slot
+        if isinstance(action, Wake):
+            others = [n for n, w in view.workers.items() if w.slot == slot and n in put_to_sleep(view)]
+            assert all(known[name].asleep for name in others)
+
+
+def test_on_a_gpu_the_engines_that_are_to_sleep_load_first_and_each_alone() -> None:
+    places = (place("cuda:0"), place("cuda:0", "j", asleep=True))
+    view = placed(*places)
+
+    def started(**there: EngineView) -> list[str]:
+        workers = {name: worker for name, worker in view.workers.items() if name in there or worker.role == "train"}
+        seen = replace(view, workers=workers, engines={}, judges={n: v for n, v in there.items() if n[0] == "j"})
+        return [name_of(one.place) for one in staffing(seen, Launches(), 0.0) if isinstance(one, StartEngine)]
+
+    assert started() == ["j_cuda0"]
+    assert started(j_cuda0=EngineView("j_cuda0", "h:1", None)) == []
+    assert started(j_cuda0=EngineView("j_cuda0", "h:1", None, asleep=True)) == ["policy_cuda0"]
+    assert started(policy_cuda0=EngineView("policy_cuda0", "h:1", None)) == []
+
+
+class Sleeper:
+    """Notes what it is asked. Responses grow until it is paused, and then come back with what they have."""
+
+    def __init__(self, *, answers: bool = False) -> None:
+        self.asked: list[str] = []
+        self.asleep = False
+        self.version: Version | None = Version(0, 2)
+        self.prompts: list[Any] = []
+        self.answers = answers
+        self.ended = asyncio.Event()
+        self.began = asyncio.Event()
+
+    async def served(self) -> Version | None:
+        return None if self.asleep else self.version
+
+    async def sleeps(self) -> bool:
+        return self.asleep
+
+    async def sleep(self) -> None:
+        self.asked.append("sleep")
+        self.ended.set()
+        self.asleep = True
+
+    async def take_memory(self) -> None:
+        self.asked.append("take_memory")
+
+    async def wake(self, version: Version) -> None:
+        self.asked.append("wake")
+        self.asleep, self.version = False, version
+
+    async def update_weights(self, path: str, version: Version) -> None:
+        self.asked.append(f"update {version}")
+        self.asleep, self.version = False, version
+
+    async def resume(self) -> None:
+        self.asked.append("resume")
+
+    async def generate_each(
+        self, prompts: Any, params: Any, *, seeds: Any, rid: str, growing: Any = None
+    ) -> tuple[Sample, ...]:
+        self.prompts += prompts
+        self.began.set()
+        if not self.answers:
+            await self.ended.wait()
+        tokens, reason = ((7, 8), "stop") if self.answers else ((5, 6), "abort")
+        spans = (VersionSpan(Version(0, 2), 0, 2),)
+        return tuple(Sample(tokens, (0.0, 0.0), "", reason, spans) for _ in seeds)
+
+    async def close(self) -> None:
+        return None
+
+
+class Books:
+    """One controller's book, of an engine that is busy and one that is not."""
+
+    def __init__(self) -> None:
+        self.busy, self.free = Sleeper(), Sleeper(answers=True)
+        clients = {"http://h:1": self.busy, "http://h:2": self.free}
+        self.book = EngineBook(Changes(), timeout_s=1.0, connect=lambda url, **_: clients[url], told_every=1)  # type: ignore[arg-type, return-value]
+
+    async def begin(self, folder: Path) -> asyncio.Task[tuple[Sample, ...]]:
+        await self.book.aim(engines_at(busy="h:1"))
+        await self.book.publish("busy", Version(0, 2), folder)
+        asked = self.book.generate(Version(0, 2), [(1,)], PARAMS, (3,), "r", None, decode)
+        task = asyncio.create_task(asked)
+        await self.busy.began.wait()
+        await self.book.aim(engines_at(busy="h:1", free="h:2"))
+        await self.book.publish("free", Version(0, 2), folder)
+        return task
+
+
+def decode(tokens: Any) -> str:
+    return "".join(map(chr, tokens))
+
+
+async def test_what_an_engine_had_under_way_goes_on_elsewhere_behind_its_tokens(tmp_path: Path) -> None:
+    one = Books()
+    task = await one.begin(tmp_path)
+    one.book.shut({"busy"})
+    await one.book.sleep("busy")
+    (sample,) = await task
+    assert one.free.prompts == [(1, 5, 6)]
+    assert sample.token_ids == (5, 6, 7, 8)
+    assert one.book.views["busy"].asleep
+    assert not one.book.views["busy"].trouble
+
+
+async def test_nothing_new_goes_to_an_engine_that_the_plan_puts_to_sleep(tmp_path: Path) -> None:
+    one = Books()
+    task = await one.begin(tmp_path)
+    one.book.shut({"busy"})
+    assert [s.token_ids for s in await one.book.generate(Version(0, 2), [(9,)], PARAMS, (3,), "s")] == [(7, 8)]
+    assert one.free.prompts == [(9,)]
+    one.busy.ended.set()
+    await task
+
+
+async def test_a_woken_engine_is_brought_the_current_weights_even_if_it_calls_its_own_so(tmp_path: Path) -> None:
+    one = Books()
+    await one.book.aim(engines_at(busy="h:1"))
+    await one.book.sleep("busy")
+    await one.book.sleep("busy")  # another life of this controller may do so again
+    assert one.busy.asked == ["sleep"]
+    await one.book.wake("busy", None)
+    assert not one.book.serves(Version(0, 2))
+    await one.book.publish("busy", Version(0, 2), tmp_path)
+    assert one.busy.asked == ["sleep", "take_memory", "update 0.2"]
+    assert one.book.serves(Version(0, 2))
+
+
+async def test_who_meets_a_sleeping_engine_leaves_it_asleep(tmp_path: Path) -> None:
+    """The controller that put it to sleep is gone, or it is a judge that another sees to."""
+    one = Books()
+    one.busy.asleep = True
+    await one.book.aim(engines_at(busy="h:1"))
+    with pytest.raises(EngineError, match="busy sleeps"):
+        await one.book.publish("busy", Version(0, 2), tmp_path)
+    assert one.book.views["busy"].asleep
+    assert one.busy.asked == []
+
+
+def test_every_intent_names_its_engine() -> None:
+    view = placed(place("cpu:1", asleep=True), place("cpu:2", asleep=True))
+    assert [i.condition for i in resting(view) if isinstance(i, Intent)] == ["sleep policy_cpu1", "sleep policy_cpu2"]
