@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from gcore.config import JobSpec
 from gcore.config.evaluation import eval_sources
 from gcore.config.sources import training_sources
+from gcore.ledger.books import MOST_BOOK_BYTES, NEWEST_STEPS
 from gcore.ledger.collectives import MAX_NAMES, MAX_VALUE_BYTES
 from gcore.ledger.evaluation import MOST_PARTS
 from gcore.ledger.job import MOST_SAID
@@ -114,6 +115,7 @@ def bounds(spec: JobSpec, scale: Scale) -> Mapping[str, Bound]:
         "evalpart": Bound(2 * (MOST_PARTS + sets), MOST_BYTES // 8),
         "epoch": Bound(2 + epochs_in_a_window(spec, scale) * (checkpoints + coming + 1), SMALL + 2 * tally),
         "spent": Bound(here + SPARE_NODES + 1, SMALL + 2 * USE * len(spec.judges)),
+        "placement": Bound(here, SMALL + NEWEST_STEPS * MOST_BOOK_BYTES),
         "trouble": Bound(
             TOPICS
             + len(spec.tracking)

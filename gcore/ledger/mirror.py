@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from gcore.ledger.books import NodeBooks
 from gcore.ledger.collectives import Agreed, Part
 from gcore.ledger.guarded import Stored, Written
 from gcore.ledger.job import EvalPart, Evaluation, JobRecord, JobStatus, ModelFetch, Plan, RankClaim, Trouble
@@ -72,6 +73,8 @@ class JobMirror:
 
     spent: Mapping[str, Stored[NodeSpent]] = field(default_factory=dict)
     """What nodes have asked of judges that others serve, by node; also of nodes that are gone."""
+    books: Mapping[str, Stored[NodeBooks]] = field(default_factory=dict)
+    """What the nodes' slots did in the newest steps, by node; also of nodes that are gone."""
     troubles: Mapping[str, Stored[Trouble]] = field(default_factory=dict)
     """What last went wrong beside the run, by topic."""
     unreadable: Mapping[str, Unread] = field(default_factory=dict)
@@ -177,9 +180,10 @@ _MANY: tuple[tuple[str, str, type[Record]], ...] = (
     ("copies/", "copies", NodeCopies),
     ("folder/", "folders", NodeFolder),
     ("spent/", "spent", NodeSpent),
+    ("placement/books/", "books", NodeBooks),
     ("trouble/", "troubles", Trouble),
 )
-HINTS = frozenset({"offers", "fetches", "parts", "copies", "folders", "spent", "troubles"})
+HINTS = frozenset({"offers", "fetches", "parts", "copies", "folders", "spent", "books", "troubles"})
 """What a peer says of itself, and what people are told: the others go by it, and compare none of it."""
 
 

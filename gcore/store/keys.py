@@ -68,6 +68,7 @@ class JobKeys:
         self.copies_prefix = f"{self.prefix}copies/"
         self.folder_prefix = f"{self.prefix}folder/"
         self.spent_prefix = f"{self.prefix}spent/"
+        self.books_prefix = f"{self.prefix}placement/books/"
 
     def part(self, incarnation: str) -> str:
         """What a peer gives to the others in a step, under its lease."""
@@ -120,6 +121,10 @@ class JobKeys:
     def spent(self, node: str) -> str:
         """What a node has asked of judges that others serve; it outlives the node's controllers."""
         return f"{self.spent_prefix}{node}"
+
+    def books(self, node: str) -> str:
+        """What a node's slots did in the newest steps; told, never decided by."""
+        return f"{self.books_prefix}{node}"
 
     def fault(self, name: str) -> str:
         """What was wrong with a plug-in; written once, for people. `name` is made of what was wrong."""

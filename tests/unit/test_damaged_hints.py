@@ -35,6 +35,7 @@ PREFIXES = {
     "copies": "copies/",
     "folders": "folder/",
     "spent": "spent/",
+    "books": "placement/books/",
     "troubles": "trouble/",
 }
 
