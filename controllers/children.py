@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gcore.config import JobSpec, NodeConfig
-from gcore.emulated.launch import HostLaunch, PlacedEngine, is_emulated
+from gcore.emulated.launch import HostLaunch, PlacedEngine, ServedJudge, is_emulated
 from gcore.errors import GcoreError
 from gcore.ledger.job import EnginePlace
 from gcore.rollout.sglang.environment import HOW
@@ -78,10 +78,29 @@ def engine_child(spec: JobSpec, place: EnginePlace, config: NodeConfig) -> Child
     return Child(ENGINE_COMMANDS[serving.engine], told, device_env(place.slot), START_LIMITS_S[serving.engine])
 
 
+def emulated_engine(place: EnginePlace, host: str) -> PlacedEngine:
+    """An engine of the process called `host`, under a name of its own."""
+    role, judge = ("reward", f"-{place.judge}") if place.judge else ("rollout", "")
+    instance = f"{role}-{host}{judge}-{place.slot.rpartition(':')[2]}"
+    return PlacedEngine(instance=instance, slot=place.slot, judge=place.judge)
+
+
 def emulated_host(
     spec: JobSpec, config: NodeConfig, job_uid: str, name: str, engines: tuple[PlacedEngine, ...]
 ) -> HostLaunch:
-    """The one process of a node's emulated engines."""
+    """The one process of a node's emulated engines, for the policy and for judges."""
+    asked = {engine.judge for engine in engines}
+    judges = tuple(
+        ServedJudge(
+            name=judge.name,
+            model=judge.model.path,
+            rows=judge.serving.batch_slots,
+            longest=judge.max_new_tokens,
+            verdict=judge.verdict.model_dump(mode="json"),
+        )
+        for judge in spec.judges
+        if judge.name in asked and judge.model is not None
+    )
     return HostLaunch(
         name=name,
         node=config.node,
@@ -91,6 +110,8 @@ def emulated_host(
         model=spec.model.path,
         host=config.listen_host,
         rows=spec.rollout.batch_slots,
+        longest=spec.rollout.max_new_tokens,
+        judges=judges,
         weight_version=str(FIRST_WEIGHTS),
         lease_ttl_s=config.lease_ttl_s,
         orphan_grace_s=config.orphan_grace_s,

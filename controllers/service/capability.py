@@ -43,13 +43,13 @@ def check_served(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
             where="judges",
             fix="Submit it when all nodes are upgraded",
         )
-    served = [judge.name for judge in spec.judges if judge.model is not None]
+    classifiers = [judge.name for judge in spec.judges if judge.model is not None and judge.kind == "classifier"]
     emulated = sorted(node.name for node in nodes if any(map(is_emulated, node.slots)))
-    if served and emulated:
+    if classifiers and emulated:
         raise SpecError(
-            f"judge {served[0]!r} cannot be served on the emulated slots of {', '.join(emulated)}, which compute nothing",
+            f"judge {classifiers[0]!r} is a classifier, and the emulated slots of {', '.join(emulated)} serve judges that write only",
             where="judges",
-            fix="Score with a function there",
+            fix="Take a judge of kind: generative there",
         )
 
 

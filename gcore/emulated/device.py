@@ -5,7 +5,8 @@ is one count of steps that only grows; a sequence that joined at step j and has 
 else comes and goes. Between two moments at which somebody joins or ends nothing needs to be computed, which is what lets
 one process be a thousand engines. Reading a prompt holds the steps up, unless one of the same prompt runs.
 
-Everything is in emulated seconds. Weights are only a name here. Does not know HTTP, nor who waits for the samples.
+Everything is in emulated seconds. Weights are only a name here. Who else is on its slot is told as a number (`shared_by`), by which
+everything takes longer (`slot`). Does not know HTTP, nor who waits for the samples.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Literal
 from gcore.emulated.law import Timing
 from gcore.emulated.responses import Response
 from gcore.rollout.engine.tasks import Delivery, Ending, Task, Waiting, Work
+from gcore.rollout.metered import Meter, Sums, doing_of
 
 PauseMode = Literal["abort", "retract", "in_place"]
 ALMOST = 1e-9
@@ -48,7 +50,9 @@ class Device:
         self.generated_tokens = 0
         self._now = 0.0
         self._steps = 0.0
-        self._step_s = timing.decode_step(1)
+        self._shared = 1
+        self._alone_s = timing.decode_step(1)
+        """A decode step, if nobody else computes on the slot."""
         self._held_until = 0.0
         self._waiting = Waiting()
         self._running: dict[int, _Row] = {}
@@ -56,6 +60,8 @@ class Device:
         """A heap: the step at which a row ends, the entry's name, its task's number. Of rows that left, entries stay behind."""
         self._entries = itertools.count()
         self._responses: dict[int, Response] = {}
+        self._meter: Meter | None = None
+        """From when it was first done something to."""
 
     @property
     def running(self) -> int:
@@ -66,6 +72,11 @@ class Device:
     def waiting(self) -> int:
         """Sequences that wait for a row."""
         return len(self._waiting)
+
+    @property
+    def busy(self) -> bool:
+        """Whether it computes now, and so takes its share of the slot."""
+        return bool(self._running) and not self.still
 
     @property
     def still(self) -> bool:
@@ -92,7 +103,30 @@ class Device:
             ended += self._end_rows()
             self._join(at)
         self._now = max(self._now, now)
+        self._note(now)
         return ended
+
+    def sums(self, now: float) -> Sums:
+        """What its time was."""
+        self._note(now)
+        assert self._meter is not None
+        return self._meter.read(now)
+
+    def _note(self, now: float) -> None:
+        """It may have more or less to do from now on."""
+        if self._meter is None:
+            self._meter = Meter(self._rows, now)
+        doing = doing_of(paused=self.paused, asleep=bool(self.asleep))
+        self._meter.note(doing, len(self._running) + len(self._waiting), now)
+
+    def shared_by(self, count: int, now: float) -> None:
+        """From now on so many compute on its slot, this one among them whenever it does. Nothing has ended before that is not told."""
+        if count == self._shared:
+            return
+        left = self._held_until - now
+        if left > 0:
+            self._held_until = now + left * count / self._shared
+        self._shared = count
 
     def wake_at(self) -> float | None:
         """When the next sample ends, if nothing happens before; None: never."""
@@ -119,6 +153,7 @@ class Device:
             self._waiting.put_back([self._retracted(row) for row in self._running.values()])
             self._running.clear()
         self.paused = True
+        self._note(now)
         return ended
 
     def resume(self, now: float) -> None:
@@ -131,6 +166,7 @@ class Device:
         """Sleep. Whoever asks has seen to it that nothing runs."""
         ended = self.advance(now)
         self.asleep |= tags
+        self._note(now)
         return ended
 
     def wake(self, tags: frozenset[str], now: float) -> None:
@@ -146,6 +182,10 @@ class Device:
         for row in self._running.values():
             row.work.mark(version, self._made(row))
         return ended
+
+    @property
+    def _step_s(self) -> float:
+        return self._alone_s * self._shared
 
     def _next_end(self) -> float | None:
         while self._ends:
@@ -187,8 +227,9 @@ class Device:
             end = self._steps + len(self._responses[task.number].tokens) - made
             heapq.heappush(self._ends, (end, entry, task.number))
         if unread:
-            self._held_until = max(self._held_until, now) + self._timing.prefill(unread)
-        self._step_s = self._timing.decode_step(max(1, len(self._running)))
+            self._held_until = max(self._held_until, now) + self._timing.prefill(unread) * self._shared
+        self._alone_s = self._timing.decode_step(max(1, len(self._running)))
+        self._note(now)
 
     def _made(self, row: _Row) -> int:
         return min(row.made + int(self._steps - row.joined + ALMOST), len(self._responses[row.work.task.number].tokens))

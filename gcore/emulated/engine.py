@@ -1,14 +1,15 @@
 """An emulated engine in an event loop: requests in, answers out when the device says that they have ended.
 
-One alarm an engine, set for the next end; nothing runs between two of them. What depends on the model is checked as the torch
+What goes on in time is its slot's (`live_slot`), which it may share with others. What depends on the model is checked as the torch
 engine's desk checks it. A change of weights waits for what runs unless the engine is paused (`gcore.rollout.engine.gate`),
-and takes the time that the law says. Whoever wants to hear a response as it grows hears it whole at its end. Refuses in words what
+and takes the time that the law says. One that sleeps takes requests and lets them wait; its weights cannot be changed then. Whoever wants to hear a response as it grows hears it whole at its end. Refuses in words what
 an emulated engine cannot tell: log-probabilities of anything but the response.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ from typing import Any
 from gcore.clock import Clock
 from gcore.emulated.device import Device, PauseMode
 from gcore.emulated.law import Timing
-from gcore.emulated.responses import Response, Vocabulary, respond
+from gcore.emulated.live_slot import LiveSlot
+from gcore.emulated.responses import Response, Verdict, Vocabulary, Voice, respond
 from gcore.errors import EngineError
 from gcore.rollout.engine.answers import answer, emptied
 from gcore.rollout.engine.gate import Gate
@@ -25,6 +27,7 @@ from gcore.rollout.engine.params import SamplingBody
 from gcore.rollout.engine.protocol import Asked, Generate
 from gcore.rollout.engine.tasks import Delivery, Task, is_older
 from gcore.rollout.engine.text import Text, cut_at
+from gcore.types import Version
 
 UNTOLD = "an emulated engine computes nothing, and cannot tell {}"
 
@@ -47,26 +50,46 @@ class Model:
     path: str
     words: Vocabulary
     text: Text | None
+    longest: int | None = None
+    """Tokens of the longest response that the job asks it for."""
+    verdict: Verdict | None = None
+    """Of a judge."""
 
 
 class EmulatedEngine:
-    """One engine. `name` tells it from others, for its pace. Belongs to the loop in which it is first asked."""
+    """One engine. `name` tells it from others, for its pace. `slot`: where it is resident; None: one of its own. Belongs to the loop in
+    which it is first asked."""
 
-    def __init__(self, name: str, model: Model, timing: Timing, clock: Clock, *, rows: int, version: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        model: Model,
+        timing: Timing,
+        clock: Clock,
+        *,
+        rows: int,
+        version: str,
+        slot: LiveSlot | None = None,
+    ) -> None:
         self.name = name
         self.model = model
         self.model_path = model.path
         self.timing = timing
         self._clock = clock
         self._speedup = timing.law.speedup
+        self._voice = Voice(timing.law, model.words, model.longest, model.verdict)
         self.device = Device(timing, self._response, rows=rows, version=version)
+        self._slot = slot or LiveSlot(clock, timing.law.speedup)
+        self._slot.add(self.device, self._deliver)
         self.gate = Gate(lambda: self.device.still)
         self.requests = 0
         self.prompt_tokens = 0
         self._tickets: dict[int, Ticket] = {}
         self._names: set[str] = set()
         self._next = 0
-        self._alarm: asyncio.TimerHandle | None = None
+        self._moving = asyncio.Lock()
+        """Memory is given back or taken."""
+        self._follow(version)
 
     def admit(self, request: Generate) -> list[Ticket]:
         """The samples of a request, prompt by prompt. Raises EngineError for what cannot be served."""
@@ -89,50 +112,63 @@ class EmulatedEngine:
             self.requests += len(tickets)
             self.prompt_tokens += sum(len(ticket.task.prompt) for ticket in tickets)
             try:
-                self._deliver(self.device.submit([ticket.task for ticket in tickets], self.now()))
+                tasks = [ticket.task for ticket in tickets]
+                self._slot.do(self.device, lambda now: self.device.submit(tasks, now))
                 ended = await asyncio.gather(*(ticket.ended for ticket in tickets))
             finally:
                 self._names -= names
                 left = {t.task.number for t in tickets if self._tickets.pop(t.task.number, None) is not None}
                 if left:
-                    self._deliver(self.device.abort(lambda task: task.number in left, self.now()))
+                    self.abort(lambda task: task.number in left)
         return [self._word(ticket, delivery) for ticket, delivery in zip(tickets, ended, strict=True)]
 
     def abort(self, unwanted: Callable[[Task], bool]) -> None:
         """End these now; they answer with the tokens they have."""
-        self._deliver(self.device.abort(unwanted, self.now()))
+        self._slot.do(self.device, lambda now: self.device.abort(unwanted, now))
 
     def pause(self, mode: PauseMode) -> None:
         """Make no more tokens."""
-        self._deliver(self.device.pause(mode, self.now()))
+        self._slot.do(self.device, lambda now: self.device.pause(mode, now))
         self.gate.look_again()
 
     def resume(self) -> None:
         """Go on."""
-        self.device.resume(self.now())
-        self._set_alarm()
+        self._slot.do(self.device, self.device.resume)
 
     async def release(self, tags: frozenset[str]) -> None:
         """Sleep. Raises EngineError while something runs."""
-        if self.device.running and not self.device.paused:
-            raise EngineError("requests are running", fix="Abort or pause them first")
-        await self.take(self.timing.sleep())
-        self._deliver(self.device.release(tags, self.now()))
-        self.gate.look_again()
+        async with self._moving:
+            if self.device.running:
+                raise EngineError("requests are running", fix="Abort or pause them first")
+            # First, so that nothing begins while the memory is given back.
+            self._slot.do(self.device, lambda now: self.device.release(tags, now))
+            self.gate.look_again()
+            await self.take(self.timing.sleep())
 
     async def wake(self, tags: frozenset[str]) -> None:
         """Wake up. Raises EngineError for what does not sleep."""
-        if not tags <= self.device.asleep:
-            raise EngineError(f"{', '.join(sorted(tags - self.device.asleep))} was not released")
-        await self.take(self.timing.wake())
-        self.device.wake(tags, self.now())
-        self._set_alarm()
+        async with self._moving:
+            if not tags <= self.device.asleep:
+                raise EngineError(f"{', '.join(sorted(tags - self.device.asleep))} was not released")
+            await self.take(self.timing.wake())
+            self._slot.do(self.device, lambda now: self.device.wake(tags, now))
+
+    def told(self, step: int) -> None:
+        """The job has come to that step. Only a judge needs to be told."""
+        if self.model.verdict is not None:
+            self.timing.step = step
+
+    def gone(self) -> None:
+        """It is no more on its slot. What it had under way never ends."""
+        self._slot.remove(self.device)
 
     async def update(self, path: str, version: str | None, *, flush: bool, abort: bool) -> None:
         """Serve what lies in `path` from now on. Raises EngineError; then nothing has changed."""
         if abort:
             self.abort(lambda _: True)
         async with self.gate.changing():
+            if "weights" in self.device.asleep:
+                raise EngineError("the weights are released", fix="Call /resume_memory_occupation first")
             if version is not None and is_older(version, self.device.version):
                 raise EngineError(f"version {version} is older than {self.device.version}, which is served")
             if flush and self.device.running:
@@ -145,7 +181,14 @@ class EmulatedEngine:
 
     def rename(self, version: str) -> None:
         """Call the weights so."""
-        self._deliver(self.device.call_weights(version, self.now()))
+        self._slot.do(self.device, lambda now: self.device.call_weights(version, now))
+        self._follow(version)
+
+    def _follow(self, version: str) -> None:
+        """The policy's weights are of the step that they are called by. A judge's are not; it is told (`Timing.step`)."""
+        if self.model.verdict is None:
+            with contextlib.suppress(ValueError):
+                self.timing.step = Version.parse(version).step
 
     async def take(self, emulated_s: float) -> None:
         """Let so many emulated seconds pass."""
@@ -156,7 +199,7 @@ class EmulatedEngine:
         return self._clock.monotonic() * self._speedup
 
     def _response(self, task: Task, version: str) -> Response:
-        return respond(self.timing.law, self.model.words, task.key, task.sampling, version)
+        return respond(self._voice, task.prompt, task.sampling, version, self.timing.step)
 
     def _ticket(self, tokens: tuple[int, ...], params: SamplingBody, asked: Asked, rid: str, index: int) -> Ticket:
         words = self.model.words
@@ -204,20 +247,6 @@ class EmulatedEngine:
             ticket = self._tickets.pop(delivery.number, None)
             if ticket is not None and not ticket.ended.done():
                 ticket.ended.set_result(delivery)
-        self._set_alarm()
-
-    def _set_alarm(self) -> None:
-        if self._alarm is not None:
-            self._alarm.cancel()
-            self._alarm = None
-        at = self.device.wake_at()
-        if at is not None:
-            delay = max(0.0, at - self.now()) / self._speedup
-            self._alarm = asyncio.get_running_loop().call_later(delay, self._ring)
-
-    def _ring(self) -> None:
-        self._alarm = None
-        self._deliver(self.device.advance(self.now()))
 
     def _word(self, ticket: Ticket, delivery: Delivery) -> dict[str, Any]:
         if not ticket.params.makes_tokens:

@@ -1,9 +1,10 @@
 """`python -m gcore.emulated.host --home HOME --launch FILE`: all emulated engines of a job on one node, in one process.
 
-Each has its own port, its own registration in the store and its own pace; no other process stands over them, since they
-compute nothing that could hang. As a real worker's supervisor does, the process ends when it is told to (SIGTERM, which is
-meant for one engine and ends all of the node: what the plan still wants is started anew), when its node has had no
-controller for the grace period, and when the store was away for very long. Logs what it is in its first line.
+Each has its own port, its own registration in the store, its own pace, and a process that stands for it (`stand_ins`): whoever ends or kills
+that one ends one engine. Engines that are placed later, such as judges where the policy's engines are already, come to the process that there
+is (`inbox`), for those that share a slot take from one another. As a real worker's supervisor does, the process ends when it is told
+to (SIGTERM), when its node has had no controller for the grace period, and when the store was away for very long; and when it has no
+engine any more. Logs what it is in its first line.
 
 Ends with 0 after an orderly stop, 2 when the launch document cannot be used.
 """
@@ -17,23 +18,25 @@ import logging
 import os
 import resource
 import signal
-import socket
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections import defaultdict
+from collections.abc import AsyncIterator
 from pathlib import Path
 
-import uvicorn
-
 from gcore.clock import Clock, SystemClock
-from gcore.emulated.engine import EmulatedEngine, Model
+from gcore.emulated.doors import Doors
+from gcore.emulated.engine import EmulatedEngine
+from gcore.emulated.inbox import Inbox
 from gcore.emulated.launch import SAID, HostLaunch, PlacedEngine
 from gcore.emulated.law import Law, Timing
 from gcore.emulated.law_file import read_law
+from gcore.emulated.live_slot import LiveSlot
+from gcore.emulated.models import Models
 from gcore.emulated.registration import RETRY_S, Registration
-from gcore.emulated.responses import Vocabulary
 from gcore.emulated.routes import app
+from gcore.emulated.stand_ins import StandIns
 from gcore.errors import GcoreError, StoreUnavailable, UsageError
-from gcore.rollout.engine.text import Text
+from gcore.ledger.records import Head
 from gcore.schema import UnreadableRecord
 from gcore.store import keys
 from gcore.store.types import Store
@@ -43,23 +46,33 @@ from gcore.worker.records import WorkerRecord, WorkerState
 
 log = logging.getLogger("gcore.emulated")
 
-BACKLOG = 128
-GRACE_S = 1
-KEPT_S = 60
-"""Seconds that an idle connection is kept."""
+LINGER_S = 3.0
+"""So long a failure stays readable in the store."""
+LOOK_S = 0.1
+"""How often it is looked for engines that are placed later."""
+HANDED_S = 2.0
 
 
 class Host:
-    """The process's life, in its event loop."""
+    """The process's life, in its event loop. `launch`: its first engines; `inbox`: where it looks for more."""
 
-    def __init__(self, launch: HostLaunch, law: Law, store: Store, clock: Clock, me: ProcessId) -> None:
+    def __init__(
+        self, launch: HostLaunch, law: Law, store: Store, clock: Clock, me: ProcessId, inbox: Inbox | None = None
+    ) -> None:
         self._launch = launch
         self._law = law
         self._store = store
         self._clock = clock
         self._me = me
+        self._inbox = inbox
         self._registration = Registration(store, clock, launch.lease_ttl_s)
         self._engines: dict[int, EmulatedEngine] = {}
+        self._slots: defaultdict[str, LiveSlot] = defaultdict(lambda: LiveSlot(clock, law.speedup))
+        self._models = Models()
+        self._stand_ins = StandIns()
+        self._doors = Doors(app(self._engines), launch.host)
+        self._living = 0
+        self._step = 0
         self._stop = asyncio.Event()
         self._why = ""
 
@@ -69,50 +82,101 @@ class Host:
         self._stop.set()
 
     async def run(self) -> None:
-        """Until it is to end. Raises DataError for a model's folder that cannot be used."""
-        model_path = Path(self._launch.model)
-        text = Text.load(model_path)
-        model = Model(str(model_path), Vocabulary.load(model_path, text), text)
-        listeners = {placed: _listen(self._launch.host) for placed in self._launch.engines}
-        server = _Server(
-            uvicorn.Config(
-                app(self._engines),
-                log_level="warning",
-                access_log=False,
-                lifespan="off",
-                ws="none",
-                backlog=BACKLOG,
-                timeout_graceful_shutdown=GRACE_S,
-                timeout_keep_alive=KEPT_S,
-            )
-        )
+        """Until it is to end."""
         async with asyncio.TaskGroup() as tasks:
+            serving = tasks.create_task(self._doors.serve(), name="serve")
             begun = [
                 tasks.create_task(self._registration.run(), name="register"),
                 tasks.create_task(self._watch_node(), name="watch node"),
             ]
-            serving = tasks.create_task(server.serve(sockets=list(listeners.values())), name="serve")
-            begun += [tasks.create_task(self._load(placed, model, one)) for placed, one in listeners.items()]
+            if self._law.judges_change:
+                begun.append(tasks.create_task(self._follow_head(), name="follow head"))
+            self._admit(self._launch, tasks, begun)
+            if self._inbox is not None:
+                begun.append(tasks.create_task(self._look_for_more(self._inbox, tasks, begun), name="look for more"))
             await self._stop.wait()
             log.info("stopping: %s", self._why)
             for task in begun:
                 task.cancel()
-            server.should_exit = True
+            self._doors.close()
             await serving
+        self._stand_ins.close()
         await self._registration.leave()
 
-    async def _load(self, placed: PlacedEngine, model: Model, listener: socket.socket) -> None:
-        """One engine comes up: its registration, its time of loading, its routes, its registration again."""
-        self._registration.show(self._record(placed, "starting", ""))
-        timing = Timing(self._law, placed.instance)
-        launch = self._launch
-        engine = EmulatedEngine(
-            placed.instance, model, timing, self._clock, rows=launch.rows, version=launch.weight_version
-        )
-        await engine.take(timing.load())
-        port = int(listener.getsockname()[1])
+    def _admit(self, launch: HostLaunch, tasks: asyncio.TaskGroup, begun: list[asyncio.Task[None]]) -> None:
+        """More engines."""
+        log.info("%d engines on %s: %s; %s", len(launch.engines), launch.node, SAID, self._law.model_dump_json())
+        for placed in launch.engines:
+            self._living += 1
+            begun.append(tasks.create_task(self._live(placed, launch), name=placed.instance))
+
+    async def _look_for_more(self, inbox: Inbox, tasks: asyncio.TaskGroup, begun: list[asyncio.Task[None]]) -> None:
+        while True:
+            for launch in inbox.take():
+                self._admit(launch, tasks, begun)
+            if not self._living:
+                self.stop("it has no engine any more")
+            await self._clock.sleep(LOOK_S)
+
+    async def _live(self, placed: PlacedEngine, launch: HostLaunch) -> None:
+        """One engine: it comes up, serves, and is gone when the process that stands for it has ended."""
+        stand_in = self._stand_ins.start(placed.instance)
+        ended = asyncio.ensure_future(stand_in.ended())
+        try:
+            await self._serve(placed, launch, stand_in.identity, ended)
+        finally:
+            ended.cancel()
+            stand_in.end()
+            self._registration.forget(placed.instance)
+            self._living -= 1
+
+    async def _serve(
+        self, placed: PlacedEngine, launch: HostLaunch, process: ProcessId, ended: asyncio.Future[None]
+    ) -> None:
+        def show(state: WorkerState, address: str = "", why: str = "") -> None:
+            record = self._record(placed, process, state, address)
+            self._registration.show(record.model_copy(update={"reason": why}))
+
+        show("starting")
+        try:
+            model = self._models.of(launch, placed.judge)
+        except GcoreError as error:
+            log.error("%s: %s", placed.instance, error)
+            show("failed", why=str(error))
+            await self._clock.sleep(LINGER_S)
+            return
+        law = self._law.of_judges if placed.judge else self._law.of_policy
+        timing = Timing(self._law, placed.instance, law)
+        timing.step = self._step
+        loading = asyncio.ensure_future(self._clock.sleep(timing.load() / self._law.speedup))
+        await asyncio.wait({loading, ended}, return_when=asyncio.FIRST_COMPLETED)
+        loading.cancel()
+        if ended.done():
+            return
+        rows = launch.rows if not placed.judge else launch.judge(placed.judge).rows
+        slot = self._slots[placed.slot]
+        version = launch.weight_version
+        engine = EmulatedEngine(placed.instance, model, timing, self._clock, rows=rows, version=version, slot=slot)
+        port = await self._doors.open()
         self._engines[port] = engine
-        self._registration.show(self._record(placed, "serving", f"{launch.host}:{port}"))
+        try:
+            show("serving", f"{launch.host}:{port}")
+            await ended
+            log.info("%s was ended", placed.instance)
+        finally:
+            del self._engines[port]
+            self._doors.shut(port)
+            engine.gone()
+
+    async def _follow_head(self) -> None:
+        """Judges are told the step that the job has come to: their weights do not say it."""
+        key = keys.JobKeys(self._launch.job_uid).head
+        async for batch in self._store.watch(key):
+            for event in batch.events:
+                if event.kind == "put" and event.kv.key == key:
+                    self._step = Head.decode(event.kv.value, key).step
+            for engine in self._engines.values():
+                engine.told(self._step)
 
     async def _watch_node(self) -> None:
         """Ends the process when nobody is there who would use it."""
@@ -134,34 +198,20 @@ class Host:
                     self.stop(f"orphaned: node {launch.node} has had no controller for {now - absent:.0f} s")
             await self._clock.sleep(max(RETRY_S, launch.orphan_grace_s / 8))
 
-    def _record(self, placed: PlacedEngine, state: WorkerState, address: str) -> WorkerRecord:
+    def _record(self, placed: PlacedEngine, process: ProcessId, state: WorkerState, address: str) -> WorkerRecord:
         return WorkerRecord(
             instance=placed.instance,
             node=self._launch.node,
-            role="rollout",
+            role="reward" if placed.judge else "rollout",
             job_uid=self._launch.job_uid,
             slot=placed.slot,
-            pid=self._me.pid,
-            pid_started=self._me.started,
+            pid=process.pid,
+            pid_started=process.started,
             child_pid=self._me.pid,
             state=state,
             address=address,
+            judge=placed.judge,
         )
-
-
-class _Server(uvicorn.Server):
-    """Leaves signals to the process."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def _listen(host: str) -> socket.socket:
-    listener = socket.create_server((host, 0), backlog=BACKLOG)
-    # Inherited by each connection; asyncio does not set it on sockets that it has not made.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return listener
 
 
 @contextlib.asynccontextmanager
@@ -172,16 +222,28 @@ async def _signals(host: Host) -> AsyncIterator[None]:
     yield
 
 
-async def _run(launch: HostLaunch) -> None:
+async def _run(launch: HostLaunch, home: Path) -> None:
     me = status_of(os.getpid())
     if me is None:
         raise UsageError("this process cannot see itself under /proc", fix="Mount /proc")
     clock = SystemClock()
+    inbox = Inbox.of(launch, home)
+    document = inbox.put(launch)
+    while not inbox.claim():
+        if not document.exists():
+            log.info("the engines are with another process")
+            await clock.sleep(HANDED_S)  # until then they are registered, and nobody need wonder where they are
+            return
+        await clock.sleep(LOOK_S)
+    launches = inbox.take()
+    if not launches:
+        return  # whoever had taken it has died since; they are started anew
     law = read_law(os.environ)
-    log.info("%d engines on %s: %s; %s", len(launch.engines), launch.node, SAID, law.model_dump_json())
     store = await connect(launch.store, clock)
     try:
-        host = Host(launch, law, store, clock, me.identity)
+        host = Host(launches[0], law, store, clock, me.identity, inbox)
+        for other in launches[1:]:
+            inbox.put(other)
         async with _signals(host):
             await host.run()
     finally:
@@ -200,7 +262,7 @@ def _read(path: Path) -> HostLaunch:
 def main() -> None:
     """The process."""
     parser = argparse.ArgumentParser(prog="gcore.emulated.host", description=f"Emulated engines: {SAID}.")
-    parser.add_argument("--home", required=True, help="folder of the cluster it belongs to; shown, not used")
+    parser.add_argument("--home", required=True, type=Path, help="folder of the cluster it belongs to")
     parser.add_argument("--launch", required=True, type=Path, help="launch document, a JSON file")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
@@ -208,7 +270,7 @@ def main() -> None:
     with contextlib.suppress(OSError, ValueError):  # a kernel may allow less than it says
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     try:
-        asyncio.run(_run(_read(arguments.launch)))
+        asyncio.run(_run(_read(arguments.launch), arguments.home))
     except GcoreError as error:
         log.error("%s", error)
         sys.exit(error.exit_code)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
@@ -35,10 +35,21 @@ def remark(slots: Iterable[str]) -> str:
 
 
 class PlacedEngine(Part):
-    """An engine of the process: the worker that it registers as, and its slot."""
+    """An engine of the process: the worker that it registers as, its slot, and the judge that it serves if it does not the policy."""
 
     instance: str
     slot: str
+    judge: str = ""
+
+
+class ServedJudge(Part):
+    """A judge of the job that emulated engines serve. As in the job's spec; `longest` is its `max_new_tokens`."""
+
+    name: str
+    model: str
+    rows: PositiveInt
+    longest: PositiveInt
+    verdict: dict[str, Any]
 
 
 class HostLaunch(Record):
@@ -53,15 +64,23 @@ class HostLaunch(Record):
     """The model's folder: its tokenizer and its vocabulary are real."""
     host: str = "127.0.0.1"
     rows: PositiveInt
-    """Sequences that an engine runs at once."""
+    """Sequences that an engine of the policy runs at once."""
+    longest: PositiveInt | None = None
+    """Tokens of the longest response that the job asks the policy for."""
+    judges: tuple[ServedJudge, ...] = ()
     weight_version: str
     lease_ttl_s: PositiveInt = 10
     orphan_grace_s: NonNegativeFloat = 60.0
     store_grace_s: PositiveFloat = 1800.0
 
+    def judge(self, name: str) -> ServedJudge:
+        """The judge of that name, which an engine of the document serves."""
+        return next(judge for judge in self.judges if judge.name == name)
+
 
 def start_host(launch: HostLaunch, home: Path) -> ProcessId:
-    """Start the process, so that it outlives its starter. Raises CannotStart."""
+    """Start the process, so that it outlives its starter. Where one of the job runs on the node already, the new one hands the engines
+    over to it and ends: those that share a slot have to be in one process. Raises CannotStart."""
     file = home / "workers" / f"{launch.name}.json"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

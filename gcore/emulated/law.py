@@ -7,20 +7,27 @@ to find out by measuring, as it would on real ones.
 The law has the shape of real engines' (a decode step has a fixed part and one by sequence; a prompt is read at a rate; a
 step of training has a fixed part and one by token); its numbers are of no particular device. Times are emulated seconds:
 `speedup` of them pass in a real one. Does not know what is asked for (`device`), nor read a clock.
+
+What changes over a run goes by the step that the weights are of, never by the clock: so every step is the same work for everybody
+who goes through it, however long it took them to come there. An engine of the policy knows that step by its version; one of a judge,
+whose weights are always the same, is told (`Timing.step`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+from dataclasses import dataclass
 from typing import Annotated
 
 import numpy as np
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from gcore.schema import Part
 
 Share = Annotated[float, Field(ge=0, le=1)]
+MOST_GROWN = 50.0
+"""The logarithm that growth comes to at most: no response is so long."""
 
 
 class Law(Part):
@@ -56,6 +63,84 @@ class Law(Part):
     """The standard deviation of its logarithm."""
     response_likeness: Share = 0.4
     """How much of that the responses to one prompt have in common: their correlation."""
+    response_growth: PositiveFloat = 1.0
+    """The median's factor from the weights of one step to those of the next."""
+    response_jump_at: NonNegativeInt | None = None
+    """From this step's weights on, the median is `response_jump` times as large."""
+    response_jump: PositiveFloat = 1.0
+    judge_decode_s: PositiveFloat = 0.02
+    """The same numbers for engines that serve a judge; reading, sleep and wake are as the policy's."""
+    judge_decode_per_sequence_s: NonNegativeFloat = 0.0005
+    judge_response_tokens: PositiveInt = 12
+    judge_response_spread: NonNegativeFloat = 0.4
+    judge_response_growth: PositiveFloat = 1.0
+    judge_slow_at: NonNegativeInt | None = None
+    """From this step on, decode steps of judges take `judge_slow` times as long."""
+    judge_slow: PositiveFloat = 1.0
+    judge_positive: Share = 0.5
+    """How many verdicts are the best one; all others are the worst."""
+
+    @property
+    def of_policy(self) -> EngineLaw:
+        """What differs from one kind of engine to another, for those of the policy."""
+        lengths = Lengths(
+            self.response_tokens,
+            self.response_spread,
+            self.response_likeness,
+            self.response_growth,
+            self.response_jump_at,
+            self.response_jump,
+        )
+        return EngineLaw(self.decode_s, self.decode_per_sequence_s, lengths)
+
+    @property
+    def of_judges(self) -> EngineLaw:
+        """The same for those of judges."""
+        lengths = Lengths(
+            self.judge_response_tokens, self.judge_response_spread, likeness=0.0, growth=self.judge_response_growth
+        )
+        return EngineLaw(
+            self.judge_decode_s, self.judge_decode_per_sequence_s, lengths, self.judge_slow_at, self.judge_slow
+        )
+
+    @property
+    def judges_change(self) -> bool:
+        """Whether engines of judges have to be told the step."""
+        return self.judge_slow_at is not None or self.judge_response_growth != 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Of responses. See `Law.response_tokens` and what follows it."""
+
+    median: float
+    spread: float
+    likeness: float
+    growth: float = 1.0
+    jump_at: int | None = None
+    jump: float = 1.0
+
+    def median_at(self, step: int) -> float:
+        """With the weights of that step; a number that a float holds, however long a run is."""
+        jumped = self.jump if self.jump_at is not None and step >= self.jump_at else 1.0
+        grown = math.exp(min(step * math.log(self.growth), MOST_GROWN))
+        return max(self.median * grown * jumped, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLaw:
+    """What differs from one kind of engine to another."""
+
+    decode_s: float
+    decode_per_sequence_s: float
+    lengths: Lengths
+    slow_at: int | None = None
+    slow: float = 1.0
+
+    def decode_step(self, sequences: int, step: int) -> float:
+        """How long one takes at that step of the run, before paces and noise."""
+        slow = self.slow if self.slow_at is not None and step >= self.slow_at else 1.0
+        return slow * (self.decode_s + self.decode_per_sequence_s * (sequences - 1))
 
 
 def generator(*names: object) -> np.random.Generator:
@@ -65,10 +150,15 @@ def generator(*names: object) -> np.random.Generator:
 
 
 class Timing:
-    """One replica's durations, in emulated seconds; each call draws anew. `name` tells replicas apart, and runs."""
+    """One replica's durations, in emulated seconds; each call draws anew. `name` tells replicas apart, and runs.
 
-    def __init__(self, law: Law, name: str) -> None:
+    `engine`: of which kind it is, if it is an engine; None: the policy's. `step`: the step that its weights are of, or that it was told.
+    """
+
+    def __init__(self, law: Law, name: str, engine: EngineLaw | None = None) -> None:
         self.law = law
+        self.engine = engine or law.of_policy
+        self.step = 0
         self._draws = generator("timing", law.seed, name)
         self._pace = self._noise(law.replica_noise)
 
@@ -82,7 +172,7 @@ class Timing:
 
     def decode_step(self, sequences: int) -> float:
         """One more token of each of so many sequences, at least 1."""
-        return self._taken(self.law.decode_s + self.law.decode_per_sequence_s * (sequences - 1))
+        return self._taken(self.engine.decode_step(sequences, self.step))
 
     def publish(self) -> float:
         """Taking new weights in."""

@@ -3,7 +3,8 @@
 Each engine has its own record in the store, as a real one has; what is one is the lease, because they live and die together.
 (A thousand leases, each renewed three times in its life, would take more of one machine than everything that is to be
 looked at here.) Written level by level: whatever the records should say last is written until the store has it, each write
-comparing the keys' revisions, so that a write whose answer never came undoes nothing. Does not decide what they say.
+comparing the keys' revisions, so that a write whose answer never came undoes nothing. That of an engine that has ended alone is
+taken away. Does not decide what they say.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from gcore.errors import LeaseLost, StoreUnavailable
 from gcore.store import keys
 from gcore.store.limits import MAX_OPERATIONS
 from gcore.store.session import Session
-from gcore.store.types import Compare, Put, Store
+from gcore.store.types import Compare, Delete, Put, Store
 from gcore.worker.records import WorkerRecord
 
 RETRY_S = 1.0
@@ -44,6 +45,11 @@ class Registration:
             self._wanted[record.instance] = record
             self._changed.set()
 
+    def forget(self, instance: str) -> None:
+        """The store shall show nothing of it any more."""
+        if self._wanted.pop(instance, None) is not None:
+            self._changed.set()
+
     async def run(self) -> None:
         """For ever."""
         while True:
@@ -66,6 +72,8 @@ class Registration:
 
     async def _write(self, lease: int) -> None:
         shown: dict[str, WorkerRecord] = {}
+        tried: set[str] = set()
+        """What may stand in the store: whether a write took place is not always known."""
         self._changed.set()  # under a new lease everything is to be written again
         while True:
             await self._changed.wait()
@@ -74,8 +82,15 @@ class Registration:
             due = {name: record for name, record in self._wanted.items() if shown.get(name) != record}
             names = sorted(due)
             try:
+                gone = sorted(tried - self._wanted.keys())
+                for start in range(0, len(gone), MAX_OPERATIONS):
+                    former = gone[start : start + MAX_OPERATIONS]
+                    await self._store.transact((), [Delete(keys.worker(name)) for name in former])
+                    tried -= set(former)
+                    shown = {name: record for name, record in shown.items() if name in tried}
                 for start in range(0, len(names), MAX_OPERATIONS):
                     part = {name: due[name] for name in names[start : start + MAX_OPERATIONS]}
+                    tried |= part.keys()
                     if await self._put(lease, part):
                         shown |= part
                     else:

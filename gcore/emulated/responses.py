@@ -1,9 +1,16 @@
 """What an emulated engine answers: tokens by the request's seed, lengths by the law, log-probabilities as if drawn. Pure.
 
 The same request is answered alike whenever and wherever it is made, as by a real engine that heeds seeds: a response is a
-function of seed and prompt. A greedy one is a function of the prompt and of the weights' name. The tokens are ordinary ones
-of the model's vocabulary and mean nothing; a response that does not come to its longest length ends with an end token, if
-there is one. Log-probabilities are those of a token drawn from a distribution of a few nats of entropy.
+function of seed and prompt, and its length of the step that the weights are of. A greedy one is a function of the prompt and of the
+weights' name. The tokens are ordinary ones of the model's vocabulary and mean nothing; a response that does not come to its longest
+length ends with an end token, if there is one. Log-probabilities are those of a token drawn from a distribution of a few nats of entropy.
+
+How long a response becomes is said by its prompt and its first tokens together. So an engine that is asked to go on behind what another
+had made, as if that were a part of the prompt, ends it where the other would have: moved responses get no longer. It knows them by how many
+tokens fewer it is asked for than the job's longest response has, and by two of the first tokens, which follow from those beside them.
+
+A judge's answer is such tokens too, and at its end one of the verdicts that it was given: which, follows from the question and the first
+tokens as the length does.
 """
 
 from __future__ import annotations
@@ -16,14 +23,16 @@ from pathlib import Path
 
 import numpy as np
 
-from gcore.emulated.law import Law, generator
+from gcore.emulated.law import Law, Lengths, generator
 from gcore.errors import DataError
-from gcore.rollout.engine.tasks import Ending, Sampling
+from gcore.rollout.engine.tasks import Ending, Sampling, prompt_key
 from gcore.rollout.engine.text import Text
 
 MOST_ORDINARY = 4096
 """Tokens that responses are made of, at most: the first of the vocabulary that have a text."""
 MEAN_LOGPROB = -0.8
+HEAD, MARKS = 4, 2
+"""First tokens that say how long a response becomes, and how many of them follow from the very first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,32 +73,106 @@ class Response:
     ending: Ending
 
 
-def respond(law: Law, words: Vocabulary, prompt_key: bytes, sampling: Sampling, version: str) -> Response:
-    """The response that `sampling` gets to the prompt. `version`: the weights' name, which greedy responses follow."""
-    about = prompt_key.hex()
-    greedy = sampling.temperature == 0.0
-    draws = generator("greedy", about, version) if greedy else generator("sample", sampling.seed, about)
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a judge may say at the end of its answer, as tokens."""
+
+    best: tuple[int, ...]
+    worst: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Voice:
+    """Who answers. `longest`: tokens of the longest response that the job asks for; None: what another engine made is taken for a
+    prompt. `verdict`: of a judge."""
+
+    law: Law
+    words: Vocabulary
+    longest: int | None = None
+    verdict: Verdict | None = None
+
+    @property
+    def lengths(self) -> Lengths:
+        """The law of its responses' lengths."""
+        return (self.law.of_policy if self.verdict is None else self.law.of_judges).lengths
+
+
+def respond(voice: Voice, prompt: Sequence[int], sampling: Sampling, version: str, step: int = 0) -> Response:
+    """The response that `sampling` gets to the prompt. `version`: the weights' name, which greedy responses follow. `step`: the one
+    that the weights are of."""
+    words, most = voice.words, sampling.max_new_tokens
+    made = _made_before(voice, prompt, most)
+    whole = len(prompt) - made
+    draws = _draws(prompt, sampling, version)
+    question = prompt_key(prompt[:whole]).hex()
+    head = _head(words, question, prompt[whole:], draws)
     ends = tuple(token for token in sampling.stop_token_ids if 0 <= token < words.size)
-    length = _length(law, about, draws)
-    most = sampling.max_new_tokens
-    stops = bool(ends) and max(length, sampling.min_new_tokens) < most
-    count = min(max(length, sampling.min_new_tokens, 1), most) if ends else most
-    tokens = [words.ordinary[i] for i in draws.integers(len(words.ordinary), size=count)]
-    if stops:
-        tokens[-1] = ends[0]
+    said = _said(voice, question, head)
+    length = _length(voice, question, head, step)
+    if said:  # it comes to its verdict, where there is room for one
+        length = min(max(length, HEAD + len(said) + len(ends[:1])), made + most - bool(ends))
+    count = min(max(length - made, sampling.min_new_tokens, 1), most) if ends else most
+    stops = bool(ends) and max(length - made, sampling.min_new_tokens) < most
+    tokens = [*head[made:], *_drawn(words, draws, max(count - len(head[made:]), 0))][:count]
+    tail = (*said, ends[0]) if stops else said
+    if tail:
+        behind = tail[-count:]
+        tokens[len(tokens) - len(behind) :] = behind
     spread = -MEAN_LOGPROB * draws.standard_exponential(count, dtype=np.float32)
     logprobs = tuple(float(-value) for value in spread)
     ending = Ending("stop", matched=tokens[-1]) if stops else Ending("length")
     return Response(tuple(tokens), logprobs, ending)
 
 
-def _length(law: Law, about: str, draws: np.random.Generator) -> int:
+def _made_before(voice: Voice, prompt: Sequence[int], most: int) -> int:
+    """How many tokens at the prompt's end another engine made."""
+    made = (voice.longest or 0) - most
+    if not 0 < made < len(prompt):
+        return 0
+    begun = prompt[len(prompt) - made :]
+    marks = _marks(voice.words, prompt_key(prompt[: len(prompt) - made]).hex(), begun[0])
+    return made if tuple(begun[1 : 1 + len(marks)]) == marks[: len(begun) - 1] else 0
+
+
+def _draws(prompt: Sequence[int], sampling: Sampling, version: str) -> np.random.Generator:
+    about = prompt_key(prompt).hex()
+    if sampling.temperature == 0.0:
+        return generator("greedy", about, version)
+    return generator("sample", sampling.seed, about)
+
+
+def _drawn(words: Vocabulary, draws: np.random.Generator, count: int) -> list[int]:
+    return [words.ordinary[i] for i in draws.integers(len(words.ordinary), size=count)]
+
+
+def _marks(words: Vocabulary, question: str, first: int) -> tuple[int, ...]:
+    """The tokens behind the first, by which a response is known again."""
+    return tuple(_drawn(words, generator("marks", question, first), MARKS))
+
+
+def _head(words: Vocabulary, question: str, begun: Sequence[int], draws: np.random.Generator) -> tuple[int, ...]:
+    """The first tokens: those that are there already, and the rest."""
+    first, *last = _drawn(words, draws, HEAD - MARKS)
+    first = begun[0] if begun else first
+    head = (first, *_marks(words, question, first), *last)
+    return (*begun[:HEAD], *head[len(begun) :])
+
+
+def _said(voice: Voice, question: str, head: Sequence[int]) -> tuple[int, ...]:
+    """A judge's verdict; of the policy nothing."""
+    if voice.verdict is None:
+        return ()
+    positive = generator("verdict", voice.law.seed, question, *head).random() < voice.law.judge_positive
+    return voice.verdict.best if positive else voice.verdict.worst
+
+
+def _length(voice: Voice, question: str, head: Sequence[int], step: int) -> int:
     """Log-normal; the responses to one prompt have a part of it in common."""
-    common = float(generator("length", law.seed, about).standard_normal())
-    own = float(draws.standard_normal())
-    likeness = law.response_likeness
-    deviation = math.sqrt(likeness) * common + math.sqrt(1.0 - likeness) * own
-    return max(1, round(law.response_tokens * math.exp(law.response_spread * deviation)))
+    lengths, seed = voice.lengths, voice.law.seed
+    common = float(generator("length", seed, question).standard_normal())
+    own = float(generator("own length", seed, question, *head).standard_normal())
+    deviation = math.sqrt(lengths.likeness) * common + math.sqrt(1.0 - lengths.likeness) * own
+    return max(1, round(lengths.median_at(step) * math.exp(lengths.spread * deviation)))
 
 
 def _end_tokens(folder: Path, config: dict[str, object], text: Text | None) -> tuple[int, ...]:

@@ -7,17 +7,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gcore.emulated.launch import LAW_FILE, is_emulated
 from gcore.emulated.law import Law, Timing
 from gcore.emulated.law_file import read_law
-from gcore.emulated.responses import Vocabulary, respond
+from gcore.emulated.responses import HEAD, Verdict, Vocabulary, Voice, respond
 from gcore.errors import UsageError
 from gcore.rollout.engine.tasks import Sampling
 
 WORDS = Vocabulary(size=20, ordinary=tuple(range(3, 20)), end_tokens=(1,), context=512)
+MANY = Vocabulary(size=1000, ordinary=tuple(range(3, 1000)), end_tokens=(1,), context=4096)
+VOICE, PROMPT = Voice(Law(), WORDS), (3, 4, 5)
 
 
 def sampling(seed: int, most: int = 64, **more: object) -> Sampling:
@@ -52,38 +54,99 @@ def test_without_noise_the_numbers_are_the_laws() -> None:
 @given(seed=st.integers(0, 2**64 - 1), most=st.integers(1, 80), least=st.integers(0, 80), ends=st.booleans())
 def test_a_response_fits_what_was_asked_for(seed: int, most: int, least: int, ends: bool) -> None:
     asked = sampling(seed, most, min_new_tokens=min(least, most), stop_token_ids=(1,) if ends else ())
-    response = respond(Law(), WORDS, b"p", asked, "0.0")
+    response = respond(VOICE, PROMPT, asked, "0.0")
     assert min(least, most) <= len(response.tokens) <= most
     assert len(response.logprobs) == len(response.tokens) >= 1
     assert all(value <= 0 and np.isfinite(value) for value in response.logprobs)
     stopped = response.ending.kind == "stop"
     assert stopped == (1 in response.tokens)
     assert stopped or len(response.tokens) == most
-    assert response == respond(Law(), WORDS, b"p", asked, "0.3")
+    assert response == respond(VOICE, PROMPT, asked, "0.3")
 
 
 def test_other_seeds_and_other_prompts_are_answered_otherwise() -> None:
-    one = respond(Law(), WORDS, b"p", sampling(1), "0.0")
-    assert one != respond(Law(), WORDS, b"p", sampling(2), "0.0")
-    assert one != respond(Law(), WORDS, b"q", sampling(1), "0.0")
+    one = respond(VOICE, PROMPT, sampling(1), "0.0")
+    assert one != respond(VOICE, PROMPT, sampling(2), "0.0")
+    assert one != respond(VOICE, (5, 6, 7), sampling(1), "0.0")
 
 
 def test_a_greedy_response_follows_the_weights_and_no_seed() -> None:
-    greedy = [
-        respond(Law(), WORDS, b"p", sampling(s, temperature=0.0), v) for s, v in ((1, "0.0"), (2, "0.0"), (1, "0.1"))
-    ]
+    greedy = [respond(VOICE, PROMPT, sampling(s, temperature=0.0), v) for s, v in ((1, "0.0"), (2, "0.0"), (1, "0.1"))]
     assert greedy[0] == greedy[1] != greedy[2]
 
 
 def test_responses_to_one_prompt_are_alike_in_length_as_far_as_the_law_says() -> None:
-    law = Law(response_likeness=0.7, response_tokens=200, response_spread=0.5)
+    voice = Voice(Law(response_likeness=0.7, response_tokens=200, response_spread=0.5), MANY)
 
     def logs(prompt: int, seed: int) -> float:
-        return float(np.log(len(respond(law, WORDS, str(prompt).encode(), sampling(seed, 100_000), "0.0").tokens)))
+        return float(np.log(len(respond(voice, (prompt,), sampling(seed, 100_000), "0.0").tokens)))
 
     pairs = np.array([(logs(p, 0), logs(p, 1)) for p in range(800)])
     assert np.corrcoef(pairs.T)[0, 1] == pytest.approx(0.7, abs=0.08)
     assert float(np.exp(np.median(pairs))) == pytest.approx(200, rel=0.1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**64 - 1), again=st.integers(0, 2**64 - 1), share=st.floats(0, 1), judge=st.booleans())
+def test_an_engine_that_goes_on_behind_what_another_made_ends_it_where_the_other_would_have(
+    seed: int, again: int, share: float, judge: bool
+) -> None:
+    longest = 300
+    verdict = Verdict((500, 501), (502, 503, 504)) if judge else None
+    voice = Voice(Law(response_tokens=60, judge_response_tokens=60), MANY, longest, verdict)
+    whole = respond(voice, PROMPT, sampling(seed, longest), "0.3", step=3)
+    made = min(max(HEAD, round(share * len(whole.tokens))), len(whole.tokens) - 1)
+    rest = respond(voice, (*PROMPT, *whole.tokens[:made]), sampling(again, longest - made), "0.3", step=3)
+    assert made + len(rest.tokens) == len(whole.tokens)
+    assert rest.ending.kind == whole.ending.kind
+    if judge and made < len(whole.tokens) - 5:
+        assert rest.tokens[-3:] == whole.tokens[-3:]
+
+
+def test_a_prompt_that_only_looks_as_if_it_had_been_begun_is_a_prompt() -> None:
+    """Half of the job's longest response is asked for, and the prompt's second half is not what an engine made."""
+    voice, prompt = Voice(Law(response_tokens=60, response_spread=0.1), MANY, 100), tuple(range(5, 105))
+    lengths = [len(respond(voice, prompt, sampling(seed, 50), "0.0").tokens) for seed in range(200)]
+    assert statistics.median(lengths) > 40
+
+
+def test_responses_get_longer_by_the_step_and_jump_where_the_law_says() -> None:
+    law = Law(response_tokens=100, response_growth=1.1, response_jump_at=4, response_jump=3.0)
+    voice = Voice(law, MANY)
+
+    def median(step: int) -> float:
+        found = (len(respond(voice, (n,), sampling(n, 100_000), "0.0", step).tokens) for n in range(600))
+        return float(statistics.median(found))
+
+    assert median(0) == pytest.approx(100, rel=0.12)
+    assert median(3) / median(0) == pytest.approx(1.1**3, rel=0.02)
+    assert median(4) / median(3) == pytest.approx(3.3, rel=0.02)
+    assert law.of_policy.lengths.median_at(10**9) > 1e20  # and is a number
+
+
+def test_judges_become_slow_at_the_step_that_the_law_names_and_others_do_not() -> None:
+    law = Law(event_noise=0.0, replica_noise=0.0, judge_decode_s=0.5, judge_slow_at=2, judge_slow=4.0)
+    judge, policy = Timing(law, "a", law.of_judges), Timing(law, "b")
+    before = policy.decode_step(1)
+    assert (judge.decode_step(1), judge.decode_step(1)) == pytest.approx((0.5, 0.5))
+    judge.step = policy.step = 2
+    assert (judge.decode_step(1), policy.decode_step(1)) == pytest.approx((2.0, before))
+    assert law.judges_change
+    assert not Law().judges_change
+
+
+@settings(max_examples=6, deadline=None)
+@given(share=st.sampled_from([0.0, 0.3, 1.0]), end=st.booleans())
+def test_a_judges_answers_end_with_a_verdict_and_as_many_are_the_best_as_the_law_says(share: float, end: bool) -> None:
+    verdict = Verdict(best=(500, 501), worst=(502,))
+    voice = Voice(Law(judge_positive=share), MANY, 200, verdict)
+    asked = sampling(1, 200, temperature=0.0, stop_token_ids=(1,) if end else ())
+    answers = [respond(voice, (number, 9), asked, "0.0").tokens for number in range(3, 150)]
+    told = [answer[:-1] if end else answer for answer in answers]
+    best = [answer[-2:] == verdict.best for answer in told]
+    assert all(good or answer[-1:] == verdict.worst for answer, good in zip(told, best, strict=True))
+    assert statistics.mean(best) == pytest.approx(share, abs=0.1)
+    assert answers == [respond(voice, (number, 9), asked, "0.0").tokens for number in range(3, 150)]
 
 
 def test_the_law_is_the_files_that_the_environment_names(tmp_path: Path) -> None:

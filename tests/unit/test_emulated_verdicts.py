@@ -1,0 +1,65 @@
+"""What an emulated judge says is what the job's parser reads, for each of gcore's parsers; what it cannot say is refused in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from gcore.config.judges import VerdictSpec
+from gcore.emulated.responses import Vocabulary
+from gcore.emulated.verdicts import verdict_of
+from gcore.errors import DataError
+from gcore.reward.generative.verdicts import find_parser
+from gcore.rollout.engine.text import Text
+
+CHARACTERS = 'abcdefghijklmnopqrstuvwxyzYNGr0123456789 .,:{}"'
+
+
+def text_of(characters: str) -> Text:
+    words = {"<unk>": 0} | {c: i + 1 for i, c in enumerate(dict.fromkeys(characters))}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(["<unk>"])
+    return Text(tokenizer)
+
+
+def words_of(characters: str) -> Vocabulary:
+    count = len(dict.fromkeys(characters)) + 1
+    return Vocabulary(count, tuple(range(1, count)), (), 512)
+
+
+@pytest.mark.parametrize(
+    ("told", "best", "worst"),
+    [
+        ({"parser": "words", "words": {"Y": 1, "N": 0}}, 1.0, 0.0),
+        ({"parser": "words", "after": ":", "words": {"Y": 0.5, "N": 0.25}}, 0.5, 0.25),
+        ({"parser": "number", "most": 10, "scale": True}, 1.0, 0.0),
+        ({"parser": "number", "after": "Grade:", "least": 1, "most": 5}, 5.0, 1.0),
+        ({"parser": "json", "field": "score", "most": 7}, 7.0, 0.0),
+        ({"parser": "json", "words": {"Y": 1, "N": 0}}, 1.0, 0.0),
+    ],
+    ids=["words", "words after", "number scaled", "number after", "json", "json words"],
+)
+def test_the_parser_reads_the_best_and_the_worst_verdict_behind_whatever_stands_before(
+    told: dict[str, Any], best: float, worst: float
+) -> None:
+    spec, text, words = VerdictSpec.model_validate(told), text_of(CHARACTERS), words_of(CHARACTERS)
+    found = verdict_of("j", spec, words, text)
+    parse = find_parser(spec.parser)
+    for before in words.ordinary:
+        said = [
+            parse(text.decode((7, before, *tokens), skip_special_tokens=True), spec)
+            for tokens in (found.best, found.worst)
+        ]
+        assert said == [best, worst]
+
+
+def test_a_judge_whose_tokens_cannot_say_a_verdict_is_refused_by_name() -> None:
+    spec = VerdictSpec(parser="words", words={"Y": 1.0, "N": 0.0})
+    with pytest.raises(DataError, match="judge 'tutor' can say in its tokens is read by parser 'words'"):
+        verdict_of("tutor", spec, words_of("abc "), text_of("abc "))
+    with pytest.raises(DataError, match="no tokenizer"):
+        verdict_of("tutor", spec, words_of("abc "), None)
