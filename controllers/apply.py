@@ -55,7 +55,7 @@ from controllers.rolling import roll_back
 from controllers.view import JobView
 from gcore.emulated.launch import remark
 from gcore.errors import EngineError
-from gcore.fault_points import At, point
+from gcore.fault_points import At, Moving, point
 from gcore.ledger import chain, transactions
 from gcore.ledger.guarded import Transaction, TxnOutcome
 from gcore.ledger.job import JobPhase, JobStatus
@@ -218,7 +218,7 @@ async def _publish(action: Publish, hands: Hands) -> Applied:
 async def _rest(action: Sleep | Wake, hands: Hands) -> Applied:
     goes = isinstance(action, Sleep)
     sentence = f"{'put to sleep' if goes else 'wake'} {action.instance}"
-    at = At.SLEEP if goes else At.WAKE
+    at = Moving.SLEEP if goes else Moving.WAKE
     point(at, "before")
     try:
         if action.judge:

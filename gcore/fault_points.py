@@ -43,10 +43,6 @@ class At(StrEnum):
     """A controller tells a rank to train."""
     PUBLISH = "publish"
     """A controller brings an engine to new weights."""
-    SLEEP = "sleep"
-    """A controller has an engine give its memory back."""
-    WAKE = "wake"
-    """A controller gives an engine its memory again."""
     FORGET = "forget"
     """The files of checkpoints that the store no longer names are deleted."""
     STEP = "step"
@@ -63,6 +59,15 @@ class At(StrEnum):
     """A rank takes its memory again."""
     COPIES = "copies"
     """A rank leaves copies of its state in the memory of nodes."""
+
+
+class Moving(StrEnum):
+    """Points within a move of the placement."""
+
+    SLEEP = "sleep"
+    """A controller has an engine give its memory back."""
+    WAKE = "wake"
+    """A controller gives an engine its memory again."""
 
 
 class Deed(StrEnum):

@@ -24,6 +24,7 @@ from gcore.ledger.books import MOST_BOOK_BYTES, NEWEST_STEPS
 from gcore.ledger.collectives import MAX_NAMES, MAX_VALUE_BYTES
 from gcore.ledger.evaluation import MOST_PARTS
 from gcore.ledger.job import MOST_SAID
+from gcore.ledger.placing import MOST_MOVE_BYTES, NEWEST_MOVES
 from gcore.ledger.rules import MOST_BYTES, offer_bytes, seal_bytes
 from gcore.ledger.spending import SPARE_NODES
 from gcore.ledger.stream import MOST_OUTCOMES
@@ -115,7 +116,7 @@ def bounds(spec: JobSpec, scale: Scale) -> Mapping[str, Bound]:
         "evalpart": Bound(2 * (MOST_PARTS + sets), MOST_BYTES // 8),
         "epoch": Bound(2 + epochs_in_a_window(spec, scale) * (checkpoints + coming + 1), SMALL + 2 * tally),
         "spent": Bound(here + SPARE_NODES + 1, SMALL + 2 * USE * len(spec.judges)),
-        "placement": Bound(here, SMALL + NEWEST_STEPS * MOST_BOOK_BYTES),
+        "placement": Bound(here + 3, SMALL + max(NEWEST_STEPS * MOST_BOOK_BYTES, NEWEST_MOVES * MOST_MOVE_BYTES)),
         "trouble": Bound(
             TOPICS
             + len(spec.tracking)

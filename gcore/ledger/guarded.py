@@ -68,6 +68,10 @@ class TxnKind(StrEnum):
     EVALUATE = "evaluate"
     WARN = "warn"
     SPEND = "spend"
+    LEAD = "lead"
+    PLACE = "place"
+    MOVES = "moves"
+    PIN = "pin"
 
 
 class TxnOutcome(StrEnum):

@@ -14,6 +14,7 @@ from gcore.ledger.collectives import Agreed, Part
 from gcore.ledger.guarded import Stored, Written
 from gcore.ledger.job import EvalPart, Evaluation, JobRecord, JobStatus, ModelFetch, Plan, RankClaim, Trouble
 from gcore.ledger.node_folder import NodeFolder
+from gcore.ledger.placing import Leader, Moves, Pin
 from gcore.ledger.records import Assignment, Checkpoints, EpochRecord, Head, LogEntry, Member, Offer, Seal
 from gcore.ledger.spending import NodeSpent
 from gcore.ledger.transactions import OpenSlots
@@ -71,6 +72,10 @@ class JobMirror:
     folders: Mapping[str, Stored[NodeFolder]] = field(default_factory=dict)
     """What lies in the nodes' own folders of the run, by node; only where they share none."""
 
+    leaders: Mapping[str, Stored[Leader]] = field(default_factory=dict)
+    """One at most, as `pins` and `movings`; see `leader`, `pin`, `moves`."""
+    pins: Mapping[str, Stored[Pin]] = field(default_factory=dict)
+    movings: Mapping[str, Stored[Moves]] = field(default_factory=dict)
     spent: Mapping[str, Stored[NodeSpent]] = field(default_factory=dict)
     """What nodes have asked of judges that others serve, by node; also of nodes that are gone."""
     books: Mapping[str, Stored[NodeBooks]] = field(default_factory=dict)
@@ -97,6 +102,23 @@ class JobMirror:
     def open_slots(self) -> OpenSlots | None:
         """Head with the open slots; None before the job has started."""
         return OpenSlots(self.head, self.seals) if self.head else None
+
+    @property
+    def leader(self) -> Stored[Leader] | None:
+        """The controller that plans."""
+        return self.leaders.get("")
+
+    @property
+    def pin(self) -> Pin:
+        """What a person has fixed of the placement."""
+        stored = self.pins.get("")
+        return stored.record if stored is not None else Pin()
+
+    @property
+    def moves(self) -> Moves:
+        """The newest changes of the plan."""
+        stored = self.movings.get("")
+        return stored.record if stored is not None else Moves()
 
     def claim(self, world: str, rank: int) -> RankClaim | None:
         """Which instance is this rank of this world, if any ever was."""
@@ -181,9 +203,14 @@ _MANY: tuple[tuple[str, str, type[Record]], ...] = (
     ("folder/", "folders", NodeFolder),
     ("spent/", "spent", NodeSpent),
     ("placement/books/", "books", NodeBooks),
+    ("placement/leader", "leaders", Leader),
+    ("placement/pin", "pins", Pin),
+    ("placement/moves", "movings", Moves),
     ("trouble/", "troubles", Trouble),
 )
-HINTS = frozenset({"offers", "fetches", "parts", "copies", "folders", "spent", "books", "troubles"})
+HINTS = frozenset(
+    {"offers", "fetches", "parts", "copies", "folders", "spent", "books", "leaders", "pins", "movings", "troubles"}
+)
 """What a peer says of itself, and what people are told: the others go by it, and compare none of it."""
 
 

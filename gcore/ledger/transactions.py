@@ -17,6 +17,7 @@ from gcore.ledger.cost import ATTENTION_EQUALS_AT
 from gcore.ledger.guarded import Stored, Transaction, TxnKind, Written
 from gcore.ledger.job import JobPhase, JobRecord, JobStatus, Plan, Trouble
 from gcore.ledger.node_folder import NodeFolder
+from gcore.ledger.placing import Leader, Moves, Pin
 from gcore.ledger.records import (
     Assignment,
     Checkpoint,
@@ -323,6 +324,42 @@ def replan(keys: JobKeys, old: Stored[Plan], new: Plan) -> Transaction:
     if new.world != old.record.world or new.ranks != old.record.ranks:
         raise ValueError("only a rollback places a train world")
     return Transaction(TxnKind.REPLAN, (Compare(keys.plan, old.revision),), (Put(keys.plan, new.encode()),))
+
+
+def lead(keys: JobKeys, old: Written | None, new: Leader, lease: int) -> Transaction:
+    """Plan from now on, under the own lease. `old`: a leader that works on the job no more."""
+    compare = Compare(keys.leader, old.revision if old else 0)
+    return Transaction(TxnKind.LEAD, (compare,), (Put(keys.leader, new.encode(), lease=lease),))
+
+
+def place(
+    keys: JobKeys, leader: Stored[Leader], old: Stored[Plan], new: Plan, known: Written | None, moves: Moves
+) -> Transaction:
+    """Change who serves in which role, and say why. Compares the plan and the leadership, so that of two who believe that they lead
+    one changes it; the world stays, which only a rollback changes."""
+    if new.world != old.record.world or new.ranks != old.record.ranks:
+        raise ValueError("only a rollback places a train world")
+    if new.generation != old.record.generation + 1:
+        raise ValueError("a plan follows the one that it replaces")
+    return Transaction(
+        TxnKind.PLACE,
+        (*_led(keys, leader, known), Compare(keys.plan, old.revision)),
+        (Put(keys.plan, new.encode()), Put(keys.moves, moves.encode())),
+    )
+
+
+def tell_moves(keys: JobKeys, leader: Stored[Leader], known: Written | None, moves: Moves) -> Transaction:
+    """What is wanted, what would be done, and what came of moves. Changes nothing."""
+    return Transaction(TxnKind.MOVES, _led(keys, leader, known), (Put(keys.moves, moves.encode()),))
+
+
+def _led(keys: JobKeys, leader: Stored[Leader], known: Written | None) -> tuple[Compare, Compare]:
+    return Compare(keys.leader, leader.revision), Compare(keys.moves, known.revision if known else 0)
+
+
+def pin(keys: JobKeys, old: Written | None, new: Pin) -> Transaction:
+    """What a person fixes. Compares only itself."""
+    return Transaction(TxnKind.PIN, (Compare(keys.pin, old.revision if old else 0),), (Put(keys.pin, new.encode()),))
 
 
 def begin_epoch(

@@ -69,6 +69,12 @@ class JobKeys:
         self.folder_prefix = f"{self.prefix}folder/"
         self.spent_prefix = f"{self.prefix}spent/"
         self.books_prefix = f"{self.prefix}placement/books/"
+        self.leader = f"{self.prefix}placement/leader"
+        """The controller that plans, under its lease."""
+        self.pin = f"{self.prefix}placement/pin"
+        """What a person has fixed of the placement."""
+        self.moves = f"{self.prefix}placement/moves"
+        """The newest changes of the plan, with their reasons and what came of them."""
 
     def part(self, incarnation: str) -> str:
         """What a peer gives to the others in a step, under its lease."""

@@ -28,6 +28,7 @@ from gcore.ledger.evaluation import record_evaluation, record_part
 from gcore.ledger.guarded import Stored, Transaction, TxnOutcome
 from gcore.ledger.job import EvalPart, Evaluation, JobPhase, JobRecord, JobStatus, Trouble
 from gcore.ledger.node_folder import NodeFolder
+from gcore.ledger.placing import Leader, Moves, Pin
 from gcore.ledger.records import (
     Assignment,
     Checkpoint,
@@ -197,6 +198,34 @@ def replanning(job: StoredJob) -> Transaction:
     return transactions.replan(job.keys, job.mirror.plan, job.mirror.plan.record)
 
 
+LEADER = Leader(node="n0", incarnation="n0.a")
+
+
+def leading(job: StoredJob) -> Transaction:
+    return transactions.lead(job.keys, job.mirror.leader, LEADER, 0)
+
+
+async def led(job: StoredJob) -> None:
+    await job.run(leading(job))
+
+
+def placing(job: StoredJob) -> Transaction:
+    plan, leader = job.mirror.plan, job.mirror.leader
+    assert plan is not None
+    assert leader is not None
+    moved = plan.record.model_copy(update={"generation": plan.record.generation + 1})
+    return transactions.place(job.keys, leader, plan, moved, job.mirror.movings.get(""), Moves(total=1))
+
+
+def telling(job: StoredJob) -> Transaction:
+    assert job.mirror.leader is not None
+    return transactions.tell_moves(job.keys, job.mirror.leader, job.mirror.movings.get(""), Moves(total=1))
+
+
+def pinning(job: StoredJob) -> Transaction:
+    return transactions.pin(job.keys, job.mirror.pins.get(""), Pin(frozen=True))
+
+
 def ending(job: StoredJob) -> Transaction:
     assert job.mirror.status is not None
     failed = JobStatus(phase=JobPhase.FAILED, reason="why")
@@ -310,6 +339,10 @@ TABLE = [
     pytest.param("delete_job", nothing, deleting, {"head"}, id="delete job"),
     pytest.param("delete_rest", marked, clearing, {"head"}, id="delete the rest"),
     pytest.param("replan", nothing, replanning, {"plan"}, id="replan"),
+    pytest.param("lead", nothing, leading, {"placement/leader"}, id="lead"),
+    pytest.param("place", led, placing, {"placement/leader", "placement/moves", "plan"}, id="place"),
+    pytest.param("tell_moves", led, telling, {"placement/leader", "placement/moves"}, id="tell moves"),
+    pytest.param("pin", nothing, pinning, {"placement/pin"}, id="pin"),
     pytest.param("begin_epoch", nothing, beginning, {"head", "ckpts", "epoch/1"}, id="begin epoch"),
     pytest.param("set_status", nothing, ending, {"state", "head", "seal/2"}, id="end at head"),
 ]

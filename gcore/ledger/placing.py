@@ -1,0 +1,150 @@
+"""What is kept of a job's placement beside its plan: who plans, what a person has fixed, and each move with its reason and what came
+of it. Told and read by people and by whoever plans next; no step rests on any of it.
+
+The plan itself is `gcore.ledger.job.Plan`; a move names the plan's generation that it made.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
+
+from gcore.schema import Part, Record
+
+NEWEST_MOVES = 64
+"""Moves that the store keeps; all of them stand in the run's folder."""
+MOST_SLOTS_TOLD = 16
+"""Slots of one move that are named; of more it is told how many."""
+MOST_REASON = 600
+"""Characters of a reason, which policies of anybody's write."""
+MOST_MOVE_BYTES = 4096
+"""Of a move in the record."""
+
+
+def _cut(text: Any) -> Any:
+    return text if not isinstance(text, str) or len(text) <= MOST_REASON else f"{text[: MOST_REASON - 4]} ..."
+
+
+Reason = Annotated[str, BeforeValidator(_cut)]
+
+
+class Leader(Record):
+    """`placement/leader`: the controller that plans, under its lease."""
+
+    called: ClassVar[str] = "placement leader"
+    node: str
+    incarnation: str
+
+
+class Pin(Record):
+    """`placement/pin`: what a person has fixed. `frozen`: nothing moves. A number: so many slots for that pool, whatever the policy
+    says."""
+
+    called: ClassVar[str] = "placement pin"
+    frozen: bool = False
+    rollout: PositiveInt | None = None
+    reward: PositiveInt | None = None
+    train: PositiveInt | None = None
+    by: str = ""
+    """The node that was asked."""
+    time: float = 0.0
+    """Seconds since the epoch, for people."""
+
+    @property
+    def fixes(self) -> bool:
+        """Whether it fixes anything."""
+        return self.frozen or any(size is not None for size in (self.rollout, self.reward, self.train))
+
+    def __str__(self) -> str:
+        sizes = {"rollout": self.rollout, "reward": self.reward, "train": self.train}
+        said = [f"{pool} has {size}" for pool, size in sizes.items() if size is not None]
+        return ", ".join(["nothing moves"] * self.frozen + said) or "nothing is fixed"
+
+
+class MoveKind(StrEnum):
+    """SPLIT: engines change over between two steps. WORLD: the train world gets another size too, by a rollback to head's own state.
+    LEND: within a step, from rollout to the judges; RETURN: back. MEND: a pool with work had no engine left."""
+
+    SPLIT = "split"
+    WORLD = "world"
+    LEND = "lend"
+    RETURN = "return"
+    MEND = "mend"
+
+
+class SplitPart(Part):
+    """Slots of each pool (`placement.split.Split`)."""
+
+    mode: Literal["coexisting", "colocated"]
+    rollout: NonNegativeInt
+    reward: NonNegativeInt
+    train: NonNegativeInt
+
+
+class MoveOutcome(Part):
+    """What came of a move. `took_s`: until the engines that woke were asked again, or the new world served; `steps`: over which
+    `step_s`, the mean seconds of a step after it, was measured; `before_s`: of the steps before it."""
+
+    took_s: float | None = None
+    steps: NonNegativeInt = 0
+    step_s: float | None = None
+    before_s: float | None = None
+    said: Reason = ""
+
+
+class Move(Part):
+    """One change of the plan, or one that was held to be worth it. Numbers are what was known when it was decided; None: not known."""
+
+    generation: NonNegativeInt
+    """Of the plan that it makes."""
+    step: NonNegativeInt
+    """Head's, when it was decided."""
+    seq: NonNegativeInt = 0
+    """Head's sequence number then: a move of the train world is for that head only."""
+    kind: MoveKind
+    before: SplitPart
+    after: SplitPart
+    slots: tuple[str, ...] = ()
+    """`NODE/SLOT was -> is`."""
+    more_slots: NonNegativeInt = 0
+    """Beyond those."""
+    reason: Reason = ""
+    idle: dict[str, float] = Field(default_factory=dict)
+    """What was not used of each pool's slot-seconds, 0 to 1; within a step, requests and slots as they were."""
+    gain_s: float | None = None
+    cost_s: float | None = None
+    expected_s: float | None = None
+    """A step on the new split."""
+    before_s: float | None = None
+    """And on the one there was."""
+    by: str = ""
+    """The node that decided."""
+    time: float = 0.0
+    """Seconds since the epoch, for people."""
+    state: Literal["done", "wanted", "lapsed", "would"] = "done"
+    """WANTED: a world that is still to be formed; LAPSED: it never was, for the next step began first; WOULD: with `dry_run`."""
+    outcome: MoveOutcome | None = None
+
+
+class Moves(Record):
+    """`placement/moves`: the newest ones, oldest first, and how many there were in all."""
+
+    called: ClassVar[str] = "moves of a job"
+    moves: tuple[Move, ...] = ()
+    total: NonNegativeInt = 0
+
+    @property
+    def newest(self) -> Move | None:
+        """The last one."""
+        return self.moves[-1] if self.moves else None
+
+    def plus(self, move: Move) -> Moves:
+        """With one more, and without the oldest where there are too many."""
+        return self.model_copy(update={"moves": (*self.moves, move)[-NEWEST_MOVES:], "total": self.total + 1})
+
+    def instead(self, move: Move) -> Moves:
+        """With what is known now of a move that is there, by its generation and when it was decided."""
+        kept = tuple(move if (o.generation, o.time) == (move.generation, move.time) else o for o in self.moves)
+        return self.model_copy(update={"moves": kept})
