@@ -30,6 +30,7 @@ from gcore.rollout.engine.administration import (
 from gcore.rollout.engine.bodies import checker, read, seconds
 from gcore.rollout.engine.protocol import generate_body
 from gcore.rollout.engine.refusals import no_such_route, refusing
+from gcore.rollout.metered import told
 
 LOOK_S = 0.02
 UNSERVED = (
@@ -205,7 +206,7 @@ async def server_info(engine: EmulatedEngine, request: Request) -> Response:
 
 
 async def metrics(engine: EmulatedEngine, request: Request) -> Response:
-    """Prometheus text, under SGLang's names."""
+    """Prometheus text, under SGLang's names; and what the engine's time was, in real seconds."""
     table = (
         ("num_running_reqs", "gauge", engine.device.running),
         ("num_queue_reqs", "gauge", engine.device.waiting),
@@ -214,6 +215,7 @@ async def metrics(engine: EmulatedEngine, request: Request) -> Response:
         ("generation_tokens_total", "counter", engine.device.generated_tokens),
     )
     text = "".join(f"# TYPE sglang:{name} {kind}\nsglang:{name} {value}\n" for name, kind, value in table)
+    text += told(engine.device.sums(engine.now()), scale=1.0 / engine.timing.law.speedup)
     return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
 

@@ -37,7 +37,8 @@ class Counting:
 
     def __init__(self) -> None:
         self.outbox: list[Delivery] = []
-        self.waiting = 0
+        self.paused, self.asleep = False, frozenset[str]()
+        self.rows, self.running, self.waiting = 4, 0, 0
         self.cycles: list[int] = []
         self.done = threading.Event()
 

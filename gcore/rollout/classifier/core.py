@@ -55,7 +55,8 @@ class ClassifierCore:
         self.outbox: list[Scored] = []
         self.running = 0
         """Questions in the pass that goes on."""
-        self._slots = slots if model.pads else 1
+        self.rows = slots if model.pads else 1
+        """Questions in one pass, at most."""
         self._tokens = max(IDLE_TOKENS, chunk)
         self._waiting: deque[Question] = deque()
         self._bed = Bed(model)
@@ -77,7 +78,7 @@ class ClassifierCore:
     def cycle(self) -> None:
         """One batch. Raises EngineError when memory runs out."""
         first = list(islice(self._waiting, WINDOW))
-        places = batch([len(question.prompt) for question in first], slots=self._slots, tokens=self._tokens)
+        places = batch([len(question.prompt) for question in first], slots=self.rows, tokens=self._tokens)
         chosen = [first[place] for place in places]
         self.running = len(chosen)
         try:

@@ -24,6 +24,7 @@ from gcore.rollout.engine.bodies import checker, read, seconds
 from gcore.rollout.engine.refusals import no_such_route, refusing
 from gcore.rollout.engine.served import Front, Served
 from gcore.rollout.engine.weight_routes import WeightRoutes
+from gcore.rollout.metered import told
 
 T = TypeVar("T")
 LOOK_S = 0.02
@@ -162,7 +163,7 @@ class ControlRoutes:
         }
 
     async def metrics(self, request: Request) -> Response:
-        """Prometheus text, under SGLang's names."""
+        """Prometheus text, under SGLang's names; and what the engine's time was."""
         core, desk = self._core, self._desk
         table = (
             ("num_running_reqs", "gauge", "Sequences that are worked on.", core.running),
@@ -175,6 +176,7 @@ class ControlRoutes:
             f"# HELP sglang:{name} {words}\n# TYPE sglang:{name} {kind}\nsglang:{name} {value}\n"
             for name, kind, words, value in table
         )
+        text += told(desk.runner.sums())
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
 

@@ -60,6 +60,11 @@ class Core:
         """Admitted, their prompts not yet read to the end."""
 
     @property
+    def rows(self) -> int:
+        """Sequences that have one at once, at most."""
+        return self.limits.slots
+
+    @property
     def running(self) -> int:
         """Sequences with a row."""
         return self._decoder.rows.active

@@ -5,6 +5,8 @@ result comes back as a future. When there is nothing to do the thread sleeps on 
 call a cycle. An exception in a decode step is a defect (or memory that has run out) that leaves the cache in doubt: the
 thread reports it through `on_death` and ends, and the process is expected to end with it.
 
+What the time was is summed up as it passes (`gcore.rollout.metered`), whenever there is more or less to do.
+
 Progress goes out at most once a second while tokens are made; "generate" at once when work begins, so that a step that
 hangs is seen by the watchdog, and "waiting" once there is none.
 """
@@ -18,6 +20,7 @@ from concurrent.futures import Future
 from typing import Generic, Protocol, TypeVar
 
 from gcore.clock import Clock
+from gcore.rollout.metered import Meter, Sums, doing_of
 
 T = TypeVar("T")
 D = TypeVar("D")
@@ -64,6 +67,23 @@ class Working(Protocol[D]):
 
     outbox: list[D]
     """What is to be told."""
+    paused: bool
+    asleep: frozenset[str]
+
+    @property
+    def rows(self) -> int:
+        """How many can be worked on at once."""
+        ...
+
+    @property
+    def running(self) -> int:
+        """How many are worked on."""
+        ...
+
+    @property
+    def waiting(self) -> int:
+        """How many wait."""
+        ...
 
     @property
     def can_work(self) -> bool:
@@ -97,6 +117,7 @@ class Runner(Generic[D]):
         self._reported = clock.monotonic() - REPORT_S
         self._cycles = 0
         self._gathering = Gathering()
+        self._meter = Meter(core.rows, clock.monotonic())
 
     def start(self) -> None:
         """Begin."""
@@ -106,6 +127,10 @@ class Runner(Generic[D]):
     def alive(self) -> bool:
         """Whether the thread still runs."""
         return self._thread.is_alive()
+
+    def sums(self) -> Sums:
+        """What the time until now was. May be called from any thread."""
+        return self._meter.read(self._clock.monotonic())
 
     def perform(self, action: Callable[[], T]) -> Future[T]:
         """Carry out `action` in the thread, between two steps; its result, or the exception it raised."""
@@ -126,15 +151,22 @@ class Runner(Generic[D]):
         try:
             while True:
                 self._read_mail()
+                self._note()
                 if self.core.can_work:
                     self._tell("generate")
                     self.core.cycle()
                     self._cycles += 1
+                    self._note()
                 if self.core.outbox:
                     outbox, self.core.outbox = self.core.outbox, []
                     self._deliver(outbox)
         except Exception as error:  # noqa: BLE001  # the thread's edge
             self._on_death(error)
+
+    def _note(self) -> None:
+        core = self.core
+        doing = doing_of(paused=core.paused, asleep=bool(core.asleep))
+        self._meter.note(doing, core.running + core.waiting, self._clock.monotonic())
 
     def _read_mail(self) -> None:
         """All that is there; waits for the first when there is nothing else to do."""
@@ -156,6 +188,7 @@ class Runner(Generic[D]):
             self._tell("waiting")
             return
         action()
+        self._note()
         if self.core.can_work:
             more = self._gather() if self._gathering.waits else 0
             self._gathering.begins(self._clock.monotonic(), more=more)

@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol, TypeVar
 from gcore.clock import Clock
 from gcore.rollout.engine.gate import Gate
 from gcore.rollout.engine.weights import Loaded, Staged
+from gcore.rollout.metered import Sums
 
 T = TypeVar("T")
 PauseMode = Literal["abort", "retract", "in_place"]
@@ -91,6 +92,10 @@ class Thread(Protocol):
     @property
     def alive(self) -> bool:
         """Whether it still runs."""
+        ...
+
+    def sums(self) -> Sums:
+        """What its time was."""
         ...
 
 
