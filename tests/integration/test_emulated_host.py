@@ -3,35 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from emulated_hosts import EOS, hosting, make_vocabulary
 
 from controllers.changes import Changes
 from controllers.continuing import FEWEST
 from controllers.engines import EngineBook
-from gcore.clock import SystemClock
-from gcore.emulated.host import Host
-from gcore.emulated.launch import HostLaunch, PlacedEngine
 from gcore.emulated.law import Law
 from gcore.errors import EngineError, EngineUnreachable
 from gcore.rollout.client import EngineClient, SamplingParams
 from gcore.store import keys
-from gcore.store.types import Delete, Put
-from gcore.testing import MemoryCluster, MemoryStore
+from gcore.store.types import Delete
 from gcore.types import Sample, Version
-from gcore.worker.process import ProcessId
-from gcore.worker.records import StoreRef, WorkerRecord
 
-WORDS = 12
-EOS = 1
 FAST = Law(speedup=200.0)
 SLOW = Law(speedup=1.0, decode_s=60.0, load_s=0.0, publish_s=0.01)
 """A response of which nothing comes while the test looks."""
@@ -41,67 +31,7 @@ PARAMS = SamplingParams(temperature=1.0, max_new_tokens=16)
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model's folder without a model."""
-    folder = tmp_path_factory.mktemp("model")
-    words = {"<pad>": 0, "<eos>": EOS} | {str(n): n + 2 for n in range(10)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens(["<pad>", "<eos>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "config.json").write_text(json.dumps({"vocab_size": WORDS, "eos_token_id": EOS}))
-    return folder
-
-
-@dataclass
-class Scene:
-    """A host at work, its store, and a client for each engine."""
-
-    host: Host
-    cluster: MemoryCluster
-    clients: list[EngineClient]
-    running: asyncio.Task[None]
-
-    def records(self) -> dict[str, WorkerRecord]:
-        found = self.cluster.listing(keys.WORKERS).kvs
-        return {kv.key.removeprefix(keys.WORKERS): WorkerRecord.decode(kv.value) for kv in found}
-
-    async def until(self, count: int) -> dict[str, WorkerRecord]:
-        async with asyncio.timeout(30):
-            while sum(r.state == "serving" for r in self.records().values()) < count:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-        return self.records()
-
-
-@asynccontextmanager
-async def hosting(model: Path, law: Law, engines: int = 1, **more: Any) -> AsyncIterator[Scene]:
-    clock = SystemClock()
-    cluster = MemoryCluster(clock)
-    store = MemoryStore(cluster, "host")
-    await store.transact((), (Put(keys.node("node-0"), b"{}"),))
-    launch = HostLaunch(
-        name="emulated-node-0",
-        node="node-0",
-        job_uid="job",
-        store=StoreRef(endpoints=("127.0.0.1:1",)),
-        engines=tuple(PlacedEngine(instance=f"e{i}", slot=f"emulated:{i}") for i in range(engines)),
-        model=str(model),
-        rows=4,
-        weight_version="0.0",
-        **more,
-    )
-    host = Host(launch, law, store, clock, ProcessId(7, 1))
-    running = asyncio.create_task(host.run())
-    scene = Scene(host, cluster, [], running)
-    try:
-        records = await scene.until(engines)
-        scene.clients = [EngineClient(f"http://{records[f'e{i}'].address}", timeout_s=20) for i in range(engines)]
-        yield scene
-    finally:
-        for client in scene.clients:
-            await client.close()
-        host.stop("the test is over")
-        await running
-        await store.close()
+    return make_vocabulary(tmp_path_factory.mktemp("model"))
 
 
 async def until(client: EngineClient, *, running: int, waiting: int = 0) -> None:
@@ -236,3 +166,19 @@ async def test_it_ends_when_its_node_has_no_controller_for_the_grace_period(mode
             await asyncio.shield(scene.running)
         with pytest.raises(EngineUnreachable):
             await scene.clients[0].info()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+async def test_one_engine_is_ended_or_killed_alone_with_what_it_had_under_way(
+    model: Path, number: signal.Signals
+) -> None:
+    async with hosting(model, SLOW, engines=2) as scene:
+        one, other = scene.clients
+        asking = asyncio.create_task(one.generate((3,), PARAMS, seeds=(1,), rid="slow"))
+        await until(one, running=1)
+        os.kill(scene.records()["e0"].pid, number)
+        with pytest.raises(EngineUnreachable):
+            await asking
+        assert (await scene.until(1)).keys() == {"e1"}
+        assert await other.health()
+        assert not await one.health()

@@ -93,3 +93,24 @@ async def test_leaving_takes_all_of_them_out(scene: Scene) -> None:
     await scene.clock.advance(1)
     await leaving
     assert scene.shown() == {}
+
+
+async def test_what_is_forgotten_stands_in_the_store_no_more_and_the_others_do(scene: Scene) -> None:
+    for number in range(3):
+        scene.registration.show(record(number))
+    await scene.clock.advance(1)
+    scene.registration.forget("e1")
+    scene.registration.forget("never there")
+    await scene.clock.advance(1)
+    assert set(scene.shown()) == {"e0", "e2"}
+
+
+async def test_what_is_forgotten_before_the_store_answered_is_taken_away_once_it_does(scene: Scene) -> None:
+    scene.registration.show(record(0))
+    await scene.clock.advance(1)
+    scene.store.away = True
+    scene.registration.forget("e0")
+    await scene.clock.advance(1)
+    scene.store.away = False
+    await scene.clock.advance(7)  # the call's time-out, and the pause behind it
+    assert scene.shown() == {}
