@@ -15,7 +15,7 @@ import os
 import shutil
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 
@@ -69,6 +69,8 @@ class EmulatedTrainer:
         self._updates = 0
         self._accumulated = 0.0
         """Emulated seconds that the parts of the step to come have taken so far."""
+        self.released: frozenset[str] = frozenset()
+        """What it is as if it had given the memory back of: it has none."""
 
     def load(self, tell: Tell) -> None:
         """Take the time of loading; what is gone on from is read as a real rank reads it. Raises CheckpointDamaged."""
@@ -82,6 +84,7 @@ class EmulatedTrainer:
 
     def run(self, work: Work, tell: Tell) -> StepResult:
         """One step. Raises NotTaken."""
+        self.released = frozenset()
         launch, seal = self._launch, work.seal
         updating = saving = 0.0
         if seal.groups:
@@ -113,6 +116,11 @@ class EmulatedTrainer:
     def accumulate(self, part: PartWork, tell: Tell) -> None:
         """A part of the step to come."""
         self._compute(self._timing.accumulate(_tokens(part.work)), tell)
+
+    def rest(self, what: Collection[str], tell: Tell) -> None:
+        """As if memory were given back, or taken again: at once."""
+        tell("restoring" if self.released - set(what) else "releasing")
+        self.released = frozenset(what)
 
     def _compute(self, seconds: float, tell: Tell) -> None:
         self._accumulated += seconds
@@ -186,7 +194,7 @@ def load(launch: RankLaunch, meet: Meet, clock: Clock, tell: Tell, writer: Check
     timing = Timing(read_law(os.environ), f"{launch.world} rank {launch.rank}")
     trainer = EmulatedTrainer(launch, timing, writer)
     trainer.load(tell)
-    return Loaded(trainer.run, lambda: None, trainer.accumulate)
+    return Loaded(trainer.run, lambda: None, trainer.accumulate, trainer.rest, lambda: trainer.released)
 
 
 def _mark(folder: Path) -> None:

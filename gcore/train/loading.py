@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -36,12 +36,15 @@ class Meet:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A rank that can train. `run` applies a step, `accumulate` adds a part of the next to its gradients, `leave` says
-    farewell to the others; all in the loading thread."""
+    """A rank that can train. `run` applies a step, `accumulate` adds a part of the next to its gradients, `rest` has exactly the
+    named parts of its memory given back, `leave` says farewell to the others; all in the loading thread. `released`: which parts
+    are, for any thread."""
 
     run: Callable[[Work, Callable[[str], None]], StepResult]
     leave: Callable[[], None]
     accumulate: Callable[[PartWork, Callable[[str], None]], None]
+    rest: Callable[[Collection[str], Callable[[str], None]], None]
+    released: Callable[[], frozenset[str]]
 
 
 def load(launch: RankLaunch, meet: Meet, clock: Clock, tell: Callable[[str], None], writer: CheckpointWriter) -> Loaded:
@@ -71,6 +74,7 @@ def load(launch: RankLaunch, meet: Meet, clock: Clock, tell: Callable[[str], Non
 
     from gcore.train.copied import Copies
     from gcore.train.copying import Copier
+    from gcore.train.resting import Resting, RestingTrainer
     from gcore.train.saving import Progress, Saver, restore_critic, restore_optimizer
     from gcore.train.step import StepTrainer
 
@@ -96,7 +100,9 @@ def load(launch: RankLaunch, meet: Meet, clock: Clock, tell: Callable[[str], Non
     if launch.resumes:
         copier.keep(launch.start.step, 0, progress, loading)
     trainer = StepTrainer(launch, collective, models, saver, clock, progress, copier, start_s=clock.monotonic() - began)
-    return Loaded(trainer.run, collective.leave, trainer.accumulate)
+    resting = Resting(models, launch.spec.train, collective.device, clock)
+    rested = RestingTrainer(resting, collective, trainer)
+    return Loaded(rested.run, collective.leave, rested.accumulate, resting.rest, lambda: resting.released)
 
 
 def _models(launch: RankLaunch, collective: Collective, tell: Callable[[str], None], fill: Fill | None) -> Models:

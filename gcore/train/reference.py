@@ -40,6 +40,11 @@ class Reference:
             module.to(device)
         self._logits_of = logits_of(module)
 
+    @property
+    def module(self) -> nn.Module:
+        """What computes forward, wherever it is."""
+        return self._module
+
     @contextlib.contextmanager
     def awake(self) -> Iterator[LogitsOf]:
         """Its logits, in the block."""

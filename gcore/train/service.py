@@ -1,16 +1,16 @@
 """`TrainRank` over gRPC: turns calls into events of `gcore.train.feed_state`, and its answers into replies.
 
-Runs in the event loop and never blocks it: payloads are checked in a thread, training happens in another. State only
+Runs in the event loop and never blocks it: payloads are checked in a thread, training and resting happen in another. State only
 changes in the loop, between two awaits, so calls cannot interleave within a decision.
 
 What it refuses it refuses with FAILED_PRECONDITION; a payload that is damaged with DATA_LOSS; a chunk or seal that is
-not what the protocol says with INVALID_ARGUMENT. Does not decide when the process ends (`gcore.train.serving`).
+not what the protocol says with INVALID_ARGUMENT; memory that cannot be put aside with RESOURCE_EXHAUSTED. Does not decide when the process ends (`gcore.train.serving`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from typing import NoReturn
 
 import grpc
@@ -36,6 +36,7 @@ from gcore.train.messages import (
     write_writing,
 )
 from gcore.train.report import StepResult
+from gcore.train.rest_rules import PARTS, CannotRest, refuse_release, refuse_restore, unknown
 from gcore.train.writing import Saved, Writing
 
 COALESCE_S = 0.05
@@ -60,6 +61,8 @@ class RankBoard:
         self.saved: Saved | None = None
         self.writing: Writing | None = None
         self.trouble = ""
+        self.released: frozenset[str] = frozenset()
+        """The parts of its memory that it has given back."""
         self._report: pb.StepReport | None = None
         self._changed, self._wanted = asyncio.Event(), asyncio.Event()
         self._said: pb.RankState | None = None
@@ -103,6 +106,7 @@ class RankBoard:
         message.phase = "failed" if self.error else self.phase
         message.progress, message.error = self.progress, self.error
         message.trouble = self.trouble
+        message.released.extend(sorted(self.released))
         if self._report is not None:
             message.report.CopyFrom(self._report)
         if self.saved is not None:
@@ -146,10 +150,18 @@ class RankBoard:
 class TrainRankService(train_pb2_grpc.TrainRankServicer):
     """The servicer. `begin` and `begin_part` take work to the training thread and return at once."""
 
-    def __init__(self, board: RankBoard, begin: Callable[[Work], None], begin_part: Callable[[PartWork], None]) -> None:
+    def __init__(
+        self,
+        board: RankBoard,
+        begin: Callable[[Work], None],
+        begin_part: Callable[[PartWork], None],
+        rest: Callable[[Collection[str]], Awaitable[None]],
+    ) -> None:
+        """`rest` returns when exactly the parts that it names are released."""
         self._board = board
         self._begin = begin
         self._begin_part = begin_part
+        self._rest = rest
 
     async def Feed(self, request_iterator: AsyncIterator[pb.FeedChunk], context: CONTEXT) -> pb.FeedReply:
         """Samples of one token."""
@@ -210,6 +222,31 @@ class TrainRankService(train_pb2_grpc.TrainRankServicer):
             case Already():
                 pass
         return pb.ApplyReply()
+
+    async def Release(self, request: pb.ReleaseRequest, context: CONTEXT) -> pb.RestReply:
+        """Give memory back."""
+        await self._admit(read_world(request.world), context)
+        if wrong := unknown(request.what):
+            await _invalid(context, wrong)
+        refused = refuse_release(self._board.state, request.step)
+        if refused is not None:
+            await _refused(context, refused)
+        return await self._put_to_rest(self._board.released | frozenset(request.what or PARTS), context)
+
+    async def Restore(self, request: pb.RestoreRequest, context: CONTEXT) -> pb.RestReply:
+        """Take it again."""
+        await self._admit(read_world(request.world), context)
+        refused = refuse_restore(self._board.state)
+        if refused is not None:
+            await _refused(context, refused)
+        return await self._put_to_rest(frozenset(), context)
+
+    async def _put_to_rest(self, what: frozenset[str], context: CONTEXT) -> pb.RestReply:
+        try:
+            await self._rest(what)
+        except CannotRest as error:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+        return pb.RestReply(released=sorted(self._board.released))
 
     async def _seal(self, request: pb.ApplyRequest, context: CONTEXT) -> Seal:
         """The seal that a caller of this world brings."""

@@ -19,7 +19,7 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -35,6 +35,7 @@ from gcore.train.feed_state import FeedState, PartWork, Work, WorldName
 from gcore.train.launch import RankLaunch
 from gcore.train.loading import Loaded, Meet, load
 from gcore.train.report import StepResult
+from gcore.train.rest_rules import CannotRest
 from gcore.train.service import RankBoard, TrainRankService
 from gcore.train.writing import CHECKPOINT, CheckpointWriter
 from gcore.worker.child import Control
@@ -139,7 +140,7 @@ class RankProcess:
             self._thread, self._loader, self._launch, meet, self._clock, self._pulse.tell, self._writer
         )
         train_pb2_grpc.add_TrainRankServicer_to_server(
-            TrainRankService(self._board, self._begin, self._begin_part), self._server
+            TrainRankService(self._board, self._begin, self._begin_part, self._rest), self._server
         )
         port = self._server.add_insecure_port(f"{self._launch.host}:0")
         await self._server.start()
@@ -155,6 +156,26 @@ class RankProcess:
         # One thread does all of it, so what is begun later comes later.
         self._busy = asyncio.create_task(self._accumulate(part))
         self._busy.add_done_callback(self._finished)
+
+    async def _rest(self, what: Collection[str]) -> None:
+        """Have exactly these parts released. Raises CannotRest, and what fails otherwise is the process's failure."""
+        task = self._busy = asyncio.create_task(self._go_to_rest(what))
+        task.add_done_callback(self._rested)
+        await asyncio.shield(task)  # it goes on, whoever does not wait for it any more
+
+    async def _go_to_rest(self, what: Collection[str]) -> None:
+        assert self._loaded is not None
+        try:
+            await self._loop.run_in_executor(self._thread, self._loaded.rest, what, self._pulse.tell)
+        finally:
+            self._board.released = self._loaded.released()
+            if self._busy is asyncio.current_task():
+                self._pulse.tell(self._resting)
+
+    def _rested(self, task: asyncio.Task[None]) -> None:
+        """What finds no room is told to whoever asked for it, and the rank goes on as it was."""
+        if task.cancelled() or not isinstance(task.exception(), CannotRest):
+            self._finished(task)
 
     async def _accumulate(self, part: PartWork) -> None:
         assert self._loaded is not None
@@ -220,6 +241,8 @@ class RankProcess:
 
     def _note(self, phase: str, progress: int) -> None:
         self._board.phase, self._board.progress = phase, progress
+        if self._loaded is not None:
+            self._board.released = self._loaded.released()
         self._board.show()
 
 

@@ -108,7 +108,10 @@ class TrainedModel:
         for name, buffer in module.named_buffers():
             buffer.data = buffers[name].to(buffer.device)
         self._engine = engine
-        self._module = module
+        self.module = module
+        """What computes forward."""
+        self.updater: Any = engine.optimizer
+        """DeepSpeed's optimizer, around torch's own."""
         self._stage = how.zero_stage
         self._ranks: int = engine.world_size
         self._names: dict[str, nn.Parameter] = dict(module.named_parameters())
@@ -134,13 +137,13 @@ class TrainedModel:
     @torch.no_grad()
     def scale_gradients(self, factor: float) -> None:
         """Multiply what the next update applies, after the last `backward`. Not a collective."""
-        for gradients in self._engine.optimizer.averaged_gradients.values():
+        for gradients in self.updater.averaged_gradients.values():
             for gradient in gradients or ():
                 gradient.mul_(factor)
 
     def update(self, learning_rate: float) -> UpdateResult:
         """Clip and apply the gradients; leave them out if their norm is not finite."""
-        for group in self._engine.optimizer.param_groups:
+        for group in self.updater.param_groups:
             group["lr"] = learning_rate
         self._engine.step()
         norm = self._engine.get_global_grad_norm()
@@ -165,8 +168,8 @@ class TrainedModel:
 
     def buffers(self) -> Iterator[NamedTensor]:
         """What a model saves besides its parameters; mostly nothing. Not a collective."""
-        saved = self._module.state_dict().keys()
-        for name, buffer in self._module.named_buffers():
+        saved = self.module.state_dict().keys()
+        for name, buffer in self.module.named_buffers():
             if name in saved:
                 yield NamedTensor(name, buffer)
 
@@ -234,7 +237,7 @@ class TrainedModel:
     def _make_optimizer_state(self) -> None:
         self.flush()
         self.update(0.0)
-        optimizer = self._engine.optimizer
+        optimizer = self.updater
         if self._stage < 3:
             # DeepSpeed links Adam's state to the parameters in the midst of its first step, when only the first group of
             # parameters has any.
@@ -243,7 +246,7 @@ class TrainedModel:
         self._set_adam_steps(0)
 
     def _set_adam_steps(self, steps: int) -> None:
-        for state in self._engine.optimizer.optimizer.state.values():
+        for state in self.updater.optimizer.state.values():
             if isinstance(state.get("step"), Tensor):
                 state["step"].fill_(steps)
 

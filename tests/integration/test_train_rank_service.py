@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
@@ -22,6 +22,7 @@ from gcore.ledger.records import Seal, SealedGroup, SealState
 from gcore.testing import FakeClock
 from gcore.train.feed_state import FeedState, PartWork, Work, WorldName
 from gcore.train.report import StepResult
+from gcore.train.rest_rules import PARTS, CannotRest
 from gcore.train.service import COALESCE_S, PARTS_S, RankBoard, TrainRankService
 from gcore.train.writing import Writing
 from gcore.types import Group, PromptRef, Sample, Version, VersionSpan
@@ -41,6 +42,8 @@ class Served:
     board: RankBoard
     begun: list[Work]
     parts: list[PartWork]
+    rested: list[frozenset[str]]
+    """What was to be released, time after time."""
 
 
 @pytest.fixture
@@ -50,16 +53,25 @@ async def served() -> AsyncIterator[Served]:
 
 
 @asynccontextmanager
-async def service(clock: Clock) -> AsyncIterator[Served]:
+async def service(clock: Clock, *, full: bool = False) -> AsyncIterator[Served]:
+    """`full`: there is no room to put memory aside."""
     board = RankBoard(FeedState(WorldName("j", "w", 0), 0, 1, 0), clock)
     begun: list[Work] = []
     parts: list[PartWork] = []
+    rested: list[frozenset[str]] = []
+
+    async def rest(what: Collection[str]) -> None:
+        rested.append(frozenset(what))
+        if full:
+            raise CannotRest("the weights cannot be put aside (No space left on device)", where="/tmp")
+        board.released = frozenset(what)
+
     server = grpc.aio.server()
-    train_pb2_grpc.add_TrainRankServicer_to_server(TrainRankService(board, begun.append, parts.append), server)
+    train_pb2_grpc.add_TrainRankServicer_to_server(TrainRankService(board, begun.append, parts.append, rest), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        yield Served(train_pb2_grpc.TrainRankStub(channel), board, begun, parts)
+        yield Served(train_pb2_grpc.TrainRankStub(channel), board, begun, parts, rested)
     await server.stop(None)
 
 
@@ -325,3 +337,71 @@ async def test_a_part_is_told_of_at_once_to_whoever_does_not_say_how_many_there_
         await served.stub.Feed(chunks(payload(group, (0,))))
         await clock.advance(COALESCE_S)
         assert heard.done()
+
+
+def release_request(*what: str, step: int = 0, world: pb.WorldId = ME) -> pb.ReleaseRequest:
+    return pb.ReleaseRequest(world=world, step=step, what=what)
+
+
+async def test_memory_is_released_part_by_part_and_restored_and_whoever_watches_sees_it(served: Served) -> None:
+    assert list((await served.stub.Release(release_request("optimizer"))).released) == ["optimizer"]
+    assert list((await served.stub.Release(release_request("weights"))).released) == ["optimizer", "weights"]
+    async for state in served.stub.Watch(pb.WatchRequest(world=ME)):
+        assert list(state.released) == ["optimizer", "weights"]
+        break
+    for _ in range(2):
+        assert list((await served.stub.Restore(pb.RestoreRequest(world=ME))).released) == []
+    await served.stub.Release(release_request())
+    assert served.rested == [{"optimizer"}, PARTS, frozenset(), frozenset(), PARTS]
+
+
+@pytest.mark.parametrize(
+    ("request_", "code", "words"),
+    [
+        pytest.param(release_request("cache"), grpc.StatusCode.INVALID_ARGUMENT, "no part 'cache'", id="unknown part"),
+        pytest.param(release_request(step=3), grpc.StatusCode.FAILED_PRECONDITION, "not 3", id="another step"),
+        pytest.param(
+            release_request(world=OTHERS["world"]), grpc.StatusCode.FAILED_PRECONDITION, "world x", id="another world"
+        ),
+    ],
+)
+async def test_a_release_that_is_not_meant_is_refused(
+    served: Served, request_: pb.ReleaseRequest, code: grpc.StatusCode, words: str
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await served.stub.Release(request_)
+    assert refused.value.code() is code
+    assert words in (refused.value.details() or "")
+    assert served.rested == []
+
+
+async def test_while_a_step_trains_memory_is_neither_released_nor_restored(served: Served) -> None:
+    group = make_group()
+    await served.stub.Feed(chunks(payload(group)))
+    await served.stub.Apply(apply_request(make_seal(group).encode()))
+    for call in (
+        served.stub.Release(release_request()),
+        served.stub.Restore(pb.RestoreRequest(world=ME)),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await call
+        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert "being applied" in (refused.value.details() or "")
+    assert served.rested == []
+
+
+async def test_a_rank_at_rest_takes_samples_and_the_step_that_follows(served: Served) -> None:
+    await served.stub.Release(release_request())
+    group = make_group()
+    await served.stub.Feed(chunks(payload(group)))
+    await served.stub.Apply(apply_request(make_seal(group).encode()))
+    assert len(served.begun) == 1
+
+
+async def test_memory_that_finds_no_room_is_told_so_and_stays() -> None:
+    async with service(SystemClock(), full=True) as served:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await served.stub.Release(release_request())
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "No space left" in (refused.value.details() or "")
+        assert served.board.released == frozenset()

@@ -8,10 +8,11 @@ import torch
 from engine_core import finish, make_core, prompt, task
 
 from gcore.errors import EngineError
+from gcore.free_memory import give_back_free_memory
 from gcore.rollout.engine.cache import CacheShape, LayerShape
 from gcore.rollout.engine.memory import DEVICE_SHARE, HOST_SHARE, SMALLEST, default_cache_tokens, free_host_bytes
 from gcore.rollout.engine.shared import SharedLane
-from gcore.rollout.engine.weights import give_back_free_memory, stage
+from gcore.rollout.engine.weights import stage
 from gcore.testing.tiny_model import make_tiny_model
 
 MIB = 2**20

@@ -134,6 +134,28 @@ class ApplyReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class ReleaseRequest(_message.Message):
+    __slots__ = ("world", "step", "what")
+    WORLD_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    world: WorldId
+    step: int
+    what: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, world: _Optional[_Union[WorldId, _Mapping]] = ..., step: _Optional[int] = ..., what: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class RestoreRequest(_message.Message):
+    __slots__ = ("world",)
+    WORLD_FIELD_NUMBER: _ClassVar[int]
+    world: WorldId
+    def __init__(self, world: _Optional[_Union[WorldId, _Mapping]] = ...) -> None: ...
+
+class RestReply(_message.Message):
+    __slots__ = ("released",)
+    RELEASED_FIELD_NUMBER: _ClassVar[int]
+    released: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, released: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class WatchRequest(_message.Message):
     __slots__ = ("world",)
     WORLD_FIELD_NUMBER: _ClassVar[int]
@@ -141,7 +163,7 @@ class WatchRequest(_message.Message):
     def __init__(self, world: _Optional[_Union[WorldId, _Mapping]] = ...) -> None: ...
 
 class RankState(_message.Message):
-    __slots__ = ("schema_version", "world", "rank", "world_size", "holding", "held", "applied", "report", "phase", "progress", "error", "saved", "writing", "streaming", "begun", "begun_sha256", "trouble")
+    __slots__ = ("schema_version", "world", "rank", "world_size", "holding", "held", "applied", "report", "phase", "progress", "error", "saved", "writing", "streaming", "begun", "begun_sha256", "trouble", "released")
     SCHEMA_VERSION_FIELD_NUMBER: _ClassVar[int]
     WORLD_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
@@ -159,6 +181,7 @@ class RankState(_message.Message):
     BEGUN_FIELD_NUMBER: _ClassVar[int]
     BEGUN_SHA256_FIELD_NUMBER: _ClassVar[int]
     TROUBLE_FIELD_NUMBER: _ClassVar[int]
+    RELEASED_FIELD_NUMBER: _ClassVar[int]
     schema_version: int
     world: WorldId
     rank: int
@@ -176,7 +199,8 @@ class RankState(_message.Message):
     begun: int
     begun_sha256: bytes
     trouble: str
-    def __init__(self, schema_version: _Optional[int] = ..., world: _Optional[_Union[WorldId, _Mapping]] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., holding: _Optional[_Union[StepToken, _Mapping]] = ..., held: _Optional[_Iterable[_Union[HeldGroup, _Mapping]]] = ..., applied: _Optional[_Union[StepToken, _Mapping]] = ..., report: _Optional[_Union[StepReport, _Mapping]] = ..., phase: _Optional[str] = ..., progress: _Optional[int] = ..., error: _Optional[str] = ..., saved: _Optional[_Union[SavedCheckpoint, _Mapping]] = ..., writing: _Optional[_Union[CheckpointWrite, _Mapping]] = ..., streaming: _Optional[_Union[StepToken, _Mapping]] = ..., begun: _Optional[int] = ..., begun_sha256: _Optional[bytes] = ..., trouble: _Optional[str] = ...) -> None: ...
+    released: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, schema_version: _Optional[int] = ..., world: _Optional[_Union[WorldId, _Mapping]] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., holding: _Optional[_Union[StepToken, _Mapping]] = ..., held: _Optional[_Iterable[_Union[HeldGroup, _Mapping]]] = ..., applied: _Optional[_Union[StepToken, _Mapping]] = ..., report: _Optional[_Union[StepReport, _Mapping]] = ..., phase: _Optional[str] = ..., progress: _Optional[int] = ..., error: _Optional[str] = ..., saved: _Optional[_Union[SavedCheckpoint, _Mapping]] = ..., writing: _Optional[_Union[CheckpointWrite, _Mapping]] = ..., streaming: _Optional[_Union[StepToken, _Mapping]] = ..., begun: _Optional[int] = ..., begun_sha256: _Optional[bytes] = ..., trouble: _Optional[str] = ..., released: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SavedCheckpoint(_message.Message):
     __slots__ = ("lineage", "step", "file", "sha256")

@@ -51,6 +51,16 @@ class TrainRankStub:
                 request_serializer=gcore_dot_api_dot_v1_dot_train__pb2.ApplyRequest.SerializeToString,
                 response_deserializer=gcore_dot_api_dot_v1_dot_train__pb2.ApplyReply.FromString,
                 _registered_method=True)
+        self.Release = channel.unary_unary(
+                '/gcore.api.v1.TrainRank/Release',
+                request_serializer=gcore_dot_api_dot_v1_dot_train__pb2.ReleaseRequest.SerializeToString,
+                response_deserializer=gcore_dot_api_dot_v1_dot_train__pb2.RestReply.FromString,
+                _registered_method=True)
+        self.Restore = channel.unary_unary(
+                '/gcore.api.v1.TrainRank/Restore',
+                request_serializer=gcore_dot_api_dot_v1_dot_train__pb2.RestoreRequest.SerializeToString,
+                response_deserializer=gcore_dot_api_dot_v1_dot_train__pb2.RestReply.FromString,
+                _registered_method=True)
         self.Watch = channel.unary_stream(
                 '/gcore.api.v1.TrainRank/Watch',
                 request_serializer=gcore_dot_api_dot_v1_dot_train__pb2.WatchRequest.SerializeToString,
@@ -85,6 +95,22 @@ class TrainRankServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Release(self, request, context):
+        """Gives the memory of what the rank holds back, for as long as it has no step to train. Answers when that is done; repeating
+        it does nothing. Refused while a step is trained (FAILED_PRECONDITION), and where there is no room to put it aside
+        (RESOURCE_EXHAUSTED); then nothing has changed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Restore(self, request, context):
+        """Takes all of it again. Answers when that is done; repeating it does nothing. Apply and Accumulate do it by themselves.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Watch(self, request, context):
         """The rank's state now, and again after each change.
         """
@@ -109,6 +135,16 @@ def add_TrainRankServicer_to_server(servicer, server):
                     servicer.Accumulate,
                     request_deserializer=gcore_dot_api_dot_v1_dot_train__pb2.ApplyRequest.FromString,
                     response_serializer=gcore_dot_api_dot_v1_dot_train__pb2.ApplyReply.SerializeToString,
+            ),
+            'Release': grpc.unary_unary_rpc_method_handler(
+                    servicer.Release,
+                    request_deserializer=gcore_dot_api_dot_v1_dot_train__pb2.ReleaseRequest.FromString,
+                    response_serializer=gcore_dot_api_dot_v1_dot_train__pb2.RestReply.SerializeToString,
+            ),
+            'Restore': grpc.unary_unary_rpc_method_handler(
+                    servicer.Restore,
+                    request_deserializer=gcore_dot_api_dot_v1_dot_train__pb2.RestoreRequest.FromString,
+                    response_serializer=gcore_dot_api_dot_v1_dot_train__pb2.RestReply.SerializeToString,
             ),
             'Watch': grpc.unary_stream_rpc_method_handler(
                     servicer.Watch,
@@ -199,6 +235,60 @@ class TrainRank:
             '/gcore.api.v1.TrainRank/Accumulate',
             gcore_dot_api_dot_v1_dot_train__pb2.ApplyRequest.SerializeToString,
             gcore_dot_api_dot_v1_dot_train__pb2.ApplyReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Release(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gcore.api.v1.TrainRank/Release',
+            gcore_dot_api_dot_v1_dot_train__pb2.ReleaseRequest.SerializeToString,
+            gcore_dot_api_dot_v1_dot_train__pb2.RestReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Restore(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gcore.api.v1.TrainRank/Restore',
+            gcore_dot_api_dot_v1_dot_train__pb2.RestoreRequest.SerializeToString,
+            gcore_dot_api_dot_v1_dot_train__pb2.RestReply.FromString,
             options,
             channel_credentials,
             insecure,

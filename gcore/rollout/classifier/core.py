@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from itertools import islice
 
 from gcore.errors import EngineError
+from gcore.free_memory import give_back_free_memory
 from gcore.rollout.classifier.batches import WINDOW, batch
 from gcore.rollout.classifier.model import Classifier
 from gcore.rollout.engine.memory import memory_error_explained
 from gcore.rollout.engine.schedule import IDLE_TOKENS
 from gcore.rollout.engine.served import ABORTED, PauseMode
 from gcore.rollout.engine.tasks import Ending, is_older
-from gcore.rollout.engine.weights import Bed, Staged, check_awake, give_back_free_memory, install
+from gcore.rollout.engine.weights import Bed, Staged, check_awake, install
 
 FIX = "Lower serving.batch_slots (questions at once), or show the judge less"
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gcore.errors import EngineError
+from gcore.free_memory import give_back_free_memory
 from gcore.rollout.engine.decoder import Decoder, Made
 from gcore.rollout.engine.lane import Lane
 from gcore.rollout.engine.memory import memory_error_explained
@@ -24,7 +25,7 @@ from gcore.rollout.engine.schedule import IDLE_TOKENS, Size, Want, admissible, l
 from gcore.rollout.engine.served import ABORTED, PauseMode
 from gcore.rollout.engine.tasks import Delivery, Ending, Task, Waiting, Work, is_older
 from gcore.rollout.engine.text import Text, tail_length
-from gcore.rollout.engine.weights import Bed, Staged, check_awake, give_back_free_memory, install
+from gcore.rollout.engine.weights import Bed, Staged, check_awake, install
 
 
 @dataclass(frozen=True, slots=True)

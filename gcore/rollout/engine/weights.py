@@ -11,8 +11,6 @@ behind however the process ends.
 
 from __future__ import annotations
 
-import ctypes
-import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from gcore.errors import EngineError
+from gcore.free_memory import give_back_free_memory
 from gcore.rollout.engine.cache import CacheShape
 
 
@@ -179,9 +178,3 @@ class Bed:
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     raw: Any = tensor.view(-1).view(torch.uint8).numpy()
     return memoryview(raw)
-
-
-def give_back_free_memory() -> None:
-    """What the C library holds of freed memory goes back to the system (where that is Linux's)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).malloc_trim(0)

@@ -1,0 +1,231 @@
+"""A rank's memory is given back and taken again bit for bit: with a plain optimizer here, under DeepSpeed in integration tests."""
+
+from __future__ import annotations
+
+import os
+import resource
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from gcore.config import parse_spec
+from gcore.free_memory import give_back_free_memory
+from gcore.testing import FakeClock
+from gcore.train.feed_state import FeedState, WorldName
+from gcore.train.models import Models
+from gcore.train.rest_rules import PARTS, CannotRest, refuse_release, refuse_restore, unknown
+from gcore.train.resting import AsideLost, Resting, tensors_of
+from gcore.types import Token
+
+SPEC = parse_spec(
+    {
+        "name": "j",
+        "model": {"path": "m"},
+        "data": {"path": "d"},
+        "flow": {"steps": 3},
+        "rollout": {"max_new_tokens": 4},
+    }
+)
+MIB = 2**20
+
+
+class Small:
+    """As much of a trained model as resting looks at; a vector stays in memory, a matrix is worth putting aside."""
+
+    def __init__(self, width: int = 128) -> None:
+        self.module = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width, bias=False))
+        self.module.register_buffer("table", torch.randn(width, width))
+        self.updater = torch.optim.AdamW(self.module.parameters(), lr=0.1)
+        self.learn()
+
+    def learn(self) -> float:
+        loss = self.module(torch.ones(4, self.module[0].in_features)).square().sum()
+        self.updater.zero_grad()
+        loss.backward()
+        self.updater.step()
+        return float(loss.detach())
+
+    def everything(self) -> list[torch.Tensor]:
+        return [*self.module.state_dict().values(), *tensors_of(self.updater)]
+
+
+def emptied(tensor: torch.Tensor) -> bool:
+    """But for what is less than a page at either end."""
+    first = tensor.untyped_storage()
+    values = torch.empty(0, dtype=torch.float32).set_(first)
+    return bool(values[1024:-1024].eq(0).all())
+
+
+def resting(model: Any) -> Resting:
+    return Resting(Models(model, None), SPEC.train, torch.device("cpu"), FakeClock())
+
+
+def nothing(_: str) -> None:
+    pass
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_what_is_taken_again_is_the_same_bit_for_bit_and_views_are_still_views() -> None:
+    model = Small()
+    row = model.module[0].weight.data[3]
+    row.numpy()  # after which torch itself could not give the memory back
+    before = [one.detach().clone() for one in model.everything()]
+    rank = resting(model)
+    rank.rest(PARTS, nothing)
+    assert rank.released == PARTS
+    assert emptied(row)
+    rank.rest((), nothing)
+    assert rank.released == frozenset()
+    assert all(one.equal(other) for one, other in zip(model.everything(), before, strict=True))
+    model.module[0].weight.data[3] = 7.0
+    assert row.eq(7.0).all()
+
+
+def test_training_goes_on_after_a_rest_as_if_there_had_been_none() -> None:
+    torch.manual_seed(0)
+    rested = Small()
+    torch.manual_seed(0)
+    awake = Small()
+    rank = resting(rested)
+    losses = []
+    for _ in range(4):
+        rank.rest({"optimizer"}, nothing)
+        rank.rest(PARTS, nothing)
+        rank.rest((), nothing)
+        losses.append((rested.learn(), awake.learn()))
+    assert all(one == other for one, other in losses)
+    assert len({one for one, _ in losses}) == len(losses)
+
+
+def test_the_parts_are_released_each_by_itself_and_asking_twice_does_nothing() -> None:
+    model, told = Small(), []
+    rank = resting(model)
+    rank.rest({"optimizer"}, told.append)
+    assert not emptied(model.module[0].weight), "the forward pass has its weights still"
+    assert all(
+        emptied(one)
+        for one in tensors_of(model.updater.state)
+        if one.ndim == 2 and one.grad_fn is None and not one.requires_grad
+    )
+    rank.rest({"optimizer"}, told.append)
+    rank.rest({"weights"}, told.append)
+    assert rank.released == {"weights"}
+    assert emptied(model.module[0].weight)
+    assert set(told) == {"releasing", "restoring"}
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.sets(st.sampled_from(sorted(PARTS))), max_size=6))
+def test_whatever_is_released_in_whatever_order_comes_back(orders: list[set[str]]) -> None:
+    model = Small(64)
+    before = [one.detach().clone() for one in model.everything()]
+    rank = resting(model)
+    for what in orders:
+        rank.rest(what, nothing)
+        assert rank.released == what
+    rank.rest((), nothing)
+    assert all(one.equal(other) for one, other in zip(model.everything(), before, strict=True))
+
+
+def test_memory_is_really_free_and_nothing_is_left_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    model = Small(1536)
+    give_back_free_memory()
+    before = resident()
+    rank = resting(model)
+    rank.rest(PARTS, nothing)
+    # Two weights, their gradients and Adam's state, and a table: nine matrices of nine megabytes.
+    assert before - resident() > 75 * MIB
+    assert list(tmp_path.iterdir()) == [], "its file has no name"
+    rank.rest((), nothing)
+    assert before - resident() < 10 * MIB
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_what_finds_no_room_stays_as_it_was_and_says_what_to_do() -> None:
+    model = Small()
+    rank = resting(model)
+    with files_of_at_most(100_000), pytest.raises(CannotRest, match=r"cannot be put aside.*TMPDIR"):
+        rank.rest(PARTS, nothing)
+    assert rank.released == frozenset()
+    model.learn()
+
+
+def test_a_part_that_finds_room_stays_released_when_the_other_does_not() -> None:
+    model = Small()
+    rank = resting(model)
+    rank.rest({"weights"}, nothing)
+    with files_of_at_most(100_000), pytest.raises(CannotRest):
+        rank.rest(PARTS, nothing)
+    assert rank.released == {"weights"}
+    rank.rest((), nothing)
+    model.learn()
+
+
+def test_what_comes_back_damaged_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda prefix: (tmp_path / prefix).open("w+b"))
+    rank = resting(Small())
+    rank.rest({"optimizer"}, nothing)
+    with (tmp_path / "gcore-rests-").open("r+b") as file:
+        file.seek(5000)
+        byte = file.read(1)
+        file.seek(5000)
+        file.write(bytes([byte[0] ^ 1]))
+    with pytest.raises(AsideLost, match="came back damaged"):
+        rank.rest((), nothing)
+
+
+STATE = FeedState(WorldName("j", "w", 0), 0, 1, done=4)
+
+
+@pytest.mark.parametrize(
+    ("state", "step", "why"),
+    [
+        pytest.param(STATE, 4, "", id="between two steps"),
+        pytest.param(STATE, 3, "step 4 is the last that is done here, not 3", id="a word that comes late"),
+        pytest.param(STATE, 5, "step 4 is the last that is done here, not 5", id="a word that comes early"),
+        pytest.param(
+            FeedState(STATE.name, 0, 1, done=4, applying=Token(0, 5, 1)), 4, "is being applied", id="while it trains"
+        ),
+        pytest.param(
+            FeedState(STATE.name, 0, 1, done=4, begun=(("d",),)), 4, "parts of step 5 were begun", id="amid a step"
+        ),
+    ],
+)
+def test_a_rank_gives_memory_back_only_between_two_steps(state: FeedState, step: int, why: str) -> None:
+    refused = refuse_release(state, step)
+    assert (refused is None) == (not why)
+    if refused is not None:
+        assert why in refused.reason
+
+
+def test_a_rank_that_trains_needs_nobody_to_restore_it() -> None:
+    assert refuse_restore(STATE) is None
+    refused = refuse_restore(FeedState(STATE.name, 0, 1, done=4, applying=Token(0, 5, 1)))
+    assert refused is not None
+    assert "by itself" in refused.reason
+
+
+def test_a_part_that_no_rank_has_is_named() -> None:
+    assert unknown(["weights", "optimizer"]) == ""
+    assert unknown(["kv_cache"]) == "a rank has no part 'kv_cache'; it releases optimizer and weights"
