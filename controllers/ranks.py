@@ -228,6 +228,8 @@ class RankLinks:
             begun_step=state.streaming.step,
             begun_content=state.begun_sha256,
             speaks=max(min(READABLE), min(SCHEMA_VERSION, state.schema_version)),
+            clock=state.clock or None,
+            phases=dict(state.phase_seconds),
         )
         for saved in _saved(state, view):
             self.saved[saved.version] = saved

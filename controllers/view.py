@@ -89,6 +89,10 @@ class RankView:
     begun_content: bytes = b""
     speaks: int = SCHEMA_VERSION
     """The schema version in which it is spoken to."""
+    clock: float | None = None
+    """Its monotonic clock when it said this; None: it does not say what its time was."""
+    phases: Mapping[str, float] = field(default_factory=dict)
+    """What its time until then was: seconds in each phase since it began."""
 
 
 @dataclass(frozen=True)

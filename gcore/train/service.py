@@ -35,6 +35,7 @@ from gcore.train.messages import (
     write_state,
     write_writing,
 )
+from gcore.train.phases import Told
 from gcore.train.report import StepResult
 from gcore.train.rest_rules import PARTS, CannotRest, refuse_release, refuse_restore, unknown
 from gcore.train.writing import Saved, Writing
@@ -52,9 +53,11 @@ class RankBoard:
     `progress` alone is not worth a message each; whoever runs the clock decides when to `show` it.
     """
 
-    def __init__(self, state: FeedState, clock: Clock) -> None:
+    def __init__(self, state: FeedState, clock: Clock, told: Callable[[], Told] | None = None) -> None:
+        """`told`: what the rank's time was."""
         self.state = state
         self._clock = clock
+        self._told = told
         self.phase = "waiting"
         self.progress = 0
         self.error = ""
@@ -106,6 +109,10 @@ class RankBoard:
         message.phase = "failed" if self.error else self.phase
         message.progress, message.error = self.progress, self.error
         message.trouble = self.trouble
+        if self._told is not None:
+            told = self._told()
+            message.clock = told.at
+            message.phase_seconds.update(told.seconds)
         message.released.extend(sorted(self.released))
         if self._report is not None:
             message.report.CopyFrom(self._report)

@@ -34,6 +34,7 @@ from gcore.rpc_schema import VersionGate
 from gcore.train.feed_state import FeedState, PartWork, Work, WorldName
 from gcore.train.launch import RankLaunch
 from gcore.train.loading import Loaded, Meet, load
+from gcore.train.phases import Phases, Told
 from gcore.train.report import StepResult
 from gcore.train.rest_rules import CannotRest
 from gcore.train.service import RankBoard, TrainRankService
@@ -88,16 +89,22 @@ class Pulse:
         self._phase = ""
         self._progress = 0
         self._shown = 0.0
+        self._phases = Phases("loading", clock.monotonic())
 
     def tell(self, phase: str) -> None:
         """There is progress, in `phase`. From one thread at a time."""
         self._progress += 1
         now = self._clock.monotonic()
+        self._phases.tell(phase, now)
         if phase == self._phase and now - self._shown < SHOW_S:
             return
         self._phase, self._shown = phase, now
         self._control.send("progress", phase=phase, progress=self._progress)
         self._show(phase, self._progress)
+
+    def told(self) -> Told:
+        """What the time until now was."""
+        return self._phases.read(self._clock.monotonic())
 
 
 class RankProcess:
@@ -113,8 +120,8 @@ class RankProcess:
         self._end: asyncio.Future[int] = self._loop.create_future()
         name = WorldName(launch.job_uid, launch.world, launch.lineage)
         state = FeedState(name, launch.rank, launch.world_size, launch.start.step, streams=launch.spec.train.stream)
-        self._board = RankBoard(state, clock)
         self._pulse = Pulse(control, clock, self._note_soon)
+        self._board = RankBoard(state, clock, self._pulse.told)
         self._orders = Orders(control, self._stop_soon)
         self._server = grpc.aio.server(
             interceptors=[VersionGate()], options=[("grpc.max_receive_message_length", MESSAGE_BYTES)]

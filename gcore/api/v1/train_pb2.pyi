@@ -163,7 +163,14 @@ class WatchRequest(_message.Message):
     def __init__(self, world: _Optional[_Union[WorldId, _Mapping]] = ...) -> None: ...
 
 class RankState(_message.Message):
-    __slots__ = ("schema_version", "world", "rank", "world_size", "holding", "held", "applied", "report", "phase", "progress", "error", "saved", "writing", "streaming", "begun", "begun_sha256", "trouble", "released")
+    __slots__ = ("schema_version", "world", "rank", "world_size", "holding", "held", "applied", "report", "phase", "progress", "error", "saved", "writing", "streaming", "begun", "begun_sha256", "trouble", "released", "clock", "phase_seconds")
+    class PhaseSecondsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     SCHEMA_VERSION_FIELD_NUMBER: _ClassVar[int]
     WORLD_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
@@ -182,6 +189,8 @@ class RankState(_message.Message):
     BEGUN_SHA256_FIELD_NUMBER: _ClassVar[int]
     TROUBLE_FIELD_NUMBER: _ClassVar[int]
     RELEASED_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    PHASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     schema_version: int
     world: WorldId
     rank: int
@@ -200,7 +209,9 @@ class RankState(_message.Message):
     begun_sha256: bytes
     trouble: str
     released: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, schema_version: _Optional[int] = ..., world: _Optional[_Union[WorldId, _Mapping]] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., holding: _Optional[_Union[StepToken, _Mapping]] = ..., held: _Optional[_Iterable[_Union[HeldGroup, _Mapping]]] = ..., applied: _Optional[_Union[StepToken, _Mapping]] = ..., report: _Optional[_Union[StepReport, _Mapping]] = ..., phase: _Optional[str] = ..., progress: _Optional[int] = ..., error: _Optional[str] = ..., saved: _Optional[_Union[SavedCheckpoint, _Mapping]] = ..., writing: _Optional[_Union[CheckpointWrite, _Mapping]] = ..., streaming: _Optional[_Union[StepToken, _Mapping]] = ..., begun: _Optional[int] = ..., begun_sha256: _Optional[bytes] = ..., trouble: _Optional[str] = ..., released: _Optional[_Iterable[str]] = ...) -> None: ...
+    clock: float
+    phase_seconds: _containers.ScalarMap[str, float]
+    def __init__(self, schema_version: _Optional[int] = ..., world: _Optional[_Union[WorldId, _Mapping]] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., holding: _Optional[_Union[StepToken, _Mapping]] = ..., held: _Optional[_Iterable[_Union[HeldGroup, _Mapping]]] = ..., applied: _Optional[_Union[StepToken, _Mapping]] = ..., report: _Optional[_Union[StepReport, _Mapping]] = ..., phase: _Optional[str] = ..., progress: _Optional[int] = ..., error: _Optional[str] = ..., saved: _Optional[_Union[SavedCheckpoint, _Mapping]] = ..., writing: _Optional[_Union[CheckpointWrite, _Mapping]] = ..., streaming: _Optional[_Union[StepToken, _Mapping]] = ..., begun: _Optional[int] = ..., begun_sha256: _Optional[bytes] = ..., trouble: _Optional[str] = ..., released: _Optional[_Iterable[str]] = ..., clock: _Optional[float] = ..., phase_seconds: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class SavedCheckpoint(_message.Message):
     __slots__ = ("lineage", "step", "file", "sha256")
