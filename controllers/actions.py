@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 from controllers.view import SavedCheckpoint
 from gcore.ledger.job import JobPhase, Plan
+from gcore.ledger.placing import Moves, SplitPart
 from gcore.ledger.records import Assignment, Checkpoint, EndedRef, EpochRecord, Offer
 from gcore.ledger.stream import PartNow, SealNow
 from gcore.ledger.sweeping import Swept
 from gcore.types import PromptRef, Token, Version
+from placement.moves import Proposal
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,21 @@ class Accumulate:
 
 
 @dataclass(frozen=True, slots=True)
+class ReleaseRank:
+    """Have a rank give its memory back until its next step; `step` is the last that it has done."""
+
+    rank: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreRank:
+    """Have a rank take its memory again."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class Commit:
     """Move head to `step`."""
 
@@ -158,12 +175,13 @@ class Rollback:
     """Start a new world: from copies of head's state if they are at hand, else from the newest whole checkpoint on its chain.
 
     `between_steps`: only from head's own state, since the world that is there is well. `slots_as_seen`: only if the open steps
-    are still what they were.
+    are still what they were. `split`: of the slots, that a policy wants; None: as there was, or as the spec says.
     """
 
     reason: str
     between_steps: bool = False
     slots_as_seen: bool = False
+    split: SplitPart | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +257,25 @@ class Publish:
 
 
 @dataclass(frozen=True, slots=True)
+class Lead:
+    """Plan the job's placement from now on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Change the plan as a policy decided, or write down which train world it wants, or what it would do."""
+
+    proposal: Proposal
+
+
+@dataclass(frozen=True, slots=True)
+class TellMoves:
+    """Write down what came of moves."""
+
+    moves: Moves
+
+
+@dataclass(frozen=True, slots=True)
 class Sleep:
     """Have an engine's memory back. `judge`: whose it is; empty: the policy's."""
 
@@ -285,6 +322,8 @@ Action = (
     | Ready
     | Apply
     | Accumulate
+    | ReleaseRank
+    | RestoreRank
     | Commit
     | Register
     | Retain
@@ -303,6 +342,9 @@ Action = (
     | Discard
     | Replan
     | Publish
+    | Lead
+    | Place
+    | TellMoves
     | Sleep
     | Wake
     | GiveUp

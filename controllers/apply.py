@@ -29,15 +29,19 @@ from controllers.actions import (
     Gather,
     GiveUp,
     Join,
+    Lead,
     Leave,
     MakeSeal,
+    Place,
     Prune,
     Publish,
     PutOffer,
     Ready,
     Register,
+    ReleaseRank,
     Replan,
     Reseal,
+    RestoreRank,
     Retain,
     Rollback,
     SayFolder,
@@ -46,6 +50,7 @@ from controllers.actions import (
     StartJob,
     Sweep,
     TakeStock,
+    TellMoves,
     Wake,
     Warn,
 )
@@ -59,6 +64,7 @@ from gcore.fault_points import At, Moving, point
 from gcore.ledger import chain, transactions
 from gcore.ledger.guarded import Transaction, TxnOutcome
 from gcore.ledger.job import JobPhase, JobStatus
+from gcore.ledger.placing import Leader
 from gcore.ledger.records import Member
 from gcore.ledger.world_state import HeldState, NodeCopies, WorldState
 from gcore.weights.copies import lying
@@ -72,6 +78,8 @@ async def apply(action: Action, view: JobView, hands: Hands) -> Applied:
             return await _feed(action, view, hands)
         case Apply() | Accumulate():
             return await _apply(action, view, hands)
+        case ReleaseRank() | RestoreRank():
+            return await _have_rested(action, hands)
         case Publish():
             return await _publish(action, hands)
         case Sleep() | Wake():
@@ -140,6 +148,11 @@ def _transaction(action: Action, view: JobView, hands: Hands) -> Transaction:
         case Replan():
             assert mirror.plan is not None
             return transactions.replan(keys, mirror.plan, action.plan)
+        case Lead():
+            known = mirror.written(keys.leader, mirror.leader)
+            return transactions.lead(keys, known, Leader(node=view.node, incarnation=view.me), hands.lease)
+        case Place() | TellMoves():
+            return _moves(action, view)
         case Reseal():
             return transactions.reseal(keys, slots(view), action.step, view.me)
         case Ready():
@@ -163,6 +176,19 @@ def _transaction(action: Action, view: JobView, hands: Hands) -> Transaction:
             return transactions.set_status(keys, mirror.status, status, slots(view) if action.at_head else None)
         case _:
             raise TypeError(f"{action} is not one transaction")
+
+
+def _moves(action: Place | TellMoves, view: JobView) -> Transaction:
+    mirror, keys = view.mirror, view.mirror.keys
+    assert mirror.leader is not None
+    assert mirror.plan is not None
+    known = mirror.written(keys.moves, mirror.movings.get(""))
+    if isinstance(action, TellMoves):
+        return transactions.tell_moves(keys, mirror.leader, known, action.moves)
+    moves, plan = mirror.moves.plus(action.proposal.move), action.proposal.plan
+    if plan is None:
+        return transactions.tell_moves(keys, mirror.leader, known, moves)
+    return transactions.place(keys, mirror.leader, mirror.plan, plan, known, moves)
 
 
 async def _feed(action: Feed, view: JobView, hands: Hands) -> Applied:
@@ -201,6 +227,18 @@ async def _apply(action: Apply | Accumulate, view: JobView, hands: Hands) -> App
     except NotConnected as error:
         return Applied(TxnOutcome.UNKNOWN, f"{sentence}: {error}")
     point(At.APPLY, "after")
+    return Applied(TxnOutcome.WON, sentence)
+
+
+async def _have_rested(action: ReleaseRank | RestoreRank, hands: Hands) -> Applied:
+    goes = isinstance(action, ReleaseRank)
+    sentence = f"rank {action.rank} {'gives its memory back' if goes else 'takes its memory again'}"
+    try:
+        await hands.ranks.rest(action.rank, action.step if isinstance(action, ReleaseRank) else None)
+    except grpc.aio.AioRpcError as error:
+        return Applied(TxnOutcome.UNKNOWN, f"{sentence}: {error.details()}")
+    except NotConnected as error:
+        return Applied(TxnOutcome.UNKNOWN, f"{sentence}: {error}")
     return Applied(TxnOutcome.WON, sentence)
 
 

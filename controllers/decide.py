@@ -34,9 +34,11 @@ from controllers.coalescing import COALESCE_S, patience_s
 from controllers.ending import despairing, finishing, recovering
 from controllers.forming import growing, held_for_growth, moving_judges, replanning, short_of_slots, taking_stock
 from controllers.housekeeping import beginning, checkpointing, pruning, warning_of_disks
+from controllers.leading import leading, placing
 from controllers.sleeping import put_to_sleep, resting
 from controllers.spreading import bringing, discarding, gathering, is_spread, is_witnessed, saying, spreading
 from controllers.sweeping import forgetting, sweeping
+from controllers.taking_turns import held_back_s, turning
 from controllers.turns import SETTLE_S, turn
 from controllers.view import JobView
 from gcore.ledger.job import JobPhase
@@ -86,10 +88,13 @@ def decide(view: JobView) -> tuple[Intent, ...]:
         replanning,
         moving_judges,
         growing,
+        leading,
+        placing,
         saying,
         bringing,
         spreading,
         discarding,
+        turning,
         resting,
         publishing,
         expiring,
@@ -283,7 +288,8 @@ def training(view: JobView) -> Iterator[Intent]:
         yield Intent(Commit(seal.step), f"commit {seal.token}", view.turn(f"commit {seal.token}"))
     for rank in behind:
         if rank in view.ranks:
-            yield Intent(Apply(rank, seal.token), f"apply {rank} {seal.token}", view.turn(f"exchange {seal.token}"))
+            topic, mine = f"apply {rank} {seal.token}", view.turn(f"exchange {seal.token}")
+            yield Intent(Apply(rank, seal.token), topic, mine, after=held_back_s(view, rank))
 
 
 def publishing(view: JobView) -> Iterator[Intent]:

@@ -35,6 +35,8 @@ class Line:
     """Since when nothing new goes there, because the plan says that it sleeps."""
     woken: bool = False
     """Whether it has its memory again and has not been brought its weights yet."""
+    waking: float = 0.0
+    """Since when it is being woken."""
 
     def take(self, samples: int, owed: float) -> None:
         """A request more; or, with negative numbers, one less."""

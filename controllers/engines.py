@@ -15,6 +15,7 @@ is, in the background, and is used again once it answers. To end one that hangs 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -38,6 +39,8 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 0.25
 """How everybody is, is looked at so often: patience is a matter of seconds."""
+LOAD_S = 0.5
+"""For an engine to say what it has to do."""
 SHUT_S = 2.0
 """So long has an engine that is put to sleep to give back what it has under way; what it still owes then goes on without."""
 
@@ -72,6 +75,12 @@ class EngineBook:
         """Scores from my engines, which serve a classifier."""
         self._looked = -LOOK_S
         self._shut: frozenset[str] = frozenset()
+        self.slept_s: float | None = None
+        """What the newest took that was put to sleep here."""
+        self.woke_s: float | None = None
+        """And the newest that was woken, until it was asked again."""
+        self.unseated = generating.unseated
+        """How many responses, or scores, no engine has yet."""
 
     @property
     def views(self) -> dict[str, EngineView]:
@@ -115,13 +124,16 @@ class EngineBook:
         line.distrust()
         with self._told(line):
             if not await line.client.sleeps():
+                began = self._clock.monotonic()
                 await line.client.sleep()
+                self.slept_s = self._clock.monotonic() - began
         line.view = replace(line.view, version=None, asleep=True)
 
     async def wake(self, instance: str, version: Version | None) -> None:
         """Give it its memory again. `version`: what its weights are called, if they are the same for ever; else they are brought to
         it next (`publish`). Raises EngineError."""
         line = self._known(instance)
+        line.waking = self._clock.monotonic()
         with self._told(line):
             await (line.client.take_memory() if version is None else line.client.wake(version))
         line.view = replace(line.view, version=None, asleep=False)
@@ -138,6 +150,22 @@ class EngineBook:
             raise
         finally:
             self._changes.notify()
+
+    async def loads(self, instances: Collection[str]) -> dict[str, tuple[int, int]]:
+        """What these of mine run, and what waits there. One that does not say so is taken to run what it was asked from here."""
+
+        async def load(line: Line) -> tuple[int, int]:
+            running: int | None = None
+            waiting: int | None = None
+            with contextlib.suppress(EngineError, TimeoutError):
+                async with asyncio.timeout(LOAD_S):
+                    running, waiting = await line.client.load()
+            return (line.in_flight if running is None else running), waiting or 0
+
+        asked = {name: self._lines[name] for name in instances if name in self._lines}
+        awake = {name: line for name, line in asked.items() if not line.view.asleep}
+        found = dict(zip(awake, await asyncio.gather(*map(load, awake.values())), strict=True))
+        return {name: found.get(name, (0, 0)) for name in asked}
 
     def _known(self, instance: str) -> Line:
         line = self._lines.get(instance)
@@ -169,6 +197,8 @@ class EngineBook:
                 await line.client.resume()
             else:
                 await line.client.update_weights(str(folder), version)
+            if line.woken:
+                self.woke_s = self._clock.monotonic() - line.waking
             line.woken = False
             line.view = replace(line.view, version=version, trouble="", asleep=False)
             line.pulse = line.pulse.answers(self._clock.monotonic())

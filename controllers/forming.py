@@ -1,5 +1,8 @@
 """The train world at another size, and engines for nodes that come: rules of `controllers.decide`. Pure, like all rules.
 
+Where a policy moves slots (`placement.is_live`), it decides on the world's size too, and writes down which it wants; forming it is
+anybody's, as here.
+
 A node that joins gets its engines at once, by a change of the plan that leaves the world alone. The world itself is formed
 anew only between steps, when head's state is at hand, so that no training is lost; and only if what the larger world
 saves in the steps that are left is well more than the time its start takes (`placement.plan.worth_forming`).
@@ -11,15 +14,20 @@ memory. That is written only then, once for each head.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from controllers.actions import Intent, Replan, Rollback, TakeStock
 from controllers.lost import lost_world
 from controllers.view import JobView
 from gcore import schema
 from gcore.ledger.ancestry import resumable
+from gcore.ledger.job import Plan
+from gcore.ledger.placing import Move, MoveKind
 from gcore.ledger.records import LogEntry, SealState
 from gcore.ledger.world_state import StateName, WorldState, names_of_head, whole_state
+from placement.live import Moving, mended
 from placement.plan import (
+    Apart,
     Growth,
     NodeSlots,
     Snapshot,
@@ -58,8 +66,9 @@ def replanning(view: JobView) -> Iterator[Intent]:
     """Nodes that came after the plan was made get engines; the world stays as it is."""
     stored = view.mirror.plan
     assert stored is not None
+    moves = view.spec.placement.is_live
     plan = view.remembered.get(
-        "joined", (stored, view.nodes), lambda: joined(stored.record, snapshot(view), Wanted.by(view.spec))
+        "joined", (stored, view.nodes), lambda: joined(stored.record, snapshot(view), Wanted.by(view.spec), moves=moves)
     )
     if plan is not None and not view.is_over:
         topic = f"replan {plan.generation} {' '.join(sorted(view.nodes))}"
@@ -71,21 +80,28 @@ def moving_judges(view: JobView) -> Iterator[Intent]:
     loss of nodes without a rank is met here."""
     stored = view.mirror.plan
     assert stored is not None
-    plan = view.remembered.get(
-        "moved", (stored, view.nodes), lambda: moved(stored.record, snapshot(view), Wanted.by(view.spec))
-    )
+    plan = view.remembered.get("moved", (stored, view.nodes), lambda: _elsewhere(view, stored.record))
     if plan is not None and not view.is_over and not lost_world(view):
         topic = f"move judges {plan.generation} {' '.join(sorted(view.nodes))}"
         yield Intent(Replan(plan), topic, view.turn(topic), after=AWAY_S)
 
 
+def _elsewhere(view: JobView, plan: Plan) -> Plan | None:
+    if view.spec.placement.is_live:
+        return mended(plan, snapshot(view), Moving.by(view.spec))
+    return moved(plan, snapshot(view), Wanted.by(view.spec))
+
+
 def growing(view: JobView) -> Iterator[Intent]:
-    """Form a larger world, right after a step, from exactly head's state."""
+    """Form a world of another size, right after a step, from exactly head's state: a larger one, or the one that a policy wants."""
     why = growth(view)
     if not why or lost_world(view) or not is_between_steps(view) or not is_at_hand(view):
         return
-    topic = f"grow {view.head.seq}"
-    yield Intent(Rollback(why, between_steps=True, slots_as_seen=True), topic, view.turn(topic), after=GROW_AFTER_S)
+    topic, move = f"grow {view.head.seq}", wanted_world(view)
+    split = None if move is None else move.after
+    yield Intent(
+        Rollback(why, between_steps=True, slots_as_seen=True, split=split), topic, view.turn(topic), after=GROW_AFTER_S
+    )
 
 
 def held_for_growth(view: JobView) -> float:
@@ -99,12 +115,24 @@ def growth(view: JobView) -> str:
     """Why a larger world is worth its start, or nothing. Never twice without a step between, and not before every node that
     is there works on the job: a rank on one that still fetches the model would hold all the others up."""
     mirror = view.mirror
-    sources = (view.rules, mirror.plan, mirror.log, mirror.head, mirror.members, view.nodes)
+    sources = (view.rules, mirror.plan, mirror.log, mirror.head, mirror.members, view.nodes, mirror.movings)
     return view.remembered.get("growth", sources, lambda: _growth(view))
+
+
+def wanted_world(view: JobView) -> Move | None:
+    """The move by which a policy wants a train world of another size, if it is for this very head and plan."""
+    move = view.mirror.moves.newest
+    if move is None or view.mirror.plan is None or move.state != "wanted" or move.kind is not MoveKind.WORLD:
+        return None
+    plan = view.mirror.plan.record
+    return move if (move.seq, move.generation) == (view.head.seq, plan.generation + 1) else None
 
 
 def _growth(view: JobView) -> str:
     assert view.mirror.plan is not None
+    if view.spec.placement.is_live:
+        move = wanted_world(view)
+        return "" if move is None or view.is_over else f"placement: {move.reason}"
     entry = newest_step(view)
     ready = {stored.record.node for stored in view.mirror.members.values()}
     if view.is_over or entry is None or entry.lineage != view.head.lineage or not ready >= view.nodes.keys():
@@ -205,6 +233,9 @@ def short_of_slots(view: JobView) -> str:
     Nodes come one by one, after a restart too, so a job waits for them and does not fail for want of them.
     """
     there, job = placeable(view), Wanted.by(view.spec)
+    placement = view.spec.placement
+    if placement.is_live and placement.train is not None and view.mirror.plan is None:
+        job = replace(job, apart=Apart(placement.train, placement.reward or 0), ranks=placement.train)
     lacking = slots_lacking(there, job)
     if not lacking:
         return ""

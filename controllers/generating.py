@@ -62,6 +62,11 @@ class Generating:
         """What a response is taken for of which nothing is expected: as much as one of the last request."""
         self._requests = itertools.count()
         self._aborts: set[asyncio.Task[None]] = set()
+        self._unseated = 0
+
+    def unseated(self) -> int:
+        """How many responses, or scores, no engine has yet."""
+        return self._unseated
 
     async def generate(
         self,
@@ -244,6 +249,7 @@ class Generating:
     async def _seat(self, wanted: Callable[[], Version], size: int, owed: float, last: str | None) -> tuple[str, Line]:
         """An engine that serves what is wanted; a request of `size` is counted there, for the caller to take away."""
         held: tuple[str, Line] | None = None
+        self._unseated += size
         try:
             while True:
                 version = wanted()
@@ -266,6 +272,8 @@ class Generating:
             if held is not None:
                 held[1].take(-size, -owed)
             raise
+        finally:
+            self._unseated -= size
 
     def _loads(self, version: Version) -> list[Load]:
         return [

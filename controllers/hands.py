@@ -14,12 +14,16 @@ from controllers.holdings import Holdings
 from controllers.ranks import RankLinks
 from controllers.view import JobView
 from gcore.clock import Clock
+from gcore.errors import SpecError
 from gcore.ledger import chain, transactions
 from gcore.ledger.guarded import Ledger, Transaction, TxnOutcome
 from gcore.ledger.job import Plan, Trouble
+from gcore.ledger.placing import SplitPart
 from gcore.ledger.transactions import OpenSlots
 from gcore.store.types import Store
-from placement.plan import Wanted, first_plan
+from placement.live import Moving, placed
+from placement.plan import Wanted, counted, first_plan
+from placement.split import Split
 
 if TYPE_CHECKING:
     from controllers.judge_engines import JudgeEngines
@@ -62,8 +66,19 @@ class Hands:
     """The engines of the job's judges."""
 
 
-def place(view: JobView, world: str, *, generation: int) -> Plan:
-    """A plan over the nodes that may take a train world now. Raises SpecError while they are too few."""
+def place(view: JobView, world: str, *, generation: int, split: SplitPart | None = None) -> Plan:
+    """A plan over the nodes that may take a train world now. Raises SpecError while they are too few. `split`: what a policy wants."""
+    if view.spec.placement.is_live:
+        stored = view.mirror.plan
+        wanted = None if split is None else Split(split.mode, split.rollout, split.reward, split.train)
+        there, job = placeable(view), Moving.by(view.spec)
+        current = None if stored is None else stored.record
+        plan = placed(
+            there, job, world=world, generation=generation, current=current, wanted=wanted, pin=view.mirror.pin
+        )
+        if plan is None:
+            raise SpecError(f"the pools do not fit on {counted(there.slots, 'slot')}", where="placement")
+        return plan
     return first_plan(placeable(view), Wanted.by(view.spec), world=world, generation=generation)
 
 

@@ -35,6 +35,8 @@ from controllers.material import rewards_of
 from controllers.ordering import EpochOrders
 from controllers.own_files import OwnFolder, OwnFolders
 from controllers.peer import JobPeer
+from controllers.planner import Planner
+from controllers.polling import own_loads
 from controllers.preparing import Preparation
 from controllers.producing import Producing
 from controllers.pulse import EnginePatience
@@ -50,6 +52,7 @@ from controllers.telling import telling
 from controllers.troubles import TroubleBook
 from controllers.turns import Waits
 from controllers.view import EngineView, JobView
+from gcore.api.v1.placement_pb2 import LoadsReply
 from gcore.clock import Clock
 from gcore.config import JobSpec, NodeConfig, stored_spec
 from gcore.errors import GcoreError, StoreUnavailable
@@ -57,12 +60,14 @@ from gcore.flows import find_filters, find_flow
 from gcore.ledger import transactions
 from gcore.ledger.guarded import Ledger, Stored, TxnOutcome
 from gcore.ledger.job import JobPhase, JobStatus
+from gcore.ledger.placing import Moves
 from gcore.metrics import Metrics
 from gcore.reward.pool import RewardPool
 from gcore.reward.scoring import Scorer
 from gcore.schema import UnreadableRecord
 from gcore.store.types import Store, WatchBatch
 from gcore.types import Version
+from placement.moves import Proposal
 
 
 class JobRunner(JobStanding):
@@ -107,6 +112,7 @@ class JobRunner(JobStanding):
         home = Path(config.home)
         self._reading = Reading(identity, home, store, self.keys, lambda: self.mirror, changes, clock)
         self._orders: EpochOrders | None = None
+        self._planner: Planner | None = None
 
     async def withdraw(self) -> None:
         """Be no member of a job that cannot be worked on here, so that the others do not count on this controller."""
@@ -172,6 +178,8 @@ class JobRunner(JobStanding):
         self._prune(before)
         self.events.note(before, batch, self.mirror, self._clock.wall())
         self.stopwatch.note(before, self.mirror, self._clock.monotonic())
+        if self._planner is not None:
+            self._planner.note(before, self.mirror)
         show(self._metrics, self.mirror, batch, self._identity.incarnation)
 
     async def _work(self) -> None:
@@ -261,7 +269,9 @@ class JobRunner(JobStanding):
             self._metrics,
             self._clock,
         )
-        staged = self._staged_weights = self._new_staged(Path(self.mirror.job.record.run_dir))
+        run_dir = Path(self.mirror.job.record.run_dir)
+        staged = self._staged_weights = self._new_staged(run_dir)
+        planner = self._planner = Planner(self, material.spec, self._clock, run_dir)
         try:
             async with asyncio.TaskGroup() as group:
                 work = {
@@ -272,7 +282,7 @@ class JobRunner(JobStanding):
                     "troubles": self.troubles.run(),
                     "collectives": collectives.answer_others(),
                     "external": external.run(),
-                }
+                } | ({"placement": planner.run()} if material.spec.placement.is_live else {})
                 tasks = [group.create_task(one, name=f"{name} {self.uid}") for name, one in work.items()]
                 await self.changes.until(self._ended)
                 for task in tasks:
@@ -355,6 +365,13 @@ class JobRunner(JobStanding):
             self.troubles.note,
             os.environ,
         )
+
+    def _proposed(self) -> tuple[Proposal | None, Moves | None]:
+        return (None, None) if self._planner is None else (self._planner.proposal, self._planner.account)
+
+    async def loads(self) -> LoadsReply:
+        """What the engines that this controller sees to have to do."""
+        return await own_loads(self.look(), self._engines, self._judge_engines)
 
     def _is_arranging(self) -> bool:
         return self._orders is not None and self._orders.arranging

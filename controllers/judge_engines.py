@@ -107,6 +107,24 @@ class JudgeEngines:
         """Give it back; it serves what it served. Raises EngineError."""
         await self._book_of(instance).wake(instance, FIRST_WEIGHTS)
 
+    async def loads(self, instances: Collection[str]) -> dict[str, tuple[int, int]]:
+        """What these run, and what waits there."""
+        found: dict[str, tuple[int, int]] = {}
+        for book in self._books.values():
+            found |= await book.loads(instances)
+        return found
+
+    def unseated(self) -> int:
+        """Questions of this controller that no engine has yet."""
+        return sum(book.unseated() for book in self._books.values())
+
+    @property
+    def changed_s(self) -> tuple[float | None, float | None]:
+        """What the slowest book's newest took that was put to sleep, and that was woken."""
+        slept = [book.slept_s for book in self._books.values() if book.slept_s is not None]
+        woke = [book.woke_s for book in self._books.values() if book.woke_s is not None]
+        return max(slept, default=None), max(woke, default=None)
+
     def _book_of(self, instance: str) -> EngineBook:
         book = next((book for book in self._books.values() if instance in book.views), None)
         if book is None:

@@ -42,7 +42,7 @@ async def roll_back(action: Rollback, view: JobView, hands: Hands) -> Applied:
     head = slots(view).head.record
     world = new_world()
     try:
-        plan = place(view, world, generation=mirror.plan.record.generation + 1)
+        plan = place(view, world, generation=mirror.plan.record.generation + 1, split=action.split)
     except SpecError as error:
         # Nodes that are away may come back: a job that fitted once does not fail for want of them.
         return Applied(TxnOutcome.STALE, f"rollback: {error}")

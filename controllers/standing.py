@@ -29,11 +29,13 @@ from gcore.config import JobSpec
 from gcore.ledger.guarded import TxnOutcome
 from gcore.ledger.job import JobPhase
 from gcore.ledger.mirror import JobMirror
+from gcore.ledger.placing import Moves
 from gcore.ledger.rules import StreamRules, rules_of
 from gcore.reward.pace import Scoring
 from gcore.schema import spoken
 from gcore.store.keys import JobKeys
 from gcore.types import Version
+from placement.moves import Proposal
 
 
 class JobStanding(ABC):
@@ -80,6 +82,10 @@ class JobStanding(ABC):
     def _judge_views(self) -> Mapping[str, EngineView]:
         """The engines of the job's judges."""
         return {}
+
+    def _proposed(self) -> tuple[Proposal | None, Moves | None]:
+        """What this controller wants to change of the placement, and what it has to tell of earlier changes."""
+        return None, None
 
     def _is_arranging(self) -> bool:
         """Whether a curriculum's order is being worked out."""
@@ -169,6 +175,8 @@ class JobStanding(ABC):
             judging=self._judging,
             crewing=self._crewing,
             hopeless=self._staff.hopeless(self._cluster.workers),
+            proposal=self._proposed()[0],
+            account=self._proposed()[1],
             remembered=self._remembered,
             leaving=self._leaving,
         )

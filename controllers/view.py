@@ -20,6 +20,7 @@ from gcore.ledger.epochs import standing
 from gcore.ledger.job import NodeRecord
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.parts import digests_of, next_part, parts_sha256
+from gcore.ledger.placing import Moves
 from gcore.ledger.records import (
     Checkpoint,
     EndedRef,
@@ -48,6 +49,7 @@ from gcore.reward.pace import Scoring
 from gcore.schema import SCHEMA_VERSION
 from gcore.types import PromptRef, Token, Version
 from gcore.worker.records import WorkerRecord
+from placement.moves import Proposal
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,10 @@ class RankView:
     """Parts of step `begun_step` that it has begun; `begun_content` says which (`gcore.ledger.parts.parts_sha256`)."""
     begun_step: int = 0
     begun_content: bytes = b""
+    released: frozenset[str] = frozenset()
+    """What it has given the memory back of (`gcore.train.rest_rules`)."""
+    unrested: str = ""
+    """Why it could not give its memory back behind the newest step, if it could not."""
     speaks: int = SCHEMA_VERSION
     """The schema version in which it is spoken to."""
     clock: float | None = None
@@ -171,6 +177,11 @@ class JobView:
     """Why a worker of the job cannot be started here, after several tries."""
     leaving: bool = False
     """Whether this controller was asked to end, and hands over."""
+
+    proposal: Proposal | None = None
+    """The move that this controller wants, as who plans the placement."""
+    account: Moves | None = None
+    """And what it has to tell of earlier ones."""
 
     remembered: Remembered = field(default_factory=Remembered, repr=False, compare=False)
     """What earlier looks worked out from the same records."""

@@ -19,8 +19,9 @@ from controllers.life import RETRY_S, Belongings, Life
 from controllers.service.capability import most_slots
 from controllers.service.files import FilesService
 from controllers.service.jobs import JobsService
+from controllers.service.placement import PlacementService
 from controllers.service.records import OwnStorage, StoredJobs
-from gcore.api.v1 import files_pb2_grpc, jobs_pb2_grpc
+from gcore.api.v1 import files_pb2_grpc, jobs_pb2_grpc, placement_pb2_grpc
 from gcore.clock import Clock
 from gcore.config import NodeConfig
 from gcore.errors import UsageError
@@ -107,6 +108,8 @@ class Daemon:
 
         service = JobsService(jobs, submissions, self._own.runners.get, self._clock, self._trouble)
         jobs_pb2_grpc.add_JobsServicer_to_server(service, server)
+        placement = PlacementService(self._own.runners.get, self._trouble)
+        placement_pb2_grpc.add_PlacementServicer_to_server(placement, server)
         files_pb2_grpc.add_FilesServicer_to_server(FilesService(jobs.own_folder, self._trouble), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         try:

@@ -65,7 +65,7 @@ class Wanted:
     def by(cls, spec: JobSpec) -> Wanted:
         """What `spec` says."""
         judges = tuple(JudgeWanted(one.name, one.serving.replicas) for one in spec.judges if one.model is not None)
-        if spec.placement.policy == "colocated":
+        if spec.placement.policy != "static":  # of a policy that moves slots `placement.live` knows more
             return cls(spec.train.ranks, judges)
         apart = Apart(spec.placement.train or 0, spec.placement.reward or 0)
         return cls(apart.train, judges, apart)
@@ -141,22 +141,26 @@ UNKNOWN_STEPS_LEFT = 100
 """What a job that goes by epochs is taken to have before it: its number of steps is not known before its end."""
 
 
-def joined(plan: Plan, snapshot: Snapshot, wanted: Wanted) -> Plan | None:
+def joined(plan: Plan, snapshot: Snapshot, wanted: Wanted, *, moves: bool = False) -> Plan | None:
     """The plan with engines on each slot that is there and serves nothing; world and ranks as they are. None: there is no such
-    slot.
+    slot. `moves`: a policy moves slots; until it is asked, one that comes is rollout's, with judges that sleep, unless all slots go
+    through the phases together.
 
     Engines of nodes that are away keep their places: they are started again when the node is back, unless they are judges and
     `moved` by then. Where pools have slots of their own, a slot that comes is rollout's; judges have as many engines as the first
     plan gave them.
     """
     taken = {(place.node, place.slot) for place in plan.engines}
-    if wanted.apart is not None:
+    together = bool(taken & {(place.node, place.slot) for place in plan.ranks})
+    if wanted.apart is not None or moves:
         taken |= {(place.node, place.slot) for place in plan.ranks}
     places = _round_robin(sorted(snapshot.nodes, key=lambda n: n.node))
     fresh = [place for place in places if (place.node, place.slot) not in taken]
     if not fresh:
         return None
     judging = _judge_places(wanted.judges, fresh, plan.engines) if wanted.apart is None else []
+    if moves and not together:
+        judging = [place.model_copy(update={"asleep": True}) for place in judging]
     names = ", ".join(sorted({place.node for place in fresh}))
     return plan.model_copy(
         update={

@@ -9,7 +9,7 @@ from gcore.config import JobSpec, NodeConfig
 from gcore.config.cluster import LocalCluster
 from gcore.emulated.launch import is_emulated
 from gcore.errors import SpecError
-from gcore.ledger.job import JUDGES_CAME, NodeRecord
+from gcore.ledger.job import JUDGES_CAME, SLEEP_CAME, NodeRecord
 from gcore.ledger.records import PARTS_CAME, OfferedGroup
 from gcore.rollout.sglang.environment import HOW, find_python
 from gcore.schema import spoken
@@ -71,6 +71,16 @@ def check_streamed(spec: JobSpec) -> None:
             "steps that come in parts need nodes of this version, and some are older",
             where="train.stream",
             fix="Submit it when all nodes are upgraded, or leave it out",
+        )
+
+
+def check_moving(spec: JobSpec) -> None:
+    """Whether every node knows engines that sleep. Raises SpecError."""
+    if spec.placement.is_live and spoken() < SLEEP_CAME:
+        raise SpecError(
+            f"policy: {spec.placement.policy} puts engines to sleep, which needs nodes of this version, and some are older",
+            where="placement.policy",
+            fix="Submit it when all nodes are upgraded, or with policy: colocated",
         )
 
 

@@ -42,6 +42,7 @@ from gcore.reward.registry import Response, RewardError
 from gcore.reward.trial import RewardTrial
 from gcore.rollout.sglang.command import check_engine_args
 from gcore.tracking.registry import check_trackers
+from placement.named import find_policy
 
 MIN_FREE_BYTES = 64 << 20
 """On the disk of the runs: for records and logs. How much the checkpoints take, the model says."""
@@ -94,6 +95,8 @@ def check_submission(
 
     Blocks, for minutes if the data are large and new. Raises GcoreError for the first mistake.
     """
+    if spec.placement.is_live:
+        find_policy(spec.placement.policy)
     find_flow(spec.flow.name)
     filters = find_filters(spec.flow.filters)
     check_engine_args(spec.rollout.engine_args)

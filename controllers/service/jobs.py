@@ -18,6 +18,7 @@ from controllers.service.audits import report_of
 from controllers.service.checkpoints import list_checkpoints
 from controllers.service.described import STATES, described, with_news
 from controllers.service.events import Event, EventLog
+from controllers.service.placed import placement_of, write_pin
 from controllers.service.records import StoredJobs, Unreadable
 from controllers.service.refusals import Conflict, NotFound
 from controllers.service.samples import find_samples
@@ -133,6 +134,24 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
         """A job's registered checkpoints."""
         mirror = await self._jobs.mirror(await self._find(request.job))
         return await list_checkpoints(mirror, await self._jobs.holders(mirror))
+
+    @edge
+    async def GetPlacement(self, request: pb.GetPlacementRequest, context: Context) -> pb.PlacementReply:
+        """How a job's slots are shared out."""
+        return await self._placement(await self._find(request.job))
+
+    @edge
+    async def PinPlacement(self, request: pb.PinPlacementRequest, context: Context) -> pb.PlacementReply:
+        """Fix something of it."""
+        uid = await self._find(request.job)
+        slots = sum(len(node.slots) for node in (await self._jobs.cluster()).nodes)
+        look = functools.partial(self._jobs.mirror, uid)
+        await write_pin(self._jobs.ledger(uid), look, request, slots, self._jobs.node, self._clock.wall())
+        return await self._placement(uid)
+
+    async def _placement(self, uid: str) -> pb.PlacementReply:
+        mirror, listing = await self._jobs.mirror(uid), await self._jobs.cluster()
+        return placement_of(mirror, frozenset(node.name for node in listing.nodes))
 
     @edge
     async def ListNodes(self, request: pb.ListNodesRequest, context: Context) -> pb.ListNodesReply:

@@ -17,6 +17,7 @@ from controllers.service.refusals import NotFound
 from controllers.storage import is_apart, run_folder, seen_here
 from gcore.ledger import store_copy
 from gcore.ledger.audit import Audit
+from gcore.ledger.guarded import Ledger
 from gcore.ledger.job import JobRecord, NodeRecord
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.store_copy import mirror_of
@@ -84,6 +85,15 @@ class StoredJobs:
     async def mirror(self, uid: str) -> JobMirror:
         """A job as it stands."""
         return self._here(JobMirror(JobKeys(uid)).fold(await self.batch(uid)))
+
+    def ledger(self, uid: str) -> Ledger:
+        """Makes transactions on a job's records."""
+        return Ledger(self._store, JobKeys(uid))
+
+    @property
+    def node(self) -> str:
+        """This one."""
+        return "" if self._own is None else self._own.node
 
     def _here(self, mirror: JobMirror) -> JobMirror:
         return mirror if self._own is None else seen_here(mirror, self._own.run_root)

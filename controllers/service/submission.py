@@ -17,6 +17,7 @@ from controllers.service.capability import (
     check_copies,
     check_engine,
     check_environment,
+    check_moving,
     check_ranks,
     check_served,
     check_streamed,
@@ -84,6 +85,7 @@ class Submissions:
             check_ranks(spec, self._most_slots())
             check_served(spec, (await self._jobs.cluster()).nodes)
             check_streamed(spec)
+            check_moving(spec)
             check_copies(spec, local=self._local)
             check_environment(spec)
             run_root = self._run_root if spec.storage.root is None else Path(spec.storage.root)

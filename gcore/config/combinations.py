@@ -155,9 +155,30 @@ def refuse_environment_reward(spec: JobSpec) -> str | None:
     return None
 
 
+def refuse_turns(spec: JobSpec) -> str | None:
+    """Why engines and ranks cannot take turns in the memory of their slots, if they are to and cannot."""
+    if spec.placement.memory != "in_turns":
+        return None
+    if spec.placement.policy == "static":
+        return "placement.memory: in_turns is for slots that engines and ranks share, and with policy: static they share none"
+    if spec.rollout.staleness > 0:
+        return (
+            f"placement.memory: in_turns takes the engines' memory while ranks train, and with rollout.staleness "
+            f"{spec.rollout.staleness} they generate meanwhile; leave one of the two out"
+        )
+    if spec.train.stream:
+        return (
+            "placement.memory: in_turns takes the ranks' memory while engines generate, and with train.stream they train "
+            "meanwhile; leave one of the two out"
+        )
+    return None
+
+
 def refuse_placement(spec: JobSpec) -> str | None:
     """Why the pools cannot have the slots that `placement` gives them, if they cannot."""
     placed, serving = spec.placement, [judge for judge in spec.judges if judge.model is not None]
+    if placed.is_live:
+        return next(_of_live_placement(spec), None)
     if placed.policy != "static":
         return None
     if spec.train.ranks not in (None, placed.train):
@@ -172,6 +193,25 @@ def refuse_placement(spec: JobSpec) -> str | None:
                 f"judge {judge.name!r} wants {judge.serving.replicas} engines, and placement.reward is {placed.reward}"
             )
     return None
+
+
+def _of_live_placement(spec: JobSpec) -> Iterator[str]:
+    """What of a placement that moves slots cannot be, or would do nothing."""
+    placed, serving = spec.placement, [judge for judge in spec.judges if judge.model is not None]
+    if placed.train is not None and spec.train.ranks not in (None, placed.train):
+        yield f"train.ranks ({spec.train.ranks}) is not placement.train ({placed.train}); leave one of them out"
+    if serving and placed.train is not None and placed.reward is None:
+        yield f"judge {serving[0].name!r} is served by the cluster, and placement gives train its slots and judges none; give reward too"
+    if not serving and placed.reward is not None:
+        yield "placement.reward gives slots to judges, and the cluster serves none; leave it out"
+    if not serving and placed.lend:
+        yield "placement.lend lends slots between rollout and judges, and the cluster serves no judge; leave it out"
+    for judge in serving:
+        if judge.serving.replicas is not None:
+            yield (
+                f"judge {judge.name!r} wants {judge.serving.replicas} engines (serving.replicas), and with policy: {placed.policy} "
+                "it has as many as the policy gives it; leave replicas out"
+            )
 
 
 def _of_train(train: TrainSpec) -> Iterator[str]:

@@ -22,6 +22,7 @@ from gcore.config.combinations import (
     refuse_source,
     refuse_stale,
     refuse_streamed,
+    refuse_turns,
 )
 from gcore.config.environment import EnvironmentSpec, refuse_environment
 from gcore.config.evaluation import ACCURACY, NO_BEST, EvalSpec, eval_sources
@@ -35,6 +36,10 @@ from gcore.config.sources import (
     training_sources,
 )
 from gcore.config.train import TrainSpec
+
+FIXED_POLICIES = ("colocated", "static")
+"""What stays as it is for as long as the job runs."""
+PLUGIN_NAME = r"^[A-Za-z0-9_.-]{1,64}$"
 
 __all__ = [
     "AgentSpec",
@@ -75,22 +80,56 @@ class ModelSpec(Section):
 class PlacementSpec(Section):
     """Which slots the job uses."""
 
-    policy: Literal["colocated", "static"] = Field(
+    policy: Annotated[str, Field(pattern=PLUGIN_NAME)] = Field(
         "colocated",
-        description="How slots are shared. colocated: every slot runs rollout, judges and train in turn; static: each pool has slots of its own",
+        description="How slots are shared. colocated: every slot runs rollout, judges and train in turn; static: each pool has slots "
+        "of its own, for as long as the job runs; any other: a policy that is asked after each step and moves slots",
     )
-    train: PositiveInt | None = Field(None, description="With static: slots of train ranks, one rank each")
+    train: PositiveInt | None = Field(
+        None,
+        description="With static: slots of train ranks, one rank each. With a policy that moves slots: as many to begin with",
+    )
     reward: PositiveInt | None = Field(
         None,
-        description="With static: slots of judges; each judge has an engine on serving.replicas of them, or on all",
+        description="With static: slots of judges; each judge has an engine on serving.replicas of them, or on all. With a policy that "
+        "moves slots: as many to begin with",
     )
+    memory: Literal["kept", "in_turns"] | None = Field(
+        None,
+        description="Of a slot that engines and a train rank share: kept: all stays in memory; in_turns: engines give theirs back "
+        "while the rank trains, and the rank its own while they work. Default: in_turns on GPUs, kept on CPUs",
+    )
+    lend: bool | None = Field(
+        None,
+        description="Slots are lent between rollout and judges within a step, by putting one engine to sleep and waking another; "
+        "default: with policy: dynamic",
+    )
+    dry_run: bool = Field(
+        False, description="A policy that moves slots moves none, and only says what it would do (gcore placement explain)"
+    )
+
+    @property
+    def is_live(self) -> bool:
+        """Whether slots move while the job runs."""
+        return self.policy not in FIXED_POLICIES
+
+    @property
+    def lends(self) -> bool:
+        """Whether slots are lent within a step."""
+        return self.policy == "dynamic" if self.lend is None else self.lend
 
     @model_validator(mode="after")
     def _pools_are_statics(self) -> PlacementSpec:
         if self.policy == "static" and self.train is None:
             raise ValueError("policy: static needs train, the number of slots that train")
-        if self.policy != "static" and (self.train is not None or self.reward is not None):
-            raise ValueError("train and reward belong to policy: static")
+        if self.policy == "colocated" and (self.train is not None or self.reward is not None):
+            raise ValueError("with policy: colocated all pools share all slots; train and reward belong to policy: static")
+        if self.is_live and self.reward is not None and self.train is None:
+            raise ValueError(f"reward says what policy: {self.policy} begins with, and so must train; give both or none")
+        if not self.is_live and self.dry_run:
+            raise ValueError(f"policy: {self.policy} moves nothing, so there is nothing that dry_run could only say; leave it out")
+        if not self.is_live and self.lend:
+            raise ValueError(f"policy: {self.policy} moves nothing, so no slot is lent; leave lend out, or set policy: dynamic")
         return self
 
 
@@ -204,7 +243,7 @@ class JobSpec(Section):
             raise ValueError(why)
         if (why := refuse_judges(self)) is not None:
             raise ValueError(why)
-        if (why := refuse_placement(self) or refuse_environment_reward(self)) is not None:
+        if (why := refuse_placement(self) or refuse_turns(self) or refuse_environment_reward(self)) is not None:
             raise ValueError(why)
         longest, context = self.rollout.max_new_tokens, self.model.max_length
         if (why := refuse_environment(self.environment, longest, context)) is not None:

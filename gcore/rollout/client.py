@@ -270,6 +270,11 @@ class EngineClient:
         released = first.get("released") if isinstance(first, dict) else None
         return bool(released) if isinstance(released, list) else None
 
+    async def load(self) -> tuple[int | None, int | None]:
+        """Sequences that run, and that wait; None where the engine keeps no metrics. One request. Raises EngineError."""
+        load = await self._metrics()
+        return load.get("num_running_reqs"), load.get("num_queue_reqs")
+
     async def info(self) -> EngineInfo:
         """The served version and the load. Raises EngineError, EngineUnreachable."""
         version, load = await asyncio.gather(self.served(), self._metrics())
@@ -308,16 +313,19 @@ class EngineClient:
         self._closed = True
         await self._transport.aclose()
 
-    async def _metrics(self) -> Mapping[str, int]:
-        """SGLang's gauges by name, summed over its schedulers; empty when it exports none."""
+    async def metrics(self) -> str:
+        """What it tells Prometheus; nothing where it exports no metrics. Raises EngineUnreachable."""
         try:
-            response = await self._call("GET", "/metrics", quick=True)
+            return (await self._call("GET", "/metrics", quick=True)).text
         except EngineUnreachable:
             raise
         except EngineError:
-            return {}
+            return ""
+
+    async def _metrics(self) -> Mapping[str, int]:
+        """SGLang's gauges by name, summed over its schedulers; empty when it exports none."""
         found: dict[str, int] = {}
-        for line in response.text.splitlines():
+        for line in (await self.metrics()).splitlines():
             if line.startswith("sglang:num_"):
                 name, _, value = line.removeprefix("sglang:").rpartition(" ")
                 name = name.partition("{")[0]

@@ -421,6 +421,56 @@ class CheckpointInfo(_message.Message):
     digest: str
     def __init__(self, step: _Optional[int] = ..., lineage: _Optional[int] = ..., folder: _Optional[str] = ..., bytes: _Optional[int] = ..., written: _Optional[float] = ..., kept: _Optional[_Iterable[str]] = ..., problem: _Optional[str] = ..., nodes: _Optional[_Iterable[str]] = ..., digest: _Optional[str] = ...) -> None: ...
 
+class GetPlacementRequest(_message.Message):
+    __slots__ = ("job",)
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    def __init__(self, job: _Optional[str] = ...) -> None: ...
+
+class PlacementReply(_message.Message):
+    __slots__ = ("uid", "name", "policy", "dry_run", "lends", "step", "leader", "plan", "moves", "pin", "away", "folder")
+    UID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    LENDS_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    LEADER_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    MOVES_FIELD_NUMBER: _ClassVar[int]
+    PIN_FIELD_NUMBER: _ClassVar[int]
+    AWAY_FIELD_NUMBER: _ClassVar[int]
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
+    uid: str
+    name: str
+    policy: str
+    dry_run: bool
+    lends: bool
+    step: int
+    leader: str
+    plan: bytes
+    moves: bytes
+    pin: bytes
+    away: _containers.RepeatedScalarFieldContainer[str]
+    folder: str
+    def __init__(self, uid: _Optional[str] = ..., name: _Optional[str] = ..., policy: _Optional[str] = ..., dry_run: _Optional[bool] = ..., lends: _Optional[bool] = ..., step: _Optional[int] = ..., leader: _Optional[str] = ..., plan: _Optional[bytes] = ..., moves: _Optional[bytes] = ..., pin: _Optional[bytes] = ..., away: _Optional[_Iterable[str]] = ..., folder: _Optional[str] = ...) -> None: ...
+
+class PinPlacementRequest(_message.Message):
+    __slots__ = ("job", "freeze", "rollout", "reward", "train", "release")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    FREEZE_FIELD_NUMBER: _ClassVar[int]
+    ROLLOUT_FIELD_NUMBER: _ClassVar[int]
+    REWARD_FIELD_NUMBER: _ClassVar[int]
+    TRAIN_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    freeze: bool
+    rollout: int
+    reward: int
+    train: int
+    release: bool
+    def __init__(self, job: _Optional[str] = ..., freeze: _Optional[bool] = ..., rollout: _Optional[int] = ..., reward: _Optional[int] = ..., train: _Optional[int] = ..., release: _Optional[bool] = ...) -> None: ...
+
 class ListNodesRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

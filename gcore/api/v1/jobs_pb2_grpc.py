@@ -74,6 +74,16 @@ class JobsStub:
                 request_serializer=gcore_dot_api_dot_v1_dot_jobs__pb2.ListCheckpointsRequest.SerializeToString,
                 response_deserializer=gcore_dot_api_dot_v1_dot_jobs__pb2.ListCheckpointsReply.FromString,
                 _registered_method=True)
+        self.GetPlacement = channel.unary_unary(
+                '/gcore.api.v1.Jobs/GetPlacement',
+                request_serializer=gcore_dot_api_dot_v1_dot_jobs__pb2.GetPlacementRequest.SerializeToString,
+                response_deserializer=gcore_dot_api_dot_v1_dot_jobs__pb2.PlacementReply.FromString,
+                _registered_method=True)
+        self.PinPlacement = channel.unary_unary(
+                '/gcore.api.v1.Jobs/PinPlacement',
+                request_serializer=gcore_dot_api_dot_v1_dot_jobs__pb2.PinPlacementRequest.SerializeToString,
+                response_deserializer=gcore_dot_api_dot_v1_dot_jobs__pb2.PlacementReply.FromString,
+                _registered_method=True)
         self.ListNodes = channel.unary_unary(
                 '/gcore.api.v1.Jobs/ListNodes',
                 request_serializer=gcore_dot_api_dot_v1_dot_jobs__pb2.ListNodesRequest.SerializeToString,
@@ -137,6 +147,20 @@ class JobsServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetPlacement(self, request, context):
+        """How a job's slots are shared out, who plans it, what is fixed, and the newest moves with their reasons.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PinPlacement(self, request, context):
+        """Fixes something of a job's placement, or lets it go again. Answers with what is fixed then.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListNodes(self, request, context):
         """The daemons and workers of the cluster.
         """
@@ -186,6 +210,16 @@ def add_JobsServicer_to_server(servicer, server):
                     servicer.ListCheckpoints,
                     request_deserializer=gcore_dot_api_dot_v1_dot_jobs__pb2.ListCheckpointsRequest.FromString,
                     response_serializer=gcore_dot_api_dot_v1_dot_jobs__pb2.ListCheckpointsReply.SerializeToString,
+            ),
+            'GetPlacement': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetPlacement,
+                    request_deserializer=gcore_dot_api_dot_v1_dot_jobs__pb2.GetPlacementRequest.FromString,
+                    response_serializer=gcore_dot_api_dot_v1_dot_jobs__pb2.PlacementReply.SerializeToString,
+            ),
+            'PinPlacement': grpc.unary_unary_rpc_method_handler(
+                    servicer.PinPlacement,
+                    request_deserializer=gcore_dot_api_dot_v1_dot_jobs__pb2.PinPlacementRequest.FromString,
+                    response_serializer=gcore_dot_api_dot_v1_dot_jobs__pb2.PlacementReply.SerializeToString,
             ),
             'ListNodes': grpc.unary_unary_rpc_method_handler(
                     servicer.ListNodes,
@@ -409,6 +443,60 @@ class Jobs:
             '/gcore.api.v1.Jobs/ListCheckpoints',
             gcore_dot_api_dot_v1_dot_jobs__pb2.ListCheckpointsRequest.SerializeToString,
             gcore_dot_api_dot_v1_dot_jobs__pb2.ListCheckpointsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetPlacement(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gcore.api.v1.Jobs/GetPlacement',
+            gcore_dot_api_dot_v1_dot_jobs__pb2.GetPlacementRequest.SerializeToString,
+            gcore_dot_api_dot_v1_dot_jobs__pb2.PlacementReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PinPlacement(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gcore.api.v1.Jobs/PinPlacement',
+            gcore_dot_api_dot_v1_dot_jobs__pb2.PinPlacementRequest.SerializeToString,
+            gcore_dot_api_dot_v1_dot_jobs__pb2.PlacementReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,55 @@
+"""Who plans a job's placement, and that its moves are written down: rules of `controllers.decide`. Pure, like all rules.
+
+One controller at a time plans: who holds a key under its lease. Any may take it when nobody does, or when whoever does works on the
+job no more. Nothing rests on that there is only one: a plan is written by a transaction that compares the plan that was seen, and the
+leadership, so that of two one loses and looks again; and who dies at any moment leaves a plan that is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from controllers.actions import Intent, Lead, Place, TellMoves
+from controllers.view import JobView
+from gcore import schema
+from gcore.ledger.job import SLEEP_CAME
+
+TAKE_S = 0.2
+"""So long is it left to the one whose turn it is."""
+
+
+def moves_slots(view: JobView) -> bool:
+    """Whether a policy moves this job's slots, and every node knows engines that sleep."""
+    return view.spec.placement.is_live and schema.spoken() >= SLEEP_CAME
+
+
+def leads(view: JobView) -> bool:
+    """Whether this controller plans."""
+    leader = view.mirror.leader
+    return moves_slots(view) and leader is not None and leader.record.incarnation == view.me and not view.leaving
+
+
+def leading(view: JobView) -> Iterator[Intent]:
+    """Take the leadership, if nobody has it who works on the job and stays."""
+    if not moves_slots(view) or view.leaving:
+        return
+    leader = view.mirror.leader
+    member = view.mirror.members.get(leader.record.incarnation) if leader is not None else None
+    if leader is None or member is None or (member.record.leaving and len(view.mirror.members) > 1):
+        name = "nobody" if leader is None else leader.record.incarnation
+        topic = f"lead after {name}"
+        yield Intent(Lead(), topic, view.turn(topic), after=TAKE_S)
+
+
+def placing(view: JobView) -> Iterator[Intent]:
+    """Write down what was decided, while it is about the plan and the step that are there; else what came of earlier moves."""
+    if not leads(view) or view.is_over:
+        return
+    assert view.mirror.plan is not None
+    proposal, plan = view.proposal, view.mirror.plan.record
+    if proposal is not None:
+        move = proposal.move
+        if move.generation == plan.generation + 1 and move.step == view.head.step:
+            yield Intent(Place(proposal), f"place {move.generation} {move.state} {move.step} {move.after}")
+    elif view.account is not None and view.account != view.mirror.moves:
+        yield Intent(TellMoves(view.account), f"moves {view.account.total} {view.head.seq}")

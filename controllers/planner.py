@@ -1,0 +1,261 @@
+"""Whoever leads plans: after each commit the job's policy is asked for the next split, and within a step, about once a second, whether
+slots are lent. What comes of it is a proposal, which `controllers.leading` has written down while it is still about what there is.
+
+A thin effect around pure rules (`placement.moves`, `placement.loads`, the policies): it knows when to ask, and what was measured. A
+policy that raises is told of, once, and moves nothing. Who is frozen, or only to say what would be done, moves nothing either.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from controllers.changes import Changes
+from controllers.forming import placeable
+from controllers.leading import leads
+from controllers.moves_file import MovesFile
+from controllers.polling import Polling
+from controllers.step_history import StepHistory
+from controllers.troubles import TroubleBook
+from controllers.view import JobView
+from gcore.clock import Clock
+from gcore.config import JobSpec
+from gcore.ledger.mirror import JobMirror
+from gcore.ledger.placing import Moves
+from gcore.plugins import RAISED, sentence_of
+from placement.assign import assigned
+from placement.live import Moving, Start, bounds_of, first_split, obeying
+from placement.loads import is_settled, lending
+from placement.moves import Deciding, Proposal, base_split, between_steps, costs, is_told, with_outcomes
+from placement.named import find_policy
+from placement.policies.base import Decision, Policy, Situation, SwitchCosts
+from placement.split import Bounds, Split, feasible
+
+log = logging.getLogger(__name__)
+
+POLL_S = 1.0
+BOOKS_S = 0.5
+"""So long are the books of the newest step waited for, before the policy is asked."""
+SETTLE_S = 60.0
+"""A move that has not taken effect for so long does not hold up the next."""
+
+
+class Planned(Protocol):
+    """The job that is planned."""
+
+    uid: str
+    node: str
+    changes: Changes
+    troubles: TroubleBook
+
+    @property
+    def mirror(self) -> JobMirror:
+        """Its records as last heard."""
+        ...
+
+    def look(self) -> JobView:
+        """The view now."""
+        ...
+
+    def look_anew(self) -> None:
+        """What is proposed has changed."""
+        ...
+
+
+class Planner:
+    """Of one job, on one controller, for one incarnation."""
+
+    def __init__(self, job: Planned, spec: JobSpec, clock: Clock, run_dir: Path) -> None:
+        self._job = job
+        self._spec = spec
+        self._clock = clock
+        self._file = MovesFile(run_dir)
+        self._moving = Moving.by(spec)
+        self._polling = Polling(job.uid)
+        self._history = StepHistory()
+        self._policy: Policy | None = None
+        self._decided: tuple[int, int] | None = None
+        self._took: dict[int, float] = {}
+        self._since: tuple[int, float] = (0, 0.0)
+        """The plan's generation, and since when it is known."""
+        self._kept: Moves | None = None
+        self.proposal: Proposal | None = None
+        self.account: Moves | None = None
+
+    def note(self, before: JobMirror, after: JobMirror) -> None:
+        """A change of the job's records."""
+        self._history.note(before, after)
+        if after.plan is not None and after.plan.record.generation != self._since[0]:
+            self._since = after.plan.record.generation, self._clock.monotonic()
+
+    async def run(self) -> None:
+        """For ever."""
+        try:
+            while True:
+                await self._turn()
+                changed = self._job.changes.count
+                await self._job.changes.wait(POLL_S)
+                if self._job.changes.count != changed and not self._is_news():
+                    await self._clock.sleep(BOOKS_S)
+        finally:
+            await self._polling.close()
+
+    def _is_news(self) -> bool:
+        head = self._job.mirror.head
+        return head is not None and self._decided != (head.record.lineage, head.record.step)
+
+    async def _turn(self) -> None:
+        mirror = self._job.mirror
+        if mirror.head is None or mirror.plan is None:
+            return
+        view = self._job.look()
+        if not leads(view) or view.is_over:
+            self._propose(None, None)
+            self._policy = self._policy if leads(view) else None
+            return
+        step = view.head.lineage, view.head.step
+        if self._decided != step and view.head.step > 0:
+            await self._booked(view)
+            view = self._job.look()
+            if not leads(view) or (view.head.lineage, view.head.step) != step:
+                return
+            proposal = await self._between(view)
+            self._decided = step
+        else:
+            proposal = await self._within(view)
+        self._propose(proposal, self._accounted(view))
+        await self._keep(view)
+
+    def _propose(self, proposal: Proposal | None, account: Moves | None) -> None:
+        if (proposal, account) != (self.proposal, self.account):
+            self.proposal, self.account = proposal, account
+            self._job.look_anew()
+            self._job.changes.notify()
+
+    async def _booked(self, view: JobView) -> None:
+        """Until the books of the newest step are there, or for a moment."""
+        until = self._clock.monotonic() + BOOKS_S
+        members = {stored.record.node for stored in view.mirror.members.values()}
+        while (left := until - self._clock.monotonic()) > 0:
+            books = self._job.mirror.books
+            if all(node in books and books[node].record.at(view.head.version) is not None for node in members):
+                return
+            await self._job.changes.wait(left)
+
+    async def _between(self, view: JobView) -> Proposal | None:
+        """What the policy wants for the next steps."""
+        stored = view.mirror.plan
+        assert stored is not None
+        plan, moves, pin = stored.record, view.mirror.moves, view.mirror.pin
+        if pin.frozen:
+            return None
+        there = placeable(view)
+        limits = bounds_of(there, self._moving, pin, len(plan.ranks))
+        base = base_split(plan, moves)
+        first = first_split(limits, self._moving)
+        if first is None:
+            return None
+        decision = await self._asked(view, limits, base, first)
+        if decision is None:
+            return None
+        decision = obeying(decision, limits, pin, base)
+        if decision.split not in (base, *feasible(limits)):
+            self._trouble(
+                f"policy {self._spec.placement.policy!r} wants {decision.split}, which cannot be had on {limits.slots} slots"
+            )
+            return None
+        same_world = decision.split.train == len(plan.ranks)
+        after = (
+            assigned(
+                decision.split,
+                plan,
+                there,
+                self._moving.judges,
+                world=plan.world,
+                generation=plan.generation + 1,
+                reason=f"{decision.split}: {decision.reason}"[:600],
+            )
+            if same_world
+            else None
+        )
+        if same_world and after is None:
+            return None
+        proposal = between_steps(decision, plan, after, base, self._deciding(view))
+        return None if proposal is None or is_told(moves, proposal.move) else proposal
+
+    async def _asked(self, view: JobView, limits: Bounds, base: Split, first: Split) -> Decision | None:
+        """What the policy decides. None: it raised something."""
+        name, steps = self._spec.placement.policy, self._spec.flow.steps
+        situation = Situation(
+            bounds=limits,
+            now=base,
+            history=self._history.steps(view.mirror),
+            costs=self._costs(view),
+            steps_left=None if steps is None else steps - view.head.step,
+            overlaps=self._spec.rollout.staleness > 0,
+            lends=self._spec.placement.lends,
+        )
+        try:
+            if self._policy is None:
+                rows = min((j.serving.batch_slots for j in self._spec.judges if j.model is not None), default=1)
+                self._policy = find_policy(name)(Start(first, self._spec.rollout.batch_slots, rows))
+            return await asyncio.to_thread(self._policy.plan, situation)
+        except RAISED as error:  # the edge to foreign code: a policy may raise anything
+            log.exception("placement policy %s", name)
+            self._trouble(f"placement policy {name!r} failed, and nothing is moved: {sentence_of(error)}")
+            self._policy = None
+            return None
+
+    async def _within(self, view: JobView) -> Proposal | None:
+        """What is lent now."""
+        stored = view.mirror.plan
+        assert stored is not None
+        plan, placement = stored.record, self._spec.placement
+        moved = view.mirror.moves.newest
+        loads = await self._polling.loads(view.nodes)
+        if self._job.mirror.plan is not stored:
+            return None
+        since = self._clock.monotonic() - self._since[1]
+        settled = is_settled(plan, loads)
+        if settled and moved is not None and moved.generation == plan.generation:
+            self._took.setdefault(plan.generation, since)
+        if not placement.lends or view.mirror.pin.fixes or not self._moving.judges or view.seal is not None:
+            return None  # what is fixed is not lent, and once the batch is sealed there is nothing to lend for
+        cost = self._costs(view).move_s
+        if (not settled and since < SETTLE_S) or since < cost:
+            return None
+        members = {stored.record.node for stored in view.mirror.members.values()}
+        history = self._history.steps(view.mirror)
+        proposal = lending(plan, loads, history, cost, frozenset(members), self._deciding(view))
+        if proposal is None or (placement.dry_run and moved is not None and moved.step == view.head.step):
+            return None
+        return proposal
+
+    def _costs(self, view: JobView) -> SwitchCosts:
+        known = costs(view.mirror.moves, self._history.start_s())
+        told = self._polling.change_s
+        return known if told is None else replace(known, move_s=told)
+
+    def _deciding(self, view: JobView) -> Deciding:
+        dry = self._spec.placement.dry_run
+        return Deciding(view.head.step, view.head.seq, view.node, self._clock.wall(), dry)
+
+    def _accounted(self, view: JobView) -> Moves | None:
+        """The moves with what is known by now of what came of them; None: nothing new."""
+        assert view.mirror.plan is not None
+        known = view.mirror.moves
+        seconds, plan = self._history.seconds(), view.mirror.plan.record
+        found = with_outcomes(known, seconds, self._took, view.head.seq, plan)
+        return None if found == known else found
+
+    async def _keep(self, view: JobView) -> None:
+        """Every move stands in the run's folder too: the store keeps the newest."""
+        if view.mirror.moves is not self._kept:
+            self._kept = view.mirror.moves
+            await asyncio.to_thread(self._file.keep, self._kept)
+
+    def _trouble(self, sentence: str) -> None:
+        self._job.troubles.hold(f"placement-{self._job.node}", sentence)

@@ -1,0 +1,100 @@
+"""What a job's engines have to do now: told by each controller of those it sees to, asked for by the one that plans, about once a
+second, and never over the store. A node that does not answer in time counts as telling nothing; nothing is tried again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import grpc
+
+from controllers.engines import EngineBook
+from controllers.judge_engines import JudgeEngines
+from controllers.sleeping import mine, put_to_sleep
+from controllers.view import JobView
+from gcore.api.v1 import placement_pb2 as pb
+from gcore.api.v1 import placement_pb2_grpc
+from gcore.ledger.job import NodeRecord
+from gcore.rpc_schema import VersionedStub
+from placement.loads import EngineLoad, Loads
+
+ANSWER_S = 0.8
+"""For a peer's answer."""
+
+
+async def own_loads(view: JobView, engines: EngineBook, judges: JudgeEngines | None) -> pb.LoadsReply:
+    """What this controller's engines have to do."""
+    known, asleep = mine(view), put_to_sleep(view)
+    loads = await engines.loads(known)
+    if judges is not None:
+        loads |= await judges.loads(known)
+    reply = pb.LoadsReply(unseated={"rollout": engines.unseated()})
+    for name, engine in sorted(known.items()):
+        worker = view.workers.get(name)
+        if worker is None or name not in loads:
+            continue
+        running, waiting = loads[name]
+        reply.engines.add(
+            node=worker.node,
+            slot=worker.slot,
+            judge=worker.judge,
+            running=running,
+            waiting=waiting,
+            ready=engine.version is not None and not engine.silent and name not in asleep,
+            asleep=engine.asleep,
+        )
+    slept, woke = [engines.slept_s], [engines.woke_s]
+    if judges is not None:
+        reply.unseated["reward"] = judges.unseated()
+        slept.append(judges.changed_s[0])
+        woke.append(judges.changed_s[1])
+    took = [max((one for one in found if one is not None), default=None) for found in (slept, woke)]
+    if None not in took:
+        reply.change_s = sum(one for one in took if one is not None)
+    return reply
+
+
+class Polling:
+    """Asks all controllers of a cluster. Close it."""
+
+    def __init__(self, uid: str) -> None:
+        self._uid = uid
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self.change_s: float | None = None
+        """What it took that an engine was put to sleep and another woken, the longest that any node told last."""
+
+    async def loads(self, nodes: Mapping[str, NodeRecord]) -> Loads:
+        """Of all engines, as far as their controllers answer."""
+        addresses = {record.address for record in nodes.values() if record.address}
+        for gone in self._channels.keys() - addresses:
+            await self._channels.pop(gone).close()
+        replies = [reply for reply in await asyncio.gather(*map(self._ask, sorted(addresses))) if reply is not None]
+        unseated: dict[str, int] = {}
+        for reply in replies:
+            for pool, count in reply.unseated.items():
+                unseated[pool] = unseated.get(pool, 0) + count
+        told = [reply.change_s for reply in replies if reply.change_s > 0]
+        self.change_s = max(told, default=self.change_s)
+        engines = {(e.node, e.slot, e.judge): _load(e) for reply in replies for e in reply.engines}
+        return Loads(tuple(engines.values()), unseated)
+
+    async def _ask(self, address: str) -> pb.LoadsReply | None:
+        channel = self._channels.get(address) or self._channels.setdefault(address, grpc.aio.insecure_channel(address))
+        stub: Any = VersionedStub(placement_pb2_grpc.PlacementStub(channel))  # type: ignore[no-untyped-call]
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            reply: pb.LoadsReply = await stub.Loads(pb.LoadsRequest(job_uid=self._uid), timeout=ANSWER_S)
+            return reply
+        return None
+
+    async def close(self) -> None:
+        """Close all connections."""
+        for channel in self._channels.values():
+            await channel.close()
+        self._channels.clear()
+
+
+def _load(told: pb.EngineLoad) -> EngineLoad:
+    return EngineLoad(told.node, told.slot, told.judge, told.running, told.waiting, told.ready, told.asleep)

@@ -1,0 +1,209 @@
+"""What a placement that moves slots begins with and must keep to, and the policies that may be asked for it, by name. Pure.
+
+A policy of a package of the user's is an entry point of the group `gcore.placement`: a function that takes a `Start` and gives a
+`placement.policies.base.Policy`. It decides on splits only; which slots these are is `placement.assign`'s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from gcore.config import JobSpec
+from gcore.ledger.job import Plan
+from gcore.ledger.placing import Pin
+from placement.assign import assigned, nearest, split_of
+from placement.plan import Snapshot
+from placement.policies.base import Decision, Policy
+from placement.split import Bounds, Split, feasible
+
+ALL_SIZES = 16
+"""Train worlds of every size are looked at up to so many slots; above, powers of two and one and a half of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a policy is made with. `first`: the split to begin with; `rollout_rows`, `reward_rows`: requests that an engine runs at
+    once, at most."""
+
+    first: Split
+    rollout_rows: int
+    reward_rows: int
+
+
+class NewPolicy(Protocol):
+    """Makes a policy."""
+
+    def __call__(self, start: Start) -> Policy:
+        """For one job, on one controller."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Moving:
+    """What a job says of a placement that moves slots. `ranks`: the only size of the train world, if one is set; `most_ranks`: samples
+    that each update has, for a rank without any would only wait."""
+
+    judges: tuple[str, ...]
+    ranks: int | None
+    most_ranks: int
+    train: int | None
+    reward: int | None
+
+    @classmethod
+    def by(cls, spec: JobSpec) -> Moving:
+        """What `spec` says."""
+        samples = spec.flow.groups_per_step * spec.flow.samples_per_prompt // spec.train.mini_batches
+        return cls(
+            tuple(judge.name for judge in spec.judges if judge.model is not None),
+            spec.train.ranks,
+            max(samples, 1),
+            spec.placement.train,
+            spec.placement.reward,
+        )
+
+
+def bounds_of(snapshot: Snapshot, job: Moving, pin: Pin | None = None, now: int | None = None) -> Bounds:
+    """What splits must keep to on the nodes there are. `now`: ranks of the world that is there, whose size stays possible."""
+    slots = snapshot.slots
+    if job.ranks is not None:
+        sizes: tuple[int, ...] = (job.ranks,)
+    else:
+        most = min(slots, job.most_ranks)
+        found = {size for size in range(1, most + 1) if most <= ALL_SIZES or _is_round(size)}
+        sizes = tuple(sorted(found | ({now} if now is not None and now <= slots else set())))
+    if pin is not None and pin.train is not None:
+        sizes = (pin.train,)
+    apart = pin is not None and (pin.rollout is not None or pin.reward is not None)
+    return Bounds(slots, train_sizes=sizes, judged=bool(job.judges), colocated=not apart)
+
+
+def _is_round(size: int) -> bool:
+    while size % 2 == 0:
+        size //= 2
+    return size in (1, 3)
+
+
+def first_split(bounds: Bounds, job: Moving) -> Split | None:
+    """What a job begins with: what the spec says, or all slots in turn. None: it does not fit."""
+    if job.train is not None:
+        reward = job.reward or 0
+        wanted = Split("coexisting", bounds.slots - job.train - reward, reward, job.train)
+        return nearest(wanted, replace(bounds, train_sizes=(job.train,), colocated=False))
+    together = bounds.all_together()
+    return together if together is not None else next(feasible(bounds), None)
+
+
+def placed(
+    snapshot: Snapshot,
+    job: Moving,
+    *,
+    world: str,
+    generation: int,
+    current: Plan | None = None,
+    wanted: Split | None = None,
+    pin: Pin | None = None,
+) -> Plan | None:
+    """A plan with a new train world: of the split that is `wanted`, else of that which is nearest to the one there is. None: there
+    are too few slots."""
+    limits = bounds_of(snapshot, job, pin)
+    if wanted is None and current is not None:
+        wanted = nearest(_spread(split_of(current), snapshot), limits) or first_split(bounds_of(snapshot, job), job)
+    split = wanted if wanted is not None and wanted in set(feasible(limits)) else first_split(limits, job)
+    if split is None:
+        # What a person fixed gives way to a job that could not go on.
+        return (
+            None
+            if pin is None
+            else placed(snapshot, job, world=world, generation=generation, current=current, wanted=wanted)
+        )
+    how = f"{split} of {snapshot.slots} slots on {len(snapshot.nodes)} nodes"
+    return assigned(split, current, snapshot, job.judges, world=world, generation=generation, reason=how)
+
+
+def _spread(split: Split, snapshot: Snapshot) -> Split:
+    """The same shares of other slots."""
+    if split.mode == "colocated":
+        return Split(
+            "colocated", snapshot.slots, snapshot.slots if split.reward else 0, min(split.train, snapshot.slots)
+        )
+    return split
+
+
+def mended(plan: Plan, snapshot: Snapshot, job: Moving) -> Plan | None:
+    """The plan with an engine for each pool whose engines are all on nodes that are away; the world as it is. None: none lacks any."""
+    here = {(node.node, slot) for node in snapshot.nodes for slot in node.slots}
+    awake = {place.judge for place in plan.engines if not place.asleep and (place.node, place.slot) in here}
+    if not {"", *job.judges} - awake:
+        return None
+    limits = replace(bounds_of(snapshot, job), train_sizes=(len(plan.ranks),))
+    split = nearest(split_of(plan, snapshot), limits)
+    if split is None:
+        return None
+    return assigned(
+        split,
+        plan,
+        snapshot,
+        job.judges,
+        world=plan.world,
+        generation=plan.generation + 1,
+        reason=f"{split}, for a pool had no engine left",
+    )
+
+
+def obeying(decision: Decision, limits: Bounds, pin: Pin, now: Split | None) -> Decision:
+    """What a policy decided, as far as what a person fixed lets it be."""
+    if pin.frozen and now is not None:
+        return replace(decision, split=now, reason="it is frozen: nothing moves")
+    fixed = {"rollout": pin.rollout, "reward": pin.reward, "train": pin.train}
+    wanted = {pool: size for pool, size in fixed.items() if size is not None}
+    if not wanted or all(getattr(decision.split, pool) == size for pool, size in wanted.items()):
+        return decision
+
+    def unlike(one: Split) -> tuple[int, ...]:
+        return (
+            abs(one.train - decision.split.train),
+            abs(one.rollout - decision.split.rollout) + abs(one.reward - decision.split.reward),
+            -one.rollout,
+        )
+
+    fitting = [one for one in feasible(limits) if all(getattr(one, pool) == size for pool, size in wanted.items())]
+    if not fitting:
+        return replace(decision, split=now or decision.split, reason=f"{pin} cannot be had on {limits.slots} slots")
+    return replace(decision, split=min(fitting, key=unlike), reason=f"{pin}, as was asked; {decision.reason}")
+
+
+def static(start: Start) -> Policy:
+    """One split for ever: for whoever wants to see what nothing would do."""
+    from placement.policies.fixed import Static
+
+    return Static(start.first)
+
+
+def colocated(start: Start) -> Policy:
+    """All slots in turn."""
+    from placement.policies.fixed import Colocated
+
+    return Colocated(start.first)
+
+
+def hill_climb(start: Start) -> Policy:
+    """One unit at a time, from the pool that is used least to the one that is used most."""
+    from placement.policies.climbing import HillClimb
+
+    return HillClimb(start.first)
+
+
+def threshold(start: Start) -> Policy:
+    """The same, only between pools that are used little and much."""
+    from placement.policies import climbing
+
+    return climbing.threshold(start.first)
+
+
+def dynamic(start: Start) -> Policy:
+    """By forecast."""
+    from placement.forecast import Pools
+    from placement.policies.dynamic import Dynamic
+
+    return Dynamic(Pools(rollout_most=start.rollout_rows, reward_most=start.reward_rows), start.first)

@@ -1,0 +1,223 @@
+"""From what engines have to do at a moment to whether slots are lent, and which. Pure.
+
+`placement.lending.lent` says how many; here its numbers are worked out from what the nodes told and from the job's newest steps, and
+the slots are chosen: those that have least to do, and of each pool so few that it keeps one everywhere it needs one. Before a step
+was measured nothing is lent.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from gcore.ledger.job import EnginePlace, Plan
+from gcore.ledger.placing import Move, MoveKind
+from placement.assign import Slot, split_of
+from placement.lending import lent
+from placement.measured import Measured
+from placement.moves import Deciding, Proposal, part_of, told_slots
+
+PRIOR_SATURATING = 8.0
+"""Requests that an engine runs when a token takes twice what it takes alone, where nobody has measured it."""
+STEPS = 4
+"""Newest steps from which speeds and lengths are."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """One engine as its node sees it. `ready`: it is awake and asked; `asleep`: its memory is given back."""
+
+    node: str
+    slot: str
+    judge: str
+    running: int
+    waiting: int
+    ready: bool
+    asleep: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """All engines of a job at a moment; `unseated`: requests that no engine has yet, by pool."""
+
+    engines: tuple[EngineLoad, ...]
+    unseated: Mapping[str, int]
+
+    def of(self, pool: str) -> list[EngineLoad]:
+        """The engines of a pool."""
+        return [one for one in self.engines if bool(one.judge) == (pool == "reward")]
+
+    def owed(self, pool: str) -> int:
+        """Requests of a pool, wherever they are."""
+        return sum(one.running + one.waiting for one in self.of(pool)) + self.unseated.get(pool, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Of a pool's engines: seconds of a token alone, and how many requests make it twice that; tokens of one request."""
+
+    alone_s: float
+    saturating: float
+    tokens: float
+    residual: float
+    """Tokens that a request which runs has still to come, on average: long ones are met more often."""
+
+    def left_s(self, owed: float, engines: int) -> float:
+        """Seconds until `engines` are done with what is owed."""
+        each = owed / max(engines, 1)
+        rounds = max(1.0, each / (4.0 * self.saturating))  # what does not run yet comes after what does
+        return self.residual * rounds * self.alone_s * (1.0 + max(each / rounds, 1.0) / self.saturating)
+
+
+def speed_of(history: Sequence[Measured], pool: str) -> Speed | None:
+    """What the newest steps tell; None: nothing."""
+    newest = history[-STEPS:]
+    points = [(one.running, one.token_s) for step in newest for one in step.speed if one.pool == pool]
+    lengths = [tokens for step in newest for tokens in (step.lengths if pool == "rollout" else step.judged)]
+    if not points or not lengths or fmean(lengths) <= 0:
+        return None
+    mean = fmean(lengths)
+    residual = fmean(tokens * tokens for tokens in lengths) / (2.0 * mean)
+    alone, saturating = _line(points)
+    return Speed(alone, saturating, mean, max(residual, mean / 2.0))
+
+
+def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Seconds of a token alone, and the load that doubles it: by least squares, or by the prior where loads were all alike."""
+    loads, seconds = [load for load, _ in points], [value for _, value in points]
+    middle, height = fmean(loads), fmean(seconds)
+    spread = sum((load - middle) ** 2 for load in loads)
+    if spread > 0.01 * middle * middle * len(loads):
+        slope = sum((load - middle) * (value - height) for load, value in points) / spread
+        start = height - slope * middle
+        if slope > 0 and start > 0:
+            return start, max(start / slope, 1.0)
+    return height / (1.0 + middle / PRIOR_SATURATING), PRIOR_SATURATING
+
+
+@dataclass(frozen=True, slots=True)
+class Lending:
+    """What is lent now: above 0 from rollout to the judges, below 0 back, and the seconds each pool had left."""
+
+    count: int
+    rollout_left_s: float
+    reward_left_s: float
+    rollout_owed: int
+    reward_owed: int
+
+
+def wanted(plan: Plan, loads: Loads, history: Sequence[Measured], cost_s: float) -> Lending | None:
+    """What is to be lent; None: it cannot be known, or nothing can be lent."""
+    split = split_of(plan)
+    rollout, reward = speed_of(history, "rollout"), speed_of(history, "reward")
+    if split.mode == "colocated" or rollout is None or reward is None:
+        return None
+    owed, asked = loads.owed("rollout"), loads.owed("reward")
+    to_come = asked + owed  # every response that is still made will be judged
+    rollout_left = rollout.left_s(owed, split.rollout) if owed else 0.0
+    reward_left = reward.left_s(to_come, split.reward) if to_come else 0.0
+    count = lent(
+        cost_s,
+        split.rollout,
+        float(owed),
+        rollout.saturating,
+        rollout_left,
+        split.reward,
+        float(to_come),
+        reward.saturating,
+        reward_left,
+    )
+    return Lending(count, rollout_left, reward_left, owed, asked)
+
+
+def lending(
+    plan: Plan, loads: Loads, history: Sequence[Measured], cost_s: float, needed: frozenset[str], at: Deciding
+) -> Proposal | None:
+    """The move by which slots are lent now. `needed`: nodes that keep an engine of the policy, for their prompts are answered there."""
+    found = wanted(plan, loads, history, cost_s)
+    if found is None or found.count == 0:
+        return None
+    to_judges = found.count > 0
+    slots = _slots(plan, loads, to_judges=to_judges, needed=needed)[: abs(found.count)]
+    if not slots:
+        return None
+    engines = tuple(
+        place.model_copy(update={"asleep": to_judges != bool(place.judge)})
+        if Slot(place.node, place.slot) in slots
+        else place
+        for place in plan.engines
+    )
+    after = plan.model_copy(update={"generation": plan.generation + 1, "engines": engines})
+    before_split, after_split = split_of(plan), split_of(after)
+    pool, other = ("the judges", "rollout") if to_judges else ("rollout", "the judges")
+    left, spare = (
+        (found.reward_left_s, found.rollout_left_s) if to_judges else (found.rollout_left_s, found.reward_left_s)
+    )
+    owed, has = (found.reward_owed, found.rollout_owed) if to_judges else (found.rollout_owed, found.reward_owed)
+    now_slots = before_split.reward if to_judges else before_split.rollout
+    gain = max(left * (1.0 - now_slots / (now_slots + len(slots))) - cost_s, 0.0)
+    reason = f"{pool} had {owed} requests on {now_slots} slots, about {left:.0f} s of work, and {other} only {has}, about {spare:.0f} s"
+    names, more = told_slots(plan, after)
+    move = Move(
+        generation=after.generation,
+        step=at.step,
+        seq=at.seq,
+        kind=MoveKind.LEND if to_judges else MoveKind.RETURN,
+        before=part_of(before_split),
+        after=part_of(after_split),
+        slots=names,
+        more_slots=more,
+        reason=reason,
+        idle={"rollout_owed": float(found.rollout_owed), "reward_owed": float(found.reward_owed)},
+        gain_s=round(gain, 3),
+        cost_s=round(cost_s, 3),
+        by=at.by,
+        time=at.time,
+        state="would" if at.dry else "done",
+    )
+    return Proposal(
+        move, None if at.dry else after.model_copy(update={"reason": f"{plan.reason.split(';')[0]}; then {reason}"})
+    )
+
+
+def is_settled(plan: Plan, loads: Loads) -> bool:
+    """Whether every engine is as the plan says: what is to be awake is asked, and what is to sleep sleeps."""
+    told = {(one.node, one.slot, one.judge): one for one in loads.engines}
+    for place in plan.engines:
+        known = told.get((place.node, place.slot, place.judge))
+        if known is None or not (known.asleep if place.asleep else known.ready):
+            return False
+    return True
+
+
+def _slots(plan: Plan, loads: Loads, *, to_judges: bool, needed: frozenset[str]) -> list[Slot]:
+    """Those that can change over, the ones with least to do first: the engine that is to wake sleeps there and is well."""
+    told = {(one.node, one.slot, one.judge): one for one in loads.engines}
+    on: dict[Slot, list[EnginePlace]] = {}
+    for place in plan.engines:
+        on.setdefault(Slot(place.node, place.slot), []).append(place)
+    awake = Counter(place.node for place in plan.engines if not place.judge and not place.asleep)
+    judges = Counter(place.judge for place in plan.engines if place.judge and not place.asleep)
+    found: list[tuple[int, Slot]] = []
+    for slot, places in on.items():
+        leaves = [p for p in places if not p.asleep and bool(p.judge) != to_judges]
+        comes = [p for p in places if p.asleep and bool(p.judge) == to_judges]
+        ready = [told.get((p.node, p.slot, p.judge)) for p in comes]
+        if leaves and comes and all(one is not None and one.asleep for one in ready):
+            busy = [told.get((p.node, p.slot, p.judge)) for p in leaves]
+            found.append((sum(one.running + one.waiting for one in busy if one is not None), slot))
+    chosen = []
+    for _, slot in sorted(found):
+        if to_judges:
+            if awake[slot.node] <= (1 if slot.node in needed else 0) or sum(awake.values()) <= 1:
+                continue
+            awake[slot.node] -= 1
+        else:
+            leaving = [place.judge for place in on[slot] if place.judge and not place.asleep]
+            if any(judges[judge] <= 1 for judge in leaving):
+                continue
+            judges.subtract(leaving)
+        chosen.append(slot)
+    return chosen

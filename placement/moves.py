@@ -1,0 +1,234 @@
+"""What changes of a job's plan are called, and what came of them. Pure: records in, records out.
+
+A move is decided between two steps (engines change over; the train world gets another size) or within one (engines are lent). Its
+reason is in numbers that were known then; what came of it is measured over the steps after it, and stands beside what was expected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from gcore.ledger.job import Plan
+from gcore.ledger.placing import MOST_SLOTS_TOLD, Move, MoveKind, MoveOutcome, Moves, SplitPart
+from placement.assign import changes, split_of
+from placement.policies.base import Decision, SwitchCosts
+from placement.split import Split
+
+MOST_AFTER = 5
+"""Steps over which what came of a move is measured, at most; and before it, with which it is held."""
+MOVE_PRIOR_S, WORLD_PRIOR_S = 10.0, 60.0
+"""What changes are taken to cost until one was measured: engines that change over, a train world of another size."""
+BETWEEN = (MoveKind.SPLIT, MoveKind.WORLD, MoveKind.MEND)
+WITHIN = (MoveKind.LEND, MoveKind.RETURN)
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A move that whoever leads wants, and the plan that it makes; None: a world, which a rollback places, or nothing at all but
+    what is told."""
+
+    move: Move
+    plan: Plan | None
+
+
+def part_of(split: Split) -> SplitPart:
+    """As it is stored."""
+    return SplitPart(mode=split.mode, rollout=split.rollout, reward=split.reward, train=split.train)
+
+
+def split_from(part: SplitPart) -> Split:
+    """As it is planned with."""
+    return Split(part.mode, part.rollout, part.reward, part.train)
+
+
+def base_split(plan: Plan, moves: Moves) -> Split:
+    """The split that the step began with: what is lent within it does not count."""
+    now = split_of(plan)
+    for move in reversed([one for one in moves.moves if one.state == "done"]):
+        if move.kind in WITHIN:
+            now = split_from(move.before)
+        else:
+            break
+    return now if now.train == len(plan.ranks) else split_of(plan)
+
+
+def is_lent(plan: Plan, moves: Moves) -> bool:
+    """Whether the newest move lent something, so that the step does not end with the split it began with."""
+    return base_split(plan, moves) != split_of(plan)
+
+
+def told_slots(before: Plan, after: Plan) -> tuple[tuple[str, ...], int]:
+    """The slots that change, the first of them by name, and how many more there are."""
+    lines = changes(before, after)
+    return tuple(lines[:MOST_SLOTS_TOLD]), max(len(lines) - MOST_SLOTS_TOLD, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Deciding:
+    """Where and when a move is decided."""
+
+    step: int
+    seq: int
+    by: str
+    time: float
+    dry: bool = False
+
+
+def between_steps(decision: Decision, plan: Plan, after: Plan | None, base: Split, at: Deciding) -> Proposal | None:
+    """What a policy's decision makes of `plan`. `after`: the plan of its split, None where that is a train world of another size.
+
+    None: nothing changes.
+    """
+    if after is not None and after.engines == plan.engines:
+        return None
+    back = decision.split == base
+    kind = MoveKind.WORLD if after is None else MoveKind.RETURN if back else MoveKind.SPLIT
+    slots, more = ((), 0) if after is None else told_slots(plan, after)
+    move = Move(
+        generation=plan.generation + 1,
+        step=at.step,
+        seq=at.seq,
+        kind=kind,
+        before=part_of(split_of(plan) if back else base),
+        after=part_of(decision.split),
+        slots=slots,
+        more_slots=more,
+        reason="the step is over: what was lent goes back" if back else decision.reason,
+        idle={pool: round(share, 4) for pool, share in decision.idle.items()},
+        gain_s=None if back else decision.gain_s,
+        cost_s=None if back else decision.cost_s,
+        expected_s=decision.expected_s,
+        before_s=decision.before_s,
+        by=at.by,
+        time=at.time,
+        state="would" if at.dry else "wanted" if after is None else "done",
+    )
+    return Proposal(move, None if at.dry else after)
+
+
+def is_told(moves: Moves, move: Move) -> bool:
+    """Whether the same was told last, of a placement that only says what it would do."""
+    newest = moves.newest
+    return newest is not None and newest.state == "would" and (newest.kind, newest.after) == (move.kind, move.after)
+
+
+def costs(moves: Moves, start_s: float | None) -> SwitchCosts:
+    """What changes cost, by the newest that were measured; `start_s`: of the newest start of a train world."""
+    took = {
+        kind: m.outcome.took_s for m in moves.moves for kind in [m.kind] if m.outcome and m.outcome.took_s is not None
+    }
+    engines = [took[kind] for kind in (MoveKind.SPLIT, *WITHIN) if took.get(kind) is not None]
+    worlds = [cost for cost in (took.get(MoveKind.WORLD), start_s) if cost is not None]
+    move_s = max((cost for cost in engines if cost is not None), default=MOVE_PRIOR_S)
+    return SwitchCosts(move_s=move_s, world_s=max(worlds[0], move_s) if worlds else WORLD_PRIOR_S)
+
+
+def with_outcomes(
+    moves: Moves, seconds: Mapping[int, float], took: Mapping[int, float], head_seq: int, plan: Plan
+) -> Moves:
+    """The moves with what is known by now of what came of them.
+
+    `seconds`: of each committed step; `took`: by generation, seconds until a move had taken effect. `head_seq`, `plan`: as they are
+    now, by which a world that was wanted was formed, or never will be.
+    """
+    known = list(moves.moves)
+    for number, move in enumerate(known):
+        later = next((one.step for one in known[number + 1 :] if one.kind in BETWEEN and one.state == "done"), None)
+        known[number] = _settled(move, seconds, took.get(move.generation), later, head_seq, plan)
+    return moves if tuple(known) == moves.moves else moves.model_copy(update={"moves": tuple(known)})
+
+
+def _settled(
+    move: Move, seconds: Mapping[int, float], took: float | None, later: int | None, head_seq: int, plan: Plan
+) -> Move:
+    if move.state == "wanted" and head_seq != move.seq:
+        # Head moves by the rollback that forms it, or by a step that was committed instead, with the ranks that there were.
+        formed = plan.generation >= move.generation and len(plan.ranks) == move.after.train
+        move = move.model_copy(update={"state": "done" if formed else "lapsed"})
+    if move.state != "done":
+        return move
+    outcome = move.outcome or MoveOutcome()
+    if took is not None and outcome.took_s is None:
+        outcome = outcome.model_copy(update={"took_s": round(took, 3)})
+    first = move.step + (1 if move.kind in WITHIN else 2)  # the step at whose beginning it was made paid for it
+    last = min(move.step + 1 + MOST_AFTER, later if later is not None else move.step + 1 + MOST_AFTER)
+    after = [seconds[step] for step in range(first, last + 1) if step in seconds]
+    if move.kind in WITHIN:
+        after = [seconds[move.step + 1]] if move.step + 1 in seconds else []
+    before = [seconds[step] for step in range(move.step - MOST_AFTER + 1, move.step + 1) if step in seconds]
+    if len(after) > outcome.steps:
+        update = {
+            "steps": len(after),
+            "step_s": round(fmean(after), 3),
+            "before_s": round(fmean(before), 3) if before else None,
+        }
+        outcome = outcome.model_copy(update=update)
+    return move if outcome in (move.outcome, MoveOutcome()) else move.model_copy(update={"outcome": outcome})
+
+
+def in_words(move: Move) -> str:
+    """What was done, and why: one sentence that a person can follow."""
+    before, after = split_from(move.before), split_from(move.after)
+    match move.kind:
+        case MoveKind.LEND:
+            what = f"lent {_count(after.reward - before.reward)} from rollout to the judges"
+        case MoveKind.RETURN:
+            what = f"gave {_count(abs(after.rollout - before.rollout))} back to {_gains(before, after)}"
+        case MoveKind.WORLD:
+            what = f"formed a train world of {after.train} ranks in place of {before.train} ({before} -> {after})"
+        case MoveKind.MEND:
+            what = f"gave a pool without an engine one ({before} -> {after})"
+        case _:
+            what = f"went from {before} to {after}"
+    if move.state == "would":
+        what = f"would have: {what}"
+    elif move.state == "wanted":
+        what = f"wants to have: {what}"
+    elif move.state == "lapsed":
+        what = f"wanted, and the next step began first: {what}"
+    return f"{what}, because {move.reason}" if move.reason else what
+
+
+def numbers_in_words(move: Move) -> str:
+    """What was expected of it."""
+    said = []
+    if move.before_s is not None and move.expected_s is not None and move.kind in BETWEEN:
+        said.append(f"a step was to take {move.expected_s:.1f} s instead of {move.before_s:.1f} s")
+    elif move.gain_s is not None and move.gain_s > 0:
+        said.append(f"it was to gain {move.gain_s:.1f} s")
+    if move.cost_s is not None and move.cost_s > 0:
+        said.append(f"and to cost {move.cost_s:.1f} s once")
+    return ", ".join(said).replace(", and", " and")
+
+
+def outcome_in_words(move: Move) -> str:
+    """What came of it."""
+    outcome = move.outcome
+    if move.state != "done":
+        return ""
+    if outcome is None:
+        return "nothing is known yet of what came of it"
+    said = [f"it took {outcome.took_s:.1f} s"] if outcome.took_s is not None else []
+    if outcome.step_s is not None and move.kind in BETWEEN:
+        held = f", before it {outcome.before_s:.1f} s" if outcome.before_s is not None else ""
+        steps = "step after it took" if outcome.steps == 1 else f"{outcome.steps} steps after it took"
+        each = "" if outcome.steps == 1 else " each"
+        said.append(f"the {steps} {outcome.step_s:.1f} s{each}{held}")
+    elif outcome.step_s is not None:
+        said.append(f"the step it was in took {outcome.step_s:.1f} s")
+    return "; ".join(said) or "nothing is known yet of what came of it"
+
+
+def _gains(before: Split, after: Split) -> str:
+    return "rollout" if after.rollout > before.rollout else "the judges"
+
+
+def _count(slots: int) -> str:
+    return f"{slots} slot{'s' * (slots != 1)}"
+
+
+def seconds_of(entries: Sequence[tuple[int, Mapping[str, float]]]) -> dict[int, float]:
+    """Of each committed step, from its log entry's numbers."""
+    return {step: stats["seconds"] for step, stats in entries if "seconds" in stats}
