@@ -1,13 +1,17 @@
 """Whether slots should be lent within a step, from rollout to the judges or back: a rule over what is there at a moment. Pure.
 
-A pool needs as many replicas as its outstanding requests saturate; what it has beyond that gains it nothing, for a request that runs
-alone is not made faster by another replica. Such a replica is lent to the pool that is behind, if what the step gains by it is more
-than what it costs to put one model to sleep and wake the other.
+A request is not made faster by another replica once it runs beside few others; a pool's end is put off in proportion to what a token
+of it costs at its load. So each number of replicas that could change over has its own end of the step: the later one of the two pools'.
+The number whose end is earliest is lent, if it comes earlier by more than it costs to put one model to sleep and wake the other. A
+pool that owes anything keeps one replica.
 
-Numbers only, no objects: the simulator compiles this very function, and a live cluster calls it as it is.
+Numbers only, no objects: the simulator compiles this very function, and a live cluster calls it as it is. It forecasts nothing.
 """
 
 from __future__ import annotations
+
+LEAST_GAIN = 0.06
+"""Share of the time left that must be gained besides the cost: less is within what such estimates are wrong by."""
 
 
 def lent(
@@ -24,19 +28,25 @@ def lent(
     """How many replicas change over now: above 0 from rollout to the judges, below 0 back.
 
     `owed`: requests that run or wait, with those of the judges that rollout's will become; `saturating`: how many of them one replica
-    runs before a further one costs as much as it gives; `left_s`: seconds until the pool is done with what it owes, as it is.
+    runs when a token takes twice what it takes alone; `left_s`: seconds until the pool is done with what it owes, as it is.
     """
-    spare_rollout = rollout_awake - _needed(rollout_owed, rollout_saturating)
-    spare_reward = reward_awake - _needed(reward_owed, reward_saturating)
-    if spare_rollout > 0 and reward_owed > reward_awake * reward_saturating:
-        gain = reward_left_s * (1.0 - reward_awake / (reward_awake + spare_rollout))
-        return spare_rollout if gain > cost_s else 0
-    if spare_reward > 0 and rollout_owed > rollout_awake * rollout_saturating:
-        gain = rollout_left_s * (1.0 - rollout_awake / (rollout_awake + spare_reward))
-        return -spare_reward if gain > cost_s else 0
-    return 0
-
-
-def _needed(owed: float, saturating: float) -> int:
-    whole = int(owed / saturating)
-    return whole + (owed > whole * saturating)
+    if rollout_awake + reward_awake < 1:
+        return 0
+    now = max(rollout_left_s, reward_left_s)
+    least = -reward_awake if reward_owed <= 0 else 1 - reward_awake
+    most = rollout_awake if rollout_owed <= 0 else rollout_awake - 1
+    # What a token takes, beside what it takes alone, at the load there is.
+    rollout_pace = rollout_saturating + max(rollout_owed / max(rollout_awake, 1), 1.0)
+    reward_pace = reward_saturating + max(reward_owed / max(reward_awake, 1), 1.0)
+    best, soonest = 0, now
+    for count in range(least, most + 1):
+        rollout, reward = rollout_awake - count, reward_awake + count
+        ends = 0.0
+        if rollout_owed > 0:
+            ends = rollout_left_s * (rollout_saturating + max(rollout_owed / rollout, 1.0)) / rollout_pace
+        if reward_owed > 0:
+            ends = max(ends, reward_left_s * (reward_saturating + max(reward_owed / reward, 1.0)) / reward_pace)
+        # Of several that end as soon, the one that moves least.
+        if ends < soonest or (ends == soonest and abs(count) < abs(best)):
+            best, soonest = count, ends
+    return best if now - soonest > cost_s + LEAST_GAIN * now else 0

@@ -22,6 +22,7 @@ class Measured:
     """One step. Times are None where nobody measured them. `lengths`, `judged`: tokens of each response and of its judgement.
 
     `produce_s`: until the batch was whole; `train_s`: of the ranks; `other_s`: what was neither. `busy`: slot-seconds, by pool.
+    `step_s`: from commit to commit, where the next batch is made meanwhile. `speed`: of a pool at as many loads as were seen.
     """
 
     step: int
@@ -34,10 +35,13 @@ class Measured:
     other_s: float | None
     speed: tuple[EngineSpeed, ...]
     busy: Mapping[str, float]
+    step_s: float | None = None
 
     @property
     def seconds(self) -> float | None:
         """From commit to commit; None where that was not measured."""
+        if self.step_s is not None:
+            return self.step_s
         if self.produce_s is None or self.train_s is None or self.other_s is None:
             return None
         return self.produce_s + self.train_s + self.other_s

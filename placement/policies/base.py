@@ -6,8 +6,8 @@ give the same plans.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from placement.measured import Measured
@@ -17,10 +17,11 @@ from placement.split import Bounds, Split
 @dataclass(frozen=True, slots=True)
 class SwitchCosts:
     """What changes are taken to cost, in seconds, from the newest that were measured: engines that move, and a train world of
-    another size."""
+    another size. `turn_s`: sleep and wake of what takes its turn on co-located slots."""
 
     move_s: float
     world_s: float
+    turn_s: float = 3.0
 
     def of(self, before: Split, after: Split) -> float:
         """What the change takes."""
@@ -33,21 +34,31 @@ class SwitchCosts:
 @dataclass(frozen=True, slots=True)
 class Situation:
     """Between two steps. `history`: what was measured, oldest first. `now`: the split there is, None before the first.
-    `steps_left` None: nobody knows."""
+    `steps_left` None: nobody knows. `overlaps`: pools with slots of their own make a batch while they train on the one before.
+    `lends`: replicas are lent within a step."""
 
     bounds: Bounds
     now: Split | None
     history: Sequence[Measured]
     costs: SwitchCosts
     steps_left: int | None
+    overlaps: bool = False
+    lends: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The split of the next step, and why."""
+    """The split of the next step, and why. In numbers, where the policy has any: `expected_s`, what the step is expected to take;
+    `before_s`, what it would on the split there is; `cost_s`, of the change; `gain_s`, in the steps it is weighed over, without its
+    cost; `idle`, share of each pool's slot-seconds in the newest step that was not used."""
 
     split: Split
     reason: str
+    expected_s: float | None = None
+    before_s: float | None = None
+    cost_s: float = 0.0
+    gain_s: float = 0.0
+    idle: Mapping[str, float] = field(default_factory=dict)
 
 
 class Policy(Protocol):

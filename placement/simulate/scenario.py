@@ -64,7 +64,7 @@ class Training(_Section):
     fixed_s: NonNegativeFloat = 2.0
     rate: PositiveFloat = 1500.0
     sync_s: NonNegativeFloat = 1.0
-    sizes: tuple[PositiveInt, ...] = (1, 2, 4, 8, 16)
+    sizes: tuple[PositiveInt, ...] = (2, 4, 8, 16)
 
 
 class Loss(_Section):
@@ -123,8 +123,12 @@ class Scenario(_Section):
 
     def bounds(self, step: int) -> Bounds:
         """What a split of that step must keep to."""
+        return self.bounds_of(self.slots_at(step))
+
+    def bounds_of(self, slots: int) -> Bounds:
+        """What a split of so many slots must keep to."""
         return Bounds(
-            self.slots_at(step),
+            slots,
             self.rollout.size,
             self.reward.size,
             self.training.sizes,

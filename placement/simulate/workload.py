@@ -59,4 +59,5 @@ def _judged(scenario: Scenario, draw: np.random.Generator, count: int, step: int
         return np.zeros(count)
     slow = told.slow if told.slow_from <= step < told.slow_until else 1.0
     width = np.sqrt(np.log1p(told.spread**2))
-    return np.ceil(told.tokens * slow * np.exp(width * draw.standard_normal(count) - width**2 / 2))
+    drawn: Floats = np.ceil(told.tokens * slow * np.exp(width * draw.standard_normal(count) - width**2 / 2))
+    return drawn

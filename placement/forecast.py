@@ -1,0 +1,286 @@
+"""What a step will take on each split, from what was measured of the job so far. Pure.
+
+Lengths are those of the newest steps, since the last plain jump, each moved along their trend. A pool's engines serve `running`
+requests at `token_s + sequence_s * running` seconds a token, by least squares over what was measured; training takes `fixed_s +
+slot_s * tokens / slots`. What was never measured is a pessimistic prior.
+
+How long a pool takes for a batch: a replica has its share of those that are still going on, whatever number of tokens they have
+made. Judges: what comes after any moment must be served from it on. Lending within a step reaches whatever other shares of the same
+slots are better by more than it costs. What this leaves out shows as a factor, which whoever forecasts learns (`placement.policies.dynamic`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import sqrt
+from statistics import median
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placement.measured import Measured
+from placement.split import Split
+
+Floats = NDArray[np.float64]
+
+WINDOW = 8
+"""Newest steps that batches are taken from."""
+TREND = 32
+"""Newest steps that the trend of lengths is fitted to."""
+SPEEDS = 24
+"""Newest steps that speeds are fitted to."""
+POINTS = 40
+"""Responses of a batch, by rank, that stand for the others; the longest stand for themselves."""
+LONGEST = 12
+PLAIN = 4.0
+"""A jump is plain when the newest steps are off by so many standard deviations."""
+LEAST_SPREAD = 0.03
+SHARP = 6.0
+"""How sharply the later of two ends decides."""
+LENT = 1.03
+"""What lending makes of a split takes so many times what the split takes that it aims at."""
+MOST_WORK = 2_000_000
+"""Splits times points that one forecast looks at: with more splits, fewer steps of the window."""
+
+
+@dataclass(frozen=True, slots=True)
+class Law:
+    """Seconds of a token beside `running` requests on one engine, at most `most` of them."""
+
+    token_s: float
+    sequence_s: float
+    most: int
+
+    def at(self, running: Floats) -> Floats:
+        """Of each of so many, [n]."""
+        return self.token_s + self.sequence_s * np.clip(running, 1.0, self.most)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainLaw:
+    """Of a step with so many tokens on so many slots."""
+
+    fixed_s: float
+    slot_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """What stays as it is: slots of a replica, and how many requests an engine runs at a time."""
+
+    rollout_size: int = 1
+    reward_size: int = 1
+    rollout_most: int = 64
+    reward_most: int = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A step's responses by length, [p] points: tokens between them, how many go on meanwhile, how many end from there on; and what was
+    trained on. `length`, `judgement`: means, tokens; 0 where nothing was judged."""
+
+    gaps: Floats
+    going: Floats
+    after: Floats
+    length: float
+    judgement: float
+    train_tokens: float
+
+    @classmethod
+    def of(cls, step: Measured) -> Batch:
+        """The step's."""
+        judgement = float(np.mean(np.asarray(step.judged))) if step.judged else 0.0
+        return cls.made(np.asarray(step.lengths or (1.0,), dtype=np.float64), judgement, step.train_tokens)
+
+    @classmethod
+    def made(cls, lengths: Floats, judgement: float, train_tokens: float) -> Batch:
+        """Of responses of so many tokens, [n]."""
+        ordered = np.sort(lengths)
+        ranks = _ranks(ordered.size)
+        before = np.concatenate(([0], ranks[:-1] + 1))
+        return cls(
+            np.diff(ordered[ranks], prepend=0.0),
+            ordered.size - (before + ranks) / 2.0,
+            ordered.size - ranks.astype(np.float64),
+            float(ordered.mean()),
+            judgement,
+            train_tokens,
+        )
+
+
+@lru_cache(maxsize=64)
+def _ranks(count: int) -> NDArray[np.int64]:
+    """Of the responses that stand for all, ascending."""
+    spread = np.linspace(0, count - 1, min(POINTS, count)).round().astype(np.int64)
+    return np.unique(np.concatenate((spread, np.arange(max(count - LONGEST, 0), count))))
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """A step to come. `batches`: what it may be like; `longer`, `wordier`: by what the responses of each are longer by then, and the
+    judgements, [batches]. `apart_s`, `together_s`: what is neither production nor training, in either mode. `lend_s`: what it costs to
+    lend within the step; None: nothing is lent."""
+
+    pools: Pools
+    rollout: Law
+    reward: Law
+    train: TrainLaw
+    batches: tuple[Batch, ...]
+    longer: Floats
+    wordier: Floats
+    apart_s: float
+    together_s: float
+    overlaps: bool
+    lend_s: float | None
+
+    def seconds(self, splits: Sequence[Split], off: Floats | None = None) -> Floats:
+        """Of a step on each split, [splits]: the mean over the batches. `off`: what production is multiplied by, [splits]."""
+        produce = self.produce_s(splits)
+        if off is not None:
+            produce = produce * off
+        world = np.array([split.train for split in splits], dtype=np.float64)
+        apart = np.array([split.mode == "coexisting" for split in splits])
+        tokens = np.array([batch.train_tokens for batch in self.batches]) * self.longer
+        rest = self.train.fixed_s + self.train.slot_s * tokens[:, None] / world
+        rest = rest + np.where(apart, self.apart_s, self.together_s)
+        whole = np.where(apart, np.maximum(produce, rest), produce + rest) if self.overlaps else produce + rest
+        return np.asarray(whole.mean(axis=0))
+
+    def produce_s(self, splits: Sequence[Split]) -> Floats:
+        """Until a batch is whole, [batches, splits]."""
+        shapes = np.array([[s.rollout, s.reward, s.train, s.mode == "colocated"] for s in splits], dtype=np.int64)
+        keep = max(MOST_WORK // (len(splits) * (POINTS + LONGEST)), 1)
+        newest = range(max(len(self.batches) - keep, 0), len(self.batches))
+        found: dict[int, Floats] = {}
+        for count in {self.batches[i].gaps.size for i in newest}:
+            same = [i for i in newest if self.batches[i].gaps.size == count]
+            found.update(zip(same, self._produced(same, shapes), strict=True))
+        return np.stack([found[max(i, newest[0])] for i in range(len(self.batches))])
+
+    def _produced(self, numbers: Sequence[int], shapes: NDArray[np.int64]) -> Floats:
+        """Of batches with as many points each, [numbers, splits]."""
+        batches = [self.batches[i] for i in numbers]
+        rollout, at = _distinct(shapes[:, 0] // self.pools.rollout_size)
+        reward, of = _distinct(shapes[:, 1] // self.pools.reward_size)
+        together = shapes[:, 3] == 1
+        gaps = np.stack([batch.gaps for batch in batches]) * self.longer[list(numbers), None]
+        ends = drained(gaps, np.stack([batch.going for batch in batches]), rollout, self.rollout)
+        tokens = np.array([batch.judgement for batch in batches]) * self.wordier[list(numbers)]
+        if not tokens.any():
+            return np.asarray(ends[:, at, -1])
+        after = np.stack([batch.after for batch in batches])
+        served = judged(after, tokens, reward, self.reward)
+        whole = ends[:, at] + served[:, of]
+        crowd = int((after[0] >= after[0, 0] / 2).sum())
+        produced = _either(whole.max(axis=2), whole[:, :, :crowd].max(axis=2))
+        # In turn: the judges begin with the whole batch.
+        produced = np.where(together, ends[:, at, -1] + served[:, of, 0], produced)
+        return self._lent(produced, shapes, together)
+
+    def _lent(self, produced: Floats, shapes: NDArray[np.int64], together: NDArray[np.bool_]) -> Floats:
+        """With what lending reaches: the best of the splits with the same world, at its cost."""
+        if self.lend_s is None or self.pools.rollout_size != self.pools.reward_size:
+            return produced
+        worlds = np.where(together, -1, shapes[:, 2])
+        reached = produced.copy()
+        for world in set(worlds.tolist()) - {-1}:
+            same = worlds == world
+            reached[:, same] = produced[:, same].min(axis=1, keepdims=True) * LENT + self.lend_s
+        return np.minimum(produced, reached)
+
+
+def _distinct(replicas: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The numbers that there are, from 1 on, and which of them each is."""
+    there, at = np.unique(np.maximum(replicas, 1), return_inverse=True)
+    return there, at
+
+
+def _either(tail: Floats, crowd: Floats) -> Floats:
+    """The later of two ends, and somewhat later where both come at about the same time: one is in the other's way."""
+    share = np.minimum(crowd / np.maximum(tail, 1e-9), 1.0)
+    return np.asarray(tail * (1.0 + share**SHARP) ** (1.0 / SHARP))
+
+
+def drained(gaps: Floats, going: Floats, replicas: NDArray[np.int64], law: Law) -> Floats:
+    """When the responses of each point, [batches, points], end on so many replicas, [batches, replicas, points]."""
+    each = going[:, None] / replicas[:, None]
+    # While more are there than run at a time those take turns: a token of each takes so much longer.
+    return np.asarray(np.cumsum(gaps[:, None] * law.at(each) * np.maximum(each / law.most, 1.0), axis=2))
+
+
+def judged(after: Floats, tokens: Floats, replicas: NDArray[np.int64], law: Law) -> Floats:
+    """How long so many judgements, [batches, points], of `tokens`, [batches], take on so many replicas if all are there, [batches,
+    replicas, points]."""
+    each = np.maximum(after[:, None] / replicas[:, None], 1.0)
+    return np.asarray(each * tokens[:, None, None] * law.at(each) / np.minimum(each, law.most))
+
+
+def law_of(history: Sequence[Measured], pool: str, most: int) -> Law:
+    """Through what was measured; a pool that ran at one load only has the prior's share for what a request adds."""
+    points = [
+        (s.running, s.token_s) for one in history[-SPEEDS:] for s in one.speed if s.pool == pool and s.token_s > 0
+    ]
+    if not points:
+        return Law(0.03, 0.0015, most)
+    running, seconds = np.array(points).T
+    if running.size >= 3 and float(running.max()) > 2.0 * float(running.min()):
+        line = _line(running, seconds)
+        if line is not None:
+            return Law(line[0], line[1], most)
+    # The share of the prior: a thirtieth of a token's own time for each request more.
+    base = median((seconds / (1 + 0.03 * running)).tolist())
+    return Law(base, 0.03 * base, most)
+
+
+def _line(at: Floats, seconds: Floats) -> tuple[float, float] | None:
+    """Where the line begins and what it rises by, least squares of relative errors; None: it does not rise from above 0."""
+    weight = 1.0 / seconds**2
+    total, mean, mean_s = weight.sum(), np.average(at, weights=weight), np.average(seconds, weights=weight)
+    spread = float((weight * (at - mean) ** 2).sum())
+    if total <= 0 or spread <= 0:
+        return None
+    rise = float((weight * (at - mean) * (seconds - mean_s)).sum()) / spread
+    start = float(mean_s - rise * mean)
+    return (start, rise) if start > 0 and rise > 0 else None
+
+
+def train_law(history: Sequence[Measured]) -> TrainLaw:
+    """By least squares; while the share of a slot hardly varied, a tenth of it is taken as what no slot shares."""
+    told = [(one.train_tokens / one.split.train, one.train_s) for one in history[-64:] if one.train_s is not None]
+    if not told:
+        return TrainLaw(0.0, 1e-3)
+    shares, seconds = np.array(told).T
+    if shares.size >= 4 and float(shares.max()) > 1.8 * float(shares.min()):
+        line = _line(shares, seconds)
+        if line is not None:
+            return TrainLaw(*line)
+    ratio = float(np.median(seconds / shares))
+    return TrainLaw(0.1 * ratio * float(np.median(shares)), 0.9 * ratio)
+
+
+def since_jump(logs: Sequence[float]) -> int:
+    """Where the newest stretch without a plain jump begins; logarithms of means, oldest first."""
+    for newest in (1, 2, 3, 4):
+        at = len(logs) - newest
+        if at < 4:
+            break
+        before, after = logs[max(at - 16, 0) : at], logs[at:]
+        middle = median(before)
+        spread = max(sqrt(sum((one - middle) ** 2 for one in before) / len(before)), LEAST_SPREAD)
+        off = abs(sum(after) / newest - middle)
+        if off > (PLAIN + 1.5 / newest) * spread / sqrt(min(newest, 2)):
+            return at
+    return 0
+
+
+def slope(logs: Floats) -> float:
+    """What the logarithm rises by in a step, made smaller by what it is uncertain by."""
+    if logs.size < 8:
+        return 0.0
+    at = np.arange(logs.size) - (logs.size - 1) / 2
+    spread = float((at**2).sum())
+    rise = float((at * logs).sum()) / spread
+    error = float(np.sum((logs - logs.mean() - rise * at) ** 2)) / (logs.size - 2) / spread
+    return rise * max(1.0 - error / max(rise**2, 1e-18), 0.0)

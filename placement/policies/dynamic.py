@@ -1,0 +1,224 @@
+"""`dynamic`: the split by which the job is expected to be done soonest, what changes cost counted in. The product.
+
+1. Every feasible split gets its forecast (`placement.forecast`), its production times what such forecasts turned out to be wrong by: a
+   split that was tried by its own error, drawn to that of its mode; any other by that of its mode. Errors are taken from what the
+   model says of the very lengths that were there, so luck with lengths is no error.
+2. A change must save more than it costs within the steps that are looked ahead to: as many as there were since the job's lengths last
+   jumped, for what has lasted so long is expected to last as long again.
+3. It must also save more in each step than forecasts are wrong by: the dead band.
+4. After a change a few steps must pass before the next one, unless the split there is has become impossible.
+5. What was changed and got worse is changed back by the same rules: the split's own error has been seen by then.
+
+Lending within a step is no decision of this module; that it takes place is part of the forecast. Nothing here draws at random.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+import numpy as np
+
+from placement.forecast import (
+    SPEEDS,
+    TREND,
+    WINDOW,
+    Batch,
+    Floats,
+    Forecast,
+    Pools,
+    law_of,
+    since_jump,
+    slope,
+    train_law,
+)
+from placement.measured import Measured
+from placement.policies.base import Decision, Situation
+from placement.policies.climbing import utilisation
+from placement.policies.fixed import possible
+from placement.split import Split
+
+LEAST_AHEAD, MOST_AHEAD = 12, 100
+"""Steps over which a change must pay, at least and at most."""
+DWELL = 3
+"""Steps that a split is kept before it is left again."""
+MARGIN = 1.2
+"""A change must save so many times what it costs."""
+BAND = 0.4
+"""Share of the error of forecasts by which a change must be better in each step."""
+LEAST_BAND = 0.003
+DRAWN = 20.0
+"""Steps of its own that count as much as what is known of a split's mode."""
+FADE = 0.9
+"""Weight of what was seen of a split beside that of one step later."""
+REMEMBERED = 64
+TREND_AHEAD = 8
+"""Steps ahead for which lengths are forecast, at most."""
+
+
+@dataclass
+class _Error:
+    """Weighted logarithm of what production was wrong by, and the weight."""
+
+    total: float = 0.0
+    weight: float = 0.0
+
+    def add(self, value: float) -> None:
+        """One step more."""
+        self.total = FADE * self.total + value
+        self.weight = FADE * self.weight + 1.0
+
+    def drawn_to(self, other: float) -> float:
+        """Its mean, as far as it is known, and else `other`."""
+        return (self.total + DRAWN * other) / (self.weight + DRAWN)
+
+
+@dataclass
+class Dynamic:
+    """Keeps what it has learned of its forecasts. `first`: the split before anything was measured."""
+
+    pools: Pools
+    first: Split
+    _steps: list[Measured] = field(default_factory=list)
+    _batches: list[Batch] = field(default_factory=list)
+    _errors: dict[tuple[str, int, int], _Error] = field(default_factory=dict)
+    _modes: dict[str, _Error] = field(default_factory=dict)
+    _spread: float = 0.05
+    _since: int = 0
+    _stretch: int = 0
+
+    def plan(self, situation: Situation) -> Decision:
+        """As the module says."""
+        splits = possible(situation.bounds)
+        now = situation.now
+        if now is None or not situation.history:
+            first = self.first if self.first in splits else splits[0]
+            return Decision(now if now in splits and now is not None else first, "nothing is measured yet")
+        stretch = self._taken_in(situation)
+        ahead = min(max(stretch, LEAST_AHEAD), MOST_AHEAD, situation.steps_left or MOST_AHEAD)
+        forecast = self._forecast(situation, stretch, min(ahead, TREND_AHEAD) / 2)
+        off = np.array([self._off(split) for split in splits])
+        expected = forecast.seconds(splits, off)
+        return self._decided(situation, splits, expected, ahead)
+
+    def _decided(self, situation: Situation, splits: Sequence[Split], expected: Floats, ahead: int) -> Decision:
+        now, newest = situation.now, situation.history[-1]
+        assert now is not None
+        used = utilisation(newest) if newest.seconds else {}
+        idle = {pool: 1.0 - share for pool, share in used.items()}
+        cost = np.array([situation.costs.of(now, split) for split in splits])
+        if now not in splits:
+            best = int((expected * ahead + cost).argmin())
+            self._since = 0
+            why = f"{now} is not possible any more; {splits[best]} is expected to take {expected[best]:.1f} s a step"
+            return Decision(splits[best], why, float(expected[best]), None, float(cost[best]), 0.0, idle)
+        self._since += 1
+        here = splits.index(now)
+        saved = expected[here] - expected
+        worth = saved * ahead - MARGIN * cost
+        best = int(worth.argmax())
+        band = max(LEAST_BAND, BAND * self._spread) * float(expected[here])
+        before = float(expected[here])
+        if best == here or worth[best] <= 0 or saved[best] <= band:
+            return Decision(
+                now, f"nothing saves more than {band:.1f} s a step and what its change costs", before, before, idle=idle
+            )
+        gain, price = float(saved[best]) * ahead, float(cost[best])
+        if self._since < DWELL:
+            why = f"{splits[best]} would save {saved[best]:.1f} s a step; a split is kept for {DWELL} steps"
+            return Decision(now, why, before, before, idle=idle)
+        self._since = 0
+        least = min(idle, key=lambda pool: idle[pool]) if idle else "train"
+        most = max(idle, key=lambda pool: idle[pool]) if idle else "rollout"
+        why = (
+            f"{most} was idle for {idle.get(most, 0.0):.0%} of the newest step and {least} for {idle.get(least, 0.0):.0%}: "
+            f"{splits[best]} saves {saved[best]:.1f} s of {before:.1f} s a step, {gain:.0f} s in {ahead} steps, and costs {price:.1f} s"
+        )
+        return Decision(splits[best], why, float(expected[best]), before, price, gain, idle)
+
+    def _taken_in(self, situation: Situation) -> int:
+        """What is new of the history, and how many steps there are since lengths or judgements last jumped."""
+        known = self._steps[-1].step if self._steps else -1
+        for step in (one for one in situation.history if one.step > known):
+            self._steps.append(step)
+            self._batches.append(Batch.of(step))
+            self._learn(situation, step)
+            self._stretch += 1
+            self._stretch = min(self._stretch, *(logs.size - since_jump(logs.tolist()) for logs in self._logs()))
+        del self._steps[:-REMEMBERED], self._batches[:-REMEMBERED]
+        return self._stretch
+
+    def _logs(self) -> tuple[Floats, Floats]:
+        """Of the mean lengths and judgements, since they last jumped."""
+        kept = self._batches[-min(self._stretch, TREND) :]
+        lengths = np.log([max(batch.length, 1e-9) for batch in kept])
+        return lengths, np.log([max(batch.judgement, 1e-9) for batch in kept])
+
+    def _forecast(self, situation: Situation, stretch: int, forward: float) -> Forecast:
+        """Of the next steps: the batches since the last jump, each moved along the trend to `forward` steps from now."""
+        batches = tuple(self._batches[-min(stretch, WINDOW) :])
+        age = np.arange(len(batches), 0, -1) - 1 + max(forward, 1.0)
+        lengths, judgements = self._logs()
+        return self._laws(
+            situation,
+            batches,
+            np.exp(np.clip(slope(lengths), -0.1, 0.1) * age),
+            np.exp(np.clip(slope(judgements), -0.1, 0.1) * age),
+        )
+
+    def _laws(self, situation: Situation, batches: tuple[Batch, ...], longer: Floats, wordier: Floats) -> Forecast:
+        apart, together = self._others(situation.costs.turn_s)
+        return Forecast(
+            self.pools,
+            law_of(self._steps, "rollout", self.pools.rollout_most),
+            law_of(self._steps, "reward", self.pools.reward_most),
+            train_law(self._steps),
+            batches,
+            longer,
+            wordier,
+            apart,
+            together,
+            situation.overlaps,
+            situation.costs.move_s if situation.lends else None,
+        )
+
+    def _learn(self, situation: Situation, newest: Measured) -> None:
+        """What the newest step's production took, beside what the model says of its lengths on its split."""
+        if newest.produce_s is None or newest.produce_s <= 0:
+            return
+        model = self._laws(situation, (self._batches[-1],), np.ones(1), np.ones(1))
+        splits = (newest.split, *(one for one in possible(situation.bounds) if one.train == newest.split.train))
+        said = float(model.produce_s(splits)[0, 0])  # beside the others, for lending reaches them
+        off = float(np.clip(np.log(newest.produce_s / max(said, 1e-9)), -1.0, 1.0))
+        self._spread = 0.9 * self._spread + 0.1 * abs(off - float(np.log(self._off(newest.split))))
+        self._errors.setdefault(_shape(newest.split), _Error()).add(off)
+        self._modes.setdefault(newest.split.mode, _Error()).add(off)
+
+    def _off(self, split: Split) -> float:
+        """What the forecast of its production is to be multiplied by."""
+        mode = self._modes.get(split.mode)
+        if mode is None:
+            every = list(self._modes.values())
+            of_mode = every[0].drawn_to(0.0) if every else 0.0
+        else:
+            of_mode = mode.drawn_to(0.0)
+        own = self._errors.get(_shape(split))
+        return float(np.exp(own.drawn_to(of_mode) if own is not None else of_mode))
+
+    def _others(self, turn_s: float) -> tuple[float, float]:
+        """What was neither production nor training, apart and together; of the mode that was never tried, as of the other but for the
+        turns."""
+        found = {
+            mode: [s.other_s for s in self._steps if s.split.mode == mode and s.other_s is not None][-SPEEDS:]
+            for mode in ("coexisting", "colocated")
+        }
+        apart = median(found["coexisting"]) if found["coexisting"] else None
+        together = median(found["colocated"]) if found["colocated"] else None
+        if apart is None:
+            return max((together or 0.0) - 3 * turn_s, 0.0), together if together is not None else 3 * turn_s
+        return apart, together if together is not None else apart + 3 * turn_s
+
+
+def _shape(split: Split) -> tuple[str, int, int]:
+    return split.mode, split.rollout, split.reward
