@@ -1,10 +1,12 @@
-"""How long engines had nothing to do in a step, and why. For people; nothing is decided by it. Pure.
+"""How long engines had nothing to do in the step until now, and why, for the step's log entry: the books (`controllers.booking`) are
+closed after it is written. For people; nothing is decided by it. Pure.
 
-wait_for_weights_s   nothing may begin: the batch is closed and the weights that it makes are not there yet, or an engine does not
-                     serve head's weights. What holds the step up is training, exchange or publication
-tail_s               the batch is open, an engine serves, and there is nothing for it: others have the last responses
+wait_for_weights_s   nothing may begin: the batch is closed and the weights that it makes are not there yet (`barrier`), or an engine
+                     does not serve head's weights (`waiting_weights`). What holds the step up is training, exchange or publication
+tail_s               everything that is due was begun, an engine serves, and there is nothing for it: others have the last responses
 
-Each is the mean over the engines of this controller, in seconds. What a rank waits for is `controllers.stopwatch`'s.
+The causes are those of the books (`controllers.booking_causes`). An engine counts while it owes nothing at all. Each is the mean over
+the engines of this controller, in seconds. What a rank waits for is `controllers.stopwatch`'s.
 """
 
 from __future__ import annotations
@@ -13,9 +15,17 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from controllers.booking_causes import cause_of
 from controllers.view import JobView
+from placement import books
 
 Cause = Literal["wait_for_weights_s", "tail_s"]
+TOLD: Mapping[books.Cause, Cause] = {
+    "barrier": "wait_for_weights_s",
+    "waiting_weights": "wait_for_weights_s",
+    "tail": "tail_s",
+}
+"""Under which number a cause of the books counts; others hold no step up by themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +35,10 @@ class Idle:
     causes: Mapping[str, Cause | None]
 
     @classmethod
-    def of(cls, view: JobView, busy: Collection[str]) -> Idle:
-        """As it is now. `busy`: the engines that owe something."""
-        version, seal = view.head.version, view.seal
-        closed = seal is not None and not seal.collects
-        causes: dict[str, Cause | None] = {}
-        for name, engine in view.engines.items():
-            held = closed or engine.version != version
-            causes[name] = None if name in busy else "wait_for_weights_s" if held else "tail_s"
-        return cls(causes)
+    def of(cls, view: JobView, busy: Collection[str], stage: books.Cause) -> Idle:
+        """As it is now. `busy`: the engines that owe something; `stage`: what keeps those idle that have nothing to do."""
+        awake = (name for name, engine in view.engines.items() if not engine.asleep)
+        return cls({name: None if name in busy else TOLD.get(cause_of(view, stage, "rollout", name)) for name in awake})
 
 
 class EngineWaits:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
 from controllers.acting import Worlds, new_responding, new_worlds
+from controllers.booking import Booking
 from controllers.changes import Changes
 from controllers.cluster import ClusterMirror
 from controllers.collectives import Collectives
@@ -106,6 +107,8 @@ class JobRunner(JobStanding):
         self.closed = False
         """Whether nothing more will be heard here."""
         self.stopwatch = Stopwatch()
+        self._booking = Booking(store, self.keys, identity.node, identity.lease, metrics, clock)
+        self._held_back: Callable[[], bool] = lambda: False
         self.waits = Waits({})
         self._ranks = RankLinks(clock, changes.notify)
         self._deeds = Deeds(self, metrics, clock)
@@ -178,6 +181,8 @@ class JobRunner(JobStanding):
         self._prune(before)
         self.events.note(before, batch, self.mirror, self._clock.wall())
         self.stopwatch.note(before, self.mirror, self._clock.monotonic())
+        if self.mirror.head is not None:
+            self._booking.head_moved(self.mirror.head.record.version)
         if self._planner is not None:
             self._planner.note(before, self.mirror)
         show(self._metrics, self.mirror, batch, self._identity.incarnation)
@@ -200,6 +205,7 @@ class JobRunner(JobStanding):
         self._spec = spec
         self._rules = self._rules_or_none()
         self.is_working = True
+        self._booking.begin(spec, Path(self.mirror.job.record.run_dir))
         rewards = RewardPool(
             rewards_of(spec),
             spec.scoring,
@@ -231,6 +237,7 @@ class JobRunner(JobStanding):
                 await own.files.sweep()
             self._reading.samples.open(material.spec, material.stream, Path(self.mirror.job.record.run_dir))
             self.look_anew()
+            self._held_back = lambda: material.is_held_back
             flow = find_flow(spec.flow.name)
             filters = find_filters(material.spec.flow.filters)
             conversing = self._new_responding(material.spec, worlds)
@@ -282,6 +289,7 @@ class JobRunner(JobStanding):
                     "troubles": self.troubles.run(),
                     "collectives": collectives.answer_others(),
                     "external": external.run(),
+                    "books": self._booking.run(),
                 } | ({"placement": planner.run()} if material.spec.placement.is_live else {})
                 tasks = [group.create_task(one, name=f"{name} {self.uid}") for name, one in work.items()]
                 await self.changes.until(self._ended)
@@ -291,6 +299,7 @@ class JobRunner(JobStanding):
             # First of all what is being published: it lets its engine go on.
             await self._deeds.stop()
             await peer.close()
+            await self._booking.finish()
             await self._engines.close()
             await self._judge_engines.close()
             await orders.close()
@@ -329,9 +338,12 @@ class JobRunner(JobStanding):
             (self._scoring, self._judging, self._crewing), self._view = seen, None
 
     def note_engines(self) -> None:
-        """See which engines have nothing to do."""
+        """See which engines have nothing to do, and why."""
         if self.mirror.head is not None:
-            self.stopwatch.engines.note(Idle.of(self.look(), self._engines.busy), self._clock.monotonic())
+            view = self.look()
+            self._booking.look(view, held_back=self._held_back())
+            idle = Idle.of(view, self._engines.busy, self._booking.stage)
+            self.stopwatch.engines.note(idle, self._clock.monotonic())
 
     def _judge_views(self) -> Mapping[str, EngineView]:
         return {} if self._judge_engines is None else self._judge_engines.views

@@ -254,6 +254,14 @@ class Metrics:
         self.engine_seconds = self._histogram(
             "gcore_engine_request_seconds", "Seconds a request to an engine took.", WORK_BUCKETS_S, "pool"
         )
+        self.slot_seconds = self._counter(
+            "gcore_slot_seconds_total",
+            "Seconds of this node's slots by what they were: busy and idle (with cause) of a pool, switching (to the pool, from the one "
+            "in cause), syncing, failed, unallocated; unbooked is what nobody can say.",
+            "pool",
+            "state",
+            "cause",
+        )
         self.groups_in_flight = self._gauge(
             "gcore_groups_in_flight", "Groups this process has started and not finished.", "job"
         )

@@ -23,44 +23,43 @@ from gcore.types import PromptRef, Version
 CAUSES: list[Cause | None] = ["wait_for_weights_s", "tail_s", None]
 
 
-def view(versions: dict[str, int | None], state: SealState | None, step: int = 3) -> Any:
-    engines = {
-        name: EngineView(name, "h:1", None if served is None else Version(0, served))
-        for name, served in versions.items()
-    }
-    seal = None if state is None else Seal.model_construct(state=state)
-    return SimpleNamespace(head=SimpleNamespace(version=Version(0, step)), seal=seal, engines=engines)
+def view(version: int | None, *, asleep: bool = False) -> Any:
+    served = None if version is None else Version(0, version)
+    head: Any = SimpleNamespace(version=Version(0, 3))
+    return SimpleNamespace(
+        head=head,
+        mirror=SimpleNamespace(head=head),
+        is_over=False,
+        engines={"e": EngineView("e", "h:1", served, asleep=asleep)},
+    )
 
 
 @pytest.mark.parametrize(
-    ("served", "state", "busy", "cause"),
+    ("served", "stage", "busy", "cause"),
     [
-        (3, None, True, None),
-        (3, None, False, "tail_s"),
-        (3, SealState.OPEN, False, "tail_s"),
-        (3, SealState.PARTIAL, False, "tail_s"),
-        (3, SealState.SEALED, False, "wait_for_weights_s"),
-        (3, SealState.READY, False, "wait_for_weights_s"),
-        (2, None, False, "wait_for_weights_s"),
-        (None, None, False, "wait_for_weights_s"),
-        (2, SealState.READY, True, None),
+        (3, "tail", True, None),
+        (3, "tail", False, "tail_s"),
+        (3, "no_work", False, None),
+        (3, "back_pressure", False, None),
+        (3, "barrier", False, "wait_for_weights_s"),
+        (2, "tail", False, "wait_for_weights_s"),
+        (None, "no_work", False, "wait_for_weights_s"),
+        (2, "barrier", True, None),
     ],
     ids=[
-        *(
-            "at work",
-            "others have the last",
-            "so after a batch was given up",
-            "and while a part goes to the ranks",
-            "the batch is closed",
-            "it is trained",
-        ),
-        *("its weights are old", "nobody knows what it serves", "it goes on with what is left over"),
+        *("at work", "others have the last", "its first are on their way", "admission holds it back"),
+        *("the batch is closed", "its weights are old", "nobody knows what it serves"),
+        "it goes on with what is left over",
     ],
 )
 def test_an_engine_that_has_nothing_to_do_waits_for_something(
-    served: int | None, state: SealState | None, busy: bool, cause: str | None
+    served: int | None, stage: Any, busy: bool, cause: str | None
 ) -> None:
-    assert Idle.of(view({"e": served}, state), {"e"} if busy else ()).causes == {"e": cause}
+    assert Idle.of(view(served), {"e"} if busy else (), stage).causes == {"e": cause}
+
+
+def test_one_that_sleeps_waits_for_nothing() -> None:
+    assert Idle.of(view(3, asleep=True), (), "tail").causes == {}
 
 
 @given(

@@ -1,0 +1,271 @@
+"""The books of a node's slots, for one job: what is heard of engines and ranks goes in, a step's book comes out once all of it was heard.
+
+A step's window is from when this node heard that head had moved to the version before until it heard of this one, on its own clock; a
+rollback ends one as a commit does. The book is closed as soon as every engine that answers was read after the window's end, and
+ranks have had the time to tell (`WORD_S`); after `PATIENCE_S` in any case, with what is missing unbooked.
+
+An engine that does not answer is `failed` from when it was asked in vain; its time before, since it was read last, stays unbooked,
+for nobody can say what it was. Does not read or write anything itself (`controllers.booking`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from controllers.booking_claims import (
+    Meaning,
+    RankClaims,
+    absences,
+    engine_telling,
+    is_of,
+    meanings,
+    mine,
+    name_of,
+)
+from controllers.view import JobView
+from gcore.config import JobSpec
+from gcore.ledger.books import MOST_SWITCHES, EngineSums, StepBook
+from gcore.rollout.readings import EngineReading, Stretch, between
+from gcore.types import Version
+from gcore.worker.records import WorkerRecord
+from placement.books import FAILED, Cause, Line, Pool, SlotBook, Span, State, Telling, added
+
+WORD_S = 0.15
+"""So long may a rank's word of a change of its phase be under way."""
+PATIENCE_S = 5.0
+"""For an engine that should have been read."""
+SHORTEST_S = 1e-3
+"""A window below this is none: several changes were heard of at once."""
+
+
+@dataclass(frozen=True)
+class Closed:
+    """A step, booked. `spans`: by slot, in seconds since it began."""
+
+    book: StepBook
+    spans: Mapping[str, tuple[Span, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Boundary:
+    at: float
+    wall: float
+    version: Version
+
+
+@dataclass
+class _Engine:
+    """One that serves. `failing`: since when it is asked in vain."""
+
+    worker: WorkerRecord
+    rows: int
+    line: Line[Meaning]
+    last: EngineReading | None = None
+    failing: float | None = None
+
+
+class SlotBooks:
+    """Mutable; one event loop."""
+
+    def __init__(self, spec: JobSpec, now: float, wall: float) -> None:
+        self._spec = spec
+        self._begun = now
+        self._began = wall
+        self._slots: dict[str, SlotBook] = {}
+        self._engines: dict[str, _Engine] = {}
+        self._ranks: dict[str, tuple[str, RankClaims, Line[Meaning]]] = {}
+        """By instance: the slot, what it tells, and what its waiting means."""
+        self._absences: dict[tuple[str, str], Line[State | None]] = {}
+        self._served: set[str] = set()
+        self._stretches: list[tuple[Pool, Stretch]] = []
+        self._boundaries: deque[_Boundary] = deque()
+        self._head: Version | None = None
+
+    @property
+    def engines(self) -> Mapping[str, str]:
+        """Whom to read: their addresses, by instance."""
+        return {instance: engine.worker.address for instance, engine in self._engines.items()}
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether a step waits to be closed."""
+        return bool(self._boundaries)
+
+    def head_moved(self, version: Version, now: float, wall: float) -> None:
+        """Head is at `version` now."""
+        if self._head != version:
+            self._head = version
+            self._boundaries.append(_Boundary(now, wall, version))
+
+    def look(self, view: JobView, stage: Cause, now: float) -> None:
+        """The job is so now."""
+        here = view.remembered.get("mine here", (view.workers,), lambda: mine(view))
+        found = meanings(view, here, stage)
+        for instance, meaning in found.items():
+            worker = here[instance]
+            if worker.role == "train":
+                self._note_rank(view, instance, worker, meaning, now)
+            elif instance in self._engines:
+                self._engines[instance].line.note(meaning, now)
+            else:
+                self._engines[instance] = _Engine(worker, self._rows(worker), Line(meaning, now))
+        for gone in self._engines.keys() - found.keys():
+            self._tell_failing(gone, self._engines.pop(gone), now)
+        for gone in self._ranks.keys() - found.keys():
+            slot, claims, line = self._ranks.pop(gone)
+            self._tell(slot, claims.extend(now, line))
+        self._note_absences(view, here, now)
+
+    def read(self, instance: str, reading: EngineReading) -> None:
+        """An engine was read."""
+        engine = self._engines.get(instance)
+        if engine is None:
+            return
+        engine.failing = None
+        before, engine.last = engine.last or _beginning(reading, self._begun), reading
+        stretch = between(before, reading, engine.rows) if before is not None else None
+        if stretch is not None:
+            pool: Pool = engine.worker.role
+            self._tell(engine.worker.slot, engine_telling(instance, pool, stretch, engine.line))
+            self._stretches.append((pool, stretch))
+            engine.line.forget(stretch.end)
+
+    def unread(self, instance: str, asked: float) -> None:
+        """An engine was asked at `asked`, and has not answered."""
+        engine = self._engines.get(instance)
+        if engine is not None and engine.failing is None:
+            engine.failing = asked
+
+    def close(self, now: float) -> list[Closed]:
+        """The steps that are over and of which all was heard; and what lies before is settled."""
+        answering = [engine for engine in self._engines.values() if engine.failing is None]
+        heard = min((engine.last.at if engine.last is not None else self._begun for engine in answering), default=now)
+        until = min(heard, now - WORD_S)
+        closed = []
+        while self._boundaries and (self._boundaries[0].at <= until or self._boundaries[0].at <= now - PATIENCE_S):
+            boundary = self._boundaries.popleft()
+            self._settle(boundary.at)
+            if boundary.at - self._begun >= SHORTEST_S:
+                closed.append(self._closed(boundary))
+            self._begun, self._began = boundary.at, boundary.wall
+        if not self._boundaries:
+            self._settle(until)
+        return closed
+
+    def _rows(self, worker: WorkerRecord) -> int:
+        if not worker.judge:
+            return self._spec.rollout.batch_slots
+        judge = next((one for one in self._spec.judges if one.name == worker.judge), None)
+        return judge.serving.batch_slots if judge is not None else self._spec.rollout.batch_slots
+
+    def _slot(self, slot: str) -> SlotBook:
+        return self._slots.setdefault(slot, SlotBook(self._begun))
+
+    def _tell(self, slot: str, telling: Telling | None) -> None:
+        if telling is not None:
+            self._slot(slot).tell(telling)
+
+    def _tell_failing(self, instance: str, engine: _Engine, until: float) -> None:
+        if engine.failing is not None and engine.failing < until:
+            begin = max(engine.failing, self._slot(engine.worker.slot).settled)
+            self._tell(engine.worker.slot, Telling(instance, begin, until, {FAILED: until - begin}))
+
+    def _note_rank(self, view: JobView, instance: str, worker: WorkerRecord, meaning: Meaning, now: float) -> None:
+        if instance not in self._ranks:
+            self._ranks[instance] = worker.slot, RankClaims(instance), Line(meaning, now)
+        slot, claims, line = self._ranks[instance]
+        line.note(meaning, now)
+        rank = view.ranks.get(worker.rank) if worker.rank is not None else None
+        if rank is not None and view.mirror.head is not None and worker.world == view.head.world:
+            self._tell(slot, claims.hear(rank, line))
+
+    def _note_absences(self, view: JobView, here: Mapping[str, WorkerRecord], now: float) -> None:
+        plan = view.mirror.plan.record if view.mirror.plan is not None else None
+        for place in plan.engines if plan is not None else ():
+            if place.node == view.node and any(w.state == "serving" and is_of(w, place) for w in here.values()):
+                self._served.add(name_of(place))
+        found = absences(view, here, frozenset(self._served))
+        for key, state in found.items():
+            if key not in self._absences:
+                self._slot(key[0])
+                self._absences[key] = Line(state, now)
+            self._absences[key].note(state, now)
+        for key in self._absences.keys() - found.keys():
+            self._absences[key].note(None, now)
+
+    def _settle(self, until: float) -> None:
+        """Book all time until then."""
+        for slot, claims, line in self._ranks.values():
+            self._tell(slot, claims.extend(until, line))
+            line.forget(until)
+        for instance, engine in self._engines.items():
+            self._tell_failing(instance, engine, until)
+        for (slot, place), absent in list(self._absences.items()):
+            book, begin = self._slot(slot), self._slot(slot).settled
+            for state, seconds in absent.over(begin, until):
+                if state is not None:
+                    book.tell(Telling(f"place {place}", begin, begin + seconds, {state: seconds}))
+                begin += seconds
+            absent.forget(until)
+            if absent.now is None and absent.since <= until:
+                del self._absences[slot, place]
+        for book in self._slots.values():
+            book.settle(until)
+
+    def _closed(self, boundary: _Boundary) -> Closed:
+        booked: dict[State, float] = {}
+        unbooked = overbooked = 0.0
+        switches: dict[str, tuple[float, ...]] = {}
+        spans = {}
+        for slot, book in sorted(self._slots.items()):
+            times = book.cut()
+            booked = added(booked, times.booked)
+            unbooked += times.unbooked
+            overbooked += times.overbooked
+            for change, took in times.switches.items():
+                switches[change] = (*switches.get(change, ()), *took)[-MOST_SWITCHES:]
+            spans[slot] = tuple(
+                Span(span.begin - self._begun, span.end - self._begun, span.seconds) for span in times.spans
+            )
+        step = StepBook(
+            version=boundary.version,
+            began=self._began,
+            seconds=boundary.at - self._begun,
+            slots=len(self._slots),
+            booked={state: round(seconds, 6) for state, seconds in booked.items() if seconds > 0},
+            unbooked=unbooked,
+            overbooked=overbooked,
+            engines=self._sums(boundary.at),
+            switches=switches,
+        )
+        return Closed(step, spans)
+
+    def _sums(self, until: float) -> dict[str, EngineSums]:
+        """What the engines did in the window that ends then, by pool."""
+        sums: dict[str, EngineSums] = {}
+        for pool, stretch in self._stretches:
+            share = (min(stretch.end, until) - max(stretch.begin, self._begun)) / (stretch.end - stretch.begin)
+            if share > 0:
+                part = EngineSums(
+                    active_s=stretch.active_s * share,
+                    running_s=stretch.running_s * share,
+                    tokens=round(stretch.tokens * share),
+                    requests=round(stretch.requests * share),
+                )
+                sums[pool] = sums[pool].plus(part) if pool in sums else part
+        self._stretches = [(pool, stretch) for pool, stretch in self._stretches if stretch.end > until]
+        return sums
+
+
+def _beginning(reading: EngineReading, since: float) -> EngineReading | None:
+    """What would have been read when the engine began; None if that was before `since`, or nobody knows."""
+    sums = reading.sums
+    if sums is None:
+        return None
+    life = sums.busy_s + sums.idle_s + sums.paused_s + sums.asleep_s
+    if reading.at - life < since:
+        return None
+    at = reading.at - life
+    return EngineReading(at, type(sums)(sums.at - life), 0.0, 0.0, 0, 0)

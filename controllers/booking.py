@@ -1,0 +1,217 @@
+"""Keeps the books of a node's slots, for one job: reads the node's engines, and writes each step's book.
+
+Engines sum their time up themselves, so when they are read is of no matter to how much is booked; it is to what their idle time is booked
+on, for that is what this controller knew of the job meanwhile. So they are read when a step ends and when what keeps the idle ones changes, but
+for a share of the time at most (`SHARE`), and every `READ_S` else.
+
+A step's book goes into the node's record (`placement/books/NODE`, under the controller's lease), as a line into `books/NODE.jsonl` in the run's
+folder, and on the counters. Nothing waits for it: what cannot be written is missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from controllers.booked import WORD_S, Closed, SlotBooks
+from controllers.booking_causes import stage_of
+from controllers.changes import Changes
+from controllers.view import JobView
+from gcore.clock import Clock
+from gcore.config import JobSpec
+from gcore.errors import EngineError, StoreUnavailable
+from gcore.ledger.books import NodeBooks, StepBook
+from gcore.metrics import Metrics
+from gcore.rollout.client import EngineClient
+from gcore.rollout.readings import read
+from gcore.store.keys import JobKeys
+from gcore.store.types import Put, Store
+from gcore.together import end_all
+from gcore.types import Version
+from placement.books import Cause, Span
+
+log = logging.getLogger(__name__)
+
+READ_S = 1.0
+"""Between two readings when nothing happens."""
+SHARE = 0.02
+"""Of the time, for reading; a step's end is not waited for."""
+LONGEST_REST_S = 10.0
+TOGETHER = 32
+"""Engines that are read at once."""
+ANSWER_S = 4.0
+FINISH_S = 3.0
+"""For the last step's book, at the end of the job: a folder may take nothing any more."""
+FOLDER = "books"
+"""In the run's folder."""
+
+
+class Booking:
+    """Of one job on one controller. Mutable; one event loop."""
+
+    def __init__(
+        self,
+        store: Store,
+        keys: JobKeys,
+        node: str,
+        lease: int,
+        metrics: Metrics,
+        clock: Clock,
+        connect: Callable[..., EngineClient] = EngineClient,
+    ) -> None:
+        self._store = store
+        self._keys = keys
+        self._node = node
+        self._lease = lease
+        self._metrics = metrics
+        self._clock = clock
+        self._connect = connect
+        self._books: SlotBooks | None = None
+        self._run_dir = Path()
+        self._clients: dict[str, tuple[str, EngineClient]] = {}
+        self._record = NodeBooks(node=node)
+        self._wanted = Changes()
+        self._stage: Cause | None = None
+        self._hurry = False
+
+    @property
+    def stage(self) -> Cause:
+        """What keeps those idle that have nothing to do, as it was last seen."""
+        return self._stage or "no_work"
+
+    def begin(self, spec: JobSpec, run_dir: Path) -> None:
+        """Time is booked from now on."""
+        self._run_dir = run_dir
+        self._books = SlotBooks(spec, self._clock.monotonic(), self._clock.wall())
+
+    def head_moved(self, version: Version) -> None:
+        """Head is at `version`, as was just heard."""
+        if self._books is not None:
+            self._books.head_moved(version, self._clock.monotonic(), self._clock.wall())
+            self._hurry = True
+            self._wanted.notify()
+
+    def look(self, view: JobView, *, held_back: bool) -> None:
+        """The job is so now."""
+        stage = stage_of(view, held_back=held_back)
+        if self._books is not None:
+            self._books.look(view, stage, self._clock.monotonic())
+        if stage != self._stage:
+            self._stage = stage
+            self._wanted.notify()
+
+    async def run(self) -> None:
+        """For ever."""
+        seen = self._wanted.count
+        while True:
+            took = await self._round()
+            rest = min(max(took / SHARE, 0.02), WORD_S if self._is_behind else LONGEST_REST_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(rest):
+                    while not self._hurry:
+                        await self._wanted.wait()
+            if self._wanted.count == seen and not self._is_behind:
+                await self._wanted.wait(max(READ_S - rest, 0.0))
+            seen, self._hurry = self._wanted.count, False
+
+    async def finish(self) -> None:
+        """The job has ended: what was not closed yet is, as far as it can be heard in time. Closes all connections."""
+        closing = asyncio.create_task(self._last_rounds(), name=f"last books {self._keys.uid}")
+        await asyncio.wait({closing}, timeout=FINISH_S)
+        await end_all([closing])
+        clients, self._clients = self._clients, {}
+        for _, client in clients.values():
+            await client.close()
+
+    async def _last_rounds(self) -> None:
+        await self._round()
+        await self._clock.sleep(WORD_S)
+        await self._round()
+
+    @property
+    def _is_behind(self) -> bool:
+        return self._books is not None and self._books.is_behind
+
+    async def _round(self) -> float:
+        """Read all engines and write what is over; how long the reading took."""
+        if self._books is None:
+            return 0.0
+        began = self._clock.monotonic()
+        await self._aim(self._books.engines)
+        turns = asyncio.Semaphore(TOGETHER)
+        tasks = [asyncio.create_task(self._read(self._books, name, turns)) for name in self._clients]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            await end_all(tasks)
+        took = self._clock.monotonic() - began
+        for closed in self._books.close(self._clock.monotonic()):
+            await self._write(closed)
+        return took
+
+    async def _aim(self, engines: Mapping[str, str]) -> None:
+        for instance, (address, client) in list(self._clients.items()):
+            if engines.get(instance) != address:
+                del self._clients[instance]
+                await client.close()
+        for instance, address in engines.items():
+            if instance not in self._clients:
+                self._clients[instance] = address, self._connect(f"http://{address}", timeout_s=ANSWER_S)
+
+    async def _read(self, books: SlotBooks, instance: str, turns: asyncio.Semaphore) -> None:
+        _, client = self._clients[instance]
+        async with turns:
+            asked = self._clock.monotonic()
+            try:
+                books.read(instance, read(await client.metrics(), asked, self._clock.monotonic()))
+            except EngineError as error:
+                log.debug("%s: %s", instance, error)
+                books.unread(instance, asked)
+
+    async def _write(self, closed: Closed) -> None:
+        book = closed.book
+        count(self._metrics, book)
+        self._record = self._record.plus(book)
+        put = Put(self._keys.books(self._node), self._record.encode(), self._lease)
+        try:
+            await asyncio.to_thread(
+                _append, self._run_dir / FOLDER / f"{self._node}.jsonl", line_of(self._node, closed)
+            )
+        except OSError as error:
+            log.warning("step %s is not in the books of the run's folder: %s", book.version, error)
+        with contextlib.suppress(StoreUnavailable):  # the next step's write has this one too
+            await self._store.transact((), (put,))
+
+
+def line_of(node: str, closed: Closed) -> str:
+    """A step's book with its slots' spans, for the run's folder."""
+    spans = {slot: [_span(span) for span in spans] for slot, spans in closed.spans.items()}
+    tree = {"node": node, **closed.book.model_dump(mode="json"), "error": round(closed.book.error, 6), "spans": spans}
+    return json.dumps(tree, separators=(",", ":")) + "\n"
+
+
+def _span(span: Span) -> list[Any]:
+    seconds = {state: round(told, 4) for state, told in span.seconds.items() if told >= 5e-5}
+    return [round(span.begin, 4), round(span.end, 4), seconds]
+
+
+def _append(path: Path, line: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(line)
+
+
+def count(metrics: Metrics, book: StepBook) -> None:
+    """Add a step's seconds to the counters."""
+    for state, seconds in book.booked.items():
+        kind, _, rest = state.partition(" ")
+        before, _, after = rest.partition(">")
+        pool, _, cause = rest.partition(" ")
+        labels = (after, kind, before) if kind == "switching" else (pool, kind, cause)
+        metrics.slot_seconds.labels(*labels).inc(seconds)
+    metrics.slot_seconds.labels("", "unbooked", "").inc(book.unbooked)

@@ -1,0 +1,213 @@
+"""What is claimed of a node's slots: by engines that serve, by ranks, and by the places of the plan where none does yet. Pure.
+
+Engines and ranks tell seconds that they measured themselves; what their idle seconds were for is this controller's to say
+(`controllers.booking_causes`), by what it knew of the job while they passed. A place of the plan whose worker does not serve is
+`switching` while it loads, and `failed` once it has failed, or was there and is gone. An engine that the plan puts to sleep is
+switching from the moment when it is to go, and claims nothing once it sleeps; one that is to wake is switching until it is awake.
+A rank that stages a step's weights is syncing. A slot that has no place in the job's plan is `unallocated`: to this job it is, whichever
+other job it may serve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from controllers.booking_causes import cause_of
+from controllers.sleeping import places_of
+from controllers.view import JobView, RankView
+from gcore.ledger.job import EnginePlace
+from gcore.rollout.readings import Stretch
+from gcore.worker.records import WorkerRecord
+from placement.books import (
+    FAILED,
+    NOBODY,
+    SYNCING,
+    UNALLOCATED,
+    Cause,
+    Line,
+    Pool,
+    State,
+    Telling,
+    busy,
+    idle,
+    switching,
+)
+
+WAITING, LOADING, SAVING = "waiting", "loading", "saving"
+MOVING: Mapping[str, State] = {
+    "releasing": switching("train", "rollout"),
+    "restoring": switching("rollout", "train"),
+    LOADING: switching(NOBODY, "train"),
+    SAVING: SYNCING,
+    "failed": FAILED,
+}
+"""Phases of a rank that are neither waiting nor work on a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """What a worker's own words mean now: its being idle, and its being asleep. None: it lays no claim to its slot then."""
+
+    idle: State | None
+    asleep: State | None = None
+
+
+def mine(view: JobView) -> dict[str, WorkerRecord]:
+    """The job's workers on this node, by instance."""
+    uid = view.mirror.keys.uid
+    return {i: w for i, w in view.workers.items() if w.node == view.node and w.job_uid == uid}
+
+
+def meanings(view: JobView, workers: Mapping[str, WorkerRecord], stage: Cause) -> dict[str, Meaning]:
+    """By instance: of each of these workers that serves."""
+    plan = view.mirror.plan.record if view.mirror.plan is not None else None
+    places = places_of(plan, workers, view.mirror.keys.uid)
+    found = {}
+    for instance, worker in workers.items():
+        pool: Pool = worker.role
+        if worker.state != "serving":
+            continue
+        if pool == "train":
+            found[instance] = Meaning(idle(pool, cause_of(view, stage, pool, instance)))
+            continue
+        place = places.get(instance)
+        other = _other(worker, pool, workers.values())
+        if place is None or place.asleep:
+            found[instance] = Meaning(switching(pool, other if place is not None else NOBODY))
+        elif f"publish {instance}" in view.under_way:
+            found[instance] = Meaning(SYNCING, switching(other, pool))
+        else:
+            found[instance] = Meaning(idle(pool, cause_of(view, stage, pool, instance)), switching(other, pool))
+    return found
+
+
+def _other(worker: WorkerRecord, pool: Pool, workers: Iterable[WorkerRecord]) -> str:
+    """The role that takes turns with `pool` on the worker's slot."""
+    roles = sorted({one.role for one in workers if one.slot == worker.slot and one.role not in (pool, "train")})
+    return roles[0] if roles else NOBODY
+
+
+def absences(
+    view: JobView, workers: Mapping[str, WorkerRecord], served: frozenset[str]
+) -> dict[tuple[str, str], State]:
+    """By slot and place: what the slot is as far as no worker that serves says so. `served`: the places that had one before.
+
+    Of slots without a place in the plan too, under the place "".
+    """
+    plan = view.mirror.plan.record if view.mirror.plan is not None else None
+    found: dict[tuple[str, str], State] = {}
+    taken = set()
+    for slot, place, pool, there in _places(view, workers):
+        taken.add(slot)
+        states = {worker.state for worker in there}
+        if "serving" in states:
+            continue
+        if "starting" in states:
+            found[slot, place] = switching(NOBODY, pool)
+        else:
+            found[slot, place] = FAILED if "failed" in states or place in served else switching(NOBODY, pool)
+    places = places_of(plan, workers, view.mirror.keys.uid)
+    for instance, worker in workers.items():
+        leaving = worker.state == "stopping" or (worker.role != "train" and instance not in places)
+        if leaving and worker.state in ("starting", "serving", "stopping"):
+            taken.add(worker.slot)
+            found.setdefault((worker.slot, instance), switching(worker.role, NOBODY))
+    node = view.nodes.get(view.node)
+    for slot in node.slots if node is not None else ():
+        if slot not in taken:
+            found[slot, ""] = UNALLOCATED
+    return found
+
+
+def _places(view: JobView, workers: Mapping[str, WorkerRecord]) -> Iterator[tuple[str, str, Pool, list[WorkerRecord]]]:
+    """The plan's places on this node: slot, name, pool, and the workers that are there for it."""
+    if view.mirror.plan is None or view.mirror.head is None:
+        return
+    plan, here = view.mirror.plan.record, list(workers.values())
+    for place in plan.engines:
+        if place.node == view.node:
+            yield place.slot, name_of(place), place.pool, [w for w in here if is_of(w, place)]
+    for rank in plan.ranks:
+        if rank.node == view.node:
+            there = [w for w in here if (w.world, w.rank, w.slot) == (plan.world, rank.rank, rank.slot)]
+            yield rank.slot, f"rank {plan.world} {rank.rank}", "train", there
+
+
+def name_of(place: EnginePlace) -> str:
+    """What an engine's place is known by."""
+    return f"engine {place.judge} {place.slot}"
+
+
+def is_of(worker: WorkerRecord, place: EnginePlace) -> bool:
+    """Whether the worker is there for that place."""
+    return worker.role != "train" and (worker.slot, worker.judge) == (place.slot, place.judge)
+
+
+def engine_telling(instance: str, pool: Pool, stretch: Stretch, line: Line[Meaning]) -> Telling:
+    """What an engine's stretch of time was."""
+    length = stretch.end - stretch.begin
+    seconds: dict[State, float] = {busy(pool): stretch.busy_s, SYNCING: stretch.paused_s}
+    for meaning, held in line.over(stretch.begin, stretch.end):
+        for state, told in ((meaning.idle, stretch.idle_s), (meaning.asleep, stretch.asleep_s)):
+            if state is not None:
+                seconds[state] = seconds.get(state, 0.0) + told * held / length
+    return Telling(instance, stretch.begin, stretch.end, seconds)
+
+
+class RankClaims:
+    """What one rank's time was, from the seconds by phase that it tells. Mutable.
+
+    It tells each change of its phase at once, so until it tells again it is in the phase that it told; what that was taken for beyond
+    its word is taken off its next one.
+    """
+
+    def __init__(self, instance: str) -> None:
+        self.instance = instance
+        self._at: float | None = None
+        self._phases: Mapping[str, float] = {}
+        self._phase = WAITING
+        self._claimed = 0.0
+        """Until when its time was told of."""
+        self._ahead: dict[str, float] = {}
+        """Seconds by phase that were told beyond its word."""
+
+    def hear(self, rank: RankView, line: Line[Meaning]) -> Telling | None:
+        """Its newest word; what its time was since the one before, as far as that is not told already."""
+        if rank.clock is None or (self._at is not None and rank.clock <= self._at):
+            return None
+        told = None
+        if self._at is not None:
+            grown = {phase: rank.phases[phase] - self._phases.get(phase, 0.0) for phase in rank.phases}
+            new = {phase: max(seconds - self._ahead.get(phase, 0.0), 0.0) for phase, seconds in grown.items()}
+            told = self._telling(rank.clock, new, line)
+        self._claimed = max(self._claimed, rank.clock)
+        self._at, self._phases, self._phase, self._ahead = rank.clock, rank.phases, rank.phase, {}
+        return told
+
+    def extend(self, until: float, line: Line[Meaning]) -> Telling | None:
+        """Until then it was in the phase that it told last."""
+        if self._at is None or until <= self._claimed:
+            return None
+        passed = until - self._claimed
+        told = self._telling(until, {self._phase: passed}, line)
+        self._ahead[self._phase] = self._ahead.get(self._phase, 0.0) + passed
+        self._claimed = until
+        return told
+
+    def _telling(self, until: float, phases: Mapping[str, float], line: Line[Meaning]) -> Telling | None:
+        begin = self._claimed
+        length, total = until - begin, sum(phases.values())
+        if length <= 0 or total <= 0:
+            return None
+        shrink = min(length / total, 1.0)
+        seconds: dict[State, float] = {}
+        for phase, told in phases.items():
+            if phase == WAITING:
+                for meaning, held in line.over(begin, until):
+                    if meaning.idle is not None:
+                        seconds[meaning.idle] = seconds.get(meaning.idle, 0.0) + told * shrink * held / length
+            elif told > 0:
+                state = MOVING.get(phase, busy("train"))
+                seconds[state] = seconds.get(state, 0.0) + told * shrink
+        return Telling(self.instance, begin, until, seconds)

@@ -1,0 +1,219 @@
+"""The books of a node: what engines and ranks tell, and places where none serves, come to a step's book that sums."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from job_views import SPEC, running_job, stored
+
+from controllers.booked import PATIENCE_S, WORD_S, SlotBooks
+from controllers.booking import line_of
+from controllers.booking_claims import Meaning, RankClaims
+from controllers.view import JobView, RankView
+from gcore.ledger.books import StepBook
+from gcore.ledger.job import EnginePlace, NodeRecord, Plan, RankPlace
+from gcore.rollout.metered import Sums
+from gcore.rollout.readings import EngineReading
+from gcore.types import Version
+from gcore.worker.records import WorkerRecord
+from placement.books import FAILED, NOBODY, SYNCING, UNALLOCATED, Line, busy, idle, switching
+
+SLOTS = ("cpu:0", "cpu:1", "cpu:2")
+STEP = Version(0, 1)
+
+
+def engine_of(instance: str, slot: str, judge: str = "", state: str = "serving") -> WorkerRecord:
+    tree: dict[str, Any] = {"instance": instance, "role": "reward" if judge else "rollout", "judge": judge}
+    more = {"node": "node-0", "job_uid": "u", "pid": 1, "pid_started": 1, "state": state, "address": "h:9"}
+    return WorkerRecord.model_validate(tree | more | {"slot": slot})
+
+
+def job(*engines: EnginePlace, workers: tuple[WorkerRecord, ...] = (), rank: bool = False) -> JobView:
+    """`node-0` has three slots; the ranks of the made job are there if asked for."""
+    view = running_job()
+    ranks = (RankPlace(rank=0, node="node-0", slot="cpu:0"),) if rank else ()
+    plan = Plan(generation=2, world="w", ranks=ranks, engines=engines)
+    node = NodeRecord(name="node-0", incarnation="node-0.aaaa", address="a:1", slots=SLOTS, pid=1)
+    there = {worker.instance: worker for worker in workers} | ({"t0": view.workers["t0"]} if rank else {})
+    return replace(view, mirror=replace(view.mirror, plan=stored(plan)), nodes={"node-0": node}, workers=there)
+
+
+def place(slot: str, judge: str = "", *, asleep: bool = False) -> EnginePlace:
+    return EnginePlace(node="node-0", slot=slot, judge=judge, asleep=asleep)
+
+
+def reading(at: float, busy_s: float = 0.0, **more: float) -> EngineReading:
+    """Of an engine that began at 0 and was idle else."""
+    rest = at - busy_s - sum(more.values())
+    return EngineReading(at, Sums(at, busy_s, rest, more.get("paused_s", 0.0), more.get("asleep_s", 0.0)), 0, 0, 0, 0)
+
+
+def closed(books: SlotBooks, at: float) -> StepBook:
+    (found,) = books.close(at)
+    book = found.book
+    assert sum(book.booked.values()) + book.unbooked == pytest.approx(book.seconds * book.slots, abs=1e-4)
+    line_of("node-0", found)
+    return book
+
+
+def begun(view: JobView) -> SlotBooks:
+    books = SlotBooks(SPEC, 0.0, 1000.0)
+    books.look(view, "no_work", 0.0)
+    return books
+
+
+def ended(books: SlotBooks, at: float) -> None:
+    books.head_moved(STEP, at, 1000.0 + at)
+
+
+def test_what_an_engine_was_idle_for_is_what_was_known_of_the_job_meanwhile() -> None:
+    view = job(place("cpu:0"), workers=(engine_of("e", "cpu:0"),))
+    books = begun(view)
+    books.look(view, "tail", 6.0)
+    books.read("e", reading(6.0, busy_s=4.0))
+    ended(books, 10.0)
+    books.read("e", reading(10.0, busy_s=5.0))
+    book = closed(books, 10.0 + WORD_S)
+    assert book.version == STEP
+    assert book.booked == pytest.approx(
+        {busy("rollout"): 5.0, idle("rollout", "no_work"): 2.0, idle("rollout", "tail"): 3.0, UNALLOCATED: 20.0}
+    )
+    assert book.error == 0
+
+
+def test_a_step_is_closed_when_every_engine_was_read_after_it_or_after_a_while() -> None:
+    view = job(place("cpu:0"), place("cpu:1"), workers=(engine_of("e", "cpu:0"), engine_of("f", "cpu:1")))
+    books = begun(view)
+    ended(books, 10.0)
+    for name in ("e", "f"):
+        books.read(name, reading(9.0))
+    books.read("e", reading(10.5))
+    assert books.close(11.0) == []
+    assert books.is_behind
+    late = closed(books, 10.0 + PATIENCE_S)
+    assert late.unbooked == pytest.approx(1.0)
+    assert late.error == pytest.approx(1.0 / 30.0)
+
+
+def test_an_engine_that_does_not_answer_has_failed_and_what_was_before_nobody_knows() -> None:
+    view = job(place("cpu:0"), workers=(engine_of("e", "cpu:0"),))
+    books = begun(view)
+    books.read("e", reading(4.0, busy_s=4.0))
+    books.unread("e", 5.0)
+    books.unread("e", 6.0)
+    ended(books, 8.0)
+    book = closed(books, 9.0)
+    assert book.booked == pytest.approx({busy("rollout"): 4.0, FAILED: 3.0, UNALLOCATED: 16.0})
+    assert book.unbooked == pytest.approx(1.0)
+
+
+def test_an_engine_that_was_only_slow_tells_all_of_its_time_itself() -> None:
+    view = job(place("cpu:0"), workers=(engine_of("e", "cpu:0"),))
+    books = begun(view)
+    books.read("e", reading(4.0, busy_s=4.0))
+    books.unread("e", 5.0)
+    books.read("e", reading(9.0, busy_s=9.0))
+    ended(books, 8.0)
+    assert closed(books, 9.0).booked == pytest.approx({busy("rollout"): 8.0, UNALLOCATED: 16.0})
+
+
+def test_a_place_is_switching_while_its_worker_loads_and_failed_once_it_was_there_and_is_not() -> None:
+    view = job(place("cpu:0"), workers=(engine_of("e", "cpu:0", state="starting"),))
+    books = begun(view)
+    serving = replace(view, workers={"e": engine_of("e", "cpu:0")})
+    books.look(serving, "no_work", 3.0)
+    # The engine's own sums began when it could be asked.
+    books.read("e", EngineReading(5.0, Sums(5.0, busy_s=2.0), 0, 0, 0, 0))
+    gone = replace(view, workers={})
+    books.look(gone, "no_work", 5.0)
+    ended(books, 9.0)
+    book = closed(books, 10.0)
+    change = switching(NOBODY, "rollout")
+    assert book.booked == pytest.approx({change: 3.0, busy("rollout"): 2.0, FAILED: 4.0, UNALLOCATED: 18.0})
+    assert book.switches == {f"{NOBODY}>rollout": pytest.approx((3.0,))}
+
+
+def test_a_loan_is_switching_from_the_plan_until_the_other_is_awake() -> None:
+    rollout, judge = engine_of("e", "cpu:0"), engine_of("j", "cpu:0", "critic")
+    before = job(place("cpu:0"), place("cpu:0", "critic", asleep=True), workers=(rollout, judge))
+    books = begun(before)
+    books.read("e", reading(4.0, busy_s=4.0))
+    books.read("j", reading(4.0, asleep_s=4.0))
+    lent = job(place("cpu:0", asleep=True), place("cpu:0", "critic"), workers=(rollout, judge))
+    books.look(lent, "tail", 4.0)
+    # One second to let go of what it had, two to give the memory back; the judge wakes a second later.
+    books.read("e", reading(5.0, busy_s=4.5))
+    books.read("j", reading(5.0, asleep_s=5.0))
+    books.read("e", reading(10.0, busy_s=4.5, asleep_s=3.0))
+    books.read("j", reading(10.0, busy_s=2.0, asleep_s=8.0))
+    ended(books, 10.0)
+    book = closed(books, 11.0)
+    assert book.booked[busy("rollout")] == pytest.approx(4.5)
+    assert book.booked[busy("reward")] == pytest.approx(2.0)
+    assert book.booked[switching("rollout", "reward")] == pytest.approx(3.5)
+    assert book.unbooked == pytest.approx(0.0)
+
+
+def told(at: float, phase: str, **phases: float) -> RankView:
+    return RankView(0, phase=phase, clock=at, phases=phases)
+
+
+def test_a_rank_tells_its_phases_and_is_believed_until_it_tells_again() -> None:
+    view = job(rank=True)
+    books = begun(replace(view, ranks={0: told(0.0, "waiting")}))
+    words = [
+        told(4.0, "update", waiting=4.0),
+        told(7.0, "saving", waiting=4.0, update=3.0),
+        told(8.0, "waiting", waiting=4.0, update=3.0, saving=1.0),
+    ]
+    for word in words:
+        books.look(replace(view, ranks={0: word}), "barrier" if word.phase != "update" else "no_work", word.clock or 0)
+    ended(books, 10.0)
+    book = closed(books, 11.0)
+    assert book.booked == pytest.approx(
+        {
+            idle("train", "no_work"): 4.0,
+            busy("train"): 3.0,
+            SYNCING: 1.0,
+            idle("train", "barrier"): 2.0,
+            UNALLOCATED: 20.0,
+        }
+    )
+    assert book.error == pytest.approx(0.0, abs=1e-9)
+
+
+def test_what_a_rank_was_taken_for_beyond_its_word_is_not_told_twice() -> None:
+    line, claims = Line(Meaning(idle("train", "tail")), 0.0), RankClaims("t0")
+    assert claims.hear(told(0.0, "waiting"), line) is None
+    ahead = claims.extend(3.0, line)
+    assert ahead is not None
+    assert ahead.seconds == {idle("train", "tail"): 3.0}
+    after = claims.hear(told(5.0, "update", waiting=3.5, update=1.5), line)
+    assert after is not None
+    assert (after.begin, after.end) == (3.0, 5.0)
+    assert after.seconds == pytest.approx({idle("train", "tail"): 0.5, busy("train"): 1.5})
+    assert claims.extend(5.0, line) is None
+
+
+def test_what_happened_before_the_job_was_taken_up_is_not_booked() -> None:
+    view = job(place("cpu:0"), workers=(engine_of("e", "cpu:0"),))
+    books = SlotBooks(SPEC, 100.0, 0.0)
+    books.look(view, "no_work", 100.0)
+    books.read("e", reading(100.5, busy_s=100.0))
+    ended(books, 104.0)
+    books.read("e", reading(105.0, busy_s=104.5))
+    book = closed(books, 106.0)
+    assert book.booked == pytest.approx({busy("rollout"): 3.5, UNALLOCATED: 8.0})
+    assert book.unbooked == pytest.approx(0.5)
+
+
+def test_what_engines_did_is_summed_by_pool_and_cut_where_the_step_ends() -> None:
+    view = job(place("cpu:0"), workers=(engine_of("e", "cpu:0"),))
+    books = begun(view)
+    books.read("e", EngineReading(8.0, Sums(8.0, 8.0, 0, 0, 0, 8.0, 32.0), 4, 0, 160, 4))
+    ended(books, 10.0)
+    books.read("e", EngineReading(12.0, Sums(12.0, 12.0, 0, 0, 0, 12.0, 48.0), 4, 0, 240, 6))
+    sums = closed(books, 12.5).engines["rollout"]
+    assert (sums.active_s, sums.running_s, sums.tokens, sums.requests) == (10.0, 40.0, 200, 5)
