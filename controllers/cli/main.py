@@ -20,6 +20,7 @@ from controllers.cli import (
     file_verbs,
     init_verb,
     job_verbs,
+    plan_verb,
     run_verb,
     samples_verb,
 )
@@ -88,6 +89,7 @@ _verb("up", cluster_verbs.up, cluster_verbs.UP_EXAMPLES, _CLUSTER)
 _verb("down", cluster_verbs.down, cluster_verbs.DOWN_EXAMPLES, _CLUSTER)
 _verb("doctor", doctor_verb.doctor, doctor_verb.DOCTOR_EXAMPLES, _CLUSTER)
 _verb("validate", file_verbs.validate, file_verbs.VALIDATE_EXAMPLES, _FILES)
+_verb("plan", plan_verb.plan, plan_verb.PLAN_EXAMPLES, _FILES)
 _verb("schema", file_verbs.schema, file_verbs.SCHEMA_EXAMPLES, _FILES)
 _verb("prepare", file_verbs.prepare, file_verbs.PREPARE_EXAMPLES, _FILES)
 

@@ -1,0 +1,172 @@
+"""What `gcore plan` shows: the models, the placements that fit, and why others do not; as tables, and as a tree for JSON. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from controllers.cli.view_text import visible
+from placement.mapping.devices import GIB
+from placement.mapping.fitting import Memory
+from placement.mapping.memory import Need, engine_need, rank_needs
+from placement.mapping.search import Fit, Found
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from controllers.cli.plan_verb import Planned
+
+MOST_MISFITS = 8
+"""Sentences about what does not fit that a table shows; JSON has all."""
+LONG = 500
+"""Characters of a sentence that are shown."""
+
+
+def tree_of(planned: Planned, show: int) -> dict[str, Any]:
+    """For JSON; memory in GiB, times in seconds. `show`: placements in it."""
+    from controllers.cli.plan_written import section_of
+
+    found, cluster, device = planned.found, planned.cluster, planned.cluster.device
+    first = found.first
+    return {
+        "job": planned.spec.name,
+        "cluster": {
+            "nodes": cluster.node_count,
+            "slots": cluster.slots,
+            "memory_gib": round(Memory.of(cluster).all_of_it / GIB, 2),
+            "tflops": device.tflops,
+            "bandwidth_gb_s": device.bandwidth_gb_s,
+            "link_gb_s": device.link_gb_s,
+            "alike": cluster.alike,
+            "source": device.source,
+        },
+        "lengths": {"prompt_tokens": planned.lengths.prompt, "response_tokens": planned.lengths.response},
+        "models": list(models(planned)),
+        "fitting": len(found.fits),
+        "placements": [fit_tree(fit) for fit in found.fits[:show]],
+        "start": None if first is None else section_of(planned.spec, first),
+        "misfits": [{"placement": str(one.way), "why": str(one.excess), "count": one.count} for one in found.misfits],
+        "hints": list(found.hints),
+    }
+
+
+def fit_tree(fit: Fit) -> dict[str, Any]:
+    """One placement."""
+    split, times = fit.way.split, fit.times
+    return {
+        "placement": str(fit.way),
+        "mode": split.mode,
+        "rollout": split.rollout,
+        "reward": split.reward,
+        "train": split.train,
+        "slots_of_a_rollout_engine": fit.way.rollout_size,
+        "slots_of_a_judge": fit.way.reward_size,
+        "asleep": fit.way.asleep,
+        "can_be_started": fit.way.starts,
+        "memory_gib": {pool: round(used / GIB, 2) for pool, used in fit.room.used},
+        "rows": dict(fit.room.rows),
+        "cache_tokens": dict(fit.room.cells),
+        "less_cache_than_wanted": list(fit.room.bound),
+        "seconds": {
+            "step": times.step,
+            "rollout": times.rollout,
+            "judging": times.judging,
+            "training": times.training,
+            "publishing": times.publishing,
+            "switching": times.switching,
+        },
+    }
+
+
+def models(planned: Planned) -> Iterator[dict[str, Any]]:
+    """What each model takes of one slot by itself, with as many ranks as the best placement has."""
+    workload, gpu = planned.workload, planned.cluster.device.is_gpu
+    best = planned.found.first or next(iter(planned.found.fits), None)
+    ranks = planned.cluster.slots if best is None else best.way.ranks
+    for served in workload.served:
+        engine = engine_need(served, size=1, rows=served.rows, gpu=gpu)
+        yield _model(
+            served.name,
+            served.shape.parameters,
+            {"weights": engine.weights, "cache": engine.cell * engine.wanted, "working": engine.works},
+        )
+    for need in rank_needs(workload.training, ranks, gpu=gpu):
+        shape = workload.training.models.get(need.name, workload.rollout.shape)
+        yield _model(
+            f"{need.name}{_of_ranks(need, ranks)}", shape.parameters, {"weights": need.stays, "working": need.works}
+        )
+
+
+def _of_ranks(need: Need, ranks: int) -> str:
+    return f", a rank of {ranks}" if need.name != "reference" else ""
+
+
+def _model(name: str, parameters: int, parts: dict[str, int]) -> dict[str, Any]:
+    sizes = {f"{part}_gib": round(size / GIB, 3) for part, size in ({"cache": 0} | parts).items()}
+    return {"model": name, "parameters": parameters, **sizes, "total_gib": round(sum(parts.values()) / GIB, 3)}
+
+
+def print_tables(planned: Planned, show: int, console: Console) -> None:
+    """For people."""
+    found, cluster = planned.found, planned.cluster
+    weakest = "" if cluster.alike else "; nodes differ, and the weakest of each figure is planned with"
+    console.print(
+        f"{planned.spec.name} on {cluster.slots} slots of {cluster.node_count} node{'s' * (cluster.node_count != 1)}, "
+        f"{Memory.of(cluster).all_of_it / GIB:.4g} GiB each{weakest}; prompts of {planned.lengths.prompt:.4g} and responses of "
+        f"{planned.lengths.response:.4g} tokens.\n",
+        highlight=False,
+    )
+    console.print(_models_table(planned))
+    console.print(f"\n{_counted(found)}\n", highlight=False)
+    if found.fits:
+        console.print(_fits_table(found, show))
+    if found.misfits:
+        console.print("\nWhat does not fit, the nearest first:", highlight=False)
+        for one in found.misfits[:MOST_MISFITS]:
+            more = f" (and {one.count - 1} alike)" if one.count > 1 else ""
+            console.print(
+                f"  {visible(str(one.way), LONG)}: {visible(str(one.excess), LONG)}{more}",
+                highlight=False,
+                soft_wrap=True,
+            )
+        if len(found.misfits) > MOST_MISFITS:
+            console.print(f"  and {len(found.misfits) - MOST_MISFITS} kinds more (-o json has all)", highlight=False)
+    for hint in found.hints:
+        console.print(f"\n{visible(hint, LONG)}.", highlight=False, soft_wrap=True)
+
+
+def _counted(found: Found) -> str:
+    fail = sum(one.count for one in found.misfits)
+    return f"{len(found.fits)} placements fit, {fail} do not. The best, by predicted time of a step:"
+
+
+def _models_table(planned: Planned) -> Table:
+    table = _table(("MODEL, BY ITSELF", "PARAMETERS", "WEIGHTS GiB", "CACHE GiB", "WORKING GiB", "TOTAL GiB"))
+    for row in models(planned):
+        sizes = (row["weights_gib"], row["cache_gib"], row["working_gib"], row["total_gib"])
+        table.add_row(visible(row["model"]), f"{row['parameters']:,}", *(f"{size:.2f}" for size in sizes))
+    return table
+
+
+def _fits_table(found: Found, show: int) -> Table:
+    table = _table(
+        ("PLACEMENT", "STEP s", "ROLLOUT", "JUDGES", "TRAIN", "PUBLISH", "SWITCH", "FULLEST SLOT GiB", "STARTS")
+    )
+    for fit in found.fits[:show]:
+        times = fit.times
+        parts = (times.step, times.rollout, times.judging, times.training, times.publishing, times.switching)
+        fullest = max(used for _, used in fit.room.used) / GIB
+        table.add_row(
+            str(fit.way), *(f"{part:.3g}" for part in parts), f"{fullest:.1f}", "yes" if fit.way.starts else "not yet"
+        )
+    return table
+
+
+def _table(headings: tuple[str, ...]) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if number else "left")
+    return table

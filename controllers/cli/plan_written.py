@@ -1,0 +1,116 @@
+"""The placement that was found, as a spec says it, and a spec with that in it. Pure but for the last function.
+
+A spec is a text that a person wrote, so its words and comments stay where they can: sections are replaced or put behind. What comes
+out is read again; where it does not say what it should, the spec is written anew, without its comments.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gcore.atomic import whole_file
+from gcore.config import JobSpec
+from gcore.config.load import apply_overrides, load_spec
+from gcore.errors import UsageError
+from placement.mapping.search import Fit
+
+Section = dict[str, dict[str, Any]]
+FIXED = ("colocated", "static")
+"""Policies that move nothing."""
+SAID_ANEW = ("policy", "train", "reward", "memory")
+"""Of the section `placement`, what a first placement decides."""
+
+
+def section_of(spec: JobSpec, fit: Fit) -> Section:
+    """What to write into the spec so that the job begins so. A policy that moves slots keeps its name, and begins with these sizes."""
+    policy, split = spec.placement.policy, fit.way.split
+    live = policy not in FIXED
+    section: Section = {"placement": {"policy": policy}}
+    if split.mode == "coexisting":
+        reward = {"reward": split.reward} if split.reward else {}
+        section["placement"] = {"policy": policy if live else "static", "train": split.train} | reward
+    elif not live:
+        section["placement"] = {"policy": "colocated"}
+        section["train"] = {"ranks": split.train}
+    if split.mode == "colocated" and "memory" in type(spec.placement).model_fields:
+        section["placement"]["memory"] = "in_turns" if fit.way.asleep else "kept"
+    # An engine that is left to itself would fill what the ranks beside it need.
+    if "rollout" in fit.room.bound:
+        section["rollout"] = {"cache_tokens": dict(fit.room.cells)["rollout"]}
+    return section
+
+
+def with_section(tree: Mapping[str, Any], section: Section) -> dict[str, Any]:
+    """The spec's tree with that in it: what it said of the same is replaced, all else stays."""
+    changed = dict(tree)
+    for name, fields in section.items():
+        said = tree.get(name) or {}
+        kept = {key: value for key, value in said.items() if name != "placement" or key not in SAID_ANEW}
+        changed[name] = {**kept, **fields}
+    if "train" in section["placement"] and isinstance(changed.get("train"), dict):
+        changed["train"] = {key: value for key, value in changed["train"].items() if key != "ranks"}
+    return changed
+
+
+def with_section_in_text(text: str, section: Section) -> str:
+    """The same for a text whose comments are to stay; whether it came out right is the caller's to see."""
+    for name, fields in section.items():
+        block = yaml.safe_dump({name: fields}, sort_keys=False)
+        found = re.search(rf"^{name}:[^\n]*\n(?:(?:[ \t]+[^\n]*|[ \t]*#[^\n]*|[ \t]*)\n)*", text, re.MULTILINE)
+        if found is None:
+            text = f"{text.rstrip()}\n\n{block}"
+        elif name == "placement":
+            kept = re.search(r"\n[ \t]*\n*\Z", found[0])
+            text = f"{text[: found.start()]}{block}{chr(10) if kept else ''}{text[found.end() :]}"
+        else:
+            text = text[: found.start()] + _with_fields(found[0], fields) + text[found.end() :]
+    if "train" in section["placement"]:
+        text = re.sub(
+            r"(^train:[^\n]*\n(?:[ \t]+[^\n]*\n|\n)*?)[ \t]+ranks:[^\n]*\n", r"\1", text, count=1, flags=re.MULTILINE
+        )
+    return text
+
+
+def _with_fields(block: str, fields: Mapping[str, Any]) -> str:
+    for key, value in fields.items():
+        line = re.compile(rf"^([ \t]+){key}:[^\n#]*", re.MULTILINE)
+        if line.search(block):
+            block = line.sub(rf"\g<1>{key}: {value} ", block, count=1)
+        else:
+            head, _, rest = block.partition("\n")
+            indent = re.match(r"(?:[ \t]*(?:#[^\n]*)?\n)*([ \t]+)\S", rest)
+            block = f"{head}\n{indent[1] if indent else '  '}{key}: {value}\n{rest}"
+    return block
+
+
+def write_spec(spec: Path, to: Path, section: Section, overrides: Sequence[str] = ()) -> None:
+    """Write the spec with the section in it to `to`, which lies beside it. Raises UsageError."""
+    if to.resolve().parent != spec.resolve().parent:
+        raise UsageError(
+            "paths in a spec are relative to its folder, so a copy elsewhere would name other files",
+            where=str(to),
+            fix=f"Name a file in {spec.resolve().parent}",
+        )
+    if to.exists() and to.resolve() != spec.resolve():
+        raise UsageError("there is a file of that name", where=str(to), fix="Name a new file, or the spec itself")
+    text = spec.read_text(encoding="utf-8")
+    wanted = with_section(apply_overrides(yaml.safe_load(text), overrides), section)
+    written = text if overrides else with_section_in_text(text, section | {"placement": wanted["placement"]})
+    try:
+        same = yaml.safe_load(written) == wanted
+    except yaml.YAMLError:
+        same = False
+    if not same:
+        written = yaml.safe_dump(wanted, sort_keys=False, allow_unicode=True)
+    try:
+        whole_file(to, written.encode())
+    except OSError as error:
+        raise UsageError(
+            f"the spec cannot be written ({error.strerror or error})", where=str(to), fix="Name another file"
+        ) from error
+    load_spec(to)

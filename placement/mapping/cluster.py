@@ -1,0 +1,150 @@
+"""The nodes that a job is planned for, as a person writes them down: the file behind `gcore plan --cluster`. Pure data.
+
+    nodes:
+      - { name: gpu, count: 2, accelerators: 8, device: h100, host_memory_gib: 1800 }
+    network_gb_s: 50
+
+A device is named, or described by its figures; figures beside a name replace the named ones. Nodes may differ; what is planned then
+holds for the weakest of them, since any of them may get any pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+
+from gcore.config.base import Section
+from gcore.config.explain import shortened
+from gcore.errors import UsageError
+from gcore.nearest import did_you_mean
+from placement.mapping.devices import DEVICES, GPU_LAUNCH_S, Device
+
+MOST_SLOTS = 100_000
+Gib = Annotated[float, Field(gt=0, le=1e6)]
+Tflops = Annotated[float, Field(gt=0, le=1e6)]
+GbPerS = Annotated[float, Field(gt=0, le=1e6)]
+
+
+class NodeKind(Section):
+    """So many nodes that are alike."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$")] = "node"
+    count: Annotated[PositiveInt, Field(le=MOST_SLOTS)] = 1
+    accelerators: Annotated[PositiveInt, Field(le=1024)]
+    """Slots of each node."""
+    device: str | None = None
+    """A name of `placement.mapping.devices`."""
+    memory_gib: Gib | None = None
+    """Of each accelerator."""
+    tflops: Tflops | None = None
+    bandwidth_gb_s: GbPerS | None = None
+    link_gb_s: GbPerS | None = None
+    launch_s: PositiveFloat | None = None
+    host_memory_gib: Gib
+    """Of the node."""
+
+    @model_validator(mode="after")
+    def _is_described(self) -> NodeKind:
+        if self.device is not None and self.device not in DEVICES:
+            raise ValueError(
+                f"there is no device {shortened(repr(self.device))}{did_you_mean(self.device, DEVICES)}; known are "
+                f"{', '.join(sorted(DEVICES))}, or leave device out and give memory_gib, tflops, bandwidth_gb_s and link_gb_s"
+            )
+        if self.device is None:
+            needed = ("memory_gib", "tflops", "bandwidth_gb_s", "link_gb_s")
+            if lacking := [name for name in needed if getattr(self, name) is None]:
+                raise ValueError(f"without device it needs {', '.join(lacking)} too")
+        return self
+
+    @property
+    def each(self) -> Device:
+        """One accelerator of it."""
+        base = None if self.device is None else DEVICES[self.device]
+        given = {
+            name: getattr(self, name) for name in ("memory_gib", "tflops", "bandwidth_gb_s", "link_gb_s", "launch_s")
+        }
+        known = {} if base is None else {name: getattr(base, name) for name in given}
+        told = known | {name: value for name, value in given.items() if value is not None}
+        return Device(**{"launch_s": GPU_LAUNCH_S} | told, source="the cluster's file" if base is None else base.source)
+
+
+class Cluster(Section):
+    """What there is."""
+
+    nodes: Annotated[tuple[NodeKind, ...], Field(min_length=1, max_length=64)]
+    network_gb_s: GbPerS = 25.0
+    """Between two nodes, one direction, for each node."""
+    storage_gb_s: GbPerS = 2.0
+    """How fast weights come to the shared folder, or from it, for each node."""
+
+    @model_validator(mode="after")
+    def _is_not_too_large(self) -> Cluster:
+        if self.slots > MOST_SLOTS:
+            raise ValueError(f"it has {self.slots} accelerators, and {MOST_SLOTS} can be planned for")
+        if len({kind.each.is_gpu for kind in self.nodes}) > 1:
+            raise ValueError(
+                "some nodes have accelerators with memory of their own and some have none; plan for one kind"
+            )
+        return self
+
+    @property
+    def slots(self) -> int:
+        """Accelerators in all."""
+        return sum(kind.count * kind.accelerators for kind in self.nodes)
+
+    @property
+    def node_count(self) -> int:
+        """Nodes in all."""
+        return sum(kind.count for kind in self.nodes)
+
+    @property
+    def smallest_node(self) -> int:
+        """Accelerators of the node with the fewest."""
+        return min(kind.accelerators for kind in self.nodes)
+
+    @property
+    def alike(self) -> bool:
+        """Whether all accelerators are."""
+        return len({kind.each for kind in self.nodes}) == 1
+
+    @property
+    def device(self) -> Device:
+        """The weakest in each respect."""
+        every = [kind.each for kind in self.nodes]
+        return Device(
+            memory_gib=min((one.memory_gib for one in every if one.memory_gib is not None), default=None),
+            tflops=min(one.tflops for one in every),
+            bandwidth_gb_s=min(one.bandwidth_gb_s for one in every),
+            link_gb_s=min(one.link_gb_s for one in every),
+            launch_s=max(one.launch_s for one in every),
+            source=every[0].source if self.alike else "the weakest of several devices",
+        )
+
+    @property
+    def host_gib_of_a_slot(self) -> float:
+        """Host memory that falls to one slot, where it is scarcest."""
+        return min(kind.host_memory_gib / kind.accelerators for kind in self.nodes)
+
+
+def cluster_of(tree: Mapping[str, Any], *, where: str) -> Cluster:
+    """What a cluster's file says. Raises UsageError, one sentence for the first mistake."""
+    try:
+        return Cluster.model_validate(tree)
+    except ValidationError as error:
+        raise UsageError(_said(error), where=where, fix="See examples/clusters for files that are right") from error
+
+
+def _said(error: ValidationError) -> str:
+    problem = error.errors()[0]
+    key = ".".join(str(part) for part in problem["loc"]) or "the file"
+    if problem["type"] == "extra_forbidden":
+        last = str(problem["loc"][-1])
+        known = NodeKind.model_fields if "nodes" in problem["loc"] else Cluster.model_fields
+        return f"unknown key {shortened(repr(key))}{did_you_mean(last, known)}"
+    if problem["type"] == "missing":
+        return f"{key!r} is missing"
+    message = problem["msg"].removeprefix("Value error, ")
+    shown = f" (got {shortened(repr(problem['input']))})" if isinstance(problem["input"], str | int | float) else ""
+    return f"{key}: {message[:1].lower()}{message[1:]}{shown}"

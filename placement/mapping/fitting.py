@@ -1,0 +1,226 @@
+"""Whether a way of placing the pools fits into memory, who it is that does not, and by how much. Pure.
+
+On a slot lie what its pools are: a rank with the models it trains, engines with weights and cache. Engines get the cache that they
+want if there is room, else what is left, shared by what they want; none gets less than one longest request takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from placement.mapping.cluster import Cluster
+from placement.mapping.devices import GIB
+from placement.mapping.memory import (
+    EngineNeed,
+    Need,
+    checkpoint_bytes,
+    engine_need,
+    rank_host_bytes,
+    rank_needs,
+    rows_in,
+)
+from placement.mapping.ways import Way
+from placement.mapping.workload import Served, Workload
+
+PROCESS_GIB = 0.8
+"""Of a process on a GPU: its context, its libraries' workspaces."""
+HOST_PROCESS_GIB = 0.45
+"""Of a process that holds torch, in host memory."""
+RESERVE = 0.05
+"""Of a GPU's memory, for what allocators lose between pieces."""
+NODE_GIB = 2.0
+"""Of a node's host memory: its controller, a store, the system."""
+
+
+@dataclass(frozen=True, slots=True)
+class Excess:
+    """Who is together on each of `slots` slots, and by how many bytes that is more than `memory`. `where`: of what memory, if not
+    the slots'; `engines`: whether engines are among them."""
+
+    names: tuple[str, ...]
+    slots: int
+    memory: float
+    over: float
+    engines: bool
+    where: str = ""
+
+    def __str__(self) -> str:
+        slots = f"{self.slots} slot{'s' * (self.slots != 1)}"
+        verb = "exceed" if len(self.names) > 1 else "exceeds"
+        what = self.where or f"{self.memory / GIB:.4g} GiB on {slots}"
+        return f"{' + '.join(self.names)} {verb} {what} by {gib(self.over)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """A way that fits. `used`: bytes of the fullest slot of each pool; `cells`, `rows`: of each engine's cache, and what runs in
+    it at once, by name; `bound`: engines that have less cache than they want."""
+
+    used: tuple[tuple[str, float], ...]
+    cells: tuple[tuple[str, int], ...]
+    rows: tuple[tuple[str, int], ...]
+    bound: tuple[str, ...]
+    slept: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What a slot has. `limit`: bytes that may be planned with, `all_of_it`: bytes that there are."""
+
+    limit: float
+    all_of_it: float
+    gpu: bool
+    process: float
+
+    @classmethod
+    def of(cls, cluster: Cluster) -> Memory:
+        """Of the weakest slot. A CPU slot has its part of its host's memory."""
+        device = cluster.device
+        if device.memory_gib is None:
+            whole = cluster.host_gib_of_a_slot * GIB
+            return cls(whole - NODE_GIB / cluster.smallest_node * GIB, whole, False, HOST_PROCESS_GIB * GIB)
+        return cls(device.memory_gib * GIB * (1 - RESERVE), device.memory_gib * GIB, True, PROCESS_GIB * GIB)
+
+
+def room(way: Way, workload: Workload, cluster: Cluster, memory: Memory) -> Room | Excess:
+    """How it fits, or why not."""
+    ranks = rank_needs(workload.training, way.ranks, gpu=memory.gpu)
+    rollout = [_engine(workload.rollout, way.rollout_size, way.split.rollout // way.rollout_size, memory)]
+    judges = [
+        _engine(judge, way.reward_size, judge_replicas(judge, way), memory)
+        for judge in workload.judges
+        if way.split.reward
+    ]
+    host = _host_excess(way, workload, cluster, memory)
+    if host is not None:
+        return host
+    if way.split.mode == "colocated":
+        engines = [*rollout, *judges]
+        found = (
+            _asleep(way, ranks, engines, memory)
+            if way.asleep
+            else _together("every slot", ranks, engines, way.ranks, memory)
+        )
+        return found
+    parts = [
+        _together("train", ranks, [], way.split.train, memory),
+        _together("rollout", (), rollout, way.split.rollout, memory),
+        *([_together("reward", (), judges, way.split.reward, memory)] if judges else []),
+    ]
+    for part in parts:
+        if isinstance(part, Excess):
+            return part
+    return _joined([part for part in parts if isinstance(part, Room)])
+
+
+def judge_replicas(judge: Served, way: Way) -> int:
+    """Engines of a judge."""
+    most = max(1, way.split.reward // way.reward_size)
+    return most if judge.replicas is None else min(most, judge.replicas)
+
+
+@dataclass(frozen=True, slots=True)
+class _Engine:
+    served: Served
+    need: EngineNeed
+    rows: int
+
+
+def _engine(served: Served, size: int, replicas: int, memory: Memory) -> _Engine:
+    rows = max(1, min(served.rows, -(-served.requests // max(1, replicas))))
+    return _Engine(served, engine_need(served, size=size, rows=rows, gpu=memory.gpu), rows)
+
+
+def _together(
+    pool: str, ranks: Sequence[Need], engines: Sequence[_Engine], slots: int, memory: Memory
+) -> Room | Excess:
+    """All of these on one slot at the same time: ranks and engines compute in turn, engines beside one another."""
+    processes = memory.process * (len(engines) + bool(ranks))
+    working = max(sum(one.need.works for one in engines), max((need.works for need in ranks), default=0))
+    held = processes + working + sum(need.stays for need in ranks)
+    return _with_caches(pool, [need.name for need in ranks], engines, held, slots, memory)
+
+
+def _asleep(way: Way, ranks: Sequence[Need], engines: Sequence[_Engine], memory: Memory) -> Room | Excess:
+    """Engines while ranks sleep, and ranks while engines sleep; what sleeps keeps its process."""
+    processes = memory.process * (len(engines) + 1)
+    training = processes + sum(need.stays for need in ranks) + max(need.works for need in ranks)
+    if training > memory.limit:
+        return Excess(
+            tuple(need.name for need in ranks), way.ranks, memory.all_of_it, training - memory.limit, engines=False
+        )
+    serving = processes + sum(one.need.works for one in engines)
+    found = _with_caches("every slot", [], engines, serving, way.split.rollout, memory)
+    if isinstance(found, Excess):
+        return found
+    slept = sum(need.stays for need in ranks) + sum(one.need.weights for one in engines)
+    used = (("every slot", max(training, found.used[0][1])),)
+    return Room(used, found.cells, found.rows, found.bound, slept)
+
+
+def _with_caches(
+    pool: str, names: Sequence[str], engines: Sequence[_Engine], held: float, slots: int, memory: Memory
+) -> Room | Excess:
+    named = (*names, *(one.need.name for one in engines))
+    fixed = [one for one in engines if one.served.share is not None and memory.gpu]
+    for one in fixed:
+        share = (one.served.share or 0.0) * memory.all_of_it
+        least = one.need.stays(one.need.least)
+        if least > share:
+            what = f"SGLang's {one.served.share:g} of {memory.all_of_it / GIB:.4g} GiB"
+            return Excess(
+                (f"{one.need.name} with one longest request",), slots, share, least - share, engines=True, where=what
+            )
+        held += share
+    free = [one for one in engines if one not in fixed]
+    left = memory.limit - held - sum(one.need.stays(one.need.least) for one in free)
+    if left < 0:
+        return Excess(named, slots, memory.all_of_it, -left, engines=bool(engines))
+    more = [one.need.cell * (one.need.wanted - one.need.least) for one in free]
+    part = min(1.0, left / sum(more)) if sum(more) else 1.0
+    cells = [(one, one.need.least + int(part * (one.need.wanted - one.need.least))) for one in free]
+    cells += [
+        (one, int(((one.served.share or 0.0) * memory.all_of_it - one.need.weights) // max(1, one.need.cell)))
+        for one in fixed
+    ]
+    used = held + sum(one.need.stays(count) for one, count in cells if one in free)
+    return Room(
+        used=((pool, used),),
+        cells=tuple((one.need.name, count) for one, count in cells),
+        rows=tuple((one.need.name, rows_in(one.served, count, one.rows)) for one, count in cells),
+        bound=tuple(one.need.name for one in free if part < 1.0),
+    )
+
+
+def _joined(rooms: Sequence[Room]) -> Room:
+    return Room(
+        used=tuple(pair for one in rooms for pair in one.used),
+        cells=tuple(pair for one in rooms for pair in one.cells),
+        rows=tuple(pair for one in rooms for pair in one.rows),
+        bound=tuple(name for one in rooms for name in one.bound),
+    )
+
+
+def _host_excess(way: Way, workload: Workload, cluster: Cluster, memory: Memory) -> Excess | None:
+    """GPUs' hosts: ranks load whole models there, and rank 0 keeps a copy of the checkpoint that is being written."""
+    if not memory.gpu:
+        return None
+    kind = min(cluster.nodes, key=lambda one: one.host_memory_gib / one.accelerators)
+    ranks = min(kind.accelerators, -(-way.ranks // cluster.node_count))
+    processes = HOST_PROCESS_GIB * GIB * 2 * kind.accelerators
+    needed = processes + ranks * rank_host_bytes(workload.training) + checkpoint_bytes(workload.training)
+    if way.asleep:  # ranks' state and judges' weights wait there; the policy's come from the shared folder
+        needed += ranks * sum(need.stays for need in rank_needs(workload.training, way.ranks, gpu=True))
+        needed += kind.accelerators * sum(2 * judge.shape.parameters for judge in workload.judges) / way.reward_size
+    limit = (kind.host_memory_gib - NODE_GIB) * GIB
+    if needed <= limit:
+        return None
+    names = tuple(workload.training.models)
+    what = f"{kind.host_memory_gib:.4g} GiB of host memory with {ranks} rank{'s' * (ranks != 1)} a node"
+    return Excess(names, way.ranks, kind.host_memory_gib * GIB, needed - limit, engines=False, where=what)
+
+
+def gib(size: float) -> str:
+    """`11 GiB`, `0.4 GiB`."""
+    return f"{size / GIB:.3g} GiB" if size >= GIB / 10 else f"{size / (1 << 20):.3g} MiB"

@@ -1,0 +1,161 @@
+"""The first placement of a job: every way is tried, those that fit are put in order of predicted step time. Pure.
+
+Of those that do not fit, one sentence for each kind says who exceeds what by how much: of a kind the one that is nearest to
+fitting. Hints say which fields of the spec would change the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from placement.mapping.cluster import Cluster
+from placement.mapping.fitting import Excess, Memory, Room, judge_replicas, room
+from placement.mapping.speed import Machine, Replica
+from placement.mapping.ways import Way, ways
+from placement.mapping.workload import Training, Workload
+from placement.policies.base import Decision
+
+BETTER = 0.95
+"""A hint is given where the step would take at most so much of what it takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Predicted seconds of a step's parts. `ahead`: the next responses are made while this step is trained."""
+
+    rollout: float
+    judging: float
+    training: float
+    publishing: float
+    switching: float
+    in_turn: bool
+    ahead: bool
+
+    @property
+    def step(self) -> float:
+        """From commit to commit. Judges of their own slots work beside rollout, else after it."""
+        produced = self.rollout + self.judging if self.in_turn else max(self.rollout, self.judging)
+        learned = self.training + self.publishing
+        if self.ahead and not self.in_turn:
+            return max(produced, learned)
+        return produced + learned + self.switching
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A way that fits, and what it is predicted to take."""
+
+    way: Way
+    room: Room
+    times: Times
+
+
+@dataclass(frozen=True, slots=True)
+class Misfits:
+    """Ways of one kind that do not fit: the one that is nearest to it, and how many there are."""
+
+    way: Way
+    excess: Excess
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """`fits`: the best first. `misfits`: the nearest first. `hints`: sentences about the spec."""
+
+    fits: tuple[Fit, ...]
+    misfits: tuple[Misfits, ...]
+    hints: tuple[str, ...]
+
+    @property
+    def first(self) -> Fit | None:
+        """What the job can be started with."""
+        return next((fit for fit in self.fits if fit.way.starts), None)
+
+
+def search(workload: Workload, cluster: Cluster) -> Found:
+    """Try them all."""
+    fits, misfits = _tried(workload, cluster)
+    return Found(fits, misfits, tuple(_hints(workload, cluster, fits)))
+
+
+def first_split(workload: Workload, cluster: Cluster) -> Decision | None:
+    """What a job begins with before anything of it was measured, and why; None: nothing fits that could be started."""
+    fits, _ = _tried(workload, cluster)
+    best = next((fit for fit in fits if fit.way.starts), None)
+    if best is None:
+        return None
+    split = best.way.split
+    return Decision(
+        split,
+        f"nothing is measured yet: of {len(fits)} ways that fit, {split} is predicted to take {best.times.step:.3g} s a step",
+    )
+
+
+def _tried(workload: Workload, cluster: Cluster) -> tuple[tuple[Fit, ...], tuple[Misfits, ...]]:
+    memory, machine = Memory.of(cluster), Machine.of(cluster)
+    fits: list[Fit] = []
+    failed: dict[tuple[object, ...], Misfits] = {}
+    for way in ways(cluster, workload):
+        found = room(way, workload, cluster, memory)
+        if isinstance(found, Room):
+            fits.append(Fit(way, found, predicted(way, found, workload, machine)))
+            continue
+        spans = (way.rollout_size, way.reward_size) if found.engines else ()
+        kind = (way.split.mode, way.asleep, spans, found.names, bool(found.where))
+        known = failed.get(kind)
+        if known is None:
+            failed[kind] = Misfits(way, found, 1)
+        else:
+            nearer = (found.over, not way.starts, way) < (known.excess.over, not known.way.starts, known.way)
+            nearest = Misfits(way, found, 0) if nearer else known
+            failed[kind] = replace(nearest, count=known.count + 1)
+    fits.sort(key=lambda fit: (fit.times.step, fit.way))
+    misfits = sorted(failed.values(), key=lambda one: (one.excess.over, one.way))
+    return tuple(fits), tuple(misfits)
+
+
+def predicted(way: Way, room: Room, workload: Workload, machine: Machine) -> Times:
+    """The step's parts."""
+    rows = dict(room.rows)
+    rollout = Replica(way.rollout_size, rows["rollout"])
+    judging = sum(
+        machine.serve_s(judge, judge_replicas(judge, way), Replica(way.reward_size, rows[judge.name]))
+        for judge in workload.judges
+    )
+    return Times(
+        rollout=machine.serve_s(workload.rollout, way.split.rollout // way.rollout_size, rollout),
+        judging=judging,
+        training=machine.train_s(workload.training, way.ranks),
+        publishing=machine.publish_s(workload.rollout),
+        switching=machine.switch_s(room.slept),
+        in_turn=way.split.mode == "colocated",
+        ahead=workload.ahead,
+    )
+
+
+def _hints(workload: Workload, cluster: Cluster, fits: Sequence[Fit]) -> Iterator[str]:
+    now = next((fit for fit in fits if fit.way.starts), None)
+    for words, training in _alternatives(workload.training):
+        others, _ = _tried(replace(workload, training=training), cluster)
+        best = next((fit for fit in others if fit.way.starts), None)
+        if best is None:
+            continue
+        if now is None:
+            yield f"With {words} {best.way} would fit, at a predicted {best.times.step:.3g} s a step"
+        elif best.times.step < BETTER * now.times.step:
+            yield f"With {words} {best.way} is predicted to take {best.times.step:.3g} s a step instead of {now.times.step:.3g} s"
+    if now is None and any(fit.way.starts is False for fit in fits):
+        yield "What fits has engines that span several slots, and jobs cannot be started so yet"
+
+
+def _alternatives(training: Training) -> Iterator[tuple[str, Training]]:
+    for stage in (1, 2, 3):
+        if stage != training.stage:
+            yield f"train.zero_stage: {stage}", replace(training, stage=stage)
+    if not training.recomputes:
+        yield "train.activation_checkpointing: true", replace(training, recomputes=True)
+        if training.stage != 3:
+            both = replace(training, recomputes=True, stage=3)
+            yield "train.zero_stage: 3 and train.activation_checkpointing: true", both

@@ -1,0 +1,96 @@
+"""The ways in which a job's pools can lie on the slots of a cluster, before anybody asks whether they fit. Pure.
+
+A replica spans 1, 2, 4 or more slots of one node, so many that its heads can be divided; pools lie side by side (co-existing), or all
+slots go through the phases together (co-located), with every model awake, or with those asleep whose turn it is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from placement.mapping.cluster import Cluster
+from placement.mapping.shapes import ModelShape
+from placement.mapping.workload import Workload
+from placement.split import Bounds, Split, feasible
+
+FEW = 64
+"""So many slots and fewer are shared out in every way; more of them in about `GRID` sizes of each pool."""
+GRID = 24
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Way:
+    """One of them. `rollout_size`, `reward_size`: slots of a replica; `ranks`: train ranks, a slot each; `asleep`: co-located, and
+    who is not at work sleeps."""
+
+    split: Split
+    rollout_size: int
+    reward_size: int
+    asleep: bool
+
+    @property
+    def ranks(self) -> int:
+        """Train ranks."""
+        return self.split.train
+
+    @property
+    def starts(self) -> bool:
+        """Whether a job can be started so: engines that span several slots are planned, but not started yet."""
+        return self.rollout_size == 1 and self.reward_size == 1
+
+    def __str__(self) -> str:
+        spans = []
+        if self.rollout_size > 1:
+            spans.append(f"rollout engines over {self.rollout_size}")
+        if self.reward_size > 1:
+            spans.append(f"judges over {self.reward_size}")
+        if self.split.mode == "colocated":
+            turns = "memory in turns" if self.asleep else "memory kept"
+            ranks = f"{self.ranks} rank{'s' * (self.ranks != 1)}"
+            return ", ".join([f"co-located: {self.split.rollout} slots in turn, {ranks}, {turns}", *spans])
+        reward = f", {self.split.reward} reward" if self.split.reward else ""
+        return ", ".join([f"co-existing: {self.split.rollout} rollout{reward}, {self.split.train} train", *spans])
+
+
+def ways(cluster: Cluster, workload: Workload) -> Iterator[Way]:
+    """All of them, in an order of its own. Where memory is the host's, nothing is gained by sleeping, so it is not tried unasked."""
+    slots, judged = cluster.slots, bool(workload.judges)
+    trains = _sizes(max(1, min(slots, workload.training.samples // workload.training.mini_batches)))
+    turns = workload.turns if cluster.device.is_gpu else workload.turns[:1]
+    reward_sizes = _spans(cluster, [judge.shape for judge in workload.judges]) if judged else (1,)
+    rewards = set(_sizes(slots))
+    for rollout_size in _spans(cluster, [workload.rollout.shape]):
+        for reward_size in reward_sizes:
+            bounds = Bounds(slots, rollout_size, reward_size, trains, judged, colocated=False)
+            for split in feasible(bounds):
+                if slots <= FEW or not judged or split.reward // reward_size in rewards:
+                    yield Way(split, rollout_size, reward_size, False)
+            if slots < max(rollout_size, reward_size):
+                continue
+            rollout, reward = (slots // size * size for size in (rollout_size, reward_size))
+            for train in trains:
+                split = Split("colocated", rollout, reward if judged else 0, train)
+                for asleep in turns:
+                    yield Way(split, rollout_size, reward_size, asleep)
+
+
+def _sizes(most: int) -> tuple[int, ...]:
+    """Sizes that a pool may have: every one up to `FEW`, beyond that about `GRID` of them, powers of two among them."""
+    if most <= FEW:
+        return tuple(range(1, most + 1))
+    powers = {1 << n for n in range(most.bit_length()) if 1 << n <= most}
+    even = {max(1, round(most * n / GRID / 8) * 8) for n in range(1, GRID + 1)}
+    return tuple(sorted(size for size in powers | even | {most} if size <= most))
+
+
+def _spans(cluster: Cluster, shapes: Sequence[ModelShape]) -> tuple[int, ...]:
+    """Slots that a replica of each of these models may span: within a node, and by which the heads can be divided."""
+    if not cluster.device.is_gpu:
+        return (1,)
+    return tuple(
+        size
+        for size in (1 << n for n in range(cluster.smallest_node.bit_length()))
+        if all(kind.accelerators % size == 0 for kind in cluster.nodes)
+        and all(shape.heads % size == 0 and shape.kv_heads % size == 0 for shape in shapes)
+    )

@@ -1,0 +1,186 @@
+"""The first placement: every way that is offered fits, the same question has the same answer, and a refusal says who is too large."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mapped_jobs import SEVEN, SEVENTY, SMALL, machines, model, spec, work
+
+from placement.mapping.cluster import Cluster, cluster_of
+from placement.mapping.fitting import Memory, Room, room
+from placement.mapping.search import Found, first_split, search
+from placement.mapping.speed import Machine
+from placement.mapping.ways import ways
+from placement.mapping.workload import Lengths, Workload
+from placement.split import Split
+
+models = st.sampled_from([SMALL, model(2048, 36, heads=16, kv_heads=2), SEVEN, SEVENTY])
+clusters = st.builds(
+    machines,
+    st.integers(1, 3),
+    st.sampled_from([1, 2, 3, 4, 8]),
+    memory_gib=st.sampled_from([16, 24, 80, 192]),
+    host_memory_gib=st.sampled_from([32, 256, 2000]),
+)
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> Workload:
+    train = {"zero_stage": draw(st.sampled_from([1, 2, 3])), "kl_coef": draw(st.sampled_from([0.0, 0.1]))}
+    engine = draw(st.sampled_from(["torch", "sglang"]))
+    return work(draw(models), draw(st.none() | models), train=train, rollout={"engine": engine})
+
+
+def sizes(found: Found) -> set[Split]:
+    return {fit.way.split for fit in found.fits}
+
+
+@given(jobs(), clusters)
+def test_what_is_offered_fits_and_uses_no_slot_twice(job: Workload, cluster: Cluster) -> None:
+    limit = Memory.of(cluster).limit
+    for fit in search(job, cluster).fits:
+        split = fit.way.split
+        together = [split.rollout, split.reward, split.train]
+        assert (max(together) if split.mode == "colocated" else sum(together)) <= cluster.slots
+        assert split.rollout >= fit.way.rollout_size > 0
+        assert split.train >= 1
+        assert bool(split.reward) == bool(job.judges)
+        assert split.rollout % fit.way.rollout_size == 0
+        assert split.reward % fit.way.reward_size == 0
+        assert all(used <= limit * (1 + 1e-9) for _, used in fit.room.used)
+        assert fit.times.step > 0
+        assert all(rows >= 1 for _, rows in fit.room.rows)
+
+
+@given(jobs(), clusters)
+def test_the_same_question_has_the_same_answer(job: Workload, cluster: Cluster) -> None:
+    assert search(job, cluster) == search(job, cluster)
+
+
+@given(jobs(), clusters)
+def test_every_way_either_fits_or_is_counted_among_those_that_do_not(job: Workload, cluster: Cluster) -> None:
+    found = search(job, cluster)
+    tried = list(ways(cluster, job))
+    assert len(set(tried)) == len(tried)
+    assert len(found.fits) + sum(one.count for one in found.misfits) == len(tried)
+    assert list(found.fits) == sorted(found.fits, key=lambda fit: (fit.times.step, fit.way))
+
+
+@given(jobs(), st.sampled_from([16, 24, 40, 80]))
+def test_more_memory_takes_no_way_away(job: Workload, memory: int) -> None:
+    little, much = (search(job, machines(1, 4, memory_gib=size)) for size in (memory, 2 * memory))
+    assert {fit.way for fit in little.fits} <= {fit.way for fit in much.fits}
+
+
+@given(models, st.integers(1, 63))
+def test_more_ranks_never_compute_longer_where_they_need_not_talk(shape: Any, ranks: int) -> None:
+    cluster = machines(1, 64, link_gb_s=1e6)
+    machine, training = Machine.of(cluster), work(shape).training
+    assert machine.train_s(training, 2 * ranks) <= machine.train_s(training, ranks) * 1.001
+
+
+def test_who_exceeds_what_by_how_much_is_said() -> None:
+    found = search(work(SEVEN, train={"advantage": "gae"}), machines(1, 4, memory_gib=80))
+    said = [str(one.excess) for one in found.misfits if one.way.split.mode == "colocated"]
+    assert any(
+        text.startswith("policy training + critic training + rollout exceed 80 GiB on 4 slots by ") for text in said
+    )
+    alone = [str(one.excess) for one in found.misfits if one.way.split.mode == "coexisting"]
+    assert any(text.startswith("policy training + critic training exceed 80 GiB on ") for text in alone)
+
+
+def test_the_sentence_names_the_amount_that_is_lacking() -> None:
+    job, way = (
+        work(SEVEN),
+        next(one for one in ways(machines(1, 2), work(SEVEN)) if one.split.mode == "colocated"),
+    )
+    cluster = machines(1, 2, memory_gib=80)
+    excess = room(way, job, cluster, Memory.of(cluster))
+    assert not isinstance(excess, Room)
+    enough = machines(1, 2, memory_gib=(excess.over + Memory.of(cluster).limit) / 0.95 / 2**30 + 1e-6)
+    assert isinstance(room(way, job, enough, Memory.of(enough)), Room)
+
+
+def test_a_stage_that_would_fit_is_hinted_at() -> None:
+    found = search(work(SEVEN, train={"zero_stage": 1}), machines(1, 4, memory_gib=72))
+    assert found.first is None
+    assert any(hint.startswith("With train.zero_stage: ") and " would fit" in hint for hint in found.hints)
+
+
+def test_host_memory_is_a_limit_too() -> None:
+    found = search(work(SEVEN, train={"zero_stage": 3}), machines(1, 8, host_memory_gib=100))
+    assert found.first is None
+    assert any("of host memory" in str(one.excess) for one in found.misfits)
+
+
+def test_models_that_have_the_memory_in_turns_fit_where_all_of_them_at_once_do_not() -> None:
+    job, cluster = work(SEVEN, SEVEN, train={"zero_stage": 3}), machines(1, 8, memory_gib=44)
+    together = [fit.way for fit in search(job, cluster).fits if fit.way.split.mode == "colocated"]
+    assert together
+    assert all(way.asleep for way in together)
+
+
+def test_where_memory_is_the_hosts_or_phases_overlap_nobody_sleeps() -> None:
+    cores = cluster_of({"nodes": [{"accelerators": 4, "device": "cpu-core", "host_memory_gib": 64}]}, where="a test")
+    assert not any(way.asleep for way in ways(cores, work(SMALL)))
+    ahead = work(SMALL, train={"old_logprobs": "engine"}, rollout={"staleness": 1})
+    assert not any(way.asleep for way in ways(machines(), ahead))
+
+
+def test_a_model_too_large_for_a_slot_is_planned_over_several_but_not_started() -> None:
+    cluster, job = machines(2, 8, memory_gib=192, host_memory_gib=4000), work(SEVENTY, train={"zero_stage": 3})
+    found = search(job, cluster)
+    assert found.fits
+    assert all(fit.way.rollout_size > 1 for fit in found.fits)
+    assert found.first is None
+    assert first_split(job, cluster) is None
+    assert any("span several slots" in hint for hint in found.hints)
+
+
+def test_replicas_span_no_node_boundary_and_no_odd_share_of_heads() -> None:
+    spans = {way.rollout_size for way in ways(machines(2, 6), work(SEVENTY))}
+    assert spans == {1, 2}, "a node of six holds no whole number of fours"
+    assert {way.rollout_size for way in ways(machines(2, 8), work(SEVEN))} == {1, 2, 4}, "four key heads"
+
+
+def test_a_job_begins_with_the_best_that_can_be_started() -> None:
+    job, cluster = work(SEVEN, SMALL, train={"zero_stage": 3}), machines()
+    decision, found = first_split(job, cluster), search(job, cluster)
+    assert decision is not None
+    assert found.first is not None
+    assert decision.split == found.first.way.split
+    assert "nothing is measured yet" in decision.reason
+    assert "predicted to take" in decision.reason
+
+
+def test_a_judge_that_is_slow_gets_more_slots() -> None:
+    def reward(shape: Any) -> int:
+        fits = search(work(SMALL, shape, train={"zero_stage": 3}), machines(2)).fits
+        return next(fit.way.split.reward for fit in fits if fit.way.split.mode == "coexisting" and fit.way.starts)
+
+    assert reward(SEVEN) > reward(SMALL)
+
+
+def test_with_staleness_training_and_rollout_overlap() -> None:
+    strict = work(SEVEN, train={"zero_stage": 3})
+    ahead = work(SEVEN, train={"zero_stage": 3, "old_logprobs": "engine"}, rollout={"staleness": 1})
+    times = [
+        next(fit.times for fit in search(job, machines()).fits if fit.way.split == Split("coexisting", 4, 0, 4))
+        for job in (strict, ahead)
+    ]
+    assert times[0].step == pytest.approx(times[0].rollout + times[0].training + times[0].publishing)
+    assert times[1].step == pytest.approx(max(times[1].rollout, times[1].training + times[1].publishing))
+
+
+def test_lengths_are_half_of_the_longest_unless_somebody_knows_them() -> None:
+    assert Lengths.guessed(spec(), SEVEN) == Lengths(256, 512)
+    assert Lengths.guessed(spec(), SEVEN, 100, 5000) == Lengths(100, 1024)
+
+
+def test_a_thousand_slots_are_searched_through_a_grid() -> None:
+    tried = list(ways(machines(128), work(SEVEN, SMALL)))
+    assert len(tried) < 30_000
+    assert {way.split.train for way in tried} >= {1, 2, 64, 512}

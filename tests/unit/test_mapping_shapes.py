@@ -1,0 +1,124 @@
+"""A model's size is read off its configuration, to the parameter."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from gcore.errors import DataError
+from gcore.train.critic import make_value_model
+from placement.mapping.shapes import KNOWN, shape_of
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 10,
+    "pad_token_id": 0,
+}
+
+
+def saved(kind: str, folder: Path, **more: Any) -> tuple[Any, dict[str, Any]]:
+    """The configuration as transformers has it, and as its file says it."""
+    config = AutoConfig.for_model(kind, **SMALL | more)
+    config.save_pretrained(folder)
+    return config, json.loads((folder / "config.json").read_text())
+
+
+def count(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("kind", KNOWN)
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"tie_word_embeddings": True},
+        {"tie_word_embeddings": False},
+        {"num_key_value_heads": 6, "tie_word_embeddings": False},
+        {"num_key_value_heads": 1, "tie_word_embeddings": True},
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
+    ],
+    ids=["tied", "untied", "no groups", "one key", "biases"],
+)
+def test_parameters_are_those_of_the_model_that_transformers_builds(
+    kind: str, more: dict[str, Any], tmp_path: Path
+) -> None:
+    config, tree = saved(kind, tmp_path, **more)
+    shape = shape_of(tree, where="here")
+    with torch.device("meta"):
+        assert shape.parameters == count(AutoModelForCausalLM.from_config(config))
+    assert shape.context == config.max_position_embeddings
+    assert shape.cache_numbers == 2 * 3 * config.num_key_value_heads * 10
+
+
+@pytest.mark.parametrize("kind", KNOWN)
+def test_a_classifier_and_a_critic_have_a_head_of_one_number(kind: str, tmp_path: Path) -> None:
+    config, tree = saved(kind, tmp_path, num_labels=1, tie_word_embeddings=True)
+    shape = shape_of(tree, where="here")
+    with torch.device("meta"):
+        classifier = AutoModelForSequenceClassification.from_config(config)
+        critic = make_value_model(AutoModelForCausalLM.from_config(config), None)
+    assert shape.with_one_output(bias=False).parameters == count(classifier)
+    assert shape.with_one_output(bias=True).parameters == count(critic)
+
+
+def test_known_models_have_as_many_parameters_as_their_names_say() -> None:
+    large = {
+        "model_type": "llama",
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+    }
+    assert shape_of(large, where="Llama 3 70B").parameters == 70_553_706_496
+    small = {
+        "model_type": "qwen2",
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    }
+    assert shape_of(small, where="Qwen2.5 0.5B").parameters == 494_032_768
+
+
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        ({}, "no model's configuration"),
+        ({"model_type": "qwen"}, "'qwen' are not known, did you mean 'qwen[23]'?"),
+        ({"model_type": "gpt2"}, "'gpt2' are not known"),
+        ({"model_type": "llama"}, "hidden_size is missing"),
+        ({"model_type": "llama", **SMALL, "hidden_size": -1}, "hidden_size is '-1'"),
+        ({"model_type": "llama", **SMALL, "vocab_size": True}, "vocab_size is 'True'"),
+        ({"model_type": "llama", **SMALL, "vocab_size": 1 << 40}, "vocab_size is"),
+        ({"model_type": "llama", **SMALL, "num_key_value_heads": 4}, "6 heads cannot share 4"),
+    ],
+)
+def test_a_configuration_that_says_no_size_is_refused(tree: dict[str, Any], said: str) -> None:
+    with pytest.raises(DataError, match=said.replace("?", r"\?")) as caught:
+        shape_of(tree, where="here")
+    assert str(caught.value).startswith("here: ")
+    assert caught.value.fix is not None
+
+
+@given(st.dictionaries(st.sampled_from([*SMALL, "model_type"]), st.none() | st.integers() | st.sampled_from(KNOWN)))
+def test_whatever_a_configuration_says_it_is_a_size_or_refused(tree: dict[str, Any]) -> None:
+    with contextlib.suppress(DataError):
+        assert shape_of(tree, where="here").parameters > 0
