@@ -20,11 +20,11 @@ from gcore.types import Version
 from gcore.worker.records import StoreRef
 
 ENGINE_COMMANDS: Mapping[str, tuple[str, ...]] = {
-    "torch": (sys.executable, "-m", "gcore.rollout.engine"),
-    "sglang": (sys.executable, "-m", "gcore.rollout.sglang"),
+    "torch": (sys.executable, "-P", "-m", "gcore.rollout.engine"),
+    "sglang": (sys.executable, "-P", "-m", "gcore.rollout.sglang"),
 }
-RANK_COMMAND = (sys.executable, "-m", "gcore.train")
-EMULATED_RANK_COMMAND = (sys.executable, "-m", "gcore.emulated.rank")
+RANK_COMMAND = (sys.executable, "-P", "-m", "gcore.train")
+EMULATED_RANK_COMMAND = (sys.executable, "-P", "-m", "gcore.emulated.rank")
 FIRST_WEIGHTS = Version(0, 0)
 """What the weights in the model's own folder are called."""
 START_LIMITS_S: Mapping[str, float] = {"torch": 600.0, "sglang": 1800.0}

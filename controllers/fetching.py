@@ -37,7 +37,7 @@ async def fetch_model(model: ModelSpec | JudgeModel, revision: str, progress: Pr
     request = {"path": model.path, "revision": revision, "trust_remote_code": model.trust_remote_code}
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-I", "-S", str(TETHER), str(os.getpid())),
-        *(sys.executable, "-m", "gcore.models", json.dumps(request)),
+        *(sys.executable, "-P", "-m", "gcore.models", json.dumps(request)),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
     )

@@ -37,7 +37,7 @@ STOPPING = "stopping"
 
 def daemon_command(home: str, config_file: str) -> list[str]:
     """How a daemon of the local cluster is started."""
-    return [sys.executable, "-m", "controllers.daemon", "--home", home, "--config", config_file]
+    return [sys.executable, "-P", "-m", "controllers.daemon", "--home", home, "--config", config_file]
 
 
 class Keeper:

@@ -137,7 +137,7 @@ class TrackerKeeper:
 
     async def _started(self, job: JobRecord, output: BinaryIO) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "gcore.tracking", "--home", str(self._home)),
+            *(sys.executable, "-P", "-m", "gcore.tracking", "--home", str(self._home)),
             *("--run-dir", job.run_dir, "--tracker", self._tracker.name),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,

@@ -69,7 +69,7 @@ async def probe(*, devices: bool) -> Probe:
     if not devices:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "gcore.train.selftest"),
+        *(sys.executable, "-P", "-m", "gcore.train.selftest"),
         env=environment,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,

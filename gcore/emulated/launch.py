@@ -91,5 +91,5 @@ def start_host(launch: HostLaunch, home: Path) -> ProcessId:
             where=str(file),
             fix="Make the home folder writable",
         ) from error
-    command = (sys.executable, "-m", "gcore.emulated.host", "--home", str(home), "--launch", str(file))
+    command = (sys.executable, "-P", "-m", "gcore.emulated.host", "--home", str(home), "--launch", str(file))
     return spawn_detached(command, log_file=home / "logs" / f"{launch.name}.log", cwd=home)

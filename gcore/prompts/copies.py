@@ -136,7 +136,7 @@ def _known(identity: FileIdentity) -> tuple[int, int, int]:
 
 def _convert(data: DataFiles, to: Path, lock: int, progress: Progress | None) -> list[int]:
     request = {"kind": data.kind, "files": [str(file) for file in data.files], "to": str(to)}
-    command = [sys.executable, "-m", "gcore.prompts.tables"]
+    command = [sys.executable, "-P", "-m", "gcore.prompts.tables"]
     pipe = subprocess.PIPE
     with subprocess.Popen(
         command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, encoding="utf-8", pass_fds=(lock,)

@@ -223,7 +223,7 @@ def _spawn(module: str) -> tuple[socket.socket, Begun, subprocess.Popen[bytes]]:
                 memory.truncate(BEGUN_BYTES)
                 begun = Begun(memory.fileno())
                 process = subprocess.Popen(
-                    [*warden, sys.executable, "-m", module, str(theirs.fileno()), str(memory.fileno())],
+                    [*warden, sys.executable, "-P", "-m", module, str(theirs.fileno()), str(memory.fileno())],
                     env={**os.environ, **thread_environment(1)},
                     stdin=subprocess.PIPE,
                     pass_fds=(theirs.fileno(), memory.fileno()),

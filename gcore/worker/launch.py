@@ -27,7 +27,7 @@ READ_WITHIN_S = 3600.0
 
 def worker_command(home: Path, launch_file: Path) -> tuple[str, ...]:
     """The supervisor's command line. `home` stands on it so that the process can be told to belong to that cluster."""
-    return (sys.executable, "-m", "gcore.worker.main", "--home", str(home), "--launch", str(launch_file))
+    return (sys.executable, "-P", "-m", "gcore.worker.main", "--home", str(home), "--launch", str(launch_file))
 
 
 def start_worker(spec: LaunchSpec, home: Path) -> ProcessId:
