@@ -204,7 +204,7 @@ class EngineBook:
             line.pulse = line.pulse.answers(self._clock.monotonic())
         except EngineError as error:
             # What it serves now is anybody's guess: it is asked, and let go on, when this is tried again.
-            line.view = replace(line.view, version=None, trouble=error.what)
+            line.view = replace(line.view, version=None, trouble="" if line.view.asleep else error.what)
             if isinstance(error, EngineUnreachable):
                 line.pulse = line.pulse.in_vain(asked)
                 self._looked = -LOOK_S  # that it is silent is seen before the next try is decided on

@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 
 AGAIN_S = 1.0
 """Until an engine that did not say what it serves is asked again."""
+WOKEN_S = 0.25
+"""And one that slept and is to be awake by the plan: its node's controller wakes it."""
 
 
 class JudgeEngines:
@@ -157,7 +159,9 @@ class JudgeEngines:
             self._next.pop(instance, None)
         except EngineError as error:
             log.debug("%s: %s", instance, error)
-            self._next[instance] = self._clock.monotonic() + AGAIN_S
+            view = book.views.get(instance)
+            again = WOKEN_S if view is not None and view.asleep else AGAIN_S
+            self._next[instance] = self._clock.monotonic() + again
 
     async def close(self) -> None:
         """Close all connections."""

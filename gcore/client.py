@@ -156,6 +156,15 @@ class JobsClient:
         request = pb.ListCheckpointsRequest(job=job)
         return await self._anywhere("list the checkpoints", lambda s, t: s.ListCheckpoints(request, timeout=t))
 
+    async def get_placement(self, job: str) -> pb.PlacementReply:
+        """How a job's slots are shared out, and its newest moves."""
+        request = pb.GetPlacementRequest(job=job)
+        return await self._anywhere("look the placement up", lambda s, t: s.GetPlacement(request, timeout=t))
+
+    async def pin_placement(self, request: pb.PinPlacementRequest) -> pb.PlacementReply:
+        """Fix something of a job's placement, or let it go; the same twice is the same once."""
+        return await self._anywhere("fix the placement", lambda s, t: s.PinPlacement(request, timeout=t))
+
     async def list_nodes(self) -> pb.ListNodesReply:
         """The daemons and workers of the cluster."""
         return await self._anywhere("list the nodes", lambda s, t: s.ListNodes(pb.ListNodesRequest(), timeout=t))

@@ -155,6 +155,8 @@ def _settled(
     first = move.step + (1 if move.kind in WITHIN else 2)  # the step at whose beginning it was made paid for it
     last = min(move.step + 1 + MOST_AFTER, later if later is not None else move.step + 1 + MOST_AFTER)
     after = [seconds[step] for step in range(first, last + 1) if step in seconds]
+    if not after and later is not None and move.step + 1 in seconds:
+        after = [seconds[move.step + 1]]  # the next move came before there was a step that paid for nothing
     if move.kind in WITHIN:
         after = [seconds[move.step + 1]] if move.step + 1 in seconds else []
     before = [seconds[step] for step in range(move.step - MOST_AFTER + 1, move.step + 1) if step in seconds]

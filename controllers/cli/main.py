@@ -20,6 +20,7 @@ from controllers.cli import (
     file_verbs,
     init_verb,
     job_verbs,
+    placement_verbs,
     plan_verb,
     run_verb,
     samples_verb,
@@ -84,6 +85,7 @@ _verb("cancel", job_verbs.cancel, job_verbs.examples("cancel"), _JOBS)
 _verb("samples", samples_verb.samples, samples_verb.SAMPLES_EXAMPLES, _JOBS)
 _verb("checkpoints", checkpoints_verb.checkpoints, checkpoints_verb.CHECKPOINTS_EXAMPLES, _JOBS)
 _verb("audit", job_verbs.audit, job_verbs.examples("audit"), _JOBS)
+app.add_typer(placement_verbs.app, name="placement", rich_help_panel=_JOBS)
 _verb("export", file_verbs.export, file_verbs.EXPORT_EXAMPLES, _FILES)
 _verb("up", cluster_verbs.up, cluster_verbs.UP_EXAMPLES, _CLUSTER)
 _verb("down", cluster_verbs.down, cluster_verbs.DOWN_EXAMPLES, _CLUSTER)

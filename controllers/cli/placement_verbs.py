@@ -1,0 +1,169 @@
+"""`gcore placement show|explain|history|pin`: which slot serves which pool, why, and what a person fixes of it.
+
+Thin callers of the job API; what they say is `controllers.cli.placement_words`'. A run that has ended, with no cluster up, is told of
+from its folder, as far as that says it: its moves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from controllers.cli.answers import Output, as_json, console, pairs_table
+from controllers.cli.job_verbs import call
+from controllers.cli.options import DEFAULT_HOME, Address, Format, Home, JobName
+from gcore.errors import GcoreError, Unreachable, UsageError
+
+if TYPE_CHECKING:
+    from gcore.api.v1 import jobs_pb2 as pb
+    from gcore.ledger.placing import Move
+
+app = typer.Typer(
+    help="Which slot serves which pool, why, and what came of each move; fix something of it.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+SHOW_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore placement show arithmetic
+
+gcore placement show arithmetic -o json
+"""
+EXPLAIN_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore placement explain arithmetic
+
+gcore placement explain arithmetic --last 3
+"""
+HISTORY_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore placement history arithmetic
+
+gcore placement history arithmetic -o json
+"""
+PIN_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore placement pin arithmetic --freeze
+
+gcore placement pin arithmetic --reward 4
+
+gcore placement pin arithmetic --release
+"""
+Last = Annotated[int | None, typer.Option("--last", min=1, help="Only so many moves, the newest.")]
+
+
+@app.command("show", epilog=SHOW_EXAMPLES)
+def show(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE) -> None:
+    """How a job's slots are shared out now: pools, nodes, who plans, what is fixed."""
+    from controllers.cli.placement_words import shown_rows, shown_tree, slots_table
+
+    reply = call(lambda client: client.get_placement(job), address, home)
+    if output is Output.JSON:
+        typer.echo(as_json(shown_tree(reply)))
+        return
+    console().print(pairs_table(shown_rows(reply)))
+    if reply.plan:
+        console().print(slots_table(reply))
+
+
+@app.command("explain", epilog=EXPLAIN_EXAMPLES)
+def explain(
+    job: JobName, last: Last = None, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE
+) -> None:
+    """Why slots are where they are: each move, what idled, what was expected of it, and what came of it."""
+    from controllers.cli.placement_words import account, move_tree
+
+    known = _known(job, home, address)
+    moves = known.moves if last is None else known.moves[-last:]
+    if output is Output.JSON:
+        typer.echo(as_json([move_tree(move) for move in moves]))
+        return
+    for line in account(known.name, known.reply, moves, len(known.moves) - len(moves)):
+        typer.echo(line)
+
+
+@app.command("history", epilog=HISTORY_EXAMPLES)
+def history(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE) -> None:
+    """Every move of a job, a line each, oldest first."""
+    from controllers.cli.placement_words import history_table, move_tree
+
+    known = _known(job, home, address)
+    if output is Output.JSON:
+        typer.echo(as_json([move_tree(move) for move in known.moves]))
+    elif not known.moves:
+        typer.echo(f"Nothing has moved in job {known.name}.")
+    else:
+        console().print(history_table(known.moves))
+
+
+@app.command("pin", epilog=PIN_EXAMPLES)
+def pin(
+    job: JobName,
+    freeze: Annotated[bool, typer.Option("--freeze", help="Nothing moves any more.")] = False,
+    rollout: Annotated[int | None, typer.Option(help="So many slots roll out.")] = None,
+    reward: Annotated[int | None, typer.Option(help="So many slots judge.")] = None,
+    train: Annotated[int | None, typer.Option(help="So many slots train.")] = None,
+    release: Annotated[bool, typer.Option("--release", help="Let all that was fixed go again.")] = False,
+    home: Home = DEFAULT_HOME,
+    address: Address = None,
+    output: Format = Output.TABLE,
+) -> None:
+    """Fix something of a job's placement, which its policy then obeys from the next step on; or let it go again."""
+    from controllers.cli.placement_words import pin_words, shown_tree
+    from gcore.api.v1 import jobs_pb2 as pb
+
+    for name, size in (("--rollout", rollout), ("--reward", reward), ("--train", train)):
+        if size is not None and size < 1:
+            raise UsageError(f"{name} {size} is no number of slots", fix="Give at least 1")
+    request = pb.PinPlacementRequest(
+        job=job, freeze=freeze, rollout=rollout, reward=reward, train=train, release=release
+    )
+    reply = call(lambda client: client.pin_placement(request), address, home)
+    typer.echo(as_json(shown_tree(reply)) if output is Output.JSON else f"Job {reply.name}: {pin_words(reply)}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A job's moves, and its placement, if a cluster is up."""
+
+    name: str
+    moves: tuple[Move, ...]
+    reply: pb.PlacementReply | None
+
+
+def _known(job: str, home: Path, address: str | None) -> Known:
+    """All moves of a job: the run's folder has those that the store keeps no more. Raises GcoreError."""
+    from controllers.cli.placement_words import moves_of
+    from controllers.moves_file import NAME, moves_in
+
+    try:
+        reply = call(lambda client: client.get_placement(job), address, home)
+    except Unreachable as error:
+        if address is not None:
+            raise
+        from controllers.cli.summary import finished_run
+
+        run = finished_run(home, job, error)
+        return Known(run["job"], tuple(_of_file(Path(run["folder"]) / NAME)), None)
+    stored = moves_of(reply)
+    kept = [] if stored.total == len(stored.moves) else moves_in(Path(reply.folder) / NAME)
+    newest = {(move.generation, move.time): move for move in (*kept, *stored.moves)}
+    return Known(reply.name, tuple(sorted(newest.values(), key=lambda move: (move.time, move.generation))), reply)
+
+
+def _of_file(file: Path) -> list[Move]:
+    from controllers.moves_file import moves_in
+
+    try:
+        return moves_in(file)
+    except OSError as error:
+        raise GcoreError(f"the moves cannot be read ({error.strerror or error})", where=str(file)) from error

@@ -1,0 +1,182 @@
+"""What `gcore placement` says: pure functions from what is stored to rows, tables and sentences."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from gcore.ledger.job import Plan
+from gcore.ledger.placing import Move, Moves, Pin
+from placement.assign import Slot, split_of
+from placement.moves import in_words, numbers_in_words, outcome_in_words, split_from
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from gcore.api.v1 import jobs_pb2 as pb
+
+
+def plan_of(reply: pb.PlacementReply) -> Plan | None:
+    """The plan; None before the job has started."""
+    return Plan.decode(reply.plan, "the job's plan") if reply.plan else None
+
+
+def moves_of(reply: pb.PlacementReply) -> Moves:
+    """The newest moves."""
+    return Moves.decode(reply.moves, "the job's moves") if reply.moves else Moves()
+
+
+def pin_words(reply: pb.PlacementReply) -> str:
+    """What is fixed."""
+    return str(Pin.decode(reply.pin, "what is fixed")) if reply.pin else str(Pin())
+
+
+def shown_rows(reply: pb.PlacementReply) -> dict[str, str]:
+    """What `gcore placement show` says before its table."""
+    plan = plan_of(reply)
+    rows = {
+        "job": f"{reply.name} ({reply.uid})",
+        "policy": reply.policy + " (only says what it would do)" * reply.dry_run,
+        "step": str(reply.step),
+    }
+    if plan is None:
+        return rows | {"plan": "none: the job has not started"}
+    rows["slots"] = str(split_of(plan))
+    rows["plan"] = f"generation {plan.generation}: {plan.reason}"
+    rows["planned by"] = reply.leader or "nobody now"
+    rows["fixed"] = pin_words(reply)
+    rows["lends within a step"] = "yes" if reply.lends else "no"
+    moves = moves_of(reply)
+    rows["moves"] = str(moves.total)
+    if moves.newest is not None:
+        rows["newest"] = f"after step {moves.newest.step}: {in_words(moves.newest)}"
+    if reply.away:
+        rows["away"] = ", ".join(reply.away)
+    return rows
+
+
+def by_slot(plan: Plan) -> dict[Slot, list[str]]:
+    """What is on each slot, in words: who is awake first."""
+    found: dict[Slot, list[str]] = {}
+    for rank in sorted(plan.ranks, key=lambda one: one.rank):
+        found.setdefault(Slot(rank.node, rank.slot), []).append(f"train rank {rank.rank}")
+    for place in sorted(plan.engines, key=lambda one: (one.asleep, one.judge)):
+        what = f"judge {place.judge}" if place.judge else "rollout"
+        found.setdefault(Slot(place.node, place.slot), []).append(what + " (asleep)" * place.asleep)
+    return dict(sorted(found.items()))
+
+
+def slots_table(reply: pb.PlacementReply) -> Table:
+    """A line a slot."""
+    from rich.table import Table
+
+    table = Table("node", "slot", "serves", box=None, header_style="bold", pad_edge=False)
+    plan = plan_of(reply)
+    for slot, what in by_slot(plan).items() if plan is not None else ():
+        table.add_row(slot.node, slot.slot, ", ".join(what))
+    return table
+
+
+def shown_tree(reply: pb.PlacementReply) -> dict[str, Any]:
+    """The same as JSON."""
+    plan = plan_of(reply)
+    split = None if plan is None else split_of(plan)
+    return {
+        "uid": reply.uid,
+        "job": reply.name,
+        "policy": reply.policy,
+        "dry_run": reply.dry_run,
+        "lends": reply.lends,
+        "step": reply.step,
+        "planned_by": reply.leader or None,
+        "generation": plan.generation if plan is not None else None,
+        "split": None
+        if split is None
+        else {"mode": split.mode, "rollout": split.rollout, "reward": split.reward, "train": split.train},
+        "fixed": json.loads(Pin.decode(reply.pin).model_dump_json(exclude={"schema_version"})) if reply.pin else None,
+        "slots": {} if plan is None else {str(slot): what for slot, what in by_slot(plan).items()},
+        "moves": moves_of(reply).total,
+        "away": list(reply.away),
+    }
+
+
+def move_tree(move: Move) -> dict[str, Any]:
+    """A move as JSON, with its sentence."""
+    tree: dict[str, Any] = json.loads(move.model_dump_json())
+    return {**tree, "sentence": in_words(move), "came_of_it": outcome_in_words(move)}
+
+
+def account(name: str, reply: pb.PlacementReply | None, moves: Sequence[Move], left_out: int) -> list[str]:
+    """The whole story: where the slots are now, and each move with its reason, what was expected, and what came of it."""
+    lines = []
+    if reply is not None:
+        plan = plan_of(reply)
+        by = f", and {reply.leader} plans" if reply.leader else ""
+        lines.append(f"Job {name} is placed by policy {reply.policy}{by}; {reply.step} steps are committed.")
+        if plan is not None:
+            lines.append(f"Now: {split_of(plan)} (plan {plan.generation}).")
+        if (fixed := pin_words(reply)) != str(Pin()):
+            lines.append(f"Fixed by a person: {fixed}.")
+        if reply.dry_run:
+            lines.append("The policy only says what it would do.")
+    else:
+        lines.append(f"Job {name}, told from its folder, for no cluster is up.")
+    if not moves:
+        return [*lines, "Nothing has moved."]
+    if left_out:
+        lines.append(f"{left_out} earlier moves are left out.")
+    for move in moves:
+        lines += ["", *_told(move)]
+    return lines
+
+
+def _told(move: Move) -> list[str]:
+    when = f"{datetime.fromtimestamp(move.time, UTC):%H:%M:%S} UTC, " if move.time else ""
+    within = move.kind in ("lend", "return") and not move.reason.startswith("the step is over")
+    where = f"within step {move.step + 1}" if within else f"after step {move.step}"
+    lines = [f"{when}{where}: {in_words(move)}."]
+    idle = {pool: share for pool, share in move.idle.items() if pool in ("rollout", "reward", "train")}
+    if idle:
+        lines.append("  Idle then: " + ", ".join(f"{pool} {share:.0%}" for pool, share in idle.items()) + ".")
+    if said := numbers_in_words(move):
+        lines.append(f"  Expected: {said}.")
+    if move.slots:
+        more = f", and {move.more_slots} more" if move.more_slots else ""
+        lines.append(f"  Slots: {', '.join(move.slots)}{more}.")
+    if said := outcome_in_words(move):
+        lines.append(f"  What came of it: {said}.")
+    return lines
+
+
+def history_table(moves: Sequence[Move]) -> Table:
+    """A line a move."""
+    from rich.table import Table
+
+    table = Table(
+        "step",
+        "kind",
+        "state",
+        "from",
+        "to",
+        "expected",
+        "measured",
+        "why",
+        box=None,
+        header_style="bold",
+        pad_edge=False,
+    )
+    for move in moves:
+        outcome = move.outcome
+        table.add_row(
+            str(move.step),
+            move.kind.value,
+            move.state,
+            str(split_from(move.before)),
+            str(split_from(move.after)),
+            "" if move.expected_s is None else f"{move.expected_s:.1f} s",
+            "" if outcome is None or outcome.step_s is None else f"{outcome.step_s:.1f} s",
+            move.reason,
+        )
+    return table

@@ -1,0 +1,159 @@
+"""Moves: what is decided between steps, what came of it, and how it is told."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gcore.ledger.job import Plan
+from gcore.ledger.placing import MOST_MOVE_BYTES, NEWEST_MOVES, Move, MoveKind, MoveOutcome, Moves, SplitPart
+from placement.assign import assigned, split_of
+from placement.moves import (
+    MOVE_PRIOR_S,
+    WORLD_PRIOR_S,
+    Deciding,
+    base_split,
+    between_steps,
+    costs,
+    in_words,
+    is_told,
+    numbers_in_words,
+    outcome_in_words,
+    part_of,
+    with_outcomes,
+)
+from placement.plan import NodeSlots, Snapshot
+from placement.policies.base import Decision
+from placement.split import Split
+
+SNAPSHOT = Snapshot((NodeSlots("a", ("cpu:0", "cpu:1", "cpu:2")), NodeSlots("b", ("cpu:0", "cpu:1", "cpu:2"))))
+FIRST, SECOND = Split("coexisting", 4, 1, 1), Split("coexisting", 3, 2, 1)
+AT = Deciding(step=3, seq=7, by="a", time=100.0)
+
+
+def plan_of(split: Split, current: Plan | None = None, world: str = "w") -> Plan:
+    generation = 1 if current is None else current.generation + 1
+    plan = assigned(split, current, SNAPSHOT, ("j",), world=world, generation=generation)
+    assert plan is not None
+    return plan
+
+
+def decided(split: Split, **more: float) -> Decision:
+    return Decision(split, "rollout was idle", expected_s=2.0, before_s=3.0, idle={"rollout": 0.4}, **more)
+
+
+def move(kind: MoveKind = MoveKind.SPLIT, step: int = 3, **more: object) -> Move:
+    fields: dict[str, object] = {"generation": 2, "seq": step, "before": part_of(FIRST), "after": part_of(SECOND)}
+    return Move.model_validate({"kind": kind, "step": step} | fields | more)
+
+
+def test_a_decision_for_the_split_there_is_moves_nothing() -> None:
+    plan = plan_of(FIRST)
+    assert between_steps(decided(FIRST), plan, plan_of(FIRST, plan), FIRST, AT) is None
+
+
+def test_a_move_carries_its_reason_in_numbers_and_the_slots_that_change() -> None:
+    plan = plan_of(FIRST)
+    found = between_steps(decided(SECOND, gain_s=50.0, cost_s=4.0), plan, plan_of(SECOND, plan), FIRST, AT)
+    assert found is not None
+    assert found.plan is not None
+    assert (found.move.kind, found.move.generation, found.move.state) == (MoveKind.SPLIT, 2, "done")
+    assert (found.move.gain_s, found.move.cost_s, found.move.expected_s) == (50.0, 4.0, 2.0)
+    assert found.move.idle == {"rollout": 0.4}
+    assert [line.partition(" ")[2] for line in found.move.slots] == ["rollout -> reward"]
+    assert "because rollout was idle" in in_words(found.move)
+    assert numbers_in_words(found.move) == "a step was to take 2.0 s instead of 3.0 s and to cost 4.0 s once"
+
+
+def test_another_train_world_is_only_wanted_until_it_is_formed() -> None:
+    plan = plan_of(FIRST)
+    found = between_steps(decided(Split("coexisting", 3, 1, 2)), plan, None, FIRST, AT)
+    assert found is not None
+    assert found.plan is None
+    assert (found.move.kind, found.move.state) == (MoveKind.WORLD, "wanted")
+    moves = Moves().plus(found.move)
+    assert with_outcomes(moves, {}, {}, 7, plan).newest == found.move
+    bigger = plan_of(Split("coexisting", 3, 1, 2), plan, "x")
+    formed = with_outcomes(moves, {}, {}, 8, bigger).newest
+    assert formed is not None
+    assert formed.state == "done"
+    late = with_outcomes(moves, {}, {}, 8, plan).newest
+    assert late is not None
+    assert late.state == "lapsed"
+    assert "the next step began first" in in_words(late)
+
+
+def test_what_would_be_done_is_told_once() -> None:
+    plan, dry = plan_of(FIRST), Deciding(3, 7, "a", 100.0, dry=True)
+    found = between_steps(decided(SECOND), plan, plan_of(SECOND, plan), FIRST, dry)
+    assert found is not None
+    assert found.plan is None
+    assert found.move.state == "would"
+    assert is_told(Moves().plus(found.move), found.move)
+    assert not is_told(Moves(), found.move)
+
+
+def test_what_is_lent_within_a_step_is_no_part_of_the_split_that_it_began_with() -> None:
+    plan = plan_of(FIRST)
+    lent = plan_of(SECOND, plan)
+    moves = Moves().plus(move(MoveKind.LEND))
+    assert split_of(lent) == SECOND
+    assert base_split(lent, moves) == FIRST
+    back = between_steps(decided(FIRST), lent, plan_of(FIRST, lent), FIRST, AT)
+    assert back is not None
+    assert back.move.kind is MoveKind.RETURN
+    assert "goes back" in back.move.reason
+    assert base_split(plan_of(FIRST, lent), moves.plus(back.move)) == FIRST
+
+
+def test_what_came_of_a_move_is_the_mean_of_the_steps_after_the_one_that_paid_for_it() -> None:
+    plan = plan_of(FIRST)
+    seconds = {1: 3.0, 2: 3.2, 3: 3.4, 4: 9.0, 5: 2.0, 6: 2.2}
+    found = with_outcomes(Moves().plus(move()), seconds, {2: 1.25}, 9, plan).newest
+    assert found is not None
+    assert found.outcome == MoveOutcome(took_s=1.25, steps=2, step_s=2.1, before_s=3.2)
+    assert outcome_in_words(found) == "it took 1.2 s; the 2 steps after it took 2.1 s each, before it 3.2 s"
+
+
+def test_the_steps_after_the_next_move_are_the_next_moves() -> None:
+    moves = Moves().plus(move(step=3)).plus(move(step=5, generation=3, time=1.0))
+    found = with_outcomes(moves, {4: 9.0, 5: 2.0, 6: 7.0, 7: 1.0}, {}, 9, plan_of(FIRST))
+    assert [one.outcome.step_s for one in found.moves if one.outcome is not None] == [2.0, 1.0]
+
+
+@given(st.lists(st.sampled_from(list(MoveKind)), max_size=90))
+def test_the_record_of_moves_is_bounded_and_counts_all(kinds: list[MoveKind]) -> None:
+    moves = Moves()
+    for number, kind in enumerate(kinds):
+        slots = tuple(f"{'n' * 40}/cuda:{i} rollout -> reward" for i in range(16))
+        moves = moves.plus(move(kind, step=number, slots=slots, reason="r" * 5000, by="n" * 63))
+    assert moves.total == len(kinds)
+    assert len(moves.moves) == min(len(kinds), NEWEST_MOVES)
+    assert len(moves.encode()) <= 512 + NEWEST_MOVES * MOST_MOVE_BYTES
+    assert Moves.decode(moves.encode()) == moves
+
+
+def test_changes_cost_what_the_newest_cost_and_before_that_a_prior() -> None:
+    assert (costs(Moves(), None).move_s, costs(Moves(), None).world_s) == (MOVE_PRIOR_S, WORLD_PRIOR_S)
+    moves = Moves().plus(move(outcome={"took_s": 9.0})).plus(move(outcome={"took_s": 2.0}))
+    assert costs(moves, None).move_s == 2.0
+    assert costs(moves, 7.0).world_s == 7.0
+    assert costs(moves.plus(move(MoveKind.WORLD, outcome={"took_s": 5.0})), 7.0).world_s == 5.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "state", "begins"),
+    [
+        pytest.param(MoveKind.LEND, "done", "lent 1 slot from rollout to the judges", id="lend"),
+        pytest.param(MoveKind.SPLIT, "would", "would have: went from 4 rollout", id="would"),
+        pytest.param(MoveKind.WORLD, "wanted", "wants to have: formed a train world", id="wanted"),
+        pytest.param(MoveKind.MEND, "done", "gave a pool without an engine one", id="mend"),
+    ],
+)
+def test_each_move_is_one_sentence(kind: MoveKind, state: str, begins: str) -> None:
+    assert in_words(move(kind, state=state)).startswith(begins)
+
+
+def test_a_split_is_stored_as_it_is() -> None:
+    assert part_of(FIRST) == SplitPart(mode="coexisting", rollout=4, reward=1, train=1)
