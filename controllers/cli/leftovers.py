@@ -44,7 +44,7 @@ def kind_of(arguments: Sequence[str], home: Path) -> Kind | None:
         folders = [a.removeprefix("--data-dir=") for a in arguments if a.startswith("--data-dir=")]
         return "etcd" if any(_is_under(folder, home) for folder in folders) else None
     # The program is the module behind -m, the script behind the interpreter, or the first word itself.
-    program = next((_PROGRAMS[name] for a in arguments[:8] if (name := Path(a).name) in _PROGRAMS), None)
+    program = next((_PROGRAMS[name] for a in arguments[:9] if (name := Path(a).name) in _PROGRAMS), None)
     return program if program is not None and _home_of(arguments) == home else None
 
 

@@ -165,6 +165,7 @@ def test_a_launch_document_is_for_its_owner_only(tmp_path: Path) -> None:
         assert file.stat().st_mode & 0o777 == 0o600
         assert read_launch(file) == spec
         assert worker_command(tmp_path, file)[1:] == (
+            "-P",
             "-m",
             "gcore.worker.main",
             "--home",
