@@ -1,0 +1,133 @@
+"""Who plans a job's placement, what is written of it, and the world that a policy wants."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from job_views import ME, PEER, running_job, stored
+
+from controllers.actions import Lead, Place, Rollback, TellMoves
+from controllers.decide import decide
+from controllers.forming import growth, held_for_growth, wanted_world
+from controllers.leading import leading, leads, placing
+from controllers.view import JobView
+from gcore import schema
+from gcore.config import parse_spec
+from gcore.ledger.job import EnginePlace, NodeRecord
+from gcore.ledger.placing import Leader, Move, MoveKind, Moves
+from placement.assign import split_of
+from placement.moves import Proposal, part_of
+from placement.split import Split
+
+TREE = {
+    "name": "j",
+    "model": {"path": "m"},
+    "data": {"path": "d", "shards": 4, "window": 8},
+    "flow": {"steps": 3, "groups_per_step": 4, "samples_per_prompt": 2},
+    "rollout": {"max_new_tokens": 4},
+    "placement": {"policy": "dynamic"},
+}
+
+
+def moving(leader: str | None = ME, **more: Any) -> JobView:
+    """A job whose policy moves slots; who leads it."""
+    view = running_job()
+    assert view.mirror.plan is not None
+    engines = tuple(EnginePlace(node=f"node-{i}", slot="cpu:1") for i in range(2))
+    plan = view.mirror.plan.record.model_copy(update={"engines": engines})
+    leaders = {} if leader is None else {"": stored(Leader(node=leader.split(".")[0], incarnation=leader))}
+    nodes = {
+        name: NodeRecord(name=name, incarnation=f"{name}.x", address="h:1", slots=("cpu:0", "cpu:1"), pid=1)
+        for name in ("node-0", "node-1")
+    }
+    mirror = replace(view.mirror, plan=stored(plan), leaders=leaders)
+    return replace(view, spec=parse_spec(TREE), mirror=mirror, nodes=nodes, **more)
+
+
+def move(view: JobView, kind: MoveKind = MoveKind.SPLIT, **more: Any) -> Move:
+    assert view.mirror.plan is not None
+    now = part_of(split_of(view.mirror.plan.record))
+    fields = {"generation": 2, "step": view.head.step, "seq": view.head.seq, "before": now, "after": now}
+    return Move.model_validate({"kind": kind, "reason": "why"} | fields | more)
+
+
+@pytest.mark.parametrize(
+    ("leader", "wanted"),
+    [
+        pytest.param(None, True, id="nobody leads"),
+        pytest.param(ME, False, id="I do"),
+        pytest.param(PEER, False, id="a member does"),
+        pytest.param("node-7.gone", True, id="who leads works on the job no more"),
+    ],
+)
+def test_the_leadership_is_taken_when_nobody_has_it_who_works_on_the_job(leader: str | None, wanted: bool) -> None:
+    assert [intent.action for intent in leading(moving(leader))] == [Lead()] * wanted
+
+
+def test_who_leaves_does_not_take_the_leadership_and_gives_it_up() -> None:
+    assert list(leading(replace(moving(None), leaving=True))) == []
+    assert not leads(replace(moving(ME), leaving=True))
+    view = moving(PEER)
+    going = {
+        name: stored(s.record.model_copy(update={"leaving": name == PEER})) for name, s in view.mirror.members.items()
+    }
+    left = replace(view, mirror=replace(view.mirror, members=going))
+    assert [intent.action for intent in leading(left)] == [Lead()]
+
+
+def test_nobody_leads_where_slots_do_not_move_or_a_node_knows_no_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(leading(replace(moving(None), spec=running_job().spec))) == []
+    monkeypatch.setattr(schema, "spoken", lambda: schema.NEWEST_VERSION - 1)
+    assert list(leading(moving(None))) == []
+
+
+def test_a_proposal_is_written_by_who_leads_while_it_is_about_the_plan_and_the_step_there_are() -> None:
+    view = moving()
+    assert view.mirror.plan is not None
+    proposal = Proposal(move(view), view.mirror.plan.record.model_copy(update={"generation": 2}))
+    assert [i.action for i in placing(replace(view, proposal=proposal))] == [Place(proposal)]
+    assert list(placing(replace(moving(PEER), proposal=proposal))) == []
+    late = Proposal(move(view, step=7), proposal.plan)
+    other = Proposal(move(view, generation=3), proposal.plan)
+    assert list(placing(replace(view, proposal=late))) == []
+    assert list(placing(replace(view, proposal=other))) == []
+
+
+def test_what_came_of_moves_is_written_once() -> None:
+    view = moving()
+    account = Moves(moves=(move(view),), total=1)
+    assert [i.action for i in placing(replace(view, account=account))] == [TellMoves(account)]
+    told = replace(view, mirror=replace(view.mirror, movings={"": stored(account)}), account=account)
+    assert list(placing(told)) == []
+
+
+def wanting(view: JobView, **more: Any) -> JobView:
+    after = part_of(Split("coexisting", 1, 0, 1))
+    wish = move(view, MoveKind.WORLD, state="wanted", after=after, **more)
+    return replace(view, mirror=replace(view.mirror, movings={"": stored(Moves().plus(wish))}))
+
+
+def test_a_world_that_a_policy_wants_is_formed_by_anybody_between_steps() -> None:
+    view = wanting(moving(PEER))
+    assert wanted_world(view) is not None
+    assert growth(view) == "placement: why"
+    assert held_for_growth(view) > 0
+    (rollback,) = [i.action for i in decide(view) if isinstance(i.action, Rollback)]
+    assert rollback.split is not None
+    assert (rollback.split.train, rollback.between_steps, rollback.slots_as_seen) == (1, True, True)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [pytest.param({"seq": 5}, id="of another head"), pytest.param({"generation": 4}, id="of another plan")],
+)
+def test_a_world_that_was_wanted_of_another_head_or_plan_is_not_formed(more: dict[str, Any]) -> None:
+    view = wanting(moving(PEER), **more)
+    assert growth(view) == ""
+    assert not [i for i in decide(view) if isinstance(i.action, Rollback)]
+
+
+def test_a_larger_world_is_no_gain_of_its_own_where_a_policy_decides() -> None:
+    assert growth(moving()) == ""

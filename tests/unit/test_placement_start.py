@@ -1,0 +1,127 @@
+"""What a placement that moves slots begins with, what it must keep to, and what a person fixes of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gcore.errors import SpecError
+from gcore.ledger.placing import Pin
+from placement.assign import split_of
+from placement.live import Moving, Start, bounds_of, first_split, mended, obeying, placed
+from placement.named import find_policy
+from placement.plan import NodeSlots, Snapshot, Wanted, joined
+from placement.policies.base import Decision, Situation, SwitchCosts
+from placement.split import Split, feasible
+
+JOB = Moving(("j",), None, 32, None, None)
+
+
+def cluster(*sizes: int) -> Snapshot:
+    return Snapshot(tuple(NodeSlots(f"n{i}", tuple(f"cpu:{s}" for s in range(size))) for i, size in enumerate(sizes)))
+
+
+def test_a_job_begins_with_what_its_spec_says_or_with_all_slots_in_turn() -> None:
+    said = replace(JOB, train=1, reward=2)
+    limits = bounds_of(cluster(4, 4), said)
+    assert first_split(limits, said) == Split("coexisting", 5, 2, 1)
+    found = first_split(bounds_of(cluster(4, 4), JOB), JOB)
+    assert found is not None
+    assert found.mode == "colocated"
+
+
+def test_a_world_that_leaves_a_rank_without_a_sample_is_no_choice() -> None:
+    assert max(bounds_of(cluster(8), replace(JOB, most_ranks=3)).train_sizes) == 3
+    assert bounds_of(cluster(8), replace(JOB, ranks=2)).train_sizes == (2,)
+    many = bounds_of(cluster(*[8] * 16), replace(JOB, most_ranks=10**6), now=7).train_sizes
+    assert {1, 2, 3, 4, 6, 7, 8, 128} <= set(many)
+    assert len(many) < 20
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=3), st.lists(st.integers(1, 5), min_size=1, max_size=3))
+def test_a_new_world_is_placed_as_near_as_can_be_to_the_split_there_was(before: list[int], after: list[int]) -> None:
+    plan = placed(cluster(*before), JOB, world="w", generation=1)
+    assert plan is not None
+    again = placed(cluster(*after), JOB, world="x", generation=2, current=plan)
+    assert again is not None
+    split = split_of(again)
+    assert split in set(feasible(bounds_of(cluster(*after), JOB)))
+    if before == after:
+        assert split == split_of(plan)
+
+
+def test_a_split_that_is_wanted_is_placed_if_it_fits() -> None:
+    wanted = Split("coexisting", 2, 1, 1)
+    plan = placed(cluster(4), JOB, world="w", generation=1, wanted=wanted)
+    assert plan is not None
+    assert split_of(plan) == wanted
+    small = placed(cluster(3), JOB, world="w", generation=1, wanted=wanted)
+    assert small is not None
+    assert split_of(small) != wanted
+
+
+def test_what_a_person_fixed_gives_way_to_a_job_that_could_not_go_on() -> None:
+    plan = placed(cluster(2), JOB, world="w", generation=1, pin=Pin(train=5))
+    assert plan is not None
+    assert len(plan.ranks) <= 2
+
+
+def test_a_pool_whose_engines_are_all_away_gets_one() -> None:
+    plan = placed(cluster(2, 2), JOB, world="w", generation=1, wanted=Split("coexisting", 2, 1, 1))
+    assert plan is not None
+    assert mended(plan, cluster(2, 2), JOB) is None
+    (judge,) = [place for place in plan.engines if place.judge and not place.asleep]
+    rank = plan.ranks[0]
+    left = Snapshot(tuple(n for n in cluster(2, 2).nodes if n.node != judge.node))
+    if rank.node == judge.node:
+        return
+    found = mended(plan, left, JOB)
+    if found is not None:
+        assert any(p.judge and not p.asleep and p.node != judge.node for p in found.engines)
+
+
+def test_a_slot_that_comes_is_rollouts_and_its_judges_sleep() -> None:
+    plan = placed(cluster(4), JOB, world="w", generation=1, wanted=Split("coexisting", 2, 1, 1))
+    assert plan is not None
+    more = joined(plan, cluster(4, 1), Wanted(judges=()), moves=True)
+    assert more is not None
+    (fresh,) = [place for place in more.engines if place.node == "n1"]
+    assert not fresh.asleep
+    assert joined(more, cluster(4, 1), Wanted(judges=()), moves=True) is None
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.booleans())
+def test_a_policy_obeys_what_is_fixed(rollout: int, reward: int, frozen: bool) -> None:
+    limits = bounds_of(cluster(4, 4), JOB, Pin(reward=reward))
+    now = Split("coexisting", 4, 2, 2)
+    wish = Decision(Split("coexisting", rollout, 8 - rollout - 1, 1), "why")
+    pin = Pin(reward=reward, frozen=frozen)
+    found = obeying(wish, limits, pin, now)
+    assert found.split == now if frozen else found.split.reward == reward
+    assert obeying(wish, limits, Pin(), now) == wish
+
+
+def test_what_cannot_be_had_moves_nothing() -> None:
+    limits = bounds_of(cluster(4), JOB, Pin(rollout=4))
+    now = Split("coexisting", 2, 1, 1)
+    found = obeying(Decision(Split("coexisting", 1, 2, 1), "why"), limits, Pin(rollout=4), now)
+    assert found.split == now
+    assert "cannot be had" in found.reason
+
+
+@pytest.mark.parametrize("name", ["static", "colocated", "hill_climb", "threshold", "dynamic"])
+def test_gcores_own_policies_are_found_by_name_and_keep_within_bounds(name: str) -> None:
+    limits = bounds_of(cluster(4), JOB)
+    first = first_split(limits, JOB)
+    assert first is not None
+    policy = find_policy(name)(Start(first, 8, 8))
+    decision = policy.plan(Situation(limits, first, (), SwitchCosts(1.0, 2.0), None))
+    assert decision.split in set(feasible(limits))
+
+
+def test_a_policy_that_nobody_provides_is_named_with_those_that_there_are() -> None:
+    with pytest.raises(SpecError, match=r"no placement policy is called 'dynamics', did you mean 'dynamic'\?"):
+        find_policy("dynamics")
