@@ -23,6 +23,8 @@ from controllers.actions import (
     Intent,
     Prune,
     Publish,
+    ReleaseRank,
+    RestoreRank,
     Retain,
     Rollback,
     SayFolder,
@@ -47,6 +49,7 @@ log = logging.getLogger(__name__)
 MOVES_MUCH = (
     *(Feed, Apply, Accumulate, Prune, Sweep, ForgetEvaluations, Publish, Retain, Rollback, TakeStock),
     *(SayFolder, FetchWeights, FetchCheckpoint, BringStart, Gather, Archive, Discard, Sleep, Wake),
+    *(ReleaseRank, RestoreRank),
 )
 """What reads or writes many bytes."""
 LOOK_AGAIN_S = 0.2

@@ -22,7 +22,7 @@ from controllers.judge_engines import JudgeEngines
 from controllers.owning import responsible_for
 from controllers.ranks import RankLinks
 from controllers.remembered import Remembered
-from controllers.sleeping import sleepers
+from controllers.sleeping import put_to_sleep
 from controllers.staffing import Staff, StartEngine, StopWorker, staffing
 from controllers.telling import Telling
 from controllers.troubles import TroubleBook
@@ -129,6 +129,9 @@ class Driver:
             self._judges.look_after()
             self._job.note_scoring()
             view = self._job.look()
+            asleep = put_to_sleep(view)
+            self._engines.shut(asleep)
+            self._judges.shut(asleep)
             self._job.note_engines()
             now = self._clock.monotonic()
             self._staff_up(view, now)
@@ -221,9 +224,6 @@ class Driver:
         )
         await self._engines.aim(mine if mirror.members else {})
         await self._judges.aim(workers)
-        asleep = sleepers(mirror.plan.record if mirror.plan is not None else None, workers, self._job.uid)
-        self._engines.shut(asleep)
-        self._judges.shut(asleep)
         self._aimed_at = seen
         if mirror.head is None or mirror.plan is None:
             return

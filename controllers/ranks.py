@@ -8,7 +8,6 @@ the older of its schema version and this process's.
 from __future__ import annotations
 
 import asyncio
-import functools
 import hashlib
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from dataclasses import dataclass, replace
 import grpc
 
 from controllers.feeding import parts_of, timeout_s
+from controllers.held import Held, joined
 from controllers.view import CheckpointWriting, RankView, SavedCheckpoint
 from gcore.api.v1 import train_pb2 as pb
 from gcore.api.v1 import train_pb2_grpc
@@ -41,6 +41,10 @@ from gcore.types import Group, Token, Version
 log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 30.0
+REST_TIMEOUT_S = 600.0
+"""A rank answers when its memory is put aside, or back: on the host many gigabytes go through a disk. Asking again does no harm."""
+CANNOT_REST = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNIMPLEMENTED)
+"""There is no room for what it holds; or it is of a version that keeps its memory always."""
 RECONNECT_S = 0.3
 SAVED_KNOWN = 16
 """Newest checkpoints that are remembered as saved; they are registered one by one, as they come."""
@@ -55,31 +59,6 @@ class _Line:
     address: str
     channel: grpc.aio.Channel
     task: asyncio.Task[None]
-
-
-class Held(Mapping[str, frozenset[int]]):
-    """What a rank holds: as its stream last said, and as its answers to feeds of the same token did, which may be newer.
-
-    Read when somebody asks. A rank's word is as long as what it holds, and while a batch comes from many peers most of its
-    words are overtaken by the next before this controller looks.
-    """
-
-    def __init__(self, told: Iterable[pb.HeldGroup], answered: Mapping[str, frozenset[int]]) -> None:
-        self._told = told
-        self._answered = answered
-
-    @functools.cached_property
-    def _read(self) -> Mapping[str, frozenset[int]]:
-        return _joined(read_held(self._told), self._answered)
-
-    def __getitem__(self, digest: str) -> frozenset[int]:
-        return self._read[digest]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._read)
-
-    def __len__(self) -> int:
-        return len(self._read)
 
 
 class RankLinks:
@@ -98,13 +77,15 @@ class RankLinks:
         """By rank: what it holds, as its stream last said."""
         self._answered: dict[int, tuple[Token | None, Mapping[str, frozenset[int]]]] = {}
         """By rank: what it holds, as its answers to feeds said."""
+        self._unrested: dict[int, tuple[Token | None, str]] = {}
+        """By rank: behind which step it could not give its memory back, and why."""
         self.saved: dict[Version, SavedCheckpoint] = {}
 
     def aim(self, world: WorldName | None, addresses: Mapping[int, str]) -> None:
         """Talk to these ranks of this world from now on."""
         if world != self._world:
             self._world = world
-            self.views, self._told, self._answered = {}, {}, {}
+            self.views, self._told, self._answered, self._unrested = {}, {}, {}, {}
             for rank in list(self._lines):
                 self._drop(rank)
         for rank in list(self._lines):
@@ -181,6 +162,24 @@ class RankLinks:
         stub = VersionedStub(train_pb2_grpc.TrainRankStub(line.channel))
         await (stub.Apply if whole else stub.Accumulate)(request, timeout=CALL_TIMEOUT_S)
 
+    async def rest(self, rank: int, step: int | None) -> None:
+        """Have a rank give its memory back, behind `step`, or (None) take it again. Raises grpc.aio.AioRpcError, NotConnected."""
+        line, world = self._reach(rank), self._world
+        assert world is not None
+        stub = VersionedStub(train_pb2_grpc.TrainRankStub(line.channel))
+        try:
+            if step is None:
+                await stub.Restore(pb.RestoreRequest(world=write_world(world)), timeout=REST_TIMEOUT_S)
+            else:
+                await stub.Release(pb.ReleaseRequest(world=write_world(world), step=step), timeout=REST_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            known = self.views.get(rank)
+            if error.code() in CANNOT_REST and known is not None and world == self._world:
+                log.warning("rank %d keeps its memory: %s", rank, error.details())
+                self._unrested[rank] = known.applied, error.details() or "it cannot"
+                self._show(replace(known, unrested=self._unrested[rank][1]))
+            raise
+
     def _speaks(self, rank: int) -> int:
         known = self.views.get(rank)
         return min(READABLE) if known is None else known.speaks
@@ -212,12 +211,14 @@ class RankLinks:
 
     def _note(self, rank: int, state: pb.RankState) -> None:
         holding = read_token(state.holding) if state.HasField("holding") else None
+        applied = read_token(state.applied) if state.HasField("applied") else None
+        behind, why = self._unrested.get(rank, (None, ""))
         self._told[rank] = holding, state.held
         view = RankView(
             rank=rank,
             holding=holding,
             held=self._held(rank, holding),
-            applied=read_token(state.applied) if state.HasField("applied") else None,
+            applied=applied,
             content=state.report.content_sha256,
             metrics=dict(state.report.metrics),
             phase=state.phase,
@@ -227,6 +228,8 @@ class RankLinks:
             begun=state.begun,
             begun_step=state.streaming.step,
             begun_content=state.begun_sha256,
+            released=frozenset(state.released),
+            unrested=why if behind == applied else "",
             speaks=max(min(READABLE), min(SCHEMA_VERSION, state.schema_version)),
             clock=state.clock or None,
             phases=dict(state.phase_seconds),
@@ -242,7 +245,7 @@ class RankLinks:
         if view.holding is None or view.holding <= token:
             known = self._answered.get(rank)
             before = known[1] if known is not None and known[0] == token else {}
-            self._answered[rank] = token, _joined(before, read_held(held))
+            self._answered[rank] = token, joined(before, read_held(held))
             self._show(replace(view, holding=token, held=self._held(rank, token)))
 
     def _held(self, rank: int, token: Token | None) -> Held:
@@ -276,16 +279,6 @@ def _writing(state: pb.RankState) -> CheckpointWriting | None:
         return None
     found = read_writing(state.writing)
     return CheckpointWriting(found.version, found.total, found.written, found.error, found.over)
-
-
-def _joined(one: Mapping[str, frozenset[int]], other: Mapping[str, frozenset[int]]) -> Mapping[str, frozenset[int]]:
-    if one == other:
-        return one
-    joined = {**one, **other}
-    for digest, samples in one.items():
-        if not samples <= joined[digest]:
-            joined[digest] |= samples
-    return joined
 
 
 async def _chunks(header: pb.FeedHeader, payload: bytes) -> AsyncIterator[pb.FeedChunk]:

@@ -6,7 +6,7 @@ has, its memory is freed. Waking: the memory, then the current weights, as a pub
 several on a slot none wakes before those that are to sleep do.
 
 One controller sees to an engine: its node's, or while that is away the one that a hash names (`controllers.owning`). Doing it twice
-does no harm. Which engines are to sleep is the plan's to say.
+does no harm. Which engines are to sleep is the plan's to say, and the ranks' whose memory they share (`controllers.taking_turns`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 
 from controllers.actions import Intent, Sleep, Wake
 from controllers.owning import responsible_for
+from controllers.taking_turns import asleep_for_ranks
 from controllers.view import EngineView, JobView
 from gcore.ledger.job import EnginePlace, Plan
 from gcore.worker.records import WorkerRecord
@@ -39,11 +40,12 @@ def sleepers(plan: Plan | None, workers: Mapping[str, WorkerRecord], job_uid: st
 
 
 def put_to_sleep(view: JobView) -> frozenset[str]:
-    """The same, of a view."""
+    """The same, of a view, with those whose slot is a train rank's now."""
     plan, uid = view.mirror.plan, view.mirror.keys.uid
-    return view.remembered.get(
+    planned = view.remembered.get(
         "sleepers", (plan, view.workers), lambda: sleepers(plan.record if plan is not None else None, view.workers, uid)
     )
+    return planned | asleep_for_ranks(view)
 
 
 def resting(view: JobView) -> Iterator[Intent]:

@@ -22,6 +22,7 @@ from controllers.spreading import (
     unregistered,
     wanted,
 )
+from controllers.taking_turns import in_the_way
 from controllers.view import JobView
 from gcore.ledger.collectives import awaited
 from gcore.ledger.job import JobPhase
@@ -218,6 +219,8 @@ def _training(view: JobView, seal: Seal) -> Iterator[Wait]:
     if CHECKPOINT in phases and (writing := _being_written(view)):
         what = f"{what}; before its own, {writing}"
     what = f"{what}; {view.hindered}" if view.hindered else what
+    if nodes := in_the_way(view):
+        what = f"{what}; on {', '.join(nodes)} engines give memory back, and ranks take it"
     yield Wait("train", what, f"wait train {seal.token}", moved)
 
 

@@ -73,6 +73,18 @@ STEP_STATS = MappingProxyType(
             "gcore_tail_seconds",
             "Seconds of the last step in which an engine had nothing to do while others had the last responses.",
         ),
+        "release_s": (
+            "gcore_release_seconds",
+            "Seconds that the slowest rank took to give its memory back before the last committed step.",
+        ),
+        "restore_s": (
+            "gcore_restore_seconds",
+            "Seconds that the slowest rank took to take its memory again for the last committed step.",
+        ),
+        "released_bytes": (
+            "gcore_released_bytes",
+            "Memory that all ranks had given back before the last committed step.",
+        ),
         "padding": ("gcore_padding_ratio", "Share of the tokens trainers computed that were padding, 0 to 1."),
         "masked_samples": ("gcore_masked_samples", "Samples of the last committed step left out of its loss."),
         "skipped_updates": (
