@@ -8,13 +8,14 @@ policy that raises is told of, once, and moves nothing. Who is frozen, or only t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
 from controllers.changes import Changes
-from controllers.forming import placeable
+from controllers.forming import is_at_hand, may_use_copies, placeable
 from controllers.leading import leads
 from controllers.moves_file import MovesFile
 from controllers.polling import Polling
@@ -78,6 +79,8 @@ class Planner:
         self._history = StepHistory()
         self._policy: Policy | None = None
         self._decided: tuple[int, int] | None = None
+        self._stood: tuple[object, ...] = ()
+        """How step and leadership stood when they were looked at last."""
         self._took: dict[int, float] = {}
         self._since: tuple[int, float] = (0, 0.0)
         """The plan's generation, and since when it is known."""
@@ -96,19 +99,24 @@ class Planner:
         try:
             while True:
                 await self._turn()
-                changed = self._job.changes.count
-                await self._job.changes.wait(POLL_S)
-                if self._job.changes.count != changed and not self._is_news():
-                    await self._clock.sleep(BOOKS_S)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(POLL_S):
+                        await self._job.changes.until(self._is_news)
         finally:
             await self._polling.close()
 
     def _is_news(self) -> bool:
-        head = self._job.mirror.head
-        return head is not None and self._decided != (head.record.lineage, head.record.step)
+        """Whether there is another step, or somebody else leads."""
+        return self._standing() != self._stood
+
+    def _standing(self) -> tuple[object, ...]:
+        mirror = self._job.mirror
+        head = None if mirror.head is None else (mirror.head.record.lineage, mirror.head.record.step)
+        return head, None if mirror.leader is None else mirror.leader.record.incarnation
 
     async def _turn(self) -> None:
         mirror = self._job.mirror
+        self._stood = self._standing()
         if mirror.head is None or mirror.plan is None:
             return
         view = self._job.look()
@@ -154,7 +162,9 @@ class Planner:
             return None
         there = placeable(view)
         limits = bounds_of(there, self._moving, pin, len(plan.ranks))
-        base = base_split(plan, moves)
+        if not (is_at_hand(view) or may_use_copies(view)):
+            limits = replace(limits, train_sizes=(len(plan.ranks),))  # another world could not go on from here
+        base = base_split(plan, moves, there)
         first = first_split(limits, self._moving)
         if first is None:
             return None
@@ -222,8 +232,10 @@ class Planner:
         settled = is_settled(plan, loads)
         if settled and moved is not None and moved.generation == plan.generation:
             self._took.setdefault(plan.generation, since)
-        if not placement.lends or view.mirror.pin.fixes or not self._moving.judges or view.seal is not None:
-            return None  # what is fixed is not lent, and once the batch is sealed there is nothing to lend for
+        if not placement.lends or view.mirror.pin.fixes or not self._moving.judges:
+            return None
+        if view.seal is not None and not view.rules.staleness:
+            return None  # once the batch is sealed there is nothing to lend for
         cost = self._costs(view).move_s
         if (not settled and since < SETTLE_S) or since < cost:
             return None

@@ -72,9 +72,9 @@ class StepHistory:
         return tuple(newest[step] for step in sorted(newest))
 
     def start_s(self) -> float | None:
-        """Seconds of the newest start of a rank, as the newest step tells."""
-        newest = next(reversed(self._seen.values()), None)
-        return None if newest is None else newest.entry.stats.get("start_seconds")
+        """Seconds of the newest start of a rank that a step told."""
+        told = (seen.entry.stats.get("start_seconds") for seen in reversed(self._seen.values()))
+        return next((seconds for seconds in told if seconds is not None), None)
 
     def seconds(self) -> dict[int, float]:
         """Of each step."""

@@ -6,13 +6,14 @@ reason is in numbers that were known then; what came of it is measured over the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean
 
 from gcore.ledger.job import Plan
 from gcore.ledger.placing import MOST_SLOTS_TOLD, Move, MoveKind, MoveOutcome, Moves, SplitPart
 from placement.assign import changes, split_of
+from placement.plan import Snapshot
 from placement.policies.base import Decision, SwitchCosts
 from placement.split import Split
 
@@ -43,20 +44,15 @@ def split_from(part: SplitPart) -> Split:
     return Split(part.mode, part.rollout, part.reward, part.train)
 
 
-def base_split(plan: Plan, moves: Moves) -> Split:
-    """The split that the step began with: what is lent within it does not count."""
-    now = split_of(plan)
+def base_split(plan: Plan, moves: Moves, snapshot: Snapshot | None = None) -> Split:
+    """The split that the step began with: what is lent within it does not count. `snapshot`: of the nodes that are there."""
+    now = split_of(plan, snapshot)
     for move in reversed([one for one in moves.moves if one.state == "done"]):
         if move.kind in WITHIN:
             now = split_from(move.before)
         else:
             break
-    return now if now.train == len(plan.ranks) else split_of(plan)
-
-
-def is_lent(plan: Plan, moves: Moves) -> bool:
-    """Whether the newest move lent something, so that the step does not end with the split it began with."""
-    return base_split(plan, moves) != split_of(plan)
+    return now if now.train == len(plan.ranks) else split_of(plan, snapshot)
 
 
 def told_slots(before: Plan, after: Plan) -> tuple[tuple[str, ...], int]:
@@ -122,7 +118,7 @@ def costs(moves: Moves, start_s: float | None) -> SwitchCosts:
     engines = [took[kind] for kind in (MoveKind.SPLIT, *WITHIN) if took.get(kind) is not None]
     worlds = [cost for cost in (took.get(MoveKind.WORLD), start_s) if cost is not None]
     move_s = max((cost for cost in engines if cost is not None), default=MOVE_PRIOR_S)
-    return SwitchCosts(move_s=move_s, world_s=max(worlds[0], move_s) if worlds else WORLD_PRIOR_S)
+    return SwitchCosts(move_s=move_s, world_s=max(*worlds, move_s) if worlds else WORLD_PRIOR_S)
 
 
 def with_outcomes(
@@ -229,8 +225,3 @@ def _gains(before: Split, after: Split) -> str:
 
 def _count(slots: int) -> str:
     return f"{slots} slot{'s' * (slots != 1)}"
-
-
-def seconds_of(entries: Sequence[tuple[int, Mapping[str, float]]]) -> dict[int, float]:
-    """Of each committed step, from its log entry's numbers."""
-    return {step: stats["seconds"] for step, stats in entries if "seconds" in stats}

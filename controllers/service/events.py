@@ -19,16 +19,20 @@ from gcore.config.flow import FlowSpec
 from gcore.config.sources import ONLY_SOURCE
 from gcore.ledger.job import Evaluation, FaultRecord, JobRecord, JobStatus, ModelFetch, Trouble
 from gcore.ledger.mirror import JobMirror
+from gcore.ledger.placing import NEWEST_MOVES, Moves
 from gcore.ledger.records import Assignment, Checkpoints, LogEntry, Member
 from gcore.ledger.tally import commonest_reason
 from gcore.store.keys import JobKeys
 from gcore.store.types import WatchBatch, WatchEvent
+from placement.moves import in_words
 
 PER_REVISION = 16
 """Room for the events of one revision."""
 MOST_EVENTS = 10_000
 """Events that a controller remembers of a job: the newest. A long job has one for every step, with all its numbers, and whoever
 asks for what is older finds it in the run's folder."""
+MOST_MOVES = 8
+"""Moves that one write of their record may tell of."""
 Derived = tuple[str, str, dict[str, Any]]
 """An event's kind, its message and its data."""
 
@@ -57,6 +61,8 @@ class EventLog:
         self.events: deque[Event] = deque(maxlen=MOST_EVENTS)
         self._warned: set[str] = set()
         """The sources whose responses were mostly cut off in some step: said once."""
+        self._moved: deque[tuple[Any, ...]] = deque(maxlen=NEWEST_MOVES)
+        """The newest moves that were told."""
         self._last = -1
 
     def note(self, before: JobMirror, batch: WatchBatch, after: JobMirror, wall: float) -> None:
@@ -64,7 +70,7 @@ class EventLog:
         new = []
         slot: dict[int, int] = {}
         for change in sorted(batch.events, key=lambda e: e.kv.mod_revision):
-            derived = [*_derive(self._keys, before, change, after)]
+            derived = [one for one in _derive(self._keys, before, change, after) if self._is_new(one)]
             for kind, message, data in [*derived, *self._warnings(derived, after)]:
                 revision = change.kv.mod_revision
                 index = slot.get(revision, 0)
@@ -75,6 +81,16 @@ class EventLog:
         self.events.extend(new)
         if self.events:
             self._last = self.events[-1].sequence
+
+    def _is_new(self, derived: Derived) -> bool:
+        """Whether a move is not told yet: writes that are heard together would tell of it each."""
+        kind, _, data = derived
+        if kind != "placement":
+            return True
+        move = data["generation"], data["step"], data["kind"], data["state"]
+        known = move in self._moved
+        self._moved.append(move)
+        return not known
 
     def _warnings(self, derived: Sequence[Derived], after: JobMirror) -> Iterator[Derived]:
         """What a person should see at once in what happened. Every controller that heard of the same says the same."""
@@ -141,6 +157,8 @@ def _derive(
             yield "member", f"{node} is leaving: its shards go to the others", {"node": node, "leaving": True}
         else:
             yield "member", f"{node} has joined", {"node": node, "joined": True}
+    elif key == keys.moves:
+        yield from _moves(before.moves, Moves.decode(kv.value, key))
     elif key.startswith(keys.log_prefix):
         yield from _entry(before, LogEntry.decode(kv.value, key), after)
     elif key.startswith(keys.eval_prefix):
@@ -165,6 +183,23 @@ def _shards(before: JobMirror, new: Assignment) -> tuple[str, str, dict[str, Any
     spread = ", ".join(f"{node} {len(shards)}" for node, shards in sorted(shares.items()))
     what = f"{moved} shards moved" if old is not None else "shards are dealt out"
     return "shards", f"{what}: {spread}", {"moved": moved, "shares": shares}
+
+
+def _moves(before: Moves, after: Moves) -> Iterator[Derived]:
+    """Each new move, with its reason; one that was wanted and has come to be. What came of a move is for `gcore placement explain`."""
+    known = {(move.generation, move.time): move.state for move in before.moves}
+    for move in after.moves[-MOST_MOVES:]:
+        if known.get((move.generation, move.time)) != move.state:
+            data = {
+                "step": move.step,
+                "kind": move.kind.value,
+                "state": move.state,
+                "generation": move.generation,
+                "before": move.before.model_dump(),
+                "after": move.after.model_dump(),
+                "reason": move.reason,
+            }
+            yield "placement", in_words(move), data
 
 
 def _entry(before: JobMirror, entry: LogEntry, after: JobMirror) -> Iterator[tuple[str, str, dict[str, Any]]]:

@@ -143,8 +143,3 @@ class Moves(Record):
     def plus(self, move: Move) -> Moves:
         """With one more, and without the oldest where there are too many."""
         return self.model_copy(update={"moves": (*self.moves, move)[-NEWEST_MOVES:], "total": self.total + 1})
-
-    def instead(self, move: Move) -> Moves:
-        """With what is known now of a move that is there, by its generation and when it was decided."""
-        kept = tuple(move if (o.generation, o.time) == (move.generation, move.time) else o for o in self.moves)
-        return self.model_copy(update={"moves": kept})

@@ -7,6 +7,7 @@ from gcore.ledger import chain
 from gcore.ledger.chain import Writer
 from gcore.ledger.job import Evaluation, JobPhase, JobStatus, SourceScore
 from gcore.ledger.mirror import JobMirror
+from gcore.ledger.placing import Move, MoveOutcome, Moves, SplitPart
 from gcore.ledger.records import Assignment, EndedRef, Member
 from gcore.store.keys import JobKeys
 from gcore.store.types import KeyValue, WatchBatch, WatchEvent
@@ -165,3 +166,23 @@ def test_of_a_long_job_the_newest_events_are_remembered() -> None:
     newest = log.events[-1].sequence
     assert [event.sequence for event in log.after(newest - PER_REVISION)] == [newest]
     assert len(log.after(0)) == MOST_EVENTS, "who asks for all gets what there is"
+
+
+def moved(number: int, **more: object) -> Move:
+    split = SplitPart(mode="coexisting", rollout=2, reward=1, train=1)
+    fields = {"generation": number, "step": number, "kind": "split", "before": split, "after": split, "reason": "why"}
+    return Move.model_validate(fields | {"time": float(number)} | more)
+
+
+def test_each_move_is_told_once_however_its_record_is_written() -> None:
+    first = Moves().plus(moved(2))
+    known = Moves().plus(moved(2, outcome=MoveOutcome(took_s=1.0)))
+    second = known.plus(moved(3, kind="world", state="wanted"))
+    third = known.plus(moved(3, kind="world", state="done"))
+    writes = [
+        put(KEYS.moves, record.encode(), 5 + number) for number, record in enumerate((first, known, second, third))
+    ]
+    for batches in ([[one] for one in writes], [writes], [writes[:2], writes[2:]]):
+        told = [(event.kind, event.data["generation"], event.data["state"]) for event in heard(batches).events]
+        assert told == [("placement", 2, "done"), ("placement", 3, "wanted"), ("placement", 3, "done")]
+    assert len({tuple(e.sequence for e in heard(b).events) for b in ([[one] for one in writes], [writes])}) == 1
