@@ -50,7 +50,8 @@ class Device:
         self.generated_tokens = 0
         self._now = 0.0
         self._steps = 0.0
-        self._shared = 1
+        self._shared = 1.0
+        """How many times as long everything takes because of others on the slot."""
         self._alone_s = timing.decode_step(1)
         """A decode step, if nobody else computes on the slot."""
         self._held_until = 0.0
@@ -95,9 +96,9 @@ class Device:
         ended: list[Delivery] = []
         while not self.still and (step := self._next_end()) is not None:
             begin = max(self._now, self._held_until)
-            at = begin + (step - self._steps) * self._step_s
+            at = begin + (step - self._steps) * self.step_s
             if at > now:
-                self._steps += max(0.0, now - begin) / self._step_s
+                self._steps += max(0.0, now - begin) / self.step_s
                 break
             self._now, self._steps = at, step
             ended += self._end_rows()
@@ -121,17 +122,16 @@ class Device:
 
     def shared_by(self, count: int, now: float) -> None:
         """From now on so many compute on its slot, this one among them whenever it does. Nothing has ended before that is not told."""
-        if count == self._shared:
-            return
+        shared = count * (1.0 + self._timing.law.shared_loss * (count - 1))
         left = self._held_until - now
         if left > 0:
-            self._held_until = now + left * count / self._shared
-        self._shared = count
+            self._held_until = now + left * shared / self._shared
+        self._shared = shared
 
     def wake_at(self) -> float | None:
         """When the next sample ends, if nothing happens before; None: never."""
         step = None if self.still else self._next_end()
-        return None if step is None else max(self._now, self._held_until) + (step - self._steps) * self._step_s
+        return None if step is None else max(self._now, self._held_until) + (step - self._steps) * self.step_s
 
     def abort(self, unwanted: Callable[[Task], bool], now: float) -> list[Delivery]:
         """End these now, with the tokens they have."""
@@ -183,8 +183,20 @@ class Device:
             row.work.mark(version, self._made(row))
         return ended
 
+    def so_far(self, number: int) -> Delivery | None:
+        """What there is of a task that runs; None if it does not. Time has been told before."""
+        row = self._running.get(number)
+        if row is None:
+            return None
+        response, count = self._responses[number], self._made(row)
+        cached = row.work.cached_tokens
+        return Delivery(
+            number, response.tokens[:count], response.logprobs[:count], row.work.spans(count), cached, ending=None
+        )
+
     @property
-    def _step_s(self) -> float:
+    def step_s(self) -> float:
+        """A decode step takes so long now."""
         return self._alone_s * self._shared
 
     def _next_end(self) -> float | None:

@@ -2,8 +2,8 @@
 
 What goes on in time is its slot's (`live_slot`), which it may share with others. What depends on the model is checked as the torch
 engine's desk checks it. A change of weights waits for what runs unless the engine is paused (`gcore.rollout.engine.gate`),
-and takes the time that the law says. One that sleeps takes requests and lets them wait; its weights cannot be changed then. Whoever wants to hear a response as it grows hears it whole at its end. Refuses in words what
-an emulated engine cannot tell: log-probabilities of anything but the response.
+and takes the time that the law says. One that sleeps takes requests and lets them wait; its weights cannot be changed then. Who asks for a stream hears
+of responses as they grow and as they end. What an emulated engine cannot tell is refused in words (`checks`).
 """
 
 from __future__ import annotations
@@ -11,25 +11,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from gcore.clock import Clock
+from gcore.emulated.checks import Model, tokens_of
 from gcore.emulated.device import Device, PauseMode
 from gcore.emulated.law import Timing
 from gcore.emulated.live_slot import LiveSlot
-from gcore.emulated.responses import Response, Verdict, Vocabulary, Voice, respond
+from gcore.emulated.responses import Response, Voice, respond
 from gcore.errors import EngineError
 from gcore.rollout.engine.answers import answer, emptied
 from gcore.rollout.engine.gate import Gate
 from gcore.rollout.engine.params import SamplingBody
 from gcore.rollout.engine.protocol import Asked, Generate
 from gcore.rollout.engine.tasks import Delivery, Task, is_older
-from gcore.rollout.engine.text import Text, cut_at
+from gcore.rollout.engine.text import cut_at
 from gcore.types import Version
 
-UNTOLD = "an emulated engine computes nothing, and cannot tell {}"
+LEAST_S = 0.05
+"""Between two parts of a stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +43,6 @@ class Ticket:
     asked: Asked
     ended: asyncio.Future[Delivery]
     since: float
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """What all emulated engines of a process share of the model's folder."""
-
-    path: str
-    words: Vocabulary
-    text: Text | None
-    longest: int | None = None
-    """Tokens of the longest response that the job asks it for."""
-    verdict: Verdict | None = None
-    """Of a judge."""
 
 
 class EmulatedEngine:
@@ -98,13 +87,43 @@ class EmulatedEngine:
             raise EngineError(f"a request called {min(taken)!r} is under way", fix="Give each request a rid of its own")
         tickets = []
         for prompt, params, asked, name in zip(request.prompts, request.params, request.asked, names, strict=True):
-            tokens = self._tokens(prompt, params, asked)
+            tokens = tokens_of(self.model, prompt, params, asked)
             for index in range(params.n):
                 tickets.append(self._ticket(tokens, params, asked, name if params.n == 1 else f"{name}_{index}", index))
         return tickets
 
     async def answers(self, tickets: Sequence[Ticket]) -> list[dict[str, Any]]:
         """Wait for all, and word the answers in order. Cancelled, it takes back what still runs."""
+        async with self._under_way(tickets):
+            ended = await asyncio.gather(*(ticket.ended for ticket in tickets))
+        return [self._word(ticket, delivery) for ticket, delivery in zip(tickets, ended, strict=True)]
+
+    async def stream(self, tickets: Sequence[Ticket]) -> AsyncIterator[dict[str, Any]]:
+        """The same as a stream: each as it ends, told by `index`, and before that every `stream_interval` tokens what there is of it."""
+        async with self._under_way(tickets):
+            waiting = {ticket.ended: place for place, ticket in enumerate(tickets)}
+            told = [0] * len(tickets)
+            while waiting:
+                done, _ = await asyncio.wait(
+                    waiting, timeout=self._grown_in(tickets), return_when=asyncio.FIRST_COMPLETED
+                )
+                for place, future in sorted((waiting.pop(future), future) for future in done):
+                    yield {**self._word(tickets[place], future.result()), "index": place}
+                self._slot.do(self.device, self.device.advance)
+                for place in waiting.values():
+                    ticket = tickets[place]
+                    part = self.device.so_far(ticket.task.number)
+                    if part is not None and len(part.tokens) - told[place] >= ticket.params.stream_interval:
+                        told[place] = len(part.tokens)
+                        yield {**self._word(ticket, part), "index": place}
+
+    def _grown_in(self, tickets: Sequence[Ticket]) -> float:
+        """Seconds until some of these may have grown by as much as is told at once."""
+        every = min(ticket.params.stream_interval for ticket in tickets)
+        return max(every * self.device.step_s / self._speedup, LEAST_S)
+
+    @contextlib.asynccontextmanager
+    async def _under_way(self, tickets: Sequence[Ticket]) -> AsyncIterator[None]:
         names = {ticket.task.rid for ticket in tickets}
         async with self.gate.passing():
             self._names |= names
@@ -114,13 +133,12 @@ class EmulatedEngine:
             try:
                 tasks = [ticket.task for ticket in tickets]
                 self._slot.do(self.device, lambda now: self.device.submit(tasks, now))
-                ended = await asyncio.gather(*(ticket.ended for ticket in tickets))
+                yield
             finally:
                 self._names -= names
                 left = {t.task.number for t in tickets if self._tickets.pop(t.task.number, None) is not None}
                 if left:
                     self.abort(lambda task: task.number in left)
-        return [self._word(ticket, delivery) for ticket, delivery in zip(tickets, ended, strict=True)]
 
     def abort(self, unwanted: Callable[[Task], bool]) -> None:
         """End these now; they answer with the tokens they have."""
@@ -215,32 +233,6 @@ class EmulatedEngine:
         self._next += 1
         ended: asyncio.Future[Delivery] = asyncio.get_running_loop().create_future()
         return Ticket(task, params, asked, ended, self._clock.monotonic())
-
-    def _tokens(self, prompt: str | list[int], params: SamplingBody, asked: Asked) -> tuple[int, ...]:
-        words, text = self.model.words, self.model.text
-        tokens: tuple[int, ...]
-        if isinstance(prompt, str):
-            if text is None:
-                raise EngineError("the model folder has no tokenizer.json", fix="Send input_ids")
-            tokens = text.encode(prompt)
-        else:
-            tokens = tuple(prompt)
-        if not tokens:
-            raise EngineError("the prompt has no tokens")
-        wrong = next((token for token in (min(tokens), max(tokens)) if not 0 <= token < words.size), None)
-        if wrong is not None:
-            raise EngineError(f"token id {wrong} is not in the vocabulary of {words.size}")
-        if len(tokens) + (params.max_new_tokens or 0) > words.context or len(tokens) >= words.context:
-            raise EngineError(
-                f"a prompt of {len(tokens)} tokens and max_new_tokens {params.max_new_tokens} exceed "
-                f"the context of {words.context} tokens",
-                fix="Shorten the prompt or lower max_new_tokens",
-            )
-        if params.stop_strings:
-            raise EngineError(UNTOLD.format("where a stop string would come up"), fix="Use stop_token_ids")
-        if asked.top or asked.named or (asked.prompt_from is not None and asked.prompt_from < len(tokens)):
-            raise EngineError(UNTOLD.format("log-probabilities of anything but the response"))
-        return tokens
 
     def _deliver(self, deliveries: Iterable[Delivery]) -> None:
         for delivery in deliveries:

@@ -43,6 +43,9 @@ class Law(Part):
     """A decode step of one sequence, which makes one token of it."""
     decode_per_sequence_s: NonNegativeFloat = 0.0005
     """What each further sequence adds to the step."""
+    shared_loss: NonNegativeFloat = 0.0
+    """What engines that compute on one slot at once lose by that, beside the pace that they share: of two, each step takes
+    2 * (1 + `shared_loss`) times as long."""
     publish_s: NonNegativeFloat = 0.2
     """New weights into an engine."""
     sleep_s: NonNegativeFloat = 0.2

@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from gcore.config.judges import VerdictSpec
-from gcore.emulated.engine import Model
+from gcore.emulated.checks import Model
 from gcore.emulated.launch import HostLaunch
 from gcore.emulated.responses import Vocabulary
 from gcore.errors import DataError

@@ -7,14 +7,15 @@ them. What an emulated engine does not have refuses in words: weights by broadca
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from gcore.emulated.engine import EmulatedEngine
@@ -28,8 +29,8 @@ from gcore.rollout.engine.administration import (
     UpdateVersionBody,
 )
 from gcore.rollout.engine.bodies import checker, read, seconds
-from gcore.rollout.engine.protocol import generate_body
-from gcore.rollout.engine.refusals import no_such_route, refusing
+from gcore.rollout.engine.protocol import Generate, generate_body
+from gcore.rollout.engine.refusals import no_such_route, refusing, streamed_refusal
 from gcore.rollout.metered import told
 
 LOOK_S = 0.02
@@ -97,6 +98,8 @@ def app(engines: Mapping[int, EmulatedEngine]) -> Starlette:
 async def generate(engine: EmulatedEngine, request: Request) -> Response:
     """Samples."""
     body = await read(request, generate_body)
+    if body.stream:
+        return StreamingResponse(_events(engine, body), media_type="text/event-stream")
     answering = asyncio.ensure_future(engine.answers(engine.admit(body)))
     leaving = asyncio.ensure_future(_gone(request))
     try:
@@ -108,6 +111,27 @@ async def generate(engine: EmulatedEngine, request: Request) -> Response:
         answering.cancel()
         leaving.cancel()
     return JSONResponse(answers if body.is_list else answers[0])
+
+
+async def _events(engine: EmulatedEngine, body: Generate) -> AsyncIterator[bytes]:
+    """Server-sent events. What is refused is one of them, for the status has been sent."""
+    try:
+        stream = engine.stream(engine.admit(body))
+    except EngineError as error:
+        yield _event(streamed_refusal(error))
+    else:
+        try:
+            async for part in stream:
+                if not body.is_list:
+                    del part["index"]
+                yield _event(part)
+        finally:
+            await stream.aclose()  # type: ignore[attr-defined]  # it is a generator
+    yield b"data: [DONE]\n\n"
+
+
+def _event(part: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(part, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 async def abort(engine: EmulatedEngine, request: Request) -> Response:

@@ -1,6 +1,6 @@
 """What engines whose memory is released do, as whoever places them relies on it. Run against the torch engine and the emulated one alike.
 
-Nothing here needs a stream: an emulated engine answers whole. That a request runs is seen in the engine's gauges.
+That a request runs is seen in the engine's gauges, or because it has told its first tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 from emulated_hosts import hosting
-from engine_contract import CONTEXT, SLOTS, generate, post, prompt, reason, spans
+from engine_contract import CONTEXT, SLOTS, begin, generate, post, prompt, reason, spans
 
 from gcore.emulated.law import Law
 from gcore.rollout.client import EngineClient
@@ -120,6 +120,17 @@ async def test_an_engine_serves_what_it_served_before_it_slept_until_it_is_broug
     assert spans(await generate(http, **asked)) == [("0.0", 0, 2)]
     assert (await post(http, "/update_weights_from_disk", **newer))["success"] is True
     assert spans(await generate(http, **asked)) == [("0.4", 0, 2)]
+
+
+async def test_what_is_aborted_for_a_release_has_told_its_tokens_as_they_came(http: httpx.AsyncClient) -> None:
+    growing = await begin(http, interval=20, input_ids=prompt(2, 8), sampling_params=LONG)
+    await growing.until(60)
+    await post(http, "/pause_generation", mode="abort")
+    await post(http, "/release_memory_occupation", tags=ALL)
+    last = await growing.last()
+    assert reason(last)["type"] == "abort"
+    assert len(last["output_ids"]) >= 60
+    await post(http, "/continue_generation")
 
 
 async def test_what_waits_at_an_engine_that_sleeps_can_be_aborted(http: httpx.AsyncClient) -> None:

@@ -17,7 +17,7 @@ from controllers.continuing import FEWEST
 from controllers.engines import EngineBook
 from gcore.emulated.law import Law
 from gcore.errors import EngineError, EngineUnreachable
-from gcore.rollout.client import EngineClient, SamplingParams
+from gcore.rollout.client import EngineClient, Growing, SamplingParams
 from gcore.store import keys
 from gcore.store.types import Delete
 from gcore.types import Sample, Version
@@ -97,16 +97,54 @@ async def test_what_runs_goes_on_under_new_weights_and_what_is_aborted_comes_bac
         assert {sample.finish_reason for sample in samples} == {"abort"}
 
 
-async def test_long_responses_are_answered_whole_to_who_asks_how_they_grow(model: Path) -> None:
-    """A book asks long responses to be told as they grow, of whatever engine it has."""
-    params = SamplingParams(max_new_tokens=4 * FEWEST, temperature=1.0)
-    async with hosting(model, FAST) as scene:
+async def test_a_response_is_told_as_it_grows_and_its_whole_is_what_it_is_without_a_stream(model: Path) -> None:
+    params = SamplingParams(temperature=1.0, max_new_tokens=200, min_new_tokens=150)
+    law = Law(speedup=50.0, decode_s=0.1)
+    async with hosting(model, law) as scene:
+        (client,) = scene.clients
+        told: list[tuple[int, Sample]] = []
+        growing = Growing(30, lambda place, sample: told.append((place, sample)))
+        prompts = [(3, 4), (5, 6)]
+        made = await client.generate_each(prompts, params, seeds=(1, 2), rid="a", growing=growing)
+        whole = await client.generate_each(prompts, params, seeds=(1, 2), rid="b")
+        assert made == whole
+        for place, sample in told:
+            assert sample.token_ids == made[place].token_ids[: len(sample.token_ids)]
+        assert [sum(place == one for place, _ in told) >= 4 for one in (0, 1)] == [True, True]
+
+
+async def test_a_response_that_is_finished_is_told_before_the_others_of_its_request(model: Path) -> None:
+    short, long = (SamplingParams(temperature=1.0, max_new_tokens=n, min_new_tokens=n) for n in (2, 100))
+    async with hosting(model, Law(speedup=50.0, decode_s=0.5)) as scene:
+        (client,) = scene.clients
+        first: list[int] = []
+        growing = Growing(1000, lambda place, sample: first.append(place))
+        await client.generate_each([(3,), (4,)], (long, short), seeds=(1, 2), rid="a", growing=growing)
+        assert first == [1, 0]
+
+
+async def test_what_an_engine_had_told_is_kept_when_it_dies_and_another_ends_it_where_it_would_have(
+    model: Path,
+) -> None:
+    params = SamplingParams(temperature=1.0, max_new_tokens=8 * FEWEST)
+    law = Law(speedup=50.0, decode_s=0.4, response_tokens=300, response_spread=0.2)
+    async with hosting(model, law, engines=2, longest=params.max_new_tokens) as scene:
         book = EngineBook(Changes(), timeout_s=20.0)
         await book.aim(scene.records())
-        await book.publish("e0", Version(0, 0), model)
-        made = await book.generate(Version(0, 0), [(3, 4)], params, (1,), "a", decode=lambda tokens: "")
-        (client,) = scene.clients
-        assert made == await client.generate((3, 4), params, seeds=(1,), rid="b")
+        for name in ("e0", "e1"):
+            await book.publish(name, Version(0, 0), model)
+        (whole,) = await scene.clients[0].generate((3, 4), params, seeds=(1,), rid="whole")
+        asking = asyncio.create_task(
+            book.generate(Version(0, 0), [(3, 4)], params, (1,), "a", decode=lambda tokens: "x" * len(tokens))
+        )
+        await asyncio.sleep(1.0)
+        busy = [name for name, client in zip(("e0", "e1"), scene.clients, strict=True) if (await client.info()).running]
+        os.kill(scene.records()[busy[0]].pid, signal.SIGKILL)
+        (sample,) = await asking
+        assert len(sample.token_ids) == len(whole.token_ids)
+        same = [a == b for a, b in zip(sample.token_ids, whole.token_ids, strict=True)]
+        assert all(same[:FEWEST])
+        assert not all(same)
         await book.close()
 
 

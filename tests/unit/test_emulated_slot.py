@@ -59,6 +59,14 @@ def test_of_two_that_compute_at_once_each_goes_half_as_fast_until_one_has_ended(
     assert scene.ended == {(1, 1): pytest.approx(8.0), (0, 0): pytest.approx(12.0)}
 
 
+def test_those_that_share_lose_as_much_by_it_as_the_law_says() -> None:
+    scene = Scene(2, QUIET.model_copy(update={"shared_loss": 0.5}))
+    scene.submit(0, task(0, 4), 0.0)
+    scene.submit(1, task(1, 2), 0.0)
+    scene.until(100.0)
+    assert scene.ended == {(1, 1): pytest.approx(6.0), (0, 0): pytest.approx(8.0)}
+
+
 def test_who_sleeps_or_is_paused_takes_nothing_from_the_others() -> None:
     scene = Scene(3)
     scene.devices[1].release(BOTH, 0.0)
