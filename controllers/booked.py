@@ -11,9 +11,10 @@ for nobody can say what it was. Does not read or write anything itself (`control
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from controllers.booking_causes import phase_of
 from controllers.booking_claims import (
     Meaning,
     RankClaims,
@@ -27,10 +28,12 @@ from controllers.booking_claims import (
 from controllers.view import JobView
 from gcore.config import JobSpec
 from gcore.ledger.books import MOST_SWITCHES, EngineSums, StepBook
+from gcore.ledger.books_file import BookLine
+from gcore.ledger.books_file import Stretch as Stretched
 from gcore.rollout.readings import EngineReading, Stretch, between
 from gcore.types import Version
 from gcore.worker.records import WorkerRecord
-from placement.books import FAILED, Cause, Line, Pool, SlotBook, Span, State, Telling, added
+from placement.books import FAILED, Cause, Line, Pool, SlotBook, State, Telling, added
 
 WORD_S = 0.15
 """So long may a rank's word of a change of its phase be under way."""
@@ -42,10 +45,15 @@ SHORTEST_S = 1e-3
 
 @dataclass(frozen=True)
 class Closed:
-    """A step, booked. `spans`: by slot, in seconds since it began."""
+    """A step, booked. `phases`: of the job, as it was seen here; `spans`: by slot. Both in seconds since the step began."""
 
     book: StepBook
-    spans: Mapping[str, tuple[Span, ...]]
+    phases: tuple[Stretched, ...]
+    spans: Mapping[str, tuple[Stretched, ...]]
+
+    def line(self, node: str) -> BookLine:
+        """As it is written down."""
+        return BookLine(node, self.book, self.phases, self.spans)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +90,7 @@ class SlotBooks:
         self._stretches: list[tuple[Pool, Stretch]] = []
         self._boundaries: deque[_Boundary] = deque()
         self._head: Version | None = None
+        self._phase = Line("start", now)
 
     @property
     def engines(self) -> Mapping[str, str]:
@@ -101,6 +110,7 @@ class SlotBooks:
 
     def look(self, view: JobView, stage: Cause, now: float) -> None:
         """The job is so now."""
+        self._phase.note(phase_of(view, stage), now)
         here = view.remembered.get("mine here", (view.workers,), lambda: mine(view))
         found = meanings(view, here, stage)
         for instance, meaning in found.items():
@@ -227,7 +237,7 @@ class SlotBooks:
             for change, took in times.switches.items():
                 switches[change] = (*switches.get(change, ()), *took)[-MOST_SWITCHES:]
             spans[slot] = tuple(
-                Span(span.begin - self._begun, span.end - self._begun, span.seconds) for span in times.spans
+                Stretched(span.begin - self._begun, span.end - self._begun, span.seconds) for span in times.spans
             )
         step = StepBook(
             version=boundary.version,
@@ -240,7 +250,15 @@ class SlotBooks:
             engines=self._sums(boundary.at),
             switches=switches,
         )
-        return Closed(step, spans)
+        return Closed(step, tuple(self._phases_until(boundary.at)), spans)
+
+    def _phases_until(self, until: float) -> Iterator[Stretched]:
+        """Those of the window that ends then."""
+        begin = 0.0
+        for phase, seconds in self._phase.over(self._begun, until):
+            yield Stretched(begin, begin + seconds, {phase: seconds})
+            begin += seconds
+        self._phase.forget(until)
 
     def _sums(self, until: float) -> dict[str, EngineSums]:
         """What the engines did in the window that ends then, by pool."""

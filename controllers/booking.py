@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from controllers.booked import WORD_S, Closed, SlotBooks
 from controllers.booking_causes import stage_of
@@ -26,6 +24,7 @@ from gcore.clock import Clock
 from gcore.config import JobSpec
 from gcore.errors import EngineError, StoreUnavailable
 from gcore.ledger.books import NodeBooks, StepBook
+from gcore.ledger.books_file import append
 from gcore.metrics import Metrics
 from gcore.rollout.client import EngineClient
 from gcore.rollout.readings import read
@@ -33,7 +32,7 @@ from gcore.store.keys import JobKeys
 from gcore.store.types import Put, Store
 from gcore.together import end_all
 from gcore.types import Version
-from placement.books import Cause, Span
+from placement.books import Cause
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +46,6 @@ TOGETHER = 32
 ANSWER_S = 4.0
 FINISH_S = 3.0
 """For the last step's book, at the end of the job: a folder may take nothing any more."""
-FOLDER = "books"
-"""In the run's folder."""
 
 
 class Booking:
@@ -179,31 +176,11 @@ class Booking:
         self._record = self._record.plus(book)
         put = Put(self._keys.books(self._node), self._record.encode(), self._lease)
         try:
-            await asyncio.to_thread(
-                _append, self._run_dir / FOLDER / f"{self._node}.jsonl", line_of(self._node, closed)
-            )
+            await asyncio.to_thread(append, self._run_dir, closed.line(self._node))
         except OSError as error:
             log.warning("step %s is not in the books of the run's folder: %s", book.version, error)
         with contextlib.suppress(StoreUnavailable):  # the next step's write has this one too
             await self._store.transact((), (put,))
-
-
-def line_of(node: str, closed: Closed) -> str:
-    """A step's book with its slots' spans, for the run's folder."""
-    spans = {slot: [_span(span) for span in spans] for slot, spans in closed.spans.items()}
-    tree = {"node": node, **closed.book.model_dump(mode="json"), "error": round(closed.book.error, 6), "spans": spans}
-    return json.dumps(tree, separators=(",", ":")) + "\n"
-
-
-def _span(span: Span) -> list[Any]:
-    seconds = {state: round(told, 4) for state, told in span.seconds.items() if told >= 5e-5}
-    return [round(span.begin, 4), round(span.end, 4), seconds]
-
-
-def _append(path: Path, line: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(line)
 
 
 def count(metrics: Metrics, book: StepBook) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from controllers.view import JobView
 from gcore.ledger.job import JobPhase
+from gcore.ledger.records import SealState
 from placement.books import Cause, Pool
 
 
@@ -47,6 +48,14 @@ def _all_begun(view: JobView) -> bool | None:
         ref.shard not in mine or ref in view.in_flight or ref in view.holdings or ref in view.outcomes
         for ref in view.due
     )
+
+
+def phase_of(view: JobView, stage: Cause) -> str:
+    """What the job is at, for the trace: as the log entries call it."""
+    seal = view.seal if view.mirror.head is not None else None
+    if seal is None or seal.collects:
+        return "publish" if cause_of(view, stage, "train", "") == "waiting_weights" else "collect"
+    return "train" if seal.state is SealState.READY else "exchange"
 
 
 def cause_of(view: JobView, stage: Cause, pool: Pool, instance: str) -> Cause:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from controllers.peer_files import PeerFiles
 from gcore.errors import GcoreError
-from gcore.ledger import archive, receipts
+from gcore.ledger import archive, books_file, receipts
 from gcore.samples import folder as samples
 from gcore.types import Version
 
@@ -48,6 +48,11 @@ class OwnFolders:
 async def collect_samples(own: OwnFolder, peers: Mapping[str, str]) -> None:
     """Before samples are read: what other nodes have kept, as far as they give it. A file of them is written once."""
     await grown(own, peers, (samples.FOLDER,))
+
+
+async def collect_books(own: OwnFolder, peers: Mapping[str, str]) -> None:
+    """Before books are read: what other nodes have booked, as far as they give it."""
+    await grown(own, peers, (books_file.FOLDER,))
 
 
 async def collect_records(own: OwnFolder, peers: Mapping[str, str]) -> None:

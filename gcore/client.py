@@ -151,6 +151,18 @@ class JobsClient:
 
         return await self._anywhere("read the samples", read, timeout_s=self._patience.samples_s)
 
+    async def get_books(self, job: str, step: int | None = None) -> list[pb.BookOfNode]:
+        """What the job's slots did in `step`, node by node, with what they did when; None: in the newest steps, without that.
+
+        Raises UsageError if there is no such job, or nobody has booked the step.
+        """
+        request = pb.GetBooksRequest(job=job, step=step)
+
+        async def read(stub: Any, timeout_s: float) -> list[pb.BookOfNode]:
+            return [book async for book in stub.GetBooks(request, timeout=timeout_s)]
+
+        return await self._anywhere("read the books", read, timeout_s=self._patience.samples_s)
+
     async def list_checkpoints(self, job: str) -> pb.ListCheckpointsReply:
         """The job's registered checkpoints, the newest first."""
         request = pb.ListCheckpointsRequest(job=job)

@@ -25,11 +25,13 @@ from controllers.service.refusals import NotFound
 from gcore.api.v1 import files_pb2 as pb
 from gcore.api.v1 import files_pb2_grpc
 from gcore.errors import GcoreError, UsageError
-from gcore.ledger import archive, receipts
+from gcore.ledger import archive, books_file, receipts
 from gcore.samples import folder as samples
 
 CHUNK_BYTES = 1 << 20
-SERVED = frozenset({"checkpoints", "weights", archive.FOLDER, archive.EVALUATIONS, receipts.FOLDER, samples.FOLDER})
+SERVED = frozenset(
+    {"checkpoints", "weights", archive.FOLDER, archive.EVALUATIONS, receipts.FOLDER, samples.FOLDER, books_file.FOLDER}
+)
 """The folders of a run whose files peers fetch."""
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]*")
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC

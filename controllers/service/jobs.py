@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
-from controllers.own_files import collect_samples
+from controllers.own_files import collect_books, collect_samples
 from controllers.service.audits import report_of
+from controllers.service.books import find_books
 from controllers.service.checkpoints import list_checkpoints
 from controllers.service.described import STATES, described, with_news
 from controllers.service.events import Event, EventLog
@@ -199,6 +200,17 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
             await self._jobs.collect(mirror, collect_samples)
             for group in await find_samples(mirror, request):
                 yield group
+        except GcoreError as error:
+            await context.abort(status_of(error), str(error))
+
+    async def GetBooks(self, request: pb.GetBooksRequest, context: Context) -> AsyncIterator[pb.BookOfNode]:
+        """What the slots of a job did."""
+        try:
+            mirror = await self._jobs.mirror(await self._find(request.job))
+            if request.HasField("step"):
+                await self._jobs.collect(mirror, collect_books)
+            for book in await find_books(mirror, request.step if request.HasField("step") else None):
+                yield book
         except GcoreError as error:
             await context.abort(status_of(error), str(error))
 

@@ -9,10 +9,10 @@ import pytest
 from job_views import SPEC, running_job, stored
 
 from controllers.booked import PATIENCE_S, WORD_S, SlotBooks
-from controllers.booking import line_of
 from controllers.booking_claims import Meaning, RankClaims
 from controllers.view import JobView, RankView
 from gcore.ledger.books import StepBook
+from gcore.ledger.books_file import line_of, parse
 from gcore.ledger.job import EnginePlace, NodeRecord, Plan, RankPlace
 from gcore.rollout.metered import Sums
 from gcore.rollout.readings import EngineReading
@@ -54,7 +54,11 @@ def closed(books: SlotBooks, at: float) -> StepBook:
     (found,) = books.close(at)
     book = found.book
     assert sum(book.booked.values()) + book.unbooked == pytest.approx(book.seconds * book.slots, abs=1e-4)
-    line_of("node-0", found)
+    read = parse(line_of(found.line("node-0")))
+    assert read is not None
+    assert read.book == book
+    assert sum(one.end - one.begin for one in read.phases) == pytest.approx(book.seconds, abs=1e-3)
+    assert all(spans[-1].end == pytest.approx(book.seconds, abs=1e-3) for spans in read.spans.values())
     return book
 
 

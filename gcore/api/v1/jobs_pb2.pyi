@@ -285,6 +285,26 @@ class AuditFinding(_message.Message):
     refs: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, kind: _Optional[str] = ..., sentence: _Optional[str] = ..., refs: _Optional[_Iterable[str]] = ...) -> None: ...
 
+class GetBooksRequest(_message.Message):
+    __slots__ = ("job", "step")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    step: int
+    def __init__(self, job: _Optional[str] = ..., step: _Optional[int] = ...) -> None: ...
+
+class BookOfNode(_message.Message):
+    __slots__ = ("node", "lineage", "step", "book_json")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    BOOK_JSON_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    lineage: int
+    step: int
+    book_json: str
+    def __init__(self, node: _Optional[str] = ..., lineage: _Optional[int] = ..., step: _Optional[int] = ..., book_json: _Optional[str] = ...) -> None: ...
+
 class GetSamplesRequest(_message.Message):
     __slots__ = ("job", "step", "source", "order", "limit")
     JOB_FIELD_NUMBER: _ClassVar[int]

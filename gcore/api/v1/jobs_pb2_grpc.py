@@ -69,6 +69,11 @@ class JobsStub:
                 request_serializer=gcore_dot_api_dot_v1_dot_jobs__pb2.GetSamplesRequest.SerializeToString,
                 response_deserializer=gcore_dot_api_dot_v1_dot_jobs__pb2.SampleGroup.FromString,
                 _registered_method=True)
+        self.GetBooks = channel.unary_stream(
+                '/gcore.api.v1.Jobs/GetBooks',
+                request_serializer=gcore_dot_api_dot_v1_dot_jobs__pb2.GetBooksRequest.SerializeToString,
+                response_deserializer=gcore_dot_api_dot_v1_dot_jobs__pb2.BookOfNode.FromString,
+                _registered_method=True)
         self.ListCheckpoints = channel.unary_unary(
                 '/gcore.api.v1.Jobs/ListCheckpoints',
                 request_serializer=gcore_dot_api_dot_v1_dot_jobs__pb2.ListCheckpointsRequest.SerializeToString,
@@ -140,6 +145,13 @@ class JobsServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetBooks(self, request, context):
+        """What the slots of a job did in a step, node by node; by default in the newest steps, and without what they did when.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListCheckpoints(self, request, context):
         """A job's registered checkpoints, why each is kept, and how it lies on the disk.
         """
@@ -205,6 +217,11 @@ def add_JobsServicer_to_server(servicer, server):
                     servicer.GetSamples,
                     request_deserializer=gcore_dot_api_dot_v1_dot_jobs__pb2.GetSamplesRequest.FromString,
                     response_serializer=gcore_dot_api_dot_v1_dot_jobs__pb2.SampleGroup.SerializeToString,
+            ),
+            'GetBooks': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetBooks,
+                    request_deserializer=gcore_dot_api_dot_v1_dot_jobs__pb2.GetBooksRequest.FromString,
+                    response_serializer=gcore_dot_api_dot_v1_dot_jobs__pb2.BookOfNode.SerializeToString,
             ),
             'ListCheckpoints': grpc.unary_unary_rpc_method_handler(
                     servicer.ListCheckpoints,
@@ -416,6 +433,33 @@ class Jobs:
             '/gcore.api.v1.Jobs/GetSamples',
             gcore_dot_api_dot_v1_dot_jobs__pb2.GetSamplesRequest.SerializeToString,
             gcore_dot_api_dot_v1_dot_jobs__pb2.SampleGroup.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetBooks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/gcore.api.v1.Jobs/GetBooks',
+            gcore_dot_api_dot_v1_dot_jobs__pb2.GetBooksRequest.SerializeToString,
+            gcore_dot_api_dot_v1_dot_jobs__pb2.BookOfNode.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,104 @@
+"""`books/NODE.jsonl` in a run's folder: every step as each node booked it, a line a step, with what each slot was at when.
+
+For people and for what they ask (`gcore trace`); the newest steps stand in the store too, without the spans (`gcore.ledger.books`).
+A step that was rolled back and made anew has a line in each lineage. Lines that cannot be read are passed over: of a run that
+was killed one may be cut off.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gcore.ledger.books import StepBook
+from gcore.types import Version
+
+FOLDER = "books"
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """From `begin` to `end`, in seconds since the step began on the node: how many of them were what."""
+
+    begin: float
+    end: float
+    seconds: Mapping[str, float]
+
+    @property
+    def most(self) -> str:
+        """What it was most of the time; empty: nobody can say."""
+        unbooked = self.end - self.begin - sum(self.seconds.values())
+        most = max(self.seconds, key=lambda state: self.seconds[state], default="")
+        return most if most and self.seconds[most] >= unbooked else ""
+
+
+@dataclass(frozen=True)
+class BookLine:
+    """A step on a node. `phases`: of the job, as the node saw it; `spans`: by slot."""
+
+    node: str
+    book: StepBook
+    phases: Sequence[Stretch] = ()
+    spans: Mapping[str, Sequence[Stretch]] = field(default_factory=dict)
+
+
+def line_of(line: BookLine) -> str:
+    """As it stands in the file, with its end."""
+    tree = {
+        "node": line.node,
+        "step": line.book.version.step,
+        "book": line.book.model_dump(mode="json", exclude_defaults=True),
+        "error": round(line.book.error, 6),
+        "phases": [_tree(one) for one in line.phases],
+        "spans": {slot: [_tree(one) for one in spans] for slot, spans in line.spans.items()},
+    }
+    return json.dumps(tree, separators=(",", ":")) + "\n"
+
+
+def _tree(one: Stretch) -> list[Any]:
+    told = {state: round(seconds, 4) for state, seconds in one.seconds.items() if seconds >= 5e-5}
+    return [round(one.begin, 4), round(one.end, 4), told]
+
+
+def parse(line: str) -> BookLine | None:
+    """Inverse of `line_of`; None for what cannot be read."""
+    try:
+        tree = json.loads(line)
+        return BookLine(
+            str(tree["node"]),
+            StepBook.model_validate_json(json.dumps(tree["book"])),
+            [Stretch(*one) for one in tree["phases"]],
+            {slot: [Stretch(*one) for one in spans] for slot, spans in tree["spans"].items()},
+        )
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def append(run_dir: Path, line: BookLine) -> None:
+    """Write a step down. Raises OSError. Blocks."""
+    path = run_dir / FOLDER / f"{line.node}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(line_of(line))
+
+
+def lines_of(run_dir: Path, step: int | None = None) -> Iterator[BookLine]:
+    """All that nodes have booked (of one step), node by node, oldest first. Raises OSError. Blocks."""
+    mark = None if step is None else f'"step":{step},'
+    for path in sorted((run_dir / FOLDER).glob("*.jsonl")):
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for text in file:
+                if mark is None or mark in text[: len(path.stem) + 64]:
+                    line = parse(text)
+                    if line is not None and step in (None, line.book.version.step):
+                        yield line
+
+
+def step_lines(run_dir: Path, step: int) -> dict[str, BookLine]:
+    """By node: a step of the newest lineage that anybody has booked. Raises OSError. Blocks."""
+    found = list(lines_of(run_dir, step))
+    newest = max((line.book.version for line in found), default=Version(0, step))
+    return {line.node: line for line in found if line.book.version == newest}
