@@ -3,7 +3,8 @@
 Engines and ranks tell seconds that they measured themselves; what their idle seconds were for is this controller's to say
 (`controllers.booking_causes`), by what it knew of the job while they passed. A place of the plan whose worker does not serve is
 `switching` while it loads, and `failed` once it has failed, or was there and is gone. An engine that the plan puts to sleep is
-switching from the moment when it is to go, and claims nothing once it sleeps; one that is to wake is switching until it is awake.
+switching from the moment when it is to go, and claims nothing once it sleeps; one that is to wake is switching until it is awake. So
+is one that makes room for the rank on its slot, and so is the rank, until it has its memory.
 A rank that stages a step's weights is syncing. A slot that has no place in the job's plan is `unallocated`: to this job it is, whichever
 other job it may serve.
 """
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 
 from controllers.booking_causes import cause_of
 from controllers.sleeping import places_of
+from controllers.taking_turns import asleep_for_ranks, takes_turns
 from controllers.view import JobView, RankView
 from gcore.ledger.job import EnginePlace
 from gcore.rollout.readings import Stretch
@@ -63,29 +65,63 @@ def meanings(view: JobView, workers: Mapping[str, WorkerRecord], stage: Cause) -
     """By instance: of each of these workers that serves."""
     plan = view.mirror.plan.record if view.mirror.plan is not None else None
     places = places_of(plan, workers, view.mirror.keys.uid)
+    turn = asleep_for_ranks(view)
     found = {}
     for instance, worker in workers.items():
-        pool: Pool = worker.role
-        if worker.state != "serving":
-            continue
-        if pool == "train":
-            found[instance] = Meaning(idle(pool, cause_of(view, stage, pool, instance)))
-            continue
-        place = places.get(instance)
-        other = _other(worker, pool, workers.values())
-        if place is None or place.asleep:
-            found[instance] = Meaning(switching(pool, other if place is not None else NOBODY))
-        elif f"publish {instance}" in view.under_way:
-            found[instance] = Meaning(SYNCING, switching(other, pool))
-        else:
-            found[instance] = Meaning(idle(pool, cause_of(view, stage, pool, instance)), switching(other, pool))
+        if worker.state == "serving":
+            place = places.get(instance)
+            found[instance] = (
+                _of_rank(view, instance, worker, workers, turn, stage)
+                if worker.role == "train"
+                else _of_engine(view, instance, worker, workers, place, turn, stage)
+            )
     return found
 
 
-def _other(worker: WorkerRecord, pool: Pool, workers: Iterable[WorkerRecord]) -> str:
-    """The role that takes turns with `pool` on the worker's slot."""
-    roles = sorted({one.role for one in workers if one.slot == worker.slot and one.role not in (pool, "train")})
-    return roles[0] if roles else NOBODY
+def _of_rank(
+    view: JobView,
+    instance: str,
+    worker: WorkerRecord,
+    workers: Mapping[str, WorkerRecord],
+    turn: frozenset[str],
+    stage: Cause,
+) -> Meaning:
+    """A rank without its memory claims nothing, but for the time from when engines are to make room for it."""
+    known = view.ranks.get(worker.rank) if worker.rank is not None else None
+    if known is None or not known.released:
+        return Meaning(idle("train", cause_of(view, stage, "train", instance)))
+    before = next((workers[name].role for name in turn if name in workers and workers[name].slot == worker.slot), None)
+    return Meaning(None if before is None else switching(before, "train"))
+
+
+def _of_engine(
+    view: JobView,
+    instance: str,
+    worker: WorkerRecord,
+    workers: Mapping[str, WorkerRecord],
+    place: EnginePlace | None,
+    turn: frozenset[str],
+    stage: Cause,
+) -> Meaning:
+    pool: Pool = worker.role
+    other = _other(view, worker, workers.values())
+    if place is None:
+        return Meaning(switching(pool, NOBODY))
+    if place.asleep:
+        return Meaning(switching(pool, other))
+    if instance in turn:
+        return Meaning(switching(pool, "train"))
+    if f"publish {instance}" in view.under_way:
+        return Meaning(SYNCING, switching(other, pool))
+    return Meaning(idle(pool, cause_of(view, stage, pool, instance)), switching(other, pool))
+
+
+def _other(view: JobView, worker: WorkerRecord, workers: Iterable[WorkerRecord]) -> str:
+    """The role that takes turns with the engine on its slot."""
+    roles = {one.role for one in workers if one.slot == worker.slot} - {worker.role}
+    if not takes_turns(view.spec, worker.slot):
+        roles -= {"train"}
+    return min(roles, default=NOBODY)
 
 
 def absences(

@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from job_views import SPEC, running_job, stored
+from job_views import SPEC, running_job, sealed_job, stored
 
 from controllers.booked import PATIENCE_S, WORD_S, SlotBooks
 from controllers.booking_claims import Meaning, RankClaims
-from controllers.view import JobView, RankView
+from controllers.view import EngineView, JobView, RankView
 from gcore.ledger.books import StepBook
 from gcore.ledger.books_file import line_of, parse
 from gcore.ledger.job import EnginePlace, NodeRecord, Plan, RankPlace
@@ -158,6 +158,35 @@ def test_a_loan_is_switching_from_the_plan_until_the_other_is_awake() -> None:
     assert book.booked[busy("reward")] == pytest.approx(2.0)
     assert book.booked[switching("rollout", "reward")] == pytest.approx(3.5)
     assert book.unbooked == pytest.approx(0.0)
+
+
+def test_where_ranks_and_engines_take_turns_the_slot_is_of_one_or_on_its_way_to_the_other() -> None:
+    worker = engine_of("e", "cpu:0")
+    placement = SPEC.placement.model_copy(update={"memory": "in_turns"})
+    spec = SPEC.model_copy(update={"placement": placement})
+    base = replace(job(place("cpu:0"), workers=(worker,), rank=True), spec=spec)
+    resting = RankView(0, phase="waiting", clock=0.0, phases={}, released=frozenset({"optimizer", "weights"}))
+    books = SlotBooks(spec, 0.0, 1000.0)
+    books.look(replace(base, ranks={0: resting}), "tail", 0.0)
+    books.read("e", reading(4.0, busy_s=4.0))
+    sealed = sealed_job(ready=True).mirror.seals
+    ready = replace(base, mirror=replace(base.mirror, seals=sealed), engines={"e": EngineView("e", "h:9", None)})
+    books.look(replace(ready, ranks={0: replace(resting, clock=4.0, phases={"waiting": 4.0})}), "barrier", 4.0)
+    # Half a second until the engine sleeps, half a second until the rank begins to take its memory, and one for that.
+    books.read("e", reading(4.5, busy_s=4.0))
+    for clock, phase, phases in (
+        (5.0, "restoring", {"waiting": 5.0}),
+        (6.0, "update", {"waiting": 5.0, "restoring": 1.0}),
+        (10.0, "waiting", {"waiting": 5.0, "restoring": 1.0, "update": 4.0}),
+    ):
+        rank = replace(resting, clock=clock, phase=phase, phases=phases)
+        books.look(replace(ready, ranks={0: rank}), "barrier", clock)
+    books.read("e", reading(10.0, busy_s=4.0, asleep_s=5.5))
+    ended(books, 10.0)
+    book = closed(books, 11.0)
+    assert book.booked == pytest.approx(
+        {busy("rollout"): 4.0, switching("rollout", "train"): 2.0, busy("train"): 4.0, UNALLOCATED: 20.0}
+    )
 
 
 def told(at: float, phase: str, **phases: float) -> RankView:
