@@ -49,7 +49,8 @@ def placing(view: JobView) -> Iterator[Intent]:
     proposal, plan = view.proposal, view.mirror.plan.record
     if proposal is not None:
         move = proposal.move
-        if move.generation == plan.generation + 1 and move.step == view.head.step:
+        is_written = any((one.generation, one.time) == (move.generation, move.time) for one in view.mirror.moves.moves)
+        if move.generation == plan.generation + 1 and move.step == view.head.step and not is_written:
             yield Intent(Place(proposal), f"place {move.generation} {move.state} {move.step} {move.after}")
     elif view.account is not None and view.account != view.mirror.moves:
         yield Intent(TellMoves(view.account), f"moves {view.account.total} {view.head.seq}")

@@ -21,10 +21,21 @@ if TYPE_CHECKING:
     from gcore.api.v1 import jobs_pb2 as pb
     from gcore.ledger.placing import Move
 
+EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore placement show arithmetic
+
+gcore placement explain arithmetic --last 3
+
+gcore placement pin arithmetic --freeze
+"""
+
 app = typer.Typer(
     help="Which slot serves which pool, why, and what came of each move; fix something of it.",
     no_args_is_help=True,
     rich_markup_mode="rich",
+    epilog=EXAMPLES,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 

@@ -56,6 +56,12 @@ def parse(words: list[str]) -> None:
     command = CLI.commands.get(words[0])
     if command is None:
         raise Unparsable(f"no verb {words[0]!r}")
+    if (inner := getattr(command, "commands", None)) and len(words) > 1 and not words[1].startswith("-"):
+        if "|" in words[1]:  # running text names several
+            return
+        words, command = words[1:], inner.get(words[1])
+        if command is None:
+            raise Unparsable(f"no verb {words[0]!r}")
     try:
         command.make_context(words[0], words[1:])
     except TyperException as error:

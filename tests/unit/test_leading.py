@@ -89,6 +89,8 @@ def test_a_proposal_is_written_by_who_leads_while_it_is_about_the_plan_and_the_s
     proposal = Proposal(move(view), view.mirror.plan.record.model_copy(update={"generation": 2}))
     assert [i.action for i in placing(replace(view, proposal=proposal))] == [Place(proposal)]
     assert list(placing(replace(moving(PEER), proposal=proposal))) == []
+    written = replace(view, mirror=replace(view.mirror, movings={"": stored(Moves().plus(proposal.move))}))
+    assert list(placing(replace(written, proposal=proposal))) == []
     late = Proposal(move(view, step=7), proposal.plan)
     other = Proposal(move(view, generation=3), proposal.plan)
     assert list(placing(replace(view, proposal=late))) == []
