@@ -53,21 +53,21 @@ class At(StrEnum):
     """A rank writes a checkpoint."""
     RECEIPT = "receipt"
     """A rank writes down what it trained on."""
-    RELEASE = "release"
-    """A rank gives memory back."""
-    RESTORE = "restore"
-    """A rank takes its memory again."""
     COPIES = "copies"
     """A rank leaves copies of its state in the memory of nodes."""
 
 
 class Moving(StrEnum):
-    """Points within a move of the placement."""
+    """Points within a move of the placement, and where a slot's memory changes hands."""
 
     SLEEP = "sleep"
     """A controller has an engine give its memory back."""
     WAKE = "wake"
     """A controller gives an engine its memory again."""
+    RELEASE = "release"
+    """A rank gives memory back."""
+    RESTORE = "restore"
+    """A rank takes its memory again."""
 
 
 class Deed(StrEnum):

@@ -83,7 +83,7 @@ STEP_STATS = MappingProxyType(
         ),
         "released_bytes": (
             "gcore_released_bytes",
-            "Memory that all ranks had given back before the last committed step.",
+            "Bytes of memory that all ranks had given back before the last committed step.",
         ),
         "padding": ("gcore_padding_ratio", "Share of the tokens trainers computed that were padding, 0 to 1."),
         "masked_samples": ("gcore_masked_samples", "Samples of the last committed step left out of its loss."),

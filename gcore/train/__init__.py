@@ -19,8 +19,9 @@
     counted      which tokens each update trains         shown        advantages, for people
     algorithms   the mathematics                         own          estimators and losses of the user's
     run_folder   whether it is still the same one          streamed     a step that comes in parts
-    selftest     whether torch and DeepSpeed work here
+    resting      its memory between two steps            rest_rules   when that may be given back: pure
+    selftest     whether torch and DeepSpeed work here   phases       what its time was, by phase
 
-`launch`, `feed_state`, `messages`, `service`, `serving`, `packing`, `receipts`, `insisting`, `run_folder` and `report` do without torch;
-the rest imports it, `loading` on the way.
+`launch`, `feed_state`, `rest_rules`, `messages`, `service`, `serving`, `packing`, `phases`, `receipts`, `insisting`, `run_folder` and
+`report` do without torch; the rest imports it, `loading` on the way.
 """

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from gcore.clock import Clock
 from gcore.config.train import TrainSpec
 from gcore.errors import GcoreError
-from gcore.fault_points import At, point
+from gcore.fault_points import Moving, point
 from gcore.free_memory import drop_pages, give_back_free_memory, memory_at
 from gcore.train.collective import Collective
 from gcore.train.feed_state import PartWork, Work
@@ -94,20 +94,20 @@ class Resting:
         fewer, more = self.released - set(what), set(what) - self.released
         if fewer:
             tell("restoring")
-            point(At.RESTORE, "before")
+            point(Moving.RESTORE, "before")
             for name in sorted(fewer, reverse=True):
                 with explained(f"taking memory for the {name} again", self._train, ()):
                     self._restore(name, tell)
-            point(At.RESTORE, "after")
+            point(Moving.RESTORE, "after")
             self._seconds["restore_s"] += self._clock.monotonic() - began
         if more:
             began = self._clock.monotonic()
             tell("releasing")
-            point(At.RELEASE, "before")
+            point(Moving.RELEASE, "before")
             for name in sorted(more):
                 self._release(name, tell)
             self._give_back()
-            point(At.RELEASE, "after")
+            point(Moving.RELEASE, "after")
             self._seconds["release_s"] += self._clock.monotonic() - began
 
     def costs(self, collective: Collective) -> Mapping[str, float]:
