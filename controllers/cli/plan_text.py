@@ -10,6 +10,7 @@ from placement.mapping.devices import GIB
 from placement.mapping.fitting import Memory
 from placement.mapping.memory import Need, engine_need, rank_needs
 from placement.mapping.search import Fit, Found
+from placement.plan import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -112,7 +113,7 @@ def print_tables(planned: Planned, show: int, console: Console) -> None:
     found, cluster = planned.found, planned.cluster
     weakest = "" if cluster.alike else "; nodes differ, and the weakest of each figure is planned with"
     console.print(
-        f"{planned.spec.name} on {cluster.slots} slots of {cluster.node_count} node{'s' * (cluster.node_count != 1)}, "
+        f"{planned.spec.name} on {counted(cluster.slots, 'slot')} of {counted(cluster.node_count, 'node')}, "
         f"{Memory.of(cluster).all_of_it / GIB:.4g} GiB each{weakest}; prompts of {planned.lengths.prompt:.4g} and responses of "
         f"{planned.lengths.response:.4g} tokens.\n",
         highlight=False,
@@ -121,6 +122,15 @@ def print_tables(planned: Planned, show: int, console: Console) -> None:
     console.print(f"\n{_counted(found)}\n", highlight=False)
     if found.fits:
         console.print(_fits_table(found, show))
+    if found.first is not None:
+        begins = (
+            f"The job would begin with {found.first.way}; -o yaml prints that for the spec, --write FILE writes it."
+        )
+        console.print(f"\n{begins}", highlight=False, soft_wrap=True)
+        for name, cells in found.first.room.cells:
+            if name in found.first.room.bound and name != "rollout":
+                less = f"{visible(name)} has room for {cells:,} tokens of cache; set its serving.cache_tokens, or it may take more"
+                console.print(f"{less}.", highlight=False, soft_wrap=True)
     if found.misfits:
         console.print("\nWhat does not fit, the nearest first:", highlight=False)
         for one in found.misfits[:MOST_MISFITS]:
@@ -138,7 +148,8 @@ def print_tables(planned: Planned, show: int, console: Console) -> None:
 
 def _counted(found: Found) -> str:
     fail = sum(one.count for one in found.misfits)
-    return f"{len(found.fits)} placements fit, {fail} do not. The best, by predicted time of a step:"
+    fit = f"{counted(len(found.fits), 'placement')} fit{'s' * (len(found.fits) == 1)}, {fail} do not"
+    return f"{fit}. The best, by predicted time of a step:" if found.fits else f"{fit}."
 
 
 def _models_table(planned: Planned) -> Table:
@@ -153,7 +164,10 @@ def _fits_table(found: Found, show: int) -> Table:
     table = _table(
         ("PLACEMENT", "STEP s", "ROLLOUT", "JUDGES", "TRAIN", "PUBLISH", "SWITCH", "FULLEST SLOT GiB", "STARTS")
     )
-    for fit in found.fits[:show]:
+    shown = list(found.fits[:show])
+    if found.first is not None and found.first not in shown:
+        shown.append(found.first)
+    for fit in shown:
         times = fit.times
         parts = (times.step, times.rollout, times.judging, times.training, times.publishing, times.switching)
         fullest = max(used for _, used in fit.room.used) / GIB

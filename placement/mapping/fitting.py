@@ -22,6 +22,7 @@ from placement.mapping.memory import (
 )
 from placement.mapping.ways import Way
 from placement.mapping.workload import Served, Workload
+from placement.plan import counted
 
 PROCESS_GIB = 0.8
 """Of a process on a GPU: its context, its libraries' workspaces."""
@@ -46,9 +47,8 @@ class Excess:
     where: str = ""
 
     def __str__(self) -> str:
-        slots = f"{self.slots} slot{'s' * (self.slots != 1)}"
         verb = "exceed" if len(self.names) > 1 else "exceeds"
-        what = self.where or f"{self.memory / GIB:.4g} GiB on {slots}"
+        what = self.where or f"{self.memory / GIB:.4g} GiB on {counted(self.slots, 'slot')}"
         return f"{' + '.join(self.names)} {verb} {what} by {gib(self.over)}"
 
 
@@ -84,34 +84,29 @@ class Memory:
 
 
 def room(way: Way, workload: Workload, cluster: Cluster, memory: Memory) -> Room | Excess:
-    """How it fits, or why not."""
+    """How it fits, or why not: into the slots, and into their hosts."""
+    found = _on_slots(way, workload, memory)
+    if isinstance(found, Excess):
+        return found
+    return _host_excess(way, workload, cluster, memory) or found
+
+
+def _on_slots(way: Way, workload: Workload, memory: Memory) -> Room | Excess:
     ranks = rank_needs(workload.training, way.ranks, gpu=memory.gpu)
     rollout = [_engine(workload.rollout, way.rollout_size, way.split.rollout // way.rollout_size, memory)]
-    judges = [
-        _engine(judge, way.reward_size, judge_replicas(judge, way), memory)
-        for judge in workload.judges
-        if way.split.reward
-    ]
-    host = _host_excess(way, workload, cluster, memory)
-    if host is not None:
-        return host
+    judges = [_engine(judge, way.reward_size, judge_replicas(judge, way), memory) for judge in workload.judges]
     if way.split.mode == "colocated":
         engines = [*rollout, *judges]
-        found = (
-            _asleep(way, ranks, engines, memory)
-            if way.asleep
-            else _together("every slot", ranks, engines, way.ranks, memory)
-        )
-        return found
+        if way.asleep:
+            return _asleep(way, ranks, engines, memory)
+        return _together("every slot", ranks, engines, way.ranks, memory)
     parts = [
         _together("train", ranks, [], way.split.train, memory),
         _together("rollout", (), rollout, way.split.rollout, memory),
-        *([_together("reward", (), judges, way.split.reward, memory)] if judges else []),
     ]
-    for part in parts:
-        if isinstance(part, Excess):
-            return part
-    return _joined([part for part in parts if isinstance(part, Room)])
+    if judges:
+        parts.append(_together("reward", (), judges, way.split.reward, memory))
+    return _worst(parts) or _joined([part for part in parts if isinstance(part, Room)])
 
 
 def judge_replicas(judge: Served, way: Way) -> int:
@@ -146,12 +141,11 @@ def _asleep(way: Way, ranks: Sequence[Need], engines: Sequence[_Engine], memory:
     """Engines while ranks sleep, and ranks while engines sleep; what sleeps keeps its process."""
     processes = memory.process * (len(engines) + 1)
     training = processes + sum(need.stays for need in ranks) + max(need.works for need in ranks)
-    if training > memory.limit:
-        return Excess(
-            tuple(need.name for need in ranks), way.ranks, memory.all_of_it, training - memory.limit, engines=False
-        )
     serving = processes + sum(one.need.works for one in engines)
     found = _with_caches("every slot", [], engines, serving, way.split.rollout, memory)
+    if training > memory.limit:
+        names, over = tuple(need.name for need in ranks), training - memory.limit
+        return _worst([found, Excess(names, way.ranks, memory.all_of_it, over, engines=False)]) or found
     if isinstance(found, Excess):
         return found
     slept = sum(need.stays for need in ranks) + sum(one.need.weights for one in engines)
@@ -162,35 +156,46 @@ def _asleep(way: Way, ranks: Sequence[Need], engines: Sequence[_Engine], memory:
 def _with_caches(
     pool: str, names: Sequence[str], engines: Sequence[_Engine], held: float, slots: int, memory: Memory
 ) -> Room | Excess:
-    named = (*names, *(one.need.name for one in engines))
-    fixed = [one for one in engines if one.served.share is not None and memory.gpu]
-    for one in fixed:
-        share = (one.served.share or 0.0) * memory.all_of_it
-        least = one.need.stays(one.need.least)
-        if least > share:
-            what = f"SGLang's {one.served.share:g} of {memory.all_of_it / GIB:.4g} GiB"
-            return Excess(
-                (f"{one.need.name} with one longest request",), slots, share, least - share, engines=True, where=what
-            )
-        held += share
-    free = [one for one in engines if one not in fixed]
+    """Engines beside what is `held`. Some take a share of the memory, whatever they need; what is left is the others'."""
+    shared = [one for one in engines if memory.gpu and one.served.share is not None]
+    free = [one for one in engines if one not in shared]
+    problems = [_share_excess(one, slots, memory) for one in shared]
+    held += sum(_share(one, memory) for one in shared)
     left = memory.limit - held - sum(one.need.stays(one.need.least) for one in free)
     if left < 0:
-        return Excess(named, slots, memory.all_of_it, -left, engines=bool(engines))
+        named = (*names, *(one.need.name for one in engines))
+        problems.append(Excess(named, slots, memory.all_of_it, -left, engines=bool(engines)))
+    if (worst := _worst(problems)) is not None:
+        return worst
     more = [one.need.cell * (one.need.wanted - one.need.least) for one in free]
     part = min(1.0, left / sum(more)) if sum(more) else 1.0
     cells = [(one, one.need.least + int(part * (one.need.wanted - one.need.least))) for one in free]
-    cells += [
-        (one, int(((one.served.share or 0.0) * memory.all_of_it - one.need.weights) // max(1, one.need.cell)))
-        for one in fixed
-    ]
-    used = held + sum(one.need.stays(count) for one, count in cells if one in free)
+    used = held + sum(one.need.stays(count) for one, count in cells)
+    cells += [(one, int((_share(one, memory) - one.need.weights) // max(1, one.need.cell))) for one in shared]
     return Room(
         used=((pool, used),),
         cells=tuple((one.need.name, count) for one, count in cells),
         rows=tuple((one.need.name, rows_in(one.served, count, one.rows)) for one, count in cells),
         bound=tuple(one.need.name for one in free if part < 1.0),
     )
+
+
+def _share(one: _Engine, memory: Memory) -> float:
+    return (one.served.share or 0.0) * memory.all_of_it
+
+
+def _share_excess(one: _Engine, slots: int, memory: Memory) -> Excess | None:
+    """Why the share that an engine takes does not hold what it needs at least."""
+    share, least = _share(one, memory), one.need.stays(one.need.least)
+    if least <= share:
+        return None
+    what = f"SGLang's {one.served.share:g} of {memory.all_of_it / GIB:.4g} GiB"
+    return Excess((f"{one.need.name} with one longest request",), slots, share, least - share, engines=True, where=what)
+
+
+def _worst(found: Sequence[Room | Excess | None]) -> Excess | None:
+    """Of what does not fit, that which lacks most."""
+    return max((one for one in found if isinstance(one, Excess)), key=lambda one: one.over, default=None)
 
 
 def _joined(rooms: Sequence[Room]) -> Room:
@@ -217,7 +222,7 @@ def _host_excess(way: Way, workload: Workload, cluster: Cluster, memory: Memory)
     if needed <= limit:
         return None
     names = tuple(workload.training.models)
-    what = f"{kind.host_memory_gib:.4g} GiB of host memory with {ranks} rank{'s' * (ranks != 1)} a node"
+    what = f"{kind.host_memory_gib:.4g} GiB of host memory with {counted(ranks, 'rank')} a node"
     return Excess(names, way.ranks, kind.host_memory_gib * GIB, needed - limit, engines=False, where=what)
 
 

@@ -15,6 +15,7 @@ from placement.mapping.speed import Machine, Replica
 from placement.mapping.ways import Way, ways
 from placement.mapping.workload import Training, Workload
 from placement.policies.base import Decision
+from placement.split import Bounds, feasible
 
 BETTER = 0.95
 """A hint is given where the step would take at most so much of what it takes."""
@@ -80,16 +81,23 @@ def search(workload: Workload, cluster: Cluster) -> Found:
     return Found(fits, misfits, tuple(_hints(workload, cluster, fits)))
 
 
-def first_split(workload: Workload, cluster: Cluster) -> Decision | None:
-    """What a job begins with before anything of it was measured, and why; None: nothing fits that could be started."""
-    fits, _ = _tried(workload, cluster)
-    best = next((fit for fit in fits if fit.way.starts), None)
-    if best is None:
+def first_split(workload: Workload, cluster: Cluster, bounds: Bounds | None = None) -> Decision | None:
+    """What a job begins with before anything of it was measured, and why; None: nothing fits that could be started.
+
+    `bounds`: what the split must keep to besides.
+    """
+    fits = [fit for fit in _tried(workload, cluster)[0] if fit.way.starts]
+    if bounds is not None:
+        allowed = set(feasible(bounds))
+        fits = [fit for fit in fits if fit.way.split in allowed]
+    if not fits:
         return None
-    split = best.way.split
+    best, count = fits[0], len(fits)
+    ways = f"of {count} ways that fit" if count > 1 else "it alone fits, and"
     return Decision(
-        split,
-        f"nothing is measured yet: of {len(fits)} ways that fit, {split} is predicted to take {best.times.step:.3g} s a step",
+        best.way.split,
+        f"nothing is measured yet: {ways} {best.way.split} is predicted to take {best.times.step:.3g} s a step",
+        expected_s=best.times.step,
     )
 
 

@@ -24,7 +24,7 @@ SENDING_SHARE = 0.7
 """Of a link's bandwidth that collectives reach."""
 SEND_S = 1e-5
 """Of one collective, whatever its size."""
-SWITCH_GB_S = 8.0
+SWITCH_GB_S = 16.0
 """Host memory to device and back, when models sleep and wake, for each slot."""
 UPDATE_BYTES = 28
 """Read and written for each parameter that an optimizer updates: master, two moments and gradient."""

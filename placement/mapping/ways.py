@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from placement.mapping.cluster import Cluster
 from placement.mapping.shapes import ModelShape
 from placement.mapping.workload import Workload
+from placement.plan import counted
 from placement.split import Bounds, Split, feasible
 
 FEW = 64
@@ -47,8 +48,8 @@ class Way:
             spans.append(f"judges over {self.reward_size}")
         if self.split.mode == "colocated":
             turns = "memory in turns" if self.asleep else "memory kept"
-            ranks = f"{self.ranks} rank{'s' * (self.ranks != 1)}"
-            return ", ".join([f"co-located: {self.split.rollout} slots in turn, {ranks}, {turns}", *spans])
+            slots, ranks = counted(self.split.rollout, "slot"), counted(self.ranks, "rank")
+            return ", ".join([f"co-located: {slots} in turn, {ranks}, {turns}", *spans])
         reward = f", {self.split.reward} reward" if self.split.reward else ""
         return ", ".join([f"co-existing: {self.split.rollout} rollout{reward}, {self.split.train} train", *spans])
 

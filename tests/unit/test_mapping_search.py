@@ -15,7 +15,7 @@ from placement.mapping.search import Found, first_split, search
 from placement.mapping.speed import Machine
 from placement.mapping.ways import ways
 from placement.mapping.workload import Lengths, Workload
-from placement.split import Split
+from placement.split import Bounds, Split
 
 models = st.sampled_from([SMALL, model(2048, 36, heads=16, kv_heads=2), SEVEN, SEVENTY])
 clusters = st.builds(
@@ -154,6 +154,14 @@ def test_a_job_begins_with_the_best_that_can_be_started() -> None:
     assert decision.split == found.first.way.split
     assert "nothing is measured yet" in decision.reason
     assert "predicted to take" in decision.reason
+
+
+def test_a_job_begins_within_the_bounds_that_it_is_given() -> None:
+    job, cluster = work(SEVEN, SMALL, train={"zero_stage": 3}), machines()
+    decision = first_split(job, cluster, Bounds(8, train_sizes=(5,), colocated=False))
+    assert decision is not None
+    assert (decision.split.mode, decision.split.train) == ("coexisting", 5)
+    assert first_split(job, cluster, Bounds(8, train_sizes=(8,), colocated=False)) is None
 
 
 def test_a_judge_that_is_slow_gets_more_slots() -> None:

@@ -1,0 +1,103 @@
+"""A placement is written into a spec whatever the spec looks like, and changes nothing else of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from mapped_jobs import SEVEN, SMALL, machines, spec, work
+
+from controllers.cli.plan_written import Section, section_of, with_section, write_spec
+from gcore.config import load_spec
+from gcore.errors import UsageError
+from placement.mapping.search import search
+
+HEAD = "name: j # its name\nmodel: {path: m}\ndata:\n  path: d\nflow: {steps: 3, groups_per_step: 64}\n"
+TRAINS = (
+    "",
+    "train: {ranks: 2, zero_stage: 3}\n",
+    "train:\n  ranks: 2\n",
+    "train:\n\n    # how many\n    ranks: 2 # two\n    zero_stage: 2\n",
+    "train:\n  zero_stage: 2\n  critic:\n    warmup_steps: 1\n  advantage: gae\n",
+)
+PLACEMENTS = (
+    "",
+    "placement: {policy: static, train: 1}\n",
+    "placement:\n  # why\n  policy: static\n  train: 3 # three\n",
+    "# before\nplacement:\n  policy: colocated\n\n# after\n",
+)
+ROLLOUTS = ("rollout: {max_new_tokens: 9}\n", "rollout:\n  max_new_tokens: 9\n  cache_tokens: 77 # few\n")
+sections = st.one_of(
+    st.builds(lambda ranks: {"placement": {"policy": "colocated"}, "train": {"ranks": ranks}}, st.integers(1, 99)),
+    st.builds(lambda train: {"placement": {"policy": "static", "train": train}}, st.integers(1, 99)),
+    st.builds(
+        lambda train, tokens: {"placement": {"policy": "static", "train": train}, "rollout": {"cache_tokens": tokens}},
+        st.integers(1, 99),
+        st.integers(1, 1 << 20),
+    ),
+)
+
+
+@given(
+    st.permutations(["train", "placement", "rollout"]),
+    st.sampled_from(TRAINS),
+    st.sampled_from(PLACEMENTS),
+    st.sampled_from(ROLLOUTS),
+    sections,
+)
+def test_what_is_written_says_the_placement_and_all_else_as_before(
+    tmp_path_factory: pytest.TempPathFactory,
+    order: list[str],
+    train: str,
+    placement: str,
+    rollout: str,
+    section: Section,
+) -> None:
+    parts = {"train": train, "placement": placement, "rollout": rollout}
+    text = HEAD + "".join(parts[name] for name in order)
+    if "static" in placement and "ranks" in train:
+        text = text.replace("ranks: 2", "dtype: bf16")  # the spec itself must be right
+    folder = tmp_path_factory.mktemp("spec")
+    (folder / "a.yaml").write_text(text)
+    write_spec(folder / "a.yaml", folder / "b.yaml", section)
+    written = yaml.safe_load((folder / "b.yaml").read_text())
+    assert written == with_section(yaml.safe_load(text), section)
+    said = load_spec(folder / "b.yaml")
+    assert said.placement.policy == section["placement"]["policy"]
+    assert said.train.ranks == section.get("train", {}).get("ranks")
+    write_spec(folder / "b.yaml", folder / "b.yaml", section)
+    assert yaml.safe_load((folder / "b.yaml").read_text()) == written, "writing it again changes nothing"
+
+
+def test_comments_stay(tmp_path: Path) -> None:
+    text = HEAD + TRAINS[3] + ROLLOUTS[1]
+    (tmp_path / "a.yaml").write_text(text)
+    write_spec(tmp_path / "a.yaml", tmp_path / "b.yaml", {"placement": {"policy": "colocated"}, "train": {"ranks": 5}})
+    written = (tmp_path / "b.yaml").read_text()
+    assert all(comment in written for comment in ("# its name", "# how many", "# two", "# few"))
+
+
+def test_a_spec_that_cannot_be_written_there_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(HEAD + ROLLOUTS[0])
+    (tmp_path / "there.yaml").write_text("mine")
+    section: Section = {"placement": {"policy": "colocated"}, "train": {"ranks": 1}}
+    for target in (tmp_path / "there.yaml", tmp_path.parent / "x.yaml"):
+        with pytest.raises(UsageError):
+            write_spec(tmp_path / "a.yaml", target, section)
+    assert (tmp_path / "there.yaml").read_text() == "mine"
+
+
+def test_an_engine_with_less_cache_than_it_wants_is_told_how_much_it_has() -> None:
+    said: dict[str, Any] = {
+        "train": {"zero_stage": 3},
+        "rollout": {"engine": "torch", "max_new_tokens": 8000, "batch_slots": 256},
+    }
+    fits = search(work(SEVEN, **said), machines(memory_gib=60)).fits
+    bound = next(fit for fit in fits if fit.room.bound and fit.way.starts)
+    assert section_of(spec(**said), bound)["rollout"] == {"cache_tokens": dict(bound.room.cells)["rollout"]}
+    free = next(fit for fit in search(work(SMALL), machines()).fits if not fit.room.bound)
+    assert "rollout" not in section_of(spec(), free)
