@@ -177,6 +177,7 @@ class Planner:
                 f"policy {self._spec.placement.policy!r} wants {decision.split}, which cannot be had on {limits.slots} slots"
             )
             return None
+        self._trouble("")
         same_world = decision.split.train == len(plan.ranks)
         after = (
             assigned(
@@ -270,4 +271,5 @@ class Planner:
             await asyncio.to_thread(self._file.keep, self._kept)
 
     def _trouble(self, sentence: str) -> None:
+        """Told once for as long as it holds; nothing: it is over."""
         self._job.troubles.hold(f"placement-{self._job.node}", sentence)

@@ -1,0 +1,191 @@
+"""What a person fixes of a placement, and what cannot be fixed; what the API says of a placement."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from job_views import KEYS, running_job, stored
+
+from controllers.cli.placement_words import account, by_slot, history_table, move_tree, shown_rows, shown_tree
+from controllers.service.placed import pin_of, placement_of, write_pin
+from gcore.api.v1 import jobs_pb2 as pb
+from gcore.errors import GcoreError, StoreUnavailable
+from gcore.ledger.guarded import Transaction, TxnOutcome, TxnReport
+from gcore.ledger.job import JobPhase, JobRecord, JobStatus
+from gcore.ledger.mirror import JobMirror
+from gcore.ledger.placing import Leader, Move, MoveKind, MoveOutcome, Moves, Pin
+from placement.assign import assigned
+from placement.moves import part_of
+from placement.plan import NodeSlots, Snapshot
+from placement.split import Split
+
+FIRST, SECOND = Split("coexisting", 2, 1, 1), Split("coexisting", 1, 2, 1)
+SPEC: dict[str, Any] = {
+    "name": "j",
+    "model": {"path": "m"},
+    "data": {"path": "d"},
+    "flow": {"steps": 3},
+    "rollout": {"max_new_tokens": 4},
+    "judges": [
+        {
+            "name": "tutor",
+            "model": {"path": "m"},
+            "template": "{{ prompt }}{{ response }}",
+            "max_new_tokens": 8,
+            "verdict": {"parser": "number"},
+        }
+    ],
+    "reward": {"judge": "tutor"},
+    "placement": {"policy": "dynamic"},
+}
+
+
+def job(**placement: Any) -> JobRecord:
+    spec = {**SPEC, "placement": placement} if placement else SPEC
+    return JobRecord(uid="u", name="j", spec=spec, run_dir="/r", created=0.0, prompts=40)
+
+
+def asked(**more: Any) -> pb.PinPlacementRequest:
+    return pb.PinPlacementRequest(job="j", **more)
+
+
+def mirror(**more: Any) -> JobMirror:
+    plan = assigned(
+        FIRST,
+        None,
+        Snapshot((NodeSlots("a", ("cpu:0", "cpu:1")), NodeSlots("b", ("cpu:0", "cpu:1")))),
+        ("tutor",),
+        world="w",
+        generation=3,
+    )
+    move = Move(
+        generation=3,
+        step=2,
+        kind=MoveKind.SPLIT,
+        before=part_of(SECOND),
+        after=part_of(FIRST),
+        slots=("a/cpu:1 reward -> rollout",),
+        reason="the judges were idle",
+        idle={"reward": 0.6},
+        expected_s=2.0,
+        before_s=3.0,
+        cost_s=1.0,
+        time=1000.0,
+        outcome=MoveOutcome(took_s=1.2, steps=2, step_s=2.1, before_s=3.1),
+    )
+    leaders = {"": stored(Leader(node="a", incarnation="a.x"))}
+    found = replace(
+        running_job().mirror,
+        job=stored(job()),
+        plan=stored(plan),
+        leaders=leaders,
+        movings={"": stored(Moves().plus(move))},
+    )
+    return replace(found, **more)
+
+
+def test_what_is_fixed_is_added_to_what_was_and_let_go_as_a_whole() -> None:
+    first = pin_of(asked(reward=2), Pin(), job(), 8, "a", 5.0)
+    assert (first.reward, first.by, first.time) == (2, "a", 5.0)
+    both = pin_of(asked(freeze=True, train=1), first, job(), 8, "a", 6.0)
+    assert (both.frozen, both.reward, both.train) == (True, 2, 1)
+    assert str(both) == "nothing moves, reward has 2, train has 1"
+    assert not pin_of(asked(release=True), both, job(), 8, "a", 7.0).fixes
+
+
+@pytest.mark.parametrize(
+    ("request_", "record", "said"),
+    [
+        pytest.param(asked(), job(), "nothing is said", id="nothing"),
+        pytest.param(
+            asked(release=True, freeze=True), job(), "nothing else can be fixed with it", id="release and more"
+        ),
+        pytest.param(asked(rollout=0), job(), "cannot have 0 slots", id="no slots"),
+        pytest.param(asked(rollout=6, reward=3), job(), "rollout 6, reward 3 are more than the 8 slots", id="too many"),
+        pytest.param(asked(freeze=True), job(policy="colocated"), "moves nothing", id="a policy that moves nothing"),
+    ],
+)
+def test_what_cannot_be_fixed_is_refused_in_a_sentence(request_: Any, record: JobRecord, said: str) -> None:
+    with pytest.raises(GcoreError, match=said):
+        pin_of(request_, Pin(), record, 8, "a", 5.0)
+
+
+def test_a_pool_that_has_nothing_to_do_gets_no_slots() -> None:
+    spec = {key: value for key, value in SPEC.items() if key not in ("judges", "reward")}
+    record = JobRecord(uid="u", name="j", spec=spec, run_dir="/r", created=0.0, prompts=40)
+    with pytest.raises(GcoreError, match="serves no judge"):
+        pin_of(asked(reward=1), Pin(), record, 8, "a", 5.0)
+
+
+class Writes:
+    """A ledger whose answers are given."""
+
+    def __init__(self, *outcomes: TxnOutcome) -> None:
+        self.outcomes, self.made = list(outcomes), list[Transaction]()
+
+    async def run(self, txn: Transaction) -> TxnReport:
+        self.made.append(txn)
+        return TxnReport(self.outcomes.pop(0), 1)
+
+
+async def test_who_loses_a_compare_looks_again_and_an_unknown_answer_is_told() -> None:
+    looked = 0
+
+    async def look() -> JobMirror:
+        nonlocal looked
+        looked += 1
+        return mirror()
+
+    ledger = Writes(TxnOutcome.STALE, TxnOutcome.WON)
+    await write_pin(ledger, look, asked(freeze=True), 8, "a", 5.0)  # type: ignore[arg-type]
+    assert (looked, [txn.writes[0].key for txn in ledger.made]) == (2, [KEYS.pin] * 2)
+    with pytest.raises(StoreUnavailable, match="not known whether"):
+        await write_pin(Writes(TxnOutcome.UNKNOWN), look, asked(freeze=True), 8, "a", 5.0)  # type: ignore[arg-type]
+    ended = stored(JobStatus(phase=JobPhase.SUCCEEDED))
+
+    async def over() -> JobMirror:
+        return mirror(status=ended)
+
+    with pytest.raises(GcoreError, match="has ended"):
+        await write_pin(Writes(), over, asked(freeze=True), 8, "a", 5.0)  # type: ignore[arg-type]
+
+
+def test_what_is_shown_names_each_slot_and_who_sleeps_there() -> None:
+    reply = placement_of(mirror(), frozenset({"a"}))
+    rows = shown_rows(reply)
+    assert rows["slots"] == "2 rollout, 1 reward, 1 train"
+    assert rows["planned by"] == "a"
+    assert rows["away"] == "b"
+    tree = shown_tree(reply)
+    assert tree["split"] == {"mode": "coexisting", "rollout": 2, "reward": 1, "train": 1}
+    assert len(tree["slots"]) == 4
+    assert any("judge tutor (asleep)" in what for what in tree["slots"].values())
+    plan = mirror().plan
+    assert plan is not None
+    assert sum(what == ["train rank 0"] for what in by_slot(plan.record).values()) == 1
+
+
+def test_the_account_says_of_a_move_why_what_was_expected_and_what_came_of_it() -> None:
+    reply = placement_of(mirror(), frozenset({"a", "b"}))
+    told = "\n".join(account("j", reply, mirror().moves.moves, 0))
+    for said in (
+        "placed by policy dynamic, and a plans",
+        "after step 2: went from 1 rollout, 2 reward, 1 train to 2 rollout, 1 reward, 1 train, because the judges were idle.",
+        "Idle then: reward 60%.",
+        "a step was to take 2.0 s instead of 3.0 s and to cost 1.0 s once",
+        "Slots: a/cpu:1 reward -> rollout.",
+        "it took 1.2 s; the 2 steps after it took 2.1 s each, before it 3.1 s",
+    ):
+        assert said in told
+    assert account("j", None, (), 0)[-1] == "Nothing has moved."
+    (move,) = mirror().moves.moves
+    assert move_tree(move)["sentence"].startswith("went from")
+    assert history_table([move]).row_count == 1
+
+
+def test_a_job_that_has_not_started_is_shown_without_a_plan() -> None:
+    reply = placement_of(replace(mirror(), plan=None, leaders={}, head=None), frozenset())
+    assert "has not started" in shown_rows(reply)["plan"]
+    assert shown_tree(reply)["split"] is None

@@ -1,0 +1,284 @@
+"""Who plans: when the policy is asked, what of its decision becomes a proposal, and what a policy of foreign hands may do."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from job_views import ME, running_job, stored
+
+from controllers.changes import Changes
+from controllers.moves_file import NAME, MovesFile, moves_in, read
+from controllers.planner import POLL_S, Planner
+from controllers.step_history import StepHistory
+from controllers.view import JobView
+from gcore.config import parse_spec
+from gcore.ledger.books import EngineSums, NodeBooks, StepBook
+from gcore.ledger.job import NodeRecord
+from gcore.ledger.placing import Leader, Move, MoveKind, Moves, Pin
+from gcore.ledger.records import Checkpoint, Checkpoints, LogEntry
+from gcore.testing import FakeClock
+from gcore.types import Version
+from placement.assign import assigned, split_of
+from placement.loads import Loads
+from placement.moves import part_of
+from placement.plan import NodeSlots, Snapshot
+from placement.policies.base import Decision, Situation
+from placement.split import Split
+
+NODES = {
+    name: NodeRecord(name=name, incarnation=f"{name}.x", address="", slots=("cpu:0", "cpu:1", "cpu:2"), pid=1)
+    for name in ("node-0", "node-1")
+}
+SNAPSHOT = Snapshot(tuple(NodeSlots(one.name, one.slots) for one in NODES.values()))
+FIRST, SECOND = Split("coexisting", 4, 1, 1), Split("coexisting", 3, 2, 1)
+
+
+def spec_of(**placement: Any) -> Any:
+    judge = {
+        "name": "tutor",
+        "model": {"path": "m"},
+        "template": "{{ prompt }}{{ response }}",
+        "max_new_tokens": 8,
+        "verdict": {"parser": "number"},
+    }
+    return parse_spec(
+        {
+            "name": "j",
+            "model": {"path": "m"},
+            "data": {"path": "d", "shards": 4, "window": 8},
+            "flow": {"steps": 9, "groups_per_step": 4, "samples_per_prompt": 2},
+            "rollout": {"max_new_tokens": 4},
+            "judges": [judge],
+            "reward": {"judge": "tutor"},
+            "placement": {"policy": "of_tests", "train": 1, "reward": 1, **placement},
+        }
+    )
+
+
+class Told:
+    """What troubles were told."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def hold(self, topic: str, sentence: str) -> None:
+        self.said.append(sentence)
+
+
+class Job:
+    """A job after its first step, led by this controller."""
+
+    uid, node = "u", "node-0"
+
+    def __init__(self, **placement: Any) -> None:
+        self.changes, self.troubles = Changes(), Told()
+        view = running_job()
+        plan = assigned(FIRST, None, SNAPSHOT, ("tutor",), world="w", generation=1)
+        assert plan is not None
+        assert view.mirror.head is not None
+        head = view.mirror.head.record.model_copy(update={"step": 1, "seq": 1})
+        entry = LogEntry.model_construct(kind="train", step=1, lineage=0, seq=1, stats={"seconds": 3.0, "samples": 8.0})
+        self.view: JobView = replace(
+            view,
+            spec=spec_of(**placement),
+            nodes=NODES,
+            mirror=replace(
+                view.mirror,
+                head=stored(head),
+                plan=stored(plan),
+                log={**view.mirror.log, 1: stored(entry)},
+                leaders={"": stored(Leader(node="node-0", incarnation=ME))},
+            ),
+        )
+
+    @property
+    def mirror(self) -> Any:
+        return self.view.mirror
+
+    def change(self, **more: Any) -> None:
+        self.view = replace(self.view, mirror=replace(self.view.mirror, **more))
+
+    def look(self) -> JobView:
+        return self.view
+
+    def look_anew(self) -> None:
+        """Nothing is remembered here."""
+
+
+class Scripted:
+    """A policy that says what it was told to say."""
+
+    def __init__(self, *decisions: Decision | Exception) -> None:
+        self.decisions = list(decisions)
+        self.asked: list[Situation] = []
+        self.again = threading.Event()
+
+    def plan(self, situation: Situation) -> Decision:
+        self.asked.append(situation)
+        self.again.set()
+        found = self.decisions.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    def make(policy: Scripted, job: Job) -> Planner:
+        monkeypatch.setattr("controllers.planner.find_policy", lambda name: lambda start: policy)
+        return Planner(job, job.view.spec, FakeClock(), tmp_path)  # type: ignore[arg-type]
+
+    async def nobody(self: Any, nodes: Any) -> Loads:
+        return Loads((), {})
+
+    monkeypatch.setattr("controllers.polling.Polling.loads", nobody)
+    monkeypatch.setattr("controllers.planner.BOOKS_S", 0.0)
+    return make
+
+
+async def test_the_policy_is_asked_once_after_each_commit_and_what_it_wants_is_proposed(made: Any) -> None:
+    job, policy = Job(), Scripted(Decision(SECOND, "rollout was idle"), Decision(FIRST, "back"))
+    planner = made(policy, job)
+    await planner._turn()
+    assert planner.proposal is not None
+    assert planner.proposal.plan is not None
+    assert split_of(planner.proposal.plan) == SECOND
+    assert planner.proposal.move.reason == "rollout was idle"
+    (situation,) = policy.asked
+    assert (situation.now, situation.steps_left, situation.bounds.slots) == (FIRST, 8, 6)
+    assert [one.step for one in situation.history] == [1]
+    await planner._turn()
+    assert len(policy.asked) == 1
+
+
+async def test_a_world_of_another_size_is_only_wanted(made: Any) -> None:
+    job = Job()
+    saved = Checkpoint(lineage=0, step=1, seq=1, file="checkpoints/0-1", digest="d")
+    job.change(checkpoints=stored(Checkpoints(entries=(saved,))))
+    planner = made(Scripted(Decision(Split("coexisting", 3, 1, 2), "train was late")), job)
+    await planner._turn()
+    assert planner.proposal is not None
+    assert planner.proposal.plan is None
+    assert (planner.proposal.move.kind, planner.proposal.move.state) == (MoveKind.WORLD, "wanted")
+
+
+async def test_who_does_not_lead_proposes_nothing_and_asks_nobody(made: Any) -> None:
+    job, policy = Job(), Scripted()
+    job.change(leaders={"": stored(Leader(node="node-1", incarnation="node-1.bbbb"))})
+    planner = made(policy, job)
+    await planner._turn()
+    assert planner.proposal is None
+    assert policy.asked == []
+
+
+async def test_what_is_frozen_is_not_even_asked_about(made: Any) -> None:
+    job, policy = Job(), Scripted()
+    job.change(pins={"": stored(Pin(frozen=True))})
+    planner = made(policy, job)
+    await planner._turn()
+    assert planner.proposal is None
+    assert policy.asked == []
+
+
+async def test_what_a_person_fixed_is_what_the_policy_gets(made: Any) -> None:
+    job = Job()
+    job.change(pins={"": stored(Pin(reward=3))})
+    planner = made(Scripted(Decision(SECOND, "why")), job)
+    await planner._turn()
+    assert planner.proposal is not None
+    assert planner.proposal.plan is not None
+    assert split_of(planner.proposal.plan).reward == 3
+    assert "as was asked" in planner.proposal.move.reason
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        pytest.param(RuntimeError("no idea"), "failed, and nothing is moved: RuntimeError: no idea", id="it raises"),
+        pytest.param(Decision(Split("coexisting", 40, 1, 1), "more"), "which cannot be had on 6 slots", id="too much"),
+    ],
+)
+async def test_a_policy_that_fails_moves_nothing_and_is_told_of(made: Any, said: Any, told: str) -> None:
+    job = Job()
+    planner = made(Scripted(said), job)
+    await planner._turn()
+    assert planner.proposal is None
+    assert told in job.troubles.said[0]
+
+
+async def test_with_dry_run_the_same_is_told_once(made: Any) -> None:
+    job = Job(dry_run=True)
+    planner = made(Scripted(Decision(SECOND, "why"), Decision(SECOND, "why")), job)
+    await planner._turn()
+    assert planner.proposal is not None
+    assert planner.proposal.plan is None
+    moves = Moves().plus(planner.proposal.move)
+    head = job.mirror.head.record.model_copy(update={"step": 2, "seq": 2})
+    job.change(movings={"": stored(moves)}, head=stored(head))
+    await planner._turn()
+    assert planner.proposal is None
+
+
+async def test_what_came_of_moves_is_accounted_for_and_stands_in_the_runs_folder(made: Any, tmp_path: Path) -> None:
+    job = Job()
+    move = Move(generation=1, step=0, kind=MoveKind.SPLIT, before=part_of(SECOND), after=part_of(FIRST))
+    job.change(movings={"": stored(Moves().plus(move))})
+    planner = made(Scripted(Decision(FIRST, "it is well")), job)
+    await planner._turn()
+    await planner._turn()
+    assert planner.account is None  # the step at whose beginning it was made paid for it
+    assert moves_in(tmp_path / NAME) == [move]
+
+
+def test_the_file_of_moves_has_each_once_and_again_when_more_is_known(tmp_path: Path) -> None:
+    move = Move(generation=2, step=1, kind=MoveKind.SPLIT, before=part_of(FIRST), after=part_of(SECOND))
+    moves = Moves(moves=(move,), total=7)
+    file = MovesFile(tmp_path)
+    file.keep(moves)
+    file.keep(moves)
+    MovesFile(tmp_path).keep(moves)  # another controller leads now
+    assert len((tmp_path / NAME).read_text().splitlines()) == 1
+    known = move.model_copy(update={"state": "lapsed"})
+    file.keep(Moves(moves=(known,), total=7))
+    with (tmp_path / NAME).open("a") as more:
+        more.write('{"number": 8, "mo')  # a line that was cut off
+    assert list(read(tmp_path / NAME)) == [6]
+    assert moves_in(tmp_path / NAME) == [known]
+    assert moves_in(tmp_path / "none") == []
+    MovesFile(tmp_path / "no" / "folder").keep(moves)  # holds nothing up
+
+
+def test_steps_are_remembered_with_their_lengths_and_what_the_books_say_later() -> None:
+    job, history = Job(), StepHistory()
+    before = replace(job.mirror, head=stored(job.mirror.head.record.model_copy(update={"step": 0, "seq": 0})))
+    history.note(before, job.mirror)
+    (step,) = history.steps(job.mirror)
+    assert (step.step, step.split, step.speed) == (1, FIRST, ())
+    sums = EngineSums(active_s=10.0, running_s=40.0, tokens=400)
+    book = StepBook(version=Version(0, 1), began=0.0, seconds=3.0, slots=3, engines={"rollout": sums})
+    job.change(books={"node-0": stored(NodeBooks(node="node-0", steps=(book,)))})
+    (step,) = history.steps(job.mirror)
+    assert [(one.pool, one.running, one.token_s) for one in step.speed] == [("rollout", 4.0, 0.1)]
+    assert history.seconds() == {1: 3.0}
+
+
+def test_a_controller_that_has_just_begun_takes_its_steps_from_the_log() -> None:
+    job = Job()
+    assert [one.step for one in StepHistory().steps(job.mirror)] == [1]
+
+
+async def test_it_looks_at_once_when_there_is_another_step(made: Any) -> None:
+    job, policy = Job(), Scripted(Decision(FIRST, "well"), Decision(FIRST, "well"))
+    planner = made(policy, job)
+    task = asyncio.create_task(planner.run())
+    assert await asyncio.to_thread(policy.again.wait, 5.0)
+    policy.again.clear()
+    job.change(head=stored(job.mirror.head.record.model_copy(update={"step": 2, "seq": 2})))
+    job.changes.notify()
+    assert await asyncio.to_thread(policy.again.wait, POLL_S - 0.1)
+    task.cancel()
