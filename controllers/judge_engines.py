@@ -106,8 +106,13 @@ class JudgeEngines:
         await self._book_of(instance).sleep(instance)
 
     async def wake(self, instance: str) -> None:
-        """Give it back; it serves what it served. Raises EngineError."""
-        await self._book_of(instance).wake(instance, FIRST_WEIGHTS)
+        """Give it back; it serves what it served. Raises EngineError.
+
+        What SGLang has in its weights' memory then depends on how it was started: they are loaded anew, before it is asked.
+        """
+        name = next((name for name, book in self._books.items() if instance in book.views), None)
+        keeps = name is not None and self._specs[name].serving.engine == "torch"
+        await self._book_of(instance).wake(instance, FIRST_WEIGHTS if keeps else None)
 
     async def loads(self, instances: Collection[str]) -> dict[str, tuple[int, int]]:
         """What these run, and what waits there."""

@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 from controllers.forming import growth, held_for_growth, short_of_slots
 from controllers.lost import lost_world
+from controllers.sleeping import mine, put_to_sleep
 from controllers.spreading import (
     HOLDERS_GRACE_S,
     holders,
@@ -161,14 +162,20 @@ def _world(view: JobView, head: Head) -> Iterator[Wait]:
 
 
 def _engines(view: JobView, head: Head) -> Iterator[Wait]:
-    """Those of this node: their weights, and their answers."""
-    if not any(e.version == head.version for e in view.engines.values()):
+    """Those of this node: their weights, unless they are to sleep, and their answers."""
+    resting = put_to_sleep(view)
+    awake = [engine for name, engine in view.engines.items() if name not in resting]
+    if (awake or not view.engines) and not any(engine.version == head.version for engine in awake):
         served = sorted({weights_of(e.version) for e in view.engines.values() if e.version is not None})
         have = f"they have {', '.join(served)}" if served else "none is ready"
         what = f"the engines of {view.node} are to load {weights_of(head.version)} ({have})"
         troubles = sorted(f"{engine.instance}: {engine.trouble}" for engine in view.engines.values() if engine.trouble)
         what += f"; {troubles[0]}" if troubles else ""
         yield Wait("engines", what, f"wait engines {head.version}", have)
+    for name, engine in mine(view).items():
+        if engine.trouble and engine.asleep != (name in resting):
+            what = f"engine {name} is to {'sleep' if name in resting else 'wake'}: {engine.trouble}"
+            yield Wait("engine", what, f"wait memory {name}", engine.trouble)
     for engine in view.engines.values():
         if engine.why:
             yield Wait(

@@ -20,6 +20,7 @@ from controllers.engines import EngineBook
 from controllers.sleeping import put_to_sleep, resting
 from controllers.staffing import Launches, StartEngine, staffing
 from controllers.view import EngineView, JobView
+from controllers.waiting import waiting_for
 from gcore.errors import EngineError
 from gcore.ledger.guarded import Stored
 from gcore.ledger.job import EnginePlace
@@ -265,3 +266,15 @@ async def test_who_meets_a_sleeping_engine_leaves_it_asleep(tmp_path: Path) -> N
 def test_every_intent_names_its_engine() -> None:
     view = placed(place("cpu:1", asleep=True), place("cpu:2", asleep=True))
     assert [i.condition for i in resting(view) if isinstance(i, Intent)] == ["sleep policy_cpu1", "sleep policy_cpu2"]
+
+
+def test_who_is_to_sleep_is_not_waited_for_and_who_does_not_get_to_is_told() -> None:
+    head = SERVED
+    asleep = placed(place("cpu:1", asleep=True), policy_cpu1=EngineView("policy_cpu1", "h:1", None, asleep=True))
+    assert not [wait for wait in waiting_for(asleep) if wait.cause in ("engines", "engine")]
+    stuck = placed(place("cpu:1", asleep=True), policy_cpu1=EngineView("policy_cpu1", "h:1", head, trouble="no room"))
+    assert "engine policy_cpu1 is to sleep: no room" in [wait.what for wait in waiting_for(stuck)]
+    late = placed(place("cpu:1"), policy_cpu1=EngineView("policy_cpu1", "h:1", None, asleep=True, trouble="no room"))
+    told = [wait.what for wait in waiting_for(late)]
+    assert "engine policy_cpu1 is to wake: no room" in told
+    assert any("are to load" in what for what in told)
