@@ -23,6 +23,8 @@ from placement.loads import EngineLoad, Loads
 
 ANSWER_S = 0.8
 """For a peer's answer."""
+WAKES_AS, WAKE_PRIOR_S = 3.0, 1.0
+"""Before any engine has woken here, it is taken for so many times what it took to put one to sleep, and so much more."""
 
 
 async def own_loads(view: JobView, engines: EngineBook, judges: JudgeEngines | None) -> pb.LoadsReply:
@@ -51,9 +53,9 @@ async def own_loads(view: JobView, engines: EngineBook, judges: JudgeEngines | N
         reply.unseated["reward"] = judges.unseated()
         slept.append(judges.changed_s[0])
         woke.append(judges.changed_s[1])
-    took = [max((one for one in found if one is not None), default=None) for found in (slept, woke)]
-    if None not in took:
-        reply.change_s = sum(one for one in took if one is not None)
+    sleep_s, wake_s = (max((one for one in found if one is not None), default=None) for found in (slept, woke))
+    if sleep_s is not None:
+        reply.change_s = sleep_s + (wake_s if wake_s is not None else WAKES_AS * sleep_s + WAKE_PRIOR_S)
     return reply
 
 

@@ -11,7 +11,8 @@ import pytest
 from engine_workers import engines_at
 from hypothesis import given
 from hypothesis import strategies as st
-from job_views import ME, PEER, running_job
+from job_views import ME, PEER
+from placed_views import SERVED, name_of, place, placed
 
 from controllers.actions import Intent, Publish, Sleep, Wake
 from controllers.changes import Changes
@@ -22,45 +23,10 @@ from controllers.staffing import Launches, StartEngine, staffing
 from controllers.view import EngineView, JobView
 from controllers.waiting import waiting_for
 from gcore.errors import EngineError
-from gcore.ledger.guarded import Stored
-from gcore.ledger.job import EnginePlace
 from gcore.rollout.client import SamplingParams
 from gcore.types import Sample, Version, VersionSpan
-from gcore.worker.records import WorkerRecord
 
 PARAMS = SamplingParams(temperature=1.0, max_new_tokens=4)
-SERVED = Version(0, 0)
-
-
-def engine(name: str, slot: str = "cpu:1", node: str = "node-0", judge: str = "") -> WorkerRecord:
-    fields = {"slot": slot, "pid": 1, "pid_started": 1, "state": "serving", "address": "h:1", "job_uid": "u"}
-    role = "reward" if judge else "rollout"
-    return WorkerRecord.model_validate({"instance": name, "role": role, "node": node, "judge": judge} | fields)
-
-
-def placed(*places: EnginePlace, slot_kind: str = "cpu", **views: EngineView) -> JobView:
-    """A running job whose engines all serve on this node, and are called as their slots and judges."""
-    view = running_job()
-    assert view.mirror.plan is not None
-    plan = view.mirror.plan.record.model_copy(update={"engines": places})
-    workers = {name_of(place): engine(name_of(place), place.slot, place.node, place.judge) for place in places}
-    known = {name_of(place): EngineView(name_of(place), "h:1", None) for place in places} | views
-    return replace(
-        view,
-        mirror=replace(view.mirror, plan=Stored(plan, 7)),
-        workers=dict(view.workers) | workers,
-        engines={name: known[name] for name, worker in workers.items() if worker.role == "rollout"},
-        judges={name: known[name] for name, worker in workers.items() if worker.role == "reward"},
-        staged=frozenset({SERVED}),
-    )
-
-
-def name_of(place: EnginePlace) -> str:
-    return f"{place.judge or 'policy'}_{place.slot.replace(':', '')}"
-
-
-def place(slot: str, judge: str = "", *, asleep: bool = False, node: str = "node-0") -> EnginePlace:
-    return EnginePlace(node=node, slot=slot, judge=judge, asleep=asleep)
 
 
 def deeds(view: JobView) -> list[Any]:

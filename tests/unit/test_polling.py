@@ -1,0 +1,106 @@
+"""What a controller tells of its engines, and what the one that plans makes of all answers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import grpc
+import pytest
+from placed_views import place, placed
+
+from controllers.polling import WAKE_PRIOR_S, WAKES_AS, Polling, own_loads
+from controllers.view import EngineView
+from gcore.api.v1 import placement_pb2 as pb
+from gcore.api.v1 import placement_pb2_grpc
+from gcore.ledger.job import NodeRecord
+from gcore.types import Version
+
+
+class Book:
+    """Engines that say what they have to do."""
+
+    def __init__(
+        self, loads: dict[str, tuple[int, int]], slept: float | None = None, woke: float | None = None
+    ) -> None:
+        self.told, self.slept_s, self.woke_s = loads, slept, woke
+
+    async def loads(self, instances: Collection[str]) -> dict[str, tuple[int, int]]:
+        return {name: load for name, load in self.told.items() if name in instances}
+
+    def unseated(self) -> int:
+        return 3
+
+
+class Judges(Book):
+    @property
+    def changed_s(self) -> tuple[float | None, float | None]:
+        return self.slept_s, self.woke_s
+
+
+def view_of() -> Any:
+    ready = EngineView("policy_cpu1", "h:1", Version(0, 0))
+    resting = EngineView("j_cpu1", "h:1", None, asleep=True)
+    return placed(place("cpu:1"), place("cpu:1", "j", asleep=True), policy_cpu1=ready, j_cpu1=resting)
+
+
+async def test_a_controller_tells_what_its_engines_have_to_do_and_who_sleeps() -> None:
+    reply = await own_loads(view_of(), Book({"policy_cpu1": (4, 2)}), Judges({"j_cpu1": (0, 0)}))  # type: ignore[arg-type]
+    told = {engine.judge: engine for engine in reply.engines}
+    assert (told[""].running, told[""].waiting, told[""].ready, told[""].asleep) == (4, 2, True, False)
+    assert (told["j"].ready, told["j"].asleep) == (False, True)
+    assert dict(reply.unseated) == {"rollout": 3, "reward": 3}
+    assert reply.change_s == 0
+
+
+@pytest.mark.parametrize(
+    ("slept", "woke", "change"),
+    [
+        pytest.param(0.5, 2.0, 2.5, id="both were measured"),
+        pytest.param(0.5, None, 0.5 + WAKES_AS * 0.5 + WAKE_PRIOR_S, id="nothing has woken yet"),
+        pytest.param(None, None, 0.0, id="nothing is known"),
+    ],
+)
+async def test_what_a_change_costs_is_what_the_slowest_took(
+    slept: float | None, woke: float | None, change: float
+) -> None:
+    engines, judges = Book({}, None if slept is None else slept / 2, woke), Judges({}, slept, woke)
+    reply = await own_loads(view_of(), engines, judges)  # type: ignore[arg-type]
+    assert reply.change_s == pytest.approx(change)
+
+
+class Peer(placement_pb2_grpc.PlacementServicer):
+    def __init__(self, reply: pb.LoadsReply) -> None:
+        self.reply = reply
+
+    async def Loads(self, request: pb.LoadsRequest, context: Any) -> pb.LoadsReply:
+        if request.job_uid != "u":
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no such job")
+        return self.reply
+
+
+async def test_all_answers_are_put_together_and_who_does_not_answer_tells_nothing() -> None:
+    servers, nodes = [], {}
+    for number in range(2):
+        reply = pb.LoadsReply(unseated={"rollout": number + 1}, change_s=float(number))
+        reply.engines.add(node=f"n{number}", slot="cpu:0", running=number, ready=True)
+        server = grpc.aio.server()
+        placement_pb2_grpc.add_PlacementServicer_to_server(Peer(reply), server)  # type: ignore[no-untyped-call]
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        servers.append(server)
+        name = f"n{number}"
+        nodes[name] = NodeRecord(name=name, incarnation="x", address=f"127.0.0.1:{port}", slots=("cpu:0",), pid=1)
+    nodes["gone"] = nodes["n0"].model_copy(update={"address": "127.0.0.1:1"})
+    polling = Polling("u")
+    try:
+        loads = await polling.loads(nodes)
+        assert sorted(one.node for one in loads.engines) == ["n0", "n1"]
+        assert (loads.unseated["rollout"], loads.owed("rollout"), polling.change_s) == (3, 4, 1.0)
+        other = Polling("other")
+        assert (await other.loads(nodes)).engines == ()
+        await other.close()
+    finally:
+        await polling.close()
+        for server in servers:
+            await server.stop(None)
