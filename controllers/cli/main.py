@@ -24,7 +24,9 @@ from controllers.cli import (
     plan_verb,
     run_verb,
     samples_verb,
+    trace,
 )
+from controllers.cli import top as top_verb
 from controllers.cli.called import as_called, prepared_by
 from gcore import __version__
 from gcore.errors import GcoreError
@@ -85,6 +87,8 @@ _verb("cancel", job_verbs.cancel, job_verbs.examples("cancel"), _JOBS)
 _verb("samples", samples_verb.samples, samples_verb.SAMPLES_EXAMPLES, _JOBS)
 _verb("checkpoints", checkpoints_verb.checkpoints, checkpoints_verb.CHECKPOINTS_EXAMPLES, _JOBS)
 _verb("audit", job_verbs.audit, job_verbs.examples("audit"), _JOBS)
+_verb("top", top_verb.top, top_verb.TOP_EXAMPLES, _JOBS)
+_verb("trace", trace.trace, trace.TRACE_EXAMPLES, _JOBS)
 app.add_typer(placement_verbs.app, name="placement", rich_help_panel=_JOBS)
 _verb("export", file_verbs.export, file_verbs.EXPORT_EXAMPLES, _FILES)
 _verb("up", cluster_verbs.up, cluster_verbs.UP_EXAMPLES, _CLUSTER)

@@ -1,0 +1,119 @@
+"""`gcore trace` and `gcore top`: what is shown of a step is what was booked, and a trace is one that Perfetto opens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from controllers.cli.top_view import HOLDS, Top, rows, shown, tree
+from controllers.cli.trace_events import trace_of
+from gcore.ledger.books import EngineSums, StepBook
+from gcore.ledger.books_file import BookLine, Stretch, append, line_of, lines_of, parse, step_lines
+from gcore.ledger.placing import Move, MoveKind, SplitPart
+from gcore.types import Version
+from placement.books import CAUSES
+
+SPLIT = SplitPart(mode="coexisting", rollout=2, reward=1, train=1)
+
+
+def line(node: str = "a", step: int = 3, lineage: int = 0, began: float = 100.0) -> BookLine:
+    booked = {"busy rollout": 4.0, "idle rollout tail": 2.0, "busy train": 1.0, "unallocated": 1.0}
+    engines = {"rollout": EngineSums(active_s=4.0, running_s=12.0, tokens=800, requests=8)}
+    book = StepBook(
+        version=Version(lineage, step),
+        began=began,
+        seconds=5.0,
+        slots=2,
+        booked=booked,
+        unbooked=2.0,
+        engines=engines,
+    )
+    spans = {
+        "cpu:0": (Stretch(0.0, 4.0, {"busy rollout": 3.0, "idle rollout tail": 1.0}), Stretch(4.0, 5.0, {})),
+        "cpu:1": (Stretch(0.0, 5.0, {"busy train": 5.0}),),
+    }
+    return BookLine(node, book, (Stretch(0.0, 4.0, {"collect": 4.0}), Stretch(4.0, 5.0, {"train": 1.0})), spans)
+
+
+def move(time: float) -> Move:
+    return Move(
+        generation=7,
+        step=2,
+        kind=MoveKind.LEND,
+        before=SPLIT,
+        after=SPLIT,
+        reason="judges are behind",
+        gain_s=3.5,
+        time=time,
+    )
+
+
+def test_a_trace_has_a_track_a_slot_its_phases_and_the_moves_of_the_step_with_their_reasons() -> None:
+    found = trace_of("j", {"a": line("a"), "b": line("b", began=101.0)}, [move(102.0), move(50.0)])
+    events = found["traceEvents"]
+    tracks = {(e["pid"], e["args"]["name"]) for e in events if e["name"] == "thread_name"}
+    assert tracks == {(0, "moves")} | {(pid, name) for pid in (1, 2) for name in ("phases", "cpu:0", "cpu:1")}
+    slices = [(e["pid"], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
+    assert (1, "busy rollout", 0.0, 4e6) in slices
+    assert (1, "unbooked", 4e6, 1e6) in slices
+    assert (2, "busy train", 1e6, 5e6) in slices
+    assert (2, "collect", 1e6, 4e6) in slices
+    (told,) = [e for e in events if e["ph"] == "i"]
+    assert (told["ts"], told["args"]["reason"], told["args"]["gain_s"]) == (2e6, "judges are behind", 3.5)
+
+
+def test_every_event_has_what_the_format_asks_for() -> None:
+    found = json.loads(json.dumps(trace_of("j", {"a": line()}, [move(101.0)])))
+    for event in found["traceEvents"]:
+        assert {"ph", "pid", "name"} <= event.keys()
+        if event["ph"] in "XCi":
+            assert event["ts"] >= 0
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+            assert isinstance(event["tid"], int)
+    busy = [e["args"]["busy"] for e in found["traceEvents"] if e["ph"] == "C" and e["name"] == "busy cpu:0"]
+    assert busy == [0.75, 0.0, 0.0]
+
+
+def test_a_step_is_found_in_its_newest_lineage_and_lines_that_are_cut_off_are_passed_over(tmp_path: Path) -> None:
+    for one in (line("a", 3), line("a", 4), line("a", 3, lineage=1), line("b", 3, lineage=1), line("a", 13)):
+        append(tmp_path, one)
+    with (tmp_path / "books" / "a.jsonl").open("a") as file:
+        file.write(line_of(line("a", 3, lineage=2))[:80])
+    found = step_lines(tmp_path, 3)
+    assert {node: one.book.version for node, one in found.items()} == {"a": Version(1, 3), "b": Version(1, 3)}
+    assert len(list(lines_of(tmp_path))) == 5
+    assert step_lines(tmp_path, 5) == {}
+    assert parse("{}") is None
+    assert parse(line_of(line())) == parse(line_of(line()))
+
+
+def top(**books: StepBook) -> Top:
+    return Top("j", "u", "RUNNING", 3, "~40", books)
+
+
+def test_what_top_shows_is_the_newest_booked_step_of_every_node() -> None:
+    found = top(a=line("a").book, b=line("b").book)
+    assert found.slots == 4
+    assert found.by_state["busy rollout"] == pytest.approx(1.6)
+    assert sum(found.by_state.values()) == pytest.approx(4.0)
+    assert found.error == pytest.approx(0.2)
+    assert found.bottleneck == "tail"
+    said = dict(rows(found))
+    assert said["step"] == "3/~40, the newest booked one took 5.00s"
+    assert "the tail" in said["idle"]
+    assert said["rollout"] == "3.0 requests at a time in an engine, 320 tokens/s"
+    assert json.loads(json.dumps(tree(found)))["nodes"].keys() == {"a", "b"}
+    shown(found)
+
+
+def test_before_anything_is_booked_top_says_so() -> None:
+    assert tree(top())["by_state"] == {}
+    assert "idle" not in dict(rows(top()))
+    shown(top())
+
+
+def test_every_cause_is_told_in_words() -> None:
+    assert set(CAUSES) == HOLDS.keys()
