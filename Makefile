@@ -25,7 +25,7 @@ SGLANG_ENV := GCORE_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: chaos test-large help setup sglang-setup demo demo-kill demo-sglang prepare prepare-judge test test-sglang test-trackers bench-demo bench-judge bench-calculator bench-async bench-stream bench-idle bench-startup bench-grpo bench-trainer bench-checkpoints bench-copies bench-engine bench-flows bench-issue bench-tails bench-rewards bench-control-plane bench-page test-gpu sim sim-long mutations lint proto clean
+.PHONY: chaos test-large help setup sglang-setup demo demo-kill demo-sglang prepare prepare-judge test test-sglang test-trackers bench-demo bench-judge bench-calculator bench-async bench-stream bench-idle bench-startup bench-grpo bench-trainer bench-checkpoints bench-copies bench-engine bench-flows bench-issue bench-memory bench-tails bench-rewards bench-control-plane bench-page test-gpu sim sim-long mutations lint proto clean
 
 help: ## What there is to make
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk 'BEGIN {FS = ":.*## "} {printf "  make %-12s %s\n", $$1, $$2}'
@@ -117,6 +117,9 @@ bench-checkpoints: setup ## What a checkpoint costs the steps; benchmarks/result
 
 bench-copies: setup ## What copies in memory cost a step, and starts from them; benchmarks/results/copies.json
 	@$(TEST_ENV) $(BIN)/python benchmarks/copies.py $(BENCH_ARGS)
+
+bench-memory: setup ## What gcore plan estimates of memory beside real engines and ranks; benchmarks/results/memory.json
+	@$(TEST_ENV) $(BIN)/python benchmarks/memory.py $(BENCH_ARGS)
 
 bench-flows: prepare ## Every built-in flow's example once: accuracy and seconds; benchmarks/results/flows.json
 	@$(TEST_ENV) $(BIN)/python benchmarks/flows.py $(BENCH_ARGS)

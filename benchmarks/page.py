@@ -373,6 +373,28 @@ def mutations(result: Result) -> str:
     return "\n".join(["| taken out | noticed by |", "|---|---|", *rows]) + f"\n\n{said}"
 
 
+def memory(result: Result) -> str:
+    """What is estimated beside what real processes take."""
+    rows = [
+        [
+            case["case"],
+            f"{case['parameters'] / 1e6:.1f}",
+            f"{case['measured_mb']:,.0f}",
+            f"{case['estimated_mb']:,.0f}",
+            f"{case['error']:+.0%}",
+        ]
+        for case in result["cases"]
+    ]
+    of = {kind: [case["error"] for case in result["cases"] if _counts(case, kind)] for kind in ("rank", "engine")}
+    said = "; ".join(f"{kind}s {min(errors):+.0%} to {max(errors):+.0%}" for kind, errors in of.items())
+    head = ["process", "parameters, 10^6", "measured MB", "estimated MB", "error"]
+    return f"{table(head, rows)}\n\nErrors of models of 8 million parameters and more: {said}."
+
+
+def _counts(case: Result, kind: str) -> bool:
+    return bool(case["what"] == kind and case["parameters"] > 5e6)
+
+
 def chaos(result: Result) -> str:
     """A line a fault, and how soon a killed controller's prompts are in a commit again."""
     rows = [
@@ -398,6 +420,9 @@ PAGES: dict[str, Parts] = {
     },
     "chaos.md": {
         "chaos": chaos,
+    },
+    "first-placement.md": {
+        "memory": memory,
     },
     "performance.md": {
         "demo": demo,

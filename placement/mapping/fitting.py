@@ -30,6 +30,8 @@ HOST_PROCESS_GIB = 0.45
 """Of a process that holds torch, in host memory."""
 RESERVE = 0.05
 """Of a GPU's memory, for what allocators lose between pieces."""
+HOST_RESERVE = 0.1
+"""Of host memory that is a slot's: so much may an estimate be below what is taken (docs/first-placement.md)."""
 NODE_GIB = 2.0
 """Of a node's host memory: its controller, a store, the system."""
 
@@ -79,7 +81,8 @@ class Memory:
         device = cluster.device
         if device.memory_gib is None:
             whole = cluster.host_gib_of_a_slot * GIB
-            return cls(whole - NODE_GIB / cluster.smallest_node * GIB, whole, False, HOST_PROCESS_GIB * GIB)
+            limit = whole * (1 - HOST_RESERVE) - NODE_GIB / cluster.smallest_node * GIB
+            return cls(limit, whole, False, HOST_PROCESS_GIB * GIB)
         return cls(device.memory_gib * GIB * (1 - RESERVE), device.memory_gib * GIB, True, PROCESS_GIB * GIB)
 
 
