@@ -37,7 +37,8 @@ from placement.split import Bounds, Split, feasible
 
 log = logging.getLogger(__name__)
 
-POLL_S = 1.0
+POLL_S, SOON_S = 1.0, 0.25
+"""How often it is asked what engines have to do; and while a move takes effect, to know how long that takes."""
 BOOKS_S = 0.5
 """So long are the books of the newest step waited for, before the policy is asked."""
 SETTLE_S = 60.0
@@ -81,6 +82,7 @@ class Planner:
         self._decided: tuple[int, int] | None = None
         self._stood: tuple[object, ...] = ()
         """How step and leadership stood when they were looked at last."""
+        self._settled = True
         self._took: dict[int, float] = {}
         self._since: tuple[int, float] = (0, 0.0)
         """The plan's generation, and since when it is known."""
@@ -100,7 +102,7 @@ class Planner:
             while True:
                 await self._turn()
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(POLL_S):
+                    async with asyncio.timeout(POLL_S if self._settled else SOON_S):
                         await self._job.changes.until(self._is_news)
         finally:
             await self._polling.close()
@@ -230,7 +232,7 @@ class Planner:
         if self._job.mirror.plan is not stored:
             return None
         since = self._clock.monotonic() - self._since[1]
-        settled = is_settled(plan, loads)
+        settled = self._settled = is_settled(plan, loads, view.nodes)
         if settled and moved is not None and moved.generation == plan.generation:
             self._took.setdefault(plan.generation, since)
         if not placement.lends or view.mirror.pin.fixes or not self._moving.judges:

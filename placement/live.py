@@ -108,8 +108,10 @@ def placed(
     are too few slots."""
     limits = bounds_of(snapshot, job, pin)
     if wanted is None and current is not None:
-        wanted = nearest(_spread(split_of(current), snapshot), limits) or first_split(bounds_of(snapshot, job), job)
-    split = wanted if wanted is not None and wanted in set(feasible(limits)) else first_split(limits, job)
+        wanted = _spread(split_of(current), snapshot)
+    split = nearest(wanted, limits) if wanted is not None else None
+    if split is None:
+        split = first_split(limits, job)
     if split is None:
         # What a person fixed gives way to a job that could not go on.
         return (

@@ -8,7 +8,7 @@ was measured nothing is lent.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -182,10 +182,10 @@ def lending(
     )
 
 
-def is_settled(plan: Plan, loads: Loads) -> bool:
-    """Whether every engine is as the plan says: what is to be awake is asked, and what is to sleep sleeps."""
+def is_settled(plan: Plan, loads: Loads, nodes: Collection[str]) -> bool:
+    """Whether every engine on `nodes`, which are there, is as the plan says: what is to be awake is asked, and what is to sleep sleeps."""
     told = {(one.node, one.slot, one.judge): one for one in loads.engines}
-    for place in plan.engines:
+    for place in (place for place in plan.engines if place.node in nodes):
         known = told.get((place.node, place.slot, place.judge))
         if known is None or not (known.asleep if place.asleep else known.ready):
             return False

@@ -110,10 +110,12 @@ def test_whatever_is_lent_every_pool_keeps_an_engine_and_only_who_sleeps_changes
 
 def test_a_plan_is_settled_when_every_engine_is_as_it_says() -> None:
     plan = plan_of()
-    assert is_settled(plan, loads_of(plan))
-    assert not is_settled(plan, Loads(loads_of(plan).engines[1:], {}))
+    assert is_settled(plan, loads_of(plan), BOTH)
+    silent = Loads(tuple(one for one in loads_of(plan).engines if one.node == "a"), {})
+    assert not is_settled(plan, silent, BOTH)
+    assert is_settled(plan, silent, {"a"}), "a node that is away holds nothing up"
     other = plan_of(Split("coexisting", 3, 2, 1))
-    assert not is_settled(other, loads_of(plan))
+    assert not is_settled(other, loads_of(plan), BOTH)
 
 
 def test_speeds_are_fitted_where_loads_differed_and_else_go_by_the_prior() -> None:
