@@ -10,6 +10,7 @@ for nobody can say what it was. Does not read or write anything itself (`control
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -239,6 +240,7 @@ class SlotBooks:
             spans[slot] = tuple(
                 Stretched(span.begin - self._begun, span.end - self._begun, span.seconds) for span in times.spans
             )
+        sums, loads = self._sums(boundary.at)
         step = StepBook(
             version=boundary.version,
             began=self._began,
@@ -247,7 +249,8 @@ class SlotBooks:
             booked={state: round(seconds, 6) for state, seconds in booked.items() if seconds > 0},
             unbooked=unbooked,
             overbooked=overbooked,
-            engines=self._sums(boundary.at),
+            engines=sums,
+            loads=loads,
             switches=switches,
         )
         return Closed(step, tuple(self._phases_until(boundary.at)), spans)
@@ -260,9 +263,10 @@ class SlotBooks:
             begin += seconds
         self._phase.forget(until)
 
-    def _sums(self, until: float) -> dict[str, EngineSums]:
-        """What the engines did in the window that ends then, by pool."""
+    def _sums(self, until: float) -> tuple[dict[str, EngineSums], dict[str, tuple[EngineSums, ...]]]:
+        """What the engines did in the window that ends then, by pool, and of each pool by load."""
         sums: dict[str, EngineSums] = {}
+        loads: dict[str, dict[int, EngineSums]] = {}
         for pool, stretch in self._stretches:
             share = (min(stretch.end, until) - max(stretch.begin, self._begun)) / (stretch.end - stretch.begin)
             if share > 0:
@@ -273,8 +277,12 @@ class SlotBooks:
                     requests=round(stretch.requests * share),
                 )
                 sums[pool] = sums[pool].plus(part) if pool in sums else part
+                if part.active_s > 0:
+                    load = int(math.log2(max(stretch.running_s / stretch.active_s, 1.0)))
+                    by_load = loads.setdefault(pool, {})
+                    by_load[load] = by_load[load].plus(part) if load in by_load else part
         self._stretches = [(pool, stretch) for pool, stretch in self._stretches if stretch.end > until]
-        return sums
+        return sums, {pool: tuple(found for _, found in sorted(by_load.items())) for pool, by_load in loads.items()}
 
 
 def _beginning(reading: EngineReading, since: float) -> EngineReading | None:

@@ -7,7 +7,8 @@ nobody measured is None or missing, never a guess.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from math import log2
 
 from gcore.ledger.books import EngineSums, StepBook
 from gcore.ledger.records import LogEntry, Seal
@@ -16,6 +17,8 @@ from placement.split import Split
 
 BUSY = "busy "
 """How states of work begin in a step's books; the pool follows."""
+LEAST_TOKENS = 16
+"""Of fewer it is not said how fast they were made."""
 
 
 def measured(books: Iterable[StepBook], entry: LogEntry, seal: Seal | None, split: Split) -> Measured:
@@ -40,11 +43,7 @@ def measured(books: Iterable[StepBook], entry: LogEntry, seal: Seal | None, spli
         produce_s=stats.get("collect_s"),
         train_s=stats.get("train_s"),
         other_s=None if exchange is None or publish is None else exchange + publish,
-        speed=tuple(
-            EngineSpeed(pool, total.running_s / total.active_s, total.running_s / total.tokens)
-            for pool, total in sorted(sums.items())
-            if total.active_s > 0 and total.tokens > 0
-        ),
+        speed=tuple(_speeds(found)),
         busy=_busy(found),
     )
 
@@ -55,6 +54,19 @@ def _sums(books: Iterable[StepBook]) -> dict[str, EngineSums]:
         for pool, total in book.engines.items():
             sums[pool] = sums[pool].plus(total) if pool in sums else total
     return sums
+
+
+def _speeds(books: Iterable[StepBook]) -> Iterator[EngineSpeed]:
+    """Of each pool at each load that its engines had for long enough to say how fast they were."""
+    found: dict[tuple[str, int], EngineSums] = {}
+    for book in books:
+        for pool, loads in book.loads.items():
+            for one in loads:
+                key = pool, round(log2(max(one.running_s / one.active_s, 1.0))) if one.active_s > 0 else 0
+                found[key] = found[key].plus(one) if key in found else one
+    for (pool, _), one in sorted(found.items()):
+        if one.active_s > 0 and one.tokens >= LEAST_TOKENS:
+            yield EngineSpeed(pool, one.running_s / one.active_s, one.running_s / one.tokens)
 
 
 def _busy(books: Iterable[StepBook]) -> dict[str, float]:

@@ -107,6 +107,15 @@ class Device:
         self._note(now)
         return ended
 
+    def tokens(self, now: float) -> int:
+        """Made until now: of what has ended, of what runs, and of what was taken back."""
+        begin = max(self._now, self._held_until)
+        passed = 0.0 if self.still else max(0.0, now - begin) / self.step_s
+        running = sum(self._made(row, self._steps + passed) for row in self._running.values())
+        return (
+            self.generated_tokens + running + sum(len(work.tokens) for work in self._waiting.peek(len(self._waiting)))
+        )
+
     def sums(self, now: float) -> Sums:
         """What its time was."""
         self._note(now)
@@ -243,8 +252,10 @@ class Device:
         self._alone_s = self._timing.decode_step(max(1, len(self._running)))
         self._note(now)
 
-    def _made(self, row: _Row) -> int:
-        return min(row.made + int(self._steps - row.joined + ALMOST), len(self._responses[row.work.task.number].tokens))
+    def _made(self, row: _Row, steps: float | None = None) -> int:
+        """Tokens of a row, at the present step or at another one."""
+        since = (self._steps if steps is None else steps) - row.joined
+        return min(row.made + int(since + ALMOST), len(self._responses[row.work.task.number].tokens))
 
     def _retracted(self, row: _Row) -> Work:
         work, made = row.work, self._made(row)

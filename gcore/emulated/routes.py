@@ -236,7 +236,7 @@ async def metrics(engine: EmulatedEngine, request: Request) -> Response:
         ("num_queue_reqs", "gauge", engine.device.waiting),
         ("num_requests_total", "counter", engine.requests),
         ("prompt_tokens_total", "counter", engine.prompt_tokens),
-        ("generation_tokens_total", "counter", engine.device.generated_tokens),
+        ("generation_tokens_total", "counter", engine.device.tokens(engine.now())),
     )
     text = "".join(f"# TYPE sglang:{name} {kind}\nsglang:{name} {value}\n" for name, kind, value in table)
     text += told(engine.device.sums(engine.now()), scale=1.0 / engine.timing.law.speedup)

@@ -48,8 +48,8 @@ class EngineSums(Part):
 class StepBook(Part):
     """One step on one node: from when head moved to the step before until it moved to `version`, as this node heard of it.
 
-    `booked`: seconds by state (`placement.books.State`, as text), over all slots. `unbooked`: slot-seconds of which nobody can say
-    what they were, and `overbooked` those that were told twice; with both added and taken off the books sum to `seconds` times `slots`.
+    `booked`: seconds by state (`placement.books.State`, as text), over all slots; with `unbooked`, the slot-seconds of which nobody can
+    say what they were, they sum to `seconds` times `slots`. `overbooked`: what workers told beyond their own time, which was cut off.
     """
 
     version: Version
@@ -62,6 +62,8 @@ class StepBook(Part):
     overbooked: NonNegativeFloat = 0.0
     engines: dict[str, EngineSums] = Field(default_factory=dict)
     """By pool."""
+    loads: dict[str, tuple[EngineSums, ...]] = Field(default_factory=dict)
+    """The same of their time, by how many requests ran in one: of 1, of 2 and 3, of 4 to 7 and so on, where there was any."""
     switches: dict[str, tuple[NonNegativeFloat, ...]] = Field(default_factory=dict)
     """By "from>to": how many seconds each change of a slot's role took that ended in this step."""
 

@@ -248,5 +248,18 @@ def test_what_engines_did_is_summed_by_pool_and_cut_where_the_step_ends() -> Non
     books.read("e", EngineReading(8.0, Sums(8.0, 8.0, 0, 0, 0, 8.0, 32.0), 4, 0, 160, 4))
     ended(books, 10.0)
     books.read("e", EngineReading(12.0, Sums(12.0, 12.0, 0, 0, 0, 12.0, 48.0), 4, 0, 240, 6))
-    sums = closed(books, 12.5).engines["rollout"]
+    book = closed(books, 12.5)
+    sums = book.engines["rollout"]
     assert (sums.active_s, sums.running_s, sums.tokens, sums.requests) == (10.0, 40.0, 200, 5)
+    assert book.loads == {"rollout": (sums,)}
+
+
+def test_what_engines_did_is_told_by_how_many_requests_they_had() -> None:
+    view = job(place("cpu:0"), workers=(engine_of("e", "cpu:0"),))
+    books = begun(view)
+    for at, running_s, tokens in ((2.0, 32.0, 640), (3.0, 35.0, 710), (5.0, 41.0, 860)):
+        books.read("e", EngineReading(at, Sums(at, at, 0, 0, 0, at, running_s), 4, 0, tokens, 4))
+    ended(books, 5.0)
+    crowd, tail = closed(books, 5.5).loads["rollout"][::-1]
+    assert (crowd.active_s, crowd.running_s, crowd.tokens) == (2.0, 32.0, 640)
+    assert (tail.active_s, tail.running_s, tail.tokens) == (3.0, 9.0, 220)

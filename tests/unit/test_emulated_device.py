@@ -144,3 +144,18 @@ def test_when_it_is_looked_at_changes_nothing_and_everything_ends_once_and_whole
     assert looked.keys() == plain.keys()
     for n, (when, length) in plain.items():
         assert looked[n] == (pytest.approx(when, abs=1e-2), length)
+
+
+def test_tokens_are_counted_as_they_are_made_and_time_as_it_passes() -> None:
+    one = device(rows=2)
+    one.sums(0.0)
+    one.submit([task(0, 10), task(1, 4), task(2, 4)], 2.0)
+    assert one.tokens(2.0 + 3.5) == 6
+    one.pause("retract", 6.0)
+    assert one.tokens(9.0) == one.tokens(6.0) == 8
+    one.resume(9.0)
+    run(one, 100.0)
+    assert one.tokens(100.0) == 18
+    sums = one.sums(100.0)
+    assert sums.busy_s + sums.idle_s + sums.paused_s + sums.asleep_s == pytest.approx(100.0)
+    assert sums.paused_s == pytest.approx(3.0)

@@ -32,13 +32,16 @@ def seal(*lengths: tuple[int, ...]) -> Seal:
 
 def book(step: int = 4, **engines: EngineSums) -> StepBook:
     booked = {"busy rollout": 2.0, "busy train": 1.5, "idle rollout tail": 0.5, "busy reward": 0.25}
-    return StepBook(version=Version(0, step), began=0.0, seconds=5.0, slots=1, booked=booked, engines=dict(engines))
+    loads = {pool: (sums,) for pool, sums in engines.items()}
+    return StepBook(
+        version=Version(0, step), began=0.0, seconds=5.0, slots=1, booked=booked, engines=dict(engines), loads=loads
+    )
 
 
 def test_a_step_is_what_its_entry_its_seal_and_the_books_of_all_nodes_say() -> None:
-    one = book(rollout=EngineSums(active_s=2.0, running_s=8.0, tokens=400, requests=4))
+    one = book(rollout=EngineSums(active_s=2.0, running_s=6.0, tokens=300, requests=4))
     other = book(
-        rollout=EngineSums(active_s=2.0, running_s=4.0, tokens=200, requests=2),
+        rollout=EngineSums(active_s=2.0, running_s=6.0, tokens=300, requests=2),
         reward=EngineSums(active_s=1.0, running_s=2.0, tokens=30, requests=6),
     )
     found = measured([one, other], entry(), seal((10, 20), (30,)), SPLIT)
@@ -48,6 +51,15 @@ def test_a_step_is_what_its_entry_its_seal_and_the_books_of_all_nodes_say() -> N
     assert found.busy == {"rollout": 4.0, "train": 3.0, "reward": 0.5}
     assert found.seconds == pytest.approx(5.0)
     assert (found.produce_s, found.train_s, found.other_s) == (3.0, 1.5, 0.5)
+
+
+def test_how_fast_engines_were_is_told_for_each_load_that_they_had() -> None:
+    crowd = EngineSums(active_s=2.0, running_s=32.0, tokens=800, requests=16)
+    tail = EngineSums(active_s=3.0, running_s=6.0, tokens=300, requests=0)
+    moment = EngineSums(active_s=0.1, running_s=0.1, tokens=3, requests=0)
+    both = book().model_copy(update={"loads": {"rollout": (moment, tail, crowd)}})
+    found = measured([both, both], entry(), None, SPLIT)
+    assert [(s.running, s.token_s) for s in found.speed] == [(2.0, 0.02), (16.0, 0.04)]
 
 
 def test_what_nobody_measured_is_missing() -> None:
