@@ -92,7 +92,9 @@ async def test_a_judge_that_becomes_slow_does_so_at_the_step_that_the_job_has_co
     law = Law(speedup=10.0, replica_noise=0.0, event_noise=0.0, judge_decode_s=0.1, judge_slow_at=2, judge_slow=3.0)
 
     async def at(scene: Scene, step: int, rid: str) -> float:
-        head = Head(seq=step, parent=None, lineage=0, step=step, cursors=Cursors.start(1), lineages=(), world="w", nonce="n")
+        head = Head(
+            seq=step, parent=None, lineage=0, step=step, cursors=Cursors.start(1), lineages=(), world="w", nonce="n"
+        )
         await scene.store.transact((), (Put(keys.JobKeys("job").head, head.encode()),))
         await asyncio.sleep(0.1)
         return await timed(scene.clients[1], 10, rid)

@@ -1,0 +1,283 @@
+"""Placement policies live on emulated slots: 4 controllers, 32 slots, responses that get longer and a judge that becomes slow.
+
+    make bench-placement-live                     every policy, alternating rounds; results/placement_live.json
+    ... BENCH_ARGS="--policies static:18:10:4 static:12:16:4 --rounds 1 --steps 8 --out /tmp/placement_live.json"
+
+The control plane is real (etcd, daemons, gRPC, HTTP, supervisors, the audit at the end); what computes is emulated, and takes the time
+of a law that is known to no policy. Over the run the median response grows by a tenth a step up to the middle and the judge's decode steps
+become several times as long there, so that first rollout wants more slots and then the judge. What is drawn follows from the job's name and the prompt:
+every run has the same responses, whatever its policy. Seconds are those of a step from commit to commit, in emulated time. What agreeing, routing
+and asking cost is real, and weighs more as emulated time runs faster. All runs share this machine's cores, which on a cluster each
+node has for itself.
+
+`static:R:J:T` has R slots that roll out, J that judge and T that train, for as long as it runs. `colocated` has an engine of each model on every
+slot, awake at once: two that compute on one slot share its pace and lose `shared_loss` by it. Any other name is a policy that moves slots.
+Of policies that move slots each move's prediction is compared with what came, and every node's books are added up, as far as the run has them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from measured import RESULTS, circumstances, spread
+
+from controllers.moves_file import moves_in
+from gcore.emulated.launch import LAW_FILE
+from gcore.ledger.books_file import parse
+from gcore.testing.tiny_model import make_tiny_model
+
+NODES, SLOTS = 4, 32
+STEPS, SLOW_AT = 12, 6
+GROUPS, SAMPLES, LONGEST, ROWS = 64, 4, 400, 4
+"""A group a step of each shard: every controller has as many."""
+LAW: dict[str, Any] = {
+    "speedup": 1.5,
+    "load_s": 0.5,
+    "prefill_tokens_per_s": 200_000.0,
+    "decode_s": 0.01,
+    "decode_per_sequence_s": 0.004,
+    "response_tokens": 60,
+    "response_spread": 0.2,
+    "response_growth": 1.06,
+    "judge_decode_s": 0.01,
+    "judge_decode_per_sequence_s": 0.004,
+    "judge_response_tokens": 16,
+    "judge_response_spread": 0.2,
+    "judge_slow_at": SLOW_AT,
+    "judge_slow": 8.0,
+    "shared_loss": 0.5,
+    "publish_s": 0.1,
+    "sleep_s": 0.1,
+    "wake_s": 0.2,
+    "train_s": 0.2,
+    "train_tokens_per_s": 8_000.0,
+    "replica_noise": 0.05,
+    "event_noise": 0.02,
+}
+"""No accelerator's numbers. Sharing costs half of the pace again, so that to have everything everywhere is not free of charge."""
+WARM = 1
+"""Steps that are not counted: everything is published, imported and connected for the first time."""
+FIXED = ("static:20:8:4", "static:16:12:4", "static:12:16:4")
+COLOCATED = "colocated"
+MOVING = ("dynamic",)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A policy and what it begins with."""
+
+    name: str
+
+    @property
+    def placement(self) -> dict[str, Any]:
+        """The section of the spec."""
+        if self.name == COLOCATED:
+            return {"policy": COLOCATED}
+        policy, *split = self.name.split(":")
+        _, reward, train = map(int, split or FIXED[0].split(":")[1:])
+        return {"policy": policy, "train": train, "reward": reward}
+
+
+def write_job(folder: Path, choice: Choice, steps: int) -> Path:
+    """A spec for a policy. All have one name, from which the responses follow."""
+    job = {
+        "name": "placement",
+        "model": {"path": "model"},
+        "data": {"path": "train.jsonl", "shards": 16 * NODES},
+        "flow": {"steps": steps, "groups_per_step": GROUPS, "samples_per_prompt": SAMPLES},
+        "rollout": {"max_new_tokens": LONGEST, "batch_slots": ROWS},
+        "judges": [
+            {
+                "name": "tutor",
+                "model": {"path": "model"},
+                "template": "{{ prompt }}{{ response }}",
+                "max_new_tokens": 100,
+                "serving": {"batch_slots": ROWS},
+                "verdict": {"parser": "words", "words": {"y": 1, "n": 0}},
+            }
+        ],
+        "reward": {"judge": "tutor"},
+        "placement": choice.placement,
+        "checkpoint": {"every": 1000},
+    }
+    if choice.name == COLOCATED:
+        job["train"] = {"ranks": NODES}
+    file = folder / f"{choice.name.replace(':', '-')}.yaml"
+    file.write_text(json.dumps(job))  # JSON is YAML
+    return file
+
+
+def one_run(folder: Path, choice: Choice, steps: int, limit_s: float) -> dict[str, Any]:
+    """One run. Raises SystemExit unless it succeeds with a clean audit."""
+    file = write_job(folder, choice, steps)
+    with tempfile.TemporaryDirectory() as place:
+        home = Path(place) / "home"
+        words = ["run", str(file), "--plain", "--home", str(home), "--controllers", str(NODES)]
+        command = [sys.executable, "-m", "controllers.cli.main", *words, "--slots", f"emulated:{SLOTS}"]
+        environment = {**os.environ, LAW_FILE: str(folder / "law.json")}
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, check=False, cwd=place, env=environment, timeout=limit_s
+            )
+        finally:
+            down = [sys.executable, "-m", "controllers.cli.main", "down", "--home", str(home)]
+            subprocess.run(down, check=False, capture_output=True, cwd=place)
+        if done.returncode:
+            raise SystemExit(f"{choice.name}: {done.stdout[-3000:]}{done.stderr[-3000:]}")
+        (run,) = home.glob("runs/*")
+        summary = json.loads((run / "summary.json").read_text())
+        if summary["audit"] != "clean":
+            raise SystemExit(f"{choice.name}: audit {summary['audit']}")
+        return {"policy": choice.name, **read_run(run)}
+
+
+def read_run(run: Path) -> dict[str, Any]:
+    """What a run's folder tells of its steps, its moves and its books."""
+    steps = [event for event in lines_of(run / "events.jsonl") if event["kind"] == "step"]
+    stats = [step["data"]["stats"] for step in steps]
+    speedup = float(LAW["speedup"])
+    seconds = [(later["time"] - earlier["time"]) * speedup for earlier, later in pairwise(steps)][WARM - 1 :]
+    return {
+        "step_seconds": [round(one, 3) for one in seconds],
+        "seconds": round(sum(seconds), 2),
+        "tokens": [int(one["tokens"]) for one in stats],
+        "collect_seconds": [round(one["collect_s"] * speedup, 2) for one in stats],
+        "train_seconds": [round(one["train_s"] * speedup, 2) for one in stats],
+        "moves": moves_of(run),
+        "books": books_of(run),
+    }
+
+
+def moves_of(run: Path) -> list[dict[str, Any]]:
+    """Each move with what was expected of a step after it, and what the steps came to."""
+    return [
+        {
+            "step": move.step,
+            "kind": move.kind,
+            "before": move.before.model_dump(mode="json"),
+            "after": move.after.model_dump(mode="json"),
+            "state": move.state,
+            "reason": move.reason,
+            "expected_s": move.expected_s,
+            "measured_s": move.outcome.step_s if move.outcome else None,
+            "took_s": move.outcome.took_s if move.outcome else None,
+        }
+        for move in moves_in(run / "moves.jsonl")
+    ]
+
+
+def books_of(run: Path) -> dict[str, Any] | None:
+    """How far the books of the nodes are from slots times seconds, and what the slots were; None where a run has none."""
+    lines = [parse(text) for file in sorted(run.glob("books/*.jsonl")) for text in file.read_text().splitlines()]
+    books = [line.book for line in lines if line is not None]
+    if not books:
+        return None
+    states: dict[str, float] = {}
+    for book in books:
+        for state, seconds in book.booked.items():
+            states[state] = states.get(state, 0.0) + seconds
+    total = sum(book.seconds * book.slots for book in books)
+    return {
+        "nodes_and_steps": len(books),
+        "largest_error": round(max(book.error for book in books), 5),
+        "error": round(sum(book.unbooked + book.overbooked for book in books) / total, 5),
+        "shares": {state: round(seconds / total, 4) for state, seconds in sorted(states.items())},
+    }
+
+
+def lines_of(file: Path) -> list[dict[str, Any]]:
+    """A file of JSON lines; none if it is not there."""
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+
+
+def summed(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of each policy: the seconds of a run, and of its steps before and after the judge became slow."""
+    found: dict[str, Any] = {}
+    for name in dict.fromkeys(run["policy"] for run in runs):
+        mine = [run for run in runs if run["policy"] == name]
+        early = [one for run in mine for one in run["step_seconds"][: SLOW_AT - WARM]]
+        late = [one for run in mine for one in run["step_seconds"][SLOW_AT - WARM :]]
+        moves = [move for run in mine for move in run["moves"] if move["state"] == "done"]
+        ratios = [m["expected_s"] / m["measured_s"] for m in moves if m["expected_s"] and m["measured_s"]]
+        books = [run["books"] for run in mine if run["books"]]
+        found[name] = {
+            "seconds": spread([run["seconds"] for run in mine], 2),
+            "step_seconds_before": round(statistics.mean(early), 3) if early else None,
+            "step_seconds_after": round(statistics.mean(late), 3) if late else None,
+            "moves": len(moves),
+            "expected_by_measured": spread(ratios, 3) if ratios else None,
+            "largest_error_of_books": max((one["largest_error"] for one in books), default=None),
+        }
+    return found
+
+
+def beside_the_best(policies: dict[str, Any]) -> dict[str, Any]:
+    """How the others' seconds are to those of the best static split, in hindsight."""
+    static = {name: row["seconds"]["median"] for name, row in policies.items() if name.startswith("static")}
+    if not static:
+        return {}
+    best = min(static, key=static.__getitem__)
+    ratios = {name: round(row["seconds"]["median"] / static[best], 3) for name, row in policies.items()}
+    return {"best_static": best, "seconds_by_best_static": ratios}
+
+
+def main() -> None:
+    """Run, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--policies", nargs="+", default=[*FIXED, COLOCATED, *MOVING], help="in the order of the first round"
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--speedup", type=float, default=LAW["speedup"], help="emulated seconds in a real one")
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds after which a run is given up")
+    parser.add_argument("--out", type=Path, default=RESULTS / "placement_live.json")
+    arguments = parser.parse_args()
+    LAW["speedup"] = arguments.speedup
+    result: dict[str, Any] = circumstances("grpcio", "uvicorn")
+    runs: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        make_tiny_model(folder / "model", seed=1)
+        lines = [json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) for a in range(100, 200) for b in range(80)]
+        (folder / "train.jsonl").write_text("\n".join(lines) + "\n")
+        (folder / "law.json").write_text(json.dumps(LAW))
+        for number in range(arguments.rounds):
+            order = arguments.policies if number % 2 == 0 else arguments.policies[::-1]
+            for name in order:
+                runs.append({"round": number, **one_run(folder, Choice(name), arguments.steps, arguments.limit)})
+                one = runs[-1]
+                print(f"round {number + 1}: {name:16} {one['seconds']:7.1f} s  {one['step_seconds']}", flush=True)
+    result |= {
+        "what": (__doc__ or "").split("\n")[0],
+        "slots": SLOTS,
+        "controllers": NODES,
+        "steps": arguments.steps,
+        "groups": GROUPS,
+        "samples": SAMPLES,
+        "rows": ROWS,
+        "law": LAW,
+        "policies": summed(runs),
+        "runs": runs,
+        "load_after": round(os.getloadavg()[0], 2),
+    }
+    result |= beside_the_best(result["policies"])
+    for name, row in result["policies"].items():
+        print(f"{name:16} {row['seconds']}  a step {row['step_seconds_before']} s, then {row['step_seconds_after']} s")
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+    print(arguments.out)
+
+
+if __name__ == "__main__":
+    main()
