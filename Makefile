@@ -25,7 +25,7 @@ SGLANG_ENV := GCORE_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: chaos test-large help setup sglang-setup demo demo-kill demo-sglang prepare prepare-judge test test-sglang test-trackers bench-demo bench-judge bench-calculator bench-async bench-stream bench-idle bench-startup bench-grpo bench-trainer bench-checkpoints bench-copies bench-engine bench-flows bench-issue bench-memory bench-tails bench-rewards bench-control-plane bench-page test-gpu sim sim-long mutations lint proto clean
+.PHONY: chaos test-large help setup sglang-setup demo demo-kill demo-sglang prepare prepare-judge test test-sglang test-trackers bench-demo bench-judge bench-calculator bench-async bench-stream bench-idle bench-startup bench-grpo bench-trainer bench-checkpoints bench-copies bench-engine bench-flows bench-issue bench-memory bench-tails bench-rewards bench-control-plane bench-placement-live bench-page test-gpu sim sim-long mutations lint proto clean
 
 help: ## What there is to make
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk 'BEGIN {FS = ":.*## "} {printf "  make %-12s %s\n", $$1, $$2}'
@@ -127,6 +127,9 @@ bench-flows: prepare ## Every built-in flow's example once: accuracy and seconds
 
 bench-control-plane: prepare ## Seal, commit and the store's writes with 16 controllers and 1,024 emulated engines; benchmarks/results/control_plane.json
 	@$(TEST_ENV) $(BIN)/python benchmarks/control_plane.py $(BENCH_ARGS)
+
+bench-placement-live: setup ## Placement policies on 32 emulated slots with drifting lengths and a judge that becomes slow; benchmarks/results/placement_live.json
+	@$(TEST_ENV) $(BIN)/python benchmarks/placement_live.py $(BENCH_ARGS)
 
 bench-rewards: setup ## Scoring in processes of its own beside scoring directly; programs a second; benchmarks/results/rewards.json
 	@$(TEST_ENV) $(BIN)/python benchmarks/rewards.py $(BENCH_ARGS)
