@@ -29,7 +29,7 @@ from gcore.ledger.placing import Moves
 from gcore.plugins import RAISED, sentence_of
 from placement.assign import assigned
 from placement.live import Moving, Start, bounds_of, first_split, obeying
-from placement.loads import is_settled, lending
+from placement.loads import Rows, is_settled, lending
 from placement.moves import Deciding, Proposal, base_split, between_steps, costs, is_told, with_outcomes
 from placement.named import find_policy
 from placement.policies.base import Decision, Policy, Situation, SwitchCosts
@@ -76,6 +76,8 @@ class Planner:
         self._clock = clock
         self._file = MovesFile(run_dir)
         self._moving = Moving.by(spec)
+        judging = [judge.serving.batch_slots for judge in spec.judges if judge.model is not None]
+        self._rows = Rows(spec.rollout.batch_slots, min(judging, default=1))
         self._polling = Polling(job.uid)
         self._history = StepHistory()
         self._policy: Policy | None = None
@@ -213,8 +215,7 @@ class Planner:
         )
         try:
             if self._policy is None:
-                rows = min((j.serving.batch_slots for j in self._spec.judges if j.model is not None), default=1)
-                self._policy = find_policy(name)(Start(first, self._spec.rollout.batch_slots, rows))
+                self._policy = find_policy(name)(Start(first, self._rows.rollout, self._rows.reward))
             return await asyncio.to_thread(self._policy.plan, situation)
         except RAISED as error:  # the edge to foreign code: a policy may raise anything
             log.exception("placement policy %s", name)
@@ -244,7 +245,7 @@ class Planner:
             return None
         members = {stored.record.node for stored in view.mirror.members.values()}
         history = self._history.steps(view.mirror)
-        proposal = lending(plan, loads, history, cost, frozenset(members), self._deciding(view))
+        proposal = lending(plan, loads, history, cost, frozenset(members), self._rows, self._deciding(view))
         if proposal is None or (placement.dry_run and moved is not None and moved.step == view.head.step):
             return None
         return proposal

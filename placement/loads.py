@@ -18,11 +18,20 @@ from placement.assign import Slot, split_of
 from placement.lending import lent
 from placement.measured import Measured
 from placement.moves import Deciding, Proposal, part_of, told_slots
+from placement.plan import counted
 
 PRIOR_SATURATING = 8.0
 """Requests that an engine runs when a token takes twice what it takes alone, where nobody has measured it."""
 STEPS = 4
 """Newest steps from which speeds and lengths are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Requests that an engine of each pool runs at once, at most."""
+
+    rollout: int
+    reward: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,22 +65,27 @@ class Loads:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Of a pool's engines: seconds of a token alone, and how many requests make it twice that; tokens of one request."""
+    """Of a pool's engines: seconds of a token alone, and how many requests make it twice that; tokens of one request; `rows`: requests
+    that one runs at once, at most."""
 
     alone_s: float
     saturating: float
     tokens: float
     residual: float
     """Tokens that a request which runs has still to come, on average: long ones are met more often."""
+    rows: int
 
     def left_s(self, owed: float, engines: int) -> float:
-        """Seconds until `engines` are done with what is owed."""
-        each = owed / max(engines, 1)
-        rounds = max(1.0, each / (4.0 * self.saturating))  # what does not run yet comes after what does
-        return self.residual * rounds * self.alone_s * (1.0 + max(each / rounds, 1.0) / self.saturating)
+        """Seconds until `engines` are done with what is owed; what does not run yet comes after what does."""
+        if owed <= 0:
+            return 0.0
+        each = max(owed / max(engines, 1), 1.0)
+        running = min(each, float(self.rows))
+        tokens = self.residual + (each / running - 1.0) * self.tokens
+        return tokens * self.alone_s * (1.0 + running / self.saturating)
 
 
-def speed_of(history: Sequence[Measured], pool: str) -> Speed | None:
+def speed_of(history: Sequence[Measured], pool: str, rows: int) -> Speed | None:
     """What the newest steps tell; None: nothing."""
     newest = history[-STEPS:]
     points = [(one.running, one.token_s) for step in newest for one in step.speed if one.pool == pool]
@@ -81,7 +95,7 @@ def speed_of(history: Sequence[Measured], pool: str) -> Speed | None:
     mean = fmean(lengths)
     residual = fmean(tokens * tokens for tokens in lengths) / (2.0 * mean)
     alone, saturating = _line(points)
-    return Speed(alone, saturating, mean, max(residual, mean / 2.0))
+    return Speed(alone, saturating, mean, max(residual, mean / 2.0), rows)
 
 
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
@@ -102,22 +116,28 @@ class Lending:
     """What is lent now: above 0 from rollout to the judges, below 0 back, and the seconds each pool had left."""
 
     count: int
+    rollout: Speed
+    reward: Speed
     rollout_left_s: float
     reward_left_s: float
     rollout_owed: int
     reward_owed: int
 
+    def ends_s(self, rollout: int, reward: int) -> float:
+        """Seconds until both pools are done, with so many engines each."""
+        to_come = float(self.rollout_owed + self.reward_owed)
+        return max(self.rollout.left_s(float(self.rollout_owed), rollout), self.reward.left_s(to_come, reward))
 
-def wanted(plan: Plan, loads: Loads, history: Sequence[Measured], cost_s: float) -> Lending | None:
+
+def wanted(plan: Plan, loads: Loads, history: Sequence[Measured], cost_s: float, rows: Rows) -> Lending | None:
     """What is to be lent; None: it cannot be known, or nothing can be lent."""
     split = split_of(plan)
-    rollout, reward = speed_of(history, "rollout"), speed_of(history, "reward")
+    rollout, reward = speed_of(history, "rollout", rows.rollout), speed_of(history, "reward", rows.reward)
     if split.mode == "colocated" or rollout is None or reward is None:
         return None
     owed, asked = loads.owed("rollout"), loads.owed("reward")
     to_come = asked + owed  # every response that is still made will be judged
-    rollout_left = rollout.left_s(owed, split.rollout) if owed else 0.0
-    reward_left = reward.left_s(to_come, split.reward) if to_come else 0.0
+    rollout_left, reward_left = rollout.left_s(owed, split.rollout), reward.left_s(to_come, split.reward)
     count = lent(
         cost_s,
         split.rollout,
@@ -129,14 +149,20 @@ def wanted(plan: Plan, loads: Loads, history: Sequence[Measured], cost_s: float)
         reward.saturating,
         reward_left,
     )
-    return Lending(count, rollout_left, reward_left, owed, asked)
+    return Lending(count, rollout, reward, rollout_left, reward_left, owed, asked)
 
 
 def lending(
-    plan: Plan, loads: Loads, history: Sequence[Measured], cost_s: float, needed: frozenset[str], at: Deciding
+    plan: Plan,
+    loads: Loads,
+    history: Sequence[Measured],
+    cost_s: float,
+    needed: frozenset[str],
+    rows: Rows,
+    at: Deciding,
 ) -> Proposal | None:
     """The move by which slots are lent now. `needed`: nodes that keep an engine of the policy, for their prompts are answered there."""
-    found = wanted(plan, loads, history, cost_s)
+    found = wanted(plan, loads, history, cost_s, rows)
     if found is None or found.count == 0:
         return None
     to_judges = found.count > 0
@@ -157,8 +183,12 @@ def lending(
     )
     owed, has = (found.reward_owed, found.rollout_owed) if to_judges else (found.rollout_owed, found.reward_owed)
     now_slots = before_split.reward if to_judges else before_split.rollout
-    gain = max(left * (1.0 - now_slots / (now_slots + len(slots))) - cost_s, 0.0)
-    reason = f"{pool} had {owed} requests on {now_slots} slots, about {left:.0f} s of work, and {other} only {has}, about {spare:.0f} s"
+    before_s = found.ends_s(before_split.rollout, before_split.reward)
+    gain = max(before_s - found.ends_s(after_split.rollout, after_split.reward), 0.0)
+    reason = (
+        f"{pool} had {owed} requests on {counted(now_slots, 'slot')}, about {left:.1f} s of work with what was to come, and {other} "
+        f"had {has}, about {spare:.1f} s"
+    )
     names, more = told_slots(plan, after)
     move = Move(
         generation=after.generation,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from gcore.ledger.job import Plan
 from gcore.ledger.placing import MoveKind
 from placement.assign import assigned, split_of
-from placement.loads import EngineLoad, Loads, is_settled, lending, speed_of
+from placement.loads import EngineLoad, Loads, Rows, is_settled, lending, speed_of
 from placement.measured import EngineSpeed, Measured
 from placement.moves import Deciding
 from placement.plan import NodeSlots, Snapshot
@@ -20,6 +20,7 @@ SNAPSHOT = Snapshot((NodeSlots("a", ("cpu:0", "cpu:1", "cpu:2")), NodeSlots("b",
 SPEEDS = (EngineSpeed("rollout", 2.0, 0.01), EngineSpeed("rollout", 16.0, 0.03), EngineSpeed("reward", 8.0, 0.05))
 STEP = Measured(3, SPLIT, (100.0,) * 8, (50.0,) * 8, 800.0, 5.0, 1.0, 0.1, SPEEDS, {})
 BOTH = frozenset({"a", "b"})
+ROWS = Rows(16, 16)
 
 
 def plan_of(split: Split = SPLIT) -> Plan:
@@ -48,29 +49,29 @@ def loads_of(plan: Plan, rollout: dict[str, int] | int = 0, reward: int = 0, rew
 
 def test_when_rollout_ends_its_slots_are_lent_to_the_judges_that_are_behind() -> None:
     plan = plan_of()
-    found = lending(plan, loads_of(plan, reward=8), [STEP], 0.1, BOTH, AT)
+    found = lending(plan, loads_of(plan, reward=8), [STEP], 0.1, BOTH, ROWS, AT)
     assert found is not None
     assert found.plan is not None
     assert found.move.kind is MoveKind.LEND
     assert found.plan.generation == plan.generation + 1
     assert split_of(found.plan).reward > 1
     assert found.plan.rollout_nodes == BOTH, "each node keeps an engine of the policy"
-    assert "the judges had 8 requests on 1 slots" in found.move.reason
+    assert "the judges had 8 requests on 1 slot," in found.move.reason
 
 
 def test_nothing_is_lent_for_less_than_it_costs_nor_before_anything_was_measured() -> None:
     plan = plan_of()
     loads = loads_of(plan, reward=8)
-    assert lending(plan, loads, [STEP], 1000.0, BOTH, AT) is None
-    assert lending(plan, loads, [], 0.1, BOTH, AT) is None
-    assert lending(plan, loads_of(plan), [STEP], 0.1, BOTH, AT) is None
+    assert lending(plan, loads, [STEP], 1000.0, BOTH, ROWS, AT) is None
+    assert lending(plan, loads, [], 0.1, BOTH, ROWS, AT) is None
+    assert lending(plan, loads_of(plan), [STEP], 0.1, BOTH, ROWS, AT) is None
 
 
 def test_slots_with_the_least_to_do_are_lent_first() -> None:
     plan = plan_of()
     awake = [f"{p.node}/{p.slot}" for p in plan.engines if not p.judge and not p.asleep]
     busy = dict.fromkeys(awake[1:], 1)
-    found = lending(plan, loads_of(plan, rollout=busy, reward=30), [STEP], 0.01, BOTH, AT)
+    found = lending(plan, loads_of(plan, rollout=busy, reward=30), [STEP], 0.01, BOTH, ROWS, AT)
     assert found is not None
     assert any(line.startswith(awake[0]) for line in found.move.slots)
 
@@ -78,7 +79,7 @@ def test_slots_with_the_least_to_do_are_lent_first() -> None:
 def test_what_would_be_lent_is_only_told() -> None:
     plan = plan_of()
     dry = Deciding(3, 7, "a", 100.0, dry=True)
-    found = lending(plan, loads_of(plan, reward=8), [STEP], 0.1, BOTH, dry)
+    found = lending(plan, loads_of(plan, reward=8), [STEP], 0.1, BOTH, ROWS, dry)
     assert found is not None
     assert found.plan is None
     assert found.move.state == "would"
@@ -90,7 +91,7 @@ def test_whatever_is_lent_every_pool_keeps_an_engine_and_only_who_sleeps_changes
 ) -> None:
     plan = plan_of(Split("coexisting", 5 - reward, reward, 1))
     loads = loads_of(plan, running, asked, reward_waits=waiting)
-    found = lending(plan, loads, [STEP], cost, BOTH, AT)
+    found = lending(plan, loads, [STEP], cost, BOTH, ROWS, AT)
     if found is None:
         return
     assert found.plan is not None
@@ -105,7 +106,7 @@ def test_whatever_is_lent_every_pool_keeps_an_engine_and_only_who_sleeps_changes
     assert split.rollout + split.reward == 5
     per_slot = {(p.node, p.slot): p.pool for p in after.engines if not p.asleep}
     assert len(per_slot) == 5, "a slot serves one pool at a time"
-    assert lending(plan, loads, [STEP], cost, BOTH, AT) == found
+    assert lending(plan, loads, [STEP], cost, BOTH, ROWS, AT) == found
 
 
 def test_a_plan_is_settled_when_every_engine_is_as_it_says() -> None:
@@ -119,10 +120,10 @@ def test_a_plan_is_settled_when_every_engine_is_as_it_says() -> None:
 
 
 def test_speeds_are_fitted_where_loads_differed_and_else_go_by_the_prior() -> None:
-    rollout, reward = speed_of([STEP], "rollout"), speed_of([STEP], "reward")
+    rollout, reward = speed_of([STEP], "rollout", 8), speed_of([STEP], "reward", 8)
     assert rollout is not None
     assert reward is not None
     assert abs(rollout.alone_s * (1 + 16 / rollout.saturating) - 0.03) < 1e-9
     assert abs(reward.alone_s * (1 + 8 / reward.saturating) - 0.05) < 1e-9
     assert rollout.left_s(8, 4) < rollout.left_s(80, 4)
-    assert speed_of([], "rollout") is None
+    assert speed_of([], "rollout", 8) is None

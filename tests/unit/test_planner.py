@@ -260,7 +260,9 @@ def test_steps_are_remembered_with_their_lengths_and_what_the_books_say_later() 
     (step,) = history.steps(job.mirror)
     assert (step.step, step.split, step.speed) == (1, FIRST, ())
     sums = EngineSums(active_s=10.0, running_s=40.0, tokens=400)
-    book = StepBook(version=Version(0, 1), began=0.0, seconds=3.0, slots=3, engines={"rollout": sums})
+    book = StepBook(
+        version=Version(0, 1), began=0.0, seconds=3.0, slots=3, engines={"rollout": sums}, loads={"rollout": (sums,)}
+    )
     job.change(books={"node-0": stored(NodeBooks(node="node-0", steps=(book,)))})
     (step,) = history.steps(job.mirror)
     assert [(one.pool, one.running, one.token_s) for one in step.speed] == [("rollout", 4.0, 0.1)]
