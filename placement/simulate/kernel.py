@@ -262,6 +262,8 @@ def play(
                 if seats[POOL, i] == SWITCHING and clock[READY, i] < ready:
                     ready, woken = clock[READY, i], i
             look = tick * every_s
+            if k < 0 and woken < 0 and how == BY_SCHEDULE and tick >= schedule.shape[0]:
+                break  # nobody is left to serve what waits: only a schedule does that
             if ready <= at and ready <= look:
                 now = ready
                 seats[POOL, woken] = seats[TARGET, woken]
@@ -285,8 +287,6 @@ def play(
                     )
                     _admit(pool, now, line, ends, left, most, clock, seats, aims, whose, laws, pace, spans)
                 continue
-        if k < 0:
-            return np.inf, generated, spans, moved  # nobody is left to serve what waits: only a schedule does that
         now = at
         pool = seats[POOL, k]
         _catch_up(k, now, clock, seats, laws, pace, spans)
@@ -301,4 +301,4 @@ def play(
                 ends[1, 1] += 1
                 _admit(REWARD, now, line, ends, left, most, clock, seats, aims, whose, laws, pace, spans)
         _admit(pool, now, line, ends, left, most, clock, seats, aims, whose, laws, pace, spans)
-    return now, generated, spans, moved
+    return np.inf if owed > 0 else now, generated, spans, moved

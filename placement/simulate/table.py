@@ -104,7 +104,7 @@ def compared(job: SimulatedJob, move_s: float) -> tuple[Row, ...]:
     """All policies on the job."""
     costs = switch_costs(job.scenario, job.seed, move_s)
     best, fixed = best_each_step(job, costs).seconds, best_static(job, costs).seconds
-    rows = [Row("best static", fixed, fixed / best - 1, 0.0, 0)]
+    rows = [Row("best each step", best, 0.0, best / fixed - 1, 0), Row("best static", fixed, fixed / best - 1, 0.0, 0)]
     for name in policies(job.scenario, job.seed):
         run = play_policy(job, name, move_s)
         rows.append(Row(name, run.seconds, run.seconds / best - 1, run.seconds / fixed - 1, len(run.moves) - 1))

@@ -1,0 +1,208 @@
+"""Placement policies in the simulator: every scenario of benchmarks/scenarios, seeds that nothing was tuned on, five switch costs.
+
+`dynamic` was tuned on seeds from 1000 on; seeds 0 to 99 are for this table alone. A run that was interrupted goes on where it was, as
+long as neither simulator, policies nor scenarios have changed since: .cache/placement has what is done. Writes
+benchmarks/results/placement.json; `benchmarks/placement_page.py` makes the page's tables and plots of it.
+
+    python benchmarks/placement_table.py [--seeds 100] [--processes 2] [--only NAME,NAME] [--decisions]
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import time
+from collections.abc import Iterator
+from multiprocessing import Pool
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from measured import ROOT, circumstances, write
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from placement.measured import EngineSpeed, Measured
+from placement.policies.base import Situation, SwitchCosts
+from placement.policies.dynamic import Dynamic
+from placement.policies.fixed import even
+from placement.simulate.job import SimulatedJob
+from placement.simulate.oracle import bound
+from placement.simulate.scenario import read_scenario
+from placement.simulate.table import COSTS, compared, pools_of
+from placement.split import Bounds
+
+SCENARIOS = ROOT / "benchmarks" / "scenarios"
+CACHE = ROOT / ".cache" / "placement"
+LARGE = 1024
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--seeds", type=int, default=100)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--only", default="", help="scenarios, with commas")
+    parser.add_argument("--decisions", action="store_true", help="only measure how long decisions take")
+    told = parser.parse_args()
+    if told.decisions:
+        print(json.dumps(decisions(), indent=2))
+        return
+    about = circumstances("numpy", "numba")
+    names = sorted(path.stem for path in SCENARIOS.glob("*.yaml"))
+    names = [name for name in names if not told.only or name in told.only.split(",")]
+    path = CACHE / f"{fingerprint()}.jsonl"
+    play(path, [(name, seed) for seed in range(told.seeds) for name in names], told.processes)
+    rows = [row for row in read(path) if row["scenario"] in names and row["seed"] < told.seeds]
+    print(write("placement", {**about, "fingerprint": path.stem, "decisions": decisions(), **summary(rows)}))
+
+
+def play(path: Path, wanted: list[tuple[str, int]], processes: int) -> None:
+    """Whatever of `wanted` is not in the file yet."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    done = {(row["scenario"], row["seed"]) for row in read(path)}
+    left = [one for one in wanted if one not in done]
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with path.open("a") as file, Pool(processes) as pool, Progress(*columns) as progress:
+        bar = progress.add_task("simulated jobs", total=len(wanted), completed=len(wanted) - len(left))
+        for row in pool.imap_unordered(one_job, left):
+            file.write(json.dumps(row, separators=(",", ":")) + "\n")
+            file.flush()
+            progress.advance(bar)
+
+
+def one_job(what: tuple[str, int]) -> dict[str, Any]:
+    """Every policy at every cost on one job."""
+    name, seed = what
+    job = SimulatedJob(read_scenario(SCENARIOS / f"{name}.yaml"), seed)
+    found = {str(cost): {row.policy: [row.seconds, row.moves] for row in compared(job, cost)} for cost in COSTS}
+    return {"scenario": name, "seed": seed, "bound": round(bound(job), 3), "costs": found}
+
+
+def read(path: Path) -> Iterator[dict[str, Any]]:
+    """What is done; a line that was cut off is not."""
+    if path.exists():
+        for line in path.read_text().splitlines():
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError:
+                continue
+
+
+def fingerprint() -> str:
+    """Of all that a result depends on."""
+    files = [
+        *(ROOT / "placement" / f"{name}.py" for name in ("forecast", "lending", "measured", "split")),
+        *sorted((ROOT / "placement" / "policies").glob("*.py")),
+        *sorted((ROOT / "placement" / "simulate").glob("*.py")),
+        *sorted(SCENARIOS.glob("*.yaml")),
+    ]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Regret beside the oracle and the best static split, in percent: of each scenario, cost and policy, and of all."""
+    points: dict[str, list[tuple[float, float, str]]] = {}
+    cells: dict[tuple[str, str, str], list[tuple[float, float, int]]] = {}
+    for row in rows:
+        for cost, found in row["costs"].items():
+            best, fixed = found["best each step"][0], found["best static"][0]
+            for policy, (seconds, moves) in found.items():
+                regret, behind = 100 * (seconds / best - 1), 100 * (seconds / fixed - 1)
+                cells.setdefault((row["scenario"], cost, policy), []).append((regret, behind, moves))
+                where = f"{row['scenario']}, seed {row['seed']}, {cost} s"
+                points.setdefault(policy, []).append((regret, behind, where))
+    return {
+        "seeds": len({row["seed"] for row in rows}),
+        "jobs": len(rows),
+        "overall": {policy: overall(found) for policy, found in points.items()},
+        "above_bound": above_bound(rows),
+        "cells": [
+            {"scenario": name, "cost": float(cost), "policy": policy, **cell(found)}
+            for (name, cost, policy), found in sorted(cells.items())
+        ],
+    }
+
+
+def overall(found: list[tuple[float, float, str]]) -> dict[str, Any]:
+    """Of all runs of a policy, with the worst of them."""
+    regret, behind = np.array([one[0] for one in found]), np.array([one[1] for one in found])
+    return {
+        "runs": len(found),
+        "regret": quantiles(regret, 0.5, 0.95, 0.99, 1.0),
+        "regret_worst": found[int(regret.argmax())][2],
+        "behind_static": quantiles(behind, 0.5, 0.95, 0.99, 1.0),
+        "behind_static_worst": found[int(behind.argmax())][2],
+    }
+
+
+def cell(found: list[tuple[float, float, int]]) -> dict[str, Any]:
+    """Of a policy's runs in one scenario at one cost."""
+    regret, behind, moves = np.array(found).T
+    return {
+        "regret": quantiles(regret, 0.05, 0.5, 0.95, 1.0),
+        "behind_static": quantiles(behind, 0.5, 0.99, 1.0),
+        "moves": float(np.median(moves)),
+    }
+
+
+def quantiles(values: np.ndarray[Any, Any], *which: float) -> dict[str, float]:
+    """By name: p50, p95, most."""
+    return {"most" if q == 1.0 else f"p{q * 100:g}": round(float(np.quantile(values, q)), 2) for q in which}
+
+
+def above_bound(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """How far the oracle without switch costs is above the fluid bound, percent, by scenario: the median."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        found.setdefault(row["scenario"], []).append(
+            100 * (row["costs"]["0.0"]["best each step"][0] / row["bound"] - 1)
+        )
+    return {name: round(float(np.median(values)), 1) for name, values in sorted(found.items())}
+
+
+def decisions(count: int = 200) -> dict[str, Any]:
+    """Seconds that `dynamic` takes for a decision on 16 and on 1,024 slots, with steps of eight responses a slot behind it."""
+    taken = {}
+    for slots in (16, LARGE):
+        draw = np.random.default_rng(slots)
+        bounds = Bounds(slots, 1, 1, tuple(2**i for i in range(1, 10)))
+        scenario = read_scenario(SCENARIOS / "growing-ahead.yaml")
+        policy, now, history, seconds = Dynamic(pools_of(scenario), even(bounds)), even(bounds), [], []
+        for step in range(count):
+            history.append(_made_up(draw, step, now, 8 * slots))
+            situation = Situation(bounds, now, history[-64:], SwitchCosts(5.0, 10.0), None, True, True)
+            began = time.perf_counter()
+            now = policy.plan(situation).split
+            seconds.append(time.perf_counter() - began)
+        taken[str(slots)] = {
+            "p50_ms": round(1000 * float(np.quantile(seconds, 0.5)), 1),
+            "p99_ms": round(1000 * float(np.quantile(seconds, 0.99)), 1),
+            "most_ms": round(1000 * max(seconds), 1),
+            "decisions": count,
+        }
+    return taken
+
+
+def _made_up(draw: np.random.Generator, step: int, split: Any, responses: int) -> Measured:
+    """A step whose numbers say nothing, but are as many as a real one's."""
+    lengths = np.ceil(np.exp(draw.normal(6.0, 0.8, responses)))
+    speed = tuple(
+        EngineSpeed(pool, load, 0.02 + 0.001 * load) for pool in ("rollout", "reward") for load in (1.5, 6.0, 24.0)
+    )
+    return Measured(
+        step=step,
+        split=split,
+        lengths=tuple(lengths.tolist()),
+        judged=tuple(np.ceil(draw.normal(64.0, 9.0, responses)).clip(1).tolist()),
+        train_tokens=float(lengths.sum()),
+        produce_s=float(draw.normal(90.0, 5.0)),
+        train_s=float(draw.normal(30.0, 3.0)),
+        other_s=1.0,
+        speed=speed,
+        busy={"rollout": 20.0 * split.rollout, "reward": 5.0 * split.reward, "train": 30.0 * split.train},
+    )
+
+
+if __name__ == "__main__":
+    main()

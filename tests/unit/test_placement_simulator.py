@@ -1,0 +1,209 @@
+"""The simulator is what it says: exact on what can be worked out by hand, the same with and without a compiler, below no bound."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from itertools import pairwise, product
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gcore.errors import SpecError
+from placement.policies.base import SwitchCosts
+from placement.simulate.job import SimulatedJob
+from placement.simulate.kernel import BY_RULE, BY_SCHEDULE, NEVER, play
+from placement.simulate.oracle import best_each_step, best_static, bound
+from placement.simulate.run import played
+from placement.simulate.scenario import Scenario, read_scenario
+from placement.simulate.table import compared, policies, start
+from placement.simulate.within import best_schedule, within_bound
+from placement.split import Split, feasible
+
+SCENARIOS = sorted((Path(__file__).parents[2] / "benchmarks" / "scenarios").glob("*.yaml"))
+LAWS, MOST = np.array([[0.02, 0.001], [0.03, 0.002]]), np.array([4, 4])
+NOTHING, NO_MOVES = np.zeros(0), np.zeros(0, np.int64)
+
+
+def end(
+    lengths: list[float], judged: list[float], rollout: int, replicas: int, how: int = NEVER, cost: float = 0.0
+) -> float:
+    """When the last request has ended."""
+    expected = np.array([max(lengths), float(np.mean(judged)) if judged else 0.0, float(np.mean(lengths))])
+    told = np.array(lengths), np.array(judged, dtype=np.float64), np.ones(replicas), rollout, LAWS, MOST
+    return float(play(*told, how, cost, 1.0, expected, NO_MOVES)[0])
+
+
+def small(**fields: object) -> Scenario:
+    """A job that is played in no time."""
+    told = {"name": "small", "what": "small", "slots": 6, "steps": 8, "groups": 4, "samples": 4}
+    return Scenario.model_validate({**told, "training": {"sizes": [1, 2]}, "lengths": {"mean": 200}, **fields})
+
+
+def test_one_request_takes_its_tokens_at_the_pace_of_one() -> None:
+    assert end([100.0], [], 1, 1) == pytest.approx(100 * 0.021)
+
+
+def test_two_requests_on_one_replica_slow_each_other_until_the_shorter_has_ended() -> None:
+    assert end([100.0, 300.0], [], 1, 1) == pytest.approx(100 * 0.022 + 200 * 0.021)
+
+
+def test_what_does_not_fit_waits_for_a_seat() -> None:
+    assert end([100.0] * 5, [], 1, 1) == pytest.approx(100 * 0.024 + 100 * 0.021)
+
+
+def test_a_response_is_judged_when_it_is_whole() -> None:
+    assert end([100.0], [50.0], 1, 2) == pytest.approx(100 * 0.021 + 50 * 0.032)
+
+
+def test_what_is_lent_away_goes_on_elsewhere_from_its_tokens() -> None:
+    told = np.array([100.0]), np.array([50.0]), np.ones(3), 2, LAWS, MOST
+    expected, moves = np.array([100.0, 50.0, 100.0]), np.array([0, 1], np.int64)
+    # The idle replica of the two is lent after a second: nothing changes.
+    assert play(*told, BY_SCHEDULE, 0.5, 1.0, expected, moves)[0] == pytest.approx(100 * 0.021 + 50 * 0.032)
+    # All of them are, and one comes back: for one second and two changes nobody generates.
+    both = np.array([0, 2, -2], np.int64)
+    assert play(*told, BY_SCHEDULE, 0.5, 1.0, expected, both)[0] == pytest.approx(100 * 0.021 + 50 * 0.032 + 1.5)
+
+
+@given(
+    st.lists(st.integers(1, 400), min_size=1, max_size=24),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.sampled_from((0.0, 0.5, 5.0)),
+)
+def test_a_batch_ends_neither_before_its_bound_nor_after_it_was_served_one_by_one(
+    lengths: list[int], rollout: int, reward: int, cost: float
+) -> None:
+    told, judged = [float(one) for one in lengths], [float(1 + one % 60) for one in lengths]
+    for how in (NEVER, BY_RULE):
+        seconds = end(told, judged, rollout, rollout + reward, how, cost)
+        assert seconds >= within_bound(np.array(told), np.array(judged), LAWS, MOST, rollout + reward) * (1 - 1e-9)
+        if how == NEVER:
+            assert seconds <= sum(told) * 0.021 + sum(judged) * 0.032 + 1e-6
+
+
+@given(st.integers(0, 2**16), st.sampled_from((0.0, 0.5, 2.0)))
+def test_the_best_lending_on_a_small_case_is_between_its_bound_and_the_rule(seed: int, cost: float) -> None:
+    draw = np.random.default_rng(seed)
+    lengths, judged = np.ceil(draw.lognormal(4.5, 0.8, 8)), np.ceil(draw.lognormal(5.0, 0.5, 8))
+    expected = np.array([lengths.max(), judged.mean(), lengths.mean()])
+    told = lengths, judged, np.ones(4), 2, LAWS, MOST
+    best = best_schedule(*told, cost_s=cost, every_s=2.0, moments=3)
+    by_rule = play(*told, BY_RULE, cost, 2.0, expected, NO_MOVES)[0]
+    never = play(*told, NEVER, cost, 2.0, expected, NO_MOVES)[0]
+    assert within_bound(lengths, judged, LAWS, MOST, 4) <= best.seconds + 1e-9
+    assert best.seconds <= never + 1e-9
+    # The rule may also lend later than in the moments that were tried.
+    assert by_rule >= within_bound(lengths, judged, LAWS, MOST, 4) - 1e-9
+
+
+def test_the_best_lending_is_what_trying_all_of_it_finds() -> None:
+    lengths, judged = np.array([60.0, 90.0, 400.0]), np.array([300.0, 300.0, 300.0])
+    told = lengths, judged, np.ones(3), 2, LAWS, MOST
+    every = [
+        play(*told, BY_SCHEDULE, 0.5, 2.0, np.ones(3), np.array(moves, np.int64))[0]
+        for moves in product((-1, 0, 1), repeat=3)
+    ]
+    assert best_schedule(*told, cost_s=0.5, every_s=2.0, moments=3).seconds == pytest.approx(min(every))
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("cost", [0.0, 0.5, 20.0])
+def test_nobody_is_faster_than_who_knew_everything_and_he_no_faster_than_the_bound(staleness: int, cost: float) -> None:
+    job = SimulatedJob(small(staleness=staleness), 5)
+    rows = {row.policy: row for row in compared(job, cost)}
+    best = rows["best each step"].seconds
+    assert bound(job) <= best
+    assert best <= rows["best static"].seconds + 1e-9
+    assert all(row.seconds >= best - 1e-9 for row in rows.values())
+    assert rows["static"].seconds >= rows["best static"].seconds - 1e-9
+
+
+def test_the_best_split_for_each_step_is_what_trying_all_of_them_finds() -> None:
+    scenario = small(slots=4, steps=3, training={"sizes": [1, 2]})
+    job, costs = SimulatedJob(scenario, 3), SwitchCosts(2.0, 4.0)
+    table = np.minimum(job.table(), job.table(2.0))
+    tried = min(
+        sum(float(table[step, one]) for step, one in enumerate(path))
+        + sum(costs.of(job.splits[one], job.splits[after]) for one, after in pairwise(path))
+        for path in product(range(len(job.splits)), repeat=3)
+    )
+    assert best_each_step(job, costs).seconds == pytest.approx(tried)
+
+
+def test_the_best_static_split_is_what_trying_all_of_them_finds() -> None:
+    job = SimulatedJob(small(losses=[{"at": 2, "until": 5, "slots": 2}]), 3)
+    found = best_static(job, SwitchCosts(1.0, 2.0))
+    for split in feasible(job.scenario.bounds(0)):
+        prior = SwitchCosts(1.0, 2.0)
+        run = played(job, policies(job.scenario, 3)["static"](), prior, prior)
+        assert run.seconds >= found.seconds - 1e-9, split
+
+
+def test_the_same_seed_is_the_same_job_and_another_seed_another() -> None:
+    one, same, other = (SimulatedJob(small(), seed).table() for seed in (7, 7, 8))
+    assert np.array_equal(one, same)
+    assert not np.array_equal(one, other)
+
+
+def test_where_nothing_was_lent_at_a_low_cost_a_higher_one_gives_the_same() -> None:
+    job, fresh = SimulatedJob(small(), 2), SimulatedJob(small(), 2)
+    for cost in (0.0, 0.5, 5.0, 60.0):
+        job.table(cost)
+    assert np.array_equal(job.table(60.0), fresh.table(60.0))
+
+
+def test_measurements_have_errors_and_are_missing_now_and_then() -> None:
+    job = SimulatedJob(small(steps=200), 1)
+    split = Split("coexisting", 3, 1, 2)
+    seen = [job.measured(step, split) for step in range(200)]
+    missing = [one for one in seen if one.seconds is None]
+    assert 5 < len(missing) < 45
+    off = [one.seconds / job.seconds(one.step, split) for one in seen if one.seconds is not None]
+    assert 0.05 < float(np.std(off)) < 0.2
+
+
+@pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
+def test_every_scenario_can_be_read_and_begins_with_a_split_that_it_allows(path: Path) -> None:
+    scenario = read_scenario(path)
+    assert scenario.name == path.stem
+    assert scenario.steps >= 200
+    assert start(scenario, 1000) in list(feasible(scenario.bounds(0)))
+
+
+def test_a_scenario_that_is_not_one_is_refused_with_its_key(tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text("name: a\nwhat: b\nlengths: {meen: 3}\n")
+    with pytest.raises(SpecError, match=r"lengths\.meen"):
+        read_scenario(wrong)
+    wrong.write_text("{")
+    with pytest.raises(SpecError, match="not YAML"):
+        read_scenario(wrong)
+    with pytest.raises(SpecError, match="cannot be read"):
+        read_scenario(tmp_path / "none.yaml")
+
+
+def test_without_a_compiler_the_results_are_the_same() -> None:
+    script = """
+import sys
+if sys.argv[1] == "plain":
+    sys.modules["numba"] = None
+from placement.simulate import compiled
+from placement.simulate.job import SimulatedJob
+from placement.simulate.scenario import Scenario
+assert compiled.COMPILES == (sys.argv[1] != "plain")
+told = Scenario(name="a", what="b", slots=5, steps=4, groups=4, samples=4, staleness=1, judging={"tokens": 300})
+job = SimulatedJob(told, 11)
+print([[float(x).hex() for x in row] for cost in (None, 0.0, 0.5) for row in job.table(cost)])
+"""
+    pytest.importorskip("numba")
+    said = [
+        subprocess.run([sys.executable, "-c", script, how], capture_output=True, text=True, check=True).stdout
+        for how in ("plain", "compiled")
+    ]
+    assert said[0] == said[1]
+    assert "inf" not in said[0]
