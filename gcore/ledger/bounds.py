@@ -84,7 +84,7 @@ class Bound:
 
 
 def bounds(spec: JobSpec, scale: Scale) -> Mapping[str, Bound]:
-    """By the kind of key: what comes after the job's prefix, up to the first slash."""
+    """By the kind of key: what comes after the job's prefix, up to the first slash; of the placement, up to the second."""
     sources, sets = len(training_sources(spec)), len(eval_sources(spec))
     names = max((len(source.name) for source in (*training_sources(spec), *eval_sources(spec))), default=0)
     tally = sources * (220 + names)
@@ -116,7 +116,10 @@ def bounds(spec: JobSpec, scale: Scale) -> Mapping[str, Bound]:
         "evalpart": Bound(2 * (MOST_PARTS + sets), MOST_BYTES // 8),
         "epoch": Bound(2 + epochs_in_a_window(spec, scale) * (checkpoints + coming + 1), SMALL + 2 * tally),
         "spent": Bound(here + SPARE_NODES + 1, SMALL + 2 * USE * len(spec.judges)),
-        "placement": Bound(here + 3, SMALL + max(NEWEST_STEPS * MOST_BOOK_BYTES, NEWEST_MOVES * MOST_MOVE_BYTES)),
+        "placement/books": Bound(here, SMALL + NEWEST_STEPS * MOST_BOOK_BYTES),
+        "placement/leader": Bound(1, SMALL),
+        "placement/pin": Bound(1, SMALL),
+        "placement/moves": Bound(1, SMALL + NEWEST_MOVES * MOST_MOVE_BYTES),
         "trouble": Bound(
             TOPICS
             + len(spec.tracking)
