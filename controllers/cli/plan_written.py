@@ -20,16 +20,14 @@ from gcore.errors import UsageError
 from placement.mapping.search import Fit
 
 Section = dict[str, dict[str, Any]]
-FIXED = ("colocated", "static")
-"""Policies that move nothing."""
-SAID_ANEW = ("policy", "train", "reward", "memory")
-"""Of the section `placement`, what a first placement decides."""
+SAID_ANEW = ("policy", "train", "reward")
+"""Of the section `placement`, what a first placement decides; and who has the memory, where slots are shared."""
 
 
 def section_of(spec: JobSpec, fit: Fit) -> Section:
     """What to write into the spec so that the job begins so. A policy that moves slots keeps its name, and begins with these sizes."""
     policy, split = spec.placement.policy, fit.way.split
-    live = policy not in FIXED
+    live = spec.placement.is_live
     section: Section = {"placement": {"policy": policy}}
     if split.mode == "coexisting":
         reward = {"reward": split.reward} if split.reward else {}
@@ -37,7 +35,7 @@ def section_of(spec: JobSpec, fit: Fit) -> Section:
     elif not live:
         section["placement"] = {"policy": "colocated"}
         section["train"] = {"ranks": split.train}
-    if split.mode == "colocated" and "memory" in type(spec.placement).model_fields:
+    if split.mode == "colocated":
         section["placement"]["memory"] = "in_turns" if fit.way.asleep else "kept"
     # An engine that is left to itself would fill what the ranks beside it need.
     if "rollout" in fit.room.bound:
@@ -50,8 +48,10 @@ def with_section(tree: Mapping[str, Any], section: Section) -> dict[str, Any]:
     changed = dict(tree)
     for name, fields in section.items():
         said = tree.get(name) or {}
-        kept = {key: value for key, value in said.items() if name != "placement" or key not in SAID_ANEW}
-        changed[name] = {**kept, **fields}
+        anew: tuple[str, ...] = SAID_ANEW if name == "placement" else ()
+        if fields.get("policy") == "static":
+            anew += ("memory",)
+        changed[name] = {**{key: value for key, value in said.items() if key not in anew}, **fields}
     if "train" in section["placement"] and isinstance(changed.get("train"), dict):
         changed["train"] = {key: value for key, value in changed["train"].items() if key != "ranks"}
     return changed

@@ -105,10 +105,10 @@ def _on_slots(way: Way, workload: Workload, memory: Memory) -> Room | Excess:
         return _together("every slot", ranks, engines, way.ranks, memory)
     parts = [
         _together("train", ranks, [], way.split.train, memory),
-        _together("rollout", (), rollout, way.split.rollout, memory),
+        _together("rollout", (), rollout, way.split.rollout, memory, asleep=len(judges) * workload.resident),
     ]
     if judges:
-        parts.append(_together("reward", (), judges, way.split.reward, memory))
+        parts.append(_together("reward", (), judges, way.split.reward, memory, asleep=int(workload.resident)))
     return _worst(parts) or _joined([part for part in parts if isinstance(part, Room)])
 
 
@@ -131,10 +131,19 @@ def _engine(served: Served, size: int, replicas: int, memory: Memory) -> _Engine
 
 
 def _together(
-    pool: str, ranks: Sequence[Need], engines: Sequence[_Engine], slots: int, memory: Memory
+    pool: str,
+    ranks: Sequence[Need],
+    engines: Sequence[_Engine],
+    slots: int,
+    memory: Memory,
+    *,
+    asleep: int = 0,
 ) -> Room | Excess:
-    """All of these on one slot at the same time: ranks and engines compute in turn, engines beside one another."""
-    processes = memory.process * (len(engines) + bool(ranks))
+    """All of these on one slot at the same time: ranks and engines compute in turn, engines beside one another.
+
+    `asleep`: engines that sleep there besides, of which the process remains.
+    """
+    processes = memory.process * (len(engines) + bool(ranks) + asleep)
     working = max(sum(one.need.works for one in engines), max((need.works for need in ranks), default=0))
     held = processes + working + sum(need.stays for need in ranks)
     return _with_caches(pool, [need.name for need in ranks], engines, held, slots, memory)
@@ -218,15 +227,24 @@ def _host_excess(way: Way, workload: Workload, cluster: Cluster, memory: Memory)
     ranks = min(kind.accelerators, -(-way.ranks // cluster.node_count))
     processes = HOST_PROCESS_GIB * GIB * 2 * kind.accelerators
     needed = processes + ranks * rank_host_bytes(workload.training) + checkpoint_bytes(workload.training)
-    if way.asleep:  # ranks' state and judges' weights wait there; the policy's come from the shared folder
+    needed += kind.accelerators * _slept_of_engines(way, workload)
+    if way.asleep:
         needed += ranks * sum(need.stays for need in rank_needs(workload.training, way.ranks, gpu=True))
-        needed += kind.accelerators * sum(2 * judge.shape.parameters for judge in workload.judges) / way.reward_size
     limit = (kind.host_memory_gib - NODE_GIB) * GIB
     if needed <= limit:
         return None
     names = tuple(workload.training.models)
     what = f"{kind.host_memory_gib:.4g} GiB of host memory with {counted(ranks, 'rank')} a node"
     return Excess(names, way.ranks, kind.host_memory_gib * GIB, needed - limit, engines=False, where=what)
+
+
+def _slept_of_engines(way: Way, workload: Workload) -> float:
+    """Bytes of weights that wait in host memory, at most, for each slot of GPUs."""
+    policy = 2 * workload.rollout.shape.parameters / way.rollout_size
+    judges = sum(2 * judge.shape.parameters for judge in workload.judges) / way.reward_size
+    if way.asleep:
+        return policy + judges
+    return max(policy, judges) if workload.resident and way.split.mode == "coexisting" else 0.0
 
 
 def gib(size: float) -> str:

@@ -103,13 +103,15 @@ class Training:
 @dataclass(frozen=True, slots=True)
 class Workload:
     """A step. `ahead`: whether the next one's responses are made while this one is trained. `turns`: on co-located slots, whether ranks
-    and engines have the memory in turns; both, where the spec leaves it open."""
+    and engines have the memory in turns; both, where the spec leaves it open. `resident`: whether each model has an engine on every slot
+    that does not train, asleep where the slot is another pool's."""
 
     rollout: Served
     judges: tuple[Served, ...]
     training: Training
     ahead: bool
     turns: tuple[bool, ...] = (False,)
+    resident: bool = False
 
     @property
     def served(self) -> tuple[Served, ...]:
@@ -142,13 +144,19 @@ def workload_of(spec: JobSpec, shapes: Shapes, lengths: Lengths) -> Workload:
         if judge.model is not None
     )
     training = _training(spec, shapes, lengths, longest)
-    return Workload(rollout, judges, training, ahead=spec.rollout.staleness > 0, turns=_turns(spec))
+    return Workload(
+        rollout,
+        judges,
+        training,
+        ahead=spec.rollout.staleness > 0,
+        turns=_turns(spec),
+        resident=spec.placement.is_live and bool(judges),
+    )
 
 
 def _turns(spec: JobSpec) -> tuple[bool, ...]:
-    said = getattr(spec.placement, "memory", None)
-    if said is not None:
-        return (said == "in_turns",)
+    if spec.placement.memory is not None:
+        return (spec.placement.memory == "in_turns",)
     overlaps = spec.rollout.staleness > 0 or spec.train.stream
     return (False,) if overlaps else (False, True)
 

@@ -13,7 +13,7 @@ from placement.mapping.cluster import Cluster, cluster_of
 from placement.mapping.fitting import Memory, Room, room
 from placement.mapping.search import Found, first_split, search
 from placement.mapping.speed import Machine
-from placement.mapping.ways import ways
+from placement.mapping.ways import Way, ways
 from placement.mapping.workload import Lengths, Workload
 from placement.split import Bounds, Split
 
@@ -128,6 +128,20 @@ def test_where_memory_is_the_hosts_or_phases_overlap_nobody_sleeps() -> None:
     assert not any(way.asleep for way in ways(cores, work(SMALL)))
     ahead = work(SMALL, train={"old_logprobs": "engine"}, rollout={"staleness": 1})
     assert not any(way.asleep for way in ways(machines(), ahead))
+
+
+def test_engines_that_sleep_on_other_pools_slots_are_counted() -> None:
+    judge, train = model(5120, 48, heads=40, kv_heads=8), {"zero_stage": 3}
+    fixed, moving = (work(SEVEN, judge, train=train, placement=said) for said in ({}, {"policy": "dynamic"}))
+    cluster = machines(1, 8, memory_gib=192, host_memory_gib=400)
+    memory, way = Memory.of(cluster), Way(Split("coexisting", 2, 2, 4), 1, 1, False)
+    before, after = room(way, fixed, cluster, memory), room(way, moving, cluster, memory)
+    assert isinstance(before, Room)
+    assert "of host memory" in str(after), "the judge's weights wait on every slot"
+    roomy = machines(1, 8, memory_gib=192, host_memory_gib=4000)
+    with_sleepers = room(way, moving, roomy, memory)
+    assert isinstance(with_sleepers, Room)
+    assert dict(with_sleepers.cells)["judge right"] <= dict(before.cells)["judge right"]
 
 
 def test_a_model_too_large_for_a_slot_is_planned_over_several_but_not_started() -> None:

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from mapped_jobs import SEVEN, SMALL, machines, spec, work
+from mapped_jobs import JUDGE, SEVEN, SMALL, machines, spec, work
 
 from controllers.cli.plan_written import Section, section_of, with_section, write_spec
 from gcore.config import load_spec
@@ -71,6 +71,32 @@ def test_what_is_written_says_the_placement_and_all_else_as_before(
     assert said.train.ranks == section.get("train", {}).get("ranks")
     write_spec(folder / "b.yaml", folder / "b.yaml", section)
     assert yaml.safe_load((folder / "b.yaml").read_text()) == written, "writing it again changes nothing"
+
+
+def test_a_policy_that_moves_slots_keeps_its_name_and_settings_and_begins_with_the_sizes() -> None:
+    said = {"placement": {"policy": "dynamic"}}
+    fits = search(work(SEVEN, SMALL, train={"zero_stage": 3}, **said), machines()).fits
+    apart = next(fit for fit in fits if fit.way.split.mode == "coexisting" and fit.way.starts)
+    job = spec(judges=[JUDGE], reward={"judge": "right"}, **said)
+    section = section_of(job, apart)
+    split = apart.way.split
+    assert section["placement"] == {"policy": "dynamic", "train": split.train, "reward": split.reward}
+    tree = {"placement": {"policy": "dynamic", "dry_run": True, "memory": "kept"}, "train": {"ranks": 1}}
+    written = with_section(tree, section)
+    assert written["placement"] == {"dry_run": True, "memory": "kept"} | section["placement"]
+    assert written["train"] == {}
+    together = next(fit for fit in fits if fit.way.split.mode == "colocated" and fit.way.starts)
+    assert section_of(job, together)["placement"].keys() == {"policy", "memory"}
+    assert "train" not in section_of(job, together)
+
+
+def test_who_has_the_memory_is_said_where_slots_are_shared_and_only_there() -> None:
+    fits = search(work(SEVEN, train={"zero_stage": 3}), machines()).fits
+    for mode, memory in (("colocated", {"kept", "in_turns"}), ("coexisting", {None})):
+        found = {section_of(spec(), fit)["placement"].get("memory") for fit in fits if fit.way.split.mode == mode}
+        assert found == memory
+    tree = {"placement": {"policy": "colocated", "memory": "in_turns"}}
+    assert "memory" not in with_section(tree, {"placement": {"policy": "static", "train": 1}})["placement"]
 
 
 def test_comments_stay(tmp_path: Path) -> None:
