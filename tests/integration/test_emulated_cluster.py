@@ -46,6 +46,20 @@ def kinds_of(home: Path, module: str) -> list[int]:
     return [pid for pid, arguments in words.items() if module.encode() in arguments]
 
 
+def stand_ins(home: Path) -> dict[str, int]:
+    """The processes that stand for the home's emulated engines, by instance."""
+    hosts, found = kinds_of(home, "gcore.emulated.host"), {}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes().split(b"\0")
+            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue  # it has ended meanwhile
+        if parent in hosts and b"read never" in words:
+            found[words[words.index(b"read never") + 1].decode()] = int(process.name)
+    return found
+
+
 def test_a_run_on_emulated_slots_is_clean_says_what_it_is_and_loads_no_torch(spec: Path, tmp_path: Path) -> None:
     home = tmp_path / "home"
     run = ClusterRun(spec, home, "--slots", "emulated:8")
@@ -84,6 +98,37 @@ def test_a_node_whose_emulated_engines_and_rank_are_killed_goes_on(spec: Path, t
         run.close()
     assert ended.code == 0, ended.output
     assert (ended.summary["audit"], ended.summary["steps"]) == ("clean", STEPS)
+
+
+def test_judges_are_served_beside_the_policy_and_an_engine_of_each_that_is_killed_alone_is_replaced(
+    spec: Path, tmp_path: Path
+) -> None:
+    judge = {
+        "name": "tutor",
+        "model": {"path": "model"},
+        "template": "{{ prompt }}{{ response }}",
+        "max_new_tokens": 60,
+        "verdict": {"parser": "words", "words": {"y": 1, "n": 0}},
+    }
+    with spec.open("a") as file:
+        file.write(f"judges: {json.dumps([judge])}\nreward: {json.dumps({'judge': 'tutor'})}\n")
+    home = tmp_path / "home"
+    run = ClusterRun(spec, home, "--slots", "emulated:8")
+    try:
+        run.until_step(2)
+        engines = stand_ins(home)
+        assert len(engines) == 16
+        for role in ("rollout", "reward"):
+            os.kill(next(pid for name, pid in sorted(engines.items()) if name.startswith(role)), signal.SIGKILL)
+        ended = run.wait()
+    finally:
+        run.close()
+    assert ended.code == 0, ended.output
+    assert (ended.summary["audit"], ended.summary["steps"]) == ("clean", STEPS)
+    (folder,) = (home / "runs").glob("emulated-*")
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rewards = [line["metrics"]["reward"] for line in steps if line["kind"] == "step"]
+    assert all(0.1 < reward < 0.9 for reward in rewards)
 
 
 def test_the_model_of_an_emulated_job_cannot_be_taken_for_one(spec: Path, tmp_path: Path) -> None:
