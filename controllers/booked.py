@@ -99,6 +99,16 @@ class SlotBooks:
         return {instance: engine.worker.address for instance, engine in self._engines.items()}
 
     @property
+    def unheard(self) -> frozenset[str]:
+        """Those that were not read since the step ended that waits to be closed."""
+        if not self._boundaries:
+            return frozenset()
+        at = self._boundaries[0].at
+        return frozenset(
+            instance for instance, engine in self._engines.items() if engine.last is None or engine.last.at < at
+        )
+
+    @property
     def is_behind(self) -> bool:
         """Whether a step waits to be closed."""
         return bool(self._boundaries)

@@ -2,7 +2,7 @@
 
 Engines sum their time up themselves, so when they are read is of no matter to how much is booked; it is to what their idle time is booked
 on, for that is what this controller knew of the job meanwhile. So they are read when a step ends and when what keeps the idle ones changes, but
-for a share of the time at most (`SHARE`), and every `READ_S` else.
+for a share of the time at most (`SHARE`), and every `READ_S` or so else.
 
 A step's book goes into the node's record (`placement/books/NODE`, under the controller's lease), as a line into `books/NODE.jsonl` in the run's
 folder, and on the counters. Nothing waits for it: what cannot be written is missing.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from controllers.booked import WORD_S, Closed, SlotBooks
@@ -38,9 +38,9 @@ log = logging.getLogger(__name__)
 
 READ_S = 1.0
 """Between two readings when nothing happens."""
-SHARE = 0.02
+SHARE = 0.01
 """Of the time, for reading; a step's end is not waited for."""
-LONGEST_REST_S = 10.0
+LEAST_REST_S, LONGEST_REST_S = 0.05, 10.0
 TOGETHER = 32
 """Engines that are read at once."""
 ANSWER_S = 4.0
@@ -104,17 +104,23 @@ class Booking:
 
     async def run(self) -> None:
         """For ever."""
-        seen = self._wanted.count
         while True:
-            took = await self._round()
-            rest = min(max(took / SHARE, 0.02), WORD_S if self._is_behind else LONGEST_REST_S)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(rest):
-                    while not self._hurry:
-                        await self._wanted.wait()
-            if self._wanted.count == seen and not self._is_behind:
-                await self._wanted.wait(max(READ_S - rest, 0.0))
             seen, self._hurry = self._wanted.count, False
+            took = await self._round()
+            again = self._clock.monotonic() + min(max(took / SHARE, LEAST_REST_S), LONGEST_REST_S)
+            while not self._hurry and (rest := again - self._clock.monotonic()) > 0:
+                await self._rest(min(rest, WORD_S) if self._is_behind else rest)
+                if self._is_behind and not self._hurry and self._books is not None:
+                    await self._round(self._books.unheard)
+            if self._wanted.count == seen and not self._is_behind:
+                await self._wanted.wait(READ_S)
+
+    async def _rest(self, seconds: float) -> None:
+        """For so long, or until a step has ended."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not self._hurry:
+                    await self._wanted.wait()
 
     async def finish(self) -> None:
         """The job has ended: what was not closed yet is, as far as it can be heard in time. Closes all connections."""
@@ -134,14 +140,15 @@ class Booking:
     def _is_behind(self) -> bool:
         return self._books is not None and self._books.is_behind
 
-    async def _round(self) -> float:
-        """Read all engines and write what is over; how long the reading took."""
+    async def _round(self, some: Collection[str] | None = None) -> float:
+        """Read all engines, or only these, and write what is over; how long the reading took."""
         if self._books is None:
             return 0.0
         began = self._clock.monotonic()
         await self._aim(self._books.engines)
         turns = asyncio.Semaphore(TOGETHER)
-        tasks = [asyncio.create_task(self._read(self._books, name, turns)) for name in self._clients]
+        names = self._clients if some is None else self._clients.keys() & some
+        tasks = [asyncio.create_task(self._read(self._books, name, turns)) for name in names]
         try:
             await asyncio.gather(*tasks)
         finally:
