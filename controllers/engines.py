@@ -188,9 +188,9 @@ class EngineBook:
         asked = self._clock.monotonic()
         try:
             served = await line.client.served() if line.view.version is None else line.view.version
-            if served is None and not line.woken and await line.client.sleeps():
-                # A controller that is gone put it to sleep: it is woken first.
-                line.view = replace(line.view, asleep=True)
+            if served is None and await (line.client.released() if line.woken else line.client.sleeps()):
+                # A controller that is gone put it to sleep, or another since this one woke it: it is woken first.
+                line.view, line.woken = replace(line.view, asleep=True), False
                 raise EngineError(f"{instance} sleeps", fix="It is woken first")
             if line.view.version is None and served == version:
                 # Whoever brought it there may have died before it let the engine go on; going on twice does no harm.

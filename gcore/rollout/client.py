@@ -243,14 +243,14 @@ class EngineClient:
         """Give the memory of cache and weights back. What is under way comes back with the tokens it has ("abort"), and nothing
         more is made until `wake`. Doing it twice does no harm. Raises EngineError."""
         await self.pause("abort")
-        if await self._released() is not True:
+        if await self.released() is not True:
             await self._call("POST", "/release_memory_occupation", MEMORY)
         await self._call("POST", "/update_weight_version", {"new_version": ASLEEP, "abort_all_requests": False})
 
     async def take_memory(self) -> None:
         """Take the memory again that `sleep` gave back. What the weights are is nobody's promise: they are still called ASLEEP, and
         no tokens are made before `wake` or `update_weights`. Raises EngineError."""
-        if await self._released() is not False:
+        if await self.released() is not False:
             await self._call("POST", "/resume_memory_occupation", MEMORY)
 
     async def wake(self, version: Version) -> None:
@@ -263,8 +263,8 @@ class EngineClient:
         """Whether it was put to sleep. One request. Raises EngineError."""
         return await self._called() == ASLEEP
 
-    async def _released(self) -> bool | None:
-        """Whether anything is given back; None where the engine does not say."""
+    async def released(self) -> bool | None:
+        """Whether any of its memory is given back; None where the engine does not say. Raises EngineError."""
         states = (await self.scheduler_state()).get("internal_states")
         first = states[0] if isinstance(states, list) and states else None
         released = first.get("released") if isinstance(first, dict) else None

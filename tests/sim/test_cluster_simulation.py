@@ -112,3 +112,20 @@ def test_what_is_remembered_between_looks_is_what_would_be_worked_out_anew(
     ended = tell_story(replace(Story.of(seed), staleness=(0, 2)[seed % 2], copies=(None, 2)[seed // 2 % 2]))
     assert not ended.wrong, ended.why
     assert looks > 100
+
+
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + max(2, CLUSTERS // 4)))
+def test_whatever_happens_to_slots_that_take_turns_their_job_ends_with_every_account_right(seed: int) -> None:
+    """Engines and ranks give each other the memory of a slot, and whoever is to see to it may be stopped, cut off or dead."""
+    ended = tell_story(replace(Story.of(seed), staleness=0, part=None, turns=True, copies=(None, None, 2)[seed % 3]))
+    assert not ended.wrong, ended.why
+    assert ended.steps > 0
+    assert any("gave its memory back" in line for line in ended.history)
+
+
+def test_where_nothing_happens_no_engine_has_its_memory_while_the_rank_beside_it_has_its_own() -> None:
+    ended = tell_story(Story(seed=5, nodes=3, steps=8, prompts=40, faults_s=0.0, turns=True))
+    assert not ended.wrong, ended.why
+    told = "\n".join(ended.history)
+    assert told.count("has its memory again") == 3 * ended.steps == 24
+    assert "at the same time" not in told

@@ -23,7 +23,7 @@ from controllers.troubles import TroubleBook
 from controllers.turns import Waits
 from controllers.view import JobView, RankView, SavedCheckpoint
 from gcore.config import JobSpec, NodeConfig
-from gcore.errors import EngineUnreachable
+from gcore.errors import EngineError, EngineUnreachable
 from gcore.ledger.guarded import Ledger
 from gcore.ledger.parts import parts_sha256
 from gcore.ledger.records import Seal
@@ -159,6 +159,18 @@ class SimulatedLinks(RankLinks):
         do = there.apply if whole else there.accumulate
         await self._ask(there, lambda: do(world, seal.token, stored))
 
+    async def rest(self, rank: int, step: int | None) -> None:
+        there, world, network = self._there(rank), self._world, self._land.network
+        assert world is not None
+
+        def arrive(reply: Callable[[Any], None]) -> None:
+            there.process.post(lambda: there.rest(world, step, reply))
+
+        try:
+            await ask(network, self._node, there.node, arrive, timeout_s=CALL_S)
+        except NoAnswer as error:
+            raise NotConnected(str(error)) from None
+
     def _there(self, rank: int) -> Rank:
         if rank not in self._aimed:
             raise NotConnected(f"rank {rank} is not connected", fix="Look again")
@@ -199,6 +211,7 @@ class SimulatedLinks(RankLinks):
                     )
                     shown = RankView(rank, state.holding, held, state.applied)
                     shown = replace(shown, begun=begun[0], begun_step=begun[1], begun_content=begun[2])
+                    shown = replace(shown, released=there.released)
                     self._show(shown)
                 try:
                     async with asyncio.timeout(4.0):
@@ -241,23 +254,53 @@ class SimulatedClient:
         """It goes on for nothing."""
 
     async def served(self) -> Any:
-        """Which weights it serves."""
-        return await self._ask(lambda reply: reply(self._engine.version))
+        """Which weights it serves; None after it slept."""
+        return await self._ask(lambda reply: reply(None if self._engine.nameless else self._engine.version))
+
+    async def sleeps(self) -> bool:
+        """Whether it was put to sleep, and brought no weights since."""
+        return bool(await self._ask(lambda reply: reply(self._engine.nameless)))
+
+    async def released(self) -> bool:
+        """Whether it has none."""
+        return bool(await self._ask(lambda reply: reply(self._engine.asleep)))
+
+    async def sleep(self) -> None:
+        """Have its memory back."""
+
+        def sleep(reply: Callable[[Any], None]) -> None:
+            self._engine.sleep()
+            reply(None)
+
+        await self._ask(sleep)
+
+    async def take_memory(self) -> None:
+        """Give it again."""
+
+        def wake(reply: Callable[[Any], None]) -> None:
+            self._engine.wake()
+            reply(None)
+
+        await self._ask(wake)
 
     async def update_weights(self, folder: str, version: Version) -> None:
         """Bring it newer ones."""
 
         def publish(reply: Callable[[Any], None]) -> None:
-            self._engine.publish(version)
-            reply(None)
+            if not self._engine.asleep:
+                self._engine.publish(version)
+            reply(self._engine.asleep)
 
-        await self._ask(publish)
+        if await self._ask(publish):
+            raise EngineError("the weights are released", fix="Wake it first")
 
     async def generate_each(
         self, prompts: Any, params: Any, *, seeds: Any, rid: str, growing: Any = None
     ) -> tuple[Sample, ...]:
         """A response to each, of two or three tokens."""
         made = await self._ask(self._engine.generate, timeout_s=30.0)
+        if not made:
+            raise EngineUnreachable("it was put to sleep", fix="Ask another")
         return tuple(self._sample(made) for _ in prompts)
 
     def _sample(self, made: tuple[Version, ...]) -> Sample:

@@ -35,6 +35,8 @@ class Story:
     part: int | None = None
     """Groups from which on a part of a step is trained by itself; None: steps are not streamed."""
     quota: int = 3
+    turns: bool = False
+    """Whether engines and ranks take turns in the memory of their slots."""
 
     @classmethod
     def of(cls, seed: int) -> Story:
@@ -93,6 +95,7 @@ class Story:
                 },
                 "checkpoint": {"every": 2, "keep": 2},
                 "storage": {"copies": self.copies},
+                "placement": {"memory": "in_turns"} if self.turns else {},
                 "reward": {"name": "exact"},
             }
         )

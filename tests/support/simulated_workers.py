@@ -25,6 +25,7 @@ from gcore.ledger.audit import Receipt
 from gcore.ledger.records import Seal
 from gcore.train import feed_state
 from gcore.train.feed_state import FeedState, HeldGroup, HeldSample, WorldName
+from gcore.train.rest_rules import PARTS, refuse_release, refuse_restore
 from gcore.types import Group, PromptRef, Token, Version
 from gcore.weights.layout import (
     EXP_AVG_FILE,
@@ -159,6 +160,14 @@ class Worker:
         """It is ready."""
 
 
+@dataclass(frozen=True)
+class _Rest:
+    """What is to be released, and who is told."""
+
+    what: frozenset[str]
+    reply: Callable[[bool], None]
+
+
 class Rank(Worker):
     """One of a train world."""
 
@@ -176,7 +185,8 @@ class Rank(Worker):
         self.checkpoint: tuple[Version, str, str] | None = None
         """The newest that was written: version, folder, digest."""
         self.listeners: dict[object, Callable[[], None]] = {}
-        self._work: asyncio.Queue[feed_state.Work | feed_state.PartWork] = asyncio.Queue()
+        self._work: asyncio.Queue[feed_state.Work | feed_state.PartWork | _Rest] = asyncio.Queue()
+        self.released: frozenset[str] = frozenset()
         self._gathered: asyncio.Future[None] | None = None
         self._inside: object = None
         """What it is in a collective for."""
@@ -230,6 +240,16 @@ class Rank(Worker):
             self.floor.looked()
         return not isinstance(answer, feed_state.Refused)
 
+    def rest(self, name: WorldName, step: int | None, reply: Callable[[bool], None]) -> None:
+        """Give memory back, behind `step`, or (None) take it again; replies when it is done whether it was not refused."""
+        refused = feed_state.admit(self.state, name) or (
+            refuse_restore(self.state) if step is None else refuse_release(self.state, step)
+        )
+        if refused is not None:
+            reply(False)
+        else:
+            self._work.put_nowait(_Rest(frozenset() if step is None else PARTS, reply))
+
     def lost(self) -> None:
         """The others of its world wait in a collective, or will; they fail after a while."""
         for other in self.floor.worlds[self.name.world]:
@@ -245,6 +265,11 @@ class Rank(Worker):
     async def _train(self) -> None:
         while True:
             work = await self._work.get()
+            if isinstance(work, _Rest):
+                await self._come_to(work.what)
+                work.reply(True)
+                continue
+            await self._come_to(frozenset())
             if isinstance(work, feed_state.PartWork):
                 await self._add(work)
                 continue
@@ -253,6 +278,18 @@ class Rank(Worker):
             await self._gather(work.seal.token)
             await asyncio.sleep(0.3 + self.floor.chance.random())
             self._finish(work)
+
+    async def _come_to(self, released: frozenset[str]) -> None:
+        """Have this released and nothing else."""
+        if released != self.released:
+            await asyncio.sleep(0.1 + 0.5 * self.floor.chance.random())
+            self.released = released
+            self.floor.tell(f"{self.spec.instance} {'gave its memory back' if released else 'has its memory again'}")
+            if not released:
+                awake = [e for e in self.floor.engines.values() if e.alive and e.node == self.node and e.has_memory]
+                for engine in awake:
+                    self.floor.tell(f"{engine.spec.instance} has its memory at the same time")
+            self._notify()
 
     async def _add(self, part: feed_state.PartWork) -> None:
         """A part of the step to come."""
@@ -375,20 +412,45 @@ class Engine(Worker):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.version = Version(0, 0)
+        self.asleep = False
+        self.nameless = False
+        """Whether it slept, and was brought no weights since."""
+        self.slept = 0
+        self._brought = asyncio.Event()
         self.floor.engines[self.spec.instance] = self
 
+    @property
+    def has_memory(self) -> bool:
+        """Whether it serves, and is awake."""
+        return self.record.state == "serving" and not self.asleep
+
     def publish(self, version: Version) -> None:
-        """These weights are served from now on, if they are newer."""
+        """These weights are served from now on, if they are newer. It must be awake."""
+        self.nameless = False
+        self._brought.set()
         self.version = max(self.version, version)
 
+    def sleep(self) -> None:
+        """Give memory back. What it was asked waits."""
+        if not self.asleep:
+            self.asleep = self.nameless = True
+            self.slept += 1
+            self._brought.clear()
+
+    def wake(self) -> None:
+        """Take it again; the weights are nobody's."""
+        self.asleep = False
+
     def generate(self, reply: Callable[[tuple[Version, ...]], None]) -> None:
-        """The weights that made a response, once it is there."""
-        begun = self.version
+        """The weights that made a response, once it is there; none if it was given up."""
 
         async def generating() -> None:
+            while self.nameless:  # paused, until it is brought weights
+                await self._brought.wait()
+            begun, slept = self.version, self.slept
             await asyncio.sleep(self.floor.chance.lognormvariate(-0.5, 0.8))
-            made = tuple(sorted({begun, self.version}))
-            reply(made)
+            # What is under way when it is put to sleep is given back.
+            reply(() if self.slept > slept else tuple(sorted({begun, self.version})))
 
         if self.alive:
             self.process.run(generating(), "request")

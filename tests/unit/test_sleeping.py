@@ -114,6 +114,7 @@ class Sleeper:
     def __init__(self, *, answers: bool = False) -> None:
         self.asked: list[str] = []
         self.asleep = False
+        self.given_back = False
         self.version: Version | None = Version(0, 2)
         self.prompts: list[Any] = []
         self.answers = answers
@@ -126,13 +127,17 @@ class Sleeper:
     async def sleeps(self) -> bool:
         return self.asleep
 
+    async def released(self) -> bool:
+        return self.given_back
+
     async def sleep(self) -> None:
         self.asked.append("sleep")
         self.ended.set()
-        self.asleep = True
+        self.asleep = self.given_back = True
 
     async def take_memory(self) -> None:
         self.asked.append("take_memory")
+        self.given_back = False
 
     async def wake(self, version: Version) -> None:
         self.asked.append("wake")
@@ -227,6 +232,21 @@ async def test_who_meets_a_sleeping_engine_leaves_it_asleep(tmp_path: Path) -> N
         await one.book.publish("busy", Version(0, 2), tmp_path)
     assert one.book.views["busy"].asleep
     assert one.busy.asked == []
+
+
+async def test_an_engine_that_another_put_to_sleep_since_it_was_woken_here_is_woken_again(tmp_path: Path) -> None:
+    """Two controllers may believe that it is theirs; it would be offered weights for ever, and take none."""
+    one = Books()
+    await one.book.aim(engines_at(busy="h:1"))
+    await one.book.sleep("busy")
+    await one.book.wake("busy", None)
+    await one.busy.sleep()
+    with pytest.raises(EngineError, match="busy sleeps"):
+        await one.book.publish("busy", Version(0, 2), tmp_path)
+    assert one.book.views["busy"].asleep
+    await one.book.wake("busy", None)
+    await one.book.publish("busy", Version(0, 2), tmp_path)
+    assert one.book.serves(Version(0, 2))
 
 
 def test_every_intent_names_its_engine() -> None:
