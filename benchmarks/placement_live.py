@@ -4,15 +4,15 @@
     ... BENCH_ARGS="--policies static:18:10:4 static:12:16:4 --rounds 1 --steps 8 --out /tmp/placement_live.json"
 
 The control plane is real (etcd, daemons, gRPC, HTTP, supervisors, the audit at the end); what computes is emulated, and takes the time
-of a law that is known to no policy. Over the run the median response grows by a tenth a step up to the middle and the judge's decode steps
-become several times as long there, so that first rollout wants more slots and then the judge. What is drawn follows from the job's name and the prompt:
+of a law that is known to no policy. Over the run the median response doubles, and in its middle the judge's decode steps become several times
+as long, so that first rollout wants more slots and then the judge. What is drawn follows from the job's name and the prompt:
 every run has the same responses, whatever its policy. Seconds are those of a step from commit to commit, in emulated time. What agreeing, routing
 and asking cost is real, and weighs more as emulated time runs faster. All runs share this machine's cores, which on a cluster each
 node has for itself.
 
 `static:R:J:T` has R slots that roll out, J that judge and T that train, for as long as it runs. `colocated` has an engine of each model on every
 slot, awake at once: two that compute on one slot share its pace and lose `shared_loss` by it. Any other name is a policy that moves slots.
-Of policies that move slots each move's prediction is compared with what came, and every node's books are added up, as far as the run has them.
+Of policies that move slots each move's prediction is compared with what came (both in real seconds), and every node's books are added up.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ from gcore.ledger.books_file import parse
 from gcore.testing.tiny_model import make_tiny_model
 
 NODES, SLOTS = 4, 32
-STEPS, SLOW_AT = 12, 6
+STEPS = 24
+GROWN = 2.0
+"""How many times as long the median response is at the end."""
 GROUPS, SAMPLES, LONGEST, ROWS = 64, 4, 400, 4
 """A group a step of each shard: every controller has as many."""
 LAW: dict[str, Any] = {
@@ -48,12 +50,10 @@ LAW: dict[str, Any] = {
     "decode_per_sequence_s": 0.004,
     "response_tokens": 60,
     "response_spread": 0.2,
-    "response_growth": 1.06,
     "judge_decode_s": 0.01,
     "judge_decode_per_sequence_s": 0.004,
     "judge_response_tokens": 16,
     "judge_response_spread": 0.2,
-    "judge_slow_at": SLOW_AT,
     "judge_slow": 8.0,
     "shared_loss": 0.5,
     "publish_s": 0.1,
@@ -70,6 +70,16 @@ WARM = 1
 FIXED = ("static:20:8:4", "static:16:12:4", "static:12:16:4")
 COLOCATED = "colocated"
 MOVING = ("dynamic",)
+
+
+def law_of(steps: int, speedup: float) -> dict[str, Any]:
+    """The law of a run of so many steps."""
+    return LAW | {"speedup": speedup, "response_growth": GROWN ** (1 / steps), "judge_slow_at": slow_at(steps)}
+
+
+def slow_at(steps: int) -> int:
+    """From these weights on the judge is slow."""
+    return steps // 2
 
 
 @dataclass(frozen=True)
@@ -117,7 +127,7 @@ def write_job(folder: Path, choice: Choice, steps: int) -> Path:
     return file
 
 
-def one_run(folder: Path, choice: Choice, steps: int, limit_s: float) -> dict[str, Any]:
+def one_run(folder: Path, choice: Choice, steps: int, speedup: float, limit_s: float) -> dict[str, Any]:
     """One run. Raises SystemExit unless it succeeds with a clean audit."""
     file = write_job(folder, choice, steps)
     with tempfile.TemporaryDirectory() as place:
@@ -138,14 +148,13 @@ def one_run(folder: Path, choice: Choice, steps: int, limit_s: float) -> dict[st
         summary = json.loads((run / "summary.json").read_text())
         if summary["audit"] != "clean":
             raise SystemExit(f"{choice.name}: audit {summary['audit']}")
-        return {"policy": choice.name, **read_run(run)}
+        return {"policy": choice.name, **read_run(run, speedup)}
 
 
-def read_run(run: Path) -> dict[str, Any]:
+def read_run(run: Path, speedup: float) -> dict[str, Any]:
     """What a run's folder tells of its steps, its moves and its books."""
     steps = [event for event in lines_of(run / "events.jsonl") if event["kind"] == "step"]
     stats = [step["data"]["stats"] for step in steps]
-    speedup = float(LAW["speedup"])
     seconds = [(later["time"] - earlier["time"]) * speedup for earlier, later in pairwise(steps)][WARM - 1 :]
     return {
         "step_seconds": [round(one, 3) for one in seconds],
@@ -200,13 +209,13 @@ def lines_of(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
 
 
-def summed(runs: list[dict[str, Any]]) -> dict[str, Any]:
+def summed(runs: list[dict[str, Any]], slow: int) -> dict[str, Any]:
     """Of each policy: the seconds of a run, and of its steps before and after the judge became slow."""
     found: dict[str, Any] = {}
     for name in dict.fromkeys(run["policy"] for run in runs):
         mine = [run for run in runs if run["policy"] == name]
-        early = [one for run in mine for one in run["step_seconds"][: SLOW_AT - WARM]]
-        late = [one for run in mine for one in run["step_seconds"][SLOW_AT - WARM :]]
+        early = [one for run in mine for one in run["step_seconds"][: slow - WARM]]
+        late = [one for run in mine for one in run["step_seconds"][slow - WARM :]]
         moves = [move for run in mine for move in run["moves"] if move["state"] == "done"]
         ratios = [m["expected_s"] / m["measured_s"] for m in moves if m["expected_s"] and m["measured_s"]]
         books = [run["books"] for run in mine if run["books"]]
@@ -219,6 +228,17 @@ def summed(runs: list[dict[str, Any]]) -> dict[str, Any]:
             "largest_error_of_books": max((one["largest_error"] for one in books), default=None),
         }
     return found
+
+
+def runs_before(file: Path, law: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of an earlier call. Raises SystemExit for those of another law."""
+    if not file.is_file():
+        return []
+    found = json.loads(file.read_text())
+    if found["law"] != law:
+        raise SystemExit(f"{file} has runs of another law; name another file")
+    runs: list[dict[str, Any]] = found["runs"]
+    return runs
 
 
 def beside_the_best(policies: dict[str, Any]) -> dict[str, Any]:
@@ -240,22 +260,28 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--speedup", type=float, default=LAW["speedup"], help="emulated seconds in a real one")
-    parser.add_argument("--limit", type=float, default=600.0, help="seconds after which a run is given up")
+    parser.add_argument("--limit", type=float, default=900.0, help="seconds after which a run is given up")
+    parser.add_argument("--add", action="store_true", help="to the runs that the file has already")
     parser.add_argument("--out", type=Path, default=RESULTS / "placement_live.json")
     arguments = parser.parse_args()
-    LAW["speedup"] = arguments.speedup
+    law = law_of(arguments.steps, arguments.speedup)
     result: dict[str, Any] = circumstances("grpcio", "uvicorn")
-    runs: list[dict[str, Any]] = []
+    runs = runs_before(arguments.out, law) if arguments.add else []
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         make_tiny_model(folder / "model", seed=1)
         lines = [json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) for a in range(100, 200) for b in range(80)]
         (folder / "train.jsonl").write_text("\n".join(lines) + "\n")
-        (folder / "law.json").write_text(json.dumps(LAW))
+        (folder / "law.json").write_text(json.dumps(law))
         for number in range(arguments.rounds):
             order = arguments.policies if number % 2 == 0 else arguments.policies[::-1]
             for name in order:
-                runs.append({"round": number, **one_run(folder, Choice(name), arguments.steps, arguments.limit)})
+                runs.append(
+                    {
+                        "round": number,
+                        **one_run(folder, Choice(name), arguments.steps, arguments.speedup, arguments.limit),
+                    }
+                )
                 one = runs[-1]
                 print(f"round {number + 1}: {name:16} {one['seconds']:7.1f} s  {one['step_seconds']}", flush=True)
     result |= {
@@ -266,8 +292,8 @@ def main() -> None:
         "groups": GROUPS,
         "samples": SAMPLES,
         "rows": ROWS,
-        "law": LAW,
-        "policies": summed(runs),
+        "law": law,
+        "policies": summed(runs, slow_at(arguments.steps)),
         "runs": runs,
         "load_after": round(os.getloadavg()[0], 2),
     }
