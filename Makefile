@@ -25,7 +25,7 @@ SGLANG_ENV := GCORE_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: chaos test-large help setup sglang-setup demo demo-kill demo-sglang prepare prepare-judge test test-sglang test-trackers bench-demo bench-judge bench-calculator bench-async bench-stream bench-idle bench-startup bench-grpo bench-trainer bench-checkpoints bench-copies bench-engine bench-flows bench-issue bench-memory bench-tails bench-rewards bench-control-plane bench-placement-live bench-page test-gpu sim sim-long mutations lint proto clean
+.PHONY: chaos test-large help setup sglang-setup demo demo-kill demo-sglang prepare prepare-judge test test-sglang test-trackers bench-demo bench-judge bench-calculator bench-async bench-stream bench-idle bench-startup bench-grpo bench-trainer bench-checkpoints bench-copies bench-engine bench-flows bench-issue bench-memory bench-tails bench-rewards bench-control-plane bench-placement bench-placement-live bench-page test-gpu sim sim-long mutations lint proto clean
 
 help: ## What there is to make
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk 'BEGIN {FS = ":.*## "} {printf "  make %-12s %s\n", $$1, $$2}'
@@ -133,6 +133,11 @@ bench-placement-live: setup ## Placement policies on 32 emulated slots with drif
 
 bench-rewards: setup ## Scoring in processes of its own beside scoring directly; programs a second; benchmarks/results/rewards.json
 	@$(TEST_ENV) $(BIN)/python benchmarks/rewards.py $(BENCH_ARGS)
+
+bench-placement: setup ## Placement policies in the simulator, 100 seeds; goes on where it was; benchmarks/results/placement.json and the page
+	@$(BIN)/pip install -qq -c $(CONSTRAINTS) --no-build-isolation -e '.[simulate]'
+	@$(TEST_ENV) $(BIN)/python benchmarks/placement_table.py $(BENCH_ARGS)
+	@$(BIN)/python benchmarks/placement_page.py
 
 bench-page: setup ## docs/performance.md's tables from benchmarks/results
 	@$(BIN)/python benchmarks/page.py
