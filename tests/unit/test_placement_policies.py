@@ -1,0 +1,249 @@
+"""Every policy keeps to what a split may be, says the same when asked the same, and rests when nothing changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from placement.forecast import Batch, Forecast, Law, Pools, TrainLaw, law_of, since_jump, slope, train_law
+from placement.lending import lent
+from placement.measured import EngineSpeed, Measured
+from placement.policies.base import Policy, Situation, SwitchCosts
+from placement.policies.climbing import HillClimb, threshold, utilisation
+from placement.policies.dynamic import Dynamic
+from placement.policies.fixed import Colocated, Static, even, nearest, possible
+from placement.split import Bounds, Split, feasible
+
+COSTS = SwitchCosts(5.0, 10.0)
+
+
+def policy_of(name: str, bounds: Bounds) -> Policy:
+    """One that begins with what a person would write."""
+    first, pools = even(bounds), Pools(bounds.rollout_size, bounds.reward_size)
+    makers: dict[str, Callable[[], Policy]] = {
+        "static": lambda: Static(first),
+        "colocated": lambda: Colocated(first),
+        "hill_climb": lambda: HillClimb(first),
+        "threshold": lambda: threshold(first),
+        "dynamic": lambda: Dynamic(pools, first),
+    }
+    return makers[name]()
+
+
+POLICIES = st.sampled_from(("static", "colocated", "hill_climb", "threshold", "dynamic"))
+
+
+@st.composite
+def bounded(draw: st.DrawFn) -> Bounds:
+    """Bounds that some split keeps to."""
+    bounds = Bounds(
+        draw(st.integers(3, 24)),
+        draw(st.sampled_from((1, 2, 4))),
+        draw(st.sampled_from((1, 2, 4))),
+        tuple(sorted(draw(st.sets(st.sampled_from((1, 2, 4, 8)), min_size=1)))),
+        draw(st.booleans()),
+        draw(st.booleans()),
+    )
+    if not list(feasible(bounds)):
+        return Bounds(draw(st.integers(3, 24)), 1, 1, (1, 2))
+    return bounds
+
+
+def step_of(
+    step: int, split: Split, draw: np.random.Generator, *, judged: bool = True, missing: float = 0.2
+) -> Measured:
+    """What might be measured of a step on a split; anything may be missing."""
+    lengths = tuple(np.ceil(draw.lognormal(5.0, 0.8, 24)).tolist())
+    missed = draw.random(4) < missing
+    speeds = tuple(
+        EngineSpeed(pool, load, 0.02 + 0.001 * load) for pool in ("rollout", "reward") for load in (1.0, 9.0)
+    )
+    return Measured(
+        step=step,
+        split=split,
+        lengths=lengths,
+        judged=tuple(np.ceil(draw.lognormal(3.0, 0.3, 24)).tolist()) if judged else (),
+        train_tokens=sum(lengths),
+        produce_s=None if missed[0] else float(draw.uniform(5, 90)),
+        train_s=None if missed[1] else float(draw.uniform(1, 60)),
+        other_s=None if missed[2] else float(draw.uniform(0, 9)),
+        speed=() if missed[3] else speeds,
+        busy={pool: float(draw.uniform(0, 50)) for pool in ("rollout", "reward", "train")},
+    )
+
+
+def run_of(name: str, first: Bounds, then: Bounds, seed: int, steps: int = 12) -> list[Split]:
+    """The splits a policy chooses, when slots change half way."""
+    draw, policy = np.random.default_rng(seed), policy_of(name, first)
+    now: Split | None = None
+    history: list[Measured] = []
+    found = []
+    for step in range(steps):
+        bounds = first if step < steps // 2 else then
+        situation = Situation(bounds, now, tuple(history), COSTS, steps - step, bool(seed % 2), bool(seed % 3))
+        now = policy.plan(situation).split
+        found.append(now)
+        history.append(step_of(step, now, draw, judged=bounds.judged))
+    return found
+
+
+@given(POLICIES, bounded(), bounded(), st.integers(0, 999))
+def test_what_a_policy_chooses_is_feasible_whatever_is_measured_and_however_slots_come_and_go(
+    name: str, first: Bounds, then: Bounds, seed: int
+) -> None:
+    splits = run_of(name, first, then, seed)
+    assert all(split in set(feasible(first)) for split in splits[:6])
+    assert all(split in set(feasible(then)) for split in splits[6:])
+
+
+@given(bounded())
+def test_a_feasible_split_uses_no_slot_twice_and_breaks_no_constraint(bounds: Bounds) -> None:
+    for split in feasible(bounds):
+        assert split.train in bounds.train_sizes
+        assert split.rollout % bounds.rollout_size == 0
+        assert split.reward % bounds.reward_size == 0
+        assert split.rollout >= bounds.rollout_size
+        assert (split.reward >= bounds.reward_size) == bounds.judged
+        if split.mode == "colocated":
+            assert bounds.colocated
+            assert max(split.rollout, split.reward, split.train) <= bounds.slots
+        else:
+            assert split.rollout + split.reward + split.train <= bounds.slots
+
+
+@given(POLICIES, bounded(), st.integers(0, 999))
+def test_the_same_questions_get_the_same_answers(name: str, bounds: Bounds, seed: int) -> None:
+    assert run_of(name, bounds, bounds, seed) == run_of(name, bounds, bounds, seed)
+
+
+@given(st.sampled_from(("static", "colocated", "dynamic")), bounded(), st.integers(0, 999))
+def test_a_policy_that_is_asked_again_with_nothing_new_moves_nothing(name: str, bounds: Bounds, seed: int) -> None:
+    draw, policy = np.random.default_rng(seed), policy_of(name, bounds)
+    first = policy.plan(Situation(bounds, None, (), COSTS, None)).split
+    history = tuple(step_of(step, first, draw, judged=bounds.judged, missing=0.0) for step in range(6))
+    now = first
+    for _ in range(8):  # whatever it wants to change, it has changed by then
+        now = policy.plan(Situation(bounds, now, history, COSTS, None)).split
+    for _ in range(8):
+        assert policy.plan(Situation(bounds, now, history, COSTS, None)).split == now
+
+
+@given(bounded(), st.integers(0, 99))
+def test_a_change_that_cannot_pay_in_the_steps_that_are_left_is_not_made(bounds: Bounds, seed: int) -> None:
+    draw, policy = np.random.default_rng(seed), policy_of("dynamic", bounds)
+    now = possible(bounds)[seed % len(possible(bounds))]
+    history = tuple(step_of(step, now, draw, judged=bounds.judged) for step in range(9))
+    assert policy.plan(Situation(bounds, now, history, SwitchCosts(1e6, 1e6), 3)).split == now
+
+
+def test_a_move_says_what_idled_what_it_gains_and_what_it_costs() -> None:
+    bounds = Bounds(8, 1, 1, (1, 2, 4), True, False)
+    policy, now = policy_of("dynamic", bounds), Split("coexisting", 1, 5, 2)
+    draw = np.random.default_rng(1)
+    history: list[Measured] = []
+    for step in range(8):
+        one = step_of(step, now, draw, missing=0.0)
+        history.append(one)
+        decision = policy.plan(Situation(bounds, now, history, COSTS, 100))
+        if decision.split != now:
+            break
+    assert decision.split.rollout > 1
+    assert decision.expected_s is not None
+    assert decision.before_s is not None
+    assert decision.expected_s < decision.before_s
+    assert decision.cost_s == COSTS.of(now, decision.split)
+    assert decision.gain_s > decision.cost_s
+    assert set(decision.idle) == {"rollout", "reward", "train"}
+    assert "saves" in decision.reason
+    assert "costs" in decision.reason
+
+
+def test_the_utilisation_rules_move_one_unit_from_the_idle_pool_to_the_busy_one() -> None:
+    bounds, now = Bounds(8, 1, 1, (1, 2, 4)), Split("coexisting", 4, 2, 2)
+    step = Measured(0, now, (1.0,), (1.0,), 1.0, 8.0, 2.0, 0.0, (), {"rollout": 38.0, "reward": 2.0, "train": 12.0})
+    assert utilisation(step) == pytest.approx({"rollout": 0.95, "reward": 0.1, "train": 0.6})
+    situation = Situation(bounds, now, (step,), COSTS, None)
+    assert HillClimb(now).plan(situation).split == Split("coexisting", 5, 1, 2)
+    assert threshold(now).plan(situation).split == Split("coexisting", 5, 1, 2)
+    middling = Measured(0, now, (1.0,), (1.0,), 1.0, 8.0, 2.0, 0.0, (), {"rollout": 26.0, "reward": 9.0, "train": 12.0})
+    assert threshold(now).plan(Situation(bounds, now, (middling,), COSTS, None)).split == now
+
+
+@given(
+    st.floats(0, 60),
+    st.integers(0, 12),
+    st.floats(0, 500),
+    st.floats(0, 300),
+    st.integers(0, 12),
+    st.floats(0, 500),
+    st.floats(0, 300),
+)
+def test_lending_leaves_each_pool_that_owes_anything_a_replica(
+    cost: float, rollout: int, owed: float, left: float, reward: int, asked: float, judged: float
+) -> None:
+    count = lent(cost, rollout, owed, 20.0, left, reward, asked, 20.0, judged)
+    assert -reward <= count <= rollout
+    if owed > 0 and rollout > 0 and reward > 0:
+        assert rollout - count >= 1
+    if asked > 0 and reward > 0 and rollout > 0:
+        assert reward + count >= 1
+
+
+@given(st.integers(1, 12), st.floats(1, 300), st.integers(1, 12), st.floats(1, 300))
+def test_what_takes_longer_to_lend_than_the_step_has_left_is_not_lent(
+    rollout: int, left: float, reward: int, judged: float
+) -> None:
+    assert lent(max(left, judged), rollout, 50.0, 20.0, left, reward, 50.0, 20.0, judged) == 0
+
+
+def test_what_idles_is_lent_to_the_pool_that_is_behind_and_back() -> None:
+    assert lent(1.0, 6, 4.0, 20.0, 5.0, 1, 200.0, 20.0, 90.0) > 0
+    assert lent(1.0, 1, 200.0, 20.0, 90.0, 6, 204.0, 200.0, 5.0) < 0
+
+
+def test_a_line_through_exact_measurements_is_found() -> None:
+    split = Split("coexisting", 2, 1, 2)
+    speeds = tuple(EngineSpeed("rollout", load, 0.02 + 0.001 * load) for load in (1.0, 8.0, 30.0))
+    steps = [
+        Measured(i, split, (1.0,), (), 1000.0 * 2**i, 1.0, 3.0 + 0.002 * 1000 * 2**i / 2, 0.0, speeds, {})
+        for i in range(4)
+    ]
+    law, train = law_of(steps, "rollout", 64), train_law(steps)
+    assert (law.token_s, law.sequence_s) == pytest.approx((0.02, 0.001))
+    assert (train.fixed_s, train.slot_s) == pytest.approx((3.0, 0.002))
+    assert law_of(steps, "reward", 64).token_s > 0  # the prior
+
+
+@given(st.floats(-0.05, 0.05), st.integers(8, 32))
+def test_a_trend_without_noise_is_the_trend(rise: float, count: int) -> None:
+    assert slope(np.arange(count) * rise) == pytest.approx(rise, abs=1e-6)
+
+
+def test_a_jump_is_seen_and_noise_is_none() -> None:
+    draw = np.random.default_rng(3)
+    calm = draw.normal(6.0, 0.1, 30)
+    assert sum(since_jump(calm[:end].tolist()) > 0 for end in range(8, 30)) <= 1
+    assert since_jump([*calm.tolist(), 7.8]) == 30
+    assert since_jump([*calm.tolist(), 7.8, 7.7, 7.9]) >= 30
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 999))
+def test_a_forecast_is_no_longer_with_more_of_every_pool(rollout: int, reward: int, seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    lengths = np.ceil(draw.lognormal(5.0, 0.8, 60))
+    batch = Batch.made(lengths, 40.0, float(lengths.sum()))
+    told = Law(0.02, 0.001, 64), Law(0.02, 0.001, 64), TrainLaw(1.0, 1e-3)
+    forecast = Forecast(Pools(), *told, (batch,), np.ones(1), np.ones(1), 1.0, 3.0, False, None)
+    less, more = forecast.seconds(
+        (Split("coexisting", rollout, reward, 2), Split("coexisting", 2 * rollout, 2 * reward, 4))
+    )
+    assert more <= less + 1e-9
+
+
+def test_the_nearest_split_is_itself_where_it_is_feasible() -> None:
+    bounds = Bounds(8, 1, 1, (1, 2, 4))
+    assert all(nearest(bounds, split) == split for split in feasible(bounds))
