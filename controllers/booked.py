@@ -21,16 +21,17 @@ from controllers.booking_claims import (
     RankClaims,
     absences,
     engine_telling,
-    is_of,
     meanings,
     mine,
-    name_of,
+    place_of,
 )
+from controllers.taking_turns import asleep_for_ranks
 from controllers.view import JobView
 from gcore.config import JobSpec
 from gcore.ledger.books import MOST_SWITCHES, EngineSums, StepBook
 from gcore.ledger.books_file import BookLine
 from gcore.ledger.books_file import Stretch as Stretched
+from gcore.ledger.guarded import Stored
 from gcore.rollout.readings import EngineReading, Stretch, between
 from gcore.types import Version
 from gcore.worker.records import WorkerRecord
@@ -92,6 +93,9 @@ class SlotBooks:
         self._boundaries: deque[_Boundary] = deque()
         self._head: Version | None = None
         self._phase = Line("start", now)
+        self._seen: tuple[object, ...] | None = None
+        self._placed: tuple[object, ...] | None = None
+        """What meanings, and places, were worked out from."""
 
     @property
     def engines(self) -> Mapping[str, str]:
@@ -123,11 +127,29 @@ class SlotBooks:
         """The job is so now."""
         self._phase.note(phase_of(view, stage), now)
         here = view.remembered.get("mine here", (view.workers,), lambda: mine(view))
-        found = meanings(view, here, stage)
+        # Most looks are about something else, and a node may have very many engines.
+        turn, resting = asleep_for_ranks(view), frozenset(r for r, rank in view.ranks.items() if rank.released)
+        seen = (here, view.mirror.plan, view.mirror.head, stage, view.engines, view.under_way, turn, resting)
+        if self._seen is None or not _same(seen, self._seen):
+            self._seen = seen
+            self._note_meanings(here, meanings(view, here, stage), now)
+        plan, node = view.mirror.plan, view.nodes.get(view.node)
+        placed = (here, plan, node, view.mirror.head is None)
+        if self._placed is None or not _same(placed, self._placed):
+            self._placed = placed
+            self._note_absences(view, here, now)
+        for instance, (slot, claims, line) in self._ranks.items():
+            worker = here[instance]
+            rank = view.ranks.get(worker.rank) if worker.rank is not None else None
+            if rank is not None and view.mirror.head is not None and worker.world == view.head.world:
+                self._tell(slot, claims.hear(rank, line))
+
+    def _note_meanings(self, here: Mapping[str, WorkerRecord], found: Mapping[str, Meaning], now: float) -> None:
         for instance, meaning in found.items():
             worker = here[instance]
             if worker.role == "train":
-                self._note_rank(view, instance, worker, meaning, now)
+                known = self._ranks.setdefault(instance, (worker.slot, RankClaims(instance), Line(meaning, now)))
+                known[2].note(meaning, now)
             elif instance in self._engines:
                 self._engines[instance].line.note(meaning, now)
             else:
@@ -137,7 +159,6 @@ class SlotBooks:
         for gone in self._ranks.keys() - found.keys():
             slot, claims, line = self._ranks.pop(gone)
             self._tell(slot, claims.extend(now, line))
-        self._note_absences(view, here, now)
 
     def read(self, instance: str, reading: EngineReading) -> None:
         """An engine was read."""
@@ -159,11 +180,11 @@ class SlotBooks:
         if engine is not None and engine.failing is None:
             engine.failing = asked
 
-    def close(self, now: float) -> list[Closed]:
-        """The steps that are over and of which all was heard; and what lies before is settled."""
+    def close(self, now: float, *, last: bool = False) -> list[Closed]:
+        """The steps that are over and of which all was heard; and what lies before is settled. `last`: nothing more will be heard."""
         answering = [engine for engine in self._engines.values() if engine.failing is None]
         heard = min((engine.last.at if engine.last is not None else self._begun for engine in answering), default=now)
-        until = min(heard, now - WORD_S)
+        until = now if last else min(heard, now - WORD_S)
         closed = []
         while self._boundaries and (self._boundaries[0].at <= until or self._boundaries[0].at <= now - PATIENCE_S):
             boundary = self._boundaries.popleft()
@@ -193,20 +214,8 @@ class SlotBooks:
             begin = max(engine.failing, self._slot(engine.worker.slot).settled)
             self._tell(engine.worker.slot, Telling(instance, begin, until, {FAILED: until - begin}))
 
-    def _note_rank(self, view: JobView, instance: str, worker: WorkerRecord, meaning: Meaning, now: float) -> None:
-        if instance not in self._ranks:
-            self._ranks[instance] = worker.slot, RankClaims(instance), Line(meaning, now)
-        slot, claims, line = self._ranks[instance]
-        line.note(meaning, now)
-        rank = view.ranks.get(worker.rank) if worker.rank is not None else None
-        if rank is not None and view.mirror.head is not None and worker.world == view.head.world:
-            self._tell(slot, claims.hear(rank, line))
-
     def _note_absences(self, view: JobView, here: Mapping[str, WorkerRecord], now: float) -> None:
-        plan = view.mirror.plan.record if view.mirror.plan is not None else None
-        for place in plan.engines if plan is not None else ():
-            if place.node == view.node and any(w.state == "serving" and is_of(w, place) for w in here.values()):
-                self._served.add(name_of(place))
+        self._served |= {place_of(worker) for worker in here.values() if worker.state == "serving"}
         found = absences(view, here, frozenset(self._served))
         for key, state in found.items():
             if key not in self._absences:
@@ -293,6 +302,11 @@ class SlotBooks:
                     by_load[load] = by_load[load].plus(part) if load in by_load else part
         self._stretches = [(pool, stretch) for pool, stretch in self._stretches if stretch.end > until]
         return sums, {pool: tuple(found for _, found in sorted(by_load.items())) for pool, by_load in loads.items()}
+
+
+def _same(one: tuple[object, ...], other: tuple[object, ...]) -> bool:
+    """Whether nothing has changed; what is the same object is not compared further."""
+    return all(a is b or (not isinstance(a, Stored) and a == b) for a, b in zip(one, other, strict=True))
 
 
 def _beginning(reading: EngineReading, since: float) -> EngineReading | None:

@@ -44,7 +44,7 @@ LEAST_REST_S, LONGEST_REST_S = 0.05, 10.0
 TOGETHER = 32
 """Engines that are read at once."""
 ANSWER_S = 4.0
-FINISH_S = 3.0
+FINISH_S = 1.0
 """For the last step's book, at the end of the job: a folder may take nothing any more."""
 
 
@@ -124,24 +124,19 @@ class Booking:
 
     async def finish(self) -> None:
         """The job has ended: what was not closed yet is, as far as it can be heard in time. Closes all connections."""
-        closing = asyncio.create_task(self._last_rounds(), name=f"last books {self._keys.uid}")
+        closing = asyncio.create_task(self._round(last=True), name=f"last books {self._keys.uid}")
         await asyncio.wait({closing}, timeout=FINISH_S)
         await end_all([closing])
         clients, self._clients = self._clients, {}
         for _, client in clients.values():
             await client.close()
 
-    async def _last_rounds(self) -> None:
-        await self._round()
-        await self._clock.sleep(WORD_S)
-        await self._round()
-
     @property
     def _is_behind(self) -> bool:
         return self._books is not None and self._books.is_behind
 
-    async def _round(self, some: Collection[str] | None = None) -> float:
-        """Read all engines, or only these, and write what is over; how long the reading took."""
+    async def _round(self, some: Collection[str] | None = None, *, last: bool = False) -> float:
+        """Read all engines, or only these, and write what is over; how long the reading took. `last`: there is no round after it."""
         if self._books is None:
             return 0.0
         began = self._clock.monotonic()
@@ -154,7 +149,7 @@ class Booking:
         finally:
             await end_all(tasks)
         took = self._clock.monotonic() - began
-        for closed in self._books.close(self._clock.monotonic()):
+        for closed in self._books.close(self._clock.monotonic(), last=last):
             await self._write(closed)
         return took
 

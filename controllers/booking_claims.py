@@ -160,24 +160,33 @@ def _places(view: JobView, workers: Mapping[str, WorkerRecord]) -> Iterator[tupl
     """The plan's places on this node: slot, name, pool, and the workers that are there for it."""
     if view.mirror.plan is None or view.mirror.head is None:
         return
-    plan, here = view.mirror.plan.record, list(workers.values())
+    plan = view.mirror.plan.record
+    there: dict[str, list[WorkerRecord]] = {}
+    for worker in workers.values():
+        there.setdefault(place_of(worker), []).append(worker)
     for place in plan.engines:
         if place.node == view.node:
-            yield place.slot, name_of(place), place.pool, [w for w in here if is_of(w, place)]
+            name = _engine(place.judge, place.slot)
+            yield place.slot, name, place.pool, there.get(name, [])
     for rank in plan.ranks:
         if rank.node == view.node:
-            there = [w for w in here if (w.world, w.rank, w.slot) == (plan.world, rank.rank, rank.slot)]
-            yield rank.slot, f"rank {plan.world} {rank.rank}", "train", there
+            name = _rank(plan.world, rank.rank, rank.slot)
+            yield rank.slot, name, "train", there.get(name, [])
 
 
-def name_of(place: EnginePlace) -> str:
-    """What an engine's place is known by."""
-    return f"engine {place.judge} {place.slot}"
+def place_of(worker: WorkerRecord) -> str:
+    """What the place is known by for which a worker is there."""
+    if worker.role == "train":
+        return _rank(worker.world or "", worker.rank or 0, worker.slot)
+    return _engine(worker.judge, worker.slot)
 
 
-def is_of(worker: WorkerRecord, place: EnginePlace) -> bool:
-    """Whether the worker is there for that place."""
-    return worker.role != "train" and (worker.slot, worker.judge) == (place.slot, place.judge)
+def _engine(judge: str, slot: str) -> str:
+    return f"engine {judge} {slot}"
+
+
+def _rank(world: str, rank: int, slot: str) -> str:
+    return f"rank {world} {rank} {slot}"
 
 
 def engine_telling(instance: str, pool: Pool, stretch: Stretch, line: Line[Meaning]) -> Telling:

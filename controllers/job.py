@@ -42,7 +42,7 @@ from controllers.preparing import Preparation
 from controllers.producing import Producing
 from controllers.pulse import EnginePatience
 from controllers.ranks import RankLinks
-from controllers.reading import Reading
+from controllers.reading import Reading, beside
 from controllers.service.events import EventLog
 from controllers.staffing import Staff
 from controllers.staged import NOTHING_STAGED, StagedWeights
@@ -67,6 +67,7 @@ from gcore.reward.pool import RewardPool
 from gcore.reward.scoring import Scorer
 from gcore.schema import UnreadableRecord
 from gcore.store.types import Store, WatchBatch
+from gcore.together import end_all
 from gcore.types import Version
 from placement.moves import Proposal
 
@@ -279,6 +280,7 @@ class JobRunner(JobStanding):
         run_dir = Path(self.mirror.job.record.run_dir)
         staged = self._staged_weights = self._new_staged(run_dir)
         planner = self._planner = Planner(self, material.spec, self._clock, run_dir)
+        books = beside(self._booking.run(), f"books {self.uid}")
         try:
             async with asyncio.TaskGroup() as group:
                 work = {
@@ -289,17 +291,18 @@ class JobRunner(JobStanding):
                     "troubles": self.troubles.run(),
                     "collectives": collectives.answer_others(),
                     "external": external.run(),
-                    "books": self._booking.run(),
                 } | ({"placement": planner.run()} if material.spec.placement.is_live else {})
                 tasks = [group.create_task(one, name=f"{name} {self.uid}") for name, one in work.items()]
                 await self.changes.until(self._ended)
                 for task in tasks:
                     task.cancel()
         finally:
+            # Before this process may be ended too.
+            await end_all([books])
+            await self._booking.finish()
             # First of all what is being published: it lets its engine go on.
             await self._deeds.stop()
             await peer.close()
-            await self._booking.finish()
             await self._engines.close()
             await self._judge_engines.close()
             await orders.close()

@@ -66,7 +66,7 @@ class Reading:
         job = self._look().job
         assert job is not None
         for work in (self._recorder.run(), self.samples.run()):
-            self._writing.append(_beside(work, "reading"))
+            self._writing.append(beside(work, "reading"))
         for tree in job.record.spec.get("tracking", []):
             tracker = TrackerSpec.model_validate(tree)
             keeper = TrackerKeeper(
@@ -78,7 +78,7 @@ class Reading:
                 self._warn,
                 self._clock,
             )
-            self._trackers.append(_beside(keeper.run(), f"tracker {tracker.name}"))
+            self._trackers.append(beside(keeper.run(), f"tracker {tracker.name}"))
 
     def note(self, mirror: JobMirror, holdings: Holdings) -> None:
         """A change, before what is terminal leaves the holdings."""
@@ -89,7 +89,7 @@ class Reading:
         for task in self._writing:
             task.cancel()
         last = {"records": self._recorder.finish(), "samples": self.samples.write(), "copy": self._leave_copy()}
-        await asyncio.wait([_beside(work, name) for name, work in last.items()])
+        await asyncio.wait([beside(work, name) for name, work in last.items()])
         if self._trackers:
             await asyncio.wait(self._trackers, timeout=Patience().end_s + STOP_S)
 
@@ -121,7 +121,7 @@ class Reading:
             await self._store.transact((), (Put(key, trouble.encode()),))
 
 
-def _beside(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+def beside(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
     """Start what people read beside what they read about: its end, also by a defect, is not the caller's."""
     task = asyncio.create_task(work, name=name)
     task.add_done_callback(_tell_defect)

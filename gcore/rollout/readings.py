@@ -8,6 +8,7 @@ have run between them. It does not tell pauses or sleep: who brings it weights, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -97,7 +98,8 @@ def _summed(
         after.paused_s - before.paused_s,
         after.asleep_s - before.asleep_s,
     ]
-    if min(parts) < 0:
+    active_s, running_s = after.active_s - before.active_s, after.running_s - before.running_s
+    if min(*parts, active_s, running_s) < 0:
         return None  # it began anew at the same address
     busy, idle, paused, asleep = parts
     return Stretch(
@@ -107,8 +109,8 @@ def _summed(
         idle,
         paused,
         asleep,
-        active_s=after.active_s - before.active_s,
-        running_s=after.running_s - before.running_s,
+        active_s=active_s,
+        running_s=running_s,
         tokens=tokens,
         requests=requests,
     )
@@ -122,7 +124,9 @@ def _numbers(text: str) -> Mapping[str, float]:
             name, _, value = line.rpartition(" ")
             name = name.partition("{")[0]
             try:
-                found[name] = found.get(name, 0.0) + float(value)
+                number = float(value)
             except ValueError:
                 continue  # somebody else's metric of a shape of its own
+            if math.isfinite(number):
+                found[name] = found.get(name, 0.0) + number
     return found

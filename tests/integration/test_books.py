@@ -1,0 +1,163 @@
+"""The books of real runs: every slot's time is accounted for, on real engines and ranks and on emulated ones, undisturbed and killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from cluster_run import ClusterRun, gcore, processes_of, run_to_the_end
+from placement_run import write_job
+
+from gcore.emulated.launch import LAW_FILE
+from gcore.ledger.books_file import BookLine, lines_of
+from gcore.testing.tiny_model import make_tiny_model
+from placement.books import precedence
+
+pytestmark = [pytest.mark.serial, pytest.mark.timeout(300)]
+
+MOST_ERROR = 0.01
+
+
+def books_of(home: Path) -> tuple[Path, list[BookLine]]:
+    """The run's folder, and what its nodes have booked, start-up first."""
+    (folder,) = (home / "runs").iterdir()
+    return folder, list(lines_of(folder))
+
+
+def check_sums(lines: list[BookLine]) -> None:
+    """Each book sums to its time, and to its spans, slot by slot."""
+    for line in lines:
+        book = line.book
+        total = book.seconds * book.slots
+        assert sum(book.booked.values()) + book.unbooked == pytest.approx(total, rel=1e-3, abs=1e-3)
+        assert min(book.booked.values(), default=0) >= 0
+        assert all(precedence(state) >= 0 for state in book.booked)
+        for spans in line.spans.values():
+            assert sum(span.end - span.begin for span in spans) == pytest.approx(book.seconds, rel=1e-3, abs=5e-3)
+
+
+def check_steps(folder: Path, lines: list[BookLine], steps: int) -> None:
+    """Every step was booked by every node, for about as long as the log entry says that it took."""
+    told = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
+    took = {line["step"]: line["metrics"]["seconds"] for line in told if line["kind"] == "step"}
+    booked = Counter(line.book.version.step for line in lines)
+    assert [booked[step] for step in range(1, steps + 1)] == [len({line.node for line in lines})] * steps
+    for line in lines:
+        step = line.book.version.step
+        if step > 1:  # a rank that starts late finds the first already begun
+            assert line.book.seconds == pytest.approx(took[step], rel=0.15, abs=0.2)
+
+
+def test_on_the_demo_every_second_of_every_slot_is_accounted_for(spec: Path, home: Path) -> None:
+    outcome = run_to_the_end(spec, home, ["--set", "flow.steps=8"])
+    assert outcome.code == 0, outcome.output
+    folder, lines = books_of(home)
+    check_sums(lines)
+    check_steps(folder, lines, 8)
+    for line in lines:
+        assert line.book.error < MOST_ERROR, line
+    for line in lines:
+        if line.book.version.step > 1:
+            assert {"busy rollout", "busy train"} <= line.book.booked.keys()
+            assert line.book.engines["rollout"].tokens > 0
+    # What ranks say of their own steps, in the log, is what was booked for them.
+    read = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
+    told = [line["metrics"] for line in read if line["kind"] == "step"]
+    phases = ("cut", "reference", "old_logprobs", "values", "update", "copies", "checkpoint")
+    worked = sum(metrics.get(f"{phase}_seconds", 0.0) for metrics in told for phase in phases)
+    booked = sum(line.book.booked.get("busy train", 0.0) for line in lines) / 2
+    assert booked == pytest.approx(worked, rel=0.15)
+    trace = home / "trace.json"
+    gcore("trace", "arithmetic", "--step", "5", "--home", str(home), "--to", str(trace))
+    events = json.loads(trace.read_text())["traceEvents"]
+    names = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert {"moves", "phases", "cpu:0", "cpu:1"} <= names
+    assert {"collect", "train"} <= {event["name"] for event in events if event.get("cat") == "phase"}
+
+
+@pytest.fixture
+def emulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A job on emulated slots whose steps take about a second."""
+    law = tmp_path / "law.json"
+    law.write_text(json.dumps({"speedup": 4.0, "load_s": 0.2}))
+    monkeypatch.setenv(LAW_FILE, str(law))
+    make_tiny_model(tmp_path / "model", seed=1)
+    lines = [json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) for a in range(20) for b in range(20)]
+    (tmp_path / "train.jsonl").write_text("\n".join(lines) + "\n")
+    job = {
+        "model": {"path": "model"},
+        "data": {"path": "train.jsonl", "shards": 32},
+        "flow": {"steps": 8, "groups_per_step": 32, "samples_per_prompt": 2},
+        "rollout": {"max_new_tokens": 80, "batch_slots": 8},
+    }
+    file = tmp_path / "job.yaml"
+    file.write_text("name: emulated\n" + "\n".join(f"{key}: {json.dumps(value)}" for key, value in job.items()) + "\n")
+    return file
+
+
+def test_on_emulated_slots_too_and_top_shows_them_while_it_runs(emulated: Path, home: Path) -> None:
+    run = ClusterRun(emulated, home, "--slots", "emulated:8")
+    try:
+        run.until_step(3)
+        shown = json.loads(gcore("top", "--once", "-o", "json", "--home", str(home)).stdout)
+        ended = run.wait()
+    finally:
+        run.close()
+    assert ended.code == 0, ended.output
+    assert shown["slots"] == 8
+    assert sum(shown["by_state"].values()) == pytest.approx(8.0, rel=0.01)
+    assert shown["error"] < MOST_ERROR
+    folder, lines = books_of(home)
+    check_sums(lines)
+    check_steps(folder, lines, 8)
+    for line in lines:
+        assert line.book.error < MOST_ERROR, line
+        assert len(line.spans) == line.book.slots == 4
+
+
+@pytest.mark.chaos
+def test_the_books_sum_when_engines_and_a_rank_are_killed(emulated: Path, home: Path) -> None:
+    run = ClusterRun(emulated, home, "--slots", "emulated:8")
+    try:
+        run.until_step(1)
+        words = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes_of(home)}
+        os.kill(next(pid for pid, word in words.items() if b"gcore.emulated.host" in word), signal.SIGKILL)
+        run.until_step(3)
+        run.kill_worker("train", child=True)
+        ended = run.wait()
+    finally:
+        run.close()
+    assert ended.code == 0, ended.output
+    _, lines = books_of(home)
+    check_sums(lines)
+    assert any(
+        line.book.booked.get("failed", 0.0) > 0 or "switching none>rollout" in line.book.booked for line in lines
+    )
+    # Of who died nobody can say what the last second was; all else is accounted for.
+    whole = sum(line.book.seconds * line.book.slots for line in lines)
+    assert sum(line.book.unbooked for line in lines) < 0.05 * whole
+
+
+@pytest.mark.chaos
+def test_the_books_sum_while_slots_change_over_and_engines_sleep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: Path
+) -> None:
+    steps = 8
+    spec = write_job(tmp_path, monkeypatch, {"policy": "swing", "train": 1, "reward": 1}, steps=steps)
+    run = ClusterRun(spec, home, "--slots", "emulated:8")
+    try:
+        ended = run.wait()
+    finally:
+        run.close()
+    assert ended.code == 0, ended.output
+    folder, lines = books_of(home)
+    check_sums(lines)
+    check_steps(folder, lines, steps)
+    whole = sum(line.book.seconds * line.book.slots for line in lines)
+    assert sum(line.book.unbooked for line in lines) < MOST_ERROR * whole
+    changes = {change for line in lines for change in line.book.switches}
+    assert {"rollout>reward", "reward>rollout"} <= changes
