@@ -62,6 +62,8 @@ class Machine:
 
         The last one is as long as any may be, and runs alone at its end.
         """
+        if not served.requests:
+            return 0.0
         each = served.requests / replicas
         rows = min(float(replica.rows), max(1.0, each))
         context = served.read + served.written / 2

@@ -130,7 +130,7 @@ def workload_of(spec: JobSpec, shapes: Shapes, lengths: Lengths) -> Workload:
         rows=spec.rollout.batch_slots,
         cache_tokens=spec.rollout.cache_tokens,
         replicas=None,
-        requests=samples,
+        requests=0 if spec.train.loss == "sft" else samples,  # which is shown its answers
         read=lengths.prompt,
         written=lengths.response,
         longest=longest,

@@ -197,6 +197,13 @@ def test_with_staleness_training_and_rollout_overlap() -> None:
     assert times[1].step == pytest.approx(max(times[1].rollout, times[1].training + times[1].publishing))
 
 
+def test_a_job_that_is_shown_its_answers_waits_for_none() -> None:
+    shown = work(SMALL, flow={"name": "sft"}, train={"loss": "sft", "old_logprobs": "current"})
+    fits = search(shown, machines()).fits
+    assert fits
+    assert all(fit.times.rollout == 0 for fit in fits)
+
+
 def test_lengths_are_half_of_the_longest_unless_somebody_knows_them() -> None:
     assert Lengths.guessed(spec(), SEVEN) == Lengths(256, 512)
     assert Lengths.guessed(spec(), SEVEN, 100, 5000) == Lengths(100, 1024)
