@@ -103,14 +103,17 @@ def _of_engine(
     turn: frozenset[str],
     stage: Cause,
 ) -> Meaning:
+    """One that keeps no sums of its own (SGLang) calls itself idle while it sleeps: who put it to sleep knows."""
     pool: Pool = worker.role
     other = _other(view, worker, workers.values())
+    known = view.engines.get(instance) or view.judges.get(instance)
+    sleeps = known is not None and known.asleep
     if place is None:
         return Meaning(switching(pool, NOBODY))
-    if place.asleep:
-        return Meaning(switching(pool, other))
-    if instance in turn:
-        return Meaning(switching(pool, "train"))
+    if place.asleep or instance in turn:
+        return Meaning(None if sleeps else switching(pool, other if place.asleep else "train"))
+    if sleeps:
+        return Meaning(switching(other, pool), switching(other, pool))
     if f"publish {instance}" in view.under_way:
         return Meaning(SYNCING, switching(other, pool))
     return Meaning(idle(pool, cause_of(view, stage, pool, instance)), switching(other, pool))

@@ -160,6 +160,28 @@ def test_a_loan_is_switching_from_the_plan_until_the_other_is_awake() -> None:
     assert book.unbooked == pytest.approx(0.0)
 
 
+def test_an_engine_that_keeps_no_sums_claims_nothing_while_it_is_known_to_sleep() -> None:
+    rollout, judge = engine_of("e", "cpu:0"), engine_of("j", "cpu:0", "critic")
+    lent = job(place("cpu:0", asleep=True), place("cpu:0", "critic"), workers=(rollout, judge))
+    books = begun(replace(lent, engines={"e": EngineView("e", "h:9", None)}))
+    asleep = replace(lent, engines={"e": EngineView("e", "h:9", None, asleep=True)})
+    books.look(asleep, "tail", 1.0)
+    for at in (0.0, 1.0, 10.0):
+        books.read("e", EngineReading(at, None, 0, 0, 0, 0))
+    books.read("j", reading(1.0, asleep_s=1.0))
+    books.read("j", reading(10.0, busy_s=3.0, asleep_s=1.0))
+    ended(books, 10.0)
+    book = closed(books, 11.0)
+    assert book.booked == pytest.approx(
+        {
+            switching("rollout", "reward"): 1.0,
+            busy("reward"): 3.0,
+            idle("reward", "tail"): 6.0,
+            UNALLOCATED: 20.0,
+        }
+    )
+
+
 def test_where_ranks_and_engines_take_turns_the_slot_is_of_one_or_on_its_way_to_the_other() -> None:
     worker = engine_of("e", "cpu:0")
     placement = SPEC.placement.model_copy(update={"memory": "in_turns"})
