@@ -178,3 +178,30 @@ def test_what_a_person_fixes_is_obeyed(tmp_path: Path, monkeypatch: pytest.Monke
     assert "reward 9 are more than the 8 slots there are" in refused.stderr
     later = [move for move in moves_of(home) if move.step >= 3]
     assert {move.after.reward for move in later} <= {2}
+
+
+def test_a_node_that_gives_its_last_engine_of_the_policy_away_leaves_its_prompts_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = write_job(tmp_path, monkeypatch, {"policy": "tight", "train": 1, "reward": 1}, steps=STEPS)
+    home = tmp_path / "home"
+    ended_well(played(spec, home, slots=4))
+    assert {move.after.rollout for move in moves_of(home) if move.state == "done"} == {1, 2}
+
+
+def test_dynamic_moves_slots_to_a_judge_that_became_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    law = {"speedup": 2.0, "judge_slow_at": 3, "judge_slow": 6.0, "judge_response_tokens": 20, "shared_loss": 0.5}
+    placement = {"policy": "dynamic", "train": 1, "reward": 1}
+    spec = write_job(tmp_path, monkeypatch, placement, law=law, steps=14)
+    home = tmp_path / "home"
+    run = ClusterRun(spec, home, "--slots", "emulated:8")
+    try:
+        run.until_step(12)
+        told = gcore("placement", "explain", NAME, "--home", str(home)).stdout
+        ended = run.wait()
+    finally:
+        run.close()
+    ended_well(ended, 14)
+    moves = [move for move in moves_of(home) if move.state == "done"]
+    assert any(move.after.reward > 1 for move in moves), told
+    assert "because" in told
