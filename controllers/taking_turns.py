@@ -22,8 +22,9 @@ from controllers.actions import Intent, ReleaseRank, RestoreRank
 from controllers.children import is_cuda
 from controllers.view import JobView, RankView
 from gcore.config import JobSpec
-from gcore.ledger.job import RankPlace
+from gcore.ledger.job import SLEEP_CAME, RankPlace
 from gcore.ledger.records import SealState
+from gcore.schema import spoken
 from gcore.train.rest_rules import PARTS
 from gcore.worker.records import WorkerRecord
 
@@ -44,7 +45,7 @@ def takes_turns(spec: JobSpec, slot: str) -> bool:
 def shared(view: JobView) -> Mapping[int, RankPlace]:
     """The ranks of head's world that take turns, by rank."""
     plan = view.mirror.plan
-    if plan is None:
+    if plan is None or spoken() < SLEEP_CAME:  # an older node would ask an engine that sleeps, and wait for it
         return {}
     return view.remembered.get(
         "turns",

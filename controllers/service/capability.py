@@ -82,6 +82,12 @@ def check_moving(spec: JobSpec) -> None:
             where="placement.policy",
             fix="Submit it when all nodes are upgraded, or with policy: colocated",
         )
+    if spec.placement.memory == "in_turns" and spoken() < SLEEP_CAME:
+        raise SpecError(
+            "engines that sleep while ranks train need nodes of this version, and some are older",
+            where="placement.memory",
+            fix="Submit it when all nodes are upgraded, or with memory: kept",
+        )
 
 
 def check_ranks(spec: JobSpec, most: int | None) -> None:

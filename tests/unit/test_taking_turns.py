@@ -15,6 +15,7 @@ from job_views import KEYS, ME, PEER, SPEC, running_job, sealed_job, stored
 from controllers.actions import Apply, Intent, ReleaseRank, RestoreRank, Sleep, Wake
 from controllers.decide import training
 from controllers.remembered import Remembered
+from controllers.service.capability import check_moving
 from controllers.sleeping import put_to_sleep, resting
 from controllers.taking_turns import AWAY_S, PATIENCE_S, in_the_way, takes_turns, turning
 from controllers.view import EngineView, JobView
@@ -22,6 +23,7 @@ from controllers.waiting import waiting_for
 from gcore.config import parse_spec
 from gcore.errors import SpecError
 from gcore.ledger.job import EnginePlace, RankClaim
+from gcore.schema import NEWEST_VERSION, speak
 from gcore.train.rest_rules import PARTS
 from gcore.worker.records import WorkerRecord
 
@@ -199,6 +201,19 @@ def test_a_job_that_keeps_its_memory_knows_no_turns() -> None:
         view = replace(Cluster(ready=ready, released={0: frozenset(), 1: frozenset()}).view(), spec=SPEC)
         assert [*turning(view), *resting(view)] == []
         assert {i.after for i in training(view)} <= {0.0}
+
+
+def test_while_a_node_is_older_nobody_takes_turns_and_no_such_job_begins() -> None:
+    """It would ask an engine that sleeps."""
+    speak(1)
+    try:
+        view = Cluster(ready=True).view()
+        assert [*turning(view), *resting(view)] == []
+        with pytest.raises(SpecError, match="some are older"):
+            check_moving(IN_TURNS)
+    finally:
+        speak(NEWEST_VERSION)
+    check_moving(IN_TURNS)
 
 
 def test_what_is_waited_for_is_said() -> None:
