@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -24,8 +25,9 @@ from controllers.troubles import TroubleBook
 from controllers.view import JobView
 from gcore.clock import Clock
 from gcore.config import JobSpec
+from gcore.ledger.job import Plan
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.placing import Moves
+from gcore.ledger.placing import MOST_REASON, Moves
 from gcore.plugins import RAISED, sentence_of
 from placement.assign import assigned
 from placement.live import Moving, Start, bounds_of, first_split, obeying
@@ -144,6 +146,7 @@ class Planner:
     def _propose(self, proposal: Proposal | None, account: Moves | None) -> None:
         if (proposal, account) != (self.proposal, self.account):
             self.proposal, self.account = proposal, account
+            self._settled = self._settled and (proposal is None or proposal.plan is None)
             self._job.look_anew()
             self._job.changes.notify()
 
@@ -183,21 +186,20 @@ class Planner:
             return None
         self._trouble("")
         same_world = decision.split.train == len(plan.ranks)
-        after = (
-            assigned(
+        after: Plan | None = None
+        if same_world:
+            place = partial(
+                assigned,
                 decision.split,
                 plan,
                 there,
                 self._moving.judges,
                 world=plan.world,
                 generation=plan.generation + 1,
-                reason=f"{decision.split}: {decision.reason}"[:600],
+                reason=f"{decision.split}: {decision.reason}"[:MOST_REASON],
             )
-            if same_world
-            else None
-        )
-        if same_world and after is None:
-            return None
+            if (after := await asyncio.to_thread(place)) is None:  # a thousand slots take a moment
+                return None
         proposal = between_steps(decision, plan, after, base, self._deciding(view))
         return None if proposal is None or is_told(moves, proposal.move) else proposal
 

@@ -71,12 +71,16 @@ def dealt(split: Split, now: Dealt, snapshot: Snapshot, sizes: Sizes = Sizes()) 
 
 def _keep(replicas: Sequence[tuple[Slot, ...]], most: int) -> list[tuple[Slot, ...]]:
     """The `most` that stay: of nodes that have many of them the last ones go first."""
-    left = list(replicas)
-    while len(left) > most:
-        per_node = Counter(replica[0].node for replica in left)
-        fullest = max(per_node.values())
-        left.remove(next(replica for replica in reversed(left) if per_node[replica[0].node] == fullest))
-    return left
+    on: dict[str, list[tuple[Slot, ...]]] = {}
+    for replica in replicas:
+        on.setdefault(replica[0].node, []).append(replica)
+    newest = {replica: place for place, replica in enumerate(replicas)}
+    for _ in range(len(replicas) - most):
+        fullest = max(map(len, on.values()))
+        node = max((node for node in on if len(on[node]) == fullest), key=lambda node: newest[on[node][-1]])
+        on[node].pop()
+    kept = {replica for there in on.values() for replica in there}
+    return [replica for replica in replicas if replica in kept]
 
 
 def _filled(

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from controllers.service.capability import check_moving
 from gcore.config import parse_spec
 from gcore.errors import SpecError
+from gcore.schema import NEWEST_VERSION, speak
 
 JUDGE = {
     "name": "tutor",
@@ -80,3 +82,14 @@ def test_slots_are_lent_by_default_with_dynamic_only() -> None:
 def test_a_policy_that_begins_with_a_split_says_it_whole() -> None:
     placed = spec({"policy": "dynamic", "train": 1, "reward": 2, "dry_run": True}, judged=True).placement
     assert (placed.train, placed.reward, placed.dry_run) == (1, 2, True)
+
+
+def test_a_job_whose_slots_move_is_not_created_beside_a_node_that_knows_no_sleep() -> None:
+    speak(NEWEST_VERSION - 1)
+    try:
+        with pytest.raises(SpecError, match="needs nodes of this version"):
+            check_moving(spec({"policy": "dynamic"}, judged=True))
+        check_moving(spec({}))
+    finally:
+        speak(NEWEST_VERSION)
+    check_moving(spec({"policy": "dynamic"}, judged=True))
