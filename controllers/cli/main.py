@@ -24,6 +24,7 @@ from controllers.cli import (
     plan_verb,
     run_verb,
     samples_verb,
+    simulate_verb,
     trace,
 )
 from controllers.cli import top as top_verb
@@ -96,6 +97,7 @@ _verb("down", cluster_verbs.down, cluster_verbs.DOWN_EXAMPLES, _CLUSTER)
 _verb("doctor", doctor_verb.doctor, doctor_verb.DOCTOR_EXAMPLES, _CLUSTER)
 _verb("validate", file_verbs.validate, file_verbs.VALIDATE_EXAMPLES, _FILES)
 _verb("plan", plan_verb.plan, plan_verb.PLAN_EXAMPLES, _FILES)
+_verb("simulate", simulate_verb.simulate, simulate_verb.SIMULATE_EXAMPLES, _FILES)
 _verb("schema", file_verbs.schema, file_verbs.SCHEMA_EXAMPLES, _FILES)
 _verb("prepare", file_verbs.prepare, file_verbs.PREPARE_EXAMPLES, _FILES)
 

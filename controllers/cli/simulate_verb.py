@@ -1,0 +1,195 @@
+"""`gcore simulate`: placement policies on a scenario, or on what a run recorded, in made-up time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from controllers.cli.answers import Output, as_json, console
+from controllers.cli.options import DEFAULT_HOME, Format, Home
+from gcore.errors import UsageError
+
+if TYPE_CHECKING:
+    from placement.simulate.job import SimulatedJob
+    from placement.simulate.replay import Replay
+    from placement.simulate.run import Played
+
+SIMULATE_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore simulate benchmarks/scenarios/judge-slow-apart.yaml
+
+gcore simulate benchmarks/scenarios/growing.yaml --cost 20 --policy dynamic --policy static
+
+[dim]What if the run had had 16 slots, and another policy:[/dim]
+
+gcore simulate --run arithmetic-judge --slots 16
+
+gcore simulate --run .gcore/runs/arithmetic-judge-26559b7ecc10 -o json
+"""
+DEFAULT_COST_S = 5.0
+
+
+def simulate(
+    scenario: Annotated[Path | None, typer.Argument(help="A scenario's file (YAML).", show_default=False)] = None,
+    run: Annotated[
+        str | None, typer.Option("--run", help="A finished run instead: its job's name or uid, or its folder.")
+    ] = None,
+    policy: Annotated[list[str] | None, typer.Option(help="Only this policy; can be repeated. Default: all.")] = None,
+    slots: Annotated[int | None, typer.Option(help="So many slots instead of those there are.", min=2)] = None,
+    cost: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds that engines take to change over; a train world of another size takes twice that.", min=0
+        ),
+    ] = None,
+    staleness: Annotated[int | None, typer.Option(help="Steps that rollouts may be ahead of training.", min=0)] = None,
+    seed: Annotated[int, typer.Option(help="What is drawn at random follows from it.", min=0)] = 0,
+    home: Home = DEFAULT_HOME,
+    output: Format = Output.TABLE,
+) -> None:
+    """Play a job with placement policies, beside the best static split in hindsight and the best split for each step.
+
+    Of a run its own lengths, engine speeds and training times are taken, from its folder: what if another policy had planned it,
+    or it had had more slots.
+    """
+    from placement.plan import counted
+    from placement.policies.fixed import possible
+    from placement.simulate.job import SimulatedJob
+    from placement.simulate.replay import ReplayedJob, read_run
+    from placement.simulate.scenario import read_scenario
+
+    if (scenario is None) == (run is None):
+        raise UsageError("gcore simulate takes a scenario's file, or --run with a run", fix="Give one of them")
+    replay: Replay | None = None
+    job: SimulatedJob
+    if run is not None:
+        replay = read_run(_folder(home, run), slots=slots, staleness=staleness or 0)
+        job = ReplayedJob(replay, seed)
+    else:
+        assert scenario is not None
+        told = read_scenario(scenario)
+        changes = {key: value for key, value in (("slots", slots), ("staleness", staleness)) if value is not None}
+        job = SimulatedJob(told.changed(**changes), seed)
+    fewest = min(job.scenario.slots_at(step) for step in range(job.scenario.steps))
+    if not possible(job.scenario.bounds_of(fewest)):
+        raise UsageError(
+            f"no split of {counted(fewest, 'slot')} has a train world and an engine of each pool",
+            where="--slots",
+            fix="Give more slots",
+        )
+    known = replay.lend_s if replay is not None else None
+    move_s = cost if cost is not None else known if known is not None else DEFAULT_COST_S
+    found = _played(job, move_s, policy or [])
+    tree = _tree(job, move_s, replay, found)
+    if output is Output.JSON:
+        typer.echo(as_json(tree))
+    else:
+        _show(tree)
+
+
+def _folder(home: Path, run: str) -> Path:
+    """Where the run lies: a folder that is named, or that of the newest finished run of that name."""
+    if (Path(run) / "metrics.jsonl").is_file():
+        return Path(run)
+    from controllers.cli.summary import find_summary
+
+    found = find_summary(home / "runs", run)
+    if found is None:
+        raise UsageError(
+            f"there is no finished run {run!r} in {home}, and no folder of a run of that name",
+            where="--run",
+            fix="Name a job that has ended, or the folder that has its metrics.jsonl",
+        )
+    return Path(found["folder"])
+
+
+def _played(job: SimulatedJob, move_s: float, wanted: Sequence[str]) -> dict[str, Played]:
+    """Each policy's run. Without a compiler what could have been had takes minutes, and is left out."""
+    from placement.simulate.table import play_policy, policies
+
+    names = list(policies(job.scenario, job.seed))
+    unknown = [name for name in wanted if name not in names]
+    if unknown:
+        raise UsageError(
+            f"the simulator has no policy {unknown[0]!r}", where="--policy", fix=f"Name one of {', '.join(names)}"
+        )
+    return {name: play_policy(job, name, move_s) for name in names if not wanted or name in wanted}
+
+
+def _oracles(job: SimulatedJob, move_s: float) -> dict[str, float]:
+    from placement.simulate.compiled import COMPILES
+    from placement.simulate.oracle import best_each_step, best_static
+    from placement.simulate.table import switch_costs
+
+    if not COMPILES:
+        return {}
+    costs = switch_costs(job.scenario, job.seed, move_s)
+    return {
+        "best split for each step": best_each_step(job, costs).seconds,
+        "best static split": best_static(job, costs).seconds,
+    }
+
+
+def _tree(job: SimulatedJob, move_s: float, replay: Replay | None, found: dict[str, Played]) -> dict[str, Any]:
+    """All of it, as data."""
+    oracles, steps = _oracles(job, move_s), job.scenario.steps
+    best = min(oracles.values(), default=None)
+    rows: list[dict[str, Any]] = [{"policy": name, "seconds": took, "moves": []} for name, took in oracles.items()]
+    rows += [
+        {
+            "policy": name,
+            "seconds": run.seconds,
+            "first": str(run.splits[0]),
+            "moves": [
+                {
+                    "step": one.step,
+                    "to": str(one.decision.split),
+                    "cost_s": one.cost_s,
+                    "gain_s": round(one.decision.gain_s, 3),
+                    "expected_s": one.decision.expected_s,
+                    "reason": one.decision.reason,
+                }
+                for one in run.moves[1:]
+            ],
+        }
+        for name, run in found.items()
+    ]
+    for row in rows:
+        row["step_s"] = row["seconds"] / steps
+        row["behind_best"] = None if best is None else row["seconds"] / best - 1
+    return {
+        "scenario": job.scenario.name,
+        "what": job.scenario.what,
+        "slots": job.scenario.slots,
+        "steps": steps,
+        "switch_s": move_s,
+        "recorded_s": None if replay is None else sum(replay.taken_s),
+        "rows": rows,
+    }
+
+
+def _show(tree: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    out = console()
+    out.print(f"{tree['scenario']}: {tree['what']}", highlight=False, soft_wrap=True)
+    out.print(
+        f"{tree['steps']} steps on {tree['slots']} slots; engines change over in {tree['switch_s']:g} s",
+        highlight=False,
+    )
+    if tree["recorded_s"] is not None:
+        out.print(f"the run itself took {tree['recorded_s']:.1f} s for these steps", highlight=False)
+    table = Table(box=None)
+    table.add_column("policy")
+    for name in ("seconds", "a step", "behind the best", "moves"):
+        table.add_column(name, justify="right")
+    for row in tree["rows"]:
+        behind = "" if row["behind_best"] is None else f"{row['behind_best']:.1%}"
+        table.add_row(row["policy"], f"{row['seconds']:.1f}", f"{row['step_s']:.2f}", behind, f"{len(row['moves'])}")
+    out.print(table)
+    if any(row["behind_best"] is None for row in tree["rows"]):
+        out.print("what could have been had is left out: pip install 'gcore\\[simulate]'", highlight=False)

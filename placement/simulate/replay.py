@@ -1,0 +1,221 @@
+"""A run's own records as a job to simulate: what if another policy had planned it, or it had had other slots.
+
+From the run's folder: `metrics.jsonl` has each step's mean length, tokens and seconds, `books/` what engines and slots did, `samples/`
+the lengths of the responses that were kept. Engine speeds and training are fitted as a policy would fit them. Lengths of steps without
+kept samples are drawn with the spread of those that have them, about their own mean, always the same; of judgements the mean is known.
+What a run did not do is not in its records: how fast an engine is beside more requests than it ever had is read off the fitted line,
+and that slots are of one kind is taken for granted. Nothing here asks a cluster.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from gcore.errors import UsageError
+from gcore.ledger.books import EngineSums
+from gcore.ledger.books_file import BookLine, lines_of
+from gcore.samples import folder
+from gcore.types import Version
+from placement.forecast import law_of, train_law
+from placement.measured import EngineSpeed, Measured
+from placement.simulate.job import SimulatedJob
+from placement.simulate.scenario import Engine, Scenario, Training
+from placement.simulate.workload import Floats, Workload
+from placement.split import Split
+
+LEAST_STEPS = 4
+"""Fewer say too little."""
+SKIPPED = 2
+"""First steps that are not taken: engines and ranks start in them."""
+SPREAD = 0.8
+"""Of lengths beside their mean, where no sample was kept."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A run as a scenario, its steps as they were, and what they took, in seconds. `lend_s`: the middle of what its changes took."""
+
+    scenario: Scenario
+    steps: tuple[Workload, ...]
+    taken_s: tuple[float, ...]
+    trained_on: int
+    lend_s: float | None
+
+
+class ReplayedJob(SimulatedJob):
+    """A simulated job whose steps have the lengths of a run."""
+
+    def __init__(self, replay: Replay, seed: int) -> None:
+        super().__init__(replay.scenario, seed)
+        self.work = cache(lambda step: replay.steps[step])
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step of the run."""
+
+    version: Version
+    metrics: Mapping[str, float]
+    books: tuple[BookLine, ...]
+
+    def engines(self, pool: str) -> EngineSums:
+        """What the pool's engines did, all nodes together."""
+        total = EngineSums()
+        for line in self.books:
+            total = total.plus(line.book.engines.get(pool, EngineSums()))
+        return total
+
+
+def read_run(run_dir: Path, *, slots: int | None = None, staleness: int = 0) -> Replay:
+    """The run in that folder. `slots`: how many the simulated job has, if others than the run. Raises UsageError."""
+    try:
+        steps = _steps(run_dir)[SKIPPED:]
+        drawn = _lengths(run_dir, steps)
+    except OSError as error:
+        raise UsageError(f"the run's folder cannot be read ({error.strerror or error})", where=str(run_dir)) from error
+    if len(steps) < LEAST_STEPS:
+        raise UsageError(
+            f"{run_dir} has books of {len(steps)} steps after its first {SKIPPED}, and a replay needs {LEAST_STEPS} at least",
+            fix="Name a run that was made by a version with books, and that went on for longer",
+        )
+    work = tuple(_workload(step, lengths) for step, lengths in zip(steps, drawn, strict=True))
+    there = max(sum(line.book.slots for line in step.books) for step in steps)
+    trained_on = max(len({s for line in step.books for s in _slots_at(line, "busy train")}) for step in steps) or 1
+    return Replay(
+        _scenario(run_dir, steps, work, slots or there, trained_on, staleness),
+        work,
+        tuple(step.metrics["seconds"] for step in steps),
+        trained_on,
+        _switch_s(steps),
+    )
+
+
+def _steps(run_dir: Path) -> list[_Step]:
+    """The steps on the run's chain that have numbers and books, in order: of one that was made anew, the newest."""
+    booked: dict[Version, list[BookLine]] = {}
+    for line in lines_of(run_dir):
+        booked.setdefault(line.book.version, []).append(line)
+    chain: dict[int, _Step] = {}
+    for line_of_file in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        tree = _tree(line_of_file)
+        if tree.get("kind") == "rollback":
+            chain = {step: one for step, one in chain.items() if step <= tree["step"]}
+        if tree.get("kind") != "step" or not {"seconds", "tokens", "response_length"} <= set(tree["metrics"]):
+            continue
+        version = Version(int(tree["lineage"]), int(tree["step"]))
+        if version in booked:
+            chain[version.step] = _Step(version, tree["metrics"], tuple(booked[version]))
+    return [chain[step] for step in sorted(chain)]
+
+
+def _tree(line: str) -> dict[str, Any]:
+    try:
+        tree = json.loads(line)
+    except ValueError:  # the last line of a run that was killed
+        return {}
+    return tree if isinstance(tree, dict) else {}
+
+
+def _lengths(run_dir: Path, steps: Iterable[_Step]) -> Iterator[Floats]:
+    """Tokens of each step's responses, [n]."""
+    kept = set(folder.kept_steps(run_dir))
+    found, spreads = [], []
+    for step in steps:
+        groups = folder.read_groups(run_dir, step.version) if step.version in kept else []
+        lengths = np.array([sample.tokens for group in groups for sample in group.samples], dtype=np.float64)
+        found.append((step, lengths))
+        if lengths.size > 1 and lengths.mean() > 0:
+            spreads.append(float(lengths.std() / lengths.mean()))
+    width = float(np.sqrt(np.log1p((median(spreads) if spreads else SPREAD) ** 2)))
+    return iter([lengths if lengths.size else _made_up(step, width) for step, lengths in found])
+
+
+def _made_up(step: _Step, width: float) -> Floats:
+    """As many responses as the step had, about their mean."""
+    metrics = step.metrics
+    kept = max(int(metrics.get("samples", 1)), 1)
+    count = round(kept / max(1.0 - metrics.get("filter_rate", 0.0), 0.01))
+    mean = max(metrics.get("response_length_before_filter", metrics["response_length"]), 1.0)
+    draw = np.random.default_rng((step.version.lineage, step.version.step, 6))
+    drawn: Floats = np.exp(np.log(mean) - width**2 / 2 + width * draw.standard_normal(count))
+    return np.maximum(np.ceil(drawn), 1.0)
+
+
+def _workload(step: _Step, lengths: Floats) -> Workload:
+    reward = step.engines("reward")
+    judged = np.full(lengths.size, reward.tokens / lengths.size if lengths.size else 0.0)
+    return Workload(lengths, judged, step.metrics["tokens"], 1.0)
+
+
+def _scenario(
+    run_dir: Path, steps: list[_Step], work: tuple[Workload, ...], slots: int, trained_on: int, staleness: int
+) -> Scenario:
+    history = [_measured(step, trained_on) for step in steps]
+    training, judged = train_law(history), any(one.judged.any() for one in work)
+    between = [step.metrics.get("exchange_s", 0.0) + step.metrics.get("publish_s", 0.0) for step in steps]
+    sizes = tuple(size for size in sorted({1, 2, 4, 8, 16, 32, 64, 128, trained_on}) if size <= slots)
+    return Scenario(
+        name=run_dir.name,
+        what=f"{len(steps)} steps of the run in {run_dir}",
+        slots=slots,
+        steps=len(steps),
+        groups=1,
+        samples=max(round(float(np.mean([one.lengths.size for one in work]))), 1),
+        staleness=staleness,
+        rollout=_engine(history, "rollout"),
+        reward=_engine(history, "reward"),
+        judging=Scenario.model_fields["judging"].default if judged else None,
+        training=Training(
+            fixed_s=training.fixed_s, rate=1.0 / max(training.slot_s, 1e-12), sync_s=median(between), sizes=sizes
+        ),
+        wake_s=_switch_s(steps) or 0.0,
+        noise=Scenario.model_fields["noise"].default.model_copy(update={"replica": 0.0, "train": 0.0}),
+    )
+
+
+def _engine(history: list[Measured], pool: str) -> Engine:
+    loads = [one.running for step in history for one in step.speed if one.pool == pool]
+    law = law_of(history, pool, 64)
+    return Engine(token_s=law.token_s, sequence_s=law.sequence_s, running=max(round(max(loads, default=1.0)), 8))
+
+
+def _measured(step: _Step, trained_on: int) -> Measured:
+    """As far as engines and training are fitted to it."""
+    speed = tuple(
+        EngineSpeed(pool, one.running_s / one.active_s, one.running_s / one.tokens)
+        for line in step.books
+        for pool, total in line.book.engines.items()
+        for one in line.book.loads.get(pool, (total,))
+        if one.active_s > 0 and one.tokens > 0
+    )
+    metrics, split = step.metrics, Split("coexisting", 1, 1, trained_on)
+    return Measured(
+        step.version.step, split, (), (), metrics["tokens"], None, metrics.get("train_s"), None, speed, {}, None
+    )
+
+
+def _slots_at(line: BookLine, state: str) -> Iterator[tuple[str, str]]:
+    for slot, spans in line.spans.items():
+        if any(state in span.seconds for span in spans):
+            yield line.node, slot
+
+
+def _switch_s(steps: Iterable[_Step]) -> float | None:
+    """The middle of what changes from one role to another took."""
+    found = [
+        seconds
+        for step in steps
+        for line in step.books
+        for change, taken in line.book.switches.items()
+        if not change.startswith("none")
+        for seconds in taken
+    ]
+    return median(found) if found else None

@@ -1,0 +1,150 @@
+"""`gcore simulate`: a scenario's file or a run's records in, a table or JSON out; what is wrong is told in a sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from controllers.cli.main import app
+from gcore.errors import UsageError
+from gcore.ledger.books import EngineSums, StepBook
+from gcore.ledger.books_file import BookLine, Stretch, append
+from gcore.types import Version
+from placement.simulate.replay import ReplayedJob, read_run
+
+SMALL = """
+name: small
+what: a small job
+slots: 5
+steps: 4
+groups: 4
+samples: 4
+lengths: {mean: 120}
+training: {sizes: [1, 2]}
+"""
+
+
+def said(*words: str) -> str:
+    """What the command prints. Raises what it raises."""
+    result = CliRunner().invoke(app, ["simulate", *words], catch_exceptions=False)
+    if result.exception is not None:
+        raise result.exception
+    return result.output
+
+
+@pytest.fixture
+def scenario(tmp_path: Path) -> Path:
+    """A scenario that is played in no time."""
+    path = tmp_path / "small.yaml"
+    path.write_text(SMALL)
+    return path
+
+
+def a_run(folder: Path, steps: int = 8, slots: int = 3) -> Path:
+    """A run's folder: two rollout engines at a hundredth of a second a token, a judge, a rank."""
+    folder.mkdir()
+    lines = [{"kind": "start", "seq": 0}]
+    for step in range(1, steps + 1):
+        metrics = {"seconds": 4.0, "tokens": 1600.0, "response_length": 80.0, "samples": 16.0, "train_s": 1.0}
+        metrics |= {"exchange_s": 0.1, "publish_s": 0.2}
+        lines.append({"kind": "step", "seq": step, "lineage": 0, "step": step, "metrics": metrics})
+        sums = {"active_s": 2.0, "running_s": 12.8, "tokens": 1280, "requests": 16}
+        judge = {"active_s": 1.0, "running_s": 4.0, "tokens": 160, "requests": 16}
+        book = StepBook(
+            version=Version(0, step),
+            began=0.0,
+            seconds=4.0,
+            slots=slots,
+            booked={},
+            engines={"rollout": EngineSums(**sums), "reward": EngineSums(**judge)},
+            switches={"none>rollout": (9.0,), "rollout>reward": (1.5,)},
+        )
+        spans = {"cpu:0": [Stretch(0.0, 4.0, {"busy rollout": 2.0})], "cpu:1": [Stretch(0.0, 1.0, {"busy train": 1.0})]}
+        append(folder, BookLine("node-0", book, (), spans))
+    text = "\n".join(json.dumps(line) for line in lines)
+    (folder / "metrics.jsonl").write_text(text + '\n{"kind": "step", "seq": 99, "li')  # killed while it wrote
+    return folder
+
+
+def test_a_scenario_is_played_with_every_policy(scenario: Path) -> None:
+    told = said(str(scenario), "--cost", "1")
+    for name in ("static", "colocated", "hill_climb", "threshold", "dynamic", "a small job", "4 steps on 5 slots"):
+        assert name in told
+
+
+def test_as_json_each_move_has_its_reason(scenario: Path) -> None:
+    tree = json.loads(said(str(scenario), "--policy", "hill_climb", "--cost", "0", "--slots", "8", "-o", "json"))
+    assert tree["slots"] == 8
+    rows = {row["policy"]: row for row in tree["rows"]}
+    assert "dynamic" not in rows
+    assert all(move["reason"] for move in rows["hill_climb"]["moves"])
+    assert all(row["step_s"] == pytest.approx(row["seconds"] / 4) for row in rows.values())
+
+
+def test_too_few_slots_for_what_the_scenario_says_are_told(scenario: Path) -> None:
+    scenario.write_text(SMALL + "colocated: false\n")
+    with pytest.raises(UsageError, match="no split of 2 slots"):
+        said(str(scenario), "--slots", "2")
+    scenario.write_text(SMALL + "losses: [{at: 1, until: 2, slots: 4}]\n")
+    with pytest.raises(UsageError, match="no split of 1 slot"):
+        said(str(scenario))
+
+
+def test_the_same_seed_says_the_same(scenario: Path) -> None:
+    assert said(str(scenario), "--seed", "3") == said(str(scenario), "--seed", "3")
+    assert said(str(scenario), "--seed", "3") != said(str(scenario), "--seed", "4")
+
+
+def test_a_run_is_read_from_its_folder(tmp_path: Path) -> None:
+    replay = read_run(a_run(tmp_path / "run"))
+    told = replay.scenario
+    assert len(replay.steps) == 6  # without its first two
+    assert (told.slots, replay.trained_on, replay.lend_s) == (3, 1, 1.5)
+    assert told.rollout.token_s + told.rollout.sequence_s * 6.4 == pytest.approx(0.01)
+    assert all(work.lengths.size == 16 for work in replay.steps)
+    assert all(work.judged.tolist() == [10.0] * 16 for work in replay.steps)
+    work = ReplayedJob(replay, 1).work(0)
+    assert work is replay.steps[0]
+
+
+def test_a_run_is_played_on_as_many_slots_as_are_asked_for(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "run")
+    few, many = (json.loads(said("--run", str(folder), "--slots", slots, "-o", "json")) for slots in ("3", "12"))
+    assert few["recorded_s"] == pytest.approx(6 * 4.0)
+    assert min(row["seconds"] for row in many["rows"]) < min(row["seconds"] for row in few["rows"])
+
+
+def test_steps_that_were_rolled_back_are_not_replayed(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "run")
+    text = (folder / "metrics.jsonl").read_text()
+    (folder / "metrics.jsonl").write_text(text + '\n{"kind": "rollback", "seq": 9, "lineage": 1, "step": 6}\n')
+    assert len(read_run(folder).steps) == 4
+
+
+def test_a_run_without_books_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="books of 1 steps"):
+        read_run(a_run(tmp_path / "short", steps=3))
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_run(empty)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        pytest.param([], "takes a scenario's file, or --run", id="nothing to play"),
+        pytest.param(["FILE", "--run", "x"], "takes a scenario's file, or --run", id="both"),
+        pytest.param(["--run", "nobody"], "no finished run 'nobody'", id="unknown run"),
+        pytest.param(["FILE", "--policy", "clever"], "no policy 'clever'", id="unknown policy"),
+    ],
+)
+def test_what_cannot_be_played_is_told_in_a_sentence(
+    words: list[str], sentence: str, scenario: Path, tmp_path: Path
+) -> None:
+    told = [str(scenario) if word == "FILE" else word for word in words]
+    with pytest.raises(UsageError, match=sentence):
+        said(*told, "--home", str(tmp_path))
