@@ -88,8 +88,8 @@ def test_too_few_slots_for_what_the_scenario_says_are_told(scenario: Path) -> No
     scenario.write_text(SMALL + "colocated: false\n")
     with pytest.raises(UsageError, match="no split of 2 slots"):
         said(str(scenario), "--slots", "2")
-    scenario.write_text(SMALL + "losses: [{at: 1, until: 2, slots: 4}]\n")
-    with pytest.raises(UsageError, match="no split of 1 slot"):
+    scenario.write_text(SMALL + "losses: [{at: 1, until: 2, slots: 5}]\n")
+    with pytest.raises(UsageError, match="no split of 0 slots"):
         said(str(scenario))
 
 
