@@ -247,7 +247,8 @@ class Planner:
             return None
         members = {stored.record.node for stored in view.mirror.members.values()}
         history = self._history.steps(view.mirror)
-        proposal = lending(plan, loads, history, cost, frozenset(members), self._rows, self._deciding(view))
+        base = base_split(plan, view.mirror.moves)
+        proposal = lending(plan, loads, history, cost, frozenset(members), self._rows, base, self._deciding(view))
         if proposal is None or (placement.dry_run and moved is not None and moved.step == view.head.step):
             return None
         return proposal

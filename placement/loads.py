@@ -19,6 +19,7 @@ from placement.lending import lent
 from placement.measured import Measured
 from placement.moves import Deciding, Proposal, part_of, told_slots
 from placement.plan import counted
+from placement.split import Split
 
 PRIOR_SATURATING = 8.0
 """Requests that an engine runs when a token takes twice what it takes alone, where nobody has measured it."""
@@ -159,9 +160,10 @@ def lending(
     cost_s: float,
     needed: frozenset[str],
     rows: Rows,
+    base: Split,
     at: Deciding,
 ) -> Proposal | None:
-    """The move by which slots are lent now. `needed`: nodes that keep an engine of the policy, for their prompts are answered there."""
+    """The move by which slots are lent now. `base`: the split that the step began with, to which what is lent is given back. `needed`: nodes that keep an engine of the policy, for their prompts are answered there."""
     found = wanted(plan, loads, history, cost_s, rows)
     if found is None or found.count == 0:
         return None
@@ -194,7 +196,7 @@ def lending(
         generation=after.generation,
         step=at.step,
         seq=at.seq,
-        kind=MoveKind.LEND if to_judges else MoveKind.RETURN,
+        kind=MoveKind.LEND if _gained(before_split, after_split, base) else MoveKind.RETURN,
         before=part_of(before_split),
         after=part_of(after_split),
         slots=names,
@@ -210,6 +212,13 @@ def lending(
     return Proposal(
         move, None if at.dry else after.model_copy(update={"reason": f"{plan.reason.split(';')[0]}; then {reason}"})
     )
+
+
+def _gained(before: Split, after: Split, base: Split) -> bool:
+    """Whether the pool that gets slots has more than at the beginning then: what brings it nearer to that is a return."""
+    if after.reward > before.reward:
+        return after.reward > base.reward
+    return after.rollout > base.rollout
 
 
 def is_settled(plan: Plan, loads: Loads, nodes: Collection[str]) -> bool:

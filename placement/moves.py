@@ -171,7 +171,8 @@ def in_words(move: Move) -> str:
     before, after = split_from(move.before), split_from(move.after)
     match move.kind:
         case MoveKind.LEND:
-            what = f"lent {_count(after.reward - before.reward)} from rollout to the judges"
+            giver = "the judges" if _gains(before, after) == "rollout" else "rollout"
+            what = f"lent {_count(abs(after.reward - before.reward))} from {giver} to {_gains(before, after)}"
         case MoveKind.RETURN:
             what = f"gave {_count(abs(after.rollout - before.rollout))} back to {_gains(before, after)}"
         case MoveKind.WORLD:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,7 +12,7 @@ from gcore.ledger.placing import MoveKind
 from placement.assign import assigned, split_of
 from placement.loads import EngineLoad, Loads, Rows, is_settled, lending, speed_of
 from placement.measured import EngineSpeed, Measured
-from placement.moves import Deciding
+from placement.moves import Deciding, in_words
 from placement.plan import NodeSlots, Snapshot
 from placement.split import Split
 
@@ -49,7 +51,7 @@ def loads_of(plan: Plan, rollout: dict[str, int] | int = 0, reward: int = 0, rew
 
 def test_when_rollout_ends_its_slots_are_lent_to_the_judges_that_are_behind() -> None:
     plan = plan_of()
-    found = lending(plan, loads_of(plan, reward=8), [STEP], 0.1, BOTH, ROWS, AT)
+    found = lending(plan, loads_of(plan, reward=8), [STEP], 0.1, BOTH, ROWS, SPLIT, AT)
     assert found is not None
     assert found.plan is not None
     assert found.move.kind is MoveKind.LEND
@@ -62,16 +64,16 @@ def test_when_rollout_ends_its_slots_are_lent_to_the_judges_that_are_behind() ->
 def test_nothing_is_lent_for_less_than_it_costs_nor_before_anything_was_measured() -> None:
     plan = plan_of()
     loads = loads_of(plan, reward=8)
-    assert lending(plan, loads, [STEP], 1000.0, BOTH, ROWS, AT) is None
-    assert lending(plan, loads, [], 0.1, BOTH, ROWS, AT) is None
-    assert lending(plan, loads_of(plan), [STEP], 0.1, BOTH, ROWS, AT) is None
+    assert lending(plan, loads, [STEP], 1000.0, BOTH, ROWS, SPLIT, AT) is None
+    assert lending(plan, loads, [], 0.1, BOTH, ROWS, SPLIT, AT) is None
+    assert lending(plan, loads_of(plan), [STEP], 0.1, BOTH, ROWS, SPLIT, AT) is None
 
 
 def test_slots_with_the_least_to_do_are_lent_first() -> None:
     plan = plan_of()
     awake = [f"{p.node}/{p.slot}" for p in plan.engines if not p.judge and not p.asleep]
     busy = dict.fromkeys(awake[1:], 1)
-    found = lending(plan, loads_of(plan, rollout=busy, reward=30), [STEP], 0.01, BOTH, ROWS, AT)
+    found = lending(plan, loads_of(plan, rollout=busy, reward=30), [STEP], 0.01, BOTH, ROWS, SPLIT, AT)
     assert found is not None
     assert any(line.startswith(awake[0]) for line in found.move.slots)
 
@@ -79,7 +81,7 @@ def test_slots_with_the_least_to_do_are_lent_first() -> None:
 def test_what_would_be_lent_is_only_told() -> None:
     plan = plan_of()
     dry = Deciding(3, 7, "a", 100.0, dry=True)
-    found = lending(plan, loads_of(plan, reward=8), [STEP], 0.1, BOTH, ROWS, dry)
+    found = lending(plan, loads_of(plan, reward=8), [STEP], 0.1, BOTH, ROWS, SPLIT, dry)
     assert found is not None
     assert found.plan is None
     assert found.move.state == "would"
@@ -91,7 +93,7 @@ def test_whatever_is_lent_every_pool_keeps_an_engine_and_only_who_sleeps_changes
 ) -> None:
     plan = plan_of(Split("coexisting", 5 - reward, reward, 1))
     loads = loads_of(plan, running, asked, reward_waits=waiting)
-    found = lending(plan, loads, [STEP], cost, BOTH, ROWS, AT)
+    found = lending(plan, loads, [STEP], cost, BOTH, ROWS, SPLIT, AT)
     if found is None:
         return
     assert found.plan is not None
@@ -106,7 +108,7 @@ def test_whatever_is_lent_every_pool_keeps_an_engine_and_only_who_sleeps_changes
     assert split.rollout + split.reward == 5
     per_slot = {(p.node, p.slot): p.pool for p in after.engines if not p.asleep}
     assert len(per_slot) == 5, "a slot serves one pool at a time"
-    assert lending(plan, loads, [STEP], cost, BOTH, ROWS, AT) == found
+    assert lending(plan, loads, [STEP], cost, BOTH, ROWS, SPLIT, AT) == found
 
 
 def test_a_plan_is_settled_when_every_engine_is_as_it_says() -> None:
@@ -127,3 +129,17 @@ def test_speeds_are_fitted_where_loads_differed_and_else_go_by_the_prior() -> No
     assert abs(reward.alone_s * (1 + 8 / reward.saturating) - 0.05) < 1e-9
     assert rollout.left_s(8, 4) < rollout.left_s(80, 4)
     assert speed_of([], "rollout", 8) is None
+
+
+def test_what_brings_a_pool_back_to_what_it_had_is_a_return_and_what_gives_it_more_is_lent() -> None:
+    plan = plan_of(Split("coexisting", 3, 2, 1))
+    loads, terse = loads_of(plan, rollout=12), replace(STEP, judged=(1.0,) * 8)
+    back = lending(plan, loads, [terse], 0.01, BOTH, ROWS, SPLIT, AT)
+    assert back is not None
+    assert (back.move.kind, back.move.after.rollout) == (MoveKind.RETURN, 4)
+    lent = lending(plan, loads, [terse], 0.01, BOTH, ROWS, Split("coexisting", 3, 2, 1), AT)
+    assert lent is not None
+    assert lent.move.kind is MoveKind.LEND
+    assert in_words(lent.move).startswith(
+        "lent 1 slot from the judges to rollout, because rollout had 36 requests on 3 slots"
+    )
