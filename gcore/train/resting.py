@@ -90,6 +90,8 @@ class Resting:
 
     def rest(self, what: Collection[str], tell: Tell) -> None:
         """Have exactly these parts released. Raises CannotRest, and what is released stays as it was; AsideLost, OutOfMemory."""
+        if self._device.type != "cpu":
+            torch.cuda.synchronize()  # of what is released nothing may be in use on any stream
         began = self._clock.monotonic()
         fewer, more = self.released - set(what), set(what) - self.released
         if fewer:
