@@ -4,7 +4,7 @@
 long as neither simulator, policies nor scenarios have changed since: .cache/placement has what is done. Writes
 benchmarks/results/placement.json; `benchmarks/placement_page.py` makes the page's tables and plots of it.
 
-    python benchmarks/placement_table.py [--seeds 100] [--processes 2] [--only NAME,NAME] [--decisions]
+    python benchmarks/placement_table.py [--seeds 100] [--processes 2] [--only NAME,NAME] [--done] [--decisions]
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import hashlib
 import json
 import time
+from collections import Counter
 from collections.abc import Iterator
 from multiprocessing import Pool
 from pathlib import Path
@@ -35,6 +36,11 @@ from placement.split import Bounds
 SCENARIOS = ROOT / "benchmarks" / "scenarios"
 CACHE = ROOT / ".cache" / "placement"
 LARGE = 1024
+DECIDE = (
+    *("forecast", "lending", "split", "policies/base", "policies/climbing", "policies/dynamic", "policies/fixed"),
+    *(f"simulate/{name}" for name in ("compiled", "job", "kernel", "oracle", "run", "scenario", "table", "workload")),
+)
+"""Modules of placement that a result depends on."""
 
 
 def main() -> None:
@@ -43,6 +49,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=100)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--only", default="", help="scenarios, with commas")
+    parser.add_argument("--done", action="store_true", help="only sum up what is done of the seeds that are whole")
     parser.add_argument("--decisions", action="store_true", help="only measure how long decisions take")
     told = parser.parse_args()
     if told.decisions:
@@ -52,8 +59,11 @@ def main() -> None:
     names = sorted(path.stem for path in SCENARIOS.glob("*.yaml"))
     names = [name for name in names if not told.only or name in told.only.split(",")]
     path = CACHE / f"{fingerprint()}.jsonl"
-    play(path, [(name, seed) for seed in range(told.seeds) for name in names], told.processes)
+    if not told.done:
+        play(path, [(name, seed) for seed in range(told.seeds) for name in names], told.processes)
     rows = [row for row in read(path) if row["scenario"] in names and row["seed"] < told.seeds]
+    count = Counter(row["seed"] for row in rows)
+    rows = [row for row in rows if count[row["seed"]] == len(names)]
     print(write("placement", {**about, "fingerprint": path.stem, "decisions": decisions(), **summary(rows)}))
 
 
@@ -91,12 +101,7 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
 
 def fingerprint() -> str:
     """Of all that a result depends on."""
-    files = [
-        *(ROOT / "placement" / f"{name}.py" for name in ("forecast", "lending", "measured", "split")),
-        *sorted((ROOT / "placement" / "policies").glob("*.py")),
-        *sorted((ROOT / "placement" / "simulate").glob("*.py")),
-        *sorted(SCENARIOS.glob("*.yaml")),
-    ]
+    files = [*(ROOT / "placement" / f"{name}.py" for name in DECIDE), *sorted(SCENARIOS.glob("*.yaml"))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
 
