@@ -27,6 +27,20 @@ Tflops = Annotated[float, Field(gt=0, le=1e6)]
 GbPerS = Annotated[float, Field(gt=0, le=1e6)]
 
 
+_WORDS = {
+    "tuple_type": "it should be a list",
+    "model_type": "it should be a mapping of keys to values",
+    "string_type": "it should be text",
+    "int_from_float": "it should be a whole number",
+    "int_parsing": "it should be a whole number",
+    "float_parsing": "it should be a number",
+    "float_type": "it should be a number",
+    "finite_number": "it should be a number that is not infinite",
+    "too_short": "it should have at least one item",
+}
+"""In place of what pydantic says in the words of Python."""
+
+
 class NodeKind(Section):
     """So many nodes that are alike."""
 
@@ -145,6 +159,6 @@ def _said(error: ValidationError) -> str:
         return f"unknown key {shortened(repr(key))}{did_you_mean(last, known)}"
     if problem["type"] == "missing":
         return f"{key!r} is missing"
-    message = problem["msg"].removeprefix("Value error, ")
+    message = _WORDS.get(problem["type"]) or problem["msg"].removeprefix("Value error, ")
     shown = f" (got {shortened(repr(problem['input']))})" if isinstance(problem["input"], str | int | float) else ""
     return f"{key}: {message[:1].lower()}{message[1:]}{shown}"

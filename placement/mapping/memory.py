@@ -24,6 +24,8 @@ PIECE = 1 << 22
 """Logits of which log-probabilities are made together, in float32."""
 IDLE_TOKENS = 8192
 """Prompt tokens that the torch engine reads at once, at most."""
+SGLANG_CPU_TOKENS = 65536
+"""Cells of SGLang's cache on a CPU, for which none were said, at least."""
 COLUMNS = 64
 """Columns of the torch engine's table beyond twice the longest row."""
 SLACK = 32
@@ -152,8 +154,10 @@ def engine_need(served: Served, *, size: int, rows: int, gpu: bool) -> EngineNee
         least = wanted = 0
     elif served.engine == "torch":
         least, wanted = served.longest + SLACK, rows * (2 * served.longest + COLUMNS)
-    else:
+    elif gpu:
         least, wanted = served.longest, rows * served.longest
+    else:  # all of it, from its start
+        least = wanted = served.cache_tokens or max(SGLANG_CPU_TOKENS, served.longest)
     if served.cache_tokens is not None:
         wanted = max(least, min(wanted, served.cache_tokens))
     read = min(IDLE_TOKENS, max(served.longest, rows * int(served.read + 1)))

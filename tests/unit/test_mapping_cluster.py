@@ -61,7 +61,7 @@ def test_every_device_has_a_source_and_figures_above_zero() -> None:
     ("tree", "said"),
     [
         ({}, "'nodes' is missing"),
-        ({"nodes": []}, "nodes: "),
+        ({"nodes": []}, "nodes: it should have at least one item"),
         ({"nodes": [NODE], "network": 3}, r"unknown key 'network', did you mean 'network_gb_s'\?"),
         ({"nodes": [NODE | {"acelerators": 3}]}, r"unknown key 'nodes.0.acelerators', did you mean 'accelerators'\?"),
         ({"nodes": [NODE | {"device": "h10"}]}, r"there is no device 'h10', did you mean 'h100'\?; known are a10, "),
@@ -69,11 +69,17 @@ def test_every_device_has_a_source_and_figures_above_zero() -> None:
         ({"nodes": [{"accelerators": 8, "device": "h100"}]}, "'nodes.0.host_memory_gib' is missing"),
         ({"nodes": [NODE | {"accelerators": 0}]}, "nodes.0.accelerators: .* greater than 0 .got 0."),
         ({"nodes": [NODE | {"memory_gib": -3}]}, "nodes.0.memory_gib: "),
-        ({"nodes": [NODE | {"tflops": math.inf}]}, "nodes.0.tflops: "),
+        ({"nodes": [NODE | {"tflops": math.inf}]}, "nodes.0.tflops: it should be a number that is not infinite"),
         ({"nodes": [NODE | {"count": True}]}, "quote the word"),
         ({"nodes": [NODE | {"count": 99_999}]}, "it has 799992 accelerators, and 100000"),
         ({"nodes": [NODE, NODE | {"device": "cpu-core"}]}, "plan for one kind"),
-        ({"nodes": "h100"}, "nodes: "),
+        ({"nodes": "h100"}, "nodes: it should be a list"),
+        ({"nodes": [[1]]}, "nodes.0: it should be a mapping"),
+        ({"nodes": [NODE | {"accelerators": 8.5}]}, "nodes.0.accelerators: it should be a whole number .got 8.5."),
+        (
+            {"nodes": [NODE | {"host_memory_gib": "much"}]},
+            "nodes.0.host_memory_gib: it should be a number .got 'much'.",
+        ),
         ({"nodes": [NODE | {"name": "a b"}]}, "nodes.0.name: "),
     ],
 )
