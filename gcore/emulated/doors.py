@@ -43,7 +43,7 @@ class Doors:
         await self._server.serve(sockets=[])
 
     def close(self) -> None:
-        """Answer what is under way, and end."""
+        """End. Ports that are still open answer what is under way first."""
         self._server.should_exit = True
 
     async def open(self) -> int:
