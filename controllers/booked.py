@@ -79,10 +79,15 @@ class _Engine:
 class SlotBooks:
     """Mutable; one event loop."""
 
-    def __init__(self, spec: JobSpec, now: float, wall: float) -> None:
+    def __init__(
+        self, spec: JobSpec, now: float, wall: float, *, head: Version | None = None, gap_s: float = 0.0
+    ) -> None:
+        """`head`: where the job is. `gap_s`: for so long nobody has kept the books here, since another life of this controller's; it is unbooked, but for what
+        workers that began in it say themselves."""
         self._spec = spec
-        self._begun = now
-        self._began = wall
+        self._since = now
+        self._begun = now - gap_s
+        self._began = wall - gap_s
         self._slots: dict[str, SlotBook] = {}
         self._engines: dict[str, _Engine] = {}
         self._ranks: dict[str, tuple[str, RankClaims, Line[Meaning]]] = {}
@@ -91,7 +96,7 @@ class SlotBooks:
         self._served: set[str] = set()
         self._stretches: list[tuple[Pool, Stretch]] = []
         self._boundaries: deque[_Boundary] = deque()
-        self._head: Version | None = None
+        self._head = head
         self._phase = Line("start", now)
         self._seen: tuple[object, ...] | None = None
         self._placed: tuple[object, ...] | None = None
@@ -233,7 +238,8 @@ class SlotBooks:
         for instance, engine in self._engines.items():
             self._tell_failing(instance, engine, until)
         for (slot, place), absent in list(self._absences.items()):
-            book, begin = self._slot(slot), self._slot(slot).settled
+            book = self._slot(slot)
+            begin = max(book.settled, self._since)
             for state, seconds in absent.over(begin, until):
                 if state is not None:
                     book.tell(Telling(f"place {place}", begin, begin + seconds, {state: seconds}))

@@ -24,7 +24,7 @@ from gcore.clock import Clock
 from gcore.config import JobSpec
 from gcore.errors import EngineError, StoreUnavailable
 from gcore.ledger.books import NodeBooks, StepBook
-from gcore.ledger.books_file import append
+from gcore.ledger.books_file import append, booked_until
 from gcore.metrics import Metrics
 from gcore.rollout.client import EngineClient
 from gcore.rollout.readings import read
@@ -44,6 +44,10 @@ LEAST_REST_S, LONGEST_REST_S = 0.05, 10.0
 TOGETHER = 32
 """Engines that are read at once."""
 ANSWER_S = 4.0
+BEGIN_S = 2.0
+"""For the end of the books that are there, in a folder that may hang."""
+LONGEST_GAP_S = 600.0
+"""A controller that was away for longer has left no step unbooked, but a job alone."""
 FINISH_S = 1.0
 """For the last step's book, at the end of the job: a folder may take nothing any more."""
 
@@ -81,10 +85,16 @@ class Booking:
         """What keeps those idle that have nothing to do, as it was last seen."""
         return self._stage or "no_work"
 
-    def begin(self, spec: JobSpec, run_dir: Path) -> None:
-        """Time is booked from now on."""
+    async def begin(self, spec: JobSpec, run_dir: Path, head: Version | None) -> None:
+        """The job is at `head`, and time is booked from now on; where another life of this controller's did so until lately, the time since then is not left out."""
         self._run_dir = run_dir
-        self._books = SlotBooks(spec, self._clock.monotonic(), self._clock.wall())
+        until: float | None = None
+        with contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout(BEGIN_S):
+                until = await asyncio.to_thread(booked_until, run_dir, self._node)
+        gap = 0.0 if until is None else self._clock.wall() - until
+        gap = gap if 0 < gap < LONGEST_GAP_S else 0.0
+        self._books = SlotBooks(spec, self._clock.monotonic(), self._clock.wall(), head=head, gap_s=gap)
 
     def head_moved(self, version: Version) -> None:
         """Head is at `version`, as was just heard."""

@@ -11,7 +11,7 @@ other job it may serve.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from controllers.booking_causes import cause_of
@@ -61,21 +61,39 @@ def mine(view: JobView) -> dict[str, WorkerRecord]:
     return {i: w for i, w in view.workers.items() if w.node == view.node and w.job_uid == uid}
 
 
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A worker that serves, its place in the plan, and the role that takes turns with it on its slot."""
+
+    worker: WorkerRecord
+    place: EnginePlace | None
+    other: str
+
+
 def meanings(view: JobView, workers: Mapping[str, WorkerRecord], stage: Cause) -> dict[str, Meaning]:
     """By instance: of each of these workers that serves."""
+    placed = view.remembered.get("placed", (workers, view.mirror.plan), lambda: dict(_placed(view, workers)))
+    turn = asleep_for_ranks(view)
+    return {
+        instance: _of_rank(view, instance, one.worker, workers, turn, stage)
+        if one.worker.role == "train"
+        else _of_engine(view, instance, one, turn, stage)
+        for instance, one in placed.items()
+    }
+
+
+def _placed(view: JobView, workers: Mapping[str, WorkerRecord]) -> Iterator[tuple[str, _Placed]]:
     plan = view.mirror.plan.record if view.mirror.plan is not None else None
     places = places_of(plan, workers, view.mirror.keys.uid)
-    turn = asleep_for_ranks(view)
-    found = {}
+    roles: dict[str, set[str]] = {}
+    for worker in workers.values():
+        roles.setdefault(worker.slot, set()).add(worker.role)
     for instance, worker in workers.items():
         if worker.state == "serving":
-            place = places.get(instance)
-            found[instance] = (
-                _of_rank(view, instance, worker, workers, turn, stage)
-                if worker.role == "train"
-                else _of_engine(view, instance, worker, workers, place, turn, stage)
-            )
-    return found
+            others = roles[worker.slot] - {worker.role}
+            if not takes_turns(view.spec, worker.slot):
+                others -= {"train"}
+            yield instance, _Placed(worker, places.get(instance), min(others, default=NOBODY))
 
 
 def _of_rank(
@@ -94,37 +112,20 @@ def _of_rank(
     return Meaning(None if before is None else switching(before, "train"))
 
 
-def _of_engine(
-    view: JobView,
-    instance: str,
-    worker: WorkerRecord,
-    workers: Mapping[str, WorkerRecord],
-    place: EnginePlace | None,
-    turn: frozenset[str],
-    stage: Cause,
-) -> Meaning:
+def _of_engine(view: JobView, instance: str, one: _Placed, turn: frozenset[str], stage: Cause) -> Meaning:
     """One that keeps no sums of its own (SGLang) calls itself idle while it sleeps: who put it to sleep knows."""
-    pool: Pool = worker.role
-    other = _other(view, worker, workers.values())
+    pool, place = one.worker.role, one.place
     known = view.engines.get(instance) or view.judges.get(instance)
     sleeps = known is not None and known.asleep
     if place is None:
         return Meaning(switching(pool, NOBODY))
     if place.asleep or instance in turn:
-        return Meaning(None if sleeps else switching(pool, other if place.asleep else "train"))
+        return Meaning(None if sleeps else switching(pool, one.other if place.asleep else "train"))
     if sleeps:
-        return Meaning(switching(other, pool), switching(other, pool))
+        return Meaning(switching(one.other, pool), switching(one.other, pool))
     if f"publish {instance}" in view.under_way:
-        return Meaning(SYNCING, switching(other, pool))
-    return Meaning(idle(pool, cause_of(view, stage, pool, instance)), switching(other, pool))
-
-
-def _other(view: JobView, worker: WorkerRecord, workers: Iterable[WorkerRecord]) -> str:
-    """The role that takes turns with the engine on its slot."""
-    roles = {one.role for one in workers if one.slot == worker.slot} - {worker.role}
-    if not takes_turns(view.spec, worker.slot):
-        roles -= {"train"}
-    return min(roles, default=NOBODY)
+        return Meaning(SYNCING, switching(one.other, pool))
+    return Meaning(idle(pool, cause_of(view, stage, pool, instance)), switching(one.other, pool))
 
 
 def absences(

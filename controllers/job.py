@@ -206,7 +206,8 @@ class JobRunner(JobStanding):
         self._spec = spec
         self._rules = self._rules_or_none()
         self.is_working = True
-        self._booking.begin(spec, Path(self.mirror.job.record.run_dir))
+        head = self.mirror.head.record.version if self.mirror.head is not None else None
+        await self._booking.begin(spec, Path(self.mirror.job.record.run_dir), head)
         rewards = RewardPool(
             rewards_of(spec),
             spec.scoring,

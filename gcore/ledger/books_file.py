@@ -8,6 +8,7 @@ was killed one may be cut off.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,8 @@ from gcore.ledger.books import StepBook
 from gcore.types import Version
 
 FOLDER = "books"
+MOST_LINE_BYTES = 1 << 20
+"""What is looked through for the last line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,18 @@ def append(run_dir: Path, line: BookLine) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write(line_of(line))
+
+
+def booked_until(run_dir: Path, node: str) -> float | None:
+    """Until when a node's books go, in seconds since the epoch; None: it has none. Raises OSError. Blocks."""
+    try:
+        with (run_dir / FOLDER / f"{node}.jsonl").open("rb") as file:
+            file.seek(max(file.seek(0, os.SEEK_END) - MOST_LINE_BYTES, 0))
+            newest = file.read().decode(errors="replace").splitlines()
+    except FileNotFoundError:
+        return None
+    line = next((found for text in reversed(newest) if (found := parse(text)) is not None), None)
+    return None if line is None else line.book.began + line.book.seconds
 
 
 def lines_of(run_dir: Path, step: int | None = None) -> Iterator[BookLine]:

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -161,3 +162,21 @@ def test_the_books_sum_while_slots_change_over_and_engines_sleep(
     assert sum(line.book.unbooked for line in lines) < MOST_ERROR * whole
     changes = {change for line in lines for change in line.book.switches}
     assert {"rollout>reward", "reward>rollout"} <= changes
+
+
+@pytest.mark.chaos
+def test_the_time_of_a_controller_that_was_killed_is_not_left_out(emulated: Path, home: Path) -> None:
+    run = ClusterRun(emulated, home, "--slots", "emulated:8", "--set", "flow.steps=20")
+    try:
+        run.until_step(3)
+        run.kill_controller("node-1")
+        ended = run.wait()
+    finally:
+        run.close()
+    assert ended.code == 0, ended.output
+    _, lines = books_of(home)
+    check_sums(lines)
+    own = [line for line in lines if line.node == "node-1"]
+    assert [line.book.version.step for line in own] == sorted({line.book.version.step for line in own})
+    for before, after in pairwise(own):
+        assert after.book.began == pytest.approx(before.book.began + before.book.seconds, abs=0.05)

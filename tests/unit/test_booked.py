@@ -6,6 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from job_views import SPEC, running_job, sealed_job, stored
 
 from controllers.booked import PATIENCE_S, WORD_S, SlotBooks
@@ -264,6 +266,19 @@ def test_what_happened_before_the_job_was_taken_up_is_not_booked() -> None:
     assert book.unbooked == pytest.approx(0.5)
 
 
+def test_while_nobody_kept_the_books_time_is_unbooked_and_not_left_out() -> None:
+    view = job(place("cpu:0"), workers=(engine_of("e", "cpu:0"),))
+    books = SlotBooks(SPEC, 100.0, 1000.0, gap_s=6.0)
+    books.look(view, "no_work", 100.0)
+    books.read("e", reading(100.0, busy_s=100.0))
+    ended(books, 104.0)
+    books.read("e", reading(105.0, busy_s=105.0))
+    book = closed(books, 106.0)
+    assert (book.began, book.seconds) == (994.0, 10.0)
+    assert book.booked == pytest.approx({busy("rollout"): 4.0, UNALLOCATED: 8.0})
+    assert book.unbooked == pytest.approx(18.0)
+
+
 def test_what_engines_did_is_summed_by_pool_and_cut_where_the_step_ends() -> None:
     view = job(place("cpu:0"), workers=(engine_of("e", "cpu:0"),))
     books = begun(view)
@@ -285,3 +300,33 @@ def test_what_engines_did_is_told_by_how_many_requests_they_had() -> None:
     crowd, tail = closed(books, 5.5).loads["rollout"][::-1]
     assert (crowd.active_s, crowd.running_s, crowd.tokens) == (2.0, 32.0, 640)
     assert (tail.active_s, tail.running_s, tail.tokens) == (3.0, 9.0, 220)
+
+
+@given(
+    phases=st.lists(
+        st.tuples(st.floats(0.1, 5), st.sampled_from(["waiting", "update", "saving"]), st.booleans()), max_size=12
+    ),
+    extends=st.lists(st.floats(0, 60), max_size=8),
+)
+def test_whatever_a_rank_was_taken_for_every_second_of_it_is_told_once(
+    phases: list[tuple[float, str, bool]], extends: list[float]
+) -> None:
+    line = Line(Meaning(idle("train", "tail")), 0.0)
+    claims, totals, now, phase = RankClaims("t0"), {"waiting": 0.0}, 0.0, "waiting"
+    words = [(0.0, told(0.0, "waiting", waiting=0.0))]
+    for passed, following, says in phases:
+        now += passed
+        totals[phase] = totals.get(phase, 0.0) + passed
+        phase = following
+        if says:
+            words.append((now, told(now, phase, **totals)))
+    moments = [(at, None) for at in extends if at <= now] + words
+    covered = 0.0
+    for at, word in sorted(moments, key=lambda one: one[0]):
+        telling = claims.hear(word, line) if word is not None else claims.extend(at, line)
+        if telling is not None:
+            assert telling.begin == pytest.approx(covered)
+            assert min(telling.seconds.values()) >= 0
+            assert sum(telling.seconds.values()) == pytest.approx(telling.end - telling.begin)
+            covered = telling.end
+    assert covered >= words[-1][0] - 1e-9

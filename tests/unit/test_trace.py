@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from controllers.cli import top as top_verb
 from controllers.cli.top_view import HOLDS, Top, rows, shown, tree
 from controllers.cli.trace_events import trace_of
+from gcore.api.v1 import jobs_pb2 as pb
 from gcore.ledger.books import EngineSums, StepBook
-from gcore.ledger.books_file import BookLine, Stretch, append, line_of, lines_of, parse, step_lines
+from gcore.ledger.books_file import BookLine, Stretch, append, booked_until, line_of, lines_of, parse, step_lines
 from gcore.ledger.placing import Move, MoveKind, SplitPart
 from gcore.types import Version
 from placement.books import CAUSES
@@ -87,6 +92,8 @@ def test_a_step_is_found_in_its_newest_lineage_and_lines_that_are_cut_off_are_pa
     assert len(list(lines_of(tmp_path))) == 5
     assert step_lines(tmp_path, 5) == {}
     assert parse("{}") is None
+    assert booked_until(tmp_path, "a") == booked_until(tmp_path, "b") == 105.0
+    assert booked_until(tmp_path, "c") is None
     assert parse(line_of(line())) == parse(line_of(line()))
 
 
@@ -117,3 +124,34 @@ def test_before_anything_is_booked_top_says_so() -> None:
 
 def test_every_cause_is_told_in_words() -> None:
     assert set(CAUSES) == HOLDS.keys()
+
+
+class Cluster:
+    """A job that has ended when it is looked at for the second time."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+
+    async def list_jobs(self) -> list[pb.Job]:
+        return [pb.Job(uid="old", state=pb.JOB_STATE_SUCCEEDED), pb.Job(uid="u", state=pb.JOB_STATE_RUNNING)]
+
+    async def get_job(self, job: str) -> pb.Job:
+        self.looks += 1
+        assert job == "u"
+        state = pb.JOB_STATE_RUNNING if self.looks < 2 else pb.JOB_STATE_SUCCEEDED
+        return pb.Job(uid="u", name="j", state=state, step=3, steps=40)
+
+    async def get_books(self, job: str, step: int | None = None) -> list[pb.BookOfNode]:
+        return [pb.BookOfNode(node="a", step=3, book_json=line("a").book.model_dump_json())]
+
+
+@pytest.mark.parametrize("terminal", [True, False], ids=["again and again", "once where nobody looks"])
+def test_top_looks_at_the_job_that_runs_until_it_has_ended(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
+    cluster, shown_on = Cluster(), StringIO()
+    monkeypatch.setattr(top_verb, "console", lambda: Console(file=shown_on, force_terminal=terminal, width=100))
+    monkeypatch.setattr(top_verb, "call", lambda what, address, home: asyncio.run(what(cluster)))
+    monkeypatch.setattr(top_verb, "LOOK_S", 0.01)
+    top_verb.top()
+    assert cluster.looks == (2 if terminal else 1)
+    assert "busy rollout" in shown_on.getvalue()
+    assert ("SUCCEEDED" in shown_on.getvalue()) is terminal
