@@ -35,7 +35,7 @@ from controllers.actions import (
 )
 from controllers.apply import apply
 from controllers.changes import Changes
-from controllers.gauges import count_checkpoints
+from controllers.gauges import count_checkpoints, count_moves
 from controllers.hands import Applied, Hands
 from controllers.view import JobView
 from gcore.clock import Clock
@@ -141,6 +141,7 @@ class Deeds:
         self._metrics.transactions.labels(type(intent.action).__name__.lower(), done.outcome.value).inc()
         if done.outcome is TxnOutcome.WON:
             count_checkpoints(self._metrics, intent.action, view)
+            count_moves(self._metrics, intent.action)
         level = logging.INFO if done.outcome is TxnOutcome.WON else logging.DEBUG
         log.log(level, "%s: %s", done.sentence, done.outcome, extra={"job": self._job.uid})
         # Until what was written is heard, the view is older than the deed; deciding on it again would only lose.

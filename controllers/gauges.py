@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from controllers.actions import Action, Register, Retain, Warn
+from controllers.actions import Action, Place, Register, Retain, Warn
 from controllers.by_source import split_key
 from controllers.holdings import Holdings
 from controllers.housekeeping import CHECKPOINT_TROUBLE
@@ -53,6 +53,12 @@ def count_checkpoints(metrics: Metrics, action: Action, view: JobView) -> None:
             metrics.checkpoints.labels("forgotten").inc(len(view.mirror.checkpoints.record.entries) - len(action.kept))
         case Warn() if action.topic == CHECKPOINT_TROUBLE:
             metrics.checkpoints.labels("failed").inc()
+
+
+def count_moves(metrics: Metrics, action: Action) -> None:
+    """Count a move of the placement that was written."""
+    if isinstance(action, Place):
+        metrics.moves.labels(action.proposal.move.kind.value, action.proposal.move.state).inc()
 
 
 def show(metrics: Metrics, mirror: JobMirror, batch: WatchBatch, me: str) -> None:

@@ -185,6 +185,12 @@ class Metrics:
             "Checkpoints by what this process did or told of them: registered, forgotten, failed (not written).",
             "result",
         )
+        self.moves = self._counter(
+            "gcore_placement_moves_total",
+            "Moves of the placement that this process decided, by kind (split, world, lend, return, mend) and state (done, wanted, would).",
+            "kind",
+            "state",
+        )
         self._step_stats = {key: self._gauge(name, help_, "job") for key, (name, help_) in STEP_STATS.items()}
         self._source_stats = {
             key: self._gauge(name, help_, "job", "source") for key, (name, help_) in SOURCE_STATS.items()

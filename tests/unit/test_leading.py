@@ -11,12 +11,14 @@ from job_views import ME, PEER, running_job, stored
 from controllers.actions import Lead, Place, Rollback, TellMoves
 from controllers.decide import decide
 from controllers.forming import growth, held_for_growth, wanted_world
+from controllers.gauges import count_moves
 from controllers.leading import leading, leads, placing
 from controllers.view import JobView
 from gcore import schema
 from gcore.config import parse_spec
 from gcore.ledger.job import EnginePlace, NodeRecord
 from gcore.ledger.placing import Leader, Move, MoveKind, Moves
+from gcore.metrics import Metrics
 from placement.assign import split_of
 from placement.moves import Proposal, part_of
 from placement.split import Split
@@ -133,3 +135,11 @@ def test_a_world_that_was_wanted_of_another_head_or_plan_is_not_formed(more: dic
 
 def test_a_larger_world_is_no_gain_of_its_own_where_a_policy_decides() -> None:
     assert growth(moving()) == ""
+
+
+def test_moves_are_counted_by_kind_and_state() -> None:
+    metrics, view = Metrics(), moving()
+    assert view.mirror.plan is not None
+    count_moves(metrics, Place(Proposal(move(view), view.mirror.plan.record)))
+    count_moves(metrics, TellMoves(Moves()))
+    assert metrics.moves.labels("split", "done")._value.get() == 1
