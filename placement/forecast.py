@@ -41,7 +41,7 @@ SHARP = 6.0
 """How sharply the later of two ends decides."""
 LENT = 1.03
 """What lending makes of a split takes so many times what the split takes that it aims at."""
-MOST_WORK = 2_000_000
+MOST_WORK = 500_000
 """Splits times points that one forecast looks at: with more splits, fewer steps of the window."""
 
 
