@@ -10,7 +10,6 @@ for nobody can say what it was. Does not read or write anything itself (`control
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -25,10 +24,11 @@ from controllers.booking_claims import (
     mine,
     place_of,
 )
+from controllers.booking_sums import beginning_of, sums_of
 from controllers.taking_turns import asleep_for_ranks
 from controllers.view import JobView
 from gcore.config import JobSpec
-from gcore.ledger.books import MOST_SWITCHES, EngineSums, StepBook
+from gcore.ledger.books import MOST_SWITCHES, StepBook
 from gcore.ledger.books_file import BookLine
 from gcore.ledger.books_file import Stretch as Stretched
 from gcore.ledger.guarded import Stored
@@ -171,7 +171,7 @@ class SlotBooks:
         if engine is None:
             return
         engine.failing = None
-        before, engine.last = engine.last or _beginning(reading, self._begun), reading
+        before, engine.last = engine.last or beginning_of(reading, self._begun), reading
         stretch = between(before, reading, engine.rows) if before is not None else None
         if stretch is not None:
             pool: Pool = engine.worker.role
@@ -265,7 +265,8 @@ class SlotBooks:
             spans[slot] = tuple(
                 Stretched(span.begin - self._begun, span.end - self._begun, span.seconds) for span in times.spans
             )
-        sums, loads = self._sums(boundary.at)
+        sums, loads = sums_of(self._stretches, self._begun, boundary.at)
+        self._stretches = [(pool, stretch) for pool, stretch in self._stretches if stretch.end > boundary.at]
         step = StepBook(
             version=boundary.version,
             began=self._began,
@@ -288,40 +289,7 @@ class SlotBooks:
             begin += seconds
         self._phase.forget(until)
 
-    def _sums(self, until: float) -> tuple[dict[str, EngineSums], dict[str, tuple[EngineSums, ...]]]:
-        """What the engines did in the window that ends then, by pool, and of each pool by load."""
-        sums: dict[str, EngineSums] = {}
-        loads: dict[str, dict[int, EngineSums]] = {}
-        for pool, stretch in self._stretches:
-            share = (min(stretch.end, until) - max(stretch.begin, self._begun)) / (stretch.end - stretch.begin)
-            if share > 0:
-                part = EngineSums(
-                    active_s=stretch.active_s * share,
-                    running_s=stretch.running_s * share,
-                    tokens=round(stretch.tokens * share),
-                    requests=round(stretch.requests * share),
-                )
-                sums[pool] = sums[pool].plus(part) if pool in sums else part
-                if part.active_s > 0:
-                    load = int(math.log2(max(stretch.running_s / stretch.active_s, 1.0)))
-                    by_load = loads.setdefault(pool, {})
-                    by_load[load] = by_load[load].plus(part) if load in by_load else part
-        self._stretches = [(pool, stretch) for pool, stretch in self._stretches if stretch.end > until]
-        return sums, {pool: tuple(found for _, found in sorted(by_load.items())) for pool, by_load in loads.items()}
-
 
 def _same(one: tuple[object, ...], other: tuple[object, ...]) -> bool:
     """Whether nothing has changed; what is the same object is not compared further."""
     return all(a is b or (not isinstance(a, Stored) and a == b) for a, b in zip(one, other, strict=True))
-
-
-def _beginning(reading: EngineReading, since: float) -> EngineReading | None:
-    """What would have been read when the engine began; None if that was before `since`, or nobody knows."""
-    sums = reading.sums
-    if sums is None:
-        return None
-    life = sums.busy_s + sums.idle_s + sums.paused_s + sums.asleep_s
-    if reading.at - life < since:
-        return None
-    at = reading.at - life
-    return EngineReading(at, type(sums)(sums.at - life), 0.0, 0.0, 0, 0)

@@ -1,0 +1,45 @@
+"""What the engines of a node did in a step, in sums: by pool, and of each pool by load. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from gcore.ledger.books import EngineSums
+from gcore.rollout.readings import EngineReading, Stretch
+from placement.books import Pool
+
+
+def sums_of(
+    stretches: Sequence[tuple[Pool, Stretch]], begin: float, end: float
+) -> tuple[dict[str, EngineSums], dict[str, tuple[EngineSums, ...]]]:
+    """Between two moments, from stretches as if each had been even throughout. By load: of 1 request, of 2 and 3, of 4 to 7 and so on."""
+    sums: dict[str, EngineSums] = {}
+    loads: dict[str, dict[int, EngineSums]] = {}
+    for pool, stretch in stretches:
+        share = (min(stretch.end, end) - max(stretch.begin, begin)) / (stretch.end - stretch.begin)
+        if share <= 0:
+            continue
+        part = EngineSums(
+            active_s=stretch.active_s * share,
+            running_s=stretch.running_s * share,
+            tokens=round(stretch.tokens * share),
+            requests=round(stretch.requests * share),
+        )
+        sums[pool] = sums[pool].plus(part) if pool in sums else part
+        if part.active_s > 0:
+            load = int(math.log2(max(stretch.running_s / stretch.active_s, 1.0)))
+            by_load = loads.setdefault(pool, {})
+            by_load[load] = by_load[load].plus(part) if load in by_load else part
+    return sums, {pool: tuple(found for _, found in sorted(by_load.items())) for pool, by_load in loads.items()}
+
+
+def beginning_of(reading: EngineReading, since: float) -> EngineReading | None:
+    """What would have been read when the engine began; None if that was before `since`, or nobody knows."""
+    sums = reading.sums
+    if sums is None:
+        return None
+    life = sums.busy_s + sums.idle_s + sums.paused_s + sums.asleep_s
+    if reading.at - life < since:
+        return None
+    return EngineReading(reading.at - life, type(sums)(sums.at - life), 0.0, 0.0, 0, 0)
