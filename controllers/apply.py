@@ -55,6 +55,7 @@ from controllers.actions import (
     Warn,
 )
 from controllers.hands import Applied, Hands, new_world, place, slots, warning, writer
+from controllers.judge_engines import JudgeEngines
 from controllers.ranks import NotConnected
 from controllers.rolling import roll_back
 from controllers.view import JobView
@@ -82,8 +83,10 @@ async def apply(action: Action, view: JobView, hands: Hands) -> Applied:
             return await _have_rested(action, hands)
         case Publish():
             return await _publish(action, hands)
-        case Sleep() | Wake():
-            return await _rest(action, hands)
+        case Sleep():
+            return await _sleep(action, hands)
+        case Wake():
+            return await _wake(action, hands)
         case GiveUp():
             hands.holdings.in_flight.give_up(action.ref, stale=action.stale)
             return Applied(TxnOutcome.WON, f"prompt {action.ref} is given up: {action.reason}")
@@ -253,23 +256,34 @@ async def _publish(action: Publish, hands: Hands) -> Applied:
     return Applied(TxnOutcome.WON, sentence)
 
 
-async def _rest(action: Sleep | Wake, hands: Hands) -> Applied:
-    goes = isinstance(action, Sleep)
-    sentence = f"{'put to sleep' if goes else 'wake'} {action.instance}"
-    at = Moving.SLEEP if goes else Moving.WAKE
-    point(at, "before")
+async def _sleep(action: Sleep, hands: Hands) -> Applied:
+    sentence = f"put to sleep {action.instance}"
+    point(Moving.SLEEP, "before")
+    try:
+        await (_of_judges(hands) if action.judge else hands.engines).sleep(action.instance)
+    except EngineError as error:
+        return Applied(TxnOutcome.UNKNOWN, f"{sentence}: {error}")
+    point(Moving.SLEEP, "after")
+    return Applied(TxnOutcome.WON, sentence)
+
+
+async def _wake(action: Wake, hands: Hands) -> Applied:
+    sentence = f"wake {action.instance}"
+    point(Moving.WAKE, "before")
     try:
         if action.judge:
-            assert hands.judges is not None
-            await (hands.judges.sleep if goes else hands.judges.wake)(action.instance)
-        elif goes:
-            await hands.engines.sleep(action.instance)
+            await _of_judges(hands).wake(action.instance)
         else:
             await hands.engines.wake(action.instance, None)
     except EngineError as error:
         return Applied(TxnOutcome.UNKNOWN, f"{sentence}: {error}")
-    point(at, "after")
+    point(Moving.WAKE, "after")
     return Applied(TxnOutcome.WON, sentence)
+
+
+def _of_judges(hands: Hands) -> JudgeEngines:
+    assert hands.judges is not None
+    return hands.judges
 
 
 async def _take_stock(action: TakeStock, view: JobView, hands: Hands) -> Applied:

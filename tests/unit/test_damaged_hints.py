@@ -36,6 +36,9 @@ PREFIXES = {
     "folders": "folder/",
     "spent": "spent/",
     "books": "placement/books/",
+    "leaders": "placement/leader",
+    "pins": "placement/pin",
+    "movings": "placement/moves",
     "troubles": "trouble/",
 }
 
