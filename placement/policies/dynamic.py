@@ -14,8 +14,8 @@ Lending within a step is no decision of this module; that it takes place is part
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 import numpy as np
@@ -103,10 +103,8 @@ class Dynamic:
         return self._decided(situation, splits, expected, ahead)
 
     def _decided(self, situation: Situation, splits: Sequence[Split], expected: Floats, ahead: int) -> Decision:
-        now, newest = situation.now, situation.history[-1]
+        now, idle = situation.now, _idle(situation.history[-1])
         assert now is not None
-        used = utilisation(newest) if newest.seconds else {}
-        idle = {pool: 1.0 - share for pool, share in used.items()}
         cost = np.array([situation.costs.of(now, split) for split in splits])
         if now not in splits:
             best = int((expected * ahead + cost).argmin())
@@ -129,25 +127,35 @@ class Dynamic:
             why = f"{splits[best]} would save {saved[best]:.1f} s a step; a split is kept for {DWELL} steps"
             return Decision(now, why, before, before, idle=idle)
         self._since = 0
-        least = min(idle, key=lambda pool: idle[pool]) if idle else "train"
-        most = max(idle, key=lambda pool: idle[pool]) if idle else "rollout"
         why = (
-            f"{most} was idle for {idle.get(most, 0.0):.0%} of the newest step and {least} for {idle.get(least, 0.0):.0%}: "
-            f"{splits[best]} saves {saved[best]:.1f} s of {before:.1f} s a step, {gain:.0f} s in {ahead} steps, and costs {price:.1f} s"
+            f"{_said(idle)}{splits[best]} saves {saved[best]:.1f} s of {before:.1f} s a step, {gain:.0f} s in {ahead} steps, "
+            f"and costs {price:.1f} s"
         )
         return Decision(splits[best], why, float(expected[best]), before, price, gain, idle)
 
     def _taken_in(self, situation: Situation) -> int:
         """What is new of the history, and how many steps there are since lengths or judgements last jumped."""
-        known = self._steps[-1].step if self._steps else -1
-        for step in (one for one in situation.history if one.step > known):
-            self._steps.append(step)
-            self._batches.append(Batch.of(step))
-            self._learn(situation, step)
-            self._stretch += 1
-            self._stretch = min(self._stretch, *(logs.size - since_jump(logs.tolist()) for logs in self._logs()))
+        at = {step.step: i for i, step in enumerate(self._steps)}
+        for step in situation.history[-REMEMBERED:]:
+            i = at.get(step.step)
+            if i is None:
+                self._steps.append(step)
+                self._batches.append(self._batch(step, len(self._batches)))
+                self._learn(situation, step)
+                self._stretch += 1
+                self._stretch = min(self._stretch, *(logs.size - since_jump(logs.tolist()) for logs in self._logs()))
+            elif step is not self._steps[i]:  # its books came later, or it was rolled back and made anew
+                self._steps[i] = step
+                self._batches[i] = self._batch(step, i)
         del self._steps[:-REMEMBERED], self._batches[:-REMEMBERED]
         return self._stretch
+
+    def _batch(self, step: Measured, at: int) -> Batch:
+        """The step's; while nobody knows what its judgements were like, they count as those before."""
+        batch = Batch.of(step)
+        if batch.judgement > 0 or at == 0:
+            return batch
+        return replace(batch, judgement=self._batches[at - 1].judgement)
 
     def _logs(self) -> tuple[Floats, Floats]:
         """Of the mean lengths and judgements, since they last jumped."""
@@ -218,6 +226,21 @@ class Dynamic:
         if apart is None:
             return max((together or 0.0) - 3 * turn_s, 0.0), together if together is not None else 3 * turn_s
         return apart, together if together is not None else apart + 3 * turn_s
+
+
+def _idle(newest: Measured) -> dict[str, float]:
+    """Share of each pool's time that was not used; nothing where that was not measured."""
+    if not newest.busy or not newest.seconds:
+        return {}
+    return {pool: 1.0 - share for pool, share in utilisation(newest).items()}
+
+
+def _said(idle: Mapping[str, float]) -> str:
+    """What idled most and least, as the beginning of a reason."""
+    if not idle:
+        return ""
+    most, least = max(idle, key=lambda pool: idle[pool]), min(idle, key=lambda pool: idle[pool])
+    return f"{most} was idle for {idle[most]:.0%} of the newest step and {least} for {idle[least]:.0%}: "
 
 
 def _shape(split: Split) -> tuple[str, int, int]:

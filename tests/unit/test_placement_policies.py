@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -247,3 +248,40 @@ def test_a_forecast_is_no_longer_with_more_of_every_pool(rollout: int, reward: i
 def test_the_nearest_split_is_itself_where_it_is_feasible() -> None:
     bounds = Bounds(8, 1, 1, (1, 2, 4))
     assert all(nearest(bounds, split) == split for split in feasible(bounds))
+
+
+def test_books_that_come_after_the_decision_count_in_the_next_one() -> None:
+    bounds, draw = Bounds(8, 1, 1, (1, 2, 4), True, False), np.random.default_rng(4)
+    now = Split("coexisting", 1, 5, 2)
+    whole = [step_of(step, now, draw, missing=0.0) for step in range(8)]
+    bare = [replace(one, judged=(), speed=(), busy={}) for one in whole]
+    late, prompt = policy_of("dynamic", bounds), policy_of("dynamic", bounds)
+    assert isinstance(late, Dynamic)
+    assert isinstance(prompt, Dynamic)
+    for step in range(1, 9):
+        late.plan(Situation(bounds, now, [*whole[: step - 1], bare[step - 1]], COSTS, 100))
+        prompt.plan(Situation(bounds, now, whole[:step], COSTS, 100))
+    assert late._steps[:-1] == prompt._steps[:-1]
+    assert [one.judgement for one in late._batches[1:-1]] == [one.judgement for one in prompt._batches[1:-1]]
+    assert late._batches[-1].judgement == late._batches[-2].judgement  # the newest's is not known yet
+
+
+def test_a_step_that_was_made_anew_takes_the_place_of_the_one_that_was_rolled_back() -> None:
+    bounds, draw = Bounds(8, 1, 1, (1, 2, 4)), np.random.default_rng(4)
+    policy, now = policy_of("dynamic", bounds), Split("coexisting", 3, 3, 2)
+    assert isinstance(policy, Dynamic)
+    first = [step_of(step, now, draw) for step in range(6)]
+    again = [*first[:4], step_of(4, now, draw)]
+    policy.plan(Situation(bounds, now, first, COSTS, 100))
+    policy.plan(Situation(bounds, now, again, COSTS, 100))
+    assert policy._steps[4] is again[4]
+
+
+def test_of_a_long_history_the_newest_steps_are_taken_in_once() -> None:
+    bounds, draw = Bounds(8, 1, 1, (1, 2, 4)), np.random.default_rng(4)
+    policy, now = policy_of("dynamic", bounds), Split("coexisting", 3, 3, 2)
+    assert isinstance(policy, Dynamic)
+    history = [step_of(step, now, draw) for step in range(100)]
+    for _ in range(2):
+        policy.plan(Situation(bounds, now, history, COSTS, 100))
+        assert [one.step for one in policy._steps] == list(range(36, 100))
