@@ -75,11 +75,14 @@ def between(one: EngineReading, other: EngineReading, rows: int) -> Stretch | No
     `rows`: requests that saturate it, where it does not say how busy it was.
     """
     passed = other.at - one.at
-    if passed <= 0 or other.tokens < one.tokens or other.requests < one.requests:
+    if passed <= 0:
         return None
-    tokens, requests = other.tokens - one.tokens, other.requests - one.requests
+    tokens, requests = max(other.tokens - one.tokens, 0), max(other.requests - one.requests, 0)
     if one.sums is not None and other.sums is not None:
+        # Its sums say whether it is the same process; of tokens some may be taken back that were told while they were made.
         return _summed(one, other, one.sums, other.sums, tokens, requests)
+    if other.tokens < one.tokens or other.requests < one.requests:
+        return None
     if one.decoding_s is None or other.decoding_s is None:
         running_s = passed * (one.running + other.running) / 2
     else:

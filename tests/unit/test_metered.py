@@ -84,6 +84,13 @@ def test_an_engine_that_began_anew_at_the_same_address_is_not_told_with_the_one_
     assert between(one, other, rows=4) is None
 
 
+def test_tokens_that_are_taken_back_take_no_time_with_them() -> None:
+    one, other = (EngineReading(at, Sums(at, busy_s=at), 1, 0, tokens, 1) for at, tokens in ((1.0, 5), (2.0, 4)))
+    found = between(one, other, rows=4)
+    assert found is not None
+    assert (found.busy_s, found.tokens) == (1.0, 0)
+
+
 def sglang(running: float, tokens: int, decoding: float | None) -> str:
     lines = [f'sglang:num_running_reqs{{model_name="m"}} {running}', f"sglang:generation_tokens_total {tokens}"]
     lines += [] if decoding is None else [f'sglang:inter_token_latency_seconds_sum{{model_name="m"}} {decoding}']
