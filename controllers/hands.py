@@ -14,15 +14,14 @@ from controllers.holdings import Holdings
 from controllers.ranks import RankLinks
 from controllers.view import JobView
 from gcore.clock import Clock
-from gcore.errors import SpecError
 from gcore.ledger import chain, transactions
 from gcore.ledger.guarded import Ledger, Transaction, TxnOutcome
 from gcore.ledger.job import Plan, Trouble
 from gcore.ledger.placing import SplitPart
 from gcore.ledger.transactions import OpenSlots
 from gcore.store.types import Store
-from placement.live import Moving, placed
-from placement.plan import Wanted, counted, first_plan
+from placement.live import Moving, placed, too_few
+from placement.plan import Wanted, first_plan
 from placement.split import Split
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ def place(view: JobView, world: str, *, generation: int, split: SplitPart | None
             there, job, world=world, generation=generation, current=current, wanted=wanted, pin=view.mirror.pin
         )
         if plan is None:
-            raise SpecError(f"the pools do not fit on {counted(there.slots, 'slot')}", where="placement")
+            raise too_few(there)
         return plan
     return first_plan(placeable(view), Wanted.by(view.spec), world=world, generation=generation)
 

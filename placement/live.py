@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from gcore.config import JobSpec
+from gcore.errors import SpecError
 from gcore.ledger.job import Plan
 from gcore.ledger.placing import Pin
 from placement.assign import assigned, nearest, split_of
-from placement.plan import Snapshot
+from placement.plan import Snapshot, Wanted, counted, first_plan
 from placement.policies.base import Decision, Policy
 from placement.split import Bounds, Split, feasible
 
@@ -121,6 +122,25 @@ def placed(
         )
     how = f"{split} of {snapshot.slots} slots on {len(snapshot.nodes)} nodes"
     return assigned(split, current, snapshot, job.judges, world=world, generation=generation, reason=how)
+
+
+def begun(snapshot: Snapshot, spec: JobSpec) -> Plan:
+    """What a job begins with on these slots, whatever its policy. Raises SpecError if there are too few."""
+    if not spec.placement.is_live:
+        return first_plan(snapshot, Wanted.by(spec), world="w", generation=1)
+    plan = placed(snapshot, Moving.by(spec), world="w", generation=1)
+    if plan is None:
+        raise too_few(snapshot)
+    return plan
+
+
+def too_few(snapshot: Snapshot) -> SpecError:
+    """Why nothing can be placed."""
+    return SpecError(
+        f"the pools do not fit on {counted(snapshot.slots, 'slot')}",
+        where="placement",
+        fix="Lower placement.train, placement.reward or train.ranks, or start controllers with more slots",
+    )
 
 
 def _spread(split: Split, snapshot: Snapshot) -> Split:

@@ -255,17 +255,19 @@ def _processes(spec: JobSpec, controllers: int, slots: str) -> list[dict[str, st
     """Every process that `gcore run` would start, by the code that places them."""
     from controllers.cli.local import deal_slots
     from gcore.emulated.launch import is_emulated
-    from placement.plan import NodeSlots, Snapshot, Wanted, first_plan
+    from placement.live import begun
+    from placement.plan import NodeSlots, Snapshot
 
     nodes = tuple(NodeSlots(f"node-{i}", share) for i, share in enumerate(deal_slots(slots, controllers)))
-    plan = first_plan(Snapshot(nodes), Wanted.by(spec), world="w", generation=1)
+    plan = begun(Snapshot(nodes), spec)
     rows = [{"process": "etcd", "node": "this machine", "slot": "-"}]
     rows += [{"process": "controller", "node": n.node, "slot": " ".join(n.slots)} for n in nodes]
     kinds = {slot: "emulated" if is_emulated(slot) else spec.rollout.engine for n in nodes for slot in n.slots}
     served_by = {judge.name: judge.serving.engine for judge in spec.judges}
     rows += [
         {
-            "process": f"judge {e.judge} ({served_by[e.judge]})" if e.judge else f"rollout engine ({kinds[e.slot]})",
+            "process": (f"judge {e.judge} ({served_by[e.judge]})" if e.judge else f"rollout engine ({kinds[e.slot]})")
+            + ", asleep" * e.asleep,
             "node": e.node,
             "slot": e.slot,
         }

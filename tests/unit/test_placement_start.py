@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gcore.config import parse_spec
 from gcore.errors import SpecError
 from gcore.ledger.placing import Pin
 from placement.assign import split_of
-from placement.live import Moving, Start, bounds_of, first_split, mended, obeying, placed
+from placement.live import Moving, Start, begun, bounds_of, first_split, mended, obeying, placed
 from placement.named import find_policy
 from placement.plan import NodeSlots, Snapshot, Wanted, joined
 from placement.policies.base import Decision, Situation, SwitchCosts
@@ -125,3 +126,18 @@ def test_gcores_own_policies_are_found_by_name_and_keep_within_bounds(name: str)
 def test_a_policy_that_nobody_provides_is_named_with_those_that_there_are() -> None:
     with pytest.raises(SpecError, match=r"no placement policy is called 'dynamics', did you mean 'dynamic'\?"):
         find_policy("dynamics")
+
+
+def test_what_a_job_begins_with_can_be_told_before_it_does_or_why_it_cannot() -> None:
+    tree = {
+        "name": "j",
+        "model": {"path": "m"},
+        "data": {"path": "d"},
+        "flow": {"steps": 3},
+        "rollout": {"max_new_tokens": 4},
+        "placement": {"policy": "dynamic", "train": 2},
+    }
+    assert split_of(begun(cluster(4), parse_spec(tree))) == Split("coexisting", 2, 0, 2)
+    assert len(begun(cluster(2, 2), parse_spec({**tree, "placement": {}})).ranks) == 2
+    with pytest.raises(SpecError, match="do not fit on 2 slots"):
+        begun(cluster(2), parse_spec(tree))
