@@ -69,6 +69,7 @@ gcore placement pin arithmetic --reward 4
 
 gcore placement pin arithmetic --release
 """
+MOST_SLOTS = 1_000_000
 Last = Annotated[int | None, typer.Option("--last", min=1, help="Only so many moves, the newest.")]
 
 
@@ -133,8 +134,8 @@ def pin(
     from gcore.api.v1 import jobs_pb2 as pb
 
     for name, size in (("--rollout", rollout), ("--reward", reward), ("--train", train)):
-        if size is not None and size < 1:
-            raise UsageError(f"{name} {size} is no number of slots", fix="Give at least 1")
+        if size is not None and not 1 <= size <= MOST_SLOTS:
+            raise UsageError(f"{name} {size} is no number of slots", fix=f"Give 1 to {MOST_SLOTS:,}")
     request = pb.PinPlacementRequest(
         job=job, freeze=freeze, rollout=rollout, reward=reward, train=train, release=release
     )
