@@ -69,6 +69,16 @@ def test_a_job_whose_slots_take_turns_learns_exactly_what_one_learns_that_keeps_
     assert [e for e in events_of(home, "trouble") if "memory" in e["message"]] == []
 
 
+def test_judges_on_the_ranks_slots_take_turns_too(spec: Path, judge: Path, home: Path) -> None:
+    """They are asked about each step's answers, and give their memory back while it is trained."""
+    assert judge.is_dir()
+    run_to_its_end(spec.with_name("judge.yaml"), home, "placement.memory=in_turns")
+    steps = steps_of(home)
+    assert len(steps) == STEPS
+    assert all(step["restore_s"] > 0 for step in steps)
+    check_metrics(newest_run(home), steps=STEPS)
+
+
 def test_ranks_that_die_asleep_and_while_they_wake_are_lost_ranks_like_any_other(
     spec: Path, home: Path, points: Path
 ) -> None:
