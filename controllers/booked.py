@@ -13,29 +13,29 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from controllers.booking_causes import phase_of
 from controllers.booking_claims import (
     Meaning,
     RankClaims,
-    absences,
     engine_telling,
     meanings,
     mine,
-    place_of,
 )
-from controllers.booking_sums import beginning_of, sums_of
+from controllers.booking_places import Places
+from controllers.booking_sums import beginning_of, kept_of, reading_of, sums_of
 from controllers.taking_turns import asleep_for_ranks
 from controllers.view import JobView
 from gcore.config import JobSpec
 from gcore.ledger.books import MOST_SWITCHES, StepBook
-from gcore.ledger.books_file import BookLine
+from gcore.ledger.books_file import BookLine, Kept
 from gcore.ledger.books_file import Stretch as Stretched
 from gcore.ledger.guarded import Stored
 from gcore.rollout.readings import EngineReading, Stretch, between
 from gcore.types import Version
 from gcore.worker.records import WorkerRecord
-from placement.books import FAILED, Cause, Line, Pool, SlotBook, State, Telling, added
+from placement.books import FAILED, Cause, Line, Pool, SlotBook, State, Telling, added, idle
 
 WORD_S = 0.15
 """So long may a rank's word of a change of its phase be under way."""
@@ -52,10 +52,11 @@ class Closed:
     book: StepBook
     phases: tuple[Stretched, ...]
     spans: Mapping[str, tuple[Stretched, ...]]
+    kept: Mapping[str, Kept]
 
     def line(self, node: str) -> BookLine:
         """As it is written down."""
-        return BookLine(node, self.book, self.phases, self.spans)
+        return BookLine(node, self.book, self.phases, self.spans, self.kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,20 +81,28 @@ class SlotBooks:
     """Mutable; one event loop."""
 
     def __init__(
-        self, spec: JobSpec, now: float, wall: float, *, head: Version | None = None, gap_s: float = 0.0
+        self,
+        spec: JobSpec,
+        now: float,
+        wall: float,
+        *,
+        head: Version | None = None,
+        gap_s: float = 0.0,
+        kept: Mapping[str, Kept] = MappingProxyType({}),
     ) -> None:
-        """`head`: where the job is. `gap_s`: for so long nobody has kept the books here, since another life of this controller's; it is unbooked, but for what
-        workers that began in it say themselves."""
+        """`head`: where the job is. `gap_s`: for so long nobody has kept the books here, since another life of this controller's, which
+        has `kept` what workers had summed up by then. Those that are there still say what they did since; who of them is idle has
+        no work, for nobody gave it any; who is gone has failed. All else is unbooked."""
         self._spec = spec
         self._since = now
+        self._kept = {instance: one for instance, one in kept.items() if one.at <= now}
         self._begun = now - gap_s
         self._began = wall - gap_s
         self._slots: dict[str, SlotBook] = {}
         self._engines: dict[str, _Engine] = {}
         self._ranks: dict[str, tuple[str, RankClaims, Line[Meaning]]] = {}
         """By instance: the slot, what it tells, and what its waiting means."""
-        self._absences: dict[tuple[str, str], Line[State | None]] = {}
-        self._served: set[str] = set()
+        self._places = Places()
         self._stretches: list[tuple[Pool, Stretch]] = []
         self._boundaries: deque[_Boundary] = deque()
         self._head = head
@@ -142,7 +151,9 @@ class SlotBooks:
         placed = (here, plan, node, view.mirror.head is None)
         if self._placed is None or not _same(placed, self._placed):
             self._placed = placed
-            self._note_absences(view, here, now)
+            self._places.note(view, here, now)
+            for slot in self._places.slots:
+                self._slot(slot)
         for instance, (slot, claims, line) in self._ranks.items():
             worker = here[instance]
             rank = view.ranks.get(worker.rank) if worker.rank is not None else None
@@ -153,12 +164,22 @@ class SlotBooks:
         for instance, meaning in found.items():
             worker = here[instance]
             if worker.role == "train":
-                known = self._ranks.setdefault(instance, (worker.slot, RankClaims(instance), Line(meaning, now)))
-                known[2].note(meaning, now)
+                if instance not in self._ranks:
+                    claims = RankClaims(instance, self._kept.get(instance))
+                    self._ranks[instance] = worker.slot, claims, self._line(worker, meaning, now)
+                self._ranks[instance][2].note(meaning, now)
             elif instance in self._engines:
                 self._engines[instance].line.note(meaning, now)
             else:
-                self._engines[instance] = _Engine(worker, self._rows(worker), Line(meaning, now))
+                last = reading_of(self._kept[instance]) if instance in self._kept else None
+                self._engines[instance] = _Engine(
+                    worker, self._rows(worker), self._line(worker, meaning, now), last=last
+                )
+        for instance in self._kept.keys() - here.keys():
+            left = self._kept[instance]
+            if self._since > self._begun:
+                self._tell(left.slot, Telling(instance, self._begun, self._since, {FAILED: self._since - self._begun}))
+        self._kept = {}
         for gone in self._engines.keys() - found.keys():
             self._tell_failing(gone, self._engines.pop(gone), now)
         for gone in self._ranks.keys() - found.keys():
@@ -210,6 +231,14 @@ class SlotBooks:
     def _slot(self, slot: str) -> SlotBook:
         return self._slots.setdefault(slot, SlotBook(self._begun))
 
+    def _line(self, worker: WorkerRecord, meaning: Meaning, now: float) -> Line[Meaning]:
+        """What a worker's words mean from now on; and before that, while nobody kept the books."""
+        if worker.instance not in self._kept:
+            return Line(meaning, now)
+        line = Line(Meaning(idle(worker.role, "no_work")), self._begun)
+        line.note(meaning, now)
+        return line
+
     def _tell(self, slot: str, telling: Telling | None) -> None:
         if telling is not None:
             self._slot(slot).tell(telling)
@@ -219,17 +248,6 @@ class SlotBooks:
             begin = max(engine.failing, self._slot(engine.worker.slot).settled)
             self._tell(engine.worker.slot, Telling(instance, begin, until, {FAILED: until - begin}))
 
-    def _note_absences(self, view: JobView, here: Mapping[str, WorkerRecord], now: float) -> None:
-        self._served |= {place_of(worker) for worker in here.values() if worker.state == "serving"}
-        found = absences(view, here, frozenset(self._served))
-        for key, state in found.items():
-            if key not in self._absences:
-                self._slot(key[0])
-                self._absences[key] = Line(state, now)
-            self._absences[key].note(state, now)
-        for key in self._absences.keys() - found.keys():
-            self._absences[key].note(None, now)
-
     def _settle(self, until: float) -> None:
         """Book all time until then."""
         for slot, claims, line in self._ranks.values():
@@ -237,16 +255,9 @@ class SlotBooks:
             line.forget(until)
         for instance, engine in self._engines.items():
             self._tell_failing(instance, engine, until)
-        for (slot, place), absent in list(self._absences.items()):
-            book = self._slot(slot)
-            begin = max(book.settled, self._since)
-            for state, seconds in absent.over(begin, until):
-                if state is not None:
-                    book.tell(Telling(f"place {place}", begin, begin + seconds, {state: seconds}))
-                begin += seconds
-            absent.forget(until)
-            if absent.now is None and absent.since <= until:
-                del self._absences[slot, place]
+        settled = {slot: max(self._slot(slot).settled, self._since) for slot in self._places.slots}
+        for slot, telling in self._places.told(settled, until):
+            self._tell(slot, telling)
         for book in self._slots.values():
             book.settle(until)
 
@@ -279,7 +290,15 @@ class SlotBooks:
             loads=loads,
             switches=switches,
         )
-        return Closed(step, tuple(self._phases_until(boundary.at)), spans)
+        return Closed(step, tuple(self._phases_until(boundary.at)), spans, dict(self._keeping()))
+
+    def _keeping(self) -> Iterator[tuple[str, Kept]]:
+        for instance, engine in self._engines.items():
+            if engine.last is not None and engine.last.sums is not None:
+                yield instance, kept_of(engine.worker.slot, engine.last)
+        for instance, (slot, claims, _) in self._ranks.items():
+            if (said := claims.said) is not None:
+                yield instance, Kept(slot, said[0], said[1])
 
     def _phases_until(self, until: float) -> Iterator[Stretched]:
         """Those of the window that ends then."""

@@ -24,7 +24,7 @@ from gcore.clock import Clock
 from gcore.config import JobSpec
 from gcore.errors import EngineError, StoreUnavailable
 from gcore.ledger.books import NodeBooks, StepBook
-from gcore.ledger.books_file import append, booked_until
+from gcore.ledger.books_file import BookLine, append, newest
 from gcore.metrics import Metrics
 from gcore.rollout.client import EngineClient
 from gcore.rollout.readings import read
@@ -88,13 +88,16 @@ class Booking:
     async def begin(self, spec: JobSpec, run_dir: Path, head: Version | None) -> None:
         """The job is at `head`, and time is booked from now on; where another life of this controller's did so until lately, the time since then is not left out."""
         self._run_dir = run_dir
-        until: float | None = None
+        before: BookLine | None = None
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(BEGIN_S):
-                until = await asyncio.to_thread(booked_until, run_dir, self._node)
-        gap = 0.0 if until is None else self._clock.wall() - until
-        gap = gap if 0 < gap < LONGEST_GAP_S else 0.0
-        self._books = SlotBooks(spec, self._clock.monotonic(), self._clock.wall(), head=head, gap_s=gap)
+                before = await asyncio.to_thread(newest, run_dir, self._node)
+        now, wall = self._clock.monotonic(), self._clock.wall()
+        gap = 0.0 if before is None else wall - before.until
+        if before is None or not 0 < gap < LONGEST_GAP_S:
+            self._books = SlotBooks(spec, now, wall, head=head)
+        else:
+            self._books = SlotBooks(spec, now, wall, head=head, gap_s=gap, kept=before.kept)
 
     def head_moved(self, version: Version) -> None:
         """Head is at `version`, as was just heard."""

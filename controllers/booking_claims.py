@@ -1,12 +1,9 @@
-"""What is claimed of a node's slots: by engines that serve, by ranks, and by the places of the plan where none does yet. Pure.
+"""What is claimed of a node's slots by engines that serve and by ranks. Pure. Places where none does: `controllers.booking_places`.
 
 Engines and ranks tell seconds that they measured themselves; what their idle seconds were for is this controller's to say
-(`controllers.booking_causes`), by what it knew of the job while they passed. A place of the plan whose worker does not serve is
-`switching` while it loads, and `failed` once it has failed, or was there and is gone. An engine that the plan puts to sleep is
-switching from the moment when it is to go, and claims nothing once it sleeps; one that is to wake is switching until it is awake. So
-is one that makes room for the rank on its slot, and so is the rank, until it has its memory.
-A rank that stages a step's weights is syncing. A slot that has no place in the job's plan is `unallocated`: to this job it is, whichever
-other job it may serve.
+(`controllers.booking_causes`), by what it knew of the job while they passed. An engine that the plan puts to sleep is switching from the
+moment when it is to go, and claims nothing once it sleeps; one that is to wake is switching until it is awake. So is one that makes
+room for the rank on its slot, and so is the rank, until it has its memory. A rank that stages a step's weights is syncing.
 """
 
 from __future__ import annotations
@@ -18,6 +15,7 @@ from controllers.booking_causes import cause_of
 from controllers.sleeping import places_of
 from controllers.taking_turns import asleep_for_ranks, takes_turns
 from controllers.view import JobView, RankView
+from gcore.ledger.books_file import Kept
 from gcore.ledger.job import EnginePlace
 from gcore.rollout.readings import Stretch
 from gcore.worker.records import WorkerRecord
@@ -25,7 +23,6 @@ from placement.books import (
     FAILED,
     NOBODY,
     SYNCING,
-    UNALLOCATED,
     Cause,
     Line,
     Pool,
@@ -128,71 +125,6 @@ def _of_engine(view: JobView, instance: str, one: _Placed, turn: frozenset[str],
     return Meaning(idle(pool, cause_of(view, stage, pool, instance)), switching(one.other, pool))
 
 
-def absences(
-    view: JobView, workers: Mapping[str, WorkerRecord], served: frozenset[str]
-) -> dict[tuple[str, str], State]:
-    """By slot and place: what the slot is as far as no worker that serves says so. `served`: the places that had one before.
-
-    Of slots without a place in the plan too, under the place "".
-    """
-    plan = view.mirror.plan.record if view.mirror.plan is not None else None
-    found: dict[tuple[str, str], State] = {}
-    taken = set()
-    for slot, place, pool, there in _places(view, workers):
-        taken.add(slot)
-        states = {worker.state for worker in there}
-        if "serving" in states:
-            continue
-        if "starting" in states:
-            found[slot, place] = switching(NOBODY, pool)
-        else:
-            found[slot, place] = FAILED if "failed" in states or place in served else switching(NOBODY, pool)
-    places = places_of(plan, workers, view.mirror.keys.uid)
-    for instance, worker in workers.items():
-        leaving = worker.state == "stopping" or (worker.role != "train" and instance not in places)
-        if leaving and worker.state in ("starting", "serving", "stopping"):
-            taken.add(worker.slot)
-            found.setdefault((worker.slot, instance), switching(worker.role, NOBODY))
-    node = view.nodes.get(view.node)
-    for slot in node.slots if node is not None else ():
-        if slot not in taken:
-            found[slot, ""] = UNALLOCATED
-    return found
-
-
-def _places(view: JobView, workers: Mapping[str, WorkerRecord]) -> Iterator[tuple[str, str, Pool, list[WorkerRecord]]]:
-    """The plan's places on this node: slot, name, pool, and the workers that are there for it."""
-    if view.mirror.plan is None or view.mirror.head is None:
-        return
-    plan = view.mirror.plan.record
-    there: dict[str, list[WorkerRecord]] = {}
-    for worker in workers.values():
-        there.setdefault(place_of(worker), []).append(worker)
-    for place in plan.engines:
-        if place.node == view.node:
-            name = _engine(place.judge, place.slot)
-            yield place.slot, name, place.pool, there.get(name, [])
-    for rank in plan.ranks:
-        if rank.node == view.node:
-            name = _rank(plan.world, rank.rank, rank.slot)
-            yield rank.slot, name, "train", there.get(name, [])
-
-
-def place_of(worker: WorkerRecord) -> str:
-    """What the place is known by for which a worker is there."""
-    if worker.role == "train":
-        return _rank(worker.world or "", worker.rank or 0, worker.slot)
-    return _engine(worker.judge, worker.slot)
-
-
-def _engine(judge: str, slot: str) -> str:
-    return f"engine {judge} {slot}"
-
-
-def _rank(world: str, rank: int, slot: str) -> str:
-    return f"rank {world} {rank} {slot}"
-
-
 def engine_telling(instance: str, pool: Pool, stretch: Stretch, line: Line[Meaning]) -> Telling:
     """What an engine's stretch of time was."""
     length = stretch.end - stretch.begin
@@ -211,8 +143,10 @@ class RankClaims:
     its word is taken off its next one.
     """
 
-    def __init__(self, instance: str) -> None:
+    def __init__(self, instance: str, kept: Kept | None = None) -> None:
+        """`kept`: what it had said to another life of this controller's."""
         self.instance = instance
+        self._kept = kept
         self._at: float | None = None
         self._phases: Mapping[str, float] = {}
         self._phase = WAITING
@@ -221,11 +155,19 @@ class RankClaims:
         self._ahead: dict[str, float] = {}
         """Seconds by phase that were told beyond its word."""
 
+    @property
+    def said(self) -> tuple[float, Mapping[str, float]] | None:
+        """Its newest word: when, and its seconds by phase."""
+        return None if self._at is None else (self._at, self._phases)
+
     def hear(self, rank: RankView, line: Line[Meaning]) -> Telling | None:
         """Its newest word; what its time was since the one before, as far as that is not told already."""
         if rank.clock is None or (self._at is not None and rank.clock <= self._at):
             return None
         told = None
+        if self._kept is not None and self._kept.at < rank.clock:
+            self._at, self._phases, self._claimed = self._kept.at, self._kept.sums, self._kept.at
+        self._kept = None
         if self._at is not None:
             grown = {phase: rank.phases[phase] - self._phases.get(phase, 0.0) for phase in rank.phases}
             new = {phase: max(seconds - self._ahead.get(phase, 0.0), 0.0) for phase, seconds in grown.items()}

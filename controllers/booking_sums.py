@@ -1,11 +1,14 @@
-"""What the engines of a node did in a step, in sums: by pool, and of each pool by load. Pure."""
+"""What the engines of a node did in a step, in sums: by pool, and of each pool by load; and what of their own sums is kept. Pure."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import asdict, fields
 
 from gcore.ledger.books import EngineSums
+from gcore.ledger.books_file import Kept
+from gcore.rollout.metered import Sums
 from gcore.rollout.readings import EngineReading, Stretch
 from placement.books import Pool
 
@@ -43,3 +46,22 @@ def beginning_of(reading: EngineReading, since: float) -> EngineReading | None:
     if reading.at - life < since:
         return None
     return EngineReading(reading.at - life, type(sums)(sums.at - life), 0.0, 0.0, 0, 0)
+
+
+COUNTED = ("tokens", "requests")
+
+
+def kept_of(slot: str, reading: EngineReading) -> Kept:
+    """What an engine had summed up when it was read, to be written down."""
+    assert reading.sums is not None
+    counted = {name: float(getattr(reading, name)) for name in COUNTED}
+    return Kept(slot, reading.at, {**asdict(reading.sums), **counted})
+
+
+def reading_of(kept: Kept) -> EngineReading | None:
+    """Inverse of `kept_of`; None for what is no engine's."""
+    try:
+        sums = Sums(**{one.name: kept.sums[one.name] for one in fields(Sums)})
+        return EngineReading(kept.at, sums, 0.0, 0.0, *(int(kept.sums[name]) for name in COUNTED))
+    except KeyError:
+        return None

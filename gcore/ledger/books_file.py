@@ -38,6 +38,15 @@ class Stretch:
         return most if most and self.seconds[most] >= unbooked else ""
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a worker had summed up at `at`, by the machine's monotonic clock: seconds, and counts, by name."""
+
+    slot: str
+    at: float
+    sums: Mapping[str, float]
+
+
 @dataclass(frozen=True)
 class BookLine:
     """A step on a node. `phases`: of the job, as the node saw it; `spans`: by slot."""
@@ -46,6 +55,13 @@ class BookLine:
     book: StepBook
     phases: Sequence[Stretch] = ()
     spans: Mapping[str, Sequence[Stretch]] = field(default_factory=dict)
+    kept: Mapping[str, Kept] = field(default_factory=dict)
+    """By instance: what engines and ranks had summed up by its end, from which another life of the node's controller goes on."""
+
+    @property
+    def until(self) -> float:
+        """Its end, in seconds since the epoch."""
+        return self.book.began + self.book.seconds
 
 
 def line_of(line: BookLine) -> str:
@@ -57,6 +73,7 @@ def line_of(line: BookLine) -> str:
         "error": round(line.book.error, 6),
         "phases": [_tree(one) for one in line.phases],
         "spans": {slot: [_tree(one) for one in spans] for slot, spans in line.spans.items()},
+        "kept": {instance: [one.slot, one.at, dict(one.sums)] for instance, one in line.kept.items()},
     }
     return json.dumps(tree, separators=(",", ":")) + "\n"
 
@@ -75,6 +92,7 @@ def parse(line: str) -> BookLine | None:
             StepBook.model_validate_json(json.dumps(tree["book"])),
             [Stretch(*one) for one in tree["phases"]],
             {slot: [Stretch(*one) for one in spans] for slot, spans in tree["spans"].items()},
+            {instance: Kept(*one) for instance, one in tree["kept"].items()},
         )
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
@@ -88,16 +106,15 @@ def append(run_dir: Path, line: BookLine) -> None:
         file.write(line_of(line))
 
 
-def booked_until(run_dir: Path, node: str) -> float | None:
-    """Until when a node's books go, in seconds since the epoch; None: it has none. Raises OSError. Blocks."""
+def newest(run_dir: Path, node: str) -> BookLine | None:
+    """The last step that a node has booked; None: it has booked none. Raises OSError. Blocks."""
     try:
         with (run_dir / FOLDER / f"{node}.jsonl").open("rb") as file:
             file.seek(max(file.seek(0, os.SEEK_END) - MOST_LINE_BYTES, 0))
-            newest = file.read().decode(errors="replace").splitlines()
+            texts = file.read().decode(errors="replace").splitlines()
     except FileNotFoundError:
         return None
-    line = next((found for text in reversed(newest) if (found := parse(text)) is not None), None)
-    return None if line is None else line.book.began + line.book.seconds
+    return next((line for text in reversed(texts) if (line := parse(text)) is not None), None)
 
 
 def lines_of(run_dir: Path, step: int | None = None) -> Iterator[BookLine]:

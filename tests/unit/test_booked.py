@@ -279,6 +279,37 @@ def test_while_nobody_kept_the_books_time_is_unbooked_and_not_left_out() -> None
     assert book.unbooked == pytest.approx(18.0)
 
 
+def test_who_outlives_a_controller_says_what_it_did_meanwhile_and_who_does_not_has_failed() -> None:
+    workers = engine_of("e", "cpu:1"), engine_of("f", "cpu:2")
+    view = job(place("cpu:1"), place("cpu:2"), workers=workers, rank=True)
+    before = begun(replace(view, ranks={0: told(0.0, "waiting")}))
+    before.look(replace(view, ranks={0: told(8.0, "update", waiting=8.0)}), "tail", 8.0)
+    for name in ("e", "f"):
+        before.read(name, reading(10.0, busy_s=10.0))
+    ended(before, 10.0)
+    (line,) = before.close(10.2)
+    kept = line.line("node-0").kept
+    assert kept.keys() == {"e", "f", "t0"}
+    after = SlotBooks(SPEC, 16.0, 1016.0, head=STEP, gap_s=6.0, kept=kept)
+    left = replace(view, workers={name: one for name, one in view.workers.items() if name != "f"})
+    now = told(16.0, "waiting", waiting=11.0, update=5.0)
+    after.look(replace(left, ranks={0: now}), "tail", 16.0)
+    after.read("e", reading(16.0, busy_s=13.0))
+    after.head_moved(Version(0, 2), 18.0, 1018.0)
+    after.read("e", reading(19.0, busy_s=13.0))
+    (found,) = after.close(18.2)
+    assert found.book.seconds == pytest.approx(8.0)
+    assert found.book.unbooked == pytest.approx(0.0, abs=1e-6)
+    booked = found.book.booked
+    assert booked[busy("rollout")] == pytest.approx(3.0)
+    assert booked[idle("rollout", "no_work")] == pytest.approx(3.0)
+    assert booked[idle("rollout", "tail")] == pytest.approx(2.0)
+    assert booked[FAILED] == pytest.approx(6.0)
+    # Of the rank's eight seconds since its last word two were before the gap.
+    assert booked[busy("train")] + booked[idle("train", "no_work")] == pytest.approx(6.0)
+    assert booked[idle("train", "tail")] == pytest.approx(2.0)
+
+
 def test_what_engines_did_is_summed_by_pool_and_cut_where_the_step_ends() -> None:
     view = job(place("cpu:0"), workers=(engine_of("e", "cpu:0"),))
     books = begun(view)

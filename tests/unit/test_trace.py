@@ -15,7 +15,7 @@ from controllers.cli.top_view import HOLDS, Top, rows, shown, tree
 from controllers.cli.trace_events import trace_of
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.ledger.books import EngineSums, StepBook
-from gcore.ledger.books_file import BookLine, Stretch, append, booked_until, line_of, lines_of, parse, step_lines
+from gcore.ledger.books_file import BookLine, Stretch, append, line_of, lines_of, newest, parse, step_lines
 from gcore.ledger.placing import Move, MoveKind, SplitPart
 from gcore.types import Version
 from placement.books import CAUSES
@@ -92,8 +92,10 @@ def test_a_step_is_found_in_its_newest_lineage_and_lines_that_are_cut_off_are_pa
     assert len(list(lines_of(tmp_path))) == 5
     assert step_lines(tmp_path, 5) == {}
     assert parse("{}") is None
-    assert booked_until(tmp_path, "a") == booked_until(tmp_path, "b") == 105.0
-    assert booked_until(tmp_path, "c") is None
+    last = newest(tmp_path, "a")
+    assert last is not None
+    assert (last.book.version, last.until) == (Version(0, 13), 105.0)
+    assert newest(tmp_path, "c") is None
     assert parse(line_of(line())) == parse(line_of(line()))
 
 
