@@ -31,7 +31,7 @@ from gcore.ledger.placing import MOST_REASON, Moves
 from gcore.plugins import RAISED, sentence_of
 from placement.assign import assigned
 from placement.live import Moving, Start, bounds_of, first_split, obeying
-from placement.loads import Rows, is_settled, lending
+from placement.loads import Rows, is_settled, lending, wanted
 from placement.moves import Deciding, Proposal, base_split, between_steps, costs, is_told, with_outcomes
 from placement.named import find_policy
 from placement.policies.base import Decision, Policy, Situation, SwitchCosts
@@ -80,7 +80,7 @@ class Planner:
         self._moving = Moving.by(spec)
         judging = [judge.serving.batch_slots for judge in spec.judges if judge.model is not None]
         self._rows = Rows(spec.rollout.batch_slots, min(judging, default=1))
-        self._polling = Polling(job.uid)
+        self._polling = Polling(job.uid, clock)
         self._history = StepHistory()
         self._policy: Policy | None = None
         self._decided: tuple[int, int] | None = None
@@ -248,6 +248,8 @@ class Planner:
         members = {stored.record.node for stored in view.mirror.members.values()}
         history = self._history.steps(view.mirror)
         base = base_split(plan, view.mirror.moves)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("to lend: %s, a change takes %.2f s", wanted(plan, loads, history, cost, self._rows), cost)
         proposal = lending(plan, loads, history, cost, frozenset(members), self._rows, base, self._deciding(view))
         if proposal is None or (placement.dry_run and moved is not None and moved.step == view.head.step):
             return None

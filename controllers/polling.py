@@ -1,5 +1,5 @@
 """What a job's engines have to do now: told by each controller of those it sees to, asked for by the one that plans, about once a
-second, and never over the store. A node that does not answer in time counts as telling nothing; nothing is tried again.
+second, and never over the store. What a node that does not answer in time told last counts for a few seconds more.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from controllers.sleeping import mine, put_to_sleep
 from controllers.view import JobView
 from gcore.api.v1 import placement_pb2 as pb
 from gcore.api.v1 import placement_pb2_grpc
+from gcore.clock import Clock
 from gcore.ledger.job import NodeRecord
 from gcore.rpc_schema import VersionedStub
 from placement.loads import EngineLoad, Loads
 
-ANSWER_S = 0.8
-"""For a peer's answer."""
+ANSWER_S = 2.0
+"""For a peer's answer, which asks engines that may be busy."""
+STALE_S = 5.0
+"""So long does an answer count where no newer one has come."""
 WAKES_AS, WAKE_PRIOR_S = 3.0, 1.0
 """Before any engine has woken here, it is taken for so many times what it took to put one to sleep, and so much more."""
 
@@ -62,8 +65,11 @@ async def own_loads(view: JobView, engines: EngineBook, judges: JudgeEngines | N
 class Polling:
     """Asks all controllers of a cluster. Close it."""
 
-    def __init__(self, uid: str) -> None:
+    def __init__(self, uid: str, clock: Clock) -> None:
         self._uid = uid
+        self._clock = clock
+        self._told: dict[str, tuple[float, pb.LoadsReply]] = {}
+        """By address, when and what was told last."""
         self._channels: dict[str, grpc.aio.Channel] = {}
         self.change_s: float | None = None
         """What it took that an engine was put to sleep and another woken, the longest that any node told last."""
@@ -73,7 +79,13 @@ class Polling:
         addresses = {record.address for record in nodes.values() if record.address}
         for gone in self._channels.keys() - addresses:
             await self._channels.pop(gone).close()
-        replies = [reply for reply in await asyncio.gather(*map(self._ask, sorted(addresses))) if reply is not None]
+        found = await asyncio.gather(*map(self._ask, sorted(addresses)))
+        now = self._clock.monotonic()
+        self._told |= {
+            at: (now, reply) for at, reply in zip(sorted(addresses), found, strict=True) if reply is not None
+        }
+        self._told = {at: told for at, told in self._told.items() if at in addresses and now < told[0] + STALE_S}
+        replies = [reply for _, (_, reply) in sorted(self._told.items())]
         unseated: dict[str, int] = {}
         for reply in replies:
             for pool, count in reply.unseated.items():

@@ -9,11 +9,12 @@ import grpc
 import pytest
 from placed_views import place, placed
 
-from controllers.polling import WAKE_PRIOR_S, WAKES_AS, Polling, own_loads
+from controllers.polling import STALE_S, WAKE_PRIOR_S, WAKES_AS, Polling, own_loads
 from controllers.view import EngineView
 from gcore.api.v1 import placement_pb2 as pb
 from gcore.api.v1 import placement_pb2_grpc
 from gcore.ledger.job import NodeRecord
+from gcore.testing import FakeClock
 from gcore.types import Version
 
 
@@ -92,13 +93,18 @@ async def test_all_answers_are_put_together_and_who_does_not_answer_tells_nothin
         name = f"n{number}"
         nodes[name] = NodeRecord(name=name, incarnation="x", address=f"127.0.0.1:{port}", slots=("cpu:0",), pid=1)
     nodes["gone"] = nodes["n0"].model_copy(update={"address": "127.0.0.1:1"})
-    polling = Polling("u")
+    clock = FakeClock()
+    polling = Polling("u", clock)
     try:
         loads = await polling.loads(nodes)
         assert sorted(one.node for one in loads.engines) == ["n0", "n1"]
         assert (loads.unseated["rollout"], loads.owed("rollout"), polling.change_s) == (3, 4, 1.0)
-        other = Polling("other")
+        other = Polling("other", clock)
         assert (await other.loads(nodes)).engines == ()
+        await servers[1].stop(None)
+        assert len((await polling.loads(nodes)).engines) == 2, "what was told last counts for a while"
+        await clock.advance(STALE_S)
+        assert [one.node for one in (await polling.loads(nodes)).engines] == ["n0"]
         await other.close()
     finally:
         await polling.close()
