@@ -110,9 +110,11 @@ class JudgeEngines:
 
         What SGLang has in its weights' memory then depends on how it was started: they are loaded anew, before it is asked.
         """
-        name = next((name for name, book in self._books.items() if instance in book.views), None)
-        keeps = name is not None and self._specs[name].serving.engine == "torch"
-        await self._book_of(instance).wake(instance, FIRST_WEIGHTS if keeps else None)
+        book = self._book_of(instance)
+        judge = next(self._specs[name] for name, one in self._books.items() if one is book)
+        assert judge.model is not None
+        await book.wake(instance, FIRST_WEIGHTS if judge.serving.engine == "torch" else None)
+        await book.publish(instance, FIRST_WEIGHTS, Path(judge.model.path))
 
     async def loads(self, instances: Collection[str]) -> dict[str, tuple[int, int]]:
         """What these run, and what waits there."""

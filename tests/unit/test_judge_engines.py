@@ -56,6 +56,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.asked: list[Any] = []
+        self.paths: list[str] = []
         self.is_away = False
         self.failure: httpx.TransportError = httpx.ConnectError("nobody")
         self.serves = "0.0"
@@ -64,6 +65,9 @@ class Engine:
     async def answer(self, request: httpx.Request) -> httpx.Response:
         if self.is_away:
             raise self.failure
+        self.paths.append(request.url.path)
+        if request.url.path == "/update_weight_version":
+            self.serves = json.loads(request.content)["new_version"]
         if request.url.path != "/generate":
             return httpx.Response(200, json={"weight_version": self.serves, "success": True})
         body = json.loads(request.content)
@@ -191,6 +195,32 @@ async def test_a_question_to_an_engine_that_sends_nothing_in_time_is_told_as_suc
     told = {one: court.seen("gcore_judge_questions_total", result=one) for one in ("away", "timeout", "answered")}
     assert told == {"away": None, "timeout": None, "answered": 3, result: 1}
     await court.book.close()
+
+
+async def test_a_judges_engine_that_sleeps_is_not_asked_and_one_that_woke_is_asked_at_once(spec: JobSpec) -> None:
+    mine, other = Court(spec, "a", "b"), Court(spec, me="b.1")
+    other.engines = mine.engines
+    for court in (mine, other):
+        await court.meet()
+        court.book.shut({"a"})
+    await mine.book.sleep("a")
+    assert mine.engines["a"].serves == "asleep"
+    await other.look()
+    assert await other.value("r1") == await mine.value("r1")
+    assert not mine.engines["a"].asked
+    mine.engines["a"].paths.clear()
+    for court in (mine, other):
+        court.book.shut(())
+    other.book._books["tutor"].distrust("a")
+    await other.look()  # it meets an engine that sleeps, and leaves it alone
+    assert set(mine.engines["a"].paths) <= {"/model_info"}
+    assert other.serving == 1
+    await mine.book.wake("a")
+    assert (mine.serving, mine.engines["a"].serves) == (2, "0.0")
+    assert mine.book.changed_s != (None, None)
+    other.clock.jump(1.0)
+    await other.look()
+    assert other.serving == 2
 
 
 async def test_an_engine_that_gives_up_on_a_question_is_asked_again(spec: JobSpec) -> None:
