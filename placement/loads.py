@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 from statistics import fmean
 
 from gcore.ledger.job import EnginePlace, Plan
@@ -23,8 +24,8 @@ from placement.split import Split
 
 PRIOR_SATURATING = 8.0
 """Requests that an engine runs when a token takes twice what it takes alone, where nobody has measured it."""
-STEPS = 4
-"""Newest steps from which speeds and lengths are."""
+STEPS = 2
+"""Newest steps from which speeds and lengths are: a judge that became slow is to be known by its next step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +151,11 @@ def wanted(plan: Plan, loads: Loads, history: Sequence[Measured], cost_s: float,
         reward.saturating,
         reward_left,
     )
+    # Who gives keeps as many as run all that it owes: what was lent must not make a request wait that ran.
+    if count > 0:
+        count = max(min(count, split.rollout - ceil(owed / rows.rollout)), 0)
+    else:
+        count = min(max(count, ceil(asked / rows.reward) - split.reward), 0)
     return Lending(count, rollout, reward, rollout_left, reward_left, owed, asked)
 
 

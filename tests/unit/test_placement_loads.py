@@ -143,3 +143,16 @@ def test_what_brings_a_pool_back_to_what_it_had_is_a_return_and_what_gives_it_mo
     assert in_words(lent.move).startswith(
         "lent 1 slot from the judges to rollout, because rollout had 36 requests on 3 slots"
     )
+
+
+@given(st.integers(0, 60), st.integers(0, 60), st.integers(1, 16))
+def test_who_lends_keeps_as_many_slots_as_run_all_that_it_owes(running: int, asked: int, rows: int) -> None:
+    plan = plan_of(Split("coexisting", 3, 2, 1))
+    found = lending(plan, loads_of(plan, running, asked), [STEP], 0.01, BOTH, Rows(rows, rows), SPLIT, AT)
+    if found is None:
+        return
+    after = found.move.after
+    if after.reward > 2:
+        assert after.rollout * rows >= 3 * running
+    else:
+        assert after.reward * rows >= 2 * asked
