@@ -52,6 +52,7 @@ def page(result: dict[str, Any]) -> str:
             f"{result['commit']}, {result['date'][:10]}.",
             "Everything together: percent behind the best split for each step (regret), and behind the best static split.",
             overall(result["overall"]),
+            goals(result["overall"]["dynamic"]),
             "`dynamic`, regime by regime: regret, median and 95th percentile, percent; and the 99th behind the best static split.",
             by_regime(result),
             "Regret of `dynamic` by scenario and switch cost: median / 95th percentile / most, percent.",
@@ -65,6 +66,24 @@ def page(result: dict[str, Any]) -> str:
             )
             + ".",
         )
+    )
+
+
+def goals(found: dict[str, Any]) -> str:
+    """What `dynamic` was to reach, and whether it does in the runs that there are."""
+    told = (
+        ("median regret", found["regret"]["p50"], 3.0),
+        ("95th percentile", found["regret"]["p95"], 8.0),
+        ("99th percentile behind the best static split", found["behind_static"]["p99"], 2.0),
+    )
+    said = "; ".join(
+        f"{what} {value:.2f} % of at most {goal:g} % ({'reached' if value <= goal else 'missed'})"
+        for what, value, goal in told
+    )
+    worst = f"{found['regret']['most']:.1f} % of regret in {found['regret_worst']}"
+    return (
+        f"What `dynamic` is held to, over {found['runs']} runs of all regimes and costs: {said}. The worst runs: {worst}, and "
+        f"{found['behind_static']['most']:.1f} % behind the best static split in {found['behind_static_worst']}."
     )
 
 
