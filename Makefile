@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS ?= constraints/cpu.txt
 # The stamp's name carries what it depends on, so a changed pin installs again and a second run does nothing.
 STAMP := $(VENV)/.gcore-$(shell cat pyproject.toml $(CONSTRAINTS) Makefile deploy/local/setup.sh 2>/dev/null | sha256sum | cut -c1-12)
-# Two pytest workers on two cores, each torch thread on its own.
+# Three pytest workers on two cores, for many tests wait for processes; one thread for each torch.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 EXAMPLE := .cache/examples/arithmetic
 JUDGE := .cache/examples/arithmetic-judge
@@ -25,7 +25,7 @@ SGLANG_ENV := GCORE_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: chaos test-large help setup sglang-setup demo demo-kill demo-sglang prepare prepare-judge test test-sglang test-trackers bench-demo bench-judge bench-calculator bench-async bench-stream bench-idle bench-startup bench-grpo bench-trainer bench-checkpoints bench-copies bench-engine bench-flows bench-issue bench-memory bench-tails bench-rewards bench-control-plane bench-placement bench-placement-live bench-page test-gpu sim sim-long mutations lint proto clean
+.PHONY: chaos test-large help setup sglang-setup demo demo-kill demo-sglang prepare prepare-judge test test-sglang test-trackers bench-demo bench-judge bench-calculator bench-async bench-stream bench-idle bench-startup bench-grpo bench-trainer bench-checkpoints bench-copies bench-engine bench-flows bench-issue bench-memory bench-tails bench-rewards bench-control-plane bench-placement bench-placement-live bench-placement-pairs bench-page test-gpu sim sim-long mutations lint proto clean
 
 help: ## What there is to make
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk 'BEGIN {FS = ":.*## "} {printf "  make %-12s %s\n", $$1, $$2}'
@@ -69,7 +69,7 @@ demo-sglang: prepare sglang-setup ## The demo with the real SGLang as its engine
 
 test: setup ## Everything that is checked on each commit
 	@$(MAKE) --no-print-directory -j 2 lint prepare prepare-judge # one core each; tests of whole clusters need what is prepared
-	@$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile -m "not serial and not gpu and not sglang and not trackers and not chaos and not large" $(PYTEST_ARGS)
+	@$(TEST_ENV) $(BIN)/python -m pytest -n 3 --dist loadfile -m "not serial and not gpu and not sglang and not trackers and not chaos and not large" $(PYTEST_ARGS)
 	@$(TEST_ENV) $(BIN)/python -m pytest tests/integration -m "serial and not gpu and not sglang and not trackers and not chaos and not large" $(PYTEST_ARGS)
 
 test-sglang: prepare sglang-setup ## What is checked against the real SGLang, on the CPU
@@ -127,6 +127,9 @@ bench-flows: prepare ## Every built-in flow's example once: accuracy and seconds
 
 bench-control-plane: prepare ## Seal, commit and the store's writes with 16 controllers and 1,024 emulated engines; benchmarks/results/control_plane.json
 	@$(TEST_ENV) $(BIN)/python benchmarks/control_plane.py $(BENCH_ARGS)
+
+bench-placement-pairs: prepare prepare-judge ## dynamic placement beside the best fixed plan on two real cores, five alternating pairs; benchmarks/results/placement_pairs.json
+	@$(TEST_ENV) $(BIN)/python benchmarks/placement_pairs.py $(BENCH_ARGS)
 
 bench-placement-live: setup ## Placement policies on 32 emulated slots with drifting lengths and a judge that becomes slow; benchmarks/results/placement_live.json
 	@$(TEST_ENV) $(BIN)/python benchmarks/placement_live.py $(BENCH_ARGS)

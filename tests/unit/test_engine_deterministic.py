@@ -59,7 +59,7 @@ def same(folder: Path, **launch: Any) -> None:
     assert max(plain.worst(one, expected[one.number]) for one in CHOSEN) < 1e-4
 
 
-@pytest.mark.parametrize("width", [32, 128, 512, pytest.param(1024, marks=pytest.mark.large)])
+@pytest.mark.parametrize("width", [128, *(pytest.param(width, marks=pytest.mark.large) for width in (32, 512, 1024))])
 def test_samples_are_equal_to_the_bit_at_width(tmp_path: Path, width: int) -> None:
     folder = make_tiny_model(tmp_path, hidden=width, layers=1 if width > 500 else 2, ends=False)
     core = make_core(folder, deterministic=True)
@@ -80,9 +80,14 @@ def test_samples_are_equal_to_the_bit_at_width(tmp_path: Path, width: int) -> No
             "tiled",
             id="gpt-oss: sinks and experts",
         ),
-        pytest.param(lambda: transformers.Qwen3MoeConfig(**LLAMA_LIKE, **EXPERTS), "tiled", id="experts"),
         pytest.param(
-            lambda: transformers.BloomConfig(n_layer=2, n_head=4, hidden_size=32, vocab_size=49), "plain", id="bloom"
+            lambda: transformers.Qwen3MoeConfig(**LLAMA_LIKE, **EXPERTS), "tiled", id="experts", marks=pytest.mark.large
+        ),
+        pytest.param(
+            lambda: transformers.BloomConfig(n_layer=2, n_head=4, hidden_size=32, vocab_size=49),
+            "plain",
+            id="bloom",
+            marks=pytest.mark.large,
         ),
     ],
 )

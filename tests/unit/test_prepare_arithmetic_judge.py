@@ -58,6 +58,7 @@ def test_a_second_call_finds_what_the_first_has_made(judge: PreparedJudge, monke
     assert again.judge_accuracy == judge.judge_accuracy
 
 
+@pytest.mark.large
 def test_the_same_seed_gives_the_same_bytes_and_another_seed_another_judge(
     judge: PreparedJudge, tmp_path: Path
 ) -> None:
@@ -84,7 +85,7 @@ def test_a_judge_that_knows_too_little_is_not_left_behind(tmp_path: Path) -> Non
     "marks",
     [
         pytest.param(Marks(accuracy=0.96, false_yes=0.01), id="it is often wrong"),
-        pytest.param(Marks(accuracy=0.98, false_yes=0.03), id="it lets wrong answers pass"),
+        pytest.param(Marks(accuracy=0.98, false_yes=0.03), id="it lets wrong answers pass", marks=pytest.mark.large),
     ],
 )
 def test_a_judge_whose_verdicts_are_not_good_enough_is_not_left_behind(
