@@ -174,7 +174,7 @@ def lending(
     if found is None or found.count == 0:
         return None
     to_judges = found.count > 0
-    slots = _slots(plan, loads, to_judges=to_judges, needed=needed)[: abs(found.count)]
+    slots = _slots(plan, loads, rows.rollout, to_judges=to_judges, needed=needed)[: abs(found.count)]
     if not slots:
         return None
     engines = tuple(
@@ -237,7 +237,7 @@ def is_settled(plan: Plan, loads: Loads, nodes: Collection[str]) -> bool:
     return True
 
 
-def _slots(plan: Plan, loads: Loads, *, to_judges: bool, needed: frozenset[str]) -> list[Slot]:
+def _slots(plan: Plan, loads: Loads, rows: int, *, to_judges: bool, needed: frozenset[str]) -> list[Slot]:
     """Those that can change over, the ones with least to do first: the engine that is to wake sleeps there and is well."""
     told = {(one.node, one.slot, one.judge): one for one in loads.engines}
     on: dict[Slot, list[EnginePlace]] = {}
@@ -245,6 +245,9 @@ def _slots(plan: Plan, loads: Loads, *, to_judges: bool, needed: frozenset[str])
         on.setdefault(Slot(place.node, place.slot), []).append(place)
     awake = Counter(place.node for place in plan.engines if not place.judge and not place.asleep)
     judges = Counter(place.judge for place in plan.engines if place.judge and not place.asleep)
+    owed: Counter[str] = Counter()
+    for one in loads.of("rollout"):
+        owed[one.node] += one.running + one.waiting
     found: list[tuple[int, Slot]] = []
     for slot, places in on.items():
         leaves = [p for p in places if not p.asleep and bool(p.judge) != to_judges]
@@ -258,6 +261,8 @@ def _slots(plan: Plan, loads: Loads, *, to_judges: bool, needed: frozenset[str])
         if to_judges:
             if awake[slot.node] <= (1 if slot.node in needed else 0) or sum(awake.values()) <= 1:
                 continue
+            if (awake[slot.node] - 1) * rows < owed[slot.node]:
+                continue  # its requests stay on the node, whose controller asks no engine of another
             awake[slot.node] -= 1
         else:
             leaving = [place.judge for place in on[slot] if place.judge and not place.asleep]

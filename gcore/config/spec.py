@@ -102,10 +102,11 @@ class PlacementSpec(Section):
     lend: bool | None = Field(
         None,
         description="Slots are lent between rollout and judges within a step, by putting one engine to sleep and waking another; "
-        "default: with policy: dynamic",
+        "default: not",
     )
     dry_run: bool = Field(
-        False, description="A policy that moves slots moves none, and only says what it would do (gcore placement explain)"
+        False,
+        description="A policy that moves slots moves none, and only says what it would do (gcore placement explain)",
     )
 
     @property
@@ -116,20 +117,28 @@ class PlacementSpec(Section):
     @property
     def lends(self) -> bool:
         """Whether slots are lent within a step."""
-        return self.policy == "dynamic" if self.lend is None else self.lend
+        return bool(self.lend)
 
     @model_validator(mode="after")
     def _pools_are_statics(self) -> PlacementSpec:
         if self.policy == "static" and self.train is None:
             raise ValueError("policy: static needs train, the number of slots that train")
         if self.policy == "colocated" and (self.train is not None or self.reward is not None):
-            raise ValueError("with policy: colocated all pools share all slots; train and reward belong to policy: static")
+            raise ValueError(
+                "with policy: colocated all pools share all slots; train and reward belong to policy: static"
+            )
         if self.is_live and self.reward is not None and self.train is None:
-            raise ValueError(f"reward says what policy: {self.policy} begins with, and so must train; give both or none")
+            raise ValueError(
+                f"reward says what policy: {self.policy} begins with, and so must train; give both or none"
+            )
         if not self.is_live and self.dry_run:
-            raise ValueError(f"policy: {self.policy} moves nothing, so there is nothing that dry_run could only say; leave it out")
+            raise ValueError(
+                f"policy: {self.policy} moves nothing, so there is nothing that dry_run could only say; leave it out"
+            )
         if not self.is_live and self.lend:
-            raise ValueError(f"policy: {self.policy} moves nothing, so no slot is lent; leave lend out, or set policy: dynamic")
+            raise ValueError(
+                f"policy: {self.policy} moves nothing, so no slot is lent; leave lend out, or set policy: dynamic"
+            )
         return self
 
 
