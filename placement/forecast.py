@@ -37,6 +37,10 @@ LONGEST = 12
 PLAIN = 4.0
 """A jump is plain when the newest steps are off by so many standard deviations."""
 LEAST_SPREAD = 0.03
+LEAST_UNEVEN = 0.05
+"""What the times of tokens at one load are taken to differ by from step to step, at least."""
+FEWEST = 3
+"""Steps before a jump of speed without which none is seen."""
 SHARP = 6.0
 """How sharply the later of two ends decides."""
 LENT = 1.03
@@ -121,7 +125,7 @@ def _ranks(count: int) -> NDArray[np.int64]:
 class Forecast:
     """A step to come. `batches`: what it may be like; `longer`, `wordier`: by what the responses of each are longer by then, and the
     judgements, [batches]. `apart_s`, `together_s`: what is neither production nor training, in either mode. `lend_s`: what it costs to
-    lend within the step; None: nothing is lent."""
+    lend within the step; None: nothing is lent. `nodes`: that share prompts out alike."""
 
     pools: Pools
     rollout: Law
@@ -134,6 +138,7 @@ class Forecast:
     together_s: float
     overlaps: bool
     lend_s: float | None
+    nodes: int = 1
 
     def seconds(self, splits: Sequence[Split], off: Floats | None = None) -> Floats:
         """Of a step on each split, [splits]: the mean over the batches. `off`: what production is multiplied by, [splits]."""
@@ -162,7 +167,7 @@ class Forecast:
     def _produced(self, numbers: Sequence[int], shapes: NDArray[np.int64]) -> Floats:
         """Of batches with as many points each, [numbers, splits]."""
         batches = [self.batches[i] for i in numbers]
-        rollout, at = _distinct(shapes[:, 0] // self.pools.rollout_size)
+        rollout, at = _distinct(_alike(shapes[:, 0] // self.pools.rollout_size, self.nodes))
         reward, of = _distinct(shapes[:, 1] // self.pools.reward_size)
         together = shapes[:, 3] == 1
         gaps = np.stack([batch.gaps for batch in batches]) * self.longer[list(numbers), None]
@@ -191,6 +196,11 @@ class Forecast:
         return np.minimum(produced, reached)
 
 
+def _alike(replicas: NDArray[np.int64], nodes: int) -> NDArray[np.int64]:
+    """Engines that are worth as much as these: what one node has more of than another does nothing for the step."""
+    return np.where(replicas >= nodes, replicas // nodes * nodes, replicas)
+
+
 def _distinct(replicas: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The numbers that there are, from 1 on, and which of them each is."""
     there, at = np.unique(np.maximum(replicas, 1), return_inverse=True)
@@ -217,21 +227,60 @@ def judged(after: Floats, tokens: Floats, replicas: NDArray[np.int64], law: Law)
     return np.asarray(each * tokens[:, None, None] * law.at(each) / np.minimum(each, law.most))
 
 
-def law_of(history: Sequence[Measured], pool: str, most: int) -> Law:
-    """Through what was measured; a pool that ran at one load only has the prior's share for what a request adds."""
-    points = [
-        (s.running, s.token_s) for one in history[-SPEEDS:] for s in one.speed if s.pool == pool and s.token_s > 0
-    ]
+def law_of(history: Sequence[Measured], pool: str, most: int, since: int = 0) -> Law:
+    """Through what was measured from step `since` on; a pool that ran at one load only has the share of what a request adds from before
+    that, or else the prior's."""
+    newest = history[-SPEEDS:]
+    points = _points([one for one in newest if one.step >= since], pool)
     if not points:
-        return Law(0.03, 0.0015, most)
+        return Law(0.03, 0.0015, most) if since == 0 else law_of(history, pool, most)
     running, seconds = np.array(points).T
     if running.size >= 3 and float(running.max()) > 2.0 * float(running.min()):
         line = _line(running, seconds)
         if line is not None:
             return Law(line[0], line[1], most)
+    before = [one for one in newest if one.step < since]
+    if since > 0 and _points(before, pool):
+        shape = law_of(before, pool, most)
+        times = median((seconds / shape.at(running)).tolist())
+        return Law(shape.token_s * times, shape.sequence_s * times, most)
     # The share of the prior: a thirtieth of a token's own time for each request more.
     base = median((seconds / (1 + 0.03 * running)).tolist())
     return Law(base, 0.03 * base, most)
+
+
+def _points(steps: Sequence[Measured], pool: str) -> list[tuple[float, float]]:
+    return [(s.running, s.token_s) for one in steps for s in one.speed if s.pool == pool and s.token_s > 0]
+
+
+def paced_since(history: Sequence[Measured], pool: str, since: int) -> int:
+    """The step from which on a pool's engines have the pace that they have now: `since`, or one of the newest, where tokens plainly take
+    longer or less long there than before. Neither what they took before explains it, nor another load."""
+    told = [one for one in history[-SPEEDS:] if one.step >= since and _points([one], pool)]
+    for newest in (1, 2, 3):
+        if len(told) - newest < FEWEST:
+            break
+        of_each = [np.array(_points([one], pool)).T for one in told]
+        before = _level(np.concatenate(of_each[:-newest], axis=1), of_each)
+        together = _level(np.concatenate(of_each, axis=1), of_each)
+        if all(_is_plain(offs[:-newest], offs[-newest:]) for offs in (before, together)):
+            return told[-newest].step
+    return since
+
+
+def _level(points: Floats, of_each: Sequence[Floats]) -> list[float]:
+    """The mean logarithm of what each step's tokens took beside the line through `points`, [2, n]."""
+    running, seconds = points
+    line = _line(running, seconds) if float(running.max()) > 1.2 * float(running.min()) else None
+    start, rise = line or (1.0, 0.03)
+    return [float(np.log(took / (start + rise * at)).mean()) for at, took in of_each]
+
+
+def _is_plain(before: Sequence[float], after: Sequence[float]) -> bool:
+    middle = median(before)
+    spread = max(sqrt(sum((one - middle) ** 2 for one in before) / len(before)), LEAST_UNEVEN)
+    newest = len(after)
+    return abs(sum(after) / newest - middle) > (PLAIN + 1.5 / newest) * spread / sqrt(min(newest, 2))
 
 
 def _line(at: Floats, seconds: Floats) -> tuple[float, float] | None:

@@ -76,7 +76,8 @@ def bounds_of(snapshot: Snapshot, job: Moving, pin: Pin | None = None, now: int 
     if pin is not None and pin.train is not None:
         sizes = (pin.train,)
     apart = pin is not None and (pin.rollout is not None or pin.reward is not None)
-    return Bounds(slots, train_sizes=sizes, judged=bool(job.judges), colocated=not apart)
+    nodes = sum(1 for node in snapshot.nodes if node.slots)
+    return Bounds(slots, train_sizes=sizes, judged=bool(job.judges), colocated=not apart, nodes=max(nodes, 1))
 
 
 def _is_round(size: int) -> bool:

@@ -31,7 +31,8 @@ class Split:
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """What a split must keep to. `rollout_size`, `reward_size`: slots of one replica. `train_sizes`: what a train world may have, in
-    slots. `judged`: whether there is anything for the reward pool to do."""
+    slots. `judged`: whether there is anything for the reward pool to do. `nodes`: that prompts are shared out among alike, each answered
+    by its node's engines: a step waits for the node that has the fewest."""
 
     slots: int
     rollout_size: int = 1
@@ -39,6 +40,7 @@ class Bounds:
     train_sizes: tuple[int, ...] = ()
     judged: bool = True
     colocated: bool = True
+    nodes: int = 1
 
     def sizes(self) -> tuple[int, ...]:
         """The train worlds that fit beside one replica of each other pool."""

@@ -116,7 +116,7 @@ class SimulatedJob:
             other_s,
             self._whole(split, produced.seconds, train_s, other_s),
             busy,
-            (*_speeds(spans[0], told.rollout, "rollout"), *_speeds(spans[1], told.reward, "reward")),
+            (*_speeds(spans[0], told.rollout, "rollout"), *_speeds(spans[1], told.reward_at(step), "reward")),
         )
 
     def measured(self, step: int, split: Split, lend_s: float | None = None) -> Measured:
@@ -227,7 +227,7 @@ class SimulatedJob:
         *,
         turned: bool = False,
     ) -> Produced:
-        engines = (self.scenario.rollout, self.scenario.reward)[:: -1 if turned else 1]
+        engines = (self.scenario.rollout, self.scenario.reward_at(step))[:: -1 if turned else 1]
         end, _, spans, moves = play(
             lengths,
             judged,

@@ -49,11 +49,13 @@ class Lengths(_Section):
 
 
 class Judging(_Section):
-    """Tokens of a judgement, and steps from `slow_from` to `slow_until` in which it takes `slow` times as many."""
+    """Tokens of a judgement, and steps from `slow_from` to `slow_until` in which it takes `slow` times as many, and a token of it `paced`
+    times as long."""
 
     tokens: PositiveFloat = 64.0
     spread: PositiveFloat = 0.3
     slow: PositiveFloat = 1.0
+    paced: PositiveFloat = 1.0
     slow_from: NonNegativeInt = 0
     slow_until: NonNegativeInt = 0
 
@@ -116,6 +118,14 @@ class Scenario(_Section):
     def lendable(self) -> bool:
         """Whether replicas can be lent within a step: each of either pool fills the same slots."""
         return self.judging is not None and self.rollout.size == self.reward.size
+
+    def reward_at(self, step: int) -> Engine:
+        """A judge's engine in that step."""
+        told = self.judging
+        if told is None or told.paced == 1.0 or not told.slow_from <= step < told.slow_until:
+            return self.reward
+        slower = {"token_s": self.reward.token_s * told.paced, "sequence_s": self.reward.sequence_s * told.paced}
+        return self.reward.model_copy(update=slower)
 
     def slots_at(self, step: int) -> int:
         """How many there are in a step."""

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from placement.forecast import Batch, Forecast, Law, Pools, TrainLaw, law_of, since_jump, slope, train_law
+from placement.forecast import Batch, Forecast, Law, Pools, TrainLaw, law_of, paced_since, since_jump, slope, train_law
 from placement.lending import lent
 from placement.measured import EngineSpeed, Measured
 from placement.policies.base import Policy, Situation, SwitchCosts
@@ -285,3 +285,63 @@ def test_of_a_long_history_the_newest_steps_are_taken_in_once() -> None:
     for _ in range(2):
         policy.plan(Situation(bounds, now, history, COSTS, 100))
         assert [one.step for one in policy._steps] == list(range(36, 100))
+
+
+def paced(times: list[float], loads: list[float], noise: float = 0.0, seed: int = 0) -> list[Measured]:
+    """Steps whose judges take so many times what they should, at these loads."""
+    draw, now = np.random.default_rng(seed), Split("coexisting", 3, 3, 2)
+    told = []
+    for step, (slower, load) in enumerate(zip(times, loads, strict=True)):
+        took = (0.01 + 0.004 * load) * slower * float(np.exp(draw.normal(0.0, noise)))
+        told.append(replace(step_of(step, now, draw, missing=0.0), speed=(EngineSpeed("reward", load, took),)))
+    return told
+
+
+@given(st.lists(st.floats(1, 16), min_size=2, max_size=24), st.floats(0.1, 10))
+def test_another_load_is_no_other_pace(loads: list[float], pace: float) -> None:
+    assert paced_since(paced([pace] * len(loads), loads), "reward", 0) == 0
+
+
+@given(st.integers(4, 20), st.integers(1, 3), st.floats(2.0, 8.0), st.booleans(), st.integers(0, 99))
+def test_judges_that_become_slow_are_known_by_their_next_steps(
+    calm: int, since: int, times: float, faster: bool, seed: int
+) -> None:
+    pace = 1 / times if faster else times
+    history = paced([1.0] * calm + [pace] * since, [4.0] * (calm + since), 0.02, seed)
+    found = paced_since(history, "reward", 0)
+    assert calm <= found < calm + since
+    law = law_of(history, "reward", 64, found)
+    assert law.at(np.array([4.0]))[0] == pytest.approx(0.026 * pace, rel=0.1)
+
+
+def test_how_much_a_request_adds_is_still_known_after_a_jump_of_the_pace() -> None:
+    history = paced([1.0] * 8 + [6.0], [1.0, 2.0, 4.0, 8.0, 1.0, 2.0, 4.0, 8.0, 4.0])
+    law = law_of(history, "reward", 64, 8)
+    assert (law.token_s, law.sequence_s) == (pytest.approx(0.06), pytest.approx(0.024))
+
+
+def test_dynamic_gives_judges_that_became_slow_more_slots_when_it_has_seen_it() -> None:
+    bounds = Bounds(16, 1, 1, (2,), True, False)
+    now, lengths = Split("coexisting", 8, 6, 2), (100.0,) * 64
+    policy, history, found = Dynamic(Pools(), now), [], []
+    for step in range(12):
+        slow = 5.0 if step >= 6 else 1.0
+        loads = 64 / now.rollout, 64 / now.reward
+        rollout, reward = 0.01 + 0.004 * loads[0], (0.01 + 0.004 * loads[1]) * slow
+        ends = EngineSpeed("rollout", 1.0, 0.014), EngineSpeed("reward", 1.0, 0.014 * slow)  # of the tail
+        speed = (EngineSpeed("rollout", loads[0], rollout), EngineSpeed("reward", loads[1], reward), *ends)
+        produce = 100 * max(rollout, reward)
+        step_told = Measured(step, now, lengths, lengths, 6400.0, produce, 2.0, 1.0, speed, {})
+        history.append(step_told)
+        now = policy.plan(Situation(bounds, now, tuple(history), SwitchCosts(0.5, 5.0), 100)).split
+        found.append(now.reward)
+    assert max(found[:6]) <= 8 < min(found[9:])
+
+
+def test_an_engine_that_one_node_has_more_than_another_is_worth_nothing() -> None:
+    batch = Batch.made(np.linspace(10, 500, 60), 40.0, 6000.0)
+    told = Law(0.02, 0.001, 64), Law(0.02, 0.001, 64), TrainLaw(1.0, 1e-3)
+    forecast = Forecast(Pools(), *told, (batch,), np.ones(1), np.ones(1), 1.0, 3.0, False, None, nodes=4)
+    found = forecast.seconds([Split("coexisting", rollout, 8, 4) for rollout in (3, 8, 9, 11, 12)])
+    assert found[1] == found[2] == found[3]
+    assert found[4] < found[1] < found[0]
