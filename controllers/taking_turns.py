@@ -6,8 +6,8 @@ weights), then the ranks there take their memory again, and train. After the com
 engines wake, are brought the new weights, and are asked again. Nothing of a rank is needed for that: what was committed lies in the
 run's folder. While a rank loads it is its turn too.
 
-That a rank has its memory is the word to train: whoever hears it may say Apply. Only who sees the engines of a slot sleep has
-its rank restored, which is their node's controller. Nobody waits for another without end: a rank that is told to train takes its
+That a rank has its memory and the engines beside it sleep is the word to train. Only who sees that has the rank restored and says
+Apply, which is their node's controller; while it is away, others say it a little later. Nobody waits for another without end: a rank that is told to train takes its
 memory by itself, and is told so after `PATIENCE_S` whoever sleeps; one that cannot give its memory back keeps it, and the engines
 wake beside it.
 
@@ -31,7 +31,7 @@ from gcore.worker.records import WorkerRecord
 PATIENCE_S = 60.0
 """After so long a READY batch is trained even if engines have not made room."""
 AWAY_S = 5.0
-"""And so long is a node's controller waited for before another has its ranks give memory back."""
+"""And so long is a node's controller waited for before another tells its ranks to give memory back, or to train."""
 
 
 def takes_turns(spec: JobSpec, slot: str) -> bool:
@@ -98,9 +98,16 @@ def turning(view: JobView) -> Iterator[Intent]:
 
 
 def held_back_s(view: JobView, rank: int) -> float:
-    """Seconds that a rank of a READY batch is given to take its memory before it is told to train without."""
-    known = view.ranks.get(rank)
-    return PATIENCE_S if known is not None and known.released and rank in shared(view) else 0.0
+    """Seconds that a rank of a READY batch is given before it is told to train: to take its memory, and for the engines beside it to give
+    theirs back. A rank that has just loaded has its memory before anybody slept. Who does not see its engines leaves it to who does."""
+    known, place = view.ranks.get(rank), shared(view).get(rank)
+    if known is None or place is None:
+        return 0.0
+    if known.released:
+        return PATIENCE_S
+    if place.node != view.node:
+        return AWAY_S
+    return 0.0 if _all_sleep(view, place) else PATIENCE_S
 
 
 def in_the_way(view: JobView) -> tuple[str, ...]:

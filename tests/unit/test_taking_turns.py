@@ -145,12 +145,17 @@ def test_for_a_ready_batch_the_engines_of_the_ranks_slots_sleep_first_and_then_t
     assert deeds(cluster.intents(PEER)) == [Sleep("e-node-1-cpu:0", "")]
 
 
-def test_a_rank_that_has_its_memory_is_told_to_train_by_whoever_hears_it() -> None:
+def test_a_rank_that_has_its_memory_is_told_to_train_by_who_sees_its_engines_sleep_and_later_by_whoever_hears_it() -> (
+    None
+):
     cluster = Cluster(ready=True, asleep={"e-node-0-cpu:0", "j-node-0-cpu:0", "e-node-1-cpu:0"})
     cluster.released = {0: frozenset(), 1: PARTS}
     assert [action.rank for action in deeds(cluster.intents()) if isinstance(action, Apply)] == [0]
     applies = [i for i in cluster.intents(PEER) if isinstance(i.action, Apply)]
-    assert {i.action.rank: i.after for i in applies} == {0: 0.0, 1: PATIENCE_S}, "nobody waits without end"
+    assert {i.action.rank: i.after for i in applies} == {0: AWAY_S, 1: PATIENCE_S}, "nobody waits without end"
+    cluster.asleep = set()  # it has just loaded, and nobody slept meanwhile
+    applies = [i for i in cluster.intents() if isinstance(i.action, Apply)]
+    assert {i.action.rank: i.after for i in applies} == {0: PATIENCE_S, 1: PATIENCE_S}
 
 
 def test_engines_wake_behind_a_commit_when_the_rank_beside_them_has_given_its_memory_back() -> None:
