@@ -546,7 +546,7 @@ def rank_process(folder: Path, rank: int, size: int) -> None:
             work, lambda phase: None
         )
         trainer(f"half-{stage}", spec(folder, "recompute", stage, dtype="bf16")).run(work, lambda phase: None)
-        rotary = [one for _, one in made_policies[f"half-{stage}"]._module.named_buffers()]
+        rotary = [one for _, one in made_policies[f"half-{stage}"].module.named_buffers()]
         assert {one.dtype for one in rotary} == {torch.float32}, "frequencies are no good in half precision"
         skips(made_policies[f"recompute-{stage}"])
         ten = trainer(f"ten-{stage}", spec(folder, "ten", stage))
