@@ -50,7 +50,7 @@ def written(folder: Path, kept: int, of: int) -> Path:
 @pytest.mark.parametrize(
     ("kept", "of", "rest", "killed"),
     [
-        pytest.param(3, 10, 2, True, id="a controller killed"),
+        pytest.param(3, 10, 2, True, id="a controller killed", marks=pytest.mark.chaos),
         pytest.param(7, 25, 0, False, id="a rest all filtered", marks=pytest.mark.chaos),
     ],
 )

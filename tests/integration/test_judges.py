@@ -59,6 +59,7 @@ def test_a_policy_learns_from_a_judge_alone(home: Path) -> None:
     assert abs(judged - after) < 0.06, "the judge is nearly always right"
 
 
+@pytest.mark.chaos
 @pytest.mark.usefixtures("example")
 def test_a_judge_with_random_weights_does_not_teach(home: Path, tmp_path: Path) -> None:
     make_tiny_model(tmp_path / "judge", seed=3, ends=False)

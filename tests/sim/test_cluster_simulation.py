@@ -18,7 +18,7 @@ from controllers.view import JobView
 from controllers.waiting import waiting_for
 
 FIRST = int(os.environ.get("GCORE_SIM_FIRST", "0"))
-CLUSTERS = int(os.environ.get("GCORE_SIM_CLUSTERS", "32"))
+CLUSTERS = int(os.environ.get("GCORE_SIM_CLUSTERS", "24"))
 """With those of `test_step_protocol`, what fits in a minute; any number with `make sim`."""
 SUPPORT = Path(__file__).parents[1] / "support"
 

@@ -28,3 +28,10 @@ def test_starts_without_torch(module: str) -> None:
     program = f"import sys, {module}; print([m for m in {HEAVY!r} if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_a_daemon_without_a_job_that_moves_slots_has_no_numpy() -> None:
+    """It would be a sixth larger."""
+    program = "import sys, controllers.daemon, controllers.wire; print('numpy' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False"
