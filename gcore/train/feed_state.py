@@ -22,15 +22,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from gcore.ledger.balance import SampleSlot, StepLayout, balance
 from gcore.ledger.parts import digests_of, layout_of, up_to
 from gcore.ledger.records import Seal, SealState
 from gcore.types import PromptRef, Range, Token
+
+if TYPE_CHECKING:  # controllers read some of this, and numpy would make each of them a sixth larger
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,9 @@ word that was meant for the pause before the step that comes.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 
 from gcore.errors import GcoreError
-
-if TYPE_CHECKING:  # controllers read PARTS, and numpy would make each of them a sixth larger
-    from gcore.train.feed_state import FeedState, Refused
+from gcore.train.feed_state import FeedState, Refused
 
 OPTIMIZER, WEIGHTS = "optimizer", "weights"
 PARTS = frozenset({OPTIMIZER, WEIGHTS})
@@ -32,8 +29,6 @@ def unknown(what: Collection[str]) -> str:
 
 def refuse_release(state: FeedState, step: int) -> Refused | None:
     """Why nothing may be released now, by a caller who knows `step` as the last that is done."""
-    from gcore.train.feed_state import Refused
-
     if state.applying is not None:
         return Refused(f"token {state.applying} is being applied, which needs all of the rank's memory")
     if state.begun:
