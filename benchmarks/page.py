@@ -412,6 +412,18 @@ def chaos(result: Result) -> str:
     return f"{table_}\n\n{made_at} {recovered}"
 
 
+def placement_pairs(result: Result) -> str:
+    """`dynamic` placement beside the best fixed plan, on real cores."""
+    rows = [[name, f"{seconds:.1f}"] for name, seconds in result["fixed_seconds"].items()]
+    moves = sum(len(pair["dynamic"]["moves"]) for pair in result["pairs"])
+    said = (
+        f"{result['what']}; the best fixed plan: {result['best_fixed']}. `dynamic` is {spread(result['ratio'])} times as fast (goal: at least "
+        f"{result['goal_ratio']}); {len(result['pairs'])} alternating pairs, in which it moved {moves} times; right at the end "
+        f"{spread(result['dynamic_accuracy'], '{:.1%}')}, with the fixed plan {spread(result['fixed_accuracy'], '{:.1%}')}."
+    )
+    return f"{table(['fixed plan', 'from the first commit to the last, s'], rows)}\n\n{said}"
+
+
 Parts = dict[str, Callable[[Result], str]]
 PAGES: dict[str, Parts] = {
     "simulation.md": {
@@ -436,6 +448,7 @@ PAGES: dict[str, Parts] = {
         "control_plane": control_plane,
         "tails": tails,
         "judge": judge,
+        "placement_pairs": placement_pairs,
         "asynchrony": asynchrony,
         "stream": stream,
     },
