@@ -86,10 +86,14 @@ class Planner:
         self._decided: tuple[int, int] | None = None
         self._stood: tuple[object, ...] = ()
         """How step and leadership stood when they were looked at last."""
-        self._settled = True
+        self._settled = 0
+        """The generation that every engine was seen to be as."""
         self._took: dict[int, float] = {}
         self._since: tuple[int, float] = (0, 0.0)
         """The plan's generation, and since when it is known."""
+        self._came = 0
+        """The newest generation that was heard as it was written: only of such a one is known how long it took."""
+        self._wait_s = POLL_S
         self._kept: Moves | None = None
         self.proposal: Proposal | None = None
         self.account: Moves | None = None
@@ -99,17 +103,24 @@ class Planner:
         self._history.note(before, after)
         if after.plan is not None and after.plan.record.generation != self._since[0]:
             self._since = after.plan.record.generation, self._clock.monotonic()
+            self._came = self._since[0] if before.plan is not None else 0
 
     async def run(self) -> None:
         """For ever."""
         try:
             while True:
+                self._wait_s = POLL_S
                 await self._turn()
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(POLL_S if self._settled else SOON_S):
+                    async with asyncio.timeout(self._wait_s):
                         await self._job.changes.until(self._is_news)
         finally:
             await self._polling.close()
+
+    def _is_settling(self) -> bool:
+        """Whether the newest plan is taking effect, as far as that is still waited for."""
+        generation, since = self._since
+        return generation != self._settled and self._clock.monotonic() < since + SETTLE_S
 
     def _is_news(self) -> bool:
         """Whether there is another step, or somebody else leads."""
@@ -142,11 +153,12 @@ class Planner:
             proposal = await self._within(view)
         self._propose(proposal, self._accounted(view))
         await self._keep(view)
+        if self._is_settling() or (proposal is not None and proposal.plan is not None):
+            self._wait_s = SOON_S
 
     def _propose(self, proposal: Proposal | None, account: Moves | None) -> None:
         if (proposal, account) != (self.proposal, self.account):
             self.proposal, self.account = proposal, account
-            self._settled = self._settled and (proposal is None or proposal.plan is None)
             self._job.look_anew()
             self._job.changes.notify()
 
@@ -231,14 +243,18 @@ class Planner:
         assert stored is not None
         plan, placement = stored.record, self._spec.placement
         moved = view.mirror.moves.newest
+        lends = placement.lends and not view.mirror.pin.fixes and bool(self._moving.judges)
+        if not lends and self._settled == plan.generation:
+            return None  # nobody needs to know what engines have to do
         loads = await self._polling.loads(view.nodes)
         if self._job.mirror.plan is not stored:
             return None
         since = self._clock.monotonic() - self._since[1]
-        settled = self._settled = is_settled(plan, loads, view.nodes)
-        if settled and moved is not None and moved.generation == plan.generation:
-            self._took.setdefault(plan.generation, since)
-        if not placement.lends or view.mirror.pin.fixes or not self._moving.judges:
+        if settled := is_settled(plan, loads, view.nodes):
+            self._settled = plan.generation
+            if moved is not None and moved.generation == plan.generation == self._came:
+                self._took.setdefault(plan.generation, since)
+        if not lends:
             return None
         if view.seal is not None and not view.rules.staleness:
             return None  # once the batch is sealed there is nothing to lend for

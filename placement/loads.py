@@ -22,10 +22,8 @@ from placement.moves import Deciding, Proposal, part_of, told_slots
 from placement.plan import counted
 from placement.split import Split
 
-PRIOR_SATURATING = 8.0
-"""Requests that an engine runs when a token takes twice what it takes alone, where nobody has measured it."""
 STEPS = 2
-"""Newest steps from which speeds and lengths are: a judge that became slow is to be known by its next step."""
+"""Newest steps from which lengths are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,29 +86,18 @@ class Speed:
 
 
 def speed_of(history: Sequence[Measured], pool: str, rows: int) -> Speed | None:
-    """What the newest steps tell; None: nothing."""
+    """What the newest steps tell, by the law that steps are forecast with; None: nothing."""
+    from placement.forecast import law_of, paced_since  # numpy: a daemon that no job lends in is started without it
+
     newest = history[-STEPS:]
-    points = [(one.running, one.token_s) for step in newest for one in step.speed if one.pool == pool]
     lengths = [tokens for step in newest for tokens in (step.lengths if pool == "rollout" else step.judged)]
-    if not points or not lengths or fmean(lengths) <= 0:
+    is_measured = any(one.pool == pool for step in newest for one in step.speed)
+    if not is_measured or not lengths or fmean(lengths) <= 0:
         return None
+    law = law_of(history, pool, rows, paced_since(history, pool, 0))
     mean = fmean(lengths)
     residual = fmean(tokens * tokens for tokens in lengths) / (2.0 * mean)
-    alone, saturating = _line(points)
-    return Speed(alone, saturating, mean, max(residual, mean / 2.0), rows)
-
-
-def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Seconds of a token alone, and the load that doubles it: by least squares, or by the prior where loads were all alike."""
-    loads, seconds = [load for load, _ in points], [value for _, value in points]
-    middle, height = fmean(loads), fmean(seconds)
-    spread = sum((load - middle) ** 2 for load in loads)
-    if spread > 0.01 * middle * middle * len(loads):
-        slope = sum((load - middle) * (value - height) for load, value in points) / spread
-        start = height - slope * middle
-        if slope > 0 and start > 0:
-            return start, max(start / slope, 1.0)
-    return height / (1.0 + middle / PRIOR_SATURATING), PRIOR_SATURATING
+    return Speed(law.token_s, max(law.token_s / law.sequence_s, 1.0), mean, max(residual, mean / 2.0), rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,10 @@ from placement.split import Split
 AT = Deciding(step=3, seq=7, by="a", time=100.0)
 SPLIT = Split("coexisting", 4, 1, 1)
 SNAPSHOT = Snapshot((NodeSlots("a", ("cpu:0", "cpu:1", "cpu:2")), NodeSlots("b", ("cpu:0", "cpu:1", "cpu:2"))))
-SPEEDS = (EngineSpeed("rollout", 2.0, 0.01), EngineSpeed("rollout", 16.0, 0.03), EngineSpeed("reward", 8.0, 0.05))
+SPEEDS = (
+    *(EngineSpeed("rollout", running, seconds) for running, seconds in ((2.0, 0.01), (9.0, 0.02), (16.0, 0.03))),
+    EngineSpeed("reward", 8.0, 0.05),
+)
 STEP = Measured(3, SPLIT, (100.0,) * 8, (50.0,) * 8, 800.0, 5.0, 1.0, 0.1, SPEEDS, {})
 BOTH = frozenset({"a", "b"})
 ROWS = Rows(16, 16)

@@ -24,7 +24,7 @@ from gcore.ledger.records import Checkpoint, Checkpoints, LogEntry
 from gcore.testing import FakeClock
 from gcore.types import Version
 from placement.assign import assigned, split_of
-from placement.loads import Loads
+from placement.loads import EngineLoad, Loads
 from placement.moves import part_of
 from placement.plan import NodeSlots, Snapshot
 from placement.policies.base import Decision, Situation
@@ -284,3 +284,65 @@ async def test_it_looks_at_once_when_there_is_another_step(made: Any) -> None:
     job.changes.notify()
     assert await asyncio.to_thread(policy.again.wait, POLL_S - 0.1)
     task.cancel()
+
+
+def all_as(job: Job) -> Loads:
+    """Every engine is as the plan says."""
+    places = job.mirror.plan.record.engines
+    return Loads(
+        tuple(EngineLoad(p.node, p.slot, p.judge, 0, 0, ready=not p.asleep, asleep=p.asleep) for p in places), {}
+    )
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Loads]:
+    """What nodes tell, the newest last, once for each time they are asked."""
+    told: list[Loads] = []
+
+    async def tell(self: Any, nodes: Any) -> Loads:
+        told.append(told[-1] if told else Loads((), {}))
+        return told[-1]
+
+    monkeypatch.setattr("controllers.polling.Polling.loads", tell)
+    return told
+
+
+async def test_without_lending_nobody_is_asked_once_the_plan_has_taken_effect(made: Any, asked: list[Loads]) -> None:
+    job = Job(lend=False)
+    planner = made(Scripted(Decision(FIRST, "well")), job)
+    planner.note(replace(job.mirror, plan=None), job.mirror)
+    await planner._turn()
+    await planner._turn()
+    assert len(asked) == 1, "no engine was known to be as the plan says"
+    asked.append(all_as(job))
+    await planner._turn()
+    heard = len(asked)
+    await planner._turn()
+    await planner._turn()
+    assert len(asked) == heard
+    assert planner._took == {}, "who came after a plan does not know how long it took"
+
+
+async def test_with_lending_nodes_are_asked_for_as_long_as_the_job_runs(made: Any, asked: list[Loads]) -> None:
+    job = Job(lend=True)
+    planner = made(Scripted(Decision(FIRST, "well")), job)
+    planner.note(replace(job.mirror, plan=None), job.mirror)
+    asked.append(all_as(job))
+    for _ in range(4):
+        await planner._turn()
+    assert len(asked) == 4
+
+
+async def test_how_long_a_move_took_is_known_to_who_heard_it_written(made: Any, asked: list[Loads]) -> None:
+    job = Job(lend=False)
+    planner = made(Scripted(Decision(FIRST, "well")), job)
+    before = job.mirror
+    moved = assigned(SECOND, before.plan.record, SNAPSHOT, ("tutor",), world="w", generation=2)
+    assert moved is not None
+    move = Move(generation=2, step=1, kind=MoveKind.SPLIT, before=part_of(FIRST), after=part_of(SECOND))
+    await planner._turn()
+    job.change(plan=stored(moved), movings={"": stored(Moves().plus(move))})
+    planner.note(before, job.mirror)
+    asked.append(all_as(job))
+    await planner._turn()
+    assert planner._took == {2: 0.0}
