@@ -8,18 +8,15 @@ No figure there is typed by hand; a test compares both with the result.
 from __future__ import annotations
 
 import json
-import re
-from typing import Any
 
 from measured import RESULTS, ROOT
-from page import table
+from page_form import Result, renewed, table
 
 PAGE = ROOT / "docs" / "flows.md"
 PICTURE = ROOT / "docs" / "flows.svg"
 RESULT = RESULTS / "flows.json"
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 760, 400, 56, 20, 130, 44
 COLOURS = ("#1b6ca8", "#d1495b", "#2e8b57", "#edae49", "#6a4c93", "#444444", "#b8672a")
-Result = dict[str, Any]
 
 
 def rows(result: Result) -> str:
@@ -44,11 +41,7 @@ def rows(result: Result) -> str:
 
 def page(text: str, result: Result) -> str:
     """The page with its table made anew."""
-    block = f"<!-- flows -->\n\n{rows(result)}\n\n<!-- /flows -->"
-    made, count = re.subn(r"<!-- flows -->.*?<!-- /flows -->", lambda _: block, text, flags=re.DOTALL)
-    if count != 1:
-        raise SystemExit(f"{PAGE}: the part is there {count} times, not once")
-    return made
+    return renewed(text, "flows", f"\n\n{rows(result)}\n\n", PAGE)
 
 
 def picture(result: Result) -> str:

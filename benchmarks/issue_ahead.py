@@ -17,13 +17,12 @@ import argparse
 import heapq
 import json
 import random
-import re
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
 from measured import RESULTS, ROOT, circumstances, spread, write
-from page import table
+from page_form import renewed, table
 
 from gcore.ledger import chain
 from gcore.ledger.chain import Writer
@@ -146,11 +145,7 @@ def rows(result: dict[str, Any]) -> str:
 
 def page(result: dict[str, Any], text: str) -> str:
     """The page with its table made anew."""
-    place = re.compile(rf"(<!-- {MARK} -->\n).*?(<!-- /{MARK} -->)", re.DOTALL)
-    made, count = place.subn(lambda found: f"{found[1]}{rows(result)}\n{found[2]}", text)
-    if count != 1:
-        raise SystemExit(f"{PAGE}: the part {MARK} is there {count} times, not once")
-    return made
+    return renewed(text, MARK, f"\n{rows(result)}\n", PAGE)
 
 
 def main() -> None:

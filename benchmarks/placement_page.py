@@ -7,7 +7,6 @@ again, from a seed that says so.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,6 +14,7 @@ import matplotlib
 import numpy as np
 from matplotlib import pyplot
 from measured import RESULTS, ROOT
+from page_form import renewed
 
 from placement.simulate.job import SimulatedJob
 from placement.simulate.oracle import best_each_step
@@ -32,12 +32,7 @@ PLAYED, SEED, COST_S = "judge-slow-apart", 0, 5.0
 def main() -> None:
     """The command."""
     result = json.loads((RESULTS / "placement.json").read_text())
-    block = f"<!-- placement -->\n\n{page(result)}\n\n<!-- /placement -->"
-    text = PAGE.read_text()
-    made, count = re.subn(r"<!-- placement -->.*?<!-- /placement -->", lambda _: block, text, flags=re.DOTALL)
-    if count != 1:
-        raise SystemExit(f"{PAGE} has no place for the tables")
-    PAGE.write_text(made)
+    PAGE.write_text(renewed(PAGE.read_text(), "placement", f"\n\n{page(result)}\n\n", PAGE))
     matplotlib.rcParams |= {"svg.hashsalt": "gcore", "font.size": 9}
     plot_regrets(result)
     plot_run()
