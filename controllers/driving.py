@@ -126,7 +126,7 @@ class Driver:
             self._ranks.raise_defect()
             await self._aim()
             self._engines.look_after()
-            self._judges.look_after()
+            self._judges.look_after(len(self._job.mirror.members))
             self._job.note_scoring()
             view = self._job.look()
             asleep = put_to_sleep(view)

@@ -13,6 +13,21 @@ from gcore.types import Version
 
 
 @dataclass
+class Asked:
+    """A request for `count` responses that the engine has. `ended`: the places of those that it has told the end of; `taken_back`: when it
+    was told to give it back, so that another can go on with it."""
+
+    count: int
+    ended: set[int] = field(default_factory=set)
+    taken_back: float | None = None
+
+    @property
+    def left(self) -> int:
+        """Responses that are still to come."""
+        return self.count - len(self.ended)
+
+
+@dataclass
 class Line:
     """What is known of one."""
 
@@ -27,6 +42,8 @@ class Line:
     pulse: Pulse = field(default_factory=lambda: Pulse(0.0))
     requests: set[asyncio.Task[Any]] = field(default_factory=set)
     """For responses or scores, under way."""
+    asked: dict[str, Asked] = field(default_factory=dict)
+    """Those for responses, by name, the oldest first."""
     probe: asyncio.Task[None] | None = None
     """The last question how it is."""
     probed: float = 0.0
@@ -43,6 +60,11 @@ class Line:
         self.in_flight += samples
         # Of tokens that were expected, sums and differences need not come back to nothing.
         self.owed = max(self.owed + owed, 0.0) if self.in_flight else 0.0
+
+    @property
+    def busy(self) -> int:
+        """Responses (or scores) that it has still to bring."""
+        return self.in_flight - sum(len(one.ended) for one in self.asked.values())
 
     def leave(self) -> None:
         """Whoever waits for its responses goes to another."""

@@ -59,7 +59,9 @@ class EngineBook:
         metrics: Metrics | None = None,
         told_every: int | None = None,
         pool: Pool = "rollout",
+        rows: int | None = None,
     ) -> None:
+        """`rows`: responses that one runs at once; None: nobody knows, and nothing that waits at one goes to another."""
         self._changes = changes
         self._timeout_s = timeout_s
         self._connect = connect
@@ -69,6 +71,8 @@ class EngineBook:
         self._lines: dict[str, Line] = {}
         self._probes: set[asyncio.Task[None]] = set()
         generating = Generating(self._lines, changes, self._clock, self._patience, self._metrics, told_every, pool)
+        self._rebalance = generating.rebalance
+        self.rows = rows
         self.generate = generating.generate
         """Responses from my engines."""
         self.classify = generating.classify
@@ -250,6 +254,8 @@ class EngineBook:
                 line.probe = asyncio.get_running_loop().create_task(self._probe(line), name=f"probe {instance}")
                 self._probes.add(line.probe)
                 line.probe.add_done_callback(self._probes.discard)
+        if self.rows is not None:
+            self._rebalance(self.rows)
 
     async def _probe(self, line: Line) -> None:
         try:

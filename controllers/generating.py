@@ -1,4 +1,5 @@
-"""Responses and scores from engines: a seat at one that serves the right weights, the request, and another one's seat when it is lost.
+"""Responses and scores from engines: a seat at one that serves the right weights, the request, and another one's seat when it is lost,
+or when the request waits there while another has room.
 
 Which engines there are, and what they serve, is `controllers.engines`' business.
 """
@@ -15,9 +16,10 @@ from typing import Any, TypeVar
 from controllers.changes import Changes
 from controllers.continuing import FEWEST, Decode, Responses, told_every
 from controllers.engine_counts import Pool, counted
-from controllers.engine_lines import Line
+from controllers.engine_lines import Asked, Line
 from controllers.owing import Expect, Owing
 from controllers.pulse import EnginePatience
+from controllers.rebalancing import Queue, taken_back
 from controllers.routing import Following, Load, Seat, route
 from gcore.clock import Clock
 from gcore.errors import EngineError, EngineUnreachable
@@ -34,8 +36,12 @@ MOST_FRUITLESS = 8
 last of them to die is not the one that told. More would let a prompt that kills engines kill more of them."""
 
 
-class PutToSleep(EngineUnreachable):
-    """The engine was put to sleep, and has given back what it had."""
+GIVES_BACK_S = 5.0
+"""An engine that was told to give a request back, and has not, is taken to go on with it."""
+
+
+class GivenBack(EngineUnreachable):
+    """The engine has given back what it had, for it is put to sleep, or another is to go on."""
 
 
 class Generating:
@@ -98,7 +104,7 @@ class Generating:
             while True:
                 try:
                     return await self._generate(version, prompts, params, seeds, rid, follow, None, expect, seat)
-                except PutToSleep as error:
+                except GivenBack as error:
                     log.info("%s", error)
         responses = Responses(prompts, params, seeds, decode)
         fruitless = 0
@@ -108,7 +114,7 @@ class Generating:
             try:
                 asked = ask.prompts, ask.params, ask.seeds
                 made = await self._generate(version, *asked, rid, follow, growing, expect, seat)
-            except PutToSleep as error:
+            except GivenBack as error:
                 log.info("%s; %d tokens are kept", error, responses.keep())
                 if responses.is_whole:
                     return self._outlived(responses, ())
@@ -155,16 +161,19 @@ class Generating:
             follow.began(version)
         # No two requests are called the same: an abort of one that was given up must not end the one that repeats it.
         rid = f"{rid}/{next(self._requests)}"
+        asked = line.asked[rid] = Asked(len(seeds))
         heard = growing
         if growing is not None:
-            heard = Growing(growing.every, self._heard(line, owing, growing, version, newer=follow is not None))
+            heard = Growing(growing.every, self._heard(line, asked, owing, growing, version, newer=follow is not None))
         request = line.client.generate_each(prompts, params, seeds=seeds, rid=rid, growing=heard)
         samples = await self._brought(instance, line, rid, len(seeds), owing, request, lambda samples: samples)
-        if line.shut is not None and any(sample.finish_reason == "abort" for sample in samples):
+        wanted_back = line.shut is not None or asked.taken_back is not None
+        if wanted_back and any(sample.finish_reason == "abort" for sample in samples):
             if growing is not None and not _others(samples, version, newer=follow is not None):
                 for place, sample in enumerate(samples):
                     growing.tell(place, sample)
-            raise PutToSleep(f"{instance} is put to sleep", fix="The request goes on elsewhere")
+            why = "is put to sleep" if line.shut is not None else "had it waiting"
+            raise GivenBack(f"{instance} {why}", fix="The request goes on elsewhere")
         if others := _others(samples, version, newer=follow is not None):
             # A peer that also believed it to be its own has published to it.
             self._distrust(instance)
@@ -205,19 +214,22 @@ class Generating:
             self._distrust(instance)
             raise
         finally:
+            line.asked.pop(rid, None)
             line.take(-count, -owing.tokens)
             self._changes.notify()
             if not finished:
                 self._abandon(line, rid, count)
 
     def _heard(
-        self, line: Line, owing: Owing, growing: Growing, version: Version, *, newer: bool
+        self, line: Line, asked: Asked, owing: Owing, growing: Growing, version: Version, *, newer: bool
     ) -> Callable[[int, Sample], None]:
         """Tells `growing` of samples that `version` makes. Whoever tells lives, whatever it tells."""
 
         def tell(place: int, sample: Sample) -> None:
             line.pulse = line.pulse.answers(self._clock.monotonic())
             line.take(0, owing.hears(place, sample))
+            if sample.finish_reason != "abort":
+                asked.ended.add(place)
             if not _others((sample,), version, newer=newer):
                 growing.tell(place, sample)
 
@@ -275,6 +287,25 @@ class Generating:
         finally:
             self._unseated -= size
 
+    def rebalance(self, rows: int) -> None:
+        """Take requests back that wait while another engine has room (`controllers.rebalancing`). `rows`: responses that one runs at
+        once. While any is on its way nothing more is taken."""
+        now = self._clock.monotonic()
+        serving = {
+            name: line
+            for name, line in self._lines.items()
+            if line.view.version is not None and not line.view.silent and line.shut is None and line.coming is None
+        }
+        asked = [one for line in serving.values() for one in line.asked.values()]
+        if any(one.taken_back is not None and now < one.taken_back + GIVES_BACK_S for one in asked):
+            return
+        for version in {line.view.version for line in serving.values()}:
+            queues = [_queue(name, line) for name, line in serving.items() if line.view.version == version]
+            for name, rid in taken_back(queues, rows):
+                request = serving[name].asked[rid]
+                request.taken_back = now
+                self._abandon(serving[name], rid, request.count)
+
     def _loads(self, version: Version) -> list[Load]:
         return [
             Load(instance, line.owed, line.view.version == version)
@@ -299,6 +330,11 @@ class Generating:
         if instance in self._lines:
             self._lines[instance].distrust()
             self._changes.notify()
+
+
+def _queue(instance: str, line: Line) -> Queue:
+    there = tuple((rid, one.left) for rid, one in line.asked.items() if one.taken_back is None and one.left)
+    return Queue(instance, line.busy, there)
 
 
 def _grown(responses: Responses, ended: Callable[[int, Sample], None] | None, place: int, sample: Sample) -> None:

@@ -200,6 +200,7 @@ class JobRunner(JobStanding):
             patience=patience,
             metrics=self._metrics,
             told_every=rollout.told_every,
+            rows=rollout.batch_slots,
         )
         self._judge_engines = JudgeEngines(spec, self.uid, self.me, self.changes, self._clock, self._metrics)
         self._external_judges = self._new_external(spec)

@@ -12,6 +12,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from math import ceil
 from pathlib import Path
 
 from controllers.changes import Changes
@@ -140,10 +141,14 @@ class JudgeEngines:
             raise EngineUnreachable(f"{instance} is not connected", fix="Look again")
         return book
 
-    def look_after(self) -> None:
-        """Look how everybody is; find out what those serve of which nothing is known. Called at each look of the driver."""
+    def look_after(self, controllers: int) -> None:
+        """Look how everybody is; find out what those serve of which nothing is known. Called at each look of the driver.
+
+        `controllers`: that ask them, each of which has its share of what one runs at once.
+        """
         now = self._clock.monotonic()
         for name, book in self._books.items():
+            book.rows = ceil(self._specs[name].serving.batch_slots / max(controllers, 1))
             book.look_after()
             model = self._specs[name].model
             assert model is not None

@@ -109,7 +109,7 @@ class Court:
         await self.look()
 
     async def look(self) -> None:
-        self.book.look_after()
+        self.book.look_after(1)
         for _ in range(20):
             await asyncio.sleep(0)
 

@@ -113,7 +113,7 @@ class Court:
                 for name in self.engines
             }
         )
-        self.book.look_after()
+        self.book.look_after(1)
         await turns()
 
     async def values(self, *responses: str) -> list[float | str]:
@@ -169,7 +169,7 @@ async def test_an_engine_that_answers_nothing_is_left_and_its_questions_go_to_an
     asked = asyncio.create_task(court.judge.values(PROMPT, ["0", "1"]))
     for _ in range(60):
         await court.clock.advance(1.0)
-        court.book.look_after()
+        court.book.look_after(1)
         await turns()
         if asked.done():
             break

@@ -1,0 +1,151 @@
+"""What waits at an engine while another has room goes there."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from controllers.changes import Changes
+from controllers.engines import LOOK_S, EngineBook
+from controllers.rebalancing import FILLED, Queue, taken_back
+from gcore.rollout.client import SamplingParams
+from gcore.testing import FakeClock
+from gcore.types import Sample, Version, VersionSpan
+from gcore.worker.records import WorkerRecord
+
+PARAMS = SamplingParams(temperature=1.0, max_new_tokens=100)
+SERVED = Version(0, 2)
+
+
+def queue(name: str, *counts: int) -> Queue:
+    return Queue(name, sum(counts), tuple((f"{name}/{n}", count) for n, count in enumerate(counts)))
+
+
+def test_the_newest_of_what_waits_goes_to_the_engine_that_has_nothing() -> None:
+    assert taken_back([queue("a", 1, 1, 1, 1, 1, 1), queue("b")], 2) == [("a", "a/5"), ("a", "a/4"), ("a", "a/3")]
+
+
+@pytest.mark.parametrize(
+    "queues",
+    [
+        pytest.param([queue("a", 1, 1), queue("b")], id="all of it runs"),
+        pytest.param([queue("a", 8), queue("b")], id="a request that would leave nothing to run"),
+        pytest.param([queue("a", 1, 1, 1, 1, 1), queue("b", 1, 1)], id="both have what they can run"),
+        pytest.param([queue("a")], id="alone"),
+        pytest.param([], id="none"),
+    ],
+)
+def test_nothing_is_taken_back_where_nothing_is_won(queues: list[Queue]) -> None:
+    assert taken_back(queues, 2) == []
+
+
+@given(st.lists(st.lists(st.integers(1, 8), max_size=12), max_size=6), st.integers(1, 8))
+def test_who_gives_keeps_what_it_runs_and_is_never_less_busy_than_who_takes(counts: list[list[int]], rows: int) -> None:
+    queues = [queue(str(n), *its) for n, its in enumerate(counts)]
+    found = taken_back(queues, rows)
+    assert len(set(found)) == len(found)
+    left = {one.instance: dict(one.requests) for one in queues}
+    busy = {one.instance: one.busy for one in queues}
+    hungry = [name for name in busy if busy[name] < rows]
+    for giver, rid in found:
+        assert rid == list(left[giver])[-1], "the newest, which is the last in the queue"
+        count = left[giver].pop(rid)
+        taker = min(hungry, key=lambda name: (busy[name], name))
+        assert busy[taker] < FILLED * rows
+        busy[giver] -= count
+        busy[taker] += count
+        assert busy[giver] >= max(rows, busy[taker])
+    after = [Queue(name, busy[name], tuple(left[name].items())) for name in busy]
+    if all(busy[name] >= rows for name in hungry):
+        assert taken_back(after, rows) == []
+
+
+class Queued:
+    """Runs one request at a time, the oldest first; makes two tokens of each, then waits to be told to end it."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.waiting: dict[str, asyncio.Future[str]] = {}
+        self.prompts: list[tuple[int, ...]] = []
+
+    async def served(self) -> Version | None:
+        return SERVED
+
+    async def resume(self) -> None:
+        return None
+
+    async def close(self) -> None:
+        return None
+
+    async def generate_each(
+        self, prompts: Any, params: Any, *, seeds: Any, rid: str, growing: Any = None
+    ) -> tuple[Sample, ...]:
+        self.prompts += prompts
+        ending = self.waiting[rid] = asyncio.get_running_loop().create_future()
+        try:
+            reason = await ending
+        finally:
+            del self.waiting[rid]
+        return tuple(Sample((5, 6), (0.0, 0.0), "", reason, (VersionSpan(SERVED, 0, 2),)) for _ in seeds)
+
+    async def abort(self, rid: str, count: int) -> None:
+        self.waiting[rid].set_result("abort")
+
+    def end_all(self) -> None:
+        for ending in list(self.waiting.values()):
+            ending.set_result("stop")
+
+
+def serving(**addresses: str) -> dict[str, WorkerRecord]:
+    return {
+        name: WorkerRecord.model_construct(instance=name, address=address, role="rollout", state="serving")
+        for name, address in addresses.items()
+    }
+
+
+async def settle() -> None:
+    for _ in range(30):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("told", [0, 1])
+async def test_an_engine_that_comes_later_takes_what_waits_and_goes_on_behind_its_tokens(
+    tmp_path: Path, told: int
+) -> None:
+    clock, made = FakeClock(), dict[str, Queued]()
+
+    def connect(url: str, **_: Any) -> Queued:
+        return made.setdefault(url, Queued())
+
+    book = EngineBook(Changes(), timeout_s=100.0, connect=connect, clock=clock, told_every=told, rows=1)  # type: ignore[arg-type]
+    await book.aim(serving(first="h:1"))
+    await book.publish("first", SERVED, tmp_path)
+    asked = [
+        asyncio.create_task(
+            book.generate(SERVED, [(n,)], PARAMS, (n,), str(n), None, lambda tokens: "".join(map(chr, tokens)))
+        )
+        for n in range(4)
+    ]
+    await settle()
+    await book.aim(serving(first="h:1", second="h:2"))
+    await book.publish("second", SERVED, tmp_path)
+    await clock.advance(LOOK_S)
+    book.look_after()
+    await settle()
+    first, second = made["http://h:1"], made["http://h:2"]
+    assert len(first.waiting) == len(second.waiting) == 2
+    behind = () if not told else (5, 6)
+    assert sorted(second.prompts) == [(2, *behind), (3, *behind)]
+    await clock.advance(LOOK_S)
+    book.look_after()
+    await settle()
+    assert len(first.waiting) == len(second.waiting) == 2
+    first.end_all()
+    second.end_all()
+    found = [sample for samples in await asyncio.gather(*asked) for sample in samples]
+    assert [sample.finish_reason for sample in found] == ["stop"] * 4
+    await book.close()
