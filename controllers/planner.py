@@ -29,10 +29,10 @@ from gcore.ledger.job import Plan
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.placing import MOST_REASON, Moves
 from gcore.plugins import RAISED, sentence_of
-from placement.assign import assigned
+from placement.assign import assigned, split_of
 from placement.live import Moving, Start, bounds_of, first_split, obeying
 from placement.loads import Rows, is_settled, lending, wanted
-from placement.moves import Deciding, Proposal, base_split, between_steps, costs, is_told, with_outcomes
+from placement.moves import BATCH_IS_WHOLE, Deciding, Proposal, base_split, between_steps, costs, is_told, with_outcomes
 from placement.named import find_policy
 from placement.policies.base import Decision, Policy, Situation, SwitchCosts
 from placement.split import Bounds, Split, feasible
@@ -123,13 +123,16 @@ class Planner:
         return generation != self._settled and self._clock.monotonic() < since + SETTLE_S
 
     def _is_news(self) -> bool:
-        """Whether there is another step, or somebody else leads."""
+        """Whether there is another step, its batch is closed, or somebody else leads."""
         return self._standing() != self._stood
 
     def _standing(self) -> tuple[object, ...]:
         mirror = self._job.mirror
-        head = None if mirror.head is None else (mirror.head.record.lineage, mirror.head.record.step)
-        return head, None if mirror.leader is None else mirror.leader.record.incarnation
+        leader = None if mirror.leader is None else mirror.leader.record.incarnation
+        if mirror.head is None:
+            return None, leader
+        head = mirror.head.record
+        return head.lineage, head.step, head.step + 1 in mirror.seals, leader
 
     async def _turn(self) -> None:
         mirror = self._job.mirror
@@ -257,7 +260,7 @@ class Planner:
         if not lends:
             return None
         if view.seal is not None and not view.rules.staleness:
-            return None  # once the batch is sealed there is nothing to lend for
+            return self._given_back(view, plan)  # once the batch is sealed there is nothing to lend for
         cost = self._costs(view).move_s
         if (not settled and since < SETTLE_S) or since < cost:
             return None
@@ -270,6 +273,26 @@ class Planner:
         if proposal is None or (placement.dry_run and moved is not None and moved.step == view.head.step):
             return None
         return proposal
+
+    def _given_back(self, view: JobView, plan: Plan) -> Proposal | None:
+        """What was lent goes back while ranks train, so that the next step does not wait for it."""
+        there = placeable(view)
+        base = base_split(plan, view.mirror.moves, there)
+        if split_of(plan, there) == base or self._spec.placement.dry_run:
+            return None
+        back = Decision(base, f"{base}: {BATCH_IS_WHOLE}")
+        after = assigned(
+            base,
+            plan,
+            there,
+            self._moving.judges,
+            world=plan.world,
+            generation=plan.generation + 1,
+            reason=back.reason,
+        )
+        if after is None:
+            return None
+        return between_steps(back, plan, after, base, self._deciding(view), BATCH_IS_WHOLE)
 
     def _costs(self, view: JobView) -> SwitchCosts:
         known = costs(view.mirror.moves, self._history.start_s())

@@ -21,6 +21,8 @@ MOST_AFTER = 5
 """Steps over which what came of a move is measured, at most; and before it, with which it is held."""
 MOVE_PRIOR_S, WORLD_PRIOR_S = 10.0, 60.0
 """What changes are taken to cost until one was measured: engines that change over, a train world of another size."""
+STEP_IS_OVER = "the step is over: what was lent goes back"
+BATCH_IS_WHOLE = "the batch is whole: what was lent goes back while it is trained on"
 BETWEEN = (MoveKind.SPLIT, MoveKind.WORLD, MoveKind.MEND)
 WITHIN = (MoveKind.LEND, MoveKind.RETURN)
 
@@ -72,8 +74,11 @@ class Deciding:
     dry: bool = False
 
 
-def between_steps(decision: Decision, plan: Plan, after: Plan | None, base: Split, at: Deciding) -> Proposal | None:
+def between_steps(
+    decision: Decision, plan: Plan, after: Plan | None, base: Split, at: Deciding, back_for: str = STEP_IS_OVER
+) -> Proposal | None:
     """What a policy's decision makes of `plan`. `after`: the plan of its split, None where that is a train world of another size.
+    `back_for`: why what was lent goes back, where no more than that changes.
 
     None: nothing changes.
     """
@@ -91,7 +96,7 @@ def between_steps(decision: Decision, plan: Plan, after: Plan | None, base: Spli
         after=part_of(decision.split),
         slots=slots,
         more_slots=more,
-        reason="the step is over: what was lent goes back" if back else decision.reason,
+        reason=back_for if back else decision.reason,
         idle={pool: round(share, 4) for pool, share in decision.idle.items()},
         gain_s=None if back else decision.gain_s,
         cost_s=None if back else decision.cost_s,

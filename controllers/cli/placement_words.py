@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from gcore.ledger.job import Plan
 from gcore.ledger.placing import Move, Moves, Pin
 from placement.assign import Slot, split_of
-from placement.moves import in_words, numbers_in_words, outcome_in_words, split_from
+from placement.moves import STEP_IS_OVER, in_words, numbers_in_words, outcome_in_words, split_from
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -134,7 +134,7 @@ def account(name: str, reply: pb.PlacementReply | None, moves: Sequence[Move], l
 
 def _told(move: Move) -> list[str]:
     when = f"{datetime.fromtimestamp(move.time, UTC):%H:%M:%S} UTC, " if move.time else ""
-    within = move.kind in ("lend", "return") and not move.reason.startswith("the step is over")
+    within = move.kind in ("lend", "return") and move.reason != STEP_IS_OVER
     where = f"within step {move.step + 1}" if within else f"after step {move.step}"
     lines = [f"{when}{where}: {in_words(move)}."]
     idle = {pool: share for pool, share in move.idle.items() if pool in ("rollout", "reward", "train")}
