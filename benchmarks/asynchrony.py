@@ -10,15 +10,10 @@ their ratio. Real engines and ranks, on two CPU cores.
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
-import tempfile
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from measured import ROOT, circumstances, spread, write
+from runs import finished_run
 
 SPEC = ROOT / "examples" / "arithmetic" / "grpo.yaml"
 STEPS = 40
@@ -29,36 +24,14 @@ AHEAD = (f"rollout.staleness={STALENESS}", "rollout.correction=tis")
 
 def one_run(*settings: str) -> dict[str, Any]:
     """One run. Raises SystemExit unless it succeeds with a clean audit."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable,
-            "-m",
-            "controllers.cli.main",
-            "run",
-            str(SPEC),
-            "--plain",
-            "--home",
-            f"{folder}/home",
-        ]
-        command += ["--controllers", "1", "--slots", "cpu:2"]
-        for setting in (*SHARED, *settings):
-            command += ["--set", setting]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=folder)
-        (run,) = Path(folder).glob("home/runs/*")
-        summary = json.loads((run / "summary.json").read_text())
-        events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    if summary["audit"] != "clean":
-        raise SystemExit(f"audit: {summary['audit']}")
-    steps = [event for event in events if event["kind"] == "step"]
-    times = [event["time"] for event in steps]
-    stats = [event["data"]["stats"] for event in steps]
+    run = finished_run(SPEC, *SHARED, *settings, controllers=1)
     return {
-        "seconds": times[-1] - times[0],
-        "step_seconds": [round(later - earlier, 3) for earlier, later in pairwise(times)],
-        "accuracy_after": summary["eval_accuracy_after"],
-        "staleness": [round(one.get("staleness", 0.0), 3) for one in stats],
-        "wait_for_batch_s": round(sum(one.get("wait_for_batch_s", 0.0) for one in stats), 3),
-        "wait_for_weights_s": round(sum(one.get("wait_for_weights_s", 0.0) for one in stats), 3),
+        "seconds": run.step_times[-1] - run.step_times[0],
+        "step_seconds": [round(one, 3) for one in run.step_seconds],
+        "accuracy_after": run.summary["eval_accuracy_after"],
+        "staleness": [round(one.get("staleness", 0.0), 3) for one in run.stats],
+        "wait_for_batch_s": round(sum(one.get("wait_for_batch_s", 0.0) for one in run.stats), 3),
+        "wait_for_weights_s": round(sum(one.get("wait_for_weights_s", 0.0) for one in run.stats), 3),
     }
 
 

@@ -10,17 +10,16 @@ is the held-out accuracy that they end with. Each seed has a model of its own, w
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
 import tempfile
 from itertools import pairwise
 from pathlib import Path
-from time import monotonic, time
 from typing import Any
 
-from measured import RESULTS, ROOT, circumstances
+from measured import RESULTS, ROOT, circumstances, write_to
+from runs import finished_run
 
 KINDS = ("with_tool", "without_tool")
 WHAT = "gcore run examples/calculator/KIND.yaml, two controllers on two CPU slots, each seed with a model of its own"
@@ -30,33 +29,19 @@ GOAL = 0.20
 
 def one_run(kind: str, seed: int, example: Path, steps: int | None) -> dict[str, Any]:
     """One `gcore run` in a home of its own. Raises SystemExit if it does not succeed."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "controllers.cli.main", "run"]
-        command += [str(ROOT / "examples" / "calculator" / f"{kind}.yaml"), "--plain"]
-        command += ["--home", f"{folder}/home", "--controllers", "2", "--slots", "cpu:2"]
-        changes = {"seed": seed, "model.path": example / "model", "data.path": example / "train.jsonl"}
-        changes |= {"eval.path": example / "eval.jsonl"} | ({} if steps is None else {"flow.steps": steps})
-        for key, value in changes.items():
-            command += ["--set", f"{key}={value}"]
-        began, wall = monotonic(), time()
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=folder)
-        seconds = monotonic() - began
-        (run,) = Path(folder).glob("home/runs/*")
-        summary = json.loads((run / "summary.json").read_text())
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    if summary["state"] != "SUCCEEDED" or summary["audit"] != "clean":
-        raise SystemExit(f"{kind}, seed {seed}: {summary['state']} ({summary['reason']}), audit {summary['audit']}")
-    curve = {line["step"]: line["metrics"]["accuracy"] for line in lines if line["kind"] == "eval"}
+    changes = {"seed": seed, "model.path": example / "model", "data.path": example / "train.jsonl"}
+    changes |= {"eval.path": example / "eval.jsonl"} | ({} if steps is None else {"flow.steps": steps})
+    spec = ROOT / "examples" / "calculator" / f"{kind}.yaml"
+    run = finished_run(spec, *(f"{key}={value}" for key, value in changes.items()))
     return {
         "kind": kind,
         "seed": seed,
-        "steps": summary["steps"],
-        "seconds": round(seconds, 1),
-        "silence": silence(events, wall, wall + seconds),
-        "accuracy_before": summary["eval_accuracy_before"],
-        "accuracy_after": summary["eval_accuracy_after"],
-        "curve": [[step, round(accuracy, 4)] for step, accuracy in sorted(curve.items())],
+        "steps": run.summary["steps"],
+        "seconds": round(run.seconds, 1),
+        "silence": silence(run.events, run.began, run.began + run.seconds),
+        "accuracy_before": run.summary["eval_accuracy_before"],
+        "accuracy_after": run.summary["eval_accuracy_after"],
+        "curve": run.curve,
     }
 
 
@@ -108,7 +93,7 @@ def main() -> None:
                 quiet = found["silence"]
                 print(f"    {quiet['seconds']:g} s of them without an event before: {quiet['before']}", flush=True)
                 # After each: what was measured is not lost with a later one.
-                arguments.out.write_text(json.dumps(taken | result(runs), indent=2) + "\n")
+                write_to(arguments.out, taken | result(runs))
     print(arguments.out)
 
 

@@ -23,8 +23,6 @@ import asyncio
 import json
 import os
 import subprocess
-import sys
-import tempfile
 import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,8 +30,9 @@ from time import monotonic
 from typing import Any
 
 import grpc
-from measured import RESULTS, ROOT, circumstances, spread
+from measured import RESULTS, ROOT, circumstances, spread, write_to
 from processes import read
+from runs import GCORE, own_home
 
 from controllers.cli import local
 from controllers.cli.leftovers import processes_of
@@ -49,7 +48,6 @@ from gcore.store import keys
 from gcore.store.client import EtcdStore
 from gcore.worker.records import WorkerRecord
 
-GCORE = [sys.executable, "-m", "controllers.cli.main"]
 MODEL = ROOT / ".cache" / "examples" / "arithmetic" / "model"
 LAW = {
     "load_s": 0.0,
@@ -262,10 +260,10 @@ def gcore(home: Path, *words: str) -> str:
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """A cluster, a job, its figures."""
-    with tempfile.TemporaryDirectory() as folder:
-        home, law = Path(folder) / "home", Path(folder) / "law.json"
+    with own_home() as home:
+        law = home.parent / "law.json"
         law.write_text(json.dumps(LAW | {"speedup": arguments.speedup}))
-        spec = write_job(Path(folder), arguments.controllers, arguments.engines, arguments.samples, arguments.steps)
+        spec = write_job(home.parent, arguments.controllers, arguments.engines, arguments.samples, arguments.steps)
         os.environ[LAW_FILE] = str(law)  # daemons and workers inherit it
         began = monotonic()
         try:
@@ -280,7 +278,6 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         finally:
             if arguments.keep_logs is not None and (home / "logs").is_dir():
                 subprocess.run(["cp", "-r", str(home / "logs"), str(arguments.keep_logs)], check=False)
-            subprocess.run([*GCORE, "down", "--home", str(home)], check=False, stdout=subprocess.DEVNULL)
     if watcher.status is None or watcher.status.phase != "SUCCEEDED":
         raise SystemExit(f"the job: {watcher.status}")
     return {"up_s": round(up_s, 1), "audit": audit, **figures(watcher.steps, arguments.controllers)}
@@ -335,9 +332,7 @@ def main() -> None:
     ):
         print(f"{name:14} {result[name]}")
     print(f"processor      {result['processor_s_per_step']}")
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(arguments.out)
+    print(write_to(arguments.out, result))
 
 
 if __name__ == "__main__":

@@ -12,14 +12,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
-from measured import RESULTS, ROOT, circumstances
+from measured import RESULTS, ROOT, circumstances, write_to
+from runs import finished_run
 
 FLOWS = ("grpo", "dapo", "ppo", "remax", "rloo", "reinforce_pp", "sft")
 EXAMPLES = ROOT / "examples" / "arithmetic"
@@ -29,35 +26,17 @@ GOAL = 0.20
 
 
 def one_run(flow: str, steps: int | None) -> dict[str, Any]:
-    """One `gcore run` of a flow's example in a home of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "controllers.cli.main", "run", str(EXAMPLES / f"{flow}.yaml"), "--plain"]
-        command += ["--home", f"{folder}/home", "--controllers", "2", "--slots", "cpu:2"]
-        if steps is not None:
-            command += ["--set", f"flow.steps={steps}"]
-        began = monotonic()
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=folder)
-        seconds = monotonic() - began
-        (run,) = Path(folder).glob("home/runs/*")
-        summary = json.loads((run / "summary.json").read_text())
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return figures(flow, summary, lines, seconds)
-
-
-def figures(flow: str, summary: dict[str, Any], lines: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
-    """What is kept of a run. Raises SystemExit if it did not succeed or its audit is not clean."""
-    if summary["state"] != "SUCCEEDED" or summary["audit"] != "clean":
-        raise SystemExit(f"{flow}: {summary['state']} ({summary['reason']}), audit {summary['audit']}")
-    curve = {line["step"]: line["metrics"]["accuracy"] for line in lines if line["kind"] == "eval"}
-    before, after = summary["eval_accuracy_before"], summary["eval_accuracy_after"]
+    """One `gcore run` of a flow's example, and what is kept of it."""
+    run = finished_run(EXAMPLES / f"{flow}.yaml", *([] if steps is None else [f"flow.steps={steps}"]))
+    before, after = run.summary["eval_accuracy_before"], run.summary["eval_accuracy_after"]
     return {
         "flow": flow,
-        "steps": summary["steps"],
-        "seconds": round(seconds, 1),
+        "steps": run.summary["steps"],
+        "seconds": round(run.seconds, 1),
         "accuracy_before": before,
         "accuracy_after": after,
         "reaches_goal": after - before >= GOAL,
-        "curve": [[step, round(accuracy, 4)] for step, accuracy in sorted(curve.items())],
+        "curve": run.curve,
     }
 
 
@@ -78,9 +57,8 @@ def main() -> None:
         rose = f"{found['accuracy_before']:.1%} to {found['accuracy_after']:.1%}"
         print(f"{flow}: {rose} in {found['steps']} steps, {found['seconds']:.0f} s", flush=True)
         # After each: what was measured is not lost with a later one.
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
         result = {"what": WHAT, "goal": GOAL, "runs": [runs[name] for name in FLOWS if name in runs]}
-        arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+        write_to(arguments.out, result)
     print(arguments.out)
 
 

@@ -18,7 +18,6 @@ import os
 import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +26,7 @@ import measured
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from runs import finished_run
 
 EXAMPLE = measured.ROOT / ".cache" / "examples" / "arithmetic"
 CONTEXT = 1024
@@ -75,18 +75,8 @@ def gcore_steps(model: Path, folder: Path, tokens: int, steps: int) -> list[dict
     }
     path = folder / "spec.yaml"
     path.write_text(json.dumps(spec))
-    home = folder / f"home-{tokens}-{len(list(folder.iterdir()))}"
-    command = [sys.executable, "-m", "controllers.cli.main", "run", str(path), "--new", "--plain", "--home", str(home)]
-    done = subprocess.run(
-        [*command, "--controllers", "1", "--slots", "cpu:2"], env=environment(1), capture_output=True, text=True
-    )
-    if done.returncode:
-        raise SystemExit(f"gcore failed:\n{done.stdout}\n{done.stderr}")
-    (events,) = home.glob("runs/*/events.jsonl")
-    found = [json.loads(line) for line in events.read_text().splitlines()]
-    stats = [event["data"]["stats"] for event in found if event["kind"] == "step"]
-    shutil.rmtree(home)
-    return [one for one in stats[WARM_UP:] if "seconds" in one]
+    run = finished_run(path, controllers=1, environment=environment(1))
+    return [one for one in run.stats[WARM_UP:] if "seconds" in one]
 
 
 def trl_steps(python: Path, model: Path, folder: Path, tokens: int, steps: int, processes: int) -> list[float]:

@@ -15,27 +15,20 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from measured import ROOT, circumstances, write
 from processes import read
+from runs import GCORE, own_home
 
 from controllers.cli.leftovers import processes_of
 
 SPEC = ROOT / "examples" / "arithmetic" / "grpo.yaml"
-GCORE = [sys.executable, "-m", "controllers.cli.main"]
 GOAL_MB, GOAL_SHARE = 80.0, 0.01
 SETTLE_S = 10.0
 """After a change, until things are quiet; longer than a lease."""
-
-
-def gcore(*words: str, check: bool = True) -> None:
-    """One command, quietly."""
-    subprocess.run([*GCORE, *words], check=check, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def kinds(home: Path) -> dict[int, str]:
@@ -86,34 +79,33 @@ def until_step(log: Path, step: int, process: subprocess.Popen[bytes]) -> None:
 
 def measure(seconds: float) -> dict[str, list[dict[str, Any]]]:
     """The three situations."""
-    with tempfile.TemporaryDirectory() as folder:
-        home, log = Path(folder) / "home", Path(folder) / "run.log"
+    with own_home() as home:
+        log = home.parent / "run.log"
+        subprocess.run(
+            [*GCORE, "up", "--home", str(home)], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        time.sleep(SETTLE_S)
+        fresh = watch(home, seconds)
+        with log.open("wb") as out:
+            run = subprocess.Popen(
+                [*GCORE, "run", str(SPEC), "--home", str(home), "--plain", "--set", "flow.steps=4"],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
+        until_step(log, 1, run)
+        controllers = [pid for pid, kind in kinds(home).items() if kind == "controller"]
+        for pid in controllers:
+            os.kill(pid, signal.SIGSTOP)
         try:
-            gcore("up", "--home", str(home))
             time.sleep(SETTLE_S)
-            fresh = watch(home, seconds)
-            with log.open("wb") as out:
-                run = subprocess.Popen(
-                    [*GCORE, "run", str(SPEC), "--home", str(home), "--plain", "--set", "flow.steps=4"],
-                    stdout=out,
-                    stderr=subprocess.STDOUT,
-                )
-            until_step(log, 1, run)
-            controllers = [pid for pid, kind in kinds(home).items() if kind == "controller"]
-            for pid in controllers:
-                os.kill(pid, signal.SIGSTOP)
-            try:
-                time.sleep(SETTLE_S)
-                waiting = watch(home, seconds, only=("supervisor", "engine", "rank", "etcd"))
-            finally:
-                for pid in controllers:
-                    os.kill(pid, signal.SIGCONT)
-            if run.wait() != 0:
-                raise SystemExit(log.read_text())
-            time.sleep(SETTLE_S)
-            ended = watch(home, seconds)
+            waiting = watch(home, seconds, only=("supervisor", "engine", "rank", "etcd"))
         finally:
-            gcore("down", "--home", str(home), check=False)
+            for pid in controllers:
+                os.kill(pid, signal.SIGCONT)
+        if run.wait() != 0:
+            raise SystemExit(log.read_text())
+        time.sleep(SETTLE_S)
+        ended = watch(home, seconds)
     return {"fresh": fresh, "workers_waiting": waiting, "after_a_job": ended}
 
 

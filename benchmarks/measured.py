@@ -43,8 +43,12 @@ def spread(values: Sequence[float], digits: int = 4) -> dict[str, Any]:
 
 def write(name: str, result: dict[str, Any]) -> Path:
     """benchmarks/results/NAME.json."""
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    path = RESULTS / f"{name}.json"
+    return write_to(RESULTS / f"{name}.json", result)
+
+
+def write_to(path: Path, result: dict[str, Any]) -> Path:
+    """A file of that path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=2) + "\n")
     return path
 

@@ -21,19 +21,17 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from measured import RESULTS, circumstances, spread
+from measured import RESULTS, circumstances, spread, write_to
+from runs import finished_run
 
-from controllers.moves_file import moves_in
 from gcore.emulated.launch import LAW_FILE
-from gcore.ledger.books_file import parse
+from gcore.ledger.books import StepBook
+from gcore.ledger.placing import Move
 from gcore.testing.tiny_model import make_tiny_model
 
 NODES, SLOTS = 4, 32
@@ -128,46 +126,28 @@ def write_job(folder: Path, choice: Choice, steps: int) -> Path:
 
 
 def one_run(folder: Path, choice: Choice, steps: int, speedup: float, limit_s: float) -> dict[str, Any]:
-    """One run. Raises SystemExit unless it succeeds with a clean audit."""
-    file = write_job(folder, choice, steps)
-    with tempfile.TemporaryDirectory() as place:
-        home = Path(place) / "home"
-        words = ["run", str(file), "--plain", "--home", str(home), "--controllers", str(NODES)]
-        command = [sys.executable, "-m", "controllers.cli.main", *words, "--slots", f"emulated:{SLOTS}"]
-        environment = {**os.environ, LAW_FILE: str(folder / "law.json")}
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, check=False, cwd=place, env=environment, timeout=limit_s
-            )
-        finally:
-            down = [sys.executable, "-m", "controllers.cli.main", "down", "--home", str(home)]
-            subprocess.run(down, check=False, capture_output=True, cwd=place)
-        if done.returncode:
-            raise SystemExit(f"{choice.name}: {done.stdout[-3000:]}{done.stderr[-3000:]}")
-        (run,) = home.glob("runs/*")
-        summary = json.loads((run / "summary.json").read_text())
-        if summary["audit"] != "clean":
-            raise SystemExit(f"{choice.name}: audit {summary['audit']}")
-        return {"policy": choice.name, **read_run(run, speedup)}
-
-
-def read_run(run: Path, speedup: float) -> dict[str, Any]:
-    """What a run's folder tells of its steps, its moves and its books."""
-    steps = [event for event in lines_of(run / "events.jsonl") if event["kind"] == "step"]
-    stats = [step["data"]["stats"] for step in steps]
-    seconds = [(later["time"] - earlier["time"]) * speedup for earlier, later in pairwise(steps)][WARM - 1 :]
+    """One run: its steps, its moves and its books. Raises SystemExit unless it succeeds with a clean audit."""
+    run = finished_run(
+        write_job(folder, choice, steps),
+        controllers=NODES,
+        slots=f"emulated:{SLOTS}",
+        environment={LAW_FILE: str(folder / "law.json")},
+        limit_s=limit_s,
+    )
+    seconds = [one * speedup for one in run.step_seconds][WARM - 1 :]
     return {
+        "policy": choice.name,
         "step_seconds": [round(one, 3) for one in seconds],
         "seconds": round(sum(seconds), 2),
-        "tokens": [int(one["tokens"]) for one in stats],
-        "collect_seconds": [round(one["collect_s"] * speedup, 2) for one in stats],
-        "train_seconds": [round(one["train_s"] * speedup, 2) for one in stats],
-        "moves": moves_of(run),
-        "books": books_of(run),
+        "tokens": [int(one["tokens"]) for one in run.stats],
+        "collect_seconds": [round(one["collect_s"] * speedup, 2) for one in run.stats],
+        "train_seconds": [round(one["train_s"] * speedup, 2) for one in run.stats],
+        "moves": moves_of(run.moves),
+        "books": books_of(run.books),
     }
 
 
-def moves_of(run: Path) -> list[dict[str, Any]]:
+def moves_of(moves: list[Move]) -> list[dict[str, Any]]:
     """Each move with what was expected of a step after it, and what the steps came to."""
     return [
         {
@@ -181,14 +161,12 @@ def moves_of(run: Path) -> list[dict[str, Any]]:
             "measured_s": move.outcome.step_s if move.outcome else None,
             "took_s": move.outcome.took_s if move.outcome else None,
         }
-        for move in moves_in(run / "moves.jsonl")
+        for move in moves
     ]
 
 
-def books_of(run: Path) -> dict[str, Any] | None:
+def books_of(books: list[StepBook]) -> dict[str, Any] | None:
     """How far the books of the nodes are from slots times seconds, and what the slots were; None where a run has none."""
-    lines = [parse(text) for file in sorted(run.glob("books/*.jsonl")) for text in file.read_text().splitlines()]
-    books = [line.book for line in lines if line is not None]
     if not books:
         return None
     states: dict[str, float] = {}
@@ -202,11 +180,6 @@ def books_of(run: Path) -> dict[str, Any] | None:
         "error": round(sum(book.unbooked + book.overbooked for book in books) / total, 5),
         "shares": {state: round(seconds / total, 4) for state, seconds in sorted(states.items())},
     }
-
-
-def lines_of(file: Path) -> list[dict[str, Any]]:
-    """A file of JSON lines; none if it is not there."""
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
 
 
 def summed(runs: list[dict[str, Any]], slow: int) -> dict[str, Any]:
@@ -300,9 +273,7 @@ def main() -> None:
     result |= beside_the_best(result["policies"])
     for name, row in result["policies"].items():
         print(f"{name:16} {row['seconds']}  a step {row['step_seconds_before']} s, then {row['step_seconds_after']} s")
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(arguments.out)
+    print(write_to(arguments.out, result))
 
 
 if __name__ == "__main__":

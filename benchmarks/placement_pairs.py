@@ -11,14 +11,10 @@ The goal: `dynamic` at least 0.97 times as fast, the median of the pairs.
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 from measured import ROOT, circumstances, spread, write
+from runs import finished_run
 
 SPEC = ROOT / "examples" / "arithmetic" / "judge.yaml"
 GOAL_RATIO = 0.97
@@ -34,33 +30,11 @@ DYNAMIC = ("placement.policy=dynamic",)
 
 def one_run(*settings: str) -> dict[str, Any]:
     """One run. Raises SystemExit unless it succeeds with a clean audit."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable,
-            "-m",
-            "controllers.cli.main",
-            "run",
-            str(SPEC),
-            "--plain",
-            "--home",
-            f"{folder}/home",
-        ]
-        command += ["--controllers", "2", "--slots", "cpu:2"]
-        for setting in (f"flow.steps={STEPS}", "eval.every=1000", *settings):
-            command += ["--set", setting]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=folder)
-        (run,) = Path(folder).glob("home/runs/*")
-        summary = json.loads((run / "summary.json").read_text())
-        events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-        moves = run / "moves.jsonl"
-        told = [json.loads(line) for line in moves.read_text().splitlines()] if moves.exists() else []
-    if summary["audit"] != "clean":
-        raise SystemExit(f"audit: {summary['audit']}")
-    times = [event["time"] for event in events if event["kind"] == "step"]
+    run = finished_run(SPEC, f"flow.steps={STEPS}", "eval.every=1000", *settings)
     return {
-        "seconds": round(times[-1] - times[0], 3),
-        "accuracy_after": summary["eval_accuracy_after"],
-        "moves": told,
+        "seconds": round(run.step_times[-1] - run.step_times[0], 3),
+        "accuracy_after": run.summary["eval_accuracy_after"],
+        "moves": run.move_lines,
     }
 
 

@@ -18,12 +18,12 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from measured import ROOT, circumstances, spread, write
+from runs import GCORE, own_home
 
 from gcore.client import JobsClient
 from gcore.clock import SystemClock
@@ -33,7 +33,6 @@ from gcore.testing.engine_process import engine_process
 
 SPEC = ROOT / "examples" / "arithmetic" / "grpo.yaml"
 MODEL = ROOT / ".cache" / "examples" / "arithmetic" / "model"
-GCORE = [sys.executable, "-m", "controllers.cli.main"]
 PACKAGES = 12
 """Shown of each process's imports."""
 IMPORTS = {
@@ -57,20 +56,9 @@ def command(*words: str) -> dict[str, float]:
     return {"seconds": time.monotonic() - began, "processor_s": processor}
 
 
-@contextmanager
-def a_home() -> Any:
-    """A folder for a cluster; nothing of it is left running."""
-    with tempfile.TemporaryDirectory() as folder:
-        home = Path(folder) / "home"
-        try:
-            yield home
-        finally:
-            command("down", "--home", str(home))
-
-
 def up() -> dict[str, float]:
     """`gcore up` until it returns."""
-    with a_home() as home:
+    with own_home() as home:
         return command("up", "--home", str(home))
 
 
@@ -119,7 +107,7 @@ def engine() -> dict[str, float]:
 
 def first_step() -> dict[str, float]:
     """`gcore run` of one step, nothing up before: when the cluster is up, each worker serves, the step is committed."""
-    with a_home() as home:
+    with own_home() as home:
         began, began_wall = time.monotonic(), time.time()
         run = subprocess.Popen(
             [*GCORE, "run", str(SPEC), "--home", str(home), "--plain", "--set", "flow.steps=1"],

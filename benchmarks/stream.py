@@ -14,16 +14,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from measured import circumstances, spread, write
+from runs import finished_run
 
 from gcore.emulated.launch import LAW_FILE
 from gcore.testing.tiny_model import make_tiny_model
@@ -61,28 +58,17 @@ def one_run(folder: Path, *, stream: bool) -> dict[str, Any]:
     }
     file = folder / f"{name}.yaml"
     file.write_text("\n".join(f"{key}: {json.dumps(value)}" for key, value in job.items()) + "\n")
-    with tempfile.TemporaryDirectory() as home:
-        command = [sys.executable, "-m", "controllers.cli.main", "run", str(file), "--plain", "--home", f"{home}/home"]
-        command += ["--controllers", "1", "--slots", "emulated:2"]
-        environment = {**os.environ, LAW_FILE: str(folder / "law.json")}
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=home, env=environment)
-        (run,) = Path(home).glob("home/runs/*")
-        summary = json.loads((run / "summary.json").read_text())
-        events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    if summary["audit"] != "clean":
-        raise SystemExit(f"audit: {summary['audit']}")
-    steps = [event for event in events if event["kind"] == "step"]
-    stats = [event["data"]["stats"] for event in steps]
+    run = finished_run(file, controllers=1, slots="emulated:2", environment={LAW_FILE: str(folder / "law.json")})
     speedup = float(LAW["speedup"])
-    seconds = [(later["time"] - earlier["time"]) * speedup for earlier, later in pairwise(steps)]
+    seconds = [one * speedup for one in run.step_seconds]
     return {
         "step_seconds": [round(one, 2) for one in seconds],
         "median_step_seconds": round(statistics.median(seconds), 2),
         "seconds": round(sum(seconds), 2),
-        "tokens": [int(one["tokens"]) for one in stats],
-        "parts": [int(one.get("parts", 1)) for one in stats],
-        "collect_seconds": [round(one["collect_s"] * speedup, 2) for one in stats],
-        "train_seconds": [round(one["train_s"] * speedup, 2) for one in stats],
+        "tokens": [int(one["tokens"]) for one in run.stats],
+        "parts": [int(one.get("parts", 1)) for one in run.stats],
+        "collect_seconds": [round(one["collect_s"] * speedup, 2) for one in run.stats],
+        "train_seconds": [round(one["train_s"] * speedup, 2) for one in run.stats],
     }
 
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from measured import RESULTS, circumstances, spread
+from measured import RESULTS, circumstances, spread, write_to
 
 PAIRS = 5
 WARM, STEPS, PROMPTS = 4, 12, 64
@@ -174,9 +174,7 @@ def main() -> None:
     what = "production's controllers, emulated engines, made-up time"
     result = circumstances() | {"what": what} | sizes
     result |= {"cases": measure(arguments.pairs, arguments.processes), "expectations": expectations()}
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(arguments.out)
+    print(write_to(arguments.out, result))
 
 
 if __name__ == "__main__":
