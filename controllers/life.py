@@ -24,6 +24,7 @@ from controllers.changes import Changes
 from controllers.cluster import ClusterMirror
 from controllers.footprint import give_back
 from controllers.identity import Identity, new_incarnation
+from controllers.machine import node_facts
 from controllers.own_files import OwnFolders
 from controllers.retaking import work_on
 from controllers.versions import version_for
@@ -31,6 +32,7 @@ from gcore.clock import Clock
 from gcore.config import NodeConfig
 from gcore.errors import LeaseLost, StoreUnavailable
 from gcore.fault_points import At, point
+from gcore.ledger.facts import NodeFacts
 from gcore.ledger.job import NodeRecord
 from gcore.metrics import Metrics
 from gcore.schema import NEWEST_VERSION, SCHEMA_VERSION, speak, spoken
@@ -64,6 +66,10 @@ class Belongings:
     """Of the jobs that this life works on, by uid."""
     spoken: int = 0
     """The schema version that is written; 0: it is not known yet which everybody reads."""
+    facts: NodeFacts | None = None
+    """What the node is."""
+    looked: bool = False
+    """Whether that was looked at: once."""
 
 
 class Life:
@@ -124,6 +130,8 @@ class Life:
         It is written anew when another schema version is spoken: the version after that must be able to read it.
         """
         config, store = self._config, self._store
+        if not self._own.looked:
+            self._own.facts, self._own.looked = await node_facts(config), True
         record = NodeRecord(
             name=config.node,
             incarnation=identity.incarnation,
@@ -133,6 +141,7 @@ class Life:
             pid=os.getpid(),
             started=self._clock.wall(),
             sglang=config.sglang_python is not None,
+            facts=self._own.facts,
         )
         key = keys.node(config.node)
         # First of all who else is there, and in which version they are to be spoken to.

@@ -22,6 +22,7 @@ from pathlib import Path
 from controllers.cli.doctor_seen import EtcdTry, Home, Machine, Package, Probe
 from gcore.clock import Clock
 from gcore.errors import GcoreError
+from gcore.host_memory import group_limits, host_memory
 from gcore.store.launcher import EtcdBinary, ExternalEtcd, LocalEtcd, find_etcd
 from gcore.worker.threads import thread_environment
 
@@ -134,12 +135,9 @@ async def _start_etcd(binary: EtcdBinary, version: str, folder: Path, clock: Clo
 
 def machine(clock: Clock) -> Machine:
     """This machine, as this process may use it."""
-    total, available = _memory(Path("/proc/meminfo"))
-    quota, limit, used = _control_group(Path("/sys/fs/cgroup"))
+    memory, quota = host_memory(), group_limits().cores
     cores = os.cpu_count() or 1
     usable = float(len(os.sched_getaffinity(0)))
-    if limit is not None:
-        total, available = min(total, limit), min(available, max(0, limit - used))
     try:
         shared = os.statvfs("/dev/shm")
         shared_bytes = shared.f_frsize * shared.f_blocks
@@ -148,8 +146,8 @@ def machine(clock: Clock) -> Machine:
     return Machine(
         cpus=min(usable, quota) if quota is not None else usable,
         cores=cores,
-        memory=total,
-        available=available,
+        memory=memory.total,
+        available=memory.available,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         loopback=_loopback(),
         shared=shared_bytes,
@@ -184,35 +182,6 @@ def _write_in(folder: Path, clock: Clock) -> tuple[list[float], float]:
             os.fsync(file.fileno())
             times.append((clock.monotonic() - begun) * 1000)
     return times, apart
-
-
-def _memory(meminfo: Path) -> tuple[int, int]:
-    """Bytes in all, and bytes that can be had."""
-    fields = {}
-    for line in meminfo.read_text().splitlines():
-        name, _, rest = line.partition(":")
-        fields[name] = int(rest.split()[0]) * 1024 if rest.split() else 0
-    return fields.get("MemTotal", 0), fields.get("MemAvailable", 0)
-
-
-def _control_group(root: Path) -> tuple[float | None, int | None, int]:
-    """Cores, memory limit and memory in use of the control group, version 2 or 1; None where it sets no limit."""
-
-    def read(*names: str) -> str:
-        for name in names:
-            with contextlib.suppress(OSError):
-                return (root / name).read_text().strip()
-        return ""
-
-    def number(text: str) -> int | None:
-        # Version 1 writes a number near 2**63 for no limit.
-        return int(text) if text.isdigit() and int(text) < 1 << 60 else None
-
-    share = read("cpu.max").split() or [read("cpu/cpu.cfs_quota_us"), read("cpu/cpu.cfs_period_us")]
-    quota, period = number(share[0]), number(share[-1])
-    cores = quota / period if quota and period and len(share) == 2 else None
-    limit = number(read("memory.max", "memory/memory.limit_in_bytes"))
-    return cores, limit, number(read("memory.current", "memory/memory.usage_in_bytes")) or 0
 
 
 def _loopback() -> str:

@@ -30,9 +30,11 @@ from gcore.config.cluster import FILE_NAME, ControllerProcess, EtcdProcess, Loca
 from gcore.config.node import NodeConfig
 from gcore.emulated.launch import KIND, SAID
 from gcore.errors import GcoreError, UsageError
+from gcore.host_memory import host_memory
 from gcore.store.launcher import LocalEtcd, NoEtcd
 from gcore.weights.copies import MEMORY, home_folder
 from gcore.worker.process import ProcessId, is_running, spawn_detached
+from placement.mapping.devices import GIB, NODE_GIB
 
 HOST = "127.0.0.1"
 READY_S = 90.0
@@ -169,6 +171,18 @@ def down(home: Path, *, clock: Clock, grace_s: float | None = None) -> Ended:
         return ended
 
 
+def shared_memory_gib(slots: int, of_all: int) -> float | None:
+    """What of this machine's memory falls to a daemon with `slots` of the `of_all` slots that are dealt out; None: all of it, or nobody
+    knows. What each node's planning leaves to the system is left once."""
+    try:
+        total = host_memory().total / GIB
+    except (OSError, ValueError):
+        return None
+    if slots == of_all or total <= 0:
+        return None
+    return round(max(total - NODE_GIB, 0.0) * slots / of_all + min(NODE_GIB, total), 3)
+
+
 async def _start(
     home: Path,
     request: UpRequest,
@@ -193,6 +207,7 @@ async def _start(
                 slots=slots,
                 run_root=str(home / "runs"),
                 sglang_python=str(request.sglang_python) if request.sglang_python else None,
+                host_memory_gib=shared_memory_gib(len(slots), sum(map(len, shares))),
                 local_cluster=True,
                 **({} if request.lease_ttl_s is None else {"lease_ttl_s": request.lease_ttl_s}),
             )

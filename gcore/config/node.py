@@ -35,6 +35,8 @@ class NodeConfig(BaseModel):
     """host:port each."""
     slots: Annotated[tuple[str, ...], Field(min_length=1)]
     """The accelerators of this node that gcore may use, e.g. ("cpu:0",)."""
+    host_memory_gib: PositiveFloat | None = None
+    """What of its host's memory the node may take, for planning; None: all of it."""
     run_root: str
     """Folder of the jobs' run folders, seen by every node."""
     sglang_python: str | None = None

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, PositiveInt
 
 from gcore.ledger.cost import ATTENTION_EQUALS_AT
+from gcore.ledger.facts import ModelConfigs, NodeFacts
 from gcore.schema import Part, Record
 from gcore.types import Version
 
@@ -21,6 +22,8 @@ JUDGES_CAME = 2
 judges is created while one is there (`controllers.service.capability`)."""
 SLEEP_CAME = 2
 """The same of engines that sleep: a node that does not know them would ask them, and wait for ever."""
+FACTS_CAME = 2
+"""The schema version from which on nodes tell what they are, and jobs what their models are. Who does not know it plans without."""
 
 
 class JobPhase(StrEnum):
@@ -42,7 +45,7 @@ class JobRecord(Record):
     """`job`: written once. `spec` is the resolved spec; `run_dir` is seen by every node; where nodes share no folder,
     each has one of that name (`controllers.storage.run_folder`)."""
 
-    came_with: ClassVar[Mapping[str, int]] = {"judge_revisions": JUDGES_CAME}
+    came_with: ClassVar[Mapping[str, int]] = {"judge_revisions": JUDGES_CAME, "models": FACTS_CAME}
 
     uid: str
     name: str
@@ -64,6 +67,8 @@ class JobRecord(Record):
     """The same of each judge's model, by the judge's name; none for a folder."""
     attention_equals_at: PositiveInt = ATTENTION_EQUALS_AT
     """The length, in tokens, at which attention costs the model as much as its matrices; goes into every seal."""
+    models: ModelConfigs | None = None
+    """What the models' sizes follow from; None: nobody looked."""
 
 
 class JobStatus(Record):
@@ -265,6 +270,7 @@ class Trouble(Record):
 class NodeRecord(Record):
     """`nodes/{name}`: a daemon that is there, under its lease."""
 
+    came_with: ClassVar[Mapping[str, int]] = {"facts": FACTS_CAME}
     name: str
     incarnation: str
     address: str
@@ -274,3 +280,5 @@ class NodeRecord(Record):
     started: float = 0.0
     sglang: bool = False
     """Whether SGLang can be started there."""
+    facts: NodeFacts | None = None
+    """What its slots are; None: not known, or they are emulated."""

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 GIB = 1 << 30
+NODE_GIB = 2.0
+"""Of a node's host memory, what its controller, a store and the system take."""
 
 
 @dataclass(frozen=True, slots=True)

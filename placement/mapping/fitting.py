@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from placement.mapping.cluster import Cluster
-from placement.mapping.devices import GIB
+from placement.mapping.devices import GIB, NODE_GIB
 from placement.mapping.memory import (
     EngineNeed,
     Need,
@@ -32,8 +32,6 @@ RESERVE = 0.05
 """Of a GPU's memory, for what allocators lose between pieces."""
 HOST_RESERVE = 0.1
 """Of host memory that is a slot's: so much may an estimate be below what is taken (docs/first-placement.md)."""
-NODE_GIB = 2.0
-"""Of a node's host memory: its controller, a store, the system."""
 
 
 @dataclass(frozen=True, slots=True)
