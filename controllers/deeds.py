@@ -52,6 +52,8 @@ MOVES_MUCH = (
     *(ReleaseRank, RestoreRank),
 )
 """What reads or writes many bytes."""
+SEEN_AT_ONCE = (Publish, Sleep, Wake)
+"""What writes nothing to the store, and shows in the view as soon as it is done: there is nothing to hear of."""
 LOOK_AGAIN_S = 0.2
 """After a lost compare or an unknown answer, until the action is tried again if nothing was heard."""
 STOP_S = 2.0
@@ -144,6 +146,9 @@ class Deeds:
             count_moves(self._metrics, intent.action)
         level = logging.INFO if done.outcome is TxnOutcome.WON else logging.DEBUG
         log.log(level, "%s: %s", done.sentence, done.outcome, extra={"job": self._job.uid})
+        if done.outcome is TxnOutcome.WON and isinstance(intent.action, SEEN_AT_ONCE):
+            self._job.look_anew()
+            return
         # Until what was written is heard, the view is older than the deed; deciding on it again would only lose.
         until = self._clock.monotonic() + (HEARD_WITHIN_S if done.outcome is TxnOutcome.WON else LOOK_AGAIN_S)
         self._held_off[intent.condition] = (done.revision or self._job.mirror.revision + 1, until)

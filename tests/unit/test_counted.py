@@ -11,7 +11,7 @@ import pytest
 from job_views import running_job, stored
 
 from controllers import deeds
-from controllers.actions import Action, Intent, Register, Retain, Warn
+from controllers.actions import Action, Intent, Publish, Register, Retain, Sleep, Wake, Warn
 from controllers.changes import Changes
 from controllers.deeds import Deeds
 from controllers.engine_counts import counted
@@ -86,6 +86,28 @@ async def test_what_was_heard_of_is_held_off_no_more(monkeypatch: pytest.MonkeyP
     job.mirror = replace(view.mirror, revision=9)
     doer.forget_what_is_over(0.0)
     assert (doer.held_off, doer.under_way()) == (False, frozenset())
+
+
+@pytest.mark.parametrize("action", [Wake("e", ""), Sleep("e", ""), Publish("e", Version(0, 1))])
+async def test_what_writes_nothing_is_not_waited_to_be_heard_of(
+    action: Action, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or an engine that has woken would be brought no weights until somebody happened to write something."""
+
+    async def applied(*_: Any) -> Applied:
+        return Applied(TxnOutcome.WON, "done")
+
+    monkeypatch.setattr(deeds, "apply", applied)
+    view = running_job()
+    job: Any = SimpleNamespace(
+        uid="u", changes=Changes(), mirror=view.mirror, hands=lambda: None, look_anew=lambda: None, fail=None
+    )
+    doer = Deeds(job, Metrics(), FakeClock())
+    await doer.carry_out(Intent(action, "topic"), view)
+    assert doer.under_way() == {"topic"}
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert doer.under_way() == frozenset()
 
 
 def sample(reason: Any) -> Sample:
