@@ -27,8 +27,10 @@ from gcore.errors import GcoreError, SpecError
 from gcore.flows import find_filters, find_flow
 from gcore.flows.filters import try_filters
 from gcore.ledger.cost import attention_equals_at
+from gcore.ledger.facts import ModelConfigs
 from gcore.ledger.rules import MOST_BYTES, offer_bytes, seal_bytes
 from gcore.models.critic import check_critic
+from gcore.models.folder import read_config
 from gcore.models.names import hub_model
 from gcore.models.resolve import ResolvedModel, resolve_model
 from gcore.models.weights import check_whole
@@ -42,6 +44,7 @@ from gcore.reward.registry import Response, RewardError
 from gcore.reward.trial import RewardTrial
 from gcore.rollout.sglang.command import check_engine_args
 from gcore.tracking.registry import check_trackers
+from placement.mapping.shapes import sizes_in
 from placement.named import find_policy
 
 MIN_FREE_BYTES = 64 << 20
@@ -81,6 +84,8 @@ class CheckedJob:
     model: ResolvedModel
     """As it is on the hub now, with its small files here; the weights are fetched when the job runs."""
     judges: Mapping[str, CheckedJudge]
+    models: ModelConfigs
+    """What their sizes follow from."""
 
 
 def check_submission(
@@ -152,7 +157,19 @@ def _checked(
             judges[name].check_question(longest, source.name)
     check_curriculum(spec, prompts.stream, LENGTH_SAMPLE)
     config = json.loads((model.folder / "config.json").read_text(encoding="utf-8"))
-    return CheckedJob(prompts, tuple(checked), attention_equals_at(config), model, judges)
+    models = model_configs(spec, model.folder, judges)
+    return CheckedJob(prompts, tuple(checked), attention_equals_at(config), model, judges, models)
+
+
+def model_configs(spec: JobSpec, policy: Path, judges: Mapping[str, CheckedJudge]) -> ModelConfigs:
+    """What the sizes of the job's models follow from. `policy`: its folder. Judges that others serve have none."""
+    critic = spec.train.critic.path if spec.train.critic is not None else None
+    served = {name: judge.model.folder for name, judge in judges.items() if judge.model is not None}
+    return ModelConfigs(
+        policy=sizes_in(read_config(policy)),
+        critic=None if critic is None else sizes_in(read_config(Path(critic))),
+        judges={name: sizes_in(read_config(folder)) for name, folder in served.items()},
+    )
 
 
 def check_tags(environment: EnvironmentSpec, renderer: PromptRenderer) -> None:

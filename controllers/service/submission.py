@@ -107,6 +107,7 @@ class Submissions:
                 remote_code=(*checked.model.remote_code, *remote_code(checked.judges)),
                 judge_revisions=revisions(checked.judges),
                 attention_equals_at=checked.attention_equals_at,
+                models=checked.models,
             )
             created = JobStatus(phase=JobPhase.PENDING, reason="created", changed=job.created)
             job_keys = JobKeys(uid)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gcore.errors import DataError
+from gcore.ledger.facts import ConfigValue
 from gcore.nearest import did_you_mean
 
 KNOWN = ("llama", "mistral", "qwen2", "qwen3")
@@ -20,6 +21,23 @@ QWEN3_HEAD_DIM = 128
 """Of a qwen3 whose configuration names none."""
 MOST = 1 << 24
 """No size in a configuration is larger; a product of a few stays a number that can be printed."""
+READ = (
+    "model_type",
+    "hidden_size",
+    "num_attention_heads",
+    "head_dim",
+    "num_key_value_heads",
+    "attention_bias",
+    "vocab_size",
+    "num_hidden_layers",
+    "intermediate_size",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+    "mlp_bias",
+)
+"""What of a configuration `shape_of` looks at."""
+LONGEST_WORD = 64
+"""Characters of a value that is kept; a longer one is wrong, and is told so by its beginning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +136,17 @@ def shape_of(config: Mapping[str, Any], *, where: str) -> ModelShape:
         head_norms=kind == "qwen3",
         outputs=vocabulary,
     )
+
+
+def sizes_in(config: Mapping[str, Any]) -> dict[str, ConfigValue]:
+    """What of `config` is to be kept, so that `shape_of` says of it what it says of the whole: short, whatever stands there."""
+    kept: dict[str, ConfigValue] = {}
+    for name in READ:
+        value = config.get(name)
+        plain = isinstance(value, bool | str) or (isinstance(value, int) and abs(value) <= MOST)
+        if value is not None:
+            kept[name] = value if plain and len(str(value)) <= LONGEST_WORD else str(value)[:LONGEST_WORD]
+    return kept
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from gcore.errors import DataError
+from gcore.ledger.facts import ModelConfigs
 from gcore.train.critic import make_value_model
-from placement.mapping.shapes import KNOWN, shape_of
+from placement.mapping.shapes import KNOWN, READ, shape_of, sizes_in
 
 SMALL: dict[str, Any] = {
     "vocab_size": 97,
@@ -122,3 +123,28 @@ def test_a_configuration_that_says_no_size_is_refused(tree: dict[str, Any], said
 def test_whatever_a_configuration_says_it_is_a_size_or_refused(tree: dict[str, Any]) -> None:
     with contextlib.suppress(DataError):
         assert shape_of(tree, where="here").parameters > 0
+
+
+anything = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=99), st.lists(st.integers(), max_size=30)
+)
+configs = st.builds(
+    lambda base, more: base | more,
+    st.sampled_from([{}, {"model_type": "qwen2", **SMALL}, {"model_type": "gemma", **SMALL}]),
+    st.dictionaries(st.sampled_from([*READ, "rope_scaling"]), anything, max_size=3),
+)
+
+
+@given(configs)
+def test_what_is_kept_of_a_configuration_says_what_the_whole_says_and_is_short(config: dict[str, Any]) -> None:
+    kept = sizes_in(config)
+    assert len(json.dumps(kept)) < 2000
+    assert ModelConfigs.model_validate_json(ModelConfigs(policy=kept).model_dump_json()).policy == kept
+
+    def said(of: dict[str, Any]) -> Any:
+        try:
+            return shape_of(of, where="here")
+        except DataError:
+            return "refused"
+
+    assert said(kept) == said(config)
