@@ -54,17 +54,17 @@ from controllers.actions import (
     Wake,
     Warn,
 )
-from controllers.hands import Applied, Hands, new_world, place, slots, warning, writer
+from controllers.hands import Applied, Hands, slots, warning, writer
 from controllers.judge_engines import JudgeEngines
 from controllers.ranks import NotConnected
 from controllers.rolling import roll_back
+from controllers.starting import start_job
 from controllers.view import JobView
-from gcore.emulated.launch import remark
 from gcore.errors import EngineError
 from gcore.fault_points import At, Moving, point
 from gcore.ledger import chain, transactions
 from gcore.ledger.guarded import Transaction, TxnOutcome
-from gcore.ledger.job import JobPhase, JobStatus
+from gcore.ledger.job import JobStatus
 from gcore.ledger.placing import Leader
 from gcore.ledger.records import Member
 from gcore.ledger.world_state import HeldState, NodeCopies, WorldState
@@ -90,6 +90,8 @@ async def apply(action: Action, view: JobView, hands: Hands) -> Applied:
         case GiveUp():
             hands.holdings.in_flight.give_up(action.ref, stale=action.stale)
             return Applied(TxnOutcome.WON, f"prompt {action.ref} is given up: {action.reason}")
+        case StartJob():
+            return await start_job(view, hands)
         case Rollback():
             return await roll_back(action, view, hands)
         case TakeStock():
@@ -114,13 +116,6 @@ def _transaction(action: Action, view: JobView, hands: Hands) -> Transaction:
     """The transaction of an action that is nothing but one."""
     mirror, keys = view.mirror, view.mirror.keys
     match action:
-        case StartJob():
-            assert mirror.status is not None
-            advance = chain.base(len(view.rules.shape.lengths), new_world(), writer(view))
-            plan = place(view, advance.head.world, generation=1)
-            reason = "training" + remark(one.slot for one in plan.engines)
-            running = JobStatus(phase=JobPhase.RUNNING, reason=reason, changed=hands.clock.wall())
-            return transactions.start(keys, mirror.status, advance, plan, running)
         case Join():
             member = Member(incarnation=view.me, node=view.node, address=hands.address)
             return transactions.join(keys, member, hands.lease)

@@ -21,7 +21,9 @@ from controllers.lost import lost_world
 from controllers.view import JobView
 from gcore import schema
 from gcore.ledger.ancestry import resumable
+from gcore.ledger.facts import ModelConfigs
 from gcore.ledger.job import Plan
+from gcore.ledger.mirror import JobMirror
 from gcore.ledger.placing import Move, MoveKind
 from gcore.ledger.records import LogEntry, SealState
 from gcore.ledger.world_state import StateName, WorldState, names_of_head, whole_state
@@ -216,7 +218,12 @@ def _names_of_head(view: JobView) -> tuple[StateName, ...]:
 
 def snapshot(view: JobView) -> Snapshot:
     """What may be placed on now."""
-    return Snapshot(tuple(NodeSlots(record.name, record.slots) for record in view.nodes.values()))
+    return Snapshot(tuple(NodeSlots(record.name, record.slots, record.facts) for record in view.nodes.values()))
+
+
+def models_of(mirror: JobMirror) -> ModelConfigs | None:
+    """What the sizes of the job's models follow from, if that was kept."""
+    return None if mirror.job is None else mirror.job.record.models
 
 
 def placeable(view: JobView) -> Snapshot:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from controllers.engines import EngineBook
-from controllers.forming import placeable
+from controllers.forming import models_of, placeable
 from controllers.holdings import Holdings
 from controllers.ranks import RankLinks
 from controllers.view import JobView
@@ -70,7 +70,7 @@ def place(view: JobView, world: str, *, generation: int, split: SplitPart | None
     if view.spec.placement.is_live:
         stored = view.mirror.plan
         wanted = None if split is None else Split(split.mode, split.rollout, split.reward, split.train)
-        there, job = placeable(view), Moving.by(view.spec)
+        there, job = placeable(view), Moving.by(view.spec, models_of(view.mirror))
         current = None if stored is None else stored.record
         plan = placed(
             there, job, world=world, generation=generation, current=current, wanted=wanted, pin=view.mirror.pin

@@ -131,7 +131,7 @@ class Life:
         """
         config, store = self._config, self._store
         if not self._own.looked:
-            self._own.facts, self._own.looked = await node_facts(config), True
+            self._own.facts, self._own.looked = await node_facts(config.slots, config.host_memory_gib), True
         record = NodeRecord(
             name=config.node,
             incarnation=identity.incarnation,

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from controllers.children import is_cuda
-from gcore.config import NodeConfig
 from gcore.emulated.launch import is_emulated
 from gcore.host_memory import host_memory
 from gcore.ledger.facts import NodeFacts, SlotFacts
@@ -35,18 +34,21 @@ class Gpu:
     whole: bool = True
 
 
-async def node_facts(config: NodeConfig, command: Sequence[str] = ASK) -> NodeFacts | None:
-    """What the node of `config` is; None: not known."""
-    if any(map(is_emulated, config.slots)):
+async def node_facts(
+    names: Sequence[str], host_memory_gib: float | None = None, command: Sequence[str] = ASK
+) -> NodeFacts | None:
+    """What a node with the slots of these `names` is; None: not known. `host_memory_gib`: what of its host's memory it may take, None:
+    all."""
+    if any(map(is_emulated, names)):
         return None
-    host = config.host_memory_gib
+    host = host_memory_gib
     try:
         host = host_memory().total / GIB if host is None else host
     except (OSError, ValueError) as error:
         log.warning("how much memory this machine has is not known: %s", error)
         return None
-    gpus = await _gpus(command) if any(map(is_cuda, config.slots)) else ()
-    slots = slot_facts(config.slots, gpus)
+    gpus = await _gpus(command) if any(map(is_cuda, names)) else ()
+    slots = slot_facts(names, gpus)
     return None if slots is None else NodeFacts(host_memory_gib=round(host, 3), slots=slots)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from controllers.changes import Changes
-from controllers.forming import is_at_hand, may_use_copies, placeable
+from controllers.forming import is_at_hand, may_use_copies, models_of, placeable
 from controllers.leading import leads
 from controllers.moves_file import MovesFile
 from controllers.polling import Polling
@@ -77,7 +77,7 @@ class Planner:
         self._spec = spec
         self._clock = clock
         self._file = MovesFile(run_dir)
-        self._moving = Moving.by(spec)
+        self._moving = Moving.by(spec, models_of(job.mirror))
         judging = [judge.serving.batch_slots for judge in spec.judges if judge.model is not None]
         self._rows = Rows(spec.rollout.batch_slots, min(judging, default=1))
         self._polling = Polling(job.uid, clock)

@@ -11,10 +11,14 @@ from typing import Protocol
 
 from gcore.config import JobSpec
 from gcore.errors import SpecError
+from gcore.ledger.facts import ModelConfigs
 from gcore.ledger.job import Plan
 from gcore.ledger.placing import Pin
 from placement.assign import assigned, nearest, split_of
-from placement.plan import Snapshot, Wanted, counted, first_plan
+from placement.mapping.limits import within_memory
+from placement.mapping.told import seen, work_of
+from placement.mapping.workload import Workload
+from placement.plan import Snapshot, counted
 from placement.policies.base import Decision, Policy
 from placement.split import Bounds, Split, feasible
 
@@ -24,7 +28,7 @@ ALL_SIZES = 16
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a policy is made with. `first`: the split to begin with; `rollout_rows`, `reward_rows`: requests that an engine runs at
+    """What a policy is made with. `first`: the split that the spec says to begin with, else all slots in turn; `rollout_rows`, `reward_rows`: requests that an engine runs at
     once, at most."""
 
     first: Split
@@ -43,17 +47,18 @@ class NewPolicy(Protocol):
 @dataclass(frozen=True, slots=True)
 class Moving:
     """What a job says of a placement that moves slots. `ranks`: the only size of the train world, if one is set; `most_ranks`: samples
-    that each update has, for a rank without any would only wait."""
+    that each update has, for a rank without any would only wait. `work`: what a step is, or why that is not known."""
 
     judges: tuple[str, ...]
     ranks: int | None
     most_ranks: int
     train: int | None
     reward: int | None
+    work: Workload | str = "what the job's models are was not kept"
 
     @classmethod
-    def by(cls, spec: JobSpec) -> Moving:
-        """What `spec` says."""
+    def by(cls, spec: JobSpec, models: ModelConfigs | None = None) -> Moving:
+        """What `spec` says, of a job with these models."""
         samples = spec.flow.groups_per_step * spec.flow.samples_per_prompt // spec.train.mini_batches
         return cls(
             tuple(judge.name for judge in spec.judges if judge.model is not None),
@@ -61,11 +66,22 @@ class Moving:
             max(samples, 1),
             spec.placement.train,
             spec.placement.reward,
+            work_of(spec, models),
         )
 
 
 def bounds_of(snapshot: Snapshot, job: Moving, pin: Pin | None = None, now: int | None = None) -> Bounds:
-    """What splits must keep to on the nodes there are. `now`: ranks of the world that is there, whose size stays possible."""
+    """What splits must keep to on the nodes there are, and what fits into their memory, as far as that is known. `now`: ranks of the
+    world that is there, whose size stays possible."""
+    limits = slots_allow(snapshot, job, pin, now)
+    there = "" if isinstance(job.work, str) else seen(snapshot.nodes)
+    if isinstance(job.work, str) or isinstance(there, str):
+        return limits
+    return within_memory(limits, job.work, there.cluster, now)
+
+
+def slots_allow(snapshot: Snapshot, job: Moving, pin: Pin | None = None, now: int | None = None) -> Bounds:
+    """What splits must keep to, whatever fits into memory."""
     slots = snapshot.slots
     if job.ranks is not None:
         sizes: tuple[int, ...] = (job.ranks,)
@@ -125,16 +141,6 @@ def placed(
     return assigned(split, current, snapshot, job.judges, world=world, generation=generation, reason=how)
 
 
-def begun(snapshot: Snapshot, spec: JobSpec) -> Plan:
-    """What a job begins with on these slots, whatever its policy. Raises SpecError if there are too few."""
-    if not spec.placement.is_live:
-        return first_plan(snapshot, Wanted.by(spec), world="w", generation=1)
-    plan = placed(snapshot, Moving.by(spec), world="w", generation=1)
-    if plan is None:
-        raise too_few(snapshot)
-    return plan
-
-
 def too_few(snapshot: Snapshot) -> SpecError:
     """Why nothing can be placed."""
     return SpecError(
@@ -159,7 +165,7 @@ def mended(plan: Plan, snapshot: Snapshot, job: Moving) -> Plan | None:
     awake = {place.judge for place in plan.engines if not place.asleep and (place.node, place.slot) in here}
     if not {"", *job.judges} - awake:
         return None
-    limits = replace(bounds_of(snapshot, job), train_sizes=(len(plan.ranks),))
+    limits = replace(slots_allow(snapshot, job), train_sizes=(len(plan.ranks),))
     split = nearest(split_of(plan, snapshot), limits)
     if split is None:
         return None

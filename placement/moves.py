@@ -109,6 +109,23 @@ def between_steps(
     return Proposal(move, None if at.dry else after)
 
 
+def beginning_move(plan: Plan, reason: str, expected_s: float | None, at: Deciding) -> Move:
+    """What the job began with. `expected_s`: what a step was predicted to take."""
+    split = split_of(plan)
+    return Move(
+        generation=plan.generation,
+        step=at.step,
+        seq=at.seq,
+        kind=MoveKind.BEGIN,
+        before=SplitPart(mode=split.mode, rollout=0, reward=0, train=0),
+        after=part_of(split),
+        reason=reason,
+        expected_s=None if expected_s is None else round(expected_s, 3),
+        by=at.by,
+        time=at.time,
+    )
+
+
 def is_told(moves: Moves, move: Move) -> bool:
     """Whether the same was told last, of a placement that only says what it would do."""
     newest = moves.newest
@@ -175,6 +192,8 @@ def in_words(move: Move) -> str:
     """What was done, and why: one sentence that a person can follow."""
     before, after = split_from(move.before), split_from(move.after)
     match move.kind:
+        case MoveKind.BEGIN:
+            what = f"began with {after}"
         case MoveKind.LEND:
             giver = "the judges" if _gains(before, after) == "rollout" else "rollout"
             what = f"lent {_count(abs(after.reward - before.reward))} from {giver} to {_gains(before, after)}"
@@ -198,7 +217,9 @@ def in_words(move: Move) -> str:
 def numbers_in_words(move: Move) -> str:
     """What was expected of it."""
     said = []
-    if move.before_s is not None and move.expected_s is not None and move.kind in BETWEEN:
+    if move.kind is MoveKind.BEGIN and move.expected_s is not None:
+        said.append(f"a step was to take {move.expected_s:.3g} s")
+    elif move.before_s is not None and move.expected_s is not None and move.kind in BETWEEN:
         said.append(f"a step was to take {move.expected_s:.1f} s instead of {move.before_s:.1f} s")
     elif move.gain_s is not None and move.gain_s > 0:
         said.append(f"it was to gain {move.gain_s:.1f} s")
@@ -215,7 +236,7 @@ def outcome_in_words(move: Move) -> str:
     if outcome is None:
         return "nothing is known yet of what came of it"
     said = [f"it took {outcome.took_s:.1f} s"] if outcome.took_s is not None else []
-    if outcome.step_s is not None and move.kind in BETWEEN:
+    if outcome.step_s is not None and move.kind not in WITHIN:
         held = f", before it {outcome.before_s:.1f} s" if outcome.before_s is not None else ""
         steps = "step after it took" if outcome.steps == 1 else f"{outcome.steps} steps after it took"
         each = "" if outcome.steps == 1 else " each"

@@ -14,15 +14,17 @@ from dataclasses import dataclass
 
 from gcore.config import JobSpec
 from gcore.errors import SpecError
+from gcore.ledger.facts import NodeFacts
 from gcore.ledger.job import EnginePlace, Plan, RankPlace
 
 
 @dataclass(frozen=True, slots=True)
 class NodeSlots:
-    """A node that is there, and its slots."""
+    """A node that is there, and its slots. `facts`: what it tells of them; None: nothing."""
 
     node: str
     slots: tuple[str, ...]
+    facts: NodeFacts | None = None
 
 
 @dataclass(frozen=True, slots=True)

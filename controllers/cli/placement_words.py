@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from gcore.ledger.job import Plan
-from gcore.ledger.placing import Move, Moves, Pin
+from gcore.ledger.placing import Move, MoveKind, Moves, Pin
 from placement.assign import Slot, split_of
 from placement.moves import STEP_IS_OVER, in_words, numbers_in_words, outcome_in_words, split_from
 
@@ -51,7 +51,7 @@ def shown_rows(reply: pb.PlacementReply) -> dict[str, str]:
     moves = moves_of(reply)
     rows["moves"] = str(moves.total)
     if moves.newest is not None:
-        rows["newest"] = f"after step {moves.newest.step}: {in_words(moves.newest)}"
+        rows["newest"] = f"{_at(moves.newest)}: {in_words(moves.newest)}"
     if reply.away:
         rows["away"] = ", ".join(reply.away)
     return rows
@@ -132,11 +132,17 @@ def account(name: str, reply: pb.PlacementReply | None, moves: Sequence[Move], l
     return lines
 
 
+def _at(move: Move) -> str:
+    """Where in the run it was."""
+    if move.kind is MoveKind.BEGIN:
+        return "at the beginning"
+    within = move.kind in ("lend", "return") and move.reason != STEP_IS_OVER
+    return f"within step {move.step + 1}" if within else f"after step {move.step}"
+
+
 def _told(move: Move) -> list[str]:
     when = f"{datetime.fromtimestamp(move.time, UTC):%H:%M:%S} UTC, " if move.time else ""
-    within = move.kind in ("lend", "return") and move.reason != STEP_IS_OVER
-    where = f"within step {move.step + 1}" if within else f"after step {move.step}"
-    lines = [f"{when}{where}: {in_words(move)}."]
+    lines = [f"{when}{_at(move)}: {in_words(move)}."]
     idle = {pool: share for pool, share in move.idle.items() if pool in ("rollout", "reward", "train")}
     if idle:
         lines.append("  Idle then: " + ", ".join(f"{pool} {share:.0%}" for pool, share in idle.items()) + ".")
@@ -173,7 +179,7 @@ def history_table(moves: Sequence[Move]) -> Table:
             str(move.step),
             move.kind.value,
             move.state,
-            str(split_from(move.before)),
+            "" if move.kind is MoveKind.BEGIN else str(split_from(move.before)),
             str(split_from(move.after)),
             "" if move.expected_s is None else f"{move.expected_s:.1f} s",
             "" if outcome is None or outcome.step_s is None else f"{outcome.step_s:.1f} s",

@@ -65,8 +65,10 @@ class Pin(Record):
 
 class MoveKind(StrEnum):
     """SPLIT: engines change over between two steps. WORLD: the train world gets another size too, by a rollback to head's own state.
-    LEND: within a step, from rollout to the judges; RETURN: back. MEND: a pool with work had no engine left."""
+    LEND: within a step, from rollout to the judges; RETURN: back. MEND: a pool with work had no engine left. BEGIN: what the job began
+    with, before which there was nothing."""
 
+    BEGIN = "begin"
     SPLIT = "split"
     WORLD = "world"
     LEND = "lend"

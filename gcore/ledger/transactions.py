@@ -275,10 +275,17 @@ def create(keys: JobKeys, job: JobRecord, created: JobStatus, name_revision: int
 
 
 def start(
-    keys: JobKeys, status: Stored[JobStatus], advance: chain.Advance, plan: Plan, running: JobStatus
+    keys: JobKeys,
+    status: Stored[JobStatus],
+    advance: chain.Advance,
+    plan: Plan,
+    running: JobStatus,
+    moves: Moves | None = None,
 ) -> Transaction:
-    """Begin a PENDING job: its base entry, base checkpoint and first plan, all at once."""
+    """Begin a PENDING job: its base entry, base checkpoint and first plan, all at once; and why it is that plan, of a job whose slots
+    move."""
     base = Checkpoint(lineage=0, step=0, seq=0, file="")
+    told = () if moves is None else (Put(keys.moves, moves.encode()),)
     return Transaction(
         TxnKind.START,
         (Compare(keys.state, status.revision), Compare(keys.head, 0)),
@@ -286,6 +293,7 @@ def start(
             *_advance(keys, advance),
             Put(keys.checkpoints, Checkpoints(entries=(base,)).encode()),
             Put(keys.plan, plan.encode()),
+            *told,
             Put(keys.state, running.encode()),
         ),
         nonce=advance.head.nonce,

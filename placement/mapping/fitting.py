@@ -92,6 +92,12 @@ def room(way: Way, workload: Workload, cluster: Cluster, memory: Memory) -> Room
     return _host_excess(way, workload, cluster, memory) or found
 
 
+def world_excess(way: Way, workload: Workload, cluster: Cluster, memory: Memory) -> Excess | None:
+    """Why its ranks do not fit on slots of their own, whatever the other slots do."""
+    alone = _together("train", rank_needs(workload.training, way.ranks, gpu=memory.gpu), [], way.ranks, memory)
+    return alone if isinstance(alone, Excess) else _host_excess(way, workload, cluster, memory)
+
+
 def _on_slots(way: Way, workload: Workload, memory: Memory) -> Room | Excess:
     ranks = rank_needs(workload.training, way.ranks, gpu=memory.gpu)
     rollout = [_engine(workload.rollout, way.rollout_size, way.split.rollout // way.rollout_size, memory)]

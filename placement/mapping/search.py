@@ -6,16 +6,15 @@ fitting. Hints say which fields of the spec would change the answer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from placement.mapping.cluster import Cluster
 from placement.mapping.fitting import Excess, Memory, Room, judge_replicas, room
 from placement.mapping.speed import Machine, Replica
-from placement.mapping.ways import Way, ways
+from placement.mapping.ways import Way, ways, ways_within
 from placement.mapping.workload import Training, Workload
-from placement.policies.base import Decision
-from placement.split import Bounds, feasible
+from placement.split import Bounds, Split
 
 BETTER = 0.95
 """A hint is given where the step would take at most so much of what it takes."""
@@ -77,35 +76,66 @@ class Found:
 
 def search(workload: Workload, cluster: Cluster) -> Found:
     """Try them all."""
-    fits, misfits = _tried(workload, cluster)
+    fits, misfits = _tried(ways(cluster, workload), workload, cluster)
     return Found(fits, misfits, tuple(_hints(workload, cluster, fits)))
 
 
-def first_split(workload: Workload, cluster: Cluster, bounds: Bounds | None = None) -> Decision | None:
-    """What a job begins with before anything of it was measured, and why; None: nothing fits that could be started.
+@dataclass(frozen=True, slots=True)
+class First:
+    """What a job begins with before anything of it was measured: the best of `count` ways that fit. `untimed`: why it is only the first
+    of them, for want of figures."""
 
-    `bounds`: what the split must keep to besides.
-    """
-    fits = [fit for fit in _tried(workload, cluster)[0] if fit.way.starts]
-    if bounds is not None:
-        allowed = set(feasible(bounds))
-        fits = [fit for fit in fits if fit.way.split in allowed]
+    fit: Fit
+    count: int
+    untimed: str = ""
+
+    @property
+    def split(self) -> Split:
+        """Its split."""
+        return self.fit.way.split
+
+    @property
+    def expected_s(self) -> float | None:
+        """What a step is predicted to take."""
+        return None if self.untimed else self.fit.times.step
+
+    @property
+    def reason(self) -> str:
+        """Why."""
+        if self.untimed:
+            which = f"{self.split} is the first of {self.count} ways that fit" if self.count > 1 else "it alone fits"
+            return f"nothing is measured yet, and {self.untimed}: {which}"
+        which = f"of {self.count} ways that fit" if self.count > 1 else "it alone fits, and"
+        step = self.fit.times.step
+        return f"nothing is measured yet: {which} {self.split} is predicted to take {step:.3g} s a step"
+
+    @property
+    def cut(self) -> str:
+        """Which engines want more memory for their caches than there is, and what to write against that; or nothing."""
+        cells = dict(self.fit.room.cells)
+        said = [f"{name} has room for a cache of {cells[name]:,} tokens" for name in self.fit.room.bound]
+        return f"{' and '.join(said)}, and may take more; write that as its cache_tokens" if said else ""
+
+
+def first_split(workload: Workload, cluster: Cluster, bounds: Bounds, untimed: str = "") -> First | Misfits | None:
+    """What a job begins with, of what can be started as its spec stands: ways in which an engine that is left to itself would take more
+    than there is come last. Misfits: nothing fits, and this is the nearest to it. None: there are too few slots. `untimed`: why no time
+    can be predicted."""
+    gpu = cluster.device.is_gpu
+    fits, misfits = _tried(ways_within(bounds, workload, gpu=gpu), workload, cluster)
     if not fits:
-        return None
-    best, count = fits[0], len(fits)
-    ways = f"of {count} ways that fit" if count > 1 else "it alone fits, and"
-    return Decision(
-        best.way.split,
-        f"nothing is measured yet: {ways} {best.way.split} is predicted to take {best.times.step:.3g} s a step",
-        expected_s=best.times.step,
-    )
+        return next(iter(misfits), None)
+    if untimed:
+        order = {way: number for number, way in enumerate(ways_within(bounds, workload, gpu=gpu))}
+        return First(min(fits, key=lambda fit: (bool(fit.room.bound), order[fit.way])), len(fits), untimed)
+    return First(min(fits, key=lambda fit: (bool(fit.room.bound), fit.times.step, fit.way)), len(fits))
 
 
-def _tried(workload: Workload, cluster: Cluster) -> tuple[tuple[Fit, ...], tuple[Misfits, ...]]:
+def _tried(some: Iterable[Way], workload: Workload, cluster: Cluster) -> tuple[tuple[Fit, ...], tuple[Misfits, ...]]:
     memory, machine = Memory.of(cluster), Machine.of(cluster)
     fits: list[Fit] = []
     failed: dict[tuple[object, ...], Misfits] = {}
-    for way in ways(cluster, workload):
+    for way in some:
         found = room(way, workload, cluster, memory)
         if isinstance(found, Room):
             fits.append(Fit(way, found, predicted(way, found, workload, machine)))
@@ -146,7 +176,8 @@ def predicted(way: Way, room: Room, workload: Workload, machine: Machine) -> Tim
 def _hints(workload: Workload, cluster: Cluster, fits: Sequence[Fit]) -> Iterator[str]:
     now = next((fit for fit in fits if fit.way.starts), None)
     for words, training in _alternatives(workload.training):
-        others, _ = _tried(replace(workload, training=training), cluster)
+        other = replace(workload, training=training)
+        others, _ = _tried(ways(cluster, other), other, cluster)
         best = next((fit for fit in others if fit.way.starts), None)
         if best is None:
             continue

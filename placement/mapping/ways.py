@@ -76,6 +76,18 @@ def ways(cluster: Cluster, workload: Workload) -> Iterator[Way]:
                     yield Way(split, rollout_size, reward_size, asleep)
 
 
+def ways_within(bounds: Bounds, workload: Workload, *, gpu: bool) -> Iterator[Way]:
+    """Those in which a job can be begun as its spec stands: within `bounds`, a slot for each replica, and on shared slots the memory had
+    as it would be, which is in turns on GPUs where the spec leaves it open."""
+    asleep = workload.turns[-1 if gpu else 0]
+    rewards = set(_sizes(bounds.slots))
+    for split in feasible(bounds):
+        if split.mode == "colocated":
+            yield Way(split, 1, 1, asleep)
+        elif bounds.slots <= FEW or split.reward in rewards or not bounds.judged:
+            yield Way(split, 1, 1, False)
+
+
 def _sizes(most: int) -> tuple[int, ...]:
     """Sizes that a pool may have: every one up to `FEW`, beyond that about `GRID` of them, powers of two among them."""
     if most <= FEW:

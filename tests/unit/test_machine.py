@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from controllers import machine
 from controllers.cli.local import shared_memory_gib
 from controllers.machine import Gpu, gpus_in, node_facts, slot_facts
-from gcore.config import NodeConfig
 from gcore.host_memory import HostMemory, group_limits, host_memory
 from gcore.ledger.facts import NodeFacts, SlotFacts
 from gcore.ledger.job import NodeRecord
@@ -21,25 +20,19 @@ H200 = Gpu("NVIDIA H200", 140.401)
 ANSWER = "NVIDIA H200, 143771, Disabled\nNVIDIA H200, 143771, Disabled\n"
 
 
-def config(*slots: str, host_memory_gib: float | None = None) -> NodeConfig:
-    return NodeConfig(
-        node="n", home="/h", etcd_endpoints=("h:1",), slots=slots, run_root="/r", host_memory_gib=host_memory_gib
-    )
-
-
 def driver(answer: str, code: int = 0) -> tuple[str, ...]:
     """A program that answers as the driver's does."""
     return (sys.executable, "-c", f"print({answer!r}, end=''); raise SystemExit({code})")
 
 
 async def test_gpus_are_told_with_their_memory_and_name() -> None:
-    facts = await node_facts(config("cuda:0", "cuda:1", host_memory_gib=100.0), driver(ANSWER))
+    facts = await node_facts(("cuda:0", "cuda:1"), 100.0, driver(ANSWER))
     slots = tuple(SlotFacts(slot=f"cuda:{n}", memory_gib=140.401, device="NVIDIA H200") for n in (0, 1))
     assert facts == NodeFacts(host_memory_gib=100.0, slots=slots)
 
 
 async def test_cores_have_a_part_of_their_hosts_memory_and_no_driver_is_asked() -> None:
-    facts = await node_facts(config("cpu:0", "cpu:1"), ("no-such-program",))
+    facts = await node_facts(("cpu:0", "cpu:1"), command=("no-such-program",))
     assert facts is not None
     assert facts.host_memory_gib == pytest.approx(host_memory().total / 2**30, abs=0.001)
     assert facts.slots == (SlotFacts(slot="cpu:0"), SlotFacts(slot="cpu:1"))
@@ -57,13 +50,13 @@ async def test_cores_have_a_part_of_their_hosts_memory_and_no_driver_is_asked() 
     ],
 )
 async def test_what_is_not_known_for_sure_is_not_told(slots: tuple[str, ...], command: tuple[str, ...]) -> None:
-    assert await node_facts(config(*slots), command) is None
+    assert await node_facts(slots, command=command) is None
 
 
 async def test_a_driver_that_hangs_holds_no_daemon_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "ASK_S", 0.05)
     hangs = (sys.executable, "-c", "import time; time.sleep(60)")
-    assert await node_facts(config("cuda:0"), hangs) is None
+    assert await node_facts(("cuda:0",), command=hangs) is None
 
 
 def test_a_driver_that_knows_no_parts_tells_whole_gpus() -> None:

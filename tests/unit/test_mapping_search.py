@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,11 +12,12 @@ from mapped_jobs import SEVEN, SEVENTY, SMALL, machines, model, spec, work
 
 from placement.mapping.cluster import Cluster, cluster_of
 from placement.mapping.fitting import Memory, Room, room
-from placement.mapping.search import Found, first_split, search
+from placement.mapping.limits import within_memory
+from placement.mapping.search import First, Fit, Found, Misfits, first_split, search
 from placement.mapping.speed import Machine
 from placement.mapping.ways import Way, ways
 from placement.mapping.workload import Lengths, Workload
-from placement.split import Bounds, Split
+from placement.split import Bounds, Split, feasible
 
 models = st.sampled_from([SMALL, model(2048, 36, heads=16, kv_heads=2), SEVEN, SEVENTY])
 clusters = st.builds(
@@ -150,7 +152,8 @@ def test_a_model_too_large_for_a_slot_is_planned_over_several_but_not_started() 
     assert found.fits
     assert all(fit.way.rollout_size > 1 for fit in found.fits)
     assert found.first is None
-    assert first_split(job, cluster) is None
+    nearest = first_split(job, cluster, Bounds(16, train_sizes=tuple(range(1, 17)), judged=False))
+    assert isinstance(nearest, Misfits)
     assert any("span several slots" in hint for hint in found.hints)
 
 
@@ -160,22 +163,68 @@ def test_replicas_span_no_node_boundary_and_no_odd_share_of_heads() -> None:
     assert {way.rollout_size for way in ways(machines(2, 8), work(SEVEN))} == {1, 2, 4}, "four key heads"
 
 
+EIGHT = Bounds(8, train_sizes=tuple(range(1, 9)))
+
+
+def as_it_begins(job: Workload, fits: Sequence[Fit]) -> list[Fit]:
+    """Of them, those in which a job can be begun as its spec stands, on GPUs."""
+    asleep = job.turns[-1]
+    return [f for f in fits if f.way.starts and (f.way.asleep == asleep or f.way.split.mode == "coexisting")]
+
+
 def test_a_job_begins_with_the_best_that_can_be_started() -> None:
     job, cluster = work(SEVEN, SMALL, train={"zero_stage": 3}), machines()
-    decision, found = first_split(job, cluster), search(job, cluster)
-    assert decision is not None
-    assert found.first is not None
-    assert decision.split == found.first.way.split
-    assert "nothing is measured yet" in decision.reason
-    assert "predicted to take" in decision.reason
+    first, found = first_split(job, cluster, EIGHT), as_it_begins(job, search(job, cluster).fits)
+    assert isinstance(first, First)
+    assert first.split == next(fit for fit in found if not fit.room.bound).way.split
+    assert f"nothing is measured yet: of {first.count} ways that fit {first.split} is predicted to take" in first.reason
 
 
 def test_a_job_begins_within_the_bounds_that_it_is_given() -> None:
     job, cluster = work(SEVEN, SMALL, train={"zero_stage": 3}), machines()
-    decision = first_split(job, cluster, Bounds(8, train_sizes=(5,), colocated=False))
-    assert decision is not None
-    assert (decision.split.mode, decision.split.train) == ("coexisting", 5)
+    first = first_split(job, cluster, Bounds(8, train_sizes=(5,), colocated=False))
+    assert isinstance(first, First)
+    assert (first.split.mode, first.split.train) == ("coexisting", 5)
     assert first_split(job, cluster, Bounds(8, train_sizes=(8,), colocated=False)) is None
+
+
+@given(jobs(), clusters, st.booleans())
+def test_what_a_job_begins_with_fits_and_is_within_its_bounds(job: Workload, cluster: Cluster, timed: bool) -> None:
+    bounds = Bounds(cluster.slots, train_sizes=tuple(range(1, cluster.slots + 1)), judged=bool(job.judges))
+    first = first_split(job, cluster, bounds, "" if timed else "nobody knows how fast it is")
+    fitting = as_it_begins(job, search(job, cluster).fits)
+    if not isinstance(first, First):
+        # Of co-located worlds only the largest is within the bounds.
+        assert not [fit for fit in fitting if fit.way.split in set(feasible(bounds))]
+        return
+    assert first.split in set(feasible(bounds))
+    assert first.split in {fit.way.split for fit in fitting}
+    assert bool(first.cut) == bool(first.fit.room.bound)
+    assert (first.expected_s is None) == (not timed)
+
+
+@given(jobs(), clusters, st.none() | st.integers(1, 24))
+def test_memory_takes_no_split_away_that_fits_and_leaves_some(job: Workload, cluster: Cluster, now: int | None) -> None:
+    judged = bool(job.judges)
+    bounds = Bounds(cluster.slots, train_sizes=tuple(range(1, cluster.slots + 1)), judged=judged)
+    left = within_memory(bounds, job, cluster, now)
+    fitting = {fit.way.split for fit in as_it_begins(job, search(job, cluster).fits)}
+    before, after = set(feasible(bounds)), set(feasible(left))
+    assert fitting & before <= after <= before
+    assert bool(after) == bool(before)
+    if now in bounds.sizes() and left is not bounds:
+        assert now in left.train_sizes
+
+
+def test_what_cannot_fit_is_no_choice_for_a_policy() -> None:
+    job, cluster = work(SEVEN, train={"zero_stage": 3}), machines(1, 8, memory_gib=40)
+    bounds = Bounds(8, train_sizes=tuple(range(1, 9)), judged=False)
+    left = within_memory(bounds, job, cluster)
+    assert left.train_sizes, "some fit"
+    assert min(left.train_sizes) > 1, "one rank has all of the optimizer's state"
+    assert within_memory(bounds, job, cluster, now=1).train_sizes[0] == 1, "but a world that is there fits"
+    hopeless = machines(1, 8, memory_gib=1)
+    assert within_memory(bounds, job, hopeless) == bounds, "where nothing fits, nothing is left out"
 
 
 def test_a_judge_that_is_slow_gets_more_slots() -> None:

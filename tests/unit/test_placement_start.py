@@ -12,7 +12,8 @@ from gcore.config import parse_spec
 from gcore.errors import SpecError
 from gcore.ledger.placing import Pin
 from placement.assign import split_of
-from placement.live import Moving, Start, begun, bounds_of, first_split, mended, obeying, placed
+from placement.beginning import begun
+from placement.live import Moving, Start, bounds_of, first_split, mended, obeying, placed
 from placement.named import find_policy
 from placement.plan import NodeSlots, Snapshot, Wanted, joined
 from placement.policies.base import Decision, Situation, SwitchCosts
@@ -137,7 +138,7 @@ def test_what_a_job_begins_with_can_be_told_before_it_does_or_why_it_cannot() ->
         "rollout": {"max_new_tokens": 4},
         "placement": {"policy": "dynamic", "train": 2},
     }
-    assert split_of(begun(cluster(4), parse_spec(tree))) == Split("coexisting", 2, 0, 2)
-    assert len(begun(cluster(2, 2), parse_spec({**tree, "placement": {}})).ranks) == 2
+    assert split_of(begun(cluster(4), parse_spec(tree), None).plan) == Split("coexisting", 2, 0, 2)
+    assert len(begun(cluster(2, 2), parse_spec({**tree, "placement": {}}), None).plan.ranks) == 2
     with pytest.raises(SpecError, match="do not fit on 2 slots"):
-        begun(cluster(2), parse_spec(tree))
+        begun(cluster(2), parse_spec(tree), None)

@@ -1,0 +1,89 @@
+"""What a job begins with on the nodes that are there. Pure.
+
+Where a policy moves slots and neither the spec nor a person says how, it is the way that is predicted to take least of those that fit
+into memory (`placement.mapping`), as far as nodes and models are known; else all slots in turn, or the first split there is. The reason
+says which it was. If nothing fits by what is estimated, the job begins all the same: estimates have errors, nodes may still come, and a
+process that does run out of memory says so itself. It is told who exceeds what.
+
+What comes later is the policy's (`placement.live`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gcore.config import JobSpec
+from gcore.ledger.facts import ModelConfigs
+from gcore.ledger.job import Plan
+from gcore.ledger.placing import Pin
+from placement.assign import assigned
+from placement.live import Moving, bounds_of, first_split, placed, too_few
+from placement.mapping.search import First, Misfits
+from placement.mapping.search import first_split as best_that_fits
+from placement.mapping.told import seen
+from placement.plan import Snapshot, Wanted, counted, first_plan
+from placement.split import Split
+
+WORLD = "w"
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """The split to begin with, and why. `split` None: whatever can be placed. `expected_s`: what a step is predicted to take.
+    `warning`: what people should know of it before."""
+
+    split: Split | None
+    reason: str
+    expected_s: float | None = None
+    warning: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """The plan of a beginning."""
+
+    plan: Plan
+    beginning: Beginning
+
+
+def begun(
+    snapshot: Snapshot, spec: JobSpec, models: ModelConfigs | None, *, world: str = WORLD, pin: Pin | None = None
+) -> Begun:
+    """What a job begins with, whatever its policy. Raises SpecError if there are too few slots."""
+    if not spec.placement.is_live:
+        plan = first_plan(snapshot, Wanted.by(spec), world=world, generation=1)
+        return Begun(plan, Beginning(None, plan.reason))
+    job = Moving.by(spec, models)
+    found = beginning(snapshot, job, pin)
+    if found.split is None:
+        placed_so = placed(snapshot, job, world=world, generation=1, pin=pin)
+    else:
+        where = f"{counted(snapshot.slots, 'slot')} on {counted(len(snapshot.nodes), 'node')}"
+        why = f"{found.split} of {where}; {found.reason}"
+        placed_so = assigned(found.split, None, snapshot, job.judges, world=world, generation=1, reason=why)
+    if placed_so is None:
+        raise too_few(snapshot)
+    return Begun(placed_so, found)
+
+
+def beginning(snapshot: Snapshot, job: Moving, pin: Pin | None = None) -> Beginning:
+    """What a job whose policy moves slots begins with."""
+    limits = bounds_of(snapshot, job, pin)
+    fallback = first_split(limits, job)
+    if job.train is not None:
+        return Beginning(fallback, "that is what the spec says to begin with")
+    if pin is not None and pin.fixes:
+        return Beginning(fallback, f"{pin}, as was asked")
+    if isinstance(job.work, str):
+        return Beginning(fallback, f"nothing is measured yet, and nothing can be predicted: {job.work}")
+    there = seen(snapshot.nodes)
+    if isinstance(there, str):
+        return Beginning(fallback, f"nothing is measured yet, and nothing can be predicted: {there}")
+    match best_that_fits(job.work, there.cluster, limits, there.untimed):
+        case First() as first:
+            return Beginning(first.split, first.reason, first.expected_s, first.cut)
+        case Misfits() as misfits:
+            what = f"by what is estimated, no placement fits; the nearest to it: {misfits.way}; {misfits.excess}"
+            return Beginning(fallback, f"nothing is measured yet, and {what}", None, what)
+        case None:
+            return Beginning(fallback, "nothing is measured yet")
