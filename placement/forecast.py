@@ -39,6 +39,8 @@ PLAIN = 4.0
 LEAST_SPREAD = 0.03
 LEAST_UNEVEN = 0.05
 """What the times of tokens at one load are taken to differ by from step to step, at least."""
+POOLS = ("rollout", "reward")
+"""Whose engines have a pace."""
 FEWEST = 3
 """Steps before a jump of speed without which none is seen."""
 SHARP = 6.0
@@ -170,8 +172,7 @@ class Forecast:
         rollout, at = _distinct(_alike(shapes[:, 0] // self.pools.rollout_size, self.nodes))
         reward, of = _distinct(shapes[:, 1] // self.pools.reward_size)
         together = shapes[:, 3] == 1
-        gaps = np.stack([batch.gaps for batch in batches]) * self.longer[list(numbers), None]
-        ends = drained(gaps, np.stack([batch.going for batch in batches]), rollout, self.rollout)
+        ends = np.stack([drained(self.batches[i], self.longer[i], rollout, self.rollout) for i in numbers])
         tokens = np.array([batch.judgement for batch in batches]) * self.wordier[list(numbers)]
         if not tokens.any():
             return np.asarray(ends[:, at, -1])
@@ -213,11 +214,29 @@ def _either(tail: Floats, crowd: Floats) -> Floats:
     return np.asarray(tail * (1.0 + share**SHARP) ** (1.0 / SHARP))
 
 
-def drained(gaps: Floats, going: Floats, replicas: NDArray[np.int64], law: Law) -> Floats:
-    """When the responses of each point, [batches, points], end on so many replicas, [batches, replicas, points]."""
-    each = going[:, None] / replicas[:, None]
-    # While more are there than run at a time those take turns: a token of each takes so much longer.
-    return np.asarray(np.cumsum(gaps[:, None] * law.at(each) * np.maximum(each / law.most, 1.0), axis=2))
+def drained(batch: Batch, longer: float, replicas: NDArray[np.int64], law: Law) -> Floats:
+    """When the responses of each point end on so many replicas, all asked for at once, [replicas, points].
+
+    What a replica has no room for waits, first come first served. While something waits, ends come as those of a renewal process do: in
+    `t` a row has ended `t / mean + (cv**2 - 1) / 2` responses (Cox, Renewal Theory, 1962). The last that run drain as if begun together.
+    """
+    gaps, count = batch.gaps * longer, float(batch.after[0])
+    together = np.cumsum(gaps * law.at(batch.going / replicas[:, None]), axis=1)
+    crowded = count > law.most * replicas
+    if not crowded.any():
+        return np.asarray(together)
+    lengths, full_s = np.cumsum(gaps), float(law.at(np.array(float(law.most))))
+    mean = float((gaps * batch.going).sum()) / count
+    varies = float((gaps * (2.0 * lengths - gaps) * batch.going).sum()) / count / mean**2 - 1.0
+    rows = law.most * replicas[crowded, None].astype(np.float64)
+    ended = count - batch.after
+    flow = np.maximum((ended / rows + (1.0 - varies) / 2.0) * mean, lengths[0]) * full_s
+    drain = np.interp(1.0 - batch.after / rows, ended / count, np.cumsum(gaps * law.at(law.most * batch.going / count)))
+    last = np.maximum((count / rows - 1.0) * mean * full_s + drain, lengths[0] * full_s)
+    is_last = batch.after <= rows
+    begins = np.where(is_last, last, np.inf).min(axis=1, keepdims=True)
+    together[crowded] = np.where(is_last, last, np.minimum(flow, begins))
+    return np.asarray(together)
 
 
 def judged(after: Floats, tokens: Floats, replicas: NDArray[np.int64], law: Law) -> Floats:
@@ -251,6 +270,30 @@ def law_of(history: Sequence[Measured], pool: str, most: int, since: int = 0) ->
 
 def _points(steps: Sequence[Measured], pool: str) -> list[tuple[float, float]]:
     return [(s.running, s.token_s) for one in steps for s in one.speed if s.pool == pool and s.token_s > 0]
+
+
+class Paces:
+    """Since which step a pool's engines are as fast as they are. Mutable: it is shown each step, for a jump is only seen while it is new."""
+
+    def __init__(self) -> None:
+        self._since: dict[str, int] = {}
+        self._shown: tuple[Measured, ...] = ()
+
+    def see(self, history: Sequence[Measured]) -> None:
+        """What was measured until now, oldest first."""
+        newest = self._shown[-1].step if self._shown else -1
+        if history and history[-1].step < newest:  # steps were given up, and the pace that they told of with them
+            self._since, newest = {}, -1
+        for at, step in enumerate(history):
+            is_told_anew = at == len(history) - 1 and (not self._shown or step is not self._shown[-1])
+            if step.step > newest or is_told_anew:
+                for pool in POOLS:
+                    self._since[pool] = paced_since(history[: at + 1], pool, self.since(pool))
+        self._shown = tuple(history)
+
+    def since(self, pool: str) -> int:
+        """The step; 0: always."""
+        return self._since.get(pool, 0)
 
 
 def paced_since(history: Sequence[Measured], pool: str, since: int) -> int:

@@ -27,9 +27,9 @@ from placement.forecast import (
     Batch,
     Floats,
     Forecast,
+    Paces,
     Pools,
     law_of,
-    paced_since,
     since_jump,
     slope,
     train_law,
@@ -88,8 +88,7 @@ class Dynamic:
     _spread: float = 0.05
     _since: int = 0
     _stretch: int = 0
-    _paced: dict[str, int] = field(default_factory=dict)
-    """By pool, the step since which its engines have been as fast as they are."""
+    _paces: Paces = field(default_factory=Paces)
 
     def plan(self, situation: Situation) -> Decision:
         """As the module says."""
@@ -144,20 +143,16 @@ class Dynamic:
             if i is None:
                 self._steps.append(step)
                 self._batches.append(self._batch(step, len(self._batches)))
-                self._see_pace()
+                self._paces.see(self._steps)
                 self._learn(situation, step)
                 self._stretch += 1
                 self._stretch = min(self._stretch, *(logs.size - since_jump(logs.tolist()) for logs in self._logs()))
             elif step is not self._steps[i]:  # its books came later, or it was rolled back and made anew
                 self._steps[i] = step
                 self._batches[i] = self._batch(step, i)
-                self._see_pace()
+                self._paces.see(self._steps)
         del self._steps[:-REMEMBERED], self._batches[:-REMEMBERED]
         return self._stretch
-
-    def _see_pace(self) -> None:
-        for pool in ("rollout", "reward"):
-            self._paced[pool] = paced_since(self._steps, pool, self._paced.get(pool, 0))
 
     def _batch(self, step: Measured, at: int) -> Batch:
         """The step's; while nobody knows what its judgements were like, they count as those before."""
@@ -188,8 +183,8 @@ class Dynamic:
         apart, together = self._others(situation.costs.turn_s)
         return Forecast(
             self.pools,
-            law_of(self._steps, "rollout", self.pools.rollout_most, self._paced.get("rollout", 0)),
-            law_of(self._steps, "reward", self.pools.reward_most, self._paced.get("reward", 0)),
+            law_of(self._steps, "rollout", self.pools.rollout_most, self._paces.since("rollout")),
+            law_of(self._steps, "reward", self.pools.reward_most, self._paces.since("reward")),
             train_law(self._steps),
             batches,
             longer,

@@ -10,7 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from placement.forecast import Batch, Forecast, Law, Pools, TrainLaw, law_of, paced_since, since_jump, slope, train_law
+from placement.forecast import (
+    Batch,
+    Forecast,
+    Law,
+    Paces,
+    Pools,
+    TrainLaw,
+    drained,
+    law_of,
+    paced_since,
+    since_jump,
+    slope,
+    train_law,
+)
 from placement.lending import lent
 from placement.measured import EngineSpeed, Measured
 from placement.policies.base import Policy, Situation, SwitchCosts
@@ -345,3 +358,39 @@ def test_an_engine_that_one_node_has_more_than_another_is_worth_nothing() -> Non
     found = forecast.seconds([Split("coexisting", rollout, 8, 4) for rollout in (3, 8, 9, 11, 12)])
     assert found[1] == found[2] == found[3]
     assert found[4] < found[1] < found[0]
+
+
+def one_by_one(lengths: list[float], rows: int, law: Law) -> list[float]:
+    """When each ends on one replica that has `rows` rows, first come first served."""
+    waiting, running, now, ends = list(lengths), list[float](), 0.0, list[float]()
+    while waiting or running:
+        while waiting and len(running) < rows:
+            running.append(waiting.pop(0))
+        least = min(running)
+        now += least * (law.token_s + law.sequence_s * len(running))
+        ends += [now] * sum(one - least < 1e-9 for one in running)
+        running = [one - least for one in running if one - least >= 1e-9]
+    return ends
+
+
+@pytest.mark.parametrize("spread", [0.1, 0.4, 0.8])
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_what_waits_for_a_row_ends_when_a_queue_would_let_it(spread: float, replicas: int) -> None:
+    draw, law = np.random.default_rng(3), Law(0.01, 0.004, 8)
+    lengths = np.round(np.exp(draw.normal(np.log(60), spread, 256))).clip(1)
+    true = sorted(end for r in range(replicas) for end in one_by_one(lengths[r::replicas].tolist(), 8, law))
+    batch = Batch.made(lengths, 0.0, float(lengths.sum()))
+    found = drained(batch, 1.0, np.array([replicas]), law)[0]
+    assert (np.diff(found) >= -1e-9).all()
+    ended = 256 - batch.after
+    for share in (0.25, 0.5, 0.75, 0.9):
+        assert np.interp(share * 256, ended, found) == pytest.approx(true[int(share * 256) - 1], rel=0.12)
+
+
+def test_paces_are_known_though_the_jump_is_long_ago_and_forgotten_with_the_steps_that_told_of_it() -> None:
+    history = paced([1.0] * 8 + [6.0] * 12, [2.0] * 20)
+    paces = Paces()
+    paces.see(history)
+    assert paces.since("reward") == history[8].step
+    paces.see(history[:6])
+    assert paces.since("reward") == 0
