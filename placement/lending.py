@@ -5,10 +5,14 @@ of it costs at its load. So each number of replicas that could change over has i
 The number whose end is earliest is lent, if it comes earlier by more than it costs to put one model to sleep and wake the other. A
 pool that owes anything keeps one replica.
 
-Numbers only, no objects: the simulator compiles this very function, and a live cluster calls it as it is. It forecasts nothing.
+How much a pool has left is worked out from counts alone: nobody knows how far a request is.
+
+Numbers only, no objects: the simulator compiles these very functions, and a live cluster calls them as they are. They forecast nothing.
 """
 
 from __future__ import annotations
+
+from math import ceil
 
 LEAST_GAIN = 0.06
 """Share of the time left that must be gained besides the cost: less is within what such estimates are wrong by."""
@@ -50,3 +54,34 @@ def lent(
         if ends < soonest or (ends == soonest and abs(count) < abs(best)):
             best, soonest = count, ends
     return best if now - soonest > cost_s + LEAST_GAIN * now else 0
+
+
+def left_s(
+    owed: float, engines: int, rows: int, tokens: float, residual: float, alone_s: float, saturating: float
+) -> float:
+    """Seconds until `engines` are done with what a pool owes; what does not run yet comes after what does.
+
+    `rows`: requests that an engine runs at once, at most; `tokens`: of a request; `residual`: that one which runs has still to come;
+    `alone_s`: of a token of a request alone; `saturating`: as many requests make it twice that.
+    """
+    if owed <= 0:
+        return 0.0
+    each = max(owed / max(engines, 1), 1.0)
+    running = min(each, float(rows))
+    return (residual + (each / running - 1.0) * tokens) * alone_s * (1.0 + running / saturating)
+
+
+def spared(
+    count: int,
+    rollout_awake: int,
+    rollout_owed: float,
+    rollout_rows: int,
+    reward_awake: int,
+    reward_asked: float,
+    reward_rows: int,
+) -> int:
+    """Of `count` replicas as many as change over: who gives keeps so many that none of its requests waits which ran. `asked`: what the
+    judges have now."""
+    if count > 0:
+        return max(min(count, rollout_awake - ceil(rollout_owed / rollout_rows)), 0)
+    return min(max(count, ceil(reward_asked / reward_rows) - reward_awake), 0)

@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil
 from statistics import fmean
 
 from gcore.ledger.job import EnginePlace, Plan
 from gcore.ledger.placing import Move, MoveKind
 from placement.assign import Slot, split_of
-from placement.lending import lent
+from placement.lending import left_s, lent, spared
 from placement.measured import Measured
 from placement.moves import Deciding, Proposal, part_of, told_slots
 from placement.plan import counted
@@ -77,16 +76,12 @@ class Speed:
 
     def left_s(self, owed: float, engines: int) -> float:
         """Seconds until `engines` are done with what is owed; what does not run yet comes after what does."""
-        if owed <= 0:
-            return 0.0
-        each = max(owed / max(engines, 1), 1.0)
-        running = min(each, float(self.rows))
-        tokens = self.residual + (each / running - 1.0) * self.tokens
-        return tokens * self.alone_s * (1.0 + running / self.saturating)
+        return left_s(owed, engines, self.rows, self.tokens, self.residual, self.alone_s, self.saturating)
 
 
-def speed_of(history: Sequence[Measured], pool: str, rows: int) -> Speed | None:
-    """What the newest steps tell, by the law that steps are forecast with; None: nothing."""
+def speed_of(history: Sequence[Measured], pool: str, rows: int, since: int | None = None) -> Speed | None:
+    """What the newest steps tell, by the law that steps are forecast with; None: nothing. `since`: the step since which the pool has
+    its pace; None: as far as that is seen now."""
     from placement.forecast import law_of, paced_since  # numpy: a daemon that no job lends in is started without it
 
     newest = history[-STEPS:]
@@ -94,7 +89,7 @@ def speed_of(history: Sequence[Measured], pool: str, rows: int) -> Speed | None:
     is_measured = any(one.pool == pool for step in newest for one in step.speed)
     if not is_measured or not lengths or fmean(lengths) <= 0:
         return None
-    law = law_of(history, pool, rows, paced_since(history, pool, 0))
+    law = law_of(history, pool, rows, paced_since(history, pool, 0) if since is None else since)
     mean = fmean(lengths)
     residual = fmean(tokens * tokens for tokens in lengths) / (2.0 * mean)
     return Speed(law.token_s, max(law.token_s / law.sequence_s, 1.0), mean, max(residual, mean / 2.0), rows)
@@ -138,11 +133,7 @@ def wanted(plan: Plan, loads: Loads, history: Sequence[Measured], cost_s: float,
         reward.saturating,
         reward_left,
     )
-    # Who gives keeps as many as run all that it owes: what was lent must not make a request wait that ran.
-    if count > 0:
-        count = max(min(count, split.rollout - ceil(owed / rows.rollout)), 0)
-    else:
-        count = min(max(count, ceil(asked / rows.reward) - split.reward), 0)
+    count = spared(count, split.rollout, float(owed), rows.rollout, split.reward, float(asked), rows.reward)
     return Lending(count, rollout, reward, rollout_left, reward_left, owed, asked)
 
 
