@@ -13,7 +13,7 @@ import argparse
 from typing import Any
 
 from measured import ROOT, circumstances, spread, write
-from runs import finished_run
+from runs import alternating_pairs, finished_run
 
 SPEC = ROOT / "examples" / "arithmetic" / "grpo.yaml"
 STEPS = 40
@@ -42,13 +42,7 @@ def main() -> None:
     parser.add_argument("--name", default="asynchrony", help="of the result")
     arguments = parser.parse_args()
     result: dict[str, Any] = circumstances("torch", "deepspeed")
-    pairs = []
-    for number in range(arguments.pairs):
-        order = (AHEAD, ()) if number % 2 else ((), AHEAD)  # which goes first, in turn
-        runs = {bool(settings): one_run(*settings) for settings in order}
-        pairs.append({"strict": runs[False], "ahead": runs[True]})
-        ratio = runs[False]["seconds"] / runs[True]["seconds"]
-        print(f"pair {number + 1}/{arguments.pairs}: {ratio:.2f} times as fast", flush=True)
+    pairs = alternating_pairs(arguments.pairs, ("strict", one_run), ("ahead", lambda: one_run(*AHEAD)))
     result |= {
         "what": f"staleness {STALENESS} against 0: GRPO on sums, {STEPS} steps, one slot rolls out and one trains",
         "ratio": spread([pair["strict"]["seconds"] / pair["ahead"]["seconds"] for pair in pairs]),

@@ -14,7 +14,7 @@ import argparse
 from typing import Any
 
 from measured import ROOT, circumstances, spread, write
-from runs import finished_run
+from runs import alternating_pairs, finished_run
 
 SPEC = ROOT / "examples" / "arithmetic" / "judge.yaml"
 GOAL_RATIO = 0.97
@@ -50,13 +50,8 @@ def main() -> None:
         fixed[name] = one_run(*settings)["seconds"]
         print(f"fixed, {name}: {fixed[name]:.1f} s", flush=True)
     best = min(fixed, key=lambda name: fixed[name])
-    pairs = []
-    for number in range(arguments.pairs):
-        order = (DYNAMIC, FIXED[best]) if number % 2 else (FIXED[best], DYNAMIC)  # which goes first, in turn
-        runs = {settings is DYNAMIC: one_run(*settings) for settings in order}
-        pairs.append({"fixed": runs[False], "dynamic": runs[True]})
-        ratio = runs[False]["seconds"] / runs[True]["seconds"]
-        print(f"pair {number + 1}/{arguments.pairs}: {ratio:.3f} times as fast", flush=True)
+    sides = ("fixed", lambda: one_run(*FIXED[best])), ("dynamic", lambda: one_run(*DYNAMIC))
+    pairs = alternating_pairs(arguments.pairs, *sides)
     result |= {
         "what": f"dynamic placement against the best fixed plan: the judge example, {STEPS} steps, two CPU slots, real engines and ranks",
         "goal_ratio": GOAL_RATIO,

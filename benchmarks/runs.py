@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -29,6 +29,8 @@ GCORE = [sys.executable, "-m", "controllers.cli.main"]
 SHOWN = 6000
 """Characters of what a run said, of one that did not succeed."""
 Line = dict[str, Any]
+Figures = dict[str, Any]
+"""What a benchmark keeps of a run."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,22 @@ def read_run(folder: Path, began: float, seconds: float) -> Run:
         moves=moves_file.moves_in(folder / moves_file.NAME),
         books=[line.book for line in books_file.lines_of(folder)],
     )
+
+
+def alternating_pairs(
+    count: int, base: tuple[str, Callable[[], Figures]], other: tuple[str, Callable[[], Figures]]
+) -> list[dict[str, Figures]]:
+    """Both sides `count` times, by their names. Which of them goes first changes from pair to pair.
+
+    Prints of each pair how many times as fast the other side is, by their `seconds`.
+    """
+    pairs = []
+    for number in range(count):
+        found = {name: run() for name, run in ((other, base) if number % 2 else (base, other))}
+        pairs.append({name: found[name] for name, _ in (base, other)})
+        ratio = found[base[0]]["seconds"] / found[other[0]]["seconds"]
+        print(f"pair {number + 1}/{count}: {ratio:.3f} times as fast", flush=True)
+    return pairs
 
 
 def lines_of(file: Path) -> list[Line]:

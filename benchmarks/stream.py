@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from measured import circumstances, spread, write
-from runs import finished_run
+from runs import alternating_pairs, finished_run
 
 from gcore.emulated.launch import LAW_FILE
 from gcore.testing.tiny_model import make_tiny_model
@@ -79,19 +79,14 @@ def main() -> None:
     parser.add_argument("--name", default="stream", help="of the result")
     arguments = parser.parse_args()
     result: dict[str, Any] = circumstances("grpcio")
-    pairs = []
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         make_tiny_model(folder / "model", seed=1)
         lines = [json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) for a in range(20) for b in range(20)]
         (folder / "train.jsonl").write_text("\n".join(lines) + "\n")
         (folder / "law.json").write_text(json.dumps(LAW))
-        for number in range(arguments.pairs):
-            order = (True, False) if number % 2 else (False, True)  # which goes first, in turn
-            runs = {stream: one_run(folder, stream=stream) for stream in order}
-            pairs.append({WHOLE: runs[False], STREAMED: runs[True]})
-            ratio = runs[False]["seconds"] / runs[True]["seconds"]
-            print(f"pair {number + 1}/{arguments.pairs}: {ratio:.2f} times as fast", flush=True)
+        sides = (WHOLE, lambda: one_run(folder, stream=False)), (STREAMED, lambda: one_run(folder, stream=True))
+        pairs = alternating_pairs(arguments.pairs, *sides)
     result |= {
         "what": f"train.stream on and off, emulated devices: one slot rolls out, one trains; {STEPS - 1} steps of {GROUPS} x {SAMPLES}",
         "law": LAW,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -143,3 +144,22 @@ def test_a_cluster_is_ended_when_what_is_measured_on_it_raises(runs: Any, gcore:
     with pytest.raises(KeyboardInterrupt), runs.own_home():
         raise KeyboardInterrupt
     assert gcore.verbs() == ["down"]
+
+
+def test_which_side_goes_first_changes_from_pair_to_pair_and_pairs_name_them_in_one_order(
+    runs: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[str] = []
+
+    def side(name: str, seconds: float) -> tuple[str, Callable[[], dict[str, Any]]]:
+        def run() -> dict[str, Any]:
+            ran.append(name)
+            return {"seconds": seconds, "number": len(ran)}
+
+        return name, run
+
+    pairs = runs.alternating_pairs(3, side("whole", 6.0), side("streamed", 4.0))
+    assert ran == ["whole", "streamed", "streamed", "whole", "whole", "streamed"]
+    assert [list(pair) for pair in pairs] == [["whole", "streamed"]] * 3
+    assert [(pair["whole"]["number"], pair["streamed"]["number"]) for pair in pairs] == [(1, 2), (4, 3), (5, 6)]
+    assert "pair 3/3: 1.500 times as fast" in capsys.readouterr().out
