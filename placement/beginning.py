@@ -84,6 +84,7 @@ def beginning(snapshot: Snapshot, job: Moving, pin: Pin | None = None) -> Beginn
             return Beginning(first.split, first.reason, first.expected_s, first.cut)
         case Misfits() as misfits:
             what = f"by what is estimated, no placement fits; the nearest to it: {misfits.way}; {misfits.excess}"
-            return Beginning(fallback, f"nothing is measured yet, and {what}", None, what)
+            hint = "gcore plan tells what of the spec would change that"
+            return Beginning(fallback, f"nothing is measured yet, and {what}", None, f"{what}; {hint}")
         case None:
             return Beginning(fallback, "nothing is measured yet")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +31,6 @@ from gcore.prepare import NAMES
 if TYPE_CHECKING:
     from controllers.service.checking import CheckedJob
     from gcore.config import JobSpec
-    from gcore.ledger.facts import ModelConfigs
 
 VALIDATE_EXAMPLES = """
 [bold]Examples[/bold]
@@ -87,14 +85,15 @@ def validate(
 
     from controllers.cli.data_words import first_prompt, histogram, lengths_title, notes, source_tree, sources_table
     from controllers.cli.model_words import download_sentence, download_tree, trust_warning
+    from controllers.cli.processes import processes_of
     from controllers.service.capability import missing_here
     from gcore.config import load_spec
     from gcore.models.resolve import ask_hub
 
     loaded = load_spec(spec, set_ or ())
-    _processes(loaded, controllers, slots, None)  # too few slots are told before anything is read
+    processes_of(loaded, controllers, slots, None)  # too few slots are told before anything is read
     checked = _check_files(loaded, home, sample)
-    processes = _processes(loaded, controllers, slots, checked.models)
+    processes = processes_of(loaded, controllers, slots, checked.models)
     prompts = checked.prompts.prompts
     answer = ask_hub(loaded.model.path, trust_remote_code=loaded.model.trust_remote_code)
     if (warning := trust_warning(loaded.model)) is not None:
@@ -252,44 +251,6 @@ def _of_step(job: str, home: Path, address: str | None, step: int) -> _Exportabl
     checkpoint = checkpoint_at(found, step)
     reply, what = found.reply, f"its checkpoint of step {step}"
     return _Exportable(reply.name, reply.uid, Path(checkpoint.folder), found.by, what, checkpoint.digest)
-
-
-def _processes(spec: JobSpec, controllers: int, slots: str, models: ModelConfigs | None) -> list[dict[str, str]]:
-    """Every process that `gcore run` would start, by the code that places them."""
-    from controllers.cli.local import deal_slots, shared_memory_gib
-    from controllers.machine import node_facts
-    from gcore.emulated.launch import is_emulated
-    from placement.beginning import begun
-    from placement.plan import NodeSlots, Snapshot
-
-    shares = deal_slots(slots, controllers)
-    of_all = sum(map(len, shares))
-
-    async def nodes_here() -> tuple[NodeSlots, ...]:
-        looks = spec.placement.is_live and models is not None
-        facts = [await node_facts(s, shared_memory_gib(len(s), of_all)) if looks else None for s in shares]
-        return tuple(NodeSlots(f"node-{i}", share, facts[i]) for i, share in enumerate(shares))
-
-    nodes = asyncio.run(nodes_here())
-    plan = begun(Snapshot(nodes), spec, models).plan
-    rows = [{"process": "etcd", "node": "this machine", "slot": "-"}]
-    rows += [{"process": "controller", "node": n.node, "slot": " ".join(n.slots)} for n in nodes]
-    kinds = {slot: "emulated" if is_emulated(slot) else spec.rollout.engine for n in nodes for slot in n.slots}
-    served_by = {judge.name: judge.serving.engine for judge in spec.judges}
-    rows += [
-        {
-            "process": (f"judge {e.judge} ({served_by[e.judge]})" if e.judge else f"rollout engine ({kinds[e.slot]})")
-            + ", asleep" * e.asleep,
-            "node": e.node,
-            "slot": e.slot,
-        }
-        for e in plan.engines
-    ]
-    rows += [
-        {"process": f"train rank {r.rank}{' (emulated)' * is_emulated(r.slot)}", "node": r.node, "slot": r.slot}
-        for r in plan.ranks
-    ]
-    return rows
 
 
 def _check_files(spec: JobSpec, home: Path, sample: int | None) -> CheckedJob:

@@ -1,0 +1,185 @@
+"""What a job whose policy moves slots begins with, and that people are told why."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from job_views import running_job, stored
+from mapped_jobs import JUDGE, spec
+from told_nodes import QWEN, node
+
+from controllers.actions import StartJob
+from controllers.apply import apply
+from controllers.cli.placement_words import account, history_table
+from gcore.config import JobSpec
+from gcore.ledger.facts import ModelConfigs
+from gcore.ledger.guarded import Transaction, TxnKind, TxnOutcome, TxnReport
+from gcore.ledger.job import JobPhase, JobRecord, JobStatus, NodeRecord, Plan
+from gcore.ledger.placing import MoveKind, Moves, Pin
+from gcore.store.types import Put
+from gcore.testing import FakeClock
+from placement.assign import split_of
+from placement.beginning import begun
+from placement.live import Moving, bounds_of
+from placement.moves import with_outcomes
+from placement.plan import NodeSlots, Snapshot
+from placement.split import Split, feasible
+
+LARGE = QWEN | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
+SMALL_MODELS = ModelConfigs(policy=QWEN, judges={"right": QWEN})
+LARGE_MODELS = ModelConfigs(policy=LARGE, judges={"right": QWEN})
+
+
+def job(**placement: Any) -> JobSpec:
+    return spec(judges=[JUDGE], reward={"judge": "right"}, placement={"policy": "dynamic", **placement})
+
+
+def gpus(count: int = 8, memory: float = 79.6, nodes: int = 1) -> Snapshot:
+    return Snapshot(tuple(node(f"n{i}", *[memory] * count, host=2000.0) for i in range(nodes)))
+
+
+def test_the_way_that_is_predicted_to_take_least_is_what_the_job_begins_with_and_the_plan_says_so() -> None:
+    found = begun(gpus(), job(), SMALL_MODELS)
+    split = split_of(found.plan)
+    assert split == found.beginning.split
+    assert found.plan.reason.startswith(f"{split} of 8 slots on 1 node; nothing is measured yet: of ")
+    assert f" ways that fit {split} is predicted to take " in found.plan.reason
+    assert found.beginning.expected_s is not None
+    assert found.beginning.warning == ""
+
+
+def test_where_all_models_do_not_fit_on_a_slot_together_pools_have_slots_of_their_own() -> None:
+    tight, roomy = (begun(gpus(memory=memory), job(memory="kept"), LARGE_MODELS) for memory in (80.0, 1000.0))
+    assert split_of(roomy.plan).mode == "colocated"
+    assert split_of(tight.plan).mode == "coexisting"
+    limits = bounds_of(gpus(memory=80.0), Moving.by(job(memory="kept"), LARGE_MODELS))
+    assert not limits.colocated, "and it is no choice for the policy later"
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "models", "why"),
+    [
+        pytest.param(gpus(), None, "what the job's models are was not kept", id="a job of before"),
+        pytest.param(
+            Snapshot((NodeSlots("n0", ("cuda:0", "cuda:1", "cuda:2")),)),
+            SMALL_MODELS,
+            "n0 tells no memory",
+            id="a node of the version before",
+        ),
+        pytest.param(
+            Snapshot((*gpus().nodes, NodeSlots("old", ("cuda:0",)))), SMALL_MODELS, "old tells no memory", id="mixed"
+        ),
+    ],
+)
+def test_where_something_is_not_known_a_job_begins_with_all_slots_in_turn_and_says_what(
+    snapshot: Snapshot, models: ModelConfigs | None, why: str
+) -> None:
+    found = begun(snapshot, job(), models)
+    assert split_of(found.plan).mode == "colocated"
+    assert found.plan.reason.endswith(f"; nothing is measured yet, and nothing can be predicted: {why}")
+    assert found.beginning.warning == ""
+
+
+def test_of_devices_that_are_not_known_the_first_way_that_fits_is_taken() -> None:
+    nodes = Snapshot((node("n0", *[80.0] * 8, device="NVIDIA X", host=2000.0),))
+    found = begun(nodes, job(memory="kept"), LARGE_MODELS)
+    assert "how fast NVIDIA X is is not known: " in found.plan.reason
+    assert split_of(found.plan).mode == "coexisting", "all slots in turn would not fit"
+    assert found.beginning.expected_s is None
+
+
+def test_what_a_person_says_is_not_searched_for() -> None:
+    said = begun(gpus(), job(train=2, reward=3), SMALL_MODELS)
+    assert split_of(said.plan) == Split("coexisting", 3, 3, 2)
+    assert said.plan.reason.endswith("; that is what the spec says to begin with")
+    fixed = begun(gpus(), job(), SMALL_MODELS, pin=Pin(train=2))
+    assert len(fixed.plan.ranks) == 2
+    assert fixed.plan.reason.endswith("; train has 2, as was asked")
+
+
+def test_a_job_that_fits_nowhere_begins_all_the_same_and_says_who_exceeds_what() -> None:
+    found = begun(gpus(memory=8.0), job(), LARGE_MODELS)
+    assert found.plan.ranks
+    assert found.beginning.warning.startswith("by what is estimated, no placement fits; the nearest to it: co-")
+    assert " exceeds 8 GiB on " in found.beginning.warning or " exceed 8 GiB on " in found.beginning.warning
+
+
+sizes = st.lists(st.integers(1, 4), min_size=1, max_size=3)
+
+
+@given(sizes, st.sampled_from([4.0, 24.0, 80.0, 400.0]), st.sampled_from([SMALL_MODELS, LARGE_MODELS]), st.booleans())
+def test_what_a_job_begins_with_is_one_of_the_splits_that_its_policy_may_choose(
+    slots: list[int], memory: float, models: ModelConfigs, kept: bool
+) -> None:
+    nodes = Snapshot(tuple(node(f"n{i}", *[memory] * n, host=2000.0) for i, n in enumerate(slots)))
+    asked = job(memory="kept") if kept else job()
+    found = begun(nodes, asked, models)
+    assert found.plan == begun(nodes, asked, models).plan
+    assert split_of(found.plan) in set(feasible(bounds_of(nodes, Moving.by(asked, models))))
+
+
+class Writing:
+    """A ledger that keeps what is written, and says that it won, or what it is told to."""
+
+    def __init__(self, outcome: TxnOutcome) -> None:
+        self.made: list[TxnKind] = []
+        self.written: dict[str, bytes] = {}
+        self._outcome = outcome
+
+    async def run(self, txn: Transaction) -> TxnReport:
+        self.made.append(txn.kind)
+        self.written |= {write.key: write.value for write in txn.writes if isinstance(write, Put)}
+        return TxnReport(self._outcome, 9)
+
+
+async def started(asked: JobSpec, memory: float, outcome: TxnOutcome = TxnOutcome.WON) -> tuple[Writing, list[str]]:
+    """A job that is started on eight GPUs: what was written, and what people were told."""
+    record = JobRecord(uid="u", name="j", spec={}, run_dir="/r", created=0.0, prompts=40, models=LARGE_MODELS)
+    seen = running_job()
+    place = gpus(memory=memory).nodes[0]
+    nodes = {
+        "n0": NodeRecord(name="n0", incarnation="n0.x", address="", slots=place.slots, pid=1, facts=place.facts),
+    }
+    mirror = replace(
+        seen.mirror, job=stored(record), status=stored(JobStatus(phase=JobPhase.PENDING)), head=None, plan=None
+    )
+    ledger, told = Writing(outcome), list[str]()
+    hands: Any = type("Hands", (), {})()
+    hands.ledger, hands.clock, hands.tell = ledger, FakeClock(), lambda topic, sentence: told.append(sentence)
+    done = await apply(StartJob(), replace(seen, spec=asked, nodes=nodes, mirror=mirror), hands)
+    assert (done.outcome, ledger.made) == (outcome, [TxnKind.START])
+    return ledger, told
+
+
+async def test_what_a_job_began_with_and_why_is_its_first_move() -> None:
+    ledger, told = await started(job(), 79.6)
+    moves = Moves.decode(next(value for key, value in ledger.written.items() if key.endswith("placement/moves")))
+    plan = Plan.decode(next(value for key, value in ledger.written.items() if key.endswith("/plan")))
+    (move,) = moves.moves
+    assert (move.kind, move.generation, move.step, moves.total) == (MoveKind.BEGIN, plan.generation, 0, 1)
+    assert plan.reason.endswith(move.reason)
+    assert told == []
+    known = with_outcomes(moves, {1: 90.0, 2: 30.0, 3: 32.0}, {}, 3, plan)
+    lines = "\n".join(account("j", None, known.moves, 0))
+    assert f"at the beginning: began with {split_of(plan)}, because nothing is measured yet: of " in lines
+    assert "Expected: a step was to take " in lines
+    assert "What came of it: the 2 steps after it took 31.0 s each." in lines
+    assert history_table(known.moves).row_count == 1
+
+
+async def test_a_job_whose_slots_do_not_move_has_no_move_to_begin_with() -> None:
+    ledger, told = await started(spec(), 79.6)
+    assert not any(key.endswith("placement/moves") for key in ledger.written)
+    assert told == []
+
+
+@pytest.mark.parametrize("outcome", [TxnOutcome.WON, TxnOutcome.STALE])
+async def test_that_nothing_fits_is_told_by_who_began_the_job(outcome: TxnOutcome) -> None:
+    _, told = await started(job(), 8.0, outcome)
+    assert [sentence.partition(";")[0] for sentence in told] == (
+        ["by what is estimated, no placement fits"] if outcome is TxnOutcome.WON else []
+    )

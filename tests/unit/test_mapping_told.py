@@ -1,0 +1,109 @@
+"""What nodes and jobs tell of themselves becomes what is planned with; what they do not tell is not guessed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mapped_jobs import JUDGE, spec
+from told_nodes import H100, QWEN, node
+
+from gcore.ledger.facts import ModelConfigs
+from placement.mapping.devices import DEVICES
+from placement.mapping.told import CALLED, Seen, seen, work_of
+from placement.mapping.workload import Workload
+from placement.plan import NodeSlots
+
+
+def silent(name: str) -> NodeSlots:
+    return NodeSlots(name, ("cuda:0",))
+
+
+def test_a_device_that_is_known_by_its_drivers_name_has_its_figures_and_the_memory_that_the_driver_tells() -> None:
+    found = seen([node("a", 79.6, 79.6), node("b", 79.6, 79.5)])
+    assert isinstance(found, Seen)
+    assert found.untimed == ""
+    device = found.cluster.device
+    assert (device.memory_gib, device.tflops) == (79.5, DEVICES["h100"].tflops)
+    assert (found.cluster.slots, found.cluster.node_count) == (4, 2)
+
+
+def test_every_name_is_of_a_device_that_there_is() -> None:
+    assert set(CALLED.values()) == set(DEVICES) - {"cpu-core"}
+
+
+def test_of_a_device_that_is_not_known_memory_alone_is() -> None:
+    found = seen([node("a", 94.0, device="NVIDIA H100 NVL")])
+    assert isinstance(found, Seen)
+    assert found.untimed == "how fast NVIDIA H100 NVL is is not known"
+    assert found.cluster.device.memory_gib == 94.0
+
+
+def test_cores_share_their_hosts_memory() -> None:
+    found = seen([node("a", None, None, host=16.0)])
+    assert isinstance(found, Seen)
+    assert not found.cluster.device.is_gpu
+    assert found.cluster.host_gib_of_a_slot == 8.0
+
+
+@pytest.mark.parametrize(
+    ("nodes", "why"),
+    [
+        pytest.param([], "no node is there", id="none"),
+        pytest.param([node("a", 80.0), silent("b")], "b tells no memory", id="one of the version before"),
+        pytest.param([silent("b"), silent("a")], "a and b tell no memory", id="two"),
+        pytest.param([silent(n) for n in "abcd"], "a, b and 2 more tell no memory", id="many"),
+        pytest.param([node("a", 80.0), node("b", None)], "some nodes have accelerators with memory", id="mixed"),
+        pytest.param([node("a", 80.0, None)], "a does not tell alike of all its slots", id="mixed on a node"),
+        pytest.param([node("a", 80.0, host=0.0)], "should be greater than 0", id="no memory at all"),
+    ],
+)
+def test_what_is_not_known_has_a_sentence_in_its_place(nodes: list[NodeSlots], why: str) -> None:
+    found = seen(nodes)
+    assert isinstance(found, str)
+    assert why in found
+
+
+gpus = st.builds(
+    node,
+    st.sampled_from("abcdef"),
+    st.floats(1, 200),
+    st.floats(1, 200),
+    device=st.sampled_from([H100, "NVIDIA L4", "another"]),
+    host=st.floats(1, 4000),
+)
+
+
+@given(st.lists(gpus, min_size=1, max_size=6))
+def test_what_is_planned_with_is_what_the_weakest_has(nodes: list[NodeSlots]) -> None:
+    found = seen(nodes)
+    assert isinstance(found, Seen)
+    facts = [one.facts for one in nodes if one.facts is not None]
+    assert found.cluster.device.memory_gib == min(s.memory_gib for f in facts for s in f.slots if s.memory_gib)
+    assert found.cluster.host_gib_of_a_slot == min(f.host_memory_gib for f in facts) / 2
+    assert found.cluster.slots == sum(len(one.slots) for one in nodes)
+    assert bool(found.untimed) == any(slot.device == "another" for f in facts for slot in f.slots)
+
+
+def test_a_jobs_work_follows_from_what_was_kept_of_its_models() -> None:
+    job: dict[str, Any] = {"judges": [JUDGE], "reward": {"judge": "right"}, "train": {"advantage": "gae"}}
+    found = work_of(spec(**job), ModelConfigs(policy=QWEN, judges={"right": QWEN}))
+    assert isinstance(found, Workload)
+    assert [judge.name for judge in found.judges] == ["judge right"]
+    assert set(found.training.models) == {"policy training", "critic training"}
+
+
+@pytest.mark.parametrize(
+    ("models", "why"),
+    [
+        pytest.param(None, "what the job's models are was not kept", id="a job of before"),
+        pytest.param(ModelConfigs(policy={"model_type": "gpt2"}), "architecture 'gpt2' are not known", id="policy"),
+        pytest.param(ModelConfigs(policy=QWEN), "judge right: no model's configuration", id="judge"),
+    ],
+)
+def test_a_model_whose_size_is_not_known_is_told(models: ModelConfigs | None, why: str) -> None:
+    found = work_of(spec(judges=[JUDGE], reward={"judge": "right"}), models)
+    assert isinstance(found, str)
+    assert why in found
