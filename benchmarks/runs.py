@@ -23,7 +23,7 @@ from typing import Any
 from controllers import moves_file
 from gcore.ledger import books_file
 from gcore.ledger.books import StepBook
-from gcore.ledger.placing import Move
+from gcore.ledger.placing import Move, MoveKind
 
 GCORE = [sys.executable, "-m", "controllers.cli.main"]
 SHOWN = 6000
@@ -45,7 +45,7 @@ class Run:
     events: list[Line]
     metrics: list[Line]
     move_lines: list[Line]
-    """Of `moves.jsonl`, as they stand there: what became of a move is a line more."""
+    """Of `moves.jsonl`, as they stand there, without what the job began with: what became of a move is a line more."""
     moves: list[Move]
     books: list[StepBook]
     """Node by node."""
@@ -133,8 +133,8 @@ def read_run(folder: Path, began: float, seconds: float) -> Run:
         summary=json.loads((folder / "summary.json").read_text()),
         events=lines_of(folder / "events.jsonl"),
         metrics=lines_of(folder / "metrics.jsonl"),
-        move_lines=lines_of(folder / moves_file.NAME),
-        moves=moves_file.moves_in(folder / moves_file.NAME),
+        move_lines=[line for line in lines_of(folder / moves_file.NAME) if line["move"]["kind"] != MoveKind.BEGIN],
+        moves=[move for move in moves_file.moves_in(folder / moves_file.NAME) if move.kind is not MoveKind.BEGIN],
         books=[line.book for line in books_file.lines_of(folder)],
     )
 

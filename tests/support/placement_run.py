@@ -16,7 +16,7 @@ import pytest
 
 from gcore.emulated.launch import LAW_FILE
 from gcore.fault_points import VARIABLE
-from gcore.ledger.placing import Move
+from gcore.ledger.placing import Move, MoveKind
 from gcore.testing.tiny_model import make_tiny_model
 
 NAME = "placed"
@@ -136,9 +136,9 @@ def arm(folder: Path, monkeypatch: pytest.MonkeyPatch, **points: str) -> Path:
 
 
 def moves_of(home: Path) -> list[Move]:
-    """The run's moves, oldest first."""
+    """The run's moves, oldest first, without what it began with."""
     from controllers.moves_file import NAME as FILE
     from controllers.moves_file import moves_in
 
     (run,) = (home / "runs").glob(f"{NAME}-*")
-    return moves_in(run / FILE)
+    return [move for move in moves_in(run / FILE) if move.kind is not MoveKind.BEGIN]
