@@ -13,7 +13,7 @@ import logging
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from controllers.changes import Changes
 from controllers.forming import is_at_hand, may_use_copies, models_of, placeable
@@ -29,13 +29,17 @@ from gcore.ledger.job import Plan
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.placing import MOST_REASON, Moves
 from gcore.plugins import RAISED, sentence_of
-from placement.assign import assigned, split_of
+from placement.assign import assigned
 from placement.live import Moving, Start, bounds_of, first_split, obeying
-from placement.loads import Rows, is_settled, lending, wanted
+from placement.loads import Rows, Speeds, is_settled, lending, present, speeds_of, wanted
+from placement.measured import Measured
 from placement.moves import BATCH_IS_WHOLE, Deciding, Proposal, base_split, between_steps, costs, is_told, with_outcomes
 from placement.named import find_policy
 from placement.policies.base import Decision, Policy, Situation, SwitchCosts
 from placement.split import Bounds, Split, feasible
+
+if TYPE_CHECKING:
+    from placement.forecast import Paces
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +98,7 @@ class Planner:
         self._came = 0
         """The newest generation that was heard as it was written: only of such a one is known how long it took."""
         self._wait_s = POLL_S
+        self._paces: Paces | None = None
         self._kept: Moves | None = None
         self.proposal: Proposal | None = None
         self.account: Moves | None = None
@@ -132,7 +137,8 @@ class Planner:
         if mirror.head is None:
             return None, leader
         head = mirror.head.record
-        return head.lineage, head.step, head.step + 1 in mirror.seals, leader
+        seal = mirror.seals.get(head.step + 1)
+        return head.lineage, head.step, seal is not None and not seal.record.collects, leader
 
     async def _turn(self) -> None:
         mirror = self._job.mirror
@@ -186,7 +192,7 @@ class Planner:
         limits = bounds_of(there, self._moving, pin, len(plan.ranks))
         if not (is_at_hand(view) or may_use_copies(view)):
             limits = replace(limits, train_sizes=(len(plan.ranks),))  # another world could not go on from here
-        base = base_split(plan, moves, there)
+        base = base_split(plan, there)
         first = first_split(limits, self._moving)
         if first is None:
             return None
@@ -247,6 +253,9 @@ class Planner:
         plan, placement = stored.record, self._spec.placement
         moved = view.mirror.moves.newest
         lends = placement.lends and not view.mirror.pin.fixes and bool(self._moving.judges)
+        is_whole = view.seal is not None and not view.seal.collects and not view.rules.staleness
+        if is_whole and (back := self._given_back(view, plan)) is not None:
+            return back
         if not lends and self._settled == plan.generation:
             return None  # nobody needs to know what engines have to do
         loads = await self._polling.loads(view.nodes)
@@ -257,29 +266,38 @@ class Planner:
             self._settled = plan.generation
             if moved is not None and moved.generation == plan.generation == self._came:
                 self._took.setdefault(plan.generation, since)
-        if not lends:
+        if not lends or is_whole:
             return None
-        if view.seal is not None and not view.rules.staleness:
-            return self._given_back(view, plan)  # once the batch is sealed there is nothing to lend for
         cost = self._costs(view).move_s
         if (not settled and since < SETTLE_S) or since < cost:
             return None
         members = {stored.record.node for stored in view.mirror.members.values()}
-        history = self._history.steps(view.mirror)
-        base = base_split(plan, view.mirror.moves)
+        speeds = await asyncio.to_thread(self._speeds, self._history.steps(view.mirror))
+        if speeds is None:
+            return None
         if log.isEnabledFor(logging.DEBUG):
-            log.debug("to lend: %s, a change takes %.2f s", wanted(plan, loads, history, cost, self._rows), cost)
-        proposal = lending(plan, loads, history, cost, frozenset(members), self._rows, base, self._deciding(view))
+            found = wanted(present(plan, loads), loads, speeds, cost, self._rows)
+            log.debug("to lend: %s, a change takes %.2f s", found, cost)
+        proposal = lending(plan, loads, speeds, cost, frozenset(members), self._rows, self._deciding(view))
         if proposal is None or (placement.dry_run and moved is not None and moved.step == view.head.step):
             return None
         return proposal
 
+    def _speeds(self, history: tuple[Measured, ...]) -> Speeds | None:
+        """How fast engines are now. None: nobody knows yet. In a thread."""
+        if self._paces is None:
+            from placement.forecast import Paces  # numpy: a daemon that no job lends in is started without it
+
+            self._paces = Paces()
+        self._paces.see(history)
+        return speeds_of(history, self._rows, self._paces.since("rollout"), self._paces.since("reward"))
+
     def _given_back(self, view: JobView, plan: Plan) -> Proposal | None:
         """What was lent goes back while ranks train, so that the next step does not wait for it."""
-        there = placeable(view)
-        base = base_split(plan, view.mirror.moves, there)
-        if split_of(plan, there) == base or self._spec.placement.dry_run:
+        if plan.lent_from is None:
             return None
+        there = placeable(view)
+        base = base_split(plan, there)
         back = Decision(base, f"{base}: {BATCH_IS_WHOLE}")
         after = assigned(
             base,

@@ -46,16 +46,16 @@ class StepHistory:
         if entry is None or entry.record.kind != "train":
             return
         slot = before.seals.get(entry.record.step)
-        plan, moves = (before.plan or after.plan).record, before.moves
+        plan = (before.plan or after.plan).record
         version = Version(entry.record.lineage, entry.record.step)
-        self._add(version, _Seen(entry.record, slot.record if slot is not None else None, base_split(plan, moves)))
+        self._add(version, _Seen(entry.record, slot.record if slot is not None else None, base_split(plan)))
 
     def steps(self, mirror: JobMirror) -> tuple[Measured, ...]:
         """The steps on head's chain, oldest first, with what the books say by now."""
         assert mirror.head is not None
         assert mirror.plan is not None
         if not self._seen:
-            split = base_split(mirror.plan.record, mirror.moves)
+            split = base_split(mirror.plan.record)
             for _, stored in sorted(mirror.log.items()):
                 if stored.record.kind == "train":
                     entry = stored.record

@@ -17,7 +17,7 @@ from gcore.ledger.placing import Move, MoveKind
 from placement.assign import Slot, split_of
 from placement.lending import left_s, lent, spared
 from placement.measured import Measured
-from placement.moves import Deciding, Proposal, part_of, told_slots
+from placement.moves import Deciding, Proposal, base_split, part_of, told_slots
 from placement.plan import counted
 from placement.split import Split
 
@@ -79,20 +79,43 @@ class Speed:
         return left_s(owed, engines, self.rows, self.tokens, self.residual, self.alone_s, self.saturating)
 
 
-def speed_of(history: Sequence[Measured], pool: str, rows: int, since: int | None = None) -> Speed | None:
+def speed_of(history: Sequence[Measured], pool: str, rows: int, since: int) -> Speed | None:
     """What the newest steps tell, by the law that steps are forecast with; None: nothing. `since`: the step since which the pool has
-    its pace; None: as far as that is seen now."""
-    from placement.forecast import law_of, paced_since  # numpy: a daemon that no job lends in is started without it
+    its pace (`placement.forecast.Paces`)."""
+    from placement.forecast import law_of  # numpy: a daemon that no job lends in is started without it
 
     newest = history[-STEPS:]
     lengths = [tokens for step in newest for tokens in (step.lengths if pool == "rollout" else step.judged)]
     is_measured = any(one.pool == pool for step in newest for one in step.speed)
     if not is_measured or not lengths or fmean(lengths) <= 0:
         return None
-    law = law_of(history, pool, rows, paced_since(history, pool, 0) if since is None else since)
+    law = law_of(history, pool, rows, since)
     mean = fmean(lengths)
     residual = fmean(tokens * tokens for tokens in lengths) / (2.0 * mean)
     return Speed(law.token_s, max(law.token_s / law.sequence_s, 1.0), mean, max(residual, mean / 2.0), rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """Of both pools. `asked_each`: requests of the judges that a response comes to."""
+
+    rollout: Speed
+    reward: Speed
+    asked_each: float = 1.0
+
+
+def speeds_of(history: Sequence[Measured], rows: Rows, rollout_since: int, reward_since: int) -> Speeds | None:
+    """Of both; None: of one nothing is known. The steps since which they have their paces are as for `speed_of`."""
+    rollout = speed_of(history, "rollout", rows.rollout, rollout_since)
+    reward = speed_of(history, "reward", rows.reward, reward_since)
+    return None if rollout is None or reward is None else Speeds(rollout, reward)
+
+
+def present(plan: Plan, loads: Loads) -> Plan:
+    """The plan without the engines that nobody told of: their nodes are away, or they have not come up."""
+    told = {(one.node, one.slot, one.judge) for one in loads.engines}
+    there = tuple(place for place in plan.engines if (place.node, place.slot, place.judge) in told)
+    return plan.model_copy(update={"engines": there})
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +123,7 @@ class Lending:
     """What is lent now: above 0 from rollout to the judges, below 0 back, and the seconds each pool had left."""
 
     count: int
-    rollout: Speed
-    reward: Speed
+    speeds: Speeds
     rollout_left_s: float
     reward_left_s: float
     rollout_owed: int
@@ -109,18 +131,19 @@ class Lending:
 
     def ends_s(self, rollout: int, reward: int) -> float:
         """Seconds until both pools are done, with so many engines each."""
-        to_come = float(self.rollout_owed + self.reward_owed)
-        return max(self.rollout.left_s(float(self.rollout_owed), rollout), self.reward.left_s(to_come, reward))
+        to_come = self.reward_owed + self.rollout_owed * self.speeds.asked_each
+        mine, theirs = self.speeds.rollout, self.speeds.reward
+        return max(mine.left_s(float(self.rollout_owed), rollout), theirs.left_s(to_come, reward))
 
 
-def wanted(plan: Plan, loads: Loads, history: Sequence[Measured], cost_s: float, rows: Rows) -> Lending | None:
-    """What is to be lent; None: it cannot be known, or nothing can be lent."""
+def wanted(plan: Plan, loads: Loads, speeds: Speeds, cost_s: float, rows: Rows) -> Lending | None:
+    """What is to be lent, of what is there (`present`); None: nothing can be."""
     split = split_of(plan)
-    rollout, reward = speed_of(history, "rollout", rows.rollout), speed_of(history, "reward", rows.reward)
-    if split.mode == "colocated" or rollout is None or reward is None:
+    if split.mode == "colocated" or not split.rollout or not split.reward:
         return None
+    rollout, reward = speeds.rollout, speeds.reward
     owed, asked = loads.owed("rollout"), loads.owed("reward")
-    to_come = asked + owed  # every response that is still made will be judged
+    to_come = asked + owed * speeds.asked_each  # every response that is still made will be judged
     rollout_left, reward_left = rollout.left_s(owed, split.rollout), reward.left_s(to_come, split.reward)
     count = lent(
         cost_s,
@@ -129,30 +152,30 @@ def wanted(plan: Plan, loads: Loads, history: Sequence[Measured], cost_s: float,
         rollout.saturating,
         rollout_left,
         split.reward,
-        float(to_come),
+        to_come,
         reward.saturating,
         reward_left,
     )
     count = spared(count, split.rollout, float(owed), rows.rollout, split.reward, float(asked), rows.reward)
-    return Lending(count, rollout, reward, rollout_left, reward_left, owed, asked)
+    return Lending(count, speeds, rollout_left, reward_left, owed, asked)
 
 
 def lending(
     plan: Plan,
     loads: Loads,
-    history: Sequence[Measured],
+    speeds: Speeds,
     cost_s: float,
     needed: frozenset[str],
     rows: Rows,
-    base: Split,
     at: Deciding,
 ) -> Proposal | None:
-    """The move by which slots are lent now. `base`: the split that the step began with, to which what is lent is given back. `needed`: nodes that keep an engine of the policy, for their prompts are answered there."""
-    found = wanted(plan, loads, history, cost_s, rows)
+    """The move by which slots are lent now. `needed`: nodes that keep an engine of the policy, for their prompts are answered there."""
+    there = present(plan, loads)
+    found = wanted(there, loads, speeds, cost_s, rows)
     if found is None or found.count == 0:
         return None
     to_judges = found.count > 0
-    slots = _slots(plan, loads, rows.rollout, to_judges=to_judges, needed=needed)[: abs(found.count)]
+    slots = _slots(there, loads, rows.rollout, to_judges=to_judges, needed=needed)[: abs(found.count)]
     if not slots:
         return None
     engines = tuple(
@@ -161,8 +184,10 @@ def lending(
         else place
         for place in plan.engines
     )
+    base = base_split(plan)
     after = plan.model_copy(update={"generation": plan.generation + 1, "engines": engines})
-    before_split, after_split = split_of(plan), split_of(after)
+    is_back = split_of(after) == base
+    before_split, after_split = split_of(there), split_of(present(after, loads))
     pool, other = ("the judges", "rollout") if to_judges else ("rollout", "the judges")
     left, spare = (
         (found.reward_left_s, found.rollout_left_s) if to_judges else (found.rollout_left_s, found.reward_left_s)
@@ -193,9 +218,8 @@ def lending(
         time=at.time,
         state="would" if at.dry else "done",
     )
-    return Proposal(
-        move, None if at.dry else after.model_copy(update={"reason": f"{plan.reason.split(';')[0]}; then {reason}"})
-    )
+    update = {"reason": f"{plan.reason.split(';')[0]}; then {reason}", "lent_from": None if is_back else part_of(base)}
+    return Proposal(move, None if at.dry else after.model_copy(update=update))
 
 
 def _gained(before: Split, after: Split, base: Split) -> bool:

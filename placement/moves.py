@@ -46,15 +46,15 @@ def split_from(part: SplitPart) -> Split:
     return Split(part.mode, part.rollout, part.reward, part.train)
 
 
-def base_split(plan: Plan, moves: Moves, snapshot: Snapshot | None = None) -> Split:
-    """The split that the step began with: what is lent within it does not count. `snapshot`: of the nodes that are there."""
+def base_split(plan: Plan, snapshot: Snapshot | None = None) -> Split:
+    """The split that the step began with: what is lent within it does not count. `snapshot`: of the nodes that are there; what was
+    lent from more slots than they have is what there is."""
     now = split_of(plan, snapshot)
-    for move in reversed([one for one in moves.moves if one.state == "done"]):
-        if move.kind in WITHIN:
-            now = split_from(move.before)
-        else:
-            break
-    return now if now.train == len(plan.ranks) else split_of(plan, snapshot)
+    if plan.lent_from is None:
+        return now
+    base = split_from(plan.lent_from)
+    slots = None if snapshot is None else snapshot.slots
+    return base if slots is None or base.rollout + base.reward + base.train <= slots else now
 
 
 def told_slots(before: Plan, after: Plan) -> tuple[tuple[str, ...], int]:
@@ -82,9 +82,9 @@ def between_steps(
 
     None: nothing changes.
     """
-    if after is not None and after.engines == plan.engines:
-        return None
     back = decision.split == base
+    if after is not None and plan.lent_from is None and (back or _roles(after) == _roles(plan)):
+        return None
     kind = MoveKind.WORLD if after is None else MoveKind.RETURN if back else MoveKind.SPLIT
     slots, more = ((), 0) if after is None else told_slots(plan, after)
     move = Move(
@@ -124,6 +124,11 @@ def beginning_move(plan: Plan, reason: str, expected_s: float | None, at: Decidi
         by=at.by,
         time=at.time,
     )
+
+
+def _roles(plan: Plan) -> dict[tuple[str, str, str], bool]:
+    """Which engines are awake. In whatever order: those of nodes that are away stand behind the others for a while."""
+    return {(place.node, place.slot, place.judge): not place.asleep for place in plan.engines}
 
 
 def is_told(moves: Moves, move: Move) -> bool:

@@ -168,6 +168,7 @@ def joined(plan: Plan, snapshot: Snapshot, wanted: Wanted, *, moves: bool = Fals
         update={
             "generation": plan.generation + 1,
             "engines": (*plan.engines, *fresh, *judging),
+            "lent_from": None,
             "reason": f"{plan.reason}; then engines on {len(fresh)} slots of {names}",
         }
     )
@@ -204,6 +205,7 @@ def moved(plan: Plan, snapshot: Snapshot, wanted: Wanted) -> Plan | None:
         update={
             "generation": plan.generation + 1,
             "engines": (*engines, *more),
+            "lent_from": None,
             "reason": f"{plan.reason}; then {', '.join(sorted(names))} moved, for {away} stays away",
         }
     )

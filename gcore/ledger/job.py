@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, PositiveInt
 
 from gcore.ledger.cost import ATTENTION_EQUALS_AT
 from gcore.ledger.facts import ModelConfigs, NodeFacts
+from gcore.ledger.placing import SplitPart
 from gcore.schema import Part, Record
 from gcore.types import Version
 
@@ -109,11 +110,15 @@ class RankPlace(Part):
 class Plan(Record):
     """`plan`: which slot serves the job in which role. The ranks are those of world `world`."""
 
+    came_with: ClassVar[Mapping[str, int]] = {"lent_from": SLEEP_CAME}
+
     generation: int
     world: str
     ranks: tuple[RankPlace, ...]
     engines: tuple[EnginePlace, ...]
     reason: str = ""
+    lent_from: SplitPart | None = None
+    """While slots are lent within a step: what pools had when it began. Whatever else changes a plan makes what there is its own."""
 
     @property
     def rollout_nodes(self) -> frozenset[str]:

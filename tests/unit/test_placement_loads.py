@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from gcore.ledger.job import Plan
 from gcore.ledger.placing import MoveKind
 from placement.assign import assigned, split_of
-from placement.loads import EngineLoad, Loads, Rows, is_settled, lending, speed_of
+from placement.loads import EngineLoad, Loads, Rows, Speeds, is_settled, lending, speed_of, speeds_of
 from placement.measured import EngineSpeed, Measured
-from placement.moves import Deciding, in_words
+from placement.moves import Deciding, base_split, in_words, part_of
 from placement.plan import NodeSlots, Snapshot
 from placement.split import Split
 
@@ -32,6 +32,12 @@ def plan_of(split: Split = SPLIT) -> Plan:
     plan = assigned(split, None, SNAPSHOT, ("j",), world="w", generation=1)
     assert plan is not None
     return plan
+
+
+def speeds(history: list[Measured]) -> Speeds:
+    found = speeds_of(history, ROWS, 0, 0)
+    assert found is not None
+    return found
 
 
 def loads_of(plan: Plan, rollout: dict[str, int] | int = 0, reward: int = 0, reward_waits: int = 0) -> Loads:
@@ -54,7 +60,7 @@ def loads_of(plan: Plan, rollout: dict[str, int] | int = 0, reward: int = 0, rew
 
 def test_when_rollout_ends_its_slots_are_lent_to_the_judges_that_are_behind() -> None:
     plan = plan_of()
-    found = lending(plan, loads_of(plan, reward=8), [STEP], 0.1, BOTH, ROWS, SPLIT, AT)
+    found = lending(plan, loads_of(plan, reward=8), speeds([STEP]), 0.1, BOTH, ROWS, AT)
     assert found is not None
     assert found.plan is not None
     assert found.move.kind is MoveKind.LEND
@@ -67,16 +73,16 @@ def test_when_rollout_ends_its_slots_are_lent_to_the_judges_that_are_behind() ->
 def test_nothing_is_lent_for_less_than_it_costs_nor_before_anything_was_measured() -> None:
     plan = plan_of()
     loads = loads_of(plan, reward=8)
-    assert lending(plan, loads, [STEP], 1000.0, BOTH, ROWS, SPLIT, AT) is None
-    assert lending(plan, loads, [], 0.1, BOTH, ROWS, SPLIT, AT) is None
-    assert lending(plan, loads_of(plan), [STEP], 0.1, BOTH, ROWS, SPLIT, AT) is None
+    assert lending(plan, loads, speeds([STEP]), 1000.0, BOTH, ROWS, AT) is None
+    assert speeds_of([], ROWS, 0, 0) is None
+    assert lending(plan, loads_of(plan), speeds([STEP]), 0.1, BOTH, ROWS, AT) is None
 
 
 def test_slots_with_the_least_to_do_are_lent_first() -> None:
     plan = plan_of()
     awake = [f"{p.node}/{p.slot}" for p in plan.engines if not p.judge and not p.asleep]
     busy = dict.fromkeys(awake[1:], 1)
-    found = lending(plan, loads_of(plan, rollout=busy, reward=30), [STEP], 0.01, BOTH, ROWS, SPLIT, AT)
+    found = lending(plan, loads_of(plan, rollout=busy, reward=30), speeds([STEP]), 0.01, BOTH, ROWS, AT)
     assert found is not None
     assert any(line.startswith(awake[0]) for line in found.move.slots)
 
@@ -84,7 +90,7 @@ def test_slots_with_the_least_to_do_are_lent_first() -> None:
 def test_what_would_be_lent_is_only_told() -> None:
     plan = plan_of()
     dry = Deciding(3, 7, "a", 100.0, dry=True)
-    found = lending(plan, loads_of(plan, reward=8), [STEP], 0.1, BOTH, ROWS, SPLIT, dry)
+    found = lending(plan, loads_of(plan, reward=8), speeds([STEP]), 0.1, BOTH, ROWS, dry)
     assert found is not None
     assert found.plan is None
     assert found.move.state == "would"
@@ -96,7 +102,7 @@ def test_whatever_is_lent_every_pool_keeps_an_engine_and_only_who_sleeps_changes
 ) -> None:
     plan = plan_of(Split("coexisting", 5 - reward, reward, 1))
     loads = loads_of(plan, running, asked, reward_waits=waiting)
-    found = lending(plan, loads, [STEP], cost, BOTH, ROWS, SPLIT, AT)
+    found = lending(plan, loads, speeds([STEP]), cost, BOTH, ROWS, AT)
     if found is None:
         return
     assert found.plan is not None
@@ -111,7 +117,7 @@ def test_whatever_is_lent_every_pool_keeps_an_engine_and_only_who_sleeps_changes
     assert split.rollout + split.reward == 5
     per_slot = {(p.node, p.slot): p.pool for p in after.engines if not p.asleep}
     assert len(per_slot) == 5, "a slot serves one pool at a time"
-    assert lending(plan, loads, [STEP], cost, BOTH, ROWS, SPLIT, AT) == found
+    assert lending(plan, loads, speeds([STEP]), cost, BOTH, ROWS, AT) == found
 
 
 def test_a_plan_is_settled_when_every_engine_is_as_it_says() -> None:
@@ -125,33 +131,51 @@ def test_a_plan_is_settled_when_every_engine_is_as_it_says() -> None:
 
 
 def test_speeds_are_fitted_where_loads_differed_and_else_go_by_the_prior() -> None:
-    rollout, reward = speed_of([STEP], "rollout", 8), speed_of([STEP], "reward", 8)
+    rollout, reward = speed_of([STEP], "rollout", 8, 0), speed_of([STEP], "reward", 8, 0)
     assert rollout is not None
     assert reward is not None
     assert abs(rollout.alone_s * (1 + 16 / rollout.saturating) - 0.03) < 1e-9
     assert abs(reward.alone_s * (1 + 8 / reward.saturating) - 0.05) < 1e-9
     assert rollout.left_s(8, 4) < rollout.left_s(80, 4)
-    assert speed_of([], "rollout", 8) is None
+    assert speed_of([], "rollout", 8, 0) is None
 
 
 def test_what_brings_a_pool_back_to_what_it_had_is_a_return_and_what_gives_it_more_is_lent() -> None:
-    plan = plan_of(Split("coexisting", 3, 2, 1))
-    loads, terse = loads_of(plan, rollout=12), replace(STEP, judged=(1.0,) * 8)
-    back = lending(plan, loads, [terse], 0.01, BOTH, ROWS, SPLIT, AT)
-    assert back is not None
-    assert (back.move.kind, back.move.after.rollout) == (MoveKind.RETURN, 4)
-    lent = lending(plan, loads, [terse], 0.01, BOTH, ROWS, Split("coexisting", 3, 2, 1), AT)
+    own = plan_of(Split("coexisting", 3, 2, 1))
+    loads, terse = loads_of(own, rollout=12), speeds([replace(STEP, judged=(1.0,) * 8)])
+    lent = lending(own, loads, terse, 0.01, BOTH, ROWS, AT)
     assert lent is not None
+    assert lent.plan is not None
     assert lent.move.kind is MoveKind.LEND
+    assert lent.plan.lent_from == part_of(Split("coexisting", 3, 2, 1))
+    assert base_split(lent.plan) == Split("coexisting", 3, 2, 1)
     assert in_words(lent.move).startswith(
         "lent 1 slot from the judges to rollout, because rollout had 36 requests on 3 slots"
     )
+    borrowed = own.model_copy(update={"lent_from": part_of(SPLIT)})
+    back = lending(borrowed, loads, terse, 0.01, BOTH, ROWS, AT)
+    assert back is not None
+    assert back.plan is not None
+    assert (back.move.kind, back.move.after.rollout) == (MoveKind.RETURN, 4)
+    assert back.plan.lent_from is None, "nothing is lent any more"
+
+
+def test_engines_that_nobody_told_of_are_not_counted_on() -> None:
+    """A node that went away holds them; the last judge that is there must not be lent."""
+    plan = plan_of(Split("coexisting", 3, 2, 1))
+    judges = {place.node for place in plan.engines if place.judge and not place.asleep}
+    assert judges == {"a", "b"}
+    whole = loads_of(plan, rollout=12)
+    alone = Loads(tuple(one for one in whole.engines if one.node == "a"), {})
+    terse = speeds([replace(STEP, judged=(1.0,) * 8)])
+    assert lending(plan, whole, terse, 0.01, BOTH, ROWS, AT) is not None
+    assert lending(plan, alone, terse, 0.01, frozenset({"a"}), ROWS, AT) is None
 
 
 @given(st.integers(0, 60), st.integers(0, 60), st.integers(1, 16))
 def test_who_lends_keeps_as_many_slots_as_run_all_that_it_owes(running: int, asked: int, rows: int) -> None:
     plan = plan_of(Split("coexisting", 3, 2, 1))
-    found = lending(plan, loads_of(plan, running, asked), [STEP], 0.01, BOTH, Rows(rows, rows), SPLIT, AT)
+    found = lending(plan, loads_of(plan, running, asked), speeds([STEP]), 0.01, BOTH, Rows(rows, rows), AT)
     if found is None:
         return
     after = found.move.after

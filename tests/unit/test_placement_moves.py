@@ -96,15 +96,33 @@ def test_what_would_be_done_is_told_once() -> None:
 
 def test_what_is_lent_within_a_step_is_no_part_of_the_split_that_it_began_with() -> None:
     plan = plan_of(FIRST)
-    lent = plan_of(SECOND, plan)
-    moves = Moves().plus(move(MoveKind.LEND))
+    lent = plan_of(SECOND, plan).model_copy(update={"lent_from": part_of(FIRST)})
     assert split_of(lent) == SECOND
-    assert base_split(lent, moves) == FIRST
+    assert base_split(lent) == FIRST
+    assert base_split(lent, Snapshot(())) == split_of(lent, Snapshot(())), "there are not so many slots any more"
     back = between_steps(decided(FIRST), lent, plan_of(FIRST, lent), FIRST, AT)
     assert back is not None
+    assert back.plan is not None
     assert back.move.kind is MoveKind.RETURN
     assert "goes back" in back.move.reason
-    assert base_split(plan_of(FIRST, lent), moves.plus(back.move)) == FIRST
+    assert base_split(back.plan) == FIRST
+
+
+def test_what_is_lent_and_wanted_for_good_is_its_own_from_then_on() -> None:
+    lent = plan_of(SECOND, plan_of(FIRST)).model_copy(update={"lent_from": part_of(FIRST)})
+    found = between_steps(decided(SECOND), lent, plan_of(SECOND, lent), FIRST, AT)
+    assert found is not None
+    assert found.plan is not None
+    assert (found.move.kind, base_split(found.plan)) == (MoveKind.SPLIT, SECOND)
+
+
+def test_places_of_a_node_that_is_away_may_stand_elsewhere_in_the_plan_and_nothing_moves() -> None:
+    plan = plan_of(FIRST)
+    without = Snapshot(SNAPSHOT.nodes[:1])
+    after = assigned(split_of(plan, without), plan, without, ("j",), world=plan.world, generation=2)
+    assert after is not None
+    assert after.engines != plan.engines
+    assert between_steps(decided(split_of(plan, without)), plan, after, split_of(plan, without), AT) is None
 
 
 def test_what_came_of_a_move_is_the_mean_of_the_steps_after_the_one_that_paid_for_it() -> None:

@@ -20,7 +20,7 @@ from gcore.config import parse_spec
 from gcore.ledger.books import EngineSums, NodeBooks, StepBook
 from gcore.ledger.job import NodeRecord
 from gcore.ledger.placing import Leader, Move, MoveKind, Moves, Pin
-from gcore.ledger.records import Checkpoint, Checkpoints, LogEntry, Seal
+from gcore.ledger.records import Checkpoint, Checkpoints, LogEntry, Seal, SealState
 from gcore.testing import FakeClock
 from gcore.types import Version
 from placement.assign import assigned, split_of
@@ -353,6 +353,7 @@ async def test_what_was_lent_goes_back_while_ranks_train(made: Any, asked: list[
     lent = assigned(SECOND, job.mirror.plan.record, SNAPSHOT, ("tutor",), world="w", generation=2)
     assert lent is not None
     move = Move(generation=2, step=1, kind=MoveKind.LEND, before=part_of(FIRST), after=part_of(SECOND))
+    lent = lent.model_copy(update={"lent_from": part_of(FIRST)})
     job.change(plan=stored(lent), movings={"": stored(Moves().plus(move))})
     planner = made(Scripted(Decision(SECOND, "well")), job)
     planner._decided = (0, 1)
@@ -360,7 +361,9 @@ async def test_what_was_lent_goes_back_while_ranks_train(made: Any, asked: list[
     await planner._turn()
     assert planner.proposal is None, "the batch is open, and nothing more is known"
     assert not planner._is_news()
-    job.change(seals={2: stored(Seal.model_construct(step=2, lineage=0, groups=()))})
+    job.change(seals={2: stored(Seal.model_construct(step=2, lineage=0, groups=(), state=SealState.PARTIAL))})
+    assert not planner._is_news(), "only a part of it is closed"
+    job.change(seals={2: stored(Seal.model_construct(step=2, lineage=0, groups=(), state=SealState.SEALED))})
     assert planner._is_news()
     await planner._turn()
     assert planner.proposal is not None
