@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 from job_views import ME, running_job, stored
+from told_nodes import QWEN
+from told_nodes import node as told
 
 from controllers.changes import Changes
 from controllers.moves_file import NAME, MovesFile, moves_in, read
@@ -18,7 +20,8 @@ from controllers.step_history import StepHistory
 from controllers.view import JobView
 from gcore.config import parse_spec
 from gcore.ledger.books import EngineSums, NodeBooks, StepBook
-from gcore.ledger.job import NodeRecord
+from gcore.ledger.facts import ModelConfigs
+from gcore.ledger.job import JobRecord, NodeRecord
 from gcore.ledger.placing import Leader, Move, MoveKind, Moves, Pin
 from gcore.ledger.records import Checkpoint, Checkpoints, LogEntry, Seal, SealState
 from gcore.testing import FakeClock
@@ -154,6 +157,24 @@ async def test_the_policy_is_asked_once_after_each_commit_and_what_it_wants_is_p
     assert [one.step for one in situation.history] == [1]
     await planner._turn()
     assert len(policy.asked) == 1
+
+
+async def test_what_does_not_fit_into_memory_is_not_offered_to_the_policy(made: Any) -> None:
+    bounds = []
+    for memory in (24.0, 400.0):
+        job, policy = Job(memory="kept"), Scripted(Decision(FIRST, "it is good"))
+        models = ModelConfigs(policy=QWEN, judges={"tutor": QWEN | {"num_hidden_layers": 300}})
+        record = JobRecord(uid="u", name="j", spec={}, run_dir="/r", created=0.0, prompts=40, models=models)
+        job.change(job=stored(record))
+        there = {name: told(name, memory, memory, memory, host=2000.0) for name in NODES}
+        nodes = {n: NODES[n].model_copy(update={"slots": one.slots, "facts": one.facts}) for n, one in there.items()}
+        job.view = replace(job.view, nodes=nodes)
+        await made(policy, job)._turn()
+        bounds.append(policy.asked[0].bounds)
+    little, much = bounds
+    assert much.colocated
+    assert not little.colocated, "the judge does not fit beside a rank"
+    assert 1 in little.train_sizes
 
 
 async def test_a_world_of_another_size_is_only_wanted(made: Any) -> None:
