@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import sqrt
 from statistics import median
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -141,6 +142,8 @@ class Forecast:
     overlaps: bool
     lend_s: float | None
     nodes: int = 1
+    groups: int | None = None
+    """Prompts of a step, each of whose responses are all made by one engine; None: any response goes anywhere."""
 
     def seconds(self, splits: Sequence[Split], off: Floats | None = None) -> Floats:
         """Of a step on each split, [splits]: the mean over the batches. `off`: what production is multiplied by, [splits]."""
@@ -169,7 +172,7 @@ class Forecast:
     def _produced(self, numbers: Sequence[int], shapes: NDArray[np.int64]) -> Floats:
         """Of batches with as many points each, [numbers, splits]."""
         batches = [self.batches[i] for i in numbers]
-        rollout, at = _distinct(_alike(shapes[:, 0] // self.pools.rollout_size, self.nodes))
+        rollout, at = _distinct(_worth(shapes[:, 0] // self.pools.rollout_size, self.nodes, self.groups))
         reward, of = _distinct(shapes[:, 1] // self.pools.reward_size)
         together = shapes[:, 3] == 1
         ends = np.stack([drained(self.batches[i], self.longer[i], rollout, self.rollout) for i in numbers])
@@ -197,12 +200,18 @@ class Forecast:
         return np.minimum(produced, reached)
 
 
-def _alike(replicas: NDArray[np.int64], nodes: int) -> NDArray[np.int64]:
-    """Engines that are worth as much as these: what one node has more of than another does nothing for the step."""
-    return np.where(replicas >= nodes, replicas // nodes * nodes, replicas)
+def _worth(replicas: NDArray[np.int64], nodes: int, groups: int | None) -> Floats:
+    """Engines that would take as long if responses could be shared out evenly: what one node has more of than another does nothing for
+    the step, nor do engines that get a group less than another of their node."""
+    alike = np.where(replicas >= nodes, replicas // nodes * nodes, replicas).astype(np.float64)
+    if groups is None:
+        return alike
+    each = np.maximum(alike / nodes, 1.0)
+    share = groups / nodes
+    return alike * (share / each) / np.ceil(np.round(share / each, 9))
 
 
-def _distinct(replicas: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _distinct(replicas: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.int64]]:
     """The numbers that there are, from 1 on, and which of them each is."""
     there, at = np.unique(np.maximum(replicas, 1), return_inverse=True)
     return there, at
@@ -214,7 +223,7 @@ def _either(tail: Floats, crowd: Floats) -> Floats:
     return np.asarray(tail * (1.0 + share**SHARP) ** (1.0 / SHARP))
 
 
-def drained(batch: Batch, longer: float, replicas: NDArray[np.int64], law: Law) -> Floats:
+def drained(batch: Batch, longer: float, replicas: NDArray[Any], law: Law) -> Floats:
     """When the responses of each point end on so many replicas, all asked for at once, [replicas, points].
 
     What a replica has no room for waits, first come first served. While something waits, ends come as those of a renewal process do: in

@@ -54,6 +54,7 @@ class Moving:
     most_ranks: int
     train: int | None
     reward: int | None
+    groups: int | None = None
     work: Workload | str = "what the job's models are was not kept"
 
     @classmethod
@@ -66,6 +67,7 @@ class Moving:
             max(samples, 1),
             spec.placement.train,
             spec.placement.reward,
+            spec.flow.groups_per_step,
             work_of(spec, models),
         )
 
@@ -93,7 +95,14 @@ def slots_allow(snapshot: Snapshot, job: Moving, pin: Pin | None = None, now: in
         sizes = (pin.train,)
     apart = pin is not None and (pin.rollout is not None or pin.reward is not None)
     nodes = sum(1 for node in snapshot.nodes if node.slots)
-    return Bounds(slots, train_sizes=sizes, judged=bool(job.judges), colocated=not apart, nodes=max(nodes, 1))
+    return Bounds(
+        slots,
+        train_sizes=sizes,
+        judged=bool(job.judges),
+        colocated=not apart,
+        nodes=max(nodes, 1),
+        groups=job.groups,
+    )
 
 
 def _is_round(size: int) -> bool:

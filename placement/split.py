@@ -32,7 +32,8 @@ class Split:
 class Bounds:
     """What a split must keep to. `rollout_size`, `reward_size`: slots of one replica. `train_sizes`: what a train world may have, in
     slots. `judged`: whether there is anything for the reward pool to do. `nodes`: that prompts are shared out among alike, each answered
-    by its node's engines: a step waits for the node that has the fewest."""
+    by its node's engines: a step waits for the node that has the fewest. `groups`: prompts of a step, each of whose responses are made
+    by one engine; None: responses go anywhere."""
 
     slots: int
     rollout_size: int = 1
@@ -41,6 +42,7 @@ class Bounds:
     judged: bool = True
     colocated: bool = True
     nodes: int = 1
+    groups: int | None = None
 
     def sizes(self) -> tuple[int, ...]:
         """The train worlds that fit beside one replica of each other pool."""
