@@ -184,13 +184,11 @@ def plot_regrets(result: dict[str, Any]) -> None:
 def plot_run() -> None:
     """Seconds of each step of one run, the mean over five."""
     job = SimulatedJob(scenario_of(PLAYED), SEED)
-    best = best_each_step(job, switch_costs(job.scenario, SEED, COST_S))
+    runs = {policy: play_policy(job, policy, COST_S) for policy in ("dynamic", "hill_climb")}
+    best = best_each_step(job, switch_costs(job.scenario, SEED, COST_S), runs.values())
     figure, axes = pyplot.subplots(figsize=(7.5, 3.2), layout="constrained")
-    table = np.minimum(job.table(), job.table(COST_S))
-    known = [float(table[step, job.splits.index(split)]) for step, split in enumerate(best.splits)]
-    axes.plot(smooth(known), color="black", lw=1, label="best split for each step")
-    for policy in ("dynamic", "hill_climb"):
-        run = play_policy(job, policy, COST_S)
+    axes.plot(smooth(best.step_s), color="black", lw=1, label="best split for each step")
+    for policy, run in runs.items():
         axes.plot(smooth(run.step_s), color=COLOURS[policy], lw=1.2, label=policy)
         if policy == "dynamic":
             for move in run.moves[1:]:

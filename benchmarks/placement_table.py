@@ -37,8 +37,10 @@ SCENARIOS = ROOT / "benchmarks" / "scenarios"
 CACHE = ROOT / ".cache" / "placement"
 LARGE = 1024
 DECIDE = (
-    *("forecast", "lending", "split", "policies/base", "policies/climbing", "policies/dynamic", "policies/fixed"),
-    *(f"simulate/{name}" for name in ("compiled", "job", "kernel", "oracle", "run", "scenario", "table", "workload")),
+    *("forecast", "lending", "loads", "measured", "split"),
+    *(f"policies/{name}" for name in ("base", "climbing", "dynamic", "fixed")),
+    *(f"simulate/{name}" for name in ("compiled", "job", "kernel", "oracle", "run", "scenario")),
+    *(f"simulate/{name}" for name in ("table", "told", "workload")),
 )
 """Modules of placement that a result depends on."""
 

@@ -120,7 +120,7 @@ def _played(job: SimulatedJob, move_s: float, wanted: Sequence[str]) -> dict[str
     return {name: play_policy(job, name, move_s) for name in names if not wanted or name in wanted}
 
 
-def _oracles(job: SimulatedJob, move_s: float) -> dict[str, float]:
+def _oracles(job: SimulatedJob, move_s: float, found: dict[str, Played]) -> dict[str, float]:
     from placement.simulate.compiled import COMPILES
     from placement.simulate.oracle import best_each_step, best_static
     from placement.simulate.table import switch_costs
@@ -129,14 +129,14 @@ def _oracles(job: SimulatedJob, move_s: float) -> dict[str, float]:
         return {}
     costs = switch_costs(job.scenario, job.seed, move_s)
     return {
-        "best split for each step": best_each_step(job, costs).seconds,
+        "best split for each step": best_each_step(job, costs, found.values()).seconds,
         "best static split": best_static(job, costs).seconds,
     }
 
 
 def _tree(job: SimulatedJob, move_s: float, replay: Replay | None, found: dict[str, Played]) -> dict[str, Any]:
     """All of it, as data."""
-    oracles, steps = _oracles(job, move_s), job.scenario.steps
+    oracles, steps = _oracles(job, move_s, found), job.scenario.steps
     best = min(oracles.values(), default=None)
     rows: list[dict[str, Any]] = [{"policy": name, "seconds": took, "moves": []} for name, took in oracles.items()]
     rows += [

@@ -3,6 +3,9 @@
 A strict step is production, then training, then the weights' way to the engines; co-located pools also change over in between. One
 step ahead, pools with slots of their own make a batch while they train on the one before: the longer of the two is the step. That the
 two are of different batches, and that the tail of one batch can overlap the next batch's beginning, is left out.
+
+What is lent at the end of a strict step goes back while ranks train: what takes longer than that puts the next step off. One step
+ahead it goes back in the beginning of the next production, which those replicas begin late.
 """
 
 from __future__ import annotations
@@ -17,23 +20,25 @@ from numpy.typing import NDArray
 from placement.measured import EngineSpeed, Measured
 from placement.simulate.kernel import BY_RULE, NEVER, play
 from placement.simulate.scenario import Engine, Scenario
+from placement.simulate.told import UNKNOWN, Lend, truth_of
 from placement.simulate.workload import Floats, replica_pace, workload
 from placement.split import Split, feasible
 
 EVERY_S = 1.0
 """Between two looks at whether to lend."""
-REMEMBERED = 4
-"""Steps that a step's longest response is expected from."""
 NO_MOVES = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class Produced:
-    """A batch. `spans`: replica-seconds by pool and number of running requests. `moves`: replicas that were lent."""
+    """A batch. `spans`: replica-seconds by pool and number of running requests. `moves`: replicas that were lent; `away`: that are at
+    the end, above 0 with the judges; `back_s`: until all are where they were."""
 
     seconds: float
     spans: Floats
-    moves: int
+    moves: int = 0
+    away: int = 0
+    back_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,23 +59,25 @@ class SimulatedJob:
     def __init__(self, scenario: Scenario, seed: int) -> None:
         self.scenario, self.seed = scenario, seed
         self.work = cache(lambda step: workload(scenario, seed, step))
-        self.expected = cache(self._expected)
+        self._truth = cache(lambda step: truth_of(step, scenario, self.work(step)))
         counts = {scenario.slots_at(step) for step in range(scenario.steps)}
         self._possible = {slots: frozenset(feasible(scenario.bounds_of(slots))) for slots in counts}
         self.splits: tuple[Split, ...] = tuple(sorted(set().union(*self._possible.values())))
         self._pace = replica_pace(scenario, seed)
         self._tables: dict[float | None, Floats] = {}
-        self._measured: dict[tuple[int, Split, float | None], Measured] = {}
+        self._measured: dict[tuple[int, Split], Measured] = {}
         self._plain: dict[tuple[int, Split], Produced] = {}
         self._lent: dict[tuple[int, Split], dict[float, Produced]] = {}
 
-    def seconds(self, step: int, split: Split, lend_s: float | None = None) -> float:
-        """What the step takes, without what led to the split. `lend_s`: what it costs to lend; None: nothing is lent."""
-        train_s, other_s = self._others(step, split)
-        return self._whole(split, self.produced(step, split, lend_s).seconds, train_s, other_s)
+    def seconds(self, step: int, split: Split, produced: Produced | None = None) -> float:
+        """What the step takes, without what led to the split. `produced`: its batch; None: made with nothing lent."""
+        made = produced or self.produced(step, split)
+        train_s, other_s = self._others(step, split, made)
+        return self._whole(split, made.seconds, train_s, other_s)
 
     def table(self, lend_s: float | None = None) -> Floats:
-        """Seconds of each step on each of `splits`, [steps, splits]; infinite where it is not possible."""
+        """Seconds of each step on each of `splits`, [steps, splits]; infinite where it is not possible. `lend_s`: what it costs to lend,
+        which is done by the rule, told the truth; one step ahead, what was lent in the step before is back. None: nothing is lent."""
         known = self._tables.get(lend_s)
         if known is None:
             known = self._tables[lend_s] = self._table(lend_s)
@@ -80,30 +87,42 @@ class SimulatedJob:
         steps = range(self.scenario.steps)
         return np.array(
             [
-                [self.seconds(step, split, lend_s) if split in possible else np.inf for split in self.splits]
+                [
+                    self.seconds(step, split, self._knowing(step, split, lend_s)) if split in possible else np.inf
+                    for split in self.splits
+                ]
                 for step in steps
                 for possible in (self._possible[self.scenario.slots_at(step)],)
             ]
         )
 
-    def produced(self, step: int, split: Split, lend_s: float | None = None) -> Produced:
-        """The step's batch on the split. All responses are asked for when it begins."""
-        if lend_s is None or split.mode == "colocated" or not self.scenario.lendable:
-            known = self._plain.get((step, split))
-            if known is None:
-                known = self._plain[step, split] = self._played(step, split, None)
-            return known
+    def _knowing(self, step: int, split: Split, lend_s: float | None) -> Produced:
+        """The batch, lent by who knows the truth of the step."""
+        if lend_s is None or not self._lends(split):
+            return self.produced(step, split)
         lent = self._lent.setdefault((step, split), {})
         if lend_s not in lent:
             # Where nothing was lent at a lower cost, nothing is at a higher one.
             same = next((one for cost, one in lent.items() if cost < lend_s and not one.moves), None)
-            lent[lend_s] = same or self._played(step, split, lend_s)
+            lent[lend_s] = same or self._played(step, split, Lend(lend_s, self._truth(step)))
         return lent[lend_s]
 
-    def phases(self, step: int, split: Split, lend_s: float | None = None) -> Phases:
+    def _lends(self, split: Split) -> bool:
+        return split.mode == "coexisting" and self.scenario.lendable
+
+    def produced(self, step: int, split: Split, lend: Lend | None = None) -> Produced:
+        """The step's batch on the split. All responses are asked for when it begins."""
+        if lend is not None and self._lends(split):
+            return self._played(step, split, lend)
+        known = self._plain.get((step, split))
+        if known is None:
+            known = self._plain[step, split] = self._played(step, split, None)
+        return known
+
+    def phases(self, step: int, split: Split, produced: Produced) -> Phases:
         """The step on the split, part by part."""
-        told, produced = self.scenario, self.produced(step, split, lend_s)
-        train_s, other_s = self._others(step, split)
+        told = self.scenario
+        train_s, other_s = self._others(step, split, produced)
         spans = produced.spans
         busy = {
             "rollout": _busy(spans[0], told.rollout),
@@ -119,16 +138,19 @@ class SimulatedJob:
             (*_speeds(spans[0], told.rollout, "rollout"), *_speeds(spans[1], told.reward_at(step), "reward")),
         )
 
-    def measured(self, step: int, split: Split, lend_s: float | None = None) -> Measured:
-        """What the controllers would know of the step: with errors, and now and then without the speeds and times."""
-        lend_s = lend_s if self.scenario.lendable else None
-        known = self._measured.get((step, split, lend_s))
+    def measured(self, step: int, split: Split, produced: Produced | None = None) -> Measured:
+        """What the controllers would know of the step: with errors, and now and then without the speeds and times. `produced`: its batch;
+        None: made with nothing lent."""
+        plain = self.produced(step, split)
+        if produced is not None and produced is not plain:
+            return self._seen(step, split, produced)
+        known = self._measured.get((step, split))
         if known is None:
-            known = self._measured[step, split, lend_s] = self._seen(step, split, lend_s)
+            known = self._measured[step, split] = self._seen(step, split, plain)
         return known
 
-    def _seen(self, step: int, split: Split, lend_s: float | None) -> Measured:
-        work, phases, noise = self.work(step), self.phases(step, split, lend_s), self.scenario.noise
+    def _seen(self, step: int, split: Split, produced: Produced) -> Measured:
+        work, phases, noise = self.work(step), self.phases(step, split, produced), self.scenario.noise
         draw = np.random.default_rng((self.seed, step, 3))
 
         def noisy(value: float) -> float:
@@ -156,36 +178,23 @@ class SimulatedJob:
 
     def fastest_training(self, step: int) -> tuple[float, float]:
         """Of all splits that the step can have: training, and what is neither that nor production."""
-        found = [self._others(step, split) for split in self._possible[self.scenario.slots_at(step)]]
+        found = [self._others(step, split, NOTHING) for split in self._possible[self.scenario.slots_at(step)]]
         return min(one for one, _ in found), min(other for _, other in found)
 
-    def _expected(self, step: int) -> Floats:
-        """Of a batch's longest response, of a judgement and of a response, from the steps before, tokens, [3]."""
-        if step == 0:
-            told = self.scenario
-            return np.array([4.0 * told.lengths.mean, told.judging.tokens if told.judging else 0.0, told.lengths.mean])
-        longest = [float(self.work(one).lengths.max()) for one in range(max(step - REMEMBERED, 0), step)]
-        return np.array(
-            [
-                float(np.mean(longest)),
-                float(self.work(step - 1).judged.mean()),
-                float(self.work(step - 1).lengths.mean()),
-            ]
-        )
-
-    def _others(self, step: int, split: Split) -> tuple[float, float]:
+    def _others(self, step: int, split: Split, produced: Produced) -> tuple[float, float]:
         """Training, and what is neither that nor production."""
         told, work = self.scenario, self.work(step)
         train_s = (told.training.fixed_s + work.train_tokens / (told.training.rate * split.train)) * work.pace
         turns = 0 if split.mode == "coexisting" else 3 if told.judging is not None else 2
-        return train_s, told.training.sync_s + told.wake_s * turns
+        late_s = 0.0 if told.overlaps else max(produced.back_s - train_s, 0.0)
+        return train_s, told.training.sync_s + told.wake_s * turns + late_s
 
     def _whole(self, split: Split, produce_s: float, train_s: float, other_s: float) -> float:
         if self.scenario.overlaps and split.mode == "coexisting":
             return max(produce_s, train_s + other_s)
         return produce_s + train_s + other_s
 
-    def _played(self, step: int, split: Split, lend_s: float | None) -> Produced:
+    def _played(self, step: int, split: Split, lend: Lend | None) -> Produced:
         told, work = self.scenario, self.work(step)
         judged = told.judging is not None
         if split.mode == "coexisting":
@@ -201,7 +210,7 @@ class SimulatedJob:
                 pace,
                 split.rollout // told.rollout.size,
                 step,
-                lend_s,
+                lend,
             )
         rollout = self._served(
             work.lengths, NO_TOKENS, self._replicas(0, split.rollout, told.rollout.size), None, step, None
@@ -211,7 +220,7 @@ class SimulatedJob:
         reward = self._served(
             work.judged, NO_TOKENS, self._replicas(0, split.reward, told.reward.size), None, step, None, turned=True
         )
-        return Produced(rollout.seconds + reward.seconds, rollout.spans + reward.spans[::-1], 0)
+        return Produced(rollout.seconds + reward.seconds, rollout.spans + reward.spans[::-1])
 
     def _replicas(self, first: int, slots: int, size: int) -> Floats:
         return self._pace[first : first + slots // size * size : size]
@@ -223,28 +232,33 @@ class SimulatedJob:
         pace: Floats,
         rollout: int | None,
         step: int,
-        lend_s: float | None,
+        lend: Lend | None,
         *,
         turned: bool = False,
     ) -> Produced:
         engines = (self.scenario.rollout, self.scenario.reward_at(step))[:: -1 if turned else 1]
-        end, _, spans, moves = play(
+        told = lend or NONE
+        end, _, spans, moves, away, settling_s = play(
             lengths,
             judged,
             pace,
             pace.size if rollout is None else rollout,
             np.array([[one.token_s, one.sequence_s] for one in engines]),
             np.array([one.running for one in engines]),
-            NEVER if lend_s is None else BY_RULE,
-            lend_s or 0.0,
+            NEVER if lend is None else BY_RULE,
+            told.cost_s,
             EVERY_S,
-            self.expected(step),
+            told.told,
             NO_MOVES,
+            told.late,
+            told.late_s,
         )
-        return Produced(float(end), spans, int(moves))
+        return Produced(float(end), spans, int(moves), int(away), float(settling_s) + (told.cost_s if away else 0.0))
 
 
+NONE = Lend(0.0, UNKNOWN)
 NO_TOKENS: NDArray[np.float64] = np.zeros(0)
+NOTHING = Produced(0.0, np.zeros((2, 1)))
 
 
 def _busy(spans: Floats, engine: Engine) -> float:

@@ -3,7 +3,8 @@
 Each replica serves what it runs at the same pace: a token of each takes `token_s + sequence_s * running` seconds, times what is the
 replica's own. What waits is taken first come, first served, by the replica with the fewest running; what was aborted goes on first, from
 its tokens. Exact for that model: time advances from one end of a request to the next. Every `every_s` seconds replicas may be lent,
-by `placement.lending.lent` or by a schedule: what they ran goes on elsewhere, and for `cost_s` seconds they serve nobody.
+by the rule of `placement.lending` or by a schedule: what they ran goes on elsewhere, and for `cost_s` seconds they serve nobody. The
+rule is told what somebody has measured, and of now no more than counts. Replicas that are late serve nobody at first either.
 
 It is the truth of the simulator, which nothing that plans may import. Numbers and arrays only, for it is compiled
 (`placement.simulate.compiled`). Rows of `clock`: what each running request of a replica has made since the replica began, the time
@@ -16,7 +17,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.lending import lent
+from placement.lending import left_s, lent, spared
 from placement.simulate.compiled import compiled, inlined
 
 Floats = NDArray[np.float64]
@@ -26,10 +27,10 @@ ROLLOUT, REWARD, SWITCHING = 0, 1, 2
 MADE, SEEN, NEXT, READY = 0, 1, 2, 3
 POOL, RUNNING, FIRST, TARGET = 0, 1, 2, 3
 NEVER, BY_RULE, BY_SCHEDULE = 0, 1, 2
-BEYOND = 0.25
-"""Share of the expected longest response that is taken to be left of one which is longer than that."""
+ALONE_S, SATURATING, TOKENS, RESIDUAL = 0, 1, 2, 3
+"""What the rule is told of a pool, in the words of `placement.lending.left_s`; nothing is known where `ALONE_S` is 0."""
 
-_lent = compiled(lent)
+_lent, _left_s, _spared = compiled(lent), compiled(left_s), compiled(spared)
 
 
 @inlined
@@ -161,59 +162,36 @@ def _leave(
 
 
 @compiled
-def _by_rule(
-    now: float,
-    cost_s: float,
-    ends: Ints,
-    lengths: Floats,
-    left: Floats,
-    expected: Floats,
-    most: Ints,
-    clock: Floats,
-    seats: Ints,
-    aims: Floats,
-    whose: Ints,
-    laws: Floats,
-    pace: Floats,
-) -> int:
-    """What the rule says of now. `expected`: tokens of a batch's longest response, of a judgement and of a response."""
-    awake, owed, made = np.zeros(2, np.int64), np.zeros(2), 0.0
+def _by_rule(cost_s: float, ends: Ints, told: Floats, most: Ints, seats: Ints) -> int:
+    """What the rule says of now, from counts, as a controller that asks every engine has them."""
+    awake, asked = np.zeros(2, np.int64), np.zeros(2)
     for k in range(seats.shape[1]):
         if seats[POOL, k] == SWITCHING:
             return 0
         awake[seats[POOL, k]] += 1
-        owed[seats[POOL, k]] += seats[RUNNING, k]
-        if seats[POOL, k] == ROLLOUT and seats[RUNNING, k] > 0:
-            since = (now - clock[SEEN, k]) / _token_s(k, seats, laws, pace)
-            for i in range(seats[RUNNING, k]):
-                so_far = lengths[whose[k, i]] - (aims[k, i] - clock[MADE, k] - since)
-                made = max(made, so_far)
-    owed[0] += ends[0, 1] - ends[0, 0]
-    owed[1] += ends[1, 1] - ends[1, 0] + owed[0]
-    left_s, saturating = np.zeros(2), laws[0, 0] / laws[0, 1]
-    if owed[0] > 0 and awake[0] > 0:
-        # The longest goes on alone when the others are done: beside it go all their tokens, once.
-        longest = max(expected[0] - made, BEYOND * expected[0])
-        others = min(expected[2], longest)
-        left_s[0] = laws[0, 0] * longest * max(owed[0] / awake[0] / most[0], 1.0)
-        left_s[0] += laws[0, 1] * others * max(owed[0] / awake[0], 1.0)
-        saturating *= longest / others
-    if owed[1] > 0 and awake[1] > 0:
-        load = min(max(owed[1] / awake[1], 1.0), float(most[1]))
-        left_s[1] = owed[1] * expected[1] * (laws[1, 0] + laws[1, 1] * load) / (load * awake[1])
-    return int(
-        _lent(
-            cost_s,
-            awake[0],
-            owed[0],
-            saturating,
-            left_s[0],
-            awake[1],
-            owed[1],
-            laws[1, 0] / laws[1, 1],
-            left_s[1],
-        )
+        asked[seats[POOL, k]] += seats[RUNNING, k]
+    for pool in range(2):
+        if told[pool, ALONE_S] <= 0:
+            return 0
+        asked[pool] += ends[pool, 1] - ends[pool, 0]
+    to_come = asked[1] + asked[0]  # every response that is still made will be judged
+    left = np.zeros(2)
+    for pool in range(2):
+        one = told[pool]
+        owed = asked[0] if pool == ROLLOUT else to_come
+        left[pool] = _left_s(owed, awake[pool], most[pool], one[TOKENS], one[RESIDUAL], one[ALONE_S], one[SATURATING])
+    count = _lent(
+        cost_s,
+        awake[0],
+        asked[0],
+        told[0, SATURATING],
+        left[0],
+        awake[1],
+        to_come,
+        told[1, SATURATING],
+        left[1],
     )
+    return int(_spared(count, awake[0], asked[0], most[0], awake[1], asked[1], most[1]))
 
 
 @compiled
@@ -227,13 +205,18 @@ def play(
     how: int,
     cost_s: float,
     every_s: float,
-    expected: Floats,
+    told: Floats,
     schedule: Ints,
-) -> tuple[float, float, Floats, int]:
+    late: int,
+    late_s: float,
+) -> tuple[float, float, Floats, int, int, float]:
     """Responses of `lengths` tokens, [n], all asked for at once, and their judgements, [n] or none; the first `rollout` of the replicas
-    generate, and the others judge. `laws`: seconds of a token by pool; `most`: running at a time; `how`: whether replicas are lent.
+    generate, and the others judge. `laws`: seconds of a token by pool; `most`: running at a time; `how`: whether replicas are lent;
+    `told`: what the rule knows, [2, 4]; `late`: so many replicas come to their pool `late_s` seconds late: above 0 those that generate,
+    below 0 those that judge.
 
-    Returns when the last was judged, when the last was generated, replica-seconds by pool and number of running requests, and moves.
+    Returns when the last was judged, when the last was generated, replica-seconds by pool and number of running requests, moves, how
+    many replicas are lent at the end (above 0: to the judges), and the seconds until those that change over then have done so.
     """
     count, replicas = lengths.shape[0], pace.shape[0]
     room = max(most[0], most[1])
@@ -241,6 +224,9 @@ def play(
     clock[NEXT, :] = np.inf
     seats = np.zeros((4, replicas), np.int64)
     seats[POOL, rollout:] = REWARD
+    for k in range(rollout - max(late, 0), rollout + max(-late, 0)):
+        seats[TARGET, k], seats[POOL, k] = seats[POOL, k], SWITCHING
+        clock[READY, k] = late_s
     aims, whose = np.zeros((replicas, room)), np.zeros((replicas, room), np.int64)
     left = lengths.copy()
     # A line begins in the middle: what is aborted goes to its front.
@@ -266,16 +252,16 @@ def play(
                 break  # nobody is left to serve what waits: only a schedule does that
             if ready <= at and ready <= look:
                 now = ready
-                seats[POOL, woken] = seats[TARGET, woken]
-                clock[SEEN, woken] = now
-                _admit(seats[POOL, woken], now, line, ends, left, most, clock, seats, aims, whose, laws, pace, spans)
+                for i in range(replicas):  # all that come at once share what waits
+                    if seats[POOL, i] == SWITCHING and clock[READY, i] == ready:
+                        seats[POOL, i], clock[SEEN, i] = seats[TARGET, i], now
+                for pool in range(2):
+                    _admit(pool, now, line, ends, left, most, clock, seats, aims, whose, laws, pace, spans)
                 continue
             if look < at:
                 now, moves = look, 0
                 if how == BY_RULE:
-                    moves = _by_rule(
-                        now, cost_s, ends, lengths, left, expected, most, clock, seats, aims, whose, laws, pace
-                    )
+                    moves = _by_rule(cost_s, ends, told, most, seats)
                 elif tick < schedule.shape[0]:
                     moves = schedule[tick]
                 tick += 1
@@ -301,4 +287,10 @@ def play(
                 ends[1, 1] += 1
                 _admit(REWARD, now, line, ends, left, most, clock, seats, aims, whose, laws, pace, spans)
         _admit(pool, now, line, ends, left, most, clock, seats, aims, whose, laws, pace, spans)
-    return np.inf if owed > 0 else now, generated, spans, moved
+    lent_at_end, settling_s = rollout - replicas, 0.0
+    for k in range(replicas):
+        if seats[POOL, k] == SWITCHING:
+            settling_s = max(settling_s, clock[READY, k] - now)
+        if seats[POOL, k] == REWARD or (seats[POOL, k] == SWITCHING and seats[TARGET, k] == REWARD):
+            lent_at_end += 1
+    return np.inf if owed > 0 else now, generated, spans, moved, lent_at_end, settling_s

@@ -1,9 +1,10 @@
 """What could have been had by whoever knew everything. The best static split in hindsight and the best split for each step with what
-changes cost are exact, over all feasible splits; the bound is below whatever lends and moves."""
+changes cost are exact, over all feasible splits; the bound is below whatever lends and moves. One step ahead, what was lent goes back
+for nothing here: below what could have been had."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -12,6 +13,7 @@ import numpy as np
 from placement.policies.base import SwitchCosts
 from placement.policies.fixed import Static
 from placement.simulate.job import SimulatedJob
+from placement.simulate.run import Played
 from placement.simulate.scenario import Engine
 from placement.simulate.workload import Floats
 from placement.split import Split
@@ -19,10 +21,11 @@ from placement.split import Split
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Seconds of the whole run, and the split of each step."""
+    """Seconds of the whole run, and the split of each step. `step_s`: without what changes took."""
 
     seconds: float
     splits: tuple[Split, ...]
+    step_s: tuple[float, ...]
 
 
 def best_static(job: SimulatedJob, costs: SwitchCosts) -> Found:
@@ -31,16 +34,21 @@ def best_static(job: SimulatedJob, costs: SwitchCosts) -> Found:
     found = []
     for split in job.splits:
         path = [Static(split).nearest(job.scenario.bounds(step)) for step in range(job.scenario.steps)]
-        seconds = sum(float(table[step, at[one]]) for step, one in enumerate(path))
-        seconds += sum(costs.of(one, after) for one, after in pairwise(path))
-        found.append(Found(seconds, tuple(path)))
+        step_s = tuple(float(table[step, at[one]]) for step, one in enumerate(path))
+        seconds = sum(step_s) + sum(costs.of(one, after) for one, after in pairwise(path))
+        found.append(Found(seconds, tuple(path), step_s))
     return min(found, key=lambda one: one.seconds)
 
 
-def best_each_step(job: SimulatedJob, costs: SwitchCosts) -> Found:
+def best_each_step(job: SimulatedJob, costs: SwitchCosts, runs: Iterable[Played] = ()) -> Found:
     """A split for each step, lending by the rule or not; changes take what they cost. By dynamic programming over splits; the first
-    one is free."""
+    one is free. `runs`: of policies, at the same costs: in a step that one of them had done sooner on the same split, for the rule was
+    luckier with what it was told there, it is that."""
     table = np.minimum(job.table(), job.table(costs.move_s))
+    at = {split: i for i, split in enumerate(job.splits)}
+    for run in runs:
+        for step, (split, seconds) in enumerate(zip(run.splits, run.step_s, strict=True)):
+            table[step, at[split]] = min(table[step, at[split]], seconds)
     change = changes(job.splits, costs.of)
     total, came = table[0], []
     for row in table[1:]:
@@ -51,7 +59,9 @@ def best_each_step(job: SimulatedJob, costs: SwitchCosts) -> Found:
     seconds, path = float(total[last]), [last]
     for via in reversed(came):
         path.append(int(via[path[-1]]))
-    return Found(seconds, tuple(job.splits[i] for i in reversed(path)))
+    path.reverse()
+    step_s = tuple(float(table[step, i]) for step, i in enumerate(path))
+    return Found(seconds, tuple(job.splits[i] for i in path), step_s)
 
 
 def changes(splits: tuple[Split, ...], of: Callable[[Split, Split], float]) -> Floats:

@@ -103,9 +103,9 @@ def play_policy(job: SimulatedJob, name: str, move_s: float) -> Played:
 def compared(job: SimulatedJob, move_s: float) -> tuple[Row, ...]:
     """All policies on the job."""
     costs = switch_costs(job.scenario, job.seed, move_s)
-    best, fixed = best_each_step(job, costs).seconds, best_static(job, costs).seconds
+    runs = {name: play_policy(job, name, move_s) for name in policies(job.scenario, job.seed)}
+    best, fixed = best_each_step(job, costs, runs.values()).seconds, best_static(job, costs).seconds
     rows = [Row("best each step", best, 0.0, best / fixed - 1, 0), Row("best static", fixed, fixed / best - 1, 0.0, 0)]
-    for name in policies(job.scenario, job.seed):
-        run = play_policy(job, name, move_s)
+    for name, run in runs.items():
         rows.append(Row(name, run.seconds, run.seconds / best - 1, run.seconds / fixed - 1, len(run.moves) - 1))
     return tuple(rows)
