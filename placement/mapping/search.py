@@ -103,11 +103,11 @@ class First:
     def reason(self) -> str:
         """Why."""
         if self.untimed:
-            which = f"{self.split} is the first of {self.count} ways that fit" if self.count > 1 else "it alone fits"
+            which = f"it is the first of {self.count} ways that fit" if self.count > 1 else "it alone fits"
             return f"nothing is measured yet, and {self.untimed}: {which}"
-        which = f"of {self.count} ways that fit" if self.count > 1 else "it alone fits, and"
-        step = self.fit.times.step
-        return f"nothing is measured yet: {which} {self.split} is predicted to take {step:.3g} s a step"
+        which = f"of {self.count} ways that fit it" if self.count > 1 else "it alone fits, and"
+        least = "least, " if self.count > 1 else ""
+        return f"nothing is measured yet: {which} is predicted to take {least}{self.fit.times.step:.3g} s a step"
 
     @property
     def cut(self) -> str:

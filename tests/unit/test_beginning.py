@@ -47,7 +47,7 @@ def test_the_way_that_is_predicted_to_take_least_is_what_the_job_begins_with_and
     split = split_of(found.plan)
     assert split == found.beginning.split
     assert found.plan.reason.startswith(f"{split} of 8 slots on 1 node; nothing is measured yet: of ")
-    assert f" ways that fit {split} is predicted to take " in found.plan.reason
+    assert " ways that fit it is predicted to take least, " in found.plan.reason
     assert found.beginning.expected_s is not None
     assert found.beginning.warning == ""
 
