@@ -17,10 +17,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 from controllers.changes import Changes
 from controllers.engine_counts import Pool
@@ -41,6 +43,8 @@ LOOK_S = 0.25
 """How everybody is, is looked at so often: patience is a matter of seconds."""
 LOAD_S = 0.5
 """For an engine to say what it has to do."""
+REMEMBERED = 5
+"""Of so many that slept, or woke, the median counts: one that took long for once must not make every change dear."""
 SHUT_S = 2.0
 """So long has an engine that is put to sleep to give back what it has under way; what it still owes then goes on without."""
 
@@ -79,10 +83,8 @@ class EngineBook:
         """Scores from my engines, which serve a classifier."""
         self._looked = -LOOK_S
         self._shut: frozenset[str] = frozenset()
-        self.slept_s: float | None = None
-        """What the newest took that was put to sleep here."""
-        self.woke_s: float | None = None
-        """And the newest that was woken, until it was asked again."""
+        self._slept: deque[float] = deque(maxlen=REMEMBERED)
+        self._woke: deque[float] = deque(maxlen=REMEMBERED)
         self.unseated = generating.unseated
         """How many responses, or scores, no engine has yet."""
 
@@ -90,6 +92,16 @@ class EngineBook:
     def views(self) -> dict[str, EngineView]:
         """What is known of my engines."""
         return {instance: line.view for instance, line in self._lines.items()}
+
+    @property
+    def slept_s(self) -> float | None:
+        """What it takes to put one to sleep here; None: none was."""
+        return median(self._slept) if self._slept else None
+
+    @property
+    def woke_s(self) -> float | None:
+        """And to wake one, until it is asked again."""
+        return median(self._woke) if self._woke else None
 
     @property
     def busy(self) -> frozenset[str]:
@@ -130,7 +142,7 @@ class EngineBook:
             if not await line.client.sleeps():
                 began = self._clock.monotonic()
                 await line.client.sleep()
-                self.slept_s = self._clock.monotonic() - began
+                self._slept.append(self._clock.monotonic() - began)
         line.view = replace(line.view, version=None, asleep=True)
 
     async def wake(self, instance: str, version: Version | None) -> None:
@@ -202,7 +214,7 @@ class EngineBook:
             else:
                 await line.client.update_weights(str(folder), version)
             if line.woken:
-                self.woke_s = self._clock.monotonic() - line.waking
+                self._woke.append(self._clock.monotonic() - line.waking)
             line.woken = False
             line.view = replace(line.view, version=version, trouble="", asleep=False)
             line.pulse = line.pulse.answers(self._clock.monotonic())

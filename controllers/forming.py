@@ -124,7 +124,13 @@ def growth(view: JobView) -> str:
 def wanted_world(view: JobView) -> Move | None:
     """The move by which a policy wants a train world of another size, if it is for this very head and plan."""
     move = view.mirror.moves.newest
-    if move is None or view.mirror.plan is None or move.state != "wanted" or move.kind is not MoveKind.WORLD:
+    if (
+        move is None
+        or view.mirror.plan is None
+        or view.mirror.pin.frozen
+        or move.state != "wanted"
+        or move.kind is not MoveKind.WORLD
+    ):
         return None
     plan = view.mirror.plan.record
     return move if (move.seq, move.generation) == (view.head.seq, plan.generation + 1) else None

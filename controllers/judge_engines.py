@@ -130,7 +130,7 @@ class JudgeEngines:
 
     @property
     def changed_s(self) -> tuple[float | None, float | None]:
-        """What the slowest book's newest took that was put to sleep, and that was woken."""
+        """What it takes to put one to sleep, and to wake it, of the judge whose take longest."""
         slept = [book.slept_s for book in self._books.values() if book.slept_s is not None]
         woke = [book.woke_s for book in self._books.values() if book.woke_s is not None]
         return max(slept, default=None), max(woke, default=None)

@@ -1,8 +1,9 @@
-"""Whoever leads plans: after each commit the job's policy is asked for the next split, and within a step, about once a second, whether
-slots are lent. What comes of it is a proposal, which `controllers.leading` has written down while it is still about what there is.
+"""Whoever leads plans: once for each step that was trained the job's policy is asked for the next split, and within a step, about once a
+second, whether slots are lent (`controllers.lender`). What comes of it is a proposal, which `controllers.leading` has written down
+while it is still about what there is.
 
-A thin effect around pure rules (`placement.moves`, `placement.loads`, the policies): it knows when to ask, and what was measured. A
-policy that raises is told of, once, and moves nothing. Who is frozen, or only to say what would be done, moves nothing either.
+A thin effect around pure rules (`placement.moves`, the policies): it knows when to ask, and what was measured. A policy that raises is
+told of, once, and moves nothing. Who is frozen, or only to say what would be done, moves nothing either.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ import logging
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from controllers.changes import Changes
 from controllers.forming import is_at_hand, may_use_copies, models_of, placeable
 from controllers.leading import leads
+from controllers.lender import Lender
 from controllers.moves_file import MovesFile
-from controllers.polling import Polling
 from controllers.step_history import StepHistory
 from controllers.troubles import TroubleBook
 from controllers.view import JobView
@@ -29,26 +30,22 @@ from gcore.ledger.job import Plan
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.placing import MOST_REASON, Moves
 from gcore.plugins import RAISED, sentence_of
+from gcore.types import Version
 from placement.assign import assigned
 from placement.live import Moving, Start, bounds_of, first_split, obeying
-from placement.loads import Rows, Speeds, is_settled, lending, present, speeds_of, wanted
-from placement.measured import Measured
-from placement.moves import BATCH_IS_WHOLE, Deciding, Proposal, base_split, between_steps, costs, is_told, with_outcomes
+from placement.loads import Rows
+from placement.moves import Deciding, Proposal, base_split, between_steps, is_told, with_outcomes, with_unasked
 from placement.named import find_policy
-from placement.policies.base import Decision, Policy, Situation, SwitchCosts
+from placement.plan import counted
+from placement.policies.base import Decision, Policy, Situation
 from placement.split import Bounds, Split, feasible
-
-if TYPE_CHECKING:
-    from placement.forecast import Paces
 
 log = logging.getLogger(__name__)
 
 POLL_S, SOON_S = 1.0, 0.25
-"""How often it is asked what engines have to do; and while a move takes effect, to know how long that takes."""
+"""How often it is looked whether slots are lent; and while a move takes effect, to know how long that takes."""
 BOOKS_S = 0.5
 """So long are the books of the newest step waited for, before the policy is asked."""
-SETTLE_S = 60.0
-"""A move that has not taken effect for so long does not hold up the next."""
 
 
 class Planned(Protocol):
@@ -84,21 +81,15 @@ class Planner:
         self._moving = Moving.by(spec, models_of(job.mirror))
         judging = [judge.serving.batch_slots for judge in spec.judges if judge.model is not None]
         self._rows = Rows(spec.rollout.batch_slots, min(judging, default=1))
-        self._polling = Polling(job.uid, clock)
         self._history = StepHistory()
+        self._lender = Lender(spec, job.uid, self._moving, self._rows, clock, self._history)
         self._policy: Policy | None = None
-        self._decided: tuple[int, int] | None = None
+        self._decided: Version | None = None
         self._stood: tuple[object, ...] = ()
         """How step and leadership stood when they were looked at last."""
-        self._settled = 0
-        """The generation that every engine was seen to be as."""
-        self._took: dict[int, float] = {}
-        self._since: tuple[int, float] = (0, 0.0)
-        """The plan's generation, and since when it is known."""
-        self._came = 0
-        """The newest generation that was heard as it was written: only of such a one is known how long it took."""
         self._wait_s = POLL_S
-        self._paces: Paces | None = None
+        self._before: Plan | None = None
+        """The plan before the newest."""
         self._kept: Moves | None = None
         self.proposal: Proposal | None = None
         self.account: Moves | None = None
@@ -106,9 +97,9 @@ class Planner:
     def note(self, before: JobMirror, after: JobMirror) -> None:
         """A change of the job's records."""
         self._history.note(before, after)
-        if after.plan is not None and after.plan.record.generation != self._since[0]:
-            self._since = after.plan.record.generation, self._clock.monotonic()
-            self._came = self._since[0] if before.plan is not None else 0
+        self._lender.note(before, after)
+        if before.plan is not None and after.plan is not None and before.plan is not after.plan:
+            self._before = before.plan.record
 
     async def run(self) -> None:
         """For ever."""
@@ -120,12 +111,7 @@ class Planner:
                     async with asyncio.timeout(self._wait_s):
                         await self._job.changes.until(self._is_news)
         finally:
-            await self._polling.close()
-
-    def _is_settling(self) -> bool:
-        """Whether the newest plan is taking effect, as far as that is still waited for."""
-        generation, since = self._since
-        return generation != self._settled and self._clock.monotonic() < since + SETTLE_S
+            await self._lender.close()
 
     def _is_news(self) -> bool:
         """Whether there is another step, its batch is closed, or somebody else leads."""
@@ -150,19 +136,22 @@ class Planner:
             self._propose(None, None)
             self._policy = self._policy if leads(view) else None
             return
-        step = view.head.lineage, view.head.step
-        if self._decided != step and view.head.step > 0:
+        step = trained(view.mirror)
+        if step is not None and self._decided != step:
             await self._booked(view)
             view = self._job.look()
-            if not leads(view) or (view.head.lineage, view.head.step) != step:
+            if not leads(view) or trained(view.mirror) != step:
                 return
             proposal = await self._between(view)
             self._decided = step
         else:
-            proposal = await self._within(view)
+            stored = view.mirror.plan
+            proposal = await self._lender.proposal(view, self._deciding(view))
+            if self._job.mirror.plan is not stored:
+                return
         self._propose(proposal, self._accounted(view))
         await self._keep(view)
-        if self._is_settling() or (proposal is not None and proposal.plan is not None):
+        if self._lender.is_settling or (proposal is not None and proposal.plan is not None):
             self._wait_s = SOON_S
 
     def _propose(self, proposal: Proposal | None, account: Moves | None) -> None:
@@ -195,11 +184,15 @@ class Planner:
         base = base_split(plan, there)
         first = first_split(limits, self._moving)
         if first is None:
+            self._trouble(f"the pools do not fit on {counted(limits.slots, 'slot')} with {pin}; nothing is moved")
             return None
         decision = await self._asked(view, limits, base, first)
         if decision is None:
             return None
-        decision = obeying(decision, limits, pin, base)
+        if (obeyed := obeying(decision, limits, pin)) is None:
+            self._trouble(f"{pin}, and that cannot be had on {counted(limits.slots, 'slot')}; nothing is moved")
+            return None
+        decision = obeyed
         if decision.split not in (base, *feasible(limits)):
             self._trouble(
                 f"policy {self._spec.placement.policy!r} wants {decision.split}, which cannot be had on {limits.slots} slots"
@@ -231,7 +224,7 @@ class Planner:
             bounds=limits,
             now=base,
             history=self._history.steps(view.mirror),
-            costs=self._costs(view),
+            costs=self._lender.costs(view),
             steps_left=None if steps is None else steps - view.head.step,
             overlaps=self._spec.rollout.staleness > 0,
             lends=self._spec.placement.lends,
@@ -246,77 +239,6 @@ class Planner:
             self._policy = None
             return None
 
-    async def _within(self, view: JobView) -> Proposal | None:
-        """What is lent now."""
-        stored = view.mirror.plan
-        assert stored is not None
-        plan, placement = stored.record, self._spec.placement
-        moved = view.mirror.moves.newest
-        lends = placement.lends and not view.mirror.pin.fixes and bool(self._moving.judges)
-        is_whole = view.seal is not None and not view.seal.collects and not view.rules.staleness
-        if is_whole and (back := self._given_back(view, plan)) is not None:
-            return back
-        if not lends and self._settled == plan.generation:
-            return None  # nobody needs to know what engines have to do
-        loads = await self._polling.loads(view.nodes)
-        if self._job.mirror.plan is not stored:
-            return None
-        since = self._clock.monotonic() - self._since[1]
-        if settled := is_settled(plan, loads, view.nodes):
-            self._settled = plan.generation
-            if moved is not None and moved.generation == plan.generation == self._came:
-                self._took.setdefault(plan.generation, since)
-        if not lends or is_whole:
-            return None
-        cost = self._costs(view).move_s
-        if (not settled and since < SETTLE_S) or since < cost:
-            return None
-        members = {stored.record.node for stored in view.mirror.members.values()}
-        speeds = await asyncio.to_thread(self._speeds, self._history.steps(view.mirror))
-        if speeds is None:
-            return None
-        if log.isEnabledFor(logging.DEBUG):
-            found = wanted(present(plan, loads), loads, speeds, cost, self._rows)
-            log.debug("to lend: %s, a change takes %.2f s", found, cost)
-        proposal = lending(plan, loads, speeds, cost, frozenset(members), self._rows, self._deciding(view))
-        if proposal is None or (placement.dry_run and moved is not None and moved.step == view.head.step):
-            return None
-        return proposal
-
-    def _speeds(self, history: tuple[Measured, ...]) -> Speeds | None:
-        """How fast engines are now. None: nobody knows yet. In a thread."""
-        if self._paces is None:
-            from placement.forecast import Paces  # numpy: a daemon that no job lends in is started without it
-
-            self._paces = Paces()
-        self._paces.see(history)
-        return speeds_of(history, self._rows, self._paces.since("rollout"), self._paces.since("reward"))
-
-    def _given_back(self, view: JobView, plan: Plan) -> Proposal | None:
-        """What was lent goes back while ranks train, so that the next step does not wait for it."""
-        if plan.lent_from is None:
-            return None
-        there = placeable(view)
-        base = base_split(plan, there)
-        back = Decision(base, f"{base}: {BATCH_IS_WHOLE}")
-        after = assigned(
-            base,
-            plan,
-            there,
-            self._moving.judges,
-            world=plan.world,
-            generation=plan.generation + 1,
-            reason=back.reason,
-        )
-        if after is None:
-            return None
-        return between_steps(back, plan, after, base, self._deciding(view), BATCH_IS_WHOLE)
-
-    def _costs(self, view: JobView) -> SwitchCosts:
-        known = costs(view.mirror.moves, self._history.start_s())
-        told = self._polling.change_s
-        return known if told is None else replace(known, move_s=told)
-
     def _deciding(self, view: JobView) -> Deciding:
         dry = self._spec.placement.dry_run
         return Deciding(view.head.step, view.head.seq, view.node, self._clock.wall(), dry)
@@ -326,7 +248,8 @@ class Planner:
         assert view.mirror.plan is not None
         known = view.mirror.moves
         seconds, plan = self._history.seconds(), view.mirror.plan.record
-        found = with_outcomes(known, seconds, self._took, view.head.seq, plan)
+        told = with_unasked(known, self._before, plan, self._deciding(view))
+        found = with_outcomes(told, seconds, self._lender.took, view.head.seq, plan)
         return None if found == known else found
 
     async def _keep(self, view: JobView) -> None:
@@ -338,3 +261,12 @@ class Planner:
     def _trouble(self, sentence: str) -> None:
         """Told once for as long as it holds; nothing: it is over."""
         self._job.troubles.hold(f"placement-{self._job.node}", sentence)
+
+
+def trained(mirror: JobMirror) -> Version | None:
+    """The newest step that was trained, of those that the log has. A rollback to it changes nothing about it."""
+    assert mirror.head is not None
+    entries = [stored.record for stored in mirror.log.values() if stored.record.kind == "train"]
+    on_chain = [one for one in entries if one.step <= mirror.head.record.step]
+    newest = max(on_chain, key=lambda one: one.seq, default=None)
+    return None if newest is None else Version(newest.lineage, newest.step)

@@ -72,7 +72,8 @@ class Polling:
         """By address, when and what was told last."""
         self._channels: dict[str, grpc.aio.Channel] = {}
         self.change_s: float | None = None
-        """What it took that an engine was put to sleep and another woken, the longest that any node told last."""
+        """What it takes that an engine is put to sleep and another woken, on the node where it takes longest; None: no node that is there
+        knows."""
 
     async def loads(self, nodes: Mapping[str, NodeRecord]) -> Loads:
         """Of all engines, as far as their controllers answer."""
@@ -90,8 +91,7 @@ class Polling:
         for reply in replies:
             for pool, count in reply.unseated.items():
                 unseated[pool] = unseated.get(pool, 0) + count
-        told = [reply.change_s for reply in replies if reply.change_s > 0]
-        self.change_s = max(told, default=self.change_s)
+        self.change_s = max((reply.change_s for reply in replies if reply.change_s > 0), default=None)
         engines = {(e.node, e.slot, e.judge): _load(e) for reply in replies for e in reply.engines}
         return Loads(tuple(engines.values()), unseated)
 

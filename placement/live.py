@@ -161,11 +161,12 @@ def too_few(snapshot: Snapshot) -> SpecError:
 
 def _spread(split: Split, snapshot: Snapshot) -> Split:
     """The same shares of other slots."""
+    slots = snapshot.slots
     if split.mode == "colocated":
-        return Split(
-            "colocated", snapshot.slots, snapshot.slots if split.reward else 0, min(split.train, snapshot.slots)
-        )
-    return split
+        return Split("colocated", slots, slots if split.reward else 0, min(split.train, slots))
+    share = slots / max(split.rollout + split.reward + split.train, 1)
+    reward, train = max(round(split.reward * share), min(split.reward, 1)), max(round(split.train * share), 1)
+    return Split("coexisting", max(slots - reward - train, 1), reward, train)
 
 
 def mended(plan: Plan, snapshot: Snapshot, job: Moving) -> Plan | None:
@@ -189,10 +190,8 @@ def mended(plan: Plan, snapshot: Snapshot, job: Moving) -> Plan | None:
     )
 
 
-def obeying(decision: Decision, limits: Bounds, pin: Pin, now: Split | None) -> Decision:
-    """What a policy decided, as far as what a person fixed lets it be."""
-    if pin.frozen and now is not None:
-        return replace(decision, split=now, reason="it is frozen: nothing moves")
+def obeying(decision: Decision, limits: Bounds, pin: Pin) -> Decision | None:
+    """What a policy decided, as far as what a person fixed lets it be. None: that cannot be had."""
     fixed = {"rollout": pin.rollout, "reward": pin.reward, "train": pin.train}
     wanted = {pool: size for pool, size in fixed.items() if size is not None}
     if not wanted or all(getattr(decision.split, pool) == size for pool, size in wanted.items()):
@@ -207,7 +206,7 @@ def obeying(decision: Decision, limits: Bounds, pin: Pin, now: Split | None) -> 
 
     fitting = [one for one in feasible(limits) if all(getattr(one, pool) == size for pool, size in wanted.items())]
     if not fitting:
-        return replace(decision, split=now or decision.split, reason=f"{pin} cannot be had on {limits.slots} slots")
+        return None
     return replace(decision, split=min(fitting, key=unlike), reason=f"{pin}, as was asked; {decision.reason}")
 
 

@@ -216,6 +216,7 @@ def lending(
         cost_s=round(cost_s, 3),
         by=at.by,
         time=at.time,
+        within=True,
         state="would" if at.dry else "done",
     )
     update = {"reason": f"{plan.reason.split(';')[0]}; then {reason}", "lent_from": None if is_back else part_of(base)}

@@ -104,6 +104,7 @@ def between_steps(
         before_s=decision.before_s,
         by=at.by,
         time=at.time,
+        within=back_for == BATCH_IS_WHOLE,
         state="would" if at.dry else "wanted" if after is None else "done",
     )
     return Proposal(move, None if at.dry else after)
@@ -124,6 +125,32 @@ def beginning_move(plan: Plan, reason: str, expected_s: float | None, at: Decidi
         by=at.by,
         time=at.time,
     )
+
+
+def with_unasked(moves: Moves, before: Plan | None, plan: Plan, at: Deciding) -> Moves:
+    """The moves with the newest change of the plan, where no policy asked for it: nodes came or went."""
+    if before is None or any(move.generation >= plan.generation and move.state == "done" for move in moves.moves):
+        return moves
+    if _roles(before) == _roles(plan) and before.ranks == plan.ranks:
+        return moves
+    wanted = moves.newest
+    if wanted is not None and wanted.kind is MoveKind.WORLD and wanted.generation == plan.generation:
+        return moves  # what came of that is told with it
+    slots, more = told_slots(before, plan)
+    move = Move(
+        generation=plan.generation,
+        step=at.step,
+        seq=at.seq,
+        kind=MoveKind.MEND,
+        before=part_of(split_of(before)),
+        after=part_of(split_of(plan)),
+        slots=slots,
+        more_slots=more,
+        reason=plan.reason.split("; then ")[-1],
+        by=at.by,
+        time=at.time,
+    )
+    return moves.plus(move)
 
 
 def _roles(plan: Plan) -> dict[tuple[str, str, str], bool]:
@@ -159,13 +186,22 @@ def with_outcomes(
     known = list(moves.moves)
     for number, move in enumerate(known):
         later = next((one.step for one in known[number + 1 :] if one.kind in BETWEEN and one.state == "done"), None)
-        known[number] = _settled(move, seconds, took.get(move.generation), later, head_seq, plan)
+        past = reversed(known[:number])
+        earlier = next((one.step for one in past if one.kind in BETWEEN and one.state == "done"), None)
+        known[number] = _settled(move, seconds, took.get(move.generation), earlier, later, head_seq, plan)
     return moves if tuple(known) == moves.moves else moves.model_copy(update={"moves": tuple(known)})
 
 
 def _settled(
-    move: Move, seconds: Mapping[int, float], took: float | None, later: int | None, head_seq: int, plan: Plan
+    move: Move,
+    seconds: Mapping[int, float],
+    took: float | None,
+    earlier: int | None,
+    later: int | None,
+    head_seq: int,
+    plan: Plan,
 ) -> Move:
+    """`earlier`, `later`: at whose end the moves between steps before and after it were made."""
     if move.state == "wanted" and head_seq != move.seq:
         # Head moves by the rollback that forms it, or by a step that was committed instead, with the ranks that there were.
         formed = plan.generation >= move.generation and len(plan.ranks) == move.after.train
@@ -182,7 +218,8 @@ def _settled(
         after = [seconds[move.step + 1]]  # the next move came before there was a step that paid for nothing
     if move.kind in WITHIN:
         after = [seconds[move.step + 1]] if move.step + 1 in seconds else []
-    before = [seconds[step] for step in range(move.step - MOST_AFTER + 1, move.step + 1) if step in seconds]
+    since = max(move.step - MOST_AFTER + 1, earlier + 2 if earlier is not None else 0)
+    before = [seconds[step] for step in range(since, move.step + 1) if step in seconds]
     if len(after) > outcome.steps:
         update = {
             "steps": len(after),
@@ -207,7 +244,7 @@ def in_words(move: Move) -> str:
         case MoveKind.WORLD:
             what = f"formed a train world of {after.train} ranks in place of {before.train} ({before} -> {after})"
         case MoveKind.MEND:
-            what = f"gave a pool without an engine one ({before} -> {after})"
+            what = f"nodes came or went, and with them {before} became {after}"
         case _:
             what = f"went from {before} to {after}"
     if move.state == "would":
@@ -229,8 +266,8 @@ def numbers_in_words(move: Move) -> str:
     elif move.gain_s is not None and move.gain_s > 0:
         said.append(f"it was to gain {move.gain_s:.1f} s")
     if move.cost_s is not None and move.cost_s > 0:
-        said.append(f"and to cost {move.cost_s:.1f} s once")
-    return ", ".join(said).replace(", and", " and")
+        said.append(f"{'and' if said else 'it was'} to cost {move.cost_s:.1f} s once")
+    return " ".join(said)
 
 
 def outcome_in_words(move: Move) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from gcore.ledger.job import Plan
 from gcore.ledger.placing import Move, MoveKind, Moves, Pin
 from placement.assign import Slot, split_of
-from placement.moves import STEP_IS_OVER, in_words, numbers_in_words, outcome_in_words, split_from
+from placement.moves import in_words, numbers_in_words, outcome_in_words, split_from
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -136,8 +136,7 @@ def _at(move: Move) -> str:
     """Where in the run it was."""
     if move.kind is MoveKind.BEGIN:
         return "at the beginning"
-    within = move.kind in ("lend", "return") and move.reason != STEP_IS_OVER
-    return f"within step {move.step + 1}" if within else f"after step {move.step}"
+    return f"within step {move.step + 1}" if move.within else f"after step {move.step}"
 
 
 def _told(move: Move) -> list[str]:

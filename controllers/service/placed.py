@@ -60,12 +60,22 @@ def pin_of(
         return Pin(by=node, time=time)
     if wrong := next((pool for pool, size in sizes.items() if size < 1), None):
         raise UsageError(f"{wrong} cannot have {sizes[wrong]} slots", fix="Give it at least one")
-    if "reward" in sizes and not any(judge.model is not None for judge in stored_spec(job.spec).judges):
+    judged = any(judge.model is not None for judge in stored_spec(job.spec).judges)
+    if "reward" in sizes and not judged:
         raise UsageError("reward can have no slots: the cluster serves no judge of this job", fix="Leave --reward out")
     together = {"rollout": known.rollout, "reward": known.reward, "train": known.train} | sizes
-    if sum(size or 0 for size in together.values()) > slots:
+    apart = together["rollout"] is not None or together["reward"] is not None
+    least = {
+        "rollout": apart,
+        "reward": apart and judged,
+        "train": apart,
+    }  # whoever has slots of its own leaves others one
+    if sum(size or int(least[pool]) for pool, size in together.items()) > slots:
         said = ", ".join(f"{pool} {size}" for pool, size in together.items() if size is not None)
-        raise UsageError(f"{said} are more than the {slots} slots there are", fix="Lower one of them")
+        fits = sum(size or 0 for size in together.values()) <= slots
+        others = [pool for pool, size in together.items() if size is None and least[pool] and fits]
+        more = f", with one for {' and '.join(others)}," if others else ""
+        raise UsageError(f"{said}{more} are more than the {slots} slots there are", fix="Lower one of them")
     return Pin(frozen=known.frozen or request.freeze, by=node, time=time, **together)
 
 

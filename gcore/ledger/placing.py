@@ -65,7 +65,7 @@ class Pin(Record):
 
 class MoveKind(StrEnum):
     """SPLIT: engines change over between two steps. WORLD: the train world gets another size too, by a rollback to head's own state.
-    LEND: within a step, from rollout to the judges; RETURN: back. MEND: a pool with work had no engine left. BEGIN: what the job began
+    LEND: within a step, from rollout to the judges; RETURN: back. MEND: no policy asked for it, nodes came or went. BEGIN: what the job began
     with, before which there was nothing."""
 
     BEGIN = "begin"
@@ -103,6 +103,8 @@ class Move(Part):
     """Of the plan that it makes."""
     step: NonNegativeInt
     """Head's, when it was decided."""
+    within: bool = False
+    """Whether it was within the step after that one."""
     seq: NonNegativeInt = 0
     """Head's sequence number then: a move of the train world is for that head only."""
     kind: MoveKind

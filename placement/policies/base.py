@@ -17,7 +17,7 @@ from placement.split import Bounds, Split
 @dataclass(frozen=True, slots=True)
 class SwitchCosts:
     """What changes are taken to cost, in seconds, from the newest that were measured: engines that move, and a train world of
-    another size. `turn_s`: sleep and wake of what takes its turn on co-located slots."""
+    another size. `turn_s`: sleep and wake of what takes its turn on co-located slots; 0 where all stay in memory."""
 
     move_s: float
     world_s: float

@@ -166,7 +166,9 @@ def test_changes_cost_what_the_newest_cost_and_before_that_a_prior() -> None:
         pytest.param(MoveKind.LEND, "done", "lent 1 slot from rollout to the judges", id="lend"),
         pytest.param(MoveKind.SPLIT, "would", "would have: went from 4 rollout", id="would"),
         pytest.param(MoveKind.WORLD, "wanted", "wants to have: formed a train world", id="wanted"),
-        pytest.param(MoveKind.MEND, "done", "gave a pool without an engine one", id="mend"),
+        pytest.param(
+            MoveKind.MEND, "done", "nodes came or went, and with them 4 rollout, 1 reward, 1 train became", id="mend"
+        ),
     ],
 )
 def test_each_move_is_one_sentence(kind: MoveKind, state: str, begins: str) -> None:

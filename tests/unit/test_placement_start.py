@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gcore.config import parse_spec
 from gcore.errors import SpecError
 from gcore.ledger.placing import Pin
-from placement.assign import split_of
+from placement.assign import assigned, split_of
 from placement.beginning import begun
 from placement.live import Moving, Start, bounds_of, first_split, mended, obeying, placed
 from placement.named import find_policy
@@ -95,23 +95,32 @@ def test_a_slot_that_comes_is_rollouts_and_its_judges_sleep() -> None:
     assert joined(more, cluster(4, 1), Wanted(judges=()), moves=True) is None
 
 
-@given(st.integers(1, 6), st.integers(1, 6), st.booleans())
-def test_a_policy_obeys_what_is_fixed(rollout: int, reward: int, frozen: bool) -> None:
+@given(st.integers(1, 6), st.integers(1, 6))
+def test_a_policy_obeys_what_is_fixed(rollout: int, reward: int) -> None:
     limits = bounds_of(cluster(4, 4), JOB, Pin(reward=reward))
-    now = Split("coexisting", 4, 2, 2)
     wish = Decision(Split("coexisting", rollout, 8 - rollout - 1, 1), "why")
-    pin = Pin(reward=reward, frozen=frozen)
-    found = obeying(wish, limits, pin, now)
-    assert found.split == now if frozen else found.split.reward == reward
-    assert obeying(wish, limits, Pin(), now) == wish
+    found = obeying(wish, limits, Pin(reward=reward))
+    assert found is not None
+    assert found.split.reward == reward
+    assert obeying(wish, limits, Pin()) == wish
 
 
-def test_what_cannot_be_had_moves_nothing() -> None:
+def test_what_cannot_be_had_is_no_decision() -> None:
     limits = bounds_of(cluster(4), JOB, Pin(rollout=4))
-    now = Split("coexisting", 2, 1, 1)
-    found = obeying(Decision(Split("coexisting", 1, 2, 1), "why"), limits, Pin(rollout=4), now)
-    assert found.split == now
-    assert "cannot be had" in found.reason
+    assert obeying(Decision(Split("coexisting", 1, 2, 1), "why"), limits, Pin(rollout=4)) is None
+
+
+@given(st.integers(1, 12), st.integers(0, 6), st.integers(1, 4), st.integers(1, 4))
+def test_on_other_slots_pools_keep_their_shares(rollout: int, reward: int, train: int, times: int) -> None:
+    """A job that comes back on more slots does not give all of the new ones to rollout."""
+    before, job = Split("coexisting", rollout, reward, train), replace(JOB, judges=("j",) if reward else ())
+    first = assigned(before, None, cluster(rollout + reward + train), job.judges, world="w", generation=1)
+    assert first is not None
+    there = cluster(*[rollout + reward + train] * times)
+    found = placed(there, job, world="x", generation=2, current=first)
+    assert found is not None
+    assert split_of(found).reward == reward * times
+    assert split_of(found).rollout + split_of(found).train == (rollout + train) * times
 
 
 @pytest.mark.parametrize("name", ["static", "colocated", "hill_climb", "threshold", "dynamic"])

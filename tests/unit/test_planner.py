@@ -28,7 +28,7 @@ from gcore.testing import FakeClock
 from gcore.types import Version
 from placement.assign import assigned, split_of
 from placement.loads import EngineLoad, Loads
-from placement.moves import part_of
+from placement.moves import part_of, split_from
 from placement.plan import NodeSlots, Snapshot
 from placement.policies.base import Decision, Situation
 from placement.split import Split
@@ -106,6 +106,12 @@ class Job:
     def change(self, **more: Any) -> None:
         self.view = replace(self.view, mirror=replace(self.view.mirror, **more))
 
+    def step(self, step: int) -> None:
+        """Another one is committed."""
+        entry = LogEntry.model_construct(kind="train", step=step, lineage=0, seq=step, stats={"seconds": 3.0})
+        head = self.mirror.head.record.model_copy(update={"step": step, "seq": step})
+        self.change(head=stored(head), log={**self.mirror.log, step: stored(entry)})
+
     def look(self) -> JobView:
         return self.view
 
@@ -175,6 +181,47 @@ async def test_what_does_not_fit_into_memory_is_not_offered_to_the_policy(made: 
     assert much.colocated
     assert not little.colocated, "the judge does not fit beside a rank"
     assert 1 in little.train_sizes
+
+
+async def test_a_rollback_to_the_same_step_asks_nobody_again(made: Any) -> None:
+    """Nothing more is measured, and a world of another size is formed by one."""
+    job, policy = Job(), Scripted(Decision(FIRST, "well"), Decision(FIRST, "well"))
+    planner = made(policy, job)
+    await planner._turn()
+    job.change(head=stored(job.mirror.head.record.model_copy(update={"lineage": 1, "seq": 2})))
+    await planner._turn()
+    assert len(policy.asked) == 1
+    job.step(2)
+    await planner._turn()
+    assert len(policy.asked) == 2
+
+
+async def test_a_pin_that_cannot_be_had_is_told_of_and_moves_nothing(made: Any) -> None:
+    job = Job()
+    job.change(pins={"": stored(Pin(rollout=6))})
+    planner = made(Scripted(Decision(SECOND, "why")), job)
+    await planner._turn()
+    assert planner.proposal is None
+    assert "rollout has 6, and that cannot be had on 6 slots" in job.troubles.said[-1]
+
+
+async def test_what_nodes_that_come_and_go_do_to_the_plan_is_told_as_a_move(made: Any) -> None:
+    job = Job()
+    planner = made(Scripted(Decision(SECOND, "well")), job)
+    await planner._turn()
+    before = job.mirror
+    other = assigned(SECOND, before.plan.record, SNAPSHOT, ("tutor",), world="w", generation=2)
+    assert other is not None
+    job.change(plan=stored(other.model_copy(update={"reason": "a; then engines on 2 slots of node-1"})))
+    planner.note(before, job.mirror)
+    await planner._turn()
+    assert planner.account is not None
+    move = planner.account.newest
+    assert (move.kind, move.generation, split_from(move.after)) == (MoveKind.MEND, 2, SECOND)
+    assert move.reason == "engines on 2 slots of node-1"
+    job.change(movings={"": stored(planner.account)})
+    await planner._turn()
+    assert planner.account is None
 
 
 async def test_a_world_of_another_size_is_only_wanted(made: Any) -> None:
@@ -301,7 +348,7 @@ async def test_it_looks_at_once_when_there_is_another_step(made: Any) -> None:
     task = asyncio.create_task(planner.run())
     assert await asyncio.to_thread(policy.again.wait, 5.0)
     policy.again.clear()
-    job.change(head=stored(job.mirror.head.record.model_copy(update={"step": 2, "seq": 2})))
+    job.step(2)
     job.changes.notify()
     assert await asyncio.to_thread(policy.again.wait, POLL_S - 0.1)
     task.cancel()
@@ -341,7 +388,7 @@ async def test_without_lending_nobody_is_asked_once_the_plan_has_taken_effect(ma
     await planner._turn()
     await planner._turn()
     assert len(asked) == heard
-    assert planner._took == {}, "who came after a plan does not know how long it took"
+    assert planner._lender.took == {}, "who came after a plan does not know how long it took"
 
 
 async def test_with_lending_nodes_are_asked_for_as_long_as_the_job_runs(made: Any, asked: list[Loads]) -> None:
@@ -366,7 +413,7 @@ async def test_how_long_a_move_took_is_known_to_who_heard_it_written(made: Any, 
     planner.note(before, job.mirror)
     asked.append(all_as(job))
     await planner._turn()
-    assert planner._took == {2: 0.0}
+    assert planner._lender.took == {2: 0.0}
 
 
 async def test_what_was_lent_goes_back_while_ranks_train(made: Any, asked: list[Loads]) -> None:

@@ -24,6 +24,7 @@ from controllers.view import EngineView, JobView
 from controllers.waiting import waiting_for
 from gcore.errors import EngineError
 from gcore.rollout.client import SamplingParams
+from gcore.testing import FakeClock
 from gcore.types import Sample, Version, VersionSpan
 
 PARAMS = SamplingParams(temperature=1.0, max_new_tokens=4)
@@ -120,6 +121,8 @@ class Sleeper:
         self.answers = answers
         self.ended = asyncio.Event()
         self.began = asyncio.Event()
+        self.clock: FakeClock | None = None
+        self.takes_s = 0.0
 
     async def served(self) -> Version | None:
         return None if self.asleep else self.version
@@ -132,6 +135,8 @@ class Sleeper:
 
     async def sleep(self) -> None:
         self.asked.append("sleep")
+        if self.clock is not None:
+            await self.clock.advance(self.takes_s)
         self.ended.set()
         self.asleep = self.given_back = True
 
@@ -264,3 +269,15 @@ def test_who_is_to_sleep_is_not_waited_for_and_who_does_not_get_to_is_told() -> 
     told = [wait.what for wait in waiting_for(late)]
     assert "engine policy_cpu1 is to wake: no room" in told
     assert any("are to load" in what for what in told)
+
+
+async def test_one_engine_that_slept_long_for_once_does_not_make_every_change_dear(tmp_path: Path) -> None:
+    one, clock = Books(), FakeClock()
+    one.book._clock = clock
+    await one.book.aim(engines_at(busy="h:1"))
+    assert one.book.slept_s is None
+    one.busy.clock = clock
+    for one.busy.takes_s in (1.0, 60.0, 1.0):
+        await one.book.sleep("busy")
+        await one.book.wake("busy", Version(0, 2))
+    assert one.book.slept_s == 1.0
