@@ -102,7 +102,7 @@ class PlacementSpec(Section):
     lend: bool | None = Field(
         None,
         description="Slots are lent between rollout and judges within a step, by putting one engine to sleep and waking another; "
-        "default: not",
+        "default: with policy: dynamic",
     )
     dry_run: bool = Field(
         False,
@@ -117,7 +117,7 @@ class PlacementSpec(Section):
     @property
     def lends(self) -> bool:
         """Whether slots are lent within a step."""
-        return bool(self.lend)
+        return self.policy == "dynamic" if self.lend is None else self.lend
 
     @model_validator(mode="after")
     def _pools_are_statics(self) -> PlacementSpec:

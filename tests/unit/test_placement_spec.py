@@ -72,7 +72,7 @@ def test_a_judge_that_wants_so_many_engines_has_them_of_no_policy() -> None:
 
 
 def test_slots_are_lent_where_the_spec_says_so() -> None:
-    assert not spec({"policy": "dynamic"}, judged=True).placement.lends
+    assert spec({"policy": "dynamic"}, judged=True).placement.lends
     assert spec({"policy": "dynamic", "lend": True}, judged=True).placement.lends
     assert not spec({"policy": "dynamic", "lend": False}, judged=True).placement.lends
     assert not spec({"policy": "hill_climb"}, judged=True).placement.lends
