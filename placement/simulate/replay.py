@@ -27,7 +27,7 @@ from gcore.types import Version
 from placement.forecast import law_of, train_law
 from placement.measured import EngineSpeed, Measured
 from placement.simulate.job import SimulatedJob
-from placement.simulate.scenario import Engine, Scenario, Training
+from placement.simulate.scenario import Engine, Judging, Lengths, Scenario, Training
 from placement.simulate.workload import Floats, Workload
 from placement.split import Split
 
@@ -172,13 +172,27 @@ def _scenario(
         staleness=staleness,
         rollout=_engine(history, "rollout"),
         reward=_engine(history, "reward"),
-        judging=Scenario.model_fields["judging"].default if judged else None,
+        lengths=_spread_of(work),
+        judging=Judging(tokens=max(float(np.mean([one.judged.mean() for one in work])), 1.0)) if judged else None,
+        prompt=max(round(_prompt(work)), 1),
         training=Training(
             fixed_s=training.fixed_s, rate=1.0 / max(training.slot_s, 1e-12), sync_s=median(between), sizes=sizes
         ),
         wake_s=_switch_s(steps) or 0.0,
         noise=Scenario.model_fields["noise"].default.model_copy(update={"replica": 0.0, "train": 0.0}),
     )
+
+
+def _spread_of(work: tuple[Workload, ...]) -> Lengths:
+    """As the run's were, all steps together: the first split is chosen by them."""
+    every = np.concatenate([one.lengths for one in work])
+    mean = max(float(every.mean()), 1.0)
+    return Lengths(mean=mean, spread=max(float(every.std()) / mean, 0.01))
+
+
+def _prompt(work: tuple[Workload, ...]) -> float:
+    """What was trained on besides the responses, by response. Of what was filtered out nothing is trained on, so it is less than that."""
+    return median(one.train_tokens / max(one.lengths.size, 1) - float(one.lengths.mean()) for one in work)
 
 
 def _engine(history: list[Measured], pool: str) -> Engine:

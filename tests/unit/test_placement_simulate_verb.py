@@ -148,3 +148,11 @@ def test_what_cannot_be_played_is_told_in_a_sentence(
     told = [str(scenario) if word == "FILE" else word for word in words]
     with pytest.raises(UsageError, match=sentence):
         said(*told, "--home", str(tmp_path))
+
+
+def test_the_first_split_of_a_replay_is_chosen_by_the_runs_own_lengths(tmp_path: Path) -> None:
+    told = read_run(a_run(tmp_path / "run")).scenario
+    assert told.lengths.mean == pytest.approx(80.0, rel=0.1)
+    assert told.judging is not None
+    assert told.judging.tokens == pytest.approx(10.0)
+    assert told.prompt == pytest.approx(1600 / 16 - told.lengths.mean, abs=5)
