@@ -133,7 +133,7 @@ def placed(
 ) -> Plan | None:
     """A plan with a new train world: of the split that is `wanted`, else of that which is nearest to the one there is. None: there
     are too few slots."""
-    limits = bounds_of(snapshot, job, pin)
+    limits = bounds_of(snapshot, job, pin, None if current is None else len(current.ranks))
     if wanted is None and current is not None:
         wanted = _spread(split_of(current), snapshot)
     split = nearest(wanted, limits) if wanted is not None else None

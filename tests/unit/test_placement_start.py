@@ -7,13 +7,18 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mapped_jobs import spec
+from told_nodes import QWEN
+from told_nodes import node as told
 
 from gcore.config import parse_spec
 from gcore.errors import SpecError
+from gcore.ledger.facts import ModelConfigs
 from gcore.ledger.placing import Pin
 from placement.assign import assigned, split_of
 from placement.beginning import begun
 from placement.live import Moving, Start, bounds_of, first_split, mended, obeying, placed
+from placement.mapping.told import work_of
 from placement.named import find_policy
 from placement.plan import NodeSlots, Snapshot, Wanted, joined
 from placement.policies.base import Decision, Situation, SwitchCosts
@@ -151,3 +156,16 @@ def test_what_a_job_begins_with_can_be_told_before_it_does_or_why_it_cannot() ->
     assert len(begun(cluster(2, 2), parse_spec({**tree, "placement": {}}), None).plan.ranks) == 2
     with pytest.raises(SpecError, match="do not fit on 2 slots"):
         begun(cluster(2), parse_spec(tree), None)
+
+
+def test_a_world_keeps_its_size_whatever_memory_it_is_estimated_to_take() -> None:
+    """It was there, so it fits; a person may have written its size."""
+    nodes = Snapshot((told("n0", *[30.0] * 8, host=2000.0),))
+    work = work_of(spec(placement={"policy": "dynamic"}), ModelConfigs(policy=QWEN | {"num_hidden_layers": 100}))
+    job = Moving((), None, 32, None, None, work=work)
+    assert 1 not in bounds_of(nodes, job).train_sizes
+    before = placed(nodes, replace(job, work=""), world="w", generation=1, wanted=Split("coexisting", 7, 0, 1))
+    assert before is not None
+    after = placed(nodes, job, world="x", generation=2, current=before)
+    assert after is not None
+    assert split_of(after) == split_of(before)
