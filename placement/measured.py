@@ -19,10 +19,12 @@ class EngineSpeed:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One step. Times are None where nobody measured them. `lengths`, `judged`: tokens of each response and of its judgement.
+    """One step. Times are None where nobody measured them. `lengths`, `judged`: tokens of each response and of its judgement, those of
+    filtered groups too.
 
-    `produce_s`: until the batch was whole; `train_s`: of the ranks; `other_s`: what was neither. `busy`: slot-seconds, by pool.
-    `step_s`: from commit to commit, where the next batch is made meanwhile. `speed`: of a pool at as many loads as were seen.
+    `produce_s`: what a batch takes to be made; `train_s`: of the ranks; `other_s`: what holds the ranks up and is neither. `busy`:
+    slot-seconds, by pool. `speed`: of a pool at as many loads as were seen. `step_s`: from commit to commit, where the next batch is made
+    meanwhile, so that it is no sum of the others; no batch takes longer to be made. `asked_per_response`: requests to the judges' engines.
     """
 
     step: int
@@ -36,6 +38,7 @@ class Measured:
     speed: tuple[EngineSpeed, ...]
     busy: Mapping[str, float]
     step_s: float | None = None
+    asked_per_response: float = 1.0
 
     @property
     def seconds(self) -> float | None:

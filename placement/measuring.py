@@ -3,12 +3,22 @@
 Three sources: the step's log entry has its seconds, as the controller that committed it saw them; its seal has the lengths of its
 responses; the books of the nodes have what their engines did. Whoever plans calls this once a step, with what there is: a number that
 nobody measured is None or missing, never a guess.
+
+**Where batches are made ahead** (some staleness), what a commit waits for a batch is what is left of its production by then, not what
+its production takes. If the ranks had to wait, batches come as fast as they are made, so that took as long as the whole step. If
+not, engines rest once they may begin nothing more, so it took as long as they had anything to do. Where they share their slots with ranks
+that work, or not all books are there, nobody knows: the step's own length is a bound. The weights go out meanwhile.
+
+**What was filtered** was generated and judged like the rest. How many groups that were is known, and how long their responses were on
+average; one by one they are taken to be like those that were kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import log2
+from statistics import fmean
 
 from gcore.ledger.books import EngineSums, StepBook
 from gcore.ledger.records import LogEntry, Seal
@@ -19,6 +29,20 @@ BUSY = "busy "
 """How states of work begin in a step's books; the pool follows."""
 LEAST_TOKENS = 16
 """Of fewer it is not said how fast they were made."""
+WAITED = 0.1
+"""Share of a step that its ranks waited for the batch, from which on it was production that the step took so long for; below, that is
+what it takes to seal a batch that is there."""
+MOST_REPEATED = 16.0
+"""Responses that were made for each one that was kept, at most: a step that was nearly all filtered is no measure of the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Times:
+    """As `Measured` has them."""
+
+    produce_s: float | None
+    other_s: float | None
+    step_s: float | None = None
 
 
 def measured(books: Iterable[StepBook], entry: LogEntry, seal: Seal | None, split: Split) -> Measured:
@@ -29,23 +53,48 @@ def measured(books: Iterable[StepBook], entry: LogEntry, seal: Seal | None, spli
     """
     found = list(books)
     stats, sums = entry.stats, _sums(found)
-    lengths = _lengths(entry, seal)
-    reward = sums.get("reward")
-    judged = reward.tokens / _judged(entry, len(lengths)) if reward is not None and lengths else 0.0
-    exchange = stats.get("exchange_s")
-    publish = stats.get("publish_s")
+    lengths = tuple(_with_filtered(_lengths(entry, seal), stats))
+    reward = sums.get("reward") if lengths else None
+    times = _ahead(stats, split, found) if "staleness" in stats else _in_turn(stats)
     return Measured(
         step=entry.step,
         split=split,
         lengths=lengths,
-        judged=(judged,) * len(lengths) if reward is not None else (),
+        judged=(reward.tokens / len(lengths),) * len(lengths) if reward is not None else (),
         train_tokens=stats.get("tokens", 0.0),
-        produce_s=stats.get("collect_s"),
+        produce_s=times.produce_s,
         train_s=stats.get("train_s"),
-        other_s=None if exchange is None or publish is None else exchange + publish,
+        other_s=times.other_s,
         speed=tuple(_speeds(found)),
         busy=_busy(found),
+        step_s=times.step_s,
+        asked_per_response=reward.requests / len(lengths) if reward is not None and reward.requests else 1.0,
     )
+
+
+def _in_turn(stats: Mapping[str, float]) -> _Times:
+    """Of a step whose batch was begun after the commit before."""
+    exchange, publish = stats.get("exchange_s"), stats.get("publish_s")
+    return _Times(stats.get("collect_s"), None if exchange is None or publish is None else exchange + publish)
+
+
+def _ahead(stats: Mapping[str, float], split: Split, books: Sequence[StepBook]) -> _Times:
+    """Of a step whose batch was made while ranks trained on the one before."""
+    seconds, waited = stats.get("seconds"), stats.get("collect_s")
+    if seconds is None or waited is None:
+        return _Times(None, None)
+    produce_s = seconds if waited > WAITED * seconds else _at_work_s(books, split)
+    if split.mode == "colocated" or produce_s is None:
+        return _Times(None, stats.get("exchange_s"), seconds)
+    return _Times(min(produce_s, seconds), stats.get("exchange_s"), seconds)
+
+
+def _at_work_s(books: Sequence[StepBook], split: Split) -> float | None:
+    """How long an engine had anything to do, of the pool that had longest; None: not all of them are booked."""
+    if sum(book.slots for book in books) < split.rollout + split.reward + split.train:
+        return None
+    slots, sums = {"rollout": split.rollout, "reward": split.reward}, _sums(books)
+    return max((sums[pool].active_s / slots[pool] for pool in sums if slots.get(pool)), default=None)
 
 
 def _sums(books: Iterable[StepBook]) -> dict[str, EngineSums]:
@@ -80,11 +129,23 @@ def _busy(books: Iterable[StepBook]) -> dict[str, float]:
 
 
 def _lengths(entry: LogEntry, seal: Seal | None) -> tuple[float, ...]:
+    """Tokens of each response that was trained on."""
     if seal is not None:
         return tuple(float(tokens) for group in seal.groups for tokens in group.own_tokens)
     return (entry.stats.get("response_length", 0.0),) * int(entry.stats.get("samples", 0.0))
 
 
-def _judged(entry: LogEntry, samples: int) -> float:
-    """Responses that were judged in the step: those of filtered groups too."""
-    return samples * max(entry.stats.get("prompts_per_group", 1.0), 1.0)
+def _with_filtered(kept: tuple[float, ...], stats: Mapping[str, float]) -> Iterator[float]:
+    """Those of filtered groups too: as long on average as what was told says, and apart from that like those that were kept."""
+    yield from kept
+    times = min(stats.get("prompts_per_group", 1.0), MOST_REPEATED)
+    count = round(len(kept) * (times - 1.0))
+    if count <= 0:
+        return
+    mean = fmean(kept)
+    filtered = (stats.get("response_length_before_filter", mean) * times - mean) / (times - 1.0)
+    alike = tuple(tokens * filtered / mean for tokens in kept) if mean > 0 and filtered > 0 else kept
+    whole, rest = divmod(count, len(kept))
+    for _ in range(whole):
+        yield from alike
+    yield from (alike[place * len(kept) // rest] for place in range(rest))

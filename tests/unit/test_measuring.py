@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gcore.ledger.books import NEWEST_STEPS, EngineSums, NodeBooks, StepBook, of_version
 from gcore.ledger.records import LogEntry, Seal, SealedGroup, SealState
@@ -76,7 +78,84 @@ def test_without_the_seal_responses_are_as_long_as_their_mean() -> None:
 def test_judgements_of_groups_that_were_filtered_do_not_make_those_of_others_longer() -> None:
     judges = book(reward=EngineSums(active_s=1.0, running_s=2.0, tokens=120, requests=6))
     found = measured([judges], entry(prompts_per_group=2.0), seal((10, 20), (30,)), SPLIT)
-    assert found.judged == (20.0, 20.0, 20.0)
+    assert found.judged == (20.0,) * 6
+
+
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=40), st.floats(1.0, 12.0), st.floats(0.9, 1.5))
+def test_filtered_responses_are_as_many_and_as_long_as_is_told(kept: list[int], times: float, longer: float) -> None:
+    mean = sum(kept) / len(kept)
+    stats = {
+        "prompts_per_group": times,
+        "response_length_before_filter": mean * (1.0 + (longer - 1.0) * (1 - 1 / times)),
+    }
+    found = measured([], entry(**stats), seal(*((one,) for one in kept)), SPLIT).lengths
+    assert found[: len(kept)] == tuple(map(float, kept))
+    assert len(found) == len(kept) + round(len(kept) * (times - 1.0))
+    filtered = found[len(kept) :]
+    for begin in range(0, len(filtered) - len(kept) + 1, len(kept)):
+        assert sum(filtered[begin : begin + len(kept)]) / len(kept) == pytest.approx(mean * longer)
+
+
+def test_of_seven_filtered_groups_in_ten_the_responses_are_all_there() -> None:
+    found = measured([], entry(prompts_per_group=10 / 3), seal(*(((10, 20, 30),) * 3)), SPLIT)
+    assert len(found.lengths) == 30
+    assert sum(found.lengths) == pytest.approx(600.0, abs=30.0)
+
+
+def test_where_the_seal_is_gone_filtered_responses_are_there_too() -> None:
+    found = measured([], entry(samples=4.0, response_length=10.0, prompts_per_group=1.5), None, SPLIT)
+    assert found.lengths == (10.0,) * 6
+
+
+@pytest.mark.parametrize(
+    ("requests", "each"),
+    [pytest.param(42, 14.0, id="pairwise"), pytest.param(3, 1.0, id="one_each"), pytest.param(0, 1.0, id="unknown")],
+)
+def test_how_many_questions_a_response_comes_to_is_known(requests: int, each: float) -> None:
+    judges = book(reward=EngineSums(active_s=1.0, running_s=2.0, tokens=420, requests=requests))
+    found = measured([judges], entry(), seal((10, 20), (30,)), SPLIT)
+    assert found.asked_per_response == each
+    assert found.judged == (140.0,) * 3
+
+
+AHEAD = {"staleness": 1.0, "seconds": 5.0, "publish_s": 0.0}
+
+
+def test_a_batch_that_was_made_ahead_of_its_step_is_not_taken_to_have_been_made_in_no_time() -> None:
+    stats = {**AHEAD, "collect_s": 0.02, "exchange_s": 0.25, "train_s": 4.73}
+    found = measured([], entry(**stats), None, SPLIT)
+    assert found.produce_s is None
+    assert (found.seconds, found.train_s, found.other_s) == (5.0, 4.73, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("slots", "active", "took"),
+    [
+        pytest.param(4, 6.0, 3.0, id="by_how_long_engines_had_work"),
+        pytest.param(4, 14.0, 5.0, id="never_longer_than_the_step"),
+        pytest.param(3, 6.0, None, id="a_node_has_not_booked_it"),
+    ],
+)
+def test_how_long_a_batch_took_that_nobody_waited_for_the_books_tell(
+    slots: int, active: float, took: float | None
+) -> None:
+    stats = {**AHEAD, "collect_s": 0.02, "exchange_s": 0.25, "train_s": 4.73}
+    rollout, reward = EngineSums(active_s=active, running_s=active, tokens=90), EngineSums(active_s=2.5, tokens=50)
+    there = book(rollout=rollout, reward=reward).model_copy(update={"slots": slots})
+    assert measured([there], entry(**stats), None, SPLIT).produce_s == took
+
+
+def test_a_batch_that_ranks_waited_for_was_made_for_as_long_as_the_step_took() -> None:
+    stats = {**AHEAD, "publish_s": 1.0, "collect_s": 2.0, "exchange_s": 0.5, "train_s": 1.5}
+    found = measured([], entry(**stats), None, SPLIT)
+    assert (found.produce_s, found.seconds) == (5.0, 5.0)
+    assert found.other_s == 0.5, "the weights go out while the next batch is made"
+
+
+def test_what_engines_beside_working_ranks_take_for_a_batch_is_not_known() -> None:
+    stats = {**AHEAD, "collect_s": 2.0, "exchange_s": 0.5, "train_s": 2.5}
+    found = measured([], entry(**stats), None, Split("colocated", 4, 4, 4))
+    assert (found.produce_s, found.seconds) == (None, 5.0)
 
 
 def test_a_node_keeps_its_newest_steps_and_each_once() -> None:
