@@ -86,7 +86,9 @@ class Dynamic:
     _errors: dict[tuple[str, int, int], _Error] = field(default_factory=dict)
     _modes: dict[str, _Error] = field(default_factory=dict)
     _spread: float = 0.05
+    _last: Split | None = None
     _since: int = 0
+    """Steps that the split there was last has been there."""
     _stretch: int = 0
     _paces: Paces = field(default_factory=Paces)
 
@@ -97,6 +99,9 @@ class Dynamic:
         if now is None or not situation.history:
             first = self.first if self.first in splits else splits[0]
             return Decision(now if now in splits and now is not None else first, "nothing is measured yet")
+        if now != self._last:  # what was only wished for may never have come to be
+            self._last, self._since = now, 0
+        self._since += 1
         stretch = self._taken_in(situation)
         ahead = min(max(stretch, LEAST_AHEAD), MOST_AHEAD, situation.steps_left or MOST_AHEAD)
         forecast = self._forecast(situation, stretch, min(ahead, TREND_AHEAD) / 2)
@@ -110,10 +115,8 @@ class Dynamic:
         cost = np.array([situation.costs.of(now, split) for split in splits])
         if now not in splits:
             best = int((expected * ahead + cost).argmin())
-            self._since = 0
             why = f"{now} is not possible any more; {splits[best]} is expected to take {expected[best]:.1f} s a step"
             return Decision(splits[best], why, float(expected[best]), None, float(cost[best]), 0.0, idle)
-        self._since += 1
         here = splits.index(now)
         saved = expected[here] - expected
         worth = saved * ahead - MARGIN * cost
@@ -128,7 +131,6 @@ class Dynamic:
         if self._since < DWELL:
             why = f"{splits[best]} would save {saved[best]:.1f} s a step; a split is kept for {DWELL} steps"
             return Decision(now, why, before, before, idle=idle)
-        self._since = 0
         why = (
             f"{_said(idle)}{splits[best]} saves {saved[best]:.1f} s of {before:.1f} s a step, {gain:.0f} s in {ahead} steps, "
             f"and costs {price:.1f} s"
@@ -137,22 +139,44 @@ class Dynamic:
 
     def _taken_in(self, situation: Situation) -> int:
         """What is new of the history, and how many steps there are since lengths or judgements last jumped."""
+        self._give_up(situation.history)
         at = {step.step: i for i, step in enumerate(self._steps)}
+        newest = self._steps[-1].step if self._steps else -1
         for step in situation.history[-REMEMBERED:]:
             i = at.get(step.step)
-            if i is None:
+            if i is None and step.step > newest:
                 self._steps.append(step)
                 self._batches.append(self._batch(step, len(self._batches)))
                 self._paces.see(self._steps)
                 self._learn(situation, step)
-                self._stretch += 1
-                self._stretch = min(self._stretch, *(logs.size - since_jump(logs.tolist()) for logs in self._logs()))
-            elif step is not self._steps[i]:  # its books came later, or it was rolled back and made anew
+                self._count()
+            elif i is not None and step is not self._steps[i]:  # its books came later
                 self._steps[i] = step
                 self._batches[i] = self._batch(step, i)
                 self._paces.see(self._steps)
         del self._steps[:-REMEMBERED], self._batches[:-REMEMBERED]
         return self._stretch
+
+    def _give_up(self, history: Sequence[Measured]) -> None:
+        """Steps that were rolled back are none any more, whether or not they were made anew since: those are new ones."""
+        there, newest = {one.step: one for one in history}, history[-1].step
+        gone = (i for i, one in enumerate(self._steps) if one.step > newest or _is_another(there.get(one.step), one))
+        first = next(gone, None)
+        if first is None:
+            return
+        kept = self._batches[:first]
+        del self._steps[first:]
+        self._batches, self._stretch = [], 0
+        for batch in kept:
+            self._batches.append(batch)
+            self._count()
+        if self._steps:
+            self._paces.see(self._steps)
+
+    def _count(self) -> None:
+        """There is a batch more, which is like those before or not."""
+        self._stretch += 1
+        self._stretch = min(self._stretch, *(logs.size - since_jump(logs.tolist()) for logs in self._logs()))
 
     def _batch(self, step: Measured, at: int) -> Batch:
         """The step's; while nobody knows what its judgements were like, they count as those before."""
@@ -194,17 +218,23 @@ class Dynamic:
             situation.overlaps,
             situation.costs.move_s if situation.lends else None,
             situation.bounds.nodes,
+            situation.bounds.groups,
         )
 
     def _learn(self, situation: Situation, newest: Measured) -> None:
-        """What the newest step's production took, beside what the model says of its lengths on its split."""
-        if newest.produce_s is None or newest.produce_s <= 0:
+        """What the newest step's production took, beside what the model says of its lengths on its split. Where batches are made ahead and
+        that was not measured, it was no longer than the step: a forecast that is longer is wrong by so much at least."""
+        took = newest.produce_s if newest.produce_s is not None else newest.step_s
+        if took is None or took <= 0:
             return
         model = self._laws(situation, (self._batches[-1],), np.ones(1), np.ones(1))
         splits = (newest.split, *(one for one in possible(situation.bounds) if one.train == newest.split.train))
         said = float(model.produce_s(splits)[0, 0])  # beside the others, for lending reaches them
-        off = float(np.clip(np.log(newest.produce_s / max(said, 1e-9)), -1.0, 1.0))
-        self._spread = 0.9 * self._spread + 0.1 * abs(off - float(np.log(self._off(newest.split))))
+        known = self._off(newest.split)
+        if newest.produce_s is None and said * known <= took:
+            return
+        off = float(np.clip(np.log(took / max(said, 1e-9)), -1.0, 1.0))
+        self._spread = 0.9 * self._spread + 0.1 * abs(off - float(np.log(known)))
         self._errors.setdefault(_shape(newest.split), _Error()).add(off)
         self._modes.setdefault(newest.split.mode, _Error()).add(off)
 
@@ -238,6 +268,13 @@ def _idle(newest: Measured) -> dict[str, float]:
     if not newest.busy or not newest.seconds:
         return {}
     return {pool: 1.0 - share for pool, share in utilisation(newest).items()}
+
+
+def _is_another(told: Measured | None, known: Measured) -> bool:
+    """Whether a step is not the one that is known by its number, of which books may tell more by now."""
+    if told is None or told is known:
+        return False
+    return (told.split, told.train_tokens, told.train_s) != (known.split, known.train_tokens, known.train_s)
 
 
 def _said(idle: Mapping[str, float]) -> str:

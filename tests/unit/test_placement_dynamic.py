@@ -1,0 +1,217 @@
+"""What `dynamic` does over the steps of a job: it moves where that pays, keeps still where it does not, and goes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from gcore.ledger.books import EngineSums, StepBook
+from gcore.ledger.records import LogEntry
+from gcore.types import Version
+from placement.forecast import Batch, Forecast, Law, Pools, TrainLaw
+from placement.measured import EngineSpeed, Measured
+from placement.measuring import measured
+from placement.policies.base import Decision, Situation, SwitchCosts
+from placement.policies.dynamic import Dynamic
+from placement.split import Bounds, Split, feasible
+
+LENGTHS = tuple(float(n) for n in range(20, 340, 5))
+BOUNDS = Bounds(8, 1, 1, (2,), True, False)
+FREE = SwitchCosts(0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Truth:
+    """A job whose steps take what a forecast says, `times` what it says of production. `slower`: its judges' tokens."""
+
+    train_s: float = 2.0
+    times: Callable[[int, Split], float] = lambda step, split: 1.0
+    slower: Callable[[int], float] = lambda step: 1.0
+
+    def produce_s(self, step: int, split: Split) -> float:
+        rollout, reward = Law(0.02, 0.002, 64), self.law(step)
+        batch = Batch.made(np.array(LENGTHS), 60.0, sum(LENGTHS))
+        forecast = Forecast(
+            Pools(), rollout, reward, TrainLaw(0.0, 0.0), (batch,), np.ones(1), np.ones(1), 0.0, 0.0, False, None
+        )
+        return float(forecast.produce_s((split,))[0, 0]) * self.times(step, split)
+
+    def law(self, step: int) -> Law:
+        return Law(0.02 * self.slower(step), 0.002 * self.slower(step), 64)
+
+    def speed(self, step: int) -> tuple[EngineSpeed, ...]:
+        laws = {"rollout": Law(0.02, 0.002, 64), "reward": self.law(step)}
+        return tuple(
+            EngineSpeed(pool, n, law.token_s + law.sequence_s * n)
+            for pool, law in laws.items()
+            for n in (1.0, 4.0, 16.0)
+        )
+
+    def step(self, step: int, split: Split) -> Measured:
+        """As it is measured."""
+        return Measured(
+            step=step,
+            split=split,
+            lengths=LENGTHS,
+            judged=(60.0,) * len(LENGTHS),
+            train_tokens=sum(LENGTHS),
+            produce_s=self.produce_s(step, split),
+            train_s=self.train_s,
+            other_s=0.5,
+            speed=self.speed(step),
+            busy={},
+        )
+
+
+def asked(policy: Dynamic, history: list[Measured], now: Split, costs: SwitchCosts = FREE) -> Decision:
+    return policy.plan(Situation(BOUNDS, now, tuple(history), costs, 100))
+
+
+def lived(truth: Truth, first: Split, steps: int, costs: SwitchCosts = FREE) -> list[Split]:
+    """The splits that a job's steps have."""
+    policy, history, now, found = Dynamic(Pools(), first), list[Measured](), first, []
+    for step in range(steps):
+        found.append(now)
+        history.append(truth.step(step, now))
+        now = asked(policy, history, now, costs).split
+    return found
+
+
+def changes(splits: list[Split]) -> list[int]:
+    return [step for step in range(1, len(splits)) if splits[step] != splits[step - 1]]
+
+
+def best(truth: Truth, step: int = 0) -> list[Split]:
+    """The best first."""
+    return sorted(feasible(BOUNDS), key=lambda split: truth.produce_s(step, split))
+
+
+def test_a_split_is_kept_for_three_steps_however_bad_it_is() -> None:
+    truth = Truth()
+    worst = best(truth)[-1]
+    found = lived(truth, worst, 8)
+    assert found[:3] == [worst] * 3
+    assert found[3] == best(truth)[0]
+
+
+def test_a_split_that_was_just_changed_is_kept_though_judges_become_slow() -> None:
+    truth = Truth(slower=lambda step: 8.0 if step >= 3 else 1.0)
+    found = lived(truth, best(truth)[-1], 12)
+    assert found[3:6] == [best(truth)[0]] * 3
+    assert found[6].reward > found[5].reward
+
+
+def test_a_change_must_save_more_than_forecasts_are_wrong_by() -> None:
+    better, now = best(Truth())[:2]
+
+    def uneven(step: int, split: Split) -> float:
+        return float(np.exp(0.35 * (-1) ** step))
+
+    calm, noisy = Truth(), Truth(times=uneven)
+    saved = 1 - (calm.produce_s(0, better) + 2.5) / (calm.produce_s(0, now) + 2.5)
+    assert 0.02 < saved < 0.1
+    assert better in lived(calm, now, 12)
+    assert set(lived(noisy, now, 12)) == {now}
+
+
+def test_what_became_worse_by_a_change_is_changed_back_and_not_tried_again() -> None:
+    better, now = best(Truth())[:2]
+    truth = Truth(times=lambda step, split: 2.7 if split == better else 1.0)
+    found = lived(truth, now, 60)
+    assert better in found[:10]
+    assert found[-20:] == [now] * 20
+    assert len(changes(found)) == 2
+
+
+def test_a_wish_that_never_came_to_be_may_be_wished_again_at_once() -> None:
+    truth = Truth()
+    now, policy, history = best(truth)[-1], Dynamic(Pools(), best(truth)[-1]), list[Measured]()
+    for step in range(3):
+        history.append(truth.step(step, now))
+        wish = asked(policy, history, now)
+    assert wish.split == best(truth)[0]
+    history.append(truth.step(3, now))  # the move was withdrawn, or the step began first
+    assert asked(policy, history, now).split == best(truth)[0]
+
+
+def test_steps_that_were_given_up_count_no_more_and_those_made_anew_are_learned_from() -> None:
+    now = best(Truth())[0]
+    longer = tuple(8 * tokens for tokens in LENGTHS)
+    first = [Truth().step(step, now) for step in range(10)]
+    gone = [replace(Truth().step(step, now), lengths=longer, train_s=9.0) for step in range(10, 20)]
+    anew = [replace(Truth().step(step, now), train_s=2.1) for step in range(10, 14)]
+    policy, fresh = Dynamic(Pools(), now), Dynamic(Pools(), now)
+    for end in range(1, 21):
+        asked(policy, [*first, *gone][:end], now)
+    for end in range(10, 15):
+        before = policy._errors["coexisting", now.rollout, now.reward].weight
+        told = asked(policy, [*first, *anew][:end], now)
+        assert [one.step for one in policy._steps] == list(range(end))
+        if end > 10:
+            assert policy._errors["coexisting", now.rollout, now.reward].weight != before
+    for end in range(1, 15):
+        expected = asked(fresh, [*first, *anew][:end], now).expected_s
+    assert policy._stretch == fresh._stretch == 14
+    assert [one.length for one in policy._batches] == [one.length for one in fresh._batches]
+    assert told.expected_s == pytest.approx(expected, rel=0.2)
+
+
+def test_steps_made_anew_while_nobody_asked_take_the_place_of_those_that_were_given_up() -> None:
+    now, policy = best(Truth())[0], Dynamic(Pools(), best(Truth())[0])
+    longer = tuple(8 * tokens for tokens in LENGTHS)
+    first = [Truth().step(step, now) for step in range(8)]
+    gone = [replace(Truth().step(step, now), lengths=longer, train_s=9.0) for step in range(8, 12)]
+    anew = [Truth().step(step, now) for step in range(8, 14)]
+    for end in range(1, 13):
+        asked(policy, [*first, *gone][:end], now)
+    assert policy._stretch == 4
+    asked(policy, [*first, *anew], now)
+    assert all(one is other for one, other in zip(policy._steps, [*first, *anew], strict=True))
+    assert policy._stretch == 14
+
+
+def ahead(truth: Truth, step: int, split: Split) -> Measured:
+    """As a live job's steps are measured whose batches are made one step ahead."""
+    rest = truth.train_s * 2 / split.train + 0.2
+    seconds = max(truth.produce_s(step, split), rest + 0.03)
+    stats = {
+        "staleness": 1.0,
+        "seconds": seconds,
+        "publish_s": 0.0,
+        "collect_s": seconds - rest,
+        "exchange_s": 0.2,
+        "train_s": truth.train_s * 2 / split.train,
+        "tokens": sum(LENGTHS),
+    }
+    entry = LogEntry(seq=step, parent=None, kind="train", lineage=0, step=step, world="w", nonce="n", stats=stats)
+    active = {"rollout": EngineSums(active_s=0.8 * min(truth.produce_s(step, split), seconds) * split.rollout)}
+    book = StepBook(version=Version(0, step), began=0.0, seconds=seconds, slots=12, engines=active)
+    told = measured((book,), entry, None, split)
+    return replace(told, lengths=LENGTHS, judged=(60.0,) * len(LENGTHS), speed=truth.speed(step))
+
+
+@pytest.mark.parametrize(
+    ("train_s", "off"),
+    [
+        pytest.param(4.0, 1.0, id="production_holds_it_up"),
+        pytest.param(9.0, 1.0, id="ranks_hold_it_up"),
+        pytest.param(6.0, 1.3, id="production_is_slower_than_forecast"),
+        pytest.param(12.0, 0.8, id="production_is_faster_than_forecast_and_ranks_hold_it_up"),
+    ],
+)
+def test_one_step_ahead_it_finds_a_good_split_and_stays_there(train_s: float, off: float) -> None:
+    bounds = Bounds(12, 1, 1, (1, 2, 4, 6), True, False)
+    truth = Truth(train_s=train_s, times=lambda step, split: off)
+    now = Split("coexisting", 6, 4, 2)
+    policy, history, found = Dynamic(Pools(), now), list[Measured](), []
+    for step in range(60):
+        history.append(ahead(truth, step, now))
+        found.append(now)
+        now = policy.plan(Situation(bounds, now, tuple(history), SwitchCosts(0.2, 1.0), 100, overlaps=True)).split
+    taken = {split: ahead(truth, 0, split).seconds or 0.0 for split in feasible(bounds)}
+    assert found[-20:] == [now] * 20
+    assert len(changes(found)) <= 2
+    assert taken[now] <= 1.03 * min(taken.values())
