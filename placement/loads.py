@@ -85,7 +85,10 @@ def speed_of(history: Sequence[Measured], pool: str, rows: int, since: int) -> S
     from placement.forecast import law_of  # numpy: a daemon that no job lends in is started without it
 
     newest = history[-STEPS:]
-    lengths = [tokens for step in newest for tokens in (step.lengths if pool == "rollout" else step.judged)]
+    if pool == "rollout":
+        lengths = [tokens for step in newest for tokens in step.lengths]
+    else:
+        lengths = [tokens / step.asked_per_response for step in newest for tokens in step.judged]
     is_measured = any(one.pool == pool for step in newest for one in step.speed)
     if not is_measured or not lengths or fmean(lengths) <= 0:
         return None
@@ -108,7 +111,9 @@ def speeds_of(history: Sequence[Measured], rows: Rows, rollout_since: int, rewar
     """Of both; None: of one nothing is known. The steps since which they have their paces are as for `speed_of`."""
     rollout = speed_of(history, "rollout", rows.rollout, rollout_since)
     reward = speed_of(history, "reward", rows.reward, reward_since)
-    return None if rollout is None or reward is None else Speeds(rollout, reward)
+    if rollout is None or reward is None:
+        return None
+    return Speeds(rollout, reward, fmean(step.asked_per_response for step in history[-STEPS:]))
 
 
 def present(plan: Plan, loads: Loads) -> Plan:

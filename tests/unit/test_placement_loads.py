@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gcore.ledger.job import Plan
 from gcore.ledger.placing import MoveKind
 from placement.assign import assigned, split_of
-from placement.loads import EngineLoad, Loads, Rows, Speeds, is_settled, lending, speed_of, speeds_of
+from placement.loads import EngineLoad, Loads, Rows, Speeds, is_settled, lending, speed_of, speeds_of, wanted
 from placement.measured import EngineSpeed, Measured
 from placement.moves import Deciding, base_split, in_words, part_of
 from placement.plan import NodeSlots, Snapshot
@@ -138,6 +139,18 @@ def test_speeds_are_fitted_where_loads_differed_and_else_go_by_the_prior() -> No
     assert abs(reward.alone_s * (1 + 8 / reward.saturating) - 0.05) < 1e-9
     assert rollout.left_s(8, 4) < rollout.left_s(80, 4)
     assert speed_of([], "rollout", 8, 0) is None
+
+
+def test_a_judge_that_is_asked_often_for_a_response_owes_so_many_requests_of_so_few_tokens() -> None:
+    once, often = speeds([STEP]), speeds([replace(STEP, asked_per_response=5.0)])
+    assert often.reward.tokens == once.reward.tokens / 5
+    plan = plan_of()
+    found = [wanted(plan, loads_of(plan, rollout=64), one, 0.1, ROWS) for one in (once, often)]
+    left = [one.reward_left_s for one in found if one is not None]
+    assert left[1] == pytest.approx(left[0], rel=0.05), "the same tokens are to come"
+    waiting = [wanted(plan, loads_of(plan, reward=16), one, 0.1, ROWS) for one in (once, often)]
+    owed = [one.reward_left_s for one in waiting if one is not None]
+    assert owed[1] < owed[0] / 4, "what waits is questions, and five of them are one response's"
 
 
 def test_what_brings_a_pool_back_to_what_it_had_is_a_return_and_what_gives_it_more_is_lent() -> None:
