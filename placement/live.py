@@ -7,7 +7,7 @@ A policy of a package of the user's is an entry point of the group `gcore.placem
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from gcore.config import JobSpec
 from gcore.errors import SpecError
@@ -15,12 +15,12 @@ from gcore.ledger.facts import ModelConfigs
 from gcore.ledger.job import Plan
 from gcore.ledger.placing import Pin
 from placement.assign import assigned, nearest, split_of
-from placement.mapping.limits import within_memory
-from placement.mapping.told import seen, work_of
-from placement.mapping.workload import Workload
 from placement.plan import Snapshot, counted
 from placement.policies.base import Decision, Policy
 from placement.split import Bounds, Split, feasible
+
+if TYPE_CHECKING:
+    from placement.mapping.workload import Workload
 
 ALL_SIZES = 16
 """Train worlds of every size are looked at up to so many slots; above, powers of two and one and a half of them."""
@@ -28,8 +28,8 @@ ALL_SIZES = 16
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a policy is made with. `first`: the split that the spec says to begin with, else all slots in turn; `rollout_rows`, `reward_rows`: requests that an engine runs at
-    once, at most."""
+    """What a policy is made with. `first`: the split that the spec says to begin with, else all slots in turn; `rollout_rows`,
+    `reward_rows`: requests that an engine runs at once, at most."""
 
     first: Split
     rollout_rows: int
@@ -60,6 +60,8 @@ class Moving:
     @classmethod
     def by(cls, spec: JobSpec, models: ModelConfigs | None = None) -> Moving:
         """What `spec` says, of a job with these models."""
+        from placement.mapping.told import work_of  # a daemon without a job needs none of it
+
         samples = spec.flow.groups_per_step * spec.flow.samples_per_prompt // spec.train.mini_batches
         return cls(
             tuple(judge.name for judge in spec.judges if judge.model is not None),
@@ -75,6 +77,9 @@ class Moving:
 def bounds_of(snapshot: Snapshot, job: Moving, pin: Pin | None = None, now: int | None = None) -> Bounds:
     """What splits must keep to on the nodes there are, and what fits into their memory, as far as that is known. `now`: ranks of the
     world that is there, whose size stays possible."""
+    from placement.mapping.limits import within_memory
+    from placement.mapping.told import seen
+
     limits = slots_allow(snapshot, job, pin, now)
     there = "" if isinstance(job.work, str) else seen(snapshot.nodes)
     if isinstance(job.work, str) or isinstance(there, str):

@@ -35,3 +35,10 @@ def test_a_daemon_without_a_job_that_moves_slots_has_no_numpy() -> None:
     program = "import sys, controllers.daemon, controllers.wire; print('numpy' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"
+
+
+def test_a_daemon_without_a_job_plans_nothing() -> None:
+    """What a first placement is searched with comes with the first job."""
+    program = "import sys, controllers.daemon, controllers.wire; print('placement.mapping' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False"
