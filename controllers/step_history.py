@@ -1,21 +1,26 @@
 """The newest steps of a job as whoever plans is shown them: each controller keeps them as they are committed, so that any can plan.
 
 A step's seal, which has its lengths, is deleted with its commit; its books come a little later. What a controller did not see (it has
-just begun) it takes from the log, which knows means only.
+just begun, or was paused) it takes from the log, which knows means only. Which split such a step ran with is found back from the plan
+there is, through the moves since; where a plan changed otherwise (nodes came or went), nobody knows it of the steps before, and
+they are not shown: a step that is taken for one of another split teaches worse than none.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gcore.ledger.books import of_version
+from gcore.ledger.guarded import Stored
+from gcore.ledger.job import Plan
 from gcore.ledger.mirror import JobMirror
+from gcore.ledger.placing import MoveKind, Moves
 from gcore.ledger.records import LogEntry, Seal
 from gcore.types import Version
 from placement.measured import Measured
 from placement.measuring import measured
-from placement.moves import base_split
+from placement.moves import BETWEEN, base_split, split_from
 from placement.split import Split
 
 MOST_STEPS = 64
@@ -23,11 +28,11 @@ MOST_STEPS = 64
 
 @dataclass
 class _Seen:
-    """A committed step. `booked`: nodes whose books are in what was measured."""
+    """A committed step. `split` None: nobody knows which it was. `booked`: nodes whose books are in what was measured."""
 
     entry: LogEntry
     seal: Seal | None
-    split: Split
+    split: Split | None
     booked: int = -1
     measured: Measured | None = None
 
@@ -36,33 +41,35 @@ class StepHistory:
     """Of one job, on one controller. Mutable."""
 
     def __init__(self) -> None:
-        self._seen: OrderedDict[Version, _Seen] = OrderedDict()
+        self._seen: dict[Version, _Seen] = {}
+        """Oldest first."""
+        self._log: Mapping[int, Stored[LogEntry]] = {}
+        """From which what was not seen was taken."""
 
     def note(self, before: JobMirror, after: JobMirror) -> None:
         """A change of the job's records."""
-        if after.head is None or after.plan is None or (before.head is not None and before.head == after.head):
+        if after.head is None or before.head is None or before.plan is None or before.head == after.head:
             return
-        entry = after.log.get(after.head.record.seq)
-        if entry is None or entry.record.kind != "train":
-            return
-        slot = before.seals.get(entry.record.step)
-        plan = (before.plan or after.plan).record
-        version = Version(entry.record.lineage, entry.record.step)
-        self._add(version, _Seen(entry.record, slot.record if slot is not None else None, base_split(plan)))
+        stored = after.log.get(after.head.record.seq)
+        if stored is None or stored.record.kind != "train" or stored.record.parent != before.head.record.seq:
+            return  # what was missed is taken from the log
+        entry, slot = stored.record, before.seals.get(stored.record.step)
+        seal = slot.record if slot is not None else None
+        self._add({_version(entry): _Seen(entry, seal, base_split(before.plan.record))})
 
     def steps(self, mirror: JobMirror) -> tuple[Measured, ...]:
         """The steps on head's chain, oldest first, with what the books say by now."""
         assert mirror.head is not None
         assert mirror.plan is not None
-        if not self._seen:
-            split = base_split(mirror.plan.record)
-            for _, stored in sorted(mirror.log.items()):
-                if stored.record.kind == "train":
-                    entry = stored.record
-                    self._add(Version(entry.lineage, entry.step), _Seen(entry, None, split))
+        if mirror.log is not self._log:
+            self._log = mirror.log
+            self._take_missed(mirror.plan.record, mirror.moves)
         books = {node: stored.record for node, stored in mirror.books.items()}
         newest: dict[int, Measured] = {}
         for version, seen in self._seen.items():
+            if seen.split is None:
+                newest.pop(version.step, None)
+                continue
             there = of_version(books, version)
             if seen.measured is None or len(there) > seen.booked:
                 seen.measured = measured(there.values(), seen.entry, seen.seal, seen.split)
@@ -84,7 +91,36 @@ class StepHistory:
             if "seconds" in seen.entry.stats
         }
 
-    def _add(self, version: Version, seen: _Seen) -> None:
-        self._seen[version] = seen
-        while len(self._seen) > MOST_STEPS:
-            self._seen.popitem(last=False)
+    def _take_missed(self, plan: Plan, moves: Moves) -> None:
+        trained = [stored.record for _, stored in sorted(self._log.items()) if stored.record.kind == "train"]
+        missed = [entry for entry in trained[-MOST_STEPS:] if _version(entry) not in self._seen]
+        if missed:
+            splits = splits_of(trained, plan, moves)
+            self._add({_version(entry): _Seen(entry, None, splits.get(entry.seq)) for entry in missed})
+
+    def _add(self, more: dict[Version, _Seen]) -> None:
+        together = sorted((self._seen | more).items(), key=lambda one: one[1].entry.seq)
+        self._seen = dict(together[-MOST_STEPS:])
+
+
+def _version(entry: LogEntry) -> Version:
+    return Version(entry.lineage, entry.step)
+
+
+def splits_of(trained: Sequence[LogEntry], plan: Plan, moves: Moves) -> dict[int, Split]:
+    """The splits of committed steps, by their entries' numbers: from the newest back to the first of which nobody can say. `trained`:
+    oldest first; `plan`, `moves`: as they are now."""
+    split, world = base_split(plan), plan.world
+    done = [move for move in moves.moves if move.state == "done" and move.kind in (MoveKind.BEGIN, *BETWEEN)]
+    forgotten = moves.moves[0].seq if moves.total > len(moves.moves) else -1
+    found: dict[int, Split] = {}
+    for entry in reversed(trained):
+        while done and done[-1].seq >= entry.seq:
+            move = done.pop()
+            split, world = split_from(move.before), entry.world if move.kind is MoveKind.WORLD else world
+        is_made_so = not done or split_from(done[-1].after) == split
+        is_of_world = entry.world == world and entry.ranks in (None, split.train)
+        if not is_made_so or not is_of_world or entry.seq <= forgotten:
+            break  # the plan changed in between, and no move says how
+        found[entry.seq] = split
+    return found

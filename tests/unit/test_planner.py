@@ -85,7 +85,8 @@ class Job:
         assert plan is not None
         assert view.mirror.head is not None
         head = view.mirror.head.record.model_copy(update={"step": 1, "seq": 1})
-        entry = LogEntry.model_construct(kind="train", step=1, lineage=0, seq=1, stats={"seconds": 3.0, "samples": 8.0})
+        stats = {"seconds": 3.0, "samples": 8.0}
+        entry = LogEntry(kind="train", step=1, lineage=0, seq=1, parent=0, world="w", nonce="n", stats=stats)
         self.view: JobView = replace(
             view,
             spec=spec_of(**placement),
@@ -108,7 +109,10 @@ class Job:
 
     def step(self, step: int) -> None:
         """Another one is committed."""
-        entry = LogEntry.model_construct(kind="train", step=step, lineage=0, seq=step, stats={"seconds": 3.0})
+        stats = {"seconds": 3.0}
+        entry = LogEntry(
+            kind="train", step=step, lineage=0, seq=step, parent=step - 1, world="w", nonce="n", stats=stats
+        )
         head = self.mirror.head.record.model_copy(update={"step": step, "seq": step})
         self.change(head=stored(head), log={**self.mirror.log, step: stored(entry)})
 

@@ -1,0 +1,174 @@
+"""The newest steps as whoever plans is shown them: each with the split that it ran with, or not at all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+from job_views import running_job, stored
+
+from controllers.step_history import MOST_STEPS, StepHistory, splits_of
+from gcore.ledger.job import Plan
+from gcore.ledger.mirror import JobMirror
+from gcore.ledger.placing import Move, MoveKind, Moves
+from gcore.ledger.records import LogEntry, Seal, SealedGroup, SealState
+from gcore.types import PromptRef, Version
+from placement.assign import assigned
+from placement.moves import part_of
+from placement.plan import NodeSlots, Snapshot
+from placement.split import Split
+
+FIRST, SECOND, THIRD = (Split("coexisting", n, 7 - n, 1) for n in (6, 3, 4))
+LARGER = Split("coexisting", 4, 2, 2)
+
+
+def plan_of(split: Split, *, world: str = "w", slots: int = 8) -> Plan:
+    snapshot = Snapshot((NodeSlots("node-0", tuple(f"cpu:{n}" for n in range(slots))),))
+    plan = assigned(split, None, snapshot, ("tutor",), world=world, generation=1)
+    assert plan is not None
+    return plan
+
+
+def entry(step: int, *, seq: int | None = None, lineage: int = 0, world: str = "w", ranks: int = 1) -> LogEntry:
+    seq = step if seq is None else seq
+    stats = {"seconds": 3.0, "samples": 2.0, "response_length": 9.0, "start_seconds": float(step)}
+    return LogEntry(
+        kind="train",
+        step=step,
+        lineage=lineage,
+        seq=seq,
+        parent=seq - 1,
+        world=world,
+        nonce="n",
+        ranks=ranks,
+        stats=stats,
+    )
+
+
+def moved(seq: int, before: Split, after: Split, kind: MoveKind = MoveKind.SPLIT, state: Any = "done") -> Move:
+    return Move(generation=1, step=seq, seq=seq, kind=kind, before=part_of(before), after=part_of(after), state=state)
+
+
+def mirror_of(plan: Plan, entries: list[LogEntry], moves: Moves | None = None) -> JobMirror:
+    mirror, newest = running_job().mirror, entries[-1]
+    assert mirror.head is not None
+    at = {"step": newest.step, "seq": newest.seq, "lineage": newest.lineage}
+    return replace(
+        mirror,
+        head=stored(mirror.head.record.model_copy(update=at)),
+        plan=stored(plan),
+        log={one.seq: stored(one) for one in entries},
+        movings={"": stored(moves or Moves())},
+    )
+
+
+def shown(history: StepHistory, mirror: JobMirror) -> list[tuple[int, Split]]:
+    return [(one.step, one.split) for one in history.steps(mirror)]
+
+
+def test_each_step_of_the_log_has_the_split_that_it_ran_with() -> None:
+    moves = Moves().plus(moved(2, FIRST, SECOND)).plus(moved(5, SECOND, THIRD))
+    mirror = mirror_of(plan_of(THIRD), [entry(step) for step in range(1, 8)], moves)
+    assert shown(StepHistory(), mirror) == [
+        *((n, FIRST) for n in (1, 2)),
+        *((n, SECOND) for n in (3, 4, 5)),
+        (6, THIRD),
+        (7, THIRD),
+    ]
+
+
+def test_what_was_lent_or_only_wanted_or_said_is_no_split_of_a_step() -> None:
+    moves = Moves().plus(moved(2, FIRST, SECOND))
+    moves = moves.plus(moved(3, SECOND, THIRD, MoveKind.LEND)).plus(moved(4, THIRD, SECOND, MoveKind.RETURN))
+    for state in ("wanted", "lapsed", "would"):
+        moves = moves.plus(moved(4, SECOND, THIRD, state=state))
+    mirror = mirror_of(plan_of(SECOND), [entry(step) for step in range(1, 6)], moves)
+    assert [split for _, split in shown(StepHistory(), mirror)] == [FIRST, FIRST, SECOND, SECOND, SECOND]
+
+
+def test_steps_of_another_train_world_are_known_by_the_move_that_formed_the_one_there_is() -> None:
+    moves = Moves().plus(moved(2, SECOND, LARGER, MoveKind.WORLD))
+    entries = [entry(1), entry(2), entry(3, seq=4, lineage=1, world="x", ranks=2)]
+    mirror = mirror_of(plan_of(LARGER, world="x"), entries, moves)
+    assert shown(StepHistory(), mirror) == [(1, SECOND), (2, SECOND), (3, LARGER)]
+
+
+def test_steps_before_a_plan_that_changed_without_a_move_are_not_shown_and_their_seconds_are_known() -> None:
+    placed_anew = mirror_of(plan_of(SECOND, world="x"), [entry(1), entry(2), entry(3, seq=4, lineage=1, world="x")])
+    history = StepHistory()
+    assert shown(history, placed_anew) == [(3, SECOND)]
+    assert set(history.seconds()) == {1, 2, 3}
+    joined = mirror_of(plan_of(THIRD), [entry(1), entry(2), entry(3)], Moves().plus(moved(1, FIRST, SECOND)))
+    assert shown(StepHistory(), joined) == []
+
+
+def test_beyond_the_moves_that_are_kept_nobody_knows_the_split() -> None:
+    moves = Moves(moves=(moved(3, FIRST, SECOND),), total=7)
+    mirror = mirror_of(plan_of(SECOND), [entry(step) for step in range(1, 6)], moves)
+    assert shown(StepHistory(), mirror) == [(4, SECOND), (5, SECOND)]
+
+
+def test_a_rollback_moves_nothing_that_was_moved_back() -> None:
+    moves = Moves().plus(moved(3, FIRST, SECOND))
+    entries = [entry(1), entry(2), entry(3), entry(4), entry(3, seq=6, lineage=1), entry(4, seq=7, lineage=1)]
+    mirror = mirror_of(plan_of(SECOND), entries, moves)
+    assert shown(StepHistory(), mirror) == [(1, FIRST), (2, FIRST), (3, SECOND), (4, SECOND)]
+
+
+def seal_of(step: int) -> Seal:
+    group = SealedGroup(
+        ref=PromptRef(0, 0, step), digest="d", prompt_tokens=5, response_tokens=(7, 8), versions=(), holder="me"
+    )
+    return Seal(
+        lineage=0, step=step, attempt=1, state=SealState.READY, world="w", world_size=1, mini_batches=1, groups=(group,)
+    )
+
+
+def test_steps_that_were_missed_in_a_pause_come_in_their_order_with_the_split_they_had() -> None:
+    history, plans = StepHistory(), {FIRST: plan_of(FIRST), SECOND: plan_of(SECOND)}
+    begun = mirror_of(plans[FIRST], [entry(0)])
+    one = mirror_of(plans[FIRST], [entry(0), entry(1)])
+    history.note(replace(begun, seals={1: stored(seal_of(1))}), one)
+    moves = Moves().plus(moved(3, FIRST, SECOND))
+    later = mirror_of(plans[SECOND], [entry(step) for step in range(7)], moves)
+    history.note(one, later)  # of five steps at once
+    last = mirror_of(plans[SECOND], [entry(step) for step in range(8)], moves)
+    history.note(replace(later, seals={7: stored(seal_of(7))}), last)
+    assert shown(history, last) == [*((n, FIRST) for n in range(4)), *((n, SECOND) for n in range(4, 8))]
+    steps = {one.step: one.lengths for one in history.steps(last)}
+    assert steps[1] == steps[7] == (7.0, 8.0)
+    assert steps[5] == (9.0, 9.0)
+    assert history.start_s() == 7.0
+
+
+def test_it_keeps_the_newest_steps_only() -> None:
+    history, plan = StepHistory(), plan_of(FIRST)
+    for newest in (100, 101):
+        mirror = mirror_of(plan, [entry(step) for step in range(1, newest + 1)])
+        assert [step for step, _ in shown(history, mirror)] == list(range(newest + 1 - MOST_STEPS, newest + 1))
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.sampled_from([FIRST, SECOND, THIRD])), min_size=1, max_size=12))
+def test_whatever_was_moved_each_step_is_found_with_its_split(runs: list[tuple[int, Split]]) -> None:
+    moves, entries, expected, before = Moves(), list[LogEntry](), dict[int, Split](), runs[0][1]
+    for steps, split in runs:
+        if split != before:
+            moves = moves.plus(moved(len(entries), before, split))
+        before = split
+        for _ in range(steps):
+            entries.append(entry(len(entries) + 1))
+            expected[entries[-1].seq] = split
+    assert splits_of(entries, plan_of(before), moves) == expected
+
+
+def test_versions_name_steps_of_several_lineages() -> None:
+    plan = plan_of(FIRST)
+    given_up = mirror_of(plan, [entry(1), entry(2), entry(3)])
+    history = StepHistory()
+    assert len(history.steps(given_up)) == 3
+    back = mirror_of(plan, [entry(1), entry(2), entry(3), entry(2, seq=5, lineage=1)])
+    found = history.steps(back)
+    assert [one.step for one in found] == [1, 2]
+    assert Version(1, 2) in history._seen
