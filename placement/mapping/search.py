@@ -112,9 +112,13 @@ class First:
     @property
     def cut(self) -> str:
         """Which engines want more memory for their caches than there is, and what to write against that; or nothing."""
-        cells = dict(self.fit.room.cells)
-        said = [f"{name} has room for a cache of {cells[name]:,} tokens" for name in self.fit.room.bound]
-        return f"{' and '.join(said)}, and may take more; write that as its cache_tokens" if said else ""
+        cells, bound = dict(self.fit.room.cells), self.fit.room.bound
+        keys = {
+            name: "rollout.cache_tokens" if name == "rollout" else f"serving.cache_tokens of {name}" for name in bound
+        }
+        rooms = [f"{name} has room for a cache of {cells[name]} tokens" for name in bound]
+        told = " and ".join(f"{keys[name]}: {cells[name]}" for name in bound)
+        return f"{', '.join(rooms)} and takes more unless it is told not to ({told})" if bound else ""
 
 
 def first_split(workload: Workload, cluster: Cluster, bounds: Bounds, untimed: str = "") -> First | Misfits | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -106,6 +107,23 @@ def test_a_job_that_fits_nowhere_begins_all_the_same_and_says_who_exceeds_what()
     assert found.plan.ranks
     assert found.beginning.warning.startswith("by what is estimated, no placement fits; the nearest to it: co-")
     assert " exceeds 8 GiB on " in found.beginning.warning or " exceed 8 GiB on " in found.beginning.warning
+
+
+def test_an_engine_that_would_take_more_for_its_cache_than_there_is_is_warned_of() -> None:
+    asked = spec(placement={"policy": "dynamic", "memory": "kept"}, rollout={"batch_slots": 4096}, train={"ranks": 1})
+    found = begun(gpus(count=1, memory=30.0), asked, ModelConfigs(policy=QWEN))
+    assert found.beginning.expected_s is not None
+    said = re.fullmatch(
+        r"rollout has room for a cache of (\d+) tokens and takes more unless it is told not to \(rollout\.cache_tokens: (\d+)\)",
+        found.beginning.warning,
+    )
+    assert said is not None, found.beginning
+    told = begun(
+        gpus(count=1, memory=30.0),
+        asked.model_copy(update={"rollout": asked.rollout.model_copy(update={"cache_tokens": int(said[1])})}),
+        ModelConfigs(policy=QWEN),
+    )
+    assert told.beginning.warning == "", "and as it was told, so it fits"
 
 
 sizes = st.lists(st.integers(1, 4), min_size=1, max_size=3)
