@@ -24,7 +24,7 @@ from controllers.booking_claims import (
     mine,
 )
 from controllers.booking_places import Places
-from controllers.booking_sums import beginning_of, kept_of, reading_of, sums_of
+from controllers.booking_sums import EngineWork, beginning_of, kept_of, reading_of
 from controllers.taking_turns import asleep_for_ranks
 from controllers.view import JobView
 from gcore.config import JobSpec
@@ -32,10 +32,10 @@ from gcore.ledger.books import MOST_SWITCHES, StepBook
 from gcore.ledger.books_file import BookLine, Kept
 from gcore.ledger.books_file import Stretch as Stretched
 from gcore.ledger.guarded import Stored
-from gcore.rollout.readings import EngineReading, Stretch, between
+from gcore.rollout.readings import EngineReading, between
 from gcore.types import Version
 from gcore.worker.records import WorkerRecord
-from placement.books import FAILED, Cause, Line, Pool, SlotBook, State, Telling, added, idle
+from placement.books import FAILED, Cause, Line, SlotBook, State, Telling, added, idle
 
 WORD_S = 0.15
 """So long may a rank's word of a change of its phase be under way."""
@@ -61,9 +61,12 @@ class Closed:
 
 @dataclass(frozen=True, slots=True)
 class _Boundary:
+    """Where a step ends that is not closed yet, and what engines did in it."""
+
     at: float
     wall: float
     version: Version
+    work: EngineWork
 
 
 @dataclass
@@ -103,7 +106,8 @@ class SlotBooks:
         self._ranks: dict[str, tuple[str, RankClaims, Line[Meaning]]] = {}
         """By instance: the slot, what it tells, and what its waiting means."""
         self._places = Places()
-        self._stretches: list[tuple[Pool, Stretch]] = []
+        self._work = EngineWork()
+        """Since the newest step ended."""
         self._boundaries: deque[_Boundary] = deque()
         self._head = head
         self._phase = Line("start", now)
@@ -135,7 +139,8 @@ class SlotBooks:
         """Head is at `version` now."""
         if self._head != version:
             self._head = version
-            self._boundaries.append(_Boundary(now, wall, version))
+            self._boundaries.append(_Boundary(now, wall, version, self._work))
+            self._work = EngineWork()
 
     def look(self, view: JobView, stage: Cause, now: float) -> None:
         """The job is so now."""
@@ -195,9 +200,12 @@ class SlotBooks:
         before, engine.last = engine.last or beginning_of(reading, self._begun), reading
         stretch = between(before, reading, engine.rows) if before is not None else None
         if stretch is not None:
-            pool: Pool = engine.worker.role
+            pool, begin = engine.worker.role, self._begun
             self._tell(engine.worker.slot, engine_telling(instance, pool, stretch, engine.line))
-            self._stretches.append((pool, stretch))
+            for ended in self._boundaries:
+                ended.work.add(pool, stretch, begin, ended.at)
+                begin = ended.at
+            self._work.add(pool, stretch, begin, stretch.end)
             engine.line.forget(stretch.end)
 
     def unread(self, instance: str, asked: float) -> None:
@@ -276,8 +284,6 @@ class SlotBooks:
             spans[slot] = tuple(
                 Stretched(span.begin - self._begun, span.end - self._begun, span.seconds) for span in times.spans
             )
-        sums, loads = sums_of(self._stretches, self._begun, boundary.at)
-        self._stretches = [(pool, stretch) for pool, stretch in self._stretches if stretch.end > boundary.at]
         step = StepBook(
             version=boundary.version,
             began=self._began,
@@ -286,8 +292,8 @@ class SlotBooks:
             booked={state: round(seconds, 6) for state, seconds in booked.items() if seconds > 0},
             unbooked=unbooked,
             overbooked=overbooked,
-            engines=sums,
-            loads=loads,
+            engines=boundary.work.sums,
+            loads=boundary.work.loads,
             switches=switches,
         )
         return Closed(step, tuple(self._phases_until(boundary.at)), spans, dict(self._keeping()))

@@ -1,9 +1,8 @@
-"""What the engines of a node did in a step, in sums: by pool, and of each pool by load; and what of their own sums is kept. Pure."""
+"""What the engines of a node did in a step, in sums: by pool, and of each pool by load; and what of their own sums is kept."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, fields
 
 from gcore.ledger.books import EngineSums
@@ -13,28 +12,35 @@ from gcore.rollout.readings import EngineReading, Stretch
 from placement.books import Pool
 
 
-def sums_of(
-    stretches: Sequence[tuple[Pool, Stretch]], begin: float, end: float
-) -> tuple[dict[str, EngineSums], dict[str, tuple[EngineSums, ...]]]:
-    """Between two moments, from stretches as if each had been even throughout. By load: of 1 request, of 2 and 3, of 4 to 7 and so on."""
-    sums: dict[str, EngineSums] = {}
-    loads: dict[str, dict[int, EngineSums]] = {}
-    for pool, stretch in stretches:
+class EngineWork:
+    """What engines did in a step, as much of it as is known. Mutable; however long the step is, it takes no more room."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, EngineSums] = {}
+        """By pool."""
+        self._loads: dict[str, dict[int, EngineSums]] = {}
+
+    @property
+    def loads(self) -> dict[str, tuple[EngineSums, ...]]:
+        """Of each pool by load: of 1 request, of 2 and 3, of 4 to 7 and so on."""
+        return {pool: tuple(found for _, found in sorted(by_load.items())) for pool, by_load in self._loads.items()}
+
+    def add(self, pool: Pool, stretch: Stretch, begin: float, end: float) -> None:
+        """What is of a stretch between two moments, as if it had been even throughout."""
         share = (min(stretch.end, end) - max(stretch.begin, begin)) / (stretch.end - stretch.begin)
         if share <= 0:
-            continue
+            return
         part = EngineSums(
             active_s=stretch.active_s * share,
             running_s=stretch.running_s * share,
             tokens=round(stretch.tokens * share),
             requests=round(stretch.requests * share),
         )
-        sums[pool] = sums[pool].plus(part) if pool in sums else part
+        self.sums[pool] = self.sums[pool].plus(part) if pool in self.sums else part
         if part.active_s > 0:
             load = int(math.log2(max(stretch.running_s / stretch.active_s, 1.0)))
-            by_load = loads.setdefault(pool, {})
+            by_load = self._loads.setdefault(pool, {})
             by_load[load] = by_load[load].plus(part) if load in by_load else part
-    return sums, {pool: tuple(found for _, found in sorted(by_load.items())) for pool, by_load in loads.items()}
 
 
 def beginning_of(reading: EngineReading, since: float) -> EngineReading | None:

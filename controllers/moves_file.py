@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from gcore.ledger.placing import Move, Moves
+from gcore.ledger.placing import NEWEST_MOVES, Move, Moves
 
 log = logging.getLogger(__name__)
 
 NAME = "moves.jsonl"
+TAIL = 1 << 20
+"""Bytes at the end of the file in which who begins to write it looks for the newest moves. What stands further up is written once more."""
 
 
 class MovesFile:
@@ -28,18 +31,18 @@ class MovesFile:
     def keep(self, moves: Moves) -> None:
         """Write down what is new in `moves`. Never raises."""
         try:
-            if self._known is None:
-                self._known = dict(read(self._file))
+            known = _newest(self._file) if self._known is None else self._known
             first = moves.total - len(moves.moves)
             trees = {
                 first + place: json.loads(move.model_dump_json(exclude_defaults=True))
                 for place, move in enumerate(moves.moves)
             }
-            news = {number: tree for number, tree in trees.items() if self._known.get(number) != tree}
+            news = {number: tree for number, tree in trees.items() if known.get(number) != tree}
             if news:
                 with self._file.open("a", encoding="utf-8") as file:
                     file.writelines(json.dumps({"number": n, "move": tree}) + "\n" for n, tree in news.items())
-                self._known |= news
+            # The store tells of no others any more.
+            self._known = dict(sorted((known | trees).items())[-NEWEST_MOVES:])
         except OSError as error:
             self._known = None
             log.warning("%s takes no move: %s", self._file, error)
@@ -47,11 +50,26 @@ class MovesFile:
 
 def read(file: Path) -> dict[int, dict[str, Any]]:
     """The moves that stand in a file, by number; a line that was cut off is passed over. Raises OSError, but for a file that is not there."""
-    found: dict[int, dict[str, Any]] = {}
     try:
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
-        return found
+        return {}
+    return _by_number(lines)
+
+
+def _newest(file: Path) -> dict[int, dict[str, Any]]:
+    """The same of the end of a file. Raises OSError, but for a file that is not there."""
+    try:
+        with file.open("rb") as whole:
+            size = whole.seek(0, 2)
+            whole.seek(max(size - TAIL, 0))
+            return _by_number(whole.read().decode(encoding="utf-8", errors="replace").splitlines())
+    except FileNotFoundError:
+        return {}
+
+
+def _by_number(lines: Iterable[str]) -> dict[int, dict[str, Any]]:
+    found: dict[int, dict[str, Any]] = {}
     for line in lines:
         try:
             tree = json.loads(line)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -320,6 +321,19 @@ def test_what_engines_did_is_summed_by_pool_and_cut_where_the_step_ends() -> Non
     sums = book.engines["rollout"]
     assert (sums.active_s, sums.running_s, sums.tokens, sums.requests) == (10.0, 40.0, 200, 5)
     assert book.loads == {"rollout": (sums,)}
+
+
+def test_a_step_that_takes_days_takes_no_more_room_the_longer_it_takes() -> None:
+    books, sizes = begun(job(place("cpu:0"), workers=(engine_of("e", "cpu:0"),))), []
+    for at in range(1, 2001):
+        books.read("e", EngineReading(at, Sums(at, at, 0, 0, 0, at, 4.0 * at), 4, 0, 10 * at, at))
+        books.close(float(at))
+        if at % 1000 == 0:
+            sizes.append(len(pickle.dumps(books)))
+    assert sizes[1] < sizes[0] + 100
+    ended(books, 2000.0)
+    sums = closed(books, 2000.5).engines["rollout"]
+    assert (sums.active_s, sums.tokens, sums.requests) == (pytest.approx(2000.0), 20_000, 2000)
 
 
 def test_what_engines_did_is_told_by_how_many_requests_they_had() -> None:

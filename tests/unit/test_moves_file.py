@@ -1,0 +1,63 @@
+"""The file of a run's moves has each of them, and whoever writes it remembers the newest only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from controllers import moves_file
+from controllers.moves_file import NAME, MovesFile, moves_in, read
+from gcore.ledger.placing import NEWEST_MOVES, Move, MoveKind, Moves
+from placement.moves import part_of
+from placement.split import Split
+
+ONE, OTHER = part_of(Split("coexisting", 4, 1, 1)), part_of(Split("coexisting", 3, 2, 1))
+
+
+def move(number: int) -> Move:
+    return Move(generation=number, step=number, kind=MoveKind.LEND, before=ONE, after=OTHER, reason="r" * 200)
+
+
+def many(count: int) -> Moves:
+    moves = Moves()
+    for number in range(count):
+        moves = moves.plus(move(number))
+    return moves
+
+
+def test_the_file_has_every_move_and_who_writes_it_remembers_the_newest(tmp_path: Path) -> None:
+    moves, file = Moves(), MovesFile(tmp_path)
+    for number in range(140):
+        moves = moves.plus(move(number))
+        file.keep(moves)
+    assert list(read(tmp_path / NAME)) == list(range(140))
+    assert len((tmp_path / NAME).read_text().splitlines()) == 140
+    assert file._known is not None
+    assert list(file._known) == list(range(140 - NEWEST_MOVES, 140))
+    file.keep(Moves())  # nothing is heard of it for a moment
+    file.keep(moves)
+    assert len((tmp_path / NAME).read_text().splitlines()) == 140
+
+
+def test_who_goes_on_with_the_file_reads_its_end_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    moves, file = many(NEWEST_MOVES), MovesFile(tmp_path)
+    file.keep(moves)
+    for number in range(NEWEST_MOVES, 140):
+        moves = moves.plus(move(number))
+        file.keep(moves)
+    monkeypatch.setattr(moves_file, "read", None)
+    monkeypatch.setattr(moves_file, "TAIL", 100 * 400)
+    MovesFile(tmp_path).keep(moves)
+    assert len((tmp_path / NAME).read_text().splitlines()) == 140
+
+
+def test_what_stands_too_far_up_to_be_found_is_written_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moves = many(20)
+    MovesFile(tmp_path).keep(moves)
+    monkeypatch.setattr(moves_file, "TAIL", 1000)
+    MovesFile(tmp_path).keep(moves.plus(move(20)))
+    assert [one.generation for one in moves_in(tmp_path / NAME)] == list(range(21))
+    assert 21 < len((tmp_path / NAME).read_text().splitlines()) < 41
