@@ -24,7 +24,7 @@ from gcore.rollout.metered import Meter, Sums, doing_of
 
 PauseMode = Literal["abort", "retract", "in_place"]
 ALMOST = 1e-9
-"""Steps by which rounding may miss a whole one."""
+"""By what rounding may miss a whole step; and where engines share a slot, by how many seconds two of its moments are one."""
 
 
 @dataclass(slots=True)
