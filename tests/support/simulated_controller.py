@@ -84,7 +84,9 @@ class SimulatedJob(JobStanding):
         self._ranks = SimulatedLinks(clock, self.changes.notify, identity.node, land)
         rollout = land.spec.rollout
         patience = EnginePatience(rollout.silent_s, rollout.watchdog_s, rollout.timeout_s)
-        self._engines = EngineBook(self.changes, rollout.timeout_s, self._connect, clock=clock, patience=patience)
+        self._engines = EngineBook(
+            self.changes, rollout.timeout_s, self._connect, clock=clock, patience=patience, rows=1
+        )
         self._deeds = Deeds(self, land.metrics, clock)
 
     async def run(self) -> None:

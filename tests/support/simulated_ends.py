@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 from simulated_network import Network, NoAnswer, RemoteStore, ask
 from simulated_workers import Engine, Floor, Rank
@@ -251,7 +251,13 @@ class SimulatedClient:
         """It was never paused."""
 
     async def abort(self, rid: str, count: int) -> None:
-        """It goes on for nothing."""
+        """Have it given back."""
+
+        def abort(reply: Callable[[Any], None]) -> None:
+            self._engine.abort(rid)
+            reply(None)
+
+        await self._ask(abort)
 
     async def served(self) -> Any:
         """Which weights it serves; None after it slept."""
@@ -298,17 +304,17 @@ class SimulatedClient:
         self, prompts: Any, params: Any, *, seeds: Any, rid: str, growing: Any = None
     ) -> tuple[Sample, ...]:
         """A response to each, of two or three tokens."""
-        made = await self._ask(self._engine.generate, timeout_s=30.0)
+        is_whole, made = await self._ask(lambda reply: self._engine.generate(rid, reply), timeout_s=30.0)
         if not made:
             raise EngineUnreachable("it was put to sleep", fix="Ask another")
-        return tuple(self._sample(made) for _ in prompts)
+        return tuple(self._sample(made, "stop" if is_whole else "abort") for _ in prompts)
 
-    def _sample(self, made: tuple[Version, ...]) -> Sample:
+    def _sample(self, made: tuple[Version, ...], reason: Literal["stop", "abort"]) -> Sample:
         tokens = (self._land.chance.randrange(1 << 20), *range(self._land.chance.randint(1, 2)))
         ends = [1, len(tokens)] if len(made) > 1 else [len(tokens)]
         starts = [0, *ends[:-1]]
         spans = tuple(VersionSpan(v, s, e) for v, s, e in zip(made, starts, ends, strict=True))
-        return Sample(tokens, (0.0,) * len(tokens), "", "stop", spans)
+        return Sample(tokens, (0.0,) * len(tokens), "", reason, spans)
 
     async def _ask(self, do: Callable[[Callable[[Any], None]], None], timeout_s: float = CALL_S) -> Any:
         def arrive(reply: Callable[[Any], None]) -> None:

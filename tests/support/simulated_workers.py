@@ -417,6 +417,8 @@ class Engine(Worker):
         """Whether it slept, and was brought no weights since."""
         self.slept = 0
         self._brought = asyncio.Event()
+        self._unwanted: dict[str, asyncio.Event] = {}
+        """By name of what is under way, whether it is to be given back."""
         self.floor.engines[self.spec.instance] = self
 
     @property
@@ -441,16 +443,28 @@ class Engine(Worker):
         """Take it again; the weights are nobody's."""
         self.asleep = False
 
-    def generate(self, reply: Callable[[tuple[Version, ...]], None]) -> None:
-        """The weights that made a response, once it is there; none if it was given up."""
+    def generate(self, rid: str, reply: Callable[[tuple[bool, tuple[Version, ...]]], None]) -> None:
+        """Whether a response is whole, and the weights that made it, once it is there or given back; none if it was given up."""
 
         async def generating() -> None:
+            unwanted = self._unwanted.setdefault(rid, asyncio.Event())
             while self.nameless:  # paused, until it is brought weights
                 await self._brought.wait()
             begun, slept = self.version, self.slept
-            await asyncio.sleep(self.floor.chance.lognormvariate(-0.5, 0.8))
+            try:
+                async with asyncio.timeout(self.floor.chance.lognormvariate(-0.5, 0.8)):
+                    await unwanted.wait()
+            except TimeoutError:
+                pass
+            del self._unwanted[rid]
             # What is under way when it is put to sleep is given back.
-            reply(() if self.slept > slept else tuple(sorted({begun, self.version})))
+            made = () if self.slept > slept else tuple(sorted({begun, self.version}))
+            reply((not unwanted.is_set(), made))
 
         if self.alive:
             self.process.run(generating(), "request")
+
+    def abort(self, rid: str) -> None:
+        """Give back what has been made of it until now."""
+        if rid in self._unwanted:
+            self._unwanted[rid].set()
