@@ -37,7 +37,7 @@ SCENARIOS = ROOT / "benchmarks" / "scenarios"
 CACHE = ROOT / ".cache" / "placement"
 LARGE = 1024
 DECIDE = (
-    *("forecast", "lending", "loads", "measured", "split"),
+    *("forecast", "lending", "measured", "speeds", "split"),
     *(f"policies/{name}" for name in ("base", "climbing", "dynamic", "fixed")),
     *(f"simulate/{name}" for name in ("compiled", "job", "kernel", "oracle", "run", "scenario")),
     *(f"simulate/{name}" for name in ("table", "told", "workload")),

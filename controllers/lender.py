@@ -24,10 +24,11 @@ from gcore.ledger.mirror import JobMirror
 from gcore.ledger.placing import NEWEST_MOVES, MoveKind
 from placement.assign import assigned
 from placement.live import Moving
-from placement.loads import Loads, Rows, Speeds, is_settled, lending, present, speeds_of, wanted
+from placement.loads import Loads, is_settled, lending, present, wanted
 from placement.measured import Measured
 from placement.moves import BATCH_IS_WHOLE, Deciding, Proposal, base_split, between_steps, costs
 from placement.policies.base import Decision, SwitchCosts
+from placement.speeds import Rows, Speeds, speeds_of
 
 if TYPE_CHECKING:
     from placement.forecast import Paces

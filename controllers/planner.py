@@ -33,11 +33,11 @@ from gcore.plugins import RAISED, sentence_of
 from gcore.types import Version
 from placement.assign import assigned
 from placement.live import Moving, Start, bounds_of, first_split, obeying
-from placement.loads import Rows
 from placement.moves import Deciding, Proposal, base_split, between_steps, is_told, with_outcomes, with_unasked
 from placement.named import find_policy
 from placement.plan import counted
 from placement.policies.base import Decision, Policy, Situation
+from placement.speeds import Rows
 from placement.split import Bounds, Split, feasible
 
 log = logging.getLogger(__name__)

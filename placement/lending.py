@@ -57,18 +57,42 @@ def lent(
 
 
 def left_s(
-    owed: float, engines: int, rows: int, tokens: float, residual: float, alone_s: float, saturating: float
+    owed: float,
+    engines: int,
+    rows: int,
+    tokens: float,
+    residual: float,
+    longest: float,
+    alone_s: float,
+    saturating: float,
 ) -> float:
     """Seconds until `engines` are done with what a pool owes; what does not run yet comes after what does.
 
-    `rows`: requests that an engine runs at once, at most; `tokens`: of a request; `residual`: that one which runs has still to come;
-    `alone_s`: of a token of a request alone; `saturating`: as many requests make it twice that.
+    `rows`: requests that an engine runs at once, at most; `tokens`: of a request; `residual`: that one which runs has still to come, on
+    average; `longest`: that the last of them has, beside which go the others', once; `alone_s`: of a token of a request alone;
+    `saturating`: as many requests make it twice that.
     """
     if owed <= 0:
         return 0.0
     each = max(owed / max(engines, 1), 1.0)
     running = min(each, float(rows))
-    return (residual + (each / running - 1.0) * tokens) * alone_s * (1.0 + running / saturating)
+    queue = (each / running - 1.0) * tokens
+    return alone_s * (longest + queue + (residual + queue) * running / saturating)
+
+
+def doubling(
+    owed: float, engines: int, rows: int, tokens: float, residual: float, longest: float, saturating: float
+) -> float:
+    """How many requests on each replica put the pool's end off to twice what it were alone: the `saturating` that `lent` takes."""
+    each = max(owed / max(engines, 1), 1.0)
+    queue = (each / min(each, float(rows)) - 1.0) * tokens
+    others = residual + queue
+    return saturating * (longest + queue) / others if others > 0 else saturating
+
+
+def of_each(owed: float, begun: float, tokens: float, residual: float) -> float:
+    """Tokens that a request has still to come, on average over those that have begun and those that have not."""
+    return tokens - (tokens - residual) * min(begun / owed, 1.0) if owed > 0 else tokens
 
 
 def spared(

@@ -8,29 +8,17 @@ was measured nothing is lent.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from statistics import fmean
 
 from gcore.ledger.job import EnginePlace, Plan
 from gcore.ledger.placing import Move, MoveKind
 from placement.assign import Slot, split_of
-from placement.lending import left_s, lent, spared
-from placement.measured import Measured
+from placement.lending import lent, spared
 from placement.moves import Deciding, Proposal, base_split, part_of, told_slots
 from placement.plan import counted
+from placement.speeds import Rows, Speeds
 from placement.split import Split
-
-STEPS = 2
-"""Newest steps from which lengths are."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Requests that an engine of each pool runs at once, at most."""
-
-    rollout: int
-    reward: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,60 +50,6 @@ class Loads:
         return sum(one.running + one.waiting for one in self.of(pool)) + self.unseated.get(pool, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """Of a pool's engines: seconds of a token alone, and how many requests make it twice that; tokens of one request; `rows`: requests
-    that one runs at once, at most."""
-
-    alone_s: float
-    saturating: float
-    tokens: float
-    residual: float
-    """Tokens that a request which runs has still to come, on average: long ones are met more often."""
-    rows: int
-
-    def left_s(self, owed: float, engines: int) -> float:
-        """Seconds until `engines` are done with what is owed; what does not run yet comes after what does."""
-        return left_s(owed, engines, self.rows, self.tokens, self.residual, self.alone_s, self.saturating)
-
-
-def speed_of(history: Sequence[Measured], pool: str, rows: int, since: int) -> Speed | None:
-    """What the newest steps tell, by the law that steps are forecast with; None: nothing. `since`: the step since which the pool has
-    its pace (`placement.forecast.Paces`)."""
-    from placement.forecast import law_of  # numpy: a daemon that no job lends in is started without it
-
-    newest = history[-STEPS:]
-    if pool == "rollout":
-        lengths = [tokens for step in newest for tokens in step.lengths]
-    else:
-        lengths = [tokens / step.asked_per_response for step in newest for tokens in step.judged]
-    is_measured = any(one.pool == pool for step in newest for one in step.speed)
-    if not is_measured or not lengths or fmean(lengths) <= 0:
-        return None
-    law = law_of(history, pool, rows, since)
-    mean = fmean(lengths)
-    residual = fmean(tokens * tokens for tokens in lengths) / (2.0 * mean)
-    return Speed(law.token_s, max(law.token_s / law.sequence_s, 1.0), mean, max(residual, mean / 2.0), rows)
-
-
-@dataclass(frozen=True, slots=True)
-class Speeds:
-    """Of both pools. `asked_each`: requests of the judges that a response comes to."""
-
-    rollout: Speed
-    reward: Speed
-    asked_each: float = 1.0
-
-
-def speeds_of(history: Sequence[Measured], rows: Rows, rollout_since: int, reward_since: int) -> Speeds | None:
-    """Of both; None: of one nothing is known. The steps since which they have their paces are as for `speed_of`."""
-    rollout = speed_of(history, "rollout", rows.rollout, rollout_since)
-    reward = speed_of(history, "reward", rows.reward, reward_since)
-    if rollout is None or reward is None:
-        return None
-    return Speeds(rollout, reward, fmean(step.asked_per_response for step in history[-STEPS:]))
-
-
 def present(plan: Plan, loads: Loads) -> Plan:
     """The plan without the engines that nobody told of: their nodes are away, or they have not come up."""
     told = {(one.node, one.slot, one.judge) for one in loads.engines}
@@ -138,7 +72,8 @@ class Lending:
         """Seconds until both pools are done, with so many engines each."""
         to_come = self.reward_owed + self.rollout_owed * self.speeds.asked_each
         mine, theirs = self.speeds.rollout, self.speeds.reward
-        return max(mine.left_s(float(self.rollout_owed), rollout), theirs.left_s(to_come, reward))
+        owed, begun = float(self.rollout_owed), float(min(self.reward_owed, reward * theirs.rows))
+        return max(mine.left_s(owed, owed, rollout), theirs.left_s(to_come, begun, reward))
 
 
 def wanted(plan: Plan, loads: Loads, speeds: Speeds, cost_s: float, rows: Rows) -> Lending | None:
@@ -149,16 +84,18 @@ def wanted(plan: Plan, loads: Loads, speeds: Speeds, cost_s: float, rows: Rows) 
     rollout, reward = speeds.rollout, speeds.reward
     owed, asked = loads.owed("rollout"), loads.owed("reward")
     to_come = asked + owed * speeds.asked_each  # every response that is still made will be judged
-    rollout_left, reward_left = rollout.left_s(owed, split.rollout), reward.left_s(to_come, split.reward)
+    begun = float(min(asked, split.reward * reward.rows))
+    rollout_left = rollout.left_s(owed, owed, split.rollout)
+    reward_left = reward.left_s(to_come, begun, split.reward)
     count = lent(
         cost_s,
         split.rollout,
         float(owed),
-        rollout.saturating,
+        rollout.doubling(owed, owed, split.rollout),
         rollout_left,
         split.reward,
         to_come,
-        reward.saturating,
+        reward.doubling(to_come, begun, split.reward),
         reward_left,
     )
     count = spared(count, split.rollout, float(owed), rows.rollout, split.reward, float(asked), rows.reward)

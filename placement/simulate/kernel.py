@@ -17,7 +17,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.lending import left_s, lent, spared
+from placement.lending import doubling, left_s, lent, of_each, spared
 from placement.simulate.compiled import compiled, inlined
 
 Floats = NDArray[np.float64]
@@ -31,6 +31,7 @@ ALONE_S, SATURATING, TOKENS, RESIDUAL = 0, 1, 2, 3
 """What the rule is told of a pool, in the words of `placement.lending.left_s`; nothing is known where `ALONE_S` is 0."""
 
 _lent, _left_s, _spared = compiled(lent), compiled(left_s), compiled(spared)
+_doubling, _of_each = compiled(doubling), compiled(of_each)
 
 
 @inlined
@@ -162,7 +163,7 @@ def _leave(
 
 
 @compiled
-def _by_rule(cost_s: float, ends: Ints, told: Floats, most: Ints, seats: Ints) -> int:
+def _by_rule(cost_s: float, ends: Ints, told: Floats, tail: Floats, most: Ints, seats: Ints) -> int:
     """What the rule says of now, from counts, as a controller that asks every engine has them."""
     awake, asked = np.zeros(2, np.int64), np.zeros(2)
     for k in range(seats.shape[1]):
@@ -175,22 +176,18 @@ def _by_rule(cost_s: float, ends: Ints, told: Floats, most: Ints, seats: Ints) -
             return 0
         asked[pool] += ends[pool, 1] - ends[pool, 0]
     to_come = asked[1] + asked[0]  # every response that is still made will be judged
-    left = np.zeros(2)
-    for pool in range(2):
-        one = told[pool]
-        owed = asked[0] if pool == ROLLOUT else to_come
-        left[pool] = _left_s(owed, awake[pool], most[pool], one[TOKENS], one[RESIDUAL], one[ALONE_S], one[SATURATING])
-    count = _lent(
-        cost_s,
-        awake[0],
-        asked[0],
-        told[0, SATURATING],
-        left[0],
-        awake[1],
-        to_come,
-        told[1, SATURATING],
-        left[1],
-    )
+    at = min(int(asked[0]), tail.shape[1] - 1)
+    begun = min(asked[1], float(awake[1] * most[1]))
+    each = _of_each(to_come, begun, told[1, TOKENS], told[1, RESIDUAL])
+    mean, longest = np.array([tail[1, at], each]), np.array([tail[0, at], each])
+    tokens, owed = np.array([told[0, TOKENS], each]), np.array([asked[0], to_come])
+    left, slow = np.zeros(2), np.zeros(2)
+    for i in range(2):
+        left[i] = _left_s(
+            owed[i], awake[i], most[i], tokens[i], mean[i], longest[i], told[i, ALONE_S], told[i, SATURATING]
+        )
+        slow[i] = _doubling(owed[i], awake[i], most[i], tokens[i], mean[i], longest[i], told[i, SATURATING])
+    count = _lent(cost_s, awake[0], owed[0], slow[0], left[0], awake[1], owed[1], slow[1], left[1])
     return int(_spared(count, awake[0], asked[0], most[0], awake[1], asked[1], most[1]))
 
 
@@ -206,13 +203,15 @@ def play(
     cost_s: float,
     every_s: float,
     told: Floats,
+    tail: Floats,
     schedule: Ints,
     late: int,
     late_s: float,
 ) -> tuple[float, float, Floats, int, int, float]:
     """Responses of `lengths` tokens, [n], all asked for at once, and their judgements, [n] or none; the first `rollout` of the replicas
     generate, and the others judge. `laws`: seconds of a token by pool; `most`: running at a time; `how`: whether replicas are lent;
-    `told`: what the rule knows, [2, 4]; `late`: so many replicas come to their pool `late_s` seconds late: above 0 those that generate,
+    `told`, `tail`: what the rule knows, [2, 4], and of responses by how many are left, [2, left]: of the last and of all on average,
+    `placement.loads.tail_of`; `late`: so many replicas come to their pool `late_s` seconds late: above 0 those that generate,
     below 0 those that judge.
 
     Returns when the last was judged, when the last was generated, replica-seconds by pool and number of running requests, moves, how
@@ -261,7 +260,7 @@ def play(
             if look < at:
                 now, moves = look, 0
                 if how == BY_RULE:
-                    moves = _by_rule(cost_s, ends, told, most, seats)
+                    moves = _by_rule(cost_s, ends, told, tail, most, seats)
                 elif tick < schedule.shape[0]:
                     moves = schedule[tick]
                 tick += 1

@@ -6,21 +6,32 @@ Whoever knew everything is told a step's own lengths and speeds, without errors.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from placement.forecast import Paces
-from placement.loads import speed_of
 from placement.measured import EngineSpeed, Measured
 from placement.simulate.scenario import Engine, Scenario
 from placement.simulate.workload import Floats, Workload
+from placement.speeds import Rows, speeds_of
 from placement.split import Split
 
-UNKNOWN: Floats = np.zeros((2, 4))
 LOADS = (1.0, 3.0, 9.0)
 """Of engines whose law is known: a line goes through what they take."""
 NOBODYS = Measured(0, Split("coexisting", 1, 1, 1), (), (), 0.0, None, None, None, (), {})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Told:
+    """By pool, [2, 4], and of responses by how many are left, [2, left], as `placement.simulate.kernel.play` takes them; all zeros:
+    nothing is known."""
+
+    pools: Floats = field(default_factory=lambda: np.zeros((2, 4)))
+    tail: Floats = field(default_factory=lambda: np.zeros((2, 1)))
+
+
+UNKNOWN = Told()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,20 +40,23 @@ class Lend:
     replicas that were lent in the step before, and come back in the first `late_s` seconds; above 0 to rollout, below 0 to the judges."""
 
     cost_s: float
-    told: Floats
+    told: Told
     late: int = 0
     late_s: float = 0.0
 
 
-def told_of(history: Sequence[Measured], scenario: Scenario, paces: Paces) -> Floats:
-    """By pool, [2, 4]: all zeros before enough was measured. `paces`: was shown the history."""
-    most = {"rollout": scenario.rollout.running, "reward": scenario.reward.running}
-    speeds = [speed_of(history, pool, rows, paces.since(pool)) for pool, rows in most.items()]
-    known = [[one.alone_s, one.saturating, one.tokens, one.residual] for one in speeds if one is not None]
-    return np.array(known) if len(known) == len(speeds) else UNKNOWN
+def told_of(history: Sequence[Measured], scenario: Scenario, paces: Paces) -> Told:
+    """After so much was measured. `paces`: was shown the history."""
+    rows = Rows(scenario.rollout.running, scenario.reward.running)
+    speeds = speeds_of(history, rows, paces.since("rollout"), paces.since("reward"))
+    if speeds is None:
+        return UNKNOWN
+    both = speeds.rollout, speeds.reward
+    pools = [[one.alone_s, one.saturating, one.tokens, one.residual] for one in both]
+    return Told(np.array(pools), np.array(speeds.rollout.tail).T)
 
 
-def truth_of(step: int, scenario: Scenario, work: Workload) -> Floats:
+def truth_of(step: int, scenario: Scenario, work: Workload) -> Told:
     """What nobody knows before: the step's own."""
     speed = (*_exact(scenario.rollout, "rollout"), *_exact(scenario.reward_at(step), "reward"))
     lengths, judged = tuple(work.lengths.tolist()), tuple(work.judged.tolist())

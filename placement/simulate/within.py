@@ -36,7 +36,7 @@ def best_schedule(
     for moves in product((0, 1, -1), repeat=moments):
         schedule = np.array(moves, dtype=np.int64)
         told = lengths, judged, pace, rollout, laws, most, BY_SCHEDULE, cost_s, every_s
-        found.append(Lent(float(play(*told, UNKNOWN, schedule, 0, 0.0)[0]), moves))
+        found.append(Lent(float(play(*told, UNKNOWN.pools, UNKNOWN.tail, schedule, 0, 0.0)[0]), moves))
     return min(found, key=lambda one: one.seconds)
 
 

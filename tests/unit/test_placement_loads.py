@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from gcore.ledger.job import Plan
 from gcore.ledger.placing import MoveKind
 from placement.assign import assigned, split_of
-from placement.loads import EngineLoad, Loads, Rows, Speeds, is_settled, lending, speed_of, speeds_of, wanted
+from placement.lending import doubling, left_s
+from placement.loads import EngineLoad, Loads, is_settled, lending, wanted
 from placement.measured import EngineSpeed, Measured
 from placement.moves import Deciding, base_split, in_words, part_of
 from placement.plan import NodeSlots, Snapshot
+from placement.speeds import Rows, Speeds, speed_of, speeds_of, tail_of
 from placement.split import Split
 
 AT = Deciding(step=3, seq=7, by="a", time=100.0)
@@ -137,7 +139,7 @@ def test_speeds_are_fitted_where_loads_differed_and_else_go_by_the_prior() -> No
     assert reward is not None
     assert abs(rollout.alone_s * (1 + 16 / rollout.saturating) - 0.03) < 1e-9
     assert abs(reward.alone_s * (1 + 8 / reward.saturating) - 0.05) < 1e-9
-    assert rollout.left_s(8, 4) < rollout.left_s(80, 4)
+    assert rollout.left_s(8, 8, 4) < rollout.left_s(80, 80, 4)
     assert speed_of([], "rollout", 8, 0) is None
 
 
@@ -196,3 +198,44 @@ def test_who_lends_keeps_as_many_slots_as_run_all_that_it_owes(running: int, ask
         assert after.rollout * rows >= 3 * running
     else:
         assert after.reward * rows >= 2 * asked
+
+
+@given(st.lists(st.lists(st.integers(1, 400), min_size=1, max_size=30), min_size=1, max_size=3))
+def test_what_the_last_response_has_still_to_come_is_what_it_is_longer_by_than_those_that_are_done(
+    steps: list[list[int]],
+) -> None:
+    fewest = min(len(step) for step in steps)
+    found = tail_of([[float(one) for one in step] for step in steps])
+    assert len(found) == fewest + 1
+    for left in range(1, fewest + 1):
+        ordered = [sorted(step) for step in steps]
+        made = [step[-left - 1] if left < len(step) else 0 for step in ordered]
+        longest = [step[-1] - done for step, done in zip(ordered, made, strict=True)]
+        mean = [sum(step[-left:]) / left - done for step, done in zip(ordered, made, strict=True)]
+        assert found[left] == pytest.approx((sum(longest) / len(steps), sum(mean) / len(steps)))
+
+
+def test_a_long_response_keeps_rollout_from_lending_what_would_put_its_end_off() -> None:
+    plan = plan_of(Split("coexisting", 3, 2, 1))
+    tailed = replace(STEP, lengths=(50.0,) * 22 + (60.0, 3000.0), judged=(150.0,) * 24)
+    alike = replace(tailed, lengths=(172.5,) * 24)
+    loads = loads_of(plan, rollout=8, reward=12)
+    speeds = [speeds_of([step], ROWS, 0, 0) for step in (tailed, alike)]
+    assert None not in speeds
+    found = [wanted(plan, loads, one, 0.01, ROWS) for one in speeds if one is not None]
+    assert found[0] is not None
+    assert found[1] is not None
+    assert found[0].rollout_left_s > 3000 * 0.007
+    assert found[0].count <= 0, "all wait for the long one, and it is slower beside more"
+    assert found[1].count > 0
+
+
+@given(st.floats(1.0, 200.0), st.integers(1, 8), st.floats(1.0, 500.0), st.floats(0.0, 500.0), st.floats(1.0, 64.0))
+def test_twice_as_late_is_what_doubling_says(
+    owed: float, engines: int, residual: float, more: float, saturating: float
+) -> None:
+    told = owed, engines, 1_000_000, 100.0, residual, residual + more
+    twice = doubling(*told, saturating)
+    alone = left_s(engines * 1e-9, engines, 1_000_000, 100.0, residual, residual + more, 0.01, 1e12)
+    many = left_s(twice * engines, engines, 1_000_000, 100.0, residual, residual + more, 0.01, saturating)
+    assert many == pytest.approx(2 * alone) if twice >= 1 else many >= 2 * alone * 0.99

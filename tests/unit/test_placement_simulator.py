@@ -19,7 +19,7 @@ from gcore.errors import SpecError
 from placement.forecast import Paces
 from placement.policies.base import SwitchCosts
 from placement.policies.fixed import Static
-from placement.simulate.job import SimulatedJob
+from placement.simulate.job import Produced, SimulatedJob
 from placement.simulate.kernel import ALONE_S, BY_RULE, BY_SCHEDULE, NEVER, play
 from placement.simulate.oracle import best_each_step, best_static, bound
 from placement.simulate.run import played
@@ -27,11 +27,13 @@ from placement.simulate.scenario import Scenario, read_scenario
 from placement.simulate.table import compared, start
 from placement.simulate.told import UNKNOWN, Lend, told_of, truth_of
 from placement.simulate.within import best_schedule, within_bound
+from placement.speeds import tail_of
 from placement.split import Split, feasible
 
 SCENARIOS = sorted((Path(__file__).parents[2] / "benchmarks" / "scenarios").glob("*.yaml"))
 LAWS, MOST = np.array([[0.02, 0.001], [0.03, 0.002]]), np.array([4, 4])
 NOTHING, NO_MOVES = np.zeros(0), np.zeros(0, np.int64)
+NOBODY_KNOWS = UNKNOWN.pools, UNKNOWN.tail
 
 
 def end(
@@ -39,13 +41,15 @@ def end(
 ) -> float:
     """When the last request has ended."""
     work = np.array(lengths), np.array(judged, dtype=np.float64), np.ones(replicas), rollout, LAWS, MOST
-    return float(play(*work, how, cost, 1.0, known(lengths, judged), NO_MOVES, 0, 0.0)[0])
+    return float(play(*work, how, cost, 1.0, *known(lengths, judged), NO_MOVES, 0, 0.0)[0])
 
 
-def known(lengths: Iterable[float], judged: Iterable[float]) -> NDArray[np.float64]:
+def known(lengths: Iterable[float], judged: Iterable[float]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """What a rule that knows everything is told."""
-    means = [float(np.mean(tokens)) if len(tokens) else 0.0 for tokens in (list(lengths), list(judged))]
-    return np.array([[LAWS[i, 0], LAWS[i, 0] / LAWS[i, 1], mean, mean / 2] for i, mean in enumerate(means)])
+    tokens = [list(lengths), list(judged)]
+    means = [float(np.mean(each)) if each else 0.0 for each in tokens]
+    pools = np.array([[LAWS[i, 0], LAWS[i, 0] / LAWS[i, 1], mean, mean / 2] for i, mean in enumerate(means)])
+    return pools, np.array(tail_of([tokens[0]])).T
 
 
 def small(**fields: object) -> Scenario:
@@ -73,22 +77,22 @@ def test_a_response_is_judged_when_it_is_whole() -> None:
 def test_what_is_lent_away_goes_on_elsewhere_from_its_tokens() -> None:
     told = np.array([100.0]), np.array([50.0]), np.ones(3), 2, LAWS, MOST
     # The idle replica of the two is lent after a second: nothing changes.
-    one = play(*told, BY_SCHEDULE, 0.5, 1.0, UNKNOWN, np.array([0, 1], np.int64), 0, 0.0)
+    one = play(*told, BY_SCHEDULE, 0.5, 1.0, *NOBODY_KNOWS, np.array([0, 1], np.int64), 0, 0.0)
     assert one[0] == pytest.approx(100 * 0.021 + 50 * 0.032)
     assert one[4:] == (1, 0.0), "it is lent at the end, and has changed over"
     # All of them are, and one comes back: for one second and two changes nobody generates.
-    both = play(*told, BY_SCHEDULE, 0.5, 1.0, UNKNOWN, np.array([0, 2, -2], np.int64), 0, 0.0)
+    both = play(*told, BY_SCHEDULE, 0.5, 1.0, *NOBODY_KNOWS, np.array([0, 2, -2], np.int64), 0, 0.0)
     assert both[0] == pytest.approx(100 * 0.021 + 50 * 0.032 + 1.5)
 
 
 def test_a_replica_that_is_still_to_come_back_serves_nobody_until_then() -> None:
     told = np.array([100.0, 100.0]), NOTHING, np.ones(2), 2, LAWS, MOST
     alone = 100 * 0.021
-    late = play(*told, BY_RULE, 0.5, 1.0, UNKNOWN, NO_MOVES, 1, 1.0)
+    late = play(*told, BY_RULE, 0.5, 1.0, *NOBODY_KNOWS, NO_MOVES, 1, 1.0)
     assert late[0] == pytest.approx(100 * 0.022), "both run on the one that is there"
-    assert play(*told, BY_RULE, 0.5, 1.0, UNKNOWN, NO_MOVES, 2, 1.0)[0] == pytest.approx(1.0 + alone)
+    assert play(*told, BY_RULE, 0.5, 1.0, *NOBODY_KNOWS, NO_MOVES, 2, 1.0)[0] == pytest.approx(1.0 + alone)
     judged = np.array([100.0]), np.array([50.0]), np.ones(2), 1, LAWS, MOST
-    assert play(*judged, BY_RULE, 0.5, 1.0, UNKNOWN, NO_MOVES, -1, 5.0)[0] == pytest.approx(5.0 + 50 * 0.032)
+    assert play(*judged, BY_RULE, 0.5, 1.0, *NOBODY_KNOWS, NO_MOVES, -1, 5.0)[0] == pytest.approx(5.0 + 50 * 0.032)
 
 
 @given(
@@ -114,8 +118,8 @@ def test_the_best_lending_on_a_small_case_is_between_its_bound_and_the_rule(seed
     lengths, judged = np.ceil(draw.lognormal(4.5, 0.8, 8)), np.ceil(draw.lognormal(5.0, 0.5, 8))
     told = lengths, judged, np.ones(4), 2, LAWS, MOST
     best = best_schedule(*told, cost_s=cost, every_s=2.0, moments=3)
-    by_rule = play(*told, BY_RULE, cost, 2.0, known(lengths, judged), NO_MOVES, 0, 0.0)[0]
-    never = play(*told, NEVER, cost, 2.0, UNKNOWN, NO_MOVES, 0, 0.0)[0]
+    by_rule = play(*told, BY_RULE, cost, 2.0, *known(lengths, judged), NO_MOVES, 0, 0.0)[0]
+    never = play(*told, NEVER, cost, 2.0, *NOBODY_KNOWS, NO_MOVES, 0, 0.0)[0]
     assert within_bound(lengths, judged, LAWS, MOST, 4) <= best.seconds + 1e-9
     assert best.seconds <= never + 1e-9
     # The rule may also lend later than in the moments that were tried.
@@ -126,7 +130,7 @@ def test_the_best_lending_is_what_trying_all_of_it_finds() -> None:
     lengths, judged = np.array([60.0, 90.0, 400.0]), np.array([300.0, 300.0, 300.0])
     told = lengths, judged, np.ones(3), 2, LAWS, MOST
     every = [
-        play(*told, BY_SCHEDULE, 0.5, 2.0, UNKNOWN, np.array(moves, np.int64), 0, 0.0)[0]
+        play(*told, BY_SCHEDULE, 0.5, 2.0, *NOBODY_KNOWS, np.array(moves, np.int64), 0, 0.0)[0]
         for moves in product((-1, 0, 1), repeat=3)
     ]
     assert best_schedule(*told, cost_s=0.5, every_s=2.0, moments=3).seconds == pytest.approx(min(every))
@@ -166,13 +170,13 @@ def test_the_best_static_split_is_what_trying_all_of_them_finds() -> None:
 def test_the_rule_within_a_step_is_told_what_was_measured_until_then_and_nothing_at_first() -> None:
     scenario = small(steps=40, judging={"tokens": 300, "paced": 5, "slow_from": 20, "slow_until": 40})
     job, split, paces = SimulatedJob(scenario, 1), Split("coexisting", 3, 2, 1), Paces()
-    assert np.array_equal(told_of([], scenario, paces), UNKNOWN)
+    assert told_of([], scenario, paces) is UNKNOWN
     history, told = [], []
     for step in range(40):
         history.append(job.measured(step, split))
         paces.see(history)
-        told.append(told_of(history, scenario, paces))
-    truth = [truth_of(step, scenario, job.work(step)) for step in range(40)]
+        told.append(told_of(history, scenario, paces).pools)
+    truth = [truth_of(step, scenario, job.work(step)).pools for step in range(40)]
     assert not np.allclose(told[10], truth[10], rtol=1e-3), "it has the errors of what is measured"
     assert np.allclose(told[18], truth[18], rtol=0.5), "but it is near"
     assert truth[21][1, ALONE_S] == pytest.approx(5 * truth[19][1, ALONE_S])
@@ -203,21 +207,25 @@ def test_what_was_lent_goes_back_while_ranks_train_or_one_step_ahead_in_the_next
     assert late.seconds > job.produced(4, split, Lend(5.0, truth)).seconds
 
 
-def test_one_step_ahead_a_run_has_what_was_lent_a_change_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    job, split, told = (
-        SimulatedJob(small(staleness=1, steps=12, judging={"tokens": 900}), 2),
-        Split("coexisting", 4, 1, 1),
-        [],
-    )
-    produced = job.produced
-    monkeypatch.setattr(
-        job, "produced", lambda step, split, lend=None: told.append(lend) or produced(step, split, lend)
-    )
-    costs = SwitchCosts(0.5, 1.0)
-    played(job, Static(split), costs, costs, lends=True)
-    lent = [one for one in told if one is not None]
-    assert lent[0].late == 0
-    assert any(one.late > 0 and one.late_s >= 0.5 for one in lent[1:])
+class Watched(SimulatedJob):
+    """Keeps how replicas are lent in each step."""
+
+    def __init__(self, scenario: Scenario, seed: int) -> None:
+        super().__init__(scenario, seed)
+        self.lends: list[Lend] = []
+
+    def produced(self, step: int, split: Split, lend: Lend | None = None) -> Produced:
+        if lend is not None:
+            self.lends.append(lend)
+        return super().produced(step, split, lend)
+
+
+def test_one_step_ahead_a_run_has_what_was_lent_a_change_later() -> None:
+    job, costs = Watched(small(staleness=1, steps=12, judging={"tokens": 900}), 2), SwitchCosts(0.5, 1.0)
+    played(job, Static(Split("coexisting", 4, 1, 1)), costs, costs, lends=True)
+    assert len(job.lends) == 12
+    assert job.lends[0].late == 0
+    assert any(one.late > 0 and one.late_s >= 0.5 for one in job.lends[1:])
 
 
 def test_the_same_seed_is_the_same_job_and_another_seed_another() -> None:
