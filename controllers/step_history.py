@@ -50,10 +50,12 @@ class StepHistory:
         """A change of the job's records."""
         if after.head is None or before.head is None or before.plan is None or before.head == after.head:
             return
-        stored = after.log.get(after.head.record.seq)
-        if stored is None or stored.record.kind != "train" or stored.record.parent != before.head.record.seq:
+        head = before.head.record
+        later = (one.record for seq, one in sorted(after.log.items()) if seq > head.seq)
+        entry = next((one for one in later if one.kind == "train"), None)
+        if entry is None or (entry.lineage, entry.step) != (head.lineage, head.step + 1):
             return  # what was missed is taken from the log
-        entry, slot = stored.record, before.seals.get(stored.record.step)
+        slot = before.seals.get(entry.step)
         seal = slot.record if slot is not None else None
         self._add({_version(entry): _Seen(entry, seal, base_split(before.plan.record))})
 

@@ -133,12 +133,12 @@ def test_steps_that_were_missed_in_a_pause_come_in_their_order_with_the_split_th
     history.note(replace(begun, seals={1: stored(seal_of(1))}), one)
     moves = Moves().plus(moved(3, FIRST, SECOND))
     later = mirror_of(plans[SECOND], [entry(step) for step in range(7)], moves)
-    history.note(one, later)  # of five steps at once
+    history.note(replace(one, seals={2: stored(seal_of(2))}), later)  # of five steps at once
     last = mirror_of(plans[SECOND], [entry(step) for step in range(8)], moves)
     history.note(replace(later, seals={7: stored(seal_of(7))}), last)
     assert shown(history, last) == [*((n, FIRST) for n in range(4)), *((n, SECOND) for n in range(4, 8))]
     steps = {one.step: one.lengths for one in history.steps(last)}
-    assert steps[1] == steps[7] == (7.0, 8.0)
+    assert steps[1] == steps[2] == steps[7] == (7.0, 8.0)
     assert steps[5] == (9.0, 9.0)
     assert history.start_s() == 7.0
 
