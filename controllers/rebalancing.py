@@ -1,8 +1,9 @@
-"""Which requests are taken back from an engine where they wait, since another that serves the same weights could run them. Pure.
+"""Which requests are taken back from an engine where they wait or crowd, since another that serves the same weights has room. Pure.
 
-A request is given to an engine when it comes (`controllers.routing`), and waits there. An engine that wakes, starts or is lent later
+A request is given to an engine when it comes (`controllers.routing`), and stays there. An engine that wakes, starts or is lent later
 would get only what comes after it: so the newest requests, which are the last in their engine's queue, go there. What they have made
-comes with them. No engine is left with less than it runs at once, for then nothing would be won, and none gives to one that is as busy.
+comes with them, and is read once more there. That is worth it for what waits, or where an engine is so much busier than the other that
+each token of all its requests comes sooner by it. None gives to one that is as busy.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+CROWDED, TIMES = 0.25, 2
+"""An engine that runs at least such a share of what it can gives of what it runs, while it keeps so many times what the other has."""
 FILLED = 2
 """An engine that has room is given so many times what it runs at once, if others have that much more: who looks, looks now and then."""
 
@@ -47,6 +50,9 @@ def _giver(busy: dict[str, int], left: dict[str, list[tuple[str, int]]], taker: 
         if not left[name]:
             continue
         count = left[name][-1][1]
-        if busy[name] - count >= max(rows, busy[taker] + count):
+        keeps, gets = busy[name] - count, busy[taker] + count
+        waits = keeps >= max(rows, gets)
+        crowds = busy[name] >= CROWDED * rows and keeps >= TIMES * gets
+        if waits or crowds:
             return name
     return None

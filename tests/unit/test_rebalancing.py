@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from controllers.changes import Changes
 from controllers.engines import LOOK_S, EngineBook
-from controllers.rebalancing import FILLED, Queue, taken_back
+from controllers.rebalancing import FILLED, TIMES, Queue, taken_back
 from gcore.rollout.client import SamplingParams
 from gcore.testing import FakeClock
 from gcore.types import Sample, Version, VersionSpan
@@ -28,6 +28,12 @@ def queue(name: str, *counts: int) -> Queue:
 
 def test_the_newest_of_what_waits_goes_to_the_engine_that_has_nothing() -> None:
     assert taken_back([queue("a", 1, 1, 1, 1, 1, 1), queue("b")], 2) == [("a", "a/5"), ("a", "a/4"), ("a", "a/3")]
+
+
+def test_of_what_an_engine_runs_it_gives_to_one_that_has_woken_as_long_as_it_keeps_twice_as_much() -> None:
+    crowded, woken = queue("a", *[4] * 15), queue("b")
+    assert taken_back([crowded, woken], 100) == [("a", f"a/{n}") for n in (14, 13, 12, 11, 10)]
+    assert taken_back([queue("a", *[4] * 6), woken], 100) == [], "so few are not in each other's way"
 
 
 @pytest.mark.parametrize(
@@ -59,7 +65,8 @@ def test_who_gives_keeps_what_it_runs_and_is_never_less_busy_than_who_takes(coun
         assert busy[taker] < FILLED * rows
         busy[giver] -= count
         busy[taker] += count
-        assert busy[giver] >= max(rows, busy[taker])
+        assert busy[giver] >= busy[taker]
+        assert busy[giver] >= rows or busy[giver] >= TIMES * busy[taker]
     after = [Queue(name, busy[name], tuple(left[name].items())) for name in busy]
     if all(busy[name] >= rows for name in hungry):
         assert taken_back(after, rows) == []
