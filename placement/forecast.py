@@ -308,24 +308,29 @@ class Paces:
 def paced_since(history: Sequence[Measured], pool: str, since: int) -> int:
     """The step from which on a pool's engines have the pace that they have now: `since`, or one of the newest, where tokens plainly take
     longer or less long there than before. Neither what they took before explains it, nor another load."""
-    told = [one for one in history[-SPEEDS:] if one.step >= since and _points([one], pool)]
-    for newest in (1, 2, 3):
-        if len(told) - newest < FEWEST:
-            break
-        of_each = [np.array(_points([one], pool)).T for one in told]
-        before = _level(np.concatenate(of_each[:-newest], axis=1), of_each)
-        together = _level(np.concatenate(of_each, axis=1), of_each)
+    told = [(one.step, points) for one in history[-SPEEDS:] if one.step >= since and (points := _points([one], pool))]
+    if len(told) <= FEWEST:
+        return since
+    of_each = [np.array(points).T for _, points in told]
+    begins = np.cumsum([0, *(one.shape[1] for one in of_each)])
+    every = np.concatenate(of_each, axis=1)
+    together = _level(every, every, begins)
+    for newest in range(1, min(3, len(of_each) - FEWEST) + 1):
+        before = _level(every[:, : begins[-1 - newest]], every, begins)
         if all(_is_plain(offs[:-newest], offs[-newest:]) for offs in (before, together)):
-            return told[-newest].step
+            return told[-newest][0]
     return since
 
 
-def _level(points: Floats, of_each: Sequence[Floats]) -> list[float]:
-    """The mean logarithm of what each step's tokens took beside the line through `points`, [2, n]."""
+def _level(points: Floats, every: Floats, begins: NDArray[np.int64]) -> list[float]:
+    """The mean logarithm of what each step's tokens took beside the line through `points`, [2, n]; `begins`: where each step's points do
+    in `every`."""
     running, seconds = points
     line = _line(running, seconds) if float(running.max()) > 1.2 * float(running.min()) else None
     start, rise = line or (1.0, 0.03)
-    return [float(np.log(took / (start + rise * at)).mean()) for at, took in of_each]
+    logs = np.log(every[1] / (start + rise * every[0]))
+    found: list[float] = (np.add.reduceat(logs, begins[:-1]) / np.diff(begins)).tolist()
+    return found
 
 
 def _is_plain(before: Sequence[float], after: Sequence[float]) -> bool:
@@ -338,9 +343,10 @@ def _is_plain(before: Sequence[float], after: Sequence[float]) -> bool:
 def _line(at: Floats, seconds: Floats) -> tuple[float, float] | None:
     """Where the line begins and what it rises by, least squares of relative errors; None: it does not rise from above 0."""
     weight = 1.0 / seconds**2
-    total, mean, mean_s = weight.sum(), np.average(at, weights=weight), np.average(seconds, weights=weight)
+    total = weight.sum()
+    mean, mean_s = (weight * at).sum() / total, (weight * seconds).sum() / total
     spread = float((weight * (at - mean) ** 2).sum())
-    if total <= 0 or spread <= 0:
+    if not total > 0 or spread <= 0:
         return None
     rise = float((weight * (at - mean) * (seconds - mean_s)).sum()) / spread
     start = float(mean_s - rise * mean)

@@ -4,7 +4,8 @@ Each replica serves what it runs at the same pace: a token of each takes `token_
 replica's own. What waits is taken first come, first served, by the replica with the fewest running; what was aborted goes on first, from
 its tokens. Exact for that model: time advances from one end of a request to the next. Every `every_s` seconds replicas may be lent,
 by the rule of `placement.lending` or by a schedule: what they ran goes on elsewhere, and for `cost_s` seconds they serve nobody. The
-rule is told what somebody has measured, and of now no more than counts. Replicas that are late serve nobody at first either.
+rule is told what somebody has measured, and of now no more than counts. Replicas that are late get their share of the requests at once,
+and begin with them when they are there; until then nothing is lent.
 
 It is the truth of the simulator, which nothing that plans may import. Numbers and arrays only, for it is compiled
 (`placement.simulate.compiled`). Rows of `clock`: what each running request of a replica has made since the replica began, the time
@@ -42,13 +43,12 @@ def _token_s(k: int, seats: Ints, laws: Floats, pace: Floats) -> float:
 
 @inlined
 def _catch_up(k: int, now: float, clock: Floats, seats: Ints, laws: Floats, pace: Floats, spans: Floats) -> None:
-    """The replica's requests have made what they made until now."""
-    running = seats[RUNNING, k]
+    """The replica's requests have made what they made until now; nothing, before a late one is there."""
+    running, spent = seats[RUNNING, k], max(now - clock[SEEN, k], 0.0)
     if running > 0:
-        spent = now - clock[SEEN, k]
         clock[MADE, k] += spent / _token_s(k, seats, laws, pace)
         spans[seats[POOL, k], running] += spent
-    clock[SEEN, k] = now
+    clock[SEEN, k] = max(now, clock[SEEN, k])
 
 
 @inlined
@@ -223,9 +223,7 @@ def play(
     clock[NEXT, :] = np.inf
     seats = np.zeros((4, replicas), np.int64)
     seats[POOL, rollout:] = REWARD
-    for k in range(rollout - max(late, 0), rollout + max(-late, 0)):
-        seats[TARGET, k], seats[POOL, k] = seats[POOL, k], SWITCHING
-        clock[READY, k] = late_s
+    clock[SEEN, rollout - max(late, 0) : rollout + max(-late, 0)] = late_s
     aims, whose = np.zeros((replicas, room)), np.zeros((replicas, room), np.int64)
     left = lengths.copy()
     # A line begins in the middle: what is aborted goes to its front.
@@ -259,7 +257,7 @@ def play(
                 continue
             if look < at:
                 now, moves = look, 0
-                if how == BY_RULE:
+                if how == BY_RULE and (late == 0 or now >= late_s):
                     moves = _by_rule(cost_s, ends, told, tail, most, seats)
                 elif tick < schedule.shape[0]:
                     moves = schedule[tick]

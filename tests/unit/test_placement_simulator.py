@@ -88,9 +88,10 @@ def test_what_is_lent_away_goes_on_elsewhere_from_its_tokens() -> None:
 def test_a_replica_that_is_still_to_come_back_serves_nobody_until_then() -> None:
     told = np.array([100.0, 100.0]), NOTHING, np.ones(2), 2, LAWS, MOST
     alone = 100 * 0.021
-    late = play(*told, BY_RULE, 0.5, 1.0, *NOBODY_KNOWS, NO_MOVES, 1, 1.0)
-    assert late[0] == pytest.approx(100 * 0.022), "both run on the one that is there"
+    assert play(*told, BY_RULE, 0.5, 1.0, *NOBODY_KNOWS, NO_MOVES, 1, 1.0)[0] == pytest.approx(1.0 + alone)
     assert play(*told, BY_RULE, 0.5, 1.0, *NOBODY_KNOWS, NO_MOVES, 2, 1.0)[0] == pytest.approx(1.0 + alone)
+    spans = play(*told, BY_RULE, 0.5, 1.0, *NOBODY_KNOWS, NO_MOVES, 1, 1.0)[2]
+    assert spans[0, 1] == pytest.approx(2 * alone), "while it is not there it is not at work"
     judged = np.array([100.0]), np.array([50.0]), np.ones(2), 1, LAWS, MOST
     assert play(*judged, BY_RULE, 0.5, 1.0, *NOBODY_KNOWS, NO_MOVES, -1, 5.0)[0] == pytest.approx(5.0 + 50 * 0.032)
 
