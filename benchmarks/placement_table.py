@@ -38,7 +38,7 @@ CACHE = ROOT / ".cache" / "placement"
 LARGE = 1024
 DECIDE = (
     *("forecast", "lending", "measured", "speeds", "split"),
-    *(f"policies/{name}" for name in ("base", "climbing", "dynamic", "fixed")),
+    *(f"policies/{name}" for name in ("base", "climbing", "dynamic", "errors", "fixed")),
     *(f"simulate/{name}" for name in ("compiled", "job", "kernel", "oracle", "run", "scenario")),
     *(f"simulate/{name}" for name in ("table", "told", "workload")),
 )

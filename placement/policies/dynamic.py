@@ -1,8 +1,8 @@
 """`dynamic`: the split by which the job is expected to be done soonest, what changes cost counted in. The product.
 
-1. Every feasible split gets its forecast (`placement.forecast`), its production times what such forecasts turned out to be wrong by: a
-   split that was tried by its own error, drawn to that of its mode; any other by that of its mode. Errors are taken from what the
-   model says of the very lengths that were there, so luck with lengths is no error.
+1. Every feasible split gets its forecast (`placement.forecast`), its production times what such forecasts turned out to be wrong by
+   (`placement.policies.errors`). Errors are taken from what the model says of the very lengths that were there, so luck with lengths is
+   no error.
 2. A change must save more than it costs within the steps that are looked ahead to: as many as there were since the job's lengths last
    jumped, for what has lasted so long is expected to last as long again.
 3. It must also save more in each step than forecasts are wrong by: the dead band.
@@ -37,6 +37,7 @@ from placement.forecast import (
 from placement.measured import Measured
 from placement.policies.base import Decision, Situation
 from placement.policies.climbing import utilisation
+from placement.policies.errors import Errors
 from placement.policies.fixed import possible
 from placement.split import Split
 
@@ -49,30 +50,9 @@ MARGIN = 1.2
 BAND = 0.4
 """Share of the error of forecasts by which a change must be better in each step."""
 LEAST_BAND = 0.003
-DRAWN = 20.0
-"""Steps of its own that count as much as what is known of a split's mode."""
-FADE = 0.9
-"""Weight of what was seen of a split beside that of one step later."""
 REMEMBERED = 64
 TREND_AHEAD = 8
 """Steps ahead for which lengths are forecast, at most."""
-
-
-@dataclass
-class _Error:
-    """Weighted logarithm of what production was wrong by, and the weight."""
-
-    total: float = 0.0
-    weight: float = 0.0
-
-    def add(self, value: float) -> None:
-        """One step more."""
-        self.total = FADE * self.total + value
-        self.weight = FADE * self.weight + 1.0
-
-    def drawn_to(self, other: float) -> float:
-        """Its mean, as far as it is known, and else `other`."""
-        return (self.total + DRAWN * other) / (self.weight + DRAWN)
 
 
 @dataclass
@@ -83,8 +63,7 @@ class Dynamic:
     first: Split
     _steps: list[Measured] = field(default_factory=list)
     _batches: list[Batch] = field(default_factory=list)
-    _errors: dict[tuple[str, int, int], _Error] = field(default_factory=dict)
-    _modes: dict[str, _Error] = field(default_factory=dict)
+    _errors: Errors = field(default_factory=Errors)
     _spread: float = 0.05
     _last: Split | None = None
     _since: int = 0
@@ -105,7 +84,7 @@ class Dynamic:
         stretch = self._taken_in(situation)
         ahead = min(max(stretch, LEAST_AHEAD), MOST_AHEAD, situation.steps_left or MOST_AHEAD)
         forecast = self._forecast(situation, stretch, min(ahead, TREND_AHEAD) / 2)
-        off = np.array([self._off(split) for split in splits])
+        off = np.array([self._errors.factor(split) for split in splits])
         expected = forecast.seconds(splits, off)
         return self._decided(situation, splits, expected, ahead)
 
@@ -230,24 +209,12 @@ class Dynamic:
         model = self._laws(situation, (self._batches[-1],), np.ones(1), np.ones(1))
         splits = (newest.split, *(one for one in possible(situation.bounds) if one.train == newest.split.train))
         said = float(model.produce_s(splits)[0, 0])  # beside the others, for lending reaches them
-        known = self._off(newest.split)
+        known = self._errors.factor(newest.split)
         if newest.produce_s is None and said * known <= took:
             return
         off = float(np.clip(np.log(took / max(said, 1e-9)), -1.0, 1.0))
         self._spread = 0.9 * self._spread + 0.1 * abs(off - float(np.log(known)))
-        self._errors.setdefault(_shape(newest.split), _Error()).add(off)
-        self._modes.setdefault(newest.split.mode, _Error()).add(off)
-
-    def _off(self, split: Split) -> float:
-        """What the forecast of its production is to be multiplied by."""
-        mode = self._modes.get(split.mode)
-        if mode is None:
-            every = list(self._modes.values())
-            of_mode = every[0].drawn_to(0.0) if every else 0.0
-        else:
-            of_mode = mode.drawn_to(0.0)
-        own = self._errors.get(_shape(split))
-        return float(np.exp(own.drawn_to(of_mode) if own is not None else of_mode))
+        self._errors.add(newest.split, off)
 
     def _others(self, turn_s: float) -> tuple[float, float]:
         """What was neither production nor training, apart and together; of the mode that was never tried, as of the other but for the
@@ -283,7 +250,3 @@ def _said(idle: Mapping[str, float]) -> str:
         return ""
     most, least = max(idle, key=lambda pool: idle[pool]), min(idle, key=lambda pool: idle[pool])
     return f"{most} was idle for {idle[most]:.0%} of the newest step and {least} for {idle[least]:.0%}: "
-
-
-def _shape(split: Split) -> tuple[str, int, int]:
-    return split.mode, split.rollout, split.reward

@@ -117,13 +117,15 @@ def test_a_change_must_save_more_than_forecasts_are_wrong_by() -> None:
     assert set(lived(noisy, now, 12)) == {now}
 
 
-def test_what_became_worse_by_a_change_is_changed_back_and_not_tried_again() -> None:
+@pytest.mark.parametrize("times", [1.4, 1.8, 2.7])
+def test_what_became_worse_by_a_change_is_changed_back_soon_and_not_tried_again(times: float) -> None:
     better, now = best(Truth())[:2]
-    truth = Truth(times=lambda step, split: 2.7 if split == better else 1.0)
+    truth = Truth(times=lambda step, split: times if split == better else 1.0)
     found = lived(truth, now, 60)
     assert better in found[:10]
-    assert found[-20:] == [now] * 20
-    assert len(changes(found)) == 2
+    went, came = changes(found)
+    assert came - went <= 6
+    assert found[-40:] == [now] * 40
 
 
 def test_a_wish_that_never_came_to_be_may_be_wished_again_at_once() -> None:
@@ -147,11 +149,11 @@ def test_steps_that_were_given_up_count_no_more_and_those_made_anew_are_learned_
     for end in range(1, 21):
         asked(policy, [*first, *gone][:end], now)
     for end in range(10, 15):
-        before = policy._errors["coexisting", now.rollout, now.reward].weight
+        before = policy._errors._of_split["coexisting", now.rollout, now.reward].weight
         told = asked(policy, [*first, *anew][:end], now)
         assert [one.step for one in policy._steps] == list(range(end))
         if end > 10:
-            assert policy._errors["coexisting", now.rollout, now.reward].weight != before
+            assert policy._errors._of_split["coexisting", now.rollout, now.reward].weight != before
     for end in range(1, 15):
         expected = asked(fresh, [*first, *anew][:end], now).expected_s
     assert policy._stretch == fresh._stretch == 14
