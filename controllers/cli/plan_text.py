@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from controllers.cli.plan_verb import Planned
+    from placement.mapping.ways import Way
 
 MOST_MISFITS = 8
 """Sentences about what does not fit that a table shows; JSON has all."""
@@ -29,7 +30,7 @@ def tree_of(planned: Planned, show: int) -> dict[str, Any]:
     from controllers.cli.plan_written import section_of
 
     found, cluster, device = planned.found, planned.cluster, planned.cluster.device
-    first = found.first
+    first = planned.first
     return {
         "job": planned.spec.name,
         "cluster": {
@@ -45,15 +46,15 @@ def tree_of(planned: Planned, show: int) -> dict[str, Any]:
         "lengths": {"prompt_tokens": planned.lengths.prompt, "response_tokens": planned.lengths.response},
         "models": list(models(planned)),
         "fitting": len(found.fits),
-        "placements": [fit_tree(fit) for fit in found.fits[:show]],
+        "placements": [fit_tree(fit, starts=planned.begins(fit.way)) for fit in found.fits[:show]],
         "start": None if first is None else section_of(planned.spec, first),
         "misfits": [{"placement": str(one.way), "why": str(one.excess), "count": one.count} for one in found.misfits],
         "hints": list(found.hints),
     }
 
 
-def fit_tree(fit: Fit) -> dict[str, Any]:
-    """One placement."""
+def fit_tree(fit: Fit, *, starts: bool) -> dict[str, Any]:
+    """One placement. `starts`: whether the job can begin so."""
     split, times = fit.way.split, fit.times
     return {
         "placement": str(fit.way),
@@ -64,7 +65,7 @@ def fit_tree(fit: Fit) -> dict[str, Any]:
         "slots_of_a_rollout_engine": fit.way.rollout_size,
         "slots_of_a_judge": fit.way.reward_size,
         "asleep": fit.way.asleep,
-        "can_be_started": fit.way.starts,
+        "can_be_started": starts,
         "memory_gib": {pool: round(used / GIB, 2) for pool, used in fit.room.used},
         "rows": dict(fit.room.rows),
         "cache_tokens": dict(fit.room.cells),
@@ -83,7 +84,7 @@ def fit_tree(fit: Fit) -> dict[str, Any]:
 def models(planned: Planned) -> Iterator[dict[str, Any]]:
     """What each model takes of one slot by itself, with as many ranks as the best placement has."""
     workload, gpu = planned.workload, planned.cluster.device.is_gpu
-    best = planned.found.first or next(iter(planned.found.fits), None)
+    best = planned.first or next(iter(planned.found.fits), None)
     ranks = planned.cluster.slots if best is None else best.way.ranks
     for served in workload.served:
         engine = engine_need(served, size=1, rows=served.rows, gpu=gpu)
@@ -121,14 +122,12 @@ def print_tables(planned: Planned, show: int, console: Console) -> None:
     console.print(_models_table(planned))
     console.print(f"\n{_counted(found)}\n", highlight=False)
     if found.fits:
-        console.print(_fits_table(found, show))
-    if found.first is not None:
-        begins = (
-            f"The job would begin with {found.first.way}; -o yaml prints that for the spec, --write FILE writes it."
-        )
+        console.print(_fits_table(planned, show))
+    if (first := planned.first) is not None:
+        begins = f"The job would begin with {first.way}; -o yaml prints that for the spec, --write FILE writes it."
         console.print(f"\n{begins}", highlight=False, soft_wrap=True)
-        for name, cells in found.first.room.cells:
-            if name in found.first.room.bound and name != "rollout":
+        for name, cells in first.room.cells:
+            if name in first.room.bound and name != "rollout":
                 less = f"{visible(name)} has room for {cells:,} tokens of cache; set its serving.cache_tokens, or it may take more"
                 console.print(f"{less}.", highlight=False, soft_wrap=True)
     if found.misfits:
@@ -160,21 +159,25 @@ def _models_table(planned: Planned) -> Table:
     return table
 
 
-def _fits_table(found: Found, show: int) -> Table:
+def _fits_table(planned: Planned, show: int) -> Table:
     table = _table(
         ("PLACEMENT", "STEP s", "ROLLOUT", "JUDGES", "TRAIN", "PUBLISH", "SWITCH", "FULLEST SLOT GiB", "STARTS")
     )
-    shown = list(found.fits[:show])
-    if found.first is not None and found.first not in shown:
-        shown.append(found.first)
+    shown = list(planned.found.fits[:show])
+    if planned.first is not None and planned.first not in shown:
+        shown.append(planned.first)
     for fit in shown:
         times = fit.times
         parts = (times.step, times.rollout, times.judging, times.training, times.publishing, times.switching)
         fullest = max(used for _, used in fit.room.used) / GIB
-        table.add_row(
-            str(fit.way), *(f"{part:.3g}" for part in parts), f"{fullest:.1f}", "yes" if fit.way.starts else "not yet"
-        )
+        table.add_row(str(fit.way), *(f"{part:.3g}" for part in parts), f"{fullest:.1f}", _starts(planned, fit.way))
     return table
+
+
+def _starts(planned: Planned, way: Way) -> str:
+    if planned.begins(way):
+        return "yes"
+    return f"not with {planned.spec.placement.policy}" if way.starts else "not yet"
 
 
 def _table(headings: tuple[str, ...]) -> Table:

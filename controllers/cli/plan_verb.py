@@ -16,8 +16,9 @@ from gcore.errors import DataError, UsageError
 if TYPE_CHECKING:
     from gcore.config import JobSpec
     from placement.mapping.cluster import Cluster
-    from placement.mapping.search import Found
+    from placement.mapping.search import Fit, Found
     from placement.mapping.shapes import ModelShape
+    from placement.mapping.ways import Way
     from placement.mapping.workload import Lengths, Shapes, Workload
 
 PLAN_EXAMPLES = """
@@ -54,6 +55,20 @@ class Planned:
     workload: Workload
     found: Found
 
+    def begins(self, way: Way) -> bool:
+        """Whether the job can begin so. A policy that moves slots knows all slots in turn with one world only: that of the spec, or the
+        largest that has a sample for each rank."""
+        if not way.starts or way.split.mode == "coexisting" or not self.spec.placement.is_live:
+            return way.starts
+        training = self.workload.training
+        largest = max(min(self.cluster.slots, training.samples // training.mini_batches), 1)
+        return way.ranks == (self.spec.train.ranks or largest)
+
+    @property
+    def first(self) -> Fit | None:
+        """What the job would begin with."""
+        return next((fit for fit in self.found.fits if self.begins(fit.way)), None)
+
 
 def plan(
     spec: SpecFile,
@@ -84,7 +99,7 @@ def plan(
     from controllers.cli.plan_written import section_of, write_spec
 
     planned = look(spec, cluster, set_, prompt_tokens, response_tokens)
-    first = planned.found.first
+    first = planned.first
     if output is PlanOutput.JSON:
         typer.echo(as_json(tree_of(planned, show)))
     elif output is PlanOutput.TABLE:
@@ -124,9 +139,11 @@ def look(
 
 
 def _nothing_fits(planned: Planned, cluster: Path) -> UsageError:
-    nearest = next(one for one in planned.found.misfits if one.way.starts)
     hint = next(iter(planned.found.hints), "Use more accelerators, larger ones, or a smaller model")
-    what = f"no placement of job {planned.spec.name!r} fits; the nearest to it: {nearest.way}; {nearest.excess}"
+    misfits = sorted(planned.found.misfits, key=lambda one: not planned.begins(one.way))
+    nearest = f"; the nearest to it: {misfits[0].way}; {misfits[0].excess}" if misfits else ""
+    which = "placement of" if not planned.found.fits else "placement that can be begun with of"
+    what = f"no {which} job {planned.spec.name!r} fits{nearest}"
     return UsageError(what, where=str(cluster), fix=hint)
 
 

@@ -21,11 +21,13 @@ from placement.mapping.search import Fit
 
 Section = dict[str, dict[str, Any]]
 SAID_ANEW = ("policy", "train", "reward")
-"""Of the section `placement`, what a first placement decides; and who has the memory, where slots are shared."""
+"""Of the section `placement`, what a first placement decides. Who has the memory is decided too, where slots are shared; where they are
+not, a policy that moves slots may share them later, and keeps what it says of that."""
 
 
 def section_of(spec: JobSpec, fit: Fit) -> Section:
-    """What to write into the spec so that the job begins so. A policy that moves slots keeps its name, and begins with these sizes."""
+    """What to write into the spec so that the job begins so. A policy that moves slots keeps its name, and begins with these sizes; all
+    slots in turn have none, for it knows one world only there."""
     policy, split = spec.placement.policy, fit.way.split
     live = spec.placement.is_live
     section: Section = {"placement": {"policy": policy}}

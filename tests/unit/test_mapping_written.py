@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mapped_jobs import JUDGE, SEVEN, SMALL, machines, spec, work
 
+from controllers.cli.plan_verb import Planned, _nothing_fits
 from controllers.cli.plan_written import Section, section_of, with_section, write_spec
 from gcore.config import load_spec
 from gcore.errors import UsageError
-from placement.mapping.search import search
+from placement.mapping.fitting import Excess
+from placement.mapping.search import Found, Misfits, search
+from placement.mapping.workload import Lengths, Shapes
 
 HEAD = "name: j # its name\nmodel: {path: m}\ndata:\n  path: d\nflow: {steps: 3, groups_per_step: 64}\n"
 TRAINS = (
@@ -127,3 +131,37 @@ def test_an_engine_with_less_cache_than_it_wants_is_told_how_much_it_has() -> No
     assert section_of(spec(**said), bound)["rollout"] == {"cache_tokens": dict(bound.room.cells)["rollout"]}
     free = next(fit for fit in search(work(SMALL), machines()).fits if not fit.room.bound)
     assert "rollout" not in section_of(spec(), free)
+
+
+def planned_of(found: Found, **said: Any) -> Planned:
+    workload, nodes = work(SEVEN, **said), machines()
+    shapes = Shapes(SEVEN, None, {})
+    return Planned(spec(**said), nodes, shapes, Lengths(1.0, 1.0), workload, found)
+
+
+def test_a_policy_that_moves_slots_is_not_said_to_begin_with_a_world_that_it_does_not_know() -> None:
+    said: dict[str, Any] = {"placement": {"policy": "dynamic"}, "train": {"zero_stage": 3}}
+    found = search(work(SEVEN, **said), machines())
+    planned, fixed = planned_of(found, **said), planned_of(found, train={"zero_stage": 3})
+    together = [fit.way for fit in found.fits if fit.way.split.mode == "colocated" and fit.way.starts]
+    assert {way.ranks for way in together if planned.begins(way)} == {planned.cluster.slots}
+    assert all(fixed.begins(way) for way in together)
+    few = replace(found, fits=tuple(fit for fit in found.fits if fit.way.ranks < planned.cluster.slots))
+    first = planned_of(few, **said).first
+    assert first is not None
+    assert first.way.split.mode == "coexisting"
+    fewest = min(way.ranks for way in together)
+    assert fewest < planned.cluster.slots
+    said = {"placement": {"policy": "dynamic"}, "train": {"zero_stage": 3, "ranks": fewest}}
+    assert {way.ranks for way in together if planned_of(found, **said).begins(way)} == {fewest}
+
+
+def test_where_nothing_can_be_begun_with_a_sentence_says_so_whatever_is_nearest_to_it() -> None:
+    found = search(work(SEVEN, train={"zero_stage": 3}), machines())
+    over = tuple(fit for fit in found.fits if not fit.way.starts)[:1]
+    few = Misfits(over[0].way, Excess(("rollout",), 1, 8.0, 1.0, engines=True), 1)
+    for misfits in ((), (few,)):
+        said = _nothing_fits(planned_of(replace(found, fits=over, misfits=misfits)), Path("c.yaml"))
+        assert "no placement that can be begun with of job 'j' fits" in str(said)
+        assert ("the nearest to it" in str(said)) == bool(misfits)
+    assert "no placement of job 'j' fits" in str(_nothing_fits(planned_of(replace(found, fits=())), Path("c.yaml")))
