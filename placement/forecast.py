@@ -142,8 +142,8 @@ class Forecast:
     overlaps: bool
     lend_s: float | None
     nodes: int = 1
-    groups: int | None = None
-    """Prompts of a step, each of whose responses are all made by one engine; None: any response goes anywhere."""
+    group: int = 1
+    """Responses of a prompt, which are all made by one engine."""
 
     def seconds(self, splits: Sequence[Split], off: Floats | None = None) -> Floats:
         """Of a step on each split, [splits]: the mean over the batches. `off`: what production is multiplied by, [splits]."""
@@ -172,7 +172,7 @@ class Forecast:
     def _produced(self, numbers: Sequence[int], shapes: NDArray[np.int64]) -> Floats:
         """Of batches with as many points each, [numbers, splits]."""
         batches = [self.batches[i] for i in numbers]
-        rollout, at = _distinct(_worth(shapes[:, 0] // self.pools.rollout_size, self.nodes, self.groups))
+        rollout, at = _distinct(_worth(shapes[:, 0] // self.pools.rollout_size, self.nodes, self._groups()))
         reward, of = _distinct(shapes[:, 1] // self.pools.reward_size)
         together = shapes[:, 3] == 1
         ends = np.stack([drained(self.batches[i], self.longer[i], rollout, self.rollout) for i in numbers])
@@ -188,6 +188,10 @@ class Forecast:
         produced = np.where(together, ends[:, at, -1] + served[:, of, 0], produced)
         return self._lent(produced, shapes, together)
 
+    def _groups(self) -> float | None:
+        """Prompts that a step is to have; None: it makes no difference."""
+        return float(self.batches[-1].after[0]) / self.group if self.group > 1 else None
+
     def _lent(self, produced: Floats, shapes: NDArray[np.int64], together: NDArray[np.bool_]) -> Floats:
         """With what lending reaches: the best of the splits with the same world, at its cost."""
         if self.lend_s is None or self.pools.rollout_size != self.pools.reward_size:
@@ -200,7 +204,7 @@ class Forecast:
         return np.minimum(produced, reached)
 
 
-def _worth(replicas: NDArray[np.int64], nodes: int, groups: int | None) -> Floats:
+def _worth(replicas: NDArray[np.int64], nodes: int, groups: float | None) -> Floats:
     """Engines that would take as long if responses could be shared out evenly: what one node has more of than another does nothing for
     the step, nor do engines that get a group less than another of their node."""
     alike = np.where(replicas >= nodes, replicas // nodes * nodes, replicas).astype(np.float64)

@@ -54,7 +54,7 @@ class Moving:
     most_ranks: int
     train: int | None
     reward: int | None
-    groups: int | None = None
+    group: int = 1
     work: Workload | str = "what the job's models are was not kept"
 
     @classmethod
@@ -69,7 +69,7 @@ class Moving:
             max(samples, 1),
             spec.placement.train,
             spec.placement.reward,
-            spec.flow.groups_per_step,
+            spec.flow.samples_per_prompt,
             work_of(spec, models),
         )
 
@@ -106,7 +106,7 @@ def slots_allow(snapshot: Snapshot, job: Moving, pin: Pin | None = None, now: in
         judged=bool(job.judges),
         colocated=not apart,
         nodes=max(nodes, 1),
-        groups=job.groups,
+        group=job.group,
     )
 
 

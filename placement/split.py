@@ -32,8 +32,7 @@ class Split:
 class Bounds:
     """What a split must keep to. `rollout_size`, `reward_size`: slots of one replica. `train_sizes`: what a train world may have, in
     slots. `judged`: whether there is anything for the reward pool to do. `nodes`: that prompts are shared out among alike, each answered
-    by its node's engines: a step waits for the node that has the fewest. `groups`: prompts of a step, each of whose responses are made
-    by one engine; None: responses go anywhere."""
+    by its node's engines: a step waits for the node that has the fewest. `group`: responses of a prompt, which are all made by one engine."""
 
     slots: int
     rollout_size: int = 1
@@ -42,7 +41,7 @@ class Bounds:
     judged: bool = True
     colocated: bool = True
     nodes: int = 1
-    groups: int | None = None
+    group: int = 1
 
     def sizes(self) -> tuple[int, ...]:
         """The train worlds that fit beside one replica of each other pool."""

@@ -197,7 +197,7 @@ class Dynamic:
             situation.overlaps,
             situation.costs.move_s if situation.lends else None,
             situation.bounds.nodes,
-            situation.bounds.groups,
+            situation.bounds.group,
         )
 
     def _learn(self, situation: Situation, newest: Measured) -> None:

@@ -362,9 +362,9 @@ def test_an_engine_that_one_node_has_more_than_another_is_worth_nothing() -> Non
 
 def test_an_engine_that_leaves_no_other_with_a_group_less_is_worth_nothing() -> None:
     """Of 16 groups a node five engines have four at most, as four have."""
-    batch = Batch.made(np.linspace(10, 500, 60), 40.0, 6000.0)
+    batch = Batch.made(np.linspace(10, 500, 256), 40.0, 6000.0)
     told = Law(0.02, 0.001, 64), Law(0.02, 0.001, 64), TrainLaw(1.0, 1e-3)
-    forecast = Forecast(Pools(), *told, (batch,), np.ones(1), np.ones(1), 1.0, 3.0, False, None, nodes=4, groups=64)
+    forecast = Forecast(Pools(), *told, (batch,), np.ones(1), np.ones(1), 1.0, 3.0, False, None, nodes=4, group=4)
     found = forecast.seconds([Split("coexisting", rollout, 8, 4) for rollout in (16, 20, 24, 28, 32)])
     assert found[0] == found[1]
     assert found[2] == found[3]
