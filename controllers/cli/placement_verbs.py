@@ -154,8 +154,7 @@ class Known:
 
 def _known(job: str, home: Path, address: str | None) -> Known:
     """All moves of a job: the run's folder has those that the store keeps no more. Raises GcoreError."""
-    from controllers.cli.placement_words import moves_of
-    from controllers.moves_file import NAME, moves_in
+    from controllers.moves_file import NAME
 
     try:
         reply = call(lambda client: client.get_placement(job), address, home)
@@ -166,10 +165,18 @@ def _known(job: str, home: Path, address: str | None) -> Known:
 
         run = finished_run(home, job, error)
         return Known(run["job"], tuple(_of_file(Path(run["folder"]) / NAME)), None)
+    return Known(reply.name, all_moves(reply), reply)
+
+
+def all_moves(reply: pb.PlacementReply) -> tuple[Move, ...]:
+    """Those that the store keeps, and from the run's folder, where it can be seen from here, those before them. Raises GcoreError."""
+    from controllers.cli.placement_words import moves_of
+    from controllers.moves_file import NAME
+
     stored = moves_of(reply)
-    kept = [] if stored.total == len(stored.moves) else moves_in(Path(reply.folder) / NAME)
+    kept = [] if stored.total == len(stored.moves) else _of_file(Path(reply.folder) / NAME)
     newest = {(move.generation, move.time): move for move in (*kept, *stored.moves)}
-    return Known(reply.name, tuple(sorted(newest.values(), key=lambda move: (move.time, move.generation))), reply)
+    return tuple(sorted(newest.values(), key=lambda move: (move.time, move.generation)))
 
 
 def _of_file(file: Path) -> list[Move]:

@@ -14,6 +14,7 @@ from controllers.cli.options import DEFAULT_HOME, Address, Home, JobName
 from gcore.errors import GcoreError, Unreachable, UsageError
 
 if TYPE_CHECKING:
+    from gcore.api.v1 import jobs_pb2 as pb
     from gcore.client import JobsClient
     from gcore.ledger.books_file import BookLine
     from gcore.ledger.placing import Move
@@ -64,19 +65,18 @@ def trace(
 
 
 def _read(job: str, step: int, home: Path, address: str | None) -> tuple[str, Mapping[str, BookLine], list[Move]]:
+    from controllers.cli.placement_verbs import all_moves
     from controllers.moves_file import NAME, moves_in
     from gcore.ledger.books_file import parse, step_lines
-    from gcore.ledger.placing import Moves
 
-    async def ask(client: JobsClient) -> tuple[str, dict[str, BookLine], list[Move]]:
+    async def ask(client: JobsClient) -> tuple[pb.PlacementReply, dict[str, BookLine]]:
         books = await client.get_books(job, step)
         lines = {book.node: line for book in books if (line := parse(book.book_json)) is not None}
-        reply = await client.get_placement(job)
-        moves = Moves.decode(reply.moves, "the moves").moves if reply.moves else ()
-        return reply.name, lines, list(moves)
+        return await client.get_placement(job), lines
 
     try:
-        return call(ask, address, home)
+        reply, lines = call(ask, address, home)
+        return reply.name, lines, list(all_moves(reply))
     except Unreachable as error:
         if address is not None:
             raise

@@ -11,12 +11,16 @@ import pytest
 from rich.console import Console
 
 from controllers.cli import top as top_verb
+from controllers.cli import trace as trace_verb
+from controllers.cli.placement_verbs import all_moves
 from controllers.cli.top_view import HOLDS, Top, rows, shown, tree
 from controllers.cli.trace_events import trace_of
+from controllers.moves_file import MovesFile
 from gcore.api.v1 import jobs_pb2 as pb
+from gcore.errors import GcoreError
 from gcore.ledger.books import EngineSums, StepBook
 from gcore.ledger.books_file import BookLine, Stretch, append, line_of, lines_of, newest, parse, step_lines
-from gcore.ledger.placing import Move, MoveKind, SplitPart
+from gcore.ledger.placing import Move, MoveKind, Moves, SplitPart
 from gcore.types import Version
 from placement.books import CAUSES
 
@@ -157,3 +161,38 @@ def test_top_looks_at_the_job_that_runs_until_it_has_ended(monkeypatch: pytest.M
     assert cluster.looks == (2 if terminal else 1)
     assert "busy rollout" in shown_on.getvalue()
     assert ("SUCCEEDED" in shown_on.getvalue()) is terminal
+
+
+class Placed:
+    """A job that goes on, whose store keeps one move of two."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    async def get_books(self, job: str, step: int | None = None) -> list[pb.BookOfNode]:
+        return [pb.BookOfNode(node="a", step=3, book_json=line_of(line("a")))]
+
+    async def get_placement(self, job: str) -> pb.PlacementReply:
+        newest = Moves(total=2, moves=(move(999.0),))
+        return pb.PlacementReply(name="j", folder=str(self.folder), moves=newest.encode())
+
+
+def test_a_trace_of_a_step_long_ago_has_the_moves_that_the_store_keeps_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    MovesFile(tmp_path).keep(Moves(total=1, moves=(move(102.0),)))
+    monkeypatch.setattr(trace_verb, "call", lambda what, address, home: asyncio.run(what(Placed(tmp_path))))
+    trace_verb.trace("j", 3, to=tmp_path / "step.json")
+    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    assert [e["ts"] for e in events if e["ph"] == "i"] == [2e6]
+
+
+def test_a_file_of_moves_that_cannot_be_read_is_told_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "moves.jsonl").mkdir()
+    monkeypatch.setattr(trace_verb, "call", lambda what, address, home: asyncio.run(what(Placed(tmp_path))))
+    with pytest.raises(GcoreError, match="the moves cannot be read"):
+        trace_verb.trace("j", 3, to=tmp_path / "step.json")
+    with pytest.raises(GcoreError, match="the moves cannot be read"):
+        all_moves(asyncio.run(Placed(tmp_path).get_placement("j")))
