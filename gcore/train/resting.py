@@ -78,8 +78,8 @@ class Resting:
         self._device = device
         self._clock = clock
         self._parts: dict[str, _Part] = {}
-        self._pinned: dict[int, Tensor] = {}
-        """By a storage's identity: its place in host memory. As large as what was released, for as long as the rank lives."""
+        self._pinned: dict[str, list[Tensor]] = {}
+        """By part: places in host memory. As large as what was released of it the last time, for as long as the rank lives."""
         self._seconds = {"release_s": 0.0, "restore_s": 0.0}
         self._bytes = 0
 
@@ -89,7 +89,7 @@ class Resting:
         return frozenset(self._parts)
 
     def rest(self, what: Collection[str], tell: Tell) -> None:
-        """Have exactly these parts released. Raises CannotRest, and what is released stays as it was; AsideLost, OutOfMemory."""
+        """Have exactly these parts released. Raises CannotRest, and each part is released or as it was; AsideLost, OutOfMemory."""
         if self._device.type != "cpu":
             torch.cuda.synchronize()  # of what is released nothing may be in use on any stream
         began = self._clock.monotonic()
@@ -127,8 +127,9 @@ class Resting:
         if self._device.type == "cpu":
             part.file = _written(aside, name, tell)
         else:
-            for one in aside:
-                one.host = self._place_of(one)
+            self._pinned[name] = _places([one.size for one in aside], self._pinned.pop(name, []))
+            for one, place in zip(aside, self._pinned[name], strict=True):
+                one.host = place
                 one.host.copy_(_bytes_of(one.storage, self._device))
                 tell("releasing")
         self._parts = {**self._parts, name: part}
@@ -190,13 +191,6 @@ class Resting:
     def _worth_it(self, storage: torch.UntypedStorage) -> bool:
         return storage.nbytes() >= SMALLEST and storage.device.type == self._device.type
 
-    def _place_of(self, one: _Aside) -> Tensor:
-        key = one.storage._cdata
-        known = self._pinned.get(key)
-        if known is None or known.numel() != one.size:
-            known = self._pinned[key] = torch.empty(one.size, dtype=torch.uint8, pin_memory=True)
-        return known
-
     def _give_back(self) -> None:
         if self._device.type == "cpu":
             give_back_free_memory()
@@ -255,6 +249,12 @@ def _unique(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
         storage = tensor.untyped_storage()
         found.setdefault(storage._cdata, storage)
     return found
+
+
+def _places(sizes: Iterable[int], before: list[Tensor]) -> list[Tensor]:
+    """Pinned memory of these sizes: what there was before, as far as it fits; the rest of that is let go."""
+    free = {size: [one for one in before if one.numel() == size] for size in {one.numel() for one in before}}
+    return [free[n].pop() if free.get(n) else torch.empty(n, dtype=torch.uint8, pin_memory=True) for n in sizes]
 
 
 def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> Tensor:

@@ -19,6 +19,7 @@ from torch import nn
 from gcore.config import parse_spec
 from gcore.free_memory import give_back_free_memory
 from gcore.testing import FakeClock
+from gcore.train import resting as resting_module
 from gcore.train.feed_state import FeedState, WorldName
 from gcore.train.models import Models
 from gcore.train.rest_rules import PARTS, CannotRest, refuse_release, refuse_restore, unknown
@@ -171,6 +172,21 @@ def test_what_finds_no_room_stays_as_it_was_and_says_what_to_do() -> None:
     model.learn()
 
 
+def test_where_one_part_finds_no_room_the_other_may_be_released_and_both_come_back() -> None:
+    model = Small()
+    before = [one.detach().clone() for one in model.everything()]
+    rank = resting(model)
+    weights = sum(one.nbytes() for one in rank._storages("weights"))
+    optimizer = sum(one.nbytes() for one in rank._storages("optimizer"))
+    assert weights != optimizer
+    first_fits = optimizer < weights
+    with files_of_at_most((optimizer + weights) // 2), pytest.raises(CannotRest):
+        rank.rest(PARTS, nothing)
+    assert rank.released == ({"optimizer"} if first_fits else set())
+    rank.rest((), nothing)
+    assert all(one.equal(other) for one, other in zip(model.everything(), before, strict=True))
+
+
 def test_a_part_that_finds_room_stays_released_when_the_other_does_not() -> None:
     model = Small()
     rank = resting(model)
@@ -193,6 +209,38 @@ def test_what_comes_back_damaged_is_refused(monkeypatch: pytest.MonkeyPatch, tmp
         file.write(bytes([byte[0] ^ 1]))
     with pytest.raises(AsideLost, match="came back damaged"):
         rank.rest((), nothing)
+
+
+def test_on_a_gpu_host_memory_is_kept_for_what_is_released_and_for_nothing_that_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    host, empty, made = torch.device("cpu"), torch.empty, []
+
+    def pinned(size: int, *, pin_memory: bool = False, **more: Any) -> torch.Tensor:
+        made.extend([size] if pin_memory else [])
+        return empty(size, **more)
+
+    bytes_of = resting_module._bytes_of
+    monkeypatch.setattr(torch, "empty", pinned)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(resting_module, "_bytes_of", lambda storage, device: bytes_of(storage, host))
+    monkeypatch.setattr(Resting, "_worth_it", lambda self, storage: storage.nbytes() >= resting_module.SMALLEST)
+    model = Small()
+    rank = Resting(Models(model, None), SPEC.train, torch.device("cuda"), FakeClock())  # type: ignore[arg-type]
+    for _ in range(4):
+        before = [one.detach().clone() for one in model.everything()]
+        rank.rest({"weights"}, nothing)
+        rank.rest(PARTS, nothing)
+        rank.rest((), nothing)
+        assert all(one.equal(other) for one, other in zip(model.everything(), before, strict=True))
+        model.learn()  # gradients are other tensors each time
+    places = sum(len(kept) for kept in rank._pinned.values())
+    assert len(made) == places, "each step uses the memory of the one before"
+    model.module.table = torch.zeros(64, 128)
+    rank.rest(PARTS, nothing)
+    assert sum(len(kept) for kept in rank._pinned.values()) == places
+    assert len(made) == places + 1, "what had another size is let go"
 
 
 STATE = FeedState(WorldName("j", "w", 0), 0, 1, done=4)
