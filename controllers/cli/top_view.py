@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from controllers.cli.view_text import seconds
-from gcore.ledger.books import EngineSums, StepBook
+from gcore.ledger.books import EngineSums, StepBook, engines_of
 from placement.books import added
 
 if TYPE_CHECKING:
@@ -69,11 +69,7 @@ class Top:
     @property
     def engines(self) -> dict[str, EngineSums]:
         """By pool, of all nodes."""
-        sums: dict[str, EngineSums] = {}
-        for book in self.books.values():
-            for pool, more in book.engines.items():
-                sums[pool] = sums[pool].plus(more) if pool in sums else more
-        return sums
+        return engines_of(self.books.values())
 
     @property
     def bottleneck(self) -> str:

@@ -7,7 +7,7 @@ booked is `placement.books`' business, where they are measured `controllers.book
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt
@@ -95,3 +95,12 @@ class NodeBooks(Record):
 def of_version(books: Mapping[str, NodeBooks], version: Version) -> dict[str, StepBook]:
     """By node: what those that have booked it say of the step that made `version`."""
     return {node: step for node, book in sorted(books.items()) if (step := book.at(version)) is not None}
+
+
+def engines_of(books: Iterable[StepBook]) -> dict[str, EngineSums]:
+    """By pool, all nodes together."""
+    sums: dict[str, EngineSums] = {}
+    for book in books:
+        for pool, more in book.engines.items():
+            sums[pool] = sums[pool].plus(more) if pool in sums else more
+    return sums

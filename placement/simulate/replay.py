@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from gcore.errors import UsageError
-from gcore.ledger.books import EngineSums
+from gcore.ledger.books import EngineSums, engines_of
 from gcore.ledger.books_file import BookLine, lines_of
 from gcore.samples import folder
 from gcore.types import Version
@@ -68,10 +68,7 @@ class _Step:
 
     def engines(self, pool: str) -> EngineSums:
         """What the pool's engines did, all nodes together."""
-        total = EngineSums()
-        for line in self.books:
-            total = total.plus(line.book.engines.get(pool, EngineSums()))
-        return total
+        return engines_of(line.book for line in self.books).get(pool, EngineSums())
 
 
 def read_run(run_dir: Path, *, slots: int | None = None, staleness: int = 0) -> Replay:
