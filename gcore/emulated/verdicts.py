@@ -64,6 +64,10 @@ def _bodies(spec: VerdictSpec) -> Iterator[str]:
 
 def _spelt(said: str, text: Text) -> tuple[int, ...] | None:
     """In tokens that say this again, whatever the tokenizer adds by itself; None if there are none."""
-    tokens = tuple(t for t in text.encode(said) if text.decode((t,), skip_special_tokens=True))
+    try:
+        encoded = text.encode(said)
+    except Exception:  # noqa: BLE001 - the tokenizers library raises it bare for a character that it has no token for
+        return None
+    tokens = tuple(t for t in encoded if text.decode((t,), skip_special_tokens=True))
     back = text.decode(tokens, skip_special_tokens=True)
     return tokens if tokens and back.strip() == said.strip() else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from gcore.config.judges import VerdictSpec
 from gcore.emulated.responses import Vocabulary
 from gcore.emulated.verdicts import verdict_of
 from gcore.errors import DataError
+from gcore.prepare.tokens import Alphabet, save_tokenizer
+from gcore.prepare.verdicts import CHARACTERS as SUMS_AND_VERDICTS
 from gcore.reward.generative.verdicts import find_parser
 from gcore.rollout.engine.text import Text
 
@@ -63,3 +66,17 @@ def test_a_judge_whose_tokens_cannot_say_a_verdict_is_refused_by_name() -> None:
         verdict_of("tutor", spec, words_of("abc "), text_of("abc "))
     with pytest.raises(DataError, match="no tokenizer"):
         verdict_of("tutor", spec, words_of("abc "), None)
+
+
+def test_the_judge_of_the_arithmetic_example_has_a_verdict_though_its_tokenizer_cannot_spell_a_space(
+    tmp_path: Path,
+) -> None:
+    save_tokenizer(Alphabet(SUMS_AND_VERDICTS), tmp_path)
+    text = Text.load(tmp_path)
+    assert text is not None
+    with pytest.raises(Exception, match="UNK"):
+        text.encode(" :Y")
+    spec = VerdictSpec(parser="words", after=":", words={"Y": 1.0, "N": 0.0})
+    words = Vocabulary(len(SUMS_AND_VERDICTS) + 2, tuple(range(len(SUMS_AND_VERDICTS))), (), 64)
+    found = verdict_of("sums", spec, words, text)
+    assert [text.decode(one, skip_special_tokens=True) for one in (found.best, found.worst)] == [":Y", ":N"]
