@@ -186,7 +186,9 @@ def _moves(action: Place | TellMoves, view: JobView) -> Transaction:
     moves, plan = mirror.moves.plus(action.proposal.move), action.proposal.plan
     if plan is None:
         return transactions.tell_moves(keys, mirror.leader, known, moves)
-    return transactions.place(keys, mirror.leader, mirror.plan, plan, known, moves)
+    return transactions.place(
+        keys, mirror.leader, mirror.plan, plan, known, moves, mirror.written(keys.pin, mirror.pins.get(""))
+    )
 
 
 async def _feed(action: Feed, view: JobView, hands: Hands) -> Applied:

@@ -13,6 +13,7 @@ from controllers.actions import Intent, Lead, Place, TellMoves
 from controllers.view import JobView
 from gcore import schema
 from gcore.ledger.job import SLEEP_CAME
+from gcore.ledger.placing import Move, MoveKind, Pin
 
 TAKE_S = 0.2
 """So long is it left to the one whose turn it is."""
@@ -50,7 +51,16 @@ def placing(view: JobView) -> Iterator[Intent]:
     if proposal is not None:
         move = proposal.move
         is_written = any((one.generation, one.time) == (move.generation, move.time) for one in view.mirror.moves.moves)
-        if move.generation == plan.generation + 1 and move.step == view.head.step and not is_written:
+        is_of_now = move.generation == plan.generation + 1 and move.step == view.head.step
+        if is_of_now and not is_written and _obeys(move, view.mirror.pin):
             yield Intent(Place(proposal), f"place {move.generation} {move.state} {move.step} {move.after}")
     elif view.account is not None and view.account != view.mirror.moves:
         yield Intent(TellMoves(view.account), f"moves {view.account.total} {view.head.seq}")
+
+
+def _obeys(move: Move, pin: Pin) -> bool:
+    """Whether a person lets it be, who may have fixed something since it was decided. What was lent goes back in any case."""
+    if move.kind is MoveKind.RETURN or not pin.fixes:
+        return True
+    wanted = {"rollout": pin.rollout, "reward": pin.reward, "train": pin.train}
+    return not pin.frozen and all(size is None or getattr(move.after, pool) == size for pool, size in wanted.items())

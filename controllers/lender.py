@@ -77,7 +77,7 @@ class Lender:
         plan, placement = stored.record, self._spec.placement
         lends = placement.lends and not view.mirror.pin.fixes and bool(self._moving.judges)
         is_whole = view.seal is not None and not view.seal.collects and not view.rules.staleness
-        if is_whole and (back := self._given_back(view, plan, at)) is not None:
+        if (is_whole or view.mirror.pin.fixes) and (back := self._given_back(view, plan, at)) is not None:
             return back
         if not lends and not self.is_settling:
             return None  # nobody needs to know what engines have to do

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from controllers.changes import Changes
+from controllers.consulting import Consulting, PolicyFailed
 from controllers.forming import is_at_hand, may_use_copies, models_of, placeable
 from controllers.leading import leads
 from controllers.lender import Lender
@@ -28,7 +29,7 @@ from gcore.clock import Clock
 from gcore.config import JobSpec
 from gcore.ledger.job import Plan
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.placing import MOST_REASON, Moves
+from gcore.ledger.placing import MOST_REASON, MoveKind, Moves
 from gcore.plugins import RAISED, sentence_of
 from gcore.types import Version
 from placement.assign import assigned
@@ -84,6 +85,7 @@ class Planner:
         self._history = StepHistory()
         self._lender = Lender(spec, job.uid, self._moving, self._rows, clock, self._history)
         self._policy: Policy | None = None
+        self._consulting = Consulting()
         self._decided: Version | None = None
         self._stood: tuple[object, ...] = ()
         """How step and leadership stood when they were looked at last."""
@@ -137,6 +139,8 @@ class Planner:
             self._policy = self._policy if leads(view) else None
             return
         step = trained(view.mirror)
+        if self._decided is None and step is not None and has_moved(view.mirror, step):
+            self._decided = step  # who planned before has decided on it
         if step is not None and self._decided != step:
             await self._booked(view)
             view = self._job.look()
@@ -176,8 +180,10 @@ class Planner:
         assert stored is not None
         plan, moves, pin = stored.record, view.mirror.moves, view.mirror.pin
         if pin.frozen:
-            return None
+            return None  # what is lent goes back all the same (`controllers.lender`)
         there = placeable(view)
+        if not {place.node for place in plan.ranks} <= {one.node for one in there.nodes}:
+            return None  # who holds a rank is away: it comes back with it, or the world is lost and placed anew
         limits = bounds_of(there, self._moving, pin, len(plan.ranks))
         if not (is_at_hand(view) or may_use_copies(view)):
             limits = replace(limits, train_sizes=(len(plan.ranks),))  # another world could not go on from here
@@ -232,10 +238,11 @@ class Planner:
         try:
             if self._policy is None:
                 self._policy = find_policy(name)(Start(first, self._rows.rollout, self._rows.reward))
-            return await asyncio.to_thread(self._policy.plan, situation)
-        except RAISED as error:  # the edge to foreign code: a policy may raise anything
+            return await self._consulting.asked(self._policy, situation)
+        except RAISED as error:  # the edge to foreign code: who makes a policy may raise anything
             log.exception("placement policy %s", name)
-            self._trouble(f"placement policy {name!r} failed, and nothing is moved: {sentence_of(error)}")
+            why = error.what if isinstance(error, PolicyFailed) else sentence_of(error)
+            self._trouble(f"placement policy {name!r} failed, and nothing is moved: {why}")
             self._policy = None
             return None
 
@@ -261,6 +268,13 @@ class Planner:
     def _trouble(self, sentence: str) -> None:
         """Told once for as long as it holds; nothing: it is over."""
         self._job.troubles.hold(f"placement-{self._job.node}", sentence)
+
+
+def has_moved(mirror: JobMirror, step: Version) -> bool:
+    """Whether a move was decided on after that step already."""
+    asked = (MoveKind.SPLIT, MoveKind.WORLD)
+    seq = next((s.record.seq for s in mirror.log.values() if Version(s.record.lineage, s.record.step) == step), 0)
+    return any(one.kind in asked and one.step == step.step and one.seq >= seq for one in mirror.moves.moves)
 
 
 def trained(mirror: JobMirror) -> Version | None:

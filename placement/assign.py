@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from gcore.ledger.job import EnginePlace, Plan, RankPlace
@@ -170,7 +170,9 @@ def assigned(
     else:
         if same_world and current is not None:
             now = {**now, "train": tuple((Slot(p.node, p.slot),) for p in current.ranks)}
-        pools = dealt(split, now, snapshot)
+        # Ranks on nodes that are away keep their slots there: no other slot is kept free for them.
+        ranks_here = sum(slot in set(slots) for (slot,) in now["train"]) if same_world else split.train
+        pools = dealt(replace(split, train=ranks_here), now, snapshot)
         if pools is None:
             return None
         ranks = current.ranks if same_world and current is not None else _ranks([slot for (slot,) in pools["train"]])

@@ -180,8 +180,11 @@ def mended(plan: Plan, snapshot: Snapshot, job: Moving) -> Plan | None:
     awake = {place.judge for place in plan.engines if not place.asleep and (place.node, place.slot) in here}
     if not {"", *job.judges} - awake:
         return None
-    limits = replace(slots_allow(snapshot, job), train_sizes=(len(plan.ranks),))
-    split = nearest(split_of(plan, snapshot), limits)
+    away = sum((place.node, place.slot) not in here for place in plan.ranks)
+    whole = slots_allow(snapshot, job)
+    # Ranks that are away have their slots still: the world is as it is.
+    limits = replace(whole, slots=whole.slots + away, train_sizes=(len(plan.ranks),))
+    split = nearest(replace(split_of(plan, snapshot), train=len(plan.ranks)), limits)
     if split is None:
         return None
     return assigned(

@@ -6,7 +6,7 @@ reason is in numbers that were known then; what came of it is measured over the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -83,6 +83,8 @@ def between_steps(
     None: nothing changes.
     """
     back = decision.split == base
+    if back and after is None:
+        return None
     if after is not None and plan.lent_from is None and (back or _roles(after) == _roles(plan)):
         return None
     kind = MoveKind.WORLD if after is None else MoveKind.RETURN if back else MoveKind.SPLIT
@@ -186,9 +188,10 @@ def with_outcomes(
     known = list(moves.moves)
     for number, move in enumerate(known):
         later = next((one.step for one in known[number + 1 :] if one.kind in BETWEEN and one.state == "done"), None)
+        others = {one.generation for one in known if one is not move and one.state == "done"}
         past = reversed(known[:number])
         earlier = next((one.step for one in past if one.kind in BETWEEN and one.state == "done"), None)
-        known[number] = _settled(move, seconds, took.get(move.generation), earlier, later, head_seq, plan)
+        known[number] = _settled(move, seconds, took.get(move.generation), others, earlier, later, head_seq, plan)
     return moves if tuple(known) == moves.moves else moves.model_copy(update={"moves": tuple(known)})
 
 
@@ -196,15 +199,16 @@ def _settled(
     move: Move,
     seconds: Mapping[int, float],
     took: float | None,
+    others: Collection[int],
     earlier: int | None,
     later: int | None,
     head_seq: int,
     plan: Plan,
 ) -> Move:
-    """`earlier`, `later`: at whose end the moves between steps before and after it were made."""
+    """`others`: the plans that other moves made; `earlier`, `later`: at whose end the moves between steps before and after it were made."""
     if move.state == "wanted" and head_seq != move.seq:
-        # Head moves by the rollback that forms it, or by a step that was committed instead, with the ranks that there were.
-        formed = plan.generation >= move.generation and len(plan.ranks) == move.after.train
+        # Head moves by the rollback that forms it, of as many ranks as can be placed, or by a step that was committed instead.
+        formed = plan.generation >= move.generation and move.generation not in others
         move = move.model_copy(update={"state": "done" if formed else "lapsed"})
     if move.state != "done":
         return move
@@ -218,7 +222,9 @@ def _settled(
         after = [seconds[move.step + 1]]  # the next move came before there was a step that paid for nothing
     if move.kind in WITHIN:
         after = [seconds[move.step + 1]] if move.step + 1 in seconds else []
-    since = max(move.step - MOST_AFTER + 1, earlier + 2 if earlier is not None else 0)
+    since = max(
+        move.step - MOST_AFTER + 1, earlier + 2 if earlier is not None else 2
+    )  # in the first step everything is loaded
     before = [seconds[step] for step in range(since, move.step + 1) if step in seconds]
     if len(after) > outcome.steps:
         update = {

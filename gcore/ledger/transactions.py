@@ -341,17 +341,27 @@ def lead(keys: JobKeys, old: Written | None, new: Leader, lease: int) -> Transac
 
 
 def place(
-    keys: JobKeys, leader: Stored[Leader], old: Stored[Plan], new: Plan, known: Written | None, moves: Moves
+    keys: JobKeys,
+    leader: Stored[Leader],
+    old: Stored[Plan],
+    new: Plan,
+    known: Written | None,
+    moves: Moves,
+    pin: Written | None,
 ) -> Transaction:
     """Change who serves in which role, and say why. Compares the plan and the leadership, so that of two who believe that they lead
-    one changes it; the world stays, which only a rollback changes."""
+    one changes it, and what a person has fixed, which may be more by now; the world stays, which only a rollback changes."""
     if new.world != old.record.world or new.ranks != old.record.ranks:
         raise ValueError("only a rollback places a train world")
     if new.generation != old.record.generation + 1:
         raise ValueError("a plan follows the one that it replaces")
     return Transaction(
         TxnKind.PLACE,
-        (*_led(keys, leader, known), Compare(keys.plan, old.revision)),
+        (
+            *_led(keys, leader, known),
+            Compare(keys.plan, old.revision),
+            Compare(keys.pin, pin.revision if pin is not None else 0),
+        ),
         (Put(keys.plan, new.encode()), Put(keys.moves, moves.encode())),
     )
 

@@ -17,7 +17,7 @@ from controllers.view import JobView
 from gcore import schema
 from gcore.config import parse_spec
 from gcore.ledger.job import EnginePlace, NodeRecord
-from gcore.ledger.placing import Leader, Move, MoveKind, Moves
+from gcore.ledger.placing import Leader, Move, MoveKind, Moves, Pin
 from gcore.metrics import Metrics
 from placement.assign import split_of
 from placement.moves import Proposal, part_of
@@ -97,6 +97,25 @@ def test_a_proposal_is_written_by_who_leads_while_it_is_about_the_plan_and_the_s
     other = Proposal(move(view, generation=3), proposal.plan)
     assert list(placing(replace(view, proposal=late))) == []
     assert list(placing(replace(view, proposal=other))) == []
+
+
+@pytest.mark.parametrize(
+    ("pin", "kind", "is_written"),
+    [
+        pytest.param(Pin(frozen=True), MoveKind.SPLIT, False, id="frozen since"),
+        pytest.param(Pin(frozen=True), MoveKind.RETURN, True, id="what was lent goes back"),
+        pytest.param(Pin(reward=9), MoveKind.SPLIT, False, id="another size"),
+        pytest.param(Pin(rollout=2), MoveKind.SPLIT, True, id="the size that it has"),
+        pytest.param(Pin(), MoveKind.SPLIT, True, id="nothing"),
+    ],
+)
+def test_what_a_person_fixed_since_a_move_was_decided_holds(pin: Pin, kind: MoveKind, is_written: bool) -> None:
+    view = moving()
+    assert view.mirror.plan is not None
+    proposal = Proposal(move(view, kind), view.mirror.plan.record.model_copy(update={"generation": 2}))
+    assert proposal.move.after.rollout == 2
+    pinned = replace(view, proposal=proposal, mirror=replace(view.mirror, pins={"": stored(pin)}))
+    assert [i.action for i in placing(pinned)] == ([Place(proposal)] if is_written else [])
 
 
 def test_what_came_of_moves_is_written_once() -> None:

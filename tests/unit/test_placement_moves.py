@@ -125,13 +125,26 @@ def test_places_of_a_node_that_is_away_may_stand_elsewhere_in_the_plan_and_nothi
     assert between_steps(decided(split_of(plan, without)), plan, after, split_of(plan, without), AT) is None
 
 
+def test_a_world_that_is_there_is_not_formed_again() -> None:
+    assert between_steps(decided(FIRST), plan_of(FIRST), None, FIRST, AT) is None
+
+
+def test_a_world_that_was_wanted_was_formed_though_fewer_ranks_could_be_placed() -> None:
+    wanted = move(MoveKind.WORLD, state="wanted", generation=2, seq=3)
+    formed = plan_of(FIRST, world="x").model_copy(update={"generation": 2})
+    assert [one.state for one in with_outcomes(Moves().plus(wanted), {}, {}, 4, formed).moves] == ["done"]
+    assert [one.state for one in with_outcomes(Moves().plus(wanted), {}, {}, 4, plan_of(FIRST)).moves] == ["lapsed"]
+    lent = Moves().plus(wanted).plus(move(MoveKind.LEND, generation=2, time=1.0))
+    assert with_outcomes(lent, {}, {}, 4, formed).moves[0].state == "lapsed", "it was another plan"
+
+
 def test_what_came_of_a_move_is_the_mean_of_the_steps_after_the_one_that_paid_for_it() -> None:
     plan = plan_of(FIRST)
     seconds = {1: 3.0, 2: 3.2, 3: 3.4, 4: 9.0, 5: 2.0, 6: 2.2}
     found = with_outcomes(Moves().plus(move()), seconds, {2: 1.25}, 9, plan).newest
     assert found is not None
-    assert found.outcome == MoveOutcome(took_s=1.25, steps=2, step_s=2.1, before_s=3.2)
-    assert outcome_in_words(found) == "it took 1.2 s; the 2 steps after it took 2.1 s each, before it 3.2 s"
+    assert found.outcome == MoveOutcome(took_s=1.25, steps=2, step_s=2.1, before_s=3.3)
+    assert outcome_in_words(found) == "it took 1.2 s; the 2 steps after it took 2.1 s each, before it 3.3 s"
 
 
 def test_the_steps_after_the_next_move_are_the_next_moves() -> None:

@@ -169,3 +169,19 @@ def test_a_world_keeps_its_size_whatever_memory_it_is_estimated_to_take() -> Non
     after = placed(nodes, job, world="x", generation=2, current=before)
     assert after is not None
     assert split_of(after) == split_of(before)
+
+
+def test_a_pool_that_is_mended_keeps_no_slot_free_for_ranks_that_are_away() -> None:
+    """They have their slots where they are."""
+    three = cluster(2, 2, 2)
+    first = assigned(Split("coexisting", 4, 1, 1), None, three, ("j",), world="w", generation=1)
+    assert first is not None
+    (rank,) = first.ranks
+    judged = {place.node for place in first.engines if place.judge and not place.asleep}
+    here = Snapshot(tuple(node for node in three.nodes if node.node not in {rank.node, *judged}))
+    found = mended(first, here, JOB)
+    assert found is not None
+    assert found.ranks == first.ranks
+    left = {(node.node, slot) for node in here.nodes for slot in node.slots}
+    awake = {(place.node, place.slot) for place in found.engines if not place.asleep} & left
+    assert awake == left

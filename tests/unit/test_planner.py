@@ -442,3 +442,43 @@ async def test_what_was_lent_goes_back_while_ranks_train(made: Any, asked: list[
     assert planner.proposal.plan is not None
     assert planner.proposal.move.kind is MoveKind.RETURN
     assert split_of(planner.proposal.plan) == FIRST
+
+
+async def test_while_who_holds_a_rank_is_away_nobody_is_asked(made: Any) -> None:
+    """Or the policy would plan on a split without a train world, and have another formed though this one is alive."""
+    job, policy = Job(), Scripted(Decision(FIRST, "well"))
+    (rank,) = job.mirror.plan.record.ranks
+    job.view = replace(job.view, nodes={name: one for name, one in NODES.items() if name != rank.node})
+    planner = made(policy, job)
+    await planner._turn()
+    assert policy.asked == []
+    assert planner.proposal is None
+
+
+async def test_who_leads_after_another_does_not_decide_again_on_a_step_that_was_decided_on(made: Any) -> None:
+    job, policy = Job(), Scripted(Decision(SECOND, "again"), Decision(SECOND, "now"))
+    move = Move(generation=1, step=1, seq=1, kind=MoveKind.SPLIT, before=part_of(SECOND), after=part_of(FIRST))
+    job.change(movings={"": stored(Moves().plus(move))})
+    planner = made(policy, job)
+    await planner._turn()
+    assert policy.asked == []
+    job.step(2)
+    await planner._turn()
+    assert len(policy.asked) == 1
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+async def test_what_is_lent_goes_back_when_a_person_fixes_something(made: Any, staleness: int) -> None:
+    job = Job(lend=True)
+    spec = job.view.spec
+    spec = spec.model_copy(update={"rollout": spec.rollout.model_copy(update={"staleness": staleness})})
+    lent = assigned(SECOND, job.mirror.plan.record, SNAPSHOT, ("tutor",), world="w", generation=2)
+    assert lent is not None
+    job.change(plan=stored(lent.model_copy(update={"lent_from": part_of(FIRST)})), pins={"": stored(Pin(frozen=True))})
+    job.view = replace(job.view, spec=spec)
+    planner = made(Scripted(), job)
+    planner._decided = Version(0, 1)
+    await planner._turn()
+    assert planner.proposal is not None
+    assert planner.proposal.plan is not None
+    assert split_of(planner.proposal.plan) == FIRST

@@ -214,7 +214,7 @@ def placing(job: StoredJob) -> Transaction:
     assert plan is not None
     assert leader is not None
     moved = plan.record.model_copy(update={"generation": plan.record.generation + 1})
-    return transactions.place(job.keys, leader, plan, moved, job.mirror.movings.get(""), Moves(total=1))
+    return transactions.place(job.keys, leader, plan, moved, job.mirror.movings.get(""), Moves(total=1), None)
 
 
 def telling(job: StoredJob) -> Transaction:
@@ -340,7 +340,7 @@ TABLE = [
     pytest.param("delete_rest", marked, clearing, {"head"}, id="delete the rest"),
     pytest.param("replan", nothing, replanning, {"plan"}, id="replan"),
     pytest.param("lead", nothing, leading, {"placement/leader"}, id="lead"),
-    pytest.param("place", led, placing, {"placement/leader", "placement/moves", "plan"}, id="place"),
+    pytest.param("place", led, placing, {"placement/leader", "placement/moves", "placement/pin", "plan"}, id="place"),
     pytest.param("tell_moves", led, telling, {"placement/leader", "placement/moves"}, id="tell moves"),
     pytest.param("pin", nothing, pinning, {"placement/pin"}, id="pin"),
     pytest.param("begin_epoch", nothing, beginning, {"head", "ckpts", "epoch/1"}, id="begin epoch"),

@@ -1,0 +1,98 @@
+"""Policies may be anybody's code: whatever they do, there is a decision or a sentence."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from controllers.consulting import MOST_IDLE, Consulting, PolicyFailed, checked
+from placement.policies.base import Decision, Situation, SwitchCosts
+from placement.split import Bounds, Split
+
+SITUATION = Situation(Bounds(4, train_sizes=(1,)), None, (), SwitchCosts(1.0, 2.0), None)
+GOOD = Decision(Split("coexisting", 2, 1, 1), "why")
+
+
+class Of:
+    """A policy that does as it is told to."""
+
+    def __init__(self, plan: Callable[[], Any]) -> None:
+        self._plan = plan
+
+    def plan(self, situation: Situation) -> Decision:
+        found: Decision = self._plan()
+        return found
+
+
+def raising(error: BaseException) -> Callable[[], Any]:
+    def plan() -> Any:
+        raise error
+
+    return plan
+
+
+async def test_what_a_policy_decides_is_what_comes() -> None:
+    assert await Consulting().asked(Of(lambda: GOOD), SITUATION) == GOOD
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("no idea"), StopIteration(), asyncio.CancelledError(), KeyboardInterrupt(), SystemExit(3)],
+    ids=lambda error: type(error).__name__,
+)
+async def test_whatever_a_policy_raises_is_a_sentence(error: BaseException) -> None:
+    consulting = Consulting()
+    with pytest.raises(PolicyFailed, match=type(error).__name__):
+        await consulting.asked(Of(raising(error)), SITUATION)
+    assert await consulting.asked(Of(lambda: GOOD), SITUATION) == GOOD
+
+
+async def test_a_policy_that_hangs_is_left_and_not_asked_again_before_it_has_answered() -> None:
+    may_end, consulting = threading.Event(), Consulting(limit_s=0.05)
+    hangs = Of(lambda: may_end.wait(30.0) and GOOD)
+    with pytest.raises(PolicyFailed, match="has not answered for"):
+        await consulting.asked(hangs, SITUATION)
+    with pytest.raises(PolicyFailed, match="what it was asked before"):
+        await consulting.asked(Of(lambda: GOOD), SITUATION)
+    assert consulting._thread is not None
+    assert consulting._thread.daemon, "a process ends without it"
+    may_end.set()
+    await asyncio.to_thread(consulting._thread.join)
+    assert await consulting.asked(Of(lambda: GOOD), SITUATION) == GOOD
+
+
+def made(**more: Any) -> Any:
+    return replace(GOOD, **more)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param(None, id="nothing"),
+        pytest.param({"split": GOOD.split}, id="a mapping"),
+        pytest.param(made(split=(2, 1, 1)), id="a split of another kind"),
+        pytest.param(made(split=Split("coexist", 2, 1, 1)), id="a mode that is none"),  # type: ignore[arg-type]
+        pytest.param(made(split=Split("coexisting", 2.0, 1, 1)), id="parts of slots"),  # type: ignore[arg-type]
+        pytest.param(made(split=Split("coexisting", True, 1, 1)), id="truth for a number"),
+        pytest.param(made(reason=None), id="no reason"),
+        pytest.param(made(idle=[1, 2]), id="idle that is a list"),
+        pytest.param(made(idle={"rollout": "much"}), id="idle in words"),
+        pytest.param(made(idle={1: 0.5}), id="idle by number"),
+        pytest.param(made(idle={str(n): 0.5 for n in range(MOST_IDLE + 1)}), id="idle of many"),
+        pytest.param(made(expected_s="soon"), id="seconds in words"),
+        pytest.param(made(cost_s=float("nan")), id="a cost that is no number"),
+        pytest.param(made(gain_s=float("inf")), id="a gain without end"),
+    ],
+)
+def test_what_is_no_decision_is_refused_in_a_sentence(given: Any) -> None:
+    with pytest.raises(PolicyFailed):
+        checked(given)
+
+
+def test_a_reason_that_cannot_be_written_down_is_mended() -> None:
+    checked(made(reason="half \ud800 of it")).reason.encode()
