@@ -113,6 +113,9 @@ class Planner:
                     async with asyncio.timeout(self._wait_s):
                         await self._job.changes.until(self._is_news)
         finally:
+            newest = self._job.mirror.moves
+            if self._kept is not None and newest is not self._kept:
+                self._file.keep(newest)  # who planned to the end writes down the end
             await self._lender.close()
 
     def _is_news(self) -> bool:

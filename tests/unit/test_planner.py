@@ -482,3 +482,20 @@ async def test_what_is_lent_goes_back_when_a_person_fixes_something(made: Any, s
     assert planner.proposal is not None
     assert planner.proposal.plan is not None
     assert split_of(planner.proposal.plan) == FIRST
+
+
+async def test_moves_that_were_written_just_before_the_end_stand_in_the_runs_folder_too(
+    made: Any, tmp_path: Path
+) -> None:
+    job = Job()
+    first = Move(generation=1, step=1, kind=MoveKind.SPLIT, before=part_of(SECOND), after=part_of(FIRST))
+    job.change(movings={"": stored(Moves().plus(first))})
+    planner = made(Scripted(), job)
+    task = asyncio.create_task(planner.run())
+    while planner._kept is None:  # noqa: ASYNC110 - it tells nobody
+        await asyncio.sleep(0.01)
+    last = first.model_copy(update={"generation": 2, "kind": MoveKind.RETURN})
+    job.change(movings={"": stored(Moves().plus(first).plus(last))})
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert moves_in(tmp_path / NAME) == [first, last]
