@@ -1,5 +1,7 @@
 """Whose engine an engine is: its node's controller's, or, while that is away, the peer's whom a hash names. Pure.
 
+All engines of a slot are one controller's: whoever wakes one has to know that the other sleeps.
+
 While a node's controller is there and about to join, its engines are nobody's. Otherwise whoever joins a large job first would
 have all the engines of all the others for a moment: to find out what they serve, and to let them go again.
 
@@ -37,6 +39,8 @@ def responsible_for(
         owner = here.get(worker.node)
         if owner is None and worker.node in joining:
             continue
-        if owner == me or (owner is None and me in members and turn(members, me, f"engine {instance}") == 0):
+        if owner == me or (
+            owner is None and me in members and turn(members, me, f"engines of {worker.node} {worker.slot}") == 0
+        ):
             mine[instance] = worker
     return mine

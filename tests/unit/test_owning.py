@@ -13,7 +13,14 @@ MEMBERS = {f"{node}.x": Member(incarnation=f"{node}.x", node=node, address="a:1"
 
 
 def engine(node: str, number: int, **more: Any) -> WorkerRecord:
-    fields = {"role": "rollout", "job_uid": "u", "slot": "cpu:0", "pid": 1, "pid_started": 1, "state": "serving"}
+    fields = {
+        "role": "rollout",
+        "job_uid": "u",
+        "slot": f"cpu:{number}",
+        "pid": 1,
+        "pid_started": 1,
+        "state": "serving",
+    }
     return WorkerRecord.model_validate({"instance": f"{node}-{number}", "node": node} | fields | more)
 
 
@@ -35,6 +42,16 @@ def test_engines_of_a_node_without_a_controller_are_dealt_out_and_each_is_one_pe
     assert set.union(*strays.values()) == {f"n2-{i}" for i in range(20)}
     assert not set.intersection(*strays.values())
     assert all(strays.values())
+
+
+def test_all_engines_of_a_slot_are_one_peers_for_one_wakes_when_the_other_sleeps() -> None:
+    rest = {name: member for name, member in MEMBERS.items() if member.node != "n2"}
+    judges = [engine("n2", i, instance=f"judge-{i}", role="reward", judge="j") for i in range(20)]
+    workers = ENGINES | {one.instance: one for one in judges}
+    for me in rest:
+        rollout = {workers[name].slot for name in responsible_for("u", workers, rest, me) if name.startswith("n2")}
+        reward = {workers[name].slot for name in responsible_for("u", workers, rest, me, role="reward")}
+        assert rollout == reward
 
 
 def test_engines_of_a_node_whose_controller_is_about_to_join_are_nobodys() -> None:
