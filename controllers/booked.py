@@ -5,13 +5,14 @@ rollback ends one as a commit does. The book is closed as soon as every engine t
 ranks have had the time to tell (`WORD_S`); after `PATIENCE_S` in any case, with what is missing unbooked.
 
 An engine that does not answer is `failed` from when it was asked in vain; its time before, since it was read last, stays unbooked,
-for nobody can say what it was. Does not read or write anything itself (`controllers.booking`).
+for nobody can say what it was. What was while the node's controller was away: `controllers.booking_gaps`. Does not read or write
+anything itself (`controllers.booking`).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -23,19 +24,20 @@ from controllers.booking_claims import (
     meanings,
     mine,
 )
+from controllers.booking_gaps import Gap
 from controllers.booking_places import Places
+from controllers.booking_steps import Boundary, Closed, cut
 from controllers.booking_sums import EngineWork, beginning_of, kept_of, reading_of
 from controllers.taking_turns import asleep_for_ranks
 from controllers.view import JobView
 from gcore.config import JobSpec
-from gcore.ledger.books import MOST_SWITCHES, StepBook
-from gcore.ledger.books_file import BookLine, Kept
+from gcore.ledger.books_file import Kept
 from gcore.ledger.books_file import Stretch as Stretched
 from gcore.ledger.guarded import Stored
 from gcore.rollout.readings import EngineReading, between
 from gcore.types import Version
 from gcore.worker.records import WorkerRecord
-from placement.books import FAILED, Cause, Line, SlotBook, State, Telling, added, idle
+from placement.books import FAILED, Cause, Line, SlotBook, Telling, idle
 
 WORD_S = 0.15
 """So long may a rank's word of a change of its phase be under way."""
@@ -43,30 +45,6 @@ PATIENCE_S = 5.0
 """For an engine that should have been read."""
 SHORTEST_S = 1e-3
 """A window below this is none: several changes were heard of at once."""
-
-
-@dataclass(frozen=True)
-class Closed:
-    """A step, booked. `phases`: of the job, as it was seen here; `spans`: by slot. Both in seconds since the step began."""
-
-    book: StepBook
-    phases: tuple[Stretched, ...]
-    spans: Mapping[str, tuple[Stretched, ...]]
-    kept: Mapping[str, Kept]
-
-    def line(self, node: str) -> BookLine:
-        """As it is written down."""
-        return BookLine(node, self.book, self.phases, self.spans, self.kept)
-
-
-@dataclass(frozen=True, slots=True)
-class _Boundary:
-    """Where a step ends that is not closed yet, and what engines did in it."""
-
-    at: float
-    wall: float
-    version: Version
-    work: EngineWork
 
 
 @dataclass
@@ -94,12 +72,13 @@ class SlotBooks:
         kept: Mapping[str, Kept] = MappingProxyType({}),
     ) -> None:
         """`head`: where the job is. `gap_s`: for so long nobody has kept the books here, since another life of this controller's, which
-        has `kept` what workers had summed up by then. Those that are there still say what they did since; who of them is idle has
-        no work, for nobody gave it any; who is gone has failed. All else is unbooked."""
+        has `kept` what workers had summed up by then. Those that serve still say what they did since; who of them is idle has
+        no work, for nobody gave it any; who says nothing more has failed."""
         self._spec = spec
         self._since = now
         self._kept = {instance: one for instance, one in kept.items() if one.at <= now}
         self._begun = now - gap_s
+        self._gap = Gap(self._begun, now, self._kept)
         self._began = wall - gap_s
         self._slots: dict[str, SlotBook] = {}
         self._engines: dict[str, _Engine] = {}
@@ -108,7 +87,7 @@ class SlotBooks:
         self._places = Places()
         self._work = EngineWork()
         """Since the newest step ended."""
-        self._boundaries: deque[_Boundary] = deque()
+        self._boundaries: deque[Boundary] = deque()
         self._head = head
         self._phase = Line("start", now)
         self._seen: tuple[object, ...] | None = None
@@ -139,7 +118,7 @@ class SlotBooks:
         """Head is at `version` now."""
         if self._head != version:
             self._head = version
-            self._boundaries.append(_Boundary(now, wall, version, self._work))
+            self._boundaries.append(Boundary(now, wall, version, self._work))
             self._work = EngineWork()
 
     def look(self, view: JobView, stage: Cause, now: float) -> None:
@@ -152,6 +131,8 @@ class SlotBooks:
         if self._seen is None or not _same(seen, self._seen):
             self._seen = seen
             self._note_meanings(here, meanings(view, here, stage), now)
+        if not self._gap.is_seen:
+            self._tell_all(self._gap.look(view, here))
         plan, node = view.mirror.plan, view.nodes.get(view.node)
         placed = (here, plan, node, view.mirror.head is None)
         if self._placed is None or not _same(placed, self._placed):
@@ -163,7 +144,13 @@ class SlotBooks:
             worker = here[instance]
             rank = view.ranks.get(worker.rank) if worker.rank is not None else None
             if rank is not None and view.mirror.head is not None and worker.world == view.head.world:
+                before = claims.said
                 self._tell(slot, claims.hear(rank, line))
+                if claims.said is not None:
+                    self._gap.heard(instance)
+                if claims.said is not None and before is not None:
+                    for ended in self._boundaries:
+                        ended.passed(instance, Kept(slot, *before), claims.said[0])
 
     def _note_meanings(self, here: Mapping[str, WorkerRecord], found: Mapping[str, Meaning], now: float) -> None:
         for instance, meaning in found.items():
@@ -180,14 +167,12 @@ class SlotBooks:
                 self._engines[instance] = _Engine(
                     worker, self._rows(worker), self._line(worker, meaning, now), last=last
                 )
-        for instance in self._kept.keys() - here.keys():
-            left = self._kept[instance]
-            if self._since > self._begun:
-                self._tell(left.slot, Telling(instance, self._begun, self._since, {FAILED: self._since - self._begun}))
         self._kept = {}
         for gone in self._engines.keys() - found.keys():
+            self._tell_all(self._gap.lost(gone))
             self._tell_failing(gone, self._engines.pop(gone), now)
         for gone in self._ranks.keys() - found.keys():
+            self._tell_all(self._gap.lost(gone))
             slot, claims, line = self._ranks.pop(gone)
             self._tell(slot, claims.extend(now, line))
 
@@ -199,12 +184,15 @@ class SlotBooks:
         engine.failing = None
         before, engine.last = engine.last or beginning_of(reading, self._begun), reading
         stretch = between(before, reading, engine.rows) if before is not None else None
-        if stretch is not None:
+        if stretch is not None and before is not None:
+            self._gap.heard(instance)
             pool, begin = engine.worker.role, self._begun
             self._tell(engine.worker.slot, engine_telling(instance, pool, stretch, engine.line))
             for ended in self._boundaries:
                 ended.work.add(pool, stretch, begin, ended.at)
                 begin = ended.at
+                if before.sums is not None:
+                    ended.passed(instance, kept_of(engine.worker.slot, before), reading.at)
             self._work.add(pool, stretch, begin, stretch.end)
             engine.line.forget(stretch.end)
 
@@ -218,6 +206,9 @@ class SlotBooks:
         """The steps that are over and of which all was heard; and what lies before is settled. `last`: nothing more will be heard."""
         answering = [engine for engine in self._engines.values() if engine.failing is None]
         heard = min((engine.last.at if engine.last is not None else self._begun for engine in answering), default=now)
+        failing = [instance for instance, engine in self._engines.items() if engine.failing is not None]
+        if now < self._since + PATIENCE_S and self._gap.waits(failing):
+            heard = self._begun
         until = now if last else min(heard, now - WORD_S)
         closed = []
         while self._boundaries and (self._boundaries[0].at <= until or self._boundaries[0].at <= now - PATIENCE_S):
@@ -251,6 +242,10 @@ class SlotBooks:
         if telling is not None:
             self._slot(slot).tell(telling)
 
+    def _tell_all(self, tellings: Iterable[tuple[str, Telling]]) -> None:
+        for slot, telling in tellings:
+            self._tell(slot, telling)
+
     def _tell_failing(self, instance: str, engine: _Engine, until: float) -> None:
         if engine.failing is not None and engine.failing < until:
             begin = max(engine.failing, self._slot(engine.worker.slot).settled)
@@ -258,52 +253,32 @@ class SlotBooks:
 
     def _settle(self, until: float) -> None:
         """Book all time until then."""
+        if until > self._begun:
+            self._tell_all(self._gap.close())
         for slot, claims, line in self._ranks.values():
             self._tell(slot, claims.extend(until, line))
             line.forget(until)
         for instance, engine in self._engines.items():
             self._tell_failing(instance, engine, until)
         settled = {slot: max(self._slot(slot).settled, self._since) for slot in self._places.slots}
-        for slot, telling in self._places.told(settled, until):
-            self._tell(slot, telling)
+        self._tell_all(self._places.told(settled, until))
         for book in self._slots.values():
             book.settle(until)
 
-    def _closed(self, boundary: _Boundary) -> Closed:
-        booked: dict[State, float] = {}
-        unbooked = overbooked = 0.0
-        switches: dict[str, tuple[float, ...]] = {}
-        spans = {}
-        for slot, book in sorted(self._slots.items()):
-            times = book.cut()
-            booked = added(booked, times.booked)
-            unbooked += times.unbooked
-            overbooked += times.overbooked
-            for change, took in times.switches.items():
-                switches[change] = (*switches.get(change, ()), *took)[-MOST_SWITCHES:]
-            spans[slot] = tuple(
-                Stretched(span.begin - self._begun, span.end - self._begun, span.seconds) for span in times.spans
-            )
-        step = StepBook(
-            version=boundary.version,
-            began=self._began,
-            seconds=boundary.at - self._begun,
-            slots=len(self._slots),
-            booked={state: round(seconds, 6) for state, seconds in booked.items() if seconds > 0},
-            unbooked=unbooked,
-            overbooked=overbooked,
-            engines=boundary.work.sums,
-            loads=boundary.work.loads,
-            switches=switches,
-        )
-        return Closed(step, tuple(self._phases_until(boundary.at)), spans, dict(self._keeping()))
+    def _closed(self, boundary: Boundary) -> Closed:
+        book, spans = cut(self._slots, boundary, self._begun, self._began)
+        return Closed(book, tuple(self._phases_until(boundary.at)), spans, dict(self._keeping(boundary)))
 
-    def _keeping(self) -> Iterator[tuple[str, Kept]]:
+    def _keeping(self, boundary: Boundary) -> Iterator[tuple[str, Kept]]:
         for instance, engine in self._engines.items():
-            if engine.last is not None and engine.last.sums is not None:
+            if instance in boundary.kept:
+                yield instance, boundary.kept[instance]
+            elif engine.last is not None and engine.last.sums is not None:
                 yield instance, kept_of(engine.worker.slot, engine.last)
         for instance, (slot, claims, _) in self._ranks.items():
-            if (said := claims.said) is not None:
+            if instance in boundary.kept:
+                yield instance, boundary.kept[instance]
+            elif (said := claims.said) is not None:
                 yield instance, Kept(slot, said[0], said[1])
 
     def _phases_until(self, until: float) -> Iterator[Stretched]:

@@ -16,8 +16,9 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
-from controllers.booked import WORD_S, Closed, SlotBooks
+from controllers.booked import WORD_S, SlotBooks
 from controllers.booking_causes import stage_of
+from controllers.booking_steps import Closed
 from controllers.changes import Changes
 from controllers.view import JobView
 from gcore.clock import Clock

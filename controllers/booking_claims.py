@@ -101,12 +101,20 @@ def _of_rank(
     turn: frozenset[str],
     stage: Cause,
 ) -> Meaning:
-    """A rank without its memory claims nothing, but for the time from when engines are to make room for it."""
+    """A rank without its memory claims nothing while an engine is to have it, but for the time from when engines are to make room for it."""
     known = view.ranks.get(worker.rank) if worker.rank is not None else None
-    if known is None or not known.released:
+    if known is None or not known.released or not _shares(view, worker.slot):
         return Meaning(idle("train", cause_of(view, stage, "train", instance)))
     before = next((workers[name].role for name in turn if name in workers and workers[name].slot == worker.slot), None)
     return Meaning(None if before is None else switching(before, "train"))
+
+
+def _shares(view: JobView, slot: str) -> bool:
+    """Whether the plan has an engine on this node's slot that is awake."""
+    plan = view.mirror.plan
+    return plan is None or any(
+        place.slot == slot and place.node == view.node and not place.asleep for place in plan.record.engines
+    )
 
 
 def _of_engine(view: JobView, instance: str, one: _Placed, turn: frozenset[str], stage: Cause) -> Meaning:

@@ -2,7 +2,7 @@
 
 A place of the plan whose worker does not serve is `switching` while it loads, and `failed` once it has failed, or was there and is
 gone. What has no place any more is switching until it has ended. A slot that has no place in the job's plan is `unallocated`: to this job
-it is, whichever other job it may serve.
+it is, whichever other job it may serve. So is one whose places all sleep: nobody is to have it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def absences(
 ) -> dict[tuple[str, str], State]:
     """By slot and place: what the slot is as far as no worker that serves says so. `served`: the places that had one before.
 
-    Of slots without a place in the plan too, under the place "".
+    Of slots without a place in the plan too, and of those whose places all sleep, under the place "".
     """
     plan = view.mirror.plan.record if view.mirror.plan is not None else None
     found: dict[tuple[str, str], State] = {}
@@ -78,8 +78,12 @@ def absences(
             taken.add(worker.slot)
             found.setdefault((worker.slot, instance), switching(worker.role, NOBODY))
     node = view.nodes.get(view.node)
+    ours = [place for place in plan.engines if place.node == view.node] if plan is not None else []
+    awake = {place.slot for place in ours if not place.asleep}
+    awake |= {rank.slot for rank in plan.ranks if rank.node == view.node} if plan is not None else set()
+    asleep = {place.slot for place in ours} - awake
     for slot in node.slots if node is not None else ():
-        if slot not in taken:
+        if slot not in taken or slot in asleep:
             found[slot, ""] = UNALLOCATED
     return found
 

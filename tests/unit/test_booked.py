@@ -15,7 +15,7 @@ from controllers.booked import PATIENCE_S, WORD_S, SlotBooks
 from controllers.booking_claims import Meaning, RankClaims
 from controllers.view import EngineView, JobView, RankView
 from gcore.ledger.books import StepBook
-from gcore.ledger.books_file import line_of, parse
+from gcore.ledger.books_file import Kept, line_of, parse
 from gcore.ledger.job import EnginePlace, NodeRecord, Plan, RankPlace
 from gcore.rollout.metered import Sums
 from gcore.rollout.readings import EngineReading
@@ -267,8 +267,8 @@ def test_what_happened_before_the_job_was_taken_up_is_not_booked() -> None:
     assert book.unbooked == pytest.approx(0.5)
 
 
-def test_while_nobody_kept_the_books_time_is_unbooked_and_not_left_out() -> None:
-    view = job(place("cpu:0"), workers=(engine_of("e", "cpu:0"),))
+def test_while_nobody_kept_the_books_a_worker_that_nothing_was_kept_of_leaves_its_slot_unbooked() -> None:
+    view = job(place("cpu:0"), place("cpu:2"), workers=(engine_of("e", "cpu:0"),))
     books = SlotBooks(SPEC, 100.0, 1000.0, gap_s=6.0)
     books.look(view, "no_work", 100.0)
     books.read("e", reading(100.0, busy_s=100.0))
@@ -276,8 +276,96 @@ def test_while_nobody_kept_the_books_time_is_unbooked_and_not_left_out() -> None
     books.read("e", reading(105.0, busy_s=105.0))
     book = closed(books, 106.0)
     assert (book.began, book.seconds) == (994.0, 10.0)
-    assert book.booked == pytest.approx({busy("rollout"): 4.0, UNALLOCATED: 8.0})
-    assert book.unbooked == pytest.approx(18.0)
+    # Nobody could fill the place that the plan has on the third slot; nobody was to be on the second.
+    loading = switching(NOBODY, "rollout")
+    assert book.booked == pytest.approx({busy("rollout"): 4.0, UNALLOCATED: 10.0, FAILED: 6.0, loading: 4.0})
+    assert book.unbooked == pytest.approx(6.0)
+
+
+def kept_until(at: float, view: JobView) -> dict[str, Kept]:
+    """What the other life of the controller kept of an engine `e` and a rank, whose step ended at `at`."""
+    books = begun(replace(view, ranks={0: told(0.0, "waiting")}))
+    books.look(replace(view, ranks={0: told(at - 2, "update", waiting=at - 2)}), "tail", at - 2)
+    books.read("e", reading(at - 1, busy_s=at - 1))
+    ended(books, at)
+    books.read("e", reading(at + 0.1, busy_s=at - 1))
+    books.look(replace(view, ranks={0: told(at + 0.1, "waiting", waiting=at - 2, update=2.1)}), "tail", at + 0.1)
+    (line,) = books.close(at + 0.2)
+    return dict(line.kept)
+
+
+def test_who_is_sent_away_before_it_says_what_it_did_while_its_controller_was_away_has_failed_meanwhile() -> None:
+    view = job(place("cpu:1"), workers=(engine_of("e", "cpu:1"),), rank=True)
+    kept = kept_until(10.0, view)
+    # As the controller comes back, the plan has nobody here any more: the rank is on its way out, the engine goes before it is read.
+    rank = view.workers["t0"].model_copy(update={"state": "stopping"})
+    dropped = replace(job(workers=(engine_of("e", "cpu:1"),)), workers={"e": engine_of("e", "cpu:1"), "t0": rank})
+    books = SlotBooks(SPEC, 16.0, 1016.0, head=STEP, gap_s=6.0, kept=kept)
+    books.look(dropped, "no_work", 16.0)
+    assert books.close(16.3) == []
+    books.look(replace(dropped, workers={}), "no_work", 16.5)
+    books.head_moved(Version(0, 2), 18.0, 1018.0)
+    (found,) = books.close(18.0 + WORD_S)
+    assert found.book.unbooked == pytest.approx(0.0, abs=1e-6)
+    leaving = switching("rollout", NOBODY), switching("train", NOBODY)
+    assert found.book.booked == pytest.approx({FAILED: 12.0, UNALLOCATED: 11.0, leaving[0]: 0.5, leaving[1]: 0.5})
+
+
+def test_a_rank_that_is_slow_to_say_what_it_did_while_its_controller_was_away_is_waited_for() -> None:
+    view = job(place("cpu:1"), workers=(engine_of("e", "cpu:1"),), rank=True)
+    kept = kept_until(10.0, view)
+    books = SlotBooks(SPEC, 16.0, 1016.0, head=STEP, gap_s=6.0, kept=kept)
+    books.look(view, "tail", 16.0)
+    books.read("e", reading(16.0, busy_s=9.0))
+    assert books.close(17.0) == []
+    books.look(replace(view, ranks={0: told(18.0, "waiting", waiting=13.0, update=5.0)}), "tail", 18.0)
+    books.head_moved(Version(0, 2), 19.0, 1019.0)
+    books.read("e", reading(19.0, busy_s=9.0))
+    (found,) = books.close(19.0 + WORD_S)
+    assert found.book.error == pytest.approx(0.0, abs=1e-6)
+    assert FAILED not in found.book.booked
+
+
+def test_one_that_never_says_it_is_waited_for_no_longer_than_an_engine() -> None:
+    view = job(place("cpu:1"), workers=(engine_of("e", "cpu:1"),), rank=True)
+    books = SlotBooks(SPEC, 16.0, 1016.0, head=STEP, gap_s=6.0, kept=kept_until(10.0, view))
+    books.look(view, "tail", 16.0)
+    books.unread("e", 16.1)
+    books.head_moved(Version(0, 2), 16.5, 1016.5)
+    assert books.close(16.0 + PATIENCE_S - 0.1) == []
+    (found,) = books.close(16.0 + PATIENCE_S)
+    assert found.book.booked[FAILED] == pytest.approx(12.4)
+
+
+def test_what_is_kept_is_of_the_time_before_the_step_ended_so_that_nothing_is_missed_after_it() -> None:
+    kept = kept_until(10.0, job(place("cpu:1"), workers=(engine_of("e", "cpu:1"),), rank=True))
+    assert {name: one.at for name, one in kept.items()} == {"e": 9.0, "t0": 8.0}
+
+
+def test_a_slot_whose_engines_are_all_to_sleep_is_nobodys_once_they_do() -> None:
+    rollout, judge = engine_of("e", "cpu:0"), engine_of("j", "cpu:0", "critic")
+    view = job(place("cpu:0", asleep=True), place("cpu:0", "critic", asleep=True), workers=(rollout, judge))
+    books = begun(view)
+    asleep = {"e": EngineView("e", "h:9", None, asleep=True)}
+    books.read("e", reading(2.0))
+    books.read("j", reading(2.0, asleep_s=2.0))
+    books.look(replace(view, engines=asleep), "tail", 2.0)
+    books.read("e", reading(10.0, asleep_s=8.0))
+    books.read("j", reading(10.0, asleep_s=10.0))
+    ended(books, 10.0)
+    assert closed(books, 11.0).booked == pytest.approx({switching("rollout", "reward"): 2.0, UNALLOCATED: 28.0})
+
+
+def test_a_slot_whose_rank_rests_beside_engines_that_are_to_sleep_is_the_idle_ranks() -> None:
+    base = job(place("cpu:0", asleep=True), workers=(engine_of("e", "cpu:0"),), rank=True)
+    spec = SPEC.model_copy(update={"placement": SPEC.placement.model_copy(update={"memory": "in_turns"})})
+    resting = RankView(0, phase="waiting", clock=0.0, phases={}, released=frozenset({"optimizer", "weights"}))
+    asleep = {"e": EngineView("e", "h:9", None, asleep=True)}
+    books = SlotBooks(spec, 0.0, 1000.0)
+    books.look(replace(base, spec=spec, ranks={0: resting}, engines=asleep), "tail", 0.0)
+    books.read("e", reading(10.0, asleep_s=10.0))
+    ended(books, 10.0)
+    assert closed(books, 11.0).booked == pytest.approx({idle("train", "tail"): 10.0, UNALLOCATED: 20.0})
 
 
 def test_who_outlives_a_controller_says_what_it_did_meanwhile_and_who_does_not_has_failed() -> None:

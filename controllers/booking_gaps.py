@@ -1,0 +1,71 @@
+"""The time in which nobody kept a node's books: since another life of its controller's.
+
+Who was there then and still serves says itself what it did meanwhile, and is waited for. Who was there and says nothing more (gone, on its way
+out before it was asked, of a train world that is no more, or silent) has failed: the job had nothing of it. On a slot where nobody was
+before and nobody is now, nobody was: it was `unallocated`, or has failed if the plan has a place there, which nobody could fill.
+
+Of workers that began after what was kept, and cannot say when, nothing is known: their slots' time stays unbooked. Who waits, and who
+reads, is `controllers.booked`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+
+from controllers.view import JobView
+from gcore.ledger.books_file import Kept
+from gcore.worker.records import WorkerRecord
+from placement.books import FAILED, UNALLOCATED, State, Telling
+
+
+class Gap:
+    """From `begin` to `end`; there is none if these are the same. Mutable."""
+
+    def __init__(self, begin: float, end: float, kept: Mapping[str, Kept]) -> None:
+        """`kept`: of those that were there, when it began."""
+        self._begin = begin
+        self._end = end
+        self._silent = {instance: one.slot for instance, one in kept.items()}
+        self._is_seen = end <= begin
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether `look` was told who is there."""
+        return self._is_seen
+
+    def look(self, view: JobView, here: Mapping[str, WorkerRecord]) -> Iterator[tuple[str, Telling]]:
+        """By slot, what is known as soon as it is seen who is there. `here`: the job's workers on this node."""
+        self._is_seen = True
+        plan, node = view.mirror.plan, view.nodes.get(view.node)
+        planned = set()
+        if plan is not None:
+            planned = {place.slot for place in plan.record.engines if place.node == view.node}
+            planned |= {rank.slot for rank in plan.record.ranks if rank.node == view.node}
+        taken = {*self._silent.values(), *(worker.slot for worker in here.values())}
+        for slot in node.slots if node is not None else ():
+            if slot not in taken:
+                yield slot, self._told("nobody", FAILED if slot in planned else UNALLOCATED)
+        for instance in [name for name in self._silent if name not in here or here[name].state != "serving"]:
+            yield from self.lost(instance)
+
+    def waits(self, silent: Collection[str]) -> bool:
+        """Whether somebody may still tell. `silent`: those who do not answer."""
+        return not self._is_seen or bool(self._silent.keys() - set(silent))
+
+    def heard(self, instance: str) -> None:
+        """It has told what it did."""
+        self._silent.pop(instance, None)
+
+    def lost(self, instance: str) -> Iterator[tuple[str, Telling]]:
+        """It will not tell any more."""
+        slot = self._silent.pop(instance, None)
+        if slot is not None:
+            yield slot, self._told(instance, FAILED)
+
+    def close(self) -> Iterator[tuple[str, Telling]]:
+        """Nobody is waited for any more."""
+        for instance in list(self._silent):
+            yield from self.lost(instance)
+
+    def _told(self, worker: str, state: State) -> Telling:
+        return Telling(worker, self._begin, self._end, {state: self._end - self._begin})
