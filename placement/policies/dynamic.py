@@ -111,7 +111,7 @@ class Dynamic:
             why = f"{splits[best]} would save {saved[best]:.1f} s a step; a split is kept for {DWELL} steps"
             return Decision(now, why, before, before, idle=idle)
         why = (
-            f"{_said(idle)}{splits[best]} saves {saved[best]:.1f} s of {before:.1f} s a step, {gain:.0f} s in {ahead} steps, "
+            f"{_said(idle, now, splits[best])}{splits[best]} saves {saved[best]:.1f} s of {before:.1f} s a step, {gain:.0f} s in {ahead} steps, "
             f"and costs {price:.1f} s"
         )
         return Decision(splits[best], why, float(expected[best]), before, price, gain, idle)
@@ -244,9 +244,16 @@ def _is_another(told: Measured | None, known: Measured) -> bool:
     return (told.split, told.train_tokens, told.train_s) != (known.split, known.train_tokens, known.train_s)
 
 
-def _said(idle: Mapping[str, float]) -> str:
-    """What idled most and least, as the beginning of a reason."""
+def _said(idle: Mapping[str, float], now: Split, then: Split) -> str:
+    """Who gives slots and who gets some, and how much of the newest step each of them idled: the beginning of a reason. Between all slots in
+    turn and pools with slots of their own nobody gives: what each pool idled."""
     if not idle:
         return ""
-    most, least = max(idle, key=lambda pool: idle[pool]), min(idle, key=lambda pool: idle[pool])
-    return f"{most} was idle for {idle[most]:.0%} of the newest step and {least} for {idle[least]:.0%}: "
+    if now.mode != then.mode:
+        return f"{', '.join(f'{pool} was idle for {share:.0%}' for pool, share in idle.items())} of the newest step: "
+    said = []
+    for pool in ("rollout", "reward", "train"):
+        if more := getattr(then, pool) - getattr(now, pool):
+            share = f" (idle for {idle[pool]:.0%} of the newest step)" if pool in idle else ""
+            said.append((more, f"{pool} {'gets' if more > 0 else 'gives'} {abs(more)}{share}"))
+    return f"{' and '.join(words for _, words in sorted(said))}: " if said else ""

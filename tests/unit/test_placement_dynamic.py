@@ -15,7 +15,7 @@ from placement.forecast import Batch, Forecast, Law, Pools, TrainLaw
 from placement.measured import EngineSpeed, Measured
 from placement.measuring import measured
 from placement.policies.base import Decision, Situation, SwitchCosts
-from placement.policies.dynamic import Dynamic
+from placement.policies.dynamic import Dynamic, _said
 from placement.split import Bounds, Split, feasible
 
 LENGTHS = tuple(float(n) for n in range(20, 340, 5))
@@ -217,3 +217,17 @@ def test_one_step_ahead_it_finds_a_good_split_and_stays_there(train_s: float, of
     assert found[-20:] == [now] * 20
     assert len(changes(found)) <= 2
     assert taken[now] <= 1.03 * min(taken.values())
+
+
+def test_a_reason_names_who_gives_and_who_gets_with_what_each_of_them_idled() -> None:
+    now, then = Split("coexisting", 6, 1, 1), Split("coexisting", 4, 3, 1)
+    idle = {"rollout": 0.83, "reward": 0.4, "train": 0.86}
+    assert _said(idle, now, then) == (
+        "rollout gives 2 (idle for 83% of the newest step) and reward gets 2 (idle for 40% of the newest step): "
+    )
+    assert "train" not in _said(idle, now, then)
+    assert _said({}, now, then) == ""
+    turns = Split("colocated", 8, 8, 8)
+    assert _said({"rollout": 0.5, "reward": 0.7, "train": 0.9}, turns, then) == (
+        "rollout was idle for 50%, reward was idle for 70%, train was idle for 90% of the newest step: "
+    )
