@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -38,7 +39,10 @@ def simulate(
     run: Annotated[
         str | None, typer.Option("--run", help="A finished run instead: its job's name or uid, or its folder.")
     ] = None,
-    policy: Annotated[list[str] | None, typer.Option(help="Only this policy; can be repeated. Default: all.")] = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(help="Only this policy, or one of your own; can be repeated. Default: all of gcore's."),
+    ] = None,
     slots: Annotated[int | None, typer.Option(help="So many slots instead of those there are.", min=2)] = None,
     cost: Annotated[
         float | None,
@@ -46,7 +50,10 @@ def simulate(
             help="Seconds that engines take to change over; a train world of another size takes twice that.", min=0
         ),
     ] = None,
-    staleness: Annotated[int | None, typer.Option(help="Steps that rollouts may be ahead of training.", min=0)] = None,
+    staleness: Annotated[
+        int | None,
+        typer.Option(help="Steps that rollouts may be ahead of training, if others than they were.", min=0),
+    ] = None,
     seed: Annotated[int, typer.Option(help="What is drawn at random follows from it.", min=0)] = 0,
     home: Home = DEFAULT_HOME,
     output: Format = Output.TABLE,
@@ -67,7 +74,9 @@ def simulate(
     replay: Replay | None = None
     job: SimulatedJob
     if run is not None:
-        replay = read_run(_folder(home, run), slots=slots, staleness=staleness or 0)
+        folder = _folder(home, run)
+        ahead = staleness if staleness is not None else _staleness(folder)
+        replay = read_run(folder, slots=slots, staleness=ahead)
         job = ReplayedJob(replay, seed)
     else:
         assert scenario is not None
@@ -107,38 +116,76 @@ def _folder(home: Path, run: str) -> Path:
     return Path(found["folder"])
 
 
+def _staleness(folder: Path) -> int:
+    """How far ahead of training the run itself was, by its record; 0 where its folder has none."""
+    from gcore.config import stored_spec
+    from gcore.ledger import store_copy
+
+    copy = store_copy.read(folder)
+    return 0 if copy is None else stored_spec(copy.job.spec).rollout.staleness
+
+
 def _played(job: SimulatedJob, move_s: float, wanted: Sequence[str]) -> dict[str, Played]:
-    """Each policy's run. Without a compiler what could have been had takes minutes, and is left out."""
+    """Each policy's run: gcore's own in their order, then those of other packages."""
     from placement.simulate.table import play_policy, policies
 
-    names = list(policies(job.scenario, job.seed))
-    unknown = [name for name in wanted if name not in names]
-    if unknown:
+    own = list(policies(job.scenario, job.seed))
+    found = {name: play_policy(job, name, move_s) for name in own if not wanted or name in wanted}
+    return found | {name: _played_foreign(job, name, move_s) for name in wanted if name not in own}
+
+
+def _played_foreign(job: SimulatedJob, name: str, move_s: float) -> Played:
+    """A policy of another package. Raises UsageError for one that there is not, and for what it raises."""
+    from gcore.plugins import RAISED, PluginFault, sentence_of
+    from placement.simulate.table import play_policy
+
+    try:
+        return play_policy(job, name, move_s)
+    except PluginFault as error:
+        raise UsageError(error.what, where="--policy", fix=error.fix) from error
+    except RAISED as error:  # the edge to foreign code: a policy may raise anything
         raise UsageError(
-            f"the simulator has no policy {unknown[0]!r}", where="--policy", fix=f"Name one of {', '.join(names)}"
-        )
-    return {name: play_policy(job, name, move_s) for name in names if not wanted or name in wanted}
+            f"policy {name!r} went wrong in the simulator ({sentence_of(error)})", where="--policy", fix="Mend it"
+        ) from error
 
 
-def _oracles(job: SimulatedJob, move_s: float, found: dict[str, Played]) -> dict[str, float]:
+def _oracles(job: SimulatedJob, move_s: float, found: dict[str, Played]) -> list[dict[str, Any]]:
+    """What could have been had, as rows. Without a compiler it takes minutes, and is left out."""
     from placement.simulate.compiled import COMPILES
     from placement.simulate.oracle import best_each_step, best_static
     from placement.simulate.table import switch_costs
 
     if not COMPILES:
-        return {}
+        return []
     costs = switch_costs(job.scenario, job.seed, move_s)
-    return {
-        "best split for each step": best_each_step(job, costs, found.values()).seconds,
-        "best static split": best_static(job, costs).seconds,
+    known = {
+        "best split for each step": best_each_step(job, costs, found.values()),
+        "best static split": best_static(job, costs),
     }
+    return [
+        {
+            "policy": name,
+            "seconds": best.seconds,
+            "first": str(best.splits[0]),
+            "moves": [
+                {
+                    "step": step,
+                    "to": str(after),
+                    "cost_s": costs.of(before, after),
+                    "reason": "all was known beforehand",
+                }
+                for step, (before, after) in enumerate(pairwise(best.splits), 1)
+                if before != after
+            ],
+        }
+        for name, best in known.items()
+    ]
 
 
 def _tree(job: SimulatedJob, move_s: float, replay: Replay | None, found: dict[str, Played]) -> dict[str, Any]:
     """All of it, as data."""
-    oracles, steps = _oracles(job, move_s, found), job.scenario.steps
-    best = min(oracles.values(), default=None)
-    rows: list[dict[str, Any]] = [{"policy": name, "seconds": took, "moves": []} for name, took in oracles.items()]
+    rows, steps = _oracles(job, move_s, found), job.scenario.steps
+    best = min((row["seconds"] for row in rows), default=None)
     rows += [
         {
             "policy": name,
@@ -166,10 +213,18 @@ def _tree(job: SimulatedJob, move_s: float, replay: Replay | None, found: dict[s
         "what": job.scenario.what,
         "slots": job.scenario.slots,
         "steps": steps,
+        "staleness": job.scenario.staleness,
         "switch_s": move_s,
         "recorded_s": None if replay is None else sum(replay.taken_s),
         "rows": rows,
     }
+
+
+def _regime(staleness: int) -> str:
+    """As the page on the simulator calls it."""
+    if not staleness:
+        return "strict (staleness 0: no batch is made before the one before it is trained on)"
+    return f"one step ahead (staleness {staleness}: a batch is made while the one before it is trained on)"
 
 
 def _show(tree: dict[str, Any]) -> None:
@@ -178,8 +233,9 @@ def _show(tree: dict[str, Any]) -> None:
     out = console()
     out.print(f"{tree['scenario']}: {tree['what']}", highlight=False, soft_wrap=True)
     out.print(
-        f"{tree['steps']} steps on {tree['slots']} slots; engines change over in {tree['switch_s']:g} s",
+        f"{tree['steps']} steps on {tree['slots']} slots, {_regime(tree['staleness'])}; engines change over in {tree['switch_s']:g} s",
         highlight=False,
+        soft_wrap=True,
     )
     if tree["recorded_s"] is not None:
         out.print(f"the run itself took {tree['recorded_s']:.1f} s for these steps", highlight=False)
@@ -187,9 +243,11 @@ def _show(tree: dict[str, Any]) -> None:
     table.add_column("policy")
     for name in ("seconds", "a step", "behind the best", "moves"):
         table.add_column(name, justify="right")
+    table.add_column("begins with")
     for row in tree["rows"]:
         behind = "" if row["behind_best"] is None else f"{row['behind_best']:.1%}"
-        table.add_row(row["policy"], f"{row['seconds']:.1f}", f"{row['step_s']:.2f}", behind, f"{len(row['moves'])}")
+        figures = (f"{row['seconds']:.1f}", f"{row['step_s']:.2f}", behind, f"{len(row['moves'])}")
+        table.add_row(row["policy"], *figures, row["first"])
     out.print(table)
     if any(row["behind_best"] is None for row in tree["rows"]):
         out.print("what could have been had is left out: pip install 'gcore\\[simulate]'", highlight=False)

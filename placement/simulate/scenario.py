@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +18,9 @@ from pydantic import (
     ValidationError,
 )
 
+from gcore.config.explain import shortened
 from gcore.errors import SpecError
+from gcore.nearest import did_you_mean
 from placement.split import Bounds
 
 Share = Annotated[float, Field(ge=0, lt=1)]
@@ -151,6 +154,17 @@ class Scenario(_Section):
         return Scenario.model_validate({**self.model_dump(), **fields})
 
 
+SECTIONS: Mapping[str, type[BaseModel]] = {
+    "rollout": Engine,
+    "reward": Engine,
+    "lengths": Lengths,
+    "judging": Judging,
+    "training": Training,
+    "losses": Loss,
+    "noise": Noise,
+}
+
+
 def read_scenario(path: Path) -> Scenario:
     """From a YAML file. Raises SpecError that names what is wrong with it."""
     try:
@@ -164,9 +178,20 @@ def read_scenario(path: Path) -> Scenario:
             f"the scenario {path} is not YAML: {error}", fix="Write it as benchmarks/scenarios are"
         ) from error
     except ValidationError as error:
-        first = error.errors()[0]
         raise SpecError(
-            f"the scenario {path} is not one: {first['msg']}",
-            where=".".join(str(part) for part in first["loc"]),
-            fix="Write it as benchmarks/scenarios are",
+            f"the scenario {path} is not one: {_problem(error)}", fix="docs/placement-simulation.md has all its fields"
         ) from error
+
+
+def _problem(error: ValidationError) -> str:
+    """The first one, in words."""
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        section = next((kind for name, kind in SECTIONS.items() if first["loc"][0] == name), Scenario)
+        known = (section if len(first["loc"]) > 1 else Scenario).model_fields
+        return f"unknown key {shortened(repr(key))}{did_you_mean(str(first['loc'][-1]), known)}"
+    if first["type"] == "missing":
+        return f"{key!r} is missing"
+    message = first["msg"].removeprefix("Value error, ")
+    return f"{key}: {message[:1].lower()}{message[1:]}" if key else "it is no mapping of fields to values"

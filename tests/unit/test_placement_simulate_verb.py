@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from controllers.cli.main import app
+from gcore import plugins
 from gcore.errors import UsageError
+from gcore.ledger import store_copy
 from gcore.ledger.books import EngineSums, StepBook
 from gcore.ledger.books_file import BookLine, Stretch, append
+from gcore.ledger.job import JobRecord
+from gcore.store.keys import JobKeys
+from gcore.store.types import KeyValue, Listing
 from gcore.types import Version
+from placement.live import Start
+from placement.policies.base import Decision, Situation
 from placement.simulate.replay import ReplayedJob, read_run
 
 SMALL = """
@@ -71,7 +79,15 @@ def a_run(folder: Path, steps: int = 8, slots: int = 3) -> Path:
 
 def test_a_scenario_is_played_with_every_policy(scenario: Path) -> None:
     told = said(str(scenario), "--cost", "1")
-    for name in ("static", "colocated", "hill_climb", "threshold", "dynamic", "a small job", "4 steps on 5 slots"):
+    for name in (
+        "static",
+        "colocated",
+        "hill_climb",
+        "threshold",
+        "dynamic",
+        "a small job",
+        "4 steps on 5 slots, strict",
+    ):
         assert name in told
 
 
@@ -139,7 +155,7 @@ def test_a_run_without_books_is_refused(tmp_path: Path) -> None:
         pytest.param([], "takes a scenario's file, or --run", id="nothing to play"),
         pytest.param(["FILE", "--run", "x"], "takes a scenario's file, or --run", id="both"),
         pytest.param(["--run", "nobody"], "no finished run 'nobody'", id="unknown run"),
-        pytest.param(["FILE", "--policy", "clever"], "no policy 'clever'", id="unknown policy"),
+        pytest.param(["FILE", "--policy", "clever"], "no placement policy is called 'clever'", id="unknown policy"),
     ],
 )
 def test_what_cannot_be_played_is_told_in_a_sentence(
@@ -156,3 +172,65 @@ def test_the_first_split_of_a_replay_is_chosen_by_the_runs_own_lengths(tmp_path:
     assert told.judging is not None
     assert told.judging.tokens == pytest.approx(10.0)
     assert told.prompt == pytest.approx(1600 / 16 - told.lengths.mean, abs=5)
+
+
+def test_what_could_have_been_had_says_which_split_it_was_and_where_it_moved(scenario: Path) -> None:
+    pytest.importorskip("numba")
+    scenario.write_text(SMALL + "losses: [{at: 1, until: 3, slots: 2}]\n")
+    tree = json.loads(said(str(scenario), "--policy", "static", "--cost", "0", "-o", "json"))
+    each, fixed, static = tree["rows"]
+    assert (each["policy"], fixed["policy"]) == ("best split for each step", "best static split")
+    assert all(row["first"] for row in tree["rows"])
+    assert {move["step"] for move in fixed["moves"]} >= {1, 3}  # slots go, and come back
+    assert {move["step"] for move in each["moves"]} >= {1, 3}
+    assert static["first"] in said(str(scenario), "--policy", "static", "--cost", "0")
+
+
+def test_a_run_is_played_as_far_ahead_of_training_as_it_was_unless_that_is_said_otherwise(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "run")
+    assert json.loads(said("--run", str(folder), "--policy", "static", "-o", "json"))["staleness"] == 0
+    spec = {
+        "name": "j",
+        "model": {"path": "m"},
+        "data": {"path": "d.jsonl"},
+        "flow": {"steps": 8},
+        "reward": {"name": "exact"},
+        "rollout": {"staleness": 1, "correction": "tis", "max_new_tokens": 8},
+    }
+    record = JobRecord(uid="u", name="j", spec=spec, run_dir=str(folder), created=0.0, prompts=9)
+    kv = KeyValue(JobKeys("u").job, record.encode(), 1, 1)
+    store_copy.leave(folder, "node-0", "u", Listing((kv,), 1))
+    assert json.loads(said("--run", str(folder), "--policy", "static", "-o", "json"))["staleness"] == 1
+    assert "one step ahead (staleness 1" in said("--run", str(folder), "--policy", "static")
+    told = json.loads(said("--run", str(folder), "--policy", "static", "--staleness", "0", "-o", "json"))
+    assert told["staleness"] == 0
+
+
+class Still:
+    """A policy of another package: it takes the first split and stays."""
+
+    def __init__(self, start: Start) -> None:
+        self._first = start.first
+
+    def plan(self, situation: Situation) -> Decision:
+        return Decision(situation.now or self._first, "it is good enough")
+
+
+class Broken(Still):
+    def plan(self, situation: Situation) -> Decision:
+        raise ZeroDivisionError("no slots")
+
+
+def test_a_policy_of_another_package_is_played_too_and_one_that_raises_is_told_of(
+    scenario: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found(*, group: str) -> list[EntryPoint]:
+        assert group == "gcore.placement"
+        return [EntryPoint(name, f"{__name__}:{name.title()}", group) for name in ("still", "broken")]
+
+    monkeypatch.setattr(plugins, "entry_points", found)
+    tree = json.loads(said(str(scenario), "--policy", "still", "--policy", "static", "-o", "json"))
+    rows = {row["policy"]: row for row in tree["rows"]}
+    assert rows["still"]["seconds"] == rows["static"]["seconds"]
+    with pytest.raises(UsageError, match="policy 'broken' went wrong in the simulator \\(ZeroDivisionError: no slots"):
+        said(str(scenario), "--policy", "broken")

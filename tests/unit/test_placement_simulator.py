@@ -263,7 +263,16 @@ def test_every_scenario_can_be_read_and_begins_with_a_split_that_it_allows(path:
 def test_a_scenario_that_is_not_one_is_refused_with_its_key(tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text("name: a\nwhat: b\nlengths: {meen: 3}\n")
-    with pytest.raises(SpecError, match=r"lengths\.meen"):
+    with pytest.raises(SpecError, match=r"unknown key 'lengths\.meen', did you mean 'mean'\?"):
+        read_scenario(wrong)
+    wrong.write_text("name: a\nwhat: b\nlosses: [{ad: 3}]\nslotz: 3\n")
+    with pytest.raises(SpecError, match=r"'losses\.0\.at' is missing"):
+        read_scenario(wrong)
+    wrong.write_text("name: a\nwhat: b\nslotz: 3\n")
+    with pytest.raises(SpecError, match="unknown key 'slotz', did you mean 'slots'"):
+        read_scenario(wrong)
+    wrong.write_text("name: a\nwhat: b\nslots: none\n")
+    with pytest.raises(SpecError, match="slots: input should be a valid integer"):
         read_scenario(wrong)
     wrong.write_text("{")
     with pytest.raises(SpecError, match="not YAML"):
