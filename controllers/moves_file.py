@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from gcore.json_line import object_in
 from gcore.ledger.placing import NEWEST_MOVES, Move, Moves
 
 log = logging.getLogger(__name__)
@@ -34,8 +35,9 @@ class MovesFile:
             known = _newest(self._file) if self._known is None else self._known
             first = moves.total - len(moves.moves)
             trees = {
-                first + place: json.loads(move.model_dump_json(exclude_defaults=True))
+                first + place: tree
                 for place, move in enumerate(moves.moves)
+                if (tree := _tree(move, self._file)) is not None
             }
             news = {number: tree for number, tree in trees.items() if known.get(number) != tree}
             if news:
@@ -46,6 +48,16 @@ class MovesFile:
         except OSError as error:
             self._known = None
             log.warning("%s takes no move: %s", self._file, error)
+
+
+def _tree(move: Move, file: Path) -> dict[str, Any] | None:
+    """As it is written; None for one whose words are no text, as half of a character that a policy made up."""
+    try:
+        tree: dict[str, Any] = json.loads(move.model_dump_json(exclude_defaults=True))
+    except ValueError as error:
+        log.warning("%s takes no move of step %s: %s", file, move.step, error)
+        return None
+    return tree
 
 
 def read(file: Path) -> dict[int, dict[str, Any]]:
@@ -71,11 +83,9 @@ def _newest(file: Path) -> dict[int, dict[str, Any]]:
 def _by_number(lines: Iterable[str]) -> dict[int, dict[str, Any]]:
     found: dict[int, dict[str, Any]] = {}
     for line in lines:
-        try:
-            tree = json.loads(line)
-            found[int(tree["number"])] = dict(tree["move"])
-        except (ValueError, TypeError, KeyError):
-            continue
+        tree = object_in(line)
+        if tree is not None and isinstance(tree.get("number"), int) and isinstance(tree.get("move"), dict):
+            found[tree["number"]] = tree["move"]
     return dict(sorted(found.items()))
 
 

@@ -14,12 +14,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gcore.json_line import number, object_in
 from gcore.ledger.books import StepBook
 from gcore.types import Version
 
 FOLDER = "books"
 MOST_LINE_BYTES = 1 << 20
 """What is looked through for the last line."""
+MOST_SLOTS = 65_536
+"""Of a node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,18 +87,33 @@ def _tree(one: Stretch) -> list[Any]:
 
 
 def parse(line: str) -> BookLine | None:
-    """Inverse of `line_of`; None for what cannot be read."""
+    """Inverse of `line_of`; None for what cannot be read, or says what nobody can have booked."""
     try:
-        tree = json.loads(line)
+        tree = object_in(line) or {}
+        book = StepBook.model_validate_json(json.dumps(tree["book"]))
+        if book.slots > MOST_SLOTS:
+            return None
         return BookLine(
             str(tree["node"]),
-            StepBook.model_validate_json(json.dumps(tree["book"])),
-            [Stretch(*one) for one in tree["phases"]],
-            {slot: [Stretch(*one) for one in spans] for slot, spans in tree["spans"].items()},
-            {instance: Kept(*one) for instance, one in tree["kept"].items()},
+            book,
+            [_stretch(one) for one in tree["phases"]],
+            {slot: [_stretch(one) for one in spans] for slot, spans in tree["spans"].items()},
+            {instance: _kept(one) for instance, one in tree["kept"].items()},
         )
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
+
+
+def _stretch(tree: Any) -> Stretch:
+    begin, end, seconds = tree
+    return Stretch(number(begin), number(end), {state: number(told) for state, told in seconds.items()})
+
+
+def _kept(tree: Any) -> Kept:
+    slot, at, sums = tree
+    if not isinstance(slot, str):
+        raise TypeError(f"{slot!r} is no slot")
+    return Kept(slot, number(at), {name: number(told) for name, told in sums.items()})
 
 
 def append(run_dir: Path, line: BookLine) -> None:
