@@ -1,12 +1,17 @@
-"""What `gcore placement` says: pure functions from what is stored to rows, tables and sentences."""
+"""What `gcore placement` says: pure functions from what is stored to rows, tables and sentences.
+
+Reasons are policies' words, and a file of moves may be anybody's: nothing of them is markup, and control characters are spelt out.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+from controllers.cli.view_text import visible
 from gcore.ledger.job import Plan
 from gcore.ledger.placing import Move, MoveKind, Moves, Pin
 from placement.assign import Slot, split_of
@@ -16,6 +21,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from gcore.api.v1 import jobs_pb2 as pb
+
+MOST_SHOWN = 16_384
+"""Characters of a line. A reason has some hundreds at most, beside the slots of its move."""
 
 
 def plan_of(reply: pb.PlacementReply) -> Plan | None:
@@ -44,14 +52,14 @@ def shown_rows(reply: pb.PlacementReply) -> dict[str, str]:
     if plan is None:
         return rows | {"plan": "none: the job has not started"}
     rows["slots"] = str(split_of(plan))
-    rows["plan"] = f"generation {plan.generation}: {plan.reason}"
+    rows["plan"] = _shown(f"generation {plan.generation}: {plan.reason}")
     rows["planned by"] = reply.leader or "nobody now"
     rows["fixed"] = pin_words(reply)
     rows["lends within a step"] = "yes" if reply.lends else "no"
     moves = moves_of(reply)
     rows["moves"] = str(moves.total)
     if moves.newest is not None:
-        rows["newest"] = f"{_at(moves.newest)}: {in_words(moves.newest)}"
+        rows["newest"] = _shown(f"{_at(moves.newest)}: {in_words(moves.newest)}")
     if reply.away:
         rows["away"] = ", ".join(reply.away)
     return rows
@@ -71,11 +79,12 @@ def by_slot(plan: Plan) -> dict[Slot, list[str]]:
 def slots_table(reply: pb.PlacementReply) -> Table:
     """A line a slot."""
     from rich.table import Table
+    from rich.text import Text
 
     table = Table("node", "slot", "serves", box=None, header_style="bold", pad_edge=False)
     plan = plan_of(reply)
     for slot, what in by_slot(plan).items() if plan is not None else ():
-        table.add_row(slot.node, slot.slot, ", ".join(what))
+        table.add_row(*(Text(_shown(one)) for one in (slot.node, slot.slot, ", ".join(what))))
     return table
 
 
@@ -128,8 +137,19 @@ def account(name: str, reply: pb.PlacementReply | None, moves: Sequence[Move], l
     if left_out:
         lines.append(f"{left_out} earlier moves are left out.")
     for move in moves:
-        lines += ["", *_told(move)]
+        lines += ["", *(_shown(line) for line in _told(move))]
     return lines
+
+
+def _shown(text: str) -> str:
+    return visible(text, MOST_SHOWN)
+
+
+def _when(move: Move) -> str:
+    """Its time of day; nothing where what stands there is none."""
+    with contextlib.suppress(ValueError, OverflowError, OSError):
+        return f"{datetime.fromtimestamp(move.time, UTC):%H:%M:%S} UTC, " if move.time else ""
+    return ""
 
 
 def _at(move: Move) -> str:
@@ -140,8 +160,7 @@ def _at(move: Move) -> str:
 
 
 def _told(move: Move) -> list[str]:
-    when = f"{datetime.fromtimestamp(move.time, UTC):%H:%M:%S} UTC, " if move.time else ""
-    lines = [f"{when}{_at(move)}: {in_words(move)}."]
+    lines = [f"{_when(move)}{_at(move)}: {in_words(move)}."]
     idle = {pool: share for pool, share in move.idle.items() if pool in ("rollout", "reward", "train")}
     if idle:
         lines.append("  Idle then: " + ", ".join(f"{pool} {share:.0%}" for pool, share in idle.items()) + ".")
@@ -158,6 +177,7 @@ def _told(move: Move) -> list[str]:
 def history_table(moves: Sequence[Move]) -> Table:
     """A line a move."""
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(
         "step",
@@ -182,6 +202,6 @@ def history_table(moves: Sequence[Move]) -> Table:
             str(split_from(move.after)),
             "" if move.expected_s is None else f"{move.expected_s:.1f} s",
             "" if outcome is None or outcome.step_s is None else f"{outcome.step_s:.1f} s",
-            move.reason,
+            Text(_shown(move.reason)),
         )
     return table
