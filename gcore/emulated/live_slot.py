@@ -46,10 +46,11 @@ class LiveSlot:
         self._set_alarm()
 
     def do(self, device: Device, deed: Callable[[float], list[Delivery] | None]) -> None:
-        """`deed` is done to the device, at the moment that it is given."""
+        """`deed` is done to the device, at the moment that it is given; to one that is gone nothing is."""
         now = self.now()
         self._advance(now)
-        self._deliver[device](deed(now) or [])
+        if (deliver := self._deliver.get(device)) is not None:
+            deliver(deed(now) or [])
         self._slot.share(now)
         self._set_alarm()
 

@@ -1,0 +1,33 @@
+"""An emulated slot in an event loop, and a request that reaches an engine there which has ended meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+
+from gcore.emulated.device import Device
+from gcore.emulated.law import Law, Timing
+from gcore.emulated.live_slot import LiveSlot
+from gcore.emulated.responses import Response
+from gcore.rollout.engine.tasks import Delivery, Ending, Sampling, Task
+from gcore.testing.clock import FakeClock
+
+
+def test_nothing_is_done_to_an_engine_that_is_gone_and_the_others_on_its_slot_go_on() -> None:
+    def whole(task: Task, version: str) -> Response:
+        return Response((1,), (-1.0,), Ending("length"))
+
+    async def scene() -> list[Delivery]:
+        clock, ended, done = FakeClock(), list[Delivery](), []
+        slot = LiveSlot(clock, 1.0)
+        gone, stays = (Device(Timing(Law(decode_s=1.0), name), whole, rows=8, version="0.0") for name in "ab")
+        for device in (gone, stays):
+            slot.add(device, ended.extend)
+        slot.remove(gone)
+        slot.do(gone, lambda now: done.append(now))
+        assert done == []
+        slot.do(stays, lambda now: stays.submit([Task(0, "r", (1, 2), Sampling(max_new_tokens=1, seed=0))], now))
+        await clock.advance(60.0)
+        slot.do(stays, stays.advance)
+        return ended
+
+    assert [one.number for one in asyncio.run(scene())] == [0]
