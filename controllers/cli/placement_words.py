@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -165,13 +165,34 @@ def _told(move: Move) -> list[str]:
     if idle:
         lines.append("  Idle then: " + ", ".join(f"{pool} {share:.0%}" for pool, share in idle.items()) + ".")
     if said := numbers_in_words(move):
-        lines.append(f"  Expected: {said}.")
+        alone = "; what the step would have taken without it nobody can measure" if move.kind is MoveKind.LEND else ""
+        lines.append(f"  Expected: {said}{alone}.")
     if move.slots:
         more = f", and {move.more_slots} more" if move.more_slots else ""
-        lines.append(f"  Slots: {', '.join(move.slots)}{more}.")
+        lines.append(f"  Slots: {_slots_in_words(move.slots)}{more}.")
     if said := outcome_in_words(move):
         lines.append(f"  What came of it: {said}.")
     return lines
+
+
+def _by_node(nodes: Mapping[str, Sequence[str]]) -> str:
+    return " and ".join(f"{', '.join(numbers)} on {node}" for node, numbers in nodes.items())
+
+
+def _slots_in_words(slots: Sequence[str]) -> str:
+    """`rollout -> reward: 3, 4, 5 on node-0 and 6 on node-1`, of lines `NODE/KIND:NUMBER was -> is`; others as they are."""
+    found: dict[str, dict[str, list[str]]] = {}
+    others = []
+    for line in slots:
+        name, _, change = line.partition(" ")
+        node, _, slot = name.rpartition("/")
+        number = slot.rpartition(":")[2]
+        if node and number.isdecimal() and change:
+            found.setdefault(change, {}).setdefault(node, []).append(number)
+        else:
+            others.append(line)
+    told = [f"{change}: {_by_node(nodes)}" for change, nodes in found.items()]
+    return "; ".join([*told, *others])
 
 
 def history_table(moves: Sequence[Move]) -> Table:
@@ -180,7 +201,7 @@ def history_table(moves: Sequence[Move]) -> Table:
     from rich.text import Text
 
     table = Table(
-        "step",
+        "when",
         "kind",
         "state",
         "from",
@@ -195,7 +216,7 @@ def history_table(moves: Sequence[Move]) -> Table:
     for move in moves:
         outcome = move.outcome
         table.add_row(
-            str(move.step),
+            _at(move),
             move.kind.value,
             move.state,
             "" if move.kind is MoveKind.BEGIN else str(split_from(move.before)),

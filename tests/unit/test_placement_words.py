@@ -7,7 +7,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from controllers.cli.placement_words import account, history_table
+from controllers.cli.placement_words import account, history_table, move_tree
 from gcore.ledger.placing import Move, MoveKind, SplitPart
 
 SPLIT = SplitPart(mode="coexisting", rollout=2, reward=1, train=1)
@@ -38,3 +38,31 @@ def test_control_characters_of_a_reason_do_not_reach_the_terminal() -> None:
 @pytest.mark.parametrize("time", [1e18, -1e18, float("nan"), float("inf")])
 def test_a_time_that_is_none_is_left_out(time: float) -> None:
     assert account("j", None, [move("why", time)], 0)[2].startswith("after step 1: ")
+
+
+def test_slots_that_change_are_told_by_node_and_in_the_record_one_by_one() -> None:
+    slots = tuple(f"node-{n}/emulated:{k} rollout -> reward" for n, k in ((0, 3), (0, 4), (1, 6)))
+    slots += ("node-1/emulated:7 train -> rollout", "somewhere else")
+    told = "\n".join(account("j", None, [move("why").model_copy(update={"slots": slots, "more_slots": 2})], 0))
+    assert (
+        "Slots: rollout -> reward: 3, 4 on node-0 and 6 on node-1; train -> rollout: 7 on node-1; somewhere else, and 2 more."
+        in told
+    )
+    assert move_tree(move("why").model_copy(update={"slots": slots}))["slots"] == list(slots)
+
+
+def test_both_ways_to_tell_of_a_move_name_the_same_step() -> None:
+    lent = move("why").model_copy(update={"step": 7, "within": True})
+    screen = Console(file=StringIO(), width=300)
+    screen.print(history_table([lent]))
+    assert isinstance(screen.file, StringIO)
+    assert "within step 8" in screen.file.getvalue()
+    assert "within step 8" in "\n".join(account("j", None, [lent], 0))
+
+
+def test_of_a_loan_it_is_said_that_its_gain_is_held_against_nothing() -> None:
+    lent = move("why").model_copy(update={"gain_s": 3.0, "cost_s": 0.5})
+    assert "nobody can measure" in "\n".join(account("j", None, [lent], 0))
+    assert "nobody can measure" not in "\n".join(
+        account("j", None, [lent.model_copy(update={"kind": MoveKind.SPLIT})], 0)
+    )
