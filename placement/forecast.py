@@ -244,7 +244,9 @@ def drained(batch: Batch, longer: float, replicas: NDArray[Any], law: Law) -> Fl
     rows = law.most * replicas[crowded, None].astype(np.float64)
     ended = count - batch.after
     flow = np.maximum((ended / rows + (1.0 - varies) / 2.0) * mean, lengths[0]) * full_s
-    drain = np.interp(1.0 - batch.after / rows, ended / count, np.cumsum(gaps * law.at(law.most * batch.going / count)))
+    # The longest of all is among them, or has run beside full rows for so long that it ends no sooner.
+    place = 1.0 - (batch.after - 1.0) / rows
+    drain = np.interp(place, (ended + 1.0) / count, np.cumsum(gaps * law.at(law.most * batch.going / count)))
     last = np.maximum((count / rows - 1.0) * mean * full_s + drain, lengths[0] * full_s)
     is_last = batch.after <= rows
     begins = np.where(is_last, last, np.inf).min(axis=1, keepdims=True)
