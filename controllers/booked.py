@@ -4,7 +4,7 @@ A step's window is from when this node heard that head had moved to the version 
 rollback ends one as a commit does. The book is closed as soon as every engine that answers was read after the window's end, and
 ranks have had the time to tell (`WORD_S`); after `PATIENCE_S` in any case, with what is missing unbooked.
 
-An engine that does not answer is `failed` from when it was asked in vain; its time before, since it was read last, stays unbooked,
+An engine that does not answer for `SURE_S` is `failed` from when it was asked in vain; its time before, since it was read last, stays unbooked,
 for nobody can say what it was. What was while the node's controller was away: `controllers.booking_gaps`. Does not read or write
 anything itself (`controllers.booking`).
 """
@@ -43,6 +43,8 @@ WORD_S = 0.15
 """So long may a rank's word of a change of its phase be under way."""
 PATIENCE_S = 5.0
 """For an engine that should have been read."""
+SURE_S = 1.5
+"""So long an engine that was asked in vain is waited for as one that answers: a connection may break once."""
 SHORTEST_S = 1e-3
 """A window below this is none: several changes were heard of at once."""
 
@@ -204,9 +206,11 @@ class SlotBooks:
 
     def close(self, now: float, *, last: bool = False) -> list[Closed]:
         """The steps that are over and of which all was heard; and what lies before is settled. `last`: nothing more will be heard."""
-        answering = [engine for engine in self._engines.values() if engine.failing is None]
+        failing = {
+            name for name, one in self._engines.items() if one.failing is not None and one.failing <= now - SURE_S
+        }
+        answering = [engine for instance, engine in self._engines.items() if instance not in failing]
         heard = min((engine.last.at if engine.last is not None else self._begun for engine in answering), default=now)
-        failing = [instance for instance, engine in self._engines.items() if engine.failing is not None]
         if now < self._since + PATIENCE_S and self._gap.waits(failing):
             heard = self._begun
         until = now if last else min(heard, now - WORD_S)

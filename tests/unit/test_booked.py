@@ -126,6 +126,20 @@ def test_an_engine_that_was_only_slow_tells_all_of_its_time_itself() -> None:
     assert closed(books, 9.0).booked == pytest.approx({busy("rollout"): 8.0, UNALLOCATED: 16.0})
 
 
+def test_an_engine_whose_connection_breaks_once_tells_the_time_before_that_too() -> None:
+    view = job(place("cpu:0"), workers=(engine_of("e", "cpu:0"),))
+    books = begun(view)
+    books.read("e", reading(4.0, busy_s=4.0))
+    books.unread("e", 5.0)
+    assert books.close(5.2) == []
+    books.read("e", reading(5.3, busy_s=5.3))
+    ended(books, 8.0)
+    books.unread("e", 8.0)
+    assert books.close(8.2) == []
+    books.read("e", reading(8.3, busy_s=8.3))
+    assert closed(books, 8.4).booked == pytest.approx({busy("rollout"): 8.0, UNALLOCATED: 16.0})
+
+
 def test_a_place_is_switching_while_its_worker_loads_and_failed_once_it_was_there_and_is_not() -> None:
     view = job(place("cpu:0"), workers=(engine_of("e", "cpu:0", state="starting"),))
     books = begun(view)
