@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -11,6 +12,7 @@ import typer
 
 from controllers.cli.answers import Output, as_json, console
 from controllers.cli.options import DEFAULT_HOME, Format, Home
+from controllers.cli.view_text import visible
 from gcore.errors import UsageError
 
 if TYPE_CHECKING:
@@ -32,6 +34,12 @@ gcore simulate --run arithmetic-judge --slots 16
 gcore simulate --run .gcore/runs/arithmetic-judge-26559b7ecc10 -o json
 """
 DEFAULT_COST_S = 5.0
+MOST_COST_S = 1e6
+MOST_SLOTS, MOST_STEPS = 4096, 100_000
+"""As a scenario's own (`placement.simulate.scenario`), which takes long to import."""
+MOST_SEED = 2**63 - 1
+MOST_SHOWN = 2000
+"""Characters of what a scenario calls itself."""
 
 
 def simulate(
@@ -43,18 +51,24 @@ def simulate(
         list[str] | None,
         typer.Option(help="Only this policy, or one of your own; can be repeated. Default: all of gcore's."),
     ] = None,
-    slots: Annotated[int | None, typer.Option(help="So many slots instead of those there are.", min=2)] = None,
+    slots: Annotated[
+        int | None, typer.Option(help="So many slots instead of those there are.", min=2, max=MOST_SLOTS)
+    ] = None,
     cost: Annotated[
         float | None,
         typer.Option(
-            help="Seconds that engines take to change over; a train world of another size takes twice that.", min=0
+            help="Seconds that engines take to change over; a train world of another size takes twice that.",
+            min=0,
+            max=MOST_COST_S,
         ),
     ] = None,
     staleness: Annotated[
         int | None,
-        typer.Option(help="Steps that rollouts may be ahead of training, if others than they were.", min=0),
+        typer.Option(
+            help="Steps that rollouts may be ahead of training, if others than they were.", min=0, max=MOST_STEPS
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="What is drawn at random follows from it.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="What is drawn at random follows from it.", min=0, max=MOST_SEED)] = 0,
     home: Home = DEFAULT_HOME,
     output: Format = Output.TABLE,
 ) -> None:
@@ -71,6 +85,8 @@ def simulate(
 
     if (scenario is None) == (run is None):
         raise UsageError("gcore simulate takes a scenario's file, or --run with a run", fix="Give one of them")
+    if cost is not None and math.isnan(cost):
+        raise UsageError("--cost is no number of seconds", fix=f"Give 0 to {MOST_COST_S:,.0f}")
     replay: Replay | None = None
     job: SimulatedJob
     if run is not None:
@@ -229,9 +245,11 @@ def _regime(staleness: int) -> str:
 
 def _show(tree: dict[str, Any]) -> None:
     from rich.table import Table
+    from rich.text import Text
 
     out = console()
-    out.print(f"{tree['scenario']}: {tree['what']}", highlight=False, soft_wrap=True)
+    said = visible(f"{tree['scenario']}: {tree['what']}", MOST_SHOWN)
+    out.print(said, highlight=False, soft_wrap=True, markup=False)
     out.print(
         f"{tree['steps']} steps on {tree['slots']} slots, {_regime(tree['staleness'])}; engines change over in {tree['switch_s']:g} s",
         highlight=False,
@@ -247,7 +265,7 @@ def _show(tree: dict[str, Any]) -> None:
     for row in tree["rows"]:
         behind = "" if row["behind_best"] is None else f"{row['behind_best']:.1%}"
         figures = (f"{row['seconds']:.1f}", f"{row['step_s']:.2f}", behind, f"{len(row['moves'])}")
-        table.add_row(row["policy"], *figures, row["first"])
+        table.add_row(Text(row["policy"]), *figures, row["first"])
     out.print(table)
     if any(row["behind_best"] is None for row in tree["rows"]):
         out.print("what could have been had is left out: pip install 'gcore\\[simulate]'", highlight=False)

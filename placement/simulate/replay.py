@@ -9,7 +9,6 @@ and that slots are of one kind is taken for granted. Nothing here asks a cluster
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -18,8 +17,10 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+from pydantic import ValidationError
 
 from gcore.errors import UsageError
+from gcore.json_line import object_in
 from gcore.ledger.books import EngineSums, engines_of
 from gcore.ledger.books_file import BookLine, lines_of
 from gcore.samples import folder
@@ -27,7 +28,7 @@ from gcore.types import Version
 from placement.forecast import law_of, train_law
 from placement.measured import EngineSpeed, Measured
 from placement.simulate.job import SimulatedJob
-from placement.simulate.scenario import Engine, Judging, Lengths, Scenario, Training
+from placement.simulate.scenario import MOST_RESPONSES, Engine, Judging, Lengths, Scenario, Training, problem_of
 from placement.simulate.workload import Floats, Workload
 from placement.split import Split
 
@@ -35,6 +36,9 @@ LEAST_STEPS = 4
 """Fewer say too little."""
 SKIPPED = 2
 """First steps that are not taken: engines and ranks start in them."""
+NEEDED = {"seconds", "tokens", "response_length"}
+MOST_NUMBER = 1e9
+"""Of tokens, responses or seconds, in a step."""
 SPREAD = 0.8
 """Of lengths beside their mean, where no sample was kept."""
 
@@ -86,8 +90,14 @@ def read_run(run_dir: Path, *, slots: int | None = None, staleness: int = 0) -> 
     work = tuple(_workload(step, lengths) for step, lengths in zip(steps, drawn, strict=True))
     there = max(sum(line.book.slots for line in step.books) for step in steps)
     trained_on = max(len({s for line in step.books for s in _slots_at(line, "busy train")}) for step in steps) or 1
+    try:
+        scenario = _scenario(run_dir, steps, work, slots or there, trained_on, staleness)
+    except ValidationError as error:
+        raise UsageError(
+            f"what stands in the run's folder is no job: {problem_of(error)}", where=str(run_dir)
+        ) from error
     return Replay(
-        _scenario(run_dir, steps, work, slots or there, trained_on, staleness),
+        scenario,
         work,
         tuple(step.metrics["seconds"] for step in steps),
         trained_on,
@@ -101,24 +111,25 @@ def _steps(run_dir: Path) -> list[_Step]:
     for line in lines_of(run_dir):
         booked.setdefault(line.book.version, []).append(line)
     chain: dict[int, _Step] = {}
-    for line_of_file in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-        tree = _tree(line_of_file)
-        if tree.get("kind") == "rollback":
-            chain = {step: one for step, one in chain.items() if step <= tree["step"]}
-        if tree.get("kind") != "step" or not {"seconds", "tokens", "response_length"} <= set(tree["metrics"]):
+    text = (run_dir / "metrics.jsonl").read_text(encoding="utf-8", errors="replace")
+    for tree in filter(None, map(object_in, text.splitlines())):  # the last line of a run that was killed is none
+        at, metrics = tree.get("step"), _metrics(tree.get("metrics"))
+        if not isinstance(at, int):
             continue
-        version = Version(int(tree["lineage"]), int(tree["step"]))
+        if tree.get("kind") == "rollback":
+            chain = {step: one for step, one in chain.items() if step <= at}
+        if tree.get("kind") != "step" or not metrics.keys() >= NEEDED or not isinstance(tree.get("lineage"), int):
+            continue
+        version = Version(tree["lineage"], at)
         if version in booked:
-            chain[version.step] = _Step(version, tree["metrics"], tuple(booked[version]))
+            chain[version.step] = _Step(version, metrics, tuple(booked[version]))
     return [chain[step] for step in sorted(chain)]
 
 
-def _tree(line: str) -> dict[str, Any]:
-    try:
-        tree = json.loads(line)
-    except ValueError:  # the last line of a run that was killed
-        return {}
-    return tree if isinstance(tree, dict) else {}
+def _metrics(tree: Any) -> dict[str, float]:
+    """Those that are numbers that a step can have."""
+    found = tree.items() if isinstance(tree, dict) else ()
+    return {name: value for name, value in found if isinstance(value, int | float) and 0 <= value <= MOST_NUMBER}
 
 
 def _lengths(run_dir: Path, steps: Iterable[_Step]) -> Iterator[Floats]:
@@ -139,7 +150,7 @@ def _made_up(step: _Step, width: float) -> Floats:
     """As many responses as the step had, about their mean."""
     metrics = step.metrics
     kept = max(int(metrics.get("samples", 1)), 1)
-    count = round(kept / max(1.0 - metrics.get("filter_rate", 0.0), 0.01))
+    count = min(round(kept / max(1.0 - metrics.get("filter_rate", 0.0), 0.01)), MOST_RESPONSES)
     mean = max(metrics.get("response_length_before_filter", metrics["response_length"]), 1.0)
     draw = np.random.default_rng((step.version.lineage, step.version.step, 6))
     drawn: Floats = np.exp(np.log(mean) - width**2 / 2 + width * draw.standard_normal(count))

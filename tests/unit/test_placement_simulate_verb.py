@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from controllers.cli import simulate_verb
 from controllers.cli.main import app
 from gcore import plugins
-from gcore.errors import UsageError
+from gcore.errors import SpecError, UsageError
 from gcore.ledger import store_copy
 from gcore.ledger.books import EngineSums, StepBook
 from gcore.ledger.books_file import BookLine, Stretch, append
@@ -22,6 +23,7 @@ from gcore.types import Version
 from placement.live import Start
 from placement.policies.base import Decision, Situation
 from placement.simulate.replay import ReplayedJob, read_run
+from placement.simulate.scenario import MOST_SLOTS, MOST_STEPS, read_scenario
 
 SMALL = """
 name: small
@@ -234,3 +236,75 @@ def test_a_policy_of_another_package_is_played_too_and_one_that_raises_is_told_o
     assert rows["still"]["seconds"] == rows["static"]["seconds"]
     with pytest.raises(UsageError, match="policy 'broken' went wrong in the simulator \\(ZeroDivisionError: no slots"):
         said(str(scenario), "--policy", "broken")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "wake_s: .inf",
+        "wake_s: .nan",
+        "noise: {measured: .inf}",
+        "noise: {measured: 1.0e+300, replica: 1.0e+300}",
+        "rollout: {token_s: .inf}",
+        "training: {rate: 1.0e-320}",
+        "lengths: {mean: 1.0e+300, spread: 1.0e+300}",
+        "filtered: 0.999999999999",
+        "samples: 1000000000000",
+        "groups: 1000000",
+        "steps: 1000000000000",
+        "slots: 1000000000",
+        "name: 2024-13-45",
+        "steps: " + "9" * 5000,
+        "what: " + "[" * 20_000,
+        "what: " + "x" * 2_000_000,
+    ],
+    ids=lambda more: more[:40],
+)
+def test_numbers_that_no_job_has_and_what_is_no_yaml_are_told_in_a_sentence(scenario: Path, more: str) -> None:
+    key = more.partition(":")[0]
+    scenario.write_text(
+        "\n".join(line for line in SMALL.splitlines() if not line.startswith(f"{key}:")) + f"\n{more}\n"
+    )
+    with pytest.raises(SpecError) as refused:
+        read_scenario(scenario)
+    assert len(str(refused.value)) < 1000
+
+
+def test_a_file_without_an_end_is_not_read_to_it() -> None:
+    with pytest.raises(SpecError, match="more than"):
+        read_scenario(Path("/dev/zero"))
+
+
+def test_what_a_scenario_calls_itself_is_no_markup(scenario: Path) -> None:
+    scenario.write_text(SMALL.replace("name: small", "name: '[/red]'"))
+    assert "[/red]: a small job" in said(str(scenario), "--policy", "static")
+
+
+@pytest.mark.parametrize("cost", ["nan", "inf", "-1"])
+def test_a_cost_that_is_none_is_refused(scenario: Path, cost: str) -> None:
+    with pytest.raises((SystemExit, UsageError)):
+        said(str(scenario), "--policy", "static", "--cost", cost)
+
+
+def test_the_most_slots_and_steps_of_the_command_are_those_of_a_scenario() -> None:
+    assert (simulate_verb.MOST_SLOTS, simulate_verb.MOST_STEPS) == (MOST_SLOTS, MOST_STEPS)
+
+
+def test_damaged_lines_of_a_run_are_passed_over(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "run", steps=9)
+    whole = read_run(folder)
+    book = (folder / "books" / "node-0.jsonl").read_text().splitlines()[-1]
+    with (folder / "books" / "node-0.jsonl").open("a") as file:
+        file.write("[" * 100_000 + "\n" + book.replace('"slots":3', '"slots":' + "1" * 31) + "\n")
+    with (folder / "metrics.jsonl").open("ab") as raw:
+        raw.write(b"\n\xff\xfe\n" + b"[" * 100_000 + b"\n")
+        for metrics in ({"seconds": "x"}, None, [1], {"seconds": 4.0, "tokens": 1e300, "response_length": 80.0}):
+            raw.write(json.dumps({"kind": "step", "lineage": 0, "step": 9, "metrics": metrics}).encode() + b"\n")
+        raw.write(json.dumps({"kind": "rollback", "step": "x"}).encode() + b"\n")
+    assert read_run(folder).scenario == whole.scenario
+
+
+def test_a_runs_records_that_no_job_can_have_are_told_in_a_sentence(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "run", slots=60_000)
+    with pytest.raises(UsageError, match="is no job: slots"):
+        read_run(folder)
