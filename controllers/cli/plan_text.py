@@ -9,7 +9,7 @@ from controllers.cli.view_text import visible
 from placement.mapping.devices import GIB
 from placement.mapping.fitting import Memory
 from placement.mapping.memory import Need, engine_need, rank_needs
-from placement.mapping.search import Fit, Found
+from placement.mapping.search import Fit
 from placement.plan import counted
 
 if TYPE_CHECKING:
@@ -47,7 +47,9 @@ def tree_of(planned: Planned, show: int) -> dict[str, Any]:
         "models": list(models(planned)),
         "fitting": len(found.fits),
         "placements": [fit_tree(fit, starts=planned.begins(fit.way)) for fit in found.fits[:show]],
+        "as_it_stands": None if planned.stands is None else fit_tree(planned.stands, starts=True),
         "start": None if first is None else section_of(planned.spec, first),
+        "warnings": [] if first is None else list(less_cache(first)),
         "misfits": [{"placement": str(one.way), "why": str(one.excess), "count": one.count} for one in found.misfits],
         "hints": list(found.hints),
     }
@@ -120,16 +122,13 @@ def print_tables(planned: Planned, show: int, console: Console) -> None:
         highlight=False,
     )
     console.print(_models_table(planned))
-    console.print(f"\n{_counted(found)}\n", highlight=False)
+    console.print(f"\n{_counted(planned)}\n", highlight=False)
     if found.fits:
         console.print(_fits_table(planned, show))
     if (first := planned.first) is not None:
-        begins = f"The job would begin with {first.way}; -o yaml prints that for the spec, --write FILE writes it."
-        console.print(f"\n{begins}", highlight=False, soft_wrap=True)
-        for name, cells in first.room.cells:
-            if name in first.room.bound and name != "rollout":
-                less = f"{visible(name)} has room for {cells:,} tokens of cache; set its serving.cache_tokens, or it may take more"
-                console.print(f"{less}.", highlight=False, soft_wrap=True)
+        console.print(f"\n{_begins(planned, first)}", highlight=False, soft_wrap=True)
+        for line in less_cache(first):
+            console.print(f"{visible(line, LONG)}.", highlight=False, soft_wrap=True)
     if found.misfits:
         console.print("\nWhat does not fit, the nearest first:", highlight=False)
         for one in found.misfits[:MOST_MISFITS]:
@@ -145,9 +144,35 @@ def print_tables(planned: Planned, show: int, console: Console) -> None:
         console.print(f"\n{visible(hint, LONG)}.", highlight=False, soft_wrap=True)
 
 
-def _counted(found: Found) -> str:
+def _begins(planned: Planned, first: Fit) -> str:
+    """What the spec says now, and what to write instead."""
+    stands, how = planned.stands, "-o yaml prints that for the spec, --write FILE writes it"
+    if stands == first:
+        return f"As the spec stands, the job begins with {first.way}; {how}."
+    if stands is None:
+        now = "What the spec says now is not among what fits."
+    else:
+        now = (
+            f"As the spec stands, the job begins with {stands.way}, predicted to take {stands.times.step:.3g} s a step."
+        )
+    return f"{now} To begin with {first.way}, at a predicted {first.times.step:.3g} s: {how}."
+
+
+def less_cache(fit: Fit) -> tuple[str, ...]:
+    """Of judges whose engines would take more than there is for them, what to write against that; the policy's is written with the rest."""
+    return tuple(
+        f"{name} has room for {cells:,} tokens of cache; set its serving.cache_tokens, or it may take more"
+        for name, cells in fit.room.cells
+        if name in fit.room.bound and name != "rollout"
+    )
+
+
+def _counted(planned: Planned) -> str:
+    found = planned.found
     fail = sum(one.count for one in found.misfits)
     fit = f"{counted(len(found.fits), 'placement')} fit{'s' * (len(found.fits) == 1)}, {fail} do not"
+    if found.fits and planned.first is None:
+        return f"{fit}; of those that fit none can be started. The best of them, by predicted time of a step:"
     return f"{fit}. The best, by predicted time of a step:" if found.fits else f"{fit}."
 
 

@@ -66,8 +66,26 @@ class Planned:
 
     @property
     def first(self) -> Fit | None:
-        """What the job would begin with."""
+        """The best that the job can begin with, once the spec says so."""
         return next((fit for fit in self.found.fits if self.begins(fit.way)), None)
+
+    @property
+    def stands(self) -> Fit | None:
+        """What the job would begin with as its spec stands; None if that is none of those that fit. A policy that moves slots, and is told no
+        sizes, finds the best by itself."""
+        placement = self.spec.placement
+        if placement.is_live and placement.train is None:
+            return self.first
+        return next((fit for fit in self.found.fits if fit.way.starts and self._is_said(fit.way)), None)
+
+    def _is_said(self, way: Way) -> bool:
+        said, split = self.spec.placement, way.split
+        if said.train is not None:
+            reward = split.reward if said.reward is None else said.reward
+            return (split.mode, split.train, split.reward) == ("coexisting", said.train, reward)
+        ranks = self.spec.train.ranks or self.cluster.node_count
+        asleep = self.cluster.device.is_gpu if said.memory is None else said.memory == "in_turns"
+        return (split.mode, way.ranks, way.asleep) == ("colocated", ranks, asleep)
 
 
 def plan(
@@ -95,8 +113,8 @@ def plan(
 
     Memory and times are estimated from the models' configurations and the devices' figures; nothing is started.
     """
-    from controllers.cli.plan_text import print_tables, tree_of
-    from controllers.cli.plan_written import section_of, write_spec
+    from controllers.cli.plan_text import less_cache, print_tables, tree_of
+    from controllers.cli.plan_written import left_standing, section_of, write_spec
 
     planned = look(spec, cluster, set_, prompt_tokens, response_tokens)
     first = planned.first
@@ -111,9 +129,13 @@ def plan(
         import yaml
 
         typer.echo(yaml.safe_dump(section, sort_keys=False).rstrip())
+        for line in (*less_cache(first), *left_standing(planned.spec, section)):
+            typer.echo(f"# {line}.")
     if write is not None:
         write_spec(spec, write, section, set_ or ())
         typer.echo(f"{write} has {first.way}.", err=True)
+        for line in less_cache(first):
+            typer.echo(f"{line}.", err=True)
 
 
 def look(
@@ -139,12 +161,15 @@ def look(
 
 
 def _nothing_fits(planned: Planned, cluster: Path) -> UsageError:
-    hint = next(iter(planned.found.hints), "Use more accelerators, larger ones, or a smaller model")
+    from controllers.cli.plan_lacking import advice
+
     misfits = sorted(planned.found.misfits, key=lambda one: not planned.begins(one.way))
     nearest = f"; the nearest to it: {misfits[0].way}; {misfits[0].excess}" if misfits else ""
     which = "placement of" if not planned.found.fits else "placement that can be begun with of"
     what = f"no {which} job {planned.spec.name!r} fits{nearest}"
-    return UsageError(what, where=str(cluster), fix=hint)
+    enough = (hint for hint in planned.found.hints if hint.startswith("With "))
+    fix = next(enough, None) or advice(planned.workload, planned.cluster, next(iter(misfits), None))
+    return UsageError(what, where=str(cluster), fix=fix)
 
 
 def _tree(path: Path) -> dict[str, Any]:

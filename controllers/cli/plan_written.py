@@ -45,6 +45,19 @@ def section_of(spec: JobSpec, fit: Fit) -> Section:
     return section
 
 
+def left_standing(spec: JobSpec, section: Section) -> tuple[str, ...]:
+    """What to delete of the spec where the section is pasted by hand: what it says of another split. `write_spec` does so by itself."""
+    placement, wanted = spec.placement, section["placement"]
+    gone = [
+        f"placement.{key}" for key in ("train", "reward") if key not in wanted and getattr(placement, key) is not None
+    ]
+    if wanted.get("policy") == "static" and placement.memory is not None:
+        gone.append("placement.memory")
+    if "train" in wanted and spec.train.ranks is not None:
+        gone.append("train.ranks")
+    return (f"delete {' and '.join(gone)}, which the spec says of another placement",) if gone else ()
+
+
 def with_section(tree: Mapping[str, Any], section: Section) -> dict[str, Any]:
     """The spec's tree with that in it: what it said of the same is replaced, all else stays."""
     changed = dict(tree)

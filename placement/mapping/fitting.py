@@ -252,5 +252,7 @@ def _slept_of_engines(way: Way, workload: Workload) -> float:
 
 
 def gib(size: float) -> str:
-    """`11 GiB`, `0.4 GiB`."""
+    """`1,220 GiB`, `11 GiB`, `0.4 GiB`."""
+    if size >= 100 * GIB:
+        return f"{size / GIB:,.0f} GiB"
     return f"{size / GIB:.3g} GiB" if size >= GIB / 10 else f"{size / (1 << 20):.3g} MiB"

@@ -12,11 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mapped_jobs import JUDGE, SEVEN, SMALL, machines, spec, work
 
+from controllers.cli.plan_lacking import LARGER, advice
+from controllers.cli.plan_text import _begins, _counted, less_cache
 from controllers.cli.plan_verb import Planned, _nothing_fits
-from controllers.cli.plan_written import Section, section_of, with_section, write_spec
+from controllers.cli.plan_written import Section, left_standing, section_of, with_section, write_spec
 from gcore.config import load_spec
 from gcore.errors import UsageError
-from placement.mapping.fitting import Excess
+from placement.mapping.fitting import Excess, gib
 from placement.mapping.search import Found, Misfits, search
 from placement.mapping.workload import Lengths, Shapes
 
@@ -165,3 +167,93 @@ def test_where_nothing_can_be_begun_with_a_sentence_says_so_whatever_is_nearest_
         assert "no placement that can be begun with of job 'j' fits" in str(said)
         assert ("the nearest to it" in str(said)) == bool(misfits)
     assert "no placement of job 'j' fits" in str(_nothing_fits(planned_of(replace(found, fits=())), Path("c.yaml")))
+
+
+def test_what_the_spec_says_now_is_told_beside_what_it_should_say() -> None:
+    base: dict[str, Any] = {"train": {"zero_stage": 3}}
+    found = search(work(SEVEN, **base), machines())
+    named = planned_of(found, placement={"policy": "static", "train": 6}, **base)
+    assert named.stands is not None
+    assert (named.stands.way.split.mode, named.stands.way.ranks) == ("coexisting", 6)
+    first = named.first
+    assert first is not None
+    assert first != named.stands
+    told = _begins(named, first)
+    assert f"As the spec stands, the job begins with {named.stands.way}, predicted to take " in told
+    assert f"To begin with {first.way}, at a predicted " in told
+    split = first.way.split
+    if split.mode == "coexisting":
+        same = planned_of(found, placement={"policy": "static", "train": split.train}, **base)
+        assert same.stands == first
+        assert _begins(same, first).startswith(f"As the spec stands, the job begins with {first.way}; ")
+    nowhere = replace(found, fits=tuple(fit for fit in found.fits if fit.way.ranks != 6))
+    assert "is not among what fits" in _begins(
+        planned_of(nowhere, placement={"policy": "static", "train": 6}, **base), first
+    )
+    shared = planned_of(found, **(base | {"train": {"zero_stage": 3, "ranks": 4}}))
+    assert shared.stands is not None
+    assert (shared.stands.way.split.mode, shared.stands.way.ranks, shared.stands.way.asleep) == ("colocated", 4, True)
+
+
+def test_who_pastes_a_section_is_told_what_of_the_spec_to_delete() -> None:
+    together: Section = {"placement": {"policy": "dynamic", "memory": "kept"}}
+    said = spec(placement={"policy": "dynamic", "train": 2, "reward": 1}, judges=[JUDGE], reward={"judge": "right"})
+    assert left_standing(said, together) == (
+        "delete placement.train and placement.reward, which the spec says of another placement",
+    )
+    apart: Section = {"placement": {"policy": "static", "train": 2, "reward": 1}}
+    assert left_standing(said, apart) == ()
+    ranks = spec(placement={"policy": "colocated", "memory": "kept"}, train={"ranks": 3})
+    assert left_standing(ranks, apart) == (
+        "delete placement.memory and train.ranks, which the spec says of another placement",
+    )
+
+
+def test_of_every_judge_with_less_cache_than_it_wants_a_line_says_what_to_write() -> None:
+    fit = next(iter(search(work(SEVEN, SMALL, train={"zero_stage": 3}), machines()).fits))
+    cells = (("rollout", 100), ("judge right", 2048))
+    bound = replace(fit, room=replace(fit.room, cells=cells, bound=("rollout", "judge right")))
+    assert less_cache(bound) == (
+        "judge right has room for 2,048 tokens of cache; set its serving.cache_tokens, or it may take more",
+    )
+    assert less_cache(replace(fit, room=replace(fit.room, bound=()))) == ()
+
+
+def advised(memory_gib: float, **said: Any) -> str:
+    """What is said first of a job that does not fit on one such device."""
+    workload, nodes = work(SEVEN, **said), machines(1, 1, memory_gib=memory_gib)
+    return advice(workload, nodes, next(iter(search(workload, nodes).misfits), None))
+
+
+def test_where_nothing_fits_the_largest_part_of_the_nearest_way_is_named_with_its_field() -> None:
+    long: dict[str, Any] = {"train": {"activation_checkpointing": False, "micro_batch_tokens": 1 << 18}}
+    told = advised(200, **long)
+    assert told.startswith("The largest part is activations of policy training for a micro-batch of ")
+    assert "set train.activation_checkpointing: true, and lower train.micro_batch_tokens (now 262,144; " in told
+    assert "weights, gradients and optimizer of policy training on 1 rank, " in advised(60)
+    assert "train.zero_stage: 3, more ranks" in advised(60)
+    assert advice(work(SEVEN), machines(), None) == LARGER
+
+
+def test_a_share_that_sglang_takes_is_named_with_the_argument_that_sets_it() -> None:
+    workload, nodes = work(SEVEN, rollout={"engine": "sglang"}), machines()
+    way = next(iter(search(workload, nodes).misfits)).way
+    small = Excess(("rollout with one longest request",), 1, 1.0, 1.0, engines=True, where="SGLang's 0.5 of 80 GiB")
+    assert "raise it with rollout.engine_args: [--mem-fraction-static, SHARE]" in advice(
+        workload, nodes, Misfits(way, small, 1)
+    )
+    large = Excess(("rollout",), 1, 80.0, 1.0, engines=True)
+    assert "the share that SGLang takes for rollout, 39.8 GiB: lower it with rollout.engine_args" in advice(
+        workload, nodes, Misfits(way, large, 1)
+    )
+
+
+def test_placements_that_fit_and_cannot_be_started_are_counted_as_such() -> None:
+    found = search(work(SEVEN, train={"zero_stage": 3}), machines())
+    wide = tuple(fit for fit in found.fits if not fit.way.starts)
+    assert "of those that fit none can be started" in _counted(planned_of(replace(found, fits=wide)))
+    assert "none can be started" not in _counted(planned_of(found))
+
+
+def test_memory_is_told_in_digits() -> None:
+    assert [gib(size * (1 << 30)) for size in (1220.4, 99.96, 11, 0.4)] == ["1,220 GiB", "100 GiB", "11 GiB", "0.4 GiB"]
