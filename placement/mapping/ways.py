@@ -60,13 +60,11 @@ def ways(cluster: Cluster, workload: Workload) -> Iterator[Way]:
     trains = _sizes(max(1, min(slots, workload.training.samples // workload.training.mini_batches)))
     turns = workload.turns if cluster.device.is_gpu else workload.turns[:1]
     reward_sizes = _spans(cluster, [judge.shape for judge in workload.judges]) if judged else (1,)
-    rewards = set(_sizes(slots))
     for rollout_size in _spans(cluster, [workload.rollout.shape]):
         for reward_size in reward_sizes:
             bounds = Bounds(slots, rollout_size, reward_size, trains, judged, colocated=False)
-            for split in feasible(bounds):
-                if slots <= FEW or not judged or split.reward // reward_size in rewards:
-                    yield Way(split, rollout_size, reward_size, False)
+            for split in _splits(bounds):
+                yield Way(split, rollout_size, reward_size, False)
             if slots < max(rollout_size, reward_size):
                 continue
             rollout, reward = (slots // size * size for size in (rollout_size, reward_size))
@@ -80,12 +78,26 @@ def ways_within(bounds: Bounds, workload: Workload, *, gpu: bool) -> Iterator[Wa
     """Those in which a job can be begun as its spec stands: within `bounds`, a slot for each replica, and on shared slots the memory had
     as it would be, which is in turns on GPUs where the spec leaves it open."""
     asleep = workload.turns[-1 if gpu else 0]
-    rewards = set(_sizes(bounds.slots))
-    for split in feasible(bounds):
-        if split.mode == "colocated":
-            yield Way(split, 1, 1, asleep)
-        elif bounds.slots <= FEW or split.reward in rewards or not bounds.judged:
-            yield Way(split, 1, 1, False)
+    for split in _splits(bounds):
+        yield Way(split, 1, 1, asleep if split.mode == "colocated" else False)
+
+
+def _splits(bounds: Bounds) -> Iterator[Split]:
+    """Those of `feasible`; on many slots only those with one of the numbers of judges that are tried, without counting through the rest:
+    of a hundred thousand slots there are a billion."""
+    if bounds.slots <= FEW or not bounds.judged:
+        yield from feasible(bounds)
+        return
+    together = bounds.all_together()
+    if together is not None:
+        yield together
+    for train in bounds.sizes():
+        left = bounds.slots - train
+        for judges in _sizes(bounds.slots):
+            reward = judges * bounds.reward_size
+            rollout = (left - reward) // bounds.rollout_size * bounds.rollout_size
+            if rollout > 0 and left - reward - rollout < bounds.reward_size:
+                yield Split("coexisting", rollout, reward, train)
 
 
 def _sizes(most: int) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from placement.mapping.fitting import Memory, Room, room
 from placement.mapping.limits import within_memory
 from placement.mapping.search import First, Fit, Found, Misfits, first_split, search
 from placement.mapping.speed import Machine
-from placement.mapping.ways import Way, ways
+from placement.mapping.ways import Way, _sizes, _splits, ways
 from placement.mapping.workload import Lengths, Workload
 from placement.split import Bounds, Split, feasible
 
@@ -262,3 +262,23 @@ def test_a_thousand_slots_are_searched_through_a_grid() -> None:
     tried = list(ways(machines(128), work(SEVEN, SMALL)))
     assert len(tried) < 30_000
     assert {way.split.train for way in tried} >= {1, 2, 64, 512}
+
+
+@given(
+    slots=st.integers(65, 260),
+    sizes=st.tuples(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8])),
+    trains=st.sets(st.integers(1, 260), min_size=1, max_size=4),
+    colocated=st.booleans(),
+)
+def test_on_many_slots_some_of_the_splits_are_tried_and_all_of_these_are_found(
+    slots: int, sizes: tuple[int, int], trains: set[int], colocated: bool
+) -> None:
+    bounds = Bounds(slots, *sizes, tuple(sorted(trains)), True, colocated)
+    tried = set(_sizes(slots))
+    wanted = [one for one in feasible(bounds) if one.mode == "colocated" or one.reward // sizes[1] in tried]
+    assert list(_splits(bounds)) == wanted
+
+
+def test_the_ways_of_the_largest_cluster_are_told_at_once() -> None:
+    for cluster in (machines(100_000, 1), machines(97, 1024, host_memory_gib=100_000)):
+        assert 1000 < len(list(ways(cluster, work(SEVEN, SEVEN)))) < 20_000
