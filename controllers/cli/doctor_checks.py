@@ -69,7 +69,10 @@ def _package(package: Package) -> Check | None:
         if package.needed_for == "modelscope":
             return None  # only for models of ms://, which says so itself
         state = State.WARN if package.needed_for else State.FAIL
-        use = f"; nodes with workers need it ({package.needed_for})" if package.needed_for else ""
+        who = (
+            "gcore simulate needs it, and no node" if package.needed_for == "simulate" else "nodes with workers need it"
+        )
+        use = f"; {who} ({package.needed_for})" if package.needed_for else ""
         return Check(name, state, f"not installed{use}", f"Install it: {extra}")
     if not package.fits:
         return Check(name, State.FAIL, f"{package.installed}, and gcore asks for {package.wanted}", f"Run {extra}")

@@ -75,7 +75,9 @@ def pin_of(
         fits = sum(size or 0 for size in together.values()) <= slots
         others = [pool for pool, size in together.items() if size is None and least[pool] and fits]
         more = f", with one for {' and '.join(others)}," if others else ""
-        raise UsageError(f"{said}{more} are more than the {slots} slots there are", fix="Lower one of them")
+        given = [pool for pool, size in together.items() if size is not None]
+        fix = "Lower one of them" if len(given) > 1 else f"Lower {given[0]}, or release what is fixed"
+        raise UsageError(f"{said}{more} are more than the {slots} slots there are", fix=fix)
     return Pin(frozen=known.frozen or request.freeze, by=node, time=time, **together)
 
 

@@ -138,3 +138,10 @@ def test_a_home_that_cannot_be_looked_at_is_a_verdict_and_no_error(
     assert look_at_home(Path(".gcore"), FakeClock()).error == "No such file or directory"
     found = find_python(environ={})  # not every machine has one
     assert found is None or found.is_absolute()
+
+
+def test_what_only_the_simulator_wants_is_not_said_to_be_wanted_by_nodes() -> None:
+    (check,) = judge.packages([Package("matplotlib", None, needed_for="simulate")])
+    assert check.seen == "not installed; gcore simulate needs it, and no node (simulate)"
+    (check,) = judge.packages([Package("torch", None, needed_for="train")])
+    assert "nodes with workers need it" in check.seen

@@ -104,6 +104,8 @@ def test_what_is_fixed_is_added_to_what_was_and_let_go_as_a_whole() -> None:
         ),
         pytest.param(asked(rollout=0), job(), "cannot have 0 slots", id="no slots"),
         pytest.param(asked(rollout=6, reward=3), job(), "rollout 6, reward 3 are more than the 8 slots", id="too many"),
+        pytest.param(asked(rollout=6, reward=3), job(), "Lower one of them", id="too many, of several"),
+        pytest.param(asked(reward=9), job(), "Lower reward, or release", id="too many, of one"),
         pytest.param(asked(freeze=True), job(policy="colocated"), "moves nothing", id="a policy that moves nothing"),
     ],
 )
