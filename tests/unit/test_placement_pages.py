@@ -1,0 +1,48 @@
+"""What the pages on placement show works, and what they list is all there is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from controllers.cli.main import app
+from placement.simulate.scenario import SECTIONS, Scenario
+
+SMALL = """
+name: small
+what: a small job
+slots: 8
+steps: 4
+groups: 4
+samples: 4
+lengths: {mean: 120}
+training: {sizes: [1, 2]}
+colocated: false
+judging: {tokens: 900}
+rollout: {running: 8}
+"""
+
+
+def test_the_policy_that_the_page_on_placement_shows_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "placement.md").read_text()
+    code: dict[str, Any] = {}
+    exec(page.split("```python\n")[1].split("```")[0], code)
+    monkeypatch.setattr("placement.named.find_policy", lambda name: code["idle_first"])
+    scenario = tmp_path / "small.yaml"
+    scenario.write_text(SMALL)
+    words = ["simulate", str(scenario), "--policy", "idle_first", "--cost", "0", "-o", "json"]
+    row = json.loads(CliRunner().invoke(app, words, catch_exceptions=False).output)["rows"][-1]
+    assert row["policy"] == "idle_first"
+    assert row["moves"]
+    assert all(move["reason"].startswith("judges were busy for ") for move in row["moves"])
+
+
+def test_every_field_of_a_scenario_is_on_the_page_about_the_simulator() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "placement-simulation.md").read_text()
+    for section in (Scenario, *SECTIONS.values()):
+        for name in section.model_fields:
+            assert f"`{name}`" in page, name
