@@ -78,7 +78,10 @@ def show(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, outpu
     """How a job's slots are shared out now: pools, nodes, who plans, what is fixed."""
     from controllers.cli.placement_words import shown_rows, shown_tree, slots_table
 
-    reply = call(lambda client: client.get_placement(job), address, home)
+    try:
+        reply = call(lambda client: client.get_placement(job), address, home)
+    except Unreachable as error:
+        raise _over(error, home, job) if address is None else error from error
     if output is Output.JSON:
         typer.echo(as_json(shown_tree(reply)))
         return
@@ -150,6 +153,18 @@ class Known:
     name: str
     moves: tuple[Move, ...]
     reply: pb.PlacementReply | None
+
+
+def _over(error: Unreachable, home: Path, job: str) -> Unreachable:
+    """Where the job has ended and left its folder: what can be read from that. Raises GcoreError, as `finished_run` does."""
+    from controllers.cli.summary import finished_run
+
+    run = finished_run(home, job, error)
+    return Unreachable(
+        f"{error.what}, and job {run['job']!r} has ended: nothing is placed any more",
+        where=error.where,
+        fix="`gcore placement explain` and `history` and `gcore trace` read its folder",
+    )
 
 
 def _known(job: str, home: Path, address: str | None) -> Known:
