@@ -200,8 +200,9 @@ def read_scenario(path: Path) -> Scenario:
             fix="docs/placement-simulation.md has all its fields",
         ) from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
+        problem = "nested too deep" if isinstance(error, RecursionError) else " ".join(str(error).split())[:200]
         raise SpecError(
-            f"the scenario {path} is not YAML: {' '.join(str(error).split())[:200]}",
+            f"the scenario {path} is not YAML: {problem}",
             fix="Write it as benchmarks/scenarios are",
         ) from error
 
