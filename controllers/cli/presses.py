@@ -6,6 +6,12 @@ import signal
 from types import FrameType
 
 
+def press(number: int, frame: FrameType | None) -> None:
+    """A handler by which another signal is what Ctrl-C is then: within a run of asyncio that cancels what is awaited, while a
+    KeyboardInterrupt in the middle of some task would be told of with a traceback."""
+    signal.raise_signal(signal.SIGINT)
+
+
 class FurtherPresses:
     """From its making on, SIGINT and SIGTERM are remembered; from `heed` on, each is a KeyboardInterrupt."""
 

@@ -35,7 +35,7 @@ from controllers.cli.options import (
     Slots,
     SpecFile,
 )
-from controllers.cli.presses import FurtherPresses
+from controllers.cli.presses import FurtherPresses, press
 from gcore.errors import GcoreError
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def run(
     loaded = load_spec(spec, set_ or ())
     if (warning := trust_warning(loaded.model)) is not None:
         typer.echo(warning, err=True)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, press)
     console = standard_output()
     screen = choose_screen(console, clock, plain=plain)
     started, further, share = False, None, None
