@@ -153,6 +153,7 @@ def moves_of(moves: list[Move]) -> list[dict[str, Any]]:
         {
             "step": move.step,
             "kind": move.kind,
+            "within": move.within,
             "before": move.before.model_dump(mode="json"),
             "after": move.after.model_dump(mode="json"),
             "state": move.state,
@@ -190,13 +191,15 @@ def summed(runs: list[dict[str, Any]], slow: int) -> dict[str, Any]:
         early = [one for run in mine for one in run["step_seconds"][: slow - WARM]]
         late = [one for run in mine for one in run["step_seconds"][slow - WARM :]]
         moves = [move for run in mine for move in run["moves"] if move["state"] == "done"]
-        ratios = [m["expected_s"] / m["measured_s"] for m in moves if m["expected_s"] and m["measured_s"]]
+        between = [move for move in moves if not move["within"]]
+        ratios = [m["expected_s"] / m["measured_s"] for m in between if m["expected_s"] and m["measured_s"]]
         books = [run["books"] for run in mine if run["books"]]
         found[name] = {
             "seconds": spread([run["seconds"] for run in mine], 2),
             "step_seconds_before": round(statistics.mean(early), 3) if early else None,
             "step_seconds_after": round(statistics.mean(late), 3) if late else None,
-            "moves": len(moves),
+            "moves": len(between),
+            "lent": len(moves) - len(between),
             "expected_by_measured": spread(ratios, 3) if ratios else None,
             "largest_error_of_books": max((one["largest_error"] for one in books), default=None),
         }
