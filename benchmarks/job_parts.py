@@ -153,3 +153,38 @@ def placement_pairs(result: Result) -> str:
         f"{spread(result['dynamic_accuracy'], '{:.1%}')}, with the fixed plan {spread(result['fixed_accuracy'], '{:.1%}')}."
     )
     return f"{table(['fixed plan', 'from the first commit to the last, s'], rows)}\n\n{said}"
+
+
+def placement_live(result: Result) -> str:
+    """Policies on emulated slots, with lengths that drift and a judge that becomes slow."""
+    rows = [
+        [
+            f"`{name}`",
+            spread(row["seconds"], "{:.0f}"),
+            f"{row['step_seconds_before']:.1f}",
+            f"{row['step_seconds_after']:.1f}",
+            f"{row['moves']}",
+            f"{row['lent']}",
+            f"{result['seconds_by_best_static'][name]:.2f}",
+        ]
+        for name, row in result["policies"].items()
+    ]
+    head = [
+        "policy (rollout, judge and train slots to begin with)",
+        f"{result['steps'] - 1} steps, s",
+        "a step before the judge is slow, s",
+        "and after, s",
+        "moves between steps",
+        "and within",
+        "beside the best static split",
+    ]
+    expected = result["policies"].get("dynamic:16:12:4", {}).get("expected_by_measured")
+    said = f"{result['what']}; the best static split in hindsight is `{result['best_static']}`."
+    if expected is not None:
+        said += (
+            f" What `dynamic` expected of a step after each of its moves was {spread(expected)} times what the steps after it took "
+            f"({expected['count']} moves)."
+        )
+    errors = [row["largest_error_of_books"] for row in result["policies"].values() if row["largest_error_of_books"]]
+    books = f" The largest error of any node's books in any step is {max(errors):.2%}." if errors else ""
+    return f"{table(head, rows)}\n\n{said}{books} **Engines and ranks are emulated**: they compute nothing; seconds are emulated ones."

@@ -45,6 +45,7 @@ PAGES: dict[str, Parts] = {
         "tails": cluster_parts.tails,
         "judge": job_parts.judge,
         "placement_pairs": job_parts.placement_pairs,
+        "placement_live": job_parts.placement_live,
         "asynchrony": job_parts.asynchrony,
         "stream": job_parts.stream,
     },
