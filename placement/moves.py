@@ -1,4 +1,4 @@
-"""What changes of a job's plan are called, and what came of them. Pure: records in, records out.
+"""What changes of a job's plan are called, and what came of them. Pure: records in, records out; in words `placement.move_words` says it.
 
 A move is decided between two steps (engines change over; the train world gets another size) or within one (engines are lent). Its
 reason is in numbers that were known then; what came of it is measured over the steps after it, and stands beside what was expected.
@@ -234,69 +234,3 @@ def _settled(
         }
         outcome = outcome.model_copy(update=update)
     return move if outcome in (move.outcome, MoveOutcome()) else move.model_copy(update={"outcome": outcome})
-
-
-def in_words(move: Move) -> str:
-    """What was done, and why: one sentence that a person can follow."""
-    before, after = split_from(move.before), split_from(move.after)
-    match move.kind:
-        case MoveKind.BEGIN:
-            what = f"began with {after}"
-        case MoveKind.LEND:
-            giver = "the judges" if _gains(before, after) == "rollout" else "rollout"
-            what = f"lent {_count(abs(after.reward - before.reward))} from {giver} to {_gains(before, after)}"
-        case MoveKind.RETURN:
-            what = f"gave {_count(abs(after.rollout - before.rollout))} back to {_gains(before, after)}"
-        case MoveKind.WORLD:
-            what = f"formed a train world of {after.train} ranks in place of {before.train} ({before} -> {after})"
-        case MoveKind.MEND:
-            what = f"nodes came or went, and with them {before} became {after}"
-        case _:
-            what = f"went from {before} to {after}"
-    if move.state == "would":
-        what = f"would have: {what}"
-    elif move.state == "wanted":
-        what = f"wants to have: {what}"
-    elif move.state == "lapsed":
-        what = f"wanted, and the next step began first: {what}"
-    return f"{what}, because {move.reason}" if move.reason else what
-
-
-def numbers_in_words(move: Move) -> str:
-    """What was expected of it."""
-    said = []
-    if move.kind is MoveKind.BEGIN and move.expected_s is not None:
-        said.append(f"a step was to take {move.expected_s:.3g} s")
-    elif move.before_s is not None and move.expected_s is not None and move.kind in BETWEEN:
-        said.append(f"a step was to take {move.expected_s:.1f} s instead of {move.before_s:.1f} s")
-    elif move.gain_s is not None and move.gain_s > 0:
-        said.append(f"it was to gain {move.gain_s:.1f} s")
-    if move.cost_s is not None and move.cost_s > 0:
-        said.append(f"{'and' if said else 'it was'} to cost {move.cost_s:.1f} s once")
-    return " ".join(said)
-
-
-def outcome_in_words(move: Move) -> str:
-    """What came of it."""
-    outcome = move.outcome
-    if move.state != "done":
-        return ""
-    if outcome is None:
-        return "nothing is known yet of what came of it"
-    said = [f"it took {outcome.took_s:.1f} s"] if outcome.took_s is not None else []
-    if outcome.step_s is not None and move.kind not in WITHIN:
-        held = f", before it {outcome.before_s:.1f} s" if outcome.before_s is not None else ""
-        steps = "step after it took" if outcome.steps == 1 else f"{outcome.steps} steps after it took"
-        each = "" if outcome.steps == 1 else " each"
-        said.append(f"the {steps} {outcome.step_s:.1f} s{each}{held}")
-    elif outcome.step_s is not None:
-        said.append(f"the step it was in took {outcome.step_s:.1f} s")
-    return "; ".join(said) or "nothing is known yet of what came of it"
-
-
-def _gains(before: Split, after: Split) -> str:
-    return "rollout" if after.rollout > before.rollout else "the judges"
-
-
-def _count(slots: int) -> str:
-    return f"{slots} slot{'s' * (slots != 1)}"

@@ -15,7 +15,8 @@ from controllers.cli.view_text import visible
 from gcore.ledger.job import Plan
 from gcore.ledger.placing import Move, MoveKind, Moves, Pin
 from placement.assign import Slot, split_of
-from placement.moves import in_words, numbers_in_words, outcome_in_words, split_from
+from placement.move_words import in_words, numbers_in_words, outcome_in_words
+from placement.moves import split_from
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -24,7 +24,7 @@ from gcore.ledger.records import Assignment, Checkpoints, LogEntry, Member
 from gcore.ledger.tally import commonest_reason
 from gcore.store.keys import JobKeys
 from gcore.store.types import WatchBatch, WatchEvent
-from placement.moves import in_words
+from placement.move_words import in_words
 
 PER_REVISION = 16
 """Room for the events of one revision."""

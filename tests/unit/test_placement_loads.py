@@ -14,7 +14,8 @@ from placement.assign import assigned, split_of
 from placement.lending import doubling, left_s
 from placement.loads import EngineLoad, Loads, is_settled, lending, wanted
 from placement.measured import EngineSpeed, Measured
-from placement.moves import Deciding, base_split, in_words, part_of
+from placement.move_words import in_words
+from placement.moves import Deciding, base_split, part_of
 from placement.plan import NodeSlots, Snapshot
 from placement.speeds import Rows, Speeds, speed_of, speeds_of, tail_of
 from placement.split import Split

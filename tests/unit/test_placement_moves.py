@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from gcore.ledger.job import Plan
 from gcore.ledger.placing import MOST_MOVE_BYTES, NEWEST_MOVES, Move, MoveKind, MoveOutcome, Moves, SplitPart
 from placement.assign import assigned, split_of
+from placement.move_words import in_words, numbers_in_words, outcome_in_words
 from placement.moves import (
     MOVE_PRIOR_S,
     WORLD_PRIOR_S,
@@ -16,10 +17,7 @@ from placement.moves import (
     base_split,
     between_steps,
     costs,
-    in_words,
     is_told,
-    numbers_in_words,
-    outcome_in_words,
     part_of,
     with_outcomes,
 )
@@ -63,7 +61,10 @@ def test_a_move_carries_its_reason_in_numbers_and_the_slots_that_change() -> Non
     assert found.move.idle == {"rollout": 0.4}
     assert [line.partition(" ")[2] for line in found.move.slots] == ["rollout -> reward"]
     assert "because rollout was idle" in in_words(found.move)
-    assert numbers_in_words(found.move) == "a step was to take 2.0 s instead of 3.0 s and to cost 4.0 s once"
+    assert (
+        numbers_in_words(found.move)
+        == "a step was to take 2.0 s instead of 3.0 s, and the change was to cost 4.0 s once"
+    )
 
 
 def test_another_train_world_is_only_wanted_until_it_is_formed() -> None:
@@ -177,8 +178,10 @@ def test_changes_cost_what_the_newest_cost_and_before_that_a_prior() -> None:
     ("kind", "state", "begins"),
     [
         pytest.param(MoveKind.LEND, "done", "lent 1 slot from rollout to the judges", id="lend"),
-        pytest.param(MoveKind.SPLIT, "would", "would have: went from 4 rollout", id="would"),
-        pytest.param(MoveKind.WORLD, "wanted", "wants to have: formed a train world", id="wanted"),
+        pytest.param(MoveKind.SPLIT, "would", "would have gone from 4 rollout", id="would"),
+        pytest.param(MoveKind.RETURN, "would", "would have given 1 slot back to the judges", id="would give back"),
+        pytest.param(MoveKind.WORLD, "wanted", "wants to form a train world", id="wanted"),
+        pytest.param(MoveKind.WORLD, "lapsed", "wanted to form a train world of 1 rank", id="lapsed"),
         pytest.param(
             MoveKind.MEND, "done", "nodes came or went, and with them 4 rollout, 1 reward, 1 train became", id="mend"
         ),

@@ -176,7 +176,7 @@ def test_the_account_says_of_a_move_why_what_was_expected_and_what_came_of_it() 
         "placed by policy dynamic, and a plans",
         "after step 2: went from 1 rollout, 2 reward, 1 train to 2 rollout, 1 reward, 1 train, because the judges were idle.",
         "Idle then: reward 60%.",
-        "a step was to take 2.0 s instead of 3.0 s and to cost 1.0 s once",
+        "a step was to take 2.0 s instead of 3.0 s, and the change was to cost 1.0 s once",
         "Slots: reward -> rollout: 1 on a.",
         "it took 1.2 s; the 2 steps after it took 2.1 s each, before it 3.1 s",
     ):
