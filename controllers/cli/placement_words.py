@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from gcore.ledger.placing import Move, MoveKind, Moves, Pin
 from placement.assign import Slot, split_of
 from placement.move_words import in_words, numbers_in_words, outcome_in_words
 from placement.moves import split_from
+from placement.plan import counted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -52,7 +53,7 @@ def shown_rows(reply: pb.PlacementReply) -> dict[str, str]:
     }
     if plan is None:
         return rows | {"plan": "none: the job has not started"}
-    rows["slots"] = str(split_of(plan))
+    rows["slots"] = split_in_words(plan, reply.away)
     rows["plan"] = _shown(f"generation {plan.generation}: {plan.reason}")
     rows["planned by"] = reply.leader or "nobody now"
     rows["fixed"] = pin_words(reply)
@@ -64,6 +65,34 @@ def shown_rows(reply: pb.PlacementReply) -> dict[str, str]:
     if reply.away:
         rows["away"] = ", ".join(reply.away)
     return rows
+
+
+def parted(plan: Plan, away: Collection[str]) -> tuple[Plan, Plan]:
+    """What it has on nodes that are there, and on those that are away."""
+
+    def on(*, there: bool) -> Plan:
+        ranks = tuple(one for one in plan.ranks if (one.node not in away) is there)
+        engines = tuple(one for one in plan.engines if (one.node not in away) is there)
+        return plan.model_copy(update={"ranks": ranks, "engines": engines})
+
+    return on(there=True), on(there=False)
+
+
+def split_in_words(plan: Plan, away: Collection[str]) -> str:
+    """How many slots of the nodes that are there serve what, and how many are away, of which nodes."""
+    here, gone = parted(plan, away)
+    if not (lost := by_slot(gone)):
+        return str(split_of(here))
+    nodes = " and ".join(sorted({slot.node for slot in lost}))
+    pools = ", ".join(f"{count} {pool}" for pool, count in _pools(gone).items() if count)
+    together = split_of(gone).mode == "colocated"
+    had = "" if together or not pools else f", planned for {pools},"
+    return f"{split_of(here)}; {counted(len(lost), 'slot')} of {nodes}{had} {'is' if len(lost) == 1 else 'are'} away"
+
+
+def _pools(plan: Plan) -> dict[str, int]:
+    split = split_of(plan)
+    return {"rollout": split.rollout, "reward": split.reward, "train": split.train}
 
 
 def by_slot(plan: Plan) -> dict[Slot, list[str]]:
@@ -85,14 +114,15 @@ def slots_table(reply: pb.PlacementReply) -> Table:
     table = Table("node", "slot", "serves", box=None, header_style="bold", pad_edge=False)
     plan = plan_of(reply)
     for slot, what in by_slot(plan).items() if plan is not None else ():
-        table.add_row(*(Text(_shown(one)) for one in (slot.node, slot.slot, ", ".join(what))))
+        node = slot.node + " (away)" * (slot.node in reply.away)
+        table.add_row(*(Text(_shown(one)) for one in (node, slot.slot, ", ".join(what))))
     return table
 
 
 def shown_tree(reply: pb.PlacementReply) -> dict[str, Any]:
     """The same as JSON."""
     plan = plan_of(reply)
-    split = None if plan is None else split_of(plan)
+    here, gone = (None, None) if plan is None else parted(plan, reply.away)
     return {
         "uid": reply.uid,
         "job": reply.name,
@@ -102,9 +132,8 @@ def shown_tree(reply: pb.PlacementReply) -> dict[str, Any]:
         "step": reply.step,
         "planned_by": reply.leader or None,
         "generation": plan.generation if plan is not None else None,
-        "split": None
-        if split is None
-        else {"mode": split.mode, "rollout": split.rollout, "reward": split.reward, "train": split.train},
+        "split": None if here is None else {"mode": split_of(here).mode, **_pools(here)},
+        "split_away": None if gone is None or not reply.away else _pools(gone),
         "fixed": json.loads(Pin.decode(reply.pin).model_dump_json(exclude={"schema_version"})) if reply.pin else None,
         "slots": {} if plan is None else {str(slot): what for slot, what in by_slot(plan).items()},
         "moves": moves_of(reply).total,
@@ -126,7 +155,7 @@ def account(name: str, reply: pb.PlacementReply | None, moves: Sequence[Move], l
         by = f", and {reply.leader} plans" if reply.leader else ""
         lines.append(f"Job {name} is placed by policy {reply.policy}{by}; {reply.step} steps are committed.")
         if plan is not None:
-            lines.append(f"Now: {split_of(plan)} (plan {plan.generation}).")
+            lines.append(f"Now: {split_in_words(plan, reply.away)} (plan {plan.generation}).")
         if (fixed := pin_words(reply)) != str(Pin()):
             lines.append(f"Fixed by a person: {fixed}.")
         if reply.dry_run:

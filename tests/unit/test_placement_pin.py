@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 from job_views import KEYS, running_job, stored
 
-from controllers.cli.placement_words import account, by_slot, history_table, move_tree, shown_rows, shown_tree
+from controllers.cli.placement_words import (
+    account,
+    by_slot,
+    history_table,
+    move_tree,
+    plan_of,
+    shown_rows,
+    shown_tree,
+    split_in_words,
+)
 from controllers.service.placed import pin_of, placement_of, write_pin
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.errors import GcoreError, StoreUnavailable
@@ -155,11 +164,11 @@ async def test_who_loses_a_compare_looks_again_and_an_unknown_answer_is_told() -
 
 
 def test_what_is_shown_names_each_slot_and_who_sleeps_there() -> None:
-    reply = placement_of(mirror(), frozenset({"a"}))
+    reply = placement_of(mirror(), frozenset({"a", "b"}))
     rows = shown_rows(reply)
     assert rows["slots"] == "2 rollout, 1 reward, 1 train"
     assert rows["planned by"] == "a"
-    assert rows["away"] == "b"
+    assert "away" not in rows
     tree = shown_tree(reply)
     assert tree["split"] == {"mode": "coexisting", "rollout": 2, "reward": 1, "train": 1}
     assert len(tree["slots"]) == 4
@@ -185,6 +194,22 @@ def test_the_account_says_of_a_move_why_what_was_expected_and_what_came_of_it() 
     (move,) = mirror().moves.moves
     assert move_tree(move)["sentence"].startswith("went from")
     assert history_table([move]).row_count == 1
+
+
+def test_slots_of_nodes_that_are_away_are_told_apart_from_those_that_serve() -> None:
+    reply = placement_of(mirror(), frozenset({"a"}))
+    assert list(reply.away) == ["b"]
+    whole, plan = mirror().plan.record, plan_of(reply)
+    assert plan == whole
+    here = {slot for slot in by_slot(whole) if slot.node == "a"}
+    told = split_in_words(whole, reply.away)
+    assert told == "1 rollout, 0 reward, 1 train; 2 slots of b, planned for 1 rollout, 1 reward, are away"
+    assert f"Now: {told} (plan 3)." in account("j", reply, (), 0)
+    assert (shown_rows(reply)["slots"], shown_rows(reply)["away"]) == (told, "b")
+    tree = shown_tree(reply)
+    assert sum(tree["split"][pool] for pool in ("rollout", "reward", "train")) == len(here)
+    assert tree["split_away"] == {"rollout": 1, "reward": 1, "train": 0}
+    assert shown_tree(placement_of(mirror(), frozenset({"a", "b"})))["split_away"] is None
 
 
 def test_a_job_that_has_not_started_is_shown_without_a_plan() -> None:
