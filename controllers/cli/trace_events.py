@@ -4,6 +4,9 @@ phases and one for the moves of its placement. Pure.
 A slice is named by what the slot was most of the time; how many of its seconds were what stands in its arguments, and beside the
 slot a counter shows how much of it was busy. What nobody can say is a slice too, called `unbooked`. Times are microseconds from the moment
 when the first node began the step; nodes are put beside one another by their wall clocks, so as exactly as those agree.
+
+Slices of a track touch and never overlap, in what is written too: who reads them nests by time. Processes are counted from 1, for to
+Perfetto process 0 is the machine's idle one; a move is an instant of its own track, for one of the whole trace would stand on none.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from gcore.ledger.placing import Move
 
 US = 1e6
 PHASES_TRACK = 1
-JOB, MOVES_TRACK = 0, 1
+JOB, MOVES_TRACK = 1, 1
 UNBOOKED = "unbooked"
 COLOURS = {
     "busy rollout": "thread_state_running",
@@ -37,9 +40,9 @@ def trace_of(job: str, lines: Mapping[str, BookLine], moves: Sequence[Move]) -> 
     ended = max(line.book.began + line.book.seconds for line in lines.values())
     events: list[dict[str, Any]] = [
         _named("process_name", JOB, 0, f"job {job}"),
-        _named("thread_name", JOB, 1, "moves"),
+        _named("thread_name", JOB, MOVES_TRACK, "moves"),
     ]
-    for number, (node, line) in enumerate(sorted(lines.items()), start=1):
+    for number, (node, line) in enumerate(sorted(lines.items()), start=JOB + 1):
         events += _of_node(number, node, line, line.book.began - began)
     events += (_move(move, began) for move in moves if began <= move.time <= ended)
     versions = {str(line.book.version) for line in lines.values()}
@@ -75,7 +78,8 @@ def _busy(span: Stretch) -> float:
 def _slice(
     pid: int, tid: int, name: str, kind: str, begin: float, end: float, told: Mapping[str, float]
 ) -> dict[str, Any]:
-    event = {"ph": "X", "name": name, "cat": kind, "pid": pid, "tid": tid, "ts": _us(begin), "dur": _us(end - begin)}
+    at, until = _us(begin), _us(end)
+    event = {"ph": "X", "name": name, "cat": kind, "pid": pid, "tid": tid, "ts": at, "dur": until - at}
     colour = COLOURS.get(name) or COLOURS.get(kind)
     return event | {"args": {"seconds": dict(told)} if told else {}} | ({"cname": colour} if colour else {})
 
@@ -98,12 +102,12 @@ def _move(move: Move, began: float) -> dict[str, Any]:
     name = f"{move.kind.value}: plan {move.generation}"
     args = {key: value for key, value in said.items() if value not in (None, "", [], {})}
     at = _us(move.time - began)
-    return {"ph": "i", "s": "g", "name": name, "cat": "move", "pid": JOB, "tid": MOVES_TRACK, "ts": at, "args": args}
+    return {"ph": "i", "s": "t", "name": name, "cat": "move", "pid": JOB, "tid": MOVES_TRACK, "ts": at, "args": args}
 
 
 def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}
 
 
-def _us(seconds: float) -> float:
-    return round(seconds * US, 1)
+def _us(seconds: float) -> int:
+    return round(seconds * US)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from io import StringIO
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
 from controllers.cli import top as top_verb
@@ -63,26 +67,53 @@ def test_a_trace_has_a_track_a_slot_its_phases_and_the_moves_of_the_step_with_th
     found = trace_of("j", {"a": line("a"), "b": line("b", began=101.0)}, [move(102.0), move(50.0)])
     events = found["traceEvents"]
     tracks = {(e["pid"], e["args"]["name"]) for e in events if e["name"] == "thread_name"}
-    assert tracks == {(0, "moves")} | {(pid, name) for pid in (1, 2) for name in ("phases", "cpu:0", "cpu:1")}
+    assert tracks == {(1, "moves")} | {(pid, name) for pid in (2, 3) for name in ("phases", "cpu:0", "cpu:1")}
     slices = [(e["pid"], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
-    assert (1, "busy rollout", 0.0, 4e6) in slices
-    assert (1, "unbooked", 4e6, 1e6) in slices
-    assert (2, "busy train", 1e6, 5e6) in slices
-    assert (2, "collect", 1e6, 4e6) in slices
+    assert (2, "busy rollout", 0.0, 4e6) in slices
+    assert (2, "unbooked", 4e6, 1e6) in slices
+    assert (3, "busy train", 1e6, 5e6) in slices
+    assert (3, "collect", 1e6, 4e6) in slices
     (told,) = [e for e in events if e["ph"] == "i"]
     assert (told["ts"], told["args"]["reason"], told["args"]["gain_s"]) == (2e6, "judges are behind", 3.5)
 
 
-def test_every_event_has_what_the_format_asks_for() -> None:
-    found = json.loads(json.dumps(trace_of("j", {"a": line()}, [move(101.0)])))
+FORMAT = {"M": {"args"}, "X": {"tid", "ts", "dur", "cat"}, "C": {"ts", "args"}, "i": {"tid", "ts", "s"}}
+"""What the Trace Event Format wants of an event of that phase, beside its name and process."""
+EDGES = st.lists(st.floats(0.0, 1e5, allow_nan=False), min_size=2, max_size=8, unique=True).map(sorted)
+
+
+@given(edges=EDGES, began=st.floats(1.6e9, 2e9))
+def test_a_trace_is_of_the_trace_event_format_and_slices_of_a_track_do_not_overlap(
+    edges: list[float], began: float
+) -> None:
+    spans = tuple(Stretch(begin, end, {"busy rollout": end - begin}) for begin, end in pairwise(edges))
+    one, other = line("a", began=1.6e9), line("b", began=began)
+    lines = {"a": replace(one, phases=spans), "b": replace(other, spans={**other.spans, "cpu:0": spans})}
+    found = json.loads(json.dumps(trace_of("j", lines, [move(1.6e9), move(began)])))
+    assert found["displayTimeUnit"] in ("ms", "ns")
+    named: set[tuple[str, int, int]] = set()
+    ends: dict[tuple[int, int], int] = {}
     for event in found["traceEvents"]:
-        assert {"ph", "pid", "name"} <= event.keys()
-        if event["ph"] in "XCi":
-            assert event["ts"] >= 0
+        assert FORMAT[event["ph"]] | {"name", "pid"} <= event.keys()
+        assert event["pid"] > 0
+        assert event.get("ts", 0) >= 0
+        track = event["pid"], event.get("tid", 0)
+        if event["ph"] == "M":
+            assert event["name"] in ("process_name", "thread_name")
+            assert isinstance(event["args"]["name"], str)
+            named.add((event["name"], *track))
+        if event["ph"] in "Xi":
+            assert {("process_name", event["pid"], 0), ("thread_name", *track)} <= named
         if event["ph"] == "X":
             assert event["dur"] >= 0
-            assert isinstance(event["tid"], int)
-    busy = [e["args"]["busy"] for e in found["traceEvents"] if e["ph"] == "C" and e["name"] == "busy cpu:0"]
+            assert event["ts"] >= ends.get(track, 0), "it begins before the one before it has ended"
+            ends[track] = event["ts"] + event["dur"]
+        assert event.get("s", "t") in ("g", "p", "t")
+
+
+def test_the_counter_beside_a_slot_is_how_much_of_it_was_busy() -> None:
+    events = trace_of("j", {"a": line()}, [])["traceEvents"]
+    busy = [e["args"]["busy"] for e in events if e["ph"] == "C" and e["name"] == "busy cpu:0"]
     assert busy == [0.75, 0.0, 0.0]
 
 
