@@ -37,7 +37,7 @@ SCENARIOS = ROOT / "benchmarks" / "scenarios"
 CACHE = ROOT / ".cache" / "placement"
 LARGE = 1024
 DECIDE = (
-    *("forecast", "lending", "measured", "speeds", "split"),
+    *("forecast", "laws", "lending", "measured", "paces", "speeds", "split", "trends"),
     *(f"policies/{name}" for name in ("base", "climbing", "dynamic", "errors", "fixed")),
     *(f"simulate/{name}" for name in ("compiled", "job", "kernel", "oracle", "run", "scenario")),
     *(f"simulate/{name}" for name in ("table", "told", "workload")),

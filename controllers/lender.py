@@ -31,7 +31,7 @@ from placement.policies.base import Decision, SwitchCosts
 from placement.speeds import Rows, Speeds, speeds_of
 
 if TYPE_CHECKING:
-    from placement.forecast import Paces
+    from placement.paces import Paces
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class Lender:
     def _speeds(self, history: tuple[Measured, ...]) -> Speeds | None:
         """How fast engines are now. None: nobody knows yet. In a thread."""
         if self._paces is None:
-            from placement.forecast import Paces  # numpy: a daemon that no job lends in is started without it
+            from placement.paces import Paces  # numpy: a daemon that no job lends in is started without it
 
             self._paces = Paces()
         self._paces.see(history)

@@ -1,8 +1,8 @@
 """What a step will take on each split, from what was measured of the job so far. Pure.
 
-Lengths are those of the newest steps, since the last plain jump, each moved along their trend. A pool's engines serve `running`
-requests at `token_s + sequence_s * running` seconds a token, by least squares over what was measured; training takes `fixed_s +
-slot_s * tokens / slots`. What was never measured is a pessimistic prior.
+Lengths are those of the newest steps, since the last plain jump, each moved along their trend, as whoever asks hands them in
+(`placement.trends`). A pool's engines serve `running` requests at `token_s + sequence_s * running` seconds a token, and training takes
+`fixed_s + slot_s * tokens / slots`: what those are is fitted elsewhere (`placement.laws`).
 
 How long a pool takes for a batch: a replica has its share of those that are still going on, whatever number of tokens they have
 made. Judges: what comes after any moment must be served from it on. Lending within a step reaches whatever other shares of the same
@@ -14,36 +14,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import sqrt
-from statistics import median
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from placement.laws import Floats, Law, TrainLaw
 from placement.measured import Measured
 from placement.split import Split
 
-Floats = NDArray[np.float64]
-
-WINDOW = 8
-"""Newest steps that batches are taken from."""
-TREND = 32
-"""Newest steps that the trend of lengths is fitted to."""
-SPEEDS = 24
-"""Newest steps that speeds are fitted to."""
 POINTS = 40
 """Responses of a batch, by rank, that stand for the others; the longest stand for themselves."""
 LONGEST = 12
-PLAIN = 4.0
-"""A jump is plain when the newest steps are off by so many standard deviations."""
-LEAST_SPREAD = 0.03
-LEAST_UNEVEN = 0.05
-"""What the times of tokens at one load are taken to differ by from step to step, at least."""
-POOLS = ("rollout", "reward")
-"""Whose engines have a pace."""
-FEWEST = 3
-"""Steps before a jump of speed without which none is seen."""
 SHARP = 6.0
 """How sharply the later of two ends decides."""
 LEFT = 0.22
@@ -53,27 +35,6 @@ LENT_LATE = 0.5
 """Share of what it costs to lend by which that puts the end off: some replicas serve on meanwhile."""
 MOST_WORK = 500_000
 """Splits times points that one forecast looks at: with more splits, fewer steps of the window."""
-
-
-@dataclass(frozen=True, slots=True)
-class Law:
-    """Seconds of a token beside `running` requests on one engine, at most `most` of them."""
-
-    token_s: float
-    sequence_s: float
-    most: int
-
-    def at(self, running: Floats) -> Floats:
-        """Of each of so many, [n]."""
-        return self.token_s + self.sequence_s * np.clip(running, 1.0, self.most)
-
-
-@dataclass(frozen=True, slots=True)
-class TrainLaw:
-    """Of a step with so many tokens on so many slots."""
-
-    fixed_s: float
-    slot_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,141 +225,3 @@ def judged(after: Floats, tokens: Floats, replicas: NDArray[np.int64], law: Law)
     replicas, points]."""
     each = np.maximum(after[:, None] / replicas[:, None], 1.0)
     return np.asarray(each * tokens[:, None, None] * law.at(each) / np.minimum(each, law.most))
-
-
-def law_of(history: Sequence[Measured], pool: str, most: int, since: int = 0) -> Law:
-    """Through what was measured from step `since` on; a pool that ran at one load only has the share of what a request adds from before
-    that, or else the prior's."""
-    newest = history[-SPEEDS:]
-    points = _points([one for one in newest if one.step >= since], pool)
-    if not points:
-        return Law(0.03, 0.0015, most) if since == 0 else law_of(history, pool, most)
-    running, seconds = np.array(points).T
-    if running.size >= 3 and float(running.max()) > 2.0 * float(running.min()):
-        line = _line(running, seconds)
-        if line is not None:
-            return Law(line[0], line[1], most)
-    before = [one for one in newest if one.step < since]
-    if since > 0 and _points(before, pool):
-        shape = law_of(before, pool, most)
-        times = median((seconds / shape.at(running)).tolist())
-        return Law(shape.token_s * times, shape.sequence_s * times, most)
-    # The share of the prior: a thirtieth of a token's own time for each request more.
-    base = median((seconds / (1 + 0.03 * running)).tolist())
-    return Law(base, 0.03 * base, most)
-
-
-def _points(steps: Sequence[Measured], pool: str) -> list[tuple[float, float]]:
-    return [(s.running, s.token_s) for one in steps for s in one.speed if s.pool == pool and s.token_s > 0]
-
-
-class Paces:
-    """Since which step a pool's engines are as fast as they are. Mutable: it is shown each step, for a jump is only seen while it is new."""
-
-    def __init__(self) -> None:
-        self._since: dict[str, int] = {}
-        self._shown: tuple[Measured, ...] = ()
-
-    def see(self, history: Sequence[Measured]) -> None:
-        """What was measured until now, oldest first."""
-        newest = self._shown[-1].step if self._shown else -1
-        if history and history[-1].step < newest:  # steps were given up, and the pace that they told of with them
-            self._since, newest = {}, -1
-        for at, step in enumerate(history):
-            is_told_anew = at == len(history) - 1 and (not self._shown or step is not self._shown[-1])
-            if step.step > newest or is_told_anew:
-                for pool in POOLS:
-                    self._since[pool] = paced_since(history[: at + 1], pool, self.since(pool))
-        self._shown = tuple(history)
-
-    def since(self, pool: str) -> int:
-        """The step; 0: always."""
-        return self._since.get(pool, 0)
-
-
-def paced_since(history: Sequence[Measured], pool: str, since: int) -> int:
-    """The step from which on a pool's engines have the pace that they have now: `since`, or one of the newest, where tokens plainly take
-    longer or less long there than before. Neither what they took before explains it, nor another load."""
-    told = [(one.step, points) for one in history[-SPEEDS:] if one.step >= since and (points := _points([one], pool))]
-    if len(told) <= FEWEST:
-        return since
-    of_each = [np.array(points).T for _, points in told]
-    begins = np.cumsum([0, *(one.shape[1] for one in of_each)])
-    every = np.concatenate(of_each, axis=1)
-    together = _level(every, every, begins)
-    for newest in range(1, min(3, len(of_each) - FEWEST) + 1):
-        before = _level(every[:, : begins[-1 - newest]], every, begins)
-        if all(_is_plain(offs[:-newest], offs[-newest:]) for offs in (before, together)):
-            return told[-newest][0]
-    return since
-
-
-def _level(points: Floats, every: Floats, begins: NDArray[np.int64]) -> list[float]:
-    """The mean logarithm of what each step's tokens took beside the line through `points`, [2, n]; `begins`: where each step's points do
-    in `every`."""
-    running, seconds = points
-    line = _line(running, seconds) if float(running.max()) > 1.2 * float(running.min()) else None
-    start, rise = line or (1.0, 0.03)
-    logs = np.log(every[1] / (start + rise * every[0]))
-    found: list[float] = (np.add.reduceat(logs, begins[:-1]) / np.diff(begins)).tolist()
-    return found
-
-
-def _is_plain(before: Sequence[float], after: Sequence[float]) -> bool:
-    middle = median(before)
-    spread = max(sqrt(sum((one - middle) ** 2 for one in before) / len(before)), LEAST_UNEVEN)
-    newest = len(after)
-    return abs(sum(after) / newest - middle) > (PLAIN + 1.5 / newest) * spread / sqrt(min(newest, 2))
-
-
-def _line(at: Floats, seconds: Floats) -> tuple[float, float] | None:
-    """Where the line begins and what it rises by, least squares of relative errors; None: it does not rise from above 0."""
-    weight = 1.0 / seconds**2
-    total = weight.sum()
-    mean, mean_s = (weight * at).sum() / total, (weight * seconds).sum() / total
-    spread = float((weight * (at - mean) ** 2).sum())
-    if not total > 0 or spread <= 0:
-        return None
-    rise = float((weight * (at - mean) * (seconds - mean_s)).sum()) / spread
-    start = float(mean_s - rise * mean)
-    return (start, rise) if start > 0 and rise > 0 else None
-
-
-def train_law(history: Sequence[Measured]) -> TrainLaw:
-    """By least squares; while the share of a slot hardly varied, a tenth of it is taken as what no slot shares."""
-    told = [(one.train_tokens / one.split.train, one.train_s) for one in history[-64:] if one.train_s is not None]
-    if not told:
-        return TrainLaw(0.0, 1e-3)
-    shares, seconds = np.array(told).T
-    if shares.size >= 4 and float(shares.max()) > 1.8 * float(shares.min()):
-        line = _line(shares, seconds)
-        if line is not None:
-            return TrainLaw(*line)
-    ratio = float(np.median(seconds / shares))
-    return TrainLaw(0.1 * ratio * float(np.median(shares)), 0.9 * ratio)
-
-
-def since_jump(logs: Sequence[float]) -> int:
-    """Where the newest stretch without a plain jump begins; logarithms of means, oldest first."""
-    for newest in (1, 2, 3, 4):
-        at = len(logs) - newest
-        if at < 4:
-            break
-        before, after = logs[max(at - 16, 0) : at], logs[at:]
-        middle = median(before)
-        spread = max(sqrt(sum((one - middle) ** 2 for one in before) / len(before)), LEAST_SPREAD)
-        off = abs(sum(after) / newest - middle)
-        if off > (PLAIN + 1.5 / newest) * spread / sqrt(min(newest, 2)):
-            return at
-    return 0
-
-
-def slope(logs: Floats) -> float:
-    """What the logarithm rises by in a step, made smaller by what it is uncertain by."""
-    if logs.size < 8:
-        return 0.0
-    at = np.arange(logs.size) - (logs.size - 1) / 2
-    spread = float((at**2).sum())
-    rise = float((at * logs).sum()) / spread
-    error = float(np.sum((logs - logs.mean() - rise * at) ** 2)) / (logs.size - 2) / spread
-    return rise * max(1.0 - error / max(rise**2, 1e-18), 0.0)

@@ -74,8 +74,8 @@ def tail_of(steps: Sequence[Sequence[float]]) -> tuple[tuple[float, float], ...]
 
 def speed_of(history: Sequence[Measured], pool: str, rows: int, since: int) -> Speed | None:
     """What the newest steps tell, by the law that steps are forecast with; None: nothing. `since`: the step since which the pool has
-    its pace (`placement.forecast.Paces`)."""
-    from placement.forecast import law_of  # numpy: a daemon that no job lends in is started without it
+    its pace (`placement.paces.Paces`)."""
+    from placement.laws import law_of  # numpy: a daemon that no job lends in is started without it
 
     newest = history[-STEPS:]
     if pool == "rollout":

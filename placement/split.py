@@ -28,6 +28,11 @@ class Split:
         return f"{self.rollout} rollout, {self.reward} reward, {self.train} train"
 
 
+def distance(one: Split, other: Split) -> int:
+    """Slots by which they differ, all pools together."""
+    return abs(one.rollout - other.rollout) + abs(one.reward - other.reward) + abs(one.train - other.train)
+
+
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """What a split must keep to. `rollout_size`, `reward_size`: slots of one replica. `train_sizes`: what a train world may have, in

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from placement.measured import Measured
 from placement.policies.base import Decision, Situation
-from placement.policies.fixed import distance, nearest, possible
-from placement.split import Bounds, Split
+from placement.policies.fixed import nearest, possible
+from placement.split import Bounds, Split, distance
 
 LOW, HIGH = 0.4, 0.7
 

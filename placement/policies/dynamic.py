@@ -20,26 +20,16 @@ from statistics import median
 
 import numpy as np
 
-from placement.forecast import (
-    SPEEDS,
-    TREND,
-    WINDOW,
-    Batch,
-    Floats,
-    Forecast,
-    Paces,
-    Pools,
-    law_of,
-    since_jump,
-    slope,
-    train_law,
-)
+from placement.forecast import Batch, Forecast, Pools
+from placement.laws import SPEEDS, Floats, law_of, train_law
 from placement.measured import Measured
+from placement.paces import Paces
 from placement.policies.base import Decision, Situation
 from placement.policies.climbing import utilisation
 from placement.policies.errors import Errors
 from placement.policies.fixed import possible
 from placement.split import Split
+from placement.trends import since_jump, slope
 
 LEAST_AHEAD, MOST_AHEAD = 12, 100
 """Steps over which a change must pay, at least and at most."""
@@ -51,6 +41,10 @@ BAND = 0.4
 """Share of the error of forecasts by which a change must be better in each step."""
 LEAST_BAND = 0.003
 REMEMBERED = 64
+WINDOW = 8
+"""Newest steps that batches are taken from."""
+TREND = 32
+"""Newest steps that the trend of lengths is fitted to."""
 TREND_AHEAD = 8
 """Steps ahead for which lengths are forecast, at most."""
 

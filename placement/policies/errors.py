@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from math import exp, sqrt
-from statistics import fmean, median
+from math import exp
+from statistics import median
 
 from placement.split import Split
+from placement.trends import plainly_off
 
 DRAWN = 20.0
 """Steps of its own that count as much as what is known of a split's mode."""
@@ -76,11 +77,9 @@ class Errors:
         others = [off for of, off in self._newest if of != shape and of[0] == split.mode][-OTHERS:]
         if len(own) < FEWEST_OWN or len(others) < FEWEST_OTHERS:
             return None
-        middle = median(others)
-        spread = max(sqrt(fmean((off - middle) ** 2 for off in others)), LEAST_SPREAD)
-        if fmean(own) - middle <= (PLAIN + 1.5 / len(own)) * spread / sqrt(2):
+        if plainly_off(others, own, LEAST_SPREAD, PLAIN) <= 0:
             return None
-        return (sum(own) + middle) / (len(own) + 1)
+        return (sum(own) + median(others)) / (len(own) + 1)
 
 
 def _shape(split: Split) -> Shape:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from placement.policies.base import Decision, Situation
-from placement.split import Bounds, Split, feasible
+from placement.split import Bounds, Split, distance, feasible
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,6 @@ def nearest(bounds: Bounds, split: Split) -> Split:
     every = possible(bounds)
     found = [one for one in every if one.mode == split.mode] or every
     return min(found, key=lambda one: (distance(one, split), one))
-
-
-def distance(one: Split, other: Split) -> int:
-    """Slots by which they differ, all pools together."""
-    return abs(one.rollout - other.rollout) + abs(one.reward - other.reward) + abs(one.train - other.train)
 
 
 def even(bounds: Bounds) -> Split:

@@ -25,7 +25,7 @@ from gcore.ledger.books import EngineSums, engines_of
 from gcore.ledger.books_file import BookLine, lines_of
 from gcore.samples import folder
 from gcore.types import Version
-from placement.forecast import law_of, train_law
+from placement.laws import law_of, train_law
 from placement.measured import EngineSpeed, Measured
 from placement.simulate.job import SimulatedJob
 from placement.simulate.scenario import MOST_RESPONSES, Engine, Judging, Lengths, Scenario, Training, problem_of

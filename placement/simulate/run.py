@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from placement.forecast import Paces
 from placement.measured import Measured
+from placement.paces import Paces
 from placement.policies.base import Decision, Policy, Situation, SwitchCosts
 from placement.simulate.job import Produced, SimulatedJob
 from placement.simulate.told import Lend, told_of

@@ -8,7 +8,8 @@ from statistics import NormalDist
 
 import numpy as np
 
-from placement.forecast import Batch, Forecast, Law, Pools, TrainLaw
+from placement.forecast import Batch, Forecast, Pools
+from placement.laws import Law, TrainLaw
 from placement.policies.base import Policy, SwitchCosts
 from placement.policies.climbing import HillClimb, threshold
 from placement.policies.dynamic import Dynamic

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from placement.forecast import Paces
 from placement.measured import EngineSpeed, Measured
+from placement.paces import Paces
 from placement.simulate.scenario import Engine, Scenario
 from placement.simulate.workload import Floats, Workload
 from placement.speeds import Rows, speeds_of

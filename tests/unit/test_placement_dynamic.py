@@ -11,7 +11,8 @@ import pytest
 from gcore.ledger.books import EngineSums, StepBook
 from gcore.ledger.records import LogEntry
 from gcore.types import Version
-from placement.forecast import Batch, Forecast, Law, Pools, TrainLaw
+from placement.forecast import Batch, Forecast, Pools
+from placement.laws import Law, TrainLaw
 from placement.measured import EngineSpeed, Measured
 from placement.measuring import measured
 from placement.policies.base import Decision, Situation, SwitchCosts

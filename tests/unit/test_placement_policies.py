@@ -10,27 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from placement.forecast import (
-    Batch,
-    Forecast,
-    Law,
-    Paces,
-    Pools,
-    TrainLaw,
-    drained,
-    law_of,
-    paced_since,
-    since_jump,
-    slope,
-    train_law,
-)
+from placement.forecast import Batch, Forecast, Pools, drained
+from placement.laws import Law, TrainLaw, law_of, train_law
 from placement.lending import lent
 from placement.measured import EngineSpeed, Measured
+from placement.paces import Paces, paced_since
 from placement.policies.base import Policy, Situation, SwitchCosts
 from placement.policies.climbing import HillClimb, threshold, utilisation
 from placement.policies.dynamic import Dynamic
 from placement.policies.fixed import Colocated, Static, even, nearest, possible
 from placement.split import Bounds, Split, feasible
+from placement.trends import since_jump, slope
 
 COSTS = SwitchCosts(5.0, 10.0)
 

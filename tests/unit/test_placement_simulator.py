@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from gcore.errors import SpecError
-from placement.forecast import Paces
+from placement.paces import Paces
 from placement.policies.base import SwitchCosts
 from placement.policies.fixed import Static
 from placement.simulate.job import Produced, SimulatedJob
