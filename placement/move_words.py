@@ -18,11 +18,11 @@ def in_words(move: Move) -> str:
             done, rest = ("begin", "began", "begun"), f"with {after}"
         case MoveKind.LEND:
             giver = "the judges" if _gains(before, after) == "rollout" else "rollout"
-            rest = f"{_count(abs(after.reward - before.reward))} from {giver} to {_gains(before, after)}"
+            rest = f"{counted(abs(after.reward - before.reward), 'slot')} from {giver} to {_gains(before, after)}"
             done = ("lend", "lent", "lent")
         case MoveKind.RETURN:
             done = ("give", "gave", "given")
-            rest = f"{_count(abs(after.rollout - before.rollout))} back to {_gains(before, after)}"
+            rest = f"{counted(abs(after.rollout - before.rollout), 'slot')} back to {_gains(before, after)}"
         case MoveKind.WORLD:
             done = ("form", "formed", "formed")
             rest = f"a train world of {counted(after.train, 'rank')} in place of {before.train} ({before} -> {after})"
@@ -85,7 +85,3 @@ def outcome_in_words(move: Move) -> str:
 
 def _gains(before: Split, after: Split) -> str:
     return "rollout" if after.rollout > before.rollout else "the judges"
-
-
-def _count(slots: int) -> str:
-    return f"{slots} slot{'s' * (slots != 1)}"

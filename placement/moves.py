@@ -171,9 +171,9 @@ def costs(moves: Moves, start_s: float | None) -> SwitchCosts:
     took = {
         kind: m.outcome.took_s for m in moves.moves for kind in [m.kind] if m.outcome and m.outcome.took_s is not None
     }
-    engines = [took[kind] for kind in (MoveKind.SPLIT, *WITHIN) if took.get(kind) is not None]
+    engines = [took[kind] for kind in (MoveKind.SPLIT, *WITHIN) if kind in took]
     worlds = [cost for cost in (took.get(MoveKind.WORLD), start_s) if cost is not None]
-    move_s = max((cost for cost in engines if cost is not None), default=MOVE_PRIOR_S)
+    move_s = max(engines, default=MOVE_PRIOR_S)
     return SwitchCosts(move_s=move_s, world_s=max(*worlds, move_s) if worlds else WORLD_PRIOR_S)
 
 
