@@ -93,7 +93,6 @@ class MoveOutcome(Part):
     steps: NonNegativeInt = 0
     step_s: float | None = None
     before_s: float | None = None
-    said: Reason = ""
 
 
 class Move(Part):
