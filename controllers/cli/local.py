@@ -14,13 +14,14 @@ import asyncio
 import contextlib
 import fcntl
 import itertools
+import os
 import shutil
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from controllers.cli.devices import check_gpus
+from controllers.cli.devices import check_gpus, check_law
 from controllers.cli.ending import Ended, end_all
 from controllers.keeper import STOPPING, daemon_command
 from gcore.atomic import whole_file
@@ -140,6 +141,7 @@ async def up(
         if request.slots.startswith("cuda:"):
             check_gpus(sum(len(share) for share in shares))
         if request.slots.startswith(f"{KIND}:"):
+            check_law(os.environ)
             say(f"{SAID.capitalize()}.")
         say(f"Bringing up etcd and {request.controllers} controllers in {home} ...")
         end_all(home, clock=clock)

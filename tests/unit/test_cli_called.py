@@ -11,8 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from controllers.cli.called import as_called, prepared_by, program
-from controllers.cli.devices import check_gpus, gpus
+from controllers.cli.devices import check_gpus, check_law, gpus
 from controllers.cli.main import app
+from gcore.emulated.launch import LAW_FILE
+from gcore.emulated.law_file import read_law
 from gcore.errors import UsageError
 from gcore.prepare import NAMES
 from gcore.prepare.examples import EXAMPLES
@@ -84,6 +86,22 @@ def test_where_it_cannot_be_told_nothing_is_refused(tmp_path: Path) -> None:
     (tmp_path / "dxg").touch()
     check_gpus(8, tmp_path)
     check_gpus(8, tmp_path / "absent")
+
+
+def test_the_law_of_emulated_devices_gets_its_whole_path_and_one_that_is_none_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "law.json").write_text('{"speedup": 4.0}')
+    (tmp_path / "none.json").write_text('{"sped": 1}')
+    environment = {LAW_FILE: "law.json"}
+    check_law(environment)
+    assert environment == {LAW_FILE: str(tmp_path / "law.json")}
+    check_law({})
+    with pytest.raises(UsageError, match=r"GCORE_EMULATED_LAW: .*/none\.json: no law: sped"):
+        check_law({LAW_FILE: "none.json"})
+    with pytest.raises(UsageError, match=r"GCORE_EMULATED_LAW=law\.json: a worker does not stand where.*whole path"):
+        read_law({LAW_FILE: "law.json"})
 
 
 def test_an_error_about_an_examples_file_that_is_not_there_says_what_makes_it(
