@@ -32,7 +32,8 @@ from gcore.config import NodeConfig
 from gcore.emulated.launch import start_host
 from gcore.ledger.job import EnginePlace, RankPlace
 from gcore.weights.copies import memory_folder, open_folder
-from gcore.worker.launch import start_worker
+from gcore.worker.death import last_words
+from gcore.worker.launch import start_worker, supervisor_log
 from gcore.worker.process import CannotStart, ProcessId, is_running
 from gcore.worker.records import LaunchSpec, Role, StoreRef, WorkerRecord
 
@@ -77,6 +78,10 @@ class Launch:
     instance: str
     process: ProcessId
     at: float
+    starter_log: Path | None = None
+    """What its supervisor says, or whoever is the process of many."""
+    log: Path | None = None
+    """What the worker itself says, in the run's folder."""
 
 
 @dataclass(frozen=True)
@@ -202,9 +207,16 @@ class Staff:
             newest = self._newest.get(key)
             worker = workers.get(newest.instance) if newest else None
             if tries >= MAX_LAUNCHES and key not in self._started and (worker is None or not is_good(worker)):
-                why = self._why.get(key, f"see the logs in {self._config.home}/logs")
-                return f"{key} on {self._config.node} was started {tries} times and never lasted: {why}"
+                return f"{key} on {self._config.node} was started {tries} times and never lasted{self._cause(key)}"
         return ""
+
+    def _cause(self, key: str) -> str:
+        """Why the newest did not, and which file says more. Reads nothing in the run's folder: where that hangs, this must not."""
+        why, newest = self._why.get(key, ""), self._newest.get(key)
+        file = None if newest is None else newest.log if why else newest.starter_log
+        if file is not None and not why:
+            why = last_words(file, 0)  # it never came so far as to say it in the store
+        return (f": {why}" if why else "") + (f" (its log: {file})" if file is not None else "")
 
     def start(self, action: StartEngine | StartRank, view: JobView) -> str:
         """Spawn a supervisor; it registers itself. One that cannot be spawned (a full disk) is tried again later: why, or
@@ -228,6 +240,7 @@ class Staff:
         now = self._clock.monotonic()
         launch = emulated_host(view.spec, self._config, view.mirror.keys.uid, name, tuple(placed.values()))
         why, process = "", None
+        said = Path(self._config.home) / "logs" / f"{name}.log"
         try:
             process = start_host(launch, Path(self._config.home))
             log.info("started %d emulated engines: %s", len(placed), name, extra={"job": view.mirror.keys.uid})
@@ -241,7 +254,7 @@ class Staff:
                 self._newest.pop(key, None)
                 self._why[key] = why
             else:
-                self._newest[key] = self._started[key] = Launch(one.instance, process, now)
+                self._newest[key] = self._started[key] = Launch(one.instance, process, now, said, said)
 
     def _spawn(self, action: StartEngine | StartRank, view: JobView) -> Launch:
         """Raises CannotStart, NoSglang, OSError."""
@@ -282,8 +295,10 @@ class Staff:
             watchdog_s=view.spec.train.watchdog_s if role == "train" else view.spec.rollout.watchdog_s,
         )
         process = start_worker(launch, Path(self._config.home))
+        process = start_worker(launch, Path(self._config.home))
         log.info("started %s on %s: %s", launch_key(action), slot, instance, extra={"job": uid})
-        return Launch(instance, process, self._clock.monotonic())
+        said = supervisor_log(instance, Path(self._config.home))
+        return Launch(instance, process, self._clock.monotonic(), said, Path(launch.log_file))
 
     def memory_dir(self, job_uid: str) -> Path:
         """Where copies of a job's train states lie in this node's memory."""

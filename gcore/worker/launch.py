@@ -30,6 +30,11 @@ def worker_command(home: Path, launch_file: Path) -> tuple[str, ...]:
     return (sys.executable, "-P", "-m", "gcore.worker.main", "--home", str(home), "--launch", str(launch_file))
 
 
+def supervisor_log(instance: str, home: Path) -> Path:
+    """Where the supervisor's own words are."""
+    return home / "logs" / f"{instance}.supervisor.log"
+
+
 def start_worker(spec: LaunchSpec, home: Path) -> ProcessId:
     """Start the supervisor of `spec`, in the environment of this process. Raises CannotStart."""
     launch_file = home / "workers" / f"{spec.instance}.json"
@@ -47,7 +52,7 @@ def start_worker(spec: LaunchSpec, home: Path) -> ProcessId:
     return spawn_detached(
         worker_command(home, launch_file),
         env={**os.environ, **pinned},
-        log_file=home / "logs" / f"{spec.instance}.supervisor.log",
+        log_file=supervisor_log(spec.instance, home),
         cwd=home,
     )
 

@@ -36,6 +36,7 @@ from gcore.prompts.cursor import Cursors, shard_lengths
 from gcore.store.keys import JobKeys
 from gcore.testing import FakeClock
 from gcore.train.launch import Start
+from gcore.worker.launch import supervisor_log
 from gcore.worker.process import ProcessId, identify
 from gcore.worker.records import LaunchSpec, WorkerRecord
 
@@ -233,6 +234,33 @@ def test_a_rank_whose_supervisor_dies_unregistered_is_started_again_later_and_la
     assert not launches.pending
     assert StartRank not in kinds(bare, launches, now=launches.last["train w 0"] + 1.9)
     assert StartRank in kinds(bare, launches, now=launches.last["train w 0"] + 2.0)
+
+
+def test_a_job_that_is_given_up_names_the_file_that_says_why_and_what_it_said_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[LaunchSpec] = []
+
+    def start(launch: LaunchSpec, home: Path) -> ProcessId:
+        launched.append(launch)
+        return ProcessId(2**30, 1)
+
+    monkeypatch.setattr("controllers.staffing.start_worker", start)
+    config = NodeConfig(node="node-0", home=str(tmp_path), etcd_endpoints=("h:1",), slots=("cpu:0",), run_root="r")
+    job = JobRecord(uid="u", name="j", spec=SPEC.model_dump(mode="json"), run_dir="/run", created=0.0, prompts=4)
+    bare = replace(view(), mirror=replace(view().mirror, job=Stored(job, 1)))
+    staff = Staff(config, FakeClock())
+    for _ in range(MAX_LAUNCHES):
+        staff.start(StartRank(RankPlace(rank=0, node="node-0", slot="cpu:0"), "w"), bare)
+    newest = launched[-1]
+    file = supervisor_log(newest.instance, tmp_path)
+    file.parent.mkdir()
+    file.write_text("1\n2\n3\nno room for a thread\n")
+    staff.launches({})
+    assert staff.hopeless({}).endswith(f"and never lasted: 2 | 3 | no room for a thread (its log: {file})")
+    dead = worker(newest.instance, "train", state="failed", reason="exit code 1: no such law")
+    staff.launches({newest.instance: dead})
+    assert staff.hopeless({newest.instance: dead}).endswith(f": exit code 1: no such law (its log: {newest.log_file})")
 
 
 def test_a_node_without_sglang_gives_the_job_up_with_what_is_missing(tmp_path: Path) -> None:
