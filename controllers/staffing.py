@@ -295,7 +295,6 @@ class Staff:
             watchdog_s=view.spec.train.watchdog_s if role == "train" else view.spec.rollout.watchdog_s,
         )
         process = start_worker(launch, Path(self._config.home))
-        process = start_worker(launch, Path(self._config.home))
         log.info("started %s on %s: %s", launch_key(action), slot, instance, extra={"job": uid})
         said = supervisor_log(instance, Path(self._config.home))
         return Launch(instance, process, self._clock.monotonic(), said, Path(launch.log_file))
