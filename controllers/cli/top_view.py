@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from controllers.cli.view_text import seconds
+from controllers.cli.view_text import seconds, visible
 from gcore.ledger.books import EngineSums, StepBook, engines_of
 from placement.books import added
 
@@ -31,7 +31,7 @@ BAR = 30
 
 @dataclass(frozen=True)
 class Top:
-    """A job at a moment. `books`: the newest of each node."""
+    """A job at a moment. `books`: the newest of each node; `folder`: that of a run that ended, if that is where it was read."""
 
     name: str
     uid: str
@@ -39,6 +39,7 @@ class Top:
     step: int
     steps: str
     books: Mapping[str, StepBook]
+    folder: str = ""
 
     @property
     def slots(self) -> int:
@@ -97,6 +98,9 @@ def rows(top: Top) -> Iterable[tuple[str, str]]:
         if sums.active_s > 0:
             speed = sums.tokens / top.step_s if top.step_s else 0.0
             yield pool, f"{sums.running_s / sums.active_s:.1f} requests at a time in an engine, {speed:,.0f} tokens/s"
+    if top.folder:
+        yield "told from", f"{visible(top.folder)}, for no cluster is up"
+        yield "see also", f"`gcore trace {top.uid} --step N`, `gcore placement explain {top.uid}`"
 
 
 def states_table(top: Top) -> Table:
@@ -125,7 +129,7 @@ def shown(top: Top) -> Group:
     if top.books:
         parts += [Text(""), states_table(top)]
     else:
-        parts.append(Text("No node has booked a step yet.", style="dim"))
+        parts.append(Text(f"No node has booked a step{'' if top.folder else ' yet'}.", style="dim"))
     return Group(*parts)
 
 

@@ -21,7 +21,7 @@ from controllers.cli.top_view import HOLDS, Top, rows, shown, tree
 from controllers.cli.trace_events import trace_of
 from controllers.moves_file import MovesFile
 from gcore.api.v1 import jobs_pb2 as pb
-from gcore.errors import GcoreError
+from gcore.errors import GcoreError, Unreachable
 from gcore.ledger.books import EngineSums, StepBook
 from gcore.ledger.books_file import BookLine, Stretch, append, line_of, lines_of, newest, parse, step_lines
 from gcore.ledger.placing import Move, MoveKind, Moves, SplitPart
@@ -192,6 +192,42 @@ def test_top_looks_at_the_job_that_runs_until_it_has_ended(monkeypatch: pytest.M
     assert cluster.looks == (2 if terminal else 1)
     assert "busy rollout" in shown_on.getvalue()
     assert ("SUCCEEDED" in shown_on.getvalue()) is terminal
+
+
+@pytest.mark.parametrize("job", ["j", "u", None], ids=["by its name", "by its uid", "the last one"])
+def test_top_of_a_run_that_ended_shows_its_last_step_from_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: str | None
+) -> None:
+    folder, shown_on = tmp_path / "runs" / "j-u", StringIO()
+    for one in (line("a", 3), line("b", 3), line("a", 4), line("c", 4)):
+        append(folder, one)
+    (folder / "summary.json").write_text('{"job": "j", "uid": "u", "checkpoint": ""}')
+
+    def nobody(*_: object) -> None:
+        raise Unreachable("no cluster is up in this home")
+
+    monkeypatch.setattr(top_verb, "console", lambda: Console(file=shown_on, width=200))
+    monkeypatch.setattr(top_verb, "call", nobody)
+    top_verb.top(job, home=tmp_path)
+    told = shown_on.getvalue()
+    assert "4/4, the newest booked one took 5.00s" in told
+    assert "4 on 2 nodes" in told
+    assert "for no cluster is up" in told
+    assert "`gcore trace u --step N`" in told
+    with pytest.raises(Unreachable):
+        top_verb.top("other", home=tmp_path)
+
+
+def test_top_of_a_job_whose_daemons_are_gone_is_read_from_its_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Later(Cluster):
+        async def get_job(self, job: str) -> pb.Job:
+            return pb.Job(uid="u", name="j", state=pb.JOB_STATE_SUCCEEDED, step=3, steps=3, ended=5.0)
+
+        async def get_books(self, job: str, step: int | None = None) -> list[pb.BookOfNode]:
+            return [] if step is None else [pb.BookOfNode(node="a", step=step, book_json=line_of(line()))]
+
+    found = asyncio.run(top_verb.look(Later(), "u"))  # type: ignore[arg-type]
+    assert found.by_state["busy rollout"] == pytest.approx(0.8)
 
 
 class Placed:
