@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from told_nodes import QWEN
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from gcore.errors import DataError
@@ -86,17 +87,7 @@ def test_known_models_have_as_many_parameters_as_their_names_say() -> None:
         "vocab_size": 128256,
     }
     assert shape_of(large, where="Llama 3 70B").parameters == 70_553_706_496
-    small = {
-        "model_type": "qwen2",
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "vocab_size": 151936,
-        "tie_word_embeddings": True,
-    }
-    assert shape_of(small, where="Qwen2.5 0.5B").parameters == 494_032_768
+    assert shape_of(QWEN | {"tie_word_embeddings": True}, where="Qwen2.5 0.5B").parameters == 494_032_768
 
 
 @pytest.mark.parametrize(
