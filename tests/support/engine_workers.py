@@ -1,7 +1,8 @@
-"""Registrations of engines that serve, for tests of whoever asks them."""
+"""Engines that serve, for tests of whoever asks them: their registrations, and what stands for the client of one."""
 
 from __future__ import annotations
 
+from gcore.types import Version
 from gcore.worker.records import WorkerRecord
 
 
@@ -21,3 +22,27 @@ def engines_at(**addresses: str) -> dict[str, WorkerRecord]:
         )
         for name, address in addresses.items()
     }
+
+
+class ServingEngine:
+    """Behind the client's methods: it serves a version, and does at once whatever else it is told. What becomes of requests, each test says."""
+
+    def __init__(self, version: Version) -> None:
+        self.version = version
+
+    async def served(self) -> Version:
+        """Which weights it has."""
+        return self.version
+
+    async def update_weights(self, folder: str, version: Version) -> None:
+        """It has them."""
+        self.version = version
+
+    async def resume(self) -> None:
+        """It goes on."""
+
+    async def abort(self, rid: str, count: int) -> None:
+        """Nothing is given up."""
+
+    async def close(self) -> None:
+        """Nothing was open."""

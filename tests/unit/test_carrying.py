@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from engine_workers import ServingEngine
 
 from controllers.actions import GiveUp, Intent, MakeSeal, PutOffer
 from controllers.carrying import EVALUATION_PATIENCE_S, expiring
@@ -331,29 +332,17 @@ async def test_nothing_is_left_under_way_when_everything_is_given_up() -> None:
     assert answer.cancelled()
 
 
-class Engine:
+class Engine(ServingEngine):
     """Serves one version, and answers with spans of others."""
 
     def __init__(self, *versions: Version) -> None:
-        self.serving = versions[0]
+        super().__init__(versions[0])
         self.versions = versions
-
-    async def served(self) -> Version:
-        return self.serving
-
-    async def update_weights(self, folder: str, version: Version) -> None:
-        self.serving = version
-
-    async def resume(self) -> None:
-        return None
 
     async def generate_each(
         self, prompts: Any, params: Any, *, seeds: Any, rid: str, growing: Any = None
     ) -> tuple[Sample, ...]:
         return made(REF, *self.versions).samples[: len(seeds)]
-
-    async def close(self) -> None:
-        return None
 
 
 PARAMS = SamplingParams(temperature=1.0, max_new_tokens=4)
@@ -362,7 +351,7 @@ PARAMS = SamplingParams(temperature=1.0, max_new_tokens=4)
 async def book_of(engine: Engine, tmp_path: Any) -> EngineBook:
     book = EngineBook(Changes(), timeout_s=1.0, connect=lambda *_, **__: engine)  # type: ignore[arg-type, return-value]
     await book.aim({"e": SimpleNamespace(address="h:1")})  # type: ignore[dict-item]
-    await book.publish("e", engine.serving, tmp_path)
+    await book.publish("e", engine.version, tmp_path)
     return book
 
 

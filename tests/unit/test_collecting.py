@@ -7,6 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from engine_workers import ServingEngine
+
 from controllers.changes import Changes
 from controllers.engines import EngineBook
 from controllers.holdings import Holdings
@@ -22,21 +24,13 @@ HEAD = Version(0, 0)
 PARAMS = SamplingParams(temperature=1.0, max_new_tokens=4)
 
 
-class NeverDone:
+class NeverDone(ServingEngine):
     """An engine that answers nothing, and notes what it is asked and what it is to give up."""
 
     def __init__(self) -> None:
+        super().__init__(HEAD)
         self.asked: asyncio.Queue[str] = asyncio.Queue()
         self.aborted: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
-
-    async def served(self) -> Version:
-        return HEAD
-
-    async def resume(self) -> None:
-        return None
-
-    async def close(self) -> None:
-        return None
 
     async def generate_each(
         self, prompts: Any, params: Any, *, seeds: Any, rid: str, growing: Any = None

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from engine_workers import engines_at
+from engine_workers import ServingEngine, engines_at
 
 from controllers.changes import Changes
 from controllers.engines import EngineBook
@@ -27,15 +27,12 @@ from gcore.types import Sample, Version, VersionSpan
 PARAMS = SamplingParams(temperature=1.0, max_new_tokens=4)
 
 
-class OldEngine:
+class OldEngine(ServingEngine):
     """Says that it serves one version, and answers with another."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        self.aborted: list[str] = []
+        super().__init__(Version(0, 2))
         self.resumed = 0
-
-    async def served(self) -> Version:
-        return Version(0, 2)
 
     async def resume(self) -> None:
         self.resumed += 1
@@ -44,9 +41,6 @@ class OldEngine:
         self, prompts: Any, params: Any, *, seeds: Any, rid: str, growing: Any = None
     ) -> tuple[Sample, ...]:
         return tuple(Sample((1,), (0.0,), "a", "stop", (VersionSpan(Version(0, 1), 0, 1),)) for _ in seeds)
-
-    async def close(self) -> None:
-        return None
 
 
 async def test_an_answer_made_with_other_weights_is_refused_and_its_engine_distrusted(tmp_path: Any) -> None:
@@ -381,24 +375,18 @@ class SlowEngine(OldEngine):
         self.weights: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.answers = asyncio.Event()
         self.asked = 0
-        self._version = Version(0, 1)
-
-    async def served(self) -> Version:
-        return self._version
+        self.version = Version(0, 1)
 
     async def update_weights(self, folder: str, version: Version) -> None:
         await self.weights
-        self._version = version
+        await super().update_weights(folder, version)
 
     async def generate_each(
         self, prompts: Any, params: Any, *, seeds: Any, rid: str, growing: Any = None
     ) -> tuple[Sample, ...]:
         self.asked += 1
         await self.answers.wait()
-        return tuple(Sample((1,), (0.0,), "a", "stop", (VersionSpan(self._version, 0, 1),)) for _ in seeds)
-
-    async def abort(self, rid: str, count: int) -> None:
-        return None
+        return tuple(Sample((1,), (0.0,), "a", "stop", (VersionSpan(self.version, 0, 1),)) for _ in seeds)
 
 
 class Two:

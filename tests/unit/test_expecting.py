@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from engine_workers import engines_at
+from engine_workers import ServingEngine, engines_at
 from hypothesis import given
 from hypothesis import strategies as st
 from peer_bench import RealBench
@@ -117,31 +117,20 @@ def test_an_engine_that_has_nothing_in_flight_owes_nothing(taken: list[tuple[int
     assert (line.in_flight, line.owed) == (0, 0.0)
 
 
-class Patient:
+class Patient(ServingEngine):
     """An engine that answers when it is let."""
 
     asked: ClassVar[list[tuple[str, str]]] = []
     let: ClassVar[asyncio.Event]
 
     def __init__(self, url: str, **_: Any) -> None:
+        super().__init__(Version(0, 0))
         self.base_url = url
-
-    async def served(self) -> Version:
-        return Version(0, 0)
-
-    async def resume(self) -> None:
-        return None
 
     async def generate_each(self, prompts: Any, params: Any, *, seeds: Any, rid: str, growing: Any = None) -> Any:
         Patient.asked.append((self.base_url, rid.split("/")[0]))
         await Patient.let.wait()
         return tuple(sample(1) for _ in seeds)
-
-    async def abort(self, rid: str, count: int) -> None:
-        return None
-
-    async def close(self) -> None:
-        return None
 
 
 async def test_requests_reach_engines_in_the_order_in_which_they_are_made_and_by_what_is_owed(tmp_path: Any) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_workers import ServingEngine, engines_at
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +17,6 @@ from controllers.rebalancing import FILLED, TIMES, Queue, taken_back
 from gcore.rollout.client import SamplingParams
 from gcore.testing import FakeClock
 from gcore.types import Sample, Version, VersionSpan
-from gcore.worker.records import WorkerRecord
 
 PARAMS = SamplingParams(temperature=1.0, max_new_tokens=100)
 SERVED = Version(0, 2)
@@ -72,21 +72,13 @@ def test_who_gives_keeps_what_it_runs_and_is_never_less_busy_than_who_takes(coun
         assert taken_back(after, rows) == []
 
 
-class Queued:
+class Queued(ServingEngine):
     """Runs one request at a time, the oldest first; makes two tokens of each, then waits to be told to end it."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__(SERVED)
         self.waiting: dict[str, asyncio.Future[str]] = {}
         self.prompts: list[tuple[int, ...]] = []
-
-    async def served(self) -> Version | None:
-        return SERVED
-
-    async def resume(self) -> None:
-        return None
-
-    async def close(self) -> None:
-        return None
 
     async def generate_each(
         self, prompts: Any, params: Any, *, seeds: Any, rid: str, growing: Any = None
@@ -107,13 +99,6 @@ class Queued:
             ending.set_result("stop")
 
 
-def serving(**addresses: str) -> dict[str, WorkerRecord]:
-    return {
-        name: WorkerRecord.model_construct(instance=name, address=address, role="rollout", state="serving")
-        for name, address in addresses.items()
-    }
-
-
 async def settle() -> None:
     for _ in range(30):
         await asyncio.sleep(0)
@@ -129,7 +114,7 @@ async def test_an_engine_that_comes_later_takes_what_waits_and_goes_on_behind_it
         return made.setdefault(url, Queued())
 
     book = EngineBook(Changes(), timeout_s=100.0, connect=connect, clock=clock, told_every=told, rows=1)  # type: ignore[arg-type]
-    await book.aim(serving(first="h:1"))
+    await book.aim(engines_at(first="h:1"))
     await book.publish("first", SERVED, tmp_path)
     asked = [
         asyncio.create_task(
@@ -138,7 +123,7 @@ async def test_an_engine_that_comes_later_takes_what_waits_and_goes_on_behind_it
         for n in range(4)
     ]
     await settle()
-    await book.aim(serving(first="h:1", second="h:2"))
+    await book.aim(engines_at(first="h:1", second="h:2"))
     await book.publish("second", SERVED, tmp_path)
     await clock.advance(LOOK_S)
     book.look_after()
