@@ -1,7 +1,7 @@
 """The books of a node's slots, for one job: what is heard of engines and ranks goes in, a step's book comes out once all of it was heard.
 
 A step's window is from when this node heard that head had moved to the version before until it heard of this one, on its own clock; a
-rollback ends one as a commit does. The book is closed as soon as every engine that answers was read after the window's end, and
+rollback ends one as a commit does. What an engine's time was is that of all slots that it spans. The book is closed as soon as every engine that answers was read after the window's end, and
 ranks have had the time to tell (`WORD_S`); after `PATIENCE_S` in any case, with what is missing unbooked.
 
 An engine that does not answer for `SURE_S` is `failed` from when it was asked in vain; its time before, since it was read last, stays unbooked,
@@ -147,7 +147,7 @@ class SlotBooks:
             rank = view.ranks.get(worker.rank) if worker.rank is not None else None
             if rank is not None and view.mirror.head is not None and worker.world == view.head.world:
                 before = claims.said
-                self._tell(slot, claims.hear(rank, line))
+                self._tell((slot,), claims.hear(rank, line))
                 if claims.said is not None:
                     self._gap.heard(instance)
                 if claims.said is not None and before is not None:
@@ -176,7 +176,7 @@ class SlotBooks:
         for gone in self._ranks.keys() - found.keys():
             self._tell_all(self._gap.lost(gone))
             slot, claims, line = self._ranks.pop(gone)
-            self._tell(slot, claims.extend(now, line))
+            self._tell((slot,), claims.extend(now, line))
 
     def read(self, instance: str, reading: EngineReading) -> None:
         """An engine was read."""
@@ -189,7 +189,7 @@ class SlotBooks:
         if stretch is not None and before is not None:
             self._gap.heard(instance)
             pool, begin = engine.worker.role, self._begun
-            self._tell(engine.worker.slot, engine_telling(instance, pool, stretch, engine.line))
+            self._tell(engine.worker.slots, engine_telling(instance, pool, stretch, engine.line))
             for ended in self._boundaries:
                 ended.work.add(pool, stretch, begin, ended.at)
                 begin = ended.at
@@ -242,25 +242,27 @@ class SlotBooks:
         line.note(meaning, now)
         return line
 
-    def _tell(self, slot: str, telling: Telling | None) -> None:
+    def _tell(self, slots: Iterable[str], telling: Telling | None) -> None:
         if telling is not None:
-            self._slot(slot).tell(telling)
+            for slot in slots:
+                self._slot(slot).tell(telling)
 
     def _tell_all(self, tellings: Iterable[tuple[str, Telling]]) -> None:
         for slot, telling in tellings:
-            self._tell(slot, telling)
+            self._tell((slot,), telling)
 
     def _tell_failing(self, instance: str, engine: _Engine, until: float) -> None:
         if engine.failing is not None and engine.failing < until:
-            begin = max(engine.failing, self._slot(engine.worker.slot).settled)
-            self._tell(engine.worker.slot, Telling(instance, begin, until, {FAILED: until - begin}))
+            for slot in engine.worker.slots:
+                begin = max(engine.failing, self._slot(slot).settled)
+                self._tell((slot,), Telling(instance, begin, until, {FAILED: until - begin}))
 
     def _settle(self, until: float) -> None:
         """Book all time until then."""
         if until > self._begun:
             self._tell_all(self._gap.close())
         for slot, claims, line in self._ranks.values():
-            self._tell(slot, claims.extend(until, line))
+            self._tell((slot,), claims.extend(until, line))
             line.forget(until)
         for instance, engine in self._engines.items():
             self._tell_failing(instance, engine, until)

@@ -84,10 +84,11 @@ def _placed(view: JobView, workers: Mapping[str, WorkerRecord]) -> Iterator[tupl
     places = places_of(plan, workers, view.mirror.keys.uid)
     roles: dict[str, set[str]] = {}
     for worker in workers.values():
-        roles.setdefault(worker.slot, set()).add(worker.role)
+        for slot in worker.slots:
+            roles.setdefault(slot, set()).add(worker.role)
     for instance, worker in workers.items():
         if worker.state == "serving":
-            others = roles[worker.slot] - {worker.role}
+            others = {role for slot in worker.slots for role in roles[slot]} - {worker.role}
             if not takes_turns(view.spec, worker.slot):
                 others -= {"train"}
             yield instance, _Placed(worker, places.get(instance), min(others, default=NOBODY))
@@ -105,7 +106,7 @@ def _of_rank(
     known = view.ranks.get(worker.rank) if worker.rank is not None else None
     if known is None or not known.released or not _shares(view, worker.slot):
         return Meaning(idle("train", cause_of(view, stage, "train", instance)))
-    before = next((workers[name].role for name in turn if name in workers and workers[name].slot == worker.slot), None)
+    before = next((workers[name].role for name in turn if name in workers and worker.slot in workers[name].slots), None)
     return Meaning(None if before is None else switching(before, "train"))
 
 
@@ -113,7 +114,7 @@ def _shares(view: JobView, slot: str) -> bool:
     """Whether the plan has an engine on this node's slot that is awake."""
     plan = view.mirror.plan
     return plan is None or any(
-        place.slot == slot and place.node == view.node and not place.asleep for place in plan.record.engines
+        slot in place.slots and place.node == view.node and not place.asleep for place in plan.record.engines
     )
 
 

@@ -25,7 +25,7 @@ class Gap:
         """`kept`: of those that were there, when it began."""
         self._begin = begin
         self._end = end
-        self._silent = {instance: one.slot for instance, one in kept.items()}
+        self._silent: dict[str, tuple[str, ...]] = {instance: (one.slot,) for instance, one in kept.items()}
         self._is_seen = end <= begin
 
     @property
@@ -39,9 +39,11 @@ class Gap:
         plan, node = view.mirror.plan, view.nodes.get(view.node)
         planned = set()
         if plan is not None:
-            planned = {place.slot for place in plan.record.engines if place.node == view.node}
+            planned = {slot for place in plan.record.engines if place.node == view.node for slot in place.slots}
             planned |= {rank.slot for rank in plan.record.ranks if rank.node == view.node}
-        taken = {*self._silent.values(), *(worker.slot for worker in here.values())}
+        self._silent |= {instance: here[instance].slots for instance in self._silent.keys() & here.keys()}
+        taken = {slot for worker in here.values() for slot in worker.slots}
+        taken |= {slot for slots in self._silent.values() for slot in slots}
         for slot in node.slots if node is not None else ():
             if slot not in taken:
                 yield slot, self._told("nobody", FAILED if slot in planned else UNALLOCATED)
@@ -58,8 +60,7 @@ class Gap:
 
     def lost(self, instance: str) -> Iterator[tuple[str, Telling]]:
         """It will not tell any more."""
-        slot = self._silent.pop(instance, None)
-        if slot is not None:
+        for slot in self._silent.pop(instance, ()):
             yield slot, self._told(instance, FAILED)
 
     def close(self) -> Iterator[tuple[str, Telling]]:

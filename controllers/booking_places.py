@@ -75,13 +75,14 @@ def absences(
     for instance, worker in workers.items():
         leaving = worker.state == "stopping" or (worker.role != "train" and instance not in places)
         if leaving and worker.state in ("starting", "serving", "stopping"):
-            taken.add(worker.slot)
-            found.setdefault((worker.slot, instance), switching(worker.role, NOBODY))
+            for slot in worker.slots:
+                taken.add(slot)
+                found.setdefault((slot, instance), switching(worker.role, NOBODY))
     node = view.nodes.get(view.node)
     ours = [place for place in plan.engines if place.node == view.node] if plan is not None else []
-    awake = {place.slot for place in ours if not place.asleep}
+    awake = {slot for place in ours if not place.asleep for slot in place.slots}
     awake |= {rank.slot for rank in plan.ranks if rank.node == view.node} if plan is not None else set()
-    asleep = {place.slot for place in ours} - awake
+    asleep = {slot for place in ours for slot in place.slots} - awake
     for slot in node.slots if node is not None else ():
         if slot not in taken or slot in asleep:
             found[slot, ""] = UNALLOCATED
@@ -89,7 +90,7 @@ def absences(
 
 
 def _places(view: JobView, workers: Mapping[str, WorkerRecord]) -> Iterator[tuple[str, str, Pool, list[WorkerRecord]]]:
-    """The plan's places on this node: slot, name, pool, and the workers that are there for it."""
+    """The plan's places on this node, for each of its slots: slot, name, pool, and the workers that are there for it."""
     if view.mirror.plan is None or view.mirror.head is None:
         return
     plan = view.mirror.plan.record
@@ -99,7 +100,8 @@ def _places(view: JobView, workers: Mapping[str, WorkerRecord]) -> Iterator[tupl
     for place in plan.engines:
         if place.node == view.node:
             name = _engine(place.judge, place.slot)
-            yield place.slot, name, place.pool, there.get(name, [])
+            for slot in place.slots:
+                yield slot, name, place.pool, there.get(name, [])
     for rank in plan.ranks:
         if rank.node == view.node:
             name = _rank(plan.world, rank.rank, rank.slot)

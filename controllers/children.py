@@ -18,6 +18,7 @@ from gcore.ledger.job import EnginePlace
 from gcore.rollout.sglang.environment import HOW
 from gcore.types import Version
 from gcore.worker.records import StoreRef
+from placement.replicas import sizes_of
 
 ENGINE_COMMANDS: Mapping[str, tuple[str, ...]] = {
     "torch": (sys.executable, "-P", "-m", "gcore.rollout.engine"),
@@ -48,7 +49,7 @@ class Child:
 
 
 def engine_child(spec: JobSpec, place: EnginePlace, config: NodeConfig) -> Child:
-    """An engine of `spec`, for the policy or for a judge, on a slot of the node of `config`. Raises NoSglang."""
+    """An engine of `spec`, for the policy or for a judge, on slots of the node of `config`. Raises NoSglang."""
     judge = next((one for one in spec.judges if one.name == place.judge), None)
     model, serving = (spec.model, spec.rollout) if judge is None else (judge.model, judge.serving)
     assert model is not None
@@ -63,7 +64,7 @@ def engine_child(spec: JobSpec, place: EnginePlace, config: NodeConfig) -> Child
         "context_length": model.max_length,
         "dtype": "bfloat16" if cuda else "float32",
         "device": "cuda" if cuda else "cpu",
-        "threads": THREADS,
+        "threads": THREADS * (1 if cuda else len(place.slots)),
         "trust_remote_code": model.trust_remote_code,
         "weight_version": str(FIRST_WEIGHTS),
         "task": "classify" if judge is not None and judge.kind == "classifier" else "generate",
@@ -75,14 +76,15 @@ def engine_child(spec: JobSpec, place: EnginePlace, config: NodeConfig) -> Child
             key = "rollout.engine" if judge is None else f"the engine of judge {judge.name!r}"
             raise NoSglang(f"{key} is sglang, and node {config.node} has no SGLang", fix=HOW)
         told |= {"kind": "sglang", "python": config.sglang_python, "engine_args": list(serving.engine_args)}
-    return Child(ENGINE_COMMANDS[serving.engine], told, device_env(place.slot), START_LIMITS_S[serving.engine])
+        told["gpus"] = len(place.slots) if cuda else 1
+    return Child(ENGINE_COMMANDS[serving.engine], told, device_env(*place.slots), START_LIMITS_S[serving.engine])
 
 
 def emulated_engine(place: EnginePlace, host: str) -> PlacedEngine:
     """An engine of the process called `host`, under a name of its own."""
     role, judge = ("reward", f"-{place.judge}") if place.judge else ("rollout", "")
     instance = f"{role}-{host}{judge}-{place.slot.rpartition(':')[2]}"
-    return PlacedEngine(instance=instance, slot=place.slot, judge=place.judge)
+    return PlacedEngine(instance=instance, slot=place.slot, judge=place.judge, further=place.further)
 
 
 def emulated_host(
@@ -112,6 +114,8 @@ def emulated_host(
         rows=spec.rollout.batch_slots,
         longest=spec.rollout.max_new_tokens,
         judges=judges,
+        slots=config.slots,
+        widest=sizes_of(spec).widest,
         weight_version=str(FIRST_WEIGHTS),
         lease_ttl_s=config.lease_ttl_s,
         orphan_grace_s=config.orphan_grace_s,
@@ -128,6 +132,7 @@ def is_cuda(slot: str) -> bool:
     return slot.startswith("cuda:")
 
 
-def device_env(slot: str) -> dict[str, str]:
-    """A worker sees its own device only, and asks no hub: its model is here."""
-    return {"CUDA_VISIBLE_DEVICES": slot.removeprefix("cuda:") if is_cuda(slot) else "", "HF_HUB_OFFLINE": "1"}
+def device_env(*slots: str) -> dict[str, str]:
+    """A worker sees its own devices only, in the order of its slots, and asks no hub: its model is here."""
+    seen = ",".join(slot.removeprefix("cuda:") for slot in slots if is_cuda(slot))
+    return {"CUDA_VISIBLE_DEVICES": seen, "HF_HUB_OFFLINE": "1"}

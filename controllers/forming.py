@@ -34,12 +34,14 @@ from placement.plan import (
     NodeSlots,
     Snapshot,
     Wanted,
+    divided,
     joined,
     moved,
     ranks_wanted,
     slots_lacking,
     worth_forming,
 )
+from placement.replicas import sizes_of
 
 JOIN_SETTLE_S = 2.0
 """A node that comes is looked at twice: several often come together."""
@@ -224,7 +226,8 @@ def _names_of_head(view: JobView) -> tuple[StateName, ...]:
 
 def snapshot(view: JobView) -> Snapshot:
     """What may be placed on now."""
-    return Snapshot(tuple(NodeSlots(record.name, record.slots, record.facts) for record in view.nodes.values()))
+    nodes = tuple(NodeSlots(record.name, record.slots, record.facts) for record in view.nodes.values())
+    return divided(Snapshot(nodes), sizes_of(view.spec))
 
 
 def models_of(mirror: JobMirror) -> ModelConfigs | None:

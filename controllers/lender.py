@@ -137,8 +137,17 @@ class Lender:
         there = placeable(view)
         base = base_split(plan, there)
         back = Decision(base, f"{base}: {BATCH_IS_WHOLE}")
-        generation, judges = plan.generation + 1, self._moving.judges
-        after = assigned(base, plan, there, judges, world=plan.world, generation=generation, reason=back.reason)
+        generation, job = plan.generation + 1, self._moving
+        after = assigned(
+            base,
+            plan,
+            there,
+            job.judges,
+            world=plan.world,
+            generation=generation,
+            reason=back.reason,
+            sizes=job.sizes,
+        )
         return None if after is None else between_steps(back, plan, after, base, at, BATCH_IS_WHOLE)
 
     async def close(self) -> None:

@@ -22,6 +22,7 @@ from controllers.forming import is_at_hand, may_use_copies, models_of, placeable
 from controllers.leading import leads
 from controllers.lender import Lender
 from controllers.moves_file import MovesFile
+from controllers.staying import Staying
 from controllers.step_history import StepHistory
 from controllers.troubles import TroubleBook
 from controllers.view import JobView
@@ -84,6 +85,7 @@ class Planner:
         self._rows = Rows(spec.rollout.batch_slots, min(judging, default=1))
         self._history = StepHistory()
         self._lender = Lender(spec, job.uid, self._moving, self._rows, clock, self._history)
+        self._staying = Staying(clock)
         self._policy: Policy | None = None
         self._consulting = Consulting()
         self._decided: Version | None = None
@@ -113,9 +115,8 @@ class Planner:
                     async with asyncio.timeout(self._wait_s):
                         await self._job.changes.until(self._is_news)
         finally:
-            newest = self._job.mirror.moves
-            if self._kept is not None and newest is not self._kept:
-                self._file.keep(newest)  # who planned to the end writes down the end
+            if self._kept is not None:  # who planned to the end writes down the end
+                self._file.keep(self._staying.told(self._job.mirror.moves, at_once=True), to_the_end=True)
             await self._lender.close()
 
     def _is_news(self) -> bool:
@@ -139,7 +140,9 @@ class Planner:
         view = self._job.look()
         if not leads(view) or view.is_over:
             self._propose(None, None)
-            self._policy = self._policy if leads(view) else None
+            if not leads(view):
+                self._policy = None
+                self._staying.forget()
             return
         step = trained(view.mirror)
         if self._decided is None and step is not None and has_moved(view.mirror, step):
@@ -208,6 +211,8 @@ class Planner:
             )
             return None
         self._trouble("")
+        if decision.split == base:
+            self._staying.note(moves, self._deciding(view), decision.reason)
         same_world = decision.split.train == len(plan.ranks)
         after: Plan | None = None
         if same_world:
@@ -220,8 +225,13 @@ class Planner:
                 world=plan.world,
                 generation=plan.generation + 1,
                 reason=f"{decision.split}: {decision.reason}"[:MOST_REASON],
+                sizes=self._moving.sizes,
             )
             if (after := await asyncio.to_thread(place)) is None:  # a thousand slots take a moment
+                self._trouble(
+                    f"policy {self._spec.placement.policy!r} wants {decision.split}, and as the ranks lie no node has whole engines' "
+                    "slots for that; nothing is moved"
+                )
                 return None
         proposal = between_steps(decision, plan, after, base, self._deciding(view))
         return None if proposal is None or is_told(moves, proposal.move) else proposal
@@ -240,7 +250,9 @@ class Planner:
         )
         try:
             if self._policy is None:
-                self._policy = find_policy(name)(Start(first, self._rows.rollout, self._rows.reward))
+                self._policy = find_policy(name)(
+                    Start(first, self._rows.rollout, self._rows.reward, self._moving.sizes)
+                )
             return await self._consulting.asked(self._policy, situation)
         except RAISED as error:  # the edge to foreign code: who makes a policy may raise anything
             log.exception("placement policy %s", name)
@@ -260,6 +272,7 @@ class Planner:
         seconds, plan = self._history.seconds(), view.mirror.plan.record
         told = with_unasked(known, self._before, plan, self._deciding(view))
         found = with_outcomes(told, seconds, self._lender.took, view.head.seq, plan)
+        found = self._staying.told(found, at_once=found != known)
         return None if found == known else found
 
     async def _keep(self, view: JobView) -> None:

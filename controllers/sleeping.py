@@ -26,9 +26,9 @@ AGAIN_S = 0.5
 
 def places_of(plan: Plan | None, workers: Mapping[str, WorkerRecord], job_uid: str) -> dict[str, EnginePlace]:
     """The place that the plan has for each engine of the job, by instance."""
-    places = {(place.node, place.slot, place.judge): place for place in plan.engines} if plan is not None else {}
+    places = {(place.node, place.slots, place.judge): place for place in plan.engines} if plan is not None else {}
     engines = {i: w for i, w in workers.items() if w.job_uid == job_uid and w.role != "train"}
-    found = {instance: places.get((w.node, w.slot, w.judge)) for instance, w in engines.items()}
+    found = {instance: places.get((w.node, w.slots, w.judge)) for instance, w in engines.items()}
     return {instance: place for instance, place in found.items() if place is not None}
 
 
@@ -55,14 +55,14 @@ def resting(view: JobView) -> Iterator[Intent]:
     if not asleep and not any(engine.asleep for engine in engines.values()):
         return
     moving = {name.split()[1] for name in view.under_way if name.startswith(("publish ", "sleep ", "wake "))}
-    still_awake = {_slot(view, name) for name in asleep & engines.keys() if not engines[name].asleep}
+    still_awake = {slot for name in asleep & engines.keys() if not engines[name].asleep for slot in _slots(view, name)}
     for name, engine in sorted(engines.items()):
         if name in moving or engine.silent:
             continue
         judge = view.workers[name].judge
         if name in asleep and not engine.asleep:
             yield Intent(Sleep(name, judge), f"sleep {name}", after=AGAIN_S if engine.trouble else 0.0)
-        elif name not in asleep and engine.asleep and _slot(view, name) not in still_awake:
+        elif name not in asleep and engine.asleep and still_awake.isdisjoint(_slots(view, name)):
             yield Intent(Wake(name, judge), f"wake {name}", after=AGAIN_S if engine.trouble else 0.0)
 
 
@@ -79,5 +79,6 @@ def mine(view: JobView) -> dict[str, EngineView]:
     return {name: engine for name, engine in own.items() if name in view.workers}
 
 
-def _slot(view: JobView, instance: str) -> tuple[str, str]:
-    return view.workers[instance].node, view.workers[instance].slot
+def _slots(view: JobView, instance: str) -> set[tuple[str, str]]:
+    worker = view.workers[instance]
+    return {(worker.node, slot) for slot in worker.slots}

@@ -48,7 +48,7 @@ LASTING_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class StartEngine:
-    """Run an engine on a slot, for the policy or for a judge."""
+    """Run an engine on the slots of a place, for the policy or for a judge."""
 
     place: EnginePlace
 
@@ -136,18 +136,20 @@ def _has_memory(view: JobView, place: EnginePlace, mine: Mapping[str, WorkerReco
     """Whether an engine that is started would find its memory: on a GPU where engines take turns, only once all others there sleep.
     Those that are to sleep load first, so that each has the GPU to itself for that."""
     assert view.mirror.plan is not None
-    here = [p for p in view.mirror.plan.record.engines if (p.node, p.slot) == (place.node, place.slot)]
+    slots = set(place.slots)
+    here = [p for p in view.mirror.plan.record.engines if p.node == place.node and not slots.isdisjoint(p.slots)]
     if not is_cuda(place.slot) or not any(p.asleep for p in here):
         return True
     known = {**view.engines, **view.judges}
-    asleep = {(w.slot, w.judge) for i, w in mine.items() if is_good(w) and i in known and known[i].asleep}
-    loaded = {(w.slot, w.judge) for w in mine.values() if is_good(w) and w.role != "train" and w.slot == place.slot}
-    first = {(p.slot, p.judge) for p in here if p.asleep and p != place} if not place.asleep else set()
+    engines = {i: w for i, w in mine.items() if is_good(w) and w.role != "train"}
+    asleep = {(w.slots, w.judge) for i, w in engines.items() if i in known and known[i].asleep}
+    loaded = {(w.slots, w.judge) for w in engines.values() if not slots.isdisjoint(w.slots)}
+    first = {(p.slots, p.judge) for p in here if p.asleep and p != place} if not place.asleep else set()
     return loaded | first <= asleep
 
 
 def _is_of(worker: WorkerRecord, place: EnginePlace) -> bool:
-    return worker.role != "train" and (worker.slot, worker.judge) == (place.slot, place.judge)
+    return worker.role != "train" and (worker.slots, worker.judge) == (place.slots, place.judge)
 
 
 def is_good(worker: WorkerRecord) -> bool:
@@ -261,7 +263,7 @@ class Staff:
         assert view.mirror.job is not None
         uid = view.mirror.keys.uid
         run_dir = Path(view.mirror.job.record.run_dir)
-        slot = action.place.slot
+        slots: tuple[str, ...] = action.place.slots if isinstance(action, StartEngine) else (action.place.slot,)
         role: Role
         world: str | None
         rank: int | None
@@ -279,23 +281,24 @@ class Staff:
             node=self._config.node,
             role=role,
             job_uid=uid,
-            slot=slot,
+            slot=slots[0],
             store=StoreRef(endpoints=self._config.etcd_endpoints),
             log_file=str(logs / f"{instance}.log"),
             command=child.command,
             env=dict(child.env),
-            threads=THREADS,
+            threads=child.document["threads"],
             child=dict(child.document),
             world=world,
             rank=rank,
             judge=judge,
+            further=slots[1:],
             lease_ttl_s=self._config.lease_ttl_s,
             orphan_grace_s=self._config.orphan_grace_s,
             start_limit_s=child.start_limit_s,
             watchdog_s=view.spec.train.watchdog_s if role == "train" else view.spec.rollout.watchdog_s,
         )
         process = start_worker(launch, Path(self._config.home))
-        log.info("started %s on %s: %s", launch_key(action), slot, instance, extra={"job": uid})
+        log.info("started %s on %s: %s", launch_key(action), " ".join(slots), instance, extra={"job": uid})
         said = supervisor_log(instance, Path(self._config.home))
         return Launch(instance, process, self._clock.monotonic(), said, Path(launch.log_file))
 

@@ -21,6 +21,7 @@ from gcore.types import Version
 from placement.measured import Measured
 from placement.measuring import measured
 from placement.moves import BETWEEN, base_split, split_from
+from placement.replicas import spanned
 from placement.split import Split
 
 MOST_STEPS = 64
@@ -68,13 +69,14 @@ class StepHistory:
             self._take_missed(mirror.plan.record, mirror.moves)
         books = {node: stored.record for node, stored in mirror.books.items()}
         newest: dict[int, Measured] = {}
+        sizes = spanned(mirror.plan.record)
         for version, seen in self._seen.items():
             if seen.split is None:
                 newest.pop(version.step, None)
                 continue
             there = of_version(books, version)
             if seen.measured is None or len(there) > seen.booked:
-                seen.measured = measured(there.values(), seen.entry, seen.seal, seen.split)
+                seen.measured = measured(there.values(), seen.entry, seen.seal, seen.split, sizes)
                 seen.booked = len(there)
             if version.step <= mirror.head.record.step:
                 newest[version.step] = seen.measured  # a step that was cut off has a later one of its number

@@ -151,7 +151,8 @@ def _by_slot(workers: Mapping[str, WorkerRecord], job_uid: str) -> dict[tuple[st
     found: dict[tuple[str, str], list[str]] = {}
     for instance, worker in sorted(workers.items()):
         if worker.role != "train" and worker.job_uid == job_uid and worker.state == "serving":
-            found.setdefault((worker.node, worker.slot), []).append(instance)
+            for slot in worker.slots:
+                found.setdefault((worker.node, slot), []).append(instance)
     return found
 
 

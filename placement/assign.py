@@ -1,6 +1,6 @@
 """From a split of slots to places on slots: which slot changes its role, so that as few as possible do. Pure.
 
-A replica is as many slots of one node as its pool's size says. What a pool has and keeps stays where it is; what is given up is
+A replica is as many slots of one node as its pool's size says (`placement.replicas`). What a pool has and keeps stays where it is; what is given up is
 taken from nodes that have the most of that pool, and what is new goes to nodes that have the least of it, so that every node keeps an
 engine of the policy for as long as there are enough (its prompts are answered there). The ranks of a train world stay as they are
 while their number does; only a rollback places another number.
@@ -12,15 +12,16 @@ sleep: to change over is to sleep and to wake, not to load. Co-located, all are 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from gcore.ledger.job import EnginePlace, Plan, RankPlace
 from placement.plan import NodeSlots, Snapshot
+from placement.replicas import SINGLE, Pool, Sizes, groups
 from placement.split import Bounds, Split, feasible
 
-Pool = Literal["train", "reward", "rollout"]
 POOLS: tuple[Pool, ...] = ("train", "reward", "rollout")
 """In the order in which they are dealt: what is dearest to move first."""
 
@@ -36,37 +37,35 @@ class Slot:
         return f"{self.node}/{self.slot}"
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Slots of one replica. A replica lies on one node; a rank is one slot."""
-
-    rollout: int = 1
-    reward: int = 1
-
-    def of(self, pool: Pool) -> int:
-        """Of a pool."""
-        return 1 if pool == "train" else self.rollout if pool == "rollout" else self.reward
-
-
 Dealt = Mapping[Pool, tuple[tuple[Slot, ...], ...]]
 """The replicas of each pool."""
 
 
-def dealt(split: Split, now: Dealt, snapshot: Snapshot, sizes: Sizes = Sizes()) -> Dealt | None:
-    """The replicas of a co-existing split, the fewest of them new. None: the nodes' borders do not allow for it."""
+def dealt(
+    split: Split, now: Dealt, snapshot: Snapshot, sizes: Sizes = SINGLE, *, ranks_stay: bool = False
+) -> Dealt | None:
+    """The replicas of a co-existing split, the fewest of them new. None: the nodes' borders do not allow for it. `ranks_stay`: no rank
+    may move for that."""
     slots = _slots(snapshot)
-    here = frozenset(slots)
     wanted = {"train": split.train, "reward": split.reward, "rollout": split.rollout}
     kept: dict[Pool, list[tuple[Slot, ...]]] = {}
-    free = set(here)
+    free = set(slots)
     for pool in POOLS:
-        there = [replica for replica in now.get(pool, ()) if free.issuperset(replica)]
+        whole = {group for node in snapshot.nodes for group in _groups(node, sizes.of(pool))}
+        there = [replica for replica in now.get(pool, ()) if replica in whole and free.issuperset(replica)]
         kept[pool] = _keep(there, wanted[pool] // sizes.of(pool))
         free.difference_update(*kept[pool])  # what was co-located served several
-    found = _filled(kept, wanted, slots, sizes)
+    found = _filled(kept, wanted, snapshot, sizes)
     if found is None:  # what is kept leaves no whole replica's slots on a node: the engines are dealt anew
-        found = _filled({"train": kept["train"], "reward": [], "rollout": []}, wanted, slots, sizes)
+        found = _filled({**kept, "reward": [], "rollout": []}, wanted, snapshot, sizes)
+    if found is None and not ranks_stay:
+        found = _filled({"train": [], "reward": [], "rollout": []}, wanted, snapshot, sizes)
     return found
+
+
+def _groups(node: NodeSlots, size: int) -> Iterator[tuple[Slot, ...]]:
+    for group in groups(node.slots, size):
+        yield tuple(Slot(node.node, slot) for slot in group)
 
 
 def _keep(replicas: Sequence[tuple[Slot, ...]], most: int) -> list[tuple[Slot, ...]]:
@@ -84,50 +83,67 @@ def _keep(replicas: Sequence[tuple[Slot, ...]], most: int) -> list[tuple[Slot, .
 
 
 def _filled(
-    kept: Mapping[Pool, Sequence[tuple[Slot, ...]]], wanted: Mapping[str, int], slots: Sequence[Slot], sizes: Sizes
+    kept: Mapping[Pool, Sequence[tuple[Slot, ...]]], wanted: Mapping[str, int], snapshot: Snapshot, sizes: Sizes
 ) -> Dealt | None:
     result: dict[Pool, list[tuple[Slot, ...]]] = {pool: list(kept[pool]) for pool in POOLS}
     taken = {slot for replicas in result.values() for replica in replicas for slot in replica}
-    free: dict[str, list[Slot]] = {}
-    for slot in slots:
-        free.setdefault(slot.node, [])
-        if slot not in taken:
-            free[slot.node].append(slot)
+    wide = {slot: group for node in snapshot.nodes for group in _groups(node, sizes.widest) for slot in group}
     # The largest replicas first, for they find room least easily.
     for pool in sorted(POOLS, key=lambda pool: -sizes.of(pool)):
         size = sizes.of(pool)
+        free = {node.node: [one for one in _groups(node, size) if taken.isdisjoint(one)] for node in snapshot.nodes}
         has = Counter(replica[0].node for replica in result[pool])
+        broken = {wide[slot] for slot in taken if slot in wide} if size < sizes.widest else set()
         for _ in range(wanted[pool] // size - len(result[pool])):
-            fitting = [node for node in free if len(free[node]) >= size]
+            fitting = {node: _least_breaking(free[node], wide, broken) for node in free if free[node]}
             if not fitting:
                 return None
-            node = min(fitting, key=lambda node: (has[node], -len(free[node]), node))
-            result[pool].append(tuple(free[node][:size]))
-            free[node] = free[node][size:]
+            spread = {node: has[node] if pool == "rollout" else 0 for node in fitting}
+            node = min(fitting, key=lambda node: (spread[node], fitting[node][0], has[node], -len(free[node]), node))
+            replica = free[node].pop(fitting[node][1])
+            result[pool].append(replica)
             has[node] += 1
+            if size < sizes.widest and replica[0] in wide:
+                broken.add(wide[replica[0]])
+        taken.update(slot for replica in result[pool] for slot in replica)
     return {pool: tuple(replicas) for pool, replicas in result.items()}
+
+
+def _least_breaking(
+    free: Sequence[tuple[Slot, ...]],
+    wide: Mapping[Slot, tuple[Slot, ...]],
+    broken: Collection[tuple[Slot, ...]],
+) -> tuple[bool, int]:
+    """Whether a smaller replica on any of these would break the slots of a wider one, of which there may be few, and which to take."""
+    if not broken and len(free[0]) == len(wide.get(free[0][0], free[0])):
+        return False, 0
+    whole = (number for number, one in enumerate(free) if wide.get(one[0]) in broken or one[0] not in wide)
+    found = next(whole, None)
+    return found is None, found or 0
 
 
 def roles(plan: Plan) -> Dealt:
     """Which slots a plan gives to which pool: where engines are awake, and where ranks are."""
     ranks = [Slot(place.node, place.slot) for place in sorted(plan.ranks, key=lambda place: place.rank)]
-    reward = dict.fromkeys(Slot(place.node, place.slot) for place in plan.engines if place.judge and not place.asleep)
-    rollout = dict.fromkeys(
-        Slot(place.node, place.slot) for place in plan.engines if not place.judge and not place.asleep
-    )
+    awake = [place for place in plan.engines if not place.asleep]
     return {
         "train": tuple((slot,) for slot in ranks),
-        "reward": tuple((slot,) for slot in reward),
-        "rollout": tuple((slot,) for slot in rollout),
+        "reward": tuple(dict.fromkeys(slots_of(place) for place in awake if place.judge)),
+        "rollout": tuple(dict.fromkeys(slots_of(place) for place in awake if not place.judge)),
     }
+
+
+def slots_of(place: EnginePlace) -> tuple[Slot, ...]:
+    """All that an engine spans."""
+    return tuple(Slot(place.node, slot) for slot in place.slots)
 
 
 def split_of(plan: Plan, snapshot: Snapshot | None = None) -> Split:
     """What a plan's split is, of the slots in `snapshot` if one is given: nodes that are away do not count."""
     here = None if snapshot is None else frozenset(_slots(snapshot))
     found = {
-        pool: [slot for (slot,) in replicas if here is None or slot in here]
-        for pool, replicas in ((pool, roles(plan)[pool]) for pool in POOLS)
+        pool: [slot for replica in replicas if here is None or here.issuperset(replica) for slot in replica]
+        for pool, replicas in roles(plan).items()
     }
     together = bool(set(found["train"]) & {*found["reward"], *found["rollout"]})
     mode: Literal["coexisting", "colocated"] = "colocated" if together else "coexisting"
@@ -136,12 +152,17 @@ def split_of(plan: Plan, snapshot: Snapshot | None = None) -> Split:
 
 def nearest(split: Split, bounds: Bounds) -> Split | None:
     """The split within `bounds` that is least unlike `split`; None if there is none at all."""
+    return min(feasible(bounds), key=partial(_unlike, split), default=None)
 
-    def unlike(one: Split) -> tuple[int, ...]:
-        sizes = abs(one.rollout - split.rollout) + abs(one.reward - split.reward) + abs(one.train - split.train)
-        return (one.mode != split.mode, abs(one.train - split.train), sizes, -one.rollout)
 
-    return min(feasible(bounds), key=unlike, default=None)
+def nearest_first(split: Split, bounds: Bounds) -> list[Split]:
+    """All within `bounds`, those that are least unlike `split` first."""
+    return sorted(feasible(bounds), key=partial(_unlike, split))
+
+
+def _unlike(split: Split, one: Split) -> tuple[int, ...]:
+    sizes = abs(one.rollout - split.rollout) + abs(one.reward - split.reward) + abs(one.train - split.train)
+    return (one.mode != split.mode, abs(one.train - split.train), sizes, -one.rollout)
 
 
 def assigned(
@@ -153,6 +174,7 @@ def assigned(
     world: str,
     generation: int,
     reason: str = "",
+    sizes: Sizes = SINGLE,
 ) -> Plan | None:
     """The plan of a split, with the fewest changes of `current`; None if it cannot be placed.
 
@@ -166,17 +188,17 @@ def assigned(
     now: Dealt = roles(current) if current is not None else {}
     if split.mode == "colocated":
         ranks = current.ranks if same_world and current is not None else _ranks(_dealt_ranks(split, now, slots))
-        engines = _together(slots, judges, current)
+        engines = _together(snapshot, judges, current, sizes)
     else:
         if same_world and current is not None:
             now = {**now, "train": tuple((Slot(p.node, p.slot),) for p in current.ranks)}
         # Ranks on nodes that are away keep their slots there: no other slot is kept free for them.
         ranks_here = sum(slot in set(slots) for (slot,) in now["train"]) if same_world else split.train
-        pools = dealt(replace(split, train=ranks_here), now, snapshot)
+        pools = dealt(replace(split, train=ranks_here), now, snapshot, sizes, ranks_stay=same_world)
         if pools is None:
             return None
         ranks = current.ranks if same_world and current is not None else _ranks([slot for (slot,) in pools["train"]])
-        engines = _apart(pools, {Slot(p.node, p.slot) for p in ranks}, slots, judges, current)
+        engines = _apart(pools, {Slot(p.node, p.slot) for p in ranks}, snapshot, judges, current, sizes)
     if same_world and current is not None:
         here = frozenset(slots)
         engines += tuple(place for place in current.engines if Slot(place.node, place.slot) not in here)
@@ -185,9 +207,7 @@ def assigned(
 
 def _slots(snapshot: Snapshot) -> list[Slot]:
     """Round robin: one of each node before the second of any."""
-    nodes: list[NodeSlots] = sorted(snapshot.nodes, key=lambda one: one.node)
-    deepest = max((len(one.slots) for one in nodes), default=0)
-    return [Slot(one.node, one.slots[i]) for i in range(deepest) for one in nodes if i < len(one.slots)]
+    return [slot for (slot,) in _replicas(snapshot, 1)]
 
 
 def _dealt_ranks(split: Split, now: Dealt, slots: Sequence[Slot]) -> list[Slot]:
@@ -199,32 +219,48 @@ def _ranks(slots: Sequence[Slot]) -> tuple[RankPlace, ...]:
     return tuple(RankPlace(rank=number, node=one.node, slot=one.slot) for number, one in enumerate(slots))
 
 
-def _together(slots: Sequence[Slot], judges: Sequence[str], current: Plan | None) -> tuple[EnginePlace, ...]:
-    places = [EnginePlace(node=slot.node, slot=slot.slot, judge=judge) for judge in ("", *judges) for slot in slots]
+def _together(snapshot: Snapshot, judges: Sequence[str], current: Plan | None, sizes: Sizes) -> tuple[EnginePlace, ...]:
+    places = [_place(one, judge) for judge in ("", *judges) for one in _replicas(snapshot, sizes.of(_pool(judge)))]
     return _in_order(places, current)
 
 
 def _apart(
-    pools: Dealt, training: set[Slot], slots: Sequence[Slot], judges: Sequence[str], current: Plan | None
+    pools: Dealt,
+    training: set[Slot],
+    snapshot: Snapshot,
+    judges: Sequence[str],
+    current: Plan | None,
+    sizes: Sizes,
 ) -> tuple[EnginePlace, ...]:
-    role = {slot: pool for pool in ("rollout", "reward") for replica in pools[pool] for slot in replica}
+    awake = {pool: set(pools[pool]) for pool in POOLS}
+    # On slots that no pool needs now engines stay, asleep.
+    known = {slot for place in current.engines for slot in slots_of(place)} if current is not None else set()
+    known |= {slot for pool in ("rollout", "reward") for replica in awake[pool] for slot in replica}
     places = [
-        EnginePlace(
-            node=slot.node,
-            slot=slot.slot,
-            judge=judge,
-            asleep=role.get(slot) != ("reward" if judge else "rollout"),
-        )
+        _place(one, judge, asleep=one not in awake[_pool(judge)])
         for judge in ("", *judges)
-        for slot in slots
-        if slot not in training and (slot in role or _resident(current, slot))
+        for one in _replicas(snapshot, sizes.of(_pool(judge)))
+        if training.isdisjoint(one) and not known.isdisjoint(one)
     ]
     return _in_order(places, current)
 
 
-def _resident(current: Plan | None, slot: Slot) -> bool:
-    """Whether engines are on a slot that no pool needs now: they stay there, asleep."""
-    return current is not None and any((place.node, place.slot) == (slot.node, slot.slot) for place in current.engines)
+def _pool(judge: str) -> Literal["rollout", "reward"]:
+    return "reward" if judge else "rollout"
+
+
+def _place(replica: tuple[Slot, ...], judge: str, *, asleep: bool = False) -> EnginePlace:
+    first, *further = replica
+    return EnginePlace(
+        node=first.node, slot=first.slot, judge=judge, asleep=asleep, further=tuple(one.slot for one in further)
+    )
+
+
+def _replicas(snapshot: Snapshot, size: int) -> list[tuple[Slot, ...]]:
+    """All that there can be of a size, round robin as the slots."""
+    of_nodes = [list(_groups(node, size)) for node in sorted(snapshot.nodes, key=lambda one: one.node)]
+    deepest = max(map(len, of_nodes), default=0)
+    return [of_node[number] for number in range(deepest) for of_node in of_nodes if number < len(of_node)]
 
 
 def _in_order(places: Sequence[EnginePlace], current: Plan | None) -> tuple[EnginePlace, ...]:

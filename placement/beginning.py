@@ -21,7 +21,8 @@ from placement.live import Moving, bounds_of, first_split, placed, too_few
 from placement.mapping.search import First, Misfits
 from placement.mapping.search import first_split as best_that_fits
 from placement.mapping.told import seen
-from placement.plan import Snapshot, Wanted, counted, first_plan
+from placement.plan import Snapshot, Wanted, counted, divided, first_plan
+from placement.replicas import sizes_of
 from placement.split import Split
 
 WORLD = "w"
@@ -50,6 +51,7 @@ def begun(
     snapshot: Snapshot, spec: JobSpec, models: ModelConfigs | None, *, world: str = WORLD, pin: Pin | None = None
 ) -> Begun:
     """What a job begins with, whatever its policy. Raises SpecError if there are too few slots."""
+    snapshot = divided(snapshot, sizes_of(spec))
     if not spec.placement.is_live:
         plan = first_plan(snapshot, Wanted.by(spec), world=world, generation=1)
         return Begun(plan, Beginning(None, plan.reason))
@@ -60,7 +62,9 @@ def begun(
     else:
         where = f"{counted(snapshot.slots, 'slot')} on {counted(len(snapshot.nodes), 'node')}"
         why = f"{found.split} of {where}; {found.reason}"
-        placed_so = assigned(found.split, None, snapshot, job.judges, world=world, generation=1, reason=why)
+        placed_so = assigned(
+            found.split, None, snapshot, job.judges, world=world, generation=1, reason=why, sizes=job.sizes
+        )
     if placed_so is None:
         raise too_few(snapshot)
     return Begun(placed_so, found)

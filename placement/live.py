@@ -14,9 +14,10 @@ from gcore.errors import SpecError
 from gcore.ledger.facts import ModelConfigs
 from gcore.ledger.job import Plan
 from gcore.ledger.placing import Pin
-from placement.assign import assigned, nearest, split_of
+from placement.assign import assigned, nearest, nearest_first, split_of
 from placement.plan import Snapshot, counted
 from placement.policies.base import Decision, Policy
+from placement.replicas import SINGLE, Sizes, sizes_of
 from placement.split import Bounds, Split, feasible
 
 if TYPE_CHECKING:
@@ -29,11 +30,12 @@ ALL_SIZES = 16
 @dataclass(frozen=True, slots=True)
 class Start:
     """What a policy is made with. `first`: the split that the spec says to begin with, else all slots in turn; `rollout_rows`,
-    `reward_rows`: requests that an engine runs at once, at most."""
+    `reward_rows`: requests that an engine runs at once, at most; `sizes`: slots of an engine."""
 
     first: Split
     rollout_rows: int
     reward_rows: int
+    sizes: Sizes = SINGLE
 
 
 class NewPolicy(Protocol):
@@ -56,6 +58,7 @@ class Moving:
     reward: int | None
     group: int = 1
     work: Workload | str = "what the job's models are was not kept"
+    sizes: Sizes = SINGLE
 
     @classmethod
     def by(cls, spec: JobSpec, models: ModelConfigs | None = None) -> Moving:
@@ -71,6 +74,7 @@ class Moving:
             spec.placement.reward,
             spec.flow.samples_per_prompt,
             work_of(spec, models),
+            sizes_of(spec),
         )
 
 
@@ -102,6 +106,8 @@ def slots_allow(snapshot: Snapshot, job: Moving, pin: Pin | None = None, now: in
     nodes = sum(1 for node in snapshot.nodes if node.slots)
     return Bounds(
         slots,
+        job.sizes.rollout,
+        job.sizes.reward,
         train_sizes=sizes,
         judged=bool(job.judges),
         colocated=not apart,
@@ -152,7 +158,9 @@ def placed(
             else placed(snapshot, job, world=world, generation=generation, current=current, wanted=wanted)
         )
     how = f"{split} of {snapshot.slots} slots on {len(snapshot.nodes)} nodes"
-    return assigned(split, current, snapshot, job.judges, world=world, generation=generation, reason=how)
+    return assigned(
+        split, current, snapshot, job.judges, world=world, generation=generation, reason=how, sizes=job.sizes
+    )
 
 
 def too_few(snapshot: Snapshot) -> SpecError:
@@ -184,18 +192,21 @@ def mended(plan: Plan, snapshot: Snapshot, job: Moving) -> Plan | None:
     whole = slots_allow(snapshot, job)
     # Ranks that are away have their slots still: the world is as it is.
     limits = replace(whole, slots=whole.slots + away, train_sizes=(len(plan.ranks),))
-    split = nearest(replace(split_of(plan, snapshot), train=len(plan.ranks)), limits)
-    if split is None:
-        return None
-    return assigned(
-        split,
-        plan,
-        snapshot,
-        job.judges,
-        world=plan.world,
-        generation=plan.generation + 1,
-        reason=f"{split}, for a pool had no engine left",
+    # Where engines span several slots, ranks may lie so that the nearest cannot be had.
+    tried = (
+        assigned(
+            split,
+            plan,
+            snapshot,
+            job.judges,
+            world=plan.world,
+            generation=plan.generation + 1,
+            reason=f"{split}, for a pool had no engine left",
+            sizes=job.sizes,
+        )
+        for split in nearest_first(replace(split_of(plan, snapshot), train=len(plan.ranks)), limits)
     )
+    return next((found for found in tried if found is not None), None)
 
 
 def obeying(decision: Decision, limits: Bounds, pin: Pin) -> Decision | None:
@@ -249,6 +260,7 @@ def threshold(start: Start) -> Policy:
 def dynamic(start: Start) -> Policy:
     """By forecast."""
     from placement.forecast import Pools
-    from placement.policies.dynamic import Dynamic
+    from placement.weighing import Weighing
 
-    return Dynamic(Pools(rollout_most=start.rollout_rows, reward_most=start.reward_rows), start.first)
+    sizes = start.sizes
+    return Weighing(Pools(sizes.rollout, sizes.reward, start.rollout_rows, start.reward_rows), start.first)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from gcore.ledger.job import EnginePlace, Plan
 from gcore.ledger.placing import Move, MoveKind
-from placement.assign import Slot, split_of
+from placement.assign import POOLS, Slot, roles, split_of
 from placement.lending import lent, spared
 from placement.moves import Deciding, Proposal, base_split, part_of, told_slots
 from placement.plan import counted
@@ -77,28 +77,30 @@ class Lending:
 
 
 def wanted(plan: Plan, loads: Loads, speeds: Speeds, cost_s: float, rows: Rows) -> Lending | None:
-    """What is to be lent, of what is there (`present`); None: nothing can be."""
-    split = split_of(plan)
-    if split.mode == "colocated" or not split.rollout or not split.reward:
+    """What is to be lent, of what is there (`present`), in engines; None: nothing can be. Where those of one pool span other slots than
+    those of the other, nothing is."""
+    awake, (here, there) = roles(plan), _awake(plan)
+    alike = len({len(replica) for pool in POOLS if pool != "train" for replica in awake[pool]}) == 1
+    if split_of(plan).mode == "colocated" or not here or not there or not alike:
         return None
     rollout, reward = speeds.rollout, speeds.reward
     owed, asked = loads.owed("rollout"), loads.owed("reward")
     to_come = asked + owed * speeds.asked_each  # every response that is still made will be judged
-    begun = float(min(asked, split.reward * reward.rows))
-    rollout_left = rollout.left_s(owed, owed, split.rollout)
-    reward_left = reward.left_s(to_come, begun, split.reward)
+    begun = float(min(asked, there * reward.rows))
+    rollout_left = rollout.left_s(owed, owed, here)
+    reward_left = reward.left_s(to_come, begun, there)
     count = lent(
         cost_s,
-        split.rollout,
+        here,
         float(owed),
-        rollout.doubling(owed, owed, split.rollout),
+        rollout.doubling(owed, owed, here),
         rollout_left,
-        split.reward,
+        there,
         to_come,
-        reward.doubling(to_come, begun, split.reward),
+        reward.doubling(to_come, begun, there),
         reward_left,
     )
-    count = spared(count, split.rollout, float(owed), rows.rollout, split.reward, float(asked), rows.reward)
+    count = spared(count, here, float(owed), rows.rollout, there, float(asked), rows.reward)
     return Lending(count, speeds, rollout_left, reward_left, owed, asked)
 
 
@@ -117,7 +119,7 @@ def lending(
     if found is None or found.count == 0:
         return None
     to_judges = found.count > 0
-    slots = _slots(there, loads, rows.rollout, to_judges=to_judges, needed=needed)[: abs(found.count)]
+    slots = _firsts(there, loads, rows.rollout, to_judges=to_judges, needed=needed)[: abs(found.count)]
     if not slots:
         return None
     engines = tuple(
@@ -136,8 +138,7 @@ def lending(
     )
     owed, has = (found.reward_owed, found.rollout_owed) if to_judges else (found.rollout_owed, found.reward_owed)
     now_slots = before_split.reward if to_judges else before_split.rollout
-    before_s = found.ends_s(before_split.rollout, before_split.reward)
-    gain = max(before_s - found.ends_s(after_split.rollout, after_split.reward), 0.0)
+    gain = max(found.ends_s(*_awake(there)) - found.ends_s(*_awake(present(after, loads))), 0.0)
     reason = (
         f"{pool} had {owed} requests on {counted(now_slots, 'slot')}, about {left:.1f} s of work with what was to come, and {other} "
         f"had {has}, about {spare:.1f} s"
@@ -182,8 +183,15 @@ def is_settled(plan: Plan, loads: Loads, nodes: Collection[str]) -> bool:
     return True
 
 
-def _slots(plan: Plan, loads: Loads, rows: int, *, to_judges: bool, needed: frozenset[str]) -> list[Slot]:
-    """Those that can change over, the ones with least to do first: the engine that is to wake sleeps there and is well."""
+def _awake(plan: Plan) -> tuple[int, int]:
+    """Engines of rollout, and places of judges'."""
+    awake = roles(plan)
+    return len(awake["rollout"]), len(awake["reward"])
+
+
+def _firsts(plan: Plan, loads: Loads, rows: int, *, to_judges: bool, needed: frozenset[str]) -> list[Slot]:
+    """The replicas that can change over, by their first slots, the ones with least to do first: the engine that is to wake sleeps there and
+    is well."""
     told = {(one.node, one.slot, one.judge): one for one in loads.engines}
     on: dict[Slot, list[EnginePlace]] = {}
     for place in plan.engines:

@@ -23,6 +23,7 @@ from statistics import fmean
 from gcore.ledger.books import EngineSums, StepBook
 from gcore.ledger.records import LogEntry, Seal
 from placement.measured import EngineSpeed, Measured
+from placement.replicas import SINGLE, Sizes
 from placement.split import Split
 
 BUSY = "busy "
@@ -45,17 +46,19 @@ class _Times:
     step_s: float | None = None
 
 
-def measured(books: Iterable[StepBook], entry: LogEntry, seal: Seal | None, split: Split) -> Measured:
+def measured(
+    books: Iterable[StepBook], entry: LogEntry, seal: Seal | None, split: Split, sizes: Sizes = SINGLE
+) -> Measured:
     """One committed step. `books`: of each node that has booked it (`gcore.ledger.books.of_version`), those that are late may lack.
 
     `seal`: the step's, as it was READY; None if nobody has it any more: every response then counts as long as their mean. `split`:
-    that which the step ran with. Of judgements the mean is known: every response's counts as long.
+    that which the step ran with, with engines of so many slots. Of judgements the mean is known: every response's counts as long.
     """
     found = list(books)
     stats, sums = entry.stats, _sums(found)
     lengths = tuple(_with_filtered(_lengths(entry, seal), stats))
     reward = sums.get("reward") if lengths else None
-    times = _ahead(stats, split, found) if "staleness" in stats else _in_turn(stats)
+    times = _ahead(stats, split, found, sizes) if "staleness" in stats else _in_turn(stats)
     return Measured(
         step=entry.step,
         split=split,
@@ -78,23 +81,24 @@ def _in_turn(stats: Mapping[str, float]) -> _Times:
     return _Times(stats.get("collect_s"), None if exchange is None or publish is None else exchange + publish)
 
 
-def _ahead(stats: Mapping[str, float], split: Split, books: Sequence[StepBook]) -> _Times:
+def _ahead(stats: Mapping[str, float], split: Split, books: Sequence[StepBook], sizes: Sizes) -> _Times:
     """Of a step whose batch was made while ranks trained on the one before."""
     seconds, waited = stats.get("seconds"), stats.get("collect_s")
     if seconds is None or waited is None:
         return _Times(None, None)
-    produce_s = seconds if waited > WAITED * seconds else _at_work_s(books, split)
+    produce_s = seconds if waited > WAITED * seconds else _at_work_s(books, split, sizes)
     if split.mode == "colocated" or produce_s is None:
         return _Times(None, stats.get("exchange_s"), seconds)
     return _Times(min(produce_s, seconds), stats.get("exchange_s"), seconds)
 
 
-def _at_work_s(books: Sequence[StepBook], split: Split) -> float | None:
+def _at_work_s(books: Sequence[StepBook], split: Split, sizes: Sizes) -> float | None:
     """How long an engine had anything to do, of the pool that had longest; None: not all of them are booked."""
     if sum(book.slots for book in books) < split.rollout + split.reward + split.train:
         return None
-    slots, sums = {"rollout": split.rollout, "reward": split.reward}, _sums(books)
-    return max((sums[pool].active_s / slots[pool] for pool in sums if slots.get(pool)), default=None)
+    sums = _sums(books)
+    engines = {"rollout": split.rollout // sizes.rollout, "reward": split.reward // sizes.reward}
+    return max((sums[pool].active_s / engines[pool] for pool in sums if engines.get(pool)), default=None)
 
 
 def _sums(books: Iterable[StepBook]) -> dict[str, EngineSums]:

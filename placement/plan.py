@@ -3,19 +3,21 @@ its own, for as long as the job runs.
 
 Pure: a snapshot of the slots in, a plan out. Slots are taken round robin, one of each node before the second of any. With
 `colocated` there is one rollout engine on every slot, the train ranks are on the first slots of the nodes, one a node by default,
-and each judge has an engine on every slot, or on as many as the spec says. At staleness 0 they take turns by the step's own order:
+and each judge has an engine on every slot, or on as many as the spec says. Where an engine spans several slots of a node, there is one on as many as make
+a replica (`placement.replicas`). At staleness 0 they take turns by the step's own order:
 ranks compute only between READY and commit, when no group is in flight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from gcore.config import JobSpec
 from gcore.errors import SpecError
 from gcore.ledger.facts import NodeFacts
 from gcore.ledger.job import EnginePlace, Plan, RankPlace
+from placement.replicas import SINGLE, Sizes, groups, sizes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +59,32 @@ class Apart:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a job wants placed. `ranks` None: one a node. `apart` None: all pools share all slots."""
+    """What a job wants placed. `ranks` None: one a node. `apart` None: all pools share all slots. `sizes`: slots of an engine."""
 
     ranks: int | None = None
     judges: tuple[JudgeWanted, ...] = ()
     apart: Apart | None = None
+    sizes: Sizes = SINGLE
 
     @classmethod
     def by(cls, spec: JobSpec) -> Wanted:
         """What `spec` says."""
         judges = tuple(JudgeWanted(one.name, one.serving.replicas) for one in spec.judges if one.model is not None)
         if spec.placement.policy != "static":  # of a policy that moves slots `placement.live` knows more
-            return cls(spec.train.ranks, judges)
+            return cls(spec.train.ranks, judges, sizes=sizes_of(spec))
         apart = Apart(spec.placement.train or 0, spec.placement.reward or 0)
-        return cls(apart.train, judges, apart)
+        return cls(apart.train, judges, apart, sizes_of(spec))
+
+
+def divided(snapshot: Snapshot, sizes: Sizes) -> Snapshot:
+    """Without the slots of a node that are too few for a replica: a node that comes later may have another number than the others."""
+    if sizes.widest == 1:
+        return snapshot
+    return Snapshot(
+        tuple(
+            replace(node, slots=node.slots[: len(node.slots) // sizes.widest * sizes.widest]) for node in snapshot.nodes
+        )
+    )
 
 
 def first_plan(snapshot: Snapshot, wanted: Wanted, *, world: str, generation: int) -> Plan:
@@ -83,13 +97,25 @@ def first_plan(snapshot: Snapshot, wanted: Wanted, *, world: str, generation: in
             where="train.ranks" if wanted.apart is None else "placement",
             fix=f"Lower {_to_lower(wanted)}, or start controllers with more slots",
         )
+    sizes = wanted.sizes
+    rollout, reward = (_round_robin(nodes, size) for size in (sizes.rollout, sizes.reward))
     if wanted.apart is None:
-        rollout, reward = places, places
         how = f"colocated: {len(places)} slots on {len(nodes)} nodes take rollout and train in turn, {ranks} ranks"
     else:
-        reward = places[wanted.apart.train : wanted.apart.train + wanted.apart.reward]
-        rollout = places[wanted.apart.train + wanted.apart.reward :]
-        how = f"static: of {len(places)} slots {ranks} train, {len(reward)} judge, {len(rollout)} roll out"
+        if (
+            sizes.widest > 1
+        ):  # node by node, so that ranks and smaller engines break as few of the larger ones' slots as can be
+            places = [place for node in nodes for place in _round_robin([node])]
+            reward = (
+                reward
+                if sizes.reward > sizes.rollout
+                else [one for node in nodes for one in _round_robin([node], sizes.reward)]
+            )
+        training = places[: wanted.apart.train]
+        reward = _free(reward, training)[: wanted.apart.reward // sizes.reward]
+        rollout = _free(rollout, [*training, *reward])
+        judge, roll = (sum(len(one.slots) for one in engines) for engines in (reward, rollout))
+        how = f"static: of {len(places)} slots {ranks} train, {judge} judge, {roll} roll out"
     return Plan(
         generation=generation,
         world=world,
@@ -131,10 +157,20 @@ def _judge_places(
     return more
 
 
-def _round_robin(nodes: Sequence[NodeSlots]) -> list[EnginePlace]:
-    """The slots, one of each node before the second of any."""
-    deepest = max((len(n.slots) for n in nodes), default=0)
-    return [EnginePlace(node=n.node, slot=n.slots[i]) for i in range(deepest) for n in nodes if i < len(n.slots)]
+def _round_robin(nodes: Sequence[NodeSlots], size: int = 1) -> list[EnginePlace]:
+    """The slots, or replicas of so many, one of each node before the second of any."""
+    of_nodes = [
+        [EnginePlace(node=n.node, slot=first, further=tuple(more)) for first, *more in groups(n.slots, size)]
+        for n in nodes
+    ]
+    deepest = max(map(len, of_nodes), default=0)
+    return [of_node[i] for i in range(deepest) for of_node in of_nodes if i < len(of_node)]
+
+
+def _free(places: Sequence[EnginePlace], taken: Iterable[EnginePlace]) -> list[EnginePlace]:
+    """Those that have no slot in common with the others."""
+    slots = {(place.node, slot) for place in taken for slot in place.slots}
+    return [place for place in places if slots.isdisjoint((place.node, slot) for slot in place.slots)]
 
 
 MARGIN = 2.0
@@ -152,15 +188,16 @@ def joined(plan: Plan, snapshot: Snapshot, wanted: Wanted, *, moves: bool = Fals
     `moved` by then. Where pools have slots of their own, a slot that comes is rollout's; judges have as many engines as the first
     plan gave them.
     """
-    taken = {(place.node, place.slot) for place in plan.engines}
-    together = bool(taken & {(place.node, place.slot) for place in plan.ranks})
-    if wanted.apart is not None or moves:
-        taken |= {(place.node, place.slot) for place in plan.ranks}
-    places = _round_robin(sorted(snapshot.nodes, key=lambda n: n.node))
-    fresh = [place for place in places if (place.node, place.slot) not in taken]
+    ranks = [EnginePlace(node=place.node, slot=place.slot) for place in plan.ranks]
+    on = {(place.node, slot) for place in plan.engines for slot in place.slots}
+    together = any((rank.node, rank.slot) in on for rank in ranks)
+    taken = [*plan.engines, *(ranks if wanted.apart is not None or moves else ())]
+    nodes = sorted(snapshot.nodes, key=lambda n: n.node)
+    fresh = _free(_round_robin(nodes, wanted.sizes.rollout), taken)
+    to_judge = _free(_round_robin(nodes, wanted.sizes.reward), taken)
     if not fresh:
         return None
-    judging = _judge_places(wanted.judges, fresh, plan.engines) if wanted.apart is None else []
+    judging = _judge_places(wanted.judges, to_judge, plan.engines) if wanted.apart is None else []
     if moves and not together:
         judging = [place.model_copy(update={"asleep": True}) for place in judging]
     names = ", ".join(sorted({place.node for place in fresh}))
@@ -169,7 +206,7 @@ def joined(plan: Plan, snapshot: Snapshot, wanted: Wanted, *, moves: bool = Fals
             "generation": plan.generation + 1,
             "engines": (*plan.engines, *fresh, *judging),
             "lent_from": None,
-            "reason": f"{plan.reason}; then engines on {len(fresh)} slots of {names}",
+            "reason": f"{plan.reason}; then engines on {sum(len(place.slots) for place in fresh)} slots of {names}",
         }
     )
 
@@ -184,22 +221,23 @@ def moved(plan: Plan, snapshot: Snapshot, wanted: Wanted) -> Plan | None:
     here = {(node.node, slot) for node in snapshot.nodes for slot in node.slots}
     there = [place for place in plan.engines if (place.node, place.slot) in here]
     rollout = [place for place in there if not place.judge]
-    taken: EnginePlace | None = None
+    nodes = sorted(snapshot.nodes, key=lambda n: n.node)
+    taken: list[EnginePlace] = []
     if wanted.apart is None:
-        slots, judges = _round_robin(sorted(snapshot.nodes, key=lambda n: n.node)), wanted.judges
+        slots, judges = _round_robin(nodes, wanted.sizes.reward), wanted.judges
     else:
         served = {place.judge for place in there}
         judges = tuple(judge for judge in wanted.judges if judge.name not in served)
-        slots = [EnginePlace(node=n, slot=s) for n, s in sorted({(p.node, p.slot) for p in there if p.judge})]
-        if not slots and len(rollout) > 1:
-            taken = rollout[-1]
-            slots = [taken]
+        of_judges = {(p.node, p.slot): p.model_copy(update={"judge": ""}) for p in there if p.judge}
+        slots = [of_judges[one] for one in sorted(of_judges)]
+        if not slots:
+            taken, slots = _given_up(rollout, nodes, wanted.sizes)
     more = _judge_places(judges, slots, there)
     names = {place.judge for place in more}
     left = [place for place in plan.engines if place.judge in names and (place.node, place.slot) not in here]
     if not left:
         return None
-    engines = tuple(place for place in plan.engines if place not in left and place != taken)
+    engines = tuple(place for place in plan.engines if place not in left and place not in taken)
     away = ", ".join(sorted({place.node for place in left}))
     return plan.model_copy(
         update={
@@ -211,6 +249,20 @@ def moved(plan: Plan, snapshot: Snapshot, wanted: Wanted) -> Plan | None:
     )
 
 
+def _given_up(
+    rollout: Sequence[EnginePlace], nodes: Sequence[NodeSlots], sizes: Sizes
+) -> tuple[list[EnginePlace], list[EnginePlace]]:
+    """The last engines of the policy that a judge's engine may take the place of, if one is left then, and that place."""
+    ranked = {place: number for number, place in enumerate(rollout)}
+    found: list[tuple[int, list[EnginePlace], EnginePlace]] = []
+    for wide in _round_robin(nodes, sizes.reward):
+        over = [one for one in rollout if one.node == wide.node and not set(one.slots).isdisjoint(wide.slots)]
+        if over and len(over) < len(rollout) and {slot for one in over for slot in one.slots} >= set(wide.slots):
+            found.append((max(ranked[one] for one in over), over, wide))
+    _, given, place = max(found, key=lambda one: one[0], default=(0, [], None))
+    return given, [] if place is None else [place]
+
+
 def ranks_wanted(snapshot: Snapshot, wanted: Wanted) -> int:
     """How many ranks a world formed now has."""
     return wanted.ranks if wanted.ranks is not None else sum(1 for node in snapshot.nodes if node.slots)
@@ -220,7 +272,7 @@ def slots_lacking(snapshot: Snapshot, wanted: Wanted) -> int:
     """How many slots more it takes before the job can be placed; 0: it fits."""
     need = ranks_wanted(snapshot, wanted) or 1
     if wanted.apart is not None:
-        need += wanted.apart.reward + 1
+        need += wanted.apart.reward + wanted.sizes.rollout
     return max(need - snapshot.slots, 0)
 
 

@@ -20,6 +20,7 @@ from controllers.service.capability import (
     check_moving,
     check_ranks,
     check_served,
+    check_spans,
     check_streamed,
 )
 from controllers.service.checking import check_submission
@@ -86,6 +87,7 @@ class Submissions:
             check_served(spec, (await self._jobs.cluster()).nodes)
             check_streamed(spec)
             check_moving(spec)
+            check_spans(spec, (await self._jobs.cluster()).nodes)
             check_copies(spec, local=self._local)
             check_environment(spec)
             run_root = self._run_root if spec.storage.root is None else Path(spec.storage.root)

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from gcore.config.base import Option, Section
+from gcore.config.spanning import SPANS, SlotsPerEngine, refuse_torch
 
 JudgeName = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,30}[A-Za-z0-9])?$")]
 MOST_JUDGES = 16
@@ -45,6 +46,7 @@ class JudgeServing(Section):
     """The engines of one judge."""
 
     engine: Literal["torch", "sglang"] = Field("torch", description="What serves it")
+    slots_per_engine: SlotsPerEngine = Field(1, description=f"{SPANS}; the same for all judges")
     replicas: PositiveInt | None = Field(None, description="Engines in the cluster; default: one on each of its slots")
     batch_slots: PositiveInt = Field(64, description="Sequences an engine decodes at once, at most")
     cache_tokens: PositiveInt | None = Field(
@@ -59,6 +61,8 @@ class JudgeServing(Section):
     def _arguments_are_sglangs(self) -> JudgeServing:
         if self.engine == "torch" and self.engine_args:
             raise ValueError("engine_args are SGLang's; set engine: sglang")
+        if (why := refuse_torch(self.engine, self.slots_per_engine)) is not None:
+            raise ValueError(why)
         return self
 
 

@@ -8,12 +8,14 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from gcore.config.base import Section
 from gcore.config.sources import StopString, Temperature
+from gcore.config.spanning import SPANS, SlotsPerEngine, refuse_torch
 
 
 class RolloutSpec(Section):
     """Generation."""
 
     engine: Literal["torch", "sglang"] = Field("torch", description="What serves the rollout pool")
+    slots_per_engine: SlotsPerEngine = Field(1, description=SPANS)
     temperature: Temperature = Field(1.0, description="Sampling temperature; the trainer divides its logits by it too")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Nucleus; below 1 needs `correction`")
     top_k: int | None = Field(None, ge=1, description="Keep only the k likeliest tokens; needs `correction`")
@@ -115,6 +117,8 @@ class RolloutSpec(Section):
             raise ValueError("deterministic is the torch engine's; give SGLang its own flags in engine_args")
         if self.engine == "torch" and self.engine_args:
             raise ValueError("engine_args are SGLang's; set engine: sglang")
+        if (why := refuse_torch(self.engine, self.slots_per_engine)) is not None:
+            raise ValueError(why)
         return self
 
 

@@ -35,6 +35,7 @@ from gcore.config.sources import (
     DataSpec,
     training_sources,
 )
+from gcore.config.spanning import refuse_spans
 from gcore.config.train import TrainSpec
 
 FIXED_POLICIES = ("colocated", "static")
@@ -252,7 +253,9 @@ class JobSpec(Section):
             raise ValueError(why)
         if (why := refuse_judges(self)) is not None:
             raise ValueError(why)
-        if (why := refuse_placement(self) or refuse_turns(self) or refuse_environment_reward(self)) is not None:
+        if (why := refuse_placement(self) or refuse_spans(self) or refuse_turns(self)) is not None:
+            raise ValueError(why)
+        if (why := refuse_environment_reward(self)) is not None:
             raise ValueError(why)
         longest, context = self.rollout.max_new_tokens, self.model.max_length
         if (why := refuse_environment(self.environment, longest, context)) is not None:

@@ -46,8 +46,8 @@ class Ticket:
 
 
 class EmulatedEngine:
-    """One engine. `name` tells it from others, for its pace. `slot`: where it is resident; None: one of its own. Belongs to the loop in
-    which it is first asked."""
+    """One engine. `name` tells it from others, for its pace. `slot`: where it is resident, None: one of its own; `spans`: on which slots
+    there. Belongs to the loop in which it is first asked."""
 
     def __init__(
         self,
@@ -59,6 +59,7 @@ class EmulatedEngine:
         rows: int,
         version: str,
         slot: LiveSlot | None = None,
+        spans: tuple[str, ...] = ("",),
     ) -> None:
         self.name = name
         self.model = model
@@ -69,7 +70,7 @@ class EmulatedEngine:
         self._voice = Voice(timing.law, model.words, model.longest, model.verdict)
         self.device = Device(timing, self._response, rows=rows, version=version)
         self._slot = slot or LiveSlot(clock, timing.law.speedup)
-        self._slot.add(self.device, self._deliver)
+        self._slot.add(self.device, self._deliver, spans)
         self.gate = Gate(lambda: self.device.still)
         self.requests = 0
         self.prompt_tokens = 0

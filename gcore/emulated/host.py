@@ -146,7 +146,7 @@ class Host:
             await self._clock.sleep(LINGER_S)
             return
         law = self._law.of_judges if placed.judge else self._law.of_policy
-        timing = Timing(self._law, placed.instance, law)
+        timing = Timing(self._law, placed.instance, law, slots=len(placed.slots))
         timing.step = self._step
         loading = asyncio.ensure_future(self._clock.sleep(timing.load() / self._law.speedup))
         await asyncio.wait({loading, ended}, return_when=asyncio.FIRST_COMPLETED)
@@ -154,9 +154,11 @@ class Host:
         if ended.done():
             return
         rows = launch.rows if not placed.judge else launch.judge(placed.judge).rows
-        slot = self._slots[placed.slot]
-        version = launch.weight_version
-        engine = EmulatedEngine(placed.instance, model, timing, self._clock, rows=rows, version=version, slot=slot)
+        slot = self._slots[launch.block(placed.slot)]
+        version, spans = launch.weight_version, placed.slots
+        engine = EmulatedEngine(
+            placed.instance, model, timing, self._clock, rows=rows, version=version, slot=slot, spans=spans
+        )
         port = await self._doors.open()
         self._engines[port] = engine
         try:
@@ -211,6 +213,7 @@ class Host:
             state=state,
             address=address,
             judge=placed.judge,
+            further=placed.further,
         )
 
 

@@ -35,11 +35,18 @@ def remark(slots: Iterable[str]) -> str:
 
 
 class PlacedEngine(Part):
-    """An engine of the process: the worker that it registers as, its slot, and the judge that it serves if it does not the policy."""
+    """An engine of the process: the worker that it registers as, its slot, those behind it that it spans, and the judge that it serves if
+    it does not the policy."""
 
     instance: str
     slot: str
     judge: str = ""
+    further: tuple[str, ...] = ()
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """All that it spans."""
+        return (self.slot, *self.further)
 
 
 class ServedJudge(Part):
@@ -68,10 +75,19 @@ class HostLaunch(Record):
     longest: PositiveInt | None = None
     """Tokens of the longest response that the job asks the policy for."""
     judges: tuple[ServedJudge, ...] = ()
+    slots: tuple[str, ...] = ()
+    """The node's, in their order."""
+    widest: PositiveInt = 1
+    """Slots that an engine of the job spans, at most: so many that follow one another are shared among the engines there."""
     weight_version: str
     lease_ttl_s: PositiveInt = 10
     orphan_grace_s: NonNegativeFloat = 60.0
     store_grace_s: PositiveFloat = 1800.0
+
+    def block(self, slot: str) -> str:
+        """The first of the slots with which `slot` has engines in common."""
+        at = self.slots.index(slot) if self.widest > 1 and slot in self.slots else None
+        return slot if at is None else self.slots[at - at % self.widest]
 
     def judge(self, name: str) -> ServedJudge:
         """The judge of that name, which an engine of the document serves."""

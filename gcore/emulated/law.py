@@ -46,6 +46,8 @@ class Law(Part):
     shared_loss: NonNegativeFloat = 0.0
     """What engines that compute on one slot at once lose by that, beside the pace that they share: of two, each step takes
     2 * (1 + `shared_loss`) times as long."""
+    span_gain: Share = 0.8
+    """What an engine gains by slots: over n of them it reads and decodes n ** `span_gain` times as fast as over one."""
     publish_s: NonNegativeFloat = 0.2
     """New weights into an engine."""
     sleep_s: NonNegativeFloat = 0.2
@@ -155,11 +157,13 @@ def generator(*names: object) -> np.random.Generator:
 class Timing:
     """One replica's durations, in emulated seconds; each call draws anew. `name` tells replicas apart, and runs.
 
-    `engine`: of which kind it is, if it is an engine; None: the policy's. `step`: the step that its weights are of, or that it was told.
+    `engine`: of which kind it is, if it is an engine; None: the policy's. `slots`: that it spans. `step`: the step that its weights are of,
+    or that it was told.
     """
 
-    def __init__(self, law: Law, name: str, engine: EngineLaw | None = None) -> None:
+    def __init__(self, law: Law, name: str, engine: EngineLaw | None = None, slots: int = 1) -> None:
         self.law = law
+        self._faster = float(slots**law.span_gain)
         self.engine = engine or law.of_policy
         self.step = 0
         self._draws = generator("timing", law.seed, name)
@@ -171,11 +175,11 @@ class Timing:
 
     def prefill(self, tokens: int) -> float:
         """Reading so many tokens of prompts."""
-        return self._taken(tokens / self.law.prefill_tokens_per_s)
+        return self._taken(tokens / self.law.prefill_tokens_per_s / self._faster)
 
     def decode_step(self, sequences: int) -> float:
         """One more token of each of so many sequences, at least 1."""
-        return self._taken(self.engine.decode_step(sequences, self.step))
+        return self._taken(self.engine.decode_step(sequences, self.step) / self._faster)
 
     def publish(self) -> float:
         """Taking new weights in."""

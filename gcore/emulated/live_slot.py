@@ -1,4 +1,5 @@
-"""An emulated slot in an event loop: what is done to its devices, and when what they have made is delivered.
+"""An emulated slot, or several that have engines in common, in an event loop: what is done to its devices, and
+when what they have made is delivered.
 
 One alarm a slot, set for the next end of any of its devices; nothing runs between two of them.
 """
@@ -30,12 +31,12 @@ class LiveSlot:
         """Emulated seconds."""
         return self._clock.monotonic() * self._speedup
 
-    def add(self, device: Device, deliver: Deliver) -> None:
-        """It is resident from now on; `deliver` is handed what ends."""
+    def add(self, device: Device, deliver: Deliver, on: tuple[str, ...] = ("",)) -> None:
+        """It is resident from now on, on these slots; `deliver` is handed what ends."""
         now = self.now()
         self._advance(now)
         self._deliver[device] = deliver
-        self._slot.add(device, now)
+        self._slot.add(device, now, on)
 
     def remove(self, device: Device) -> None:
         """It is gone, with all that it had under way."""

@@ -23,6 +23,8 @@ JUDGES_CAME = 2
 judges is created while one is there (`controllers.service.capability`)."""
 SLEEP_CAME = 2
 """The same of engines that sleep: a node that does not know them would ask them, and wait for ever."""
+SPANS_CAME = 2
+"""The same of engines that span several slots: a node that does not know them would start one on the first of its slots alone."""
 FACTS_CAME = 2
 """The schema version from which on nodes tell what they are, and jobs what their models are. Who does not know it plans without."""
 
@@ -82,9 +84,9 @@ class JobStatus(Record):
 
 
 class EnginePlace(Part):
-    """A replica on one slot that generates: of the rollout pool, or of the reward pool. Several may be resident on one slot."""
+    """A replica that generates: of the rollout pool, or of the reward pool. It lies on one node; several may be resident on one slot."""
 
-    came_with: ClassVar[Mapping[str, int]] = {"judge": JUDGES_CAME, "asleep": SLEEP_CAME}
+    came_with: ClassVar[Mapping[str, int]] = {"judge": JUDGES_CAME, "asleep": SLEEP_CAME, "further": SPANS_CAME}
 
     node: str
     slot: str
@@ -92,6 +94,13 @@ class EnginePlace(Part):
     """The judge whose engine it is; empty: it serves the policy."""
     asleep: bool = False
     """Whether it is resident there without its memory: nobody asks it, and nothing is published to it (`controllers.sleeping`)."""
+    further: tuple[str, ...] = ()
+    """The slots that it spans behind `slot`, in their order; by `slot` and `judge` alone it is told apart from the others of its node."""
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """All that it spans."""
+        return (self.slot, *self.further)
 
     @property
     def pool(self) -> Literal["rollout", "reward"]:

@@ -21,7 +21,7 @@ WorkerState = Literal["starting", "serving", "failed", "stopping"]
 class WorkerRecord(Record):
     """`workers/{instance}`, under the worker's lease."""
 
-    came_with: ClassVar[Mapping[str, int]] = {"judge": 2}
+    came_with: ClassVar[Mapping[str, int]] = {"judge": 2, "further": 2}
 
     instance: str
     node: str
@@ -42,6 +42,13 @@ class WorkerRecord(Record):
     rank: int | None = None
     judge: str = ""
     """The judge that an engine of the reward pool serves."""
+    further: tuple[str, ...] = ()
+    """The slots that an engine spans behind `slot`, in their order."""
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """All that it is on."""
+        return (self.slot, *self.further)
 
     @property
     def process(self) -> ProcessId:
@@ -79,7 +86,7 @@ class StoreRef(Part):
 class LaunchSpec(Record):
     """The file that `gcore-worker --launch` reads. All times in seconds."""
 
-    came_with: ClassVar[Mapping[str, int]] = {"judge": 2}
+    came_with: ClassVar[Mapping[str, int]] = {"judge": 2, "further": 2}
 
     instance: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
     node: str
@@ -100,6 +107,8 @@ class LaunchSpec(Record):
     world: str | None = None
     rank: NonNegativeInt | None = None
     judge: str = ""
+    further: tuple[str, ...] = ()
+    """As in the registration."""
     lease_ttl_s: PositiveInt = 10
     orphan_grace_s: NonNegativeFloat = 60.0
     """So long may the node be without a controller before the worker drains and ends."""

@@ -212,4 +212,5 @@ class Supervisor:
             world=spec.world,
             rank=spec.rank,
             judge=spec.judge,
+            further=spec.further,
         )

@@ -7,8 +7,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from gcore.ledger.job import Plan
-from placement.assign import POOLS, Dealt, Sizes, Slot, assigned, changes, dealt, nearest, roles, split_of
+from placement.assign import POOLS, Dealt, Slot, assigned, changes, dealt, nearest, roles, split_of
 from placement.plan import NodeSlots, Snapshot
+from placement.replicas import Sizes
 from placement.split import Bounds, Split, feasible
 
 JUDGES = ("j", "k")

@@ -169,3 +169,12 @@ def test_a_file_that_holds_no_law_is_refused(tmp_path: Path, text: str) -> None:
 def test_only_emulated_slots_are() -> None:
     assert is_emulated("emulated:3")
     assert not any(map(is_emulated, ("cpu:0", "cuda:0")))
+
+
+@pytest.mark.parametrize(("slots", "gain", "times"), [(1, 0.8, 1.0), (4, 0.5, 2.0), (2, 1.0, 2.0), (8, 0.0, 1.0)])
+def test_an_engine_over_several_slots_is_faster_by_the_laws_own_scale(slots: int, gain: float, times: float) -> None:
+    law = Law(replica_noise=0, event_noise=0, span_gain=gain)
+    one, wide = Timing(law, "a"), Timing(law, "a", slots=slots)
+    assert one.decode_step(5) == pytest.approx(times * wide.decode_step(5))
+    assert one.prefill(100) == pytest.approx(times * wide.prefill(100))
+    assert one.publish() == wide.publish(), "what is copied takes as long"

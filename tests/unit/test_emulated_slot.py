@@ -126,3 +126,18 @@ def test_when_a_shared_slot_is_looked_at_changes_nothing_and_no_work_is_won_by_s
         assert looked.ended[key] == pytest.approx(when, abs=1e-4)
         at, _, length = arrivals[key[1]]
         assert when >= at + length - 1e-4
+
+
+def test_one_over_two_slots_is_held_up_by_who_computes_on_either_and_those_beside_it_by_it_alone() -> None:
+    scene = Scene(3)
+    for device, on in zip(scene.devices, (("a", "b"), ("a",), ("b",)), strict=True):
+        scene.slot.remove(device, 0.0)
+        scene.slot.add(device, 0.0, on)
+    for which in range(3):
+        scene.submit(which, task(which, 4), 0.0)
+    scene.until(100.0)
+    assert scene.ended == {(which, which): pytest.approx(8.0) for which in range(3)}, "on each slot two had their turns"
+    scene.submit(1, task(3, 4), 100.0)
+    scene.submit(2, task(4, 4), 100.0)
+    scene.until(200.0)
+    assert (scene.ended[1, 3], scene.ended[2, 4]) == (pytest.approx(104.0), pytest.approx(104.0)), "slots of their own"

@@ -1,0 +1,58 @@
+"""Replicas: the slots that together run one engine (tensor parallel). Pure.
+
+A replica lies on one node, and on slots that follow one another there, from a multiple of its size on. So of two sizes of which one
+divides the other the smaller replicas lie within the larger ones, and every node whose slots can be divided is filled by either: whichever
+pool has a replica's slots, an engine of the other can be resident on them, asleep. What is left over of a node is no replica's. A
+train rank is one slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from gcore.config import JobSpec
+    from gcore.ledger.job import Plan
+
+Pool = Literal["train", "reward", "rollout"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Slots of one replica. A replica lies on one node; a rank is one slot."""
+
+    rollout: int = 1
+    reward: int = 1
+
+    def of(self, pool: Pool) -> int:
+        """Of a pool."""
+        return 1 if pool == "train" else self.rollout if pool == "rollout" else self.reward
+
+    @property
+    def widest(self) -> int:
+        """Of the larger ones."""
+        return max(self.rollout, self.reward)
+
+
+SINGLE = Sizes()
+"""A slot for each."""
+
+
+def sizes_of(spec: JobSpec) -> Sizes:
+    """What `spec` says: all judges that the cluster serves are alike in this (`gcore.config.spanning`)."""
+    served = [judge.serving.slots_per_engine for judge in spec.judges if judge.model is not None]
+    return Sizes(spec.rollout.slots_per_engine, max(served, default=1))
+
+
+def spanned(plan: Plan) -> Sizes:
+    """As a plan has them; engines of a pool are alike."""
+    found = {place.pool: len(place.slots) for place in plan.engines}
+    return Sizes(found.get("rollout", 1), found.get("reward", 1))
+
+
+def groups(slots: Sequence[str], size: int) -> Iterator[tuple[str, ...]]:
+    """A node's slots as replicas of so many."""
+    for begin in range(0, len(slots) - size + 1, size):
+        yield tuple(slots[begin : begin + size])

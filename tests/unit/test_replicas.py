@@ -1,0 +1,172 @@
+"""Engines that span several slots: on one node each, whole or not at all, and on the same slots whichever pool has them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from gcore.errors import SpecError
+from gcore.ledger.job import EnginePlace, Plan
+from placement.assign import assigned, changes, roles, slots_of, split_of
+from placement.live import Moving, mended, placed
+from placement.plan import Apart, JudgeWanted, NodeSlots, Snapshot, Wanted, divided, first_plan, joined, moved
+from placement.replicas import Sizes, groups, spanned
+from placement.split import Bounds, Split, feasible
+
+SIZES = st.sampled_from([Sizes(2, 1), Sizes(1, 2), Sizes(2, 2), Sizes(4, 2), Sizes(2, 4), Sizes(4, 4)])
+JUDGES = ("j", "k")
+WANTED = tuple(JudgeWanted(name) for name in JUDGES)
+
+
+def cluster(*counts: int) -> Snapshot:
+    return Snapshot(
+        tuple(NodeSlots(f"n{i}", tuple(f"cuda:{s}" for s in range(count))) for i, count in enumerate(counts))
+    )
+
+
+@st.composite
+def situations(draw: st.DrawFn) -> tuple[Snapshot, Sizes, Split, Split]:
+    """Two splits of a cluster whose nodes' slots can be divided."""
+    sizes = draw(SIZES)
+    blocks = draw(st.lists(st.integers(1, 8 // sizes.widest), min_size=1, max_size=3))
+    snapshot = cluster(*(count * sizes.widest for count in blocks))
+    trains = tuple(range(1, snapshot.slots + 1))
+    splits = list(feasible(Bounds(snapshot.slots, sizes.rollout, sizes.reward, trains)))
+    assume(splits)
+    return snapshot, sizes, draw(st.sampled_from(splits)), draw(st.sampled_from(splits))
+
+
+def check(plan: Plan, snapshot: Snapshot, sizes: Sizes) -> None:
+    whole = {(n.node, group) for n in snapshot.nodes for size in (1, 2, 4) for group in groups(n.slots, size)}
+    assert all((place.node, place.slots) in whole for place in plan.engines), "on one node, side by side"
+    assert all(len(place.slots) == sizes.of(place.pool) for place in plan.engines)
+    for judge in ("", *JUDGES):
+        on = [slot for place in plan.engines if place.judge == judge for slot in slots_of(place)]
+        assert len(set(on)) == len(on), "a slot has one engine of a model"
+        assert any(place.judge == judge and not place.asleep for place in plan.engines)
+    if split_of(plan).mode == "coexisting":
+        awake = [slot for replicas in roles(plan).values() for replica in replicas for slot in replica]
+        assert len(set(awake)) == len(awake), "a slot serves one pool"
+        training = {(rank.node, rank.slot) for rank in plan.ranks}
+        assert all((one.node, one.slot) not in training for place in plan.engines for one in slots_of(place))
+
+
+def planned(split: Split, current: Plan | None, snapshot: Snapshot, sizes: Sizes, world: str = "w") -> Plan | None:
+    number = 1 if current is None else current.generation + 1
+    return assigned(split, current, snapshot, JUDGES, world=world, generation=number, sizes=sizes)
+
+
+@given(situations())
+def test_every_split_can_be_had_on_nodes_whose_slots_can_be_divided_and_whatever_was_before_in_a_new_world(
+    given_: tuple[Snapshot, Sizes, Split, Split],
+) -> None:
+    snapshot, sizes, first, second = given_
+    plan = planned(first, None, snapshot, sizes)
+    after = planned(second, plan, snapshot, sizes, "x")
+    assert plan is not None
+    assert after is not None
+    for found, split in ((plan, first), (after, second)):
+        check(found, snapshot, sizes)
+        assert split_of(found) == split
+        assert spanned(found) == sizes
+        again = planned(split, found, snapshot, sizes, found.world)
+        assert again is not None
+        assert (again.engines, again.ranks, changes(found, again)) == (found.engines, found.ranks, [])
+
+
+@given(situations())
+def test_within_a_world_its_ranks_stay_and_whole_engines_change_over(
+    given_: tuple[Snapshot, Sizes, Split, Split],
+) -> None:
+    snapshot, sizes, first, second = given_
+    assume(first.train == second.train)
+    plan = planned(first, None, snapshot, sizes)
+    assert plan is not None
+    after = planned(second, plan, snapshot, sizes)
+    if after is None:  # as the ranks lie, no node has whole engines' slots for that
+        assert sizes.rollout != sizes.reward or first.mode != second.mode
+        return
+    check(after, snapshot, sizes)
+    assert after.ranks == plan.ranks
+    assert split_of(after) == second
+
+
+@given(situations())
+def test_a_policy_that_moves_slots_begins_and_goes_on_with_whole_engines(
+    given_: tuple[Snapshot, Sizes, Split, Split],
+) -> None:
+    snapshot, sizes, wanted, _ = given_
+    job = Moving(JUDGES, None, 64, None, None, sizes=sizes)
+    plan = placed(snapshot, job, world="w", generation=1, wanted=wanted)
+    assert plan is not None
+    check(plan, snapshot, sizes)
+    left = Snapshot(snapshot.nodes[1:])
+    found = mended(plan, left, job) if left.slots else None
+    if found is not None:
+        assert found.ranks == plan.ranks
+        assert all(len(place.slots) == sizes.of(place.pool) for place in found.engines)
+
+
+@given(SIZES, st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(1, 6), st.integers(0, 2))
+def test_a_static_placement_gives_each_pool_whole_engines(
+    sizes: Sizes, blocks: list[int], train: int, judging: int
+) -> None:
+    snapshot = cluster(*(count * sizes.widest for count in blocks))
+    reward = judging * sizes.reward
+    wanted = Wanted(train, WANTED if judging else (), Apart(train, reward), sizes)
+    try:
+        plan = first_plan(snapshot, wanted, world="w", generation=1)
+    except SpecError:
+        assert train + reward + sizes.rollout > snapshot.slots
+        return
+    pools = roles(plan)
+    assert {pool: sum(map(len, pools[pool])) for pool in ("train", "reward")} == {"train": train, "reward": reward}
+    assert pools["rollout"], "the policy has an engine"
+    slots = [slot for replicas in pools.values() for replica in replicas for slot in replica]
+    assert len(set(slots)) == len(slots)
+    assert all(len({slot.node for slot in replica}) == 1 for replicas in pools.values() for replica in replicas)
+
+
+def test_colocated_engines_fill_every_node_and_a_node_that_comes_gets_whole_ones() -> None:
+    wanted = Wanted(2, WANTED, sizes=Sizes(2, 4))
+    plan = first_plan(cluster(4, 4), wanted, world="w", generation=1)
+    assert [place.slots for place in plan.engines if place.node == "n0"] == [
+        ("cuda:0", "cuda:1"),
+        ("cuda:2", "cuda:3"),
+        ("cuda:0", "cuda:1", "cuda:2", "cuda:3"),
+        ("cuda:0", "cuda:1", "cuda:2", "cuda:3"),
+    ]
+    grown = joined(plan, divided(cluster(4, 4, 7), wanted.sizes), wanted)
+    assert grown is not None
+    there = [place for place in grown.engines if place.node == "n2"]
+    assert sorted(place.judge for place in there) == ["", "", "j", "k"]
+    assert "n2" in grown.reason
+    assert "engines on 4 slots" in grown.reason
+    assert joined(grown, divided(cluster(4, 4, 7), wanted.sizes), wanted) is None
+
+
+@pytest.mark.parametrize(
+    ("sizes", "left", "given"),
+    [
+        pytest.param(Sizes(1, 2), 2, ("cuda:2", "cuda:3"), id="two of the policy's make room for one judge"),
+        pytest.param(Sizes(2, 1), 1, ("cuda:2",), id="one of the policy's makes room on its first slot"),
+        pytest.param(Sizes(2, 2), 1, ("cuda:2", "cuda:3"), id="one for one"),
+    ],
+)
+def test_a_judge_whose_node_stays_away_gets_whole_engines_of_the_policys_slots(
+    sizes: Sizes, left: int, given: tuple[str, ...]
+) -> None:
+    judge = EnginePlace(node="gone", slot="cuda:0", judge="j", further=("cuda:1",) * (sizes.reward == 2))
+    here = cluster(4)
+    engines = [EnginePlace(node="n0", slot=g[0], further=g[1:]) for g in groups(here.nodes[0].slots, sizes.rollout)]
+    plan = Plan(generation=1, world="w", ranks=(), engines=(*engines, judge))
+    after = moved(plan, here, Wanted(1, (JudgeWanted("j"),), Apart(1, sizes.reward), sizes))
+    assert after is not None
+    assert [place.slots for place in after.engines if place.judge] == [given]
+    assert sum(not place.judge for place in after.engines) == left
+
+
+def test_what_is_left_over_of_a_node_serves_nothing() -> None:
+    assert [len(node.slots) for node in divided(cluster(5, 1, 4), Sizes(4, 2)).nodes] == [4, 0, 4]
+    assert divided(cluster(5, 1), Sizes()) == cluster(5, 1)
