@@ -9,7 +9,7 @@ they are not shown: a step that is taken for one of another split teaches worse 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gcore.ledger.books import of_version
 from gcore.ledger.guarded import Stored
@@ -41,7 +41,9 @@ class _Seen:
 class StepHistory:
     """Of one job, on one controller. Mutable."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, judges: int = 1) -> None:
+        """`judges`: those that the cluster serves."""
+        self._judges = max(judges, 1)
         self._seen: dict[Version, _Seen] = {}
         """Oldest first."""
         self._log: Mapping[int, Stored[LogEntry]] = {}
@@ -76,7 +78,8 @@ class StepHistory:
                 continue
             there = of_version(books, version)
             if seen.measured is None or len(there) > seen.booked:
-                seen.measured = measured(there.values(), seen.entry, seen.seal, seen.split, sizes)
+                found = measured(there.values(), seen.entry, seen.seal, seen.split, sizes)
+                seen.measured = of_slots(found, self._judges)
                 seen.booked = len(there)
             if version.step <= mirror.head.record.step:
                 newest[version.step] = seen.measured  # a step that was cut off has a later one of its number
@@ -105,6 +108,15 @@ class StepHistory:
     def _add(self, more: dict[Version, _Seen]) -> None:
         together = sorted((self._seen | more).items(), key=lambda one: one[1].entry.seq)
         self._seen = dict(together[-MOST_STEPS:])
+
+
+def of_slots(step: Measured, judges: int) -> Measured:
+    """What a slot's engines of so many judges do together, in place of what each does: whoever plans counts slots. All of them are taken
+    to be asked alike."""
+    if judges == 1:
+        return step
+    speed = tuple(replace(one, running=one.running * judges) if one.pool == "reward" else one for one in step.speed)
+    return replace(step, speed=speed)
 
 
 def _version(entry: LogEntry) -> Version:

@@ -341,6 +341,34 @@ def test_steps_are_remembered_with_their_lengths_and_what_the_books_say_later() 
     assert history.seconds() == {1: 3.0}
 
 
+async def test_several_judges_of_a_slot_count_as_one_engine_that_has_the_rows_of_all(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Else a slot with two judges is taken for half of what it is, and each forecast of another split is off by that."""
+    job, rows = Job(), []
+    own = job.view.spec.judges[0]
+    tutor = own.model_copy(update={"serving": own.serving.model_copy(update={"batch_slots": 8})})
+    critic = tutor.model_copy(update={"name": "critic", "serving": own.serving.model_copy(update={"batch_slots": 24})})
+    job.view = replace(job.view, spec=job.view.spec.model_copy(update={"judges": [tutor, critic]}))
+    policy = Scripted(Decision(FIRST, "well"))
+
+    def find(name: str) -> Any:
+        return lambda start: rows.append(start.reward_rows) or policy
+
+    monkeypatch.setattr("controllers.planner.find_policy", find)
+    monkeypatch.setattr("controllers.planner.BOOKS_S", 0.0)
+    sums = EngineSums(active_s=10.0, running_s=40.0, tokens=400, requests=8)
+    pools = {"rollout": sums, "reward": sums}
+    loads = dict.fromkeys(pools, (sums,))
+    book = StepBook(version=Version(0, 1), began=0.0, seconds=3.0, slots=3, engines=pools, loads=loads)
+    job.change(books={"node-0": stored(NodeBooks(node="node-0", steps=(book,)))})
+    await Planner(job, job.view.spec, FakeClock(), tmp_path)._turn()  # type: ignore[arg-type]
+    assert rows == [32]
+    ((step,),) = (situation.history for situation in policy.asked)
+    found = {one.pool: (one.running, one.token_s) for one in step.speed}
+    assert found == {"rollout": (4.0, 0.1), "reward": (8.0, 0.1)}
+
+
 def test_a_controller_that_has_just_begun_takes_its_steps_from_the_log() -> None:
     job = Job()
     assert [one.step for one in StepHistory().steps(job.mirror)] == [1]
