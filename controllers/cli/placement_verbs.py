@@ -19,7 +19,7 @@ from gcore.errors import GcoreError, Unreachable, UsageError
 
 if TYPE_CHECKING:
     from gcore.api.v1 import jobs_pb2 as pb
-    from gcore.ledger.placing import Move
+    from gcore.ledger.placing import Move, Stay
 
 EXAMPLES = """
 [bold]Examples[/bold]
@@ -94,15 +94,20 @@ def show(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, outpu
 def explain(
     job: JobName, last: Last = None, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE
 ) -> None:
-    """Why slots are where they are: each move, what idled, what was expected of it, and what came of it."""
-    from controllers.cli.placement_words import account, move_tree
+    """Why slots are where they are: each move, with what was expected and what came of it, and why nothing moved.
+
+    Of steps after which nothing moved: what the best other split would have saved, and why it was not taken.
+    """
+    from controllers.cli.placement_words import account, told_tree
 
     known = _known(job, home, address)
     moves = known.moves if last is None else known.moves[-last:]
+    left_out = len(known.moves) - len(moves)
+    stays = [one for one in known.stays if not left_out or one.time >= moves[0].time]
     if output is Output.JSON:
-        typer.echo(as_json([move_tree(move) for move in moves]))
+        typer.echo(as_json(told_tree(moves, stays)))
         return
-    for line in account(known.name, known.reply, moves, len(known.moves) - len(moves)):
+    for line in account(known.name, known.reply, moves, left_out, stays):
         typer.echo(line)
 
 
@@ -148,10 +153,11 @@ def pin(
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A job's moves, and its placement, if a cluster is up."""
+    """A job's moves and the stretches without any, and its placement, if a cluster is up."""
 
     name: str
     moves: tuple[Move, ...]
+    stays: tuple[Stay, ...]
     reply: pb.PlacementReply | None
 
 
@@ -179,8 +185,9 @@ def _known(job: str, home: Path, address: str | None) -> Known:
         from controllers.cli.summary import finished_run
 
         run = finished_run(home, job, error)
-        return Known(run["job"], tuple(_of_file(Path(run["folder"]) / NAME)), None)
-    return Known(reply.name, all_moves(reply), reply)
+        moves, stays = _of_file(Path(run["folder"]) / NAME)
+        return Known(run["job"], tuple(moves), tuple(stays), None)
+    return Known(reply.name, all_moves(reply), all_stays(reply), reply)
 
 
 def all_moves(reply: pb.PlacementReply) -> tuple[Move, ...]:
@@ -189,15 +196,27 @@ def all_moves(reply: pb.PlacementReply) -> tuple[Move, ...]:
     from controllers.moves_file import NAME
 
     stored = moves_of(reply)
-    kept = [] if stored.total == len(stored.moves) else _of_file(Path(reply.folder) / NAME)
+    kept = [] if stored.total == len(stored.moves) else _of_file(Path(reply.folder) / NAME)[0]
     newest = {(move.generation, move.time): move for move in (*kept, *stored.moves)}
     return tuple(sorted(newest.values(), key=lambda move: (move.time, move.generation)))
 
 
-def _of_file(file: Path) -> list[Move]:
-    from controllers.moves_file import moves_in
+def all_stays(reply: pb.PlacementReply) -> tuple[Stay, ...]:
+    """The same of the stretches in which nothing moved. Raises GcoreError."""
+    from controllers.cli.placement_words import moves_of
+    from controllers.moves_file import NAME
+    from gcore.ledger.placing import NEWEST_STAYS
+
+    stored = moves_of(reply).stays
+    kept = [] if len(stored) < NEWEST_STAYS else _of_file(Path(reply.folder) / NAME)[1]
+    newest = {stay.began: stay for stay in (*kept, *stored)}
+    return tuple(sorted(newest.values(), key=lambda stay: stay.began))
+
+
+def _of_file(file: Path) -> tuple[list[Move], list[Stay]]:
+    from controllers.moves_file import moves_in, stays_in
 
     try:
-        return moves_in(file)
+        return moves_in(file), stays_in(file)
     except OSError as error:
         raise GcoreError(f"the moves cannot be read ({error.strerror or error})", where=str(file)) from error

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from controllers.cli.view_text import visible
 from gcore.ledger.job import Plan
-from gcore.ledger.placing import Move, MoveKind, Moves, Pin
-from placement.assign import Slot, split_of
+from gcore.ledger.placing import Move, MoveKind, Moves, Pin, Stay
+from placement.assign import Slot, slots_of, split_of
 from placement.move_words import in_words, numbers_in_words, outcome_in_words
 from placement.moves import split_from
 from placement.plan import counted
+from placement.stays import span_in_words, stay_in_words
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -62,6 +63,11 @@ def shown_rows(reply: pb.PlacementReply) -> dict[str, str]:
     rows["moves"] = str(moves.total)
     if moves.newest is not None:
         rows["newest"] = _shown(f"{_at(moves.newest)}: {in_words(moves.newest)}")
+    if moves.stays:
+        stay = moves.stays[-1]
+        rows["newest decision" if moves.newest is None or stay.time > moves.newest.time else "before that"] = _shown(
+            f"{span_in_words(stay)}: {stay_in_words(stay)}"
+        )
     if reply.away:
         rows["away"] = ", ".join(reply.away)
     return rows
@@ -96,13 +102,16 @@ def _pools(plan: Plan) -> dict[str, int]:
 
 
 def by_slot(plan: Plan) -> dict[Slot, list[str]]:
-    """What is on each slot, in words: who is awake first."""
+    """What is on each slot, in words: who is awake first; of an engine that spans several, which they are."""
     found: dict[Slot, list[str]] = {}
     for rank in sorted(plan.ranks, key=lambda one: one.rank):
         found.setdefault(Slot(rank.node, rank.slot), []).append(f"train rank {rank.rank}")
     for place in sorted(plan.engines, key=lambda one: (one.asleep, one.judge)):
         what = f"judge {place.judge}" if place.judge else "rollout"
-        found.setdefault(Slot(place.node, place.slot), []).append(what + " (asleep)" * place.asleep)
+        if place.further:
+            what += f" on {'+'.join(slot.rpartition(':')[2] for slot in place.slots)}"
+        for slot in slots_of(place):
+            found.setdefault(slot, []).append(what + " (asleep)" * place.asleep)
     return dict(sorted(found.items()))
 
 
@@ -147,8 +156,20 @@ def move_tree(move: Move) -> dict[str, Any]:
     return {**tree, "sentence": in_words(move), "came_of_it": outcome_in_words(move)}
 
 
-def account(name: str, reply: pb.PlacementReply | None, moves: Sequence[Move], left_out: int) -> list[str]:
-    """The whole story: where the slots are now, and each move with its reason, what was expected, and what came of it."""
+def told_tree(moves: Sequence[Move], stays: Sequence[Stay]) -> list[dict[str, Any]]:
+    """Moves as JSON, and between them the stretches without any, of the kind `stay`; oldest first."""
+    told = [(move.time, move_tree(move)) for move in moves]
+    for stay in stays:
+        tree = {"kind": "stay", **json.loads(stay.model_dump_json()), "sentence": stay_in_words(stay)}
+        told.append((stay.began, tree))
+    return [tree for _, tree in sorted(told, key=lambda one: one[0])]
+
+
+def account(
+    name: str, reply: pb.PlacementReply | None, moves: Sequence[Move], left_out: int, stays: Sequence[Stay] = ()
+) -> list[str]:
+    """The whole story: where the slots are now, each move with its reason, what was expected, and what came of it, and why nothing moved
+    where nothing did."""
     lines = []
     if reply is not None:
         plan = plan_of(reply)
@@ -163,11 +184,13 @@ def account(name: str, reply: pb.PlacementReply | None, moves: Sequence[Move], l
     else:
         lines.append(f"Job {name}, told from its folder, for no cluster is up.")
     if not moves:
-        return [*lines, "Nothing has moved."]
+        lines.append("Nothing has moved.")
     if left_out:
         lines.append(f"{left_out} earlier moves are left out.")
-    for move in moves:
-        lines += ["", *(_shown(line) for line in _told(move))]
+    told = [(move.time, _told(move)) for move in moves]
+    told += [(stay.began, [f"{_clock(stay.time)}{span_in_words(stay)}: {stay_in_words(stay)}."]) for stay in stays]
+    for _, some in sorted(told, key=lambda one: one[0]):
+        lines += ["", *(_shown(line) for line in some)]
     return lines
 
 
@@ -175,10 +198,10 @@ def _shown(text: str) -> str:
     return visible(text, MOST_SHOWN)
 
 
-def _when(move: Move) -> str:
-    """Its time of day; nothing where what stands there is none."""
+def _clock(time: float) -> str:
+    """The time of day; nothing where what stands there is none."""
     with contextlib.suppress(ValueError, OverflowError, OSError):
-        return f"{datetime.fromtimestamp(move.time, UTC):%H:%M:%S} UTC, " if move.time else ""
+        return f"{datetime.fromtimestamp(time, UTC):%H:%M:%S} UTC, " if time else ""
     return ""
 
 
@@ -190,7 +213,7 @@ def _at(move: Move) -> str:
 
 
 def _told(move: Move) -> list[str]:
-    lines = [f"{_when(move)}{_at(move)}: {in_words(move)}."]
+    lines = [f"{_clock(move.time)}{_at(move)}: {in_words(move)}."]
     idle = {pool: share for pool, share in move.idle.items() if pool in ("rollout", "reward", "train")}
     if idle:
         lines.append("  Idle then: " + ", ".join(f"{pool} {share:.0%}" for pool, share in idle.items()) + ".")

@@ -74,8 +74,9 @@ def simulate(
 ) -> None:
     """Play a job with placement policies, beside the best static split in hindsight and the best split for each step.
 
-    Of a run its own lengths, engine speeds and training times are taken, from its folder: what if another policy had planned it,
-    or it had had more slots.
+    Of a run its own lengths, engine speeds and training times are taken, from its folder.
+
+    So it says what if another policy had planned it, or if it had had more slots.
     """
     from placement.plan import counted
     from placement.policies.fixed import possible

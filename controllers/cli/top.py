@@ -45,8 +45,9 @@ def top(
 ) -> None:
     """What a job's slots do: how many of them at what, what the idle ones wait for, and what holds steps up.
 
-    Looks until the job has ended, or until Ctrl-C. Any controller answers. Where no cluster is up, the last step of a run that
-    ended in this home is shown from its folder.
+    Looks until the job has ended, or until Ctrl-C. Any controller answers.
+
+    Where no cluster is up, the last step of a run that ended in this home is shown from its folder.
     """
     from rich.live import Live
     from rich.text import Text

@@ -24,7 +24,7 @@ from gcore.ledger.books import MOST_BOOK_BYTES, NEWEST_STEPS
 from gcore.ledger.collectives import MAX_NAMES, MAX_VALUE_BYTES
 from gcore.ledger.evaluation import MOST_PARTS
 from gcore.ledger.job import MOST_SAID
-from gcore.ledger.placing import MOST_MOVE_BYTES, NEWEST_MOVES
+from gcore.ledger.placing import MOST_MOVE_BYTES, MOST_STAY_BYTES, NEWEST_MOVES, NEWEST_STAYS
 from gcore.ledger.rules import MOST_BYTES, offer_bytes, seal_bytes
 from gcore.ledger.spending import SPARE_NODES
 from gcore.ledger.stream import MOST_OUTCOMES
@@ -119,7 +119,7 @@ def bounds(spec: JobSpec, scale: Scale) -> Mapping[str, Bound]:
         "placement/books": Bound(here, SMALL + NEWEST_STEPS * MOST_BOOK_BYTES),
         "placement/leader": Bound(1, SMALL),
         "placement/pin": Bound(1, SMALL),
-        "placement/moves": Bound(1, SMALL + NEWEST_MOVES * MOST_MOVE_BYTES),
+        "placement/moves": Bound(1, SMALL + NEWEST_MOVES * MOST_MOVE_BYTES + NEWEST_STAYS * MOST_STAY_BYTES),
         "trouble": Bound(
             TOPICS
             + len(spec.tracking)

@@ -1,5 +1,5 @@
-"""What is kept of a job's placement beside its plan: who plans, what a person has fixed, and each move with its reason and what came
-of it. Told and read by people and by whoever plans next; no step rests on any of it.
+"""What is kept of a job's placement beside its plan: who plans, what a person has fixed, each move with its reason and what came
+of it, and why nothing moved. Told and read by people and by whoever plans next; no step rests on any of it.
 
 The plan itself is `gcore.ledger.job.Plan`; a move names the plan's generation that it made.
 """
@@ -21,6 +21,8 @@ MOST_REASON = 600
 """Characters of a reason, which policies of anybody's write."""
 MOST_MOVE_BYTES = 4096
 """Of a move in the record."""
+NEWEST_STAYS, MOST_STAY_BYTES = 16, 3072
+"""Stretches without a move that the store keeps, and what one of them takes at most."""
 
 
 def _cut(text: Any) -> Any:
@@ -131,12 +133,29 @@ class Move(Part):
     outcome: MoveOutcome | None = None
 
 
+class Stay(Part):
+    """A stretch of steps after which the policy was asked and nothing moved. `since`, `step`: the first and the newest of them, head's
+    when it was asked; `began`: when it was asked first, by which a stretch is known; `reason`: of the newest decision."""
+
+    since: NonNegativeInt
+    step: NonNegativeInt
+    seq: NonNegativeInt = 0
+    """Head's sequence number at the newest decision."""
+    reason: Reason = ""
+    by: str = ""
+    """The node that decided last."""
+    began: float = 0.0
+    time: float = 0.0
+    """Of the newest decision, in seconds since the epoch, for people."""
+
+
 class Moves(Record):
-    """`placement/moves`: the newest ones, oldest first, and how many there were in all."""
+    """`placement/moves`: the newest ones, oldest first, and how many there were in all; and the newest stretches in which there were none."""
 
     called: ClassVar[str] = "moves of a job"
     moves: tuple[Move, ...] = ()
     total: NonNegativeInt = 0
+    stays: tuple[Stay, ...] = ()
 
     @property
     def newest(self) -> Move | None:

@@ -303,8 +303,13 @@ async def test_what_came_of_moves_is_accounted_for_and_stands_in_the_runs_folder
     planner = made(Scripted(Decision(FIRST, "it is well")), job)
     await planner._turn()
     await planner._turn()
-    assert planner.account is None  # the step at whose beginning it was made paid for it
+    assert planner.account is not None
+    assert planner.account.moves == (move,)  # the step at whose beginning it was made paid for it
+    assert [(one.since, one.step, one.reason) for one in planner.account.stays] == [(1, 1, "it is well")]
     assert moves_in(tmp_path / NAME) == [move]
+    job.change(movings={"": stored(planner.account)})
+    await planner._turn()
+    assert planner.account is None
 
 
 def test_the_file_of_moves_has_each_once_and_again_when_more_is_known(tmp_path: Path) -> None:

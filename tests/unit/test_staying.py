@@ -1,0 +1,154 @@
+"""Where nothing moves: why, what the store and the run's folder are told of it, and what people read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from controllers.cli.placement_words import account, told_tree
+from controllers.moves_file import NAME, MovesFile, moves_in, stays_in
+from controllers.staying import TELL_S, Staying
+from gcore.ledger.placing import MOST_STAY_BYTES, NEWEST_STAYS, Move, MoveKind, Moves, Stay
+from gcore.testing import FakeClock
+from placement.forecast import Pools
+from placement.live import Start, dynamic
+from placement.measured import Measured
+from placement.moves import Deciding, part_of
+from placement.policies.base import Situation, SwitchCosts
+from placement.policies.dynamic import Dynamic
+from placement.split import Bounds, Split
+from placement.stays import stayed, with_stay
+from placement.weighing import Weighed, why_not
+
+HERE, BETTER, WORSE = Split("coexisting", 4, 1, 1), Split("coexisting", 3, 2, 1), Split("coexisting", 2, 3, 1)
+
+
+def at(step: int, seq: int | None = None) -> Deciding:
+    return Deciding(step, step if seq is None else seq, "a", 100.0 + step)
+
+
+def moved(step: int, kind: MoveKind = MoveKind.SPLIT) -> Move:
+    fields = {"generation": step, "seq": step, "before": part_of(HERE), "after": part_of(BETTER), "time": 100.0 + step}
+    return Move.model_validate({"kind": kind, "step": step, "reason": "rollout was idle"} | fields)
+
+
+@pytest.mark.parametrize(
+    ("saved", "cost", "band", "said"),
+    [
+        pytest.param(
+            0.1, 0.0, 0.4, f"{BETTER} would save 0.10 s of 8.0 s a step, no more than the 0.40 s by which", id="band"
+        ),
+        pytest.param(
+            1.0, 20.0, 0.4, "1.0 s of 8.0 s a step, 12.0 s in 12 steps, too little for a change that costs 20.0 s", id="cost"
+        ),
+        pytest.param(1.0, 0.0, 0.4, "would save 1.0 s of 8.0 s a step, but a split is kept for 3 steps", id="dwell"),
+        pytest.param(-0.5, 0.0, 0.4, f"quicker than 8.0 s a step: the next best, {BETTER}, would take 0.50 s more", id="best"),
+    ],
+)  # fmt: skip
+def test_of_the_best_other_split_it_is_said_what_it_would_save_and_why_it_is_not_taken(
+    saved: float, cost: float, band: float, said: str
+) -> None:
+    splits = (HERE, BETTER, WORSE)
+    weighed = Weighed(splits, 0, np.array([0.0, saved, saved - 1]), np.array([0.0, cost, cost]), 8.0, 12)
+    assert said in why_not(weighed, band)
+    alone = Weighed((HERE,), 0, np.zeros(1), np.zeros(1), 8.0, 12)
+    assert why_not(alone, band) == "no other split is possible"
+
+
+@given(produced=st.lists(st.floats(2.0, 60.0), min_size=1, max_size=12), cost=st.floats(0.0, 60.0))
+def test_a_live_job_gets_the_splits_that_dynamic_decides_on_and_the_reason_tells_of_another_split(
+    produced: list[float], cost: float
+) -> None:
+    bounds = Bounds(6, 1, 1, (1, 2), True, False)
+    live, plain, now = dynamic(Start(HERE, 8, 8)), Dynamic(Pools(rollout_most=8, reward_most=8), HERE), HERE
+    history: list[Measured] = []
+    for step, seconds in enumerate(produced):
+        lengths = (40.0, 80.0, 200.0)
+        history.append(
+            Measured(step, now, lengths, (20.0,) * 3, sum(lengths), seconds, 2.0, 0.5, (), {})
+        )  # fmt: skip
+        situation = Situation(bounds, now, tuple(history), SwitchCosts(cost, 2 * cost), 100)
+        one, other = live.plan(situation), plain.plan(situation)
+        assert one.split == other.split
+        if one.split == now:
+            assert "would " in one.reason
+        now = one.split
+
+
+def test_a_stretch_goes_on_until_something_moves_between_two_steps() -> None:
+    moves, stay = Moves(), None
+    for step in range(1, 4):
+        stay = stayed(stay, moves, at(step), f"why {step}")
+    assert (stay.since, stay.step, stay.reason, stay.began) == (1, 3, "why 3", 101.0)
+    lent = moves.plus(moved(3, MoveKind.LEND))
+    assert stayed(stay, lent, at(4), "why").since == 1
+    assert stayed(stay, lent.plus(moved(4)), at(5), "why").since == 5
+    assert stayed(stay, moves, at(2, seq=9), "rolled back").since == 2
+
+
+@given(st.lists(st.tuples(st.booleans(), st.text(max_size=800)), max_size=60))
+def test_the_record_keeps_the_newest_stretches_only_and_each_is_small(decisions: list[tuple[bool, str]]) -> None:
+    moves, stay = Moves(), None
+    for step, (moves_now, why) in enumerate(decisions):
+        if moves_now:
+            moves = moves.plus(moved(step))
+        else:
+            stay = stayed(stay, moves, at(step), why)
+            moves = with_stay(moves, stay)
+    assert len(moves.stays) <= NEWEST_STAYS
+    assert [one.began for one in moves.stays] == sorted({one.began for one in moves.stays})
+    assert all(len(one.model_dump_json().encode()) <= MOST_STAY_BYTES for one in moves.stays)
+    assert stay is None or moves.stays[-1] == stay
+
+
+async def test_the_store_is_told_at_once_where_a_stretch_begins_and_then_now_and_then() -> None:
+    clock = FakeClock()
+    staying, moves = Staying(clock), Moves()
+    staying.note(moves, at(1), "why 1")
+    moves = staying.told(moves, at_once=False)
+    assert [one.step for one in moves.stays] == [1]
+    assert staying.told(moves, at_once=False) is moves
+    staying.note(moves, at(2), "why 2")
+    assert staying.told(moves, at_once=False) is moves
+    assert [one.step for one in staying.told(moves, at_once=True).stays] == [2]
+    await clock.advance(TELL_S)
+    assert [one.reason for one in staying.told(moves, at_once=False).stays] == ["why 2"]
+    other = Staying(clock)  # another controller plans, and goes on with the stretch
+    other.note(moves, at(5), "why 5")
+    assert [(one.since, one.step) for one in other.told(moves, at_once=True).stays] == [(1, 5)]
+    other.forget()
+    assert other.told(moves, at_once=True) is moves
+
+
+def test_the_runs_folder_has_a_stretch_once_it_is_over_and_the_last_one_at_the_end(tmp_path: Path) -> None:
+    file, first = MovesFile(tmp_path), stayed(None, Moves(), at(1), "why")
+    moves = with_stay(Moves(), first)
+    file.keep(moves)
+    assert stays_in(tmp_path / NAME) == []
+    longer = stayed(first, moves, at(3), "why")
+    moves = with_stay(with_stay(moves, longer).plus(moved(3)), stayed(longer, moves.plus(moved(3)), at(4), "why"))
+    for _ in range(2):
+        file.keep(moves)
+        MovesFile(tmp_path).keep(moves)
+    assert stays_in(tmp_path / NAME) == [longer]
+    file.keep(moves, to_the_end=True)
+    assert [(one.since, one.step) for one in stays_in(tmp_path / NAME)] == [(1, 3), (4, 4)]
+    assert moves_in(tmp_path / NAME) == [moved(3)]
+    assert len((tmp_path / NAME).read_text().splitlines()) == 3
+
+
+def test_the_account_tells_of_stretches_between_the_moves() -> None:
+    before = Stay(since=1, step=2, reason=f"{BETTER} would save 0.10 s", began=101.0, time=102.0)
+    after = Stay(since=4, step=4, reason="[red] all\nis well", began=104.0, time=104.0)
+    told = account("j", None, [moved(3)], 0, [before, after])
+    assert (
+        told[2] == f"00:01:42 UTC, after steps 1 to 2: nothing moved, the last time because {BETTER} would save 0.10 s."
+    )
+    assert told[4].startswith("00:01:43 UTC, after step 3: went from")
+    assert told[-1] == r"00:01:44 UTC, after step 4: nothing moved, because [red] all\nis well."
+    assert [one["kind"] for one in told_tree([moved(3)], [before, after])] == ["stay", "split", "stay"]
+    assert account("j", None, [], 0, [before])[1] == "Nothing has moved."
