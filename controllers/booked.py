@@ -31,8 +31,7 @@ from controllers.booking_sums import EngineWork, beginning_of, kept_of, reading_
 from controllers.taking_turns import asleep_for_ranks
 from controllers.view import JobView
 from gcore.config import JobSpec
-from gcore.ledger.books_file import Kept
-from gcore.ledger.books_file import Stretch as Stretched
+from gcore.ledger.books_file import Kept, Stretch
 from gcore.ledger.guarded import Stored
 from gcore.rollout.readings import EngineReading, between
 from gcore.types import Version
@@ -185,18 +184,18 @@ class SlotBooks:
             return
         engine.failing = None
         before, engine.last = engine.last or beginning_of(reading, self._begun), reading
-        stretch = between(before, reading, engine.rows) if before is not None else None
-        if stretch is not None and before is not None:
+        passed = between(before, reading, engine.rows) if before is not None else None
+        if passed is not None and before is not None:
             self._gap.heard(instance)
             pool, begin = engine.worker.role, self._begun
-            self._tell(engine.worker.slots, engine_telling(instance, pool, stretch, engine.line))
+            self._tell(engine.worker.slots, engine_telling(instance, pool, passed, engine.line))
             for ended in self._boundaries:
-                ended.work.add(pool, stretch, begin, ended.at)
+                ended.work.add(pool, passed, begin, ended.at)
                 begin = ended.at
                 if before.sums is not None:
                     ended.passed(instance, kept_of(engine.worker.slot, before), reading.at)
-            self._work.add(pool, stretch, begin, stretch.end)
-            engine.line.forget(stretch.end)
+            self._work.add(pool, passed, begin, passed.end)
+            engine.line.forget(passed.end)
 
     def unread(self, instance: str, asked: float) -> None:
         """An engine was asked at `asked`, and has not answered."""
@@ -287,11 +286,11 @@ class SlotBooks:
             elif (said := claims.said) is not None:
                 yield instance, Kept(slot, said[0], said[1])
 
-    def _phases_until(self, until: float) -> Iterator[Stretched]:
+    def _phases_until(self, until: float) -> Iterator[Stretch]:
         """Those of the window that ends then."""
         begin = 0.0
         for phase, seconds in self._phase.over(self._begun, until):
-            yield Stretched(begin, begin + seconds, {phase: seconds})
+            yield Stretch(begin, begin + seconds, {phase: seconds})
             begin += seconds
         self._phase.forget(until)
 

@@ -17,7 +17,7 @@ from controllers.taking_turns import asleep_for_ranks, takes_turns
 from controllers.view import JobView, RankView
 from gcore.ledger.books_file import Kept
 from gcore.ledger.job import EnginePlace
-from gcore.rollout.readings import Stretch
+from gcore.rollout.readings import EngineTime
 from gcore.worker.records import WorkerRecord
 from placement.books import (
     FAILED,
@@ -134,15 +134,15 @@ def _of_engine(view: JobView, instance: str, one: _Placed, turn: frozenset[str],
     return Meaning(idle(pool, cause_of(view, stage, pool, instance)), switching(one.other, pool))
 
 
-def engine_telling(instance: str, pool: Pool, stretch: Stretch, line: Line[Meaning]) -> Telling:
-    """What an engine's stretch of time was."""
-    length = stretch.end - stretch.begin
-    seconds: dict[State, float] = {busy(pool): stretch.busy_s, SYNCING: stretch.paused_s}
-    for meaning, held in line.over(stretch.begin, stretch.end):
-        for state, told in ((meaning.idle, stretch.idle_s), (meaning.asleep, stretch.asleep_s)):
+def engine_telling(instance: str, pool: Pool, passed: EngineTime, line: Line[Meaning]) -> Telling:
+    """What an engine's time between two readings was."""
+    length = passed.end - passed.begin
+    seconds: dict[State, float] = {busy(pool): passed.busy_s, SYNCING: passed.paused_s}
+    for meaning, held in line.over(passed.begin, passed.end):
+        for state, told in ((meaning.idle, passed.idle_s), (meaning.asleep, passed.asleep_s)):
             if state is not None:
                 seconds[state] = seconds.get(state, 0.0) + told * held / length
-    return Telling(instance, stretch.begin, stretch.end, seconds)
+    return Telling(instance, passed.begin, passed.end, seconds)
 
 
 class RankClaims:

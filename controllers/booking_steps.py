@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 from controllers.booking_sums import EngineWork
 from gcore.ledger.books import MOST_SWITCHES, StepBook
-from gcore.ledger.books_file import BookLine, Kept
-from gcore.ledger.books_file import Stretch as Stretched
+from gcore.ledger.books_file import BookLine, Kept, Stretch
 from gcore.types import Version
 from placement.books import SlotBook, State, added
 
@@ -18,8 +17,8 @@ class Closed:
     """A step, booked. `phases`: of the job, as it was seen here; `spans`: by slot. Both in seconds since the step began."""
 
     book: StepBook
-    phases: tuple[Stretched, ...]
-    spans: Mapping[str, tuple[Stretched, ...]]
+    phases: tuple[Stretch, ...]
+    spans: Mapping[str, tuple[Stretch, ...]]
     kept: Mapping[str, Kept]
 
     def line(self, node: str) -> BookLine:
@@ -46,7 +45,7 @@ class Boundary:
 
 def cut(
     slots: Mapping[str, SlotBook], boundary: Boundary, begun: float, began: float
-) -> tuple[StepBook, dict[str, tuple[Stretched, ...]]]:
+) -> tuple[StepBook, dict[str, tuple[Stretch, ...]]]:
     """The step that ends there, of slots that are settled until then, and their spans. `begun`, `began`: when it did, on both clocks."""
     booked: dict[State, float] = {}
     unbooked = overbooked = 0.0
@@ -59,7 +58,7 @@ def cut(
         overbooked += times.overbooked
         for change, took in times.switches.items():
             switches[change] = (*switches.get(change, ()), *took)[-MOST_SWITCHES:]
-        spans[slot] = tuple(Stretched(span.begin - begun, span.end - begun, span.seconds) for span in times.spans)
+        spans[slot] = tuple(Stretch(span.begin - begun, span.end - begun, span.seconds) for span in times.spans)
     step = StepBook(
         version=boundary.version,
         began=began,

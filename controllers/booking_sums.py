@@ -8,7 +8,7 @@ from dataclasses import asdict, fields
 from gcore.ledger.books import EngineSums
 from gcore.ledger.books_file import Kept
 from gcore.rollout.metered import Sums
-from gcore.rollout.readings import EngineReading, Stretch
+from gcore.rollout.readings import EngineReading, EngineTime
 from placement.books import Pool
 
 
@@ -25,20 +25,20 @@ class EngineWork:
         """Of each pool by load: of 1 request, of 2 and 3, of 4 to 7 and so on."""
         return {pool: tuple(found for _, found in sorted(by_load.items())) for pool, by_load in self._loads.items()}
 
-    def add(self, pool: Pool, stretch: Stretch, begin: float, end: float) -> None:
-        """What is of a stretch between two moments, as if it had been even throughout."""
-        share = (min(stretch.end, end) - max(stretch.begin, begin)) / (stretch.end - stretch.begin)
+    def add(self, pool: Pool, passed: EngineTime, begin: float, end: float) -> None:
+        """What is of an engine's time between two moments, as if it had been even throughout."""
+        share = (min(passed.end, end) - max(passed.begin, begin)) / (passed.end - passed.begin)
         if share <= 0:
             return
         part = EngineSums(
-            active_s=stretch.active_s * share,
-            running_s=stretch.running_s * share,
-            tokens=round(stretch.tokens * share),
-            requests=round(stretch.requests * share),
+            active_s=passed.active_s * share,
+            running_s=passed.running_s * share,
+            tokens=round(passed.tokens * share),
+            requests=round(passed.requests * share),
         )
         self.sums[pool] = self.sums[pool].plus(part) if pool in self.sums else part
         if part.active_s > 0:
-            load = int(math.log2(max(stretch.running_s / stretch.active_s, 1.0)))
+            load = int(math.log2(max(passed.running_s / passed.active_s, 1.0)))
             by_load = self._loads.setdefault(pool, {})
             by_load[load] = by_load[load].plus(part) if load in by_load else part
 

@@ -1,4 +1,4 @@
-"""What an engine's metrics say of its time, read by whoever keeps the books: two readings make a `Stretch`. Pure.
+"""What an engine's metrics say of its time, read by whoever keeps the books: two readings make an `EngineTime`. Pure.
 
 gcore's own engines tell sums that they keep themselves (`gcore.rollout.metered`). An SGLang server keeps none, so what it has is taken:
 the sum of its inter-token latencies is, for each request, the time from its first token to its last, and so the integral of the requests that
@@ -33,8 +33,8 @@ class EngineReading:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
-    """Between two readings, in seconds: busy, idle, paused and asleep add up to the time from `begin` to `end`."""
+class EngineTime:
+    """What an engine's time between two readings was, in seconds: busy, idle, paused and asleep add up to the time from `begin` to `end`."""
 
     begin: float
     end: float
@@ -69,7 +69,7 @@ def read(text: str, asked: float, answered: float) -> EngineReading:
     )
 
 
-def between(one: EngineReading, other: EngineReading, rows: int) -> Stretch | None:
+def between(one: EngineReading, other: EngineReading, rows: int) -> EngineTime | None:
     """What was between two readings of one engine; None if the other is not later, or not of the same process.
 
     `rows`: requests that saturate it, where it does not say how busy it was.
@@ -89,12 +89,12 @@ def between(one: EngineReading, other: EngineReading, rows: int) -> Stretch | No
         running_s = max(other.decoding_s - one.decoding_s, 0.0)
     busy = min(running_s / rows, passed)
     active = min(running_s, passed)
-    return Stretch(one.at, other.at, busy, passed - busy, 0.0, 0.0, active, running_s, tokens, requests)
+    return EngineTime(one.at, other.at, busy, passed - busy, 0.0, 0.0, active, running_s, tokens, requests)
 
 
 def _summed(
     one: EngineReading, other: EngineReading, before: Sums, after: Sums, tokens: int, requests: int
-) -> Stretch | None:
+) -> EngineTime | None:
     parts = [
         after.busy_s - before.busy_s,
         after.idle_s - before.idle_s,
@@ -105,7 +105,7 @@ def _summed(
     if min(*parts, active_s, running_s) < 0:
         return None  # it began anew at the same address
     busy, idle, paused, asleep = parts
-    return Stretch(
+    return EngineTime(
         one.at,
         other.at,
         busy,

@@ -9,7 +9,7 @@ import pytest
 from engine_contract import SLOTS, Serving
 
 from gcore.rollout.client import EngineClient, SamplingParams
-from gcore.rollout.readings import EngineReading, Stretch, between, read
+from gcore.rollout.readings import EngineReading, EngineTime, between, read
 
 LONG = SamplingParams(temperature=1.0, max_new_tokens=48, min_new_tokens=48)
 
@@ -19,7 +19,7 @@ async def now(client: EngineClient) -> EngineReading:
     return read(await client.metrics(), asked, monotonic())
 
 
-async def since(client: EngineClient, before: EngineReading) -> Stretch:
+async def since(client: EngineClient, before: EngineReading) -> EngineTime:
     found = between(before, await now(client), SLOTS)
     assert found is not None
     parts = found.busy_s, found.idle_s, found.paused_s, found.asleep_s
