@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from math import log2
 from statistics import fmean
 
-from gcore.ledger.books import EngineSums, StepBook
+from gcore.ledger.books import EngineSums, StepBook, engines_of
 from gcore.ledger.records import LogEntry, Seal
 from placement.measured import EngineSpeed, Measured
 from placement.replicas import SINGLE, Sizes
@@ -55,7 +55,7 @@ def measured(
     that which the step ran with, with engines of so many slots. Of judgements the mean is known: every response's counts as long.
     """
     found = list(books)
-    stats, sums = entry.stats, _sums(found)
+    stats, sums = entry.stats, engines_of(found)
     lengths = tuple(_with_filtered(_lengths(entry, seal), stats))
     reward = sums.get("reward") if lengths else None
     times = _ahead(stats, split, found, sizes) if "staleness" in stats else _in_turn(stats)
@@ -96,17 +96,9 @@ def _at_work_s(books: Sequence[StepBook], split: Split, sizes: Sizes) -> float |
     """How long an engine had anything to do, of the pool that had longest; None: not all of them are booked."""
     if sum(book.slots for book in books) < split.rollout + split.reward + split.train:
         return None
-    sums = _sums(books)
+    sums = engines_of(books)
     engines = {"rollout": split.rollout // sizes.rollout, "reward": split.reward // sizes.reward}
     return max((sums[pool].active_s / engines[pool] for pool in sums if engines.get(pool)), default=None)
-
-
-def _sums(books: Iterable[StepBook]) -> dict[str, EngineSums]:
-    sums: dict[str, EngineSums] = {}
-    for book in books:
-        for pool, total in book.engines.items():
-            sums[pool] = sums[pool].plus(total) if pool in sums else total
-    return sums
 
 
 def _speeds(books: Iterable[StepBook]) -> Iterator[EngineSpeed]:
