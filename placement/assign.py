@@ -19,8 +19,8 @@ from typing import Literal
 
 from gcore.ledger.job import EnginePlace, Plan, RankPlace
 from placement.plan import NodeSlots, Snapshot
-from placement.replicas import SINGLE, Pool, Sizes, groups
-from placement.split import Bounds, Split, feasible
+from placement.replicas import SINGLE, Pool, Sizes, groups, round_robin
+from placement.split import Bounds, Split, distance, feasible
 
 POOLS: tuple[Pool, ...] = ("train", "reward", "rollout")
 """In the order in which they are dealt: what is dearest to move first."""
@@ -161,8 +161,7 @@ def nearest_first(split: Split, bounds: Bounds) -> list[Split]:
 
 
 def _unlike(split: Split, one: Split) -> tuple[int, ...]:
-    sizes = abs(one.rollout - split.rollout) + abs(one.reward - split.reward) + abs(one.train - split.train)
-    return (one.mode != split.mode, abs(one.train - split.train), sizes, -one.rollout)
+    return (one.mode != split.mode, abs(one.train - split.train), distance(one, split), -one.rollout)
 
 
 def assigned(
@@ -258,9 +257,7 @@ def _place(replica: tuple[Slot, ...], judge: str, *, asleep: bool = False) -> En
 
 def _replicas(snapshot: Snapshot, size: int) -> list[tuple[Slot, ...]]:
     """All that there can be of a size, round robin as the slots."""
-    of_nodes = [list(_groups(node, size)) for node in sorted(snapshot.nodes, key=lambda one: one.node)]
-    deepest = max(map(len, of_nodes), default=0)
-    return [of_node[number] for number in range(deepest) for of_node in of_nodes if number < len(of_node)]
+    return round_robin([list(_groups(node, size)) for node in sorted(snapshot.nodes, key=lambda one: one.node)])
 
 
 def _in_order(places: Sequence[EnginePlace], current: Plan | None) -> tuple[EnginePlace, ...]:

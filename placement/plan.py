@@ -17,7 +17,7 @@ from gcore.config import JobSpec
 from gcore.errors import SpecError
 from gcore.ledger.facts import NodeFacts
 from gcore.ledger.job import EnginePlace, Plan, RankPlace
-from placement.replicas import SINGLE, Sizes, groups, sizes_of
+from placement.replicas import SINGLE, Sizes, groups, round_robin, sizes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,12 +159,12 @@ def _judge_places(
 
 def _round_robin(nodes: Sequence[NodeSlots], size: int = 1) -> list[EnginePlace]:
     """The slots, or replicas of so many, one of each node before the second of any."""
-    of_nodes = [
-        [EnginePlace(node=n.node, slot=first, further=tuple(more)) for first, *more in groups(n.slots, size)]
-        for n in nodes
-    ]
-    deepest = max(map(len, of_nodes), default=0)
-    return [of_node[i] for i in range(deepest) for of_node in of_nodes if i < len(of_node)]
+    return round_robin(
+        [
+            [EnginePlace(node=n.node, slot=first, further=tuple(more)) for first, *more in groups(n.slots, size)]
+            for n in nodes
+        ]
+    )
 
 
 def _free(places: Sequence[EnginePlace], taken: Iterable[EnginePlace]) -> list[EnginePlace]:

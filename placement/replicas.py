@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 if TYPE_CHECKING:
     from gcore.config import JobSpec
     from gcore.ledger.job import Plan
 
 Pool = Literal["train", "reward", "rollout"]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +57,9 @@ def groups(slots: Sequence[str], size: int) -> Iterator[tuple[str, ...]]:
     """A node's slots as replicas of so many."""
     for begin in range(0, len(slots) - size + 1, size):
         yield tuple(slots[begin : begin + size])
+
+
+def round_robin(of_nodes: Sequence[Sequence[T]]) -> list[T]:
+    """What each node has, one of each node before the second of any."""
+    deepest = max(map(len, of_nodes), default=0)
+    return [of_node[number] for number in range(deepest) for of_node in of_nodes if number < len(of_node)]
