@@ -188,7 +188,7 @@ def account(
     if left_out:
         lines.append(f"{left_out} earlier moves are left out.")
     told = [(move.time, _told(move)) for move in moves]
-    told += [(stay.began, [f"{_clock(stay.time)}{span_in_words(stay)}: {stay_in_words(stay)}."]) for stay in stays]
+    told += [(stay.began, [f"{_clock(stay.began)}{span_in_words(stay)}: {stay_in_words(stay)}."]) for stay in stays]
     for _, some in sorted(told, key=lambda one: one[0]):
         lines += ["", *(_shown(line) for line in some)]
     return lines

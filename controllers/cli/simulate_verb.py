@@ -252,7 +252,7 @@ def _show(tree: dict[str, Any]) -> None:
     said = visible(f"{tree['scenario']}: {tree['what']}", MOST_SHOWN)
     out.print(said, highlight=False, soft_wrap=True, markup=False)
     out.print(
-        f"{tree['steps']} steps on {tree['slots']} slots, {_regime(tree['staleness'])}; engines change over in {tree['switch_s']:g} s",
+        f"{tree['steps']} steps on {tree['slots']} slots, {_regime(tree['staleness'])}; engines change over in {tree['switch_s']:.3g} s",
         highlight=False,
         soft_wrap=True,
     )
