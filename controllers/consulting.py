@@ -1,5 +1,5 @@
-"""Asking a placement policy, which may be anybody's code: in a thread of its own, for so long at most, and nothing rests on what it
-gives before that was looked at.
+"""Making a placement policy and asking it, which may be anybody's code: in a thread of its own, for so long at most, and nothing rests on
+what it gives before that was looked at.
 
 A policy that hangs keeps its thread; nobody is asked again while it does, and the process may end without it.
 """
@@ -7,17 +7,22 @@ A policy that hangs keeps its thread; nobody is asked again while it does, and t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from math import isfinite
+from typing import TypeVar, cast
 
 from gcore.errors import GcoreError
+from gcore.plugins import sentence_of
 from placement.policies.base import Decision, Policy, Situation
 from placement.split import Split
 
+T = TypeVar("T")
 ANSWER_S = 30.0
-"""For a decision, which gcore's own policies make in a fifth of a second."""
+"""For a policy, or a decision, which gcore's own policies make in a fifth of a second."""
 MOST_IDLE = 16
 """Pools that it may say something of."""
 
@@ -33,33 +38,30 @@ class Consulting:
         self._limit_s = limit_s
         self._thread: threading.Thread | None = None
 
+    async def made(self, make: Callable[[], object]) -> Policy:
+        """The policy, from what finds and makes it. Raises PolicyFailed."""
+        return await self._in_thread(lambda: planning(make()))
+
     async def asked(self, policy: Policy, situation: Situation) -> Decision:
         """What it decides. Raises PolicyFailed."""
+        return await self._in_thread(lambda: checked(policy.plan(situation)))
+
+    async def _in_thread(self, call: Callable[[], T]) -> T:
         if self._thread is not None and self._thread.is_alive():
             raise PolicyFailed("it has not answered what it was asked before")
         loop = asyncio.get_running_loop()
-        answer: asyncio.Future[object] = loop.create_future()
-
-        def settle(given: object, error: BaseException | None) -> None:
-            if answer.done():
-                return
-            if error is None:
-                answer.set_result(given)
-            else:
-                # StopIteration and CancelledError mean something else to whoever awaits.
-                answer.set_exception(PolicyFailed(f"{type(error).__name__}: {str(error)[:300]}".rstrip(": ")))
+        answer: asyncio.Future[T] = loop.create_future()
 
         def ask() -> None:
-            given: object = None
-            problem: BaseException | None = None
+            # Nothing of what it raises is raised in the loop as it is: StopIteration and CancelledError mean something else there.
             try:
-                given = policy.plan(situation)
+                settle = partial(_give, answer, call())
             except BaseException as error:  # noqa: BLE001 - the edge to foreign code: a policy may raise anything
-                problem = error
-            try:
-                loop.call_soon_threadsafe(settle, given, problem)
-            except RuntimeError:  # the loop has ended meanwhile
-                return
+                failed = PolicyFailed(error.what if isinstance(error, PolicyFailed) else sentence_of(error))
+                failed.__cause__ = error
+                settle = partial(_fail, answer, failed)
+            with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+                loop.call_soon_threadsafe(settle)
 
         self._thread = threading.Thread(target=ask, name="placement policy", daemon=True)
         self._thread.start()
@@ -69,7 +71,24 @@ class Consulting:
         except TimeoutError:
             raise PolicyFailed(f"it has not answered for {self._limit_s:.0f} s") from None
         self._thread = None
-        return checked(answer.result())
+        return answer.result()
+
+
+def _give(answer: asyncio.Future[T], given: T) -> None:
+    if not answer.done():
+        answer.set_result(given)
+
+
+def _fail(answer: asyncio.Future[T], failed: PolicyFailed) -> None:
+    if not answer.done():
+        answer.set_exception(failed)
+
+
+def planning(made: object) -> Policy:
+    """What was made, if it plans. Raises PolicyFailed."""
+    if not callable(getattr(made, "plan", None)):
+        raise PolicyFailed(f"what makes it gave {type(made).__name__!r}, which has no method plan")
+    return cast(Policy, made)
 
 
 def checked(given: object) -> Decision:

@@ -251,9 +251,8 @@ class Planner:
         )
         try:
             if self._policy is None:
-                self._policy = find_policy(name)(
-                    Start(first, self._rows.rollout, self._rows.reward, self._moving.sizes)
-                )
+                start = Start(first, self._rows.rollout, self._rows.reward, self._moving.sizes)
+                self._policy = await self._consulting.made(lambda: find_policy(name)(start))
             return await self._consulting.asked(self._policy, situation)
         except RAISED as error:  # the edge to foreign code: who makes a policy may raise anything
             log.exception("placement policy %s", name)

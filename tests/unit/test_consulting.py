@@ -52,6 +52,42 @@ async def test_whatever_a_policy_raises_is_a_sentence(error: BaseException) -> N
     assert await consulting.asked(Of(lambda: GOOD), SITUATION) == GOOD
 
 
+@pytest.mark.parametrize(
+    "error",
+    [asyncio.CancelledError(), SystemExit(3), RuntimeError("half \ud800 of it\nand more")],
+    ids=lambda e: type(e).__name__,
+)
+async def test_whatever_is_raised_where_a_policy_is_made_is_a_sentence(error: BaseException) -> None:
+    consulting = Consulting()
+    with pytest.raises(PolicyFailed, match=type(error).__name__) as caught:
+        await consulting.made(raising(error))
+    assert len(caught.value.what.splitlines()) == 1
+    assert caught.value.__cause__ is error, "the log has its traceback"
+    with pytest.raises(PolicyFailed, match="'object', which has no method plan"):
+        await consulting.made(object)
+    made = Of(lambda: GOOD)
+    assert await consulting.made(lambda: made) is made
+
+
+class Silent(Exception):
+    """Fails to say what it is."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("in the middle")
+
+
+async def test_an_error_that_cannot_say_what_it_is_is_told_by_its_name() -> None:
+    with pytest.raises(PolicyFailed, match=r"^Silent$"):
+        await Consulting().asked(Of(raising(Silent())), SITUATION)
+
+
+async def test_a_policy_whose_making_hangs_holds_up_nobody() -> None:
+    may_end, consulting = threading.Event(), Consulting(limit_s=0.05)
+    with pytest.raises(PolicyFailed, match="has not answered for"):
+        await consulting.made(lambda: may_end.wait(30.0))
+    may_end.set()
+
+
 async def test_a_policy_that_hangs_is_left_and_not_asked_again_before_it_has_answered() -> None:
     may_end, consulting = threading.Event(), Consulting(limit_s=0.05)
     hangs = Of(lambda: may_end.wait(30.0) and GOOD)

@@ -346,6 +346,22 @@ def test_steps_are_remembered_with_their_lengths_and_what_the_books_say_later() 
     assert history.seconds() == {1: 3.0}
 
 
+async def test_a_policy_that_is_cancelled_where_it_is_made_is_told_of_and_the_planner_goes_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A task that ends with this is taken for one that was told to end: nobody would plan any more, without a word."""
+
+    def find(name: str) -> Any:
+        raise asyncio.CancelledError("in the making")
+
+    monkeypatch.setattr("controllers.planner.find_policy", find)
+    monkeypatch.setattr("controllers.planner.BOOKS_S", 0.0)
+    job = Job()
+    await Planner(job, job.view.spec, FakeClock(), tmp_path)._turn()  # type: ignore[arg-type]
+    (said,) = job.troubles.said
+    assert said.endswith("failed, and nothing is moved: CancelledError: in the making")
+
+
 async def test_several_judges_of_a_slot_count_as_one_engine_that_has_the_rows_of_all(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
