@@ -12,6 +12,7 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from controllers.forgone import Forgone, is_a_guess
 from controllers.forming import placeable
 from controllers.polling import Polling
 from controllers.step_history import StepHistory
@@ -50,6 +51,7 @@ class Lender:
         self._history = history
         self._polling = Polling(uid, clock)
         self._paces: Paces | None = None
+        self._forgone = Forgone()
         self._settled = 0
         """The generation that everything was seen to be as."""
         self._since: tuple[int, float] = (0, 0.0)
@@ -94,6 +96,9 @@ class Lender:
             log.debug("to lend: %s, a change takes %.2f s", found, cost)
         members = frozenset(stored.record.node for stored in view.mirror.members.values())
         proposal = lending(plan, loads, speeds, cost, members, self._rows, at)
+        if proposal is None and is_a_guess(view.mirror.moves):
+            free = lending(plan, loads, speeds, 0.0, members, self._rows, at)
+            proposal = self._forgone.weighed(free, view.head.step, cost)
         moved = view.mirror.moves.newest
         is_told = placement.dry_run and moved is not None and moved.step == view.head.step
         return None if is_told else proposal

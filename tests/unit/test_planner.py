@@ -31,6 +31,7 @@ from placement.loads import EngineLoad, Loads
 from placement.moves import part_of, split_from
 from placement.plan import NodeSlots, Snapshot
 from placement.policies.base import Decision, Situation
+from placement.speeds import Speed, Speeds
 from placement.split import Split
 
 NODES = {
@@ -467,6 +468,35 @@ async def test_how_long_a_move_took_is_known_to_who_heard_it_written(made: Any, 
     asked.append(all_as(job))
     await planner._turn()
     assert planner._lender.took == {2: 0.0}
+
+
+async def test_a_loan_that_only_a_guess_forbids_is_made_once_that_has_cost_as_much(
+    made: Any, asked: list[Loads], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else nobody ever learns what changes cost: a guess that is too high held for as long as the job ran."""
+    speed = Speed(alone_s=0.05, saturating=8.0, tokens=30.0, residual=15.0, rows=8)
+    monkeypatch.setattr("controllers.lender.Lender._speeds", lambda self, history: Speeds(speed, speed))
+    job = Job(lend=True)
+    planner = made(Scripted(*[Decision(FIRST, "well")] * 9), job)
+    planner.note(replace(job.mirror, plan=None), job.mirror)
+    engines = tuple(
+        replace(one, running=8, waiting=16) if one.judge and one.ready else one for one in all_as(job).engines
+    )
+    asked.append(replace(all_as(job), engines=engines))
+    proposals = []
+    for step in range(2, 7):
+        await planner._turn()
+        await planner._clock.advance(20.0)
+        await planner._turn()
+        proposals.append(planner.proposal)
+        job.step(step)
+    gains = [one.move.gain_s for one in proposals if one is not None]
+    assert proposals[0] is None
+    assert gains
+    assert gains[0] < 10.0, "no loan was worth what changes are taken to cost"
+    made_at = next(one for one in proposals if one is not None)
+    assert (made_at.move.kind, made_at.move.cost_s) == (MoveKind.LEND, 10.0)
+    assert made_at.move.reason.endswith("by now waiting has cost as much")
 
 
 async def test_what_was_lent_goes_back_while_ranks_train(made: Any, asked: list[Loads]) -> None:

@@ -1,0 +1,57 @@
+"""Loans that a guess forbids: at last one is made, and what changes cost is measured by it."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from controllers.forgone import WORTH_KNOWING, Forgone, is_a_guess
+from gcore.ledger.placing import NEWEST_MOVES, Move, MoveKind, Moves, SplitPart
+from placement.moves import Proposal
+
+BEFORE, AFTER = (
+    SplitPart(mode="coexisting", rollout=6, reward=1, train=1),
+    SplitPart(mode="coexisting", rollout=4, reward=3, train=1),
+)
+
+
+def loan(gain_s: float, **more: object) -> Proposal:
+    move = Move(
+        generation=2, step=1, kind=MoveKind.LEND, before=BEFORE, after=AFTER, reason="they had much", gain_s=gain_s
+    )
+    return Proposal(move.model_copy(update=more), None)
+
+
+def test_what_a_guess_forbids_is_done_once_it_has_cost_as_much_as_the_guess() -> None:
+    forgone = Forgone()
+    assert forgone.weighed(loan(3.0), 1, 10.0) is None
+    assert forgone.weighed(loan(4.0), 1, 10.0) is None, "of a step the best counts, and not each look at it"
+    assert forgone.weighed(None, 2, 10.0) is None
+    assert forgone.weighed(loan(4.0), 3, 10.0) is None
+    made = forgone.weighed(loan(2.0), 4, 10.0)
+    assert made is not None
+    assert made.move.cost_s == 10.0
+    assert made.move.reason == f"they had much; {WORTH_KNOWING}"
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.floats(0, 50)), max_size=30), st.floats(0.1, 100))
+def test_nothing_is_lent_before_as_much_was_given_away(looks: list[tuple[int, float]], guess_s: float) -> None:
+    forgone, best = Forgone(), {}
+    for step, gain in looks:
+        best[step] = max(best.get(step, 0.0), gain)
+        made = forgone.weighed(loan(gain), step, guess_s)
+        assert (made is not None) == (sum(best.values()) >= guess_s)
+
+
+def test_what_a_change_costs_is_a_guess_until_an_engine_has_changed_over() -> None:
+    begun = Moves().plus(loan(0.0, kind=MoveKind.BEGIN).move)
+    assert is_a_guess(Moves())
+    assert is_a_guess(begun)
+    assert is_a_guess(begun.plus(loan(1.0, state="would").move))
+    assert is_a_guess(begun.plus(loan(1.0, kind=MoveKind.WORLD).move)), "a train world is another thing"
+    for kind in (MoveKind.SPLIT, MoveKind.LEND, MoveKind.RETURN):
+        assert not is_a_guess(begun.plus(loan(1.0, kind=kind).move))
+    many = Moves()
+    for generation in range(NEWEST_MOVES + 1):
+        many = many.plus(loan(0.0, kind=MoveKind.WORLD, generation=generation).move)
+    assert not is_a_guess(many), "the first of them are forgotten"
