@@ -158,7 +158,7 @@ class SlotBooks:
             worker = here[instance]
             if worker.role == "train":
                 if instance not in self._ranks:
-                    claims = RankClaims(instance, self._kept.get(instance))
+                    claims = RankClaims(instance, self._kept.get(instance), None if self._gap.is_seen else self._begun)
                     self._ranks[instance] = worker.slot, claims, self._line(worker, meaning, now)
                 self._ranks[instance][2].note(meaning, now)
             elif instance in self._engines:
@@ -235,7 +235,7 @@ class SlotBooks:
 
     def _line(self, worker: WorkerRecord, meaning: Meaning, now: float) -> Line[Meaning]:
         """What a worker's words mean from now on; and before that, while nobody kept the books."""
-        if worker.instance not in self._kept:
+        if self._gap.is_seen:
             return Line(meaning, now)
         line = Line(Meaning(idle(worker.role, "no_work")), self._begun)
         line.note(meaning, now)

@@ -152,10 +152,12 @@ class RankClaims:
     its word is taken off its next one.
     """
 
-    def __init__(self, instance: str, kept: Kept | None = None) -> None:
-        """`kept`: what it had said to another life of this controller's."""
+    def __init__(self, instance: str, kept: Kept | None = None, since: float | None = None) -> None:
+        """`kept`: what it had said to another life of this controller's, which ended at `since`; None: there was none. Of one that began
+        after that, its first word says all that it did."""
         self.instance = instance
         self._kept = kept
+        self._since = since
         self._at: float | None = None
         self._phases: Mapping[str, float] = {}
         self._phase = WAITING
@@ -176,7 +178,9 @@ class RankClaims:
         told = None
         if self._kept is not None and self._kept.at < rank.clock:
             self._at, self._phases, self._claimed = self._kept.at, self._kept.sums, self._kept.at
-        self._kept = None
+        elif self._since is not None and (began := rank.clock - sum(rank.phases.values())) >= self._since:
+            self._at, self._claimed = began, began
+        self._kept = self._since = None
         if self._at is not None:
             grown = {phase: rank.phases[phase] - self._phases.get(phase, 0.0) for phase in rank.phases}
             new = {phase: max(seconds - self._ahead.get(phase, 0.0), 0.0) for phase, seconds in grown.items()}

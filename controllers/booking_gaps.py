@@ -4,8 +4,8 @@ Who was there then and still serves says itself what it did meanwhile, and is wa
 out before it was asked, of a train world that is no more, or silent) has failed: the job had nothing of it. On a slot where nobody was
 before and nobody is now, nobody was: it was `unallocated`, or has failed if the plan has a place there, which nobody could fill.
 
-Of workers that began after what was kept, and cannot say when, nothing is known: their slots' time stays unbooked. Who waits, and who
-reads, is `controllers.booked`.
+Who began after what was kept says since when by what it summed up; a rank is waited for, too. Of what was before that, and of workers that
+sum nothing up, nothing is known: their slots' time stays unbooked. Who waits, and who reads, is `controllers.booked`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ class Gap:
         self._begin = begin
         self._end = end
         self._silent: dict[str, tuple[str, ...]] = {instance: (one.slot,) for instance, one in kept.items()}
+        self._fresh: set[str] = set()
+        """Ranks that began since."""
         self._is_seen = end <= begin
 
     @property
@@ -42,6 +44,10 @@ class Gap:
             planned = {slot for place in plan.record.engines if place.node == view.node for slot in place.slots}
             planned |= {rank.slot for rank in plan.record.ranks if rank.node == view.node}
         self._silent |= {instance: here[instance].slots for instance in self._silent.keys() & here.keys()}
+        serving = {
+            instance for instance, worker in here.items() if worker.role == "train" and worker.state == "serving"
+        }
+        self._fresh = serving - self._silent.keys()
         taken = {slot for worker in here.values() for slot in worker.slots}
         taken |= {slot for slots in self._silent.values() for slot in slots}
         for slot in node.slots if node is not None else ():
@@ -52,14 +58,16 @@ class Gap:
 
     def waits(self, silent: Collection[str]) -> bool:
         """Whether somebody may still tell. `silent`: those who do not answer."""
-        return not self._is_seen or bool(self._silent.keys() - set(silent))
+        return not self._is_seen or bool((self._silent.keys() | self._fresh) - set(silent))
 
     def heard(self, instance: str) -> None:
         """It has told what it did."""
         self._silent.pop(instance, None)
+        self._fresh.discard(instance)
 
     def lost(self, instance: str) -> Iterator[tuple[str, Telling]]:
         """It will not tell any more."""
+        self._fresh.discard(instance)
         for slot in self._silent.pop(instance, ()):
             yield slot, self._told(instance, FAILED)
 

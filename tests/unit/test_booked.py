@@ -296,6 +296,23 @@ def test_while_nobody_kept_the_books_a_worker_that_nothing_was_kept_of_leaves_it
     assert book.unbooked == pytest.approx(6.0)
 
 
+def test_a_rank_that_began_while_nobody_kept_the_books_says_all_that_it_did() -> None:
+    """As where a controller dies while a train world of another size is formed: its rank loads, and trains, meanwhile."""
+    view = job(rank=True)
+    books = SlotBooks(SPEC, 16.0, 1016.0, head=STEP, gap_s=6.0)
+    books.look(view, "no_work", 16.0)
+    assert books.close(16.4) == [], "it is waited for"
+    # It began 1 s after the last life of its controller had ended.
+    books.look(replace(view, ranks={0: told(16.5, "waiting", loading=2.0, waiting=2.5, update=1.0)}), "tail", 16.5)
+    books.head_moved(Version(0, 2), 18.0, 1018.0)
+    (found,) = books.close(18.0 + WORD_S)
+    booked = {state: seconds for state, seconds in found.book.booked.items() if state != UNALLOCATED}
+    assert booked[switching(NOBODY, "train")] == pytest.approx(2.0)
+    assert booked[busy("train")] == pytest.approx(1.0)
+    assert sum(booked.values()) == pytest.approx(7.0)
+    assert found.book.unbooked == pytest.approx(1.0)
+
+
 def kept_until(at: float, view: JobView) -> dict[str, Kept]:
     """What the other life of the controller kept of an engine `e` and a rank, whose step ended at `at`."""
     books = begun(replace(view, ranks={0: told(0.0, "waiting")}))
