@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from documents import ROOT, blocks, commands, mismatch
 from typer.testing import CliRunner
 
 from controllers.cli.main import app
@@ -40,6 +43,21 @@ def test_the_policy_that_the_page_on_placement_shows_is_one(tmp_path: Path, monk
     assert row["policy"] == "idle_first"
     assert row["moves"]
     assert all(move["reason"].startswith("judges were busy for ") for move in row["moves"])
+
+
+def test_the_plan_that_the_page_on_the_first_placement_shows_is_what_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (shown,) = blocks(ROOT / "docs" / "first-placement.md", "console")
+    for command in commands(shown):
+        if not command.text.startswith("gcore "):
+            subprocess.run(command.text, shell=True, check=True)
+            continue
+        words = shlex.split(command.text)[1:]
+        printed = CliRunner().invoke(app, words, catch_exceptions=False).output
+        wrong = mismatch(command.printed, printed)
+        assert wrong is None, f"{command.text} does not print {wrong!r}:\n{printed}"
 
 
 def test_every_field_of_a_scenario_is_on_the_page_about_the_simulator() -> None:
