@@ -7,6 +7,7 @@ what the view does not hold (a log entry, a checkpoint's files), it is read here
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 
 import grpc
 
@@ -194,22 +195,17 @@ def _moves(action: Place | TellMoves, view: JobView) -> Transaction:
 async def _feed(action: Feed, view: JobView, hands: Hands) -> Applied:
     seal = view.seal
     assert seal is not None
-    missing = view.missing(seal, action.rank)
-    parts = []
-    for digest, samples in sorted(missing.items()):
-        group = hands.holdings.group(digest)
-        if group is not None:
-            parts.append((group, frozenset(samples)))
+    missing = sorted(view.missing(seal, action.rank).items())
+    found = [(hands.holdings.group(digest), frozenset(samples)) for digest, samples in missing]
+    parts = [(group, samples) for group, samples in found if group is not None]
     sentence = f"feed {len(parts)} groups of {action.token} to rank {action.rank}"
-    point(At.FEED, "before")
-    try:
+
+    async def feed() -> None:
+        point(At.FEED, "before")
         await hands.ranks.feed(action.rank, seal, parts, len(view.layout(seal).of_rank(action.rank)), view.me)
-    except grpc.aio.AioRpcError as error:
-        return Applied(TxnOutcome.UNKNOWN, f"{sentence}: {error.details()}")
-    except NotConnected as error:
-        return Applied(TxnOutcome.UNKNOWN, f"{sentence}: {error}")
-    point(At.FEED, "after")
-    return Applied(TxnOutcome.WON, sentence)
+        point(At.FEED, "after")
+
+    return await _told(feed(), sentence)
 
 
 async def _apply(action: Apply | Accumulate, view: JobView, hands: Hands) -> Applied:
@@ -217,64 +213,62 @@ async def _apply(action: Apply | Accumulate, view: JobView, hands: Hands) -> App
     assert seal is not None
     whole = isinstance(action, Apply)
     sentence = f"train {'' if whole else f'{seal.ready_parts} parts of '}{action.token} on rank {action.rank}"
-    point(At.APPLY, "before")
-    try:
-        known = view.ranks.get(action.rank)
-        stored = seal.encode(known.speaks if known is not None else None)
+    known = view.ranks.get(action.rank)
+    stored = seal.encode(known.speaks if known is not None else None)
+
+    async def train() -> None:
+        point(At.APPLY, "before")
         await hands.ranks.apply(action.rank, seal, stored, whole=whole)
-    except grpc.aio.AioRpcError as error:
-        return Applied(TxnOutcome.UNKNOWN, f"{sentence}: {error.details()}")
-    except NotConnected as error:
-        return Applied(TxnOutcome.UNKNOWN, f"{sentence}: {error}")
-    point(At.APPLY, "after")
-    return Applied(TxnOutcome.WON, sentence)
+        point(At.APPLY, "after")
+
+    return await _told(train(), sentence)
 
 
 async def _have_rested(action: ReleaseRank | RestoreRank, hands: Hands) -> Applied:
     goes = isinstance(action, ReleaseRank)
     sentence = f"rank {action.rank} {'gives its memory back' if goes else 'takes its memory again'}"
-    try:
-        await hands.ranks.rest(action.rank, action.step if isinstance(action, ReleaseRank) else None)
-    except grpc.aio.AioRpcError as error:
-        return Applied(TxnOutcome.UNKNOWN, f"{sentence}: {error.details()}")
-    except NotConnected as error:
-        return Applied(TxnOutcome.UNKNOWN, f"{sentence}: {error}")
-    return Applied(TxnOutcome.WON, sentence)
+    step = action.step if isinstance(action, ReleaseRank) else None
+    return await _told(hands.ranks.rest(action.rank, step), sentence)
 
 
 async def _publish(action: Publish, hands: Hands) -> Applied:
-    sentence = f"publish {action.version} to {action.instance}"
-    point(At.PUBLISH, "before")
-    try:
+    async def publish() -> None:
+        point(At.PUBLISH, "before")
         await hands.engines.publish(action.instance, action.version, weights_folder(hands.run_dir, action.version))
-    except EngineError as error:
-        return Applied(TxnOutcome.UNKNOWN, f"{sentence}: {error}")
-    point(At.PUBLISH, "after")
-    return Applied(TxnOutcome.WON, sentence)
+        point(At.PUBLISH, "after")
+
+    return await _told(publish(), f"publish {action.version} to {action.instance}")
 
 
 async def _sleep(action: Sleep, hands: Hands) -> Applied:
-    sentence = f"put to sleep {action.instance}"
-    point(Moving.SLEEP, "before")
-    try:
+    async def sleep() -> None:
+        point(Moving.SLEEP, "before")
         await (_of_judges(hands) if action.judge else hands.engines).sleep(action.instance)
-    except EngineError as error:
-        return Applied(TxnOutcome.UNKNOWN, f"{sentence}: {error}")
-    point(Moving.SLEEP, "after")
-    return Applied(TxnOutcome.WON, sentence)
+        point(Moving.SLEEP, "after")
+
+    return await _told(sleep(), f"put to sleep {action.instance}")
 
 
 async def _wake(action: Wake, hands: Hands) -> Applied:
-    sentence = f"wake {action.instance}"
-    point(Moving.WAKE, "before")
-    try:
+    async def wake() -> None:
+        point(Moving.WAKE, "before")
         if action.judge:
             await _of_judges(hands).wake(action.instance)
         else:
             await hands.engines.wake(action.instance, None)
-    except EngineError as error:
+        point(Moving.WAKE, "after")
+
+    return await _told(wake(), f"wake {action.instance}")
+
+
+async def _told(call: Awaitable[None], sentence: str) -> Applied:
+    """One call to a rank or an engine. Where it fails nobody knows how far it came."""
+    try:
+        await call
+    except grpc.aio.AioRpcError as error:
+        return Applied(TxnOutcome.UNKNOWN, f"{sentence}: {error.details()}")
+    except (NotConnected, EngineError) as error:
         return Applied(TxnOutcome.UNKNOWN, f"{sentence}: {error}")
-    point(Moving.WAKE, "after")
     return Applied(TxnOutcome.WON, sentence)
 
 
