@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from controllers.actions import Intent, Rollback, SetPhase
 from controllers.forming import STOCK_PATIENCE_S, state_at_hand, unheard
-from controllers.lost import lost_world
+from controllers.lost import Lost, lost_world
 from controllers.spreading import HOLDERS_GRACE_S, newest_is_away
 from controllers.turns import SETTLE_S
 from controllers.view import JobView
@@ -51,7 +51,7 @@ def recovering(view: JobView) -> Iterator[Intent]:
     lost = lost_world(view)
     fruitless = fruitless_rollbacks(view)
     if view.hopeless or (lost is not None and fruitless >= MAX_FRUITLESS_ROLLBACKS):
-        last = lost.why if lost is not None else ""
+        last = lost.why + _log_of(lost, view) if lost is not None else ""
         why = view.hopeless or f"{fruitless} train worlds died without a step between them; the last: {last}"
         yield Intent(SetPhase(JobPhase.FAILED, why), "fail", view.turn("fail"))
     elif lost is not None:
@@ -65,6 +65,13 @@ def recovering(view: JobView) -> Iterator[Intent]:
         topic = f"world {head.world}"
         action = Rollback(lost.why, slots_as_seen=lost.by_the_slots)
         yield Intent(action, f"{topic} {sorted(away)}", view.turn(topic), after=after)
+
+
+def _log_of(lost: Lost, view: JobView) -> str:
+    """Where to read what the worker said by which it is lost, on its node."""
+    if not lost.instance or view.mirror.job is None:
+        return ""
+    return f" (its log: {view.mirror.job.record.run_dir}/logs/{lost.instance}.log)"
 
 
 def fruitless_rollbacks(view: JobView) -> int:

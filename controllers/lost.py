@@ -10,10 +10,12 @@ from controllers.view import JobView
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Why a world cannot go on. `by_the_slots`: the open steps tell it, so that who has not heard of one yet may be mistaken."""
+    """Why a world cannot go on. `by_the_slots`: the open steps tell it, so that who has not heard of one yet may be mistaken. `instance`:
+    the worker by which it is lost, if it is one's doing."""
 
     why: str
     by_the_slots: bool = False
+    instance: str = ""
 
 
 def lost_world(view: JobView) -> Lost | None:
@@ -32,9 +34,10 @@ def _lost_world(view: JobView) -> Lost | None:
             continue
         worker = view.workers.get(claim.instance)
         if worker is None:
-            return Lost(f"rank {place.rank} on {place.node} is gone")
+            return Lost(f"rank {place.rank} on {place.node} is gone", instance=claim.instance)
         if worker.state in ("failed", "stopping"):
-            return Lost(f"rank {place.rank} on {place.node} failed: {worker.reason or worker.state}")
+            why = f"rank {place.rank} on {place.node} failed: {worker.reason or worker.state}"
+            return Lost(why, instance=claim.instance)
     if why := _ahead(view):
         return Lost(why, by_the_slots=True)
     why = start_is_gone(view)

@@ -48,6 +48,7 @@ from gcore.ledger.job import (
     EvalPart,
     Evaluation,
     JobPhase,
+    JobRecord,
     JobStatus,
     ModelFetch,
     NodeRecord,
@@ -450,10 +451,14 @@ def test_worlds_that_keep_dying_end_the_job() -> None:
         i: stored(LogEntry(seq=i, parent=0, kind="rollback", lineage=i, step=0, world="w", nonce="n"))
         for i in range(1, MAX_FRUITLESS_ROLLBACKS + 1)
     }
-    view = with_mirror(view, log=log)
+    job = JobRecord(uid="u", name="j", spec={}, run_dir="/run", created=0.0, prompts=4)
+    view = with_mirror(view, log=log, job=stored(job))
     (action,) = actions(replace(view, workers={}))
     assert isinstance(action, SetPhase)
     assert action.phase is JobPhase.FAILED
+    claim = view.mirror.claim(view.head.world, 0)
+    assert claim is not None
+    assert action.reason.endswith(f"rank 0 on node-0 is gone (its log: /run/logs/{claim.instance}.log)")
 
 
 def test_engines_get_committed_weights_that_are_staged() -> None:
