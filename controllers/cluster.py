@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from controllers.changes import Changes
 from controllers.remembered import Remembered
-from controllers.versions import able
+from controllers.versions import able, unable
 from gcore.ledger.job import NodeRecord
 from gcore.schema import Record, UnreadableRecord
 from gcore.store import keys
@@ -38,6 +38,11 @@ class ClusterMirror:
         """The nodes that read what is written in `version`; the same object while nothing changes."""
         sources = (self.nodes, self.reads)
         return self._remembered.get(("able", version), sources, lambda: able(self.nodes, self.reads, version))
+
+    def unable(self, version: int) -> Mapping[str, int]:
+        """The nodes that are there and do not: by node, the newest version that it reads."""
+        sources = (self.nodes, self.reads)
+        return self._remembered.get(("unable", version), sources, lambda: unable(self.nodes, self.reads, version))
 
     @property
     def is_complete(self) -> bool:

@@ -33,6 +33,6 @@ def _first(view: JobView, topic: str) -> bool:
 
 def sentence(wait: Wait) -> str:
     """What the event says."""
-    if wait.cause == "engine":
+    if wait.cause in ("engine", "node"):  # which says all that there is to say, and others go on without it
         return wait.what
     return f"nothing has moved for {PATIENCE_S[wait.cause]:g} s: {wait.what}"

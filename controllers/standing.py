@@ -157,6 +157,7 @@ class JobStanding(ABC):
             me=self.me,
             node=self.node,
             nodes=self._cluster.able(spoken()),
+            unable=self._cluster.unable(spoken()),
             workers=self._cluster.workers,
             ranks=self._ranks.views,
             engines=self._engines.views,

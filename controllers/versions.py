@@ -35,3 +35,9 @@ def able(nodes: Mapping[str, N], reads: Mapping[str, int], version: int) -> Mapp
     """
     found = {name: node for name, node in nodes.items() if reads.get(name, BEFORE_IT_WAS_TOLD) >= version}
     return nodes if len(found) == len(nodes) else found
+
+
+def unable(nodes: Mapping[str, N], reads: Mapping[str, int], version: int) -> Mapping[str, int]:
+    """The other nodes: what they read at most."""
+    found = {name: reads.get(name, BEFORE_IT_WAS_TOLD) for name in nodes}
+    return {name: newest for name, newest in sorted(found.items()) if newest < version}

@@ -165,6 +165,8 @@ class JobView:
     """Train worlds whose starting checkpoint lies proved in this node's own folder; where nodes share none."""
     arranging: bool = False
     """Whether this peer works out the order that a curriculum gives."""
+    unable: Mapping[str, int] = field(default_factory=dict)
+    """Nodes that cannot read what is written now, and the newest schema version that each reads; none of them is among `nodes`."""
     lacks: str = ""
     """Why this node cannot work on the job yet."""
     scoring: Scoring | None = None

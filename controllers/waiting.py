@@ -29,6 +29,7 @@ from gcore.ledger.collectives import awaited
 from gcore.ledger.job import JobPhase
 from gcore.ledger.records import Head, Seal, SealState
 from gcore.ledger.stream import NotYet
+from gcore.schema import PIN, spoken
 from gcore.types import Version
 
 WORKER_STATES = {"starting": "is starting", "failed": "has failed and is to be replaced", "stopping": "is stopping"}
@@ -43,6 +44,7 @@ PATIENCE_S: Mapping[str, float] = MappingProxyType(
         "start": 30.0,
         "model": 120.0,
         "material": 30.0,
+        "node": 30.0,
         "train_world": 120.0,
         "engines": 60.0,
         "peers": 60.0,
@@ -92,6 +94,13 @@ def waiting_for(view: JobView) -> Iterator[Wait]:
     if mirror.status is None or mirror.status.record.phase.ended:
         return
     yield from _models(view)
+    for node, newest in view.unable.items():
+        what = (
+            f"{node} is of an older version: it reads records of schema version {newest} at most, and {spoken()} is written, so nothing "
+            "is placed there, and it works on nothing; install there the gcore that the others have, and start it without "
+            f"{PIN}"
+        )
+        yield Wait("node", what, f"wait node {node}")
     if view.lacks:
         yield Wait("material", f"{view.node} cannot work on the job: {view.lacks.rstrip('.')}", "wait material")
         return  # whatever else is missing here is missing because of that

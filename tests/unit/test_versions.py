@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,13 +11,16 @@ import grpc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from job_views import RULES, SPEC
+from job_views import RULES, SPEC, running_job
 
 from controllers.changes import Changes
 from controllers.cluster import ClusterMirror
 from controllers.identity import Identity
+from controllers.overdue import overdue, sentence
 from controllers.standing import JobStanding
+from controllers.turns import Waits
 from controllers.versions import version_for
+from controllers.waiting import PATIENCE_S, waiting_for
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.api.v1 import jobs_pb2_grpc
 from gcore.client import JobsClient
@@ -60,6 +64,23 @@ def test_nothing_is_placed_on_a_node_that_does_not_read_what_is_written() -> Non
     assert set(standing.look().nodes) == {"a"}
     assert standing._cluster.able(NEWEST_VERSION) is standing.look().nodes, "what follows from it is remembered by it"
     assert standing._cluster.able(OLDER) is nodes
+
+
+def test_of_a_node_that_does_not_read_what_is_written_people_are_told() -> None:
+    """Nothing else about the job says why the slots that were added are not used."""
+    standing = Standing("u", Identity("a", "a.1", "h:1", 1), ClusterMirror(Any, Changes()), Changes())  # type: ignore[arg-type]
+    standing._cluster.nodes = {name: NODE.model_copy(update={"name": name}) for name in ("a", "b")}
+    standing._cluster.reads = {"a": NEWEST_VERSION, "b": OLDER}
+    assert standing.look().unable == {"b": OLDER}
+    view = replace(running_job(), unable={"b": OLDER})
+    (wait,) = [one for one in waiting_for(view) if one.cause == "node"]
+    assert wait.what.startswith(f"b is of an older version: it reads records of schema version {OLDER} at most")
+    held, late = Waits({}).note([wait.stall], 0.0), PATIENCE_S["node"]
+    told = [sentence(one) for me in view.mirror.members for one in overdue(replace(view, me=me), [wait], held, late)]
+    assert told == [wait.what], "by one peer for all"
+    standing._cluster.reads = {"a": NEWEST_VERSION, "b": NEWEST_VERSION}
+    standing.look_anew()
+    assert standing.look().unable == {}
 
 
 @given(st.dictionaries(st.sampled_from("abcd"), st.integers(-1, 9)), st.sets(st.sampled_from("abcd")))
