@@ -13,6 +13,7 @@ from documents import ROOT, blocks, commands, mismatch
 from typer.testing import CliRunner
 
 from controllers.cli.main import app
+from gcore.config.spec import PlacementSpec
 from gcore.errors import Unreachable
 from placement.simulate.scenario import SECTIONS, Scenario
 
@@ -58,6 +59,11 @@ def test_the_plan_that_the_page_on_the_first_placement_shows_is_what_is_printed(
         printed = CliRunner().invoke(app, words, catch_exceptions=False).output
         wrong = mismatch(command.printed, printed)
         assert wrong is None, f"{command.text} does not print {wrong!r}:\n{printed}"
+
+
+def test_every_field_of_a_placement_is_on_its_page() -> None:
+    page = (ROOT / "docs" / "placement.md").read_text()
+    assert [name for name in PlacementSpec.model_fields if f" {name}: " not in page] == []
 
 
 def test_every_field_of_a_scenario_is_on_the_page_about_the_simulator() -> None:
