@@ -36,7 +36,7 @@ from gcore.ledger.guarded import Stored
 from gcore.rollout.readings import EngineReading, between
 from gcore.types import Version
 from gcore.worker.records import WorkerRecord
-from placement.books import FAILED, Cause, Line, SlotBook, Telling, idle
+from placement.books import FAILED, UNALLOCATED, Cause, Line, SlotBook, Telling, idle
 
 WORD_S = 0.15
 """So long may a rank's word of a change of its phase be under way."""
@@ -237,7 +237,7 @@ class SlotBooks:
         """What a worker's words mean from now on; and before that, while nobody kept the books."""
         if self._gap.is_seen:
             return Line(meaning, now)
-        line = Line(Meaning(idle(worker.role, "no_work")), self._begun)
+        line = Line(Meaning(idle(worker.role, "no_work"), UNALLOCATED), self._begun)
         line.note(meaning, now)
         return line
 

@@ -430,6 +430,32 @@ def test_who_outlives_a_controller_says_what_it_did_meanwhile_and_who_does_not_h
     assert booked[idle("train", "tail")] == pytest.approx(2.0)
 
 
+def test_a_slot_on_which_all_slept_while_its_controller_was_away_was_nobodys() -> None:
+    """As where it dies in the middle of a loan: what gives sleeps, and nobody is there who would wake what gets."""
+    view = job(
+        place("cpu:1", asleep=True),
+        place("cpu:1", "tutor"),
+        workers=(engine_of("e", "cpu:1"), engine_of("j", "cpu:1", "tutor")),
+    )
+    before = begun(view)
+    before.read("e", reading(10.0, busy_s=10.0))
+    before.read("j", reading(10.0, asleep_s=10.0))
+    ended(before, 10.0)
+    (line,) = before.close(10.2)
+    after = SlotBooks(SPEC, 16.0, 1016.0, head=STEP, gap_s=6.0, kept=line.line("node-0").kept)
+    after.look(view, "tail", 16.0)
+    after.read("e", reading(16.0, busy_s=11.0, asleep_s=5.0))
+    after.read("j", reading(16.0, busy_s=1.0, asleep_s=14.0))
+    after.head_moved(Version(0, 2), 16.1, 1016.1)
+    after.read("e", reading(16.2, busy_s=11.0, asleep_s=5.2))
+    after.read("j", reading(16.2, busy_s=1.2, asleep_s=14.0))
+    (found,) = after.close(16.3)
+    assert found.book.unbooked == pytest.approx(0.0, abs=1e-6)
+    booked = found.book.booked
+    assert (booked[busy("rollout")], booked[idle("reward", "no_work")]) == pytest.approx((1.0, 1.0))
+    assert booked[UNALLOCATED] == pytest.approx(2 * 6.1 + 3.0)
+
+
 def test_what_engines_did_is_summed_by_pool_and_cut_where_the_step_ends() -> None:
     view = job(place("cpu:0"), workers=(engine_of("e", "cpu:0"),))
     books = begun(view)
