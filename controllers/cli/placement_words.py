@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from controllers.cli.view_text import visible
+from gcore.config.spec import FIXED_POLICIES
 from gcore.ledger.job import Plan
 from gcore.ledger.placing import Move, MoveKind, Moves, Pin, Stay
 from placement.assign import Slot, slots_of, split_of
@@ -184,7 +185,8 @@ def account(
     else:
         lines.append(f"Job {name}, told from its folder, for no cluster is up.")
     if not moves:
-        lines.append("Nothing has moved.")
+        why = f": policy {reply.policy} moves nothing" if reply is not None and reply.policy in FIXED_POLICIES else ""
+        lines.append(f"Nothing has moved{why}.")
     if left_out:
         lines.append(f"{left_out} earlier moves are left out.")
     told = [(move.time, _told(move)) for move in moves]

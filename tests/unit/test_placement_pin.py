@@ -191,6 +191,8 @@ def test_the_account_says_of_a_move_why_what_was_expected_and_what_came_of_it() 
     ):
         assert said in told
     assert account("j", None, (), 0)[-1] == "Nothing has moved."
+    still = placement_of(mirror(job=stored(job(policy="static", train=1, reward=1))), frozenset({"a", "b"}))
+    assert account("j", still, (), 0)[-1] == "Nothing has moved: policy static moves nothing."
     (move,) = mirror().moves.moves
     assert move_tree(move)["sentence"].startswith("went from")
     assert history_table([move]).row_count == 1
