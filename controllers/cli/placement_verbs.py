@@ -6,6 +6,7 @@ from its folder, as far as that says it: its moves.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -202,15 +203,16 @@ def all_moves(reply: pb.PlacementReply) -> tuple[Move, ...]:
 
 
 def all_stays(reply: pb.PlacementReply) -> tuple[Stay, ...]:
-    """The same of the stretches in which nothing moved. Raises GcoreError."""
+    """The same of the stretches in which nothing moved, each as it is known last: the end of a job's last one stands in its folder only."""
     from controllers.cli.placement_words import moves_of
-    from controllers.moves_file import NAME
-    from gcore.ledger.placing import NEWEST_STAYS
+    from controllers.moves_file import NAME, stays_in
 
-    stored = moves_of(reply).stays
-    kept = [] if len(stored) < NEWEST_STAYS else _of_file(Path(reply.folder) / NAME)[1]
-    newest = {stay.began: stay for stay in (*kept, *stored)}
-    return tuple(sorted(newest.values(), key=lambda stay: stay.began))
+    kept: list[Stay] = []
+    with contextlib.suppress(OSError):
+        kept = stays_in(Path(reply.folder) / NAME)
+    known = sorted((*kept, *moves_of(reply).stays), key=lambda stay: stay.time)
+    newest = {stay.began: stay for stay in known}
+    return tuple(newest[began] for began in sorted(newest))
 
 
 def _of_file(file: Path) -> tuple[list[Move], list[Stay]]:

@@ -33,7 +33,7 @@ MOST = 2**31 - 1
 
 def trace(
     job: JobName,
-    step: Annotated[int, typer.Option(help="The step.", min=1, max=MOST)],
+    step: Annotated[int, typer.Option(help="The step: any that is committed, from 1.", min=1, max=MOST)],
     to: Annotated[
         Path | None, typer.Option(help="The file to write; '-': standard output. Default: JOB-step-N.json.")
     ] = None,

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from controllers import moves_file
+from controllers.cli.placement_verbs import all_stays
 from controllers.moves_file import NAME, MovesFile, moves_in, read
-from gcore.ledger.placing import NEWEST_MOVES, Move, MoveKind, Moves
+from gcore.api.v1 import jobs_pb2 as pb
+from gcore.ledger.placing import NEWEST_MOVES, Move, MoveKind, Moves, Stay
 from placement.moves import part_of
 from placement.split import Split
 
@@ -61,3 +63,14 @@ def test_what_stands_too_far_up_to_be_found_is_written_once_more(
     MovesFile(tmp_path).keep(moves.plus(move(20)))
     assert [one.generation for one in moves_in(tmp_path / NAME)] == list(range(21))
     assert 21 < len((tmp_path / NAME).read_text().splitlines()) < 41
+
+
+def test_of_a_stretch_without_moves_that_is_told_which_is_known_last_wherever_it_stands(tmp_path: Path) -> None:
+    def stays(*steps: int) -> Moves:
+        return Moves(stays=tuple(Stay(since=1, step=step, began=float(n), time=step) for n, step in enumerate(steps)))
+
+    MovesFile(tmp_path).keep(stays(3, 5, 9), to_the_end=True)
+    reply = pb.PlacementReply(folder=str(tmp_path), moves=stays(3, 7, 8).encode())
+    assert [one.step for one in all_stays(reply)] == [3, 7, 9]
+    elsewhere = pb.PlacementReply(folder=str(tmp_path / "elsewhere"), moves=stays(3, 7, 8).encode())
+    assert [one.step for one in all_stays(elsewhere)] == [3, 7, 8]
