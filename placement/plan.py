@@ -102,15 +102,11 @@ def first_plan(snapshot: Snapshot, wanted: Wanted, *, world: str, generation: in
     if wanted.apart is None:
         how = f"colocated: {len(places)} slots on {len(nodes)} nodes take rollout and train in turn, {ranks} ranks"
     else:
-        if (
-            sizes.widest > 1
-        ):  # node by node, so that ranks and smaller engines break as few of the larger ones' slots as can be
+        if sizes.widest > 1:
+            # Node by node, so that ranks and smaller engines break as few of the larger ones' slots as can be.
             places = [place for node in nodes for place in _round_robin([node])]
-            reward = (
-                reward
-                if sizes.reward > sizes.rollout
-                else [one for node in nodes for one in _round_robin([node], sizes.reward)]
-            )
+            if sizes.reward <= sizes.rollout:
+                reward = [one for node in nodes for one in _round_robin([node], sizes.reward)]
         training = places[: wanted.apart.train]
         reward = _free(reward, training)[: wanted.apart.reward // sizes.reward]
         rollout = _free(rollout, [*training, *reward])
@@ -159,12 +155,8 @@ def _judge_places(
 
 def _round_robin(nodes: Sequence[NodeSlots], size: int = 1) -> list[EnginePlace]:
     """The slots, or replicas of so many, one of each node before the second of any."""
-    return round_robin(
-        [
-            [EnginePlace(node=n.node, slot=first, further=tuple(more)) for first, *more in groups(n.slots, size)]
-            for n in nodes
-        ]
-    )
+    found = round_robin([[(one.node, group) for group in groups(one.slots, size)] for one in nodes])
+    return [EnginePlace(node=node, slot=first, further=tuple(more)) for node, (first, *more) in found]
 
 
 def _free(places: Sequence[EnginePlace], taken: Iterable[EnginePlace]) -> list[EnginePlace]:
