@@ -11,6 +11,7 @@ Nothing here knows what a plug-in of some kind takes or returns.
 from __future__ import annotations
 
 import traceback
+from asyncio import CancelledError
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
@@ -109,7 +110,7 @@ def _unknown(kind: PluginKind, name: str, names: set[str]) -> PluginFault:
 def _loaded(kind: PluginKind, name: str, point: EntryPoint) -> Callable[..., Any]:
     try:
         found = point.load()
-    except RAISED as error:  # the edge to foreign code: importing it may raise anything
+    except (*RAISED, CancelledError) as error:  # the edge to foreign code: importing it may raise anything
         raise PluginFault(
             f"{kind.noun} {name!r} cannot be loaded from {point.value} ({sentence_of(error)}){_place_of(error)}",
             where=kind.where,

@@ -54,6 +54,13 @@ def test_what_raises_at_import_is_told_with_its_place_and_its_own_traceback(inst
     assert "importlib" not in caught.value.trace
 
 
+def test_what_is_cancelled_at_import_is_told_too(install: Install) -> None:
+    """In a controller it would end whatever looked for the plug-in, as if that had been told to end."""
+    install("gad_k", "k = gad_k:k", "import asyncio\nraise asyncio.CancelledError('half of it')\n")
+    with pytest.raises(PluginFault, match=r"cannot be loaded from .* \(CancelledError: half of it\)"):
+        find_plugin(KIND, "k")
+
+
 def test_what_cannot_be_called_is_refused(install: Install) -> None:
     install("gad_f", "f = gad_f:f", "f = 3")
     with pytest.raises(SpecError, match="is a int, which cannot be called"):
