@@ -367,7 +367,7 @@ def place(
 
 
 def tell_moves(keys: JobKeys, leader: Stored[Leader], known: Written | None, moves: Moves) -> Transaction:
-    """What is wanted, what would be done, and what came of moves. Changes nothing."""
+    """What is wanted, what would be done, what came of moves, and why nothing moved. Changes nothing."""
     return Transaction(TxnKind.MOVES, _led(keys, leader, known), (Put(keys.moves, moves.encode()),))
 
 
