@@ -25,7 +25,7 @@ from controllers.booking_claims import (
     mine,
 )
 from controllers.booking_gaps import Gap
-from controllers.booking_places import Places
+from controllers.booking_places import Places, left_by_ranks
 from controllers.booking_steps import Boundary, Closed, cut
 from controllers.booking_sums import EngineWork, beginning_of, kept_of, reading_of
 from controllers.taking_turns import asleep_for_ranks
@@ -135,10 +135,11 @@ class SlotBooks:
         if not self._gap.is_seen:
             self._tell_all(self._gap.look(view, here))
         plan, node = view.mirror.plan, view.nodes.get(view.node)
-        placed = (here, plan, node, view.mirror.head is None)
+        resting_wide = left_by_ranks(view, here, turn)
+        placed = (here, plan, node, view.mirror.head is None, resting_wide)
         if self._placed is None or not _same(placed, self._placed):
             self._placed = placed
-            self._places.note(view, here, now)
+            self._places.note(view, here, now, resting_wide)
             for slot in self._places.slots:
                 self._slot(slot)
         for instance, (slot, claims, line) in self._ranks.items():

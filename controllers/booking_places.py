@@ -2,17 +2,18 @@
 
 A place of the plan whose worker does not serve is `switching` while it loads, and `failed` once it has failed, or was there and is
 gone. What has no place any more is switching until it has ended. A slot that has no place in the job's plan is `unallocated`: to this job
-it is, whichever other job it may serve. So is one whose places all sleep: nobody is to have it.
+it is, whichever other job it may serve. So is one whose places all sleep: nobody is to have it. One whose engine spans other slots too, and sleeps for
+a rank there, is idle: it waits for the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from controllers.sleeping import places_of
 from controllers.view import JobView
 from gcore.worker.records import WorkerRecord
-from placement.books import FAILED, NOBODY, UNALLOCATED, Line, Pool, State, Telling, switching
+from placement.books import FAILED, NOBODY, UNALLOCATED, Line, Pool, State, Telling, idle, switching
 
 
 class Places:
@@ -23,10 +24,13 @@ class Places:
         self._served: set[str] = set()
         """Places that had a worker which served."""
 
-    def note(self, view: JobView, here: Mapping[str, WorkerRecord], now: float) -> None:
-        """It is so from now on. `here`: the job's workers on this node."""
+    def note(
+        self, view: JobView, here: Mapping[str, WorkerRecord], now: float, left: Collection[tuple[str, Pool]] = ()
+    ) -> None:
+        """It is so from now on. `here`: the job's workers on this node; `left`: as `left_by_ranks` has them."""
         self._served |= {place_of(worker) for worker in here.values() if worker.state == "serving"}
         found = absences(view, here, frozenset(self._served))
+        found |= {(slot, f"turn of {pool}"): idle(pool, "barrier") for slot, pool in left}
         for key, state in found.items():
             if key not in self._lines:
                 self._lines[key] = Line(state, now)
@@ -50,6 +54,20 @@ class Places:
             line.forget(until)
             if line.now is None and line.since <= until:
                 del self._lines[slot, place]
+
+
+def left_by_ranks(
+    view: JobView, here: Mapping[str, WorkerRecord], turn: Collection[str]
+) -> frozenset[tuple[str, Pool]]:
+    """The slots, and whose they are, of engines that sleep because it is a rank's turn on another slot of theirs: nobody has these
+    meanwhile, and what they wait for is the step."""
+    wide = [here[name] for name in turn if name in here and here[name].further]
+    if not wide or view.mirror.plan is None:
+        return frozenset()
+    known = {**view.engines, **view.judges}
+    training = {rank.slot for rank in view.mirror.plan.record.ranks if rank.node == view.node}
+    asleep = [worker for worker in wide if worker.instance in known and known[worker.instance].asleep]
+    return frozenset((slot, worker.role) for worker in asleep for slot in worker.slots if slot not in training)
 
 
 def absences(

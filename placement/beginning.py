@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gcore.config import JobSpec
+from gcore.errors import SpecError
 from gcore.ledger.facts import ModelConfigs
 from gcore.ledger.job import Plan
 from gcore.ledger.placing import Pin
@@ -51,7 +52,14 @@ def begun(
     snapshot: Snapshot, spec: JobSpec, models: ModelConfigs | None, *, world: str = WORLD, pin: Pin | None = None
 ) -> Begun:
     """What a job begins with, whatever its policy. Raises SpecError if there are too few slots."""
-    snapshot = divided(snapshot, sizes_of(spec))
+    sizes = sizes_of(spec)
+    if snapshot.slots and not divided(snapshot, sizes).slots:
+        raise SpecError(
+            f"an engine of {sizes.widest} slots lies on one node, and no node has so many",
+            where="slots_per_engine",
+            fix="Lower it, or start controllers with more slots each",
+        )
+    snapshot = divided(snapshot, sizes)
     if not spec.placement.is_live:
         plan = first_plan(snapshot, Wanted.by(spec), world=world, generation=1)
         return Begun(plan, Beginning(None, plan.reason))

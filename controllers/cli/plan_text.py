@@ -202,7 +202,7 @@ def _fits_table(planned: Planned, show: int) -> Table:
 def _starts(planned: Planned, way: Way) -> str:
     if planned.begins(way):
         return "yes"
-    return f"not with {planned.spec.placement.policy}" if way.starts else "not yet"
+    return f"not with {planned.spec.placement.policy}" if way.starts else "with sglang"
 
 
 def _table(headings: tuple[str, ...]) -> Table:

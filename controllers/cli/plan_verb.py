@@ -74,9 +74,16 @@ class Planned:
         """What the job would begin with as its spec stands; None if that is none of those that fit. A policy that moves slots, and is told no
         sizes, finds the best by itself."""
         placement = self.spec.placement
+        fits = (fit for fit in self.found.fits if self._spans(fit.way))
         if placement.is_live and placement.train is None:
-            return self.first
-        return next((fit for fit in self.found.fits if fit.way.starts and self._is_said(fit.way)), None)
+            return next((fit for fit in fits if self.begins(fit.way)), None)
+        return next((fit for fit in fits if fit.way.starts and self._is_said(fit.way)), None)
+
+    def _spans(self, way: Way) -> bool:
+        from placement.replicas import sizes_of
+
+        sizes = sizes_of(self.spec)
+        return (way.rollout_size, way.reward_size) == (sizes.rollout, sizes.reward)
 
     def _is_said(self, way: Way) -> bool:
         said, split = self.spec.placement, way.split
@@ -114,7 +121,7 @@ def plan(
     Memory and times are estimated from the models' configurations and the devices' figures; nothing is started.
     """
     from controllers.cli.plan_text import less_cache, print_tables, tree_of
-    from controllers.cli.plan_written import left_standing, section_of, write_spec
+    from controllers.cli.plan_written import left_standing, pasted, section_of, write_spec
 
     planned = look(spec, cluster, set_, prompt_tokens, response_tokens)
     first = planned.first
@@ -128,8 +135,9 @@ def plan(
     if output is PlanOutput.YAML:
         import yaml
 
-        typer.echo(yaml.safe_dump(section, sort_keys=False).rstrip())
-        for line in (*less_cache(first), *left_standing(planned.spec, section)):
+        by_hand, besides = pasted(section)
+        typer.echo(yaml.safe_dump(by_hand, sort_keys=False).rstrip())
+        for line in (*besides, *less_cache(first), *left_standing(planned.spec, section)):
             typer.echo(f"# {line}.")
     if write is not None:
         write_spec(spec, write, section, set_ or ())

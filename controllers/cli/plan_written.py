@@ -18,8 +18,11 @@ from gcore.config import JobSpec
 from gcore.config.load import apply_overrides, load_spec
 from gcore.errors import UsageError
 from placement.mapping.search import Fit
+from placement.replicas import sizes_of
 
 Section = dict[str, dict[str, Any]]
+JUDGES = "judges"
+"""In a section: by the judge's name, what to write into its `serving`."""
 SAID_ANEW = ("policy", "train", "reward")
 """Of the section `placement`, what a first placement decides. Who has the memory is decided too, where slots are shared; where they are
 not, a policy that moves slots may share them later, and keeps what it says of that."""
@@ -39,10 +42,25 @@ def section_of(spec: JobSpec, fit: Fit) -> Section:
         section["train"] = {"ranks": split.train}
     if split.mode == "colocated":
         section["placement"]["memory"] = "in_turns" if fit.way.asleep else "kept"
+    sizes, way = sizes_of(spec), fit.way
+    if way.rollout_size != sizes.rollout:
+        section["rollout"] = {"slots_per_engine": way.rollout_size}
     # An engine that is left to itself would fill what the ranks beside it need.
     if "rollout" in fit.room.bound:
-        section["rollout"] = {"cache_tokens": dict(fit.room.cells)["rollout"]}
+        section["rollout"] = section.get("rollout", {}) | {"cache_tokens": dict(fit.room.cells)["rollout"]}
+    if way.reward_size != sizes.reward:
+        section[JUDGES] = {judge.name: {"slots_per_engine": way.reward_size} for judge in spec.judges if judge.model}
     return section
+
+
+def pasted(section: Section) -> tuple[Section, tuple[str, ...]]:
+    """The section as it is pasted by hand, and what is to be set besides: judges stand in a list."""
+    fields = [
+        f"set serving.{key}: {value} of judge {name}"
+        for name, serving in section.get(JUDGES, {}).items()
+        for key, value in serving.items()
+    ]
+    return {name: fields for name, fields in section.items() if name != JUDGES}, tuple(fields)
 
 
 def left_standing(spec: JobSpec, section: Section) -> tuple[str, ...]:
@@ -62,6 +80,9 @@ def with_section(tree: Mapping[str, Any], section: Section) -> dict[str, Any]:
     """The spec's tree with that in it: what it said of the same is replaced, all else stays."""
     changed = dict(tree)
     for name, fields in section.items():
+        if name == JUDGES:
+            changed[name] = [_served(judge, fields.get(judge.get("name"), {})) for judge in tree.get(name) or ()]
+            continue
         said = tree.get(name) or {}
         anew: tuple[str, ...] = SAID_ANEW if name == "placement" else ()
         if fields.get("policy") == "static":
@@ -72,9 +93,13 @@ def with_section(tree: Mapping[str, Any], section: Section) -> dict[str, Any]:
     return changed
 
 
+def _served(judge: Mapping[str, Any], serving: Mapping[str, Any]) -> dict[str, Any]:
+    return {**judge, "serving": {**(judge.get("serving") or {}), **serving}} if serving else dict(judge)
+
+
 def with_section_in_text(text: str, section: Section) -> str:
     """The same for a text whose comments are to stay; whether it came out right is the caller's to see."""
-    for name, fields in section.items():
+    for name, fields in pasted(section)[0].items():
         block = yaml.safe_dump({name: fields}, sort_keys=False)
         found = re.search(rf"^{name}:[^\n]*\n(?:(?:[ \t]+[^\n]*|[ \t]*#[^\n]*|[ \t]*)\n)*", text, re.MULTILINE)
         if found is None:

@@ -34,7 +34,7 @@ def processes_of(spec: JobSpec, controllers: int, slots: str, models: ModelConfi
             "process": (f"judge {e.judge} ({served_by[e.judge]})" if e.judge else f"rollout engine ({kinds[e.slot]})")
             + ", asleep" * e.asleep,
             "node": e.node,
-            "slot": e.slot,
+            "slot": " ".join(e.slots),
         }
         for e in plan.engines
     ]

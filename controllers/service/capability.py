@@ -9,7 +9,7 @@ from gcore.config import JobSpec, NodeConfig
 from gcore.config.cluster import LocalCluster
 from gcore.emulated.launch import is_emulated
 from gcore.errors import SpecError
-from gcore.ledger.job import JUDGES_CAME, SLEEP_CAME, SPANS_CAME, NodeRecord
+from gcore.ledger.job import JUDGES_CAME, SLEEP_CAME, NodeRecord
 from gcore.ledger.records import PARTS_CAME, OfferedGroup
 from gcore.rollout.sglang.environment import HOW, find_python
 from gcore.schema import spoken
@@ -51,29 +51,6 @@ def check_served(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
             where="judges",
             fix="Take a judge of kind: generative there",
         )
-
-
-def check_spans(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
-    """Whether every node knows engines that span several slots, and has slots that can be divided by so many. Raises SpecError."""
-    judges = enumerate(spec.judges)
-    sizes = {"rollout.slots_per_engine": spec.rollout.slots_per_engine}
-    sizes |= {f"judges.{number}.serving.slots_per_engine": one.serving.slots_per_engine for number, one in judges}
-    for where, size in sizes.items():
-        if size == 1:
-            continue
-        if spoken() < SPANS_CAME:
-            raise SpecError(
-                "engines that span several slots need nodes of this version, and some are older",
-                where=where,
-                fix="Submit it when all nodes are upgraded",
-            )
-        odd = next((node for node in sorted(nodes, key=lambda one: one.name) if len(node.slots) % size), None)
-        if odd is not None:
-            raise SpecError(
-                f"an engine of {size} slots lies on one node, and node {odd.name} has {counted(len(odd.slots), 'slot')}",
-                where=where,
-                fix="Use a size by which each node's slots can be divided, or start the controllers with other --slots",
-            )
 
 
 def check_environment(spec: JobSpec) -> None:

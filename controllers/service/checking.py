@@ -17,6 +17,7 @@ from pathlib import Path
 from controllers.material import rewards_of
 from controllers.ordering import check_curriculum
 from controllers.service.judge_checks import CheckedJudge, check_fallbacks, check_judges
+from controllers.service.spanning import check_heads
 from gcore.agents.trial import try_agent
 from gcore.config import JobSpec
 from gcore.config.combinations import SAYS_NOTHING
@@ -158,6 +159,7 @@ def _checked(
     check_curriculum(spec, prompts.stream, LENGTH_SAMPLE)
     config = json.loads((model.folder / "config.json").read_text(encoding="utf-8"))
     models = model_configs(spec, model.folder, judges)
+    check_heads(spec, models)
     return CheckedJob(prompts, tuple(checked), attention_equals_at(config), model, judges, models)
 
 

@@ -172,7 +172,7 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
                     state=w.state,
                     address=w.address,
                     pid=w.pid,
-                    slot=w.slot,
+                    slot=" ".join(w.slots),
                 )
                 for w in listing.workers
             ],

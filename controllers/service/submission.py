@@ -20,13 +20,13 @@ from controllers.service.capability import (
     check_moving,
     check_ranks,
     check_served,
-    check_spans,
     check_streamed,
 )
 from controllers.service.checking import check_submission
 from controllers.service.judge_checks import remote_code, revisions
 from controllers.service.records import StoredJobs
 from controllers.service.refusals import Conflict
+from controllers.service.spanning import check_spans
 from gcore.clock import Clock
 from gcore.config import JobSpec, new_spec, stored_spec
 from gcore.errors import SpecError, StoreUnavailable

@@ -12,7 +12,7 @@ from pydantic import Field
 if TYPE_CHECKING:
     from gcore.config.spec import JobSpec
 
-MOST_SPANNED = 1
+MOST_SPANNED = 64
 SlotsPerEngine = Annotated[int, Field(ge=1, le=MOST_SPANNED)]
 SPANS = (
     "Slots of one node that an engine spans (tensor parallel, SGLang only): the model's heads, and each node's slots, are divided "

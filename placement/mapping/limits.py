@@ -22,12 +22,14 @@ def within_memory(bounds: Bounds, workload: Workload, cluster: Cluster, now: int
     together = bounds.all_together()
     colocated = False
     if together is not None:
-        way = Way(together, 1, 1, workload.turns[-1 if memory.gpu else 0])
+        way = Way(together, bounds.rollout_size, bounds.reward_size, workload.turns[-1 if memory.gpu else 0])
         colocated = isinstance(room(way, workload, cluster, memory), Room)
 
     def fits(size: int) -> bool:
         split = Split("coexisting", bounds.slots - size, 0, size)
-        return world_excess(Way(split, 1, 1, False), workload, cluster, memory) is None
+        return (
+            world_excess(Way(split, bounds.rollout_size, bounds.reward_size, False), workload, cluster, memory) is None
+        )
 
     keeps = {now, together.train if together is not None and colocated else None}
     sizes = tuple(size for size in bounds.train_sizes if size in keeps or fits(size))

@@ -190,7 +190,7 @@ def _hints(workload: Workload, cluster: Cluster, fits: Sequence[Fit]) -> Iterato
         elif best.times.step < BETTER * now.times.step:
             yield f"With {words} {best.way} is predicted to take {best.times.step:.3g} s a step instead of {now.times.step:.3g} s"
     if now is None and any(fit.way.starts is False for fit in fits):
-        yield "What fits has engines that span several slots, and jobs cannot be started so yet"
+        yield "What fits has engines that span several slots, which SGLang's can: set engine: sglang, and plan anew"
 
 
 def _alternatives(training: Training) -> Iterator[tuple[str, Training]]:

@@ -23,22 +23,18 @@ GRID = 24
 @dataclass(frozen=True, slots=True, order=True)
 class Way:
     """One of them. `rollout_size`, `reward_size`: slots of a replica; `ranks`: train ranks, a slot each; `asleep`: co-located, and
-    who is not at work sleeps."""
+    who is not at work sleeps; `starts`: whether the spec's engines can span so many slots, which SGLang's alone can."""
 
     split: Split
     rollout_size: int
     reward_size: int
     asleep: bool
+    starts: bool = True
 
     @property
     def ranks(self) -> int:
         """Train ranks."""
         return self.split.train
-
-    @property
-    def starts(self) -> bool:
-        """Whether a job can be started so: engines that span several slots are planned, but not started yet."""
-        return self.rollout_size == 1 and self.reward_size == 1
 
     def __str__(self) -> str:
         spans = []
@@ -62,24 +58,30 @@ def ways(cluster: Cluster, workload: Workload) -> Iterator[Way]:
     reward_sizes = _spans(cluster, [judge.shape for judge in workload.judges]) if judged else (1,)
     for rollout_size in _spans(cluster, [workload.rollout.shape]):
         for reward_size in reward_sizes:
+            starts = _starts(workload, rollout_size, reward_size)
             bounds = Bounds(slots, rollout_size, reward_size, trains, judged, colocated=False)
             for split in _splits(bounds):
-                yield Way(split, rollout_size, reward_size, False)
+                yield Way(split, rollout_size, reward_size, False, starts)
             if slots < max(rollout_size, reward_size):
                 continue
             rollout, reward = (slots // size * size for size in (rollout_size, reward_size))
             for train in trains:
                 split = Split("colocated", rollout, reward if judged else 0, train)
                 for asleep in turns:
-                    yield Way(split, rollout_size, reward_size, asleep)
+                    yield Way(split, rollout_size, reward_size, asleep, starts)
 
 
 def ways_within(bounds: Bounds, workload: Workload, *, gpu: bool) -> Iterator[Way]:
-    """Those in which a job can be begun as its spec stands: within `bounds`, a slot for each replica, and on shared slots the memory had
-    as it would be, which is in turns on GPUs where the spec leaves it open."""
+    """Those in which a job can be begun as its spec stands: within `bounds`, and on shared slots the memory had as it would be, which is
+    in turns on GPUs where the spec leaves it open."""
     asleep = workload.turns[-1 if gpu else 0]
     for split in _splits(bounds):
-        yield Way(split, 1, 1, asleep if split.mode == "colocated" else False)
+        yield Way(split, bounds.rollout_size, bounds.reward_size, asleep if split.mode == "colocated" else False)
+
+
+def _starts(workload: Workload, rollout_size: int, reward_size: int) -> bool:
+    wide = [workload.rollout] * (rollout_size > 1) + list(workload.judges) * (reward_size > 1)
+    return all(served.engine == "sglang" for served in wide)
 
 
 def _splits(bounds: Bounds) -> Iterator[Split]:

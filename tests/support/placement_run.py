@@ -1,7 +1,8 @@
 """Runs on emulated slots whose placement moves: a job with a judge, and policies made for tests, in a package of their own.
 
 `swing` gives slots back and forth between rollout and the judge, at each step. `regrow` makes the train world larger and smaller.
-`tight` does so on four slots, where a node has to give its last engine of the policy away. `broken` raises. `keep` never moves anything, so that whatever moves was lent.
+`tight` does so on four slots, where a node has to give its last engine of the policy away. `broken` raises. `keep` never moves anything, so that whatever moves was
+lent. `pairs` moves two slots at a time, for engines that span two.
 """
 
 from __future__ import annotations
@@ -60,6 +61,10 @@ def tight(start):
     return Stepwise(start, [(1, 1), (2, 1)])
 
 
+def pairs(start):
+    return Stepwise(start, [(2, 2), (4, 2)])
+
+
 def keep(start):
     return Stepwise(start, [(1, 1)])
 
@@ -78,7 +83,9 @@ def install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     info = folder / "packages" / "test_policies-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: test-policies\nVersion: 1.0\n")
-    names = "\n".join(f"{name} = test_policies:{name}" for name in ("swing", "tight", "regrow", "keep", "broken"))
+    names = "\n".join(
+        f"{name} = test_policies:{name}" for name in ("swing", "tight", "regrow", "pairs", "keep", "broken")
+    )
     (info / "entry_points.txt").write_text(f"[gcore.placement]\n{names}\n")
     (folder / "packages" / "test_policies.py").write_text(POLICIES)
     known = os.environ.get("PYTHONPATH")

@@ -169,7 +169,8 @@ EIGHT = Bounds(8, train_sizes=tuple(range(1, 9)))
 def as_it_begins(job: Workload, fits: Sequence[Fit]) -> list[Fit]:
     """Of them, those in which a job can be begun as its spec stands, on GPUs."""
     asleep = job.turns[-1]
-    return [f for f in fits if f.way.starts and (f.way.asleep == asleep or f.way.split.mode == "coexisting")]
+    alone = [f for f in fits if f.way.rollout_size == f.way.reward_size == 1]
+    return [f for f in alone if f.way.asleep == asleep or f.way.split.mode == "coexisting"]
 
 
 def test_a_job_begins_with_the_best_that_can_be_started() -> None:

@@ -15,7 +15,7 @@ from mapped_jobs import JUDGE, SEVEN, SMALL, machines, spec, work
 from controllers.cli.plan_lacking import LARGER, advice
 from controllers.cli.plan_text import _begins, _counted, less_cache
 from controllers.cli.plan_verb import Planned, _nothing_fits
-from controllers.cli.plan_written import Section, left_standing, section_of, with_section, write_spec
+from controllers.cli.plan_written import Section, left_standing, pasted, section_of, with_section, write_spec
 from gcore.config import load_spec
 from gcore.errors import UsageError
 from placement.mapping.fitting import Excess, gib
@@ -257,3 +257,48 @@ def test_placements_that_fit_and_cannot_be_started_are_counted_as_such() -> None
 
 def test_memory_is_told_in_digits() -> None:
     assert [gib(size * (1 << 30)) for size in (1220.4, 99.96, 11, 0.4)] == ["1,220 GiB", "100 GiB", "11 GiB", "0.4 GiB"]
+
+
+WIDE: dict[str, Any] = {"rollout": {"engine": "sglang", "max_new_tokens": 1024}, "train": {"zero_stage": 3}}
+SERVED = JUDGE | {"serving": {"engine": "sglang"}}
+
+
+def test_only_sglang_can_be_started_over_several_slots() -> None:
+    mixed = WIDE | {"judges": [JUDGE], "reward": {"judge": "right"}}
+    for said, rollout, reward in (({}, {1}, {1}), (WIDE, {1, 2, 4}, {1}), (mixed, {1, 2, 4}, {1})):
+        judge = SMALL if "judges" in said else None
+        starting = [fit.way for fit in search(work(SEVEN, judge, **said), machines()).fits if fit.way.starts]
+        assert {way.rollout_size for way in starting} == rollout
+        assert {way.reward_size for way in starting} == reward
+
+
+def test_engines_over_several_slots_are_written_into_the_spec_and_judges_keep_the_rest_of_theirs(
+    tmp_path: Path,
+) -> None:
+    said = WIDE | {"judges": [SERVED], "reward": {"judge": "right"}}
+    fits = search(work(SEVEN, SMALL, **said), machines()).fits
+    wide = next(f for f in fits if (f.way.rollout_size, f.way.reward_size, f.way.split.mode) == (2, 2, "coexisting"))
+    section = section_of(spec(**said), wide)
+    assert section["rollout"]["slots_per_engine"] == 2
+    assert section["judges"] == {"right": {"slots_per_engine": 2}}
+    by_hand, besides = pasted(section)
+    assert "judges" not in by_hand
+    assert besides == ("set serving.slots_per_engine: 2 of judge right",)
+    tree = {key: value for key, value in spec(**said).model_dump(mode="json", exclude_defaults=True).items() if value}
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(tree))
+    write_spec(tmp_path / "a.yaml", tmp_path / "a.yaml", section)
+    written = load_spec(tmp_path / "a.yaml")
+    assert (written.rollout.slots_per_engine, written.judges[0].serving.slots_per_engine) == (2, 2)
+    assert written.judges[0].serving.engine == "sglang"
+    assert (written.placement.train, written.placement.reward) == (wide.way.split.train, wide.way.split.reward)
+    assert section_of(written, wide).keys() <= {"placement", "rollout"}, "what it says already is not written again"
+
+
+@pytest.mark.parametrize("policy", ["dynamic", "static"])
+def test_what_the_job_begins_with_as_it_stands_has_engines_of_the_specs_own_size(policy: str) -> None:
+    for size in (1, 2):
+        said = WIDE | {"placement": {"policy": policy} | ({"train": 4} if policy == "static" else {})}
+        said["rollout"] = said["rollout"] | {"slots_per_engine": size}
+        planned = planned_of(search(work(SEVEN, **said), machines()), **said)
+        assert planned.stands is not None
+        assert planned.stands.way.rollout_size == size
