@@ -38,7 +38,7 @@ CACHE = ROOT / ".cache" / "placement"
 LARGE = 1024
 DECIDE = (
     *("forecast", "laws", "lending", "measured", "paces", "speeds", "split", "trends"),
-    *(f"policies/{name}" for name in ("base", "climbing", "dynamic", "errors", "fixed")),
+    *(f"policies/{name}" for name in ("base", "climbing", "dynamic", "errors", "fixed", "weighing")),
     *(f"simulate/{name}" for name in ("compiled", "job", "kernel", "oracle", "run", "scenario")),
     *(f"simulate/{name}" for name in ("table", "told", "workload")),
 )

@@ -111,6 +111,10 @@ class Forecast:
 
     def seconds(self, splits: Sequence[Split], off: Floats | None = None) -> Floats:
         """Of a step on each split, [splits]: the mean over the batches. `off`: what production is multiplied by, [splits]."""
+        return np.asarray(self.each(splits, off).mean(axis=0))
+
+    def each(self, splits: Sequence[Split], off: Floats | None = None) -> Floats:
+        """Seconds of a step with each batch on each split, [batches, splits]."""
         produce = self.produce_s(splits)
         if off is not None:
             produce = produce * off
@@ -119,8 +123,9 @@ class Forecast:
         tokens = np.array([batch.train_tokens for batch in self.batches]) * self.longer
         rest = self.train.fixed_s + self.train.slot_s * tokens[:, None] / world
         rest = rest + np.where(apart, self.apart_s, self.together_s)
-        whole = np.where(apart, np.maximum(produce, rest), produce + rest) if self.overlaps else produce + rest
-        return np.asarray(whole.mean(axis=0))
+        return np.asarray(
+            np.where(apart, np.maximum(produce, rest), produce + rest) if self.overlaps else produce + rest
+        )
 
     def produce_s(self, splits: Sequence[Split]) -> Floats:
         """Until a batch is whole, [batches, splits]."""

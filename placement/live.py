@@ -260,7 +260,7 @@ def threshold(start: Start) -> Policy:
 def dynamic(start: Start) -> Policy:
     """By forecast."""
     from placement.forecast import Pools
-    from placement.weighing import Weighing
+    from placement.policies.dynamic import Dynamic
 
     sizes = start.sizes
-    return Weighing(Pools(sizes.rollout, sizes.reward, start.rollout_rows, start.reward_rows), start.first)
+    return Dynamic(Pools(sizes.rollout, sizes.reward, start.rollout_rows, start.reward_rows), start.first)

@@ -4,7 +4,8 @@
    (`placement.policies.errors`). Errors are taken from what the model says of the very lengths that were there, so luck with lengths is
    no error.
 2. A change must save more than it costs within the steps that are looked ahead to: as many as there were since the job's lengths last
-   jumped, for what has lasted so long is expected to last as long again.
+   jumped, for what has lasted so long is expected to last as long again. What it saves counts as far as that is sure
+   (`placement.policies.weighing`).
 3. It must also save more in each step than forecasts are wrong by: the dead band.
 4. After a change a few steps must pass before the next one, unless the split there is has become impossible.
 5. What was changed and got worse is changed back by the same rules: the split's own error has been seen by then.
@@ -28,6 +29,7 @@ from placement.policies.base import Decision, Situation
 from placement.policies.climbing import utilisation
 from placement.policies.errors import Errors
 from placement.policies.fixed import possible
+from placement.policies.weighing import Weighed
 from placement.split import Split
 from placement.trends import since_jump, slope
 
@@ -35,9 +37,7 @@ LEAST_AHEAD, MOST_AHEAD = 12, 100
 """Steps over which a change must pay, at least and at most."""
 DWELL = 3
 """Steps that a split is kept before it is left again."""
-MARGIN = 1.2
-"""A change must save so many times what it costs."""
-BAND = 0.4
+BAND = 0.2
 """Share of the error of forecasts by which a change must be better in each step."""
 LEAST_BAND = 0.003
 REMEMBERED = 64
@@ -79,36 +79,35 @@ class Dynamic:
         ahead = min(max(stretch, LEAST_AHEAD), MOST_AHEAD, situation.steps_left or MOST_AHEAD)
         forecast = self._forecast(situation, stretch, min(ahead, TREND_AHEAD) / 2)
         off = np.array([self._errors.factor(split) for split in splits])
-        expected = forecast.seconds(splits, off)
-        return self._decided(situation, splits, expected, ahead)
+        return self._decided(situation, splits, forecast.each(splits, off), ahead)
 
-    def _decided(self, situation: Situation, splits: Sequence[Split], expected: Floats, ahead: int) -> Decision:
+    def _decided(self, situation: Situation, splits: Sequence[Split], each: Floats, ahead: int) -> Decision:
+        """`each`: what a step of each batch takes on each split, seconds, [batches, splits]."""
         now, idle = situation.now, _idle(situation.history[-1])
         assert now is not None
         cost = np.array([situation.costs.of(now, split) for split in splits])
         if now not in splits:
+            expected = each.mean(axis=0)
             best = int((expected * ahead + cost).argmin())
             why = f"{now} is not possible any more; {splits[best]} is expected to take {expected[best]:.1f} s a step"
             return Decision(splits[best], why, float(expected[best]), None, float(cost[best]), 0.0, idle)
         here = splits.index(now)
-        saved = expected[here] - expected
-        worth = saved * ahead - MARGIN * cost
-        best = int(worth.argmax())
-        band = max(LEAST_BAND, BAND * self._spread) * float(expected[here])
-        before = float(expected[here])
-        if best == here or worth[best] <= 0 or saved[best] <= band:
-            return Decision(
-                now, f"nothing saves more than {band:.1f} s a step and what its change costs", before, before, idle=idle
-            )
-        gain, price = float(saved[best]) * ahead, float(cost[best])
+        before = float(each[:, here].mean())
+        band = max(LEAST_BAND, BAND * self._spread) * before
+        weighed = Weighed(splits, here, each, cost, ahead, band)
+        best = weighed.best
+        if best == here:
+            return Decision(now, weighed.why_not(), before, before, idle=idle)
+        saved, price = float(weighed.saved[best]), float(cost[best])
         if self._since < DWELL:
-            why = f"{splits[best]} would save {saved[best]:.1f} s a step; a split is kept for {DWELL} steps"
+            why = f"{splits[best]} would save {saved:.1f} s a step, but a split is kept for {DWELL} steps"
             return Decision(now, why, before, before, idle=idle)
+        gain = saved * ahead
         why = (
-            f"{_said(idle, now, splits[best])}{splits[best]} saves {saved[best]:.1f} s of {before:.1f} s a step, {gain:.0f} s in {ahead} steps, "
+            f"{_said(idle, now, splits[best])}{splits[best]} saves {saved:.1f} s of {before:.1f} s a step, {gain:.0f} s in {ahead} steps, "
             f"and costs {price:.1f} s"
         )
-        return Decision(splits[best], why, float(expected[best]), before, price, gain, idle)
+        return Decision(splits[best], why, float(weighed.expected[best]), before, price, gain, idle)
 
     def _taken_in(self, situation: Situation) -> int:
         """What is new of the history, and how many steps there are since lengths or judgements last jumped."""
@@ -138,6 +137,7 @@ class Dynamic:
         if first is None:
             return
         kept = self._batches[:first]
+        self._errors.forget(self._steps[first].step)
         del self._steps[first:]
         self._batches, self._stretch = [], 0
         for batch in kept:
@@ -208,7 +208,7 @@ class Dynamic:
             return
         off = float(np.clip(np.log(took / max(said, 1e-9)), -1.0, 1.0))
         self._spread = 0.9 * self._spread + 0.1 * abs(off - float(np.log(known)))
-        self._errors.add(newest.split, off)
+        self._errors.add(newest.step, newest.split, off)
 
     def _others(self, turn_s: float) -> tuple[float, float]:
         """What was neither production nor training, apart and together; of the mode that was never tried, as of the other but for the

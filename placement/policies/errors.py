@@ -16,6 +16,9 @@ from placement.trends import plainly_off
 
 DRAWN = 20.0
 """Steps of its own that count as much as what is known of a split's mode."""
+RIGHT = 4.0
+"""Steps of a mode that count as much as that forecasts of it are right: few, or what is wrong with all of them were held against the
+splits that were tried alone, and each that was not would look better."""
 FADE = 0.9
 """Weight of what was seen of a split beside that of one step later."""
 PLAIN = 2.5
@@ -41,9 +44,9 @@ class _Mean:
         self.total = FADE * self.total + value
         self.weight = FADE * self.weight + 1.0
 
-    def drawn_to(self, other: float) -> float:
-        """As far as it is known, and else `other`."""
-        return (self.total + DRAWN * other) / (self.weight + DRAWN)
+    def drawn_to(self, other: float, drawn: float) -> float:
+        """As far as it is known, and else `other`, which counts as much as `drawn` steps."""
+        return (self.total + drawn * other) / (self.weight + drawn)
 
 
 @dataclass
@@ -52,13 +55,26 @@ class Errors:
 
     _of_split: dict[Shape, _Mean] = field(default_factory=dict)
     _of_mode: dict[str, _Mean] = field(default_factory=dict)
-    _newest: deque[tuple[Shape, float]] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    _newest: deque[tuple[int, Shape, float]] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
 
-    def add(self, split: Split, off: float) -> None:
-        """A step's production on `split` took exp(off) times what the model says."""
-        self._of_split.setdefault(_shape(split), _Mean()).add(off)
-        self._of_mode.setdefault(split.mode, _Mean()).add(off)
-        self._newest.append((_shape(split), off))
+    def add(self, step: int, split: Split, off: float) -> None:
+        """The step's production on `split` took exp(off) times what the model says."""
+        self._newest.append((step, _shape(split), off))
+        self._count(_shape(split), off)
+
+    def forget(self, since: int) -> None:
+        """Steps from that one on were given up; what is known is what is remembered of those before."""
+        kept = [one for one in self._newest if one[0] < since]
+        if len(kept) == len(self._newest):
+            return
+        self._newest = deque(kept, maxlen=REMEMBERED)
+        self._of_split, self._of_mode = {}, {}
+        for _, shape, off in kept:
+            self._count(shape, off)
+
+    def _count(self, shape: Shape, off: float) -> None:
+        self._of_split.setdefault(shape, _Mean()).add(off)
+        self._of_mode.setdefault(shape[0], _Mean()).add(off)
 
     def factor(self, split: Split) -> float:
         """What the forecast of its production is to be multiplied by."""
@@ -66,15 +82,15 @@ class Errors:
         if plain is not None:
             return exp(plain)
         mode = self._of_mode.get(split.mode) or next(iter(self._of_mode.values()), None)
-        of_mode = mode.drawn_to(0.0) if mode is not None else 0.0
+        of_mode = mode.drawn_to(0.0, RIGHT) if mode is not None else 0.0
         own = self._of_split.get(_shape(split))
-        return exp(own.drawn_to(of_mode) if own is not None else of_mode)
+        return exp(own.drawn_to(of_mode, DRAWN) if own is not None else of_mode)
 
     def _plainly_worse(self, split: Split) -> float | None:
         """Its own error, if that is plainly above the others'."""
         shape = _shape(split)
-        own = [off for of, off in self._newest if of == shape][-OWN:]
-        others = [off for of, off in self._newest if of != shape and of[0] == split.mode][-OTHERS:]
+        own = [off for _, of, off in self._newest if of == shape][-OWN:]
+        others = [off for _, of, off in self._newest if of != shape and of[0] == split.mode][-OTHERS:]
         if len(own) < FEWEST_OWN or len(others) < FEWEST_OTHERS:
             return None
         if plainly_off(others, own, LEAST_SPREAD, PLAIN) <= 0:

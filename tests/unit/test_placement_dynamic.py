@@ -109,7 +109,7 @@ def test_a_change_must_save_more_than_forecasts_are_wrong_by() -> None:
     better, now = best(Truth())[:2]
 
     def uneven(step: int, split: Split) -> float:
-        return float(np.exp(0.35 * (-1) ** step))
+        return float(np.exp(0.8 * (-1) ** step))
 
     calm, noisy = Truth(), Truth(times=uneven)
     saved = 1 - (calm.produce_s(0, better) + 2.5) / (calm.produce_s(0, now) + 2.5)
@@ -158,6 +158,7 @@ def test_steps_that_were_given_up_count_no_more_and_those_made_anew_are_learned_
     for end in range(1, 15):
         expected = asked(fresh, [*first, *anew][:end], now).expected_s
     assert policy._stretch == fresh._stretch == 14
+    assert policy._errors.factor(now) == pytest.approx(fresh._errors.factor(now))
     assert [one.length for one in policy._batches] == [one.length for one in fresh._batches]
     assert told.expected_s == pytest.approx(expected, rel=0.2)
 
@@ -197,26 +198,27 @@ def ahead(truth: Truth, step: int, split: Split) -> Measured:
 
 
 @pytest.mark.parametrize(
-    ("train_s", "off"),
+    ("train_s", "off", "most"),
     [
-        pytest.param(4.0, 1.0, id="production_holds_it_up"),
-        pytest.param(9.0, 1.0, id="ranks_hold_it_up"),
-        pytest.param(6.0, 1.3, id="production_is_slower_than_forecast"),
-        pytest.param(12.0, 0.8, id="production_is_faster_than_forecast_and_ranks_hold_it_up"),
+        pytest.param(4.0, 1.0, 2, id="production_holds_it_up"),
+        pytest.param(9.0, 1.0, 2, id="ranks_hold_it_up"),
+        pytest.param(6.0, 1.3, 3, id="production_is_slower_than_forecast"),
+        pytest.param(12.0, 0.8, 2, id="production_is_faster_than_forecast_and_ranks_hold_it_up"),
     ],
 )
-def test_one_step_ahead_it_finds_a_good_split_and_stays_there(train_s: float, off: float) -> None:
+def test_one_step_ahead_it_finds_a_good_split_and_stays_there(train_s: float, off: float, most: int) -> None:
+    """After `most` changes: where forecasts are always too short, another split is tried once, and left."""
     bounds = Bounds(12, 1, 1, (1, 2, 4, 6), True, False)
     truth = Truth(train_s=train_s, times=lambda step, split: off)
     now = Split("coexisting", 6, 4, 2)
     policy, history, found = Dynamic(Pools(), now), list[Measured](), []
-    for step in range(60):
+    for step in range(100):
         history.append(ahead(truth, step, now))
         found.append(now)
         now = policy.plan(Situation(bounds, now, tuple(history), SwitchCosts(0.2, 1.0), 100, overlaps=True)).split
     taken = {split: ahead(truth, 0, split).seconds or 0.0 for split in feasible(bounds)}
     assert found[-20:] == [now] * 20
-    assert len(changes(found)) <= 2
+    assert len(changes(found)) <= most
     assert taken[now] <= 1.03 * min(taken.values())
 
 

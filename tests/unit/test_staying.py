@@ -14,15 +14,13 @@ from controllers.moves_file import NAME, MovesFile, moves_in, stays_in
 from controllers.staying import TELL_S, Staying
 from gcore.ledger.placing import MOST_STAY_BYTES, NEWEST_STAYS, Move, MoveKind, Moves, Stay
 from gcore.testing import FakeClock
-from placement.forecast import Pools
 from placement.live import Start, dynamic
 from placement.measured import Measured
 from placement.moves import Deciding, part_of
 from placement.policies.base import Situation, SwitchCosts
-from placement.policies.dynamic import Dynamic
+from placement.policies.weighing import Weighed
 from placement.split import Bounds, Split
 from placement.stays import stayed, with_stay
-from placement.weighing import Weighed, why_not
 
 HERE, BETTER, WORSE = Split("coexisting", 4, 1, 1), Split("coexisting", 3, 2, 1), Split("coexisting", 2, 3, 1)
 
@@ -37,46 +35,77 @@ def moved(step: int, kind: MoveKind = MoveKind.SPLIT) -> Move:
 
 
 @pytest.mark.parametrize(
-    ("saved", "cost", "band", "said"),
+    ("saved", "differs", "cost", "band", "said"),
     [
         pytest.param(
-            0.1, 0.0, 0.4, f"{BETTER} would save 0.10 s of 8.0 s a step, no more than the 0.40 s by which", id="band"
+            0.1, 0.0, 0.0, 0.4, f"{BETTER} would save 0.10 s of 8.0 s a step, no more than the 0.40 s by which", id="band"
         ),
         pytest.param(
-            1.0, 20.0, 0.4, "1.0 s of 8.0 s a step, 12.0 s in 12 steps, too little for a change that costs 20.0 s", id="cost"
+            1.0, 0.0, 20.0, 0.4, "1.0 s of 8.0 s a step, 12.0 s in 12 steps, too little for a change that costs 20.0 s",
+            id="cost",
         ),
-        pytest.param(1.0, 0.0, 0.4, "would save 1.0 s of 8.0 s a step, but a split is kept for 3 steps", id="dwell"),
-        pytest.param(-0.5, 0.0, 0.4, f"quicker than 8.0 s a step: the next best, {BETTER}, would take 0.50 s more", id="best"),
+        pytest.param(
+            1.0, 4.0, 0.0, 0.4, "save 1.0 s of 8.0 s a step, but 2.6 s of that may be luck with the newest steps", id="luck"
+        ),
+        pytest.param(
+            -0.5, 0.0, 0.0, 0.4, f"quicker than 8.0 s a step: the next best, {BETTER}, would take 0.50 s more", id="best"
+        ),
     ],
 )  # fmt: skip
 def test_of_the_best_other_split_it_is_said_what_it_would_save_and_why_it_is_not_taken(
-    saved: float, cost: float, band: float, said: str
+    saved: float, differs: float, cost: float, band: float, said: str
 ) -> None:
-    splits = (HERE, BETTER, WORSE)
-    weighed = Weighed(splits, 0, np.array([0.0, saved, saved - 1]), np.array([0.0, cost, cost]), 8.0, 12)
-    assert said in why_not(weighed, band)
-    alone = Weighed((HERE,), 0, np.zeros(1), np.zeros(1), 8.0, 12)
-    assert why_not(alone, band) == "no other split is possible"
+    """`differs`: of the saving from batch to batch, twice as many standard deviations as its standard error has of four batches."""
+    luck = differs * np.array([-1.0, -1.0, 1.0, 1.0]) * np.sqrt(3) / 2
+    each = np.stack([np.full(4, 8.0), 8.0 - saved + luck, 9.0 - saved + luck], axis=1)
+    weighed = Weighed((HERE, BETTER, WORSE), 0, each, np.array([0.0, cost, cost]), 12, band)
+    assert weighed.best == weighed.here
+    assert said in weighed.why_not()
+    alone = Weighed((HERE,), 0, each[:, :1], np.zeros(1), 12, band)
+    assert alone.best == alone.here
+    assert alone.why_not() == "no other split is possible"
+
+
+@given(
+    each=st.lists(st.lists(st.floats(1.0, 100.0), min_size=3, max_size=3), min_size=1, max_size=8),
+    costs=st.tuples(st.just(0.0), st.floats(0.0, 60.0), st.floats(0.0, 60.0)),
+    ahead=st.integers(1, 100),
+    band=st.floats(0.0, 5.0),
+)
+def test_a_change_that_is_worth_making_saves_more_than_its_band_its_cost_and_what_is_unsure(
+    each: list[list[float]], costs: tuple[float, ...], ahead: int, band: float
+) -> None:
+    weighed = Weighed((HERE, BETTER, WORSE), 0, np.array(each), np.array(costs), ahead, band)
+    best = weighed.best
+    if best == weighed.here:
+        assert "would " in weighed.why_not()
+    else:
+        assert weighed.saved[best] > band
+        assert (weighed.saved[best] - weighed.unsure[best]) * ahead > costs[best]
+
+
+def test_what_is_saved_by_the_luck_of_a_step_moves_nothing_and_what_is_saved_in_each_does() -> None:
+    here, cost = np.full(8, 10.0), np.zeros(2)
+    lucky, steady = here.copy(), here - 1.0
+    lucky[0] = 2.0
+    assert Weighed((HERE, BETTER), 0, np.stack([here, lucky], axis=1), cost, 12, 0.1).best == 0
+    assert Weighed((HERE, BETTER), 0, np.stack([here, steady], axis=1), cost, 12, 0.1).best == 1
 
 
 @given(produced=st.lists(st.floats(2.0, 60.0), min_size=1, max_size=12), cost=st.floats(0.0, 60.0))
-def test_a_live_job_gets_the_splits_that_dynamic_decides_on_and_the_reason_tells_of_another_split(
-    produced: list[float], cost: float
-) -> None:
+def test_where_a_live_job_keeps_its_split_the_reason_tells_of_another_one(produced: list[float], cost: float) -> None:
     bounds = Bounds(6, 1, 1, (1, 2), True, False)
-    live, plain, now = dynamic(Start(HERE, 8, 8)), Dynamic(Pools(rollout_most=8, reward_most=8), HERE), HERE
+    live, now = dynamic(Start(HERE, 8, 8)), HERE
     history: list[Measured] = []
     for step, seconds in enumerate(produced):
         lengths = (40.0, 80.0, 200.0)
         history.append(
             Measured(step, now, lengths, (20.0,) * 3, sum(lengths), seconds, 2.0, 0.5, (), {})
         )  # fmt: skip
-        situation = Situation(bounds, now, tuple(history), SwitchCosts(cost, 2 * cost), 100)
-        one, other = live.plan(situation), plain.plan(situation)
-        assert one.split == other.split
-        if one.split == now:
-            assert "would " in one.reason
-        now = one.split
+        decision = live.plan(Situation(bounds, now, tuple(history), SwitchCosts(cost, 2 * cost), 100))
+        if decision.split == now:
+            assert "would " in decision.reason
+        now = decision.split
 
 
 def test_a_stretch_goes_on_until_something_moves_between_two_steps() -> None:
