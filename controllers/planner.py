@@ -81,10 +81,10 @@ class Planner:
         self._clock = clock
         self._file = MovesFile(run_dir)
         self._moving = Moving.by(spec, models_of(job.mirror))
-        judging = [judge.serving.batch_slots for judge in spec.judges if judge.model is not None]
+        served = [judge for judge in spec.judges if judge.model is not None]
         # A slot that judges has an engine of each judge awake: together they run what one engine would that had all of their rows.
-        self._rows = Rows(spec.rollout.batch_slots, sum(judging) or 1)
-        self._history = StepHistory(judges=len(judging))
+        self._rows = Rows(spec.rollout.batch_slots, sum(judge.serving.batch_slots for judge in served) or 1)
+        self._history = StepHistory.of(served)
         self._lender = Lender(spec, job.uid, self._moving, self._rows, clock, self._history)
         self._staying = Staying(clock)
         self._policy: Policy | None = None

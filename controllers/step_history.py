@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from gcore.ledger.books import of_version
+from gcore.config.judges import JudgeSpec
+from gcore.ledger.books import EngineSums, StepBook, of_version
 from gcore.ledger.guarded import Stored
 from gcore.ledger.job import Plan
 from gcore.ledger.mirror import JobMirror
@@ -41,13 +42,20 @@ class _Seen:
 class StepHistory:
     """Of one job, on one controller. Mutable."""
 
-    def __init__(self, *, judges: int = 1) -> None:
-        """`judges`: those that the cluster serves."""
+    def __init__(self, *, judges: int = 1, scores: bool = False) -> None:
+        """`judges`: those that the cluster serves. `scores`: all of them are classifiers, which write nothing."""
         self._judges = max(judges, 1)
+        self._scores = scores
         self._seen: dict[Version, _Seen] = {}
         """Oldest first."""
         self._log: Mapping[int, Stored[LogEntry]] = {}
         """From which what was not seen was taken."""
+
+    @classmethod
+    def of(cls, served: Sequence[JudgeSpec]) -> StepHistory:
+        """Of a job with these judges, which the cluster serves."""
+        scores = bool(served) and all(judge.kind == "classifier" for judge in served)
+        return cls(judges=len(served), scores=scores)
 
     def note(self, before: JobMirror, after: JobMirror) -> None:
         """A change of the job's records."""
@@ -78,7 +86,8 @@ class StepHistory:
                 continue
             there = of_version(books, version)
             if seen.measured is None or len(there) > seen.booked:
-                found = measured(there.values(), seen.entry, seen.seal, seen.split, sizes)
+                told = map(in_questions, there.values()) if self._scores else there.values()
+                found = measured(told, seen.entry, seen.seal, seen.split, sizes)
                 seen.measured = of_slots(found, self._judges)
                 seen.booked = len(there)
             if version.step <= mirror.head.record.step:
@@ -117,6 +126,17 @@ def of_slots(step: Measured, judges: int) -> Measured:
         return step
     speed = tuple(replace(one, running=one.running * judges) if one.pool == "reward" else one for one in step.speed)
     return replace(step, speed=speed)
+
+
+def in_questions(book: StepBook) -> StepBook:
+    """A classifier writes no tokens, by which pools are measured: each question that it is asked counts as one."""
+
+    def counted(sums: EngineSums) -> EngineSums:
+        return sums.model_copy(update={"tokens": sums.requests})
+
+    engines = {pool: counted(sums) if pool == "reward" else sums for pool, sums in book.engines.items()}
+    loads = {pool: tuple(map(counted, one)) if pool == "reward" else one for pool, one in book.loads.items()}
+    return book.model_copy(update={"engines": engines, "loads": loads})
 
 
 def _version(entry: LogEntry) -> Version:

@@ -391,6 +391,20 @@ async def test_several_judges_of_a_slot_count_as_one_engine_that_has_the_rows_of
     assert found == {"rollout": (4.0, 0.1), "reward": (8.0, 0.1)}
 
 
+def test_what_classifiers_do_is_measured_in_questions_for_they_write_nothing() -> None:
+    """Else nobody knows how fast they are: nothing is lent to them, and no forecast sees that they are what a step waits for."""
+    job, sums = Job(), EngineSums(active_s=10.0, running_s=40.0, tokens=0, requests=32)
+    book = StepBook(
+        version=Version(0, 1), began=0.0, seconds=3.0, slots=3, engines={"reward": sums}, loads={"reward": (sums,)}
+    )
+    job.change(books={"node-0": stored(NodeBooks(node="node-0", steps=(book,)))})
+    (blind,), (step,) = (StepHistory(scores=scores).steps(job.mirror) for scores in (False, True))
+    assert blind.speed == ()
+    assert [(one.pool, one.running, one.token_s) for one in step.speed] == [("reward", 4.0, 1.25)]
+    assert step.judged
+    assert {told / step.asked_per_response for told in step.judged} == {1.0}
+
+
 def test_a_controller_that_has_just_begun_takes_its_steps_from_the_log() -> None:
     job = Job()
     assert [one.step for one in StepHistory().steps(job.mirror)] == [1]
