@@ -211,7 +211,6 @@ class Planner:
                 f"policy {self._spec.placement.policy!r} wants {decision.split}, which cannot be had on {limits.slots} slots"
             )
             return None
-        self._trouble("")
         if decision.split == base:
             self._staying.note(moves, self._deciding(view), decision.reason)
         same_world = decision.split.train == len(plan.ranks)
@@ -234,6 +233,7 @@ class Planner:
                     "slots for that; nothing is moved"
                 )
                 return None
+        self._trouble("")
         proposal = between_steps(decision, plan, after, base, self._deciding(view))
         return None if proposal is None or is_told(moves, proposal.move) else proposal
 

@@ -186,7 +186,9 @@ def assigned(
         return None
     now: Dealt = roles(current) if current is not None else {}
     if split.mode == "colocated":
-        ranks = current.ranks if same_world and current is not None else _ranks(_dealt_ranks(split, now, slots))
+        ranks = (
+            current.ranks if same_world and current is not None else _ranks(_dealt_ranks(split, now, snapshot, sizes))
+        )
         engines = _together(snapshot, judges, current, sizes)
     else:
         if same_world and current is not None:
@@ -209,7 +211,9 @@ def _slots(snapshot: Snapshot) -> list[Slot]:
     return [slot for (slot,) in _replicas(snapshot, 1)]
 
 
-def _dealt_ranks(split: Split, now: Dealt, slots: Sequence[Slot]) -> list[Slot]:
+def _dealt_ranks(split: Split, now: Dealt, snapshot: Snapshot, sizes: Sizes) -> list[Slot]:
+    """So that pools can have slots of their own beside them later, ranks have all slots of a wide replica before the next one's."""
+    slots = [slot for replica in _replicas(snapshot, sizes.widest) for slot in replica]
     kept = [slot for (slot,) in now.get("train", ()) if slot in slots][: split.train]
     return [*kept, *(slot for slot in slots if slot not in kept)][: split.train]
 

@@ -21,7 +21,7 @@ from controllers.view import JobView
 from gcore.config import parse_spec
 from gcore.ledger.books import EngineSums, NodeBooks, StepBook
 from gcore.ledger.facts import ModelConfigs
-from gcore.ledger.job import JobRecord, NodeRecord
+from gcore.ledger.job import JobRecord, NodeRecord, Plan, RankPlace
 from gcore.ledger.placing import Leader, Move, MoveKind, Moves, Pin
 from gcore.ledger.records import Checkpoint, Checkpoints, LogEntry, Seal, SealState
 from gcore.testing import FakeClock
@@ -31,6 +31,7 @@ from placement.loads import EngineLoad, Loads
 from placement.moves import part_of, split_from
 from placement.plan import NodeSlots, Snapshot
 from placement.policies.base import Decision, Situation
+from placement.replicas import Sizes
 from placement.speeds import Speed, Speeds
 from placement.split import Split
 
@@ -208,6 +209,32 @@ async def test_a_pin_that_cannot_be_had_is_told_of_and_moves_nothing(made: Any) 
     await planner._turn()
     assert planner.proposal is None
     assert "rollout has 6, and that cannot be had on 6 slots" in job.troubles.said[-1]
+
+
+async def test_a_split_for_which_the_ranks_lie_in_the_way_of_whole_engines_is_told_of_for_as_long_as_it_is_wanted(
+    made: Any,
+) -> None:
+    job, sizes = Job(train=2), Sizes(4, 1)
+    slots = tuple(f"cuda:{number}" for number in range(8))
+    nodes = {name: one.model_copy(update={"slots": slots}) for name, one in NODES.items()}
+    wide = {"engine": "sglang", "slots_per_engine": 4, "max_new_tokens": 4}
+    spec = parse_spec(job.view.spec.model_dump(mode="json") | {"rollout": wide})
+    ranks = tuple(RankPlace(rank=rank, node=f"node-{rank}", slot="cuda:0") for rank in range(2))
+    there = Snapshot(tuple(NodeSlots(name, slots) for name in nodes))
+    bare = Plan(generation=1, world="w", ranks=ranks, engines=())
+    now, wanted = Split("coexisting", 8, 6, 2), Split("coexisting", 12, 2, 2)
+    plan = assigned(now, bare, there, ("tutor",), world="w", generation=2, sizes=sizes)
+    assert plan is not None
+    job.view = replace(job.view, spec=spec, nodes=nodes)
+    job.change(plan=stored(plan))
+    planner = made(Scripted(Decision(wanted, "more"), Decision(now, "well")), job)
+    await planner._turn()
+    assert planner.proposal is None
+    (said,) = job.troubles.said
+    assert "no node has whole engines' slots for that" in said
+    job.step(2)
+    await planner._turn()
+    assert job.troubles.said == [said, ""]
 
 
 async def test_what_nodes_that_come_and_go_do_to_the_plan_is_told_as_a_move(made: Any) -> None:
