@@ -216,17 +216,11 @@ def obeying(decision: Decision, limits: Bounds, pin: Pin) -> Decision | None:
     if not wanted or all(getattr(decision.split, pool) == size for pool, size in wanted.items()):
         return decision
 
-    def unlike(one: Split) -> tuple[int, ...]:
-        return (
-            abs(one.train - decision.split.train),
-            abs(one.rollout - decision.split.rollout) + abs(one.reward - decision.split.reward),
-            -one.rollout,
-        )
-
-    fitting = [one for one in feasible(limits) if all(getattr(one, pool) == size for pool, size in wanted.items())]
-    if not fitting:
+    near = nearest_first(decision.split, limits)
+    found = next((one for one in near if all(getattr(one, pool) == size for pool, size in wanted.items())), None)
+    if found is None:
         return None
-    return replace(decision, split=min(fitting, key=unlike), reason=f"{pin}, as was asked; {decision.reason}")
+    return replace(decision, split=found, reason=f"{pin}, as was asked; {decision.reason}")
 
 
 def static(start: Start) -> Policy:

@@ -22,7 +22,7 @@ from placement.mapping.told import work_of
 from placement.named import find_policy
 from placement.plan import NodeSlots, Snapshot, Wanted, joined
 from placement.policies.base import Decision, Situation, SwitchCosts
-from placement.split import Split, feasible
+from placement.split import Bounds, Split, feasible
 
 JOB = Moving(("j",), None, 32, None, None)
 
@@ -108,6 +108,13 @@ def test_a_policy_obeys_what_is_fixed(rollout: int, reward: int) -> None:
     assert found is not None
     assert found.split.reward == reward
     assert obeying(wish, limits, Pin()) == wish
+
+
+def test_pools_apart_stay_apart_where_only_the_train_world_is_fixed() -> None:
+    limits = Bounds(8, 1, 1, (1, 2, 4, 8), judged=False, colocated=True)
+    found = obeying(Decision(Split("coexisting", 7, 0, 1), "why"), limits, Pin(train=4))
+    assert found is not None
+    assert found.split == Split("coexisting", 4, 0, 4)
 
 
 def test_what_cannot_be_had_is_no_decision() -> None:
