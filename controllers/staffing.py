@@ -8,6 +8,7 @@ yet. A train rank that died is not started again here; that is a rollback's busi
 from __future__ import annotations
 
 import logging
+import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -44,6 +45,8 @@ MAX_LAUNCHES = 5
 MAX_BACKOFF_S = 30.0
 LASTING_S = 60.0
 """An engine that serves for so long counts as started well."""
+LOGGED = re.compile(r"\d{4}-\d\d-\d\d [\d:,]+ [A-Z]+ \S+ ")
+"""What stands before each sentence in a log: when, how bad, whose."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +220,7 @@ class Staff:
         why, newest = self._why.get(key, ""), self._newest.get(key)
         file = None if newest is None else newest.log if why else newest.starter_log
         if file is not None and not why:
-            why = last_words(file, 0)  # it never came so far as to say it in the store
+            why = LOGGED.sub("", last_words(file, 0))  # it never came so far as to say it in the store
         return (f": {why}" if why else "") + (f" (its log: {file})" if file is not None else "")
 
     def start(self, action: StartEngine | StartRank, view: JobView) -> str:

@@ -255,7 +255,7 @@ def test_a_job_that_is_given_up_names_the_file_that_says_why_and_what_it_said_la
     newest = launched[-1]
     file = supervisor_log(newest.instance, tmp_path)
     file.parent.mkdir()
-    file.write_text("1\n2\n3\nno room for a thread\n")
+    file.write_text("1\n2\n3\n2026-11-23 07:43:23,666 ERROR gcore.worker no room for a thread\n")
     staff.launches({})
     assert staff.hopeless({}).endswith(f"and never lasted: 2 | 3 | no room for a thread (its log: {file})")
     dead = worker(newest.instance, "train", state="failed", reason="exit code 1: no such law")
