@@ -1,7 +1,7 @@
 """What whoever plans remembers of decisions that moved nothing, and when the store is told of it: at once where a stretch begins, with
 whatever else is told of moves, and else every few seconds, for the record of all moves is written anew each time.
 
-Pure but for the clock that it is given; what a stretch is says `placement.stays`.
+What a stretch is, and when it is over, says `placement.stays`; nothing is written here.
 """
 
 from __future__ import annotations
