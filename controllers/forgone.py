@@ -24,6 +24,14 @@ def is_a_guess(moves: Moves) -> bool:
     return not any(move.state == "done" and move.kind in MEASURED_BY for move in moves.moves)
 
 
+def told_or_took(told_s: float, took_s: float, moves: Moves) -> float:
+    """What a change costs, where nodes tell `told_s`, which may be their guess still (a controller that was started again has seen none), and
+    the job's own moves took `took_s`, if any did."""
+    outcomes = (move.outcome for move in moves.moves if move.kind in MEASURED_BY)
+    is_measured = any(outcome is not None and outcome.took_s is not None for outcome in outcomes)
+    return min(told_s, took_s) if is_measured else told_s
+
+
 @dataclass
 class Forgone:
     """Of one job, on the controller that plans."""

@@ -12,7 +12,7 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from controllers.forgone import Forgone, is_a_guess
+from controllers.forgone import Forgone, is_a_guess, told_or_took
 from controllers.forming import placeable
 from controllers.polling import Polling
 from controllers.step_history import StepHistory
@@ -106,7 +106,8 @@ class Lender:
     def costs(self, view: JobView) -> SwitchCosts:
         """What changes cost, by what was measured of them."""
         known = costs(view.mirror.moves, self._history.start_s())
-        move_s = known.move_s if self._polling.change_s is None else self._polling.change_s
+        told_s, moves = self._polling.change_s, view.mirror.moves
+        move_s = known.move_s if told_s is None else told_or_took(told_s, known.move_s, moves)
         slots = [slot for node in view.nodes.values() for slot in node.slots]
         turns = any(takes_turns(self._spec, slot) for slot in slots)
         return replace(known, move_s=move_s, turn_s=move_s if turns else 0.0)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.forgone import WORTH_KNOWING, Forgone, is_a_guess
-from gcore.ledger.placing import NEWEST_MOVES, Move, MoveKind, Moves, SplitPart
+from controllers.forgone import WORTH_KNOWING, Forgone, is_a_guess, told_or_took
+from gcore.ledger.placing import NEWEST_MOVES, Move, MoveKind, MoveOutcome, Moves, SplitPart
 from placement.moves import Proposal
 
 BEFORE, AFTER = (
@@ -32,6 +32,15 @@ def test_what_a_guess_forbids_is_done_once_it_has_cost_as_much_as_the_guess() ->
     assert made is not None
     assert made.move.cost_s == 10.0
     assert made.move.reason == f"they had much; {WORTH_KNOWING}"
+
+
+def test_what_a_move_took_counts_where_nodes_tell_a_guess_that_is_higher() -> None:
+    """A node whose controller was started again has seen no engine wake: it guessed for as long as nothing was lent."""
+    begun = Moves().plus(loan(0.0, kind=MoveKind.BEGIN, outcome=MoveOutcome(took_s=0.1)).move)
+    assert told_or_took(30.0, 10.0, begun) == 30.0, "of none is it known what it took"
+    moved = begun.plus(loan(1.0, outcome=MoveOutcome(took_s=0.9)).move)
+    assert told_or_took(30.0, 0.9, moved) == 0.9
+    assert told_or_took(0.3, 0.9, moved) == 0.3
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.floats(0, 50)), max_size=30), st.floats(0.1, 100))
