@@ -62,5 +62,4 @@ def _obeys(move: Move, pin: Pin) -> bool:
     """Whether a person lets it be, who may have fixed something since it was decided. What was lent goes back in any case."""
     if move.kind is MoveKind.RETURN or not pin.fixes:
         return True
-    wanted = {"rollout": pin.rollout, "reward": pin.reward, "train": pin.train}
-    return not pin.frozen and all(size is None or getattr(move.after, pool) == size for pool, size in wanted.items())
+    return not pin.frozen and not pin.off(move.after)

@@ -14,7 +14,7 @@ from gcore.errors import SpecError
 from gcore.ledger.facts import ModelConfigs
 from gcore.ledger.job import Plan
 from gcore.ledger.placing import Pin
-from placement.assign import assigned, nearest, nearest_first, split_of
+from placement.assign import assigned, nearest_first, split_of
 from placement.plan import Snapshot, counted
 from placement.policies.base import Decision, Policy
 from placement.replicas import SINGLE, Sizes, sizes_of
@@ -23,6 +23,7 @@ from placement.split import Bounds, Split, feasible
 if TYPE_CHECKING:
     from placement.mapping.workload import Workload
 
+NOTHING_FIXED = Pin()
 ALL_SIZES = 16
 """Train worlds of every size are looked at up to so many slots; above, powers of two and one and a half of them."""
 
@@ -122,14 +123,21 @@ def _is_round(size: int) -> bool:
     return size in (1, 3)
 
 
-def first_split(bounds: Bounds, job: Moving) -> Split | None:
-    """What a job begins with: what the spec says, or all slots in turn. None: it does not fit."""
+def first_split(bounds: Bounds, job: Moving, pin: Pin = NOTHING_FIXED) -> Split | None:
+    """What a job begins with: what a person fixed, beside that what the spec says, or else all slots in turn. None: it does not fit."""
     if job.train is not None:
         reward = job.reward or 0
         wanted = Split("coexisting", bounds.slots - job.train - reward, reward, job.train)
-        return nearest(wanted, replace(bounds, train_sizes=(job.train,), colocated=False))
+        trains = (job.train,) if pin.train is None else bounds.train_sizes
+        return nearest_fixed(wanted, replace(bounds, train_sizes=trains, colocated=False), pin)
     together = bounds.all_together()
-    return together if together is not None else next(feasible(bounds), None)
+    return together if together is not None else min(feasible(bounds), key=pin.off, default=None)
+
+
+def nearest_fixed(split: Split, bounds: Bounds, pin: Pin) -> Split | None:
+    """The split within `bounds` that is least far from what a person fixed, and of these the one that is least unlike `split`. None: there is
+    none at all."""
+    return min(nearest_first(split, bounds), key=pin.off, default=None)
 
 
 def placed(
@@ -142,14 +150,15 @@ def placed(
     wanted: Split | None = None,
     pin: Pin | None = None,
 ) -> Plan | None:
-    """A plan with a new train world: of the split that is `wanted`, else of that which is nearest to the one there is. None: there
-    are too few slots."""
+    """A plan with a new train world: of the split that is `wanted`, else of that which is nearest to the one there is, as far as what a
+    person fixed lets it be. None: there are too few slots."""
     limits = bounds_of(snapshot, job, pin, None if current is None else len(current.ranks))
     if wanted is None and current is not None:
         wanted = _spread(split_of(current), snapshot)
-    split = nearest(wanted, limits) if wanted is not None else None
+    fixed = pin or NOTHING_FIXED
+    split = nearest_fixed(wanted, limits, fixed) if wanted is not None else None
     if split is None:
-        split = first_split(limits, job)
+        split = first_split(limits, job, fixed)
     if split is None:
         # What a person fixed gives way to a job that could not go on.
         return (
@@ -210,15 +219,11 @@ def mended(plan: Plan, snapshot: Snapshot, job: Moving) -> Plan | None:
 
 
 def obeying(decision: Decision, limits: Bounds, pin: Pin) -> Decision | None:
-    """What a policy decided, as far as what a person fixed lets it be. None: that cannot be had."""
-    fixed = {"rollout": pin.rollout, "reward": pin.reward, "train": pin.train}
-    wanted = {pool: size for pool, size in fixed.items() if size is not None}
-    if not wanted or all(getattr(decision.split, pool) == size for pool, size in wanted.items()):
+    """What a policy decided, or the split nearest to it that is as a person fixed it. None: what is fixed cannot be had."""
+    if not pin.off(decision.split):
         return decision
-
-    near = nearest_first(decision.split, limits)
-    found = next((one for one in near if all(getattr(one, pool) == size for pool, size in wanted.items())), None)
-    if found is None:
+    found = nearest_fixed(decision.split, limits, pin)
+    if found is None or pin.off(found):
         return None
     return replace(decision, split=found, reason=f"{pin}, as was asked; {decision.reason}")
 

@@ -7,7 +7,7 @@ The plan itself is `gcore.ledger.job.Plan`; a move names the plan's generation t
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
 
@@ -40,6 +40,17 @@ class Leader(Record):
     incarnation: str
 
 
+class SlotsOfPools(Protocol):
+    """A split, stored (`SplitPart`) or planned with (`placement.split.Split`)."""
+
+    @property
+    def rollout(self) -> int: ...
+    @property
+    def reward(self) -> int: ...
+    @property
+    def train(self) -> int: ...
+
+
 class Pin(Record):
     """`placement/pin`: what a person has fixed. `frozen`: nothing moves. A number: so many slots for that pool, whatever the policy
     says."""
@@ -55,13 +66,22 @@ class Pin(Record):
     """Seconds since the epoch, for people."""
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """The slots of each pool whose number is fixed."""
+        found = {"rollout": self.rollout, "reward": self.reward, "train": self.train}
+        return {pool: size for pool, size in found.items() if size is not None}
+
+    @property
     def fixes(self) -> bool:
         """Whether it fixes anything."""
-        return self.frozen or any(size is not None for size in (self.rollout, self.reward, self.train))
+        return self.frozen or bool(self.sizes)
+
+    def off(self, split: SlotsOfPools) -> int:
+        """Slots by which a split is off what is fixed; 0: it is as was asked."""
+        return sum(abs(getattr(split, pool) - size) for pool, size in self.sizes.items())
 
     def __str__(self) -> str:
-        sizes = {"rollout": self.rollout, "reward": self.reward, "train": self.train}
-        said = [f"{pool} has {size}" for pool, size in sizes.items() if size is not None]
+        said = [f"{pool} has {size}" for pool, size in self.sizes.items()]
         return ", ".join(["nothing moves"] * self.frozen + said) or "nothing is fixed"
 
 

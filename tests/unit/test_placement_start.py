@@ -76,6 +76,33 @@ def test_what_a_person_fixed_gives_way_to_a_job_that_could_not_go_on() -> None:
     assert len(plan.ranks) <= 2
 
 
+@pytest.mark.parametrize(
+    ("pin", "said"),
+    [
+        pytest.param(Pin(rollout=3), JOB, id="one pool"),
+        pytest.param(Pin(reward=3, train=2), JOB, id="two pools"),
+        pytest.param(Pin(rollout=3, reward=3, train=2), JOB, id="all pools"),
+        pytest.param(Pin(reward=3, train=2), replace(JOB, train=4, reward=1), id="other than the spec says"),
+    ],
+)
+def test_a_plan_has_what_a_person_fixed_at_the_beginning_and_in_a_new_world(pin: Pin, said: Moving) -> None:
+    first = first_split(bounds_of(cluster(4, 4), said, pin), said, pin)
+    assert first is not None
+    assert pin.off(first) == 0
+    before = placed(cluster(4, 4), JOB, world="w", generation=1, wanted=Split("coexisting", 2, 2, 4))
+    after = placed(cluster(4, 4), said, world="x", generation=2, current=before, pin=pin)
+    assert after is not None
+    assert pin.off(split_of(after)) == 0
+
+
+def test_what_cannot_be_had_as_fixed_is_placed_as_near_to_it_as_can_be() -> None:
+    pin = Pin(rollout=3, reward=3, train=2)
+    before = placed(cluster(4, 4), JOB, world="w", generation=1, pin=pin)
+    after = placed(cluster(4, 3), JOB, world="x", generation=2, current=before, pin=pin)
+    assert after is not None
+    assert pin.off(split_of(after)) == 1
+
+
 def test_a_pool_whose_engines_are_all_away_gets_one() -> None:
     plan = placed(cluster(2, 2), JOB, world="w", generation=1, wanted=Split("coexisting", 2, 1, 1))
     assert plan is not None
