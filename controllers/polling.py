@@ -92,7 +92,7 @@ class Polling:
             for pool, count in reply.unseated.items():
                 unseated[pool] = unseated.get(pool, 0) + count
         self.change_s = max((reply.change_s for reply in replies if reply.change_s > 0), default=None)
-        engines = {(e.node, e.slot, e.judge): _load(e) for reply in replies for e in reply.engines}
+        engines = {load.key: load for reply in replies for load in map(_load, reply.engines)}
         return Loads(tuple(engines.values()), unseated)
 
     async def _ask(self, address: str) -> pb.LoadsReply | None:

@@ -33,6 +33,11 @@ class EngineLoad:
     ready: bool
     asleep: bool
 
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """That of its place in the plan."""
+        return self.node, self.slot, self.judge
+
 
 @dataclass(frozen=True, slots=True)
 class Loads:
@@ -40,6 +45,10 @@ class Loads:
 
     engines: tuple[EngineLoad, ...]
     unseated: Mapping[str, int]
+
+    def by_key(self) -> dict[tuple[str, str, str], EngineLoad]:
+        """Each engine, by the key of its place in the plan."""
+        return {one.key: one for one in self.engines}
 
     def of(self, pool: str) -> list[EngineLoad]:
         """The engines of a pool."""
@@ -52,8 +61,8 @@ class Loads:
 
 def present(plan: Plan, loads: Loads) -> Plan:
     """The plan without the engines that nobody told of: their nodes are away, or they have not come up."""
-    told = {(one.node, one.slot, one.judge) for one in loads.engines}
-    there = tuple(place for place in plan.engines if (place.node, place.slot, place.judge) in told)
+    told = loads.by_key()
+    there = tuple(place for place in plan.engines if place.key in told)
     return plan.model_copy(update={"engines": there})
 
 
@@ -175,9 +184,9 @@ def _gained(before: Split, after: Split, base: Split) -> bool:
 
 def is_settled(plan: Plan, loads: Loads, nodes: Collection[str]) -> bool:
     """Whether every engine on `nodes`, which are there, is as the plan says: what is to be awake is asked, and what is to sleep sleeps."""
-    told = {(one.node, one.slot, one.judge): one for one in loads.engines}
+    told = loads.by_key()
     for place in (place for place in plan.engines if place.node in nodes):
-        known = told.get((place.node, place.slot, place.judge))
+        known = told.get(place.key)
         if known is None or not (known.asleep if place.asleep else known.ready):
             return False
     return True
@@ -192,7 +201,7 @@ def _awake(plan: Plan) -> tuple[int, int]:
 def _firsts(plan: Plan, loads: Loads, rows: int, *, to_judges: bool, needed: frozenset[str]) -> list[Slot]:
     """The replicas that can change over, by their first slots, the ones with least to do first: the engine that is to wake sleeps there and
     is well."""
-    told = {(one.node, one.slot, one.judge): one for one in loads.engines}
+    told = loads.by_key()
     on: dict[Slot, list[EnginePlace]] = {}
     for place in plan.engines:
         on.setdefault(Slot(place.node, place.slot), []).append(place)
@@ -205,9 +214,9 @@ def _firsts(plan: Plan, loads: Loads, rows: int, *, to_judges: bool, needed: fro
     for slot, places in on.items():
         leaves = [p for p in places if not p.asleep and bool(p.judge) != to_judges]
         comes = [p for p in places if p.asleep and bool(p.judge) == to_judges]
-        ready = [told.get((p.node, p.slot, p.judge)) for p in comes]
+        ready = [told.get(p.key) for p in comes]
         if leaves and comes and all(one is not None and one.asleep for one in ready):
-            busy = [told.get((p.node, p.slot, p.judge)) for p in leaves]
+            busy = [told.get(p.key) for p in leaves]
             found.append((sum(one.running + one.waiting for one in busy if one is not None), slot))
     chosen = []
     for _, slot in sorted(found):

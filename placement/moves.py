@@ -157,7 +157,7 @@ def with_unasked(moves: Moves, before: Plan | None, plan: Plan, at: Deciding) ->
 
 def _roles(plan: Plan) -> dict[tuple[str, str, str], bool]:
     """Which engines are awake. In whatever order: those of nodes that are away stand behind the others for a while."""
-    return {(place.node, place.slot, place.judge): not place.asleep for place in plan.engines}
+    return {place.key: not place.asleep for place in plan.engines}
 
 
 def is_told(moves: Moves, move: Move) -> bool:

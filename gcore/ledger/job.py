@@ -95,7 +95,12 @@ class EnginePlace(Part):
     asleep: bool = False
     """Whether it is resident there without its memory: nobody asks it, and nothing is published to it (`controllers.sleeping`)."""
     further: tuple[str, ...] = ()
-    """The slots that it spans behind `slot`, in their order; by `slot` and `judge` alone it is told apart from the others of its node."""
+    """The slots that it spans behind `slot`, in their order."""
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What it is told apart by from the others of a plan, whatever it spans."""
+        return self.node, self.slot, self.judge
 
     @property
     def slots(self) -> tuple[str, ...]:
