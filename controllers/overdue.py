@@ -31,8 +31,12 @@ def _first(view: JobView, topic: str) -> bool:
     return (turn(members, view.me, topic) if members else turn(view.nodes, view.node, topic)) == 0
 
 
+WHOLE = ("engine", "node")
+"""Causes whose waits say all that there is to say, for others go on without what is waited for."""
+
+
 def sentence(wait: Wait) -> str:
     """What the event says."""
-    if wait.cause in ("engine", "node"):  # which says all that there is to say, and others go on without it
+    if wait.cause in WHOLE:
         return wait.what
     return f"nothing has moved for {PATIENCE_S[wait.cause]:g} s: {wait.what}"
