@@ -36,10 +36,12 @@ class Stopwatch:
         """A change of the job's records."""
         if after.head is None:
             return
-        if before.head is None or before.head.record.version != after.head.record.version:
-            self._began, self._sealed, self._ready, self._producing = now, None, None, None
-            self.engines.begin(now)
         slot = after.seals.get(after.head.record.step + 1)
+        if before.head is None or before.head.record.version != after.head.record.version:
+            # Who comes back in the middle of a step does not know since when it is under way.
+            is_late = before.head is None and slot is not None
+            self._began, self._sealed, self._ready, self._producing = None if is_late else now, None, None, None
+            self.engines.begin(now)
         if slot is None or slot.record.collects:
             self._sealed = self._ready = None
             return

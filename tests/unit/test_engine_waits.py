@@ -132,6 +132,14 @@ def test_ranks_wait_for_a_batch_from_one_commit_until_all_have_their_part_of_the
     stats = late.stats(seen, 110.0)
     assert (stats["publish_s"], stats["collect_s"]) == (2.0, 0.0)  # the batch was there before anything was begun
     assert {"wait_for_batch_s", "wait_for_weights_s", "tail_s"} <= STEP_STATS.keys()
+    back = Stopwatch()
+    back.note(empty, records(4, SealState.SEALED), 107.0)
+    back.note(records(4, SealState.SEALED), records(4, SealState.READY), 109.0)
+    assert "seconds" not in back.stats(seen, 112.0), "who comes back in the middle of a step did not see it begin"
+    back.note(records(4, SealState.READY), records(5), 112.0)
+    back.note(records(5), records(5, SealState.READY), 115.0)
+    later: Any = SimpleNamespace(**(vars(seen) | {"mirror": records(5)}))
+    assert back.stats(later, 120.0)["seconds"] == 8.0
 
 
 def test_ranks_do_not_wait_while_they_train_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
