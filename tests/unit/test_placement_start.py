@@ -104,17 +104,16 @@ def test_what_cannot_be_had_as_fixed_is_placed_as_near_to_it_as_can_be() -> None
 
 
 def test_a_pool_whose_engines_are_all_away_gets_one() -> None:
-    plan = placed(cluster(2, 2), JOB, world="w", generation=1, wanted=Split("coexisting", 2, 1, 1))
+    whole = cluster(2, 3)
+    plan = placed(whole, JOB, world="w", generation=1, wanted=Split("coexisting", 3, 1, 1))
     assert plan is not None
-    assert mended(plan, cluster(2, 2), JOB) is None
+    assert mended(plan, whole, JOB) is None
     (judge,) = [place for place in plan.engines if place.judge and not place.asleep]
-    rank = plan.ranks[0]
-    left = Snapshot(tuple(n for n in cluster(2, 2).nodes if n.node != judge.node))
-    if rank.node == judge.node:
-        return
-    found = mended(plan, left, JOB)
-    if found is not None:
-        assert any(p.judge and not p.asleep and p.node != judge.node for p in found.engines)
+    assert {rank.node for rank in plan.ranks} == {node.node for node in whole.nodes} - {judge.node}
+    found = mended(plan, Snapshot(tuple(node for node in whole.nodes if node.node != judge.node)), JOB)
+    assert found is not None
+    assert found.ranks == plan.ranks
+    assert any(place.judge and not place.asleep and place.node != judge.node for place in found.engines)
 
 
 def test_a_slot_that_comes_is_rollouts_and_its_judges_sleep() -> None:
