@@ -1,7 +1,8 @@
-"""What whoever plans remembers of decisions that moved nothing, and when the store is told of it: at once where a stretch begins, with
-whatever else is told of moves, and else every few seconds, for the record of all moves is written anew each time.
+"""What the controller that plans remembers of decisions that moved nothing, and when it tells the store.
 
-What a stretch is, and when it is over, says `placement.stays`; nothing is written here.
+The record of all moves is written as a whole each time. So the store is told of a stretch when it begins, and along with whatever else is
+told of moves, and otherwise every few seconds only. What a stretch is, and when it is over, `placement.stays` says; nothing is written
+here.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ class Staying:
         self._clock = clock
         self._newest: Stay | None = None
         self._stored: Stay | None = None
-        """As it stood in the store when it was looked at last, and since when it does."""
+        """The newest stretch as the store had it at the last look."""
         self._since = 0.0
+        """Since when the store has it so."""
 
     def note(self, moves: Moves, at: Deciding, reason: str) -> None:
         """A decision moved nothing."""
-        known = self._newest if self._newest is not None else next(iter(moves.stays[-1:]), None)
+        known = self._newest or (moves.stays[-1] if moves.stays else None)
         self._newest = stayed(known, moves, at, reason)
 
     def forget(self) -> None:
@@ -34,7 +36,8 @@ class Staying:
         self._newest = None
 
     def told(self, moves: Moves, *, at_once: bool) -> Moves:
-        """The record, with the stretch if it is time for it. `at_once`: it is written in any case."""
+        """The record as it is to stand in the store: with the newest stretch, if it is time to tell it. `at_once`: the record is written in any
+        case, so it is."""
         stay = self._newest
         stored = next((one for one in moves.stays if stay is not None and one.began == stay.began), None)
         now = self._clock.monotonic()

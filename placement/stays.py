@@ -1,6 +1,7 @@
 """Stretches of steps after which a policy was asked and nothing moved: what is kept of them, and in words. Pure.
 
-A stretch goes on until something else moves between two steps; what is lent within one does not end it. Of its decisions the newest tells why.
+A stretch goes on until something moves between two steps; what is lent within a step does not end it. Of its decisions the newest is kept,
+with its reason.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from placement.moves import BETWEEN, Deciding
 
 
 def stayed(newest: Stay | None, moves: Moves, at: Deciding, reason: str) -> Stay:
-    """The stretch that `newest` is, and goes on, or another that begins."""
+    """`newest` with this decision, if that stretch goes on; else a new one that begins with it."""
     more = {"step": at.step, "seq": at.seq, "reason": reason, "by": at.by, "time": at.time}
     if newest is None or newest.step >= at.step or _is_over(newest, moves):
         return Stay.model_validate({"since": at.step, "began": at.time, **more})
@@ -28,11 +29,11 @@ def with_stay(moves: Moves, stay: Stay) -> Moves:
 
 
 def stay_in_words(stay: Stay) -> str:
-    """Why nothing moved: a sentence without when that was."""
+    """Why nothing moved, without when that was (`span_in_words`)."""
     newest = ", the last time" if stay.step > stay.since else ","
     return f"nothing moved{newest} because {stay.reason}" if stay.reason else "nothing moved"
 
 
 def span_in_words(stay: Stay) -> str:
-    """Of which steps it is told."""
+    """After which steps nothing moved."""
     return f"after steps {stay.since} to {stay.step}" if stay.step > stay.since else f"after step {stay.step}"
