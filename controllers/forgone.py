@@ -1,35 +1,29 @@
-"""Loans that were not made, because a change is taken to cost more than they gain, while nobody has measured what one costs.
+"""Loans that were not made because a change is taken to cost more than they would gain, though nobody has measured yet what a change costs.
 
-Until an engine of the job has changed over, that is a guess, and meant to be a high one: an engine that was put to sleep while
-everything started took long. A guess that forbids every loan is never put right, for nothing is measured where nothing moves. So what
-those loans would have gained is added up, of each step the best; once that is as much as the guess, the next is made all the same. Whoever
-plans next begins to add up anew. Where changes really are so dear, one is lost, and no more than was given away before.
+Until an engine of the job has changed over, that cost is a guess, and meant to be a high one: it is worked out from how long engines took to
+be put to sleep, which is long while everything starts. A guess that forbids every loan would never be put right, because nothing is
+measured where nothing moves. So what these loans would have gained is added up, of each step the best one. Once the sum is as much as the
+guess, the next loan is made all the same. A controller that plans from then on adds up anew. Where changes really are so dear, what one of
+them costs is lost, and that is no more than what was given up before.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from gcore.ledger.placing import MoveKind, Moves
-from placement.moves import Proposal
+from gcore.ledger.placing import Moves
+from placement.moves import CHANGING, Proposal, changing_took_s
 
-MEASURED_BY = (MoveKind.SPLIT, MoveKind.LEND, MoveKind.RETURN)
 WORTH_KNOWING = "what a change costs is a guess, and by now waiting has cost as much"
 
 
-def is_a_guess(moves: Moves) -> bool:
-    """Whether no engine of the job has changed over yet."""
-    if moves.total > len(moves.moves):
-        return False  # moves so many that the first are forgotten
-    return not any(move.state == "done" and move.kind in MEASURED_BY for move in moves.moves)
-
-
-def told_or_took(told_s: float, took_s: float, moves: Moves) -> float:
-    """What a change costs, where nodes tell `told_s`, which may be their guess still (a controller that was started again has seen none), and
-    the job's own moves took `took_s`, if any did."""
-    outcomes = (move.outcome for move in moves.moves if move.kind in MEASURED_BY)
-    is_measured = any(outcome is not None and outcome.took_s is not None for outcome in outcomes)
-    return min(told_s, took_s) if is_measured else told_s
+def is_a_guess(moves: Moves, took: Mapping[int, float]) -> bool:
+    """Whether it was never measured what it takes that engines change over. `took`: what was measured by now, by the plan's generation,
+    whether or not the record of moves has it yet."""
+    if changing_took_s(moves) is not None:
+        return False
+    return not any(move.kind in CHANGING and move.state == "done" and move.generation in took for move in moves.moves)
 
 
 @dataclass

@@ -12,7 +12,7 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from controllers.forgone import Forgone, is_a_guess, told_or_took
+from controllers.forgone import Forgone, is_a_guess
 from controllers.forming import placeable
 from controllers.polling import Polling
 from controllers.step_history import StepHistory
@@ -96,7 +96,7 @@ class Lender:
             log.debug("to lend: %s, a change takes %.2f s", found, cost)
         members = frozenset(stored.record.node for stored in view.mirror.members.values())
         proposal = lending(plan, loads, speeds, cost, members, self._rows, at)
-        if proposal is None and is_a_guess(view.mirror.moves):
+        if proposal is None and is_a_guess(view.mirror.moves, self.took):
             free = lending(plan, loads, speeds, 0.0, members, self._rows, at)
             proposal = self._forgone.weighed(free, view.head.step, cost)
         moved = view.mirror.moves.newest
@@ -105,12 +105,10 @@ class Lender:
 
     def costs(self, view: JobView) -> SwitchCosts:
         """What changes cost, by what was measured of them."""
-        known = costs(view.mirror.moves, self._history.start_s())
-        told_s, moves = self._polling.change_s, view.mirror.moves
-        move_s = known.move_s if told_s is None else told_or_took(told_s, known.move_s, moves)
+        known = costs(view.mirror.moves, self._history.start_s(), self._polling.change_s)
         slots = [slot for node in view.nodes.values() for slot in node.slots]
         turns = any(takes_turns(self._spec, slot) for slot in slots)
-        return replace(known, move_s=move_s, turn_s=move_s if turns else 0.0)
+        return replace(known, turn_s=known.move_s if turns else 0.0)
 
     def _look_whether_settled(self, view: JobView, plan: Plan, loads: Loads) -> None:
         generation, since = self._since

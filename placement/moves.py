@@ -25,6 +25,8 @@ STEP_IS_OVER = "the step is over: what was lent goes back"
 BATCH_IS_WHOLE = "the batch is whole: what was lent goes back while it is trained on"
 BETWEEN = (MoveKind.SPLIT, MoveKind.WORLD, MoveKind.MEND)
 WITHIN = (MoveKind.LEND, MoveKind.RETURN)
+CHANGING = (MoveKind.SPLIT, *WITHIN)
+"""Engines change over, and the train world stays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,15 +168,29 @@ def is_told(moves: Moves, move: Move) -> bool:
     return newest is not None and newest.state == "would" and (newest.kind, newest.after) == (move.kind, move.after)
 
 
-def costs(moves: Moves, start_s: float | None) -> SwitchCosts:
-    """What changes cost, by the newest that were measured; `start_s`: of the newest start of a train world."""
-    took = {
-        kind: m.outcome.took_s for m in moves.moves for kind in [m.kind] if m.outcome and m.outcome.took_s is not None
-    }
-    engines = [took[kind] for kind in (MoveKind.SPLIT, *WITHIN) if kind in took]
-    worlds = [cost for cost in (took.get(MoveKind.WORLD), start_s) if cost is not None]
-    move_s = max(engines, default=MOVE_PRIOR_S)
-    return SwitchCosts(move_s=move_s, world_s=max(*worlds, move_s) if worlds else WORLD_PRIOR_S)
+def costs(moves: Moves, start_s: float | None, told_s: float | None = None) -> SwitchCosts:
+    """What changes cost. `start_s`: the newest start of a train world; `told_s`: what nodes tell that it takes to put an engine to sleep and
+    to wake another. That may be a guess still (a controller that was started again has seen none wake), so where the job's own moves took
+    less, what they took counts."""
+    took_s = changing_took_s(moves)
+    held = MOVE_PRIOR_S if took_s is None else took_s
+    worlds = [cost for cost in (_took(moves).get(MoveKind.WORLD), start_s) if cost is not None]
+    return SwitchCosts(
+        move_s=min((cost for cost in (told_s, took_s) if cost is not None), default=MOVE_PRIOR_S),
+        world_s=max(*worlds, held) if worlds else WORLD_PRIOR_S,
+    )
+
+
+def changing_took_s(moves: Moves) -> float | None:
+    """What it took that engines changed over: the longest of the newest moves of each kind. None: it was never measured."""
+    took = _took(moves)
+    return max((took[kind] for kind in CHANGING if kind in took), default=None)
+
+
+def _took(moves: Moves) -> dict[MoveKind, float]:
+    """Of each kind of move the newest that was measured, seconds."""
+    outcomes = [(move.kind, move.outcome) for move in moves.moves]
+    return {kind: found.took_s for kind, found in outcomes if found is not None and found.took_s is not None}
 
 
 def with_outcomes(

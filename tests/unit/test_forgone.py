@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.forgone import WORTH_KNOWING, Forgone, is_a_guess, told_or_took
-from gcore.ledger.placing import NEWEST_MOVES, Move, MoveKind, MoveOutcome, Moves, SplitPart
-from placement.moves import Proposal
+from controllers.forgone import WORTH_KNOWING, Forgone, is_a_guess
+from gcore.ledger.placing import Move, MoveKind, MoveOutcome, Moves, SplitPart
+from placement.moves import Proposal, costs
 
 BEFORE, AFTER = (
     SplitPart(mode="coexisting", rollout=6, reward=1, train=1),
@@ -37,10 +37,10 @@ def test_what_a_guess_forbids_is_done_once_it_has_cost_as_much_as_the_guess() ->
 def test_what_a_move_took_counts_where_nodes_tell_a_guess_that_is_higher() -> None:
     """A node whose controller was started again has seen no engine wake: it guessed for as long as nothing was lent."""
     begun = Moves().plus(loan(0.0, kind=MoveKind.BEGIN, outcome=MoveOutcome(took_s=0.1)).move)
-    assert told_or_took(30.0, 10.0, begun) == 30.0, "of none is it known what it took"
+    assert costs(begun, None, 30.0).move_s == 30.0, "of none is it known what it took"
     moved = begun.plus(loan(1.0, outcome=MoveOutcome(took_s=0.9)).move)
-    assert told_or_took(30.0, 0.9, moved) == 0.9
-    assert told_or_took(0.3, 0.9, moved) == 0.3
+    assert costs(moved, None, 30.0).move_s == 0.9
+    assert costs(moved, None, 0.3).move_s == 0.3
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.floats(0, 50)), max_size=30), st.floats(0.1, 100))
@@ -52,15 +52,14 @@ def test_nothing_is_lent_before_as_much_was_given_away(looks: list[tuple[int, fl
         assert (made is not None) == (sum(best.values()) >= guess_s)
 
 
-def test_what_a_change_costs_is_a_guess_until_an_engine_has_changed_over() -> None:
-    begun = Moves().plus(loan(0.0, kind=MoveKind.BEGIN).move)
-    assert is_a_guess(Moves())
-    assert is_a_guess(begun)
-    assert is_a_guess(begun.plus(loan(1.0, state="would").move))
-    assert is_a_guess(begun.plus(loan(1.0, kind=MoveKind.WORLD).move)), "a train world is another thing"
+def test_what_a_change_costs_is_a_guess_until_it_was_measured_how_an_engine_changed_over() -> None:
+    begun, took = Moves().plus(loan(0.0, kind=MoveKind.BEGIN).move), MoveOutcome(took_s=0.9)
+    assert is_a_guess(Moves(), {})
+    assert is_a_guess(begun, {1: 0.0})
+    assert is_a_guess(begun.plus(loan(1.0, state="would").move), {2: 0.9})
+    assert is_a_guess(begun.plus(loan(1.0, kind=MoveKind.WORLD, outcome=took).move), {}), "a world is another thing"
     for kind in (MoveKind.SPLIT, MoveKind.LEND, MoveKind.RETURN):
-        assert not is_a_guess(begun.plus(loan(1.0, kind=kind).move))
-    many = Moves()
-    for generation in range(NEWEST_MOVES + 1):
-        many = many.plus(loan(0.0, kind=MoveKind.WORLD, generation=generation).move)
-    assert not is_a_guess(many), "the first of them are forgotten"
+        made = begun.plus(loan(1.0, kind=kind).move)
+        assert is_a_guess(made, {}), "who measured it was killed before it was told: nothing else would ever be lent"
+        assert not is_a_guess(made, {2: 0.9}), "it is about to be told"
+        assert not is_a_guess(begun.plus(loan(1.0, kind=kind, outcome=took).move), {})
