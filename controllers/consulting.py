@@ -23,8 +23,10 @@ from placement.split import Split
 T = TypeVar("T")
 ANSWER_S = 30.0
 """For a policy, or a decision, which gcore's own policies make in a fifth of a second."""
-MOST_IDLE = 16
-"""Pools that it may say something of."""
+MOST_IDLE, MOST_NAME = 16, 64
+"""Pools that it may say something of, and characters of a pool's name: both stand in the record of moves, which the store takes whole."""
+MOST_SLOTS = 1_000_000
+"""Of a pool. What has thousands of digits cannot even be told of."""
 
 
 class PolicyFailed(GcoreError):
@@ -97,14 +99,19 @@ def checked(given: object) -> Decision:
         raise PolicyFailed(f"it gave {type(given).__name__!r}, and a Decision with a Split is wanted")
     split = given.split
     slots = (split.rollout, split.reward, split.train)
-    if split.mode not in ("coexisting", "colocated") or any(type(count) is not int for count in slots):
+    if split.mode not in ("coexisting", "colocated") or not all(map(_is_slots, slots)):
         raise PolicyFailed("its split is of something else than whole numbers of slots")
-    if not isinstance(given.reason, str) or not isinstance(given.idle, Mapping) or len(given.idle) > MOST_IDLE:
-        raise PolicyFailed("its reason is no text, or what it says of idle pools no short mapping")
+    if not isinstance(given.reason, str) or not isinstance(given.idle, Mapping):
+        raise PolicyFailed("its reason is no text, or what it says of idle pools no mapping")
+    idle = dict(given.idle)  # from here on nothing that it changes is looked at
     told = [one for one in (given.expected_s, given.before_s) if one is not None]
-    numbers = [given.cost_s, given.gain_s, *told, *given.idle.values()]
+    numbers = [given.cost_s, given.gain_s, *told, *idle.values()]
     if not all(isinstance(one, int | float) and isfinite(one) for one in numbers):
         raise PolicyFailed("its figures are no numbers")
-    if not all(isinstance(pool, str) for pool in given.idle):
+    if len(idle) > MOST_IDLE or not all(isinstance(pool, str) and len(pool) <= MOST_NAME for pool in idle):
         raise PolicyFailed("what it says of idle pools is not by pool")
-    return replace(given, reason=given.reason.encode("utf-8", "replace").decode())
+    return replace(given, idle=idle, reason=given.reason.encode("utf-8", "replace").decode())
+
+
+def _is_slots(count: object) -> bool:
+    return type(count) is int and 0 <= count <= MOST_SLOTS

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from controllers.consulting import MOST_IDLE, Consulting, PolicyFailed, checked
+from controllers.consulting import MOST_IDLE, MOST_NAME, Consulting, PolicyFailed, checked
 from placement.policies.base import Decision, Situation, SwitchCosts
 from placement.split import Bounds, Split
 
@@ -115,11 +115,14 @@ def made(**more: Any) -> Any:
         pytest.param(made(split=Split("coexist", 2, 1, 1)), id="a mode that is none"),  # type: ignore[arg-type]
         pytest.param(made(split=Split("coexisting", 2.0, 1, 1)), id="parts of slots"),  # type: ignore[arg-type]
         pytest.param(made(split=Split("coexisting", True, 1, 1)), id="truth for a number"),
+        pytest.param(made(split=Split("coexisting", -1, 4, 1)), id="fewer slots than none"),
+        pytest.param(made(split=Split("coexisting", 10**5000, 1, 1)), id="slots that cannot be told of"),
         pytest.param(made(reason=None), id="no reason"),
         pytest.param(made(idle=[1, 2]), id="idle that is a list"),
         pytest.param(made(idle={"rollout": "much"}), id="idle in words"),
         pytest.param(made(idle={1: 0.5}), id="idle by number"),
         pytest.param(made(idle={str(n): 0.5 for n in range(MOST_IDLE + 1)}), id="idle of many"),
+        pytest.param(made(idle={"p" * (MOST_NAME + 1): 0.5}), id="idle of a pool with no end of a name"),
         pytest.param(made(expected_s="soon"), id="seconds in words"),
         pytest.param(made(cost_s=float("nan")), id="a cost that is no number"),
         pytest.param(made(gain_s=float("inf")), id="a gain without end"),
@@ -132,3 +135,10 @@ def test_what_is_no_decision_is_refused_in_a_sentence(given: Any) -> None:
 
 def test_a_reason_that_cannot_be_written_down_is_mended() -> None:
     checked(made(reason="half \ud800 of it")).reason.encode()
+
+
+def test_what_a_policy_changes_after_it_has_answered_is_not_looked_at() -> None:
+    idle = {"rollout": 0.5}
+    found = checked(made(idle=idle))
+    idle["rollout"] = float("nan")
+    assert found.idle == {"rollout": 0.5}
