@@ -1,9 +1,8 @@
-"""Whoever leads plans: once for each step that was trained the job's policy is asked for the next split, and within a step, about once a
-second, whether slots are lent (`controllers.lender`). What comes of it is a proposal, which `controllers.leading` has written down
-while it is still about what there is.
+"""Whoever leads plans: once for each step that was trained it asks which split is to come next (`controllers.next_split`), and within a step,
+about once a second, whether slots are lent (`controllers.lender`). What comes of it is a proposal, which `controllers.leading` has written
+down while it is still about what there is.
 
-A thin effect around pure rules (`placement.moves`, the policies): it knows when to ask, and what was measured. A policy that raises is
-told of, once, and moves nothing. Who is frozen, or only to say what would be done, moves nothing either.
+It knows when to ask, keeps account of what came of moves, and tells people what is in the way; what is to move, it does not decide.
 """
 
 from __future__ import annotations
@@ -11,17 +10,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from controllers.changes import Changes
-from controllers.consulting import Consulting, PolicyFailed
-from controllers.forming import is_at_hand, may_use_copies, models_of, placeable
+from controllers.forming import models_of
 from controllers.leading import leads
 from controllers.lender import Lender
 from controllers.moves_file import MovesFile
+from controllers.next_split import NextSplit
 from controllers.staying import Staying
 from controllers.step_history import StepHistory
 from controllers.troubles import TroubleBook
@@ -30,17 +27,11 @@ from gcore.clock import Clock
 from gcore.config import JobSpec
 from gcore.ledger.job import Plan
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.placing import MOST_REASON, MoveKind, Moves
-from gcore.plugins import RAISED, sentence_of
+from gcore.ledger.placing import MoveKind, Moves
 from gcore.types import Version
-from placement.assign import assigned
-from placement.live import Moving, Start, bounds_of, first_split, obeying
-from placement.moves import Deciding, Proposal, base_split, between_steps, is_told, with_outcomes, with_unasked
-from placement.named import find_policy
-from placement.plan import counted
-from placement.policies.base import Decision, Policy, Situation
+from placement.live import Moving
+from placement.moves import Deciding, Proposal, with_outcomes, with_unasked
 from placement.speeds import Rows
-from placement.split import Bounds, Split, feasible
 
 log = logging.getLogger(__name__)
 
@@ -85,10 +76,9 @@ class Planner:
         # A slot that judges has an engine of each judge awake: together they run what one engine would that had all of their rows.
         self._rows = Rows(spec.rollout.batch_slots, sum(judge.serving.batch_slots for judge in served) or 1)
         self._history = StepHistory.of(served)
+        self._next = NextSplit(spec, self._moving, self._rows, self._history)
         self._lender = Lender(spec, job.uid, self._moving, self._rows, clock, self._history)
         self._staying = Staying(clock)
-        self._policy: Policy | None = None
-        self._consulting = Consulting()
         self._decided: Version | None = None
         self._stood: tuple[object, ...] = ()
         """How step and leadership stood when they were looked at last."""
@@ -142,7 +132,7 @@ class Planner:
         if not leads(view) or view.is_over:
             self._propose(None, None)
             if not leads(view):
-                self._policy = None
+                self._next.forget()
                 self._staying.forget()
             return
         step = trained(view.mirror)
@@ -182,84 +172,14 @@ class Planner:
             await self._job.changes.wait(left)
 
     async def _between(self, view: JobView) -> Proposal | None:
-        """What the policy wants for the next steps."""
-        stored = view.mirror.plan
-        assert stored is not None
-        plan, moves, pin = stored.record, view.mirror.moves, view.mirror.pin
-        if pin.frozen:
-            return None  # what is lent goes back all the same (`controllers.lender`)
-        there = placeable(view)
-        if not {place.node for place in plan.ranks} <= {one.node for one in there.nodes}:
-            return None  # who holds a rank is away: it comes back with it, or the world is lost and placed anew
-        limits = bounds_of(there, self._moving, pin, len(plan.ranks))
-        if not (is_at_hand(view) or may_use_copies(view)):
-            limits = replace(limits, train_sizes=(len(plan.ranks),))  # another world could not go on from here
-        base = base_split(plan, there)
-        first = first_split(limits, self._moving)
-        if first is None:
-            self._trouble(f"the pools do not fit on {counted(limits.slots, 'slot')} with {pin}; nothing is moved")
-            return None
-        decision = await self._asked(view, limits, base, first)
-        if decision is None:
-            return None
-        if (obeyed := obeying(decision, limits, pin)) is None:
-            self._trouble(f"{pin}, and that cannot be had on {counted(limits.slots, 'slot')}; nothing is moved")
-            return None
-        decision = obeyed
-        if decision.split not in (base, *feasible(limits)):
-            self._trouble(
-                f"policy {self._spec.placement.policy!r} wants {decision.split}, which cannot be had on {limits.slots} slots"
-            )
-            return None
-        if decision.split == base:
-            self._staying.note(moves, self._deciding(view), decision.reason)
-        same_world = decision.split.train == len(plan.ranks)
-        after: Plan | None = None
-        if same_world:
-            place = partial(
-                assigned,
-                decision.split,
-                plan,
-                there,
-                self._moving.judges,
-                world=plan.world,
-                generation=plan.generation + 1,
-                reason=f"{decision.split}: {decision.reason}"[:MOST_REASON],
-                sizes=self._moving.sizes,
-            )
-            if (after := await asyncio.to_thread(place)) is None:  # a thousand slots take a moment
-                self._trouble(
-                    f"policy {self._spec.placement.policy!r} wants {decision.split}, and as the ranks lie no node has whole engines' "
-                    "slots for that; nothing is moved"
-                )
-                return None
-        self._trouble("")
-        proposal = between_steps(decision, plan, after, base, self._deciding(view))
-        return None if proposal is None or is_told(moves, proposal.move) else proposal
-
-    async def _asked(self, view: JobView, limits: Bounds, base: Split, first: Split) -> Decision | None:
-        """What the policy decides. None: it raised something."""
-        name, steps = self._spec.placement.policy, self._spec.flow.steps
-        situation = Situation(
-            bounds=limits,
-            now=base,
-            history=self._history.steps(view.mirror),
-            costs=self._lender.costs(view),
-            steps_left=None if steps is None else steps - view.head.step,
-            overlaps=self._spec.rollout.staleness > 0,
-            lends=self._spec.placement.lends,
-        )
-        try:
-            if self._policy is None:
-                start = Start(first, self._rows.rollout, self._rows.reward, self._moving.sizes)
-                self._policy = await self._consulting.made(lambda: find_policy(name)(start))
-            return await self._consulting.asked(self._policy, situation)
-        except RAISED as error:  # the edge to foreign code: who makes a policy may raise anything
-            log.exception("placement policy %s", name)
-            why = error.what if isinstance(error, PolicyFailed) else sentence_of(error)
-            self._trouble(f"placement policy {name!r} failed, and nothing is moved: {why}")
-            self._policy = None
-            return None
+        """What the policy wants for the next steps; what else it says is told."""
+        at = self._deciding(view)
+        wish = await self._next.wished(view, self._lender.costs(view), at)
+        if wish.kept is not None:
+            self._staying.note(view.mirror.moves, at, wish.kept)
+        if wish.trouble is not None:
+            self._job.troubles.hold(f"placement-{self._job.node}", wish.trouble)
+        return wish.proposal
 
     def _deciding(self, view: JobView) -> Deciding:
         dry = self._spec.placement.dry_run
@@ -280,10 +200,6 @@ class Planner:
         if view.mirror.moves is not self._kept:
             self._kept = view.mirror.moves
             await asyncio.to_thread(self._file.keep, self._kept)
-
-    def _trouble(self, sentence: str) -> None:
-        """Told once for as long as it holds; nothing: it is over."""
-        self._job.troubles.hold(f"placement-{self._job.node}", sentence)
 
 
 def has_moved(mirror: JobMirror, step: Version) -> bool:

@@ -145,7 +145,7 @@ class Scripted:
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     def make(policy: Scripted, job: Job) -> Planner:
-        monkeypatch.setattr("controllers.planner.find_policy", lambda name: lambda start: policy)
+        monkeypatch.setattr("controllers.next_split.find_policy", lambda name: lambda start: policy)
         return Planner(job, job.view.spec, FakeClock(), tmp_path)  # type: ignore[arg-type]
 
     async def nobody(self: Any, nodes: Any) -> Loads:
@@ -382,7 +382,7 @@ async def test_a_policy_that_is_cancelled_where_it_is_made_is_told_of_and_the_pl
     def find(name: str) -> Any:
         raise asyncio.CancelledError("in the making")
 
-    monkeypatch.setattr("controllers.planner.find_policy", find)
+    monkeypatch.setattr("controllers.next_split.find_policy", find)
     monkeypatch.setattr("controllers.planner.BOOKS_S", 0.0)
     job = Job()
     await Planner(job, job.view.spec, FakeClock(), tmp_path)._turn()  # type: ignore[arg-type]
@@ -404,7 +404,7 @@ async def test_several_judges_of_a_slot_count_as_one_engine_that_has_the_rows_of
     def find(name: str) -> Any:
         return lambda start: rows.append(start.reward_rows) or policy
 
-    monkeypatch.setattr("controllers.planner.find_policy", find)
+    monkeypatch.setattr("controllers.next_split.find_policy", find)
     monkeypatch.setattr("controllers.planner.BOOKS_S", 0.0)
     sums = EngineSums(active_s=10.0, running_s=40.0, tokens=400, requests=8)
     pools = {"rollout": sums, "reward": sums}
