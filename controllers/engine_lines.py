@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from controllers.owing import Owing
 from controllers.pulse import Pulse
 from controllers.view import EngineView
 from gcore.rollout.client import EngineClient
@@ -14,10 +15,11 @@ from gcore.types import Version
 
 @dataclass
 class Asked:
-    """A request for `count` responses that the engine has. `ended`: the places of those that it has told the end of; `taken_back`: when it
-    was told to give it back, so that another can go on with it."""
+    """A request for `count` responses that the engine has. `owing`: what it owes of it; `ended`: the places of those that it has told the
+    end of; `taken_back`: when it was told to give it back, so that another can go on with it."""
 
     count: int
+    owing: Owing
     ended: set[int] = field(default_factory=set)
     taken_back: float | None = None
 

@@ -86,6 +86,7 @@ class EngineBook:
         self._slept: deque[float] = deque(maxlen=REMEMBERED)
         self._woke: deque[float] = deque(maxlen=REMEMBERED)
         self.unseated = generating.unseated
+        self.foreseen = generating.foreseen
         """How many responses, or scores, no engine has yet."""
 
     @property

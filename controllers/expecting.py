@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from controllers.owing import Expect
-from gcore.rollout.lengths import NONE, Siblings, SourceLengths, expected, left
+from gcore.rollout.lengths import NONE, Siblings, SourceLengths, expected
+from gcore.rollout.outliving import left
 from gcore.types import PromptRef, Version
 
 NEWEST_GROUPS = 64
@@ -82,10 +83,9 @@ class Expecting:
         entry = self._entry(ref)
         return expected(self._lengths(entry), self._siblings(entry), 0, entry.longest)
 
-    def of(self, ref: PromptRef) -> Expect:
+    def of(self, ref: PromptRef, *, weighs: bool = True) -> Expect:
         """What responses to it are expected to have still to come, as they grow."""
-        entry = self._entry(ref)
-        return partial(self._left, entry)
+        return Expect(partial(self._left, self._entry(ref)), weighs)
 
     def in_turn(self, due: Sequence[PromptRef], head: Version) -> list[PromptRef]:
         """The refs that are due, in the order in which they are begun."""

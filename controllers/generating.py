@@ -74,6 +74,11 @@ class Generating:
         """How many responses, or scores, no engine has yet."""
         return self._unseated
 
+    def foreseen(self) -> tuple[float, int]:
+        """Tokens that are expected to come yet from engines, and of how many responses."""
+        found = [one.owing.foreseen() for line in self._lines.values() for one in line.asked.values()]
+        return sum(tokens for tokens, _ in found), sum(count for _, count in found)
+
     async def generate(
         self,
         version: Version,
@@ -94,7 +99,7 @@ class Generating:
         what that one has told (`controllers.continuing`), and with what was kept before, when that one has told nothing: the
         engines of a node die together. If nothing is kept at all, the request is for the caller to repeat.
         `ended` is told of each sample that is finished before the others, by its number, unless they are short anyway.
-        With `expect` engines are weighed by the tokens that they are expected to make, in place of samples. `seat`: the engine of
+        With an `expect` that weighs, engines are weighed by the tokens that they are expected to make, in place of samples. `seat`: the engine of
         the turn before goes first, and whichever it is then is written there.
         """
         every = told_every(params, self._told_every) if decode is not None else 0
@@ -161,7 +166,7 @@ class Generating:
             follow.began(version)
         # No two requests are called the same: an abort of one that was given up must not end the one that repeats it.
         rid = f"{rid}/{next(self._requests)}"
-        asked = line.asked[rid] = Asked(len(seeds))
+        asked = line.asked[rid] = Asked(len(seeds), owing)
         heard = growing
         if growing is not None:
             heard = Growing(growing.every, self._heard(line, asked, owing, growing, version, newer=follow is not None))

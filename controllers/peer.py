@@ -78,7 +78,8 @@ class JobPeer:
         rollout = material.spec.rollout
         self._longest_first = rollout.order == "longest_first"
         self._weighs_tokens = rollout.balance == "tokens"
-        self._expecting = Expecting(self._entry) if self._longest_first or self._weighs_tokens else None
+        expects = self._longest_first or self._weighs_tokens or material.spec.placement.lends
+        self._expecting = Expecting(self._entry) if expects else None
 
     async def steps(self) -> AsyncIterator[Step]:
         """A step for each look at which the next batch is not sealed yet, or is on its way; none of an ended job.
@@ -170,7 +171,7 @@ class JobPeer:
         decode = self.material.stream.found(prompt.ref)[0].renderer.tokenizer.decode
         follow = self._following(prompt.ref) if self.material.spec.rollout.staleness else None
         ended = None if greedy else self._judging_early(prompt)
-        expect = self._expecting.of(prompt.ref) if self._expecting is not None and self._weighs_tokens else None
+        expect = None if self._expecting is None else self._expecting.of(prompt.ref, weighs=self._weighs_tokens)
         made = await self._engines.generate(version, prompts, params, seeds, rid, follow, decode, ended, expect)
         if any(sample.finish_reason == "abort" for sample in made):
             raise EngineError(f"the engine gave up on prompt {prompt.ref}", fix="It is issued again")

@@ -36,7 +36,8 @@ async def own_loads(view: JobView, engines: EngineBook, judges: JudgeEngines | N
     loads = await engines.loads(known)
     if judges is not None:
         loads |= await judges.loads(known)
-    reply = pb.LoadsReply(unseated={"rollout": engines.unseated()})
+    tokens, foreseen = engines.foreseen()
+    reply = pb.LoadsReply(unseated={"rollout": engines.unseated()}, left_tokens=tokens, foreseen=foreseen)
     for name, engine in sorted(known.items()):
         worker = view.workers.get(name)
         if worker is None or name not in loads:
@@ -93,7 +94,8 @@ class Polling:
                 unseated[pool] = unseated.get(pool, 0) + count
         self.change_s = max((reply.change_s for reply in replies if reply.change_s > 0), default=None)
         engines = {load.key: load for reply in replies for load in map(_load, reply.engines)}
-        return Loads(tuple(engines.values()), unseated)
+        tokens, foreseen = sum(reply.left_tokens for reply in replies), sum(reply.foreseen for reply in replies)
+        return Loads(tuple(engines.values()), unseated, tokens, foreseen)
 
     async def _ask(self, address: str) -> pb.LoadsReply | None:
         channel = self._channels.get(address) or self._channels.setdefault(address, grpc.aio.insecure_channel(address))

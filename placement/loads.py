@@ -2,14 +2,15 @@
 
 `placement.lending.lent` says how many; here its numbers are worked out from what the nodes told and from the job's newest steps, and
 the slots are chosen: those that have least to do, and of each pool so few that it keeps one everywhere it needs one. Before a step
-was measured nothing is lent.
+was measured nothing is lent. What responses under way have still to come is known better where others to the same prompts are finished
+(`gcore.rollout.outliving`), and the newest steps' lengths are taken as much longer or shorter.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gcore.ledger.job import EnginePlace, Plan
 from gcore.ledger.placing import Move, MoveKind
@@ -17,8 +18,11 @@ from placement.assign import POOLS, Slot, roles, split_of
 from placement.lending import lent, spared
 from placement.moves import Deciding, Proposal, base_split, part_of, told_slots
 from placement.plan import counted
-from placement.speeds import Rows, Speeds
+from placement.speeds import Rows, Speed, Speeds
 from placement.split import Split
+
+MOST_OFF = 2.0
+"""What responses tell of those to the same prompts changes a forecast by no more: twice as long, or half."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +45,13 @@ class EngineLoad:
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """All engines of a job at a moment; `unseated`: requests that no engine has yet, by pool."""
+    """All engines of a job at a moment; `unseated`: requests that no engine has yet, by pool; `left_tokens`: that are expected to come of
+    so many of the policy's requests as were `foreseen`, from the other responses to their prompts."""
 
     engines: tuple[EngineLoad, ...]
     unseated: Mapping[str, int]
+    left_tokens: float = 0.0
+    foreseen: int = 0
 
     def by_key(self) -> dict[tuple[str, str, str], EngineLoad]:
         """Each engine, by the key of its place in the plan."""
@@ -85,6 +92,20 @@ class Lending:
         return max(mine.left_s(owed, owed, rollout), theirs.left_s(to_come, begun, reward))
 
 
+def foreseen(rollout: Speed, loads: Loads) -> Speed:
+    """What rollout's requests have still to come, by the newest steps' lengths and as much more or less as what the prompts' own
+    responses tell. Requests that nobody told of are as long as any; where most are such, nothing is changed."""
+    owed = loads.owed("rollout")
+    if not rollout.tail or not 0 < owed < 2 * loads.foreseen:
+        return rollout
+    usual = rollout.to_come(owed, owed)[1]
+    each = (loads.left_tokens + max(owed - loads.foreseen, 0) * rollout.tokens) / max(owed, loads.foreseen)
+    if usual <= 0 or each <= 0:
+        return rollout
+    times = min(max(each / usual, 1.0 / MOST_OFF), MOST_OFF)
+    return replace(rollout, tail=tuple((longest * times, mean * times) for longest, mean in rollout.tail))
+
+
 def wanted(plan: Plan, loads: Loads, speeds: Speeds, cost_s: float, rows: Rows) -> Lending | None:
     """What is to be lent, of what is there (`present`), in engines; None: nothing can be. Where those of one pool span other slots than
     those of the other, nothing is."""
@@ -92,6 +113,7 @@ def wanted(plan: Plan, loads: Loads, speeds: Speeds, cost_s: float, rows: Rows) 
     alike = len({len(replica) for pool in POOLS if pool != "train" for replica in awake[pool]}) == 1
     if split_of(plan).mode == "colocated" or not here or not there or not alike:
         return None
+    speeds = replace(speeds, rollout=foreseen(speeds.rollout, loads))
     rollout, reward = speeds.rollout, speeds.reward
     owed, asked = loads.owed("rollout"), loads.owed("reward")
     to_come = asked + owed * speeds.asked_each  # every response that is still made will be judged

@@ -11,8 +11,8 @@ out. The expectation is the mean of what remains.
 A prompt's responses are remembered as their distance from the source's mean at that time, not as tokens, so that they stay of
 use while lengths grow over a run.
 
-Finished siblings are the shorter ones as long as others are not finished. What that hides is small beside the spread, and is not
-corrected. Knows no prompts, and remembers nothing (`controllers.expecting` does).
+What responses under way have still to come is `gcore.rollout.outliving`'s. Knows no prompts, and remembers nothing
+(`controllers.expecting` does).
 """
 
 from __future__ import annotations
@@ -51,6 +51,12 @@ class SourceLengths:
         """Of the logarithms."""
         return math.fsum(self.logs) / len(self.logs) if self.logs else 0.0
 
+    @cached_property
+    def spread(self) -> float:
+        """Their standard deviation."""
+        off = math.fsum((log - self.mean) ** 2 for log in self.logs)
+        return math.sqrt(off / len(self.logs)) if self.logs else 0.0
+
 
 @dataclass(frozen=True, slots=True)
 class Siblings:
@@ -81,7 +87,7 @@ def expected(source: SourceLengths, siblings: Siblings, so_far: int, longest: in
     """Tokens that a response which has `so_far` is expected to end with: never fewer than those, nor more than `longest`."""
     if not source.logs:
         return float(longest)
-    weight = _weight(siblings.count, source.likeness)
+    weight = weight_of(siblings.count, source.likeness)
     middle = source.mean + weight * siblings.above
     narrow = math.sqrt(1.0 - source.likeness * weight)
     # Where the lengths that are above `so_far` begin among the source's, before these are moved and drawn together.
@@ -92,18 +98,6 @@ def expected(source: SourceLengths, siblings: Siblings, so_far: int, longest: in
     rest = [math.exp(min(middle + narrow * (log - source.mean), top)) for log in source.logs[first:]]
     total = math.fsum(rest) / len(rest) if rest else so_far * BEYOND
     return min(max(total, float(so_far)), float(max(longest, so_far)))
-
-
-def left(
-    source: SourceLengths, siblings: Siblings, finished: Sequence[int], growing: Sequence[int], longest: int
-) -> float:
-    """Tokens still to come of a prompt's responses: of `growing`, which have so many, beside those that are `finished`.
-
-    `siblings`: what was known of the prompt before.
-    """
-    known = siblings.joined(Siblings.of(source, finished))
-    each = {so_far: expected(source, known, so_far, longest) - so_far for so_far in set(growing)}
-    return math.fsum(each[so_far] for so_far in growing)
 
 
 def _log(length: int) -> float:
@@ -117,7 +111,7 @@ def _thinned(logs: Sequence[float]) -> tuple[float, ...]:
     return tuple(logs[(2 * part + 1) * len(logs) // (2 * MOST_LOGS)] for part in range(MOST_LOGS))
 
 
-def _weight(count: int, likeness: float) -> float:
+def weight_of(count: int, likeness: float) -> float:
     """How far the mean of `count` responses tells where their prompt's lengths lie, 0 to 1."""
     return count * likeness / (1.0 + (count - 1) * likeness) if count else 0.0
 

@@ -18,7 +18,7 @@ from controllers.changes import Changes
 from controllers.engine_lines import Line
 from controllers.engines import EngineBook
 from controllers.expecting import Entry, Expecting, Turn, longest_first
-from controllers.owing import Owing
+from controllers.owing import Expect, Owing
 from gcore.rollout.client import SamplingParams
 from gcore.testing.fake_peer import Asked
 from gcore.types import PromptRef, Sample, Version, VersionSpan
@@ -99,9 +99,25 @@ def test_as_responses_grow_and_end_less_is_owed() -> None:
     assert owing.tokens == 0.0
 
 
+def test_what_is_expected_can_be_told_without_engines_being_weighed_by_it() -> None:
+    known = Expecting(entry_of)
+    for seq in range(ENTRIES):
+        known.note(PromptRef(0, 0, seq), [80, 100, 120, 140])
+    owing = Owing(3, known.of(PromptRef(1, 0, 0), weighs=False), 1.0)
+    assert (owing.tokens, owing.each) == (3.0, 1.0)
+    before, count = owing.foreseen()
+    assert count == 3
+    assert 240 < before < 400
+    assert owing.hears(0, sample(90)) == owing.hears(1, sample(60, "abort")) == 0.0
+    after, count = owing.foreseen()
+    assert count == 2
+    assert after < before
+    assert Owing(3, None, 1.0).foreseen() == (0.0, 0)
+
+
 def test_where_nothing_is_expected_a_response_counts_as_one_of_the_last_request() -> None:
     assert Owing(4, None, 1.0).tokens == 4.0
-    tokens = Owing(2, lambda finished, growing: 50.0 * len(growing), 1.0)
+    tokens = Owing(2, Expect(lambda finished, growing: 50.0 * len(growing)), 1.0)
     assert (tokens.tokens, tokens.each) == (100.0, 50.0)
     assert Owing(4, None, tokens.each).tokens == 200.0
     assert Owing(4, None, 1.0).hears(0, sample(3)) == 0.0
@@ -142,10 +158,10 @@ async def test_requests_reach_engines_in_the_order_in_which_they_are_made_and_by
     tasks = []
     for name, owed in tokens.items():
 
-        def expect(finished: Any, growing: Any, owed: float = owed) -> float:
+        def left(finished: Any, growing: Any, owed: float = owed) -> float:
             return owed
 
-        made = engines.generate(Version(0, 0), [(1,)], params, (0,), name, None, None, None, expect)
+        made = engines.generate(Version(0, 0), [(1,)], params, (0,), name, None, None, None, Expect(left))
         tasks.append(asyncio.ensure_future(made))
     await asyncio.sleep(0)
     assert Patient.asked == []  # nobody serves yet

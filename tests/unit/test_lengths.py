@@ -16,8 +16,8 @@ from gcore.rollout.lengths import (
     Siblings,
     SourceLengths,
     expected,
-    left,
 )
+from gcore.rollout.outliving import left
 
 LONGEST = 6600
 lengths = st.integers(0, 20_000)

@@ -12,12 +12,12 @@ from gcore.ledger.job import Plan
 from gcore.ledger.placing import MoveKind
 from placement.assign import assigned, split_of
 from placement.lending import doubling, left_s
-from placement.loads import EngineLoad, Loads, is_settled, lending, wanted
+from placement.loads import EngineLoad, Loads, foreseen, is_settled, lending, wanted
 from placement.measured import EngineSpeed, Measured
 from placement.move_words import in_words
 from placement.moves import Deciding, base_split, part_of
 from placement.plan import NodeSlots, Snapshot
-from placement.speeds import Rows, Speeds, speed_of, speeds_of, tail_of
+from placement.speeds import Rows, Speed, Speeds, speed_of, speeds_of, tail_of
 from placement.split import Split
 
 AT = Deciding(step=3, seq=7, by="a", time=100.0)
@@ -240,3 +240,19 @@ def test_twice_as_late_is_what_doubling_says(
     alone = left_s(engines * 1e-9, engines, 1_000_000, 100.0, residual, residual + more, 0.01, 1e12)
     many = left_s(twice * engines, engines, 1_000_000, 100.0, residual, residual + more, 0.01, saturating)
     assert many == pytest.approx(2 * alone) if twice >= 1 else many >= 2 * alone * 0.99
+
+
+def test_what_responses_tell_of_those_to_the_same_prompts_makes_what_is_left_longer_or_shorter() -> None:
+    usual = Speed(0.02, 20.0, 100.0, 60.0, 8, ((0.0, 0.0), (50.0, 50.0), (120.0, 80.0)))
+    engines = (EngineLoad("a", "0", "", 2, 0, ready=True, asleep=False),)
+
+    def tail(tokens: float, told: int) -> tuple[tuple[float, float], ...]:
+        return foreseen(usual, Loads(engines, {}, tokens, told)).tail
+
+    assert tail(160.0, 2) == usual.tail, "80 of each is what is left of two in any case"
+    assert tail(240.0, 2) == ((0.0, 0.0), (75.0, 75.0), (180.0, 120.0))
+    assert tail(9999.0, 2)[2] == (240.0, 160.0), "no more than twice"
+    assert tail(1.0, 2)[2] == (60.0, 40.0), "nor less than half"
+    assert tail(0.0, 0) == usual.tail, "nobody told"
+    assert tail(300.0, 1) == usual.tail, "of half of them only"
+    assert foreseen(usual, Loads((), {}, 5.0, 1)) == usual

@@ -32,6 +32,9 @@ class Book:
     def unseated(self) -> int:
         return 3
 
+    def foreseen(self) -> tuple[float, int]:
+        return 70.0, 5
+
 
 class Judges(Book):
     @property
@@ -51,6 +54,7 @@ async def test_a_controller_tells_what_its_engines_have_to_do_and_who_sleeps() -
     assert (told[""].running, told[""].waiting, told[""].ready, told[""].asleep) == (4, 2, True, False)
     assert (told["j"].ready, told["j"].asleep) == (False, True)
     assert dict(reply.unseated) == {"rollout": 3, "reward": 3}
+    assert (reply.left_tokens, reply.foreseen) == (70.0, 5)
     assert reply.change_s == 0
 
 
@@ -83,7 +87,9 @@ class Peer(placement_pb2_grpc.PlacementServicer):
 async def test_all_answers_are_put_together_and_who_does_not_answer_tells_nothing() -> None:
     servers, nodes = [], {}
     for number in range(2):
-        reply = pb.LoadsReply(unseated={"rollout": number + 1}, change_s=float(number))
+        reply = pb.LoadsReply(
+            unseated={"rollout": number + 1}, change_s=float(number), left_tokens=30.0 + number, foreseen=2
+        )
         reply.engines.add(node=f"n{number}", slot="cpu:0", running=number, ready=True)
         server = grpc.aio.server()
         placement_pb2_grpc.add_PlacementServicer_to_server(Peer(reply), server)  # type: ignore[no-untyped-call]
@@ -98,6 +104,7 @@ async def test_all_answers_are_put_together_and_who_does_not_answer_tells_nothin
     try:
         loads = await polling.loads(nodes)
         assert sorted(one.node for one in loads.engines) == ["n0", "n1"]
+        assert (loads.left_tokens, loads.foreseen) == (61.0, 4)
         assert (loads.unseated["rollout"], loads.owed("rollout"), polling.change_s) == (3, 4, 1.0)
         other = Polling("other", clock)
         assert (await other.loads(nodes)).engines == ()

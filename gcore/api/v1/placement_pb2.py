@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cgcore/api/v1/placement.proto\x12\x0cgcore.api.v1\"\x1f\n\x0cLoadsRequest\x12\x0f\n\x07job_uid\x18\x01 \x01(\t\"\xb4\x01\n\nLoadsReply\x12)\n\x07\x65ngines\x18\x01 \x03(\x0b\x32\x18.gcore.api.v1.EngineLoad\x12\x38\n\x08unseated\x18\x02 \x03(\x0b\x32&.gcore.api.v1.LoadsReply.UnseatedEntry\x12\x10\n\x08\x63hange_s\x18\x03 \x01(\x01\x1a/\n\rUnseatedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"x\n\nEngineLoad\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0c\n\x04slot\x18\x02 \x01(\t\x12\r\n\x05judge\x18\x03 \x01(\t\x12\x0f\n\x07running\x18\x04 \x01(\x03\x12\x0f\n\x07waiting\x18\x05 \x01(\x03\x12\r\n\x05ready\x18\x06 \x01(\x08\x12\x0e\n\x06\x61sleep\x18\x07 \x01(\x08\x32J\n\tPlacement\x12=\n\x05Loads\x12\x1a.gcore.api.v1.LoadsRequest\x1a\x18.gcore.api.v1.LoadsReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cgcore/api/v1/placement.proto\x12\x0cgcore.api.v1\"\x1f\n\x0cLoadsRequest\x12\x0f\n\x07job_uid\x18\x01 \x01(\t\"\xdb\x01\n\nLoadsReply\x12)\n\x07\x65ngines\x18\x01 \x03(\x0b\x32\x18.gcore.api.v1.EngineLoad\x12\x38\n\x08unseated\x18\x02 \x03(\x0b\x32&.gcore.api.v1.LoadsReply.UnseatedEntry\x12\x10\n\x08\x63hange_s\x18\x03 \x01(\x01\x12\x13\n\x0bleft_tokens\x18\x04 \x01(\x01\x12\x10\n\x08\x66oreseen\x18\x05 \x01(\x03\x1a/\n\rUnseatedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"x\n\nEngineLoad\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0c\n\x04slot\x18\x02 \x01(\t\x12\r\n\x05judge\x18\x03 \x01(\t\x12\x0f\n\x07running\x18\x04 \x01(\x03\x12\x0f\n\x07waiting\x18\x05 \x01(\x03\x12\r\n\x05ready\x18\x06 \x01(\x08\x12\x0e\n\x06\x61sleep\x18\x07 \x01(\x08\x32J\n\tPlacement\x12=\n\x05Loads\x12\x1a.gcore.api.v1.LoadsRequest\x1a\x18.gcore.api.v1.LoadsReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,11 +36,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LOADSREQUEST']._serialized_start=46
   _globals['_LOADSREQUEST']._serialized_end=77
   _globals['_LOADSREPLY']._serialized_start=80
-  _globals['_LOADSREPLY']._serialized_end=260
-  _globals['_LOADSREPLY_UNSEATEDENTRY']._serialized_start=213
-  _globals['_LOADSREPLY_UNSEATEDENTRY']._serialized_end=260
-  _globals['_ENGINELOAD']._serialized_start=262
-  _globals['_ENGINELOAD']._serialized_end=382
-  _globals['_PLACEMENT']._serialized_start=384
-  _globals['_PLACEMENT']._serialized_end=458
+  _globals['_LOADSREPLY']._serialized_end=299
+  _globals['_LOADSREPLY_UNSEATEDENTRY']._serialized_start=252
+  _globals['_LOADSREPLY_UNSEATEDENTRY']._serialized_end=299
+  _globals['_ENGINELOAD']._serialized_start=301
+  _globals['_ENGINELOAD']._serialized_end=421
+  _globals['_PLACEMENT']._serialized_start=423
+  _globals['_PLACEMENT']._serialized_end=497
 # @@protoc_insertion_point(module_scope)

@@ -13,7 +13,7 @@ class LoadsRequest(_message.Message):
     def __init__(self, job_uid: _Optional[str] = ...) -> None: ...
 
 class LoadsReply(_message.Message):
-    __slots__ = ("engines", "unseated", "change_s")
+    __slots__ = ("engines", "unseated", "change_s", "left_tokens", "foreseen")
     class UnseatedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -24,10 +24,14 @@ class LoadsReply(_message.Message):
     ENGINES_FIELD_NUMBER: _ClassVar[int]
     UNSEATED_FIELD_NUMBER: _ClassVar[int]
     CHANGE_S_FIELD_NUMBER: _ClassVar[int]
+    LEFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FORESEEN_FIELD_NUMBER: _ClassVar[int]
     engines: _containers.RepeatedCompositeFieldContainer[EngineLoad]
     unseated: _containers.ScalarMap[str, int]
     change_s: float
-    def __init__(self, engines: _Optional[_Iterable[_Union[EngineLoad, _Mapping]]] = ..., unseated: _Optional[_Mapping[str, int]] = ..., change_s: _Optional[float] = ...) -> None: ...
+    left_tokens: float
+    foreseen: int
+    def __init__(self, engines: _Optional[_Iterable[_Union[EngineLoad, _Mapping]]] = ..., unseated: _Optional[_Mapping[str, int]] = ..., change_s: _Optional[float] = ..., left_tokens: _Optional[float] = ..., foreseen: _Optional[int] = ...) -> None: ...
 
 class EngineLoad(_message.Message):
     __slots__ = ("node", "slot", "judge", "running", "waiting", "ready", "asleep")
