@@ -23,7 +23,8 @@ from controllers.owning import responsible_for
 from controllers.ranks import RankLinks
 from controllers.remembered import Remembered
 from controllers.sleeping import put_to_sleep
-from controllers.staffing import Staff, StartEngine, StopWorker, staffing
+from controllers.staff import Staff
+from controllers.staffing import StartEngine, StopWorker, staffing
 from controllers.telling import Telling
 from controllers.troubles import TroubleBook
 from controllers.turns import Waits

@@ -44,7 +44,7 @@ from controllers.pulse import EnginePatience
 from controllers.ranks import RankLinks
 from controllers.reading import Reading, beside
 from controllers.service.events import EventLog
-from controllers.staffing import Staff
+from controllers.staff import Staff
 from controllers.staged import NOTHING_STAGED, StagedWeights
 from controllers.standing import JobStanding
 from controllers.stopwatch import Stopwatch

@@ -23,7 +23,7 @@ from controllers.identity import Identity
 from controllers.leaving import has_handed_over
 from controllers.ranks import RankLinks
 from controllers.remembered import Remembered
-from controllers.staffing import Staff
+from controllers.staff import Staff
 from controllers.view import EngineView, JobView
 from gcore.config import JobSpec
 from gcore.ledger.guarded import TxnOutcome

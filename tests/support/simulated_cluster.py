@@ -337,12 +337,12 @@ def in_place(cluster: SimulatedCluster) -> Iterator[None]:
         stack.enter_context(mock.patch("controllers.life.give_back"))
         stack.enter_context(mock.patch("controllers.wire.Belongings", _belongings))
         speak(NEWEST_VERSION)
-        stack.enter_context(mock.patch("controllers.staffing.is_running", cluster.is_running))
+        stack.enter_context(mock.patch("controllers.staff.is_running", cluster.is_running))
         for module in ("controllers.driving", "controllers.life"):
             stack.enter_context(mock.patch(f"{module}.send_signal", cluster.signalled))
         # A story may have more misfortune than a real job should live through, and less log.
         stack.enter_context(mock.patch("controllers.ending.MAX_FRUITLESS_ROLLBACKS", 1000))
-        stack.enter_context(mock.patch("controllers.staffing.MAX_LAUNCHES", 1000))
+        stack.enter_context(mock.patch("controllers.staff.MAX_LAUNCHES", 1000))
         stack.enter_context(mock.patch("controllers.housekeeping.KEEP_LOG", 8))
         stack.enter_context(mock.patch("controllers.housekeeping.PRUNE_AT", 4))
         yield

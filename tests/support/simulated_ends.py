@@ -18,7 +18,8 @@ from virtual_time import ProcessClock
 
 from controllers.faults import FaultBook
 from controllers.ranks import NotConnected, RankLinks
-from controllers.staffing import Launch, Staff, StartEngine, StartRank, launch_key
+from controllers.staff import Staff
+from controllers.staffing import Launch, StartEngine, StartRank, launch_key
 from controllers.troubles import TroubleBook
 from controllers.turns import Waits
 from controllers.view import JobView, RankView, SavedCheckpoint

@@ -9,17 +9,8 @@ from typing import Any
 
 import pytest
 
-from controllers.staffing import (
-    MAX_LAUNCHES,
-    Launch,
-    Launches,
-    Staff,
-    StartEngine,
-    StartRank,
-    StopWorker,
-    backoff,
-    staffing,
-)
+from controllers.staff import MAX_LAUNCHES, Staff
+from controllers.staffing import Launch, Launches, StartEngine, StartRank, StopWorker, backoff, staffing
 from controllers.view import EngineView, JobView
 from controllers.world_start import world_start
 from gcore.config import NodeConfig, parse_spec
@@ -207,7 +198,7 @@ def test_a_daemon_touches_nothing_of_a_runs_folder_to_start_a_worker(
         started.append(launch)
         return ProcessId(2**30, 1)
 
-    monkeypatch.setattr("controllers.staffing.start_worker", start)
+    monkeypatch.setattr("controllers.staff.start_worker", start)
     config = NodeConfig(node="node-0", home=str(tmp_path), etcd_endpoints=("h:1",), slots=("cpu:0",), run_root="r")
     run_dir = tmp_path / "run"
     job = JobRecord(uid="u", name="j", spec=SPEC.model_dump(mode="json"), run_dir=str(run_dir), created=0.0, prompts=4)
@@ -222,7 +213,7 @@ def test_a_daemon_touches_nothing_of_a_runs_folder_to_start_a_worker(
 def test_a_rank_whose_supervisor_dies_unregistered_is_started_again_later_and_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("controllers.staffing.start_worker", lambda *_: ProcessId(2**30, 1))
+    monkeypatch.setattr("controllers.staff.start_worker", lambda *_: ProcessId(2**30, 1))
     config = NodeConfig(node="node-0", home=str(tmp_path), etcd_endpoints=("h:1",), slots=("cpu:0",), run_root="r")
     bare = view()
     job = JobRecord(uid="u", name="j", spec=SPEC.model_dump(mode="json"), run_dir=str(tmp_path), created=0.0, prompts=4)
@@ -245,7 +236,7 @@ def test_a_job_that_is_given_up_names_the_file_that_says_why_and_what_it_said_la
         launched.append(launch)
         return ProcessId(2**30, 1)
 
-    monkeypatch.setattr("controllers.staffing.start_worker", start)
+    monkeypatch.setattr("controllers.staff.start_worker", start)
     config = NodeConfig(node="node-0", home=str(tmp_path), etcd_endpoints=("h:1",), slots=("cpu:0",), run_root="r")
     job = JobRecord(uid="u", name="j", spec=SPEC.model_dump(mode="json"), run_dir="/run", created=0.0, prompts=4)
     bare = replace(view(), mirror=replace(view().mirror, job=Stored(job, 1)))
@@ -305,7 +296,7 @@ def test_the_engines_of_emulated_slots_are_started_as_one_process(
         assert me is not None
         return me
 
-    monkeypatch.setattr("controllers.staffing.start_host", start)
+    monkeypatch.setattr("controllers.staff.start_host", start)
     places = tuple(EnginePlace(node="node-0", slot=f"emulated:{i}") for i in range(3))
     bare = view()
     plan = Plan(generation=1, world="w", ranks=(), engines=places)

@@ -1,0 +1,202 @@
+"""Carries out what `controllers.staffing` decides: starts the supervisors of workers on this node, and remembers them until they have
+registered, and how often each start was tried.
+
+A worker is stopped by its own supervisor, which is told elsewhere. Nothing here touches a run's folder: where that hangs, this daemon must not.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from controllers.children import (
+    THREADS,
+    Child,
+    NoSglang,
+    device_env,
+    emulated_engine,
+    emulated_host,
+    engine_child,
+    is_cuda,
+    rank_command,
+)
+from controllers.staffing import Launch, Launches, StartEngine, StartRank, engine_key, is_good, launch_key
+from controllers.view import JobView
+from controllers.world_start import world_start
+from gcore.clock import Clock
+from gcore.config import NodeConfig
+from gcore.emulated.launch import start_host
+from gcore.weights.copies import memory_folder, open_folder
+from gcore.worker.death import last_words
+from gcore.worker.launch import start_worker, supervisor_log
+from gcore.worker.process import CannotStart, is_running
+from gcore.worker.records import LaunchSpec, Role, StoreRef, WorkerRecord
+
+log = logging.getLogger(__name__)
+
+MAX_LAUNCHES = 5
+"""Starts of one engine or rank in a row that did not last; then the job has no hope on this node."""
+LASTING_S = 60.0
+"""An engine that serves for so long counts as started well."""
+LOGGED = re.compile(r"\d{4}-\d\d-\d\d [\d:,]+ [A-Z]+ \S+ ")
+"""What stands before each sentence in a log: when, how bad, whose."""
+
+
+class Staff:
+    """Starts supervisors on this node, and remembers them until they have registered."""
+
+    def __init__(self, config: NodeConfig, clock: Clock) -> None:
+        self._config = config
+        self._clock = clock
+        self._started: dict[str, Launch] = {}
+        self._newest: dict[str, Launch] = {}
+        self._last: dict[str, float] = {}
+        self._tries: dict[str, int] = {}
+        self._why: dict[str, str] = {}
+
+    def launches(self, workers: Mapping[str, WorkerRecord]) -> Launches:
+        """What is known now; forgets launches that registered or died, and the tries of what has lasted."""
+        now = self._clock.monotonic()
+        for key, launch in self._newest.items():
+            worker = workers.get(launch.instance)
+            if worker is not None and worker.state == "serving" and now - launch.at > LASTING_S:
+                self._tries.pop(key, None)
+            if worker is not None and worker.state == "failed" and worker.reason:
+                self._why[key] = worker.reason
+            if worker is not None or not is_running(launch.process):
+                self._started.pop(key, None)
+        return Launches(dict(self._started), dict(self._tries), dict(self._last))
+
+    def hopeless(self, workers: Mapping[str, WorkerRecord]) -> str:
+        """Which worker cannot be kept alive here, and why, after several tries; or nothing."""
+        for key, tries in self._tries.items():
+            newest = self._newest.get(key)
+            worker = workers.get(newest.instance) if newest else None
+            if tries >= MAX_LAUNCHES and key not in self._started and (worker is None or not is_good(worker)):
+                return f"{key} on {self._config.node} was started {tries} times and never lasted{self._cause(key)}"
+        return ""
+
+    def _cause(self, key: str) -> str:
+        """Why the newest did not, and which file says more. Reads nothing in the run's folder: where that hangs, this must not."""
+        why, newest = self._why.get(key, ""), self._newest.get(key)
+        file = None if newest is None else newest.log if why else newest.starter_log
+        if file is not None and not why:
+            why = LOGGED.sub("", last_words(file, 0))  # it never came so far as to say it in the store
+        return (f": {why}" if why else "") + (f" (its log: {file})" if file is not None else "")
+
+    def start(self, action: StartEngine | StartRank, view: JobView) -> str:
+        """Spawn a supervisor; it registers itself. One that cannot be spawned (a full disk) is tried again later: why, or
+        nothing."""
+        why = ""
+        key = launch_key(action)
+        self._last[key] = self._clock.monotonic()
+        try:
+            self._newest[key] = self._started[key] = self._spawn(action, view)
+        except (CannotStart, NoSglang, OSError) as error:
+            self._newest.pop(key, None)
+            self._why[key] = str(error)
+            why = f"{key} cannot be started: {error}"
+        self._tries[key] = self._tries.get(key, 0) + 1
+        return why
+
+    def start_emulated(self, actions: Sequence[StartEngine], view: JobView) -> None:
+        """The same for engines on emulated slots, all in one process: none of them computes, and there may be very many."""
+        name = f"emulated-{self._config.node}-{uuid.uuid4().hex[:8]}"
+        placed = {engine_key(action.place): emulated_engine(action.place, name) for action in actions}
+        now = self._clock.monotonic()
+        launch = emulated_host(view.spec, self._config, view.mirror.keys.uid, name, tuple(placed.values()))
+        why, process = "", None
+        said = Path(self._config.home) / "logs" / f"{name}.log"
+        try:
+            process = start_host(launch, Path(self._config.home))
+            log.info("started %d emulated engines: %s", len(placed), name, extra={"job": view.mirror.keys.uid})
+        except CannotStart as error:
+            why = str(error)
+            log.warning("%s cannot be started: %s", name, error)
+        for key, one in placed.items():
+            self._last[key] = now
+            self._tries[key] = self._tries.get(key, 0) + 1
+            if process is None:
+                self._newest.pop(key, None)
+                self._why[key] = why
+            else:
+                self._newest[key] = self._started[key] = Launch(one.instance, process, now, said, said)
+
+    def _spawn(self, action: StartEngine | StartRank, view: JobView) -> Launch:
+        """Raises CannotStart, NoSglang, OSError."""
+        assert view.mirror.job is not None
+        uid = view.mirror.keys.uid
+        run_dir = Path(view.mirror.job.record.run_dir)
+        slots: tuple[str, ...] = action.place.slots if isinstance(action, StartEngine) else (action.place.slot,)
+        role: Role
+        world: str | None
+        rank: int | None
+        if isinstance(action, StartEngine):
+            judge = action.place.judge
+            role, world, rank = "reward" if judge else "rollout", None, None
+            child = engine_child(view.spec, action.place, self._config)
+        else:
+            judge, role, world, rank = "", "train", action.world, action.place.rank
+            child = self._rank_child(action, view)
+        instance = f"{role}-{self._config.node}-{uuid.uuid4().hex[:8]}"
+        logs = run_dir / "logs"  # made by the supervisor: where the run's folder hangs, this daemon must not
+        launch = LaunchSpec(
+            instance=instance,
+            node=self._config.node,
+            role=role,
+            job_uid=uid,
+            slot=slots[0],
+            store=StoreRef(endpoints=self._config.etcd_endpoints),
+            log_file=str(logs / f"{instance}.log"),
+            command=child.command,
+            env=dict(child.env),
+            threads=child.document["threads"],
+            child=dict(child.document),
+            world=world,
+            rank=rank,
+            judge=judge,
+            further=slots[1:],
+            lease_ttl_s=self._config.lease_ttl_s,
+            orphan_grace_s=self._config.orphan_grace_s,
+            start_limit_s=child.start_limit_s,
+            watchdog_s=view.spec.train.watchdog_s if role == "train" else view.spec.rollout.watchdog_s,
+        )
+        process = start_worker(launch, Path(self._config.home))
+        log.info("started %s on %s: %s", launch_key(action), " ".join(slots), instance, extra={"job": uid})
+        said = supervisor_log(instance, Path(self._config.home))
+        return Launch(instance, process, self._clock.monotonic(), said, Path(launch.log_file))
+
+    def memory_dir(self, job_uid: str) -> Path:
+        """Where copies of a job's train states lie in this node's memory."""
+        return memory_folder(Path(self._config.memory_dir), self._config.home, self._config.node, job_uid)
+
+    def _rank_child(self, action: StartRank, view: JobView) -> Child:
+        assert view.mirror.job is not None
+        assert view.mirror.head is not None
+        assert view.mirror.plan is not None
+        start = world_start(view)
+        assert start is not None
+        slot = action.place.slot
+        places = sorted(view.mirror.plan.record.ranks, key=lambda place: place.rank)
+        memory = self.memory_dir(view.mirror.keys.uid)
+        makes_copies = view.spec.train.copies_gb != 0 and open_folder(memory, self._config.home)
+        document = {
+            "kind": "rank",
+            "job_uid": view.mirror.keys.uid,
+            "world": action.world,
+            "lineage": view.mirror.head.record.lineage,
+            "rank": action.place.rank,
+            "world_size": len(places),
+            "spec": view.spec.model_dump(mode="json"),
+            "run_dir": view.mirror.job.record.run_dir,
+            "start": start.model_dump(mode="json"),
+            "host": self._config.listen_host,
+            "threads": THREADS,
+            "nodes": [place.node for place in places],
+            "memory_dir": str(memory) if makes_copies else "",
+        }
+        env = device_env(slot) | {"DS_ACCELERATOR": "cuda" if is_cuda(slot) else "cpu"}
+        return Child(rank_command(slot), document, env, view.spec.train.start_limit_s)
