@@ -31,6 +31,8 @@ def _lost_world(view: JobView) -> Lost | None:
         if claim is None:
             if place.node not in view.nodes:
                 return Lost(f"{place.node}, which was to run rank {place.rank}, is gone")
+            if view.has_lost(place.node, (place.slot,)):
+                return Lost(f"{place.node} has no slot {place.slot} any more, which was to run rank {place.rank}")
             continue
         worker = view.workers.get(claim.instance)
         if worker is None:

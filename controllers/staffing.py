@@ -81,7 +81,7 @@ def staffing(view: JobView, launches: Launches, now: float) -> Iterator[StartEng
     hung = {instance: engine.why for instance, engine in {**view.engines, **view.judges}.items() if engine.hung}
     mine = {i: w for i, w in sorted(view.workers.items()) if w.node == view.node and w.job_uid == view.mirror.keys.uid}
     for place in plan.record.engines:
-        if place.node != view.node:
+        if place.node != view.node or view.has_lost(place.node, place.slots):
             continue
         key = engine_key(place)
         # One that hangs keeps its place, and its slot's memory, until it has ended.
@@ -92,14 +92,15 @@ def staffing(view: JobView, launches: Launches, now: float) -> Iterator[StartEng
             yield StartEngine(place)
     for rank in plan.record.ranks:
         if rank.node != view.node or plan.record.world != head.world:
-            continue
+            continue  # one whose slot is no more there is lost (`controllers.lost`)
         claim = view.mirror.claim(head.world, rank.rank)
         # A registration may be heard of before the claim that was written with it.
         there = {i for i, w in mine.items() if (w.world, w.rank) == (head.world, rank.rank) and is_good(w)}
         wanted |= {claim.instance} if claim else there
         key = rank_key(rank, head.world)
         ripe = now >= launches.last.get(key, 0.0) + backoff(launches, key)
-        if claim is None and not there and key not in launches.pending and ripe and may_start(view):
+        has_slot = not view.has_lost(rank.node, (rank.slot,))
+        if claim is None and not there and key not in launches.pending and ripe and has_slot and may_start(view):
             yield StartRank(rank, head.world)
     for instance, worker in mine.items():
         if instance in hung and worker.state != "failed":

@@ -6,7 +6,7 @@ compares the revisions it was seen at.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -283,6 +283,11 @@ class JobView:
         """The newest entry of the chain; there must be one."""
         assert self.mirror.head is not None
         return self.mirror.head.record
+
+    def has_lost(self, node: str, slots: Collection[str]) -> bool:
+        """Whether a node that is there has not all of these slots: it came back with fewer than it was planned with."""
+        record = self.nodes.get(node)
+        return record is not None and not set(slots) <= set(record.slots)
 
     def turn(self, topic: str) -> int:
         """My place among the members in trying what `topic` names."""

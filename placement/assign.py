@@ -201,8 +201,8 @@ def assigned(
         ranks = current.ranks if same_world and current is not None else _ranks([slot for (slot,) in pools["train"]])
         engines = _apart(pools, {Slot(p.node, p.slot) for p in ranks}, snapshot, judges, current, sizes)
     if same_world and current is not None:
-        here = frozenset(slots)
-        engines += tuple(place for place in current.engines if Slot(place.node, place.slot) not in here)
+        here = {one.node for one in snapshot.nodes}
+        engines += tuple(place for place in current.engines if place.node not in here)
     return Plan(generation=generation, world=world, ranks=tuple(ranks), engines=engines, reason=reason)
 
 

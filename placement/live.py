@@ -14,7 +14,7 @@ from gcore.errors import SpecError
 from gcore.ledger.facts import ModelConfigs
 from gcore.ledger.job import Plan
 from gcore.ledger.placing import Pin
-from placement.assign import assigned, nearest_first, split_of
+from placement.assign import Slot, assigned, nearest_first, slots_of, split_of
 from placement.plan import Snapshot, counted
 from placement.policies.base import Decision, Policy
 from placement.replicas import SINGLE, Sizes, sizes_of
@@ -193,11 +193,11 @@ def _spread(split: Split, snapshot: Snapshot) -> Split:
 
 def mended(plan: Plan, snapshot: Snapshot, job: Moving) -> Plan | None:
     """The plan with an engine for each pool whose engines are all on nodes that are away; the world as it is. None: none lacks any."""
-    here = {(node.node, slot) for node in snapshot.nodes for slot in node.slots}
-    awake = {place.judge for place in plan.engines if not place.asleep and (place.node, place.slot) in here}
-    if not {"", *job.judges} - awake:
-        return None
-    away = sum((place.node, place.slot) not in here for place in plan.ranks)
+    here = {Slot(node.node, slot) for node in snapshot.nodes for slot in node.slots}
+    awake = {place.judge for place in plan.engines if not place.asleep and here.issuperset(slots_of(place))}
+    if not here or not {"", *job.judges} - awake:
+        return None  # of nodes that have too few slots for an engine nothing can be made
+    away = sum(Slot(place.node, place.slot) not in here for place in plan.ranks)
     whole = slots_allow(snapshot, job)
     # Ranks that are away have their slots still: the world is as it is.
     limits = replace(whole, slots=whole.slots + away, train_sizes=(len(plan.ranks),))

@@ -211,7 +211,7 @@ def moved(plan: Plan, snapshot: Snapshot, wanted: Wanted) -> Plan | None:
     keeps one.
     """
     here = {(node.node, slot) for node in snapshot.nodes for slot in node.slots}
-    there = [place for place in plan.engines if (place.node, place.slot) in here]
+    there = [place for place in plan.engines if here.issuperset((place.node, slot) for slot in place.slots)]
     rollout = [place for place in there if not place.judge]
     nodes = sorted(snapshot.nodes, key=lambda n: n.node)
     taken: list[EnginePlace] = []
@@ -226,7 +226,7 @@ def moved(plan: Plan, snapshot: Snapshot, wanted: Wanted) -> Plan | None:
             taken, slots = _given_up(rollout, nodes, wanted.sizes)
     more = _judge_places(judges, slots, there)
     names = {place.judge for place in more}
-    left = [place for place in plan.engines if place.judge in names and (place.node, place.slot) not in here]
+    left = [place for place in plan.engines if place.judge in names and place not in there]
     if not left:
         return None
     engines = tuple(place for place in plan.engines if place not in left and place not in taken)

@@ -170,3 +170,53 @@ def test_a_judge_whose_node_stays_away_gets_whole_engines_of_the_policys_slots(
 def test_what_is_left_over_of_a_node_serves_nothing() -> None:
     assert [len(node.slots) for node in divided(cluster(5, 1, 4), Sizes(4, 2)).nodes] == [4, 0, 4]
     assert divided(cluster(5, 1), Sizes()) == cluster(5, 1)
+
+
+def of_a(split: Split, sizes: Sizes, *counts: int) -> Plan:
+    plan = assigned(split, None, cluster(*counts), ("j",), world="w", generation=1, sizes=sizes)
+    assert plan is not None
+    return plan
+
+
+def without(slot: str, *counts: int) -> Snapshot:
+    """The first node came back without this slot."""
+    first, *others = cluster(*counts).nodes
+    return Snapshot((NodeSlots(first.node, tuple(one for one in first.slots if one != slot)), *others))
+
+
+def test_a_node_that_came_back_with_fewer_slots_has_no_two_engines_on_any_of_them() -> None:
+    sizes = Sizes(2, 2)
+    before = of_a(Split("coexisting", 4, 2, 2), sizes, 4, 4)
+    assert {rank.node for rank in before.ranks} == {"n1"}
+    left = divided(without("cuda:0", 4, 4), sizes)
+    after = assigned(Split("coexisting", 2, 2, 2), before, left, ("j",), world="w", generation=2, sizes=sizes)
+    assert after is not None
+    for judge in ("", "j"):
+        on = [slot for place in after.engines if place.judge == judge for slot in slots_of(place)]
+        assert len(set(on)) == len(on)
+    assert split_of(after, left) == split_of(after) == Split("coexisting", 2, 2, 2)
+
+
+def test_a_judge_whose_engine_lost_its_second_slot_gets_another() -> None:
+    before = of_a(Split("coexisting", 6, 2, 2), Sizes(2, 2), 6, 4)
+    (judge,) = (place for place in before.engines if place.judge and not place.asleep)
+    lost = judge.further[0]
+    left = divided(without(lost, 6, 4), Sizes(2, 2))
+    job = Moving(("j",), None, 64, None, None, sizes=Sizes(2, 2))
+    after = mended(before, left, job)
+    assert after is not None
+    (judges,) = [place for place in after.engines if place.judge and not place.asleep]
+    assert lost not in judges.slots
+    wanted = Wanted(2, (JudgeWanted("j"),), Apart(2, 2), Sizes(2, 2))
+    static = first_plan(cluster(4, 4), wanted, world="w", generation=1)
+    (judge,) = (place for place in static.engines if place.judge)
+    assert (judge.node, judge.slots) == ("n0", ("cuda:2", "cuda:3"))
+    moved_so = moved(static, divided(without("cuda:3", 4, 4), wanted.sizes), wanted)
+    assert moved_so is not None
+    assert [place.node for place in moved_so.engines if place.judge] == ["n1"]
+
+
+def test_nodes_with_too_few_slots_for_an_engine_mend_nothing() -> None:
+    before = of_a(Split("colocated", 4, 4, 4), Sizes(4, 4), 4)
+    job = Moving(("j",), None, 64, None, None, sizes=Sizes(4, 4))
+    assert mended(before, divided(Snapshot((NodeSlots("late", ("cuda:0", "cuda:1")),)), job.sizes), job) is None

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from controllers.lost import lost_world
 from controllers.staff import MAX_LAUNCHES, Staff
 from controllers.staffing import Launch, Launches, StartEngine, StartRank, StopWorker, backoff, staffing
 from controllers.view import EngineView, JobView
@@ -18,7 +19,7 @@ from gcore.emulated.launch import HostLaunch
 from gcore.ledger import chain
 from gcore.ledger.chain import Writer
 from gcore.ledger.guarded import Stored
-from gcore.ledger.job import EnginePlace, JobRecord, Plan, RankClaim, RankPlace
+from gcore.ledger.job import EnginePlace, JobRecord, NodeRecord, Plan, RankClaim, RankPlace
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records import Checkpoint, Checkpoints, Tally
 from gcore.ledger.stream import StreamRules
@@ -114,6 +115,21 @@ def test_a_judges_engine_is_a_worker_of_its_own_beside_the_policys() -> None:
     hung = {"j": EngineView("j", "h:1", None, silent=True, hung=True, why="answers nothing")}
     (stop,) = staffing(replace(lacking, workers=RUNNING | {"j": there["j"]}, judges=hung), Launches(), 0.0)
     assert stop == StopWorker("j", "it answers nothing", at_once=True)
+
+
+def test_what_a_node_that_came_back_with_fewer_slots_has_no_more_is_not_started_and_its_world_is_lost() -> None:
+    """Else an accelerator that is gone would end the job: whatever is started there never lasts."""
+    fewer = NodeRecord(name="node-0", incarnation="a", address="h:1", slots=("cpu:1",), pid=1)
+    seen = replace(view(), nodes={"node-0": fewer, "node-1": fewer.model_copy(update={"name": "node-1"})})
+    assert kinds(seen) == []
+    lost = lost_world(seen)
+    assert lost is not None
+    assert lost.why == "node-0 has no slot cpu:0 any more, which was to run rank 0"
+    assert kinds(replace(seen, workers={"e": RUNNING["e"]})) == [StopWorker]
+    whole = fewer.model_copy(update={"slots": ("cpu:0", "cpu:1")})
+    again = replace(seen, nodes={"node-0": whole, "node-1": whole.model_copy(update={"name": "node-1"})})
+    assert kinds(again) == [StartEngine, StartRank]
+    assert lost_world(again) is None
 
 
 def test_a_dead_rank_is_not_started_again_in_the_same_world() -> None:
