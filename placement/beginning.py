@@ -18,7 +18,7 @@ from gcore.ledger.facts import ModelConfigs
 from gcore.ledger.job import Plan
 from gcore.ledger.placing import Pin
 from placement.assign import assigned
-from placement.live import Moving, bounds_of, first_split, placed, too_few
+from placement.live import NOTHING_FIXED, Moving, bounds_of, first_split, placed, too_few
 from placement.mapping.search import First, Misfits
 from placement.mapping.search import first_split as best_that_fits
 from placement.mapping.told import seen
@@ -80,12 +80,13 @@ def begun(
 
 def beginning(snapshot: Snapshot, job: Moving, pin: Pin | None = None) -> Beginning:
     """What a job whose policy moves slots begins with."""
-    limits = bounds_of(snapshot, job, pin)
-    fallback = first_split(limits, job)
+    limits, fixed = bounds_of(snapshot, job, pin), pin or NOTHING_FIXED
+    fallback = first_split(limits, job, fixed)
+    if fixed.sizes:
+        is_had = fallback is not None and not fixed.off(fallback)
+        return Beginning(fallback, f"{fixed}, {'as was asked' if is_had else 'and that cannot be had'}")
     if job.train is not None:
         return Beginning(fallback, "that is what the spec says to begin with")
-    if pin is not None and pin.fixes:
-        return Beginning(fallback, f"{pin}, as was asked")
     if isinstance(job.work, str):
         return Beginning(fallback, f"nothing is measured yet, and nothing can be predicted: {job.work}")
     there = seen(snapshot.nodes)

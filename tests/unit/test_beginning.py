@@ -102,6 +102,27 @@ def test_what_a_person_says_is_not_searched_for() -> None:
     assert fixed.plan.reason.endswith("; train has 2, as was asked")
 
 
+@pytest.mark.parametrize(
+    ("pin", "said"),
+    [
+        pytest.param(Pin(rollout=3), "rollout has 3, as was asked", id="one pool"),
+        pytest.param(Pin(reward=4, train=2), "reward has 4, train has 2, as was asked", id="other than the spec says"),
+        pytest.param(Pin(rollout=9), "rollout has 9, and that cannot be had", id="more than there is"),
+    ],
+)
+def test_a_job_begins_with_what_a_person_fixed_and_only_then_says_so(pin: Pin, said: str) -> None:
+    for asked in (job(), job(train=1, reward=2)):
+        found = begun(gpus(), asked, SMALL_MODELS, pin=pin)
+        assert found.plan.reason.endswith(f"; {said}")
+        assert (pin.off(split_of(found.plan)) == 0) == said.endswith("as was asked")
+
+
+def test_a_job_in_which_nothing_is_to_move_begins_with_what_is_predicted_to_be_best() -> None:
+    frozen, free = (begun(gpus(), job(), SMALL_MODELS, pin=Pin(frozen=frozen)) for frozen in (True, False))
+    assert frozen.plan == free.plan
+    assert frozen.beginning.expected_s is not None
+
+
 def test_a_job_that_fits_nowhere_begins_all_the_same_and_says_who_exceeds_what() -> None:
     found = begun(gpus(memory=8.0), job(), LARGE_MODELS)
     assert found.plan.ranks
