@@ -1,8 +1,8 @@
 """From a split of slots to places on slots: which slot changes its role, so that as few as possible do. Pure.
 
-A replica is as many slots of one node as its pool's size says (`placement.replicas`). What a pool has and keeps stays where it is; what is given up is
-taken from nodes that have the most of that pool, and what is new goes to nodes that have the least of it, so that every node keeps an
-engine of the policy for as long as there are enough (its prompts are answered there). The ranks of a train world stay as they are
+A replica is as many slots of one node as its pool's size says (`placement.replicas`). What a pool keeps stays where it is. What it gives up is
+taken from the nodes that have the most of it, and what it gets lies on those that have the least of it, so that every node keeps an
+engine of the policy for as long as there are enough (its prompts are answered there). The ranks of a train world stay where they are
 while their number does; only a rollback places another number.
 
 Where pools have slots of their own, an engine of each is resident on each slot that does not train, and those whose turn it is not
@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Literal
 
 from gcore.ledger.job import EnginePlace, Plan, RankPlace
@@ -150,18 +149,13 @@ def split_of(plan: Plan, snapshot: Snapshot | None = None) -> Split:
     return Split(mode, len(found["rollout"]), len(found["reward"]), len(found["train"]))
 
 
-def nearest(split: Split, bounds: Bounds) -> Split | None:
-    """The split within `bounds` that is least unlike `split`; None if there is none at all."""
-    return min(feasible(bounds), key=partial(_unlike, split), default=None)
-
-
 def nearest_first(split: Split, bounds: Bounds) -> list[Split]:
-    """All within `bounds`, those that are least unlike `split` first."""
-    return sorted(feasible(bounds), key=partial(_unlike, split))
+    """All within `bounds`, those that are least unlike `split` first: of its mode, with a train world of about its size."""
 
+    def unlike(one: Split) -> tuple[int, ...]:
+        return (one.mode != split.mode, abs(one.train - split.train), distance(one, split), -one.rollout)
 
-def _unlike(split: Split, one: Split) -> tuple[int, ...]:
-    return (one.mode != split.mode, abs(one.train - split.train), distance(one, split), -one.rollout)
+    return sorted(feasible(bounds), key=unlike)
 
 
 def assigned(
@@ -266,8 +260,8 @@ def _replicas(snapshot: Snapshot, size: int) -> list[tuple[Slot, ...]]:
 
 def _in_order(places: Sequence[EnginePlace], current: Plan | None) -> tuple[EnginePlace, ...]:
     """Those that were there first, as they stood, so that a plan that changes nothing is the same plan."""
-    keys = {(place.node, place.slot, place.judge): place for place in places}
-    before = [(p.node, p.slot, p.judge) for p in current.engines] if current is not None else []
+    keys = {place.key: place for place in places}
+    before = [place.key for place in current.engines] if current is not None else []
     kept = [keys.pop(key) for key in before if key in keys]
     return (*kept, *keys.values())
 

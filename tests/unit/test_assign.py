@@ -7,7 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from gcore.ledger.job import Plan
-from placement.assign import POOLS, Dealt, Slot, assigned, changes, dealt, nearest, roles, split_of
+from placement.assign import POOLS, Dealt, Slot, assigned, changes, dealt, nearest_first, roles, split_of
 from placement.plan import NodeSlots, Snapshot
 from placement.replicas import Sizes
 from placement.split import Bounds, Split, feasible
@@ -152,8 +152,8 @@ def test_to_change_over_is_to_sleep_and_to_wake() -> None:
 def test_engines_of_a_node_that_is_away_keep_their_places_until_there_is_a_new_world() -> None:
     before = plan_of(Split("coexisting", 2, 1, 1), cluster(2, 2))
     left = cluster(2)
-    split = nearest(split_of(before, left), Bounds(2, train_sizes=(1,), colocated=False))
-    assert split is None  # a rank, a judge and an engine do not fit on two slots
+    bounds = Bounds(2, train_sizes=(1,), colocated=False)
+    assert nearest_first(split_of(before, left), bounds) == [], "a rank, a judge and an engine do not fit on two slots"
     there = Split("coexisting", 1, 0, 1)
     plan = assigned(there, before, left, (), world="w", generation=2)
     assert plan is not None
@@ -172,10 +172,10 @@ def test_engines_of_a_node_that_is_away_keep_their_places_until_there_is_a_new_w
 )
 def test_what_is_nearest_changes_the_train_world_last(now: Split, expected: Split) -> None:
     bounds = Bounds(6, train_sizes=(1, 2))
-    found = nearest(now, bounds)
-    assert found is not None
+    found, *others = nearest_first(now, bounds)
     assert (found.mode, found.train) == (expected.mode, expected.train)
-    assert nearest(found, bounds) == found
+    assert nearest_first(found, bounds)[0] == found
+    assert {found, *others} == set(feasible(bounds))
 
 
 def test_a_plan_says_which_slots_have_which_role() -> None:
