@@ -23,7 +23,7 @@ from placement.split import Split
 T = TypeVar("T")
 ANSWER_S = 30.0
 """For a policy, or a decision, which gcore's own policies make in a fifth of a second."""
-MOST_IDLE, MOST_NAME = 16, 64
+MOST_IDLE, MOST_NAME = 8, 24
 """Pools that it may say something of, and characters of a pool's name: both stand in the record of moves, which the store takes whole."""
 MOST_SLOTS = 1_000_000
 """Of a pool. What has thousands of digits cannot even be told of."""
