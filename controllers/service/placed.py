@@ -13,8 +13,10 @@ from gcore.ledger.guarded import Ledger, TxnOutcome
 from gcore.ledger.job import JobRecord
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.placing import Pin
+from placement.replicas import Pool, sizes_of
 
 TRIES = 5
+POOLS: tuple[Pool, ...] = ("rollout", "reward", "train")
 
 
 def placement_of(mirror: JobMirror, nodes: frozenset[str]) -> jobs_pb2.PlacementReply:
@@ -43,8 +45,9 @@ def pin_of(
     request: jobs_pb2.PinPlacementRequest, known: Pin, job: JobRecord, slots: int, node: str, time: float
 ) -> Pin:
     """What is to be fixed. Raises UsageError, Conflict."""
-    placement = stored_spec(job.spec).placement
-    sizes = {pool: getattr(request, pool) for pool in ("rollout", "reward", "train") if request.HasField(pool)}
+    spec = stored_spec(job.spec)
+    placement, spans = spec.placement, sizes_of(spec)
+    sizes = {pool: getattr(request, pool) for pool in POOLS if request.HasField(pool)}
     if not placement.is_live:
         raise Conflict(
             f"policy: {placement.policy} of job {job.name!r} moves nothing, so there is nothing to fix",
@@ -60,21 +63,26 @@ def pin_of(
         return Pin(by=node, time=time)
     if wrong := next((pool for pool, size in sizes.items() if size < 1), None):
         raise UsageError(f"{wrong} cannot have {sizes[wrong]} slots", fix="Give it at least one")
-    judged = any(judge.model is not None for judge in stored_spec(job.spec).judges)
+    judged = any(judge.model is not None for judge in spec.judges)
     if "reward" in sizes and not judged:
         raise UsageError("reward can have no slots: the cluster serves no judge of this job", fix="Leave --reward out")
-    together = {"rollout": known.rollout, "reward": known.reward, "train": known.train} | sizes
+    if parted := next((pool for pool in POOLS if sizes.get(pool, 0) % spans.of(pool)), None):
+        what = f"{parted} {sizes[parted]} is no number of whole engines, which span {spans.of(parted)} slots each"
+        raise UsageError(what, fix=f"Use a multiple of {spans.of(parted)}")
+    together: dict[Pool, int | None] = {"rollout": known.rollout, "reward": known.reward, "train": known.train, **sizes}
     apart = together["rollout"] is not None or together["reward"] is not None
-    least = {
-        "rollout": apart,
-        "reward": apart and judged,
-        "train": apart,
-    }  # whoever has slots of its own leaves others one
-    if sum(size or int(least[pool]) for pool, size in together.items()) > slots:
+    # Whoever has slots of its own leaves others an engine's, or a rank's.
+    least: dict[Pool, int] = {
+        "rollout": apart * spans.rollout,
+        "reward": (apart and judged) * spans.reward,
+        "train": int(apart),
+    }
+    if sum(size or least[pool] for pool, size in together.items()) > slots:
         said = ", ".join(f"{pool} {size}" for pool, size in together.items() if size is not None)
         fits = sum(size or 0 for size in together.values()) <= slots
         others = [pool for pool, size in together.items() if size is None and least[pool] and fits]
-        more = f", with one for {' and '.join(others)}," if others else ""
+        leaves = [f"{'one' if least[pool] == 1 else least[pool]} for {pool}" for pool in others]
+        more = f", with {' and '.join(leaves)}," if others else ""
         given = [pool for pool, size in together.items() if size is not None]
         fix = "Lower one of them" if len(given) > 1 else f"Lower {given[0]}, or release what is fixed"
         raise UsageError(f"{said}{more} are more than the {slots} slots there are", fix=fix)

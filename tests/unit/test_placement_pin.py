@@ -123,6 +123,27 @@ def test_what_cannot_be_fixed_is_refused_in_a_sentence(request_: Any, record: Jo
         pin_of(request_, Pin(), record, 8, "a", 5.0)
 
 
+@pytest.mark.parametrize(
+    ("request_", "said"),
+    [
+        pytest.param(
+            asked(rollout=3), "rollout 3 is no number of whole engines, which span 4 slots each", id="rollout"
+        ),
+        pytest.param(asked(reward=3), "reward 3 is no number .* 2 slots each", id="reward"),
+        pytest.param(asked(rollout=4, train=3), "train 3, with 2 for reward, are more than the 8 slots", id="others"),
+    ],
+)
+def test_engines_that_span_several_slots_are_fixed_whole(request_: Any, said: str) -> None:
+    """What is fixed and cannot be had would move nothing from then on, and be told of at each step."""
+    wide = {"engine": "sglang", "slots_per_engine": 2}
+    (judge,) = SPEC["judges"]
+    rollout = SPEC["rollout"] | wide | {"slots_per_engine": 4}
+    record = job().model_copy(update={"spec": SPEC | {"rollout": rollout, "judges": [judge | {"serving": wide}]}})
+    with pytest.raises(GcoreError, match=said):
+        pin_of(request_, Pin(), record, 8, "a", 5.0)
+    assert pin_of(asked(reward=2, rollout=4), Pin(), record, 8, "a", 5.0).sizes == {"rollout": 4, "reward": 2}
+
+
 def test_a_pool_that_has_nothing_to_do_gets_no_slots() -> None:
     spec = {key: value for key, value in SPEC.items() if key not in ("judges", "reward")}
     record = JobRecord(uid="u", name="j", spec=spec, run_dir="/r", created=0.0, prompts=40)
