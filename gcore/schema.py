@@ -24,7 +24,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic_core import PydanticSerializationError
 
 from gcore.errors import GcoreError, UsageError
@@ -32,6 +32,15 @@ from gcore.errors import GcoreError, UsageError
 NEWEST_VERSION = 2
 """What this source code reads and writes; it reads the version before too."""
 PIN = "GCORE_SCHEMA_VERSION"
+
+
+def cut_to(most: int) -> BeforeValidator:
+    """Of a text that plug-ins, packages or people wrote: a record has so many of its characters at most, and says where it was cut."""
+
+    def cut(text: object) -> object:
+        return text if not isinstance(text, str) or len(text) <= most else f"{text[: most - 4]} ..."
+
+    return BeforeValidator(cut)
 
 
 class UnreadableRecord(GcoreError):

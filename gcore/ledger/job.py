@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, PositiveInt
+from pydantic import Field, PositiveInt
 
 from gcore.ledger.cost import ATTENTION_EQUALS_AT
 from gcore.ledger.facts import ModelConfigs, NodeFacts
 from gcore.ledger.placing import SplitPart
-from gcore.schema import Part, Record
+from gcore.schema import Part, Record, cut_to
 from gcore.types import Version
 
 MOST_SAID = 8192
 """Characters of what was wrong, in a record."""
-
+Said = Annotated[str, cut_to(MOST_SAID)]
 
 JUDGES_CAME = 2
 """The schema version from which on nodes know judges. A node that does not would take a judge's place for the policy's, so no job with
@@ -222,14 +222,6 @@ class EvalPart(Record):
     shown: tuple[EvalSample, ...] = ()
     """First responses, to the set's first prompts."""
     by: str = ""
-
-
-def _cut(text: Any) -> Any:
-    """What plug-ins and packages say may be of any length, and a record may not."""
-    return text if not isinstance(text, str) or len(text) <= MOST_SAID else f"{text[: MOST_SAID - 4]} ..."
-
-
-Said = Annotated[str, BeforeValidator(_cut)]
 
 
 class FaultRecord(Record):

@@ -7,11 +7,11 @@ The plan itself is `gcore.ledger.job.Plan`; a move names the plan's generation t
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Any, ClassVar, Literal, Protocol
+from typing import Annotated, ClassVar, Literal, Protocol
 
-from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
-from gcore.schema import Part, Record
+from gcore.schema import Part, Record, cut_to
 
 NEWEST_MOVES = 64
 """Moves that the store keeps; all of them stand in the run's folder."""
@@ -25,11 +25,7 @@ NEWEST_STAYS, MOST_STAY_BYTES = 16, 3072
 """Stretches without a move that the store keeps, and what one of them takes at most."""
 
 
-def _cut(text: Any) -> Any:
-    return text if not isinstance(text, str) or len(text) <= MOST_REASON else f"{text[: MOST_REASON - 4]} ..."
-
-
-Reason = Annotated[str, BeforeValidator(_cut)]
+Reason = Annotated[str, cut_to(MOST_REASON)]
 
 
 class Leader(Record):
