@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gcore.json_line import object_in
-from gcore.ledger.placing import NEWEST_MOVES, NEWEST_STAYS, Move, Moves, Stay
+from gcore.ledger.placing import NEWEST_MOVES, Move, Moves, Stay
 from gcore.schema import Part
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class MovesFile:
                     file.writelines(json.dumps(tree) + "\n" for tree in told)
             # The store tells of no others any more.
             self._known = dict(sorted((known | trees).items())[-NEWEST_MOVES:])
-            self._stays = dict(sorted((self._stays | stays).items())[-NEWEST_STAYS:])
+            self._stays = stays
         except OSError as error:
             self._known = None
             log.warning("%s takes no move: %s", self._file, error)

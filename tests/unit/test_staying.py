@@ -170,6 +170,17 @@ def test_the_runs_folder_has_a_stretch_once_it_is_over_and_the_last_one_at_the_e
     assert len((tmp_path / NAME).read_text().splitlines()) == 3
 
 
+def test_a_stretch_is_written_once_whatever_the_clock_says_of_those_before_it(tmp_path: Path) -> None:
+    """Another node leads, whose clock is an hour behind."""
+    file, moves = MovesFile(tmp_path), Moves()
+    for step in range(1, 2 * NEWEST_STAYS):
+        behind = 3600.0 * (step > NEWEST_STAYS)
+        moves = with_stay(moves, Stay(since=step, step=step, seq=step, began=9000.0 + step - behind))
+        file.keep(moves)
+    lines = (tmp_path / NAME).read_text().splitlines()
+    assert len(lines) == len(set(lines)) == 2 * NEWEST_STAYS - 2
+
+
 def test_the_account_tells_of_stretches_between_the_moves() -> None:
     before = Stay(since=1, step=2, reason=f"{BETTER} would save 0.10 s", began=101.0, time=102.0)
     after = Stay(since=4, step=4, reason="[red] all\nis well", began=104.0, time=104.0)
