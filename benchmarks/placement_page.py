@@ -43,7 +43,7 @@ def page(result: dict[str, Any]) -> str:
     taken = result["decisions"]
     return "\n\n".join(
         (
-            f"{result['seeds']} seeds from 0 on, {result['jobs']} simulated jobs, each at five switch costs. Taken at "
+            f"{result['seeds']} seeds from {result.get('first_seed', 0)} on, {result['jobs']} simulated jobs, each at five switch costs. Taken at "
             f"{result['commit']}, {result['date'][:10]}.",
             "Everything together: percent behind the best split for each step (regret), and behind the best static split.",
             overall(result["overall"]),
