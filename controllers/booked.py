@@ -1,12 +1,13 @@
 """The books of a node's slots, for one job: what is heard of engines and ranks goes in, a step's book comes out once all of it was heard.
 
 A step's window is from when this node heard that head had moved to the version before until it heard of this one, on its own clock; a
-rollback ends one as a commit does. What an engine's time was is that of all slots that it spans. The book is closed as soon as every engine that answers was read after the window's end, and
-ranks have had the time to tell (`WORD_S`); after `PATIENCE_S` in any case, with what is missing unbooked.
+rollback ends one as a commit does. What an engine's time was is booked on each slot that it spans. The book is closed as soon as every
+engine that answers was read after the window's end, and ranks have had the time to tell (`WORD_S`); after `PATIENCE_S` in any case, with
+what is missing unbooked.
 
-An engine that does not answer for `SURE_S` is `failed` from when it was asked in vain; its time before, since it was read last, stays unbooked,
-for nobody can say what it was. What was while the node's controller was away: `controllers.booking_gaps`. Does not read or write
-anything itself (`controllers.booking`).
+An engine that does not answer for `SURE_S` is `failed` from when it was asked in vain; its time before that, since it was read last, stays
+unbooked, for nobody can say what it was. What happened while the node's controller was away is told by `controllers.booking_gaps`. Nothing
+is read or written here (`controllers.booking`).
 """
 
 from __future__ import annotations
@@ -17,13 +18,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from controllers.booking_causes import phase_of
-from controllers.booking_claims import (
-    Meaning,
-    RankClaims,
-    engine_telling,
-    meanings,
-    mine,
-)
+from controllers.booking_claims import Meaning, RankClaims, engine_telling, meanings, mine
 from controllers.booking_gaps import Gap
 from controllers.booking_places import Places, left_by_ranks
 from controllers.booking_steps import Boundary, Closed, cut

@@ -1,11 +1,12 @@
-"""The time in which nobody kept a node's books: since another life of its controller's.
+"""The time for which nobody kept a node's books: from the last step that the controller's life before had booked until this life began.
 
-Who was there then and still serves says itself what it did meanwhile, and is waited for. Who was there and says nothing more (gone, on its way
-out before it was asked, of a train world that is no more, or silent) has failed: the job had nothing of it. On a slot where nobody was
-before and nobody is now, nobody was: it was `unallocated`, or has failed if the plan has a place there, which nobody could fill.
+A worker that was there then, and serves still, tells itself what it did meanwhile, and is waited for. One that was there and tells nothing
+more has failed, for the job had nothing of it: it is gone, was on its way out before it could be asked, is of a train world that is no
+more, or is silent. A slot on which nobody was before or is now had nobody: it was `unallocated`, or has failed if the plan has a place
+there, which nobody could fill.
 
-Who began after what was kept says since when by what it summed up; a rank is waited for, too. Of what was before that, and of workers that
-sum nothing up, nothing is known: their slots' time stays unbooked. Who waits, and who reads, is `controllers.booked`.
+What a worker that began later has summed up says when it began; a rank's word of that is waited for, too. Of the time before it began, and of
+workers that sum nothing up, nothing is known: it stays unbooked. Who waits, and who reads, is `controllers.booked`.
 """
 
 from __future__ import annotations

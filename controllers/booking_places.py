@@ -1,9 +1,9 @@
 """What is claimed of a node's slots where no worker serves that could tell. Pure.
 
 A place of the plan whose worker does not serve is `switching` while it loads, and `failed` once it has failed, or was there and is
-gone. What has no place any more is switching until it has ended. A slot that has no place in the job's plan is `unallocated`: to this job
-it is, whichever other job it may serve. So is one whose places all sleep: nobody is to have it. One whose engine spans other slots too, and sleeps for
-a rank there, is idle: it waits for the step.
+gone. What has no place any more is switching until it has ended. A slot that has no place in the job's plan is `unallocated`: it is so to
+this job, whichever other job it may serve. So is one whose places all sleep: nobody is to have it. Where an engine over several slots sleeps
+because it is a rank's turn on one of them, the others are idle: they wait for the step.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Places:
 def left_by_ranks(
     view: JobView, here: Mapping[str, WorkerRecord], turn: Collection[str]
 ) -> frozenset[tuple[str, Pool]]:
-    """The slots, and whose they are, of engines that sleep because it is a rank's turn on another slot of theirs: nobody has these
-    meanwhile, and what they wait for is the step."""
+    """The slots without a rank, each with its pool, of engines that sleep because it is a rank's turn on another slot of theirs. `turn`:
+    engines that are to sleep for ranks."""
     wide = [here[name] for name in turn if name in here and here[name].further]
     if not wide or view.mirror.plan is None:
         return frozenset()
