@@ -117,7 +117,10 @@ class Lender:
         moved, took = view.mirror.moves.newest, self._clock.monotonic() - since
         of_world = moved is not None and moved.generation == generation and moved.kind is MoveKind.WORLD
         most = WORLD_SETTLE_S if of_world else SETTLE_S
-        is_there = is_settled(plan, loads, view.nodes) and (not of_world or _world_serves(view, plan))
+        # Where a node came back with fewer slots, what the plan has on the others never comes up.
+        engines = tuple(place for place in plan.engines if not view.has_lost(place.node, place.slots))
+        known = plan.model_copy(update={"engines": engines})
+        is_there = is_settled(known, loads, view.nodes) and (not of_world or _world_serves(view, plan))
         if not is_there and took < most:
             return
         self._settled = generation

@@ -511,6 +511,25 @@ async def test_how_long_a_move_took_is_known_to_who_heard_it_written(made: Any, 
     assert planner._lender.took == {2: 0.0}
 
 
+async def test_a_plan_has_taken_effect_although_a_node_came_back_with_fewer_slots(
+    made: Any, asked: list[Loads]
+) -> None:
+    """Else each move would be taken to cost a minute, and no loan would be worth that."""
+    job = Job(lend=False)
+    planner = made(Scripted(Decision(FIRST, "well")), job)
+    planner.note(replace(job.mirror, plan=None), job.mirror)
+    gone = next(place for place in job.mirror.plan.record.engines if place.node == "node-1")
+    there = all_as(job)
+    asked.append(Loads(tuple(one for one in there.engines if (one.node, one.slot) != (gone.node, gone.slot)), {}))
+    await planner._turn()
+    await planner._turn()
+    assert planner._lender.is_settling
+    fewer = tuple(slot for slot in NODES["node-1"].slots if slot != gone.slot)
+    job.view = replace(job.view, nodes={**NODES, "node-1": NODES["node-1"].model_copy(update={"slots": fewer})})
+    await planner._turn()
+    assert not planner._lender.is_settling
+
+
 async def test_a_loan_that_only_a_guess_forbids_is_made_once_that_has_cost_as_much(
     made: Any, asked: list[Loads], monkeypatch: pytest.MonkeyPatch
 ) -> None:
