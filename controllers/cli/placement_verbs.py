@@ -7,9 +7,10 @@ from its folder, as far as that says it: its moves.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -21,6 +22,8 @@ from gcore.errors import GcoreError, Unreachable, UsageError
 if TYPE_CHECKING:
     from gcore.api.v1 import jobs_pb2 as pb
     from gcore.ledger.placing import Move, Stay
+
+Told = TypeVar("Told")
 
 EXAMPLES = """
 [bold]Examples[/bold]
@@ -176,7 +179,7 @@ def _over(error: Unreachable, home: Path, job: str) -> Unreachable:
 
 def _known(job: str, home: Path, address: str | None) -> Known:
     """All moves of a job: the run's folder has those that the store keeps no more. Raises GcoreError."""
-    from controllers.moves_file import NAME
+    from controllers.moves_file import NAME, moves_in, stays_in
 
     try:
         reply = call(lambda client: client.get_placement(job), address, home)
@@ -186,18 +189,18 @@ def _known(job: str, home: Path, address: str | None) -> Known:
         from controllers.cli.summary import finished_run
 
         run = finished_run(home, job, error)
-        moves, stays = _of_file(Path(run["folder"]) / NAME)
-        return Known(run["job"], tuple(moves), tuple(stays), None)
+        file = Path(run["folder"]) / NAME
+        return Known(run["job"], tuple(_read(moves_in, file)), tuple(_read(stays_in, file)), None)
     return Known(reply.name, all_moves(reply), all_stays(reply), reply)
 
 
 def all_moves(reply: pb.PlacementReply) -> tuple[Move, ...]:
     """Those that the store keeps, and from the run's folder, where it can be seen from here, those before them. Raises GcoreError."""
     from controllers.cli.placement_words import moves_of
-    from controllers.moves_file import NAME
+    from controllers.moves_file import NAME, moves_in
 
     stored = moves_of(reply)
-    kept = [] if stored.total == len(stored.moves) else _of_file(Path(reply.folder) / NAME)[0]
+    kept = [] if stored.total == len(stored.moves) else _read(moves_in, Path(reply.folder) / NAME)
     newest = {(move.generation, move.time): move for move in (*kept, *stored.moves)}
     return tuple(sorted(newest.values(), key=lambda move: (move.time, move.generation)))
 
@@ -208,17 +211,15 @@ def all_stays(reply: pb.PlacementReply) -> tuple[Stay, ...]:
     from controllers.moves_file import NAME, stays_in
 
     kept: list[Stay] = []
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # what the store has says enough
         kept = stays_in(Path(reply.folder) / NAME)
     known = sorted((*kept, *moves_of(reply).stays), key=lambda stay: stay.time)
     newest = {stay.began: stay for stay in known}
     return tuple(newest[began] for began in sorted(newest))
 
 
-def _of_file(file: Path) -> tuple[list[Move], list[Stay]]:
-    from controllers.moves_file import moves_in, stays_in
-
+def _read(what: Callable[[Path], list[Told]], file: Path) -> list[Told]:
     try:
-        return moves_in(file), stays_in(file)
+        return what(file)
     except OSError as error:
         raise GcoreError(f"the moves cannot be read ({error.strerror or error})", where=str(file)) from error
