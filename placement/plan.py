@@ -145,10 +145,10 @@ def _judge_places(
     """Engines for judges on `slots`, beside those that are `there`; the judges begin on different slots."""
     more = []
     for number, judge in enumerate(judges):
-        have = {(place.node, place.slot) for place in there if place.judge == judge.name}
+        have = [place for place in there if place.judge == judge.name]
         wanted = len(slots) + len(have) if judge.replicas is None else judge.replicas
         turned = [*slots[number % len(slots) :], *slots[: number % len(slots)]] if slots else []
-        free = [place for place in turned if (place.node, place.slot) not in have]
+        free = _free(turned, have)
         more += [place.model_copy(update={"judge": judge.name}) for place in free[: max(wanted - len(have), 0)]]
     return more
 

@@ -216,6 +216,15 @@ def test_a_judge_whose_engine_lost_its_second_slot_gets_another() -> None:
     assert [place.node for place in moved_so.engines if place.judge] == ["n1"]
 
 
+def test_a_judge_is_not_moved_onto_slots_of_which_it_has_one_already() -> None:
+    """The slots that are left of a node are other replicas than they were."""
+    wanted = Wanted(1, (JudgeWanted("j"),), sizes=Sizes(1, 2))
+    plan = first_plan(cluster(6), wanted, world="w", generation=1)
+    left = Snapshot((NodeSlots("n0", ("cuda:1", "cuda:2", "cuda:3", "cuda:5")),))
+    after = moved(plan, left, wanted)
+    assert after is None, "two of its engines would lie on slots of the one that is left"
+
+
 def test_nodes_with_too_few_slots_for_an_engine_mend_nothing() -> None:
     before = of_a(Split("colocated", 4, 4, 4), Sizes(4, 4), 4)
     job = Moving(("j",), None, 64, None, None, sizes=Sizes(4, 4))
