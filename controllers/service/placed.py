@@ -69,24 +69,18 @@ def pin_of(
     if parted := next((pool for pool in POOLS if sizes.get(pool, 0) % spans.of(pool)), None):
         what = f"{parted} {sizes[parted]} is no number of whole engines, which span {spans.of(parted)} slots each"
         raise UsageError(what, fix=f"Use a multiple of {spans.of(parted)}")
-    together: dict[Pool, int | None] = {"rollout": known.rollout, "reward": known.reward, "train": known.train, **sizes}
-    apart = together["rollout"] is not None or together["reward"] is not None
+    together = known.sizes | sizes
+    apart = "rollout" in together or "reward" in together
     # Whoever has slots of its own leaves others an engine's, or a rank's.
-    least: dict[Pool, int] = {
-        "rollout": apart * spans.rollout,
-        "reward": (apart and judged) * spans.reward,
-        "train": int(apart),
-    }
-    if sum(size or least[pool] for pool, size in together.items()) > slots:
-        said = ", ".join(f"{pool} {size}" for pool, size in together.items() if size is not None)
-        fits = sum(size or 0 for size in together.values()) <= slots
-        others = [pool for pool, size in together.items() if size is None and least[pool] and fits]
-        leaves = [f"{'one' if least[pool] == 1 else least[pool]} for {pool}" for pool in others]
-        more = f", with {' and '.join(leaves)}," if others else ""
-        given = [pool for pool, size in together.items() if size is not None]
-        fix = "Lower one of them" if len(given) > 1 else f"Lower {given[0]}, or release what is fixed"
+    least = {"rollout": apart * spans.rollout, "reward": (apart and judged) * spans.reward, "train": int(apart)}
+    others = {pool: size for pool, size in least.items() if size and pool not in together}
+    if sum(together.values()) + sum(others.values()) > slots:
+        said = ", ".join(f"{pool} {together[pool]}" for pool in POOLS if pool in together)
+        leaves = [f"{'one' if size == 1 else size} for {pool}" for pool, size in others.items()]
+        more = f", with {' and '.join(leaves)}," if leaves and sum(together.values()) <= slots else ""
+        fix = "Lower one of them" if len(together) > 1 else f"Lower {next(iter(together))}, or release what is fixed"
         raise UsageError(f"{said}{more} are more than the {slots} slots there are", fix=fix)
-    return Pin(frozen=known.frozen or request.freeze, by=node, time=time, **together)
+    return Pin.model_validate({"frozen": known.frozen or request.freeze, "by": node, "time": time, **together})
 
 
 async def write_pin(
