@@ -2,8 +2,8 @@
 
 `placement.lending.lent` says how many; here its numbers are worked out from what the nodes told and from the job's newest steps, and
 the slots are chosen: those that have least to do, and of each pool so few that it keeps one everywhere it needs one. Before a step
-was measured nothing is lent. What responses under way have still to come is known better where others to the same prompts are finished
-(`gcore.rollout.outliving`), and the newest steps' lengths are taken as much longer or shorter.
+was measured nothing is lent. Where other responses to the same prompts are finished, it is known better what those under way have still to
+come (`gcore.rollout.outliving`): then the newest steps' lengths are taken to be so much longer or shorter.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class EngineLoad:
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """All engines of a job at a moment; `unseated`: requests that no engine has yet, by pool; `left_tokens`: that are expected to come of
-    so many of the policy's requests as were `foreseen`, from the other responses to their prompts."""
+    """All engines of a job at a moment. `unseated`: requests that no engine has yet, by pool. `foreseen`: requests of the policy of which
+    other responses to their prompts tell how long they may be, and `left_tokens`: what all of these together have still to come."""
 
     engines: tuple[EngineLoad, ...]
     unseated: Mapping[str, int]
@@ -92,9 +92,9 @@ class Lending:
         return max(mine.left_s(owed, owed, rollout), theirs.left_s(to_come, begun, reward))
 
 
-def foreseen(rollout: Speed, loads: Loads) -> Speed:
-    """What rollout's requests have still to come, by the newest steps' lengths and as much more or less as what the prompts' own
-    responses tell. Requests that nobody told of are as long as any; where most are such, nothing is changed."""
+def as_foreseen(rollout: Speed, loads: Loads) -> Speed:
+    """The newest steps' tails, made as much longer or shorter as other responses to the prompts tell. A request that is not foreseen counts
+    as long as any; where most are not, nothing is changed."""
     owed = loads.owed("rollout")
     if not rollout.tail or not 0 < owed < 2 * loads.foreseen:
         return rollout
@@ -113,7 +113,7 @@ def wanted(plan: Plan, loads: Loads, speeds: Speeds, cost_s: float, rows: Rows) 
     alike = len({len(replica) for pool in POOLS if pool != "train" for replica in awake[pool]}) == 1
     if split_of(plan).mode == "colocated" or not here or not there or not alike:
         return None
-    speeds = replace(speeds, rollout=foreseen(speeds.rollout, loads))
+    speeds = replace(speeds, rollout=as_foreseen(speeds.rollout, loads))
     rollout, reward = speeds.rollout, speeds.reward
     owed, asked = loads.owed("rollout"), loads.owed("reward")
     to_come = asked + owed * speeds.asked_each  # every response that is still made will be judged

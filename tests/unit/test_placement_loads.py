@@ -12,7 +12,7 @@ from gcore.ledger.job import Plan
 from gcore.ledger.placing import MoveKind
 from placement.assign import assigned, split_of
 from placement.lending import doubling, left_s
-from placement.loads import EngineLoad, Loads, foreseen, is_settled, lending, wanted
+from placement.loads import EngineLoad, Loads, as_foreseen, is_settled, lending, wanted
 from placement.measured import EngineSpeed, Measured
 from placement.move_words import in_words
 from placement.moves import Deciding, base_split, part_of
@@ -247,7 +247,7 @@ def test_what_responses_tell_of_those_to_the_same_prompts_makes_what_is_left_lon
     engines = (EngineLoad("a", "0", "", 2, 0, ready=True, asleep=False),)
 
     def tail(tokens: float, told: int) -> tuple[tuple[float, float], ...]:
-        return foreseen(usual, Loads(engines, {}, tokens, told)).tail
+        return as_foreseen(usual, Loads(engines, {}, tokens, told)).tail
 
     assert tail(160.0, 2) == usual.tail, "80 of each is what is left of two in any case"
     assert tail(240.0, 2) == ((0.0, 0.0), (75.0, 75.0), (180.0, 120.0))
@@ -255,4 +255,4 @@ def test_what_responses_tell_of_those_to_the_same_prompts_makes_what_is_left_lon
     assert tail(1.0, 2)[2] == (60.0, 40.0), "nor less than half"
     assert tail(0.0, 0) == usual.tail, "nobody told"
     assert tail(300.0, 1) == usual.tail, "of half of them only"
-    assert foreseen(usual, Loads((), {}, 5.0, 1)) == usual
+    assert as_foreseen(usual, Loads((), {}, 5.0, 1)) == usual
