@@ -262,7 +262,9 @@ def short_of_slots(view: JobView) -> str:
         fix = "begin the job anew with fewer train.ranks"
     else:
         what, fix = f"the pools need {wanted} slots", "begin the job anew with less in placement"
+    widest = sizes_of(view.spec).widest
+    counts = f" in whole engines of {widest} slots" * (widest > 1)
     return (
-        f"{what}, and there are {there.slots} (of {names}); it goes on when {lacking} more {'is' if lacking == 1 else 'are'} "
+        f"{what}, and there are {there.slots}{counts} (of {names}); it goes on when {lacking} more {'is' if lacking == 1 else 'are'} "
         f"there. Start the controllers that are missing, or {fix}"
     )

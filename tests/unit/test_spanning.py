@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from job_views import SPEC, stored
+from job_views import SPEC, running_job, stored
 from placed_views import engine, place, placed
 
 from controllers.actions import Sleep, Wake
@@ -16,6 +16,7 @@ from controllers.booked import SlotBooks
 from controllers.booking_places import Places, left_by_ranks
 from controllers.children import emulated_engine, emulated_host, engine_child
 from controllers.cli.placement_words import by_slot
+from controllers.forming import short_of_slots
 from controllers.owning import responsible_for
 from controllers.service.capability import check_engine
 from controllers.service.spanning import check_heads, check_spans
@@ -115,6 +116,14 @@ def test_a_job_is_refused_where_a_nodes_slots_cannot_be_divided_or_a_node_is_old
         speak(NEWEST_VERSION)
     with pytest.raises(SpecError, match="no node has so many"):
         begun(Snapshot((NodeSlots("b", ("cuda:0",)),)), job, None)
+
+
+def test_a_job_that_waits_for_whole_engines_slots_says_that_it_counts_those() -> None:
+    """Of two slots on two nodes it said that there were none."""
+    view = running_job()
+    nodes = {name: node(name, "cuda:0") for name in ("a", "b")}
+    said = short_of_slots(replace(view, spec=spec(WIDE), nodes=nodes, mirror=replace(view.mirror, plan=None)))
+    assert "there are 0 in whole engines of 2 slots (of a, b)" in said
 
 
 def test_heads_that_cannot_be_divided_are_refused_as_far_as_they_are_known() -> None:
