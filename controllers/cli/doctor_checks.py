@@ -24,6 +24,11 @@ CLOCK_OLD = 1_750_000_000
 """A wall clock before this is wrong, and certificates do not verify."""
 CLOCK_APART_S = 2.0
 SGLANG_TESTED = "0.5.23"
+FOR_WHAT = {
+    "numba": "gcore simulate is a hundred times as fast with it",
+    "matplotlib": "only the plots of make bench-placement need it",
+}
+"""Of packages that no node needs, what does."""
 DAMAGED_ETCD = ((3, 5, 0), (3, 5, 2))
 """From and to which version etcd could lose data on a crash."""
 
@@ -69,9 +74,7 @@ def _package(package: Package) -> Check | None:
         if package.needed_for == "modelscope":
             return None  # only for models of ms://, which says so itself
         state = State.WARN if package.needed_for else State.FAIL
-        who = (
-            "gcore simulate needs it, and no node" if package.needed_for == "simulate" else "nodes with workers need it"
-        )
+        who = FOR_WHAT.get(package.name, "nodes with workers need it")
         use = f"; {who} ({package.needed_for})" if package.needed_for else ""
         return Check(name, state, f"not installed{use}", f"Install it: {extra}")
     if not package.fits:

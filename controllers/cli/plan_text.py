@@ -147,13 +147,17 @@ def print_tables(planned: Planned, show: int, console: Console) -> None:
 def _begins(planned: Planned, first: Fit) -> str:
     """What the spec says now, and what to write instead."""
     stands, how = planned.stands, "-o yaml prints that for the spec, --write FILE writes it"
+    alone = ""
+    if planned.one_rank_a_node:
+        alone = " (a rank on each node, for train.ranks says nothing)"
     if stands == first:
-        return f"As the spec stands, the job begins with {first.way}; {how}."
+        return f"As the spec stands, the job begins with {first.way}{alone}; {how}."
     if stands is None:
         now = "What the spec says now is not among what fits."
     else:
         now = (
-            f"As the spec stands, the job begins with {stands.way}, predicted to take {stands.times.step:.3g} s a step."
+            f"As the spec stands, the job begins with {stands.way}{alone}, predicted to take "
+            f"{stands.times.step:.3g} s a step."
         )
     return f"{now} To begin with {first.way}, at a predicted {first.times.step:.3g} s: {how}."
 

@@ -79,6 +79,12 @@ class Planned:
             return next((fit for fit in fits if self.begins(fit.way)), None)
         return next((fit for fit in fits if fit.way.starts and self._is_said(fit.way)), None)
 
+    @property
+    def one_rank_a_node(self) -> bool:
+        """Whether the spec leaves the number of ranks to the number of nodes."""
+        placement = self.spec.placement
+        return self.spec.train.ranks is None and placement.train is None and not placement.is_live
+
     def _spans(self, way: Way) -> bool:
         from placement.replicas import sizes_of
 
@@ -90,7 +96,7 @@ class Planned:
         if said.train is not None:
             reward = split.reward if said.reward is None else said.reward
             return (split.mode, split.train, split.reward) == ("coexisting", said.train, reward)
-        ranks = self.spec.train.ranks or self.cluster.node_count
+        ranks = self.cluster.node_count if self.one_rank_a_node else self.spec.train.ranks
         asleep = self.cluster.device.is_gpu if said.memory is None else said.memory == "in_turns"
         return (split.mode, way.ranks, way.asleep) == ("colocated", ranks, asleep)
 

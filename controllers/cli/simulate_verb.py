@@ -16,6 +16,7 @@ from controllers.cli.view_text import visible
 from gcore.errors import UsageError
 
 if TYPE_CHECKING:
+    from controllers.service.checking import CheckProgress
     from placement.simulate.job import SimulatedJob
     from placement.simulate.replay import Replay
     from placement.simulate.run import Played
@@ -78,6 +79,7 @@ def simulate(
 
     So it says what if another policy had planned it, or if it had had more slots.
     """
+    from controllers.cli.data_words import progress_bar
     from placement.plan import counted
     from placement.policies.fixed import possible
     from placement.simulate.job import SimulatedJob
@@ -109,8 +111,9 @@ def simulate(
         )
     known = replay.lend_s if replay is not None else None
     move_s = cost if cost is not None else known if known is not None else DEFAULT_COST_S
-    found = _played(job, move_s, policy or [])
-    tree = _tree(job, move_s, replay, found)
+    with progress_bar() as tell:
+        found = _played(job, move_s, policy or [], tell)
+        tree = _tree(job, move_s, replay, found, tell)
     if output is Output.JSON:
         typer.echo(as_json(tree))
     else:
@@ -142,13 +145,19 @@ def _staleness(folder: Path) -> int:
     return 0 if copy is None else stored_spec(copy.job.spec).rollout.staleness
 
 
-def _played(job: SimulatedJob, move_s: float, wanted: Sequence[str]) -> dict[str, Played]:
+def _played(job: SimulatedJob, move_s: float, wanted: Sequence[str], tell: CheckProgress) -> dict[str, Played]:
     """Each policy's run: gcore's own in their order, then those of other packages."""
     from placement.simulate.table import play_policy, policies
 
     own = list(policies(job.scenario, job.seed))
-    found = {name: play_policy(job, name, move_s) for name in own if not wanted or name in wanted}
-    return found | {name: _played_foreign(job, name, move_s) for name in wanted if name not in own}
+    names = [name for name in own if not wanted or name in wanted]
+    names += [name for name in dict.fromkeys(wanted) if name not in own]
+    found: dict[str, Played] = {}
+    for name in names:
+        tell("playing policies", len(found), len(names))
+        found[name] = (play_policy if name in own else _played_foreign)(job, name, move_s)
+    tell("playing policies", len(found), len(names))
+    return found
 
 
 def _played_foreign(job: SimulatedJob, name: str, move_s: float) -> Played:
@@ -166,7 +175,7 @@ def _played_foreign(job: SimulatedJob, name: str, move_s: float) -> Played:
         ) from error
 
 
-def _oracles(job: SimulatedJob, move_s: float, found: dict[str, Played]) -> list[dict[str, Any]]:
+def _oracles(job: SimulatedJob, move_s: float, found: dict[str, Played], tell: CheckProgress) -> list[dict[str, Any]]:
     """What could have been had, as rows. Without a compiler it takes minutes, and is left out."""
     from placement.simulate.compiled import COMPILES
     from placement.simulate.oracle import best_each_step, best_static
@@ -175,10 +184,12 @@ def _oracles(job: SimulatedJob, move_s: float, found: dict[str, Played]) -> list
     if not COMPILES:
         return []
     costs = switch_costs(job.scenario, job.seed, move_s)
-    known = {
-        "best split for each step": best_each_step(job, costs, found.values()),
-        "best static split": best_static(job, costs),
-    }
+    searching = "looking for the best splits"
+    tell(searching, 0, 2)
+    known = {"best split for each step": best_each_step(job, costs, found.values())}
+    tell(searching, 1, 2)
+    known["best static split"] = best_static(job, costs)
+    tell(searching, 2, 2)
     return [
         {
             "policy": name,
@@ -199,9 +210,11 @@ def _oracles(job: SimulatedJob, move_s: float, found: dict[str, Played]) -> list
     ]
 
 
-def _tree(job: SimulatedJob, move_s: float, replay: Replay | None, found: dict[str, Played]) -> dict[str, Any]:
+def _tree(
+    job: SimulatedJob, move_s: float, replay: Replay | None, found: dict[str, Played], tell: CheckProgress
+) -> dict[str, Any]:
     """All of it, as data."""
-    rows, steps = _oracles(job, move_s, found), job.scenario.steps
+    rows, steps = _oracles(job, move_s, found, tell), job.scenario.steps
     best = min((row["seconds"] for row in rows), default=None)
     rows += [
         {

@@ -92,5 +92,13 @@ def _read(job: str, step: int, home: Path, address: str | None) -> tuple[str, Ma
                 f"the run's folder cannot be read ({wrong.strerror or wrong})", where=str(folder)
             ) from wrong
         if not lines:
-            raise UsageError(f"no node has booked step {step} of the run in {folder}") from None
+            raise UsageError(f"no node has booked step {step} of the run in {folder}", fix=_booked(folder)) from None
         return job, lines, moves
+
+
+def _booked(folder: Path) -> str:
+    """Which steps there are to ask for."""
+    from gcore.ledger.books_file import lines_of
+
+    steps = {line.book.version.step for line in lines_of(folder)}
+    return f"Booked are steps {min(steps)} to {max(steps)}" if steps else "It ended before a step was booked"

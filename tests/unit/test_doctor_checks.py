@@ -142,6 +142,8 @@ def test_a_home_that_cannot_be_looked_at_is_a_verdict_and_no_error(
 
 def test_what_only_the_simulator_wants_is_not_said_to_be_wanted_by_nodes() -> None:
     (check,) = judge.packages([Package("matplotlib", None, needed_for="simulate")])
-    assert check.seen == "not installed; gcore simulate needs it, and no node (simulate)"
+    assert check.seen == "not installed; only the plots of make bench-placement need it (simulate)"
+    (check,) = judge.packages([Package("numba", None, needed_for="simulate")])
+    assert check.seen == "not installed; gcore simulate is a hundred times as fast with it (simulate)"
     (check,) = judge.packages([Package("torch", None, needed_for="train")])
     assert "nodes with workers need it" in check.seen

@@ -195,6 +195,17 @@ def test_what_the_spec_says_now_is_told_beside_what_it_should_say() -> None:
     assert (shared.stands.way.split.mode, shared.stands.way.ranks, shared.stands.way.asleep) == ("colocated", 4, True)
 
 
+def test_where_the_spec_names_no_number_of_ranks_it_is_said_where_the_number_comes_from() -> None:
+    from_nodes = "1 rank, memory kept (a rank on each node, for train.ranks says nothing), predicted to take "
+    found = search(work(SMALL), machines(memory_gib=2000.0))
+    shared = planned_of(found, placement={"memory": "kept"})
+    assert shared.first is not None
+    assert from_nodes in _begins(shared, shared.first)
+    named = planned_of(found, placement={"memory": "kept"}, train={"ranks": 4})
+    assert "train.ranks" not in _begins(named, shared.first)
+    assert "train.ranks" not in _begins(planned_of(found, placement={"policy": "dynamic"}), shared.first)
+
+
 def test_who_pastes_a_section_is_told_what_of_the_spec_to_delete() -> None:
     together: Section = {"placement": {"policy": "dynamic", "memory": "kept"}}
     said = spec(placement={"policy": "dynamic", "train": 2, "reward": 1}, judges=[JUDGE], reward={"judge": "right"})

@@ -254,6 +254,22 @@ def test_a_trace_of_a_step_long_ago_has_the_moves_that_the_store_keeps_no_more(
     assert [e["ts"] for e in events if e["ph"] == "i"] == [2e6]
 
 
+def test_who_asks_a_finished_run_for_a_step_it_has_not_is_told_which_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "runs" / "j-u"
+    for one in (line("a", 3), line("b", 3), line("a", 4)):
+        append(folder, one)
+    (folder / "summary.json").write_text('{"job": "j", "uid": "u", "checkpoint": ""}')
+
+    def nobody(*_: object) -> None:
+        raise Unreachable("no cluster is up in this home")
+
+    monkeypatch.setattr(trace_verb, "call", nobody)
+    with pytest.raises(GcoreError, match=r"no node has booked step 9 of the run in .*Booked are steps 3 to 4"):
+        trace_verb.trace("j", 9, home=tmp_path)
+
+
 def test_a_file_of_moves_that_cannot_be_read_is_told_in_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
