@@ -1,6 +1,6 @@
-"""Engines that span several slots (`slots_per_engine`): what of a spec's sizes cannot be had together.
+"""Engines that span several slots (`slots_per_engine`): which sizes in a spec do not go together.
 
-Which nodes have the slots is not known here (`placement.replicas`, `controllers.service.capability`).
+What nodes and models allow is not known here (`controllers.service.spanning`), nor on which slots engines lie (`placement.replicas`).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ SPANS = (
 
 
 def refuse_torch(engine: str, slots_per_engine: int) -> str | None:
-    """Why an engine cannot span so many slots, if it cannot."""
+    """Why an engine cannot span so many slots; None: it can."""
     if engine == "torch" and slots_per_engine > 1:
         return f"slots_per_engine is {slots_per_engine}, and the torch engine runs on one slot; set engine: sglang"
     return None
 
 
 def refuse_spans(spec: JobSpec) -> str | None:
-    """Why the slots that engines span, or the pools that they are to fill, do not go together, if so."""
+    """Why the sizes of engines do not go together, or with the sizes of pools; None: they do."""
     judges = [judge for judge in spec.judges if judge.model is not None]
     sizes = {judge.serving.slots_per_engine: judge.name for judge in judges}
     if len(sizes) > 1:

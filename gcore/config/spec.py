@@ -251,16 +251,12 @@ class JobSpec(Section):
         )
         if why is not None:
             raise ValueError(why)
-        if (why := refuse_judges(self)) is not None:
-            raise ValueError(why)
-        if (why := refuse_placement(self) or refuse_spans(self) or refuse_turns(self)) is not None:
-            raise ValueError(why)
-        if (why := refuse_environment_reward(self)) is not None:
+        why = refuse_judges(self) or refuse_placement(self) or refuse_spans(self) or refuse_turns(self)
+        if why is not None:
             raise ValueError(why)
         longest, context = self.rollout.max_new_tokens, self.model.max_length
-        if (why := refuse_environment(self.environment, longest, context)) is not None:
-            raise ValueError(why)
-        if (why := refuse_agent(self) or refuse_pairs(self)) is not None:
+        why = refuse_environment_reward(self) or refuse_environment(self.environment, longest, context)
+        if (why := why or refuse_agent(self) or refuse_pairs(self)) is not None:
             raise ValueError(why)
         critic = self.train.critic
         if critic is not None and self.flow.steps is not None and critic.warmup_steps >= self.flow.steps:
