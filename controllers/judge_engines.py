@@ -59,7 +59,7 @@ class JudgeEngines:
         self._uid = uid
         self._me = me
         self._clock = clock
-        self._specs = {judge.name: judge for judge in spec.judges if judge.model is not None}
+        self._specs = {judge.name: judge for judge in spec.served_judges}
         self._books = {
             name: EngineBook(
                 changes,

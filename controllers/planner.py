@@ -72,7 +72,7 @@ class Planner:
         self._clock = clock
         self._file = MovesFile(run_dir)
         self._moving = Moving.by(spec, models_of(job.mirror))
-        served = [judge for judge in spec.judges if judge.model is not None]
+        served = spec.served_judges
         # A slot that judges has an engine of each judge awake: together they run what one engine would that had all of their rows.
         self._rows = Rows(spec.rollout.batch_slots, sum(judge.serving.batch_slots for judge in served) or 1)
         self._history = StepHistory.of(served)

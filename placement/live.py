@@ -68,7 +68,7 @@ class Moving:
 
         samples = spec.flow.groups_per_step * spec.flow.samples_per_prompt // spec.train.mini_batches
         return cls(
-            tuple(judge.name for judge in spec.judges if judge.model is not None),
+            tuple(judge.name for judge in spec.served_judges),
             spec.train.ranks,
             max(samples, 1),
             spec.placement.train,

@@ -69,7 +69,7 @@ class Wanted:
     @classmethod
     def by(cls, spec: JobSpec) -> Wanted:
         """What `spec` says."""
-        judges = tuple(JudgeWanted(one.name, one.serving.replicas) for one in spec.judges if one.model is not None)
+        judges = tuple(JudgeWanted(one.name, one.serving.replicas) for one in spec.served_judges)
         if spec.placement.policy != "static":  # of a policy that moves slots `placement.live` knows more
             return cls(spec.train.ranks, judges, sizes=sizes_of(spec))
         apart = Apart(spec.placement.train or 0, spec.placement.reward or 0)

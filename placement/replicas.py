@@ -43,7 +43,7 @@ SINGLE = Sizes()
 
 def sizes_of(spec: JobSpec) -> Sizes:
     """What `spec` says: all judges that the cluster serves are alike in this (`gcore.config.spanning`)."""
-    served = [judge.serving.slots_per_engine for judge in spec.judges if judge.model is not None]
+    served = (judge.serving.slots_per_engine for judge in spec.served_judges)
     return Sizes(spec.rollout.slots_per_engine, max(served, default=1))
 
 

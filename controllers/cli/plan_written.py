@@ -49,7 +49,7 @@ def section_of(spec: JobSpec, fit: Fit) -> Section:
     if "rollout" in fit.room.bound:
         section["rollout"] = section.get("rollout", {}) | {"cache_tokens": dict(fit.room.cells)["rollout"]}
     if way.reward_size != sizes.reward:
-        section[JUDGES] = {judge.name: {"slots_per_engine": way.reward_size} for judge in spec.judges if judge.model}
+        section[JUDGES] = {judge.name: {"slots_per_engine": way.reward_size} for judge in spec.served_judges}
     return section
 
 

@@ -43,7 +43,7 @@ def check_served(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
             where="judges",
             fix="Submit it when all nodes are upgraded",
         )
-    classifiers = [judge.name for judge in spec.judges if judge.model is not None and judge.kind == "classifier"]
+    classifiers = [judge.name for judge in spec.served_judges if judge.kind == "classifier"]
     emulated = sorted(node.name for node in nodes if any(map(is_emulated, node.slots)))
     if classifiers and emulated:
         raise SpecError(

@@ -176,7 +176,7 @@ def refuse_turns(spec: JobSpec) -> str | None:
 
 def refuse_placement(spec: JobSpec) -> str | None:
     """Why the pools cannot have the slots that `placement` gives them, if they cannot."""
-    placed, serving = spec.placement, [judge for judge in spec.judges if judge.model is not None]
+    placed, serving = spec.placement, spec.served_judges
     if placed.is_live:
         return next(_of_live_placement(spec), None)
     if placed.policy != "static":
@@ -188,16 +188,16 @@ def refuse_placement(spec: JobSpec) -> str | None:
     if not serving and placed.reward is not None:
         return "placement.reward gives slots to judges, and the cluster serves none; leave it out"
     for judge in serving:
-        if judge.serving.replicas is not None and judge.serving.replicas > (placed.reward or 0):
-            return (
-                f"judge {judge.name!r} wants {judge.serving.replicas} engines, and placement.reward is {placed.reward}"
-            )
+        wanted, spans = judge.serving.replicas, judge.serving.slots_per_engine
+        if wanted is not None and wanted * spans > (placed.reward or 0):
+            engines = f"{wanted} engines" if spans == 1 else f"{wanted} engines of {spans} slots"
+            return f"judge {judge.name!r} wants {engines}, and placement.reward is {placed.reward}"
     return None
 
 
 def _of_live_placement(spec: JobSpec) -> Iterator[str]:
     """What of a placement that moves slots cannot be, or would do nothing."""
-    placed, serving = spec.placement, [judge for judge in spec.judges if judge.model is not None]
+    placed, serving = spec.placement, spec.served_judges
     if placed.train is not None and spec.train.ranks not in (None, placed.train):
         yield f"train.ranks ({spec.train.ranks}) is not placement.train ({placed.train}); leave one of them out"
     if serving and placed.train is not None and placed.reward is None:

@@ -29,8 +29,7 @@ def refuse_torch(engine: str, slots_per_engine: int) -> str | None:
 
 def refuse_spans(spec: JobSpec) -> str | None:
     """Why the sizes of engines do not go together, or with the sizes of pools; None: they do."""
-    judges = [judge for judge in spec.judges if judge.model is not None]
-    sizes = {judge.serving.slots_per_engine: judge.name for judge in judges}
+    sizes = {judge.serving.slots_per_engine: judge.name for judge in spec.served_judges}
     if len(sizes) > 1:
         first, second = sorted(sizes)[:2]
         return (
@@ -46,8 +45,4 @@ def refuse_spans(spec: JobSpec) -> str | None:
     placed = spec.placement.reward
     if placed is not None and placed % reward:
         return f"placement.reward is {placed}, and a judge's engine spans {reward} slots; use a multiple of that"
-    for judge in judges:
-        wanted = judge.serving.replicas
-        if spec.placement.policy == "static" and wanted is not None and wanted * reward > (placed or 0):
-            return f"judge {judge.name!r} wants {wanted} engines of {reward} slots, and placement.reward is {placed}"
     return None

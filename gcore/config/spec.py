@@ -283,6 +283,11 @@ class JobSpec(Section):
         return self
 
     @property
+    def served_judges(self) -> list[JudgeSpec]:
+        """Those that the cluster serves; the others are asked elsewhere."""
+        return [judge for judge in self.judges if judge.model is not None]
+
+    @property
     def best_metric(self) -> str | None:
         """By which the best checkpoint is told; None if none is."""
         if self.checkpoint.best is None:

@@ -78,7 +78,7 @@ def work_of(spec: JobSpec, models: ModelConfigs | None) -> Workload | str:
     """What a step of the job is, or why that is not known."""
     if models is None:
         return "what the job's models are was not kept"
-    served = [judge.name for judge in spec.judges if judge.model is not None]
+    served = [judge.name for judge in spec.served_judges]
     try:
         shapes = Shapes(
             policy=shape_of(models.policy, where="model.path"),
