@@ -20,7 +20,7 @@ from controllers.lender import Lender
 from controllers.moves_file import MovesFile
 from controllers.next_split import NextSplit
 from controllers.staying import Staying
-from controllers.step_history import StepHistory
+from controllers.step_history import StepHistory, rows_of
 from controllers.troubles import TroubleBook
 from controllers.view import JobView
 from gcore.clock import Clock
@@ -31,7 +31,6 @@ from gcore.ledger.placing import MoveKind, Moves
 from gcore.types import Version
 from placement.live import Moving
 from placement.moves import Deciding, Proposal, with_outcomes, with_unasked
-from placement.speeds import Rows
 
 log = logging.getLogger(__name__)
 
@@ -72,10 +71,8 @@ class Planner:
         self._clock = clock
         self._file = MovesFile(run_dir)
         self._moving = Moving.by(spec, models_of(job.mirror))
-        served = spec.served_judges
-        # A slot that judges has an engine of each judge awake: together they run what one engine would that had all of their rows.
-        self._rows = Rows(spec.rollout.batch_slots, sum(judge.serving.batch_slots for judge in served) or 1)
-        self._history = StepHistory.of(served)
+        self._rows = rows_of(spec)
+        self._history = StepHistory.of(spec.served_judges)
         self._next = NextSplit(spec, self._moving, self._rows, self._history)
         self._lender = Lender(spec, job.uid, self._moving, self._rows, clock, self._history)
         self._staying = Staying(clock)

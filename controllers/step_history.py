@@ -4,6 +4,9 @@ A step's seal, which has its lengths, is deleted with its commit; its books come
 just begun, or was paused) it takes from the log, which knows means only. Which split such a step ran with is found back from the plan
 there is, through the moves since; where a plan changed otherwise (nodes came or went), nobody knows it of the steps before, and
 they are not shown: a step that is taken for one of another split teaches worse than none.
+
+Whoever plans counts slots, and a slot that judges has an engine of each judge awake. So these are shown as one engine, which runs what all of
+them run (`of_slots`), and has room for as many requests as all of them have (`rows_of`).
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from gcore.config import JobSpec
 from gcore.config.judges import JudgeSpec
 from gcore.ledger.books import EngineSums, StepBook, of_version
 from gcore.ledger.guarded import Stored
@@ -23,6 +27,7 @@ from placement.measured import Measured
 from placement.measuring import measured
 from placement.moves import BETWEEN, base_split, split_from
 from placement.replicas import spanned
+from placement.speeds import Rows
 from placement.split import Split
 
 MOST_STEPS = 64
@@ -119,9 +124,13 @@ class StepHistory:
         self._seen = dict(together[-MOST_STEPS:])
 
 
+def rows_of(spec: JobSpec) -> Rows:
+    """Requests that the engines of a slot run at once, at most, by pool."""
+    return Rows(spec.rollout.batch_slots, sum(judge.serving.batch_slots for judge in spec.served_judges) or 1)
+
+
 def of_slots(step: Measured, judges: int) -> Measured:
-    """What a slot's engines of so many judges do together, in place of what each does: whoever plans counts slots. All of them are taken
-    to be asked alike."""
+    """What a slot's engines of so many judges do together, in place of what each does. All of them are taken to be asked equally often."""
     if judges == 1:
         return step
     speed = tuple(replace(one, running=one.running * judges) if one.pool == "reward" else one for one in step.speed)
@@ -129,7 +138,7 @@ def of_slots(step: Measured, judges: int) -> Measured:
 
 
 def in_questions(book: StepBook) -> StepBook:
-    """A classifier writes no tokens, by which pools are measured: each question that it is asked counts as one."""
+    """Pools are measured by tokens, and a classifier writes none: each question that it is asked counts as one."""
 
     def counted(sums: EngineSums) -> EngineSums:
         return sums.model_copy(update={"tokens": sums.requests})
