@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 MOST_SHOWN = 16_384
 """Characters of a line. A reason has some hundreds at most, beside the slots of its move."""
+SURPRISE = 0.1
+"""What a step took beside what was expected, above which it is told: forecasts are held to be within it."""
 
 
 def plan_of(reply: pb.PlacementReply) -> Plan | None:
@@ -217,7 +219,7 @@ def _at(move: Move) -> str:
 def _told(move: Move) -> list[str]:
     lines = [f"{_clock(move.time)}{_at(move)}: {in_words(move)}."]
     idle = {pool: share for pool, share in move.idle.items() if pool in ("rollout", "reward", "train")}
-    if idle:
+    if not all(f"{pool} was idle for" in move.reason for pool in idle):
         lines.append("  Idle then: " + ", ".join(f"{pool} {share:.0%}" for pool, share in idle.items()) + ".")
     if said := numbers_in_words(move):
         alone = "; what the step would have taken without it nobody can measure" if move.kind is MoveKind.LEND else ""
@@ -226,8 +228,18 @@ def _told(move: Move) -> list[str]:
         more = f", and {move.more_slots} more" if move.more_slots else ""
         lines.append(f"  Slots: {_slots_in_words(move.slots)}{more}.")
     if said := outcome_in_words(move):
-        lines.append(f"  What came of it: {said}.")
+        lines.append(f"  What came of it: {said}{_beside_expected(move)}.")
     return lines
+
+
+def _beside_expected(move: Move) -> str:
+    """Whether the steps after it took longer than was expected of them, or less long; nothing where it is nearly the same."""
+    took = None if move.outcome is None else move.outcome.step_s
+    if took is None or move.expected_s is None or move.within or move.state != "done":
+        return ""
+    if abs(took - move.expected_s) <= SURPRISE * move.expected_s:
+        return ""
+    return f"; that is {'longer' if took > move.expected_s else 'shorter'} than was expected"
 
 
 def _by_node(nodes: Mapping[str, Sequence[str]]) -> str:

@@ -206,7 +206,7 @@ async def test_what_a_job_began_with_and_why_is_its_first_move() -> None:
     lines = "\n".join(account("j", None, known.moves, 0))
     assert f"at the beginning: began with {split_of(plan)}, because nothing is measured yet: of " in lines
     assert "Expected: a step was to take " in lines
-    assert "What came of it: the 2 steps after it took 31.0 s each." in lines
+    assert "What came of it: the 2 steps after it took 31.0 s each; that is " in lines
     assert history_table(known.moves).row_count == 1
 
 

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from controllers.cli.placement_words import account, history_table, move_tree
-from gcore.ledger.placing import Move, MoveKind, SplitPart
+from gcore.ledger.placing import Move, MoveKind, MoveOutcome, SplitPart
 
 SPLIT = SplitPart(mode="coexisting", rollout=2, reward=1, train=1)
 
@@ -65,4 +65,28 @@ def test_of_a_loan_it_is_said_that_its_gain_is_held_against_nothing() -> None:
     assert "nobody can measure" in "\n".join(account("j", None, [lent], 0))
     assert "nobody can measure" not in "\n".join(
         account("j", None, [lent.model_copy(update={"kind": MoveKind.SPLIT})], 0)
+    )
+
+
+@pytest.mark.parametrize(
+    ("took", "said"),
+    [
+        (3.0, "that is longer than was expected."),
+        (1.0, "that is shorter than was expected."),
+        (2.1, "took 2.1 s each."),
+    ],
+)
+def test_steps_that_took_another_time_than_was_expected_are_said_to_have(took: float, said: str) -> None:
+    known = {"kind": MoveKind.SPLIT, "expected_s": 2.0, "outcome": MoveOutcome(steps=5, step_s=took)}
+    moved = move("why").model_copy(update=known)
+    assert account("j", None, [moved], 0)[-1].endswith(said)
+    assert "than was expected" not in account("j", None, [moved.model_copy(update={"within": True})], 0)[-1]
+    assert "What came of it" not in account("j", None, [moved.model_copy(update={"state": "lapsed"})], 0)[-1]
+
+
+def test_what_pools_idled_is_told_once() -> None:
+    moved = move("rollout was idle for 83% of the newest step").model_copy(update={"idle": {"rollout": 0.825}})
+    assert not any("Idle then" in line for line in account("j", None, [moved], 0))
+    assert any(
+        "Idle then: rollout 82%." in line for line in account("j", None, [moved.model_copy(update={"reason": ""})], 0)
     )
