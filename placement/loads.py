@@ -107,8 +107,8 @@ def as_foreseen(rollout: Speed, loads: Loads) -> Speed:
 
 
 def wanted(plan: Plan, loads: Loads, speeds: Speeds, cost_s: float, rows: Rows) -> Lending | None:
-    """What is to be lent, of what is there (`present`), in engines; None: nothing can be. Where those of one pool span other slots than
-    those of the other, nothing is."""
+    """What is to be lent, of the engines that are there (`present`). None: nothing can be, as where engines of the two pools span different
+    numbers of slots."""
     awake, (here, there) = roles(plan), _awake(plan)
     alike = len({len(replica) for pool in POOLS if pool != "train" for replica in awake[pool]}) == 1
     if split_of(plan).mode == "colocated" or not here or not there or not alike:
@@ -221,8 +221,8 @@ def _awake(plan: Plan) -> tuple[int, int]:
 
 
 def _firsts(plan: Plan, loads: Loads, rows: int, *, to_judges: bool, needed: frozenset[str]) -> list[Slot]:
-    """The replicas that can change over, by their first slots, the ones with least to do first: the engine that is to wake sleeps there and
-    is well."""
+    """The replicas that can change over, by their first slots, those with least to do first. On each the engine that is to wake sleeps, and is
+    well."""
     told = loads.by_key()
     on: dict[Slot, list[EnginePlace]] = {}
     for place in plan.engines:

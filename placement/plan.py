@@ -3,9 +3,9 @@ its own, for as long as the job runs.
 
 Pure: a snapshot of the slots in, a plan out. Slots are taken round robin, one of each node before the second of any. With
 `colocated` there is one rollout engine on every slot, the train ranks are on the first slots of the nodes, one a node by default,
-and each judge has an engine on every slot, or on as many as the spec says. Where an engine spans several slots of a node, there is one on as many as make
-a replica (`placement.replicas`). At staleness 0 they take turns by the step's own order:
-ranks compute only between READY and commit, when no group is in flight.
+and each judge has an engine on every slot, or on as many as the spec says. Where engines span several slots, read "replica" for "slot"
+(`placement.replicas`). At staleness 0 they take turns by the step's own order: ranks compute only between READY and commit, when no group
+is in flight.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Wanted:
 
 
 def divided(snapshot: Snapshot, sizes: Sizes) -> Snapshot:
-    """Without the slots of a node that are too few for a replica: a node that comes later may have another number than the others."""
+    """Without those slots of a node that are left over when it is divided into replicas: a node that comes later may have more or fewer than the others."""
     if sizes.widest == 1:
         return snapshot
     return Snapshot(

@@ -1,9 +1,9 @@
 """Replicas: the slots that together run one engine (tensor parallel). Pure.
 
-A replica lies on one node, and on slots that follow one another there, from a multiple of its size on. So of two sizes of which one
-divides the other the smaller replicas lie within the larger ones, and every node whose slots can be divided is filled by either: whichever
-pool has a replica's slots, an engine of the other can be resident on them, asleep. What is left over of a node is no replica's. A
-train rank is one slot.
+A replica lies on one node, on slots that follow one another there, and begins at a multiple of its size. So where one of two sizes divides
+the other, the smaller replicas lie within the larger ones, and either fills a node whose slots can be divided: whichever pool has a
+replica's slots, engines of the other can be resident on them, asleep. Slots that are left over on a node belong to no replica. A train rank
+has one slot.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Slots of one replica. A replica lies on one node; a rank is one slot."""
+    """Slots of one replica of each pool."""
 
     rollout: int = 1
     reward: int = 1
@@ -48,7 +48,7 @@ def sizes_of(spec: JobSpec) -> Sizes:
 
 
 def spanned(plan: Plan) -> Sizes:
-    """As a plan has them; engines of a pool are alike."""
+    """The sizes that a plan has. All engines of a pool have one size."""
     found = {place.pool: len(place.slots) for place in plan.engines}
     return Sizes(found.get("rollout", 1), found.get("reward", 1))
 

@@ -150,8 +150,8 @@ class Move(Part):
 
 
 class Stay(Part):
-    """A stretch of steps after which the policy was asked and nothing moved. `since`, `step`: the first and the newest of them, head's
-    when it was asked; `began`: when it was asked first, by which a stretch is known; `reason`: of the newest decision."""
+    """A stretch of steps after each of which the policy was asked, and nothing moved. `since`, `step`: the first and the newest of them;
+    `began`: when the policy was asked after the first, by which the stretch is known; `reason`: that of the newest decision."""
 
     since: NonNegativeInt
     step: NonNegativeInt
@@ -166,7 +166,7 @@ class Stay(Part):
 
 
 class Moves(Record):
-    """`placement/moves`: the newest ones, oldest first, and how many there were in all; and the newest stretches in which there were none."""
+    """`placement/moves`: the newest moves, oldest first; how many there were in all; and the newest stretches of steps without any."""
 
     called: ClassVar[str] = "moves of a job"
     moves: tuple[Move, ...] = ()
