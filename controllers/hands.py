@@ -21,8 +21,8 @@ from gcore.ledger.placing import SplitPart
 from gcore.ledger.transactions import OpenSlots
 from gcore.store.types import Store
 from placement.live import Moving, placed, too_few
+from placement.moves import split_from
 from placement.plan import Wanted, first_plan
-from placement.split import Split
 
 if TYPE_CHECKING:
     from controllers.judge_engines import JudgeEngines
@@ -69,7 +69,7 @@ def place(view: JobView, world: str, *, generation: int, split: SplitPart | None
     """A plan over the nodes that may take a train world now. Raises SpecError while they are too few. `split`: what a policy wants."""
     if view.spec.placement.is_live:
         stored = view.mirror.plan
-        wanted = None if split is None else Split(split.mode, split.rollout, split.reward, split.train)
+        wanted = None if split is None else split_from(split)
         there, job = placeable(view), Moving.by(view.spec, models_of(view.mirror))
         current = None if stored is None else stored.record
         plan = placed(
