@@ -100,8 +100,9 @@ class Lender:
             free = lending(plan, loads, speeds, 0.0, members, self._rows, at)
             proposal = self._forgone.weighed(free, view.head.step, cost)
         moved = view.mirror.moves.newest
-        is_told = placement.dry_run and moved is not None and moved.step == view.head.step
-        return None if is_told else proposal
+        # Nothing changes by it, so it would be told again each second: once in a step is enough.
+        has_told = placement.dry_run and moved is not None and moved.within and moved.step == view.head.step
+        return None if has_told else proposal
 
     def costs(self, view: JobView) -> SwitchCosts:
         """What changes cost, by what was measured of them."""

@@ -559,6 +559,27 @@ async def test_a_loan_that_only_a_guess_forbids_is_made_once_that_has_cost_as_mu
     assert made_at.move.reason.endswith("by now waiting has cost as much")
 
 
+async def test_with_dry_run_a_loan_is_told_once_in_a_step_whatever_was_told_before_that(
+    made: Any, asked: list[Loads], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speed = Speed(alone_s=0.05, saturating=8.0, tokens=300.0, residual=150.0, rows=8)
+    monkeypatch.setattr("controllers.lender.Lender._speeds", lambda self, history: Speeds(speed, speed))
+    job = Job(lend=True, dry_run=True)
+    planner = made(Scripted(Decision(SECOND, "well")), job)
+    planner.note(replace(job.mirror, plan=None), job.mirror)
+    busy = (replace(one, running=8, waiting=90) if one.judge and one.ready else one for one in all_as(job).engines)
+    asked.append(replace(all_as(job), engines=tuple(busy)))
+    told = Moves()
+    for _ in range(6):
+        await planner._turn()
+        await planner._clock.advance(20.0)
+        if planner.proposal is not None:
+            assert planner.proposal.plan is None
+            told = told.plus(planner.proposal.move)
+            job.change(movings={"": stored(told)})
+    assert [(one.kind, one.within) for one in told.moves] == [(MoveKind.SPLIT, False), (MoveKind.LEND, True)]
+
+
 async def test_what_was_lent_goes_back_while_ranks_train(made: Any, asked: list[Loads]) -> None:
     job = Job(lend=True)
     lent = assigned(SECOND, job.mirror.plan.record, SNAPSHOT, ("tutor",), world="w", generation=2)
