@@ -61,7 +61,8 @@ def shown_rows(reply: pb.PlacementReply) -> dict[str, str]:
     rows["plan"] = _shown(f"generation {plan.generation}: {plan.reason}")
     rows["planned by"] = reply.leader or "nobody now"
     rows["fixed"] = pin_words(reply)
-    rows["lends within a step"] = "yes" if reply.lends else "no"
+    fixed = bool(reply.pin) and Pin.decode(reply.pin).fixes
+    rows["lends within a step"] = "no" if not reply.lends else "not while anything is fixed" if fixed else "yes"
     moves = moves_of(reply)
     rows["moves"] = str(moves.total)
     if moves.newest is not None:

@@ -199,6 +199,17 @@ def test_what_is_shown_names_each_slot_and_who_sleeps_there() -> None:
     assert sum(what == ["train rank 0"] for what in by_slot(plan.record).values()) == 1
 
 
+def test_while_something_is_fixed_it_is_not_said_that_slots_are_lent() -> None:
+    reply = placement_of(mirror(), frozenset({"a", "b"}))
+    reply.lends, reply.pin = True, Pin().encode()
+    assert shown_rows(reply)["lends within a step"] == "yes"
+    for pin in (Pin(frozen=True), Pin(reward=1)):
+        reply.pin = pin.encode()
+        assert shown_rows(reply)["lends within a step"] == "not while anything is fixed"
+    reply.lends = False
+    assert shown_rows(reply)["lends within a step"] == "no"
+
+
 def test_the_account_says_of_a_move_why_what_was_expected_and_what_came_of_it() -> None:
     reply = placement_of(mirror(), frozenset({"a", "b"}))
     told = "\n".join(account("j", reply, mirror().moves.moves, 0))
