@@ -1,7 +1,7 @@
 """How long engines take for a token, and ranks for a step: lines through what was measured of the newest steps. Pure.
 
 By least squares of relative errors. Where a line does not rise, or loads hardly differed, only its level is what was measured, and its
-shape is a prior: what was never measured at all is a pessimistic one. Since when the pace has been what it is, whoever asks knows
+shape is a prior; a pool that was never measured has a pessimistic one. Since when the pace has been what it is, whoever asks knows
 (`placement.paces`); nothing here looks for jumps, or ahead.
 """
 

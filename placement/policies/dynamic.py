@@ -47,6 +47,8 @@ TREND = 32
 """Newest steps that the trend of lengths is fitted to."""
 TREND_AHEAD = 8
 """Steps ahead for which lengths are forecast, at most."""
+TURNS = 3
+"""Changes of the turn in a step whose slots are had in turn: to rollout, to the judges, to training."""
 
 
 @dataclass
@@ -58,7 +60,6 @@ class Dynamic:
     _steps: list[Measured] = field(default_factory=list)
     _batches: list[Batch] = field(default_factory=list)
     _errors: Errors = field(default_factory=Errors)
-    _spread: float = 0.05
     _last: Split | None = None
     _since: int = 0
     """Steps that the split there was last has been there."""
@@ -93,7 +94,7 @@ class Dynamic:
             return Decision(splits[best], why, float(expected[best]), None, float(cost[best]), 0.0, idle)
         here = splits.index(now)
         before = float(each[:, here].mean())
-        band = max(LEAST_BAND, BAND * self._spread) * before
+        band = max(LEAST_BAND, BAND * self._errors.spread) * before
         weighed = Weighed(splits, here, each, cost, ahead, band)
         best = weighed.best
         if best == here:
@@ -169,14 +170,16 @@ class Dynamic:
         batches = tuple(self._batches[-min(stretch, WINDOW) :])
         age = np.arange(len(batches), 0, -1) - 1 + max(forward, 1.0)
         lengths, judgements = self._logs()
-        return self._laws(
+        return self._forecast_of(
             situation,
             batches,
             np.exp(np.clip(slope(lengths), -0.1, 0.1) * age),
             np.exp(np.clip(slope(judgements), -0.1, 0.1) * age),
         )
 
-    def _laws(self, situation: Situation, batches: tuple[Batch, ...], longer: Floats, wordier: Floats) -> Forecast:
+    def _forecast_of(
+        self, situation: Situation, batches: tuple[Batch, ...], longer: Floats, wordier: Floats
+    ) -> Forecast:
         apart, together = self._others(situation.costs.turn_s)
         return Forecast(
             self.pools,
@@ -200,14 +203,12 @@ class Dynamic:
         took = newest.produce_s if newest.produce_s is not None else newest.step_s
         if took is None or took <= 0:
             return
-        model = self._laws(situation, (self._batches[-1],), np.ones(1), np.ones(1))
+        model = self._forecast_of(situation, (self._batches[-1],), np.ones(1), np.ones(1))
         splits = (newest.split, *(one for one in possible(situation.bounds) if one.train == newest.split.train))
         said = float(model.produce_s(splits)[0, 0])  # beside the others, for lending reaches them
-        known = self._errors.factor(newest.split)
-        if newest.produce_s is None and said * known <= took:
+        if newest.produce_s is None and said * self._errors.factor(newest.split) <= took:
             return
         off = float(np.clip(np.log(took / max(said, 1e-9)), -1.0, 1.0))
-        self._spread = 0.9 * self._spread + 0.1 * abs(off - float(np.log(known)))
         self._errors.add(newest.step, newest.split, off)
 
     def _others(self, turn_s: float) -> tuple[float, float]:
@@ -220,8 +221,8 @@ class Dynamic:
         apart = median(found["coexisting"]) if found["coexisting"] else None
         together = median(found["colocated"]) if found["colocated"] else None
         if apart is None:
-            return max((together or 0.0) - 3 * turn_s, 0.0), together if together is not None else 3 * turn_s
-        return apart, together if together is not None else apart + 3 * turn_s
+            return max((together or 0.0) - TURNS * turn_s, 0.0), together if together is not None else TURNS * turn_s
+        return apart, together if together is not None else apart + TURNS * turn_s
 
 
 def _idle(newest: Measured) -> dict[str, float]:

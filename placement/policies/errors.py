@@ -1,14 +1,15 @@
 """What forecasts of production turned out to be wrong by, and what the next ones are multiplied by for it. Pure but for what it remembers.
 
-A split that was tried goes by its own error, drawn to that of its mode; any other by that of its mode. A split that is plainly worse
+A split that was tried goes by its own error, pulled towards that of its mode; any other by that of its mode. A split that is plainly worse
 than its like, two steps in a row, goes by its own at once: what a change made worse must not take dozens of steps to be believed.
+How wrong forecasts still are once they are put right so is their spread, which decides how wide the dead band is.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from math import exp
+from math import exp, log
 from statistics import median
 
 from placement.split import Split
@@ -20,7 +21,9 @@ RIGHT = 4.0
 """Steps of a mode that count as much as that forecasts of it are right: few, or what is wrong with all of them were held against the
 splits that were tried alone, and each that was not would look better."""
 FADE = 0.9
-"""Weight of what was seen of a split beside that of one step later."""
+"""Weight of what was seen of a step beside that of one step later."""
+UNTRIED = 0.05
+"""What forecasts are taken to be wrong by before any step was compared with its own."""
 PLAIN = 2.5
 """A split is plainly worse when it is off by so many standard deviations of the others of its mode more than they are."""
 LEAST_SPREAD = 0.1
@@ -53,44 +56,49 @@ class _Mean:
 class Errors:
     """Of one job. Logarithms."""
 
+    spread: float = UNTRIED
+    """What forecasts, put right by what was known then, were wrong by: a mean over the newest steps."""
     _of_split: dict[Shape, _Mean] = field(default_factory=dict)
     _of_mode: dict[str, _Mean] = field(default_factory=dict)
     _newest: deque[tuple[int, Shape, float]] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
 
     def add(self, step: int, split: Split, off: float) -> None:
         """The step's production on `split` took exp(off) times what the model says."""
-        self._newest.append((step, _shape(split), off))
-        self._count(_shape(split), off)
+        self._count(step, _shape(split), off)
 
     def forget(self, since: int) -> None:
         """Steps from that one on were given up; what is known is what is remembered of those before."""
         kept = [one for one in self._newest if one[0] < since]
         if len(kept) == len(self._newest):
             return
-        self._newest = deque(kept, maxlen=REMEMBERED)
-        self._of_split, self._of_mode = {}, {}
-        for _, shape, off in kept:
-            self._count(shape, off)
+        self._newest.clear()
+        self._of_split, self._of_mode, self.spread = {}, {}, UNTRIED
+        for one in kept:
+            self._count(*one)
 
-    def _count(self, shape: Shape, off: float) -> None:
+    def _count(self, step: int, shape: Shape, off: float) -> None:
+        self.spread = FADE * self.spread + (1.0 - FADE) * abs(off - log(self._factor(shape)))
+        self._newest.append((step, shape, off))
         self._of_split.setdefault(shape, _Mean()).add(off)
         self._of_mode.setdefault(shape[0], _Mean()).add(off)
 
     def factor(self, split: Split) -> float:
         """What the forecast of its production is to be multiplied by."""
-        plain = self._plainly_worse(split)
+        return self._factor(_shape(split))
+
+    def _factor(self, shape: Shape) -> float:
+        plain = self._plainly_worse(shape)
         if plain is not None:
             return exp(plain)
-        mode = self._of_mode.get(split.mode) or next(iter(self._of_mode.values()), None)
+        mode = self._of_mode.get(shape[0]) or next(iter(self._of_mode.values()), None)
         of_mode = mode.drawn_to(0.0, RIGHT) if mode is not None else 0.0
-        own = self._of_split.get(_shape(split))
+        own = self._of_split.get(shape)
         return exp(own.drawn_to(of_mode, DRAWN) if own is not None else of_mode)
 
-    def _plainly_worse(self, split: Split) -> float | None:
+    def _plainly_worse(self, shape: Shape) -> float | None:
         """Its own error, if that is plainly above the others'."""
-        shape = _shape(split)
         own = [off for _, of, off in self._newest if of == shape][-OWN:]
-        others = [off for _, of, off in self._newest if of != shape and of[0] == split.mode][-OTHERS:]
+        others = [off for _, of, off in self._newest if of != shape and of[0] == shape[0]][-OTHERS:]
         if len(own) < FEWEST_OWN or len(others) < FEWEST_OTHERS:
             return None
         if plainly_off(others, own, LEAST_SPREAD, PLAIN) <= 0:

@@ -1,8 +1,8 @@
 """What every other split would save beside the one there is, whether a change to it is worth what it costs, and why or why not in words. Pure.
 
-A saving is the mean over the batches that a forecast is made of, and as unsure as it differs between them: what is told by luck with
-lengths differs, what a split is really better by does not. Of a change's worth so much is taken away as a saving may well be less. It is
-also not made within the dead band, the share of a step by which forecasts of production turned out to be wrong.
+A saving is the mean over the batches that a forecast is made of. It is as unsure as it differs between them: what is luck with lengths
+differs, what a split is really better by does not. What a saving may well be less by is taken away from it. And no change is made that
+saves no more than the dead band, the share of a step by which forecasts of production turned out to be wrong.
 
 What is looked ahead to, and when a split is left at all, is `placement.policies.dynamic`'s to decide.
 """
@@ -66,8 +66,9 @@ class Weighed:
     @cached_property
     def best(self) -> int:
         """The split that is worth most; `here`, if no change is worth making."""
-        best = int(self.worth.argmax())
-        return best if self.worth[best] > 0 and self.saved[best] > self.band else self.here
+        worth = np.where(self.saved > self.band, self.worth, -np.inf)
+        best = int(worth.argmax())
+        return best if worth[best] > 0 else self.here
 
     def why_not(self) -> str:
         """Why `here` is best: what the best of the others would save, and why that is not taken."""

@@ -159,6 +159,7 @@ def test_steps_that_were_given_up_count_no_more_and_those_made_anew_are_learned_
         expected = asked(fresh, [*first, *anew][:end], now).expected_s
     assert policy._stretch == fresh._stretch == 14
     assert policy._errors.factor(now) == pytest.approx(fresh._errors.factor(now))
+    assert policy._errors.spread == pytest.approx(fresh._errors.spread)
     assert [one.length for one in policy._batches] == [one.length for one in fresh._batches]
     assert told.expected_s == pytest.approx(expected, rel=0.2)
 

@@ -84,6 +84,11 @@ def test_a_change_that_is_worth_making_saves_more_than_its_band_its_cost_and_wha
         assert (weighed.saved[best] - weighed.unsure[best]) * ahead > costs[best]
 
 
+def test_a_change_that_saves_less_than_the_dead_band_does_not_stand_in_the_way_of_one_that_saves_more() -> None:
+    each = np.tile([8.0, 7.7, 7.5], (4, 1))
+    assert Weighed((HERE, BETTER, WORSE), 0, each, np.array([0.0, 0.0, 3.0]), 12, 0.4).best == 2
+
+
 def test_what_is_saved_by_the_luck_of_a_step_moves_nothing_and_what_is_saved_in_each_does() -> None:
     here, cost = np.full(8, 10.0), np.zeros(2)
     lucky, steady = here.copy(), here - 1.0
