@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from itertools import pairwise
@@ -17,6 +18,7 @@ from gcore.errors import UsageError
 
 if TYPE_CHECKING:
     from controllers.service.checking import CheckProgress
+    from gcore.config import JobSpec
     from placement.simulate.job import SimulatedJob
     from placement.simulate.replay import Replay
     from placement.simulate.run import Played
@@ -94,8 +96,9 @@ def simulate(
     job: SimulatedJob
     if run is not None:
         folder = _folder(home, run)
-        ahead = staleness if staleness is not None else _staleness(folder)
-        replay = read_run(folder, slots=slots, staleness=ahead)
+        spec = _spec(folder)
+        ahead = staleness if staleness is not None else 0 if spec is None else spec.rollout.staleness
+        replay = _spanning(read_run(folder, slots=slots, staleness=ahead), spec)
         job = ReplayedJob(replay, seed)
     else:
         assert scenario is not None
@@ -136,13 +139,24 @@ def _folder(home: Path, run: str) -> Path:
     return Path(found["folder"])
 
 
-def _staleness(folder: Path) -> int:
-    """How far ahead of training the run itself was, by its record; 0 where its folder has none."""
+def _spec(folder: Path) -> JobSpec | None:
+    """What the run was to be, by its record; None where its folder has none."""
     from gcore.config import stored_spec
     from gcore.ledger import store_copy
 
     copy = store_copy.read(folder)
-    return 0 if copy is None else stored_spec(copy.job.spec).rollout.staleness
+    return None if copy is None else stored_spec(copy.job.spec)
+
+
+def _spanning(replay: Replay, spec: JobSpec | None) -> Replay:
+    """The same with engines over as many slots as those had whose speed was measured; of one slot each where nobody knows."""
+    from placement.replicas import sizes_of
+
+    if spec is None:
+        return replay
+    of, told = sizes_of(spec), replay.scenario
+    sized = {pool: getattr(told, pool).model_copy(update={"size": getattr(of, pool)}) for pool in ("rollout", "reward")}
+    return dataclasses.replace(replay, scenario=told.model_copy(update=sized))
 
 
 def _played(job: SimulatedJob, move_s: float, wanted: Sequence[str], tell: CheckProgress) -> dict[str, Played]:

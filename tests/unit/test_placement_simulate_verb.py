@@ -208,6 +208,24 @@ def test_a_run_is_played_as_far_ahead_of_training_as_it_was_unless_that_is_said_
     assert told["staleness"] == 0
 
 
+def test_engines_of_a_run_that_span_several_slots_do_so_in_the_simulator(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "run", slots=8)
+    spec = {
+        "name": "j",
+        "model": {"path": "m"},
+        "data": {"path": "d.jsonl"},
+        "flow": {"steps": 8},
+        "reward": {"name": "exact"},
+        "rollout": {"engine": "sglang", "slots_per_engine": 4, "max_new_tokens": 8},
+    }
+    alone = json.loads(said("--run", str(folder), "--policy", "static", "-o", "json"))["rows"][-1]["seconds"]
+    record = JobRecord(uid="u", name="j", spec=spec, run_dir=str(folder), created=0.0, prompts=9)
+    kv = KeyValue(JobKeys("u").job, record.encode(), 1, 1)
+    store_copy.leave(folder, "node-0", "u", Listing((kv,), 1))
+    wide = json.loads(said("--run", str(folder), "--policy", "static", "-o", "json"))["rows"][-1]["seconds"]
+    assert wide > alone  # the speed that was measured is that of an engine, of which there are a quarter as many
+
+
 class Still:
     """A policy of another package: it takes the first split and stays."""
 
