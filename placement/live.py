@@ -219,13 +219,14 @@ def mended(plan: Plan, snapshot: Snapshot, job: Moving) -> Plan | None:
 
 
 def obeying(decision: Decision, limits: Bounds, pin: Pin) -> Decision | None:
-    """What a policy decided, or the split nearest to it that is as a person fixed it. None: what is fixed cannot be had."""
+    """What a policy decided, or the split nearest to it that is as a person fixed it, of which nobody has said what it would take. None:
+    what is fixed cannot be had."""
     if not pin.off(decision.split):
         return decision
     found = nearest_fixed(decision.split, limits, pin)
     if found is None or pin.off(found):
         return None
-    return replace(decision, split=found, reason=f"{pin}, as was asked; {decision.reason}")
+    return Decision(found, f"{pin}, as was asked; without that: {decision.reason}", idle=decision.idle)
 
 
 def static(start: Start) -> Policy:

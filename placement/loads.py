@@ -171,8 +171,8 @@ def lending(
     now_slots = before_split.reward if to_judges else before_split.rollout
     gain = max(found.ends_s(*_awake(there)) - found.ends_s(*_awake(present(after, loads))), 0.0)
     reason = (
-        f"{pool} had {owed} requests on {counted(now_slots, 'slot')}, about {left:.1f} s of work with what was to come, and {other} "
-        f"had {has}, about {spare:.1f} s"
+        f"{pool} had {owed} requests on {counted(now_slots, 'slot')}, {_about(left)} of work with what was to come, and {other} "
+        f"had {has}, {_about(spare)}"
     )
     names, more = told_slots(plan, after)
     move = Move(
@@ -195,6 +195,10 @@ def lending(
     )
     update = {"reason": f"{plan.reason.split(';')[0]}; then {reason}", "lent_from": None if is_back else part_of(base)}
     return Proposal(move, None if at.dry else after.model_copy(update=update))
+
+
+def _about(seconds: float) -> str:
+    return f"about {seconds:.1f} s" if seconds >= 0.1 else "less than 0.1 s"
 
 
 def _gained(before: Split, after: Split, base: Split) -> bool:

@@ -129,10 +129,12 @@ def test_a_slot_that_comes_is_rollouts_and_its_judges_sleep() -> None:
 @given(st.integers(1, 6), st.integers(1, 6))
 def test_a_policy_obeys_what_is_fixed(rollout: int, reward: int) -> None:
     limits = bounds_of(cluster(4, 4), JOB, Pin(reward=reward))
-    wish = Decision(Split("coexisting", rollout, 8 - rollout - 1, 1), "why")
+    wish = Decision(Split("coexisting", rollout, 8 - rollout - 1, 1), "why", 3.0, 4.0, 0.5, 9.0)
     found = obeying(wish, limits, Pin(reward=reward))
     assert found is not None
     assert found.split.reward == reward
+    if found.split != wish.split:
+        assert (found.expected_s, found.before_s, found.cost_s, found.gain_s) == (None, None, 0.0, 0.0), "another's"
     assert obeying(wish, limits, Pin()) == wish
 
 
