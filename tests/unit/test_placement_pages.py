@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 from documents import ROOT, blocks, commands, mismatch
@@ -16,34 +14,6 @@ from controllers.cli.main import app
 from gcore.config.spec import PlacementSpec
 from gcore.errors import Unreachable
 from placement.simulate.scenario import SECTIONS, Scenario
-
-SMALL = """
-name: small
-what: a small job
-slots: 8
-steps: 4
-groups: 4
-samples: 4
-lengths: {mean: 120}
-training: {sizes: [1, 2]}
-colocated: false
-judging: {tokens: 900}
-rollout: {running: 8}
-"""
-
-
-def test_the_policy_that_the_page_on_placement_shows_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "placement.md").read_text()
-    code: dict[str, Any] = {}
-    exec(page.split("```python\n")[1].split("```")[0], code)
-    monkeypatch.setattr("placement.named.find_policy", lambda name: code["idle_first"])
-    scenario = tmp_path / "small.yaml"
-    scenario.write_text(SMALL)
-    words = ["simulate", str(scenario), "--policy", "idle_first", "--cost", "0", "-o", "json"]
-    row = json.loads(CliRunner().invoke(app, words, catch_exceptions=False).output)["rows"][-1]
-    assert row["policy"] == "idle_first"
-    assert row["moves"]
-    assert all(move["reason"].startswith("judges were busy for ") for move in row["moves"])
 
 
 def test_the_plan_that_the_page_on_the_first_placement_shows_is_what_is_printed(

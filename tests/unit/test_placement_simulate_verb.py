@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Any
 
 import pytest
+from documents import ROOT
 from typer.testing import CliRunner
 
 from controllers.cli import simulate_verb
@@ -34,6 +36,19 @@ groups: 4
 samples: 4
 lengths: {mean: 120}
 training: {sizes: [1, 2]}
+"""
+PLAYED = """
+name: small
+what: a small job
+slots: 8
+steps: 4
+groups: 4
+samples: 4
+lengths: {mean: 120}
+training: {sizes: [1, 2]}
+colocated: false
+judging: {tokens: 900}
+rollout: {running: 8}
 """
 
 
@@ -326,3 +341,17 @@ def test_a_runs_records_that_no_job_can_have_are_told_in_a_sentence(tmp_path: Pa
     folder = a_run(tmp_path / "run", slots=60_000)
     with pytest.raises(UsageError, match="is no job: slots"):
         read_run(folder)
+
+
+def test_the_policy_that_the_page_on_placement_shows_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "placement.md").read_text()
+    code: dict[str, Any] = {}
+    exec(page.split("```python\n")[1].split("```")[0], code)
+    monkeypatch.setattr("placement.named.find_policy", lambda name: code["idle_first"])
+    scenario = tmp_path / "small.yaml"
+    scenario.write_text(PLAYED)
+    words = ["simulate", str(scenario), "--policy", "idle_first", "--cost", "0", "-o", "json"]
+    row = json.loads(CliRunner().invoke(app, words, catch_exceptions=False).output)["rows"][-1]
+    assert row["policy"] == "idle_first"
+    assert row["moves"]
+    assert all(move["reason"].startswith("judges were busy for ") for move in row["moves"])
