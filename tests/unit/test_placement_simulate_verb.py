@@ -203,20 +203,25 @@ def test_what_could_have_been_had_says_which_split_it_was_and_where_it_moved(sce
     assert static["first"] in said(str(scenario), "--policy", "static", "--cost", "0")
 
 
-def test_a_run_is_played_as_far_ahead_of_training_as_it_was_unless_that_is_said_otherwise(tmp_path: Path) -> None:
-    folder = a_run(tmp_path / "run")
-    assert json.loads(said("--run", str(folder), "--policy", "static", "-o", "json"))["staleness"] == 0
+def with_spec(folder: Path, **rollout: Any) -> None:
+    """The run is of a job with these settings of its rollout."""
     spec = {
         "name": "j",
         "model": {"path": "m"},
         "data": {"path": "d.jsonl"},
         "flow": {"steps": 8},
         "reward": {"name": "exact"},
-        "rollout": {"staleness": 1, "correction": "tis", "max_new_tokens": 8},
+        "rollout": {"max_new_tokens": 8} | rollout,
     }
     record = JobRecord(uid="u", name="j", spec=spec, run_dir=str(folder), created=0.0, prompts=9)
     kv = KeyValue(JobKeys("u").job, record.encode(), 1, 1)
     store_copy.leave(folder, "node-0", "u", Listing((kv,), 1))
+
+
+def test_a_run_is_played_as_far_ahead_of_training_as_it_was_unless_that_is_said_otherwise(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "run")
+    assert json.loads(said("--run", str(folder), "--policy", "static", "-o", "json"))["staleness"] == 0
+    with_spec(folder, staleness=1, correction="tis")
     assert json.loads(said("--run", str(folder), "--policy", "static", "-o", "json"))["staleness"] == 1
     assert "one step ahead (staleness 1" in said("--run", str(folder), "--policy", "static")
     told = json.loads(said("--run", str(folder), "--policy", "static", "--staleness", "0", "-o", "json"))
@@ -225,18 +230,8 @@ def test_a_run_is_played_as_far_ahead_of_training_as_it_was_unless_that_is_said_
 
 def test_engines_of_a_run_that_span_several_slots_do_so_in_the_simulator(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "run", slots=8)
-    spec = {
-        "name": "j",
-        "model": {"path": "m"},
-        "data": {"path": "d.jsonl"},
-        "flow": {"steps": 8},
-        "reward": {"name": "exact"},
-        "rollout": {"engine": "sglang", "slots_per_engine": 4, "max_new_tokens": 8},
-    }
     alone = json.loads(said("--run", str(folder), "--policy", "static", "-o", "json"))["rows"][-1]["seconds"]
-    record = JobRecord(uid="u", name="j", spec=spec, run_dir=str(folder), created=0.0, prompts=9)
-    kv = KeyValue(JobKeys("u").job, record.encode(), 1, 1)
-    store_copy.leave(folder, "node-0", "u", Listing((kv,), 1))
+    with_spec(folder, engine="sglang", slots_per_engine=4)
     wide = json.loads(said("--run", str(folder), "--policy", "static", "-o", "json"))["rows"][-1]["seconds"]
     assert wide > alone  # the speed that was measured is that of an engine, of which there are a quarter as many
 
