@@ -9,6 +9,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from booked_run import MOST_LOST, books_of, check_sums, unbooked
 from cluster_run import ClusterRun, Outcome, gcore, processes_of
 from placement_run import NAME, arm, moves_of, write_job
 
@@ -20,6 +21,13 @@ STEPS = 8
 def ended_well(ended: Outcome, steps: int = STEPS) -> None:
     assert ended.code == 0, ended.output
     assert (ended.summary["audit"], ended.summary["steps"]) == ("clean", steps)
+
+
+def books_sum(home: Path) -> None:
+    """Also where something was killed."""
+    _, lines = books_of(home)
+    check_sums(lines)
+    assert unbooked(lines) < MOST_LOST
 
 
 def played(spec: Path, home: Path, slots: int = 8, controllers: int = 2) -> Outcome:
@@ -101,6 +109,7 @@ def test_a_controller_that_is_killed_in_the_middle_of_a_move_holds_nothing_up(
     ended_well(played(spec, home))
     assert list(armed.glob("*.fired.*")), "the fault never came"
     assert len([move for move in moves_of(home) if move.state == "done"]) >= 3
+    books_sum(home)
 
 
 def test_an_engine_that_is_killed_while_it_is_lent_away_is_started_again(
@@ -115,6 +124,7 @@ def test_an_engine_that_is_killed_while_it_is_lent_away_is_started_again(
         ended_well(run.wait())
     finally:
         run.close()
+    books_sum(home)
 
 
 def test_a_node_that_is_killed_in_the_middle_of_a_move_holds_nothing_up(
@@ -134,6 +144,7 @@ def test_a_node_that_is_killed_in_the_middle_of_a_move_holds_nothing_up(
         run.close()
     moves = moves_of(home)
     assert len([move for move in moves if move.state == "done"]) >= 3
+    books_sum(home)
 
 
 def _moves_so_far(home: Path) -> int:
