@@ -196,8 +196,8 @@ def _judges(view: JobView) -> Iterator[Wait]:
     """Judges of which no engine serves yet, those that do not answer, and questions that wait."""
     job = view.mirror.keys.uid
     serving = {w.judge for w in view.workers.values() if w.job_uid == job and w.state == "serving"}
-    for judge in view.spec.judges:
-        if judge.model is not None and judge.name not in serving:
+    for judge in view.spec.served_judges:
+        if judge.name not in serving:
             yield Wait("judge", f"no engine of judge {judge.name!r} serves yet", f"wait judge {judge.name}")
     for engine in view.judges.values():
         if engine.why:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from itertools import pairwise
@@ -84,6 +83,7 @@ def simulate(
     from controllers.cli.data_words import progress_bar
     from placement.plan import counted
     from placement.policies.fixed import possible
+    from placement.replicas import SINGLE, sizes_of
     from placement.simulate.job import SimulatedJob
     from placement.simulate.replay import ReplayedJob, read_run
     from placement.simulate.scenario import read_scenario
@@ -98,7 +98,8 @@ def simulate(
         folder = _folder(home, run)
         spec = _spec(folder)
         ahead = staleness if staleness is not None else 0 if spec is None else spec.rollout.staleness
-        replay = _spanning(read_run(folder, slots=slots, staleness=ahead), spec)
+        sizes = SINGLE if spec is None else sizes_of(spec)
+        replay = read_run(folder, slots=slots, staleness=ahead, sizes=sizes)
         job = ReplayedJob(replay, seed)
     else:
         assert scenario is not None
@@ -146,17 +147,6 @@ def _spec(folder: Path) -> JobSpec | None:
 
     copy = store_copy.read(folder)
     return None if copy is None else stored_spec(copy.job.spec)
-
-
-def _spanning(replay: Replay, spec: JobSpec | None) -> Replay:
-    """The same with engines over as many slots as those had whose speed was measured; of one slot each where nobody knows."""
-    from placement.replicas import sizes_of
-
-    if spec is None:
-        return replay
-    of, told = sizes_of(spec), replay.scenario
-    sized = {pool: getattr(told, pool).model_copy(update={"size": getattr(of, pool)}) for pool in ("rollout", "reward")}
-    return dataclasses.replace(replay, scenario=told.model_copy(update=sized))
 
 
 def _played(job: SimulatedJob, move_s: float, wanted: Sequence[str], tell: CheckProgress) -> dict[str, Played]:

@@ -63,7 +63,7 @@ def pin_of(
         return Pin(by=node, time=time)
     if wrong := next((pool for pool, size in sizes.items() if size < 1), None):
         raise UsageError(f"{wrong} cannot have {sizes[wrong]} slots", fix="Give it at least one")
-    judged = any(judge.model is not None for judge in spec.judges)
+    judged = bool(spec.served_judges)
     if "reward" in sizes and not judged:
         raise UsageError("reward can have no slots: the cluster serves no judge of this job", fix="Leave --reward out")
     if parted := next((pool for pool in POOLS if sizes.get(pool, 0) % spans.of(pool)), None):

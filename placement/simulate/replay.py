@@ -27,6 +27,7 @@ from gcore.samples import folder
 from gcore.types import Version
 from placement.laws import law_of, train_law
 from placement.measured import EngineSpeed, Measured
+from placement.replicas import SINGLE, Sizes
 from placement.simulate.job import SimulatedJob
 from placement.simulate.scenario import MOST_RESPONSES, Engine, Judging, Lengths, Scenario, Training, problem_of
 from placement.simulate.workload import Floats, Workload
@@ -75,8 +76,9 @@ class _Step:
         return engines_of(line.book for line in self.books).get(pool, EngineSums())
 
 
-def read_run(run_dir: Path, *, slots: int | None = None, staleness: int = 0) -> Replay:
-    """The run in that folder. `slots`: how many the simulated job has, if others than the run. Raises UsageError."""
+def read_run(run_dir: Path, *, slots: int | None = None, staleness: int = 0, sizes: Sizes = SINGLE) -> Replay:
+    """The run in that folder. `slots`: how many the simulated job has, if others than the run; `sizes`: slots of its engines, whose speed
+    was measured. Raises UsageError."""
     try:
         steps = _steps(run_dir)[SKIPPED:]
         drawn = _lengths(run_dir, steps)
@@ -91,7 +93,7 @@ def read_run(run_dir: Path, *, slots: int | None = None, staleness: int = 0) -> 
     there = max(sum(line.book.slots for line in step.books) for step in steps)
     trained_on = max(len({s for line in step.books for s in _slots_at(line, "busy train")}) for step in steps) or 1
     try:
-        scenario = _scenario(run_dir, steps, work, slots or there, trained_on, staleness)
+        scenario = _scenario(run_dir, steps, work, slots or there, trained_on, staleness, sizes)
     except ValidationError as error:
         raise UsageError(
             f"what stands in the run's folder is no job: {problem_of(error)}", where=str(run_dir)
@@ -164,12 +166,18 @@ def _workload(step: _Step, lengths: Floats) -> Workload:
 
 
 def _scenario(
-    run_dir: Path, steps: list[_Step], work: tuple[Workload, ...], slots: int, trained_on: int, staleness: int
+    run_dir: Path,
+    steps: list[_Step],
+    work: tuple[Workload, ...],
+    slots: int,
+    trained_on: int,
+    staleness: int,
+    sizes: Sizes,
 ) -> Scenario:
     history = [_measured(step, trained_on) for step in steps]
     training, judged = train_law(history), any(one.judged.any() for one in work)
     between = [step.metrics.get("exchange_s", 0.0) + step.metrics.get("publish_s", 0.0) for step in steps]
-    sizes = tuple(size for size in sorted({1, 2, 4, 8, 16, 32, 64, 128, trained_on}) if size <= slots)
+    worlds = tuple(size for size in sorted({1, 2, 4, 8, 16, 32, 64, 128, trained_on}) if size <= slots)
     return Scenario(
         name=run_dir.name,
         what=f"{len(steps)} steps of the run in {run_dir}",
@@ -178,13 +186,13 @@ def _scenario(
         groups=1,
         samples=max(round(float(np.mean([one.lengths.size for one in work]))), 1),
         staleness=staleness,
-        rollout=_engine(history, "rollout"),
-        reward=_engine(history, "reward"),
+        rollout=_engine(history, "rollout", sizes.rollout),
+        reward=_engine(history, "reward", sizes.reward),
         lengths=_spread_of(work),
         judging=Judging(tokens=max(float(np.mean([one.judged.mean() for one in work])), 1.0)) if judged else None,
         prompt=max(round(_prompt(work)), 1),
         training=Training(
-            fixed_s=training.fixed_s, rate=1.0 / max(training.slot_s, 1e-12), sync_s=median(between), sizes=sizes
+            fixed_s=training.fixed_s, rate=1.0 / max(training.slot_s, 1e-12), sync_s=median(between), sizes=worlds
         ),
         wake_s=_switch_s(steps) or 0.0,
         noise=Scenario.model_fields["noise"].default.model_copy(update={"replica": 0.0, "train": 0.0}),
@@ -203,10 +211,11 @@ def _prompt(work: tuple[Workload, ...]) -> float:
     return median(one.train_tokens / max(one.lengths.size, 1) - float(one.lengths.mean()) for one in work)
 
 
-def _engine(history: list[Measured], pool: str) -> Engine:
+def _engine(history: list[Measured], pool: str, size: int) -> Engine:
     loads = [one.running for step in history for one in step.speed if one.pool == pool]
     law = law_of(history, pool, 64)
-    return Engine(token_s=law.token_s, sequence_s=law.sequence_s, running=max(round(max(loads, default=1.0)), 8))
+    running = max(round(max(loads, default=1.0)), 8)
+    return Engine(token_s=law.token_s, sequence_s=law.sequence_s, running=running, size=size)
 
 
 def _measured(step: _Step, trained_on: int) -> Measured:
