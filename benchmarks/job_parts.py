@@ -185,6 +185,14 @@ def placement_live(result: Result) -> str:
             f" What `dynamic` expected of a step after each of its moves was {spread(expected)} times what the steps after it took "
             f"({expected['count']} moves)."
         )
+    foretold, off = (
+        result["policies"].get("dynamic:16:12:4", {}).get(name) for name in ("foretold_by_measured", "foretold_off")
+    )
+    if foretold is not None:
+        said += (
+            f" Of the steps before which it moved nothing it expected {spread(foretold)} times what they took; one step was off by "
+            f"{off['median']:.0%} on average."
+        )
     errors = [row["largest_error_of_books"] for row in result["policies"].values() if row["largest_error_of_books"]]
     books = f" The largest error of any node's books in any step is {max(errors):.2%}." if errors else ""
     return f"{table(head, rows)}\n\n{said}{books} **Engines and ranks are emulated**: they compute nothing; seconds are emulated ones."

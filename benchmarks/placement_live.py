@@ -12,7 +12,8 @@ node has for itself.
 
 `static:R:J:T` has R slots that roll out, J that judge and T that train, for as long as it runs. `colocated` has an engine of each model on every
 slot, awake at once: two that compute on one slot share its pace and lose `shared_loss` by it. Any other name is a policy that moves slots.
-Of policies that move slots each move's prediction is compared with what came (both in real seconds), and every node's books are added up.
+Of policies that move slots each move's prediction is compared with what came, and so is what they expected of each step before which they moved
+nothing (in real seconds); every node's books are added up.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from measured import RESULTS, circumstances, spread, write_to
 from runs import finished_run
 
 from gcore.emulated.launch import LAW_FILE
-from gcore.ledger.books import StepBook
-from gcore.ledger.placing import Move
+from gcore.ledger.books_file import BookLine
+from gcore.ledger.placing import Move, Stay
 from gcore.testing.tiny_model import make_tiny_model
 
 NODES, SLOTS = 4, 32
@@ -143,6 +144,7 @@ def one_run(folder: Path, choice: Choice, steps: int, speedup: float, limit_s: f
         "collect_seconds": [round(one["collect_s"] * speedup, 2) for one in run.stats],
         "train_seconds": [round(one["train_s"] * speedup, 2) for one in run.stats],
         "moves": moves_of(run.moves),
+        "foretold": foretold_of(run.stays),
         "books": books_of(run.books),
     }
 
@@ -166,20 +168,52 @@ def moves_of(moves: list[Move]) -> list[dict[str, Any]]:
     ]
 
 
-def books_of(books: list[StepBook]) -> dict[str, Any] | None:
+def foretold_of(stays: list[Stay]) -> dict[str, Any] | None:
+    """What the policy expected of each step before which nothing moved, beside what that took; None where it expects nothing."""
+    told = [stay.foretold for stay in stays if stay.foretold.steps]
+    if not told:
+        return None
+    expected, took, off = (sum(getattr(one, name) for one in told) for name in ("expected_s", "took_s", "off_s"))
+    return {
+        "steps": sum(one.steps for one in told),
+        "expected_by_measured": round(expected / took, 3),
+        "off": round(off / took, 3),
+        "stretches": [one.model_dump(mode="json") for one in told],
+    }
+
+
+def books_of(lines: list[BookLine]) -> dict[str, Any] | None:
     """How far the books of the nodes are from slots times seconds, and what the slots were; None where a run has none."""
-    if not books:
+    if not lines:
         return None
     states: dict[str, float] = {}
-    for book in books:
-        for state, seconds in book.booked.items():
+    for line in lines:
+        for state, seconds in line.book.booked.items():
             states[state] = states.get(state, 0.0) + seconds
-    total = sum(book.seconds * book.slots for book in books)
+    total = sum(line.book.seconds * line.book.slots for line in lines)
     return {
-        "nodes_and_steps": len(books),
-        "largest_error": round(max(book.error for book in books), 5),
-        "error": round(sum(book.unbooked + book.overbooked for book in books) / total, 5),
+        "nodes_and_steps": len(lines),
+        "largest_error": round(max(line.book.error for line in lines), 5),
+        "largest": largest_of(lines),
+        "error": round(sum(line.book.unbooked + line.book.overbooked for line in lines) / total, 5),
         "shares": {state: round(seconds / total, 4) for state, seconds in sorted(states.items())},
+    }
+
+
+def largest_of(lines: list[BookLine]) -> dict[str, Any]:
+    """Of the node and step whose books are furthest off: how, and when nobody told what a slot was, in seconds since the step began."""
+    line = max(lines, key=lambda one: one.book.error)
+    untold = {
+        slot: [[round(span.begin, 3), round(span.end, 3)] for span in spans if not span.most]
+        for slot, spans in line.spans.items()
+    }
+    return {
+        "node": line.node,
+        "step": line.book.version.step,
+        "seconds": round(line.book.seconds, 3),
+        "unbooked": round(line.book.unbooked, 3),
+        "overbooked": round(line.book.overbooked, 3),
+        "untold": {slot: spans for slot, spans in untold.items() if spans},
     }
 
 
@@ -193,6 +227,7 @@ def summed(runs: list[dict[str, Any]], slow: int) -> dict[str, Any]:
         moves = [move for run in mine for move in run["moves"] if move["state"] == "done"]
         between = [move for move in moves if not move["within"]]
         ratios = [m["expected_s"] / m["measured_s"] for m in between if m["expected_s"] and m["measured_s"]]
+        foretold = [run["foretold"] for run in mine if run.get("foretold")]
         books = [run["books"] for run in mine if run["books"]]
         found[name] = {
             "seconds": spread([run["seconds"] for run in mine], 2),
@@ -201,6 +236,8 @@ def summed(runs: list[dict[str, Any]], slow: int) -> dict[str, Any]:
             "moves": len(between),
             "lent": len(moves) - len(between),
             "expected_by_measured": spread(ratios, 3) if ratios else None,
+            "foretold_by_measured": spread([one["expected_by_measured"] for one in foretold], 3) if foretold else None,
+            "foretold_off": spread([one["off"] for one in foretold], 3) if foretold else None,
             "largest_error_of_books": max((one["largest_error"] for one in books), default=None),
         }
     return found

@@ -22,8 +22,8 @@ from typing import Any
 
 from controllers import moves_file
 from gcore.ledger import books_file
-from gcore.ledger.books import StepBook
-from gcore.ledger.placing import Move, MoveKind
+from gcore.ledger.books_file import BookLine
+from gcore.ledger.placing import Move, MoveKind, Stay
 
 GCORE = [sys.executable, "-m", "controllers.cli.main"]
 SHOWN = 6000
@@ -47,7 +47,9 @@ class Run:
     move_lines: list[Line]
     """Of `moves.jsonl`, as they stand there, without what the job began with: what became of a move is a line more."""
     moves: list[Move]
-    books: list[StepBook]
+    stays: list[Stay]
+    """Stretches of steps between which nothing moved."""
+    books: list[BookLine]
     """Node by node."""
 
     @property
@@ -135,7 +137,8 @@ def read_run(folder: Path, began: float, seconds: float) -> Run:
         metrics=lines_of(folder / "metrics.jsonl"),
         move_lines=[line for line in lines_of(folder / moves_file.NAME) if line["move"]["kind"] != MoveKind.BEGIN],
         moves=[move for move in moves_file.moves_in(folder / moves_file.NAME) if move.kind is not MoveKind.BEGIN],
-        books=[line.book for line in books_file.lines_of(folder)],
+        stays=moves_file.stays_in(folder / moves_file.NAME),
+        books=list(books_file.lines_of(folder)),
     )
 
 

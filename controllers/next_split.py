@@ -39,11 +39,12 @@ class _CannotBe(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What came of it. `proposal` None: nothing is to move. `kept`: why the policy keeps the split there is; None: it does not. `trouble`: what
-    stands in the way, for people; empty: nothing does; None: that was not looked at."""
+    """What came of it. `proposal` None: nothing is to move. `kept`: why the policy keeps the split there is; None: it does not. `expected_s`:
+    what it expects of a step on that one. `trouble`: what stands in the way, for people; empty: nothing does; None: that was not looked at."""
 
     proposal: Proposal | None = None
     kept: str | None = None
+    expected_s: float | None = None
     trouble: str | None = None
 
 
@@ -81,7 +82,9 @@ class NextSplit:
         proposal = between_steps(decision, plan, after, base, at)
         if proposal is not None and is_told(view.mirror.moves, proposal.move):
             proposal = None
-        return Wish(proposal, decision.reason if decision.split == base else None, "")
+        if decision.split == base:
+            return Wish(proposal, decision.reason, decision.expected_s, "")
+        return Wish(proposal, trouble="")
 
     async def _decision(self, view: JobView, plan: Plan, there: Snapshot, base: Split, costs: SwitchCosts) -> Decision:
         """What is possible of what the policy decides. Raises _CannotBe."""

@@ -104,7 +104,8 @@ class Planner:
                         await self._job.changes.until(self._is_news)
         finally:
             if self._kept is not None:  # who planned to the end writes down the end
-                self._file.keep(self._staying.told(self._job.mirror.moves, at_once=True), to_the_end=True)
+                told = self._staying.told(self._job.mirror.moves, self._history.took, at_once=True)
+                self._file.keep(told, to_the_end=True)
             await self._lender.close()
 
     def _is_news(self) -> bool:
@@ -173,7 +174,7 @@ class Planner:
         at = self._deciding(view)
         wish = await self._next.wished(view, self._lender.costs(view), at)
         if wish.kept is not None:
-            self._staying.note(view.mirror.moves, at, wish.kept)
+            self._staying.note(view.mirror.moves, at, wish.kept, wish.expected_s, self._history.took)
         if wish.trouble is not None:
             self._job.troubles.hold(f"placement-{self._job.node}", wish.trouble)
         return wish.proposal
@@ -189,7 +190,7 @@ class Planner:
         seconds, plan = self._history.seconds(), view.mirror.plan.record
         told = with_unasked(known, self._before, plan, self._deciding(view))
         found = with_outcomes(told, seconds, self._lender.took, view.head.seq, plan)
-        found = self._staying.told(found, at_once=found != known)
+        found = self._staying.told(found, self._history.took, at_once=found != known)
         return None if found == known else found
 
     async def _keep(self, view: JobView) -> None:

@@ -112,6 +112,12 @@ class StepHistory:
             if "seconds" in seen.entry.stats
         }
 
+    def took(self, step: int, after: int) -> float | None:
+        """Seconds of that step, as it was committed first after head's sequence number was `after`; None: it was not, or nobody knows."""
+        there = (seen.entry for version, seen in self._seen.items() if version.step == step and seen.entry.seq > after)
+        entry = next(there, None)
+        return None if entry is None else entry.stats.get("seconds")
+
     def _take_missed(self, plan: Plan, moves: Moves) -> None:
         trained = [stored.record for _, stored in sorted(self._log.items()) if stored.record.kind == "train"]
         missed = [entry for entry in trained[-MOST_STEPS:] if _version(entry) not in self._seen]

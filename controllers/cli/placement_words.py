@@ -19,7 +19,7 @@ from placement.assign import Slot, slots_of, split_of
 from placement.move_words import in_words, numbers_in_words, outcome_in_words
 from placement.moves import split_from
 from placement.plan import counted
-from placement.stays import span_in_words, stay_in_words
+from placement.stays import foretold_in_words, span_in_words, stay_in_words
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -193,7 +193,7 @@ def account(
     if left_out:
         lines.append(f"{left_out} earlier moves are left out.")
     told = [(move.time, _told(move)) for move in moves]
-    told += [(stay.began, [f"{_clock(stay.began)}{span_in_words(stay)}: {stay_in_words(stay)}."]) for stay in stays]
+    told += [(stay.began, _stayed(stay)) for stay in stays]
     for _, some in sorted(told, key=lambda one: one[0]):
         lines += ["", *(_shown(line) for line in some)]
     return lines
@@ -230,6 +230,13 @@ def _told(move: Move) -> list[str]:
         lines.append(f"  Slots: {_slots_in_words(move.slots)}{more}.")
     if said := outcome_in_words(move):
         lines.append(f"  What came of it: {said}{_beside_expected(move)}.")
+    return lines
+
+
+def _stayed(stay: Stay) -> list[str]:
+    lines = [f"{_clock(stay.began)}{span_in_words(stay)}: {stay_in_words(stay)}."]
+    if said := foretold_in_words(stay.foretold):
+        lines.append(f"  What came of it: {said}.")
     return lines
 
 

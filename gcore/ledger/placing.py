@@ -149,9 +149,22 @@ class Move(Part):
     outcome: MoveOutcome | None = None
 
 
+class Foretold(Part):
+    """How well steps were foretold, of which the decision before each told what it expected. Seconds, of all of them: `off_s`, by how much
+    each was off, whichever way."""
+
+    steps: NonNegativeInt = 0
+    newest: NonNegativeInt = 0
+    """The newest of them."""
+    expected_s: float = 0.0
+    took_s: float = 0.0
+    off_s: float = 0.0
+
+
 class Stay(Part):
     """A stretch of steps after each of which the policy was asked, and nothing moved. `since`, `step`: the first and the newest of them;
-    `began`: when the policy was asked after the first, by which the stretch is known; `reason`: that of the newest decision."""
+    `began`: when the policy was asked after the first, by which the stretch is known; `reason`: that of the newest decision;
+    `expected_s`: what that expected of the next step, None where the policy says nothing of it."""
 
     since: NonNegativeInt
     step: NonNegativeInt
@@ -163,6 +176,8 @@ class Stay(Part):
     began: float = 0.0
     time: float = 0.0
     """Of the newest decision, in seconds since the epoch, for people."""
+    expected_s: float | None = None
+    foretold: Foretold = Foretold()
 
 
 class Moves(Record):

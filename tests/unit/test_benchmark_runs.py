@@ -93,7 +93,7 @@ def test_what_a_run_left_is_read_and_its_folder_is_gone(runs: Any, gcore: Gcore)
     assert run.step_seconds == [2.5, 1.5]
     assert [one["tokens"] for one in run.stats] == [100.0, 125.0, 140.0]
     assert run.curve == [[0, 0.5], [3, 0.75]]
-    assert (run.moves, run.move_lines, run.books) == ([], [], [])
+    assert (run.moves, run.move_lines, run.stays, run.books) == ([], [], [], [])
     assert run.seconds > 0
     first, last = gcore.calls()
     home = first["words"][first["words"].index("--home") + 1]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from controllers.cli.placement_words import account, told_tree
 from controllers.moves_file import NAME, MovesFile, moves_in, stays_in
 from controllers.staying import TELL_S, Staying
-from gcore.ledger.placing import MOST_STAY_BYTES, NEWEST_STAYS, Move, MoveKind, Moves, Stay
+from gcore.ledger.placing import MOST_STAY_BYTES, NEWEST_STAYS, Foretold, Move, MoveKind, Moves, Stay
 from gcore.testing import FakeClock
 from placement.live import Start, dynamic
 from placement.measured import Measured
@@ -20,9 +20,13 @@ from placement.moves import Deciding, part_of
 from placement.policies.base import Situation, SwitchCosts
 from placement.policies.weighing import Weighed
 from placement.split import Bounds, Split
-from placement.stays import stayed, with_stay
+from placement.stays import stayed, with_stay, with_taken
 
 HERE, BETTER, WORSE = Split("coexisting", 4, 1, 1), Split("coexisting", 3, 2, 1), Split("coexisting", 2, 3, 1)
+
+
+def unknown(step: int, after: int) -> None:
+    """What steps took, of which nobody knows."""
 
 
 def at(step: int, seq: int | None = None) -> Deciding:
@@ -139,23 +143,74 @@ def test_the_record_keeps_the_newest_stretches_only_and_each_is_small(decisions:
     assert stay is None or moves.stays[-1] == stay
 
 
+@given(
+    steps=st.lists(st.tuples(st.none() | st.floats(0.1, 1e3), st.none() | st.floats(0.1, 1e3)), min_size=1, max_size=30)
+)
+def test_each_step_of_which_something_was_expected_is_compared_once(
+    steps: list[tuple[float | None, float | None]],
+) -> None:
+    """`steps`: what was expected of each, and what it took."""
+    staying, moves = Staying(FakeClock()), Moves()
+    took: dict[int, float | None] = {}
+    for step, (expected, _) in enumerate(steps):
+        took[step] = steps[step - 1][1]
+        staying.note(moves, at(step), "why", expected, lambda step, after: took.get(step))
+        moves = staying.told(moves, lambda step, after: took.get(step), at_once=True)
+    took[len(steps)] = steps[-1][1]
+    for _ in range(2):
+        moves = staying.told(moves, lambda step, after: took.get(step), at_once=True)
+    told = moves.stays[-1].foretold
+    both = [(expected, took) for expected, took in steps if expected is not None and took is not None]
+    assert told.steps == len(both)
+    assert told.expected_s == pytest.approx(sum(expected for expected, _ in both), abs=0.1)
+    assert told.took_s == pytest.approx(sum(took for _, took in both), abs=0.1)
+    assert told.off_s == pytest.approx(sum(abs(took - expected) for expected, took in both), abs=0.1)
+
+
+async def test_a_step_before_which_another_controller_planned_is_compared_too_and_one_that_was_rolled_back_is_not() -> (
+    None
+):
+    first, moves = Staying(FakeClock()), Moves()
+    first.note(moves, at(1), "why", 2.0, unknown)
+    moves = first.told(moves, unknown, at_once=True)
+    other = Staying(FakeClock())
+    asked: list[tuple[int, int]] = []
+
+    def took(step: int, after: int) -> float | None:
+        asked.append((step, after))
+        return 3.0 if step == 2 else None
+
+    other.note(moves, at(2, seq=7), "why", 2.5, took)
+    (stay,) = other.told(moves, took, at_once=True).stays
+    assert (stay.foretold.steps, stay.foretold.took_s, stay.foretold.off_s) == (1, 3.0, 1.0)
+    assert asked == [(2, 1), (3, 7)]
+    assert stayed(stay, moves, at(1, seq=9), "rolled back").foretold == Foretold()
+
+
+@pytest.mark.parametrize("expected", [float("nan"), float("inf"), None])
+def test_what_is_no_number_is_not_compared(expected: float | None) -> None:
+    stay = stayed(None, Moves(), at(1), "why", expected)
+    assert stay.expected_s is None
+    assert with_taken(stay, 2.0) == stay
+
+
 async def test_the_store_is_told_at_once_where_a_stretch_begins_and_then_now_and_then() -> None:
     clock = FakeClock()
     staying, moves = Staying(clock), Moves()
-    staying.note(moves, at(1), "why 1")
-    moves = staying.told(moves, at_once=False)
+    staying.note(moves, at(1), "why 1", None, unknown)
+    moves = staying.told(moves, unknown, at_once=False)
     assert [one.step for one in moves.stays] == [1]
-    assert staying.told(moves, at_once=False) is moves
-    staying.note(moves, at(2), "why 2")
-    assert staying.told(moves, at_once=False) is moves
-    assert [one.step for one in staying.told(moves, at_once=True).stays] == [2]
+    assert staying.told(moves, unknown, at_once=False) is moves
+    staying.note(moves, at(2), "why 2", None, unknown)
+    assert staying.told(moves, unknown, at_once=False) is moves
+    assert [one.step for one in staying.told(moves, unknown, at_once=True).stays] == [2]
     await clock.advance(TELL_S)
-    assert [one.reason for one in staying.told(moves, at_once=False).stays] == ["why 2"]
+    assert [one.reason for one in staying.told(moves, unknown, at_once=False).stays] == ["why 2"]
     other = Staying(clock)  # another controller plans, and goes on with the stretch
-    other.note(moves, at(5), "why 5")
-    assert [(one.since, one.step) for one in other.told(moves, at_once=True).stays] == [(1, 5)]
+    other.note(moves, at(5), "why 5", None, unknown)
+    assert [(one.since, one.step) for one in other.told(moves, unknown, at_once=True).stays] == [(1, 5)]
     other.forget()
-    assert other.told(moves, at_once=True) is moves
+    assert other.told(moves, unknown, at_once=True) is moves
 
 
 def test_the_runs_folder_has_a_stretch_once_it_is_over_and_the_last_one_at_the_end(tmp_path: Path) -> None:
@@ -188,12 +243,18 @@ def test_a_stretch_is_written_once_whatever_the_clock_says_of_those_before_it(tm
 
 def test_the_account_tells_of_stretches_between_the_moves() -> None:
     before = Stay(since=1, step=2, reason=f"{BETTER} would save 0.10 s", began=101.0, time=102.0)
+    before = with_taken(with_taken(before.model_copy(update={"expected_s": 4.0}), 5.0), 5.0)
+    before = with_taken(before.model_copy(update={"step": 3, "expected_s": 6.0}), 5.0).model_copy(update={"step": 2})
     after = Stay(since=4, step=4, reason="[red] all\nis well", began=104.0, time=104.0)
     told = account("j", None, [moved(3)], 0, [before, after])
     assert (
         told[2] == f"00:01:41 UTC, after steps 1 to 2: nothing moved, the last time because {BETTER} would save 0.10 s."
     )
-    assert told[4].startswith("00:01:43 UTC, after step 3: went from")
+    assert (
+        told[3]
+        == "  What came of it: the 2 steps that followed took 10.0 s where 10.0 s were expected, each off by 20% on average."
+    )
+    assert told[5].startswith("00:01:43 UTC, after step 3: went from")
     assert told[-1] == r"00:01:44 UTC, after step 4: nothing moved, because [red] all\nis well."
     assert [one["kind"] for one in told_tree([moved(3)], [before, after])] == ["stay", "split", "stay"]
     assert account("j", None, [], 0, [before])[1] == "Nothing has moved."
