@@ -195,4 +195,9 @@ def placement_live(result: Result) -> str:
         )
     errors = [row["largest_error_of_books"] for row in result["policies"].values() if row["largest_error_of_books"]]
     books = f" The largest error of any node's books in any step is {max(errors):.2%}." if errors else ""
-    return f"{table(head, rows)}\n\n{said}{books} **Engines and ranks are emulated**: they compute nothing; seconds are emulated ones."
+    told = f"{table(head, rows)}\n\n{said}{books} **Engines and ranks are emulated**: they compute nothing; seconds are emulated ones."
+    accounts = [run["account"] for run in result["runs"] if run["moves"] and run.get("account")]
+    if not accounts:
+        return told
+    lines = "\n".join(accounts[0]).strip()
+    return f"{told}\n\nThe account of `dynamic`'s first run, in its own seconds, without what was lent within steps:\n\n```text\n{lines}\n```"

@@ -30,6 +30,7 @@ from typing import Any
 from measured import RESULTS, circumstances, spread, write_to
 from runs import finished_run
 
+from controllers.cli.placement_words import account
 from gcore.emulated.launch import LAW_FILE
 from gcore.ledger.books_file import BookLine
 from gcore.ledger.placing import Move, Stay
@@ -145,6 +146,7 @@ def one_run(folder: Path, choice: Choice, steps: int, speedup: float, limit_s: f
         "train_seconds": [round(one["train_s"] * speedup, 2) for one in run.stats],
         "moves": moves_of(run.moves),
         "foretold": foretold_of(run.stays),
+        "account": account("placement", None, [move for move in run.moves if not move.within], 0, run.stays)[1:],
         "books": books_of(run.books),
     }
 

@@ -135,7 +135,11 @@ def read_run(folder: Path, began: float, seconds: float) -> Run:
         summary=json.loads((folder / "summary.json").read_text()),
         events=lines_of(folder / "events.jsonl"),
         metrics=lines_of(folder / "metrics.jsonl"),
-        move_lines=[line for line in lines_of(folder / moves_file.NAME) if line["move"]["kind"] != MoveKind.BEGIN],
+        move_lines=[
+            line
+            for line in lines_of(folder / moves_file.NAME)
+            if "move" in line and line["move"]["kind"] != MoveKind.BEGIN
+        ],
         moves=[move for move in moves_file.moves_in(folder / moves_file.NAME) if move.kind is not MoveKind.BEGIN],
         stays=moves_file.stays_in(folder / moves_file.NAME),
         books=list(books_file.lines_of(folder)),

@@ -107,10 +107,12 @@ def test_a_move_and_what_became_of_it_are_two_lines_and_one_move(runs: Any, gcor
     split = {"mode": "coexisting", "rollout": 2, "reward": 1, "train": 1}
     move = {"generation": 2, "step": 3, "kind": "split", "before": split, "after": split, "reason": "idle"}
     moves = [{"number": 0, "move": move}, {"number": 0, "move": {**move, "outcome": {"step_s": 1.5, "steps": 2}}}]
-    gcore.leaves(SUMMARY, moves=moves)
+    stay = {"since": 1, "step": 2, "reason": "nothing is quicker", "began": 1.0}
+    gcore.leaves(SUMMARY, moves=[*moves, {"stay": stay}])
     run = runs.finished_run(SPEC)
     assert run.move_lines == moves
     assert [(one.reason, one.outcome.step_s) for one in run.moves] == [("idle", 1.5)]
+    assert [one.reason for one in run.stays] == ["nothing is quicker"]
 
 
 def test_a_run_that_fails_shows_what_it_said_and_its_cluster_is_ended(runs: Any, gcore: Gcore) -> None:
