@@ -179,11 +179,11 @@ def placement_live(result: Result) -> str:
         "beside the best static split",
     ]
     expected = result["policies"].get("dynamic:16:12:4", {}).get("expected_by_measured")
-    said = f"{result['what']}; the best static split in hindsight is `{result['best_static']}`."
+    said = f"{result['what'].rstrip('.')}; the best static split in hindsight is `{result['best_static']}`."
     if expected is not None:
         said += (
             f" What `dynamic` expected of a step after each of its moves was {spread(expected)} times what the steps after it took "
-            f"({expected['count']} moves)."
+            f"({expected['count']} move{'s' * (expected['count'] != 1)})."
         )
     foretold, off = (
         result["policies"].get("dynamic:16:12:4", {}).get(name) for name in ("foretold_by_measured", "foretold_off")
