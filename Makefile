@@ -18,6 +18,9 @@ JUDGE := .cache/examples/arithmetic-judge
 SGLANG_VENV ?= .venv-sglang
 SGLANG_CONSTRAINTS ?= constraints/sglang-cpu.txt
 SGLANG_STAMP := $(SGLANG_VENV)/.gcore-$(shell cat $(SGLANG_CONSTRAINTS) deploy/sglang/setup.sh 2>/dev/null | sha256sum | cut -c1-12)
+# What checks the files of deploy/: Helm's own code and others, without gcore.
+DEPLOY_VENV ?= .venv-deploy
+DEPLOY_STAMP := $(DEPLOY_VENV)/.gcore-$(shell cat constraints/deploy.txt 2>/dev/null | sha256sum | cut -c1-12)
 # The trackers' own packages, without torch.
 TRACKERS_VENV ?= .venv-trackers
 TRACKERS_STAMP := $(TRACKERS_VENV)/.gcore-$(shell cat pyproject.toml constraints/trackers.txt 2>/dev/null | sha256sum | cut -c1-12)
@@ -25,7 +28,7 @@ SGLANG_ENV := GCORE_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: chaos test-large help setup sglang-setup demo demo-kill demo-sglang prepare prepare-judge test test-sglang test-trackers bench-demo bench-judge bench-calculator bench-async bench-stream bench-idle bench-startup bench-grpo bench-trainer bench-checkpoints bench-copies bench-engine bench-flows bench-issue bench-memory bench-tails bench-rewards bench-control-plane bench-placement bench-placement-live bench-placement-pairs bench-page test-gpu sim sim-long mutations lint proto clean
+.PHONY: chaos test-deploy test-upgrade test-large help setup sglang-setup demo demo-kill demo-sglang prepare prepare-judge test test-sglang test-trackers bench-demo bench-judge bench-calculator bench-async bench-stream bench-idle bench-startup bench-grpo bench-trainer bench-checkpoints bench-copies bench-engine bench-flows bench-issue bench-memory bench-tails bench-rewards bench-control-plane bench-placement bench-placement-live bench-placement-pairs bench-page test-gpu sim sim-long mutations lint proto clean
 
 help: ## What there is to make
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk 'BEGIN {FS = ":.*## "} {printf "  make %-12s %s\n", $$1, $$2}'
@@ -52,6 +55,12 @@ $(TRACKERS_STAMP): pyproject.toml constraints/trackers.txt
 	@rm -f $(TRACKERS_VENV)/.gcore-*
 	@touch $@
 
+$(DEPLOY_STAMP): constraints/deploy.txt
+	@$(PYTHON) -m venv $(DEPLOY_VENV)
+	@$(DEPLOY_VENV)/bin/pip install -qq --only-binary :all: -r constraints/deploy.txt
+	@rm -f $(DEPLOY_VENV)/.gcore-*
+	@touch $@
+
 prepare: setup ## The arithmetic example: data and a warm-started model (cached)
 	@$(BIN)/gcore prepare arithmetic --to $(EXAMPLE)
 
@@ -69,11 +78,17 @@ demo-sglang: prepare sglang-setup ## The demo with the real SGLang as its engine
 
 test: setup ## Everything that is checked on each commit
 	@$(MAKE) --no-print-directory -j 2 prepare-judge lint prepare # one core each, the longest first; tests of whole clusters need what is prepared
-	@$(TEST_ENV) $(BIN)/python -m pytest -n 3 --dist loadfile -m "not serial and not gpu and not sglang and not trackers and not chaos and not large" $(PYTEST_ARGS)
-	@$(TEST_ENV) $(BIN)/python -m pytest tests/integration -m "serial and not gpu and not sglang and not trackers and not chaos and not large" $(PYTEST_ARGS)
+	@$(TEST_ENV) $(BIN)/python -m pytest -n 3 --dist loadfile -m "not serial and not gpu and not sglang and not trackers and not deploy and not chaos and not large" $(PYTEST_ARGS)
+	@$(TEST_ENV) $(BIN)/python -m pytest tests/integration -m "serial and not gpu and not sglang and not trackers and not deploy and not chaos and not large" $(PYTEST_ARGS)
 
 test-sglang: prepare sglang-setup ## What is checked against the real SGLang, on the CPU
 	@$(SGLANG_ENV) $(TEST_ENV) $(BIN)/python -m pytest -m "sglang" $(PYTEST_ARGS)
+
+test-deploy: setup $(DEPLOY_STAMP) ## The files of deploy/ by Helm's, Kubernetes', Compose's, Docker's and the shell's rules (shellcheck is Debian's)
+	@GCORE_DEPLOY_PYTHON=$(abspath $(DEPLOY_VENV))/bin/python $(BIN)/python -m pytest -m "deploy" tests/unit tests/integration $(PYTEST_ARGS)
+
+test-upgrade: setup ## A running job under daemons of a commit before (GCORE_UPGRADE_FROM), replaced one by one; an older backup of the store
+	@$(TEST_ENV) $(BIN)/python -m pytest -m "chaos" tests/integration/test_upgrade.py tests/integration/test_store_put_back.py $(PYTEST_ARGS)
 
 bench-demo: prepare ## The demo three times: seconds, accuracy; benchmarks/results/demo.json
 	@$(TEST_ENV) $(BIN)/python benchmarks/demo.py
@@ -152,10 +167,19 @@ test-gpu: setup ## What needs a CUDA device (tests/gpu); fails without one
 	@$(BIN)/python -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'make test-gpu: no CUDA device here, or a torch without CUDA (constraints/cuda.txt)')"
 	@$(BIN)/python -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
 
+fuzz: setup ## Every request of the job API, and specs, of any shape and as raw bytes: GCORE_FUZZ=500 lists of each kind
+	@GCORE_FUZZ=$(or $(GCORE_FUZZ),500) $(TEST_ENV) $(BIN)/python -m pytest tests/integration/test_api_bounds.py --timeout 3600 $(PYTEST_ARGS)
+	@$(BIN)/pip install -qq -c $(CONSTRAINTS) atheris
+	@$(TEST_ENV) $(BIN)/python tests/fuzz/spec_bytes.py -runs=$(or $(FUZZ_RUNS),200000) -max_len=4096 -timeout=10
+	@$(TEST_ENV) $(BIN)/python tests/fuzz/request_bytes.py -runs=$(or $(FUZZ_RUNS),200000) -max_len=1024 -timeout=10
+
+bench-submit: setup ## 1,000 jobs from 50 clients beside bare guarded puts; benchmarks/results/submit.json
+	@$(TEST_ENV) $(BIN)/python benchmarks/submit.py $(BENCH_ARGS)
+
 test-large: setup ## What takes long: millions of prompts, wide models, every ZeRO stage, 500 examples of each property
 	@$(TEST_ENV) $(BIN)/python -m pytest -m "large" $(PYTEST_ARGS)
 	@GCORE_ALL_STAGES=1 $(TEST_ENV) $(BIN)/python -m pytest tests/integration/test_train_rank_gradients.py tests/integration/test_train_critic.py
-	@GCORE_EXAMPLES=500 $(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/sim -m "not serial and not gpu and not sglang and not trackers and not chaos and not large" $(PYTEST_ARGS)
+	@GCORE_EXAMPLES=500 $(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/sim -m "not serial and not gpu and not sglang and not trackers and not deploy and not chaos and not large" $(PYTEST_ARGS)
 
 chaos: prepare ## Whole clusters with things killed, paused, cut off: ONLY=controller,etcd MOMENTS=5 FRESH=1 DIRTY=1
 	@if [ -z "$(ONLY)" ]; then $(TEST_ENV) $(BIN)/python -m pytest -m "chaos" $(PYTEST_ARGS); fi

@@ -29,6 +29,7 @@ from gcore.client import JobsClient
 from gcore.clock import SystemClock
 from gcore.config.node import NodeConfig
 from gcore.store.launcher import LocalEtcd
+from gcore.store.reference import StoreRef
 from gcore.testing.engine_process import engine_process
 
 SPEC = ROOT / "examples" / "arithmetic" / "grpo.yaml"
@@ -76,7 +77,7 @@ async def _controller() -> float:
         config = NodeConfig(
             node="one",
             home=folder,
-            etcd_endpoints=(etcd.endpoint,),
+            etcd=StoreRef(endpoints=(etcd.endpoint,)),
             slots=("cpu:0",),
             run_root=folder,
             listen_port=port,

@@ -37,8 +37,8 @@ from gcore.types import Sample
 class Stage:
     """Where the agents of a job run on one controller, and what they ask. Close it."""
 
-    def __init__(self, spec: AgentSpec, clock: Clock) -> None:
-        self.pool = AgentPool(spec, clock)
+    def __init__(self, spec: AgentSpec, clock: Clock, group: str = "") -> None:
+        self.pool = AgentPool(spec, clock, group)
         self.endpoint = Endpoint()
 
     @property
@@ -56,9 +56,9 @@ Worlds = ToolPool | Stage
 """What responses of several turns are made with, besides engines."""
 
 
-def new_worlds(spec: JobSpec, clock: Clock, told: Told) -> Worlds | None:
-    """Those of a job with an environment, or an agent; None for any other."""
-    return new_tools(spec, clock, told) if spec.agent is None else Stage(spec.agent, clock)
+def new_worlds(spec: JobSpec, clock: Clock, told: Told, group: str = "") -> Worlds | None:
+    """Those of a job with an environment, or an agent; None for any other. `group`: the control group of their processes."""
+    return new_tools(spec, clock, told, group) if spec.agent is None else Stage(spec.agent, clock, group)
 
 
 def new_responding(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from controllers.view import SavedCheckpoint
+from gcore.ledger.claims import Slot
 from gcore.ledger.job import JobPhase, Plan
 from gcore.ledger.placing import Moves, SplitPart
 from gcore.ledger.records import Assignment, Checkpoint, EndedRef, EpochRecord, Offer
@@ -49,6 +50,8 @@ class MakeSeal:
 
     step: int
     chosen: SealNow | PartNow
+    checkpoint: bool = False
+    """Whether the step is to have a checkpoint, whatever the spec says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,13 +178,15 @@ class Rollback:
     """Start a new world: from copies of head's state if they are at hand, else from the newest whole checkpoint on its chain.
 
     `between_steps`: only from head's own state, since the world that is there is well. `slots_as_seen`: only if the open steps
-    are still what they were. `split`: of the slots, that a policy wants; None: as there was, or as the spec says.
+    are still what they were. `split`: of the slots, that a policy wants; None: as there was, or as the spec says. `stands_still`: the
+    new world has no ranks, and nothing else is placed, until it is followed by another.
     """
 
     reason: str
     between_steps: bool = False
     slots_as_seen: bool = False
     split: SplitPart | None = None
+    stands_still: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +251,13 @@ class Replan:
     """Change which slots run engines."""
 
     plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class GiveBack:
+    """Say of slots that the job uses them no more."""
+
+    slots: frozenset[Slot]
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,6 +353,7 @@ Action = (
     | Archive
     | Discard
     | Replan
+    | GiveBack
     | Publish
     | Lead
     | Place

@@ -12,6 +12,7 @@ from collections.abc import Awaitable
 import grpc
 
 from controllers import own_folder, tidying
+from controllers.accounting import account
 from controllers.actions import (
     Account,
     Accumulate,
@@ -28,6 +29,7 @@ from controllers.actions import (
     FetchWeights,
     ForgetEvaluations,
     Gather,
+    GiveBack,
     GiveUp,
     Join,
     Lead,
@@ -63,11 +65,12 @@ from controllers.starting import start_job
 from controllers.view import JobView
 from gcore.errors import EngineError
 from gcore.fault_points import At, Moving, point
-from gcore.ledger import chain, transactions
+from gcore.ledger import share_transactions, transactions
 from gcore.ledger.guarded import Transaction, TxnOutcome
 from gcore.ledger.job import JobStatus
 from gcore.ledger.placing import Leader
 from gcore.ledger.records import Member
+from gcore.ledger.share_transactions import keeping_to
 from gcore.ledger.world_state import HeldState, NodeCopies, WorldState
 from gcore.weights.copies import lying
 from gcore.weights.layout import weights_folder
@@ -93,6 +96,8 @@ async def apply(action: Action, view: JobView, hands: Hands) -> Applied:
             return Applied(TxnOutcome.WON, f"prompt {action.ref} is given up: {action.reason}")
         case StartJob():
             return await start_job(view, hands)
+        case Account():
+            return await account(action, view, hands)
         case Rollback():
             return await roll_back(action, view, hands)
         case TakeStock():
@@ -133,12 +138,15 @@ def _transaction(action: Action, view: JobView, hands: Hands) -> Transaction:
             assert mirror.job is not None
             mini_batches, weight = view.spec.train.mini_batches, mirror.job.record.attention_equals_at
             return transactions.seal(
-                keys, slots(view), action.chosen, mirror.plan.record, mini_batches, view.me, weight
+                keys,
+                slots(view),
+                action.chosen,
+                mirror.plan.record,
+                mini_batches,
+                view.me,
+                weight,
+                checkpoint=action.checkpoint,
             )
-        case Account():
-            head = slots(view).head.record
-            advance = chain.accounted(head, action.outcomes, view.rules.shape, writer(view))
-            return transactions.account(keys, slots(view), advance)
         case BeginEpoch():
             assert mirror.head is not None
             assert mirror.checkpoints is not None
@@ -146,7 +154,10 @@ def _transaction(action: Action, view: JobView, hands: Hands) -> Transaction:
             return transactions.begin_epoch(keys, mirror.head, mirror.checkpoints, old, action.record, action.forgotten)
         case Replan():
             assert mirror.plan is not None
-            return transactions.replan(keys, mirror.plan, action.plan)
+            return keeping_to(view.share, transactions.replan(keys, mirror.plan, action.plan))
+        case GiveBack():
+            assert view.share is not None
+            return share_transactions.give_back(keys, mirror.plan, view.share, action.slots)
         case Lead():
             known = mirror.written(keys.leader, mirror.leader)
             return transactions.lead(keys, known, Leader(node=view.node, incarnation=view.me), hands.lease)
@@ -158,7 +169,7 @@ def _transaction(action: Action, view: JobView, hands: Hands) -> Transaction:
             return transactions.ready(keys, slots(view), action.step)
         case Commit():
             assert view.seal is not None
-            keep = view.spec.checkpoints_after(action.step, last=view.seal.last)
+            keep = view.spec.checkpoints_after(action.step, last=view.seal.last, asked=view.seal.checkpoint)
             return transactions.commit(
                 keys, slots(view), view.rules.shape, writer(view), keep_cursors=keep, stats=hands.stats(view)
             )
@@ -187,9 +198,10 @@ def _moves(action: Place | TellMoves, view: JobView) -> Transaction:
     moves, plan = mirror.moves.plus(action.proposal.move), action.proposal.plan
     if plan is None:
         return transactions.tell_moves(keys, mirror.leader, known, moves)
-    return transactions.place(
+    txn = transactions.place(
         keys, mirror.leader, mirror.plan, plan, known, moves, mirror.written(keys.pin, mirror.pins.get(""))
     )
+    return keeping_to(view.share, txn)
 
 
 async def _feed(action: Feed, view: JobView, hands: Hands) -> Applied:

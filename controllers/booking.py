@@ -5,7 +5,7 @@ on, for that is what this controller knew of the job meanwhile. So they are read
 for a share of the time at most (`SHARE`), and every `READ_S` or so else.
 
 A step's book goes into the node's record (`placement/books/NODE`, under the controller's lease), as a line into `books/NODE.jsonl` in the run's
-folder, and on the counters. Nothing waits for it: what cannot be written is missing.
+folder, on the counters, and into what the job has used (`controllers.using`). Nothing waits for it: what cannot be written is missing.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import contextlib
 import logging
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 from controllers.booked import WORD_S, SlotBooks
 from controllers.booking_causes import stage_of
 from controllers.booking_steps import Closed
 from controllers.changes import Changes
+from controllers.using import UsageBook
 from controllers.view import JobView
 from gcore.clock import Clock
 from gcore.config import JobSpec
@@ -28,6 +30,7 @@ from gcore.ledger.books import NodeBooks, StepBook
 from gcore.ledger.books_file import BookLine, append, newest
 from gcore.metrics import Metrics
 from gcore.rollout.client import EngineClient
+from gcore.rollout.reaching import EngineReach, plain_reach
 from gcore.rollout.readings import read
 from gcore.store.keys import JobKeys
 from gcore.store.types import Put, Store
@@ -64,8 +67,10 @@ class Booking:
         lease: int,
         metrics: Metrics,
         clock: Clock,
-        connect: Callable[..., EngineClient] = EngineClient,
+        connect: EngineReach = plain_reach,
+        tell: Callable[[BookLine], None] = lambda line: None,
     ) -> None:
+        """`tell`: who else wants to hear of a step that was booked; never blocks."""
         self._store = store
         self._keys = keys
         self._node = node
@@ -73,6 +78,7 @@ class Booking:
         self._metrics = metrics
         self._clock = clock
         self._connect = connect
+        self._tell = tell
         self._books: SlotBooks | None = None
         self._run_dir = Path()
         self._clients: dict[str, tuple[str, EngineClient]] = {}
@@ -80,15 +86,20 @@ class Booking:
         self._wanted = Changes()
         self._stage: Cause | None = None
         self._hurry = False
+        self._usage: UsageBook | None = None
+        self._writing: asyncio.Task[None] | None = None
+        """Of steps that were closed: once begun it is not given up with who reads the engines, or those steps stood nowhere."""
 
     @property
     def stage(self) -> Cause:
         """What keeps those idle that have nothing to do, as it was last seen."""
         return self._stage or "no_work"
 
-    async def begin(self, spec: JobSpec, run_dir: Path, head: Version | None) -> None:
+    async def begin(self, spec: JobSpec, run_dir: Path, head: Version | None, usage: UsageBook | None = None) -> None:
         """The job is at `head`, and time is booked from now on; where another life of this controller's did so until lately, the time since then is not left out."""
-        self._run_dir = run_dir
+        self._run_dir, self._usage = run_dir, usage
+        if usage is not None:
+            await usage.begin()
         before: BookLine | None = None
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(BEGIN_S):
@@ -139,11 +150,18 @@ class Booking:
     async def finish(self) -> None:
         """The job has ended: what was not closed yet is, as far as it can be heard in time. Closes all connections."""
         closing = asyncio.create_task(self._round(last=True), name=f"last books {self._keys.uid}")
-        await asyncio.wait({closing}, timeout=FINISH_S)
-        await end_all([closing])
+        await self._in_time(closing)
+        if self._writing is not None:
+            await self._in_time(self._writing)
+        if self._usage is not None:
+            await self._in_time(asyncio.create_task(self._usage.write(), name=f"last usage {self._keys.uid}"))
         clients, self._clients = self._clients, {}
         for _, client in clients.values():
             await client.close()
+
+    async def _in_time(self, last: asyncio.Task[Any]) -> None:
+        await asyncio.wait({last}, timeout=FINISH_S)
+        await end_all([last])
 
     @property
     def _is_behind(self) -> bool:
@@ -163,9 +181,19 @@ class Booking:
         finally:
             await end_all(tasks)
         took = self._clock.monotonic() - began
-        for closed in self._books.close(self._clock.monotonic(), last=last):
-            await self._write(closed)
+        if closed := self._books.close(self._clock.monotonic(), last=last):
+            self._writing = asyncio.create_task(
+                self._write_all(closed, self._writing), name=f"write books {self._keys.uid}"
+            )
+            await asyncio.shield(self._writing)
         return took
+
+    async def _write_all(self, closed: Collection[Closed], before: asyncio.Task[None] | None) -> None:
+        """In their order: `before` is what is being written still."""
+        if before is not None and not before.done():
+            await asyncio.gather(before, return_exceptions=True)
+        for one in closed:
+            await self._write(one)
 
     async def _aim(self, engines: Mapping[str, str]) -> None:
         for instance, (address, client) in list(self._clients.items()):
@@ -174,7 +202,10 @@ class Booking:
                 await client.close()
         for instance, address in engines.items():
             if instance not in self._clients:
-                self._clients[instance] = address, self._connect(f"http://{address}", timeout_s=ANSWER_S)
+                self._clients[instance] = (
+                    address,
+                    self._connect(f"http://{address}", timeout_s=ANSWER_S, instance=instance),
+                )
 
     async def _read(self, books: SlotBooks, instance: str, turns: asyncio.Semaphore) -> None:
         _, client = self._clients[instance]
@@ -190,13 +221,17 @@ class Booking:
         book = closed.book
         count(self._metrics, book)
         self._record = self._record.plus(book)
+        line = closed.line(self._node)
+        self._tell(line)
         put = Put(self._keys.books(self._node), self._record.encode(), self._lease)
         try:
-            await asyncio.to_thread(append, self._run_dir, closed.line(self._node))
+            await asyncio.to_thread(append, self._run_dir, line)
         except OSError as error:
             log.warning("step %s is not in the books of the run's folder: %s", book.version, error)
         with contextlib.suppress(StoreUnavailable):  # the next step's write has this one too
             await self._store.transact((), (put,))
+        if self._usage is not None:
+            await self._usage.add(book)
 
 
 def count(metrics: Metrics, book: StepBook) -> None:

@@ -76,4 +76,4 @@ def prove_name(folder: Path, digest: str) -> None:
 
 def addresses(view: JobView) -> dict[str, str]:
     """Where the peers that are there answer."""
-    return {name: record.address for name, record in view.nodes.items() if name != view.node}
+    return {name: record.for_peers for name, record in view.nodes.items() if name != view.node}

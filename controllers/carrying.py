@@ -64,6 +64,6 @@ def owes_evaluation(view: JobView) -> bool:
     """Whether head's weights are still to be evaluated. What is carried could close the next batch before they are."""
     assert view.mirror.head is not None
     head = view.mirror.head.record
-    if not view.rules.staleness or not view.spec.evaluates_after(head.step, last=False):
+    if not view.rules.staleness or not view.is_evaluated_after(head.step, last=False):
         return False
     return str(head.version) not in view.mirror.evaluations

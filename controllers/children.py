@@ -16,8 +16,10 @@ from gcore.emulated.launch import HostLaunch, PlacedEngine, ServedJudge, is_emul
 from gcore.errors import GcoreError
 from gcore.ledger.job import EnginePlace
 from gcore.rollout.sglang.environment import HOW
+from gcore.slots import is_cuda, threads_of
+from gcore.tls.connecting import Connector
+from gcore.tls.serving_http import ServingTls
 from gcore.types import Version
-from gcore.worker.records import StoreRef
 from placement.replicas import sizes_of
 
 ENGINE_COMMANDS: Mapping[str, tuple[str, ...]] = {
@@ -30,8 +32,6 @@ FIRST_WEIGHTS = Version(0, 0)
 """What the weights in the model's own folder are called."""
 START_LIMITS_S: Mapping[str, float] = {"torch": 600.0, "sglang": 1800.0}
 """From an engine's start to its serving. SGLang loads big models, and captures its graphs."""
-THREADS = 1
-"""A CPU slot is one thread."""
 
 
 class NoSglang(GcoreError):
@@ -56,7 +56,7 @@ def engine_child(spec: JobSpec, place: EnginePlace, config: NodeConfig) -> Child
     cuda = is_cuda(place.slot)
     told: dict[str, Any] = {
         "model": model.path,
-        "host": config.listen_host,
+        "host": config.workers_listen_on,
         "port": 0,
         "batch_slots": serving.batch_slots,
         "cache_tokens": serving.cache_tokens,
@@ -64,7 +64,7 @@ def engine_child(spec: JobSpec, place: EnginePlace, config: NodeConfig) -> Child
         "context_length": model.max_length,
         "dtype": "bfloat16" if cuda else "float32",
         "device": "cuda" if cuda else "cpu",
-        "threads": THREADS * (1 if cuda else len(place.slots)),
+        "threads": threads_of(place.slots),
         "trust_remote_code": model.trust_remote_code,
         "weight_version": str(FIRST_WEIGHTS),
         "task": "classify" if judge is not None and judge.kind == "classifier" else "generate",
@@ -107,10 +107,11 @@ def emulated_host(
         name=name,
         node=config.node,
         job_uid=job_uid,
-        store=StoreRef(endpoints=config.etcd_endpoints),
+        store=config.etcd,
         engines=engines,
         model=spec.model.path,
-        host=config.listen_host,
+        host=config.workers_listen_on,
+        tls=serving_tls(config),
         rows=spec.rollout.batch_slots,
         longest=spec.rollout.max_new_tokens,
         judges=judges,
@@ -122,17 +123,33 @@ def emulated_host(
     )
 
 
+def guards(config: NodeConfig, connector: Connector, role: str, instance: str) -> dict[str, Any]:
+    """What a worker's document says besides, of who may ask it: its node's certificate, and an engine's key."""
+    told: dict[str, Any] = {}
+    if (tls := serving_tls(config)) is not None:
+        told["tls"] = tls.model_dump()
+    if role != "train" and (key := connector.engine_key(instance)) is not None:
+        told["api_key"] = key
+    return told
+
+
+def serving_tls(config: NodeConfig) -> ServingTls | None:
+    """The certificate that a node's workers serve with."""
+    return None if config.tls is None else ServingTls(ca=config.tls.ca, cert=config.tls.cert, key=config.tls.key)
+
+
+def interface_env(config: NodeConfig) -> dict[str, str]:
+    """Over which network train ranks exchange gradients, if the configuration says."""
+    name = config.train_interface
+    return {} if name is None else {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+
+
 def rank_command(slot: str) -> tuple[str, ...]:
     """What a train rank on a slot runs."""
     return EMULATED_RANK_COMMAND if is_emulated(slot) else RANK_COMMAND
 
 
-def is_cuda(slot: str) -> bool:
-    """Whether a slot is a GPU."""
-    return slot.startswith("cuda:")
-
-
 def device_env(*slots: str) -> dict[str, str]:
-    """A worker sees its own devices only, in the order of its slots, and asks no hub: its model is here."""
+    """A worker sees its own devices only, in the order of its slots and numbered as the driver does, and asks no hub: its model is here."""
     seen = ",".join(slot.removeprefix("cuda:") for slot in slots if is_cuda(slot))
-    return {"CUDA_VISIBLE_DEVICES": seen, "HF_HUB_OFFLINE": "1"}
+    return {"CUDA_VISIBLE_DEVICES": seen, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "HF_HUB_OFFLINE": "1"}

@@ -49,9 +49,9 @@ class Conversation:
     follow: Following | None = None
 
 
-def new_tools(spec: JobSpec, clock: Clock, told: Told) -> ToolPool | None:
-    """The tools of a job with an environment, which may be none."""
-    return None if spec.environment is None else ToolPool(spec.environment.tools, clock, told)
+def new_tools(spec: JobSpec, clock: Clock, told: Told, group: str) -> ToolPool | None:
+    """The tools of a job with an environment, which may be none. `group`: the control group of their processes."""
+    return None if spec.environment is None else ToolPool(spec.environment.tools, clock, told, group)
 
 
 class Responding(ABC):

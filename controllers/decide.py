@@ -41,6 +41,15 @@ from controllers.sweeping import forgetting, sweeping
 from controllers.taking_turns import held_back_s, turning
 from controllers.turns import SETTLE_S, turn
 from controllers.view import JobView
+from controllers.yielding import (
+    awaits_checkpoint,
+    ending,
+    giving_back,
+    is_suspended,
+    resuming,
+    wants_checkpoint,
+    yielding,
+)
 from gcore.ledger.job import JobPhase
 from gcore.ledger.records import Assignment, Offer, Seal, SealState
 from gcore.ledger.shortage import why_short
@@ -57,10 +66,12 @@ def decide(view: JobView) -> tuple[Intent, ...]:
     if status is None or status.record.phase.ended:
         return ()
     if status.record.phase is JobPhase.PENDING:
+        if view.claim.ends:
+            return (Intent(SetPhase(JobPhase.CANCELLED, view.claim.ends), "end", turn(view.nodes, view.node, "end")),)
         if "start" in view.under_way:  # or it would be tried again and again until what it did is heard
             return ()
         if short_of_slots(view):  # the cluster may still fill up
-            return ()
+            return tuple(giving_back(view))
         return (Intent(StartJob(), "start", turn(view.nodes, view.node, "start")),)
     if view.mirror.head is None or view.mirror.plan is None or view.mirror.checkpoints is None:
         return ()
@@ -68,7 +79,9 @@ def decide(view: JobView) -> tuple[Intent, ...]:
         return ()
     if view.me not in view.mirror.members:
         return () if view.leaving or "join" in view.under_way else (Intent(Join(), "join"),)
-    rules = (
+    # What a job does that has no workers, and what one does that has.
+    standing_still = (departing, pruning, sweeping, forgetting, giving_back, resuming, ending)
+    working = (
         departing,
         assigning,
         offering,
@@ -98,8 +111,11 @@ def decide(view: JobView) -> tuple[Intent, ...]:
         resting,
         publishing,
         expiring,
+        yielding,
+        giving_back,
         finishing,
     )
+    rules = standing_still if is_suspended(view) else working
     return tuple(intent for rule in rules for intent in rule(view) if intent.condition not in view.under_way)
 
 
@@ -201,7 +217,7 @@ def sealing(view: JobView) -> Iterator[Intent]:
     """The batch is closed as soon as the offers hold its quota; a part of it, when enough of it is certain."""
     head = view.head
     slot = view.seal
-    if view.is_over or (slot is not None and slot.state is not SealState.OPEN):
+    if view.is_over or (slot is not None and slot.state is not SealState.OPEN) or awaits_checkpoint(view):
         return
     seals = [stored.record for stored in view.mirror.seals.values()]
     chosen = view.chosen
@@ -211,7 +227,10 @@ def sealing(view: JobView) -> Iterator[Intent]:
         # Named by the evaluation's parts while it is waited for: each that comes begins the wait anew.
         waits = f"{topic} evaluated {len(view.mirror.eval_parts_of(head.version))}" if owed else topic
         yield Intent(
-            MakeSeal(head.step + 1, chosen), waits, view.turn(topic), after=EVALUATION_PATIENCE_S if owed else 0.0
+            MakeSeal(head.step + 1, chosen, wants_checkpoint(view)),
+            waits,
+            view.turn(topic),
+            after=EVALUATION_PATIENCE_S if owed else 0.0,
         )
     elif view.part is not None and refuse_seal(view.rules, head, seals, view.part) is None:
         yield Intent(MakeSeal(head.step + 1, view.part), f"part of {topic}", view.turn(topic))

@@ -140,7 +140,7 @@ class Deeds:
         except GcoreError as error:
             await self._job.fail(str(error))
             return
-        self._metrics.transactions.labels(type(intent.action).__name__.lower(), done.outcome.value).inc()
+        self._metrics.count_transaction(type(intent.action).__name__.lower(), done.outcome.value)
         if done.outcome is TxnOutcome.WON:
             count_checkpoints(self._metrics, intent.action, view)
             count_moves(self._metrics, intent.action)

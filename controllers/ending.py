@@ -15,6 +15,7 @@ from controllers.lost import Lost, lost_world
 from controllers.spreading import HOLDERS_GRACE_S, newest_is_away
 from controllers.turns import SETTLE_S
 from controllers.view import JobView
+from controllers.yielding import OF_SHARES
 from gcore.emulated.launch import remark
 from gcore.ledger.ancestry import resumable
 from gcore.ledger.job import JobPhase
@@ -80,7 +81,7 @@ def fruitless_rollbacks(view: JobView) -> int:
     for _, entry in sorted(view.log.items(), reverse=True):
         if entry.kind == "train":
             break
-        count += entry.kind == "rollback"
+        count += entry.kind == "rollback" and not entry.reason.startswith(OF_SHARES)
     return count
 
 
@@ -99,7 +100,7 @@ def is_complete(view: JobView) -> bool:
         view.is_over
         and head.step > 0
         and any(c.step == head.step for c in resumable(head, view.mirror.checkpoints.record.entries))
-        and (not view.spec.evaluates_after(head.step, last=True) or str(head.version) in view.mirror.evaluations)
+        and (not view.is_evaluated_after(head.step, last=True) or str(head.version) in view.mirror.evaluations)
     )
 
 

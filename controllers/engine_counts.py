@@ -21,6 +21,7 @@ async def counted(
 
     What judges write is no sample; their tokens are counted by the judge.
     """
+    metrics.engine_open.labels(pool).inc()
     begun, result = clock.monotonic(), "aborted"  # also of one that whoever asked gives up
     try:
         brought = await request
@@ -41,5 +42,6 @@ async def counted(
     else:
         return brought
     finally:
+        metrics.engine_open.labels(pool).dec()
         metrics.engine_requests.labels(pool, result).inc()
         metrics.engine_seconds.labels(pool).observe(max(clock.monotonic() - begun, 0.0))

@@ -18,7 +18,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +33,7 @@ from controllers.view import EngineView
 from gcore.clock import Clock, SystemClock
 from gcore.errors import EngineError, EngineUnreachable
 from gcore.metrics import Metrics
-from gcore.rollout.client import EngineClient
+from gcore.rollout.reaching import EngineReach, plain_reach
 from gcore.types import Version
 from gcore.worker.records import WorkerRecord
 
@@ -56,7 +56,7 @@ class EngineBook:
         self,
         changes: Changes,
         timeout_s: float,
-        connect: Callable[..., EngineClient] = EngineClient,
+        connect: EngineReach = plain_reach,
         *,
         clock: Clock | None = None,
         patience: EnginePatience | None = None,
@@ -119,7 +119,7 @@ class EngineBook:
                 self._changes.notify()
         for instance, worker in workers.items():
             if instance not in self._lines:
-                client = self._connect(f"http://{worker.address}", timeout_s=self._timeout_s)
+                client = self._connect(f"http://{worker.address}", timeout_s=self._timeout_s, instance=instance)
                 now = self._clock.monotonic()
                 view = EngineView(instance, worker.address, None)
                 self._lines[instance] = Line(client, view, pulse=Pulse(now))

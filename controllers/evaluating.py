@@ -6,7 +6,8 @@ one peer composes the evaluation, and the parts go. Greedy, or each response dra
 version, the set, the prompt and the number of the response: the same whoever asks.
 
 A response that its reward cannot score is not correct, is counted as not scored, and is told of: as in training, it does
-not end the job. Nothing is filtered here, and nothing decides when an evaluation is due (`gcore.config.spec`).
+not end the job. Nothing is filtered here, and nothing decides when an evaluation is due (`gcore.config.spec`, or a person who asks:
+`controllers.service.asking`).
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ class Evaluator:
         if mirror.head is None or mirror.status is None or mirror.status.record.phase.ended:
             return None
         version = mirror.head.record.version
-        due_now = self.material.spec.evaluates_after(version.step, last=view.is_over) and bool(self.plans)
+        due_now = view.is_evaluated_after(version.step, last=view.is_over) and bool(self.plans)
         return version if due_now and str(version) not in mirror.evaluations else None
 
     async def _take_part(self, work: _Round) -> None:
@@ -196,6 +197,8 @@ class Evaluator:
         work.complete_since = now if work.complete_since is None else work.complete_since
         if now - work.complete_since >= place * TURN_SECONDS:
             evaluation = compose(work.version, self.plans, parts, self._draws, self.material.spec.eval.show)
+            if not self.material.spec.evaluates_after(work.version.step, last=view.is_over):
+                evaluation = evaluation.model_copy(update={"asked": True})
             await self._book.conclude(evaluation)
 
     async def _deliver(self, version: Version, plan: PartPlan) -> bool:

@@ -72,7 +72,9 @@ def replanning(view: JobView) -> Iterator[Intent]:
     assert stored is not None
     moves = view.spec.placement.is_live
     plan = view.remembered.get(
-        "joined", (stored, view.nodes), lambda: joined(stored.record, snapshot(view), Wanted.by(view.spec), moves=moves)
+        "joined",
+        (stored, view.nodes, view.share),
+        lambda: joined(stored.record, snapshot(view), Wanted.by(view.spec), moves=moves),
     )
     if plan is not None and not view.is_over:
         topic = f"replan {plan.generation} {' '.join(sorted(view.nodes))}"
@@ -84,7 +86,7 @@ def moving_judges(view: JobView) -> Iterator[Intent]:
     loss of nodes without a rank is met here."""
     stored = view.mirror.plan
     assert stored is not None
-    plan = view.remembered.get("moved", (stored, view.nodes), lambda: _elsewhere(view, stored.record))
+    plan = view.remembered.get("moved", (stored, view.nodes, view.share), lambda: _elsewhere(view, stored.record))
     if plan is not None and not view.is_over and not lost_world(view):
         topic = f"move judges {plan.generation} {' '.join(sorted(view.nodes))}"
         yield Intent(Replan(plan), topic, view.turn(topic), after=AWAY_S)
@@ -119,7 +121,7 @@ def growth(view: JobView) -> str:
     """Why a larger world is worth its start, or nothing. Never twice without a step between, and not before every node that
     is there works on the job: a rank on one that still fetches the model would hold all the others up."""
     mirror = view.mirror
-    sources = (view.rules, mirror.plan, mirror.log, mirror.head, mirror.members, view.nodes, mirror.movings)
+    sources = (view.rules, mirror.plan, mirror.log, mirror.head, mirror.members, view.nodes, view.share, mirror.movings)
     return view.remembered.get("growth", sources, lambda: _growth(view))
 
 
@@ -226,8 +228,16 @@ def _names_of_head(view: JobView) -> tuple[StateName, ...]:
 
 def snapshot(view: JobView) -> Snapshot:
     """What may be placed on now."""
-    nodes = tuple(NodeSlots(record.name, record.slots, record.facts) for record in view.nodes.values())
-    return divided(Snapshot(nodes), sizes_of(view.spec))
+    return view.remembered.get("snapshot", (view.nodes, view.share), lambda: _snapshot(view))
+
+
+def _snapshot(view: JobView) -> Snapshot:
+    nodes = [NodeSlots(record.name, record.slots, record.facts) for record in view.nodes.values()]
+    if view.share is not None:
+        granted = view.share.share.granted
+        own = (replace(one, slots=tuple(s for s in one.slots if s in granted.get(one.node, ()))) for one in nodes)
+        nodes = [one for one in own if one.slots]
+    return divided(Snapshot(tuple(nodes)), sizes_of(view.spec))
 
 
 def models_of(mirror: JobMirror) -> ModelConfigs | None:

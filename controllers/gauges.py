@@ -13,18 +13,18 @@ from controllers.turns import Waits
 from controllers.view import JobView
 from controllers.waiting import Wait
 from gcore.ledger.mirror import JobMirror
+from gcore.ledger.placing import MoveKind
 from gcore.ledger.records import LogEntry
 from gcore.metrics import Metrics
+from gcore.metrics.steps import PHASES
 from gcore.store.types import WatchBatch
-
-PHASES = {"collect_s": "collect", "exchange_s": "exchange", "train_s": "train", "publish_s": "publish"}
 
 
 def show_flights(metrics: Metrics, mirror: JobMirror, holdings: Holdings, now: float) -> None:
     """What this peer has in flight and holds, and how old the oldest in flight is. `now`: the monotonic clock."""
     if mirror.job is None or mirror.head is None:
         return
-    job, head = mirror.job.record.name, mirror.head.record
+    job, head = mirror.job.record.full_name, mirror.head.record
     metrics.groups_in_flight.labels(job).set(len(holdings.in_flight))
     metrics.groups_offered.labels(job).set(len(holdings.offers))
     oldest = holdings.in_flight.oldest()
@@ -41,7 +41,7 @@ def show_waits(metrics: Metrics, mirror: JobMirror, waiting: Sequence[Wait], wai
     for wait in waiting:
         held = now - waits.since.get(wait.key, now)
         seconds[wait.cause] = max(seconds.get(wait.cause, 0.0), held)
-    metrics.show_waits(mirror.job.record.name, seconds)
+    metrics.show_waits(mirror.job.record.full_name, seconds)
 
 
 def count_checkpoints(metrics: Metrics, action: Action, view: JobView) -> None:
@@ -58,6 +58,8 @@ def count_checkpoints(metrics: Metrics, action: Action, view: JobView) -> None:
 def count_moves(metrics: Metrics, action: Action) -> None:
     """Count a move of the placement that was written."""
     if isinstance(action, Place):
+        for kind in MoveKind:
+            metrics.moves.labels(kind.value, action.proposal.move.state)
         metrics.moves.labels(action.proposal.move.kind.value, action.proposal.move.state).inc()
 
 
@@ -65,7 +67,7 @@ def show(metrics: Metrics, mirror: JobMirror, batch: WatchBatch, me: str) -> Non
     """Set the job's gauges, and count what `me` wrote in this batch. History that is only read again is not counted."""
     if mirror.job is None or mirror.head is None:
         return
-    job = mirror.job.record.name
+    job = mirror.job.record.full_name
     metrics.step.labels(job).set(mirror.head.record.step)
     metrics.lineage.labels(job).set(mirror.head.record.lineage)
     metrics.members.labels(job).set(len(mirror.members))

@@ -71,7 +71,7 @@ def place(view: JobView, world: str, *, generation: int, split: SplitPart | None
         stored = view.mirror.plan
         wanted = None if split is None else split_from(split)
         there, job = placeable(view), Moving.by(view.spec, models_of(view.mirror))
-        current = None if stored is None else stored.record
+        current = None if stored is None or stored.record.stands_still else stored.record
         plan = placed(
             there, job, world=world, generation=generation, current=current, wanted=wanted, pin=view.mirror.pin
         )

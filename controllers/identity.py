@@ -14,6 +14,8 @@ class Identity:
     incarnation: str
     address: str
     lease: int
+    peer_address: str = ""
+    """Where other nodes reach it, if that is elsewhere."""
 
 
 def new_incarnation(node: str) -> str:

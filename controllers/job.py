@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
+from controllers import quota
 from controllers.acting import Worlds, new_responding, new_worlds
 from controllers.booking import Booking
 from controllers.changes import Changes
@@ -29,6 +30,7 @@ from controllers.faults import FaultBook
 from controllers.gauges import show
 from controllers.hands import Hands
 from controllers.identity import Identity
+from controllers.job_groups import JobGroups
 from controllers.judge_counts import JudgeCounts
 from controllers.judge_engines import JudgeEngines
 from controllers.judges import open_judges
@@ -36,37 +38,47 @@ from controllers.material import rewards_of
 from controllers.ordering import EpochOrders
 from controllers.own_files import OwnFolder, OwnFolders
 from controllers.peer import JobPeer
+from controllers.placement_gauges import show_placement
 from controllers.planner import Planner
 from controllers.polling import own_loads
 from controllers.preparing import Preparation
 from controllers.producing import Producing
 from controllers.pulse import EnginePatience
+from controllers.quota import RunQuota
 from controllers.ranks import RankLinks
 from controllers.reading import Reading, beside
-from controllers.service.events import EventLog
+from controllers.service.events import EventLog, by_revision
+from controllers.sharing import change_claim
 from controllers.staff import Staff
 from controllers.staged import NOTHING_STAGED, StagedWeights
 from controllers.standing import JobStanding
 from controllers.stopwatch import Stopwatch
 from controllers.storage import away, is_apart, seen_here
+from controllers.store_gauges import JobSize
 from controllers.telling import telling
 from controllers.troubles import TroubleBook
 from controllers.turns import Waits
+from controllers.using import UsageBook
 from controllers.view import EngineView, JobView
+from gcore import logs
 from gcore.api.v1.placement_pb2 import LoadsReply
 from gcore.clock import Clock
 from gcore.config import JobSpec, NodeConfig, stored_spec
 from gcore.errors import GcoreError, StoreUnavailable
 from gcore.flows import find_filters, find_flow
 from gcore.ledger import transactions
+from gcore.ledger.books_file import BookLine
 from gcore.ledger.guarded import Ledger, Stored, TxnOutcome
 from gcore.ledger.job import JobPhase, JobStatus
 from gcore.ledger.placing import Moves
 from gcore.metrics import Metrics
+from gcore.otel import StepTraces
 from gcore.reward.pool import RewardPool
 from gcore.reward.scoring import Scorer
+from gcore.rollout.reaching import reach_by
 from gcore.schema import UnreadableRecord
 from gcore.store.types import Store, WatchBatch
+from gcore.tls.connecting import PLAIN, Connector
 from gcore.together import end_all
 from gcore.types import Version
 from placement.moves import Proposal
@@ -86,17 +98,27 @@ class JobRunner(JobStanding):
         clock: Clock,
         config: NodeConfig,
         folders: OwnFolders | None = None,
+        connector: Connector = PLAIN,
+        groups: JobGroups | None = None,
+        traces: StepTraces | None = None,
     ) -> None:
-        """`folders`: this node's own folders of runs, for jobs whose nodes share none; None: nobody else reads them."""
+        """`folders`: this node's own folders of runs, for jobs whose nodes share none; None: nobody else reads them. `traces`: where steps
+        are told as spans; None: nowhere."""
         super().__init__(uid, identity, cluster, changes)
         self._run_root = Path(config.run_root)
-        self._folders = folders or OwnFolders()
+        self._folders = folders or OwnFolders(connector)
+        self._connector = connector
+        self._reach = reach_by(connector)
         self._store = store
         self._metrics = metrics
         self._clock = clock
         self._cache_dir = Path(config.home) / "cache"
-        self._staff = Staff(config, clock)
+        self._staff = Staff(config, clock, connector, groups)
+        self._groups = groups
+        self._disk_gib = config.limits.disk_gib
+        self._traces = traces
         self.events = EventLog(self.keys)
+        self._size = JobSize()
         self._faults = FaultBook(store, self.keys, identity.node)
         self.troubles = TroubleBook(store, self.keys, identity.node, clock)
         self._rewards: RewardPool | None = None
@@ -108,15 +130,21 @@ class JobRunner(JobStanding):
         self.closed = False
         """Whether nothing more will be heard here."""
         self.stopwatch = Stopwatch()
-        self._booking = Booking(store, self.keys, identity.node, identity.lease, metrics, clock)
+        self._booking = Booking(
+            store, self.keys, identity.node, identity.lease, metrics, clock, self._reach, self._trace
+        )
         self._held_back: Callable[[], bool] = lambda: False
         self.waits = Waits({})
-        self._ranks = RankLinks(clock, changes.notify)
+        self._ranks = RankLinks(clock, changes.notify, connector)
         self._deeds = Deeds(self, metrics, clock)
         home = Path(config.home)
         self._reading = Reading(identity, home, store, self.keys, lambda: self.mirror, changes, clock)
         self._orders: EpochOrders | None = None
         self._planner: Planner | None = None
+
+    def _trace(self, line: BookLine) -> None:
+        if self._traces is not None and self.mirror.job is not None:
+            self._traces.tell(self.mirror.job.record.full_name, self.uid, line)
 
     async def withdraw(self) -> None:
         """Be no member of a job that cannot be worked on here, so that the others do not count on this controller."""
@@ -137,6 +165,7 @@ class JobRunner(JobStanding):
 
     async def run(self) -> None:
         """Until the job has ended."""
+        logs.about(self._told_in_logs)
         watching = asyncio.create_task(self._watch(), name=f"watch {self.uid}")
         try:
             while self.mirror.job is None or self.mirror.status is None:
@@ -149,12 +178,20 @@ class JobRunner(JobStanding):
         finally:
             self.closed, self.is_working = True, False
             if self.mirror.job is not None:
-                self._metrics.forget_job(self.mirror.job.record.name)
+                self._metrics.forget_job(self.mirror.job.record.full_name)
             self.changes.notify()
             watching.cancel()
             await self._deeds.stop()
             await self._reading.stop()
             await self._ranks.close()
+
+    def _told_in_logs(self) -> dict[str, object]:
+        told: dict[str, object] = {"job": self.uid}
+        if self.mirror.job is not None:
+            told["job_name"] = self.mirror.job.record.full_name
+        if self.mirror.head is not None:
+            told["step"] = self.mirror.head.record.step
+        return told
 
     async def _unless(self, watching: asyncio.Task[None], work: object) -> None:
         """Await `work`, and fail with the watch if that fails first."""
@@ -173,20 +210,26 @@ class JobRunner(JobStanding):
             self.changes.notify()
 
     def _note(self, batch: WatchBatch) -> None:
-        before = self.mirror
-        self.mirror = seen_here(before.fold(batch), self._run_root)
+        before, wall = self.mirror, self._clock.wall()
+        for one in by_revision(batch):
+            so_far = self.mirror
+            self.mirror = seen_here(so_far.fold(one), self._run_root)
+            self.events.note(so_far, one, self.mirror, wall)
         for key in self.mirror.unreadable.keys() - before.unreadable.keys():
             sentence = f"{self.mirror.unreadable[key].why}; it is as if it were not there"
             self.troubles.note(f"record-{self.node}", sentence)
         self._reading.note(self.mirror, self.holdings)
         self._prune(before)
-        self.events.note(before, batch, self.mirror, self._clock.wall())
         self.stopwatch.note(before, self.mirror, self._clock.monotonic())
         if self.mirror.head is not None:
             self._booking.head_moved(self.mirror.head.record.version)
         if self._planner is not None:
             self._planner.note(before, self.mirror)
         show(self._metrics, self.mirror, batch, self._identity.incarnation)
+        show_placement(self._metrics, before, self.mirror)
+        self._size.note(batch)
+        if self.mirror.job is not None:
+            self._size.show(self._metrics, self.mirror.job.record.full_name)
 
     async def _work(self) -> None:
         assert self.mirror.job is not None
@@ -196,28 +239,35 @@ class JobRunner(JobStanding):
         self._engines = EngineBook(
             self.changes,
             rollout.timeout_s,
+            self._reach,
             clock=self._clock,
             patience=patience,
             metrics=self._metrics,
             told_every=rollout.told_every,
             rows=rollout.batch_slots,
         )
-        self._judge_engines = JudgeEngines(spec, self.uid, self.me, self.changes, self._clock, self._metrics)
+        self._judge_engines = JudgeEngines(
+            spec, self.uid, self.me, self.changes, self._clock, self._metrics, self._reach
+        )
         self._external_judges = self._new_external(spec)
         self._spec = spec
         self._rules = self._rules_or_none()
         self.is_working = True
         head = self.mirror.head.record.version if self.mirror.head is not None else None
-        await self._booking.begin(spec, Path(self.mirror.job.record.run_dir), head)
+        job = self.mirror.job.record
+        usage = UsageBook(self._store, job, self.node, self._clock)
+        await self._booking.begin(spec, Path(job.run_dir), head, usage)
+        group = await asyncio.to_thread(self._group)
         rewards = RewardPool(
             rewards_of(spec),
             spec.scoring,
             self._clock,
             lambda error: self._faults.note(str(error), error.trace),
             lambda news: self.troubles.note(f"reward-{self.node}", news),
+            group=group,
         )
         self._rewards = rewards
-        worlds = self._worlds = new_worlds(spec, self._clock, self._faults.note)
+        worlds = self._worlds = new_worlds(spec, self._clock, self._faults.note, group)
         try:
             await self._work_on(spec, rewards, worlds)
         finally:
@@ -281,7 +331,7 @@ class JobRunner(JobStanding):
         )
         run_dir = Path(self.mirror.job.record.run_dir)
         staged = self._staged_weights = self._new_staged(run_dir)
-        planner = self._planner = Planner(self, material.spec, self._clock, run_dir)
+        planner = self._planner = Planner(self, material.spec, self._clock, run_dir, self._connector)
         books = beside(self._booking.run(), f"books {self.uid}")
         try:
             async with asyncio.TaskGroup() as group:
@@ -294,6 +344,8 @@ class JobRunner(JobStanding):
                     "collectives": collectives.answer_others(),
                     "external": external.run(),
                 } | ({"placement": planner.run()} if material.spec.placement.is_live else {})
+                if self._disk_gib is not None:
+                    work["quota"] = self._quota(run_dir, self._disk_gib).run()
                 tasks = [group.create_task(one, name=f"{name} {self.uid}") for name, one in work.items()]
                 await self.changes.until(self._ended)
                 for task in tasks:
@@ -414,6 +466,19 @@ class JobRunner(JobStanding):
             memory_dir=self._staff.memory_dir(self.uid),
             judges=self._judge_engines,
         )
+
+    def _quota(self, run_dir: Path, disk_gib: float) -> RunQuota:
+        def show(found: quota.Standing) -> None:
+            self._reading.samples.has_room = found.level is quota.Level.FREE
+            self.troubles.note(f"{quota.TOPIC}-{self.node}", found.sentence)
+
+        return RunQuota(run_dir, disk_gib, lambda: len(self.mirror.members), show, self._pause, self._clock)
+
+    async def _pause(self) -> None:
+        await change_claim(self._store, self.uid, lambda claim: claim.model_copy(update={"paused": True}))
+
+    def _group(self) -> str:
+        return "" if self._groups is None else self._groups.group_of(self.uid)
 
     def _own_folder(self) -> OwnFolder | None:
         assert self.mirror.job is not None

@@ -43,6 +43,8 @@ class JudgeCounts:
 
     def begun(self, judge: str) -> None:
         """A question is put."""
+        if judge not in self._open:
+            self._metrics.know_judge(judge)
         self._open[judge] += 1
         self._metrics.judge_open.labels(judge).set(self._open[judge])
 

@@ -30,7 +30,8 @@ from gcore.prompts.long_texts import TooLong, aside, check_length
 from gcore.prompts.render import PromptRenderer
 from gcore.reward.generative.asking import Answer
 from gcore.reward.generative.errors import JudgeAway, JudgeError, unanswered
-from gcore.rollout.client import EngineClient, SamplingParams
+from gcore.rollout.client import SamplingParams
+from gcore.rollout.reaching import EngineReach, plain_reach
 from gcore.together import end_all
 from gcore.worker.records import WorkerRecord
 
@@ -53,7 +54,7 @@ class JudgeEngines:
         changes: Changes,
         clock: Clock,
         metrics: Metrics,
-        connect: Callable[..., EngineClient] = EngineClient,
+        connect: EngineReach = plain_reach,
     ) -> None:
         """`me`: this incarnation, for an engine takes no two requests of the same name, and all controllers ask it."""
         self._uid = uid

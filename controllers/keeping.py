@@ -54,6 +54,8 @@ class SampleKeeper:
         self._ready: deque[tuple[Version, tuple[_Held, ...]]] = deque(maxlen=MOST_WAITING)
         self._changes = Changes()
         self._run_dir = Path()
+        self.has_room = True
+        """Whether the run's folder is to take more samples."""
 
     def open(self, spec: JobSpec, stream: PromptStream, run_dir: Path) -> None:
         """From here on prompts can be looked up."""
@@ -66,7 +68,7 @@ class SampleKeeper:
         for stored in mirror.seals.values():
             seal = stored.record
             sealed = seal.state in (SealState.SEALED, SealState.READY)
-            if sealed and seal.token not in self._held and self._spec.samples.due(seal.step):
+            if self.has_room and sealed and seal.token not in self._held and self._spec.samples.due(seal.step):
                 self._held[seal.token] = tuple(self._mine(seal, holdings))
         if not self._held:
             return

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from controllers.actions import Intent, Lead, Place, TellMoves
 from controllers.view import JobView
+from controllers.yielding import is_suspended
 from gcore import schema
 from gcore.ledger.job import SLEEP_CAME
 from gcore.ledger.placing import Move, MoveKind, Pin
@@ -27,6 +28,8 @@ def moves_slots(view: JobView) -> bool:
 def leads(view: JobView) -> bool:
     """Whether this controller plans."""
     leader = view.mirror.leader
+    if is_suspended(view):
+        return False
     return moves_slots(view) and leader is not None and leader.record.incarnation == view.me and not view.leaving
 
 

@@ -23,6 +23,7 @@ from gcore.config import JobSpec
 from gcore.ledger.job import Plan
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.placing import NEWEST_MOVES, MoveKind
+from gcore.tls.connecting import PLAIN, Connector
 from placement.assign import assigned
 from placement.live import Moving
 from placement.loads import Loads, is_settled, lending, present, wanted
@@ -43,13 +44,22 @@ SETTLE_S, WORLD_SETTLE_S = 60.0, 600.0
 class Lender:
     """Of one job, on the controller that plans, for one incarnation."""
 
-    def __init__(self, spec: JobSpec, uid: str, moving: Moving, rows: Rows, clock: Clock, history: StepHistory) -> None:
+    def __init__(
+        self,
+        spec: JobSpec,
+        uid: str,
+        moving: Moving,
+        rows: Rows,
+        clock: Clock,
+        history: StepHistory,
+        connector: Connector = PLAIN,
+    ) -> None:
         self._spec = spec
         self._moving = moving
         self._rows = rows
         self._clock = clock
         self._history = history
-        self._polling = Polling(uid, clock)
+        self._polling = Polling(uid, clock, connector)
         self._paces: Paces | None = None
         self._forgone = Forgone()
         self._settled = 0

@@ -1,6 +1,6 @@
 """One life of a daemon, which is one incarnation: from a granted lease to its loss.
 
-It registers its node, listens to who else is there and which jobs have not ended, and has a runner for each of these. What only
+It registers its node (`controllers.registering`), listens to who else is there and which jobs have not ended, and has a runner for each of these. What only
 jobs need (data, tokens, engines' clients) is imported with the first job, in a thread, so that a daemon without one is small
 and quickly there, and its lease is renewed meanwhile.
 """
@@ -12,33 +12,25 @@ import contextlib
 import functools
 import importlib
 import logging
-import os
 import signal
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from controllers.belongings import Addresses, Belongings
 from controllers.changes import Changes
 from controllers.cluster import ClusterMirror
 from controllers.footprint import give_back
 from controllers.identity import Identity, new_incarnation
-from controllers.machine import node_facts
-from controllers.own_files import OwnFolders
+from controllers.job_gauges import jobs_shown
+from controllers.registering import Registration
 from controllers.retaking import work_on
-from controllers.versions import version_for
-from gcore.clock import Clock
-from gcore.config import NodeConfig
+from controllers.sharing import Sharing
+from controllers.speaking import speak_newer
 from gcore.errors import LeaseLost, StoreUnavailable
-from gcore.fault_points import At, point
-from gcore.ledger.facts import NodeFacts
-from gcore.ledger.job import NodeRecord
-from gcore.metrics import Metrics
-from gcore.schema import NEWEST_VERSION, SCHEMA_VERSION, speak, spoken
-from gcore.store import keys
 from gcore.store.session import Session
-from gcore.store.types import Compare, Put, Store
+from gcore.store.types import Store
 from gcore.weights.copies import sweep_memory
 from gcore.worker.process import send_signal
 
@@ -48,51 +40,29 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.5
-WAITS_FOR_ANOTHER = (
-    "%s is registered by another life of it, under lease %x, whose end is waited for; if it does not end, another daemon "
-    "has this node's name"
-)
-
-
-@dataclass
-class Belongings:
-    """What a daemon keeps from one life to the next."""
-
-    config: NodeConfig
-    clock: Clock
-    metrics: Metrics = field(default_factory=Metrics)
-    folders: OwnFolders = field(default_factory=OwnFolders)
-    runners: dict[str, JobRunner] = field(default_factory=dict)
-    """Of the jobs that this life works on, by uid."""
-    spoken: int = 0
-    """The schema version that is written; 0: it is not known yet which everybody reads."""
-    facts: NodeFacts | None = None
-    """What the node is."""
-    looked: bool = False
-    """Whether that was looked at: once."""
 
 
 class Life:
-    """Of one daemon. `address` and `metrics_address` are told to everybody; `ready` is called when that has been done, and when
-    it is over."""
+    """Of one daemon. `addresses` are told to everybody. `ready` is told whether the daemon can work, with a
+    sentence, whenever that changes: it can while its lease surely lives and its node is registered."""
 
     def __init__(
         self,
         own: Belongings,
         store: Store,
-        address: str,
-        metrics_address: str,
-        ready: Callable[[bool], Awaitable[None]],
+        addresses: Addresses,
+        ready: Callable[[bool, str], Awaitable[None]],
     ) -> None:
         self._own = own
         self._config = own.config
         self._clock = own.clock
         self._store = store
-        self._address = address
-        self._metrics_address = metrics_address
+        self._addresses = addresses
         self._ready = ready
         self._changes = Changes()
         self._cluster = ClusterMirror(store, self._changes)
+        self._shown: tuple[object, object] = (None, None)
+        """Of which claims and shares the metrics are."""
 
     async def run(self) -> None:
         """Until the lease is lost, or could not be had."""
@@ -101,110 +71,60 @@ class Life:
             session = await Session.open(self._store, ttl=lease.ttl_s, interval_s=lease.tick_s, clock=self._clock)
         except StoreUnavailable as error:
             log.warning("%s", error)
+            await self._ready(False, f"waits for the store: {error}")
             await self._clock.sleep(RETRY_S)
             return
-        identity = Identity(self._config.node, new_incarnation(self._config.node), self._address, session.lease)
+        node, at = self._config.node, self._addresses
+        identity = Identity(node, new_incarnation(node), at.people, session.lease, at.peers)
         log.info("%s begins", identity.incarnation)
-        cluster = self._cluster
+        own, cluster = self._own, self._cluster
+        own.metrics.lives.inc()
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(session.run(), name="lease")
-                group.create_task(cluster.watch_nodes(), name="watch nodes")
-                group.create_task(cluster.watch_workers(), name="watch workers")
-                group.create_task(cluster.watch_schemas(), name="watch schemas")
-                group.create_task(cluster.watch_active(), name="watch jobs")
-                group.create_task(self._register(identity), name="register")
+                for prefix, watch in cluster.watches.items():
+                    group.create_task(watch(), name=f"watch {prefix}")
+                group.create_task(self._speak(), name="schema version")
+                sharing = Sharing(self._config.node, self._store, cluster, self._changes, self._clock)
+                group.create_task(sharing.run(), name="shares")
+                registration = Registration(own, self._store, identity, at.metrics, self._changes, session, self._ready)
+                group.create_task(registration.run(), name="register")
+                group.create_task(registration.watch_readiness(), name="readiness")
+                group.create_task(own.health.run(cluster, self._changes), name="slots")
                 group.create_task(self._run_jobs(identity), name="jobs")
         except* LeaseLost:
             log.warning("%s lost its lease; a new incarnation begins", identity.incarnation)
         finally:
             self._own.runners.clear()
-            await self._ready(False)
+            await self._ready(False, "has no lease")
             # On a clean end peers need not wait for the lease to run out.
             with contextlib.suppress(StoreUnavailable):
                 await session.close()
 
-    async def _register(self, identity: Identity) -> None:
-        """Put the node's registration in place, after an earlier life's has gone; then say that the daemon is ready.
-
-        It is written anew when another schema version is spoken: the version after that must be able to read it.
-        """
-        config, store = self._config, self._store
-        if not self._own.looked:
-            self._own.facts, self._own.looked = await node_facts(config.slots, config.host_memory_gib), True
-        record = NodeRecord(
-            name=config.node,
-            incarnation=identity.incarnation,
-            address=identity.address,
-            metrics_address=self._metrics_address,
-            slots=config.slots,
-            pid=os.getpid(),
-            started=self._clock.wall(),
-            sglang=config.sglang_python is not None,
-            facts=self._own.facts,
-        )
-        key = keys.node(config.node)
-        # First of all who else is there, and in which version they are to be spoken to.
-        await self._changes.until(lambda: self._cluster.is_complete)
-        self._speak()
-        waited_for = 0
-        reads = Put(keys.schema(config.node), str(SCHEMA_VERSION).encode(), lease=identity.lease)
+    async def _speak(self) -> None:
+        """Write what every node of the cluster reads, and never an older version again."""
+        own, cluster, store, changes = self._own, self._cluster, self._store, self._changes
         while True:
-            with contextlib.suppress(StoreUnavailable):
-                put = Put(key, record.encode(), lease=identity.lease)
-                point(At.NODE, "before")
-                result = await store.transact((Compare(key, 0),), (put, reads))
-                point(At.NODE, "after")
-                if result.won:
-                    break
-                holder = await store.get(key)
-                if holder is not None and holder.lease == identity.lease:
-                    break
-                if holder is not None and holder.lease != waited_for:
-                    waited_for = holder.lease
-                    log.warning(WAITS_FOR_ANOTHER, config.node, waited_for)
-            await self._clock.sleep(RETRY_S)
-        await self._ready(True)
-        written = spoken()
-        while True:
-            await self._changes.until(functools.partial(_speaks_other_than, written))
-            with contextlib.suppress(StoreUnavailable):
-                own = await store.get(key)
-                compare = Compare(key, own.mod_revision if own is not None else 0)
-                version = spoken()
-                if (await store.transact((compare,), (Put(key, record.encode(), lease=identity.lease),))).won:
-                    written = version
-                    continue
-            await self._clock.sleep(RETRY_S)
-
-    def _speak(self) -> bool:
-        """Write what every node of the cluster reads; whether that is another version than before. Never an older one: what
-        stands there could not be taken back, and that a node is heard of before what it reads is no reason."""
-        version = version_for(self._cluster.nodes.keys() - {self._config.node}, self._cluster.reads)
-        if version <= self._own.spoken:
-            return False
-        speak(version)
-        log.info("writes schema version %d of %d from now on", version, NEWEST_VERSION)
-        self._own.spoken = version
-        return True
+            own.spoken = await speak_newer(own.spoken, self._config.node, cluster, store, changes, self._clock)
+            changes.notify()
 
     async def _run_jobs(self, identity: Identity) -> None:
         """A runner for every job that has not ended; workers of jobs that have are stopped."""
         cluster = self._cluster
         # A job looked at before the workers were heard of would seem to have lost all of them.
-        await self._changes.until(lambda: cluster.is_complete)
+        await self._changes.until(lambda: cluster.is_complete and self._own.spoken > 0)
         running: dict[str, asyncio.Task[None]] = {}
         asked: set[str] = set()
         swept: frozenset[str] | None = None
         async with asyncio.TaskGroup() as group:
             while True:
-                if self._speak():
-                    self._changes.notify()
+                seen = self._changes.count
                 self._forget_ended(running)
                 self._show()
-                if cluster.active - running.keys():
+                due = cluster.working - running.keys()
+                if due:
                     await asyncio.to_thread(importlib.import_module, "controllers.job")
-                for uid in cluster.active - running.keys():
+                for uid in due:
                     begin = functools.partial(self._begin, uid, identity)
                     is_active = functools.partial(self._is_active, uid)
                     running[uid] = group.create_task(work_on(begin, is_active, self._changes), name=f"job {uid}")
@@ -216,7 +136,9 @@ class Life:
                     swept = cluster.active
                     memory = Path(self._config.memory_dir)
                     await asyncio.to_thread(sweep_memory, memory, self._config.home, self._config.node, swept)
-                await self._changes.wait()
+                    await asyncio.to_thread(self._own.groups.sweep, swept)
+                if self._changes.count == seen:  # or something has changed while threads were waited for
+                    await self._changes.wait()
 
     # Small methods on purpose: a variable of the loop above would keep the last job's memory.
 
@@ -229,7 +151,18 @@ class Life:
 
         own = self._own
         return JobRunner(
-            uid, identity, self._store, self._cluster, Changes(), own.metrics, self._clock, self._config, own.folders
+            uid,
+            identity,
+            self._store,
+            self._cluster,
+            Changes(),
+            own.metrics,
+            self._clock,
+            self._config,
+            own.folders,
+            own.connector,
+            groups=own.groups,
+            traces=own.traces,
         )
 
     def _is_active(self, uid: str) -> bool:
@@ -239,6 +172,10 @@ class Life:
         cluster = self._cluster
         mine = [worker for worker in cluster.workers.values() if worker.node == self._config.node]
         self._own.metrics.show_cluster(len(cluster.nodes), Counter((worker.role, worker.state) for worker in mine))
+        self._own.metrics.show_slots(len(self._config.slots), len(self._own.health.sick))
+        if self._shown[0] is not cluster.claims or self._shown[1] is not cluster.shares:
+            self._shown = cluster.claims, cluster.shares
+            self._own.metrics.show_jobs(*jobs_shown(cluster.claims, cluster.working, cluster.shares))
 
     def _forget_ended(self, running: dict[str, asyncio.Task[None]]) -> None:
         ended = [uid for uid, task in running.items() if task.done() and not self._is_active(uid)]
@@ -258,7 +195,3 @@ class Life:
                 asked.add(worker.instance)
                 log.info("stop %s: its job has ended", worker.instance)
                 send_signal(worker.process, signal.SIGTERM)
-
-
-def _speaks_other_than(version: int) -> bool:
-    return spoken() != version

@@ -13,10 +13,10 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from controllers.children import is_cuda
 from gcore.emulated.launch import is_emulated
 from gcore.host_memory import host_memory
 from gcore.ledger.facts import NodeFacts, SlotFacts
+from gcore.slots import is_cuda
 
 log = logging.getLogger(__name__)
 

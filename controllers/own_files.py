@@ -13,6 +13,7 @@ from controllers.peer_files import PeerFiles
 from gcore.errors import GcoreError
 from gcore.ledger import archive, books_file, receipts
 from gcore.samples import folder as samples
+from gcore.tls.connecting import PLAIN, Connector
 from gcore.types import Version
 
 RECORDS = (archive.FOLDER, archive.EVALUATIONS, receipts.FOLDER)
@@ -35,13 +36,19 @@ class OwnFolder:
 class OwnFolders:
     """All of a node's, by job: who writes there and who reads for people go through the same one."""
 
-    def __init__(self) -> None:
+    def __init__(self, connector: Connector = PLAIN) -> None:
+        self._connector = connector
         self._known: dict[str, OwnFolder] = {}
+
+    @property
+    def connector(self) -> Connector:
+        """What other nodes are reached with."""
+        return self._connector
 
     def of(self, uid: str, run_dir: Path) -> OwnFolder:
         """A job's, made at the first call."""
         if uid not in self._known:
-            self._known[uid] = OwnFolder(PeerFiles(uid, run_dir, owner=uuid.uuid4().hex[:8]))
+            self._known[uid] = OwnFolder(PeerFiles(uid, run_dir, owner=uuid.uuid4().hex[:8], connector=self._connector))
         return self._known[uid]
 
 

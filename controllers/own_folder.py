@@ -25,6 +25,7 @@ from gcore.fault_points import At, point
 from gcore.ledger import archive, receipts, transactions
 from gcore.ledger.guarded import Stored, TxnOutcome
 from gcore.ledger.node_folder import HeldCheckpoint, NodeFolder
+from gcore.ledger.remains import left_in
 from gcore.schema import UnreadableRecord
 from gcore.store.types import KeyValue
 from gcore.weights.layout import (
@@ -108,7 +109,11 @@ async def say_folder(view: JobView, hands: Hands, own: OwnFolder, **said: object
     found = await asyncio.to_thread(_lying, hands.run_dir)
     kv = await hands.store.get(key)
     known = None if kv is None else _read(kv)
-    before = known if known is not None and known.by == view.me else NodeFolder(node=view.node, by=view.me)
+    if known is not None and known.by == view.me:
+        before = known
+    else:
+        left = await asyncio.to_thread(left_in, hands.run_dir)
+        before = NodeFolder(node=view.node, by=view.me, entry=left.entry)
     checkpoints = tuple(one for one in found if (one.version, one.digest) not in own.damaged)
     now = before.model_copy(update={"lineage": view.head.lineage, "checkpoints": checkpoints, **said})
     sentence = f"{view.node} has {len(checkpoints)} checkpoints in its folder"

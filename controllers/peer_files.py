@@ -24,6 +24,7 @@ from gcore.api.v1 import files_pb2_grpc
 from gcore.atomic import DiskFull, sweep, sync, whole_folder
 from gcore.errors import GcoreError
 from gcore.rpc_schema import VersionedStub
+from gcore.tls.connecting import PLAIN, Connector
 
 DRAFTS = ".fetched"
 """In the run's folder: what is not whole yet."""
@@ -53,6 +54,7 @@ class PeerFiles:
     run_dir: Path
     owner: str
     silent_s: float = SILENT_S
+    connector: Connector = PLAIN
     _writing: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Files that grow have one writer at a time."""
 
@@ -141,9 +143,9 @@ class PeerFiles:
     @contextlib.asynccontextmanager
     async def _peer(self, address: str) -> AsyncIterator[Any]:
         options = [("grpc.max_receive_message_length", MESSAGE_BYTES)]
-        async with grpc.aio.insecure_channel(address, options=options) as channel:
+        async with self.connector.channel(address, options) as channel:
             try:
-                yield VersionedStub(files_pb2_grpc.FilesStub(channel))
+                yield VersionedStub(files_pb2_grpc.FilesStub(channel), more=self.connector.metadata(address))
             except grpc.aio.AioRpcError as error:
                 raise NotFetched(f"{address} does not give it ({error.details() or error.code().name})") from error
 

@@ -28,6 +28,7 @@ from gcore.config import JobSpec
 from gcore.ledger.job import Plan
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.placing import MoveKind, Moves
+from gcore.tls.connecting import PLAIN, Connector
 from gcore.types import Version
 from placement.live import Moving
 from placement.moves import Deciding, Proposal, with_outcomes, with_unasked
@@ -65,7 +66,7 @@ class Planned(Protocol):
 class Planner:
     """Of one job, on one controller, for one incarnation."""
 
-    def __init__(self, job: Planned, spec: JobSpec, clock: Clock, run_dir: Path) -> None:
+    def __init__(self, job: Planned, spec: JobSpec, clock: Clock, run_dir: Path, connector: Connector = PLAIN) -> None:
         self._job = job
         self._spec = spec
         self._clock = clock
@@ -74,7 +75,7 @@ class Planner:
         self._rows = rows_of(spec)
         self._history = StepHistory.of(spec.served_judges)
         self._next = NextSplit(spec, self._moving, self._rows, self._history)
-        self._lender = Lender(spec, job.uid, self._moving, self._rows, clock, self._history)
+        self._lender = Lender(spec, job.uid, self._moving, self._rows, clock, self._history, connector)
         self._staying = Staying(clock)
         self._decided: Version | None = None
         self._stood: tuple[object, ...] = ()

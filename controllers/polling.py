@@ -20,6 +20,7 @@ from gcore.api.v1 import placement_pb2_grpc
 from gcore.clock import Clock
 from gcore.ledger.job import NodeRecord
 from gcore.rpc_schema import VersionedStub
+from gcore.tls.connecting import PLAIN, Connector
 from placement.loads import EngineLoad, Loads
 
 ANSWER_S = 2.0
@@ -66,7 +67,9 @@ async def own_loads(view: JobView, engines: EngineBook, judges: JudgeEngines | N
 class Polling:
     """Asks all controllers of a cluster. Close it."""
 
-    def __init__(self, uid: str, clock: Clock) -> None:
+    def __init__(self, uid: str, clock: Clock, connector: Connector = PLAIN) -> None:
+        self._connector = connector
+        self._generation = connector.generation
         self._uid = uid
         self._clock = clock
         self._told: dict[str, tuple[float, pb.LoadsReply]] = {}
@@ -78,7 +81,10 @@ class Polling:
 
     async def loads(self, nodes: Mapping[str, NodeRecord]) -> Loads:
         """Of all engines, as far as their controllers answer."""
-        addresses = {record.address for record in nodes.values() if record.address}
+        addresses = {record.for_peers for record in nodes.values() if record.for_peers}
+        if self._generation != self._connector.generation:  # what is open goes on with a certificate that ends
+            self._generation = self._connector.generation
+            await self.close()
         for gone in self._channels.keys() - addresses:
             await self._channels.pop(gone).close()
         found = await asyncio.gather(*map(self._ask, sorted(addresses)))
@@ -98,7 +104,7 @@ class Polling:
         return Loads(tuple(engines.values()), unseated, tokens, foreseen)
 
     async def _ask(self, address: str) -> pb.LoadsReply | None:
-        channel = self._channels.get(address) or self._channels.setdefault(address, grpc.aio.insecure_channel(address))
+        channel = self._channels.get(address) or self._channels.setdefault(address, self._connector.channel(address))
         stub: Any = VersionedStub(placement_pb2_grpc.PlacementStub(channel))  # type: ignore[no-untyped-call]
         with contextlib.suppress(grpc.aio.AioRpcError):
             reply: pb.LoadsReply = await stub.Loads(pb.LoadsRequest(job_uid=self._uid), timeout=ANSWER_S)

@@ -25,6 +25,7 @@ from gcore.errors import GcoreError
 from gcore.ledger.records import Seal
 from gcore.rpc_schema import VersionedStub
 from gcore.schema import READABLE, SCHEMA_VERSION
+from gcore.tls.connecting import PLAIN, Connector
 from gcore.train.feed_state import WorldName
 from gcore.train.messages import (
     CHUNK_BYTES,
@@ -59,12 +60,15 @@ class _Line:
     address: str
     channel: grpc.aio.Channel
     task: asyncio.Task[None]
+    generation: int
+    """Of the certificates with which it was made."""
 
 
 class RankLinks:
     """Lines to the ranks of the current world. `aim` says which those are."""
 
-    def __init__(self, clock: Clock, on_change: Callable[[], None]) -> None:
+    def __init__(self, clock: Clock, on_change: Callable[[], None], connector: Connector = PLAIN) -> None:
+        self._connector = connector
         self._clock = clock
         self._on_change = on_change
         self._world: WorldName | None = None
@@ -89,14 +93,19 @@ class RankLinks:
             for rank in list(self._lines):
                 self._drop(rank)
         for rank in list(self._lines):
-            if addresses.get(rank) != self._lines[rank].address:
+            if addresses.get(rank) != self._lines[rank].address or self._is_outdated(self._lines[rank]):
                 self._drop(rank)
         for rank, address in addresses.items():
             if rank not in self._lines and world is not None:
-                channel = grpc.aio.insecure_channel(address)
+                channel = self._connector.channel(address)
                 task = asyncio.create_task(self._listen(world, rank, channel), name=f"rank {rank}")
                 task.add_done_callback(self._heard_out)
-                self._lines[rank] = _Line(address, channel, task)
+                self._lines[rank] = _Line(address, channel, task, self._connector.generation)
+
+    def _is_outdated(self, line: _Line) -> bool:
+        """Whether it cannot connect any more as it was made: certificates have changed since. What stands goes on."""
+        broken = line.channel.get_state() is not grpc.ChannelConnectivity.READY
+        return broken and line.generation != self._connector.generation
 
     def raise_defect(self) -> None:
         """Nobody would hear of the rank any more, and the step be waited for for ever: that must not end in silence."""

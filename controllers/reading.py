@@ -106,9 +106,9 @@ class Reading:
         assert mirror.job is not None
         run_dir, me = Path(mirror.job.record.run_dir), self._identity.incarnation
         await self._clock.sleep(COPY_TURN_S * turn(mirror.members, me, "copy"))
-        if await asyncio.to_thread(store_copy.is_left, run_dir):
-            return
         try:
+            if await asyncio.to_thread(store_copy.is_left, run_dir, mirror.head.record if mirror.head else None):
+                return
             listing = await self._store.list(self._keys.prefix)
             await asyncio.to_thread(store_copy.leave, run_dir, me, mirror.keys.uid, listing)
         except (StoreUnavailable, OSError) as error:  # whoever audits it later leaves one

@@ -23,7 +23,10 @@ from gcore.ledger.digests import digest_of
 from gcore.ledger.guarded import Stored, Transaction, TxnOutcome
 from gcore.ledger.job import Plan
 from gcore.ledger.records import Checkpoint, LogEntry
+from gcore.ledger.remains import left_in
+from gcore.ledger.share_transactions import keeping_to
 from gcore.ledger.tally import NOTHING
+from gcore.schema import spoken
 from gcore.weights.layout import CheckpointDamaged, highest_lineage, manifest_digest, verify_checkpoint
 
 log = logging.getLogger(__name__)
@@ -32,6 +35,8 @@ DAMAGED = "damaged"
 """What the last trouble with a registered checkpoint is called in the store."""
 AWAY = "mount"
 """And that with a folder that this node does not see any more."""
+LEFT_OUT_CAME = 2
+"""The schema version in which an entry can say that numbers were left out before it."""
 
 
 async def roll_back(action: Rollback, view: JobView, hands: Hands) -> Applied:
@@ -42,13 +47,22 @@ async def roll_back(action: Rollback, view: JobView, hands: Hands) -> Applied:
     head = slots(view).head.record
     world = new_world()
     try:
-        plan = place(view, world, generation=mirror.plan.record.generation + 1, split=action.split)
+        generation = mirror.plan.record.generation + 1
+        if action.stands_still:
+            plan = Plan(
+                generation=generation, world=world, ranks=(), engines=(), reason=action.reason, stands_still=True
+            )
+        else:
+            plan = place(view, world, generation=generation, split=action.split)
     except SpecError as error:
         # Nodes that are away may come back: a job that fitted once does not fail for want of them.
         return Applied(TxnOutcome.STALE, f"rollback: {error}")
     reason = action.reason
-    seen = max(lineages_seen(view), await asyncio.to_thread(highest_lineage, hands.run_dir))
-    state = state_at_hand(view, frozenset(rank.node for rank in plan.ranks))
+    seen = await all_seen(view, hands.run_dir)
+    if seen.entry > head.seq:
+        reason += f"; the store stands at entry {head.seq} of the log, and the run's folder has entries up to {seen.entry}: it was put back"
+    # Copies in memory go with whoever stands still.
+    state = None if action.stands_still else state_at_hand(view, frozenset(rank.node for rank in plan.ranks))
     if state is not None:
         advance = chain.re_formed(head, state, world, writer(view), reason, seen=seen)
         txn = _transaction(action, view, advance, plan)
@@ -95,6 +109,17 @@ async def roll_back(action: Rollback, view: JobView, hands: Hands) -> Applied:
     raise GcoreError("no whole checkpoint is left on the chain, not even the first model", where=str(hands.run_dir))
 
 
+async def all_seen(view: JobView, run_dir: Path) -> chain.Seen:
+    """The highest numbers of which anything is left anywhere, as far as this node sees. While a node of version 1 is there, whose
+    records have no word for it, no number of the log is left out."""
+    lineage, left = await asyncio.gather(
+        asyncio.to_thread(highest_lineage, run_dir), asyncio.to_thread(left_in, run_dir)
+    )
+    told = (stored.record.entry for stored in view.mirror.folders.values())
+    entry = max((left.entry, *told)) if spoken() >= LEFT_OUT_CAME else 0
+    return chain.Seen(lineage=max(lineage, left.lineage, lineages_seen(view)), entry=entry)
+
+
 def lineages_seen(view: JobView) -> int:
     """The highest lineage of which engines, ranks and nodes tell. Higher than head's only where the store was put back."""
     served = [engine.version.lineage for engine in view.engines.values() if engine.version is not None]
@@ -107,7 +132,7 @@ def _transaction(action: Rollback, view: JobView, advance: chain.Advance, plan: 
     mirror = view.mirror
     assert mirror.checkpoints is not None
     assert mirror.plan is not None
-    return transactions.rollback(
+    txn = transactions.rollback(
         mirror.keys,
         slots(view),
         mirror.checkpoints,
@@ -116,6 +141,7 @@ def _transaction(action: Rollback, view: JobView, advance: chain.Advance, plan: 
         plan,
         slots_as_seen=action.slots_as_seen,
     )
+    return keeping_to(view.share, txn)
 
 
 def damage(run_dir: Path, checkpoint: Checkpoint) -> str:

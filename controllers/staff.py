@@ -13,27 +13,30 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from controllers.children import (
-    THREADS,
     Child,
     NoSglang,
     device_env,
     emulated_engine,
     emulated_host,
     engine_child,
-    is_cuda,
+    guards,
+    interface_env,
     rank_command,
 )
+from controllers.job_groups import JobGroups, job_folder
 from controllers.staffing import Launch, Launches, StartEngine, StartRank, engine_key, is_good, launch_key
 from controllers.view import JobView
 from controllers.world_start import world_start
 from gcore.clock import Clock
 from gcore.config import NodeConfig
 from gcore.emulated.launch import start_host
+from gcore.slots import cores_bound_by, is_cuda, threads_of
+from gcore.tls.connecting import PLAIN, Connector
 from gcore.weights.copies import memory_folder, open_folder
 from gcore.worker.death import last_words
 from gcore.worker.launch import start_worker, supervisor_log
 from gcore.worker.process import CannotStart, is_running
-from gcore.worker.records import LaunchSpec, Role, StoreRef, WorkerRecord
+from gcore.worker.records import LaunchSpec, Role, WorkerRecord
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +51,12 @@ LOGGED = re.compile(r"\d{4}-\d\d-\d\d [\d:,]+ [A-Z]+ \S+ ")
 class Staff:
     """Starts supervisors on this node, and remembers them until they have registered."""
 
-    def __init__(self, config: NodeConfig, clock: Clock) -> None:
+    def __init__(
+        self, config: NodeConfig, clock: Clock, connector: Connector = PLAIN, groups: JobGroups | None = None
+    ) -> None:
+        """`groups`: the control groups of jobs; None: there are none."""
+        self._connector = connector
+        self._groups = groups
         self._config = config
         self._clock = clock
         self._started: dict[str, Launch] = {}
@@ -105,7 +113,11 @@ class Staff:
     def start_emulated(self, actions: Sequence[StartEngine], view: JobView) -> None:
         """The same for engines on emulated slots, all in one process: none of them computes, and there may be very many."""
         name = f"emulated-{self._config.node}-{uuid.uuid4().hex[:8]}"
-        placed = {engine_key(action.place): emulated_engine(action.place, name) for action in actions}
+        engines = ((engine_key(action.place), emulated_engine(action.place, name)) for action in actions)
+        placed = {
+            key: one.model_copy(update={"api_key": self._connector.engine_key(one.instance) or ""})
+            for key, one in engines
+        }
         now = self._clock.monotonic()
         launch = emulated_host(view.spec, self._config, view.mirror.keys.uid, name, tuple(placed.values()))
         why, process = "", None
@@ -149,16 +161,19 @@ class Staff:
             role=role,
             job_uid=uid,
             slot=slots[0],
-            store=StoreRef(endpoints=self._config.etcd_endpoints),
+            store=self._config.etcd,
             log_file=str(logs / f"{instance}.log"),
             command=child.command,
             env=dict(child.env),
             threads=child.document["threads"],
-            child=dict(child.document),
+            child=dict(child.document) | guards(self._config, self._connector, role, instance),
             world=world,
             rank=rank,
             judge=judge,
             further=slots[1:],
+            cpus=cores_bound_by(slots),
+            cgroup="" if self._groups is None else self._groups.group_of(uid),
+            folder=str(job_folder(Path(self._config.home), uid)),
             lease_ttl_s=self._config.lease_ttl_s,
             orphan_grace_s=self._config.orphan_grace_s,
             start_limit_s=child.start_limit_s,
@@ -193,10 +208,10 @@ class Staff:
             "spec": view.spec.model_dump(mode="json"),
             "run_dir": view.mirror.job.record.run_dir,
             "start": start.model_dump(mode="json"),
-            "host": self._config.listen_host,
-            "threads": THREADS,
+            "host": self._config.workers_listen_on,
+            "threads": threads_of((slot,)),
             "nodes": [place.node for place in places],
             "memory_dir": str(memory) if makes_copies else "",
         }
-        env = device_env(slot) | {"DS_ACCELERATOR": "cuda" if is_cuda(slot) else "cpu"}
+        env = device_env(slot) | interface_env(self._config) | {"DS_ACCELERATOR": "cuda" if is_cuda(slot) else "cpu"}
         return Child(rank_command(slot), document, env, view.spec.train.start_limit_s)

@@ -8,14 +8,14 @@ world.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from controllers.children import is_cuda
 from controllers.spreading import may_start
 from controllers.view import JobView
 from gcore.ledger.job import EnginePlace, RankPlace
+from gcore.slots import is_cuda
 from gcore.worker.process import ProcessId
 from gcore.worker.records import WorkerRecord
 
@@ -88,6 +88,8 @@ def staffing(view: JobView, launches: Launches, now: float) -> Iterator[StartEng
         running = [i for i, w in mine.items() if _is_of(w, place) and (is_good(w) or i in hung)]
         wanted.update(running[:1])
         ripe = now >= launches.last.get(key, 0.0) + backoff(launches, key)
+        if _is_taken(view, place.slots):
+            continue
         if not running and key not in launches.pending and ripe and _has_memory(view, place, mine):
             yield StartEngine(place)
     for rank in plan.record.ranks:
@@ -99,7 +101,7 @@ def staffing(view: JobView, launches: Launches, now: float) -> Iterator[StartEng
         wanted |= {claim.instance} if claim else there
         key = rank_key(rank, head.world)
         ripe = now >= launches.last.get(key, 0.0) + backoff(launches, key)
-        has_slot = not view.has_lost(rank.node, (rank.slot,))
+        has_slot = not view.has_lost(rank.node, (rank.slot,)) and not _is_taken(view, (rank.slot,))
         if claim is None and not there and key not in launches.pending and ripe and has_slot and may_start(view):
             yield StartRank(rank, head.world)
     for instance, worker in mine.items():
@@ -107,6 +109,14 @@ def staffing(view: JobView, launches: Launches, now: float) -> Iterator[StartEng
             yield StopWorker(instance, f"it {hung[instance]}", at_once=True)
         elif instance not in wanted and worker.state in ("starting", "serving"):
             yield StopWorker(instance, "the plan has no place for it")
+
+
+def _is_taken(view: JobView, slots: Collection[str]) -> bool:
+    """Whether a worker of another job, which has ended or gave the slot back, is still there."""
+    if view.share is None:
+        return False
+    uid, here = view.mirror.keys.uid, set(slots)
+    return any(w.node == view.node and w.job_uid != uid and not here.isdisjoint(w.slots) for w in view.workers.values())
 
 
 def _has_memory(view: JobView, place: EnginePlace, mine: Mapping[str, WorkerRecord]) -> bool:

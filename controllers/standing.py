@@ -26,6 +26,7 @@ from controllers.remembered import Remembered
 from controllers.staff import Staff
 from controllers.view import EngineView, JobView
 from gcore.config import JobSpec
+from gcore.ledger.claims import SHARES_CAME, Claim
 from gcore.ledger.guarded import TxnOutcome
 from gcore.ledger.job import JobPhase
 from gcore.ledger.mirror import JobMirror
@@ -157,6 +158,9 @@ class JobStanding(ABC):
             me=self.me,
             node=self.node,
             nodes=self._cluster.able(spoken()),
+            share=self._cluster.share_of(self.uid) if spoken() >= SHARES_CAME else None,
+            claim=self._cluster.claims.get(self.uid, Claim()),
+            queued=self._cluster.queue.get(self.uid),
             unable=self._cluster.unable(spoken()),
             workers=self._cluster.workers,
             ranks=self._ranks.views,

@@ -15,6 +15,7 @@ from gcore.ledger import chain, transactions
 from gcore.ledger.guarded import TxnOutcome
 from gcore.ledger.job import JobPhase, JobStatus
 from gcore.ledger.placing import Moves
+from gcore.ledger.share_transactions import keeping_to
 from placement.beginning import begun
 from placement.moves import Deciding, beginning_move
 
@@ -39,7 +40,7 @@ async def start_job(view: JobView, hands: Hands) -> Applied:
     reason = "training" + remark(one.slot for one in found.plan.engines)
     running = JobStatus(phase=JobPhase.RUNNING, reason=reason, changed=hands.clock.wall())
     txn = transactions.start(mirror.keys, mirror.status, advance, found.plan, running, moves)
-    report = await hands.ledger.run(txn)
+    report = await hands.ledger.run(keeping_to(view.share, txn))
     if warning and report.outcome is not TxnOutcome.STALE:
         hands.tell(TOPIC, warning)
     return Applied(report.outcome, f"{txn.kind}", report.revision)

@@ -3,6 +3,8 @@
 The record of all moves is written as a whole each time. So the store is told of a stretch when it begins, and along with whatever else is
 told of moves, and otherwise every few seconds only. What a stretch is, and when it is over, `placement.stays` says; nothing is written
 here.
+
+It also keeps what was expected of each step of a stretch, until it is known what the step took (`StepHistory.took`).
 """
 
 from __future__ import annotations

@@ -19,12 +19,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from controllers.actions import Intent, ReleaseRank, RestoreRank
-from controllers.children import is_cuda
 from controllers.view import JobView, RankView
 from gcore.config import JobSpec
 from gcore.ledger.job import SLEEP_CAME, RankPlace
 from gcore.ledger.records import SealState
 from gcore.schema import spoken
+from gcore.slots import is_cuda
 from gcore.train.rest_rules import PARTS
 from gcore.worker.records import WorkerRecord
 

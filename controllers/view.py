@@ -15,6 +15,7 @@ from controllers.turns import turn
 from gcore.config import JobSpec
 from gcore.ledger import carried
 from gcore.ledger.balance import StepLayout, balance
+from gcore.ledger.claims import Claim, KnownShare, Queued
 from gcore.ledger.content import content_sha256
 from gcore.ledger.epochs import standing
 from gcore.ledger.job import NodeRecord
@@ -165,6 +166,12 @@ class JobView:
     """Train worlds whose starting checkpoint lies proved in this node's own folder; where nodes share none."""
     arranging: bool = False
     """Whether this peer works out the order that a curriculum gives."""
+    share: KnownShare | None = None
+    """Which slots are the job's; None: all that there are."""
+    claim: Claim = field(default_factory=Claim)
+    """What it claims of them."""
+    queued: Queued | None = None
+    """Why it waits for slots, if it does."""
     unable: Mapping[str, int] = field(default_factory=dict)
     """Nodes that cannot read what is written now, and the newest schema version that each reads; none of them is among `nodes`."""
     lacks: str = ""
@@ -273,6 +280,12 @@ class JobView:
     def is_over(self) -> bool:
         """Whether no step is left to make."""
         return is_over(self.rules, self.head)
+
+    def is_evaluated_after(self, step: int, *, last: bool) -> bool:
+        """Whether the weights of `step` are evaluated: because it is their turn, or somebody asked for it."""
+        asked = self.mirror.asked
+        by_hand = asked is not None and asked.step == step and self.spec.eval.wanted
+        return by_hand or self.spec.evaluates_after(step, last=last)
 
     @property
     def _seals(self) -> list[Seal]:

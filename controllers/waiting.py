@@ -25,6 +25,7 @@ from controllers.spreading import (
 )
 from controllers.taking_turns import in_the_way
 from controllers.view import JobView
+from controllers.yielding import is_suspended
 from gcore.ledger.collectives import awaited
 from gcore.ledger.job import JobPhase
 from gcore.ledger.records import Head, Seal, SealState
@@ -57,6 +58,7 @@ PATIENCE_S: Mapping[str, float] = MappingProxyType(
         "tools": 60.0,
         "exchange": 30.0,
         "train": 60.0,
+        "slots": 600.0,
         "finish": 120.0,
         "recovery": 60.0,
         "tidying": 60.0,
@@ -88,6 +90,14 @@ class Wait:
         return f"still {self.key} {self.progress}"
 
 
+def _lacks(view: JobView) -> str:
+    if view.claim.ends:
+        return view.claim.ends
+    if view.claim.paused:
+        return "it is paused; `gcore resume` lets it go on"
+    return view.queued.reason if view.queued is not None else "what it is given is on its way"
+
+
 def waiting_for(view: JobView) -> Iterator[Wait]:
     """Everything the job waits for now, as this controller sees it."""
     mirror = view.mirror
@@ -106,9 +116,15 @@ def waiting_for(view: JobView) -> Iterator[Wait]:
         return  # whatever else is missing here is missing because of that
     if mirror.status.record.phase is JobPhase.PENDING or mirror.head is None or mirror.plan is None:
         short = short_of_slots(view) if mirror.status.record.phase is JobPhase.PENDING else ""
+        if short and view.share is not None and view.nodes and not view.share.granted:
+            yield Wait("slots", f"the job waits for slots: {_lacks(view)}", "wait slots")
+            return
         yield Wait("start", short or "the job is about to be started", f"wait start {bool(short)}", short)
         return
     head = mirror.head.record
+    if is_suspended(view):
+        yield Wait("slots", f"the job stands still: {_lacks(view)}", "wait slots")
+        return
     yield from _world(view, head)
     yield from _under_way(view)
     yield from _engines(view, head)
@@ -313,7 +329,7 @@ def _evaluation(view: JobView) -> Iterator[Wait]:
     """How far the evaluation of head's weights is, if it is due and not made yet."""
     assert view.mirror.head is not None
     version = view.mirror.head.record.version
-    if not view.spec.evaluates_after(version.step, last=view.is_over) or str(version) in view.mirror.evaluations:
+    if not view.is_evaluated_after(version.step, last=view.is_over) or str(version) in view.mirror.evaluations:
         return
     parts = view.mirror.eval_parts_of(version)
     made = f"{len(parts)} of its {next(iter(parts.values())).parts} parts" if parts else "none of its parts"

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import importlib
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,26 +14,42 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health
 
+from controllers.belongings import Addresses, Belongings
+from controllers.certificate_gauge import watch_certificate
+from controllers.clearing import Clearing
+from controllers.http_gate import whose
 from controllers.keeper import STOPPING, Keeper
 from controllers.leaving import LEAVE_WITHIN_S
-from controllers.life import RETRY_S, Belongings, Life
+from controllers.life import RETRY_S, Life
+from controllers.notifying import Notifying
+from controllers.page.app import PageApp
+from controllers.page.shown import Shown
+from controllers.securing import Security
 from controllers.service.capability import most_slots
+from controllers.service.counted_calls import CountedCalls
 from controllers.service.files import FilesService
+from controllers.service.gate import AccessGate
 from controllers.service.jobs import JobsService
 from controllers.service.placement import PlacementService
 from controllers.service.records import OwnStorage, StoredJobs
-from gcore.api.v1 import files_pb2_grpc, jobs_pb2_grpc, placement_pb2_grpc
+from controllers.service.room import StreamRoom
+from controllers.service.serving import new_server, reflect
+from controllers.service.tokens import AccessService
+from controllers.store_gauges import watch_members
+from gcore.api.v1 import access_pb2_grpc, files_pb2_grpc, jobs_pb2_grpc, placement_pb2_grpc
 from gcore.clock import Clock
 from gcore.config import NodeConfig
-from gcore.errors import UsageError
-from gcore.metrics import serve_metrics
+from gcore.errors import GcoreError
 from gcore.rpc_schema import VersionGate
 from gcore.store.client import EtcdStore
+from gcore.store.connecting import connect
 from gcore.store.measured import MeasuredStore
 from gcore.store.server_version import doubt
 from gcore.store.types import Store
+from gcore.systemd import ServiceManager
 
 if TYPE_CHECKING:
+    from controllers.service.checked_lately import CheckedLately
     from controllers.service.submission import Submissions
 
 log = logging.getLogger(__name__)
@@ -43,39 +60,58 @@ LEAVE_LOOK_S = 0.05
 class Daemon:
     """A node's controller."""
 
-    def __init__(self, config: NodeConfig, clock: Clock) -> None:
+    def __init__(self, config: NodeConfig, clock: Clock, manager: ServiceManager | None = None) -> None:
+        """`manager`: who started this process and wants to hear of it; None: nobody."""
         self._config = config
         self._clock = clock
-        self._own = Belongings(config, clock)
+        self._security = Security.of(config, clock)
+        self._own = Belongings(config, clock, connector=self._security.connector)
         self._health = health.HealthServicer()
+        self._notifying = Notifying(manager or ServiceManager(), self._set_health, clock)
         self._keeper: Keeper | None = None
+        self.reloads: list[Callable[[], None]] = [self._security.reload]
+        """What reads anew the files that it was told to read; each raises GcoreError if it cannot, and goes on with what it has."""
 
     async def run(self) -> None:
         """Serve until cancelled."""
         config = self._config
-        metrics = serve_metrics(self._own.metrics, config.listen_host, config.metrics_port)
         lease = config.lease_times
-        etcd = await EtcdStore.connect(config.etcd_endpoints, clock=self._clock, lease_call_s=lease.call_s)
+        etcd = await connect(config.etcd, self._clock, lease.call_s)
         store = MeasuredStore(etcd, self._own.metrics, self._clock)
-        server, address = await self._serve(store)
-        log.info("%s answers on %s, metrics on %s", config.node, address, metrics.address)
+        jobs = StoredJobs(store, OwnStorage(config.node, Path(config.run_root), self._own.folders))
+        page = PageApp(Shown(config.node, jobs, self._own.runners.get, self._clock), asyncio.get_running_loop(), whose)
+        metrics = self._security.serve_http(self._own.metrics, config, page)
+        server, address, for_peers = await self._serve(store, jobs)
+        addresses = Addresses(address, metrics.address, for_peers)
+        log.info("%s answers on %s, metrics and a page on %s", config.node, address, metrics.address)
         try:
             async with asyncio.TaskGroup() as group:
+                group.create_task(watch_members(etcd.standing, self._own.metrics, self._clock), name="store's size")
+                group.create_task(self._notifying.feed_watchdog(), name="watchdog")
+                group.create_task(Clearing(config, store, self._clock).run(), name="clearing")
+                if (watched := self._security.watched) is not None:
+                    group.create_task(watch_certificate(watched, self._own.metrics, self._clock), name="certificate")
                 if config.local_cluster:
                     self._keeper = Keeper(config, store, self._clock)
                     group.create_task(self._keeper.run(), name="keeper")
                 else:
                     group.create_task(self._doubt(etcd), name="etcd's version")
+                if config.tells_apart:
+                    group.create_task(self._security.book.watch(store), name="tokens")
                 while True:
-                    await Life(self._own, store, address, metrics.address, self._say_ready).run()
+                    await Life(self._own, store, addresses, self._notifying.say).run()
         finally:
             await server.stop(grace=0.5)
             metrics.close()
+            self._security.journal.close()
             await store.close()
+            if self._own.traces is not None:
+                await asyncio.to_thread(self._own.traces.close)
 
     async def depart(self) -> None:
         """Hand over what the jobs' runners have, for a bounded time; at once if the whole local cluster is being ended."""
         runners = list(self._own.runners.values())
+        await self._notifying.stopping(f"hands over {len(runners)} jobs" if runners else "stops")
         for runner in runners:
             runner.leave()
         end = self._clock.monotonic() + LEAVE_WITHIN_S
@@ -86,6 +122,19 @@ class Daemon:
                 return
             await self._clock.sleep(LEAVE_LOOK_S)
 
+    def reload(self) -> None:
+        """Read certificates anew, as whoever replaced them asks."""
+        self._notifying.reloading()
+        problems = []
+        for again in self.reloads:
+            try:
+                again()
+            except GcoreError as error:
+                problems.append(str(error))
+        for problem in problems:
+            log.error("what was read before goes on: %s", problem)
+        self._notifying.reloaded("; ".join(problems) or "has read its files anew")
+
     async def _doubt(self, store: EtcdStore) -> None:
         """Warn, once, of an etcd that is known to lose data. Whoever runs the local cluster's was told by `doctor`."""
         while not (versions := await store.versions()):
@@ -93,36 +142,44 @@ class Daemon:
         if sentence := doubt(versions):
             log.warning("%s", sentence)
 
-    async def _serve(self, store: Store) -> tuple[grpc.aio.Server, str]:
+    async def _serve(self, store: Store, jobs: StoredJobs) -> tuple[grpc.aio.Server, str, str]:
         config = self._config
-        server = grpc.aio.server(interceptors=[VersionGate()], options=[("grpc.so_reuseport", 0)])
-        jobs = StoredJobs(store, OwnStorage(config.node, Path(config.run_root), self._own.folders))
+        counted = CountedCalls(self._own.metrics, self._clock)
+        gate = AccessGate(self._security.book, self._security.journal)
+        server = new_server([counted, gate, VersionGate()], config.api)
+
+        lately: list[CheckedLately] = []
 
         async def submissions() -> Submissions:
             await asyncio.to_thread(importlib.import_module, "controllers.service.submission")
+            from controllers.service.allowed import Allowed
+            from controllers.service.checked_lately import CheckedLately
             from controllers.service.submission import Submissions
 
+            if not lately:
+                lately.append(CheckedLately(self._clock))
             cache, slots = Path(config.home) / "cache", functools.partial(most_slots, config)
+            allowed = Allowed(config.allow, strangers=config.tells_apart)
             run_root, local = Path(config.run_root), config.local_cluster
-            return Submissions(store, jobs, run_root, cache, self._clock, slots, local=local)
+            return Submissions(
+                store, jobs, run_root, cache, self._clock, slots, local=local, allowed=allowed, lately=lately[0]
+            )
 
-        service = JobsService(jobs, submissions, self._own.runners.get, self._clock, self._trouble)
+        room = StreamRoom(config.api.streams)
+        service = JobsService(jobs, submissions, self._own.runners.get, self._clock, self._trouble, room)
         jobs_pb2_grpc.add_JobsServicer_to_server(service, server)
         placement = PlacementService(self._own.runners.get, self._trouble)
         placement_pb2_grpc.add_PlacementServicer_to_server(placement, server)
         files_pb2_grpc.add_FilesServicer_to_server(FilesService(jobs.own_folder, self._trouble), server)
+        access_pb2_grpc.add_AccessServicer_to_server(AccessService(store, self._clock, self._trouble), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        try:
-            port = server.add_insecure_port(f"{config.listen_host}:{config.listen_port}")
-        except RuntimeError as error:
-            raise UsageError(
-                f"cannot listen on {config.listen_host}:{config.listen_port}: the port is in use, or the address is not this machine's",
-                fix="Choose another port in the configuration",
-            ) from error
+        reflect(server, config.api)
+        address, for_peers = self._security.listen(server, config)
         await server.start()
-        return server, f"{config.listen_host}:{port}"
+        return server, address, for_peers
 
-    async def _say_ready(self, ready: bool) -> None:
+    async def _set_health(self, ready: bool) -> None:
+        self._own.metrics.ready.set(float(ready))
         status = health_pb2.HealthCheckResponse
         await self._health.set("", status.SERVING if ready else status.NOT_SERVING)
 

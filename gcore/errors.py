@@ -6,13 +6,15 @@ a traceback; a `GcoreError` never does.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 class GcoreError(Exception):
     """A failure that is explained in one sentence: what, where, and what to do about it."""
 
     exit_code: ClassVar[int] = 1
+    refusal: Any = None
+    """What the API said of it to programs (`gcore.rpc_status.Refusal`), where it was the API that refused."""
 
     def __init__(self, what: str, *, where: str | None = None, fix: str | None = None) -> None:
         self.what = what
@@ -43,6 +45,12 @@ class SpecError(UsageError):
 
 class DataError(UsageError):
     """A dataset or model folder cannot be used."""
+
+
+class NotAllowed(GcoreError):
+    """Whoever calls is not known, or may not do this."""
+
+    exit_code = 4
 
 
 class Unreachable(GcoreError):

@@ -38,11 +38,13 @@ def refusal(said: str | None) -> str | None:
 
 
 class VersionedStub:
-    """A stub whose every call carries the versions that this process speaks."""
+    """A stub whose every call carries the versions that this process speaks, and `more` besides."""
 
-    def __init__(self, stub: Any, versions: Collection[int] = READABLE) -> None:
+    def __init__(
+        self, stub: Any, versions: Collection[int] = READABLE, *, more: tuple[tuple[str, str], ...] = ()
+    ) -> None:
         self._stub = stub
-        self._metadata = carried(versions)
+        self._metadata = carried(versions) + more
 
     def __getattr__(self, name: str) -> Any:
         return functools.partial(getattr(self._stub, name), metadata=self._metadata)

@@ -1,7 +1,7 @@
 """Stretches of steps after which a policy was asked and nothing moved: what is kept of them, and in words. Pure.
 
 A stretch goes on until something moves between two steps; what is lent within a step does not end it. Of its decisions the newest is kept,
-with its reason.
+with its reason. What was expected of its steps is compared with what they took, each once (`with_taken`).
 """
 
 from __future__ import annotations

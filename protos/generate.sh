@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Generates gcore/api/v1 from protos/. With --check: fails if what is committed differs.
+# Generates gcore/api/v1 and docs/api.md from protos/. With --check: fails if what is committed differs.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
@@ -13,3 +13,4 @@ if [ "${1:-}" = "--check" ]; then
       || { echo "protos and gcore/api/v1 differ: run 'make proto' and commit the result" >&2; exit 1; }
   done
 fi
+PYTHONPATH=. "$python" protos/page.py "$@"

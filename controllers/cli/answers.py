@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from controllers.cli.outputs import Output as Output
+from controllers.cli.outputs import as_json as as_json
 from controllers.cli.view_points import (
     BestPoint,
     JobSnapshot,
@@ -30,13 +30,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from gcore.api.v1 import jobs_pb2 as pb
-
-
-class Output(StrEnum):
-    """How an answer is printed."""
-
-    TABLE = "table"
-    JSON = "json"
 
 
 MOST_VIOLATIONS = 20
@@ -80,6 +73,13 @@ def snapshot(job: pb.Job) -> JobSnapshot:
         best=_best(job.best) if job.HasField("best") else None,
         warnings=tuple(WarningPoint(w.topic, w.node, w.sentence, w.time) for w in job.warnings),
         rollback=_rollback(job.rollback) if job.HasField("rollback") else None,
+        namespace=job.namespace or "default",
+        owner=job.owner,
+        priority=job.priority,
+        slots=job.slots,
+        slots_min=job.slots_min,
+        slots_max=job.slots_max,
+        queue_position=job.queue_position,
     )
 
 
@@ -132,37 +132,21 @@ def audit_tree(report: pb.AuditReport) -> dict[str, Any]:
     }
 
 
-def as_json(tree: Any) -> str:
-    """Indented, in the order given. What is no number (NaN, infinity), for which JSON has no word, is null."""
-    try:
-        return json.dumps(tree, indent=2, ensure_ascii=False, allow_nan=False)
-    except ValueError:
-        return json.dumps(_finite(tree), indent=2, ensure_ascii=False, allow_nan=False)
-
-
-def _finite(tree: Any) -> Any:
-    match tree:
-        case float():
-            return tree if math.isfinite(tree) else None
-        case dict():
-            return {key: _finite(value) for key, value in tree.items()}
-        case list() | tuple():
-            return [_finite(value) for value in tree]
-    return tree
-
-
 def jobs_table(jobs: Sequence[JobSnapshot]) -> Table:
     """One line a job."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("NAME", "UID", "STATE", "STEP", "CREATED", "REASON"):
+    for heading in ("NAME", "UID", "STATE", "PRIORITY", "SLOTS", "STEP", "CREATED", "REASON"):
         table.add_column(heading, no_wrap=heading != "REASON")
     for job in jobs:
+        queued = f" ({job.queue_position})" if job.queue_position else ""
         table.add_row(
-            visible(job.name),
+            visible(job.full_name),
             visible(job.uid),
-            job.state,
+            job.state + queued,
+            str(job.priority),
+            str(job.slots or "-"),
             f"{job.step}/{job.of_steps}",
             moment(job.created) if job.created else "",
             visible(job.reason, 80),
@@ -184,8 +168,9 @@ def pairs_table(rows: Mapping[str, str]) -> Table:
 def job_rows(job: JobSnapshot, now: float) -> dict[str, str]:
     """What `gcore describe` shows. `now`: seconds since the epoch."""
     rows = {
-        "job": f"{visible(job.name)} ({visible(job.uid)})",
+        "job": f"{visible(job.full_name)} ({visible(job.uid)})" + (f", {visible(job.owner)}'s" if job.owner else ""),
         "state": job.state + (f": {visible(job.reason, 300)}" if job.reason else ""),
+        "slots": slots_line(job),
         "step": f"{job.step} of {job.of_steps}, lineage {job.lineage}",
         "created": moment(job.created),
     }
@@ -210,6 +195,14 @@ def job_rows(job: JobSnapshot, now: float) -> dict[str, str]:
         told = f"{visible(warning.node)}: {visible(warning.sentence, 300)}"
         rows[f"warning ({number})"] = f"{told} ({visible(warning.topic)}{ago})"
     return rows
+
+
+def slots_line(job: JobSnapshot) -> str:
+    """`4 of 2 to 8, priority 0; third in the queue`."""
+    most = str(job.slots_max) if job.slots_max else "all there are"
+    bounds = f", of {job.slots_min or 1} to {most}" if not job.ended else ""
+    queued = f"; number {job.queue_position} of those that wait" if job.queue_position else ""
+    return f"{job.slots or 'none'}{bounds}, priority {job.priority}{queued}"
 
 
 def best_line(best: BestPoint) -> str:

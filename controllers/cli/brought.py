@@ -34,6 +34,7 @@ def on_this_machine(folder: Path, job: str, home: Path, address: str | None, nea
 def _fetcher(folder: Path, job: str, home: Path, address: str | None) -> Callable[[Path], Path]:
     """What brings the checkpoint into a folder, once it is known who has it."""
     from controllers.cli.checkpoints_verb import find_checkpoints
+    from controllers.cli.finding import find_cluster
     from controllers.cli.job_verbs import call
     from controllers.peer_files import PeerFiles, from_first
     from gcore.weights.layout import verify_checkpoint
@@ -46,10 +47,11 @@ def _fetcher(folder: Path, job: str, home: Path, address: str | None) -> Callabl
             where=str(folder),
             fix="Run this where storage is mounted",
         )
+    connector = find_cluster(address, home).connector
     addresses = {node.name: node.address for node in call(lambda client: client.list_nodes(), address, home).nodes}
 
     def fetch(scratch: Path) -> Path:
-        files = PeerFiles(found.uid, scratch, owner="export")
+        files = PeerFiles(found.uid, scratch, owner="export", connector=connector)
 
         async def from_peer(peer: str) -> None:
             await files.folder(peer, f"checkpoints/{folder.name}", verify_checkpoint, durable=False)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from controllers.cli.answers import Output, as_json, console
+from controllers.cli.answers import Output, console
 from controllers.cli.job_verbs import call
 from controllers.cli.options import DEFAULT_HOME, Address, Format, Home, JobName
 from controllers.cli.view_text import seconds, visible
@@ -40,8 +40,8 @@ def checkpoints(
     from gcore.clock import SystemClock
 
     found = find_checkpoints(job, home, address).reply
-    if output is Output.JSON:
-        typer.echo(as_json([_tree(one) for one in found.checkpoints]))
+    if output.is_for_programs:
+        typer.echo(output.text([_tree(one) for one in found.checkpoints]))
     elif not found.checkpoints:
         typer.echo(f"Job {found.name} ({found.uid}) has no checkpoint yet.")
     else:

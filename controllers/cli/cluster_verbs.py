@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from controllers.cli.answers import Output, as_json
+from controllers.cli.answers import Output
 from controllers.cli.options import (
     DEFAULT_CONTROLLERS,
     DEFAULT_HOME,
@@ -63,11 +63,11 @@ def up(
 
     request = local.UpRequest(home, controllers, slots, port, etcd_port, find_python(sglang_python))
     result = asyncio.run(
-        local.up(request, clock=SystemClock(), say=lambda what: typer.echo(what, err=output is Output.JSON))
+        local.up(request, clock=SystemClock(), say=lambda what: typer.echo(what, err=output.is_for_programs))
     )
     cluster = result.cluster
-    if output is Output.JSON:
-        typer.echo(as_json(cluster.model_dump(mode="json")))
+    if output.is_for_programs:
+        typer.echo(output.text(cluster.model_dump(mode="json")))
     else:
         typer.echo(f"The cluster in {cluster.home} is {'up' if result.started else 'already up'}.")
         for one in cluster.controllers:

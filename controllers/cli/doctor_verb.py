@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from controllers.cli.answers import Output, as_json, console
+from controllers.cli.answers import Output, console
 from controllers.cli.options import DEFAULT_HOME, DEFAULT_SLOTS, Format, Home, SglangPython, Slots
 
 if TYPE_CHECKING:
@@ -52,9 +52,9 @@ def doctor(
     if output is Output.TABLE:
         typer.echo("Looking; torch and etcd are started for a moment, which takes some seconds ...", err=True)
     checks = asyncio.run(_look(home, wanted, online=online, sglang_python=sglang_python))
-    if output is Output.JSON:
+    if output.is_for_programs:
         rows = [{"check": c.name, "state": c.state.value, "seen": c.seen, "fix": c.fix} for c in checks]
-        typer.echo(as_json({"checks": rows, "failed": sum(c.state is State.FAIL for c in checks)}))
+        typer.echo(output.text({"checks": rows, "failed": sum(c.state is State.FAIL for c in checks)}))
     else:
         table = Table(box=None, pad_edge=False, header_style="bold")
         for heading in ("CHECK", "STATE", "SEEN", "WHAT TO DO"):

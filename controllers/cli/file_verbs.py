@@ -92,7 +92,7 @@ def validate(
 
     loaded = load_spec(spec, set_ or ())
     processes_of(loaded, controllers, slots, None)  # too few slots are told before anything is read
-    checked = _check_files(loaded, home, sample)
+    checked = check_files(loaded, home, sample)
     processes = processes_of(loaded, controllers, slots, checked.models)
     prompts = checked.prompts.prompts
     answer = ask_hub(loaded.model.path, trust_remote_code=loaded.model.trust_remote_code)
@@ -101,11 +101,11 @@ def validate(
     if (missing := missing_here(loaded)) is not None:
         typer.echo(missing, err=True)
     tree = loaded.model_dump(mode="json")
-    if output is Output.JSON:
+    if output.is_for_programs:
         download = download_tree(answer) if answer is not None else None
         sources = [source_tree(source) for source in checked.sources]
         shown = {"spec": tree, "processes": processes, "prompts": prompts, "sources": sources, "download": download}
-        typer.echo(as_json(shown))
+        typer.echo(output.text(shown))
         return
     typer.echo(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
     console().print(sources_table(checked.sources))
@@ -253,7 +253,7 @@ def _of_step(job: str, home: Path, address: str | None, step: int) -> _Exportabl
     return _Exportable(reply.name, reply.uid, Path(checkpoint.folder), found.by, what, checkpoint.digest)
 
 
-def _check_files(spec: JobSpec, home: Path, sample: int | None) -> CheckedJob:
+def check_files(spec: JobSpec, home: Path, sample: int | None) -> CheckedJob:
     """What a controller checks when a job is submitted, with all prompts counted."""
     from controllers.cli.data_words import progress_bar
     from controllers.service.checking import check_submission

@@ -1,10 +1,29 @@
-"""Which addresses a command talks to: the ones it was given, or those of the local cluster of its home."""
+"""Which cluster a command talks to: the one whose address it was given, the one whose context was named, the local cluster of its home, or
+the one of the current context; and what it shows of whoever called it (`gcore.contexts`)."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gcore.errors import Unreachable, UsageError
+
+if TYPE_CHECKING:
+    from gcore.contexts import Reached
+
+
+def find_cluster(address: str | None, home: Path) -> Reached:
+    """Where a cluster answers, and how to talk to it. Raises UsageError, and Unreachable if none is up in `home` and no other is known."""
+    from gcore.contexts import reach
+
+    if address is not None:
+        return reach(os.environ, addresses_in(address))
+    from gcore.config.cluster import LocalCluster
+
+    local = LocalCluster.load(home)
+    found = reach(os.environ, local=local is not None)
+    return found if found.addresses else reach(os.environ, find_addresses(None, home), local=True)
 
 
 def find_addresses(address: str | None, home: Path) -> tuple[str, ...]:
@@ -13,7 +32,7 @@ def find_addresses(address: str | None, home: Path) -> tuple[str, ...]:
     Raises UsageError for an address that is none, Unreachable if no cluster is up in `home`.
     """
     if address is not None:
-        return tuple(_checked(part.strip()) for part in address.split(","))
+        return addresses_in(address)
     from gcore.config.cluster import FILE_NAME, LocalCluster  # not for --help
 
     cluster = LocalCluster.load(home)
@@ -25,6 +44,11 @@ def find_addresses(address: str | None, home: Path) -> tuple[str, ...]:
             fix=f"Start one with `gcore up`{kept}, or name a controller with --address host:port",
         )
     return cluster.addresses
+
+
+def addresses_in(text: str) -> tuple[str, ...]:
+    """`host:port`, or several with commas. Raises UsageError."""
+    return tuple(_checked(part.strip()) for part in text.split(","))
 
 
 def _checked(address: str) -> str:

@@ -1,7 +1,9 @@
-"""`gcore submit`, `list`, `describe`, `cancel` and `audit`: thin callers of the job API."""
+"""`gcore list`, `describe` and `audit`: thin callers of the job API, and what all such verbs stand on."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -10,40 +12,36 @@ import typer
 
 from controllers.cli.answers import (
     Output,
-    as_json,
     audit_rows,
     audit_tree,
     console,
     job_rows,
     job_tree,
     jobs_table,
+    moment,
     pairs_table,
     snapshot,
 )
-from controllers.cli.called import as_called
-from controllers.cli.finding import find_addresses
-from controllers.cli.options import DEFAULT_HOME, Address, Format, Home, JobName, New, Plain, Set, SpecFile
-from gcore.errors import Unreachable
+from controllers.cli.finding import find_cluster
+from controllers.cli.options import DEFAULT_HOME, Address, Format, Home, JobName, Namespace, utf8
+from controllers.cli.view_text import visible
+from gcore.errors import GcoreError, Unreachable, UsageError
+from gcore.nearest import did_you_mean
 
 if TYPE_CHECKING:
+    from gcore.api.v1 import jobs_pb2 as pb
     from gcore.client import JobsClient
+    from gcore.events import JobEvent
 
 T = TypeVar("T")
 INTERRUPTED = 130
 
-SUBMIT_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore submit examples/arithmetic/grpo.yaml
-
-gcore submit grpo.yaml --set train.learning_rate=1e-4 --set flow.steps=200 --follow
-
-[dim]From a script, which may repeat it safely:[/dim]  gcore submit grpo.yaml --request-id nightly-17 -o json
-"""
 LIST_EXAMPLES = """
 [bold]Examples[/bold]
 
 gcore list
+
+gcore list --state running --state queued --namespace research
 
 gcore list --address 10.0.0.7:7700 -o json
 """
@@ -60,94 +58,80 @@ gcore {verb} arithmetic --address 10.0.0.7:7700 -o json
 """
 
 
-def submit(
-    spec: SpecFile,
-    set_: Set = None,
-    new: New = False,
-    follow: Annotated[bool, typer.Option("--follow", help="Show the job until it has ended.")] = False,
-    request_id: Annotated[str | None, typer.Option(help="Names the request: repeating it finds the same job.")] = None,
-    plain: Plain = False,
+def list_(
+    state: Annotated[
+        list[str] | None, typer.Option(help="Only in this state, such as running or queued. Repeatable.")
+    ] = None,
+    namespace: Namespace = "",
+    name: Annotated[str, typer.Option(help="Only those whose name begins so.", callback=utf8)] = "",
+    limit: Annotated[int | None, typer.Option(min=1, max=100_000, help="The newest so many; default: all.")] = None,
     home: Home = DEFAULT_HOME,
     address: Address = None,
     output: Format = Output.TABLE,
 ) -> None:
-    """Hand a job to a cluster that is up. With [bold]--follow[/bold] the exit code is the job's.
-
-    With -o json the answer is the job, or with --follow its events, one a line.
-    """
-    import uuid
-
-    from controllers.cli.creating import create_job
-    from controllers.cli.following import record
-    from controllers.cli.model_words import trust_warning
-    from controllers.cli.screens import JsonScreen, Screen, choose_screen
-    from gcore.api.v1 import jobs_pb2 as pb
-    from gcore.clock import SystemClock
-    from gcore.config import load_spec
-    from gcore.errors import JobFailed
-
-    clock = SystemClock()
-    begun = clock.monotonic()
-    loaded = load_spec(spec, set_ or ())
-    if (warning := trust_warning(loaded.model)) is not None:
-        typer.echo(warning, err=True)
-    spec_json = loaded.model_dump_json()
-    submitted = ""
-    mode = pb.START_MODE_NEW if new else pb.START_MODE_RESUME
-    request = request_id or uuid.uuid4().hex
-
-    async def create_and_follow(client: JobsClient) -> None:
-        nonlocal submitted
-        job = snapshot(await create_job(client, spec_json, request_id=request, mode=mode))
-        submitted = job.uid
-        if output is Output.TABLE:
-            typer.echo(f"Job {job.name} ({job.uid}) is {job.state}; its folder is {job.run_dir}.")
-        elif not follow:
-            typer.echo(as_json(job_tree(job)))
-        if follow:
-            as_lines = output is Output.JSON
-            screen: Screen = JsonScreen(console()) if as_lines else choose_screen(console(), clock, plain=plain)
-            ended = await record(client, job, screen, clock, begun=begun)
-            if ended.state != "SUCCEEDED":
-                raise JobFailed(f"job {ended.job} is {ended.state}: {ended.reason}", fix="See `gcore describe`")
-
-    try:
-        call(create_and_follow, address, home)
-    except KeyboardInterrupt:
-        if not submitted:
-            raise
-        hint = f"`gcore describe {submitted}` shows how it stands, `gcore cancel {submitted}` ends it."
-        typer.echo(as_called(f"No longer watching; job {loaded.name} goes on. {hint}"), err=True)
-        raise typer.Exit(INTERRUPTED) from None
-
-
-def list_(home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE) -> None:
-    """All jobs of the cluster."""
-    jobs = [snapshot(job) for job in call(lambda client: client.list_jobs(), address, home)]
-    if output is Output.JSON:
-        typer.echo(as_json([job_tree(job) for job in jobs]))
+    """The jobs of the cluster that you may see, the newest first."""
+    states = [state_number(one) for one in state or ()]
+    found = call(
+        lambda client: client.list_jobs(namespace=namespace, states=states, name_prefix=name, limit=limit),
+        address,
+        home,
+    )
+    jobs = [snapshot(job) for job in found]
+    if output.is_for_programs:
+        typer.echo(output.text([job_tree(job) for job in jobs]))
     else:
         console().print(jobs_table(jobs))
 
 
-def describe(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE) -> None:
-    """How a job stands, who works on which shards, what it waits for since when, its last rollback and newest warnings."""
+def state_number(word: str) -> int:
+    """Of a state as a person writes it. Raises UsageError."""
+    from gcore.api.v1 import jobs_pb2 as pb
+
+    known = {name.removeprefix("JOB_STATE_").lower(): number for name, number in pb.JobState.items() if number}
+    if word.lower() not in known:
+        near = did_you_mean(word.lower(), known)
+        raise UsageError(
+            f"{word[:40]!r} is no state{near or '.'}", where="--state", fix=f"There are {', '.join(known)}"
+        )
+    return known[word.lower()]
+
+
+def describe(
+    job: JobName,
+    events: Annotated[int, typer.Option(min=0, max=1000, help="How many of its last events are shown.")] = 5,
+    home: Home = DEFAULT_HOME,
+    address: Address = None,
+    output: Format = Output.TABLE,
+) -> None:
+    """How a job stands: its state and slots, what it waits for since when, who works on which shards, its placement, its last events,
+    its last rollback and newest warnings."""
     from gcore.clock import SystemClock
 
-    found = snapshot(call(lambda client: client.get_job(job), address, home))
-    if output is Output.JSON:
-        typer.echo(as_json(job_tree(found)))
-    else:
-        console().print(pairs_table(job_rows(found, SystemClock().wall())))
+    async def look(client: JobsClient) -> tuple[pb.Job, pb.PlacementReply | None, list[JobEvent]]:
+        found = await client.get_job(job)
+        placement, last = None, []
+        with contextlib.suppress(UsageError):  # a controller of an earlier version
+            placement = await client.get_placement(found.uid)
+        if events:
+            with contextlib.suppress(GcoreError):  # a controller that is not on the job yet; the rest is told
+                last = [event async for event in client.follow(found.uid, newest=events, follow=False)]
+        return found, placement, last
 
+    message, placement, last = call(look, address, home)
+    found = snapshot(message)
+    if output.is_for_programs:
+        tree = job_tree(found)
+        tree["events"] = [json.loads(event.to_line()) for event in last]
+        typer.echo(output.text(tree))
+        return
+    rows = job_rows(found, SystemClock().wall())
+    if placement is not None and placement.plan:
+        from controllers.cli.placement_words import shown_rows
 
-def cancel(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE) -> None:
-    """End a job for good. One that has ended stays as it is."""
-    found = snapshot(call(lambda client: client.cancel_job(job), address, home))
-    if output is Output.JSON:
-        typer.echo(as_json(job_tree(found)))
-    else:
-        typer.echo(f"Job {found.name} ({found.uid}) is {found.state}.")
+        rows |= {f"placement: {name}": value for name, value in shown_rows(placement).items() if name != "job"}
+    for event in last[-events:] if events else []:
+        rows[f"event {event.sequence}"] = f"{moment(event.time)}: {visible(event.message, 200)}"
+    console().print(pairs_table(rows))
 
 
 def audit(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE) -> None:
@@ -165,8 +149,8 @@ def audit(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, outp
 
         run_dir = run_of(home / "runs", job) or Path(finished_run(home, job, error)["folder"])
         report = report_of(audit_of_folder(run_dir))
-    if output is Output.JSON:
-        typer.echo(as_json(audit_tree(report)))
+    if output.is_for_programs:
+        typer.echo(output.text(audit_tree(report)))
     else:
         console().print(pairs_table(audit_rows(report)))
     if not report.clean:
@@ -180,10 +164,10 @@ def call(what: Callable[[JobsClient], Awaitable[T]], address: str | None, home: 
     from gcore.client import JobsClient
     from gcore.clock import SystemClock
 
-    addresses = find_addresses(address, home)
+    cluster = find_cluster(address, home)
 
     async def talk() -> T:
-        async with JobsClient(addresses, clock=SystemClock()) as client:
+        async with JobsClient(cluster.addresses, clock=SystemClock(), connector=cluster.connector) as client:
             return await what(client)
 
     return asyncio.run(talk())

@@ -33,6 +33,7 @@ from gcore.emulated.launch import KIND, SAID
 from gcore.errors import GcoreError, UsageError
 from gcore.host_memory import host_memory
 from gcore.store.launcher import LocalEtcd, NoEtcd
+from gcore.store.reference import StoreRef
 from gcore.weights.copies import MEMORY, home_folder
 from gcore.worker.process import ProcessId, is_running, spawn_detached
 from placement.mapping.devices import GIB, NODE_GIB
@@ -205,7 +206,7 @@ async def _start(
                 listen_host=HOST,
                 listen_port=ports[index],
                 metrics_port=ports[len(shares) + index],
-                etcd_endpoints=(etcd.endpoint,),
+                etcd=StoreRef(endpoints=(etcd.endpoint,)),
                 slots=slots,
                 run_root=str(home / "runs"),
                 sglang_python=str(request.sglang_python) if request.sglang_python else None,

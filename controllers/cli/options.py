@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from controllers.cli.answers import Output
+from controllers.cli.completing import complete_job, complete_node
 from gcore.errors import UsageError
 
 
@@ -46,7 +47,16 @@ New = Annotated[bool, typer.Option("--new", help="Always a new job; one of that 
 Plain = Annotated[bool, typer.Option("--plain", help="Lines instead of the live view.")]
 Format = Annotated[Output, typer.Option("--output", "-o", help="How the answer is printed.")]
 SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="A job spec, a YAML file.")]
-JobName = Annotated[str, typer.Argument(metavar="JOB", help="A job's name or uid.", callback=utf8)]
+JobName = Annotated[
+    str,
+    typer.Argument(
+        metavar="JOB", help="A job's name, NAMESPACE/NAME or uid.", callback=utf8, autocompletion=complete_job
+    ),
+]
+NodeName = Annotated[
+    str, typer.Argument(metavar="NODE", help="A node's name.", callback=utf8, autocompletion=complete_node)
+]
+Namespace = Annotated[str, typer.Option("--namespace", "-n", help="Only this one; default: all that you may see.")]
 
 SglangPython = Annotated[
     Path | None,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from controllers.cli.answers import Output, as_json, console, pairs_table
+from controllers.cli.answers import Output, console, pairs_table
 from controllers.cli.job_verbs import call
 from controllers.cli.options import DEFAULT_HOME, Address, Format, Home, JobName
 from gcore.errors import GcoreError, Unreachable, UsageError
@@ -86,8 +86,8 @@ def show(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, outpu
         reply = call(lambda client: client.get_placement(job), address, home)
     except Unreachable as error:
         raise _over(error, home, job) if address is None else error from error
-    if output is Output.JSON:
-        typer.echo(as_json(shown_tree(reply)))
+    if output.is_for_programs:
+        typer.echo(output.text(shown_tree(reply)))
         return
     console().print(pairs_table(shown_rows(reply)))
     if reply.plan:
@@ -108,8 +108,8 @@ def explain(
     moves = known.moves if last is None else known.moves[-last:]
     left_out = len(known.moves) - len(moves)
     stays = [one for one in known.stays if not left_out or one.time >= moves[0].time]
-    if output is Output.JSON:
-        typer.echo(as_json(told_tree(moves, stays)))
+    if output.is_for_programs:
+        typer.echo(output.text(told_tree(moves, stays)))
         return
     for line in account(known.name, known.reply, moves, left_out, stays):
         typer.echo(line)
@@ -121,8 +121,8 @@ def history(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, ou
     from controllers.cli.placement_words import history_table, move_tree
 
     known = _known(job, home, address)
-    if output is Output.JSON:
-        typer.echo(as_json([move_tree(move) for move in known.moves]))
+    if output.is_for_programs:
+        typer.echo(output.text([move_tree(move) for move in known.moves]))
     elif not known.moves:
         typer.echo(f"Nothing has moved in job {known.name}.")
     else:
@@ -152,7 +152,7 @@ def pin(
         job=job, freeze=freeze, rollout=rollout, reward=reward, train=train, release=release
     )
     reply = call(lambda client: client.pin_placement(request), address, home)
-    typer.echo(as_json(shown_tree(reply)) if output is Output.JSON else f"Job {reply.name}: {pin_words(reply)}.")
+    typer.echo(output.text(shown_tree(reply)) if output.is_for_programs else f"Job {reply.name}: {pin_words(reply)}.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ import shlex
 import signal
 import sys
 import uuid
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from controllers.cli.called import program
-from controllers.cli.finding import find_addresses
+from controllers.cli.finding import find_cluster
 from controllers.cli.options import (
     DEFAULT_CONTROLLERS,
     DEFAULT_HOME,
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from controllers.cli.sharing import Following
     from controllers.cli.summary import Summary
     from gcore.config import JobSpec
+    from gcore.contexts import Reached
 
 INTERRUPTED = 130
 
@@ -65,7 +65,7 @@ gcore run examples/arithmetic/grpo.yaml
 class _Run:
     spec: JobSpec
     new: bool
-    addresses: Sequence[str]
+    cluster: Reached
     begun: float
 
 
@@ -115,7 +115,7 @@ def run(
                 share = stack.enter_context(following(home, clock, say=typer.echo))
                 result = runner.run(local.up(request, clock=clock, say=typer.echo))
                 started = result.started
-            asked = _Run(loaded, new, find_addresses(address, home), begun)
+            asked = _Run(loaded, new, find_cluster(address, home), begun)
             summary = runner.run(_submit_and_follow(asked, screen))
         except KeyboardInterrupt:
             further = FurtherPresses()
@@ -144,11 +144,12 @@ async def _submit_and_follow(run: _Run, screen: Screen) -> Summary:
     from gcore.api.v1 import jobs_pb2 as pb
     from gcore.client import JobsClient
     from gcore.clock import SystemClock
+    from gcore.config import as_said
 
     clock = SystemClock()
     mode = pb.START_MODE_NEW if run.new else pb.START_MODE_RESUME
-    async with JobsClient(run.addresses, clock=clock) as client:
-        created = await create_job(client, run.spec.model_dump_json(), request_id=uuid.uuid4().hex, mode=mode)
+    async with JobsClient(run.cluster.addresses, clock=clock, connector=run.cluster.connector) as client:
+        created = await create_job(client, as_said(run.spec), request_id=uuid.uuid4().hex, mode=mode)
         job = snapshot(created)
         return await record(client, job, screen, clock, begun=run.begun)
 

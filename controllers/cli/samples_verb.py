@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from controllers.cli.answers import Output, as_json, console
+from controllers.cli.answers import Output, console
 from controllers.cli.job_verbs import call
 from controllers.cli.options import DEFAULT_HOME, Address, Format, Home, JobName, utf8
 from gcore.errors import Unreachable, UsageError
@@ -62,7 +62,7 @@ def samples(
         run_dir = Path(finished_run(home, job, error)["folder"])
         request = pb.GetSamplesRequest(job=job, step=step, source=source, order=order, limit=limit)
         found = list(samples_of_folder(run_dir, request))
-    if output is Output.JSON:
-        typer.echo(as_json(groups_tree(found)))
+    if output.is_for_programs:
+        typer.echo(output.text(groups_tree(found)))
     else:
         show_groups(console(), found)

@@ -6,11 +6,13 @@ Both fold the events into a `ViewState` and hold it; neither asks the cluster an
 from __future__ import annotations
 
 import errno
+import json
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
 from controllers.cli import view_plain
+from controllers.cli.answers import Output
 from controllers.cli.view_points import JobSnapshot, Wait
 from controllers.cli.view_state import ViewState
 from gcore.clock import Clock
@@ -79,10 +81,16 @@ class PlainScreen:
                     raise
 
 
-class JsonScreen:
-    """Events as they are, one JSON object a line, for programs."""
+def event_text(event: JobEvent, output: Output) -> str:
+    """An event for programs: a line of JSON, or a document of YAML."""
+    return f"---\n{output.text(json.loads(event.to_line()))}" if output is Output.YAML else event.to_line()
 
-    def __init__(self, console: Console) -> None:
+
+class JsonScreen:
+    """Events as they are, one JSON object a line, or one YAML document each, for programs."""
+
+    def __init__(self, console: Console, output: Output = Output.JSON) -> None:
+        self._output = output
         self.state = ViewState()
         self._console = console
 
@@ -93,7 +101,7 @@ class JsonScreen:
         """Not an event."""
 
     def show(self, event: JobEvent) -> None:
-        self._console.out(event.to_line(), highlight=False)
+        self._console.out(event_text(event, self._output), highlight=False)
         self.state = self.state.apply(event)
 
     def observe(self, job: JobSnapshot) -> None:

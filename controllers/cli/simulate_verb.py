@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from controllers.cli.answers import Output, as_json, console
+from controllers.cli.answers import Output, console
 from controllers.cli.options import DEFAULT_HOME, Format, Home
 from controllers.cli.view_text import visible
 from gcore.errors import UsageError
@@ -118,8 +118,8 @@ def simulate(
     with progress_bar() as tell:
         found = _played(job, move_s, policy or [], tell)
         tree = _tree(job, move_s, replay, found, tell)
-    if output is Output.JSON:
-        typer.echo(as_json(tree))
+    if output.is_for_programs:
+        typer.echo(output.text(tree))
     else:
         _show(tree)
 

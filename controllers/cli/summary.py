@@ -283,22 +283,27 @@ def unfinished(runs: Path, job: str) -> tuple[str, str] | None:
     uid = newer_unfinished(runs, job)
     if uid is not None:
         return job, uid
-    for folder in runs.glob(f"*-{glob.escape(job)}"):
+    for folder in runs.glob(f"*-{glob.escape(_stem(job))}"):
         name, _, uid = folder.name.rpartition("-")
         if uid == job and folder.is_dir() and not any((folder / one).exists() for one in ENDED_FILES):
             return name, uid
     return None
 
 
+def _stem(job: str) -> str:
+    """How the folder of a job of that name begins (`controllers.service.submission.run_name`)."""
+    return job.replace("/", ".")
+
+
 def newer_unfinished(runs: Path, job: str) -> str | None:
     """The uid of a run of that name which has not finished and was at work later than all that have; None: there is none."""
     at_work: list[tuple[float, bool, str]] = []
-    for folder in runs.glob(f"{glob.escape(job)}-*"):
+    for folder in runs.glob(f"{glob.escape(_stem(job))}-*"):
         name, _, uid = folder.name.rpartition("-")
         ended = tuple(folder / one for one in ENDED_FILES)
         last = next((path for path in (*ended, folder / "events.jsonl") if path.exists()), folder)
         with contextlib.suppress(OSError):
-            if name == job and folder.is_dir():
+            if name == _stem(job) and folder.is_dir():
                 at_work.append((last.stat().st_mtime, last in ended, uid))
     newest = max(at_work, default=None)
     return None if newest is None or newest[1] else newest[2]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from controllers.cli.answers import Output, as_json, console, snapshot
+from controllers.cli.answers import Output, console, snapshot
 from controllers.cli.job_verbs import call
 from controllers.cli.options import DEFAULT_HOME, Address, Format, Home, utf8
 from gcore.errors import GcoreError, Unreachable, UsageError
@@ -53,16 +53,17 @@ def top(
     from rich.text import Text
 
     from controllers.cli.top_view import shown, tree
+    from controllers.cli.view_state import ENDED_STATES
     from gcore.clock import SystemClock
 
-    if output is Output.JSON and not once:
-        raise UsageError("-o json is for a single look", fix="Give --once too")
+    if output.is_for_programs and not once:
+        raise UsageError("-o json and yaml are for a single look", fix="Give --once too")
     screen, clock = console(), SystemClock()
 
     async def watch(client: JobsClient) -> None:
         found = await look(client, job)
         with Live(shown(found), console=screen, auto_refresh=False, vertical_overflow="ellipsis") as live:
-            while found.state in ("PENDING", "RUNNING"):
+            while found.state not in ENDED_STATES:
                 await clock.sleep(LOOK_S)
                 try:
                     found = await look(client, found.uid)
@@ -80,8 +81,8 @@ def top(
         if address is not None:
             raise
         found = left(home, job, error)
-    if output is Output.JSON:
-        typer.echo(as_json(tree(found)))
+    if output.is_for_programs:
+        typer.echo(output.text(tree(found)))
     else:
         screen.print(shown(found))
 

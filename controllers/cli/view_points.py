@@ -183,6 +183,20 @@ class JobSnapshot:
     warnings: tuple[WarningPoint, ...] = ()
     """The newest first; like `rollback`, of one job that was asked for, and not in a list of all."""
     rollback: RollbackPoint | None = None
+    namespace: str = "default"
+    owner: str = ""
+    priority: int = 0
+    slots: int = 0
+    """That it may use now; `slots_min`: fewer it does not begin with; `slots_max`: more it does not take, 0: all."""
+    slots_min: int = 0
+    slots_max: int = 0
+    queue_position: int = 0
+    """Among those that wait for slots; 0: it waits for none."""
+
+    @property
+    def full_name(self) -> str:
+        """`NAME`, or `NAMESPACE/NAME` outside the default one."""
+        return self.name if self.namespace == "default" else f"{self.namespace}/{self.name}"
 
     @property
     def steps_estimated(self) -> bool:

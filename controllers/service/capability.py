@@ -91,7 +91,7 @@ def check_moving(spec: JobSpec) -> None:
 
 
 def check_ranks(spec: JobSpec, most: int | None) -> None:
-    """Whether as many train ranks will ever fit. `most`: the slots of a cluster that cannot grow; None: more nodes may come.
+    """Whether as many train ranks, and as many slots, will ever be there. `most`: the slots of a cluster that cannot grow; None: more nodes may come.
 
     What does not fit yet is waited for (`controllers.forming.short_of_slots`). Raises SpecError.
     """
@@ -101,6 +101,13 @@ def check_ranks(spec: JobSpec, most: int | None) -> None:
             f"{counted(ranks, 'train rank')} do not fit on {counted(most, 'slot')}",
             where="train.ranks",
             fix="Lower train.ranks, or start the cluster anew with more --slots",
+        )
+    least = spec.scheduling.slots_min
+    if most is not None and least > most:
+        raise SpecError(
+            f"{counted(least, 'slot')} are the fewest to run on, and there are {counted(most, 'slot')}",
+            where="scheduling.slots_min",
+            fix="Lower it, or start the cluster anew with more --slots",
         )
 
 

@@ -65,6 +65,8 @@ def described(mirror: JobMirror) -> pb.Job:
         reason=status.reason,
         spec_json=json.dumps(job.spec),
         run_dir=job.run_dir,
+        namespace=job.namespace,
+        owner=job.owner,
         created=job.created,
         steps=_planned_steps(mirror),
         ended=status.changed if status.phase.ended else 0.0,

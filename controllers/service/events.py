@@ -11,6 +11,7 @@ import json
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from controllers.by_source import key_of, mostly_truncated
@@ -33,6 +34,8 @@ MOST_EVENTS = 10_000
 asks for what is older finds it in the run's folder."""
 MOST_MOVES = 8
 """Moves that one write of their record may tell of."""
+SUMMED_UP = frozenset({"checkpoint", "placement"})
+"""Kinds of events that come from a record with a list of what happened."""
 Derived = tuple[str, str, dict[str, Any]]
 """An event's kind, its message and its data."""
 
@@ -46,11 +49,24 @@ class Event:
     kind: str
     message: str
     data: dict[str, Any]
+    again: bool = False
+    """Whether it may have been told under another number by who heard of it when it happened: it comes from a record that is written
+    again and again, as it was found later."""
 
     @property
     def data_json(self) -> str:
         """The data as JSON."""
         return json.dumps(self.data)
+
+
+def by_revision(batch: WatchBatch) -> Iterator[WatchBatch]:
+    """A batch in pieces of one revision each, but for one that tells everything anew: which changes come together is chance, and
+    every controller is to derive the same events from them."""
+    if batch.reset or len({event.kv.mod_revision for event in batch.events}) < 2:
+        yield batch
+        return
+    for revision, events in groupby(batch.events, key=lambda event: event.kv.mod_revision):
+        yield WatchBatch(tuple(events), revision)
 
 
 class EventLog:
@@ -69,7 +85,7 @@ class EventLog:
         """Add what `batch` brought; what is known already is not added again."""
         new = []
         slot: dict[int, int] = {}
-        for change in sorted(batch.events, key=lambda e: e.kv.mod_revision):
+        for change in sorted(batch.events, key=self._place):
             derived = [one for one in _derive(self._keys, before, change, after) if self._is_new(one)]
             for kind, message, data in [*derived, *self._warnings(derived, after)]:
                 revision = change.kv.mod_revision
@@ -77,10 +93,17 @@ class EventLog:
                 slot[revision] = index + 1
                 sequence = revision * PER_REVISION + index
                 if sequence > self._last:
-                    new.append(Event(sequence, wall, kind, message, data))
+                    new.append(Event(sequence, wall, kind, message, data, again=batch.reset and kind in SUMMED_UP))
         self.events.extend(new)
         if self.events:
             self._last = self.events[-1].sequence
+
+    def _place(self, change: WatchEvent) -> tuple[int, int, str]:
+        """The order of changes. Of one revision, what is never written over comes first, then the state: whoever hears of them so late
+        that the others were written over gives these the same numbers."""
+        key = change.kv.key
+        lasting = key.startswith((self._keys.log_prefix, self._keys.eval_prefix)) or key == self._keys.job
+        return change.kv.mod_revision, 0 if lasting else 1 if key == self._keys.state else 2, key
 
     def _is_new(self, derived: Derived) -> bool:
         """Whether a move is not told yet: writes that are heard together would tell of it each."""
@@ -104,13 +127,15 @@ class EventLog:
                 self._warned.add(source)
                 yield _truncated(source, data)
 
-    def after(self, sequence: int) -> list[Event]:
-        """The events with greater numbers."""
+    def after(self, sequence: int, *, goes_on: bool = False) -> list[Event]:
+        """The events with greater numbers. `goes_on`: for whoever has heard of events before; what may have been told already is not
+        told again."""
         newer = []
         for event in reversed(self.events):
             if event.sequence <= sequence:
                 break
-            newer.append(event)
+            if not (goes_on and event.again):
+                newer.append(event)
         return newer[::-1]
 
 

@@ -14,14 +14,14 @@ import hashlib
 import os
 import re
 import stat
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import grpc
 
-from controllers.service.jobs import edge, status_of
 from controllers.service.refusals import NotFound
+from controllers.service.statuses import Context, edge, stream_edge
 from gcore.api.v1 import files_pb2 as pb
 from gcore.api.v1 import files_pb2_grpc
 from gcore.errors import GcoreError, UsageError
@@ -39,7 +39,6 @@ _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 FolderOf = Callable[[str], Awaitable[Path]]
 """The folder of a job's run on this node. Raises GcoreError for a job whose files are not served."""
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class FilesService(files_pb2_grpc.FilesServicer):
@@ -58,15 +57,12 @@ class FilesService(files_pb2_grpc.FilesServicer):
         found = await asyncio.to_thread(listed, run_dir, parts)
         return pb.ListFilesReply(files=[pb.FileInfo(name=name, size=size) for name, size in sorted(found.items())])
 
-    async def Read(self, request: pb.ReadFileRequest, context: Context) -> AsyncIterator[pb.FileChunk]:
+    @stream_edge
+    async def Read(self, request: pb.ReadFileRequest, context: Context) -> AsyncGenerator[pb.FileChunk, None]:
         """A file, from an offset to where it ends when it is opened."""
-        try:
-            parts = parts_of(request.file)
-            run_dir = await self._folder_of(request.job_uid)
-            file, left = await asyncio.to_thread(_opened, run_dir, parts, request.offset)
-        except GcoreError as error:
-            await context.abort(status_of(error), str(error))
-            raise AssertionError("abort raises") from error
+        parts = parts_of(request.file)
+        run_dir = await self._folder_of(request.job_uid)
+        file, left = await asyncio.to_thread(_opened, run_dir, parts, request.offset)
         digest = hashlib.sha256()
         try:
             while left:

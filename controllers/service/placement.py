@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import grpc
-
-from controllers.service.jobs import edge
 from controllers.service.refusals import NotFound
+from controllers.service.statuses import Context, edge
 from gcore.api.v1 import placement_pb2 as pb
 from gcore.api.v1 import placement_pb2_grpc
 
 if TYPE_CHECKING:  # imported when there is a job: see controllers.wire
     from controllers.job import JobRunner
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class PlacementService(placement_pb2_grpc.PlacementServicer):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,19 +13,23 @@ from typing import TypeVar
 
 from controllers.own_files import OwnFolder, OwnFolders, collect_records
 from controllers.peer_files import NotFetched
+from controllers.service.access import may_see
 from controllers.service.audits import audit_of_records
 from controllers.service.refusals import NotFound
 from controllers.storage import is_apart, run_folder, seen_here
 from gcore.ledger import store_copy
 from gcore.ledger.audit import Audit
+from gcore.ledger.claims import Claim, Queued, Quotas, Shares, SickSlots
 from gcore.ledger.guarded import Ledger
 from gcore.ledger.job import JobRecord, NodeRecord
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.store_copy import mirror_of
+from gcore.ledger.usage import NodeUsage
 from gcore.schema import Record, UnreadableRecord
 from gcore.store import keys
 from gcore.store.keys import JobKeys
-from gcore.store.types import Listing, Store, WatchBatch, WatchEvent
+from gcore.store.types import KeyValue, Listing, Store, WatchBatch, WatchEvent
+from gcore.tls.connecting import PLAIN, Connector
 from gcore.weights.layout import checkpoints_in
 from gcore.worker.records import WorkerRecord
 
@@ -58,10 +63,6 @@ class Unreadable:
     why: str
 
 
-def _created(one: JobMirror | Unreadable) -> float:
-    return one.job.record.created if isinstance(one, JobMirror) and one.job is not None else -1.0
-
-
 class StoredJobs:
     """Reads. Raises StoreUnavailable."""
 
@@ -69,11 +70,12 @@ class StoredJobs:
         self._store = store
         self._own = own
 
-    async def find(self, name: str) -> str | None:
-        """The uid of a job's name, or of its uid."""
+    async def find(self, name: str, namespace: str = keys.DEFAULT_NAMESPACE) -> str | None:
+        """The uid of a job: by `NAMESPACE/NAME`, by its name in `namespace`, or by its uid."""
         if not name:
             return None
-        named = await self._store.get(keys.name(name))
+        said, slash, short = name.partition("/")
+        named = await self._store.get(keys.name(short, said) if slash else keys.name(name, namespace))
         if named is not None:
             return named.value.decode(errors="replace")
         return name if await self._store.get(JobKeys(name).job) is not None else None
@@ -91,6 +93,11 @@ class StoredJobs:
         return Ledger(self._store, JobKeys(uid))
 
     @property
+    def store(self) -> Store:
+        """What they stand in, for those who change them."""
+        return self._store
+
+    @property
     def node(self) -> str:
         """This one."""
         return "" if self._own is None else self._own.node
@@ -102,7 +109,7 @@ class StoredJobs:
         """This node's own folder of a run, out of which it serves files. Raises NotFound for a job whose nodes share one."""
         kv = await self._store.get(JobKeys(uid).job)
         job = None if kv is None else JobRecord.decode(kv.value, kv.key)
-        if job is None or self._own is None or not is_apart(job):
+        if job is None or not may_see(job.namespace) or self._own is None or not is_apart(job):
             raise NotFound(f"there is no job {uid[:40]!r} whose nodes have folders of their own", fix="Ask for another")
         return run_folder(job, self._own.run_root)
 
@@ -135,29 +142,96 @@ class StoredJobs:
     async def peers(self) -> Mapping[str, str]:
         """Where the daemons of other nodes answer."""
         me = "" if self._own is None else self._own.node
-        return {node.name: node.address for node in (await self.cluster()).nodes if node.name != me}
+        return {node.name: node.for_peers for node in (await self.cluster()).nodes if node.name != me}
 
-    async def summaries(self) -> list[JobMirror | Unreadable]:
-        """Every job, oldest first, and before them those that this version cannot read: one must not hide all the others."""
-        names: dict[str, str] = {}
-        for kv in (await self._store.list(keys.REQUESTS)).kvs:
-            names[kv.value.decode(errors="replace")] = ""
-        for kv in (await self._store.list(keys.NAMES)).kvs:
-            names[kv.value.decode(errors="replace")] = kv.key.removeprefix(keys.NAMES)
-        found = await asyncio.gather(*(self._summary(uid, name) for uid, name in sorted(names.items())))
-        return sorted((one for one in found if one is not None), key=_created)
+    async def newest(self, limit: int, before: int | None) -> list[tuple[str, int]]:
+        """The uids of the jobs that were created last, each with the revision of its creation; `before`: older than that one."""
+        listing = await self._store.newest(keys.REQUESTS, limit, before)
+        return [(kv.value.decode(errors="replace"), kv.create_revision) for kv in listing.kvs]
 
-    async def _summary(self, uid: str, name: str) -> JobMirror | Unreadable | None:
+    async def summary(self, uid: str) -> JobMirror | Unreadable | None:
+        """What a list tells of a job: a few of its records, however many it has. None: it is not there."""
+        job_keys = JobKeys(uid)
+        names = (job_keys.job, job_keys.state, job_keys.head, job_keys.assign, job_keys.checkpoints)
+        found = await asyncio.gather(*(self._store.get(name) for name in names))
+        there = tuple(kv for kv in found if kv is not None)
         try:
-            mirror = await self.mirror(uid)
+            mirror = self._here(JobMirror(job_keys).fold(_as_heard(Listing(there, 0))))
         except UnreadableRecord as error:
-            return Unreadable(uid, name, str(error))
+            return Unreadable(uid, _name_of(found[0]), str(error))
         return mirror if mirror.job is not None else None
+
+    async def namespace(self, uid: str) -> str:
+        """Whose job it is. One whose record cannot be read is nobody's but those who may see all."""
+        kv = await self._store.get(JobKeys(uid).job)
+        if kv is None:
+            return ""
+        try:
+            return JobRecord.decode(kv.value, kv.key).namespace
+        except UnreadableRecord:
+            return ""
+
+    @property
+    def connector(self) -> Connector:
+        """What the daemons of other nodes are reached with."""
+        return PLAIN if self._own is None else self._own.folders.connector
+
+    def is_apart(self, mirror: JobMirror) -> bool:
+        """Whether other nodes have files of the run that this one does not see."""
+        return self._own_of(mirror) is not None
 
     async def cluster(self) -> ClusterListing:
         """Daemons and workers, but for those that this version cannot read."""
         nodes = _read(NodeRecord, await self._store.list(keys.NODES))
         return ClusterListing(tuple(nodes), tuple(_read(WorkerRecord, await self._store.list(keys.WORKERS))))
+
+    async def claim(self, uid: str) -> Claim | None:
+        """What a job that has not ended wants of the cluster. One that cannot be read wants what is usual."""
+        kv = await self._store.get(JobKeys(uid).active)
+        return None if kv is None else _claim(kv)
+
+    async def claims(self) -> dict[str, Claim]:
+        """Of all jobs that have not ended, by uid."""
+        listing = await self._store.list(keys.ACTIVE)
+        return {kv.key.removeprefix(keys.ACTIVE): _claim(kv) for kv in listing.kvs}
+
+    async def shares(self) -> Shares | None:
+        """Which slots each job has; None where nobody shares any out."""
+        kv = await self._store.get(keys.SHARES)
+        try:
+            return None if kv is None else Shares.decode(kv.value, kv.key)
+        except UnreadableRecord as error:
+            log.error("passed over: %s", error)
+            return None
+
+    async def queue(self, claims: Mapping[str, Claim], shares: Shares) -> Mapping[str, Queued]:
+        """Who waits for slots, and why, worked out as the daemons share them out."""
+        from placement.shares import Cluster, queue  # only where there are jobs
+
+        (drained, sick), listing = await self.pool(), await self.cluster()
+        nodes = {node.name: node.slots for node in listing.nodes}
+        out = {(name, slot) for name in drained for slot in nodes.get(name, ())}
+        out |= {(name, slot) for name, one in sick.items() for slot in one.slots}
+        kv = await self._store.get(keys.QUOTAS)
+        quotas = Quotas()
+        with contextlib.suppress(UnreadableRecord):
+            quotas = Quotas() if kv is None else Quotas.decode(kv.value, kv.key)
+        return queue(Cluster(nodes, frozenset(out), quotas.slots), claims, shares)
+
+    async def pool(self) -> tuple[frozenset[str], dict[str, SickSlots]]:
+        """The nodes that are being left, and by node the slots that are sick."""
+        listing = await self._store.list(keys.POOL)
+        drained = {kv.key.removeprefix(keys.DRAINED) for kv in listing.kvs if kv.key.startswith(keys.DRAINED)}
+        of_sick = Listing(tuple(kv for kv in listing.kvs if kv.key.startswith(keys.SICK)), listing.revision)
+        sick = {}
+        for kv in of_sick.kvs:
+            with contextlib.suppress(UnreadableRecord):
+                sick[kv.key.removeprefix(keys.SICK)] = SickSlots.decode(kv.value, kv.key)
+        return frozenset(drained), sick
+
+    async def usages(self) -> list[NodeUsage]:
+        """What jobs have used of the cluster, those too of which nothing else is known any more."""
+        return list(_read(NodeUsage, await self._store.list(keys.USAGE)))
 
     async def audit(self, uid: str) -> Audit:
         """Recompute a job's accounts from its log and the ranks' receipts. One that has ended leaves a copy of its records
@@ -173,6 +247,23 @@ class StoredJobs:
         if run_dir is not None:
             await asyncio.to_thread(_leave_copy, uid, listing, run_dir)
         return found
+
+
+def _name_of(kv: KeyValue | None) -> str:
+    """A job's name, out of a record that this version cannot read."""
+    try:
+        tree = json.loads(kv.value) if kv is not None else None
+    except (ValueError, RecursionError):
+        return ""
+    return str(tree.get("name", ""))[:256] if isinstance(tree, dict) else ""
+
+
+def _claim(kv: KeyValue) -> Claim:
+    try:
+        return Claim.read(kv.value, kv.key)
+    except UnreadableRecord as error:
+        log.error("passed over: %s", error)
+        return Claim()
 
 
 def _read(kind: type[R], listing: Listing) -> Iterator[R]:
@@ -193,5 +284,5 @@ def _leave_copy(uid: str, listing: Listing, run_dir: Path) -> None:
         mirror = mirror_of(uid, _as_heard(listing))
         if mirror.job is None or mirror.status is None or not mirror.status.record.phase.ended:
             return
-        if not store_copy.is_left(run_dir):
+        if not store_copy.is_left(run_dir, mirror.head.record if mirror.head else None):
             store_copy.leave(run_dir, "audit", uid, listing)

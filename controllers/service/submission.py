@@ -13,6 +13,8 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
+from controllers.service.access import caller, may_see
+from controllers.service.allowed import EVERYTHING, Allowed
 from controllers.service.capability import (
     check_copies,
     check_engine,
@@ -22,10 +24,11 @@ from controllers.service.capability import (
     check_served,
     check_streamed,
 )
+from controllers.service.checked_lately import CheckedLately, Found
 from controllers.service.checking import check_submission
 from controllers.service.judge_checks import remote_code, revisions
 from controllers.service.records import StoredJobs
-from controllers.service.refusals import Conflict
+from controllers.service.refusals import Conflict, Forbidden
 from controllers.service.spanning import check_spans
 from gcore.clock import Clock
 from gcore.config import JobSpec, new_spec, stored_spec
@@ -38,6 +41,7 @@ from gcore.prompts.opening import DataIdentity, identify_data
 from gcore.store import keys
 from gcore.store.keys import JobKeys
 from gcore.store.types import Store
+from placement.shares import claim_of
 
 PUT_BACK = "Put them back as they were, or start it with --new to end the job and begin afresh on these"
 
@@ -55,6 +59,8 @@ class Submissions:
         most_slots: Callable[[], int | None] = lambda: None,
         *,
         local: bool = False,
+        allowed: Allowed = EVERYTHING,
+        lately: CheckedLately | None = None,
     ) -> None:
         """`most_slots`: those of a cluster that cannot grow; None: more nodes may come. `local`: it is the cluster of `gcore up`."""
         self._store = store
@@ -64,20 +70,32 @@ class Submissions:
         self._clock = clock
         self._most_slots = most_slots
         self._local = local
+        self._allowed = allowed
+        self._lately = lately
 
-    async def create(self, request_id: str, spec_json: str, anew: bool) -> str:
-        """The uid of the new job, or of the one that the request means. Raises GcoreError."""
+    async def create(self, request_id: str, spec_json: str, anew: bool, owner: str = "") -> str:
+        """The uid of the new job, or of the one that the request means. `owner`: who asks for it. Raises GcoreError."""
         try:
             tree = json.loads(spec_json)
         except (ValueError, RecursionError) as error:
             raise SpecError("the spec in the request is not JSON", fix="Submit it with `gcore submit`") from error
         if not isinstance(tree, dict):
             raise SpecError("the spec in the request is not an object", fix="Submit it with `gcore submit`")
+        tree.setdefault("namespace", caller().home)
+        self._allowed.check_flow(tree)
         spec = await asyncio.to_thread(new_spec, tree)
+        if not may_see(spec.namespace):
+            mine = ", ".join(sorted(caller().namespaces or ())) or "none"
+            raise Forbidden(
+                f"namespace {spec.namespace!r} is not yours",
+                where="namespace",
+                fix=f"Name one of yours in the spec: {mine}",
+            )
+        await asyncio.to_thread(self._allowed.check, spec)
         while True:
             if request_id and (known := await self._store.get(keys.request(request_id))) is not None:
                 return known.value.decode(errors="replace")
-            named = await self._store.get(keys.name(spec.name))
+            named = await self._store.get(keys.name(spec.name, spec.namespace))
             if named is not None and not anew:
                 existing = await self._same_or_ended(named.value.decode(errors="replace"), spec)
                 if existing is not None:
@@ -91,7 +109,7 @@ class Submissions:
             check_copies(spec, local=self._local)
             check_environment(spec)
             run_root = self._run_root if spec.storage.root is None else Path(spec.storage.root)
-            checked = await asyncio.to_thread(check_submission, spec, run_root, self._cache_dir)
+            found = await self._found(spec, run_root)
             if named is not None and anew:  # only now: a spec that is refused ends nothing
                 await self.cancel(named.value.decode(errors="replace"), "replaced by a new job of the same name")
             uid = uuid.uuid4().hex[:12]
@@ -99,21 +117,24 @@ class Submissions:
                 uid=uid,
                 name=spec.name,
                 spec=spec.model_dump(mode="json"),
-                run_dir=str(run_root / f"{spec.name}-{uid}"),
+                run_dir=str(run_root / run_name(spec, uid)),
                 created=self._clock.wall(),
                 request_id=request_id,
-                prompts=checked.prompts.prompts,
-                data_digest=checked.prompts.digest,
-                held_out_digest=checked.prompts.identity.held_out,
-                model_revision=checked.model.revision,
-                remote_code=(*checked.model.remote_code, *remote_code(checked.judges)),
-                judge_revisions=revisions(checked.judges),
-                attention_equals_at=checked.attention_equals_at,
-                models=checked.models,
+                prompts=found.prompts,
+                data_digest=found.data_digest,
+                held_out_digest=found.held_out_digest,
+                model_revision=found.model_revision,
+                remote_code=found.remote_code,
+                judge_revisions=found.judge_revisions,
+                attention_equals_at=found.attention_equals_at,
+                models=found.models,
+                namespace=spec.namespace,
+                owner=owner,
             )
+            claim = claim_of(spec, created=job.created, owner=owner)
             created = JobStatus(phase=JobPhase.PENDING, reason="created", changed=job.created)
             job_keys = JobKeys(uid)
-            txn = transactions.create(job_keys, job, created, named.mod_revision if named else 0)
+            txn = transactions.create(job_keys, job, created, named.mod_revision if named else 0, claim)
             report = await Ledger(self._store, job_keys).run(txn)
             if report.outcome is TxnOutcome.WON:
                 return uid
@@ -124,6 +145,24 @@ class Submissions:
                     f"whether the job was created is not known ({report.why})",
                     fix="Submit it again, with the same request id",
                 )
+
+    async def _found(self, spec: JobSpec, run_root: Path) -> Found:
+        """What its files are. Raises GcoreError."""
+
+        async def check() -> Found:
+            checked = await asyncio.to_thread(check_submission, spec, run_root, self._cache_dir)
+            return Found(
+                prompts=checked.prompts.prompts,
+                data_digest=checked.prompts.digest,
+                held_out_digest=checked.prompts.identity.held_out,
+                model_revision=checked.model.revision,
+                remote_code=(*checked.model.remote_code, *remote_code(checked.judges)),
+                judge_revisions=revisions(checked.judges),
+                attention_equals_at=checked.attention_equals_at,
+                models=checked.models,
+            )
+
+        return await check() if self._lately is None else await self._lately.found(spec, check)
 
     async def _same_or_ended(self, uid: str, spec: JobSpec) -> str | None:
         """The job that goes on under this name; None if a new one may be made."""
@@ -158,6 +197,11 @@ class Submissions:
             report = await Ledger(self._store, job_keys).run(txn)
             if report.outcome is TxnOutcome.UNKNOWN:
                 raise StoreUnavailable(f"whether the job was cancelled is not known ({report.why})", fix="Ask again")
+
+
+def run_name(spec: JobSpec, uid: str) -> str:
+    """Of the run's folder."""
+    return keys.full_name(f"{spec.name}-{uid}", spec.namespace).replace("/", ".")
 
 
 def check_unchanged(job: JobRecord, data: DataIdentity) -> None:

@@ -31,9 +31,10 @@ NEVER_S = 1e8
 class AgentPool:
     """One event loop; close it."""
 
-    def __init__(self, spec: AgentSpec, clock: Clock) -> None:
+    def __init__(self, spec: AgentSpec, clock: Clock, group: str = "") -> None:
+        """`group`: the control group of the processes."""
         setup = line_of({"agent": spec.name, "memory_mb": spec.memory_mb})
-        program = Program("gcore.agents", setup, f"agent {spec.name!r}", "agent", spec.start_timeout_s)
+        program = Program("gcore.agents", setup, f"agent {spec.name!r}", "agent", spec.start_timeout_s, group)
         self._crew = Crew(program, spec.workers, clock)
 
     async def warm(self) -> None:

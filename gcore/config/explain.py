@@ -1,4 +1,4 @@
-"""What is wrong with a spec, in words: the problems that pydantic found, each with its key, a sentence and the nearest key."""
+"""What is wrong with a spec, or a daemon's configuration, in words: the problems that pydantic found, each with its key, a sentence and the nearest key."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from typing import get_args
 
 from pydantic import BaseModel, ValidationError
 
-from gcore.config.spec import JobSpec
 from gcore.nearest import did_you_mean, nearest
 
 MAX_SHOWN = 100
 MAX_SENTENCE = 500
-SECRET = ("key_env",)
+SECRET = ("key_env", "key", "token")
 """Fields whose value is not shown: people put a key itself where its variable's name belongs."""
+
+_LOGIN = re.compile(r"//[^/@]*@")
+"""An address with a name and a password, which are not shown either."""
 
 _WORDS = {
     "model_type": "it is a section with keys of its own, not a single value",
@@ -32,8 +34,8 @@ _WORDS = {
 """In place of what pydantic says in the words of Python."""
 
 
-def explain(error: ValidationError) -> Iterator[str]:
-    """The problems of a spec, a sentence each, with the key."""
+def explain(error: ValidationError, model: type[BaseModel] | None = None) -> Iterator[str]:
+    """The problems of a spec, or of another document of `model`, a sentence each, with the key."""
     for problem in error.errors():
         loc = problem["loc"]
         option = len(loc) > 2 and str(loc[-3]).endswith("options")  # its last part is one of four types
@@ -42,11 +44,13 @@ def explain(error: ValidationError) -> Iterator[str]:
             continue
         if option and loc[-1] != "str":
             continue  # the first type speaks for all
-        dotted = ".".join(str(part) for part in (loc[:-1] if option else loc)) or "spec"
+        dotted = ".".join(str(part) for part in (loc[:-1] if option else loc)) or (
+            "spec" if model is None else "the document"
+        )
         if option:
             yield f"{dotted}: it should be a single value: text, a number, true or false"
         elif problem["type"] == "extra_forbidden":
-            near = _nearest(loc)
+            near = _nearest(loc, model)
             yield f"unknown key {shortened(repr(dotted))}" + (f", did you mean {near!r}?" if near else "")
         elif problem["type"] == "missing":
             yield f"{dotted!r} is missing"
@@ -60,13 +64,16 @@ def explain(error: ValidationError) -> Iterator[str]:
             if problem["type"] == "string_pattern_mismatch":
                 message = _pattern(problem["ctx"]["pattern"])
             given = problem["input"]
-            is_shown = isinstance(given, str | int | float | bool) and loc[-1] not in SECRET
+            secret = {*loc[-1:]} & {*SECRET} or (isinstance(given, str) and _LOGIN.search(given))
+            is_shown = isinstance(given, str | int | float | bool) and not secret
             shown = f" (got {shortened(repr(given))})" if is_shown else ""
             yield f"{dotted}: {message[:MAX_SENTENCE]}{'…' * (len(message) > MAX_SENTENCE)}{shown}"
 
 
 def _pattern(pattern: str) -> str:
     """What a pattern asks for; only names have one: of things, of labels, of environment variables."""
+    if pattern.startswith("^(env:"):
+        return "it should be env:NAME or file:/PATH, not the key itself"
     if pattern.startswith("^[A-Za-z_]"):
         return "it should be the name of an environment variable, not the key itself: letters, digits and '_', with no digit at its beginning"
     letters = "letters" if "A-Z" in pattern else "lower-case letters"
@@ -83,10 +90,14 @@ def _choice(given: str | float, expected: str) -> str:
     return f"it should be {expected} (got {shortened(repr(given))}){hint}"
 
 
-def _nearest(loc: tuple[int | str, ...]) -> str | None:
+def _nearest(loc: tuple[int | str, ...], model: type[BaseModel] | None) -> str | None:
     """The known key that is nearest to an unknown one, under the same items of the same lists."""
+    if model is None:
+        from gcore.config.spec import JobSpec  # a daemon's configuration needs none, and building it takes a while
+
+        model = JobSpec
     named = ".".join(part for part in loc if isinstance(part, str))
-    near = nearest(named, _known_keys(JobSpec))
+    near = nearest(named, _known_keys(model))
     if near is None:
         return None
     parts: list[str] = near.split(".")

@@ -8,10 +8,18 @@ parser. What cannot be judged is never worth nothing in silence: `on_error` says
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from gcore.config.base import Option, Section
 from gcore.config.spanning import SPANS, SlotsPerEngine, refuse_torch
@@ -77,6 +85,10 @@ def _address(url: str) -> str:
         raise ValueError(f"it is no address ({error})") from error
     if parts.scheme not in ("http", "https"):
         raise ValueError("it should begin with https:// or http://")
+    if parts.username is not None or parts.password is not None:
+        raise ValueError(
+            "it should have no name and no password: specs are stored and shown; say in key where a key is"
+        )
     if not host or port == 0:
         raise ValueError(f"it names no {'port' if host else 'host'}, such as in https://api.example.com/v1")
     if "?" in url or "#" in url:
@@ -94,6 +106,10 @@ class ExternalJudge(Section):
     key_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = Field(
         None, description="Environment variable of the controllers that holds the key; the key itself is never stored"
     )
+    key: Annotated[str, Field(pattern=r"^(env:[A-Za-z_][A-Za-z0-9_]*|file:/[^\x00-\x1f]{1,4000})$")] | None = Field(
+        None,
+        description="Where the controllers find the key: env:NAME, an environment variable, or file:/PATH; never the key itself",
+    )
     requests_per_s: Annotated[float, Field(ge=LEAST_RATE)] = Field(
         10.0, description="Most requests a second from the whole cluster"
     )
@@ -103,6 +119,23 @@ class ExternalJudge(Section):
     most_cost: PositiveFloat | None = Field(
         None, description="What the whole job may spend on it, in the unit of the prices; then the job waits"
     )
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without `key` where it says nothing: a daemon from before there was one reads the rest."""
+        tree: dict[str, Any] = written(self)
+        return tree if self.key is not None else {name: value for name, value in tree.items() if name != "key"}
+
+    @property
+    def key_reference(self) -> str | None:
+        """Where the key is, if it needs one."""
+        return f"env:{self.key_env}" if self.key_env is not None else self.key
+
+    @model_validator(mode="after")
+    def _one_key(self) -> ExternalJudge:
+        if self.key is not None and self.key_env is not None:
+            raise ValueError("key and key_env both say where the key is; give one")
+        return self
 
     @model_validator(mode="after")
     def _cost_needs_prices(self) -> ExternalJudge:

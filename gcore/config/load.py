@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from gcore.config.algorithms import STORED
 from gcore.config.explain import explain, shortened
 from gcore.config.judges import LONGEST_TEMPLATE, JudgeSpec
+from gcore.config.plain_yaml import NotPlain, read_plain
 from gcore.config.sources import Origin
 from gcore.config.spec import JobSpec
 from gcore.errors import SpecError
@@ -27,32 +27,6 @@ HUB_SCHEMES = ("hf://", "ms://")
 _UNSTORABLE = re.compile("[\\x00\\ud800-\\udfff]")
 # YAML 1.1 takes a number without a point before its exponent (1e-4) for a string; people mean a number.
 _EXPONENT = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?[eE][+-]?[0-9]{1,3}")
-
-
-class _PlainLoader(yaml.SafeLoader):
-    """YAML without aliases (a bomb is built of them), tags (`!!int x` makes PyYAML stumble) and doubled keys."""
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        event = self.peek_event()  # type: ignore[no-untyped-call]
-        problem = None
-        if isinstance(event, yaml.AliasEvent):
-            problem = "aliases (*name) are not allowed in a spec"
-        elif getattr(event, "tag", None) is not None:
-            problem = "tags (!name) are not allowed in a spec"
-        if problem is not None:
-            raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if not isinstance(key, str | int | float | bool | None):
-                raise yaml.constructor.ConstructorError(None, None, "a key must be a word", key_node.start_mark)
-            if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", key_node.start_mark)
-            seen.add(key)
-        return super().construct_mapping(node, deep)
 
 
 def load_spec(path: Path, overrides: Sequence[str] = ()) -> JobSpec:
@@ -101,6 +75,12 @@ def parse_spec(tree: dict[str, Any], *, where: str = "spec", base: Path | None =
 def stored_spec(tree: dict[str, Any]) -> JobSpec:
     """A job's spec as it was stored: plug-ins that it names need not be installed here. Raises SpecError."""
     return _checked(tree, "the job's record", None, blame=lambda problems: problems, context=STORED)
+
+
+def as_said(spec: JobSpec) -> str:
+    """As JSON, without what nobody said: `parse_spec` gives it the defaults. So a controller of an older gcore takes a spec that says
+    nothing of what it does not know, and one of a newer gcore its own defaults."""
+    return spec.model_dump_json(exclude_unset=True)
 
 
 def _checked(
@@ -190,15 +170,12 @@ def _replaced(node: Any, keys: Sequence[str], value: Any, override: str, above: 
 
 def _read_yaml(text: str, where: str) -> Any:
     try:
-        # A SafeLoader subclass: builds plain values only.
-        return yaml.load(text, Loader=_PlainLoader)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        mark = getattr(error, "problem_mark", None)
-        if mark is not None and not where.startswith("--set"):
-            where = f"{where}:{mark.line + 1}:{mark.column + 1}"
-        problem = getattr(error, "problem", None) or next(iter(str(error).splitlines()), type(error).__name__)
-        problem = "nested too deep" if isinstance(error, RecursionError) else problem
-        raise SpecError(f"not valid YAML: {shortened(problem)}", where=where, fix="Correct or quote it") from error
+        return read_plain(text)
+    except NotPlain as error:
+        where = where if where.startswith("--set") else where + error.place
+        raise SpecError(
+            f"not valid YAML: {shortened(error.problem)}", where=where, fix="Correct or quote it"
+        ) from error
 
 
 def _check_tree(node: Any, where: str, path: tuple[str, ...] = ()) -> None:

@@ -1,43 +1,84 @@
-"""What one daemon is told: the file behind `gcore-controller --config FILE`.
+"""What one daemon is told: the file behind `gcore-controller --config FILE`, in YAML (and JSON is YAML).
 
 The same document on a laptop (written by `gcore up`) and on a cluster (written by whoever deploys). Frozen; unknown keys
-are errors. Holds no secret and nothing about jobs.
+are errors; relative paths are relative to the file's folder. Holds no secret (passwords and keys stand in files that it names)
+and nothing about jobs.
 """
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
+from gcore.config.api import ApiConfig
+from gcore.config.base import Section
+from gcore.config.garbage import GarbageSection
+from gcore.config.limits import JobLimits
+from gcore.config.securing import AllowSection, AuthSection, TlsSection, problem_of_listening
 from gcore.errors import UsageError
+from gcore.logs import LogFormat
+from gcore.slots import slots_problem
 from gcore.store.lease_times import LeaseTimes
+from gcore.store.reference import StoreRef
 
 Port = Annotated[int, Field(ge=0, le=65535)]
+Host = Annotated[str, Field(min_length=1, max_length=255, pattern=r"^[A-Za-z0-9:._%-]+$")]
+EVERY_ADDRESS = frozenset({"0.0.0.0", "::"})
+"""Hosts to listen on at which nobody can be reached."""
+BEGIN = (
+    "It begins like this: node: NAME, home: FOLDER, etcd: {endpoints: [HOST:PORT]}, slots: [cuda:0], run_root: FOLDER; "
+    "docs/daemon.md has every key"
+)
+MAX_BYTES = 1 << 18
+"""Of the file. A node of 4,096 slots fits."""
 
 
-class NodeConfig(BaseModel):
+class NodeConfig(Section):
     """One controller daemon. Times in seconds; a port of 0 takes a free one."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     schema_version: Literal[1] = 1
     node: Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$")]
     """The node's name, unique in the cluster; it stays the same when the daemon is started again."""
-    home: str
-    """The folder that names the installation; on the command line of every process of it."""
-    listen_host: str = "127.0.0.1"
+    home: Annotated[str, Field(min_length=1)]
+    """The folder of this daemon on its machine: launch documents, logs, caches."""
+    listen_host: Host = "127.0.0.1"
     listen_port: Port = 0
     """The job API, the peers' API and health."""
+    advertise: str | None = None
+    """HOST or HOST:PORT at which others reach this daemon; None: where it listens. Needed where it listens on every address."""
+    worker_host: Host | None = None
+    """The address of this machine at which its engines and train ranks listen and are reached by other nodes; None:
+    `listen_host`, or `advertise`'s host where that is every address."""
+    metrics_host: Host | None = None
+    """Where /metrics is served; None: `listen_host`."""
     metrics_port: Port = 0
-    etcd_endpoints: Annotated[tuple[str, ...], Field(min_length=1)]
-    """host:port each."""
+    etcd: StoreRef
+    """endpoints (host:port, or https://host:port), tls (ca, cert, key: files), user (name, password_file)."""
+    tls: TlsSection | None = None
+    auth: AuthSection | None = None
+    allow: AllowSection = AllowSection()
+    train_interface: Annotated[str, Field(pattern=r"^[A-Za-z0-9._,:=^-]{1,64}$")] | None = None
+    """The network interface over which train ranks exchange gradients (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME): a private
+    network, for nothing guards that traffic. None: the one of `worker_host`."""
     slots: Annotated[tuple[str, ...], Field(min_length=1)]
-    """The accelerators of this node that gcore may use, e.g. ("cpu:0",)."""
+    """The accelerators of this node that gcore may use: cuda:0 (a GPU), cpu:0-3 (a set of cores), cpu:0 (one core, whichever);
+    `gcore.slots` has the whole grammar."""
     host_memory_gib: PositiveFloat | None = None
     """What of its host's memory the node may take, for planning; None: all of it."""
-    run_root: str
+    run_root: Annotated[str, Field(min_length=1)]
     """Folder of the jobs' run folders, seen by every node."""
     sglang_python: str | None = None
     """The Python that has SGLang, for jobs with `rollout.engine: sglang`; None: the node runs no such job."""
@@ -53,8 +94,105 @@ class NodeConfig(BaseModel):
     """So long do workers outlive a daemon that does not come back."""
     memory_dir: str = "/dev/shm"
     """A folder of a file system in this machine's memory, for copies of train ranks' state (`gcore.weights.copies`)."""
+    api: ApiConfig = ApiConfig()
+    """What the job API allows callers."""
+    limits: JobLimits = JobLimits()
+    """What each job may take of this node: memory_gib, cpus, pids, disk_gib."""
+    gc: GarbageSection = GarbageSection()
+    """What is deleted of what is not needed any more."""
+    log_format: LogFormat = "text"
+    """How this daemon and its workers write their logs: lines for people, or JSON with controller, job and step; `gcore.logs`."""
+    otlp_endpoint: Annotated[str, Field(pattern=r"^https?://\S+$")] | None = None
+    """An OpenTelemetry collector, such as http://collector:4318, that is sent each step as a trace; None: what
+    OTEL_EXPORTER_OTLP_ENDPOINT says in the daemon's environment, or nobody. Needs gcore[otel]."""
     local_cluster: bool = False
     """Whether the node belongs to `gcore up`: then the daemon brings back its peers and etcd when they die."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_it_was_written_before(cls, tree: Any) -> Any:
+        """The local clusters of an earlier version named the store's endpoints alone."""
+        if isinstance(tree, dict) and "etcd_endpoints" in tree and "etcd" not in tree:
+            tree = dict(tree)
+            tree["etcd"] = {"endpoints": tree.pop("etcd_endpoints")}
+        return tree
+
+    @field_validator("slots")
+    @classmethod
+    def _are_slots(cls, slots: tuple[str, ...]) -> tuple[str, ...]:
+        if problem := slots_problem(slots):
+            raise ValueError(problem)
+        return slots
+
+    @field_validator("advertise")
+    @classmethod
+    def _is_an_address(cls, advertise: str | None) -> str | None:
+        if advertise is not None:
+            host, port = _host_and_port(advertise)
+            if not host or port == 0 or host in EVERY_ADDRESS:
+                raise ValueError("it should be HOST or HOST:PORT at which other nodes reach this one")
+        return advertise
+
+    @model_validator(mode="after")
+    def _can_be_reached(self) -> Self:
+        if self.listen_host in EVERY_ADDRESS and self.advertise is None:
+            raise ValueError(
+                f"listen_host {self.listen_host} is every address of the machine, and none at which others reach it; "
+                "name one in advertise"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _nobody_unknown_is_listened_to(self) -> Self:
+        hosts = {
+            "listen_host": self.listen_host,
+            "worker_host": self.workers_listen_on,
+            "metrics_host": self.metrics_listen_on,
+        }
+        if problem := problem_of_listening(hosts, self.tls):
+            raise ValueError(problem)
+        if self.auth is not None and self.tls is None:
+            raise ValueError("auth needs tls: other nodes are known by their certificates, and tokens go over TLS")
+        return self
+
+    @property
+    def tells_apart(self) -> bool:
+        """Whether calls show whose they are; else everybody who reaches the daemon is an admin."""
+        return self.tls is not None or self.auth is not None
+
+    @property
+    def listens_on(self) -> str:
+        """HOST:PORT of the daemon's APIs."""
+        return joined(self.listen_host, self.listen_port)
+
+    @property
+    def collector(self) -> str | None:
+        """Where traces are sent."""
+        return self.otlp_endpoint or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or None
+
+    def advertised(self, port: int) -> str:
+        """HOST:PORT at which others reach the daemon, which listens on `port`."""
+        named = None if self.advertise is None else _host_and_port(self.advertise)[1]
+        return joined(self.advertised_host, named or port)
+
+    @property
+    def advertised_host(self) -> str:
+        """The host at which others reach the daemon."""
+        return self.listen_host if self.advertise is None else _host_and_port(self.advertise)[0]
+
+    @property
+    def workers_listen_on(self) -> str:
+        """The host at which engines and ranks of this node listen, and are reached."""
+        if self.worker_host is not None:
+            return self.worker_host
+        if self.listen_host in EVERY_ADDRESS and self.advertise is not None:
+            return _host_and_port(self.advertise)[0]
+        return self.listen_host
+
+    @property
+    def metrics_listen_on(self) -> str:
+        """The host at which /metrics is served."""
+        return self.metrics_host or self.listen_host
 
     @property
     def lease_times(self) -> LeaseTimes:
@@ -66,19 +204,88 @@ class NodeConfig(BaseModel):
     @classmethod
     def load(cls, path: Path) -> NodeConfig:
         """Read the file. Raises UsageError, also for times under which a lease would not outlive a slow answer."""
+        tree = _tree(path)
+        if not isinstance(tree, dict):
+            raise UsageError("not a daemon's configuration: it is no mapping of keys", where=str(path), fix=BEGIN)
         try:
-            config = cls.model_validate_json(path.read_bytes())
-            config.lease_times.check(str(path))
-            return config
-        except OSError as error:
-            raise UsageError(
-                f"cannot read the daemon's configuration ({error.strerror or error})",
-                where=str(path),
-                fix="Name an existing file",
-            ) from error
+            config = cls.model_validate(tree)
         except ValidationError as error:
-            first = error.errors()[0]
-            field = ".".join(str(part) for part in first["loc"]) or "the document"
+            from gcore.config.explain import explain
+
+            problems = "; ".join(list(explain(error, cls))[:8])
             raise UsageError(
-                f"not a daemon's configuration: {field}: {first['msg']}", where=str(path), fix="Correct the file"
+                f"not a daemon's configuration: {problems}",
+                where=str(path),
+                fix="Correct it; docs/daemon.md has every key",
             ) from error
+        config.lease_times.check(str(path))
+        return config._with_whole_paths(path.absolute().parent)
+
+    def _with_whole_paths(self, base: Path) -> NodeConfig:
+        """Workers stand elsewhere than the daemon: what is relative to the file's folder is made whole."""
+
+        def whole(path: str | None) -> str | None:
+            return None if path is None else str(base / Path(path).expanduser())
+
+        etcd = self.etcd
+        if etcd.tls is not None:
+            files = {name: whole(path) for name, path in etcd.tls}
+            etcd = etcd.model_copy(update={"tls": etcd.tls.model_copy(update=files)})
+        if etcd.user is not None:
+            file = {"password_file": whole(etcd.user.password_file)}
+            etcd = etcd.model_copy(update={"user": etcd.user.model_copy(update=file)})
+        tls, auth = self.tls, self.auth
+        if tls is not None:
+            named = {name: whole(getattr(tls, name)) for name in ("ca", "cert", "key", "engines_key")}
+            tls = tls.model_copy(update=named)
+        if auth is not None:
+            auth = auth.model_copy(
+                update={name: whole(getattr(auth, name)) for name in ("admin_token_file", "journal")}
+            )
+        folders = {name: whole(getattr(self, name)) for name in ("home", "run_root", "memory_dir")}
+        return self.model_copy(update={**folders, "etcd": etcd, "tls": tls, "auth": auth})
+
+
+def joined(host: str, port: int) -> str:
+    """`host:port`, `[v6]:port`."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _tree(path: Path) -> Any:
+    """The document in the file. Raises UsageError."""
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise UsageError(
+                f"the file has more than {MAX_BYTES} bytes", where=str(path), fix="Name a daemon's configuration"
+            )
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = (error.strerror or error) if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UsageError(
+            f"cannot read the daemon's configuration ({why})", where=str(path), fix="Name an existing YAML file"
+        ) from error
+    if text.lstrip().startswith("{"):  # what `gcore up` writes; YAML 1.1 would take 1e-05 in it for a word
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError):
+            pass  # YAML has braces too, and says better what is wrong
+    from gcore.config.plain_yaml import NotPlain, read_plain  # after JSON: a laptop's daemon needs no YAML
+
+    try:
+        return read_plain(text)
+    except NotPlain as error:
+        raise UsageError(
+            f"not valid YAML: {error.problem}", where=f"{path}{error.place}", fix="Correct or quote it"
+        ) from error
+
+
+def _host_and_port(text: str) -> tuple[str, int | None]:
+    """Of `host`, `host:port`, `v6` and `[v6]:port`; an empty host where it is none of these, or more than that."""
+    if text.count(":") > 1 and not text.startswith("["):
+        text = f"[{text}]"
+    try:
+        parts = urlsplit(f"//{text}")
+        host, port = parts.hostname or "", parts.port
+    except ValueError:
+        return "", None
+    return ("", None) if parts.path or parts.query or parts.fragment or parts.username else (host, port)

@@ -31,6 +31,7 @@ from gcore.config.judges import MOST_JUDGES, JudgeSpec
 from gcore.config.reading import SamplesSpec, TrackerSpec
 from gcore.config.reward import RewardSpec, ScoringSpec
 from gcore.config.rollout import RolloutSpec
+from gcore.config.scheduling import DEFAULT_NAMESPACE, NAMESPACE, SchedulingSpec
 from gcore.config.sources import (
     DataSpec,
     training_sources,
@@ -55,6 +56,7 @@ __all__ = [
     "PlacementSpec",
     "RewardSpec",
     "RolloutSpec",
+    "SchedulingSpec",
     "ScoringSpec",
     "Section",
     "StorageSpec",
@@ -199,6 +201,10 @@ class JobSpec(Section):
     name: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?$")] = Field(
         description="The job's name: lower-case letters, digits, '.', '_' and '-'"
     )
+    namespace: Annotated[str, Field(pattern=NAMESPACE)] = Field(
+        DEFAULT_NAMESPACE,
+        description="Whose job it is: names are told apart by it, and what people may see, and quotas are its",
+    )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="Every random choice follows from it")
     model: ModelSpec
     data: DataSpec
@@ -217,6 +223,7 @@ class JobSpec(Section):
     )
     train: TrainSpec = TrainSpec()
     placement: PlacementSpec = PlacementSpec()
+    scheduling: SchedulingSpec = SchedulingSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
     storage: StorageSpec = StorageSpec()
     eval: EvalSpec = EvalSpec()
@@ -300,8 +307,9 @@ class JobSpec(Section):
             return self.eval.wanted and self.eval.at_start
         return last or (self.eval.every is not None and step % self.eval.every == 0)
 
-    def checkpoints_after(self, step: int, *, last: bool) -> bool:
-        """Whether a checkpoint is written after `step`: so often, after the last, and after each that may be the best.
+    def checkpoints_after(self, step: int, *, last: bool, asked: bool = False) -> bool:
+        """Whether a checkpoint is written after `step`: so often, after the last, after each that may be the best, and where one is
+        `asked` for by its seal.
 
         Which evaluated step is the best is known only after its evaluation, when its optimizer's state is about to change;
         so each of them has a checkpoint, and those that were not the best go as the newest do (`controllers.housekeeping`).
@@ -309,4 +317,4 @@ class JobSpec(Section):
         if step == 0:
             return False
         may_be_best = self.best_metric is not None and self.evaluates_after(step, last=last)
-        return last or step % self.checkpoint.every == 0 or may_be_best
+        return last or asked or step % self.checkpoint.every == 0 or may_be_best

@@ -8,10 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Iterator
+import ssl
+from collections.abc import Iterator, Mapping
 
 import uvicorn
-from starlette.applications import Starlette
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from gcore.rollout.engine.auth import Guard, Keys
 
 BACKLOG = 128
 GRACE_S = 1
@@ -22,20 +25,21 @@ KEPT_S = 60
 class Doors:
     """Of a process's engines. Belongs to the loop in which it serves."""
 
-    def __init__(self, application: Starlette, host: str) -> None:
+    def __init__(self, application: ASGIApp, host: str, tls: ssl.SSLContext | None = None) -> None:
         self._host = host
-        self._server = _Server(
-            uvicorn.Config(
-                application,
-                log_level="warning",
-                access_log=False,
-                lifespan="off",
-                ws="none",
-                backlog=BACKLOG,
-                timeout_graceful_shutdown=GRACE_S,
-                timeout_keep_alive=KEPT_S,
-            )
+        config = uvicorn.Config(
+            application,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            backlog=BACKLOG,
+            timeout_graceful_shutdown=GRACE_S,
+            timeout_keep_alive=KEPT_S,
         )
+        config.load()
+        config.ssl = tls
+        self._server = _Server(config)
         self._open: dict[int, asyncio.Server] = {}
 
     async def serve(self) -> None:
@@ -62,6 +66,19 @@ class Doors:
         self._server.break_off(port)
 
 
+class KeysByPort:
+    """An ASGI application whose ports each have a key, as engines of their own would; an empty one is none."""
+
+    def __init__(self, application: ASGIApp, keys: Mapping[int, str]) -> None:
+        self._app = application
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        port = (scope.get("server") or ("", 0))[1]
+        await Guard(self._app, Keys(self._keys.get(port) or None))(scope, receive, send)
+
+
 class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -85,7 +102,7 @@ class _Server(uvicorn.Server):
                 config=config, server_state=state, app_state=self.lifespan.state
             )
 
-        server = await loop.create_server(protocol, sock=listener, backlog=config.backlog)
+        server = await loop.create_server(protocol, sock=listener, backlog=config.backlog, ssl=config.ssl)
         self.servers.append(server)
         return server
 

@@ -99,6 +99,10 @@ class EmulatedEngine:
             ended = await asyncio.gather(*(ticket.ended for ticket in tickets))
         return [self._word(ticket, delivery) for ticket, delivery in zip(tickets, ended, strict=True)]
 
+    def advance(self) -> None:
+        """Hand out what has ended by now."""
+        self._slot.do(self.device, self.device.advance)
+
     async def stream(self, tickets: Sequence[Ticket]) -> AsyncIterator[dict[str, Any]]:
         """The same as a stream: each as it ends, told by `index`, and before that every `stream_interval` tokens what there is of it."""
         async with self._under_way(tickets):
@@ -110,7 +114,7 @@ class EmulatedEngine:
                 )
                 for place, future in sorted((waiting.pop(future), future) for future in done):
                     yield {**self._word(tickets[place], future.result()), "index": place}
-                self._slot.do(self.device, self.device.advance)
+                self.advance()
                 for place in waiting.values():
                     ticket = tickets[place]
                     part = self.device.so_far(ticket.task.number)

@@ -23,8 +23,9 @@ from collections import defaultdict
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+from gcore import logs
 from gcore.clock import Clock, SystemClock
-from gcore.emulated.doors import Doors
+from gcore.emulated.doors import Doors, KeysByPort
 from gcore.emulated.engine import EmulatedEngine
 from gcore.emulated.inbox import Inbox
 from gcore.emulated.launch import SAID, HostLaunch, PlacedEngine
@@ -39,8 +40,10 @@ from gcore.errors import GcoreError, StoreUnavailable, UsageError
 from gcore.ledger.records import Head
 from gcore.schema import UnreadableRecord
 from gcore.store import keys
+from gcore.store.connecting import connect
 from gcore.store.types import Store
-from gcore.worker.main import connect
+from gcore.tls.material import Watched
+from gcore.tls.serving_http import serving_context
 from gcore.worker.process import ProcessId, status_of
 from gcore.worker.records import WorkerRecord, WorkerState
 
@@ -70,7 +73,9 @@ class Host:
         self._slots: defaultdict[str, LiveSlot] = defaultdict(lambda: LiveSlot(clock, law.speedup))
         self._models = Models()
         self._stand_ins = StandIns()
-        self._doors = Doors(app(self._engines), launch.host)
+        self._keys: dict[int, str] = {}
+        tls = None if launch.tls is None else serving_context(Watched(launch.tls.material))
+        self._doors = Doors(KeysByPort(app(self._engines), self._keys), launch.host, tls)
         self._living = 0
         self._step = 0
         self._stop = asyncio.Event()
@@ -161,12 +166,13 @@ class Host:
         )
         port = await self._doors.open()
         self._engines[port] = engine
+        self._keys[port] = placed.api_key
         try:
             show("serving", f"{launch.host}:{port}")
             await ended
             log.info("%s was ended", placed.instance)
         finally:
-            del self._engines[port]
+            del self._engines[port], self._keys[port]
             self._doors.shut(port)
             engine.gone()
 
@@ -268,12 +274,14 @@ def main() -> None:
     parser.add_argument("--home", required=True, type=Path, help="folder of the cluster it belongs to")
     parser.add_argument("--launch", required=True, type=Path, help="launch document, a JSON file")
     arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    logs.set_up()
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # a kernel may allow less than it says
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     try:
-        asyncio.run(_run(_read(arguments.launch), arguments.home))
+        launch = _read(arguments.launch)
+        logs.set_up({"controller": launch.node, "job": launch.job_uid})
+        asyncio.run(_run(launch, arguments.home))
     except GcoreError as error:
         log.error("%s", error)
         sys.exit(error.exit_code)

@@ -16,8 +16,9 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from gcore.atomic import whole_file
 from gcore.schema import Part, Record
+from gcore.store.reference import StoreRef
+from gcore.tls.serving_http import ServingTls
 from gcore.worker.process import CannotStart, ProcessId, spawn_detached
-from gcore.worker.records import StoreRef
 
 LAW_FILE = "GCORE_EMULATED_LAW"
 KIND = "emulated"
@@ -42,6 +43,8 @@ class PlacedEngine(Part):
     slot: str
     judge: str = ""
     further: tuple[str, ...] = ()
+    api_key: str = ""
+    """What it asks of whoever asks it; empty: nothing."""
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -70,6 +73,7 @@ class HostLaunch(Record):
     model: str
     """The model's folder: its tokenizer and its vocabulary are real."""
     host: str = "127.0.0.1"
+    tls: ServingTls | None = None
     rows: PositiveInt
     """Sequences that an engine of the policy runs at once."""
     longest: PositiveInt | None = None

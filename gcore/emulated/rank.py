@@ -100,7 +100,7 @@ class EmulatedTrainer:
             self._take(saving, "saving", tell)
             self._stage(version, lambda: tell("saving"))
             last = seal.last or seal.step == launch.spec.flow.steps
-            if launch.spec.checkpoints_after(seal.step, last=last):
+            if launch.spec.checkpoints_after(seal.step, last=last, asked=seal.checkpoint):
                 self._checkpoint(version, last=last, tell=tell)
         self._insist(
             f"a receipt of step {seal.step}",

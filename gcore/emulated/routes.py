@@ -231,6 +231,7 @@ async def server_info(engine: EmulatedEngine, request: Request) -> Response:
 
 async def metrics(engine: EmulatedEngine, request: Request) -> Response:
     """Prometheus text, under SGLang's names; and what the engine's time was, in real seconds."""
+    engine.advance()  # what has ended by now is not told as running
     table = (
         ("num_running_reqs", "gauge", engine.device.running),
         ("num_queue_reqs", "gauge", engine.device.waiting),

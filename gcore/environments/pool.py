@@ -32,12 +32,14 @@ Told = Callable[[str, str], None]
 class ToolPool:
     """Implements `gcore.environments.api.Tools`. One event loop; close it."""
 
-    def __init__(self, spec: ToolsSpec, clock: Clock, on_fault: Told = lambda what, trace: None) -> None:
-        """`on_fault` is told every time; whoever listens knows what was told before."""
+    def __init__(
+        self, spec: ToolsSpec, clock: Clock, on_fault: Told = lambda what, trace: None, group: str = ""
+    ) -> None:
+        """`on_fault` is told every time; whoever listens knows what was told before. `group`: the control group of the processes."""
         self._spec = spec
         self._on_fault = on_fault
         setup = line_of({"tools": list(spec.names), "memory_mb": spec.memory_mb})
-        program = Program("gcore.environments", setup, "the tools", "environment.tools", spec.start_timeout_s)
+        program = Program("gcore.environments", setup, "the tools", "environment.tools", spec.start_timeout_s, group)
         self._crew = Crew(program, spec.workers, clock)
 
     @property

@@ -24,11 +24,17 @@ def check_chain(head: Head, log: Mapping[int, LogEntry], found: Found) -> ChainF
     """Every entry up to head's, whatever lineage it is of, then the walk from head."""
     before: LogEntry | None = None
     whole = True
+    cut_off = _cut_off(head, log)
     lineage, world = 0, None
     begun = [Lineage(number=0, base_step=0)]
     last = max(log, default=-1)
     gap: int | None = None
     for seq in range(min(head.seq, last) + 1):  # whatever a damaged head says
+        if any(seq in numbers for numbers in cut_off):  # whatever lies there is of a future that was cut off
+            if gap is not None:
+                _tell_missing(gap, seq - 1, found)
+                gap = None
+            continue
         entry = log.get(seq)
         if entry is None:
             gap = seq if gap is None else gap
@@ -40,7 +46,8 @@ def check_chain(head: Head, log: Mapping[int, LogEntry], found: Found) -> ChainF
         if entry.kind == "rollback":
             # Greater by more than one where a store was put back: no number of what was lost with it is given out again.
             lineage, world = max(lineage + 1, entry.lineage), entry.world
-            begun.append(Lineage(number=entry.lineage, base_step=entry.step))
+            skipped = None if entry.follows is None else seq
+            begun.append(Lineage(number=entry.lineage, base_step=entry.step, entry=skipped))
         _check_place(seq, entry, lineage, world, found)
         _check_parent(entry, before, log, found)
         lineage, world, before = entry.lineage, entry.world, entry
@@ -59,6 +66,14 @@ def check_chain(head: Head, log: Mapping[int, LogEntry], found: Found) -> ChainF
         found.add("chain", f"head's lineages are not those that its rollbacks began ({told})")
     _check_head(head, log.get(head.seq), found)
     return _walk(head, log, lineages, found)
+
+
+def _cut_off(head: Head, log: Mapping[int, LogEntry]) -> tuple[range, ...]:
+    """The numbers that were left out where the store had been put back. Head says which entries tell of that, and only what these
+    tell counts: their digests are kept, and a head that was damaged cannot excuse what is missing."""
+    telling = (log.get(one.entry) for one in head.lineages if one.entry is not None)
+    rollbacks = (entry for entry in telling if entry is not None and entry.kind == "rollback")
+    return tuple(range(one.follows + 1, one.seq) for one in rollbacks if one.follows is not None)
 
 
 def _tell_missing(first: int, last: int, found: Found) -> None:

@@ -113,6 +113,7 @@ def bounds(spec: JobSpec, scale: Scale) -> Mapping[str, Bound]:
         "agreed": Bound(3 * MAX_NAMES, SMALL + here * (MAX_VALUE_BYTES + 80)),
         "world": Bound(2 * (scale.ranks + 1), SMALL),
         "eval": Bound(2 * NEWEST_EVALUATIONS + checkpoints + 3, MOST_BYTES),
+        "evalask": Bound(1, SMALL),
         "evalpart": Bound(2 * (MOST_PARTS + sets), MOST_BYTES // 8),
         "epoch": Bound(2 + epochs_in_a_window(spec, scale) * (checkpoints + coming + 1), SMALL + 2 * tally),
         "spent": Bound(here + SPARE_NODES + 1, SMALL + 2 * USE * len(spec.judges)),

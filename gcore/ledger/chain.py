@@ -43,6 +43,18 @@ class Writer:
     nonce: str
 
 
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The highest lineage, and the highest number of the log, of which there is anything anywhere. They are head's, or less, unless the
+    store was put back to an older state: what is named by them is of a future that was cut off."""
+
+    lineage: int = 0
+    entry: int = 0
+
+
+NOTHING_SEEN = Seen()
+
+
 def base(shards: int, world: str, writer: Writer) -> Advance:
     """The chain's first entry: nothing terminal, step 0, lineage 0."""
     cursors = Cursors.start(shards)
@@ -68,6 +80,7 @@ def sealed(
     mini_batches: int,
     sealer: str,
     attention_equals_at: int = ATTENTION_EQUALS_AT,
+    checkpoint: bool = False,
 ) -> Seal:
     """The slot after a seal, of the whole or of one more part: the attempt goes on from where it was, or two sets of groups
     would share a token. What is in READY parts stays where it is."""
@@ -95,6 +108,7 @@ def sealed(
         planned_steps=chosen.planned,
         parts=parts,
         ready_parts=slot.ready_parts if slot else 0,
+        checkpoint=checkpoint,
     )
 
 
@@ -112,6 +126,7 @@ def resealed(slot: Seal, sealer: str) -> Seal:
             "padding": 0,
             "last": False,
             "planned_steps": None,
+            "checkpoint": False,
             "sealer": sealer,
         }
     )
@@ -208,54 +223,66 @@ def rolled_back(
     *,
     tally: Tally,
     parent_digest: str = "",
-    seen: int = 0,
+    seen: Seen = NOTHING_SEEN,
 ) -> Advance:
     """Head at the target's step, in a new lineage and a new world.
 
-    `cursors`, `tally`: those of the target's entry; `parent_digest`: its own. `seen`: the highest lineage of which there is
-    anything anywhere, which is head's unless the store was put back: no number is given out twice.
+    `cursors`, `tally`: those of the target's entry; `parent_digest`: its own. No number that was `seen` is given out twice.
     """
-    lineage = max(head.lineage, seen) + 1
-    after = head.model_copy(
-        update={
-            "seq": head.seq + 1,
-            "parent": target.seq,
-            "lineage": lineage,
-            "step": target.step,
-            "cursors": cursors,
-            "tally": tally,
-            "lineages": (*head.lineages, Lineage(number=lineage, base_step=target.step)),
-            "world": world,
-            "nonce": writer.nonce,
-        }
-    )
-    return _advance(after, "rollback", writer, parent_digest=parent_digest, cursors=cursors, tally=tally, reason=reason)
-
-
-def re_formed(head: Head, state: WorldState, world: str, writer: Writer, reason: str, *, seen: int = 0) -> Advance:
-    """Head at its own step, with its own cursors and tally, in a new lineage and a new world, which starts from copies of
-    `state`: of head's own (`gcore.ledger.world_state`). Nothing that was committed is undone. `seen`: as `rolled_back`."""
-    lineage = max(head.lineage, seen) + 1
-    after = head.model_copy(
-        update={
-            "seq": head.seq + 1,
-            "parent": head.seq,
-            "lineage": lineage,
-            "lineages": (*head.lineages, Lineage(number=lineage, base_step=head.step)),
-            "world": world,
-            "nonce": writer.nonce,
-        }
+    after = _in_new_lineage(head, target.step, world, writer, seen).model_copy(
+        update={"parent": target.seq, "cursors": cursors, "tally": tally}
     )
     return _advance(
         after,
         "rollback",
         writer,
+        parent_digest=parent_digest,
+        cursors=cursors,
+        tally=tally,
+        reason=reason,
+        follows=_left_out(head, after),
+    )
+
+
+def re_formed(
+    head: Head, state: WorldState, world: str, writer: Writer, reason: str, *, seen: Seen = NOTHING_SEEN
+) -> Advance:
+    """Head at its own step, with its own cursors and tally, in a new lineage and a new world, which starts from copies of
+    `state`: of head's own (`gcore.ledger.world_state`). Nothing that was committed is undone. `seen`: as `rolled_back`."""
+    after = _in_new_lineage(head, head.step, world, writer, seen)
+    return _advance(
+        after,
+        "rollback",
+        writer,
+        follows=_left_out(head, after),
         parent_digest=head.digest,
         cursors=head.cursors,
         tally=head.tally,
         reason=reason,
         state=state,
     )
+
+
+def _in_new_lineage(head: Head, step: int, world: str, writer: Writer, seen: Seen) -> Head:
+    """Head, with itself as parent, at `step` of a lineage and under a number above all that was seen."""
+    seq, number = max(head.seq, seen.entry) + 1, max(head.lineage, seen.lineage) + 1
+    lineage = Lineage(number=number, base_step=step, entry=seq if seq > head.seq + 1 else None)
+    return head.model_copy(
+        update={
+            "seq": seq,
+            "parent": head.seq,
+            "lineage": number,
+            "step": step,
+            "lineages": (*head.lineages, lineage),
+            "world": world,
+            "nonce": writer.nonce,
+        }
+    )
+
+
+def _left_out(head: Head, after: Head) -> int | None:
+    """What an entry says of numbers that were left out before it."""
+    return head.seq if after.seq > head.seq + 1 else None
 
 
 AWAITED = 2

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from gcore.config.evaluation import ACCURACY, OF_PART, EvalDraws
 from gcore.estimators import mean_correct, mean_pass_at_k
 from gcore.ledger.ancestry import is_ancestor
-from gcore.ledger.guarded import Stored, Transaction, TxnKind
-from gcore.ledger.job import EvalPart, EvalSample, Evaluation, SourceScore
+from gcore.ledger.guarded import Stored, Transaction, TxnKind, Written
+from gcore.ledger.job import EvalAsked, EvalPart, EvalSample, Evaluation, SourceScore
 from gcore.ledger.records import Head
 from gcore.ledger.rules import MOST_BYTES
 from gcore.store.keys import JobKeys
@@ -153,15 +153,24 @@ class Best:
 
 
 def best_of(head: Head, evaluations: Iterable[Evaluation], metric: str | None) -> Best | None:
-    """The best among the evaluations on head's chain; the earlier of equal ones. None without a metric or a measurement."""
+    """The best among the evaluations on head's chain that were made in turn; the earlier of equal ones. None without a metric or a
+    measurement."""
     if metric is None:
         return None
     found = [
         Best(one.version, metric, value)
         for one in evaluations
-        if is_ancestor(head, one.version) and (value := value_of(one, metric)) is not None
+        if not one.asked and is_ancestor(head, one.version) and (value := value_of(one, metric)) is not None
     ]
     return min(found, key=lambda b: (-b.value, b.version.step, b.version.lineage), default=None)
+
+
+def ask(keys: JobKeys, head: Stored[Head], known: Written | None, asked: EvalAsked) -> Transaction:
+    """Have the step after head's evaluated. Compares head: nobody hears of that step's commit before this."""
+    if asked.step != head.record.step + 1:
+        raise ValueError(f"step {asked.step} does not follow step {head.record.step}")
+    compares = (Compare(keys.head, head.revision), Compare(keys.asked, known.revision if known else 0))
+    return Transaction(TxnKind.ASK, compares, (Put(keys.asked, asked.encode()),))
 
 
 def record_part(keys: JobKeys, part: EvalPart) -> Transaction:

@@ -66,12 +66,17 @@ class TxnKind(StrEnum):
     AGREE = "agree"
     EVAL_PART = "eval_part"
     EVALUATE = "evaluate"
+    ASK = "ask"
     WARN = "warn"
     SPEND = "spend"
     LEAD = "lead"
     PLACE = "place"
     MOVES = "moves"
     PIN = "pin"
+    SHARE = "share"
+    GIVE_BACK = "give_back"
+    CLAIM = "claim"
+    QUOTAS = "quotas"
 
 
 class TxnOutcome(StrEnum):

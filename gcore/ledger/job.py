@@ -8,10 +8,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt
 
+from gcore.ledger.claims import SHARES_CAME
 from gcore.ledger.cost import ATTENTION_EQUALS_AT
 from gcore.ledger.facts import ModelConfigs, NodeFacts
 from gcore.ledger.placing import SplitPart
 from gcore.schema import Part, Record, cut_to
+from gcore.store.keys import DEFAULT_NAMESPACE, full_name
 from gcore.types import Version
 
 MOST_SAID = 8192
@@ -25,7 +27,10 @@ SLEEP_CAME = 2
 """The same of engines that sleep: a node that does not know them would ask them, and wait for ever."""
 SPANS_CAME = 2
 """The same of engines that span several slots: a node that does not know them would start one on the first of its slots alone."""
+ASKED_CAME = 2
+"""The same of evaluations that a person asks for: a node that does not know them makes none of their parts."""
 FACTS_CAME = 2
+PEER_ADDRESS_CAME = 2
 """The schema version from which on nodes tell what they are, and jobs what their models are. Who does not know it plans without."""
 
 
@@ -48,7 +53,12 @@ class JobRecord(Record):
     """`job`: written once. `spec` is the resolved spec; `run_dir` is seen by every node; where nodes share no folder,
     each has one of that name (`controllers.storage.run_folder`)."""
 
-    came_with: ClassVar[Mapping[str, int]] = {"judge_revisions": JUDGES_CAME, "models": FACTS_CAME}
+    came_with: ClassVar[Mapping[str, int]] = {
+        "judge_revisions": JUDGES_CAME,
+        "models": FACTS_CAME,
+        "namespace": SHARES_CAME,
+        "owner": SHARES_CAME,
+    }
 
     uid: str
     name: str
@@ -72,6 +82,14 @@ class JobRecord(Record):
     """The length, in tokens, at which attention costs the model as much as its matrices; goes into every seal."""
     models: ModelConfigs | None = None
     """What the models' sizes follow from; None: nobody looked."""
+    namespace: str = DEFAULT_NAMESPACE
+    owner: str = ""
+    """Who created it; empty where nobody is told apart."""
+
+    @property
+    def full_name(self) -> str:
+        """As people write it."""
+        return full_name(self.name, self.namespace)
 
 
 class JobStatus(Record):
@@ -124,7 +142,7 @@ class RankPlace(Part):
 class Plan(Record):
     """`plan`: which slot serves the job in which role. The ranks are those of world `world`."""
 
-    came_with: ClassVar[Mapping[str, int]] = {"lent_from": SLEEP_CAME}
+    came_with: ClassVar[Mapping[str, int]] = {"lent_from": SLEEP_CAME, "stands_still": SHARES_CAME}
 
     generation: int
     world: str
@@ -133,6 +151,8 @@ class Plan(Record):
     reason: str = ""
     lent_from: SplitPart | None = None
     """While slots are lent within a step: what pools had when it began. Whatever else changes a plan makes what there is its own."""
+    stands_still: bool = False
+    """Whether nothing is placed, because the job has too few slots; another world follows when it has enough."""
 
     @property
     def rollout_nodes(self) -> frozenset[str]:
@@ -184,6 +204,8 @@ class Evaluation(Record):
     `accuracy` is the mean over all prompts of all sets of the share of correct responses; `count` is of prompts.
     """
 
+    came_with: ClassVar[Mapping[str, int]] = {"asked": ASKED_CAME}
+
     version: Version
     accuracy: float
     count: int
@@ -194,6 +216,20 @@ class Evaluation(Record):
     unscored: int = 0
     responses_by: dict[str, int] = Field(default_factory=dict)
     """Responses, by the incarnation of the controller that had them made."""
+    asked: bool = False
+    """Whether it was made out of turn, because a person asked for it. It is never the best: its step may have no checkpoint."""
+
+
+class EvalAsked(Record):
+    """`evalask`: the step whose weights a person wants to have evaluated out of turn, the newest that was asked for. Written
+    before that step is committed, so whoever hears of the commit has heard of this."""
+
+    called: ClassVar[str] = "request for an evaluation"
+
+    step: PositiveInt
+    by: str = ""
+    """Who asked, as far as that is known."""
+    time: float = 0.0
 
 
 class EvalPart(Record):
@@ -281,10 +317,13 @@ class Trouble(Record):
 class NodeRecord(Record):
     """`nodes/{name}`: a daemon that is there, under its lease."""
 
-    came_with: ClassVar[Mapping[str, int]] = {"facts": FACTS_CAME}
+    came_with: ClassVar[Mapping[str, int]] = {"facts": FACTS_CAME, "peer_address": PEER_ADDRESS_CAME}
     name: str
     incarnation: str
     address: str
+    """Where it answers people."""
+    peer_address: str = ""
+    """Where it answers other nodes, which show their certificates there; empty: in the same place."""
     metrics_address: str = ""
     slots: tuple[str, ...]
     pid: int
@@ -293,3 +332,8 @@ class NodeRecord(Record):
     """Whether SGLang can be started there."""
     facts: NodeFacts | None = None
     """What its slots are; None: not known, or they are emulated."""
+
+    @property
+    def for_peers(self) -> str:
+        """Where it answers other nodes."""
+        return self.peer_address or self.address

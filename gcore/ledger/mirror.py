@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from gcore.ledger.books import NodeBooks
 from gcore.ledger.collectives import Agreed, Part
 from gcore.ledger.guarded import Stored, Written
-from gcore.ledger.job import EvalPart, Evaluation, JobRecord, JobStatus, ModelFetch, Plan, RankClaim, Trouble
+from gcore.ledger.job import EvalAsked, EvalPart, Evaluation, JobRecord, JobStatus, ModelFetch, Plan, RankClaim, Trouble
 from gcore.ledger.node_folder import NodeFolder
 from gcore.ledger.placing import Leader, Moves, Pin
 from gcore.ledger.records import Assignment, Checkpoints, EpochRecord, Head, LogEntry, Member, Offer, Seal
@@ -76,6 +76,8 @@ class JobMirror:
     """One at most, as `pins` and `movings`; see `leader`, `pin`, `moves`."""
     pins: Mapping[str, Stored[Pin]] = field(default_factory=dict)
     movings: Mapping[str, Stored[Moves]] = field(default_factory=dict)
+    askings: Mapping[str, Stored[EvalAsked]] = field(default_factory=dict)
+    """One at most, as `pins`; see `asked`."""
     spent: Mapping[str, Stored[NodeSpent]] = field(default_factory=dict)
     """What nodes have asked of judges that others serve, by node; also of nodes that are gone."""
     books: Mapping[str, Stored[NodeBooks]] = field(default_factory=dict)
@@ -113,6 +115,12 @@ class JobMirror:
         """What a person has fixed of the placement."""
         stored = self.pins.get("")
         return stored.record if stored is not None else Pin()
+
+    @property
+    def asked(self) -> EvalAsked | None:
+        """The evaluation that a person asked for last."""
+        stored = self.askings.get("")
+        return stored.record if stored is not None else None
 
     @property
     def moves(self) -> Moves:
@@ -206,10 +214,24 @@ _MANY: tuple[tuple[str, str, type[Record]], ...] = (
     ("placement/leader", "leaders", Leader),
     ("placement/pin", "pins", Pin),
     ("placement/moves", "movings", Moves),
+    ("evalask", "askings", EvalAsked),
     ("trouble/", "troubles", Trouble),
 )
 HINTS = frozenset(
-    {"offers", "fetches", "parts", "copies", "folders", "spent", "books", "leaders", "pins", "movings", "troubles"}
+    {
+        "offers",
+        "fetches",
+        "parts",
+        "copies",
+        "folders",
+        "spent",
+        "books",
+        "leaders",
+        "pins",
+        "movings",
+        "troubles",
+        "askings",
+    }
 )
 """What a peer says of itself, and what people are told: the others go by it, and compare none of it."""
 

@@ -7,6 +7,9 @@ outlive it. Pure.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 from pydantic import NonNegativeInt
 
 from gcore.schema import Part, Record
@@ -29,6 +32,7 @@ class HeldCheckpoint(Part):
 class NodeFolder(Record):
     """`folder/{node}`. What it says of the log and of evaluations is of those alone that are next to leave the store."""
 
+    came_with: ClassVar[Mapping[str, int]] = {"entry": 2}
     node: str
     by: str
     """The incarnation that looked."""
@@ -41,6 +45,9 @@ class NodeFolder(Record):
     """Entries that were written down here."""
     evaluations: tuple[str, ...] = ()
     """Versions whose evaluations were."""
+    entry: NonNegativeInt = 0
+    """The highest number of the log of which anything lay here when that incarnation first looked: higher than head's, if the store
+    was put back (`gcore.ledger.remains`)."""
 
     def has(self, version: Version, digest: str) -> bool:
         """Whether that checkpoint lies here."""

@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PlainSerializer, PositiveInt
 
+from gcore.ledger.claims import SHARES_CAME
 from gcore.ledger.cost import ATTENTION_EQUALS_AT
 from gcore.ledger.world_state import WorldState
 from gcore.prompts.cursor import Cursors
@@ -133,7 +134,7 @@ class Seal(Record):
     Of a streamed step `groups` grow part by part. What is in a READY part is never given up; an OPEN slot holds that and no more.
     """
 
-    came_with: ClassVar[Mapping[str, int]] = {"parts": PARTS_CAME, "ready_parts": PARTS_CAME}
+    came_with: ClassVar[Mapping[str, int]] = {"parts": PARTS_CAME, "ready_parts": PARTS_CAME, "checkpoint": SHARES_CAME}
 
     lineage: int
     step: int
@@ -157,6 +158,8 @@ class Seal(Record):
     step may have none."""
     ready_parts: NonNegativeInt = 0
     """Parts, from the first, that every rank holds."""
+    checkpoint: bool = False
+    """Whether its step has a checkpoint, whatever the spec says: the job is to give its slots back."""
 
     @property
     def collects(self) -> bool:
@@ -227,8 +230,12 @@ class Tally(Part):
 class Lineage(Part):
     """Lineage `number` went on from `base_step` of the one before."""
 
+    came_with: ClassVar[Mapping[str, int]] = {"entry": 2}
+
     number: int
     base_step: int
+    entry: int | None = None
+    """Where the store had been put back: the number of the rollback that began it, before which numbers were left out."""
 
 
 class Head(Record):
@@ -261,7 +268,7 @@ class LogEntry(Record):
     in the store or in the run's folder, is found from head (`gcore.ledger.digests`).
     """
 
-    came_with: ClassVar[Mapping[str, int]] = {"ranks": 2, "parent_digest": 2, "state": 2}
+    came_with: ClassVar[Mapping[str, int]] = {"ranks": 2, "parent_digest": 2, "state": 2, "follows": 2}
     seq: int
     parent: int | None
     kind: Literal["base", "train", "account", "rollback"]
@@ -283,6 +290,9 @@ class LogEntry(Record):
     """Of a step: in how many ranks' receipts it stands."""
     parent_digest: str = ""
     """Empty if the parent is of a version of gcore without digests."""
+    follows: int | None = None
+    """Of a rollback in a store that had been put back to an older state: the number that head had before it. Those between are of
+    what was cut off, as far as anything is left of it in the run's folder, and are given to nothing else."""
 
 
 class EpochRecord(Record):

@@ -1,8 +1,9 @@
 """A job's records in its run's folder, word for word as the store had them when the job had ended.
 
 With the archived log and the ranks' receipts they are all that an audit needs, so a run can be audited when its cluster is gone.
-Whoever notices the end first leaves the copy; several may, each in a file of its own, and the newest counts. A copy is whole
-or not there. Nothing here decides when a job has ended.
+Whoever notices the end first leaves the copy; several may, each in a file of its own, and the newest counts: that of the highest
+lineage, for a job whose store was put back to before its end comes to another one, in a later lineage and at lower revisions. A copy
+is whole or not there. Nothing here decides when a job has ended.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from pathlib import Path
 from typing import ClassVar
 
 from gcore.atomic import whole_file
+from gcore.ledger.chain import Seen
 from gcore.ledger.job import JobRecord
 from gcore.ledger.mirror import JobMirror
+from gcore.ledger.records import Head
 from gcore.schema import Record, UnreadableRecord
 from gcore.store.keys import JobKeys
 from gcore.store.types import KeyValue, Listing, WatchBatch, WatchEvent
@@ -34,6 +37,15 @@ class StoreCopy(Record):
         return JobRecord.decode(self.records.get("job", "").encode(), JobKeys(self.uid).job)
 
     @property
+    def head(self) -> Seen:
+        """Head's lineage and number; zeros if it has none, or none that can be read."""
+        try:
+            head = Head.decode(self.records.get("head", "").encode())
+        except UnreadableRecord:
+            return Seen()
+        return Seen(lineage=head.lineage, entry=head.seq)
+
+    @property
     def batch(self) -> WatchBatch:
         """The records as if just heard."""
         prefix = JobKeys(self.uid).prefix
@@ -52,9 +64,22 @@ def leave(run_dir: Path, writer: str, uid: str, listing: Listing) -> None:
     whole_file(folder / f"{writer}.json", StoreCopy(uid=uid, revision=listing.revision, records=records).encode())
 
 
-def is_left(run_dir: Path) -> bool:
-    """Whether there is a copy."""
-    return any((run_dir / FOLDER).glob("*.json"))
+def is_left(run_dir: Path, head: Head | None) -> bool:
+    """Whether there is a copy of this end: one that cannot be read counts, one of an end that was cut off does not. Raises OSError."""
+    try:
+        copy = read(run_dir)
+    except UnreadableRecord:
+        return True
+    return copy is not None and (head is None or copy.head.lineage >= head.lineage)
+
+
+def newest_head(run_dir: Path) -> Seen:
+    """That of the newest copy; zeros without one. Raises OSError."""
+    try:
+        copy = read(run_dir)
+    except UnreadableRecord:
+        return Seen()
+    return Seen() if copy is None else copy.head
 
 
 def read(run_dir: Path) -> StoreCopy | None:
@@ -67,7 +92,7 @@ def read(run_dir: Path) -> StoreCopy | None:
         except UnreadableRecord as error:
             problem = error
             continue
-        if newest is None or copy.revision > newest.revision:
+        if newest is None or (copy.head.lineage, copy.revision) > (newest.head.lineage, newest.revision):
             newest = copy
     if newest is None and problem is not None:
         raise problem

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gcore.ledger import chain
+from gcore.ledger.claims import Claim
 from gcore.ledger.cost import ATTENTION_EQUALS_AT
 from gcore.ledger.guarded import Stored, Transaction, TxnKind, Written
 from gcore.ledger.job import JobPhase, JobRecord, JobStatus, Plan, Trouble
@@ -106,6 +107,8 @@ def seal(
     mini_batches: int,
     by: str,
     attention_equals_at: int = ATTENTION_EQUALS_AT,
+    *,
+    checkpoint: bool = False,
 ) -> Transaction:
     """Close a batch, or one more part of it. Compares head and all slots, absent ones too."""
     head = open_slots.head.record
@@ -120,6 +123,7 @@ def seal(
         mini_batches=mini_batches,
         sealer=by,
         attention_equals_at=attention_equals_at,
+        checkpoint=checkpoint,
     )
     return Transaction(TxnKind.SEAL, open_slots.compares(keys), (Put(keys.seal(record.step), record.encode()),))
 
@@ -220,12 +224,25 @@ def delete_job(keys: JobKeys, head: Stored[Head]) -> Transaction:
     return Transaction(TxnKind.DELETE, (Compare(keys.head, head.revision),), (Put(keys.head, record.encode()),))
 
 
-def delete_rest(keys: JobKeys, head: Stored[Head]) -> Transaction:
-    """Second of two: everything of a job whose head is marked."""
-    if not head.record.deleted:
+def delete_rest(
+    keys: JobKeys, head: Stored[Head] | None, status: Stored[JobStatus], named: Mapping[str, int]
+) -> Transaction:
+    """Second of two: everything of a job whose head is marked. `named`: what leads to it (its name, its request id), with revisions.
+
+    A job that has ended before it had a head never gets one: its state says so, and is compared.
+    """
+    if head is not None and not head.record.deleted:
         raise ValueError("head is to be marked first")
+    if not status.record.phase.ended:
+        raise ValueError("a job that has not ended is not deleted")
     return Transaction(
-        TxnKind.DELETE, (Compare(keys.head, head.revision),), (Delete(keys.prefix, prefix=True), Delete(keys.active))
+        TxnKind.DELETE,
+        (
+            Compare(keys.head, head.revision if head is not None else 0),
+            Compare(keys.state, status.revision),
+            *(Compare(key, revision) for key, revision in named.items()),
+        ),
+        (Delete(keys.prefix, prefix=True), Delete(keys.active), *(Delete(key) for key in named)),
     )
 
 
@@ -259,14 +276,17 @@ def rollback(
     )
 
 
-def create(keys: JobKeys, job: JobRecord, created: JobStatus, name_revision: int) -> Transaction:
-    """A new job under its name and request id; the request id makes a repeated request find it."""
-    compares = [Compare(store_keys.name(job.name), name_revision), Compare(keys.job, 0)]
+def create(
+    keys: JobKeys, job: JobRecord, created: JobStatus, name_revision: int, claim: Claim | None = None
+) -> Transaction:
+    """A new job under its name and request id, with what it claims of the slots; the request id makes a repeated request find it."""
+    name = store_keys.name(job.name, job.namespace)
+    compares = [Compare(name, name_revision), Compare(keys.job, 0)]
     writes: list[Put | Delete] = [
-        Put(store_keys.name(job.name), job.uid.encode()),
+        Put(name, job.uid.encode()),
         Put(keys.job, job.encode()),
         Put(keys.state, created.encode()),
-        Put(keys.active, b""),
+        Put(keys.active, (claim or Claim(namespace=job.namespace, name=job.name, created=job.created)).encode()),
     ]
     if job.request_id:
         compares.append(Compare(store_keys.request(job.request_id), 0))

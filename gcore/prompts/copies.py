@@ -14,9 +14,11 @@ that need it at once one makes it, and the others wait for it.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import fcntl
 import itertools
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -69,6 +71,7 @@ def copy_of(data: DataFiles, split: str | None, cache_dir: Path, progress: Progr
     made = _Copy(data, cache_dir / f"{stem}.rows", cache_dir / f"{stem}.copy")
     found = made.find()
     if found is not None:
+        touch(made.manifest)
         return found
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
@@ -83,6 +86,12 @@ def copy_of(data: DataFiles, split: str | None, cache_dir: Path, progress: Progr
             where=str(cache_dir),
             fix="Make room and make the folder writable, or name another one for the cache",
         ) from error
+
+
+def touch(file: Path) -> None:
+    """It is of use, now: what has not been for long is deleted one day (`controllers.clearing`). Not where it may not be touched."""
+    with contextlib.suppress(OSError):
+        os.utime(file)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from typing import Any
 
 from gcore.config.sources import DataFormat
 from gcore.errors import DataError
-from gcore.prompts.copies import RowCopy, copy_of
+from gcore.prompts.copies import RowCopy, copy_of, touch
 from gcore.prompts.entries import EntryReader
 from gcore.prompts.formats import find_files
 from gcore.prompts.index import EntryIndex, Progress, build_index, identify, load_index, unreadable
@@ -80,6 +80,7 @@ class Dataset:
         checked = blake2b(repr((str(lines), prompt_field, sorted(set(answer_fields)))).encode(), digest_size=8)
         index_path = cache_dir / f".{path.name[:40]}.{checked.hexdigest()}.index"
         index = load_index(index_path, identity) or build_index(lines, index_path, reader, progress)
+        touch(index_path)
         return cls(path, prompt_field, reader, index, copy)
 
     def __len__(self) -> int:

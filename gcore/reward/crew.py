@@ -40,6 +40,8 @@ class Program:
     what: str
     section: str
     start_timeout_s: float
+    group: str = ""
+    """The control group (a folder) in which it runs; empty: this process's."""
 
 
 class Starter:
@@ -61,7 +63,7 @@ class Starter:
 
     async def _loaded(self) -> RewardProcess:
         program = self._program
-        process = await RewardProcess.of(program.module, program.setup)
+        process = await RewardProcess.of(program.module, program.setup, program.group)
         try:
             check_ready(await process.answer(program.start_timeout_s))
         except TimeoutError:

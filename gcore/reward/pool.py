@@ -51,17 +51,18 @@ class RewardPool:
         clock: Clock,
         on_fault: Callable[[RewardError | PluginFault], None] = lambda error: None,
         on_pace: Callable[[str], None] = lambda sentence: None,
+        group: str = "",
     ) -> None:
         """`rewards`: every reward that will be asked for, under the source that it is told by.
 
         `on_fault` is told of each error with a traceback of the reward's own, also where the caller is content with a value;
-        `on_pace` when a reward has become much slower, or quick again.
+        `on_pace` when a reward has become much slower, or quick again. `group`: the control group of the processes.
         """
         self._specs = tuple(rewards.values())
         self._scoring = scoring
         setup = setup_line(tuple(rewards), self._specs, scoring.memory_mb)
         self._starter = Starter(
-            Program("gcore.reward", setup, "the rewards", "scoring", scoring.start_timeout_s), clock
+            Program("gcore.reward", setup, "the rewards", "scoring", scoring.start_timeout_s, group), clock
         )
         self._clock = clock
         self._on_fault = on_fault

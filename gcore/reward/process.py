@@ -20,7 +20,7 @@ from typing import Any
 from gcore.errors import GcoreError
 from gcore.reward.lines import BEGUN_BYTES, Begun, line_of
 from gcore.worker import death
-from gcore.worker.parent import TETHER, WARDEN
+from gcore.worker.parent import ENTER, TETHER, WARDEN
 from gcore.worker.process import CannotStart, child_ended, identify
 from gcore.worker.threads import thread_environment
 
@@ -56,9 +56,9 @@ class RewardProcess(asyncio.Protocol):
         self._oom_kills = 0
 
     @classmethod
-    async def of(cls, module: str, setup: bytes) -> RewardProcess:
-        """Start `python -m module FD BEGUN`, and tell it `setup`. Raises CannotStart."""
-        ours, begun, warden = _spawn(module)
+    async def of(cls, module: str, setup: bytes, group: str = "") -> RewardProcess:
+        """Start `python -m module FD BEGUN` in the control group `group`, and tell it `setup`. Raises CannotStart."""
+        ours, begun, warden = _spawn(module, group)
         ours.setblocking(False)
         try:
             _, made = await asyncio.get_running_loop().create_connection(cls, sock=ours)
@@ -212,9 +212,11 @@ def _children(pid: int) -> list[int]:
     return found
 
 
-def _spawn(module: str) -> tuple[socket.socket, Begun, subprocess.Popen[bytes]]:
+def _spawn(module: str, group: str) -> tuple[socket.socket, Begun, subprocess.Popen[bytes]]:
     """A process, this end of the line to it, and where it writes what it begins. Raises CannotStart."""
-    warden = (sys.executable, "-I", "-S", str(WARDEN), str(TETHER), "")
+    warden: tuple[str, ...] = (sys.executable, "-I", "-S", str(WARDEN), str(TETHER), "")
+    if group:
+        warden = (sys.executable, "-I", "-S", str(ENTER), group, *warden)
     try:
         with contextlib.ExitStack() as undo:
             ours, theirs = socket.socketpair()

@@ -84,11 +84,20 @@ class Growing:
 class EngineClient:
     """One engine. `base_url` is "http://host:port"; `timeout_s` is the longest wait for any answer."""
 
-    def __init__(self, base_url: str, *, timeout_s: float, transport: httpx.AsyncBaseTransport | None = None) -> None:
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        timeout_s: float,
+        transport: httpx.AsyncBaseTransport | None = None,
+        key: str | None = None,
+    ) -> None:
+        """`key`: what the engine asks of whoever asks it, if it does."""
         self.base_url = base_url
         # Not httpx.AsyncClient: redirects, cookies, proxies and joining URLs are half of what a request costs, and an engine
         # has none of them. A controller of 64 engines sends hundreds of requests a step.
         self._transport = transport or PlainTransport()
+        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._urls: dict[str, httpx.URL] = {}
         self._limit = _limits(timeout_s)
         self._quick = _limits(min(QUICK_S, timeout_s))
@@ -346,7 +355,9 @@ class EngineClient:
             raise EngineUnreachable(f"the line to the engine is closed ({path})", where=self.base_url)
         url = self._urls.get(path) or self._urls.setdefault(path, httpx.URL(self.base_url + path))
         limit = self._quick if quick else self._limit
-        request = httpx.Request(method, url, json=body, extensions={"timeout": limit, STREAMED: streamed})
+        request = httpx.Request(
+            method, url, headers=self._headers, json=body, extensions={"timeout": limit, STREAMED: streamed}
+        )
         try:
             response = await self._transport.handle_async_request(request)
             if not streamed or response.status_code >= 400:

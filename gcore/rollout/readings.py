@@ -17,6 +17,8 @@ from gcore.rollout.metered import CLOCK, PREFIX, Sums
 
 SGLANG = "sglang:"
 DECODING = "inter_token_latency_seconds_sum"
+ALMOST_S = 1e-3
+"""By so much may an engine's sums differ from its time: they are told as they are added up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +103,14 @@ def _summed(
         after.paused_s - before.paused_s,
         after.asleep_s - before.asleep_s,
     ]
-    active_s, running_s = after.active_s - before.active_s, after.running_s - before.running_s
-    if min(*parts, active_s, running_s) < 0:
+    passed = after.at - before.at
+    if passed <= 0 or abs(sum(parts) - passed) > ALMOST_S:
         return None  # it began anew at the same address
-    busy, idle, paused, asleep = parts
+    # It may have been asked between the end of a request and its own word of that, and has then told a little too much of one thing.
+    active_s = max(after.active_s - before.active_s, 0.0)
+    running_s = max(after.running_s - before.running_s, 0.0)
+    least = [max(part, 0.0) for part in parts]  # not all of them 0: they add up to what passed, and more
+    busy, idle, paused, asleep = (part * (other.at - one.at) / sum(least) for part in least)
     return EngineTime(
         one.at,
         other.at,

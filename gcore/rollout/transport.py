@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 import h11
@@ -42,13 +43,20 @@ class _Line:
         return not (self.reader.at_eof() or self.writer.is_closing())
 
 
+@functools.cache
+def _system() -> ssl.SSLContext:
+    """Trusts whom the machine trusts."""
+    return ssl.create_default_context()
+
+
 class PlainTransport(httpx.AsyncBaseTransport):
     """Belongs to the loop in which it is first used. Raises httpx.TransportError, as transports do."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: Callable[[], ssl.SSLContext | None] = _system) -> None:
+        """`tls`: how to speak TLS with whoever wants it; asked for each new connection."""
         self._idle: list[_Line] = []
         self._closed = False
-        self._tls: ssl.SSLContext | None = None
+        self._tls = tls
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send it, and read the whole answer, or its head if it is to be streamed."""
@@ -93,12 +101,10 @@ class PlainTransport(httpx.AsyncBaseTransport):
 
     async def _connect(self, url: httpx.URL, limit_s: float | None) -> _Line:
         secure = url.scheme == "https"
-        if secure and self._tls is None:
-            self._tls = ssl.create_default_context()
         try:
             async with asyncio.timeout(limit_s):
                 reader, writer = await asyncio.open_connection(
-                    url.host, url.port or (443 if secure else 80), ssl=self._tls if secure else None
+                    url.host, url.port or (443 if secure else 80), ssl=self._tls() if secure else None
                 )
         except TimeoutError as error:
             raise httpx.ConnectTimeout("no connection in time") from error

@@ -21,7 +21,9 @@ from gcore.clock import Clock
 from gcore.errors import LeaseLost
 from gcore.store.calls import REFUSALS, Action, Caller, Compacted, Metadata, StreamEnded
 from gcore.store.endpoints import Connection, ConnectionPool, StoreTls, StoreUser
+from gcore.store.heard import Heard
 from gcore.store.limits import check_transaction
+from gcore.store.standing import ALARMS, StoreStanding
 from gcore.store.types import Compare, Delete, KeyValue, Listing, Put, TxnResult, WatchBatch
 from gcore.store.watching import watch
 from gcore.store.wire import key_value, range_begin, range_end, transaction
@@ -42,6 +44,7 @@ class EtcdStore:
     def __init__(self, caller: Caller, lease_call_s: float | None = None) -> None:
         self._caller = caller
         self._lease_call_s = lease_call_s
+        self._heard = Heard()
 
     @classmethod
     async def connect(
@@ -62,7 +65,7 @@ class EtcdStore:
 
     async def get(self, key: str) -> KeyValue | None:
         """See `Store.get`."""
-        answer = await self._caller.call(_range(rpc.RangeRequest(key=key.encode())), repeatable=True)
+        answer = self._noted(await self._caller.call(_range(rpc.RangeRequest(key=key.encode())), repeatable=True))
         return key_value(answer.kvs[0]) if answer.kvs else None
 
     async def list(self, prefix: str) -> Listing:
@@ -73,6 +76,21 @@ class EtcdStore:
             except Compacted:
                 continue
 
+    async def newest(self, prefix: str, limit: int, before: int | None = None) -> Listing:
+        """See `Store.newest`."""
+        request = rpc.RangeRequest(
+            key=range_begin(prefix),
+            range_end=range_end(prefix),
+            limit=limit,
+            sort_order=rpc.RangeRequest.DESCEND,
+            sort_target=rpc.RangeRequest.CREATE,
+            max_create_revision=0 if before is None else before - 1,
+        )
+        if before is not None and before <= 1:  # 0 would mean any
+            return Listing((), 0)
+        answer = await self._caller.call(_range(request), repeatable=True)
+        return Listing(tuple(key_value(kv) for kv in answer.kvs), int(answer.header.revision))
+
     async def transact(self, compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> TxnResult:
         """See `Store.transact`."""
         check_transaction(compares, writes)
@@ -81,6 +99,7 @@ class EtcdStore:
             lambda connection, metadata, within: connection.kv.Txn(request, metadata=metadata, timeout=within),
             repeatable=False,
         )
+        self._noted(answer)
         return TxnResult(won=bool(answer.succeeded), revision=int(answer.header.revision))
 
     async def grant(self, ttl: int) -> int:
@@ -95,7 +114,8 @@ class EtcdStore:
         return int(answer.ID)
 
     async def keep_alive(self, lease: int) -> float:
-        """See `Store.keep_alive`."""
+        """See `Store.keep_alive`. A store that was put back to an older state has lost all leases, whatever it says of this one."""
+        before = self._heard
 
         async def renew(connection: Connection, metadata: Metadata, within: float) -> Any:
             call = connection.lease.LeaseKeepAlive(metadata=metadata, timeout=within)
@@ -111,7 +131,25 @@ class EtcdStore:
         answer = await self._caller.call(renew, repeatable=True, within_s=self._lease_call_s)
         if answer.TTL <= 0:  # etcd's way to say that it knows no such lease
             raise LeaseLost(f"lease {lease:x} has ended", fix="Begin a new session; what stood under it is gone")
+        if before.contradicts(answer.header) and await self._is_put_back(before):
+            raise LeaseLost(
+                f"the store was put back to revision {self._heard.revision}, from {before.revision}",
+                fix="Begin a new session; what was read before is no more",
+            )
         return float(answer.TTL)
+
+    async def _is_put_back(self, before: Heard) -> bool:
+        """Ask the whole cluster, for the member that answered may only lag behind."""
+        nothing = rpc.RangeRequest(key=b"\0", count_only=True)
+        answer = await self._caller.call(_range(nothing), repeatable=True, within_s=self._lease_call_s)
+        if not before.contradicts(answer.header):
+            return False
+        self._heard = Heard.of(answer.header)
+        return True
+
+    def _noted(self, answer: Any) -> Any:
+        self._heard = self._heard.and_now(answer.header)
+        return answer
 
     async def revoke(self, lease: int) -> None:
         """See `Store.revoke`."""
@@ -136,14 +174,31 @@ class EtcdStore:
         told = await asyncio.gather(*(self._version(member) for member in members))
         return {member.endpoint.target: version for member, version in zip(members, told, strict=True) if version}
 
+    async def standing(self) -> dict[str, StoreStanding]:
+        """What each member that answers says of its size and of alarms, by host:port."""
+        members = self._caller.pool.all
+        told = await asyncio.gather(*(self._status(member) for member in members), return_exceptions=True)
+        found: dict[str, StoreStanding] = {}
+        for member, status in zip(members, told, strict=True):
+            if isinstance(status, grpc.aio.AioRpcError):
+                continue
+            if isinstance(status, BaseException):
+                raise status
+            alarms = frozenset(alarm for alarm in ALARMS if any(alarm in error for error in status.errors))
+            found[member.endpoint.target] = StoreStanding(int(status.dbSize), int(status.dbSizeInUse), alarms)
+        return found
+
     async def _version(self, member: Connection) -> str:
         try:
-            metadata = await self._caller.metadata(member, self._caller.timeout_s)
-            request = rpc.StatusRequest()
-            answer = await member.maintenance.Status(request, metadata=metadata, timeout=self._caller.timeout_s)
+            return str((await self._status(member)).version)
         except grpc.aio.AioRpcError as error:
             return "unknown" if error.code() in REFUSALS else ""
-        return str(answer.version)
+
+    async def _status(self, member: Connection) -> rpc.StatusResponse:
+        """What a member says of itself. Raises grpc.aio.AioRpcError."""
+        metadata = await self._caller.metadata(member, self._caller.timeout_s)
+        timeout = self._caller.timeout_s
+        return await member.maintenance.Status(rpc.StatusRequest(), metadata=metadata, timeout=timeout)
 
     async def close(self) -> None:
         """See `Store.close`."""
@@ -156,7 +211,7 @@ class EtcdStore:
         begin, revision = range_begin(prefix), 0
         while True:
             request = rpc.RangeRequest(key=begin, range_end=range_end(prefix), limit=PAGE_KEYS, revision=revision)
-            answer = await self._caller.call(_range(request), repeatable=True)
+            answer = self._noted(await self._caller.call(_range(request), repeatable=True))
             kvs += tuple(key_value(kv) for kv in answer.kvs)
             revision = revision or int(answer.header.revision)
             if not answer.more:

@@ -11,7 +11,8 @@ Nothing here retries a call or knows what a call means; that is `gcore.store.cal
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -21,6 +22,8 @@ import grpc.aio
 from aetcd.rpc import AuthStub, KVStub, LeaseStub, MaintenanceStub, WatchStub
 
 from gcore.errors import UsageError
+
+log = logging.getLogger(__name__)
 
 SUSPECT_GRACE_S = 1.0
 """For so long an endpoint that is not suspect is waited for, before a suspect one is used again."""
@@ -88,6 +91,11 @@ class StoreTls:
             raise UsageError("of the etcd client certificate and its key only one is given", fix="Give both or neither")
         return grpc.ssl_channel_credentials(_read(self.ca), _read(self.key), _read(self.cert))
 
+    def stamp(self) -> tuple[tuple[int, int, int], ...]:
+        """Another one when the files are others. Raises OSError."""
+        found = (path.stat() for path in (self.ca, self.cert, self.key) if path is not None)
+        return tuple((one.st_mtime_ns, one.st_size, one.st_ino) for one in found)
+
 
 @dataclass(frozen=True, slots=True)
 class StoreUser:
@@ -124,10 +132,23 @@ class Connection:
 
 
 class ConnectionPool:
-    """The connections, and which of them to use now."""
+    """The connections, and which of them to use now.
 
-    def __init__(self, connections: Sequence[Connection]) -> None:
+    When none stands and the certificates in `tls` are others than those they were made with, they are made anew: what was renewed
+    counts without a restart, and what stands is not touched.
+    """
+
+    def __init__(
+        self,
+        connections: Sequence[Connection],
+        tls: StoreTls | None = None,
+        again: Callable[[], Sequence[Connection]] | None = None,
+    ) -> None:
         self._connections = tuple(connections)
+        self._tls = tls
+        self._again = again
+        self._stamp = None if tls is None else _stamp_of(tls)
+        self._closing: set[asyncio.Future[None]] = set()
         self._current = 0
         self._suspects: set[Connection] = set()
 
@@ -137,15 +158,7 @@ class ConnectionPool:
         parsed = [Endpoint.parse(text) for text in endpoints]
         if not parsed:
             raise UsageError("no etcd endpoint is given", fix="Give at least one host:port")
-        credentials = (tls or StoreTls()).credentials() if tls or any(e.secure for e in parsed) else None
-        connections = []
-        for endpoint in parsed:
-            if credentials is not None and (tls is not None or endpoint.secure):
-                channel = grpc.aio.secure_channel(endpoint.target, credentials, options=_OPTIONS)
-            else:
-                channel = grpc.aio.insecure_channel(endpoint.target, options=_OPTIONS)
-            connections.append(Connection(endpoint, channel))
-        return cls(connections)
+        return cls(_made(parsed, tls), tls, lambda: _made(parsed, tls))
 
     def __len__(self) -> int:
         return len(self._connections)
@@ -159,6 +172,8 @@ class ConnectionPool:
         ordered = self._connections[start:] + self._connections[:start]
         trusted = tuple(c for c in ordered if c not in self._suspects)
         found = trusted[0] if trusted and trusted[0].is_ready() else None
+        if found is None and not any(connection.is_ready() for connection in ordered) and self._renew():
+            ordered = trusted = self._connections
         if found is None and trusted and len(self._connections) > 1:
             head_start = min(HEAD_START_S, within_s / 2)
             found = await _first_ready(trusted[:1], head_start)
@@ -172,6 +187,24 @@ class ConnectionPool:
         if found is not None:
             self._current = self._connections.index(found)
         return found
+
+    def _renew(self) -> bool:
+        """Whether there are other certificates, and the connections were made anew with them."""
+        if self._tls is None or self._again is None or (stamp := _stamp_of(self._tls)) == self._stamp:
+            return False
+        try:
+            made = tuple(self._again())
+        except UsageError as error:
+            log.warning("the store's certificates have changed, and cannot be used: %s", error)
+            return False
+        log.info("connects to the store with other certificates")
+        for old in self._connections:
+            closing = asyncio.ensure_future(old.channel.close())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+        self._stamp, self._connections, self._current = stamp, made, 0
+        self._suspects.clear()
+        return True
 
     @property
     def all(self) -> tuple[Connection, ...]:
@@ -190,6 +223,26 @@ class ConnectionPool:
         """Close every channel; calls under way are cancelled."""
         for connection in self._connections:
             await connection.channel.close()
+
+
+def _made(endpoints: Sequence[Endpoint], tls: StoreTls | None) -> list[Connection]:
+    """Raises UsageError."""
+    credentials = (tls or StoreTls()).credentials() if tls or any(e.secure for e in endpoints) else None
+    connections = []
+    for endpoint in endpoints:
+        if credentials is not None and (tls is not None or endpoint.secure):
+            channel = grpc.aio.secure_channel(endpoint.target, credentials, options=_OPTIONS)
+        else:
+            channel = grpc.aio.insecure_channel(endpoint.target, options=_OPTIONS)
+        connections.append(Connection(endpoint, channel))
+    return connections
+
+
+def _stamp_of(tls: StoreTls) -> tuple[tuple[int, int, int], ...] | None:
+    try:
+        return tls.stamp()
+    except OSError:
+        return None
 
 
 async def _first_ready(connections: Sequence[Connection], within_s: float) -> Connection | None:

@@ -10,6 +10,30 @@ NAMES = ROOT + "names/"
 REQUESTS = ROOT + "requests/"
 ACTIVE = ROOT + "active/"
 SCHEMAS = ROOT + "schema/"
+TOKENS = ROOT + "tokens/"
+WRITTEN = SCHEMAS + "written"
+"""The newest schema version that was ever written here, as digits, under no lease; there is none before version 2."""
+READS = SCHEMAS + "reads/"
+SHARES = ROOT + "shares"
+"""Which slots each job has (`gcore.ledger.claims`)."""
+POOL = ROOT + "pool/"
+DRAINED = POOL + "drained/"
+SICK = POOL + "sick/"
+QUOTAS = POOL + "quotas"
+"""The most slots of each namespace."""
+DEFAULT_NAMESPACE = "default"
+USAGE = ROOT + "usage/"
+"""What jobs have used; it outlives them (`gcore.ledger.usage`)."""
+
+
+def usage_of_day(node_name: str, day: int) -> str:
+    """Of one node on one day since the epoch, as a prefix."""
+    return f"{USAGE}{node_name}/{day:06d}/"
+
+
+def usage(node_name: str, day: int, uid: str) -> str:
+    """What a job used of a node on a day."""
+    return usage_of_day(node_name, day) + uid
 
 
 def node(name: str) -> str:
@@ -17,9 +41,9 @@ def node(name: str) -> str:
     return f"{NODES}{name}"
 
 
-def schema(node_name: str) -> str:
+def reads(node_name: str) -> str:
     """The newest schema version that a node's daemon reads, as digits, under its lease. Daemons of version 1 have none."""
-    return f"{SCHEMAS}{node_name}"
+    return f"{READS}{node_name}"
 
 
 def worker(instance: str) -> str:
@@ -27,9 +51,29 @@ def worker(instance: str) -> str:
     return f"{WORKERS}{instance}"
 
 
-def name(job_name: str) -> str:
-    """name -> uid of the newest job of that name."""
-    return f"{NAMES}{job_name}"
+def drained(node_name: str) -> str:
+    """There while nothing is to be placed on a node; who asked for it, and when."""
+    return f"{DRAINED}{node_name}"
+
+
+def sick(node_name: str) -> str:
+    """Which slots of a node cannot be used, and why, under its daemon's lease."""
+    return f"{SICK}{node_name}"
+
+
+def name(job_name: str, namespace: str = DEFAULT_NAMESPACE) -> str:
+    """name -> uid of the newest job of that name in its namespace."""
+    return f"{NAMES}{full_name(job_name, namespace)}"
+
+
+def full_name(job_name: str, namespace: str) -> str:
+    """As people write it: `NAME` in the namespace `default`, else `NAMESPACE/NAME`."""
+    return job_name if namespace == DEFAULT_NAMESPACE else f"{namespace}/{job_name}"
+
+
+def token(token_id: str) -> str:
+    """What is kept of a user's token."""
+    return f"{TOKENS}{token_id}"
 
 
 def request(request_id: str) -> str:
@@ -71,6 +115,8 @@ class JobKeys:
         self.books_prefix = f"{self.prefix}placement/books/"
         self.leader = f"{self.prefix}placement/leader"
         """The controller that plans, under its lease."""
+        self.asked = f"{self.prefix}evalask"
+        """Which step a person wants to have evaluated out of turn."""
         self.pin = f"{self.prefix}placement/pin"
         """What a person has fixed of the placement."""
         self.moves = f"{self.prefix}placement/moves"

@@ -29,6 +29,10 @@ class MeasuredStore:
         """See `Store.list`."""
         return await self._timed("list", self._inner.list(prefix))
 
+    async def newest(self, prefix: str, limit: int, before: int | None = None) -> Listing:
+        """See `Store.newest`."""
+        return await self._timed("newest", self._inner.newest(prefix, limit, before))
+
     async def transact(self, compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> TxnResult:
         """See `Store.transact`."""
         return await self._timed("transact", self._inner.transact(compares, writes))
@@ -54,6 +58,7 @@ class MeasuredStore:
         await self._inner.close()
 
     async def _timed(self, operation: str, call: Awaitable[T]) -> T:
+        self._metrics.store_unavailable.labels(operation)  # there, before it counts anything
         begun = self._clock.monotonic()
         try:
             return await call

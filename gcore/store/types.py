@@ -105,6 +105,10 @@ class Store(Protocol):
         """Every key that begins with `prefix`, of one revision."""
         ...
 
+    async def newest(self, prefix: str, limit: int, before: int | None = None) -> Listing:
+        """At most `limit` of the keys that begin with `prefix`, those first that were created last. `before`: only those that were created before this revision."""
+        ...
+
     async def transact(self, compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> TxnResult:
         """All writes, if all compares hold. Raises LeaseLost if a put names a lease that has ended.
 

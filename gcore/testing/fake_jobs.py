@@ -41,6 +41,14 @@ class Script:
     nodes: pb.ListNodesReply = field(default_factory=pb.ListNodesReply)
     samples: list[pb.SampleGroup] = field(default_factory=list)
     asked_samples: list[pb.GetSamplesRequest] = field(default_factory=list)
+    lines: list[pb.LogLine] = field(default_factory=list)
+    steps: list[pb.StepMetrics] = field(default_factory=list)
+    shards: list[pb.Shard] = field(default_factory=list)
+    usages: list[pb.Usage] = field(default_factory=list)
+    placement: pb.PlacementReply = field(default_factory=pb.PlacementReply)
+    asked: list[Any] = field(default_factory=list)
+    """Every request of the verbs that change a job or a node, and of those that have filters, in the order in which they came."""
+    deleted: bool = False
     requests: list[pb.CreateJobRequest] = field(default_factory=list)
     """Every CreateJob that came, repeated ones too."""
     refusal: tuple[grpc.StatusCode, str] | None = None
@@ -108,15 +116,92 @@ class FakeJobs(jobs_pb2_grpc.JobsServicer):
     async def ListJobs(self, request: pb.ListJobsRequest, context: _Context) -> pb.ListJobsReply:
         """One job."""
         await self._first(context)
-        return pb.ListJobsReply(jobs=[self.script.job])
+        self.script.asked.append(request)
+        fits = self.script.job.name.startswith(request.name_prefix) and not self.script.deleted
+        return pb.ListJobsReply(jobs=[self.script.job] if fits else [])
 
     async def CancelJob(self, request: pb.CancelJobRequest, context: _Context) -> pb.Job:
         """Cancelled at once."""
         await self._first(context)
         await self._known(request.job, context)
+        self.script.asked.append(request)
         if self.script.job.state not in _ENDED:
             self.script.job.state = pb.JOB_STATE_CANCELLED
         return self.script.job
+
+    async def PauseJob(self, request: pb.PauseJobRequest, context: _Context) -> pb.Job:
+        """Paused at once."""
+        return await self._in_state(request, context, pb.JOB_STATE_PAUSED)
+
+    async def ResumeJob(self, request: pb.ResumeJobRequest, context: _Context) -> pb.Job:
+        """Running at once."""
+        return await self._in_state(request, context, pb.JOB_STATE_RUNNING)
+
+    async def UpdateJob(self, request: pb.UpdateJobRequest, context: _Context) -> pb.Job:
+        """What the mask names is changed."""
+        job = await self._in_state(request, context, self.script.job.state)
+        for name in request.update_mask.paths:
+            setattr(job, name, getattr(request, name))
+        return job
+
+    async def DeleteJob(self, request: pb.DeleteJobRequest, context: _Context) -> pb.DeleteJobReply:
+        """Refused while the job has not ended."""
+        await self._in_state(request, context, self.script.job.state)
+        if self.script.job.state not in _ENDED:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "the job has not ended. Cancel it first")
+        self.script.deleted = True
+        return pb.DeleteJobReply()
+
+    async def RunEval(self, request: pb.RunEvalRequest, context: _Context) -> pb.RunEvalReply:
+        """Of the step under way."""
+        job = await self._in_state(request, context, self.script.job.state)
+        return pb.RunEvalReply(step=job.step + 1, lineage=job.lineage)
+
+    async def ListShards(self, request: pb.ListShardsRequest, context: _Context) -> pb.ListShardsReply:
+        """The script's shards."""
+        await self._in_state(request, context, self.script.job.state)
+        return pb.ListShardsReply(shards=self.script.shards)
+
+    async def GetPlacement(self, request: pb.GetPlacementRequest, context: _Context) -> pb.PlacementReply:
+        """The script's placement."""
+        await self._first(context)
+        await self._known(request.job, context)
+        return self.script.placement
+
+    async def DrainNode(self, request: pb.DrainNodeRequest, context: _Context) -> pb.Node:
+        """One of the script's nodes."""
+        await self._first(context)
+        self.script.asked.append(request)
+        for node in self.script.nodes.nodes:
+            if node.name == request.node:
+                node.draining = not request.undo
+                return node
+        await context.abort(grpc.StatusCode.NOT_FOUND, f"there is no node {request.node!r}")
+        raise AssertionError("abort raises")
+
+    async def GetUsage(self, request: pb.GetUsageRequest, context: _Context) -> pb.GetUsageReply:
+        """The script's usage."""
+        await self._first(context)
+        self.script.asked.append(request)
+        return pb.GetUsageReply(usages=self.script.usages)
+
+    async def StreamLogs(self, request: pb.StreamLogsRequest, context: _Context) -> AsyncIterator[pb.LogLine]:
+        """The script's lines; with `follow` it never ends."""
+        await self._in_state(request, context, self.script.job.state)
+        for line in self.script.lines:
+            yield line
+        if request.follow:
+            await asyncio.Event().wait()
+
+    async def StreamMetrics(self, request: pb.StreamMetricsRequest, context: _Context) -> AsyncIterator[pb.StepMetrics]:
+        """The script's steps behind the one that is named."""
+        await self._in_state(request, context, self.script.job.state)
+        place = (request.after_lineage, request.after_step) if request.HasField("after_lineage") else None
+        for step in self.script.steps:
+            if (step.lineage, step.step) > place if place is not None else step.step > request.after_step:
+                yield step
+        if request.follow and self.script.job.state not in _ENDED:
+            await asyncio.Event().wait()
 
     async def AuditJob(self, request: pb.AuditJobRequest, context: _Context) -> pb.AuditReport:
         """The script's report."""
@@ -142,7 +227,8 @@ class FakeJobs(jobs_pb2_grpc.JobsServicer):
         await self._first(context)
         await self._known(request.job, context)
         self.watches.append(request.after)
-        sent = 0
+        known = [event for event in self.script.events if event.sequence > request.after]
+        sent = self.script.events.index(known[-request.newest]) if 0 < request.newest < len(known) else 0
         while True:
             changed = self.script.changed
             while sent < len(self.script.events):
@@ -153,7 +239,7 @@ class FakeJobs(jobs_pb2_grpc.JobsServicer):
                         await asyncio.Event().wait()
                     self.served.append(event.sequence)
                     yield _message(event)
-            if self.script.job.state in _ENDED:
+            if self.script.job.state in _ENDED or request.once:
                 return
             await changed.wait()
 
@@ -162,6 +248,13 @@ class FakeJobs(jobs_pb2_grpc.JobsServicer):
             await asyncio.Event().wait()
         if self.script.refusal is not None:
             await context.abort(*self.script.refusal)
+
+    async def _in_state(self, request: Any, context: _Context, state: pb.JobState) -> pb.Job:
+        await self._first(context)
+        await self._known(request.job, context)
+        self.script.asked.append(request)
+        self.script.job.state = state
+        return self.script.job
 
     async def _known(self, job: str, context: _Context) -> None:
         if job not in (self.script.job.name, self.script.job.uid):

@@ -110,6 +110,13 @@ class MemoryCluster:
             tuple(self._keys[key] for key in sorted(self._keys) if key.startswith(prefix)), revision=self.revision
         )
 
+    def newest(self, prefix: str, limit: int, before: int | None = None) -> Listing:
+        """Those with `prefix` that were created last, and before a revision."""
+        listing = self.listing(prefix)
+        older = [kv for kv in listing.kvs if before is None or kv.create_revision < before]
+        older.sort(key=lambda kv: -kv.create_revision)
+        return Listing(tuple(older[:limit]), listing.revision)
+
     def transact(self, compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> TxnResult:
         """All or nothing."""
         self._end_leases()

@@ -104,6 +104,10 @@ class MemoryStore:
         """See `Store.list`."""
         return await self._call(Call(self.name, "list", prefix), lambda: self.cluster.listing(prefix))
 
+    async def newest(self, prefix: str, limit: int, before: int | None = None) -> Listing:
+        """See `Store.newest`."""
+        return await self._call(Call(self.name, "list", prefix), lambda: self.cluster.newest(prefix, limit, before))
+
     async def transact(self, compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> TxnResult:
         """See `Store.transact`."""
         check_transaction(compares, writes)

@@ -9,7 +9,8 @@
 
 Every line of the chain names its number `seq` there, an evaluation what it is of, and there is one end: so whoever writes
 knows from the file alone what it lacks, and whoever reads a line twice knows that it is the same. A rollback takes nothing
-out: its line says from where the steps are counted anew, in another lineage. `time` is when a line was written, in seconds
+out: its line says from where the steps are counted anew, in another lineage; where the store was put back to before its end, the
+job's end is no longer the last line, and another follows. `time` is when a line was written, in seconds
 since the epoch, for people. Numbers that are not finite are left out, as in the metrics of a step.
 """
 
@@ -48,7 +49,8 @@ class Written:
         if kind == "eval":
             return replace(self, evaluations=self.evaluations | {str(line.get("id"))})
         if isinstance(seq, int) and seq > self.seq:
-            return replace(self, seq=seq, step=int(line.get("step", self.step)))
+            # What follows an end goes on where that was cut off: the store was put back.
+            return replace(self, seq=seq, step=int(line.get("step", self.step)), ended=False)
         return self
 
 
@@ -98,7 +100,7 @@ def fresh(written: Written, source: Source, wall: float) -> list[Line]:
                 lines.append(line)
                 del waiting[line["id"]]
     lines += evaluations_of(None)
-    if not written.ended and _ended(source):
+    if (not written.ended or max(source.log, default=-1) > written.seq) and _ended(source):
         assert source.status is not None
         lines.append({"kind": "end", "state": source.status.phase.value, "reason": source.status.reason})
     return [{**line, "time": round(wall, 3)} for line in lines]

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from gcore import logs
 from gcore.config.base import Option
 from gcore.errors import GcoreError
 from gcore.plugins import sentence_of
@@ -105,7 +106,7 @@ def main() -> None:
     parser.add_argument("--run-dir", required=True, type=Path)
     parser.add_argument("--tracker", required=True)
     arguments = parser.parse_args()
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logs.set_up()
     line = _Line(os.dup(1))
     os.dup2(2, 1)  # packages print; the controller must only hear what is meant for it
     try:

@@ -10,6 +10,7 @@ from pydantic import NonNegativeInt, PositiveInt, model_validator
 from gcore.config.spec import JobSpec
 from gcore.ledger.world_state import WorldState
 from gcore.schema import Part
+from gcore.tls.serving_http import ServingTls
 
 
 class Start(Part):
@@ -36,6 +37,8 @@ class RankLaunch(Part):
     run_dir: str
     start: Start
     host: str = "127.0.0.1"
+    tls: ServingTls | None = None
+    """With it the rank serves over mutual TLS, to nodes of the cluster alone."""
     threads: PositiveInt = 1
     nodes: tuple[str, ...] = ()
     """The node of each rank, by rank."""

@@ -25,12 +25,15 @@ from typing import Any
 
 import grpc
 
+from gcore import logs
 from gcore.api.v1 import train_pb2_grpc
 from gcore.clock import Clock
 from gcore.config.algorithms import STORED
 from gcore.errors import GcoreError
 from gcore.ledger.content import content_sha256
 from gcore.rpc_schema import VersionGate
+from gcore.tls.material import Watched
+from gcore.tls.serving import NodesOnly, server_credentials
 from gcore.train.feed_state import FeedState, PartWork, Work, WorldName
 from gcore.train.launch import RankLaunch
 from gcore.train.loading import Loaded, Meet, load
@@ -124,7 +127,8 @@ class RankProcess:
         self._board = RankBoard(state, clock, self._pulse.told)
         self._orders = Orders(control, self._stop_soon)
         self._server = grpc.aio.server(
-            interceptors=[VersionGate()], options=[("grpc.max_receive_message_length", MESSAGE_BYTES)]
+            interceptors=[*([NodesOnly()] if launch.tls else []), VersionGate()],
+            options=[("grpc.max_receive_message_length", MESSAGE_BYTES)],
         )
         self._loaded: Loaded | None = None
         self._writer = CheckpointWriter(launch.run_path, launch.world, self._wrote_soon)
@@ -149,11 +153,17 @@ class RankProcess:
         train_pb2_grpc.add_TrainRankServicer_to_server(
             TrainRankService(self._board, self._begin, self._begin_part, self._rest), self._server
         )
-        port = self._server.add_insecure_port(f"{self._launch.host}:0")
+        port = self._listen(f"{self._launch.host}:0")
         await self._server.start()
         log.info("rank %d of %s serves", self._launch.rank, self._board.state.name)
         self._control.send("serving", address=f"{self._launch.host}:{port}")
         self._pulse.tell("waiting")
+
+    def _listen(self, address: str) -> int:
+        tls = self._launch.tls
+        if tls is None:
+            return self._server.add_insecure_port(address)
+        return self._server.add_secure_port(address, server_credentials(Watched(tls.material), mutual=True))
 
     def _begin(self, work: Work) -> None:
         self._busy = asyncio.create_task(self._apply(work))
@@ -265,9 +275,7 @@ def reason_of(error: BaseException, phase: str) -> str:
 
 def main(clock: Clock, loader: Loader = load) -> None:
     """Run the rank whose launch document comes over the control line; does not return."""
-    logging.basicConfig(
-        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True
-    )
+    logs.set_up()
     control = Control.inherit()
     if control is None:
         sys.exit("gcore.train is started by gcore-worker, with a launch document; to train, use gcore run")

@@ -362,7 +362,7 @@ class StepTrainer:
         """Copy a checkpoint that is due and begin to write it, once the one before it is written."""
         spec = self._launch.spec
         last = seal.last or seal.step == spec.flow.steps
-        if not spec.checkpoints_after(seal.step, last=last):
+        if not spec.checkpoints_after(seal.step, last=last, asked=seal.checkpoint):
             return
         with timer.phase("checkpoint_wait"):
             tell(CHECKPOINT)

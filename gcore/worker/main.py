@@ -17,14 +17,14 @@ import signal
 import sys
 from pathlib import Path
 
-from gcore.clock import Clock, SystemClock
+from gcore import logs
+from gcore.clock import SystemClock
 from gcore.errors import GcoreError, UsageError
 from gcore.schema import UnreadableRecord
-from gcore.store.client import EtcdStore
-from gcore.store.endpoints import StoreTls, StoreUser
+from gcore.store.connecting import connect
 from gcore.store.lease_times import LeaseTimes
 from gcore.worker.process import status_of
-from gcore.worker.records import LaunchSpec, StoreRef, TlsFiles
+from gcore.worker.records import LaunchSpec
 from gcore.worker.supervisor import Supervisor
 
 log = logging.getLogger("gcore.worker")
@@ -36,10 +36,12 @@ def main() -> None:
     parser.add_argument("--home", required=True, help="folder of the cluster it belongs to; shown, not used")
     parser.add_argument("--launch", required=True, type=Path, help="launch document, a JSON file")
     arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     code = 0
     try:
-        code = asyncio.run(supervise(read_launch(arguments.launch)))
+        logs.set_up()
+        spec = read_launch(arguments.launch)
+        logs.set_up(spec.about)
+        code = asyncio.run(supervise(spec))
     except* GcoreError as errors:
         code = _explain(errors)
     sys.exit(code)
@@ -69,25 +71,6 @@ async def supervise(spec: LaunchSpec) -> int:
         return await supervisor.run()
     finally:
         await store.close()
-
-
-async def connect(store: StoreRef, clock: Clock, lease_call_s: float | None = None) -> EtcdStore:
-    """The store that a launch document names, for a lease whose renewal may take `lease_call_s`. Raises UsageError."""
-    tls = None if store.tls is None else _tls(store.tls)
-    user = None if store.user is None else StoreUser(store.user.name, _password(Path(store.user.password_file)))
-    return await EtcdStore.connect(store.endpoints, clock=clock, tls=tls, user=user, lease_call_s=lease_call_s)
-
-
-def _tls(files: TlsFiles) -> StoreTls:
-    ca, cert, key = (None if path is None else Path(path) for path in (files.ca, files.cert, files.key))
-    return StoreTls(ca=ca, cert=cert, key=key)
-
-
-def _password(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise UsageError(f"cannot read the store's password ({error.strerror})", where=str(path)) from error
 
 
 def _explain(errors: BaseExceptionGroup[GcoreError]) -> int:

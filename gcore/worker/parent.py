@@ -22,8 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gcore import logs
 from gcore.worker import death
 from gcore.worker.child import CONTROL_FD
+from gcore.worker.confining import confine, scratch_environment
 from gcore.worker.events import (
     ChildEnded,
     ChildFailed,
@@ -39,6 +41,7 @@ from gcore.worker.threads import thread_environment
 
 TETHER = Path(__file__).with_name("tether.py")
 WARDEN = TETHER.with_name("warden.py")
+ENTER = TETHER.with_name("enter.py")
 LONGEST_LINE = 1 << 20
 LAST_WORD_S = 1.0
 """How long a dead child's line is read on, should something outside its group hold it open."""
@@ -79,7 +82,14 @@ def understand(line: bytes) -> Event | None:
 
 def child_environment(spec: LaunchSpec, base: Mapping[str, str], control_fd: int) -> dict[str, str]:
     """The child's whole environment. What the starter's says of threads does not count, but for what a spec names."""
-    return {**base, **thread_environment(spec.threads), **spec.env, CONTROL_FD: str(control_fd)}
+    return {
+        **base,
+        **thread_environment(spec.threads),
+        **scratch_environment(spec.folder, base),
+        **spec.env,
+        **logs.told_of(spec.about),
+        CONTROL_FD: str(control_fd),
+    }
 
 
 class ChildProcess:
@@ -103,6 +113,7 @@ class ChildProcess:
     @classmethod
     async def start(cls, spec: LaunchSpec) -> ChildProcess:
         """Start the child of `spec` and send it its launch document. Raises CannotStart."""
+        confine(spec)
         oom_kills = death.out_of_memory_kills()
         ours, theirs = socket.socketpair()
         try:
@@ -186,5 +197,6 @@ def _spawn(spec: LaunchSpec, line: socket.socket) -> _Spawned:
             stderr=subprocess.STDOUT,
             pass_fds=(line.fileno(),),
             process_group=0,
+            cwd=spec.folder or None,
         )
     return _Spawned(process, LogPart(path, start))

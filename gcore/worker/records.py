@@ -11,7 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from gcore.schema import Part, Record
+from gcore.schema import Record
+from gcore.store.reference import StoreRef
 from gcore.worker.process import ProcessId
 
 Role = Literal["rollout", "reward", "train"]
@@ -56,37 +57,10 @@ class WorkerRecord(Record):
         return ProcessId(self.pid, self.pid_started)
 
 
-class TlsFiles(Part):
-    """Files (PEM) for speaking to the store.
-
-    `ca`: who signs the store's certificates (None: the system's authorities). `cert` and `key` go together; without
-    them only the server is checked.
-    """
-
-    ca: str | None = None
-    cert: str | None = None
-    key: str | None = None
-
-
-class UserRef(Part):
-    """Who speaks to the store. The password stands in a file, never here."""
-
-    name: str
-    password_file: str
-
-
-class StoreRef(Part):
-    """How to reach the store."""
-
-    endpoints: Annotated[tuple[str, ...], Field(min_length=1)]
-    tls: TlsFiles | None = None
-    user: UserRef | None = None
-
-
 class LaunchSpec(Record):
     """The file that `gcore-worker --launch` reads. All times in seconds."""
 
-    came_with: ClassVar[Mapping[str, int]] = {"judge": 2, "further": 2}
+    came_with: ClassVar[Mapping[str, int]] = {"judge": 2, "further": 2, "cgroup": 2, "cpus": 2, "folder": 2}
 
     instance: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
     node: str
@@ -109,6 +83,12 @@ class LaunchSpec(Record):
     judge: str = ""
     further: tuple[str, ...] = ()
     """As in the registration."""
+    cpus: tuple[int, ...] = ()
+    """The cores on which it runs; none: wherever the system lets it."""
+    cgroup: str = ""
+    """The control group (a folder) in which it runs; empty: its starter's."""
+    folder: str = ""
+    """Where the child begins, and what it writes beside the run's folder goes; it is made. Empty: its starter's."""
     lease_ttl_s: PositiveInt = 10
     orphan_grace_s: NonNegativeFloat = 60.0
     """So long may the node be without a controller before the worker drains and ends."""
@@ -122,6 +102,12 @@ class LaunchSpec(Record):
     """From "stop" to SIGKILL."""
     linger_s: NonNegativeFloat = 3.0
     """So long a failure stays readable in the store before the supervisor ends."""
+
+    @property
+    def about(self) -> dict[str, object]:
+        """What each line of the worker's log is about."""
+        named = {"controller": self.node, "worker": self.instance, "role": self.role, "job": self.job_uid}
+        return named | ({} if self.rank is None else {"rank": self.rank})
 
     @model_validator(mode="after")
     def _ranks_have_a_world(self) -> Self:

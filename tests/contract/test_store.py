@@ -286,6 +286,21 @@ async def test_a_listing_is_ascending_and_keeps_to_its_prefix(store: Store, at: 
     assert keys == ["Z", "a", "aa", "b", "z", "é", "ü", "日本"]
 
 
+async def test_the_newest_keys_come_first_by_when_they_were_created_and_in_pages(store: Store, at: str) -> None:
+    for name in ("b", "d", "a", "c", "e"):
+        await put(store, at + name)
+    await put(store, at + "b")  # written again, and not created
+    await put(store, at.rstrip("/") + "-beside")
+    first = await store.newest(at, 2)
+    assert [kv.key.removeprefix(at) for kv in first.kvs] == ["e", "c"]
+    second = await store.newest(at, 2, first.kvs[-1].create_revision)
+    assert [kv.key.removeprefix(at) for kv in second.kvs] == ["a", "d"]
+    last = await store.newest(at, 2, second.kvs[-1].create_revision)
+    assert [kv.key.removeprefix(at) for kv in last.kvs] == ["b"]
+    assert (await store.newest(at, 2, last.kvs[-1].create_revision)).kvs == ()
+    assert (await store.newest(at, 2, 1)).kvs == ()
+
+
 async def test_a_listing_of_many_keys_is_whole(store: Store, at: str) -> None:
     names = [f"{at}{i:05d}" for i in range(1_200)]
     for start in range(0, len(names), 100):

@@ -19,6 +19,7 @@ from gcore.schema import NEWEST_VERSION, PIN
 from gcore.store import keys
 from gcore.store.client import EtcdStore
 from gcore.store.launcher import LocalEtcd
+from gcore.store.reference import StoreRef
 
 CLOCK = SystemClock()
 OLDER = NEWEST_VERSION - 1
@@ -43,7 +44,7 @@ class Nodes:
             listen_host="127.0.0.1",
             listen_port=0,
             metrics_port=0,
-            etcd_endpoints=(self.etcd.endpoint,),
+            etcd=StoreRef(endpoints=(self.etcd.endpoint,)),
             slots=("cpu:0",),
             run_root=str(home / "runs"),
         )
@@ -101,23 +102,34 @@ async def test_a_newer_daemon_writes_as_the_older_ones_read_until_the_last_of_th
     await nodes.start("new")
     assert await nodes.written("old") == OLDER
     assert await nodes.written("new") == OLDER
-    there = await nodes.until(lambda there: keys.schema("new") in there)
-    assert there[keys.schema("new")] == str(NEWEST_VERSION).encode()
-    assert there[keys.schema("old")] == str(OLDER).encode()
+    there = await nodes.until(lambda there: keys.reads("new") in there)
+    assert there[keys.reads("new")] == str(NEWEST_VERSION).encode()
+    assert there[keys.reads("old")] == str(OLDER).encode()
     assert NodeRecord.decode(there[keys.node("new")]).name == "new"
     assert await nodes.stop("old") == 0
-    await nodes.until(lambda there: keys.node("old") not in there and keys.schema("old") not in there)
+    await nodes.until(lambda there: keys.node("old") not in there and keys.reads("old") not in there)
     # What it has written before is brought up to date: the version after the next must read it.
     await nodes.until(lambda there: json.loads(there[keys.node("new")])["schema_version"] == NEWEST_VERSION)
     await nodes.start("next")
     assert await nodes.written("next") == NEWEST_VERSION
 
 
+async def test_beside_an_older_daemon_that_came_back_a_new_one_writes_what_was_written_before(nodes: Nodes) -> None:
+    """What stands there cannot be taken back, and has fields without a word in the older version."""
+    await nodes.start("first")
+    await nodes.start("old", version=OLDER)
+    assert await nodes.written("first") == NEWEST_VERSION
+    assert await nodes.stop("first") == 0
+    await nodes.start("second")
+    assert await nodes.written("old") == OLDER
+    assert await nodes.written("second") == NEWEST_VERSION
+
+
 async def test_a_daemon_that_is_asked_to_end_leaves_nothing_under_its_lease(nodes: Nodes) -> None:
     await nodes.start("one")
     assert await nodes.stop("one") == 0
     there = await nodes.until(lambda _: True)
-    assert there == {}
+    assert there == {keys.WRITTEN: str(NEWEST_VERSION).encode()}, "which is for ever"
     assert "handed over" in (nodes.folder / "one" / "log").read_text()
 
 

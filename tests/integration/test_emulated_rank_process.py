@@ -13,13 +13,14 @@ from controllers.ranks import RankLinks
 from gcore.clock import SystemClock
 from gcore.emulated.launch import LAW_FILE
 from gcore.ledger.records import SealedGroup
+from gcore.store.reference import StoreRef
 from gcore.testing.rank_launch import rank_launch
 from gcore.train.feed_state import WorldName
 from gcore.types import Group, PromptRef, Sample, Token, Version, VersionSpan
 from gcore.weights.layout import verify_checkpoint
 from gcore.worker.events import ChildEnded, ChildFailed, ChildProgressed, ChildServes, Event
 from gcore.worker.parent import ChildProcess
-from gcore.worker.records import LaunchSpec, StoreRef
+from gcore.worker.records import LaunchSpec
 
 GROUP = Group(
     PromptRef(0, 0, 0),

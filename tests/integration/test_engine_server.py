@@ -8,16 +8,19 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import httpx
+import issued
 import pytest
 import transformers
 from engine_core import LLAMA_LIKE, save
 
 from gcore.testing.tiny_model import make_tiny_model
+from gcore.tls.folder import renew_in
 from gcore.worker.child import CONTROL_FD, ORPHANED_EXIT
 
 TIMEOUT_S = 120
@@ -104,6 +107,25 @@ def test_a_supervised_engine_tells_that_it_serves_and_how_it_gets_on_and_stops_w
     assert all(later > earlier for earlier, later in pairwise(progress[:-1]))
     supervisor.say({"command": "stop"})
     assert supervisor.process.wait(TIMEOUT_S) == 0
+
+
+def test_an_engine_with_a_certificate_serves_whoever_has_its_key_over_tls_alone(
+    folder: Path, supervise: Callable[..., Supervisor], tmp_path: Path
+) -> None:
+    material = issued.node(issued.authority(tmp_path / "ca"), "n1")
+    files = {"ca": str(material.ca), "cert": str(material.cert), "key": str(material.key)}
+    address = supervise(folder, tls=files, api_key="the key").hear()["address"]
+    context = material.context(material.read())
+
+    def status(key: str) -> int:
+        headers = {"Authorization": f"Bearer {key}"}
+        return httpx.get(f"https://{address}/model_info", headers=headers, verify=context, trust_env=False).status_code
+
+    assert (status("the key"), status("junk")) == (200, 401)
+    renew_in(tmp_path / "ca" / "n1", tmp_path / "ca", within_days=None, days=2, now=datetime.now(UTC))
+    assert status("the key") == 200
+    with pytest.raises(httpx.TransportError):
+        httpx.get(f"http://{address}/model_info", trust_env=False)
 
 
 def test_stop_ends_an_engine_that_is_busy(folder: Path, supervise: Callable[..., Supervisor]) -> None:

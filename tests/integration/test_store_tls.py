@@ -132,6 +132,29 @@ async def test_any_other_client_is_refused(secure_endpoint: str, ours: Authority
     await store.close()
 
 
+async def test_a_certificate_that_was_replaced_counts_without_a_restart(
+    secure_endpoint: str, ours: Authority, tmp_path: Path
+) -> None:
+    welcome = await EtcdStore.connect([secure_endpoint], clock=CLOCK, tls=ours.issue("client"), timeout_s=60.0)
+    await welcome.get("k")
+    await welcome.close()
+    mine = StoreTls(ca=ours.certificate, cert=tmp_path / "cert.pem", key=tmp_path / "key.pem")
+
+    def put(shown: StoreTls) -> None:
+        for source, target in ((shown.cert, mine.cert), (shown.key, mine.key)):
+            assert source is not None
+            assert target is not None
+            target.write_bytes(source.read_bytes())
+
+    put(authority(tmp_path / "theirs").issue("client"))
+    store = await EtcdStore.connect([secure_endpoint], clock=CLOCK, tls=mine, timeout_s=1.0)
+    with pytest.raises(StoreUnavailable):
+        await store.get("k")
+    put(ours.issue("renewed"))
+    await store.get("k")
+    await store.close()
+
+
 # --- users
 
 

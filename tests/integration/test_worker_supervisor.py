@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -22,10 +24,11 @@ from gcore.clock import SystemClock
 from gcore.store import keys
 from gcore.store.client import EtcdStore
 from gcore.store.launcher import LocalEtcd
+from gcore.store.reference import StoreRef
 from gcore.store.types import Delete, KeyValue, Put, WatchEvent
 from gcore.worker.launch import start_worker
 from gcore.worker.process import ProcessId, identify, is_running, send_signal, terminate, wait_ended
-from gcore.worker.records import LaunchSpec, StoreRef, WorkerRecord
+from gcore.worker.records import LaunchSpec, WorkerRecord
 
 CHILD = Path(__file__).with_name("worker_child.py")
 SERVE = ["tell", "serving", {"address": "127.0.0.1:4711"}]
@@ -162,6 +165,46 @@ async def test_a_serving_child_is_found_in_the_store_and_a_stop_ends_it_in_order
     assert not is_running(child)
     assert node.log(spec).split("\n") == ["OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 EXTRA=1", "stopped as told", ""]
     assert "stopping: asked to by SIGTERM" in node.supervisor_log(spec)
+
+
+async def test_a_child_runs_on_its_cores_alone_in_its_jobs_group_and_folder(
+    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TMPDIR", raising=False)
+    core = min(os.sched_getaffinity(0))
+    folder, group = Path(tempfile.mkdtemp(prefix="gcore-j-")), tmp_path / "group"
+    group.mkdir()
+    try:
+        spec = node.spec(
+            ["say environment", "TMPDIR", "PWD"], SERVE, cpus=(core,), cgroup=str(group), folder=str(folder)
+        )
+        supervisor = node.start(spec)
+        record = await node.shown(spec, "serving")
+        child = child_of(record)
+        assert os.sched_getaffinity(child.pid) == {core}
+        assert os.readlink(f"/proc/{child.pid}/cwd") == str(folder)
+        assert f"TMPDIR={folder}/tmp" in node.log(spec)
+        assert (folder / "tmp").is_dir()
+        assert (group / "cgroup.procs").read_text() == str(supervisor.pid), (
+            "it moved itself, before it started the child"
+        )
+    finally:
+        shutil.rmtree(folder)
+
+
+async def test_cores_that_are_not_to_be_had_are_a_failure_that_names_them(node: Node) -> None:
+    spec = node.spec(SERVE, slot="cpu:4000-4001", cpus=(4000, 4001))
+    node.start(spec)
+    failed = await node.shown(spec, "failed")
+    assert "cores of cpu:4000-4001" in failed.reason
+    assert failed.child_pid is None
+
+
+async def test_a_group_that_is_gone_is_no_failure(node: Node, tmp_path: Path) -> None:
+    spec = node.spec(SERVE, cgroup=str(tmp_path / "gone"))
+    node.start(spec)
+    await node.shown(spec, "serving")
+    assert "runs without its job's limits" in node.supervisor_log(spec)
 
 
 async def test_a_child_that_does_not_stop_is_shown_as_stopping_and_killed_when_it_is_asked_again(node: Node) -> None:

@@ -33,7 +33,7 @@ from controllers.cli.leftovers import processes_of
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.client import JobsClient, Patience
 from gcore.clock import SystemClock
-from gcore.config import load_spec
+from gcore.config import as_said, load_spec
 from gcore.config.node import NodeConfig
 from gcore.errors import GcoreError, StoreUnavailable
 from gcore.fault_points import VARIABLE
@@ -43,6 +43,7 @@ from gcore.store import keys
 from gcore.store.binary import EtcdBinary, find_etcd
 from gcore.store.client import EtcdStore
 from gcore.store.keys import JobKeys
+from gcore.store.reference import StoreRef
 from gcore.store.types import WatchBatch
 from gcore.worker.process import ProcessId, identify, is_running, send_signal, spawn_detached, wait_ended
 from gcore.worker.records import WorkerRecord
@@ -345,7 +346,7 @@ class ChaosCluster:
 
         async def created() -> pb.Job | None:
             async with self.client() as client:
-                return await client.create_job(loaded.model_dump_json(), request_id=request, mode=pb.START_MODE_RESUME)
+                return await client.create_job(as_said(loaded), request_id=request, mode=pb.START_MODE_RESUME)
 
         job = await self.answer(created)
         if self.uid != job.uid:
@@ -353,6 +354,17 @@ class ChaosCluster:
             self.history = History(JobMirror(JobKeys(job.uid)))
             self._tasks.append(asyncio.create_task(self._watch(self.history)))
             await self.until("the job", lambda: self.seen.mirror.status is not None)
+
+    async def look_anew(self) -> None:
+        """Forget what was seen of the job, and read the store anew: it was put back to an older state."""
+        keeping, *watching = self._tasks
+        for task in watching:
+            task.cancel()
+        await asyncio.gather(*watching, return_exceptions=True)
+        self._tasks = [keeping]
+        await self.store.close()
+        self.store = await EtcdStore.connect(list(self.endpoints.values()), clock=CLOCK)
+        self.uid, self.history = "", None
 
     def client(self) -> JobsClient:
         """To any controller."""
@@ -471,7 +483,7 @@ class ChaosCluster:
                 home=str(home.resolve()),
                 listen_host=host,
                 listen_port=int(port),
-                etcd_endpoints=tuple(self.endpoints.values()),
+                etcd=StoreRef(endpoints=tuple(self.endpoints.values())),
                 slots=tuple(f"cpu:{first + slot}" for slot in range(self.shape.slots)),
                 run_root=str(self.run_root(name)),
                 lease_ttl_s=TTL_S,

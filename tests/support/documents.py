@@ -16,6 +16,7 @@ DOCUMENTS = (
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "runbooks").glob("*.md")),
     *sorted((ROOT / "examples").glob("*/README.md")),
 )
 _BLOCK = re.compile(r"(?:<!-- (?P<mark>[^:>]+):[^>]*-->\n)?```(?P<language>[a-z]*)\n(?P<text>.*?)^```$", re.M | re.S)

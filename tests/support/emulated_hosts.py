@@ -19,10 +19,11 @@ from gcore.emulated.launch import HostLaunch, PlacedEngine
 from gcore.emulated.law import Law
 from gcore.rollout.client import EngineClient
 from gcore.store import keys
+from gcore.store.reference import StoreRef
 from gcore.store.types import Put
 from gcore.testing import MemoryCluster, MemoryStore
 from gcore.worker.process import ProcessId
-from gcore.worker.records import StoreRef, WorkerRecord
+from gcore.worker.records import WorkerRecord
 
 CHARACTERS = "0123456789"
 EOS = 1

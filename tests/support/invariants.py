@@ -12,11 +12,14 @@ from typing import Any
 
 from simulated_workers import Content, Floor
 
+from controllers.yielding import slots_of_plan
 from gcore.ledger.audit import audit
+from gcore.ledger.claims import Shares, slots_of
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.parts import digests_of
 from gcore.ledger.records import Head, LogEntry, Seal, SealState
 from gcore.ledger.rules import StreamRules
+from gcore.store import keys as store_keys
 from gcore.store.keys import JobKeys
 from gcore.store.types import WatchBatch, WatchEvent
 from gcore.types import Token, Version
@@ -53,16 +56,24 @@ class Invariants:
         """What each token has meant."""
         self._states: dict[Version, Content] = {}
         """What the weights of each version were trained on. Kept here, so that no rule is held against itself."""
+        self._shares = Shares()
         self.mirror = JobMirror(keys)
 
     def revision(self, events: tuple[WatchEvent, ...]) -> None:
         """The store has changed."""
         mine = tuple(event for event in events if event.kv.key.startswith(self._keys.prefix))
+        shared = [event for event in events if event.kv.key == store_keys.SHARES]
+        if shared:
+            self._shares = Shares.decode(shared[-1].kv.value) if shared[-1].kind == "put" else Shares()
+            self._tell(f"  revision {events[-1].kv.mod_revision}: shares {self._shares.jobs.get(self._keys.uid)}")
+            self._check_share()
         if not mine:
             return
         before = self.mirror
         self.mirror = before.fold(WatchBatch(mine, events[-1].kv.mod_revision))
         self._tell(f"  revision {events[-1].kv.mod_revision}: {', '.join(self._short(event) for event in mine)}")
+        if self.mirror.plan != before.plan:
+            self._check_share()
         head = self.mirror.head
         for event in mine:
             if event.kind == "put" and event.kv.key.startswith(self._keys.log_prefix):
@@ -102,6 +113,15 @@ class Invariants:
                 self._wrong(
                     f"I3: {rank.spec.instance} was trained on {_shown(rank.content)}, the chain on {_shown(chain)}"
                 )
+
+    def _check_share(self) -> None:
+        """What is planned with has not been given back."""
+        plan, share = self.mirror.plan, self._shares.jobs.get(self._keys.uid)
+        if plan is None or (self.mirror.status is not None and self.mirror.status.record.phase.ended):
+            return
+        held = slots_of(share.held) if share is not None else frozenset()
+        if not slots_of_plan(plan.record) <= held:
+            self._wrong(f"the plan uses {sorted(slots_of_plan(plan.record) - held)}, which the job does not hold")
 
     def at_the_end(self) -> None:
         """The job has ended well: the whole account, once more."""

@@ -26,8 +26,10 @@ from gcore.store.keys import ROOT as STORE
 RULES, DECIDE = "tests/unit/test_protocol_rules.py", "tests/unit/test_decide.py"
 PARTS, BEGUN = "tests/unit/test_parts.py", "tests/unit/test_parts_begun.py"
 DECIDED = "tests/unit/test_parts_decided.py"
+SHARES = "tests/unit/test_share_transactions.py"
 HINTS, ENDS = "tests/unit/test_hints_compare.py", "tests/unit/test_beginnings_and_ends_compare.py"
 OTHERS = {"warn": HINTS, "take_stock": HINTS, "say_folder": HINTS, "spend": HINTS, "start": ENDS, "delete_rest": ENDS}
+OTHERS |= dict.fromkeys(("give_back", "set_claim", "share_out", "set_quotas"), SHARES)
 """Where else than among the rules a transaction's compares are shown."""
 
 
@@ -160,7 +162,7 @@ COMPARED = {
     "spend": ("spent/",),
     "rollback": ("head", "ckpts", "plan", "seal/"),
     "delete_job": ("head",),
-    "delete_rest": ("head",),
+    "delete_rest": ("head", "state"),
     "start": ("state", "head"),
     "set_status": ("state", "head", "seal/"),
     "replan": ("plan",),
@@ -175,6 +177,11 @@ COMPARED = {
     "record_evaluation": ("eval/", "head"),
     "give": ("part/",),
     "agree": ("agreed/",),
+    "give_back": ("shares", "plan"),
+    "set_claim": ("active/",),
+    "share_out": ("shares",),
+    "set_quotas": ("pool/",),
+    "ask": ("head", "evalask"),
 }
 """Every transaction on a job's records, and what it compares: keys of the job, and of the store."""
 
@@ -187,6 +194,11 @@ ELSEWHERE = {
     "give": ("gcore.ledger.collectives", "controllers.collectives"),
     "spend": ("gcore.ledger.spending", "controllers.spending"),
     "agree": ("gcore.ledger.collectives", "controllers.collectives"),
+    "give_back": ("gcore.ledger.share_transactions",),
+    "set_claim": ("gcore.ledger.share_transactions",),
+    "share_out": ("gcore.ledger.share_transactions",),
+    "set_quotas": ("gcore.ledger.share_transactions",),
+    "ask": ("gcore.ledger.evaluation", "controllers.service.asking"),
 }
 """The modules that know a transaction by its name, of those that are not among `gcore.ledger.transactions`."""
 
@@ -434,6 +446,11 @@ def _takes_what_is_there(make: Any) -> Any:
     return lambda rules, head, found: make(rules, head, replace(found, missing=()))
 
 
+def _any_share(make: Any) -> Any:
+    """A plan compares nothing of who has which slots."""
+    return lambda share, txn: txn
+
+
 def _mutations() -> list[Mutation]:
     ledger, decide = "gcore.ledger.transactions", "controllers.decide"
     made = [
@@ -626,6 +643,24 @@ def _mutations() -> list[Mutation]:
             "17",
             (("controllers.peer:JobPeer._issued_too_often", _always(None)),),
             caught_by="tests/unit/test_peer_sources.py",
+        ),
+        Mutation(
+            "shares: a plan is made of slots that were given back",
+            "shares",
+            tuple((f"controllers.{module}:keeping_to", _any_share) for module in ("apply", "rolling", "starting")),
+            caught_by=SHARES,
+        ),
+        Mutation(
+            "shares: slots are left while a step is trained",
+            "shares",
+            (("controllers.yielding:is_between_steps", _always(True)),),
+            caught_by="tests/unit/test_yielding.py",
+        ),
+        Mutation(
+            "shares: slots are left without a checkpoint",
+            "shares",
+            (("controllers.yielding:is_checkpointed", _always(True)),),
+            caught_by="tests/unit/test_yielding.py",
         ),
         Mutation(
             "recovery: a world that lost a rank is left", "I6", ((f"{decide}:recovering", _never),), caught_by=DECIDE

@@ -1,6 +1,6 @@
 """Runs on emulated slots whose placement moves: a job with a judge, and policies made for tests, in a package of their own.
 
-`swing` gives slots back and forth between rollout and the judge, at each step. `regrow` makes the train world larger and smaller.
+`swing` gives slots back and forth between rollout and the judge, at each step, `sway` every three steps. `regrow` makes the train world larger and smaller.
 `tight` does so on four slots, where a node has to give its last engine of the policy away. `broken` raises. `keep` never moves anything, so that whatever moves was
 lent. `pairs` moves two slots at a time, for engines that span two.
 """
@@ -57,6 +57,17 @@ def regrow(start):
     return Stepwise(start, [(1, 1), (1, 2), (1, 2), (1, 1)])
 
 
+class Sway(Stepwise):
+    def plan(self, situation):
+        step = situation.history[-1].step if situation.history else 0
+        decision = super().plan(situation)
+        return Decision(decision.split, decision.reason, expected_s=2.0 + step % 3, before_s=5.0, idle=decision.idle)
+
+
+def sway(start):
+    return Sway(start, [(1, 1)] * 3 + [(2, 1)] * 3)
+
+
 def tight(start):
     return Stepwise(start, [(1, 1), (2, 1)])
 
@@ -84,7 +95,7 @@ def install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: test-policies\nVersion: 1.0\n")
     names = "\n".join(
-        f"{name} = test_policies:{name}" for name in ("swing", "tight", "regrow", "pairs", "keep", "broken")
+        f"{name} = test_policies:{name}" for name in ("swing", "sway", "tight", "regrow", "pairs", "keep", "broken")
     )
     (info / "entry_points.txt").write_text(f"[gcore.placement]\n{names}\n")
     (folder / "packages" / "test_policies.py").write_text(POLICIES)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 
 from gcore.ledger import archive, chain, transactions
 from gcore.ledger.balance import balance
-from gcore.ledger.chain import Writer
+from gcore.ledger.chain import NOTHING_SEEN, Seen, Writer
 from gcore.ledger.digests import digest_of
 from gcore.ledger.guarded import Ledger, Transaction, TxnOutcome
 from gcore.ledger.job import EnginePlace, JobPhase, JobRecord, JobStatus, Plan, RankPlace
@@ -167,8 +167,8 @@ class RecordedJob:
         advance = chain.accounted(self.head, outcomes, self.rules.shape, self.writer())
         self.run(transactions.account(KEYS, slots, advance))
 
-    def roll_back(self) -> None:
-        """The world is lost; the newest checkpoint is gone back to."""
+    def roll_back(self, seen: Seen = NOTHING_SEEN) -> None:
+        """The world is lost; the newest checkpoint is gone back to, in a lineage and under a number above all that was `seen`."""
         mirror = self.mirror
         slots, known, plan = mirror.open_slots, mirror.checkpoints, mirror.plan
         assert slots is not None
@@ -178,10 +178,10 @@ class RecordedJob:
         entry = mirror.log[target.seq].record
         assert entry.cursors is not None
         assert entry.tally is not None
-        world = f"world-{self.head.lineage + 1}"
+        world = f"world-{max(self.head.lineage, seen.lineage) + 1}"
         advance = chain.rolled_back(
             self.head, target, entry.cursors, world, self.writer(), "a rank died",
-            tally=entry.tally, parent_digest=digest_of(entry),
+            tally=entry.tally, parent_digest=digest_of(entry), seen=seen,
         )  # fmt: skip
         new = self.plan(world, plan.record.generation + 1)
         self.run(transactions.rollback(KEYS, slots, known, advance, plan, new))
@@ -201,6 +201,19 @@ class RecordedJob:
         status = self.mirror.status
         assert status is not None
         self.run(transactions.set_status(KEYS, status, JobStatus(phase=phase, reason="over"), None))
+
+    def snapshot(self) -> Listing:
+        """What a backup of the store would hold of the job."""
+        return self.listing
+
+    def put_back(self, snapshot: Listing) -> None:
+        """The store is what it was; the run's folder stays as it is. Nothing that was under a lease is left."""
+        self.cluster = MemoryCluster(FakeClock())
+        self.store = MemoryStore(self.cluster)
+        self.leases = {holder: self.cluster.grant(1000) for holder in HOLDERS}
+        leased = (KEYS.offer(""), KEYS.member(""))
+        kept = [Put(kv.key, kv.value) for kv in snapshot.kvs if not kv.key.startswith(leased)]
+        self.cluster.transact((), kept)
 
     def corrupt(self, changes: dict[str, bytes | None]) -> None:
         """Write records as they are, without a compare; None takes a key away."""

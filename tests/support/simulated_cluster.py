@@ -35,8 +35,9 @@ from simulated_story import Ended, Story
 from simulated_workers import Engine, Floor, Rank, Worker
 from virtual_time import NothingLeft, Process, ProcessClock, VirtualLoop
 
+from controllers.belongings import Addresses, Belongings
 from controllers.decide import decide
-from controllers.life import Belongings, Life
+from controllers.life import Life
 from controllers.waiting import waiting_for
 from controllers.wire import Daemon
 from gcore.config import NodeConfig
@@ -47,6 +48,7 @@ from gcore.metrics import Metrics
 from gcore.schema import NEWEST_VERSION, speak
 from gcore.store import keys
 from gcore.store.keys import JobKeys
+from gcore.store.reference import StoreRef
 from gcore.testing import MemoryCluster
 from gcore.worker.process import ProcessId
 from gcore.worker.records import LaunchSpec
@@ -118,7 +120,7 @@ class SimulatedDaemon(Daemon):
         config = NodeConfig(
             node=node.name,
             home=str(node.cluster.floor.run_dir),
-            etcd_endpoints=("simulated",),
+            etcd=StoreRef(endpoints=("simulated",)),
             slots=("cpu:0",),
             run_root="none",
             memory_dir=str(node.cluster.floor.run_dir / "memory"),
@@ -141,7 +143,7 @@ class SimulatedLife(Life):
     """`controllers.life.Life` with jobs that reach simulated workers."""
 
     def __init__(self, own: Belongings, node: Node) -> None:
-        super().__init__(own, node.store, node.name, "", _nothing)
+        super().__init__(own, node.store, Addresses(node.name, ""), _nothing)
         self._node = node
 
     def _new_runner(self, uid: str, identity: Any) -> Any:
@@ -150,7 +152,7 @@ class SimulatedLife(Life):
         return SimulatedJob(identity, self._node.store, self._cluster, self._node.clock, land, waits, self._config)
 
 
-async def _nothing(_: bool) -> None:
+async def _nothing(_: bool, __: str) -> None:
     return None
 
 
@@ -185,7 +187,7 @@ class SimulatedCluster:
             self.tell,
             self.is_wrong,
             lambda: self.invariants.ranks_changed(),
-            checkpoint_after=lambda step, last: spec.checkpoints_after(step, last=last),
+            checkpoint_after=lambda seal: spec.checkpoints_after(seal.step, last=seal.last, asked=seal.checkpoint),
             apart=story.copies is not None,
         )
         self.land = Land(
@@ -314,8 +316,8 @@ class SimulatedCluster:
         return node
 
 
-def _belongings(config: NodeConfig, clock: Any) -> Belongings:
-    return Belongings(config, clock, _METRICS)
+def _belongings(config: NodeConfig, clock: Any, connector: Any) -> Belongings:
+    return Belongings(config, clock, _METRICS, connector)
 
 
 @contextlib.contextmanager

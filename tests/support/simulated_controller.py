@@ -162,7 +162,7 @@ class SimulatedJob(JobStanding):
             self._prune(before)
             self.changes.notify()
 
-    def _connect(self, url: str, timeout_s: float) -> Any:
+    def _connect(self, url: str, *, timeout_s: float, instance: str) -> Any:
         return SimulatedClient(self._identity.node, self._land.floor.engines[url.removeprefix("http://")], self._land)
 
     def note_scoring(self) -> None:

@@ -30,10 +30,11 @@ from gcore.ledger.parts import parts_sha256
 from gcore.ledger.records import Seal
 from gcore.metrics import Metrics
 from gcore.store.keys import JobKeys
+from gcore.store.reference import StoreRef
 from gcore.train.feed_state import WorldName
 from gcore.types import Group, Outcome, Prompt, PromptRef, Sample, Token, Version, VersionSpan
 from gcore.worker.process import ProcessId
-from gcore.worker.records import LaunchSpec, Role, StoreRef
+from gcore.worker.records import LaunchSpec, Role
 
 SOURCE = "source"
 CALL_S = 5.0

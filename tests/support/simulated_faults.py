@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from people import People
 from simulated_network import STORE, Weather
 from virtual_time import Process
 
@@ -26,6 +27,7 @@ class Faults:
         self._cluster = cluster
         self._chance = cluster.chance
         self._joined = 0
+        self._people = People(cluster.store, cluster.job.uid)
         self._deeds: dict[str, Callable[[], str]] = {
             "kill_daemon": self._kill_daemon,
             "kill_worker": self._kill_worker,
@@ -42,6 +44,9 @@ class Faults:
             "outage": self._outage,
             "new_leader": self._new_leader,
             "damage": self._damage,
+            "pinch": self._pinch,
+            "pause": self._pause,
+            "drain": self._drain,
         }
         if cluster.story.copies is not None:
             self._deeds["wipe"] = self._wipe
@@ -64,6 +69,7 @@ class Faults:
         if cluster.store.stopped:
             cluster.store.start()
             cluster.pending.look()
+        self._people.put_right()
         for node in cluster.nodes.values():
             if node.process is not None:
                 node.process.thaw()
@@ -202,6 +208,26 @@ class Faults:
         file.write_text("[]")
         where = f" on {file.relative_to(floor.run_dir).parts[0]}" if floor.apart else ""
         return f"the disk damages {file.parent.name}{where}"
+
+    def _pinch(self) -> str:
+        """The job's namespace may have fewer slots, as if others claimed them."""
+        slots, seconds = self._chance.randrange(len(self._cluster.nodes)), self._seconds()
+        self._people.limit(slots)
+        self._later(seconds, lambda: self._people.limit(None))
+        return f"the job may have {slots} slots for {seconds:g} s"
+
+    def _pause(self) -> str:
+        seconds = self._seconds()
+        if not self._people.pause(yes=True):
+            return ""
+        self._later(seconds, lambda: self._people.resume())
+        return f"the job is paused for {seconds:g} s"
+
+    def _drain(self) -> str:
+        node, seconds = self._node(), self._seconds()
+        self._people.drain(node.name, yes=True)
+        self._later(seconds, lambda: self._people.drain(node.name, yes=False))
+        return f"{node.name} is drained for {seconds:g} s"
 
     def _wipe(self) -> str:
         """A machine is lost with its disk, and another comes under its name."""

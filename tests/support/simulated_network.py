@@ -122,6 +122,11 @@ class RemoteStore:
         found: Listing = await self._call(lambda: self.cluster.listing(prefix))
         return found
 
+    async def newest(self, prefix: str, limit: int, before: int | None = None) -> Listing:
+        """See `Store.newest`."""
+        found: Listing = await self._call(lambda: self.cluster.newest(prefix, limit, before))
+        return found
+
     async def transact(self, compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> TxnResult:
         """See `Store.transact`."""
         check_transaction(compares, writes)

@@ -65,7 +65,7 @@ class Floor:
     """By address."""
     engines: dict[str, Engine] = field(default_factory=dict)
     worlds: dict[str, list[Rank]] = field(default_factory=dict)
-    checkpoint_after: Callable[[int, bool], bool] = lambda step, last: last
+    checkpoint_after: Callable[[Seal], bool] = lambda seal: seal.last
 
     apart: bool = False
     """Whether each node has a folder of its own for the run."""
@@ -332,7 +332,7 @@ class Rank(Worker):
         version = Version(seal.lineage, seal.step)
         if work.rank == 0:
             self._stage(version)
-            if self.floor.checkpoint_after(seal.step, seal.last):
+            if self.floor.checkpoint_after(seal):
                 self.checkpoint = write_checkpoint(self.floor.folder(self.node), version, self)
         self.state = feed_state.applied(self.state)
         self.floor.tell(f"{self.spec.instance} has applied {seal.token}")
@@ -456,7 +456,7 @@ class Engine(Worker):
                     await unwanted.wait()
             except TimeoutError:
                 pass
-            del self._unwanted[rid]
+            self._unwanted.pop(rid, None)  # a request that arrived twice is made twice, and given back with the first
             # What is under way when it is put to sleep is given back.
             made = () if self.slept > slept else tuple(sorted({begun, self.version}))
             reply((not unwanted.is_set(), made))

@@ -97,6 +97,9 @@ def test_a_prune_is_lost_when_head_or_the_checkpoints_moved() -> None:
         assert set(mirror_of(cluster).log) == {0, 3, 4}
 
 
+ENDED = JobStatus(phase=JobPhase.CANCELLED)
+
+
 def test_a_deleted_job_is_gone_and_who_still_works_on_it_loses() -> None:
     cluster = started()
     old = mirror_of(cluster)
@@ -108,7 +111,8 @@ def test_a_deleted_job_is_gone_and_who_still_works_on_it_loses() -> None:
     assert marked.record.deleted
     zombie = transactions.prune(KEYS, old.head, old.checkpoints, [1])
     assert run(cluster, zombie) is TxnOutcome.STALE
-    assert run(cluster, transactions.delete_rest(KEYS, marked)) is TxnOutcome.WON
+    ended = Stored(ENDED, cluster.transact((), (Put(KEYS.state, ENDED.encode()),)).revision)
+    assert run(cluster, transactions.delete_rest(KEYS, marked, ended, {})) is TxnOutcome.WON
     assert cluster.listing("/gcore/").kvs == ()
     assert run(cluster, zombie) is TxnOutcome.STALE
 
@@ -116,6 +120,6 @@ def test_a_deleted_job_is_gone_and_who_still_works_on_it_loses() -> None:
 def test_the_rest_is_not_deleted_before_head_is_marked() -> None:
     head = Stored(Head.model_validate(BASE.head), 1)
     with pytest.raises(ValueError, match="marked first"):
-        transactions.delete_rest(KEYS, head)
+        transactions.delete_rest(KEYS, head, Stored(ENDED, 1), {})
     marked = replace(head, record=head.record.model_copy(update={"deleted": True}))
-    assert transactions.delete_rest(KEYS, marked).writes
+    assert transactions.delete_rest(KEYS, marked, Stored(ENDED, 1), {}).writes

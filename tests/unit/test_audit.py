@@ -9,7 +9,7 @@ import pytest
 
 from gcore.ledger import chain
 from gcore.ledger.audit import Receipt, audit
-from gcore.ledger.chain import Writer
+from gcore.ledger.chain import NOTHING_SEEN, Seen, Writer
 from gcore.ledger.records import Checkpoint, EndedRef, Head, LogEntry, Offer, OfferedGroup, Tally
 from gcore.ledger.stream import Offered, SealNow, StreamRules, choose, in_order
 from gcore.prompts.cursor import shard_lengths
@@ -47,8 +47,8 @@ def step(run: Run, nonce: str) -> Run:
     return Run(advance.head, {**run.log, advance.head.seq: advance.entry}, run.receipts + receipts)
 
 
-def good_run(seen: int = 0) -> Run:
-    """Three steps, a rollback to the second, two more. `seen`: the highest lineage of which there was anything."""
+def good_run(seen: Seen = NOTHING_SEEN) -> Run:
+    """Three steps, a rollback to the second, two more. `seen`: the highest lineage and number of which there was anything."""
     base = chain.base(4, "w0", Writer("n0.a", "n0"))
     run = Run(base.head, {0: base.entry}, ())
     for nonce in ("n1", "n2", "n3"):
@@ -78,7 +78,7 @@ def test_a_good_run_with_a_rollback_is_clean_and_counted() -> None:
 
 
 def test_a_run_whose_store_was_put_back_and_skips_the_lineages_that_were_lost_is_clean() -> None:
-    run = good_run(seen=4)
+    run = good_run(Seen(lineage=4))
     assert run.head.lineage == 5
     assert audit(RULES, run.head, run.log, run.receipts).clean
     again = run.log[4].model_copy(update={"lineage": 0})

@@ -125,7 +125,7 @@ def test_what_was_damaged_before_its_copy_is_refuted_from_the_folder_by_the_comm
 
 def test_a_job_that_never_ended_leaves_no_copy_and_the_command_says_so(job: RecordedJob, tmp_path: Path) -> None:
     assert audited(job).clean
-    assert not store_copy.is_left(job.run_dir)
+    assert not store_copy.is_left(job.run_dir, None)
     answer = run_cli(tmp_path)
     assert answer.exit_code != 0
     assert "no cluster is up" in str(answer.exception)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from gcore.ledger import chain, transactions
 from gcore.ledger.chain import Writer
 from gcore.ledger.guarded import Stored, Transaction
 from gcore.ledger.job import JobPhase, JobStatus, Plan
+from gcore.store import keys
 from gcore.store.keys import JobKeys
 from gcore.store.types import Put
 from gcore.testing import FakeClock, MemoryCluster
@@ -40,6 +43,22 @@ def test_the_rest_of_a_job_goes_only_with_the_head_that_was_seen_marked() -> Non
     cluster = MemoryCluster(FakeClock())
     head = chain.base(4, "w", Writer("n.1", "nonce")).head.model_copy(update={"deleted": True})
     revision = cluster.transact((), (Put(KEYS.head, head.encode()),)).revision
-    txn = transactions.delete_rest(KEYS, Stored(head, revision))
+    ended = JobStatus(phase=JobPhase.CANCELLED)
+    status = Stored(ended, cluster.transact((), (Put(KEYS.state, ended.encode()),)).revision)
+    txn = transactions.delete_rest(KEYS, Stored(head, revision), status, {})
     cluster.transact((), (Put(KEYS.head, head.encode()),))
     assert not cluster.transact(txn.compares, txn.writes).won
+
+
+def test_the_rest_of_a_job_that_never_had_a_head_goes_only_with_the_state_that_was_seen() -> None:
+    cluster = MemoryCluster(FakeClock())
+    ended = JobStatus(phase=JobPhase.CANCELLED)
+    status = Stored(ended, cluster.transact((), (Put(KEYS.state, ended.encode()),)).revision)
+    name = {keys.name("j"): cluster.transact((), (Put(keys.name("j"), b"u"),)).revision}
+    txn = transactions.delete_rest(KEYS, None, status, name)
+    cluster.transact((), (Put(keys.name("j"), b"another"),))
+    assert not cluster.transact(txn.compares, txn.writes).won
+    cluster.transact((), (Put(KEYS.head, b"{}"),))
+    assert not cluster.transact(txn.compares, txn.writes).won
+    with pytest.raises(ValueError, match="has not ended"):
+        transactions.delete_rest(KEYS, None, Stored(PENDING, 1), {})

@@ -163,7 +163,7 @@ def test_what_goes_on_and_what_is_waited_for_is_told_in_words() -> None:
 
 def test_the_age_of_the_oldest_in_flight_is_a_metric_in_seconds_and_steps() -> None:
     metrics, holdings = Metrics(), Holdings()
-    mirror: Any = SimpleNamespace(job=SimpleNamespace(record=SimpleNamespace(name="j")), head=Stored(at(3), 1))
+    mirror: Any = SimpleNamespace(job=SimpleNamespace(record=SimpleNamespace(full_name="j")), head=Stored(at(3), 1))
     holdings.in_flight.begin(REF, NEW, 10.0)
     holdings.in_flight.note_version(REF, NEW)
     holdings.in_flight.begin(PromptRef(0, 1, 0), Version(0, 3), 14.0)

@@ -6,15 +6,42 @@ from typing import Any
 
 import pytest
 
-from controllers.children import ENGINE_COMMANDS, START_LIMITS_S, NoSglang, engine_child
+from controllers.children import (
+    ENGINE_COMMANDS,
+    START_LIMITS_S,
+    NoSglang,
+    engine_child,
+    guards,
+    interface_env,
+    serving_tls,
+)
 from controllers.service.capability import check_engine, missing_here
 from gcore.config import JobSpec, NodeConfig, parse_spec
+from gcore.config.securing import TlsSection
 from gcore.errors import SpecError, UsageError
 from gcore.ledger.job import EnginePlace, NodeRecord
 from gcore.rollout.engine import launch as torch_launch
 from gcore.rollout.sglang import launch as sglang_launch
+from gcore.store.reference import StoreRef
+from gcore.tls.connecting import PLAIN, Connector
 
-CONFIG = NodeConfig(node="n", home="/h", etcd_endpoints=("h:1",), slots=("cpu:0",), run_root="/r", sglang_python="/p")
+CONFIG = NodeConfig(
+    node="n", home="/h", etcd=StoreRef(endpoints=("h:1",)), slots=("cpu:0",), run_root="/r", sglang_python="/p"
+)
+
+
+def test_where_a_node_has_certificates_its_workers_serve_with_them_and_each_engine_has_a_key() -> None:
+    files = {"ca": "/ca.pem", "cert": "/cert.pem", "key": "/key.pem"}
+    config = CONFIG.model_copy(update={"tls": TlsSection(**files, engines_key="/e"), "train_interface": "eth1"})
+    connector = Connector(engines=b"e" * 32)
+    told = {name: guards(config, connector, "rollout", name) for name in ("one", "two")}
+    assert told["one"]["tls"] == files
+    assert told["one"]["api_key"] != told["two"]["api_key"]
+    assert torch_launch.from_document({"model": "/m", **told["one"]}).tls == serving_tls(config)
+    assert sglang_launch.from_document({"model": "/m", "python": "/p", **told["one"]}).tls == serving_tls(config)
+    assert guards(config, connector, "train", "rank") == {"tls": files}
+    assert interface_env(config) == {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "eth1"}
+    assert guards(CONFIG, PLAIN, "rollout", "one") == interface_env(CONFIG) == {}
 
 
 def spec(**rollout: Any) -> JobSpec:

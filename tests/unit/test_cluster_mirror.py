@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +13,14 @@ import pytest
 
 from controllers import retaking
 from controllers.changes import Changes
-from controllers.cluster import ClusterMirror
+from controllers.cluster import NO_SHARES, ClusterMirror
 from controllers.identity import Identity
 from controllers.job import JobRunner
 from controllers.retaking import work_on
 from gcore.config import NodeConfig
 from gcore.errors import GcoreError, LeaseLost, SpecError, StoreUnavailable
+from gcore.ledger.claims import Quotas, Share, Shares
+from gcore.ledger.guarded import Stored
 from gcore.ledger.job import JobPhase, JobStatus, NodeRecord
 from gcore.ledger.mirror import JobMirror
 from gcore.metrics import Metrics
@@ -172,7 +175,13 @@ async def test_a_job_is_ended_by_who_leaves_it_last_only(tmp_path: Path) -> None
     memory = MemoryCluster(clock)
     store = MemoryStore(memory)
     config = NodeConfig.model_validate(
-        {"node": "n", "home": str(tmp_path), "run_root": str(tmp_path), "etcd_endpoints": ["h:1"], "slots": ["cpu:0"]}
+        {
+            "node": "n",
+            "home": str(tmp_path),
+            "run_root": str(tmp_path),
+            "etcd": {"endpoints": ["h:1"]},
+            "slots": ["cpu:0"],
+        }
     )
     runner = JobRunner(
         "u", Identity("n", "n.1", "h:1", 1), store, ClusterMirror(store, changes), changes, Metrics(), clock, config
@@ -212,3 +221,48 @@ def test_damage_of_any_kind_is_told_as_a_record_that_cannot_be_read(key: str, va
     with pytest.raises(UnreadableRecord) as raised:
         JobMirror(KEYS).fold(batch)
     assert raised.value.where == key
+
+
+class Batches(MemoryStore):
+    """Whose watches hear these, and then nothing more."""
+
+    def __init__(self, *batches: WatchBatch) -> None:
+        super().__init__(MemoryCluster(FakeClock()))
+        self.batches = batches
+
+    async def watch(self, prefix: str) -> AsyncIterator[WatchBatch]:
+        for batch in self.batches:
+            yield batch
+
+
+def put(key: str, value: bytes, revision: int) -> WatchEvent:
+    return WatchEvent("put", KeyValue(key, value, revision, revision))
+
+
+async def test_quotas_that_went_while_nobody_listened_are_gone() -> None:
+    quotas = put(keys.QUOTAS, Quotas(slots={"a": 2}).encode(), 1)
+    mirror = ClusterMirror(Batches(WatchBatch((quotas,), 1, True), WatchBatch((), 2, False)), Changes())
+    await mirror.watch_pool()
+    assert mirror.quotas == {"a": 2}
+    mirror._store = Batches(WatchBatch((), 9, True))
+    await mirror.watch_pool()
+    assert mirror.quotas == {}
+
+
+async def test_shares_that_cannot_be_read_are_not_taken_for_nobodys(caplog: pytest.LogCaptureFixture) -> None:
+    """Or all slots would be dealt out a second time."""
+    shares = Shares(jobs={"u": Share(granted={"a": ("cpu:0",)})})
+    read, unread = put(keys.SHARES, shares.encode(), 1), put(keys.SHARES, b"?", 2)
+    mirror = ClusterMirror(Batches(WatchBatch((unread,), 2, True)), Changes())
+    mirror.listened.update(mirror.watches.keys() - {keys.SHARES})
+    await mirror.watch_shares()
+    assert mirror.shares is None
+    assert not mirror.is_complete
+    assert "passed over" in caplog.text
+    mirror._store = Batches(WatchBatch((read,), 1, True), WatchBatch((unread,), 2, False))
+    await mirror.watch_shares()
+    assert mirror.shares == Stored(shares, 1)
+    assert mirror.is_complete
+    mirror._store = Batches(WatchBatch((WatchEvent("delete", KeyValue(keys.SHARES, b"", 0, 3)),), 3, False))
+    await mirror.watch_shares()
+    assert mirror.shares == NO_SHARES

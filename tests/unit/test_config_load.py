@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -13,7 +14,7 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gcore.config import JobSpec, apply_overrides, load_spec, parse_spec
+from gcore.config import JobSpec, apply_overrides, as_said, load_spec, parse_spec
 from gcore.errors import SpecError
 
 MINIMAL: dict[str, Any] = {
@@ -435,3 +436,18 @@ def test_the_template_of_a_judge_is_no_pipe_for_which_one_would_wait(tmp_path: P
     tree = MINIMAL | {"judges": [judge], "reward": {"judge": "far"}}
     with pytest.raises(SpecError, match=r"judges\.0\.template_file: .*pipe' cannot be read .it is no regular file"):
         load_spec(write(tmp_path, yaml.safe_dump(tree)))
+
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*/*.yaml"))
+SPECS = [file for file in EXAMPLES if file.parent.name not in ("clusters", "custom_flow")]
+
+
+@pytest.mark.parametrize("file", SPECS, ids=lambda file: f"{file.parent.name}/{file.stem}")
+@pytest.mark.parametrize("overrides", [(), ("flow.steps=7", "train.zero_stage=2")], ids=["as it is", "with --set"])
+def test_what_is_sent_is_what_was_said_and_means_the_same(file: Path, overrides: tuple[str, ...]) -> None:
+    """A controller of an older gcore knows no sections that nobody said anything of, and must not be told them."""
+    spec = load_spec(file, overrides)
+    said = json.loads(as_said(spec))
+    assert parse_spec(said) == spec
+    written = yaml.safe_load(file.read_text())
+    assert not {"namespace", "scheduling"} & (said.keys() - written.keys())

@@ -208,7 +208,7 @@ async def test_in_an_evaluation_what_fails_is_not_scored_and_the_others_are() ->
 async def test_a_job_without_an_environment_has_no_tools() -> None:
     tree = {"name": "j", "model": {"path": "m"}, "data": {"path": "d"}, "flow": {"steps": 1}}
     spec = parse_spec(tree | {"rollout": {"max_new_tokens": 4}})
-    assert new_tools(spec, FakeClock(), lambda what, trace: None) is None
+    assert new_tools(spec, FakeClock(), lambda what, trace: None, "") is None
 
 
 @pytest.mark.parametrize(

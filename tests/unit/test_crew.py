@@ -55,7 +55,7 @@ class Machine:
         self._said = list(said)
         monkeypatch.setattr(RewardProcess, "of", self._of)
 
-    async def _of(self, module: str, setup: bytes) -> Started:
+    async def _of(self, module: str, setup: bytes, group: str = "") -> Started:
         said = self._said.pop(0) if self._said else READY
         if isinstance(said, CannotStart):
             raise said

@@ -39,6 +39,7 @@ PREFIXES = {
     "leaders": "placement/leader",
     "pins": "placement/pin",
     "movings": "placement/moves",
+    "askings": "evalask",
     "troubles": "trouble/",
 }
 

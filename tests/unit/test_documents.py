@@ -19,7 +19,7 @@ from documents import DOCUMENTS, ROOT, Block, blocks, commands, inline_commands,
 from typer.exceptions import TyperException
 
 from controllers.cli.main import app
-from gcore.config import parse_spec
+from gcore.config import NodeConfig, parse_spec
 
 CLI: Any = typer.main.get_command(app)
 BASE = {"name": "base", "model": {"path": "m"}, "data": {"path": "d"}, "flow": {"steps": 1}}
@@ -88,7 +88,8 @@ def test_the_check_of_commands_finds_what_is_wrong() -> None:
             parse(wrong)
 
 
-YAML = [block for file in DOCUMENTS for block in blocks(file, "yaml")]
+YAML = [block for file in DOCUMENTS for block in blocks(file, "yaml") if block.mark != "node"]
+NODE_YAML = [block for file in DOCUMENTS for block in blocks(file, "yaml") if block.mark == "node"]
 
 
 @pytest.mark.parametrize("block", YAML, ids=lambda b: b.where)
@@ -98,6 +99,14 @@ def test_every_piece_of_a_spec_in_the_documents_is_valid(block: Block) -> None:
     base = BASE | {"flow": {}} if "epochs" in tree.get("flow", {}) else BASE
     parts = {k: {**base.get(k, {}), **v} if isinstance(v, dict) else v for k, v in tree.items()}
     parse_spec(base | parts)
+
+
+@pytest.mark.parametrize("block", NODE_YAML, ids=lambda b: b.where)
+def test_every_piece_of_a_daemons_configuration_in_the_documents_is_valid(block: Block, tmp_path: Path) -> None:
+    least = {"node": "n", "home": "h", "run_root": "r", "slots": ["cpu:0"], "etcd": {"endpoints": ["h:1"]}}
+    file = tmp_path / "node.yaml"
+    file.write_text(yaml.safe_dump(least | yaml.safe_load(block.text)))
+    NodeConfig.load(file)
 
 
 @pytest.mark.parametrize("file", DOCUMENTS, ids=lambda f: str(f.relative_to(ROOT)))

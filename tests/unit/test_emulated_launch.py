@@ -15,9 +15,10 @@ from gcore.emulated.launch import HostLaunch
 from gcore.errors import SpecError
 from gcore.ledger.job import EnginePlace, NodeRecord
 from gcore.schema import UnreadableRecord
+from gcore.store.reference import StoreRef
 
 EMULATED = NodeRecord(name="e", incarnation="e.1", address="h:1", slots=("emulated:0",), pid=1)
-CONFIG = NodeConfig(node="n", home="/h", etcd_endpoints=("h:1",), slots=("emulated:0",), run_root="/h")
+CONFIG = NodeConfig(node="n", home="/h", etcd=StoreRef(endpoints=("h:1",)), slots=("emulated:0",), run_root="/h")
 
 
 def spec(**judge: Any) -> JobSpec:

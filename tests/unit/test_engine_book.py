@@ -94,7 +94,7 @@ class AskedEngine:
             self.serves = json.loads(request.content)["weight_version"]
         return httpx.Response(200, json={"weight_version": self.serves, "success": True})
 
-    def client(self, url: str, *, timeout_s: float) -> EngineClient:
+    def client(self, url: str, *, timeout_s: float, instance: str) -> EngineClient:
         return EngineClient(url, timeout_s=timeout_s, transport=httpx.MockTransport(self.answer))
 
     def told(self) -> list[str]:
@@ -150,7 +150,7 @@ async def test_an_engine_that_a_peer_left_paused_goes_on_with_the_next_publicati
             await woken.wait()
         return response
 
-    def stopped_client(url: str, *, timeout_s: float) -> EngineClient:
+    def stopped_client(url: str, *, timeout_s: float, instance: str) -> EngineClient:
         return EngineClient(url, timeout_s=timeout_s, transport=httpx.MockTransport(answer_late))
 
     stopped = EngineBook(Changes(), timeout_s=1.0, connect=stopped_client)

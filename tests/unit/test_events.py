@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from controllers.service.events import MOST_EVENTS, PER_REVISION, EventLog
+from controllers.service.events import MOST_EVENTS, PER_REVISION, EventLog, by_revision
 from gcore.ledger import chain
 from gcore.ledger.chain import Writer
 from gcore.ledger.job import Evaluation, JobPhase, JobStatus, SourceScore
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.placing import Move, MoveOutcome, Moves, SplitPart
-from gcore.ledger.records import Assignment, EndedRef, Member
+from gcore.ledger.records import Assignment, Checkpoint, Checkpoints, EndedRef, Member
 from gcore.store.keys import JobKeys
 from gcore.store.types import KeyValue, WatchBatch, WatchEvent
 from gcore.types import PromptRef, Version
@@ -64,6 +64,42 @@ def test_however_the_changes_are_batched_the_numbers_are_the_same() -> None:
     one_by_one = heard([[change] for change in changes()])
     at_once = heard([changes()[:3], changes()[3:7], changes()[7:]])
     assert [(e.sequence, e.kind) for e in at_once.events] == [(e.sequence, e.kind) for e in one_by_one.events]
+
+
+def checkpoints(*steps: int, revision: int) -> WatchEvent:
+    entries = tuple(Checkpoint(seq=step, lineage=0, step=step, file=f"checkpoints/0-{step}") for step in steps)
+    return put(KEYS.checkpoints, Checkpoints(entries=entries).encode(), revision)
+
+
+def told(batches: list[list[WatchEvent]]) -> list[tuple[int, str]]:
+    pieces = [
+        list(piece.events)
+        for events in batches
+        for piece in by_revision(WatchBatch(tuple(events), events[-1].kv.mod_revision))
+    ]
+    return [(event.sequence, event.message) for event in heard(pieces).events]
+
+
+def test_whoever_hears_of_two_checkpoints_together_tells_of_each_once_as_the_others_do() -> None:
+    both = [checkpoints(1, revision=5), checkpoints(1, 2, revision=6)]
+    alone = told([[both[0]], [both[1]]])
+    assert [message for _, message in alone] == [
+        "checkpoint of step 1 is registered",
+        "checkpoint of step 2 is registered",
+    ]
+    assert told([both]) == alone
+
+
+def test_what_is_written_over_later_does_not_change_the_numbers_of_what_stays() -> None:
+    """Of one revision: who lists the records afterwards finds the entry and the state, and another assignment."""
+    base = chain.base(2, "w", Writer("node-0.a", "n"))
+    entry = base.entry.model_copy(update={"kind": "rollback", "reason": "r", "lineage": 1})
+    state = put(KEYS.state, JobStatus(phase=JobPhase.RUNNING).encode(), 4)
+    log = put(KEYS.log(0), entry.encode(), 4)
+    shares = put(KEYS.assign, Assignment(members=("node-0.a",), owners=(0, 0)).encode(), 4)
+    in_time, late = told([[shares, state, log]]), told([[state, log]])
+    assert late == in_time[:2]
+    assert [message.partition(" ")[0] for _, message in in_time] == ["back", "RUNNING:", "shards"]
 
 
 def test_a_follower_goes_on_after_the_last_number_it_saw() -> None:
@@ -186,3 +222,13 @@ def test_each_move_is_told_once_however_its_record_is_written() -> None:
         told = [(event.kind, event.data["generation"], event.data["state"]) for event in heard(batches).events]
         assert told == [("placement", 2, "done"), ("placement", 3, "wanted"), ("placement", 3, "done")]
     assert len({tuple(e.sequence for e in heard(b).events) for b in ([[one] for one in writes], [writes])}) == 1
+
+
+def test_whoever_goes_on_is_not_told_again_of_what_a_list_sums_up() -> None:
+    """Found later in one record, two checkpoints have other numbers than when each was registered."""
+    listed = heard([[checkpoints(1, 2, revision=9), put(KEYS.log(0), changes()[2].kv.value, 10)]], reset=True)
+    assert [event.message for event in listed.after(0)] == [
+        "checkpoint of step 1 is registered",
+        "checkpoint of step 2 is registered",
+    ]
+    assert listed.after(100, goes_on=True) == []

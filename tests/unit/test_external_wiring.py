@@ -33,7 +33,13 @@ async def test_a_controller_asks_with_its_key_and_its_node_remembers_what_that_c
     clock, metrics, changes = SystemClock(), Metrics(), Changes()
     store = MemoryStore(MemoryCluster(clock))
     config = NodeConfig.model_validate(
-        {"node": "n", "home": str(tmp_path), "run_root": str(tmp_path), "etcd_endpoints": ["h:1"], "slots": ["cpu:0"]}
+        {
+            "node": "n",
+            "home": str(tmp_path),
+            "run_root": str(tmp_path),
+            "etcd": {"endpoints": ["h:1"]},
+            "slots": ["cpu:0"],
+        }
     )
     identity = Identity("n", "n.1", "h:1", 1)
     runner = JobRunner("u", identity, store, ClusterMirror(store, changes), changes, metrics, clock, config)

@@ -118,6 +118,7 @@ FOR_PEOPLE = {
     "controllers/fetching.py",
     "controllers/reading.py",
     "controllers/storage.py",
+    "controllers/service/tokens.py",
     "controllers/troubles.py",
     "gcore/emulated/registration.py",
 }

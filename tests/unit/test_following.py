@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
+
+from listed_jobs import create
 
 from controllers.changes import Changes
 from controllers.service.events import Event
 from controllers.service.jobs import JobsService
+from controllers.service.records import StoredJobs
+from gcore.ledger.claims import Shares
+from gcore.store import keys
+from gcore.store.types import Put
+from gcore.testing import FakeClock, MemoryCluster, MemoryStore
 
 
 def event(sequence: int) -> Event:
@@ -21,7 +29,7 @@ class Runner:
         self.changes = Changes()
         self.closed = False
         self.mirror = SimpleNamespace(status=None)
-        self.events = SimpleNamespace(after=lambda after: [e for e in self.known if e.sequence > after])
+        self.events = SimpleNamespace(after=lambda after, **_: [e for e in self.known if e.sequence > after])
         self.known = [event(1)]
 
     def end(self) -> None:
@@ -45,3 +53,33 @@ async def test_the_last_event_of_a_job_that_ends_meanwhile_is_sent() -> None:
         if one.sequence == 1:
             runner.end()
     assert got == [1, 2]
+
+
+async def test_a_job_that_waits_for_slots_is_followed_until_somebody_works_on_it() -> None:
+    clock = FakeClock()
+    store = MemoryStore(MemoryCluster(clock))
+    await create(store, "u", "waits")
+    await store.transact((), (Put(keys.SHARES, Shares().encode()),))
+    runners: dict[str, Any] = {}
+    service: Any = JobsService(StoredJobs(store), None, runners.get, clock)  # type: ignore[arg-type]
+    got: list[str] = []
+
+    async def follow() -> None:
+        async for one in service._follow("u", 0):
+            got.append(one.kind)
+
+    task = asyncio.create_task(follow())
+    for _ in range(10):
+        await clock.advance(1.0)
+    assert got == ["state"]
+    later = Runner()
+    later.known = [event(10**9)]
+    later.mirror = SimpleNamespace(status=None)
+    runners["u"] = later
+    for _ in range(10):
+        await clock.advance(1.0)
+    assert got == ["state", "step"]
+    later.end()
+    later.known = later.known[:1]
+    await clock.advance(1.0)
+    await asyncio.wait_for(task, 5)

@@ -94,7 +94,7 @@ class Court:
         self.book = JudgeEngines(spec, "u", me, Changes(), self.clock, self.metrics, self.connect)
         self.counts = JudgeCounts(self.metrics, lambda topic, said: self.told.append((topic, said)))
 
-    def connect(self, url: str, *, timeout_s: float) -> EngineClient:
+    def connect(self, url: str, *, timeout_s: float, instance: str) -> EngineClient:
         name = url.removeprefix("http://").partition(":")[0]
         return EngineClient(url, timeout_s=timeout_s, transport=httpx.MockTransport(self.engines[name].answer))
 
@@ -193,7 +193,7 @@ async def test_a_question_to_an_engine_that_sends_nothing_in_time_is_told_as_suc
     court.engines["a"].is_away, court.engines["a"].failure = True, failure
     assert [await court.value("1"), await court.value("2"), await court.value("3")] == [1.0, 0.0, 0.0]
     told = {one: court.seen("gcore_judge_questions_total", result=one) for one in ("away", "timeout", "answered")}
-    assert told == {"away": None, "timeout": None, "answered": 3, result: 1}
+    assert told == {"away": 0, "timeout": 0, "answered": 3, result: 1}
     await court.book.close()
 
 

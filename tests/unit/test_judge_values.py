@@ -27,6 +27,7 @@ from gcore.reward.generative.errors import JudgeError
 from gcore.rollout.client import EngineClient
 from gcore.rollout.engine import launch as torch_launch
 from gcore.rollout.sglang import launch as sglang_launch
+from gcore.store.reference import StoreRef
 from gcore.testing import FakeClock
 from gcore.testing.tiny_model import make_tiny_classifier, make_tiny_model
 from gcore.types import Prompt, PromptRef
@@ -34,7 +35,9 @@ from gcore.worker.records import WorkerRecord
 
 PROMPT = Prompt(PromptRef(0, 0, 0), "12", (4, 5), {})
 CONTEXT = 8
-NODE = NodeConfig(node="n", home="/h", etcd_endpoints=("h:1",), slots=("cpu:0",), run_root="/r", sglang_python="/p")
+NODE = NodeConfig(
+    node="n", home="/h", etcd=StoreRef(endpoints=("h:1",)), slots=("cpu:0",), run_root="/r", sglang_python="/p"
+)
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +98,7 @@ class Court:
         self.counts = JudgeCounts(self.metrics, lambda *_: None)
         self.judge = open_judges(spec, self.book, self.counts, self.clock)["taste"]
 
-    def connect(self, url: str, *, timeout_s: float) -> EngineClient:
+    def connect(self, url: str, *, timeout_s: float, instance: str) -> EngineClient:
         name = url.removeprefix("http://").partition(":")[0]
         return EngineClient(url, timeout_s=timeout_s, transport=httpx.MockTransport(self.engines[name].answer))
 

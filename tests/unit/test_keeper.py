@@ -10,6 +10,7 @@ import pytest
 from controllers.keeper import Keeper
 from gcore.config import NodeConfig
 from gcore.config.cluster import ControllerProcess, EtcdProcess, LocalCluster
+from gcore.store.reference import StoreRef
 from gcore.testing import FakeClock
 from gcore.testing.memory_cluster import MemoryCluster
 from gcore.testing.memory_store import MemoryStore
@@ -24,7 +25,9 @@ DAEMON = ControllerProcess(
 
 @pytest.fixture
 def keeper(tmp_path: Path) -> Keeper:
-    config = NodeConfig(node="node-0", home=str(tmp_path), etcd_endpoints=("h:1",), slots=("cpu:0",), run_root="r")
+    config = NodeConfig(
+        node="node-0", home=str(tmp_path), etcd=StoreRef(endpoints=("h:1",)), slots=("cpu:0",), run_root="r"
+    )
     clock = FakeClock()
     return Keeper(config, MemoryStore(MemoryCluster(clock), "node-0"), clock)
 

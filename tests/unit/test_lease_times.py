@@ -17,7 +17,7 @@ from gcore.store.lease_times import LeaseTimes
 from gcore.store.session import Session
 from gcore.testing import FakeClock
 
-NODE = {"node": "n", "home": "h", "etcd_endpoints": ["127.0.0.1:1"], "slots": ["cpu:0"], "run_root": "r"}
+NODE = {"node": "n", "home": "h", "etcd": {"endpoints": ["127.0.0.1:1"]}, "slots": ["cpu:0"], "run_root": "r"}
 
 
 def written(folder: Path, **more: object) -> Path:

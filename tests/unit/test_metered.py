@@ -84,6 +84,20 @@ def test_an_engine_that_began_anew_at_the_same_address_is_not_told_with_the_one_
     assert between(one, other, rows=4) is None
 
 
+def test_an_engine_that_was_asked_before_its_own_word_of_an_end_is_believed_for_all_of_its_time() -> None:
+    """Its sums then go back a little, by what it was taken to be busy still."""
+    meter = Meter(4, 0.0)
+    meter.note("working", 4, 0.0)
+    early = read(metrics(meter.read(10.0)), 9.9, 10.1)
+    meter.note("working", 0, 9.9)
+    later = read(metrics(meter.read(12.4)), 12.3, 12.5)
+    found = between(early, later, rows=4)
+    assert found is not None
+    assert (found.begin, found.end, found.busy_s, found.running_s) == (10.0, 12.4, 0.0, 0.0)
+    assert found.idle_s == pytest.approx(2.4)
+    assert between(early, EngineReading(10.5, early.sums, 0, 0, 0, 0), rows=4) is None
+
+
 def test_tokens_that_are_taken_back_take_no_time_with_them() -> None:
     one, other = (EngineReading(at, Sums(at, busy_s=at), 1, 0, tokens, 1) for at, tokens in ((1.0, 5), (2.0, 4)))
     found = between(one, other, rows=4)

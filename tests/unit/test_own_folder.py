@@ -311,3 +311,18 @@ async def test_discarded_copies_are_gone_and_no_longer_said(tmp_path: Path) -> N
 async def test_where_nodes_share_a_folder_nothing_of_this_is_done(tmp_path: Path) -> None:
     hands: Any = SimpleNamespace(own=None)
     assert (await apply(SayFolder(), running_job(), hands)).outcome is TxnOutcome.STALE
+
+
+async def test_what_was_left_of_the_log_is_said_as_it_was_when_a_controller_came(tmp_path: Path) -> None:
+    """Higher than head's number only in a store that was put back; what is archived later is not."""
+    node = Node(tmp_path)
+    archive.append(node.run_dir, "another", [entry_of(9)])
+    await node.does(SayFolder(), running_job())
+    assert (await node.said()).entry == 9
+    archive.append(node.run_dir, ME, [entry_of(12)])
+    await node.does(SayFolder(), running_job())
+    assert (await node.said()).entry == 9
+
+
+def entry_of(seq: int) -> LogEntry:
+    return LogEntry(seq=seq, parent=seq - 1, kind="account", lineage=0, step=0, world="w", nonce="n")

@@ -22,11 +22,12 @@ from controllers.holdings import REASON_BYTES, Holdings, as_reason
 from controllers.view import EngineView, JobView
 from gcore.config import parse_spec
 from gcore.config.environment import EnvironmentSpec
-from gcore.ledger import chain, collectives, sweeping, transactions
+from gcore.ledger import chain, collectives, share_transactions, sweeping, transactions
 from gcore.ledger.ancestry import is_acceptable, is_ancestor, resumable
-from gcore.ledger.evaluation import record_evaluation, record_part
+from gcore.ledger.claims import Claim, KnownShare, Quotas, Share, Shares
+from gcore.ledger.evaluation import ask, record_evaluation, record_part
 from gcore.ledger.guarded import Stored, Transaction, TxnOutcome
-from gcore.ledger.job import EvalPart, Evaluation, JobPhase, JobRecord, JobStatus, Trouble
+from gcore.ledger.job import EvalAsked, EvalPart, Evaluation, JobPhase, JobRecord, JobStatus, Trouble
 from gcore.ledger.node_folder import NodeFolder
 from gcore.ledger.placing import Leader, Moves, Pin
 from gcore.ledger.records import (
@@ -275,7 +276,9 @@ def spending(job: StoredJob) -> Transaction:
 
 def clearing(job: StoredJob) -> Transaction:
     assert job.mirror.head is not None
-    return transactions.delete_rest(job.keys, job.mirror.head)
+    assert job.mirror.status is not None
+    ended = Stored(JobStatus(phase=JobPhase.CANCELLED), job.mirror.status.revision)
+    return transactions.delete_rest(job.keys, job.mirror.head, ended, {})
 
 
 def evaluated(job: StoredJob) -> Transaction:
@@ -289,6 +292,39 @@ def giving(job: StoredJob) -> Transaction:
 
 def agreeing(job: StoredJob) -> Transaction:
     return collectives.agree(job.keys, collectives.Agreed(version=Version(0, 1), name="x", values={}), ())
+
+
+def giving_back(job: StoredJob) -> Transaction:
+    share = Share(held={"n0": ("cpu:0",)})
+    known = KnownShare(job.keys.uid, Shares(jobs={job.keys.uid: share}), 0)
+    return share_transactions.give_back(job.keys, job.mirror.plan, known, share.surplus)
+
+
+def asking(job: StoredJob) -> Transaction:
+    assert job.mirror.head is not None
+    asked = EvalAsked(step=job.mirror.head.record.step + 1, by="me", time=0.0)
+    return ask(job.keys, job.mirror.head, None, asked)
+
+
+def sharing(job: StoredJob) -> Transaction:
+    return share_transactions.share_out(job.keys, None, Shares())
+
+
+def limiting(job: StoredJob) -> Transaction:
+    return share_transactions.set_quotas(job.keys, None, Quotas())
+
+
+CLAIMS: dict[str, Stored[Claim]] = {}
+
+
+async def claimed(job: StoredJob) -> None:
+    there = await job.store.get(job.keys.active)
+    assert there is not None
+    CLAIMS[job.keys.uid] = Stored(Claim.read(there.value, there.key), there.mod_revision)
+
+
+def claiming(job: StoredJob) -> Transaction:
+    return share_transactions.set_claim(job.keys, CLAIMS[job.keys.uid], Claim(paused=True))
 
 
 def step_two(transaction: Callable[..., Transaction]) -> Callable[[StoredJob], Transaction]:
@@ -337,13 +373,18 @@ TABLE = [
     pytest.param("say_folder", nothing, saying_folder, {"folder/n0"}, id="say folder"),
     pytest.param("spend", nothing, spending, {"spent/n0", "spent/n1"}, id="spend"),
     pytest.param("delete_job", nothing, deleting, {"head"}, id="delete job"),
-    pytest.param("delete_rest", marked, clearing, {"head"}, id="delete the rest"),
+    pytest.param("delete_rest", marked, clearing, {"head", "state"}, id="delete the rest"),
     pytest.param("replan", nothing, replanning, {"plan"}, id="replan"),
     pytest.param("lead", nothing, leading, {"placement/leader"}, id="lead"),
     pytest.param("place", led, placing, {"placement/leader", "placement/moves", "placement/pin", "plan"}, id="place"),
     pytest.param("tell_moves", led, telling, {"placement/leader", "placement/moves"}, id="tell moves"),
     pytest.param("pin", nothing, pinning, {"placement/pin"}, id="pin"),
     pytest.param("begin_epoch", nothing, beginning, {"head", "ckpts", "epoch/1"}, id="begin epoch"),
+    pytest.param("ask", nothing, asking, {"head", "evalask"}, id="ask for an evaluation"),
+    pytest.param("share_out", nothing, sharing, {"shares"}, id="share out"),
+    pytest.param("set_quotas", nothing, limiting, {"pool/quotas"}, id="set quotas"),
+    pytest.param("give_back", nothing, giving_back, {"shares", "plan"}, id="give back"),
+    pytest.param("set_claim", claimed, claiming, {"active/"}, id="set claim"),
     pytest.param("set_status", nothing, ending, {"state", "head", "seal/2"}, id="end at head"),
 ]
 """The function that makes the transaction, how the job comes to where it is made, a maker, and what is compared."""
@@ -358,8 +399,10 @@ def key_of(job: StoredJob, name: str) -> str:
             return job.keys.log(int(rest))
         case "epoch":
             return job.keys.epoch(int(rest))
-        case "names" | "requests":
+        case "names" | "requests" | "shares" | "pool":
             return f"{STORE}{name}"
+        case "active":
+            return job.keys.active
     return f"{job.keys.prefix}{name}"
 
 

@@ -12,6 +12,7 @@ from gcore.clock import SystemClock
 from gcore.config.node import NodeConfig
 from gcore.store.client import EtcdStore
 from gcore.store.launcher import LocalEtcd
+from gcore.store.reference import StoreRef
 from gcore.store.server_version import doubt, is_unsafe
 from gcore.testing.clock import FakeClock
 
@@ -55,7 +56,9 @@ class Members(EtcdStore):
 async def test_a_daemon_of_a_cluster_warns_once_when_the_store_answers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = NodeConfig(node="n", home=str(tmp_path), etcd_endpoints=("a:1",), slots=("cpu:0",), run_root=str(tmp_path))
+    config = NodeConfig(
+        node="n", home=str(tmp_path), etcd=StoreRef(endpoints=("a:1",)), slots=("cpu:0",), run_root=str(tmp_path)
+    )
     clock = FakeClock()
     daemon = Daemon(config, clock)
     with caplog.at_level(logging.WARNING):

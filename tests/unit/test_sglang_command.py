@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gcore.errors import UsageError
-from gcore.rollout.sglang.command import CPU_CACHE_TOKENS, DROPPED, OURS, server_command, server_environment
+from gcore.rollout.sglang.command import CPU_CACHE_TOKENS, DROPPED, GUARDS, OURS, server_command, server_environment
 from gcore.rollout.sglang.environment import FOLDER, VARIABLE, find_python, has_sglang
 from gcore.rollout.sglang.launch import SglangLaunch, from_document
 from gcore.rollout.sglang.server import last_words
@@ -89,11 +89,20 @@ def test_what_the_job_says_comes_last_and_so_stands() -> None:
     assert options(words)["--mem-fraction-static"] == "0.5"
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", [*OURS, *GUARDS, "--api-k", "--ssl-cert", "--conf"])
 @pytest.mark.parametrize("form", ["{} x", "{}=x"])
 def test_what_gcore_must_choose_itself_is_refused_in_engine_args(name: str, form: str) -> None:
     with pytest.raises(UsageError, match=rf"rollout\.engine_args: {name} is chosen by gcore"):
         server_command(launch(engine_args=tuple(form.format(name).split())), 1)
+
+
+def test_a_server_that_others_reach_has_a_key_and_a_certificate() -> None:
+    tls = {"ca": "/ca.pem", "cert": "/cert.pem", "key": "/key.pem"}
+    told = options(server_command(launch(api_key="k", tls=tls), 4711))
+    assert (told["--api-key"], told["--ssl-certfile"], told["--ssl-keyfile"]) == ("k", "/cert.pem", "/key.pem")
+    assert "--enable-ssl-refresh" in told
+    assert not {"--api-key", "--ssl-certfile"} & options(server_command(launch(), 4711)).keys()
+    assert "'k'" not in repr(launch(api_key="k"))
 
 
 @given(st.dictionaries(st.sampled_from([*DROPPED, "PATH", "HOME", "OMP_NUM_THREADS"]), st.text("ab", max_size=2)))

@@ -1,91 +1,167 @@
-"""A cluster that `gcore run` has started, and others who use it."""
+"""The daemons' part in sharing slots out: what they hear, who writes, and how a claim is changed."""
 
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
-from typing import Any
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
 
 import pytest
 
-from controllers.cli import sharing
-from controllers.cli.sharing import following
-from gcore.api.v1 import jobs_pb2 as pb
-from gcore.errors import Unreachable, UsageError
-from gcore.testing import FakeClock
+from controllers.changes import Changes
+from controllers.cluster import ClusterMirror
+from controllers.sharing import Sharing, change_claim
+from gcore.errors import StoreUnavailable
+from gcore.ledger.claims import Claim, Drained, Quotas, Shares, SickSlots, slots_of
+from gcore.ledger.job import NodeRecord
+from gcore.schema import NEWEST_VERSION, speak
+from gcore.store import keys
+from gcore.store.keys import JobKeys
+from gcore.store.types import Compare, Delete, Put, TxnResult
+from gcore.testing import FakeClock, MemoryCluster, MemoryStore
+
+ONE, TWO = JobKeys("one"), JobKeys("two")
 
 
-def quiet(_: str) -> None:
-    """Says nothing."""
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    yield
+    speak(NEWEST_VERSION)
 
 
-def test_whoever_is_alone_may_end_the_cluster_and_whoever_is_not_may_not(tmp_path: Path) -> None:
-    home, clock = tmp_path / "home", FakeClock()
-    with following(home, clock, say=quiet) as first:
-        with following(home, clock, say=quiet):
-            assert not first.is_alone()
-        assert first.is_alone()
+@pytest.fixture
+def memory() -> MemoryCluster:
+    memory = MemoryCluster(FakeClock())
+    for name in ("a", "b"):
+        node = NodeRecord(name=name, incarnation=f"{name}.x", address="h:1", slots=("cpu:0", "cpu:1"), pid=1)
+        memory.transact((), (Put(keys.node(name), node.encode()), Put(keys.reads(name), b"2")))
+    return memory
 
 
-def test_the_last_of_several_ends_it(tmp_path: Path) -> None:
-    clock = FakeClock()
-    with following(tmp_path, clock, say=quiet) as second:
-        with following(tmp_path, clock, say=quiet) as first:
-            assert not first.is_alone()
-        assert second.is_alone()
+@asynccontextmanager
+async def daemon(memory: MemoryCluster, name: str, store: MemoryStore | None = None) -> AsyncIterator[ClusterMirror]:
+    store, changes, clock = store or MemoryStore(memory), Changes(), FakeClock()
+    mirror = ClusterMirror(store, changes)
+    sharing = Sharing(name, store, mirror, changes, clock)
+    work = (*(watch() for watch in mirror.watches.values()), sharing.run())
+    tasks = [asyncio.create_task(one) for one in work]
+    try:
+        await changes.until(lambda: mirror.is_complete)
+        yield mirror
+        assert not [task for task in tasks if task.done()], "none of them has met a defect"
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
-class Jobs:
-    """A cluster's answer."""
-
-    def __init__(self, *jobs: pb.Job) -> None:
-        self.jobs = list(jobs)
-
-    def __call__(self, *_: Any, **__: Any) -> Jobs:
-        return self
-
-    async def __aenter__(self) -> Jobs:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        return
-
-    async def list_jobs(self) -> list[pb.Job]:
-        """All of them."""
-        if not self.jobs:
-            raise Unreachable("nobody answers")
-        return self.jobs
+async def rested() -> None:
+    for _ in range(200):
+        await asyncio.sleep(0)
 
 
-def job(name: str, created: float, state: int = pb.JOB_STATE_RUNNING) -> pb.Job:
-    return pb.Job(uid=f"u-{name}", name=name, state=state, created=created, spec_json="{}")
+def shares(memory: MemoryCluster) -> dict[str, int]:
+    known = memory.get(keys.SHARES)
+    if known is None:
+        return {}
+    return {uid: len(slots_of(share.granted)) for uid, share in Shares.decode(known.value).jobs.items()}
 
 
-@pytest.mark.parametrize(
-    ("jobs", "others"),
-    [
-        pytest.param([job("own", 2.0)], (), id="its own"),
-        pytest.param([job("own", 2.0), job("other", 3.0)], ("other",), id="one handed in since"),
-        pytest.param([job("own", 2.0), job("other", -3.0)], (), id="one that was interrupted before"),
-        pytest.param([job("own", 2.0), job("other", 3.0, pb.JOB_STATE_FAILED)], (), id="one that has ended"),
-        pytest.param([], (), id="nobody answers"),
-    ],
-)
-def test_a_job_that_somebody_handed_in_meanwhile_keeps_the_cluster_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jobs: list[pb.Job], others: tuple[str, ...]
+async def test_without_jobs_nothing_is_written(memory: MemoryCluster) -> None:
+    async with daemon(memory, "a"), daemon(memory, "b"):
+        await rested()
+        assert memory.get(keys.SHARES) is None
+
+
+async def test_one_of_the_daemons_writes_and_all_hear(memory: MemoryCluster) -> None:
+    memory.transact((), (Put(ONE.active, Claim().encode()),))
+    async with daemon(memory, "a") as one, daemon(memory, "b") as other:
+        await rested()
+        assert shares(memory) == {"one": 4}
+        for mirror in (one, other):
+            known = mirror.share_of("one")
+            assert known is not None
+            assert len(known.granted) == 4
+            assert mirror.share_of("one") is known, "what is remembered by it stays"
+            assert mirror.share_of("none") is not None
+
+
+async def test_what_people_and_nodes_say_of_slots_is_heard(memory: MemoryCluster) -> None:
+    claims = (Put(ONE.active, Claim(namespace="x").encode()), Put(TWO.active, b""))
+    memory.transact((), claims)
+    async with daemon(memory, "a") as mirror, daemon(memory, "b"):
+        memory.transact((), (Put(keys.drained("a"), Drained().encode()),))
+        memory.transact((), (Put(keys.sick("b"), SickSlots(slots={"cpu:1": "it is gone"}).encode()),))
+        await rested()
+        assert mirror.drained == {"a"}
+        assert mirror.sick["b"].slots == {"cpu:1": "it is gone"}
+        assert sum(shares(memory).values()) <= 1
+        memory.transact((), (Delete(keys.drained("a")), Delete(keys.sick("b"))))
+        memory.transact((), (Put(keys.QUOTAS, Quotas(slots={"x": 1}).encode()),))
+        await rested()
+        assert (mirror.drained, mirror.sick, dict(mirror.quotas)) == (frozenset(), {}, {"x": 1})
+        memory.transact((), (Delete(keys.QUOTAS),))
+        await rested()
+        assert mirror.quotas == {}
+
+
+async def test_what_cannot_be_read_is_as_if_it_said_nothing(
+    memory: MemoryCluster, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(sharing, "JobsClient", Jobs(*jobs))
-    monkeypatch.setattr(sharing, "find_addresses", lambda *_: ("h:1",))
-    clock = FakeClock()
-    with following(tmp_path, clock, say=quiet) as share:
-        shift = share._began
-        for one in jobs:
-            one.created += shift
-        with asyncio.Runner() as runner:
-            assert share.others(tmp_path, "u-own", runner) == others
+    memory.transact(
+        (), (Put(ONE.active, b"?"), Put(keys.QUOTAS, b"?"), Put(keys.sick("a"), b"?"), Put(keys.drained("b"), b"?"))
+    )
+    async with daemon(memory, "a") as mirror, daemon(memory, "b"):
+        await rested()
+        assert shares(memory) == {"one": 2}
+        assert mirror.claims == {"one": Claim()}
+    assert "passed over" in caplog.text
 
 
-def test_a_home_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="cannot write there"), following(tmp_path / "file", FakeClock(), say=quiet):
-        pass
+async def test_while_an_older_node_is_there_nobody_shares_anything_out(memory: MemoryCluster) -> None:
+    speak(NEWEST_VERSION - 1)
+    memory.transact((), (Put(ONE.active, Claim().encode()),))
+    async with daemon(memory, "a"):
+        await rested()
+        assert memory.get(keys.SHARES) is None
+
+
+async def test_a_job_that_ended_is_forgotten(memory: MemoryCluster) -> None:
+    memory.transact((), (Put(ONE.active, Claim().encode()),))
+    async with daemon(memory, "a"), daemon(memory, "b"):
+        await rested()
+        memory.transact((), (Delete(ONE.active),))
+        await rested()
+        assert shares(memory) == {}
+
+
+async def test_a_claim_is_changed_whoever_changes_it_meanwhile(memory: MemoryCluster) -> None:
+    memory.transact((), (Put(ONE.active, Claim(priority=1).encode()),))
+
+    class Busy(MemoryStore):
+        times = 0
+
+        async def transact(self, compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> TxnResult:
+            self.times += 1
+            if self.times == 1:
+                memory.transact((), (Put(ONE.active, Claim(priority=2).encode()),))
+            return await super().transact(compares, writes)
+
+    store = Busy(memory)
+    assert await change_claim(store, "one", lambda claim: claim.model_copy(update={"paused": True})) == Claim(
+        priority=2, paused=True
+    )
+    assert store.times == 2
+    assert await change_claim(store, "one", lambda claim: claim) == Claim(priority=2, paused=True)
+    assert store.times == 2, "what is so already is not written"
+    assert await change_claim(store, "two", lambda claim: claim) is None
+
+
+async def test_a_change_of_which_nobody_knows_whether_it_was_written_says_so(memory: MemoryCluster) -> None:
+    memory.transact((), (Put(ONE.active, b""),))
+
+    class Away(MemoryStore):
+        async def transact(self, compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> TxnResult:
+            raise StoreUnavailable("away")
+
+    with pytest.raises(StoreUnavailable, match="whether the job's claim was changed is not known"):
+        await change_claim(Away(memory), "one", lambda claim: claim.model_copy(update={"paused": True}))

@@ -33,6 +33,7 @@ from gcore.rollout.readings import EngineReading
 from gcore.rollout.sglang.command import server_command
 from gcore.rollout.sglang.launch import from_document
 from gcore.schema import NEWEST_VERSION, speak
+from gcore.store.reference import StoreRef
 from gcore.types import Version
 from placement.assign import Slot, assigned, split_of
 from placement.beginning import begun
@@ -46,7 +47,12 @@ from placement.split import Split
 
 WIDE = {"engine": "sglang", "slots_per_engine": 2}
 NODE = NodeConfig(
-    node="n", home="/h", etcd_endpoints=("h:1",), slots=("cuda:4", "cuda:5"), run_root="/r", sglang_python="/p"
+    node="n",
+    home="/h",
+    etcd=StoreRef(endpoints=("h:1",)),
+    slots=("cuda:4", "cuda:5"),
+    run_root="/r",
+    sglang_python="/p",
 )
 
 

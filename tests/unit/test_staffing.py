@@ -26,6 +26,7 @@ from gcore.ledger.stream import StreamRules
 from gcore.ledger.world_state import WorldState
 from gcore.prompts.cursor import Cursors, shard_lengths
 from gcore.store.keys import JobKeys
+from gcore.store.reference import StoreRef
 from gcore.testing import FakeClock
 from gcore.train.launch import Start
 from gcore.worker.launch import supervisor_log
@@ -186,7 +187,9 @@ def test_what_cannot_be_spawned_is_tried_again_later_and_in_the_end_given_up(tmp
     home = tmp_path / "home"
     home.write_text("a file where the daemon's folder should be")
     clock = FakeClock()
-    config = NodeConfig(node="node-0", home=str(home), etcd_endpoints=("h:1",), slots=("cpu:0",), run_root="r")
+    config = NodeConfig(
+        node="node-0", home=str(home), etcd=StoreRef(endpoints=("h:1",)), slots=("cpu:0",), run_root="r"
+    )
     bare = view()
     job = JobRecord(
         uid="u", name="j", spec=SPEC.model_dump(mode="json"), run_dir=str(tmp_path / "run"), created=0.0, prompts=4
@@ -215,7 +218,9 @@ def test_a_daemon_touches_nothing_of_a_runs_folder_to_start_a_worker(
         return ProcessId(2**30, 1)
 
     monkeypatch.setattr("controllers.staff.start_worker", start)
-    config = NodeConfig(node="node-0", home=str(tmp_path), etcd_endpoints=("h:1",), slots=("cpu:0",), run_root="r")
+    config = NodeConfig(
+        node="node-0", home=str(tmp_path), etcd=StoreRef(endpoints=("h:1",)), slots=("cpu:0",), run_root="r"
+    )
     run_dir = tmp_path / "run"
     job = JobRecord(uid="u", name="j", spec=SPEC.model_dump(mode="json"), run_dir=str(run_dir), created=0.0, prompts=4)
     bare = replace(view(), mirror=replace(view().mirror, job=Stored(job, 1)))
@@ -230,7 +235,9 @@ def test_a_rank_whose_supervisor_dies_unregistered_is_started_again_later_and_la
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("controllers.staff.start_worker", lambda *_: ProcessId(2**30, 1))
-    config = NodeConfig(node="node-0", home=str(tmp_path), etcd_endpoints=("h:1",), slots=("cpu:0",), run_root="r")
+    config = NodeConfig(
+        node="node-0", home=str(tmp_path), etcd=StoreRef(endpoints=("h:1",)), slots=("cpu:0",), run_root="r"
+    )
     bare = view()
     job = JobRecord(uid="u", name="j", spec=SPEC.model_dump(mode="json"), run_dir=str(tmp_path), created=0.0, prompts=4)
     bare = replace(bare, mirror=replace(bare.mirror, job=Stored(job, 1)))
@@ -253,7 +260,9 @@ def test_a_job_that_is_given_up_names_the_file_that_says_why_and_what_it_said_la
         return ProcessId(2**30, 1)
 
     monkeypatch.setattr("controllers.staff.start_worker", start)
-    config = NodeConfig(node="node-0", home=str(tmp_path), etcd_endpoints=("h:1",), slots=("cpu:0",), run_root="r")
+    config = NodeConfig(
+        node="node-0", home=str(tmp_path), etcd=StoreRef(endpoints=("h:1",)), slots=("cpu:0",), run_root="r"
+    )
     job = JobRecord(uid="u", name="j", spec=SPEC.model_dump(mode="json"), run_dir="/run", created=0.0, prompts=4)
     bare = replace(view(), mirror=replace(view().mirror, job=Stored(job, 1)))
     staff = Staff(config, FakeClock())
@@ -271,7 +280,9 @@ def test_a_job_that_is_given_up_names_the_file_that_says_why_and_what_it_said_la
 
 
 def test_a_node_without_sglang_gives_the_job_up_with_what_is_missing(tmp_path: Path) -> None:
-    config = NodeConfig(node="node-0", home=str(tmp_path), etcd_endpoints=("h:1",), slots=("cpu:0",), run_root="r")
+    config = NodeConfig(
+        node="node-0", home=str(tmp_path), etcd=StoreRef(endpoints=("h:1",)), slots=("cpu:0",), run_root="r"
+    )
     rollout = SPEC.rollout.model_copy(update={"engine": "sglang"})
     bare = replace(view(), spec=SPEC.model_copy(update={"rollout": rollout}))
     job = JobRecord(uid="u", name="j", spec=SPEC.model_dump(mode="json"), run_dir=str(tmp_path), created=0.0, prompts=4)
@@ -318,7 +329,11 @@ def test_the_engines_of_emulated_slots_are_started_as_one_process(
     plan = Plan(generation=1, world="w", ranks=(), engines=places)
     bare = replace(bare, mirror=replace(bare.mirror, plan=Stored(plan, 1)))
     config = NodeConfig(
-        node="node-0", home=str(tmp_path), etcd_endpoints=("h:1",), slots=("emulated:0",), run_root=str(tmp_path)
+        node="node-0",
+        home=str(tmp_path),
+        etcd=StoreRef(endpoints=("h:1",)),
+        slots=("emulated:0",),
+        run_root=str(tmp_path),
     )
     staff = Staff(config, FakeClock())
     staff.start_emulated([a for a in staffing(bare, staff.launches({}), 0.0) if isinstance(a, StartEngine)], bare)

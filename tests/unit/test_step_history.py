@@ -100,6 +100,8 @@ def test_steps_before_a_plan_that_changed_without_a_move_are_not_shown_and_their
     history = StepHistory()
     assert shown(history, placed_anew) == [(3, SECOND)]
     assert set(history.seconds()) == {1, 2, 3}
+    joined = mirror_of(plan_of(THIRD), [entry(1), entry(2), entry(3)], Moves().plus(moved(1, FIRST, SECOND)))
+    assert shown(StepHistory(), joined) == []
 
 
 def test_of_a_step_that_was_made_anew_it_is_known_what_each_took() -> None:
@@ -111,8 +113,6 @@ def test_of_a_step_that_was_made_anew_it_is_known_what_each_took() -> None:
     assert history.took(2, 4) == 9.0
     assert history.took(2, 5) is None
     assert history.took(4, 0) is None
-    joined = mirror_of(plan_of(THIRD), [entry(1), entry(2), entry(3)], Moves().plus(moved(1, FIRST, SECOND)))
-    assert shown(StepHistory(), joined) == []
 
 
 def test_beyond_the_moves_that_are_kept_nobody_knows_the_split() -> None:

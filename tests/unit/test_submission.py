@@ -20,6 +20,7 @@ from gcore.ledger.job import JobPhase, JobRecord, JobStatus
 from gcore.plugins import PluginFault
 from gcore.prompts.dataset import DataChanged
 from gcore.prompts.opening import DataIdentity, identify_data
+from gcore.store.reference import StoreRef
 from gcore.store.types import Put
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
 
@@ -119,7 +120,7 @@ def test_only_a_local_cluster_is_as_large_as_it_will_ever_be(tmp_path: Path, loc
     config = NodeConfig(
         node="node-0",
         home=str(tmp_path),
-        etcd_endpoints=("127.0.0.1:1",),
+        etcd=StoreRef(endpoints=("127.0.0.1:1",)),
         slots=("cpu:0",),
         run_root=str(tmp_path),
         local_cluster=local,

@@ -19,7 +19,7 @@ from controllers.identity import Identity
 from controllers.overdue import overdue, sentence
 from controllers.standing import JobStanding
 from controllers.turns import Waits
-from controllers.versions import version_for
+from controllers.versions import version_for, version_told
 from controllers.waiting import PATIENCE_S, waiting_for
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.api.v1 import jobs_pb2_grpc
@@ -50,6 +50,19 @@ def test_what_is_written_is_the_newest_that_every_node_reads(
     nodes: list[str], reads: dict[str, int], version: int
 ) -> None:
     assert version_for(nodes, reads) == version
+
+
+def test_what_was_written_before_is_not_gone_back_behind() -> None:
+    assert version_for(["a", "b"], {"a": NEWEST_VERSION}, written=NEWEST_VERSION) == NEWEST_VERSION
+    assert version_for(["a"], {"a": NEWEST_VERSION}, written=OLDER) == NEWEST_VERSION
+    assert version_for(["a"], {}, written=NEWEST_VERSION + 1) == NEWEST_VERSION, "more than it has it cannot write"
+
+
+@pytest.mark.parametrize(
+    ("said", "version"), [(b"2", 2), (b"", None), (b"two", None), (b"-1", None), (b"9" * 5000, None), (b"\xff", None)]
+)
+def test_a_version_is_a_few_digits(said: bytes, version: int | None) -> None:
+    assert version_told(said) == version
 
 
 def test_nothing_is_placed_on_a_node_that_does_not_read_what_is_written() -> None:

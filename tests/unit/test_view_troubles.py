@@ -26,6 +26,7 @@ from gcore.config import NodeConfig
 from gcore.config.cluster import EtcdProcess, LocalCluster
 from gcore.errors import StoreUnavailable
 from gcore.events import JobEvent
+from gcore.store.reference import StoreRef
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
 
 AWAY = "the store cannot be reached, tried for 5.0 s"
@@ -85,7 +86,7 @@ class Edge(Exception):
 class Context:
     """Of a call."""
 
-    async def abort(self, code: Any, words: str) -> None:
+    async def abort(self, code: Any, words: str, metadata: Any = ()) -> None:
         raise Edge(words)
 
 
@@ -98,7 +99,7 @@ async def refusal(service: JobsService) -> str:
 class AwayJobs:
     """The store is away."""
 
-    async def find(self, name: str) -> str:
+    async def find(self, name: str, namespace: str = "") -> str:
         raise StoreUnavailable(AWAY)
 
 
@@ -124,7 +125,9 @@ async def test_the_keeper_says_why_etcd_cannot_be_started_again_until_it_can(tmp
     (tmp_path / "cluster.json").write_text(
         LocalCluster(home=str(tmp_path), etcd=etcd, controllers=()).model_dump_json()
     )
-    config = NodeConfig(node="node-0", home=str(tmp_path), etcd_endpoints=("h:1",), slots=("cpu:0",), run_root="r")
+    config = NodeConfig(
+        node="node-0", home=str(tmp_path), etcd=StoreRef(endpoints=("h:1",)), slots=("cpu:0",), run_root="r"
+    )
     clock = FakeClock()
     keeper = Keeper(config, MemoryStore(MemoryCluster(clock), "node-0"), clock)
     (tmp_path / "data").write_text("a file where its folder should be")
@@ -140,7 +143,9 @@ async def test_the_keeper_says_why_when_etcd_is_started_again_and_again(tmp_path
     (tmp_path / "logs" / "etcd.log").write_text(
         '{"level":"info","msg":"started"}\n{"level":"fatal","msg":"failed to write","error":"no space left on device"}\ngoroutine 1\n'
     )
-    config = NodeConfig(node="node-0", home=str(tmp_path), etcd_endpoints=("h:1",), slots=("cpu:0",), run_root="r")
+    config = NodeConfig(
+        node="node-0", home=str(tmp_path), etcd=StoreRef(endpoints=("h:1",)), slots=("cpu:0",), run_root="r"
+    )
     clock = FakeClock()
     keeper = Keeper(config, MemoryStore(MemoryCluster(clock), "node-0"), clock)
     keeper._bring_back_etcd = AsyncMock()  # type: ignore[method-assign]

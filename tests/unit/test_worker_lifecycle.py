@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gcore.store.reference import StoreRef
 from gcore.worker import events as e
 from gcore.worker.lifecycle import FAILED, LINE_GRACE_S, SHOW_LIMIT_S, STOPPED, Child, Life, decide, wake_at
-from gcore.worker.records import LaunchSpec, StoreRef
+from gcore.worker.records import LaunchSpec
 
 ENGINE = LaunchSpec(
     instance="w1",

@@ -11,10 +11,11 @@ import pytest
 
 from gcore.ledger.job import RankClaim
 from gcore.store import keys
+from gcore.store.reference import StoreRef
 from gcore.store.types import Put
 from gcore.testing import Call, FakeClock, Fate, MemoryCluster, MemoryStore
 from gcore.worker.events import Event, Refused, Registered, Shown, StoreSeen
-from gcore.worker.records import LaunchSpec, StoreRef, WorkerRecord
+from gcore.worker.records import LaunchSpec, WorkerRecord
 from gcore.worker.registrar import Registrar
 
 TTL = 9

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from gcore.errors import UsageError
+from gcore.logs import told_of
+from gcore.store.reference import StoreRef
 from gcore.worker import death
 from gcore.worker.child import CONTROL_FD
 from gcore.worker.events import ChildFailed, ChildListens, ChildProgressed, ChildServes, Event
@@ -23,7 +25,7 @@ from gcore.worker.launch import READ_WITHIN_S, start_worker, sweep_launches, wor
 from gcore.worker.main import read_launch
 from gcore.worker.parent import child_environment, understand
 from gcore.worker.process import CannotStart, ProcessId, terminate
-from gcore.worker.records import LaunchSpec, StoreRef, WorkerRecord
+from gcore.worker.records import LaunchSpec, WorkerRecord
 from gcore.worker.threads import SIZED, thread_environment
 
 ENGINE: dict[str, Any] = {
@@ -71,8 +73,9 @@ def test_nothing_a_child_says_raises(line: bytes) -> None:
 
 def test_the_launch_names_the_threads_and_its_own_environment_wins() -> None:
     base = {"PATH": "/bin", "OMP_WAIT_POLICY": "ACTIVE"}
-    plain = child_environment(LaunchSpec(**ENGINE, threads=2), base, control_fd=5)
-    assert plain == {"PATH": "/bin", CONTROL_FD: "5"} | thread_environment(2)
+    spec = LaunchSpec(**ENGINE, threads=2)
+    plain = child_environment(spec, base, control_fd=5)
+    assert plain == {"PATH": "/bin", CONTROL_FD: "5"} | thread_environment(2) | told_of(spec.about)
     assert plain["OMP_WAIT_POLICY"] == "PASSIVE"
     assert {plain[name] for name in SIZED} == {"2"}
     own = child_environment(LaunchSpec(**ENGINE, env={"OMP_NUM_THREADS": "4"}), base, control_fd=5)

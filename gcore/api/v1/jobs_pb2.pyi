@@ -1,3 +1,4 @@
+from google.protobuf import field_mask_pb2 as _field_mask_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -15,12 +16,20 @@ class JobState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     JOB_STATE_SUCCEEDED: _ClassVar[JobState]
     JOB_STATE_FAILED: _ClassVar[JobState]
     JOB_STATE_CANCELLED: _ClassVar[JobState]
+    JOB_STATE_QUEUED: _ClassVar[JobState]
+    JOB_STATE_PAUSED: _ClassVar[JobState]
 
 class StartMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     START_MODE_UNSPECIFIED: _ClassVar[StartMode]
     START_MODE_RESUME: _ClassVar[StartMode]
     START_MODE_NEW: _ClassVar[StartMode]
+
+class CancelMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CANCEL_MODE_UNSPECIFIED: _ClassVar[CancelMode]
+    CANCEL_MODE_NOW: _ClassVar[CancelMode]
+    CANCEL_MODE_DRAIN: _ClassVar[CancelMode]
 
 class SampleOrder(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -40,9 +49,14 @@ JOB_STATE_RUNNING: JobState
 JOB_STATE_SUCCEEDED: JobState
 JOB_STATE_FAILED: JobState
 JOB_STATE_CANCELLED: JobState
+JOB_STATE_QUEUED: JobState
+JOB_STATE_PAUSED: JobState
 START_MODE_UNSPECIFIED: StartMode
 START_MODE_RESUME: StartMode
 START_MODE_NEW: StartMode
+CANCEL_MODE_UNSPECIFIED: CancelMode
+CANCEL_MODE_NOW: CancelMode
+CANCEL_MODE_DRAIN: CancelMode
 SAMPLE_ORDER_UNSPECIFIED: SampleOrder
 SAMPLE_ORDER_BEST: SampleOrder
 SAMPLE_ORDER_WORST: SampleOrder
@@ -52,7 +66,7 @@ STEP_STANDING_UNDER_WAY: StepStanding
 STEP_STANDING_CUT_OFF: StepStanding
 
 class Job(_message.Message):
-    __slots__ = ("uid", "name", "state", "reason", "spec_json", "run_dir", "created", "step", "steps", "lineage", "shares", "waiting", "checkpoint", "ended", "sources", "best", "warnings", "rollback")
+    __slots__ = ("uid", "name", "state", "reason", "spec_json", "run_dir", "created", "step", "steps", "lineage", "shares", "waiting", "checkpoint", "ended", "sources", "best", "warnings", "rollback", "namespace", "priority", "owner", "queue_position", "slots", "slots_min", "slots_max")
     UID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -71,6 +85,13 @@ class Job(_message.Message):
     BEST_FIELD_NUMBER: _ClassVar[int]
     WARNINGS_FIELD_NUMBER: _ClassVar[int]
     ROLLBACK_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_POSITION_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_MIN_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_MAX_FIELD_NUMBER: _ClassVar[int]
     uid: str
     name: str
     state: JobState
@@ -89,7 +110,14 @@ class Job(_message.Message):
     best: BestCheckpoint
     warnings: _containers.RepeatedCompositeFieldContainer[JobWarning]
     rollback: LastRollback
-    def __init__(self, uid: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[_Union[JobState, str]] = ..., reason: _Optional[str] = ..., spec_json: _Optional[str] = ..., run_dir: _Optional[str] = ..., created: _Optional[float] = ..., step: _Optional[int] = ..., steps: _Optional[int] = ..., lineage: _Optional[int] = ..., shares: _Optional[_Iterable[_Union[ShardShare, _Mapping]]] = ..., waiting: _Optional[_Iterable[_Union[Waiting, _Mapping]]] = ..., checkpoint: _Optional[str] = ..., ended: _Optional[float] = ..., sources: _Optional[_Iterable[_Union[SourceReport, _Mapping]]] = ..., best: _Optional[_Union[BestCheckpoint, _Mapping]] = ..., warnings: _Optional[_Iterable[_Union[JobWarning, _Mapping]]] = ..., rollback: _Optional[_Union[LastRollback, _Mapping]] = ...) -> None: ...
+    namespace: str
+    priority: int
+    owner: str
+    queue_position: int
+    slots: int
+    slots_min: int
+    slots_max: int
+    def __init__(self, uid: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[_Union[JobState, str]] = ..., reason: _Optional[str] = ..., spec_json: _Optional[str] = ..., run_dir: _Optional[str] = ..., created: _Optional[float] = ..., step: _Optional[int] = ..., steps: _Optional[int] = ..., lineage: _Optional[int] = ..., shares: _Optional[_Iterable[_Union[ShardShare, _Mapping]]] = ..., waiting: _Optional[_Iterable[_Union[Waiting, _Mapping]]] = ..., checkpoint: _Optional[str] = ..., ended: _Optional[float] = ..., sources: _Optional[_Iterable[_Union[SourceReport, _Mapping]]] = ..., best: _Optional[_Union[BestCheckpoint, _Mapping]] = ..., warnings: _Optional[_Iterable[_Union[JobWarning, _Mapping]]] = ..., rollback: _Optional[_Union[LastRollback, _Mapping]] = ..., namespace: _Optional[str] = ..., priority: _Optional[int] = ..., owner: _Optional[str] = ..., queue_position: _Optional[int] = ..., slots: _Optional[int] = ..., slots_min: _Optional[int] = ..., slots_max: _Optional[int] = ...) -> None: ...
 
 class JobWarning(_message.Message):
     __slots__ = ("topic", "node", "sentence", "time")
@@ -197,22 +225,135 @@ class GetJobRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ...) -> None: ...
 
 class ListJobsRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("page_size", "page_token", "namespace", "states", "name_prefix")
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    STATES_FIELD_NUMBER: _ClassVar[int]
+    NAME_PREFIX_FIELD_NUMBER: _ClassVar[int]
+    page_size: int
+    page_token: str
+    namespace: str
+    states: _containers.RepeatedScalarFieldContainer[JobState]
+    name_prefix: str
+    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., namespace: _Optional[str] = ..., states: _Optional[_Iterable[_Union[JobState, str]]] = ..., name_prefix: _Optional[str] = ...) -> None: ...
 
 class ListJobsReply(_message.Message):
-    __slots__ = ("jobs",)
+    __slots__ = ("jobs", "next_page_token")
     JOBS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     jobs: _containers.RepeatedCompositeFieldContainer[Job]
-    def __init__(self, jobs: _Optional[_Iterable[_Union[Job, _Mapping]]] = ...) -> None: ...
+    next_page_token: str
+    def __init__(self, jobs: _Optional[_Iterable[_Union[Job, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class StreamLogsRequest(_message.Message):
+    __slots__ = ("job", "role", "rank", "node", "instance", "since", "previous", "follow", "tail")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    PREVIOUS_FIELD_NUMBER: _ClassVar[int]
+    FOLLOW_FIELD_NUMBER: _ClassVar[int]
+    TAIL_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    role: str
+    rank: int
+    node: str
+    instance: str
+    since: float
+    previous: bool
+    follow: bool
+    tail: int
+    def __init__(self, job: _Optional[str] = ..., role: _Optional[str] = ..., rank: _Optional[int] = ..., node: _Optional[str] = ..., instance: _Optional[str] = ..., since: _Optional[float] = ..., previous: _Optional[bool] = ..., follow: _Optional[bool] = ..., tail: _Optional[int] = ...) -> None: ...
+
+class LogLine(_message.Message):
+    __slots__ = ("instance", "node", "role", "rank", "text", "time")
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    instance: str
+    node: str
+    role: str
+    rank: int
+    text: str
+    time: float
+    def __init__(self, instance: _Optional[str] = ..., node: _Optional[str] = ..., role: _Optional[str] = ..., rank: _Optional[int] = ..., text: _Optional[str] = ..., time: _Optional[float] = ...) -> None: ...
+
+class StreamMetricsRequest(_message.Message):
+    __slots__ = ("job", "after_step", "follow", "names", "after_lineage")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    AFTER_STEP_FIELD_NUMBER: _ClassVar[int]
+    FOLLOW_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    AFTER_LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    after_step: int
+    follow: bool
+    names: _containers.RepeatedScalarFieldContainer[str]
+    after_lineage: int
+    def __init__(self, job: _Optional[str] = ..., after_step: _Optional[int] = ..., follow: _Optional[bool] = ..., names: _Optional[_Iterable[str]] = ..., after_lineage: _Optional[int] = ...) -> None: ...
+
+class StepMetrics(_message.Message):
+    __slots__ = ("lineage", "step", "time", "values")
+    class ValuesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    lineage: int
+    step: int
+    time: float
+    values: _containers.ScalarMap[str, float]
+    def __init__(self, lineage: _Optional[int] = ..., step: _Optional[int] = ..., time: _Optional[float] = ..., values: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
+class UpdateJobRequest(_message.Message):
+    __slots__ = ("job", "update_mask", "priority", "slots_min", "slots_max")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_MASK_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_MIN_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_MAX_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    update_mask: _field_mask_pb2.FieldMask
+    priority: int
+    slots_min: int
+    slots_max: int
+    def __init__(self, job: _Optional[str] = ..., update_mask: _Optional[_Union[_field_mask_pb2.FieldMask, _Mapping]] = ..., priority: _Optional[int] = ..., slots_min: _Optional[int] = ..., slots_max: _Optional[int] = ...) -> None: ...
+
+class PauseJobRequest(_message.Message):
+    __slots__ = ("job",)
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    def __init__(self, job: _Optional[str] = ...) -> None: ...
+
+class ResumeJobRequest(_message.Message):
+    __slots__ = ("job",)
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    def __init__(self, job: _Optional[str] = ...) -> None: ...
 
 class WatchJobRequest(_message.Message):
-    __slots__ = ("job", "after")
+    __slots__ = ("job", "after", "once", "newest")
     JOB_FIELD_NUMBER: _ClassVar[int]
     AFTER_FIELD_NUMBER: _ClassVar[int]
+    ONCE_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_FIELD_NUMBER: _ClassVar[int]
     job: str
     after: int
-    def __init__(self, job: _Optional[str] = ..., after: _Optional[int] = ...) -> None: ...
+    once: bool
+    newest: int
+    def __init__(self, job: _Optional[str] = ..., after: _Optional[int] = ..., once: _Optional[bool] = ..., newest: _Optional[int] = ...) -> None: ...
 
 class JobEvent(_message.Message):
     __slots__ = ("sequence", "time", "kind", "message", "data_json")
@@ -229,10 +370,68 @@ class JobEvent(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., time: _Optional[float] = ..., kind: _Optional[str] = ..., message: _Optional[str] = ..., data_json: _Optional[str] = ...) -> None: ...
 
 class CancelJobRequest(_message.Message):
+    __slots__ = ("job", "mode")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    mode: CancelMode
+    def __init__(self, job: _Optional[str] = ..., mode: _Optional[_Union[CancelMode, str]] = ...) -> None: ...
+
+class DeleteJobRequest(_message.Message):
+    __slots__ = ("job", "files")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    files: bool
+    def __init__(self, job: _Optional[str] = ..., files: _Optional[bool] = ...) -> None: ...
+
+class DeleteJobReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RunEvalRequest(_message.Message):
     __slots__ = ("job",)
     JOB_FIELD_NUMBER: _ClassVar[int]
     job: str
     def __init__(self, job: _Optional[str] = ...) -> None: ...
+
+class RunEvalReply(_message.Message):
+    __slots__ = ("step", "lineage")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    lineage: int
+    def __init__(self, step: _Optional[int] = ..., lineage: _Optional[int] = ...) -> None: ...
+
+class ListShardsRequest(_message.Message):
+    __slots__ = ("job",)
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    def __init__(self, job: _Optional[str] = ...) -> None: ...
+
+class ListShardsReply(_message.Message):
+    __slots__ = ("shards",)
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    shards: _containers.RepeatedCompositeFieldContainer[Shard]
+    def __init__(self, shards: _Optional[_Iterable[_Union[Shard, _Mapping]]] = ...) -> None: ...
+
+class Shard(_message.Message):
+    __slots__ = ("shard", "node", "incarnation", "data_epoch", "seq", "length", "ahead")
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    DATA_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    AHEAD_FIELD_NUMBER: _ClassVar[int]
+    shard: int
+    node: str
+    incarnation: str
+    data_epoch: int
+    seq: int
+    length: int
+    ahead: int
+    def __init__(self, shard: _Optional[int] = ..., node: _Optional[str] = ..., incarnation: _Optional[str] = ..., data_epoch: _Optional[int] = ..., seq: _Optional[int] = ..., length: _Optional[int] = ..., ahead: _Optional[int] = ...) -> None: ...
 
 class AuditJobRequest(_message.Message):
     __slots__ = ("job",)
@@ -504,18 +703,75 @@ class ListNodesReply(_message.Message):
     def __init__(self, nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerInfo, _Mapping]]] = ...) -> None: ...
 
 class Node(_message.Message):
-    __slots__ = ("name", "incarnation", "address", "pid", "slots")
+    __slots__ = ("name", "incarnation", "address", "pid", "slots", "draining", "sick", "uses")
     NAME_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    SICK_FIELD_NUMBER: _ClassVar[int]
+    USES_FIELD_NUMBER: _ClassVar[int]
     name: str
     incarnation: str
     address: str
     pid: int
     slots: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., slots: _Optional[_Iterable[str]] = ...) -> None: ...
+    draining: bool
+    sick: _containers.RepeatedScalarFieldContainer[str]
+    uses: _containers.RepeatedCompositeFieldContainer[SlotUse]
+    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., slots: _Optional[_Iterable[str]] = ..., draining: _Optional[bool] = ..., sick: _Optional[_Iterable[str]] = ..., uses: _Optional[_Iterable[_Union[SlotUse, _Mapping]]] = ...) -> None: ...
+
+class SlotUse(_message.Message):
+    __slots__ = ("slot", "job_uid")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    JOB_UID_FIELD_NUMBER: _ClassVar[int]
+    slot: str
+    job_uid: str
+    def __init__(self, slot: _Optional[str] = ..., job_uid: _Optional[str] = ...) -> None: ...
+
+class DrainNodeRequest(_message.Message):
+    __slots__ = ("node", "undo")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    UNDO_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    undo: bool
+    def __init__(self, node: _Optional[str] = ..., undo: _Optional[bool] = ...) -> None: ...
+
+class GetUsageRequest(_message.Message):
+    __slots__ = ("since", "until", "by", "namespace")
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    UNTIL_FIELD_NUMBER: _ClassVar[int]
+    BY_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    since: float
+    until: float
+    by: _containers.RepeatedScalarFieldContainer[str]
+    namespace: str
+    def __init__(self, since: _Optional[float] = ..., until: _Optional[float] = ..., by: _Optional[_Iterable[str]] = ..., namespace: _Optional[str] = ...) -> None: ...
+
+class GetUsageReply(_message.Message):
+    __slots__ = ("usages",)
+    USAGES_FIELD_NUMBER: _ClassVar[int]
+    usages: _containers.RepeatedCompositeFieldContainer[Usage]
+    def __init__(self, usages: _Optional[_Iterable[_Union[Usage, _Mapping]]] = ...) -> None: ...
+
+class Usage(_message.Message):
+    __slots__ = ("by", "slot_seconds", "busy_seconds")
+    class ByEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    BY_FIELD_NUMBER: _ClassVar[int]
+    SLOT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    BUSY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    by: _containers.ScalarMap[str, str]
+    slot_seconds: float
+    busy_seconds: float
+    def __init__(self, by: _Optional[_Mapping[str, str]] = ..., slot_seconds: _Optional[float] = ..., busy_seconds: _Optional[float] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
     __slots__ = ("instance", "node", "role", "job_uid", "state", "address", "pid", "slot")
@@ -536,3 +792,33 @@ class WorkerInfo(_message.Message):
     pid: int
     slot: str
     def __init__(self, instance: _Optional[str] = ..., node: _Optional[str] = ..., role: _Optional[str] = ..., job_uid: _Optional[str] = ..., state: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., slot: _Optional[str] = ...) -> None: ...
+
+class GetQuotasRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SetQuotaRequest(_message.Message):
+    __slots__ = ("namespace", "slots")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    namespace: str
+    slots: int
+    def __init__(self, namespace: _Optional[str] = ..., slots: _Optional[int] = ...) -> None: ...
+
+class Quotas(_message.Message):
+    __slots__ = ("quotas",)
+    QUOTAS_FIELD_NUMBER: _ClassVar[int]
+    quotas: _containers.RepeatedCompositeFieldContainer[Quota]
+    def __init__(self, quotas: _Optional[_Iterable[_Union[Quota, _Mapping]]] = ...) -> None: ...
+
+class Quota(_message.Message):
+    __slots__ = ("namespace", "slots", "used", "jobs")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    USED_FIELD_NUMBER: _ClassVar[int]
+    JOBS_FIELD_NUMBER: _ClassVar[int]
+    namespace: str
+    slots: int
+    used: int
+    jobs: int
+    def __init__(self, namespace: _Optional[str] = ..., slots: _Optional[int] = ..., used: _Optional[int] = ..., jobs: _Optional[int] = ...) -> None: ...

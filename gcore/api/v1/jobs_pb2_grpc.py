@@ -54,10 +54,50 @@ class JobsStub:
                 request_serializer=gcore_dot_api_dot_v1_dot_jobs__pb2.WatchJobRequest.SerializeToString,
                 response_deserializer=gcore_dot_api_dot_v1_dot_jobs__pb2.JobEvent.FromString,
                 _registered_method=True)
+        self.StreamLogs = channel.unary_stream(
+                '/gcore.api.v1.Jobs/StreamLogs',
+                request_serializer=gcore_dot_api_dot_v1_dot_jobs__pb2.StreamLogsRequest.SerializeToString,
+                response_deserializer=gcore_dot_api_dot_v1_dot_jobs__pb2.LogLine.FromString,
+                _registered_method=True)
+        self.StreamMetrics = channel.unary_stream(
+                '/gcore.api.v1.Jobs/StreamMetrics',
+                request_serializer=gcore_dot_api_dot_v1_dot_jobs__pb2.StreamMetricsRequest.SerializeToString,
+                response_deserializer=gcore_dot_api_dot_v1_dot_jobs__pb2.StepMetrics.FromString,
+                _registered_method=True)
+        self.UpdateJob = channel.unary_unary(
+                '/gcore.api.v1.Jobs/UpdateJob',
+                request_serializer=gcore_dot_api_dot_v1_dot_jobs__pb2.UpdateJobRequest.SerializeToString,
+                response_deserializer=gcore_dot_api_dot_v1_dot_jobs__pb2.Job.FromString,
+                _registered_method=True)
+        self.PauseJob = channel.unary_unary(
+                '/gcore.api.v1.Jobs/PauseJob',
+                request_serializer=gcore_dot_api_dot_v1_dot_jobs__pb2.PauseJobRequest.SerializeToString,
+                response_deserializer=gcore_dot_api_dot_v1_dot_jobs__pb2.Job.FromString,
+                _registered_method=True)
+        self.ResumeJob = channel.unary_unary(
+                '/gcore.api.v1.Jobs/ResumeJob',
+                request_serializer=gcore_dot_api_dot_v1_dot_jobs__pb2.ResumeJobRequest.SerializeToString,
+                response_deserializer=gcore_dot_api_dot_v1_dot_jobs__pb2.Job.FromString,
+                _registered_method=True)
         self.CancelJob = channel.unary_unary(
                 '/gcore.api.v1.Jobs/CancelJob',
                 request_serializer=gcore_dot_api_dot_v1_dot_jobs__pb2.CancelJobRequest.SerializeToString,
                 response_deserializer=gcore_dot_api_dot_v1_dot_jobs__pb2.Job.FromString,
+                _registered_method=True)
+        self.DeleteJob = channel.unary_unary(
+                '/gcore.api.v1.Jobs/DeleteJob',
+                request_serializer=gcore_dot_api_dot_v1_dot_jobs__pb2.DeleteJobRequest.SerializeToString,
+                response_deserializer=gcore_dot_api_dot_v1_dot_jobs__pb2.DeleteJobReply.FromString,
+                _registered_method=True)
+        self.RunEval = channel.unary_unary(
+                '/gcore.api.v1.Jobs/RunEval',
+                request_serializer=gcore_dot_api_dot_v1_dot_jobs__pb2.RunEvalRequest.SerializeToString,
+                response_deserializer=gcore_dot_api_dot_v1_dot_jobs__pb2.RunEvalReply.FromString,
+                _registered_method=True)
+        self.ListShards = channel.unary_unary(
+                '/gcore.api.v1.Jobs/ListShards',
+                request_serializer=gcore_dot_api_dot_v1_dot_jobs__pb2.ListShardsRequest.SerializeToString,
+                response_deserializer=gcore_dot_api_dot_v1_dot_jobs__pb2.ListShardsReply.FromString,
                 _registered_method=True)
         self.AuditJob = channel.unary_unary(
                 '/gcore.api.v1.Jobs/AuditJob',
@@ -94,6 +134,26 @@ class JobsStub:
                 request_serializer=gcore_dot_api_dot_v1_dot_jobs__pb2.ListNodesRequest.SerializeToString,
                 response_deserializer=gcore_dot_api_dot_v1_dot_jobs__pb2.ListNodesReply.FromString,
                 _registered_method=True)
+        self.DrainNode = channel.unary_unary(
+                '/gcore.api.v1.Jobs/DrainNode',
+                request_serializer=gcore_dot_api_dot_v1_dot_jobs__pb2.DrainNodeRequest.SerializeToString,
+                response_deserializer=gcore_dot_api_dot_v1_dot_jobs__pb2.Node.FromString,
+                _registered_method=True)
+        self.GetUsage = channel.unary_unary(
+                '/gcore.api.v1.Jobs/GetUsage',
+                request_serializer=gcore_dot_api_dot_v1_dot_jobs__pb2.GetUsageRequest.SerializeToString,
+                response_deserializer=gcore_dot_api_dot_v1_dot_jobs__pb2.GetUsageReply.FromString,
+                _registered_method=True)
+        self.GetQuotas = channel.unary_unary(
+                '/gcore.api.v1.Jobs/GetQuotas',
+                request_serializer=gcore_dot_api_dot_v1_dot_jobs__pb2.GetQuotasRequest.SerializeToString,
+                response_deserializer=gcore_dot_api_dot_v1_dot_jobs__pb2.Quotas.FromString,
+                _registered_method=True)
+        self.SetQuota = channel.unary_unary(
+                '/gcore.api.v1.Jobs/SetQuota',
+                request_serializer=gcore_dot_api_dot_v1_dot_jobs__pb2.SetQuotaRequest.SerializeToString,
+                response_deserializer=gcore_dot_api_dot_v1_dot_jobs__pb2.Quotas.FromString,
+                _registered_method=True)
 
 
 class JobsServicer:
@@ -107,13 +167,15 @@ class JobsServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetJob(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """How a job stands now.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListJobs(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """The jobs that the caller may see, the newest first, in pages.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -125,8 +187,65 @@ class JobsServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def StreamLogs(self, request, context):
+        """What a job's workers wrote to their logs, line by line, then what they write.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StreamMetrics(self, request, context):
+        """The numbers of a job's steps, then of each as it is committed; ends when the job has ended.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateJob(self, request, context):
+        """Changes what may change while the job runs: scheduling.priority, scheduling.slots_min, scheduling.slots_max.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PauseJob(self, request, context):
+        """Has the job give all of its slots back at its next commit, with a checkpoint, and begin nothing until it is resumed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResumeJob(self, request, context):
+        """Has a paused job go on as soon as there are slots for it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CancelJob(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Ends a job for good, at once or at its next commit. One that has ended stays as it is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteJob(self, request, context):
+        """Forgets a job that has ended: its records, and its run's folder if that is asked for. Its name is free then.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RunEval(self, request, context):
+        """Evaluates the newest weights of a running job, out of turn.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListShards(self, request, context):
+        """Who has which shards of the prompt stream, and how far each is.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -180,6 +299,34 @@ class JobsServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DrainNode(self, request, context):
+        """Has every job leave a node at its next commit, and places nothing there until that is undone.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetUsage(self, request, context):
+        """Slot-hours by namespace, job or pool, from the books.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetQuotas(self, request, context):
+        """The most slots that the jobs of each namespace may have together, and what they have.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetQuota(self, request, context):
+        """Sets a namespace's, or takes it away.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_JobsServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -203,10 +350,50 @@ def add_JobsServicer_to_server(servicer, server):
                     request_deserializer=gcore_dot_api_dot_v1_dot_jobs__pb2.WatchJobRequest.FromString,
                     response_serializer=gcore_dot_api_dot_v1_dot_jobs__pb2.JobEvent.SerializeToString,
             ),
+            'StreamLogs': grpc.unary_stream_rpc_method_handler(
+                    servicer.StreamLogs,
+                    request_deserializer=gcore_dot_api_dot_v1_dot_jobs__pb2.StreamLogsRequest.FromString,
+                    response_serializer=gcore_dot_api_dot_v1_dot_jobs__pb2.LogLine.SerializeToString,
+            ),
+            'StreamMetrics': grpc.unary_stream_rpc_method_handler(
+                    servicer.StreamMetrics,
+                    request_deserializer=gcore_dot_api_dot_v1_dot_jobs__pb2.StreamMetricsRequest.FromString,
+                    response_serializer=gcore_dot_api_dot_v1_dot_jobs__pb2.StepMetrics.SerializeToString,
+            ),
+            'UpdateJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateJob,
+                    request_deserializer=gcore_dot_api_dot_v1_dot_jobs__pb2.UpdateJobRequest.FromString,
+                    response_serializer=gcore_dot_api_dot_v1_dot_jobs__pb2.Job.SerializeToString,
+            ),
+            'PauseJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.PauseJob,
+                    request_deserializer=gcore_dot_api_dot_v1_dot_jobs__pb2.PauseJobRequest.FromString,
+                    response_serializer=gcore_dot_api_dot_v1_dot_jobs__pb2.Job.SerializeToString,
+            ),
+            'ResumeJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResumeJob,
+                    request_deserializer=gcore_dot_api_dot_v1_dot_jobs__pb2.ResumeJobRequest.FromString,
+                    response_serializer=gcore_dot_api_dot_v1_dot_jobs__pb2.Job.SerializeToString,
+            ),
             'CancelJob': grpc.unary_unary_rpc_method_handler(
                     servicer.CancelJob,
                     request_deserializer=gcore_dot_api_dot_v1_dot_jobs__pb2.CancelJobRequest.FromString,
                     response_serializer=gcore_dot_api_dot_v1_dot_jobs__pb2.Job.SerializeToString,
+            ),
+            'DeleteJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteJob,
+                    request_deserializer=gcore_dot_api_dot_v1_dot_jobs__pb2.DeleteJobRequest.FromString,
+                    response_serializer=gcore_dot_api_dot_v1_dot_jobs__pb2.DeleteJobReply.SerializeToString,
+            ),
+            'RunEval': grpc.unary_unary_rpc_method_handler(
+                    servicer.RunEval,
+                    request_deserializer=gcore_dot_api_dot_v1_dot_jobs__pb2.RunEvalRequest.FromString,
+                    response_serializer=gcore_dot_api_dot_v1_dot_jobs__pb2.RunEvalReply.SerializeToString,
+            ),
+            'ListShards': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListShards,
+                    request_deserializer=gcore_dot_api_dot_v1_dot_jobs__pb2.ListShardsRequest.FromString,
+                    response_serializer=gcore_dot_api_dot_v1_dot_jobs__pb2.ListShardsReply.SerializeToString,
             ),
             'AuditJob': grpc.unary_unary_rpc_method_handler(
                     servicer.AuditJob,
@@ -242,6 +429,26 @@ def add_JobsServicer_to_server(servicer, server):
                     servicer.ListNodes,
                     request_deserializer=gcore_dot_api_dot_v1_dot_jobs__pb2.ListNodesRequest.FromString,
                     response_serializer=gcore_dot_api_dot_v1_dot_jobs__pb2.ListNodesReply.SerializeToString,
+            ),
+            'DrainNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainNode,
+                    request_deserializer=gcore_dot_api_dot_v1_dot_jobs__pb2.DrainNodeRequest.FromString,
+                    response_serializer=gcore_dot_api_dot_v1_dot_jobs__pb2.Node.SerializeToString,
+            ),
+            'GetUsage': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetUsage,
+                    request_deserializer=gcore_dot_api_dot_v1_dot_jobs__pb2.GetUsageRequest.FromString,
+                    response_serializer=gcore_dot_api_dot_v1_dot_jobs__pb2.GetUsageReply.SerializeToString,
+            ),
+            'GetQuotas': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetQuotas,
+                    request_deserializer=gcore_dot_api_dot_v1_dot_jobs__pb2.GetQuotasRequest.FromString,
+                    response_serializer=gcore_dot_api_dot_v1_dot_jobs__pb2.Quotas.SerializeToString,
+            ),
+            'SetQuota': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetQuota,
+                    request_deserializer=gcore_dot_api_dot_v1_dot_jobs__pb2.SetQuotaRequest.FromString,
+                    response_serializer=gcore_dot_api_dot_v1_dot_jobs__pb2.Quotas.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -363,6 +570,141 @@ class Jobs:
             _registered_method=True)
 
     @staticmethod
+    def StreamLogs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/gcore.api.v1.Jobs/StreamLogs',
+            gcore_dot_api_dot_v1_dot_jobs__pb2.StreamLogsRequest.SerializeToString,
+            gcore_dot_api_dot_v1_dot_jobs__pb2.LogLine.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StreamMetrics(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/gcore.api.v1.Jobs/StreamMetrics',
+            gcore_dot_api_dot_v1_dot_jobs__pb2.StreamMetricsRequest.SerializeToString,
+            gcore_dot_api_dot_v1_dot_jobs__pb2.StepMetrics.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gcore.api.v1.Jobs/UpdateJob',
+            gcore_dot_api_dot_v1_dot_jobs__pb2.UpdateJobRequest.SerializeToString,
+            gcore_dot_api_dot_v1_dot_jobs__pb2.Job.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PauseJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gcore.api.v1.Jobs/PauseJob',
+            gcore_dot_api_dot_v1_dot_jobs__pb2.PauseJobRequest.SerializeToString,
+            gcore_dot_api_dot_v1_dot_jobs__pb2.Job.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResumeJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gcore.api.v1.Jobs/ResumeJob',
+            gcore_dot_api_dot_v1_dot_jobs__pb2.ResumeJobRequest.SerializeToString,
+            gcore_dot_api_dot_v1_dot_jobs__pb2.Job.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def CancelJob(request,
             target,
             options=(),
@@ -379,6 +721,87 @@ class Jobs:
             '/gcore.api.v1.Jobs/CancelJob',
             gcore_dot_api_dot_v1_dot_jobs__pb2.CancelJobRequest.SerializeToString,
             gcore_dot_api_dot_v1_dot_jobs__pb2.Job.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gcore.api.v1.Jobs/DeleteJob',
+            gcore_dot_api_dot_v1_dot_jobs__pb2.DeleteJobRequest.SerializeToString,
+            gcore_dot_api_dot_v1_dot_jobs__pb2.DeleteJobReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RunEval(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gcore.api.v1.Jobs/RunEval',
+            gcore_dot_api_dot_v1_dot_jobs__pb2.RunEvalRequest.SerializeToString,
+            gcore_dot_api_dot_v1_dot_jobs__pb2.RunEvalReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListShards(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gcore.api.v1.Jobs/ListShards',
+            gcore_dot_api_dot_v1_dot_jobs__pb2.ListShardsRequest.SerializeToString,
+            gcore_dot_api_dot_v1_dot_jobs__pb2.ListShardsReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -568,6 +991,114 @@ class Jobs:
             '/gcore.api.v1.Jobs/ListNodes',
             gcore_dot_api_dot_v1_dot_jobs__pb2.ListNodesRequest.SerializeToString,
             gcore_dot_api_dot_v1_dot_jobs__pb2.ListNodesReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gcore.api.v1.Jobs/DrainNode',
+            gcore_dot_api_dot_v1_dot_jobs__pb2.DrainNodeRequest.SerializeToString,
+            gcore_dot_api_dot_v1_dot_jobs__pb2.Node.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetUsage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gcore.api.v1.Jobs/GetUsage',
+            gcore_dot_api_dot_v1_dot_jobs__pb2.GetUsageRequest.SerializeToString,
+            gcore_dot_api_dot_v1_dot_jobs__pb2.GetUsageReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetQuotas(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gcore.api.v1.Jobs/GetQuotas',
+            gcore_dot_api_dot_v1_dot_jobs__pb2.GetQuotasRequest.SerializeToString,
+            gcore_dot_api_dot_v1_dot_jobs__pb2.Quotas.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetQuota(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gcore.api.v1.Jobs/SetQuota',
+            gcore_dot_api_dot_v1_dot_jobs__pb2.SetQuotaRequest.SerializeToString,
+            gcore_dot_api_dot_v1_dot_jobs__pb2.Quotas.FromString,
             options,
             channel_credentials,
             insecure,

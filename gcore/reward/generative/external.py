@@ -19,9 +19,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
@@ -37,6 +39,7 @@ from gcore.reward.generative.in_a_row import InARow
 from gcore.together import end_all, in_time
 
 LARGEST_ANSWER_BYTES = 1 << 20
+LONGEST_KEY = 8192
 BUSY_S = 1.0
 """A server that has too much to do and does not say for how long is left alone so long."""
 CONNECT_S = 10.0
@@ -58,21 +61,24 @@ class Forbidden(JudgeAway):
 
 
 def key_of(judge: JudgeSpec, environ: Mapping[str, str], where: str) -> str | None:
-    """The judge's key, from the environment of this process; None if it needs none. Raises DataError."""
-    name = None if judge.external is None else judge.external.key_env
-    if name is None:
+    """The judge's key, from the environment of this process or a file of its node; None if it needs none. Raises DataError."""
+    if judge.external is None or judge.external.key_reference is None:
         return None
+    kind, _, name = judge.external.key_reference.partition(":")
+    if kind == "file":
+        return _key_in(Path(name), judge.name, f"{where}.external.key")
+    field = f"{where}.external.{'key_env' if judge.external.key is None else 'key'}"
     key = environ.get(name, "").strip()
     if not key:
         raise DataError(
             f"judge {judge.name!r} needs a key, and the environment variable {name} is not set here",
-            where=f"{where}.external.key_env",
+            where=field,
             fix=f"Set {name} for the controllers of all nodes, and start them again",
         )
     if not (key.isascii() and key.isprintable()):
         raise DataError(
             f"the environment variable {name} holds something that cannot be a key: it has characters that no header takes",
-            where=f"{where}.external.key_env",
+            where=field,
             fix=f"Set {name} to the key alone",
         )
     return key
@@ -101,6 +107,25 @@ def new_client(
             fix="Correct external.url, or HTTPS_PROXY, HTTP_PROXY, ALL_PROXY, NO_PROXY, SSL_CERT_FILE and SSL_CERT_DIR of the "
             "controllers",
         ) from error
+
+
+def _key_in(file: Path, judge: str, where: str) -> str:
+    """The one line of the file. Raises DataError."""
+    fix = "Write the key alone into it, on every node, readable by the controllers' user only"
+    try:
+        with file.open("rb") as opened:
+            key = opened.read(LONGEST_KEY + 1).decode("ascii").strip()
+            mode = os.fstat(opened.fileno()).st_mode
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise DataError(
+            f"the key of judge {judge!r} cannot be read from {file} ({why})", where=where, fix=fix
+        ) from error
+    if mode & 0o007:
+        raise DataError(f"anybody may read {file}, the key of judge {judge!r}", where=where, fix=f"chmod 600 {file}")
+    if not key or len(key) > LONGEST_KEY or not key.isprintable():
+        raise DataError(f"{file} does not hold the key of judge {judge!r}", where=where, fix=fix)
+    return key
 
 
 class ExternalAsk:
@@ -266,10 +291,11 @@ class ExternalAsk:
         self._gate.answered()
 
     def _how_to_set(self) -> str:
-        name = self._external.key_env
-        if name is None:
-            return "name the environment variable that holds it in external.key_env"
-        return f"set {name} for the controllers, and start them again"
+        reference = self._external.key_reference
+        if reference is None:
+            return "name the environment variable that holds it in external.key_env, or its file in external.key"
+        kind, _, name = reference.partition(":")
+        return f"{'set' if kind == 'env' else 'correct'} {name} for the controllers, and start them again"
 
     def _hidden(self, text: str) -> str:
         """`text` without the key, which some servers repeat."""

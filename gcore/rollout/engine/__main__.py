@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
+from gcore import logs
 from gcore.errors import GcoreError
 from gcore.rollout.engine.launch import check_folder, from_arguments, from_document
 from gcore.worker.child import Control
@@ -21,6 +22,7 @@ def main() -> int:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     control = Control.inherit()
+    logs.set_up(level="WARNING")
     try:
         launch = from_arguments(sys.argv[1:]) if control is None else from_document(control.launch)
         check_folder(launch.model)

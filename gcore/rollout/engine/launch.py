@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
 from gcore.errors import DataError, UsageError
+from gcore.tls.serving_http import ServingTls
 
 
 class EngineLaunch(BaseModel):
@@ -40,6 +41,7 @@ class EngineLaunch(BaseModel):
     trust_remote_code: bool = Field(False, description="run Python code that the model's folder brings")
     api_key: str | None = Field(None, repr=False, description="key that every route asks for; default: none")
     admin_api_key: str | None = Field(None, repr=False, description="key that changing routes ask for; default: none")
+    tls: ServingTls | None = Field(None, description="certificate to serve with; default: plain HTTP")
 
 
 def check_folder(model: str) -> None:
@@ -61,7 +63,7 @@ def from_arguments(arguments: Sequence[str]) -> EngineLaunch:
     """The command line. Raises UsageError for a value that does not fit; argparse ends the process for the rest."""
     parser = argparse.ArgumentParser("python -m gcore.rollout.engine", description="Serve a model on SGLang's routes.")
     for name, field in EngineLaunch.model_fields.items():
-        if name != "kind":
+        if name not in ("kind", "tls"):
             parser.add_argument(f"--{name.replace('_', '-')}", required=field.is_required(), help=field.description)
     given = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
     return _checked(given, "command line")

@@ -36,6 +36,8 @@ from gcore.rollout.engine.runner import Report, Runner
 from gcore.rollout.engine.server import Routes
 from gcore.rollout.engine.start import start
 from gcore.rollout.engine.text import Text
+from gcore.tls.material import Watched
+from gcore.tls.serving_http import serving_context
 from gcore.worker.child import Control
 
 SWITCH_S = 0.0005
@@ -115,6 +117,9 @@ async def _run(
         timeout_graceful_shutdown=GRACE_S,
         timeout_keep_alive=60,
     )
+    config.load()
+    if launch.tls is not None:
+        config.ssl = serving_context(Watched(launch.tls.material))
     server = uvicorn.Server(config)
     runner.start()
     serving = asyncio.create_task(server.serve(sockets=[listener]))

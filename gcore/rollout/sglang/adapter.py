@@ -23,6 +23,8 @@ from gcore.rollout.sglang.command import check_engine_args, server_command, serv
 from gcore.rollout.sglang.head_bias import prepared
 from gcore.rollout.sglang.launch import SglangLaunch
 from gcore.rollout.sglang.server import Server, free_port, make_scratch
+from gcore.rollout.transport import PlainTransport
+from gcore.tls.material import Watched
 from gcore.types import Version
 from gcore.worker.child import Control
 
@@ -73,8 +75,7 @@ class Adapter:
 
     async def _serve(self) -> None:
         """Wait for the server, register it, and tell how it is. Ends only with an error."""
-        url = f"http://{self._address}"
-        client, watcher = (EngineClient(url, timeout_s=limit) for limit in (HEALTH_PATIENCE_S, LOOK_PATIENCE_S))
+        client, watcher = (self._connect(limit) for limit in (HEALTH_PATIENCE_S, LOOK_PATIENCE_S))
         try:
             self._control.send("progress", phase="loading", progress=0)
             while not await client.health():
@@ -86,6 +87,14 @@ class Adapter:
         finally:
             await client.close()
             await watcher.close()
+
+    def _connect(self, timeout_s: float) -> EngineClient:
+        tls, key = self._launch.tls, self._launch.api_key
+        if tls is None:
+            return EngineClient(f"http://{self._address}", timeout_s=timeout_s, key=key)
+        watched = Watched(tls.material)
+        transport = PlainTransport(lambda: watched.material.context(watched.pem))
+        return EngineClient(f"https://{self._address}", timeout_s=timeout_s, transport=transport, key=key)
 
     async def _check_version(self, client: EngineClient) -> None:
         """What is served is called what it was to be called, or nobody would know whose tokens it makes."""

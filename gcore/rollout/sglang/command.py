@@ -28,6 +28,16 @@ CPU_ARGUMENTS = (
     "--disable-radix-cache",
 )
 OURS = ("--model-path", "--model", "--host", "--port", "--weight-version")
+GUARDS = (
+    "--api-key",
+    "--admin-api-key",
+    "--ssl-certfile",
+    "--ssl-keyfile",
+    "--ssl-ca-certs",
+    "--ssl-keyfile-password",
+    "--config",
+)
+"""Who may ask the server is the cluster's to say; and a file of arguments could hold any of them."""
 DROPPED = ("SGLANG_USE_CPU_ENGINE", "SGLANG_RETURN_ORIGINAL_LOGPROB", "GCORE_CONTROL_FD", "PYTHONPATH", "PYTHONHOME")
 """Of the worker's environment. The first two would change what log-probabilities mean; the rest is gcore's own."""
 
@@ -50,6 +60,10 @@ def server_command(launch: SglangLaunch, port: int) -> tuple[str, ...]:
     words += ["--enable-metrics", "--sleep-on-idle", "--log-level-http", "warning"]
     # The warm-up is an English sentence, and a tokenizer of its own need not know the letters. Health makes a token.
     words.append("--skip-server-warmup")
+    if launch.api_key is not None:
+        words += ["--api-key", launch.api_key]
+    if launch.tls is not None:
+        words += ["--ssl-certfile", launch.tls.cert, "--ssl-keyfile", launch.tls.key, "--enable-ssl-refresh"]
     words += _on_cpu(launch) if launch.device == "cpu" else _on_cuda(launch)
     return (*words, *launch.engine_args)
 
@@ -71,7 +85,8 @@ def check_engine_args(engine_args: Sequence[str]) -> None:
     """Raises UsageError for an argument that gcore itself must choose."""
     for word in engine_args:
         name = word.partition("=")[0]
-        if name in OURS:
+        # argparse takes the beginning of an option for all of it.
+        if len(name) > 2 and any(option.startswith(name) for option in (*OURS, *GUARDS)):
             raise UsageError(
                 f"{name} is chosen by gcore",
                 where="rollout.engine_args",

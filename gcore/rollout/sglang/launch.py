@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
 from gcore.errors import UsageError
+from gcore.tls.serving_http import ServingTls
 
 
 class SglangLaunch(BaseModel):
@@ -34,6 +35,8 @@ class SglangLaunch(BaseModel):
     weight_version: str = Field("0.0", description="what the folder's weights are called")
     threads: PositiveInt = Field(1, description="CPU threads of the model")
     trust_remote_code: bool = Field(False, description="run Python code that the model's folder brings")
+    api_key: str | None = Field(None, repr=False, description="key that every route asks for; default: none")
+    tls: ServingTls | None = Field(None, description="certificate to serve with; default: plain HTTP")
     engine_args: tuple[str, ...] = Field((), description="further arguments of SGLang's server, word by word")
 
 

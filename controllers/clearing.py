@@ -1,0 +1,264 @@
+"""Finds what lies on this node and deletes what is not needed any more: see `controllers.garbage`, which decides.
+
+- *Run folders* under `run_root` are known by the uid at the end of their name; only one that this store's record of that job names,
+  and whose job has ended, may go. One in which an unfinished job's spec names a file (a model, data) is needed.
+- *Caches* are needed while they were used since the oldest unfinished job was created: whoever opens one touches it
+  (`gcore.prompts`).
+- *Logs* are those of supervisors; one whose worker is registered is needed.
+- *Scratch* is what a job's processes left in their folder on this node; needed until the job has ended and no worker of it is left.
+
+A folder is first renamed, and then deleted: of several daemons that see the same folder one does it, and none finds half of one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import shutil
+import stat
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from controllers.garbage import GIB, Found, Verdict, judged
+from controllers.job_groups import FOLDER as SCRATCH
+from gcore.clock import Clock
+from gcore.config import NodeConfig
+from gcore.errors import GcoreError
+from gcore.ledger.job import JobRecord, JobStatus
+from gcore.schema import UnreadableRecord
+from gcore.store import keys
+from gcore.store.keys import JobKeys
+from gcore.store.types import Store
+from gcore.worker.records import WorkerRecord
+
+log = logging.getLogger(__name__)
+
+YOUNG_S = 3600.0
+"""What was of use so lately is left alone: somebody may be about to use it again."""
+GONE = ".gone-"
+"""What a folder that is being deleted is called."""
+_RUN = re.compile(r".+-([0-9a-f]{12})")
+_LOG = re.compile(r"(.+)\.supervisor\.log|(emulated-.+)\.log")
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """What the jobs that have not ended use, as the store tells."""
+
+    names: Mapping[str, str] = field(default_factory=dict)
+    """By uid."""
+    paths: Mapping[str, str] = field(default_factory=dict)
+    """Paths that their specs name, with the name of the job."""
+    since: float | None = None
+    """When the oldest was created, seconds since the epoch; None: there is none."""
+    workers: frozenset[str] = frozenset()
+    """Instances that are registered."""
+    busy: frozenset[str] = frozenset()
+    """The uids of jobs of which a worker is registered, ended or not."""
+
+    def user_of(self, folder: Path) -> str:
+        """Which of them names something in `folder`; nothing if none does."""
+        inside = f"{folder}/"
+        return next((job for path, job in self.paths.items() if path == str(folder) or path.startswith(inside)), "")
+
+
+async def unfinished(store: Store) -> Unfinished:
+    """From the store. Raises StoreUnavailable; also UnreadableRecord, for what cannot be read may need anything."""
+    uids = [kv.key.removeprefix(keys.ACTIVE) for kv in (await store.list(keys.ACTIVE)).kvs]
+    names: dict[str, str] = {}
+    paths: dict[str, str] = {}
+    created: list[float] = []
+    for uid in uids:
+        kv = await store.get(JobKeys(uid).job)
+        if kv is None:
+            names[uid] = uid
+            continue
+        job = JobRecord.decode(kv.value, kv.key)
+        names[uid] = job.name
+        paths |= dict.fromkeys((job.run_dir, *_paths(job.spec)), job.name)
+        created.append(job.created)
+    workers = {}
+    for kv in (await store.list(keys.WORKERS)).kvs:
+        with contextlib.suppress(UnreadableRecord):
+            workers[kv.key.removeprefix(keys.WORKERS)] = WorkerRecord.decode(kv.value, kv.key).job_uid
+    since = min(created, default=None)
+    return Unfinished(names, paths, since, frozenset(workers), frozenset(workers.values()))
+
+
+async def ended_runs(store: Store, run_root: Path) -> list[tuple[Path, str, float, bool]]:
+    """Run folders of this store's jobs: the folder, the job's name, when it ended, whether it has. Raises StoreUnavailable."""
+    found = []
+    for folder in await asyncio.to_thread(_run_folders, run_root):
+        match = _RUN.fullmatch(folder.name)
+        assert match is not None
+        job_keys = JobKeys(match[1])
+        job, state = await store.get(job_keys.job), await store.get(job_keys.state)
+        if job is None or state is None:
+            continue
+        try:
+            record, status = JobRecord.decode(job.value, job.key), JobStatus.decode(state.value, state.key)
+        except UnreadableRecord:
+            continue
+        if Path(record.run_dir).name == folder.name:
+            found.append((folder, record.name, status.changed, status.phase.ended))
+    return found
+
+
+async def look(config: NodeConfig, store: Store, now: float) -> tuple[Found, ...]:
+    """Everything that a policy may be about, at the wall clock's second `now`. Raises StoreUnavailable, UnreadableRecord."""
+    # The disk first: what belongs to a job that is created meanwhile was not there yet.
+    at_home = await asyncio.to_thread(_at_home, Path(config.home))
+    runs = await ended_runs(store, Path(config.run_root))
+    using = await unfinished(store)
+    found = [replace(one, needed_by=_who_needs(one, using, now)) for one in at_home]
+    for folder, name, ended, has_ended in runs:
+        user = using.user_of(folder)
+        needed = f"job {name} has not ended" if not has_ended else f"job {user} uses it" if user else ""
+        size = 0 if needed else await asyncio.to_thread(bytes_in, folder)
+        found.append(Found("run", folder, size, ended, needed))
+    return tuple(found)
+
+
+def _who_needs(found: Found, using: Unfinished, now: float) -> str:
+    """Why something of the home must stay, or nothing."""
+    if now - found.used < YOUNG_S:
+        return "it was used within the hour"
+    if found.kind == "cache":
+        recent = using.since is not None and found.used >= using.since
+        return "it was used since the oldest unfinished job was created" if recent else ""
+    if found.kind == "log":
+        match = _LOG.fullmatch(found.path.name)
+        assert match is not None
+        process = match[1] or match[2]  # a worker, or the process of many emulated ones, whose names have its name
+        return "its worker is registered" if any(process in one for one in using.workers) else ""
+    uid = found.path.name
+    if uid in using.names:
+        return f"job {using.names[uid]} has not ended"
+    return "a worker of it is registered" if uid in using.busy else ""
+
+
+def _at_home(home: Path) -> list[Found]:
+    """Caches, logs and scratch of a daemon's home, whoever needs them."""
+    found = []
+    for file in _entries(home / "cache", hidden=True):
+        if file.suffix != ".lock" and (used := _used(file)) is not None:
+            # Rows and what is known of them are one thing; only of the latter the time may change (`gcore.prompts.copies`).
+            known = _used(file.with_suffix(".copy")) if file.suffix == ".rows" else None
+            found.append(Found("cache", file, bytes_in(file), max(used, known or 0.0)))
+    for file in _entries(home / "logs"):
+        if _LOG.fullmatch(file.name) and (used := _used(file)) is not None:
+            found.append(Found("log", file, bytes_in(file), used))
+    for folder in _entries(home / SCRATCH):
+        if (used := _used(folder)) is not None:
+            found.append(Found("scratch", folder, bytes_in(folder), used))
+    return found
+
+
+def delete(verdicts: Collection[Verdict]) -> list[str]:
+    """Delete what goes. What could not be deleted, a sentence each. Blocks."""
+    problems = []
+    for verdict in verdicts:
+        found = verdict.found
+        if verdict.goes:
+            log.info("deletes %s (%.2f GiB): %s", found.path, found.bytes / GIB, verdict.why)
+            try:
+                _delete(found.path)
+            except OSError as error:
+                problems.append(f"{found.path} cannot be deleted: {error.strerror or error}")
+    return problems
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        gone = path.with_name(f"{GONE}{path.name}")
+        with contextlib.suppress(FileNotFoundError):  # another daemon was quicker
+            path.rename(gone)
+            shutil.rmtree(gone)
+    else:
+        path.unlink(missing_ok=True)
+
+
+class Clearing:
+    """A daemon's rounds."""
+
+    def __init__(self, config: NodeConfig, store: Store, clock: Clock) -> None:
+        self._config = config
+        self._store = store
+        self._clock = clock
+
+    async def run(self) -> None:
+        """For ever."""
+        while True:
+            await self._clock.sleep(self._config.gc.every_s)
+            await self.round()
+
+    async def round(self) -> None:
+        """One. What goes wrong is logged, and left for the next."""
+        now = self._clock.wall()
+        try:
+            verdicts = judged(await look(self._config, self._store, now), self._config.gc, now)
+            await asyncio.to_thread(sweep, Path(self._config.run_root))
+            for problem in await asyncio.to_thread(delete, verdicts):
+                log.warning("%s", problem)
+        except (GcoreError, OSError) as error:
+            log.warning("nothing is deleted: %s", error)
+
+
+def sweep(run_root: Path) -> None:
+    """What a daemon that died had begun to delete."""
+    for folder in _entries(run_root, hidden=True):
+        if folder.name.startswith(GONE):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def bytes_in(path: Path) -> int:
+    """What a file, or all files below a folder, take on the disk. Links are not followed."""
+    total, left = 0, [path]
+    while left:
+        here = left.pop()
+        try:
+            seen = here.lstat()
+        except OSError:
+            continue
+        total += seen.st_blocks * 512
+        if stat.S_ISDIR(seen.st_mode):
+            left += _entries(here, hidden=True)
+    return total
+
+
+def _entries(folder: Path, *, hidden: bool = False) -> list[Path]:
+    """What is in a folder, hidden things only if they are asked for. Nothing if it cannot be read."""
+    try:
+        with os.scandir(folder) as found:
+            return sorted(Path(one.path) for one in found if hidden or not one.name.startswith("."))
+    except OSError:
+        return []
+
+
+def _run_folders(run_root: Path) -> list[Path]:
+    return [one for one in _entries(run_root) if one.is_dir() and not one.is_symlink() and _RUN.fullmatch(one.name)]
+
+
+def _used(path: Path) -> float | None:
+    """When it was last written or touched; None if it is not there."""
+    try:
+        return path.lstat().st_mtime
+    except OSError:
+        return None
+
+
+def _paths(spec: Any) -> Iterator[str]:
+    """Every absolute path that stands anywhere in a spec."""
+    if isinstance(spec, str) and spec.startswith("/"):
+        yield spec.rstrip("/")
+    elif isinstance(spec, Mapping):
+        for value in spec.values():
+            yield from _paths(value)
+    elif isinstance(spec, list | tuple):
+        for value in spec:
+            yield from _paths(value)

@@ -1,0 +1,98 @@
+"""Counts what is asked of this process over gRPC: by method and status, how long unary calls took, which streams are open.
+
+Methods that nobody serves are counted together: their names are the caller's. Refuses nothing and changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeAlias
+
+import grpc
+import grpc.aio
+
+from gcore.clock import Clock
+from gcore.metrics import Metrics
+
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+UNKNOWN = "unknown"
+
+
+class CountedCalls(grpc.aio.ServerInterceptor):
+    """Stands first, so that what others refuse is counted too."""
+
+    def __init__(self, metrics: Metrics, clock: Clock) -> None:
+        self._metrics = metrics
+        self._clock = clock
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        """See grpc.aio.ServerInterceptor."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            self._metrics.calls.labels(UNKNOWN, grpc.StatusCode.UNIMPLEMENTED.name).inc()
+            return None
+        method = handler_call_details.method.rpartition("/")[2]
+        if handler.response_streaming:
+            return _like(handler, self._stream(method, handler))
+        return _like(handler, self._unary(method, handler))
+
+    def _unary(self, method: str, handler: Handler) -> Callable[[Any, Any], Awaitable[Any]]:
+        inner: Any = handler.stream_unary if handler.request_streaming else handler.unary_unary
+
+        async def counted(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            begun, done = self._clock.monotonic(), False
+            try:
+                answer = await inner(request, context)
+                done = True
+                return answer
+            finally:
+                self._metrics.calls.labels(method, _code(context, done=done)).inc()
+                self._metrics.call_seconds.labels(method).observe(max(self._clock.monotonic() - begun, 0.0))
+
+        return counted
+
+    def _stream(self, method: str, handler: Handler) -> Callable[[Any, Any], AsyncIterator[Any]]:
+        inner: Any = handler.stream_stream if handler.request_streaming else handler.unary_stream
+
+        async def counted(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+            done = False
+            self._metrics.open_streams.labels(method).inc()
+            try:
+                async for one in inner(request, context):
+                    yield one
+                done = True
+            finally:
+                self._metrics.open_streams.labels(method).dec()
+                self._metrics.calls.labels(method, _code(context, done=done)).inc()
+
+        return counted
+
+
+def _code(context: grpc.aio.ServicerContext[Any, Any], *, done: bool) -> str:
+    """The status that a call ends with. Whoever went away before the answer was there has cancelled it."""
+    code: Any = context.code()
+    if isinstance(code, int):  # as grpc.aio tells one that was not set
+        code = next((one for one in grpc.StatusCode if one.value[0] == code), None)
+    if code is None or code is grpc.StatusCode.OK:
+        if done:
+            return grpc.StatusCode.OK.name
+        task = asyncio.current_task()
+        gone = task is not None and task.cancelling() > 0
+        return (grpc.StatusCode.CANCELLED if gone else grpc.StatusCode.UNKNOWN).name
+    return str(code.name)
+
+
+def _like(handler: Handler, answer: Callable[..., Any]) -> Handler:
+    make = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, False): grpc.stream_unary_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }[handler.request_streaming, handler.response_streaming]
+    made: Handler = make(answer, handler.request_deserializer, handler.response_serializer)
+    return made

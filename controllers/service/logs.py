@@ -1,0 +1,151 @@
+"""What a job's workers wrote to their logs, for whoever asks: `logs/INSTANCE.log` in the run's folder.
+
+Where all nodes share the folder, any controller reads all logs. Where they share none, the one that was asked reads its own and asks
+each of the others for theirs. A log's name says of which worker it is; which rank that was, the records of the job's train worlds say.
+Lines of one worker come in their order; those of several are told apart by their instance and not put into one order, for their
+clocks are several.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from controllers.service.log_lines import LogReader, time_of
+from controllers.service.refusals import BadFields, bad_field
+from gcore.api.v1 import jobs_pb2 as pb
+from gcore.clock import Clock
+from gcore.errors import GcoreError
+from gcore.ledger.mirror import JobMirror
+from gcore.rpc_status import Violation
+from gcore.worker.records import WorkerRecord
+
+ROLES = ("rollout", "reward", "train")
+LOOK_S = 0.5
+"""Between two looks at logs that are followed."""
+FOLDER_EVERY = 4
+"""Looks between two at the folder, for new workers."""
+MOST_TAIL = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """One worker's."""
+
+    path: Path
+    instance: str
+    node: str
+    role: str
+    rank: int | None = None
+
+
+def check(request: pb.StreamLogsRequest) -> None:
+    """Raises BadFields."""
+    wrong = []
+    if request.role and request.role not in ROLES:
+        wrong.append(Violation("role", f"{request.role[:40]!r} is none of {', '.join(ROLES)}"))
+    if request.HasField("rank") and (request.rank < 0 or request.role not in ("", "train")):
+        wrong.append(Violation("rank", "only train ranks have one, from 0 on"))
+    if not math.isfinite(request.since) or request.since < 0:
+        wrong.append(Violation("since", "is no time in seconds since the epoch"))
+    if request.tail > MOST_TAIL:
+        wrong.append(Violation("tail", f"is more than {MOST_TAIL}"))
+    if wrong:
+        raise BadFields(wrong)
+    if request.follow and request.previous:
+        raise bad_field("previous", "workers that are gone write nothing more", "Leave out --follow")
+
+
+def wanted(
+    names: Collection[str],
+    run_dir: Path,
+    mirror: JobMirror,
+    workers: Mapping[str, WorkerRecord],
+    ask: pb.StreamLogsRequest,
+) -> list[Log]:
+    """Of the files of the folder, those that are asked for, by name."""
+    uid = mirror.keys.uid
+    living = {name for name, worker in workers.items() if worker.job_uid == uid}
+    ranks = {stored.record.instance: int(key.rpartition("/")[2]) for key, stored in mirror.claims.items()}
+    ranks |= {name: worker.rank for name, worker in workers.items() if worker.rank is not None}
+    ended = mirror.status is not None and mirror.status.record.phase.ended
+    found = []
+    for name in sorted(names):
+        instance, dot, kind = name.rpartition(".")
+        role, _, rest = instance.partition("-")
+        if not dot or kind != "log" or role not in ROLES:
+            continue
+        log = Log(run_dir / "logs" / name, instance, rest.rpartition("-")[0], role, ranks.get(instance))
+        is_there = instance in living
+        if (
+            (not is_there if ask.previous else is_there or ended)
+            and (not ask.role or log.role == ask.role)
+            and (not ask.node or log.node == ask.node)
+            and (not ask.instance or log.instance == ask.instance)
+            and (not ask.HasField("rank") or log.rank == ask.rank)
+        ):
+            found.append(log)
+    return found
+
+
+@dataclass
+class LogStream:
+    """Reads what `look` finds: the logs now, and whether nothing more will be written."""
+
+    look: Callable[[], Awaitable[tuple[Sequence[Log], bool]]]
+    ask: pb.StreamLogsRequest
+    clock: Clock
+    _readers: dict[str, tuple[Log, LogReader]] = field(default_factory=dict)
+    _times: dict[str, float] = field(default_factory=dict)
+
+    async def lines(self) -> AsyncGenerator[pb.LogLine, None]:
+        """Until all was told, or where it is followed, until the job has ended."""
+        looks, over = 0, False
+        while True:
+            if looks % FOLDER_EVERY == 0:
+                logs, over = await self.look()
+                for log in logs:
+                    if log.instance not in self._readers:
+                        # Of a worker that came while others were followed, all is new.
+                        reader = LogReader(log.path, tail=self.ask.tail if looks == 0 else 0)
+                        self._readers[log.instance] = log, reader
+            looks += 1
+            last = over or not self.ask.follow
+            for log, reader in self._readers.values():
+                more = True
+                while more:
+                    try:
+                        lines, more = await asyncio.to_thread(reader.read, last=last)
+                    except OSError as error:
+                        reason = error.strerror or str(error)
+                        raise GcoreError(f"a log cannot be read ({reason})", where=str(log.path)) from error
+                    for text in lines:
+                        if (line := self._line(log, text)) is not None:
+                            yield line
+            if last:
+                return
+            await self.clock.sleep(LOOK_S)
+
+    def _line(self, log: Log, text: str) -> pb.LogLine | None:
+        """None for what was written too early. A line that says no time was written when the one before it was."""
+        time = time_of(text)
+        known = self._times[log.instance] = time or self._times.get(log.instance, 0.0)
+        if self.ask.since and known < self.ask.since:
+            return None
+        line = pb.LogLine(instance=log.instance, node=log.node, role=log.role, text=text, time=time)
+        if log.rank is not None:
+            line.rank = log.rank
+        return line
+
+
+def names_in(run_dir: Path) -> list[str]:
+    """The files of the folder of logs; none where there is no such folder. Raises GcoreError. Blocks."""
+    try:
+        return [entry.name for entry in (run_dir / "logs").iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise GcoreError(f"the run's folder cannot be read ({error.strerror or error})", where=str(run_dir)) from error

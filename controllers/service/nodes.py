@@ -1,0 +1,109 @@
+"""The verbs of the Jobs service about the cluster as a whole: its nodes, and what was used of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from controllers.service.access import caller, may_see
+from controllers.service.claiming import node_uses
+from controllers.service.desk import JobsDesk
+from controllers.service.records import ClusterListing
+from controllers.service.refusals import BadFields, NodeNotFound, bad_field
+from controllers.service.statuses import Context, edge
+from gcore.api.v1 import jobs_pb2 as pb
+from gcore.ledger.claims import Drained, Shares, SickSlots
+from gcore.ledger.usage import DAY_S, DIMENSIONS, NodeUsage, summed
+from gcore.nearest import did_you_mean
+from gcore.rpc_status import Violation
+from gcore.store import keys
+from gcore.store.types import Compare, Delete, Put
+
+LONGEST_NODE = 64
+LAST = 10.0**11
+"""No time of a request is later, in seconds since the epoch."""
+
+
+def usage_of(request: pb.GetUsageRequest, usages: Iterable[NodeUsage], now: float) -> pb.GetUsageReply:
+    """What of all that was used is asked for. Raises BadFields."""
+    wrong = []
+    for name in ("since", "until"):
+        if not 0 <= getattr(request, name) <= LAST:  # NaN is not, either
+            wrong.append(Violation(name, "is no time in seconds since the epoch"))
+    unknown = [one for one in request.by if one not in DIMENSIONS]
+    if unknown:
+        near = did_you_mean(unknown[0], DIMENSIONS)
+        wrong.append(Violation("by", f"{unknown[0][:40]!r} is none of {', '.join(DIMENSIONS)}{near}"))
+    if not wrong and request.until and request.until < request.since:
+        wrong.append(Violation("until", "is before since"))
+    if wrong:
+        raise BadFields(wrong)
+    seen = (one for one in usages if may_see(one.namespace) and request.namespace in ("", one.namespace))
+    first, last = int(request.since // DAY_S), int((request.until or now) // DAY_S)
+    reply = pb.GetUsageReply()
+    for named, seconds in summed(seen, request.by or ("namespace",), first, last):
+        reply.usages.add(by=named, slot_seconds=seconds.slot_s, busy_seconds=seconds.busy_s)
+    return reply
+
+
+class Nodes(JobsDesk):
+    """Lists what is registered, and sums up what was used."""
+
+    @edge
+    async def GetUsage(self, request: pb.GetUsageRequest, context: Context) -> pb.GetUsageReply:
+        """Slot-seconds, whole UTC days from that of `since` to that of `until`."""
+        return usage_of(request, await self._jobs.usages(), self._clock.wall())
+
+    async def _nodes(self, listing: ClusterListing, namespaces: Mapping[str, str]) -> list[pb.Node]:
+        """Those that are there, with what their slots are for."""
+        (drained, sick), shares = await self._jobs.pool(), await self._jobs.shares()
+        uses = node_uses(shares or Shares(), namespaces, may_see)
+        found = []
+        for n in listing.nodes:
+            node = pb.Node(name=n.name, incarnation=n.incarnation, address=n.address, pid=n.pid, slots=n.slots)
+            node.draining = n.name in drained
+            node.sick.extend(f"{slot}: {why}" for slot, why in sick.get(n.name, SickSlots()).slots.items())
+            for slot, uid in sorted(uses.get(n.name, {}).items()):
+                node.uses.add(slot=slot, job_uid=uid)
+            found.append(node)
+        return found
+
+    @edge
+    async def DrainNode(self, request: pb.DrainNodeRequest, context: Context) -> pb.Node:
+        """Have every job leave a node, or use it again. It is remembered without the node's daemon."""
+        name = request.node
+        if not name or len(name) > LONGEST_NODE:
+            raise bad_field("node", "no node is named" if not name else "is longer than a node's name can be")
+        listing, key = await self._jobs.cluster(), keys.drained(name)
+        known = await self._jobs.store.get(key)
+        if name not in {node.name for node in listing.nodes} and known is None:
+            raise NodeNotFound(f"there is no node {name!r}", fix="`gcore nodes` shows those there are")
+        if request.undo and known is not None:
+            await self._jobs.store.transact((), (Delete(key),))
+        elif not request.undo and known is None:
+            mark = Drained(by=caller().name, since=self._clock.wall())
+            await self._jobs.store.transact((Compare(key, 0),), (Put(key, mark.encode()),))
+        namespaces = {uid: claim.namespace for uid, claim in (await self._jobs.claims()).items()}
+        there = {node.name: node for node in await self._nodes(await self._jobs.cluster(), namespaces)}
+        return there.get(name, pb.Node(name=name, draining=not request.undo))
+
+    @edge
+    async def ListNodes(self, request: pb.ListNodesRequest, context: Context) -> pb.ListNodesReply:
+        """The daemons and workers that are there."""
+        listing, claims = await self._jobs.cluster(), await self._jobs.claims()
+        namespaces = {uid: claim.namespace for uid, claim in claims.items()}
+        return pb.ListNodesReply(
+            nodes=await self._nodes(listing, namespaces),
+            workers=[
+                pb.WorkerInfo(
+                    instance=w.instance,
+                    node=w.node,
+                    role=w.role,
+                    job_uid=w.job_uid if may_see(namespaces.get(w.job_uid, "")) else "",
+                    state=w.state,
+                    address=w.address,
+                    pid=w.pid,
+                    slot=" ".join(w.slots),
+                )
+                for w in listing.workers
+            ],
+        )

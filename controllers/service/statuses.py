@@ -1,0 +1,133 @@
+"""The edge of the API: gcore's errors leave as gRPC statuses, each with a `google.rpc.Status` (`gcore.rpc_status`). The one place
+that says which error has which code.
+
+A defect is logged and leaves as INTERNAL: it costs its own call, never the daemon.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any, NoReturn, TypeVar
+
+import grpc
+import grpc.aio
+
+from controllers.service.refusals import (
+    BadFields,
+    Conflict,
+    Exhausted,
+    Forbidden,
+    JobEnded,
+    JobNotEnded,
+    NotFound,
+    Unauthenticated,
+)
+from gcore.errors import DataError, GcoreError, SpecError, StoreUnavailable, UsageError
+from gcore.rpc_status import Refusal, Violation, sendable, trailing
+from gcore.schema import UnreadableRecord
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+Context = grpc.aio.ServicerContext[Any, Any]
+Code = grpc.StatusCode
+
+CODES: tuple[tuple[type[GcoreError], grpc.StatusCode, str], ...] = (
+    (Unauthenticated, Code.UNAUTHENTICATED, Unauthenticated.reason),
+    (Forbidden, Code.PERMISSION_DENIED, Forbidden.reason),
+    (Exhausted, Code.RESOURCE_EXHAUSTED, Exhausted.reason),
+    (NotFound, Code.NOT_FOUND, NotFound.reason),
+    (JobEnded, Code.FAILED_PRECONDITION, JobEnded.reason),
+    (JobNotEnded, Code.FAILED_PRECONDITION, JobNotEnded.reason),
+    (Conflict, Code.FAILED_PRECONDITION, Conflict.reason),
+    (StoreUnavailable, Code.UNAVAILABLE, "STORE_UNAVAILABLE"),
+    (BadFields, Code.INVALID_ARGUMENT, BadFields.reason),
+    (SpecError, Code.INVALID_ARGUMENT, "BAD_SPEC"),
+    (DataError, Code.INVALID_ARGUMENT, "BAD_DATA"),
+    (UsageError, Code.INVALID_ARGUMENT, "BAD_REQUEST"),
+    (UnreadableRecord, Code.FAILED_PRECONDITION, "UNREADABLE_RECORD"),
+    (GcoreError, Code.FAILED_PRECONDITION, "REFUSED"),
+)
+"""The first that fits."""
+
+
+def status_of(error: GcoreError) -> grpc.StatusCode:
+    """The code that an error leaves with."""
+    return next(code for kind, code, _ in CODES if isinstance(error, kind))
+
+
+def refusal_of(error: GcoreError, sentence: str = "") -> Refusal:
+    """What a call is told; `sentence`: in place of the error's own."""
+    reason = next(reason for kind, _, reason in CODES if isinstance(error, kind))
+    violations: tuple[Violation, ...] = ()
+    if isinstance(error, BadFields):
+        violations = error.violations
+    elif isinstance(error, SpecError):
+        violations = tuple(spec_violations(error))
+    said = sendable(sentence or str(error))
+    return Refusal(status_of(error), said, getattr(error, "reason", reason), violations)
+
+
+def spec_violations(error: SpecError) -> list[Violation]:
+    """The fields that a spec's error is about: it tells each as `section.field: what`, one after the other."""
+    found = []
+    for problem in error.what.split("; "):
+        name, colon, what = problem.partition(": ")
+        is_name = colon and name.replace(".", "").replace("_", "").replace("-", "").isalnum()
+        found.append(Violation(f"spec.{name}" if is_name else "spec_json", what if is_name else problem))
+    return found
+
+
+async def refuse(context: Context, refusal: Refusal) -> NoReturn:
+    """End the call."""
+    await context.abort(refusal.code, refusal.sentence, trailing(refusal))
+    raise AssertionError("abort raises")
+
+
+def edge(method: Callable[..., Awaitable[T]]) -> Callable[..., Awaitable[T]]:
+    """Around a method that answers once."""
+
+    @functools.wraps(method)
+    async def guarded(self: Any, request: Any, context: Context) -> T:
+        try:
+            return await method(self, request, context)
+        except grpc.aio.AbortError:
+            raise
+        except GcoreError as error:
+            await refuse(context, _refused(self, error))
+        except Exception as error:
+            log.exception("%s failed", method.__name__)
+            await refuse(context, _defect(method.__name__, error))
+
+    return guarded
+
+
+def stream_edge(method: Callable[..., AsyncGenerator[T, None]]) -> Callable[..., AsyncGenerator[T, None]]:
+    """Around a method that answers with a stream."""
+
+    @functools.wraps(method)
+    async def guarded(self: Any, request: Any, context: Context) -> AsyncGenerator[T, None]:
+        try:
+            async with aclosing(method(self, request, context)) as answers:
+                async for one in answers:
+                    yield one
+        except grpc.aio.AbortError:
+            raise
+        except GcoreError as error:
+            await refuse(context, _refused(self, error))
+        except Exception as error:
+            log.exception("%s failed", method.__name__)
+            await refuse(context, _defect(method.__name__, error))
+
+    return guarded
+
+
+def _refused(service: Any, error: GcoreError) -> Refusal:
+    # Whoever asks in vain because the store is away is told why it does not come back.
+    return refusal_of(error, service.trouble() if isinstance(error, StoreUnavailable) else "")
+
+
+def _defect(name: str, error: Exception) -> Refusal:
+    return Refusal(Code.INTERNAL, sendable(f"{name} failed: {error!r}"), "DEFECT")

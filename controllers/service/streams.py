@@ -1,0 +1,202 @@
+"""The verbs of the Jobs service that follow a job: its events, its steps' numbers, and what its workers write to their logs.
+
+Each takes what it sends from what the daemon holds anyway, a few at a time, and looks for more when its client has taken them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from controllers.own_files import collect_records
+from controllers.service import step_metrics
+from controllers.service.claiming import waits_for_slots
+from controllers.service.desk import JobsDesk
+from controllers.service.events import Event, EventLog
+from controllers.service.log_peers import merged, of_peer
+from controllers.service.logs import Log, LogStream, check, names_in, wanted
+from controllers.service.refusals import NodeNotFound, bad_field
+from controllers.service.statuses import Context, stream_edge
+from controllers.service.step_metrics import Place
+from gcore.api.v1 import jobs_pb2 as pb
+from gcore.errors import StoreUnavailable
+from gcore.ledger.mirror import JobMirror
+from gcore.ledger.records import LogEntry
+from gcore.store.keys import JobKeys
+
+if TYPE_CHECKING:
+    from controllers.job import JobRunner
+
+LOOK_S, LOOKS = 0.25, 8
+"""Between two looks at a job that waits for slots, whether somebody works on it by now; and how many, before its records are read anew."""
+AT_ONCE = 256
+"""Events, or steps, that are taken at once: a client that reads slowly keeps no more of them from being forgotten."""
+
+
+SOON_S, LATER_S = 0.05, 1.0
+"""Between two looks whether there is something to follow of a job that has not begun: the first rest, and the longest."""
+
+
+class Streams(JobsDesk):
+    """Each ends with the job."""
+
+    @stream_edge
+    async def WatchJob(self, request: pb.WatchJobRequest, context: Context) -> AsyncGenerator[pb.JobEvent, None]:
+        """A job's events after a number, as they come; ends with the job."""
+        with self._room.place():
+            uid = await self._find(request.job)
+            if request.after < 0:
+                raise bad_field("after", f"{request.after} is negative", "Give an event's number, or 0")
+            followed = self._follow(uid, request.after, newest=request.newest, once=request.once)
+            async with aclosing(followed) as events:
+                async for event in events:
+                    yield pb.JobEvent(
+                        sequence=event.sequence,
+                        time=event.time,
+                        kind=event.kind,
+                        message=event.message,
+                        data_json=event.data_json,
+                    )
+
+    @stream_edge
+    async def StreamMetrics(
+        self, request: pb.StreamMetricsRequest, context: Context
+    ) -> AsyncGenerator[pb.StepMetrics, None]:
+        """The numbers of a job's steps, as they are committed."""
+        place, names = step_metrics.place_of(request), frozenset(request.names)
+        with self._room.place():
+            uid = await self._find(request.job)
+            async with aclosing(self._steps(uid, place, follow=request.follow)) as steps:
+                async for entry in steps:
+                    yield step_metrics.message(entry, names)
+
+    @stream_edge
+    async def StreamLogs(self, request: pb.StreamLogsRequest, context: Context) -> AsyncGenerator[pb.LogLine, None]:
+        """What a job's workers wrote."""
+        check(request)
+        with self._room.place():
+            uid = await self._find(request.job)
+            mirror, me = await self._jobs.mirror(uid), self._jobs.node
+            here = LogStream(self._looking_for_logs(uid, request), request, self._clock).lines
+            sources: list[Callable[[], AsyncGenerator[pb.LogLine, None]]] = [here]
+            if self._jobs.is_apart(mirror) and request.node != me:
+                peers = await self._jobs.peers()
+                if request.node and request.node not in peers:
+                    raise NodeNotFound(
+                        f"there is no node {request.node[:80]!r} at the moment",
+                        fix="`gcore nodes` shows those there are",
+                    )
+                others = {name: at for name, at in peers.items() if request.node in ("", name)}
+                far = [of_peer(self._jobs.connector, name, at, request) for name, at in sorted(others.items())]
+                sources = far if request.node else [here, *far]
+            async with aclosing(merged(sources)) as lines:
+                async for line in lines:
+                    yield line
+
+    def _looking_for_logs(
+        self, uid: str, request: pb.StreamLogsRequest
+    ) -> Callable[[], Awaitable[tuple[Sequence[Log], bool]]]:
+        async def look() -> tuple[Sequence[Log], bool]:
+            mirror, listing = await self._jobs.mirror(uid), await self._jobs.cluster()
+            assert mirror.job is not None
+            run_dir = Path(mirror.job.record.run_dir)
+            names = await asyncio.to_thread(names_in, run_dir)
+            workers = {worker.instance: worker for worker in listing.workers}
+            return wanted(names, run_dir, mirror, workers, request), _has_ended(mirror)
+
+        return look
+
+    async def _steps(self, uid: str, place: Place, *, follow: bool) -> AsyncGenerator[LogEntry, None]:
+        mirror = await self._jobs.mirror(uid)
+        assert mirror.job is not None
+        await self._jobs.collect(mirror, collect_records)
+        log = {seq: one.record for seq, one in mirror.log.items()}
+        before = step_metrics.all_of(Path(mirror.job.record.run_dir), log, place)
+        while some := await asyncio.to_thread(_some, before):
+            for entry in some:
+                place = Place(entry.step, entry.lineage)
+                yield entry
+        runner = await self._settled(uid) if follow else None
+        while runner is not None:
+            seen, over = runner.changes.count, runner.closed or _has_ended(runner.mirror)
+            for entry in islice(step_metrics.stored(runner.mirror, place), AT_ONCE):
+                place = Place(entry.step, entry.lineage)
+                yield entry
+            if over and next(step_metrics.stored(runner.mirror, place), None) is None:
+                return
+            if not over and runner.changes.count == seen:
+                await runner.changes.wait()
+
+    async def _follow(
+        self, uid: str, after: int, *, newest: int = 0, once: bool = False
+    ) -> AsyncGenerator[Event, None]:
+        goes_on = after > 0
+        while True:
+            runner = await self._settled(uid)
+            log = runner.events if runner is not None else await self._history(uid)
+            if newest and len(known := log.after(after, goes_on=goes_on)) > newest:
+                after = known[-newest - 1].sequence
+            newest = 0
+            if runner is None or once:
+                for event in log.after(after, goes_on=goes_on):
+                    after, goes_on = event.sequence, True
+                    yield event
+                if once or (runner is None and not await self._waits(uid)):
+                    return
+                continue
+            # Looked at before the events: what comes while they are sent on is seen in the next round.
+            seen, over, ended = runner.changes.count, runner.closed, _has_ended(runner.mirror)
+            some = log.after(after, goes_on=goes_on)[:AT_ONCE]
+            for event in some:
+                after, goes_on = event.sequence, True
+                yield event
+            if len(some) == AT_ONCE:
+                continue
+            if ended or over:
+                return
+            if runner.changes.count == seen:
+                await runner.changes.wait()
+
+    async def _waits(self, uid: str) -> bool:
+        """Whether a job has not ended that nobody works on, for it has no slots. Returns after a while, or when it has some."""
+        for _ in range(LOOKS):
+            if self._runner(uid) is not None:
+                return True
+            await self._clock.sleep(LOOK_S)
+        return not _has_ended(await self._jobs.mirror(uid))
+
+    async def _settled(self, uid: str) -> JobRunner | None:
+        """The runner of a job that is worked on; a new job's may take a moment to come. None: it has ended, or waits for slots."""
+        for _ in range(400):
+            runner = self._runner(uid)
+            if runner is not None:
+                return runner
+            mirror = await self._jobs.mirror(uid)
+            if mirror.status is None or _has_ended(mirror):
+                return None
+            if waits_for_slots(await self._jobs.claim(uid), await self._jobs.shares(), uid):
+                return None
+            claim = await self._jobs.claim(uid)
+            if claim is not None and not claim.wants:
+                return None
+            await self._clock.sleep(0.05)
+        raise StoreUnavailable(f"this controller has not heard of job {uid} yet", fix="Ask again")
+
+    async def _history(self, uid: str) -> EventLog:
+        keys = JobKeys(uid)
+        batch = await self._jobs.batch(uid)
+        history = EventLog(keys)
+        history.note(JobMirror(keys), batch, JobMirror(keys).fold(batch), self._clock.wall())
+        return history
+
+
+def _some(entries: Iterator[LogEntry]) -> list[LogEntry]:
+    return list(islice(entries, AT_ONCE))
+
+
+def _has_ended(mirror: JobMirror) -> bool:
+    return mirror.status is not None and mirror.status.record.phase.ended

@@ -1,0 +1,91 @@
+"""Writes down what a job uses of this node (`gcore.ledger.usage`), as steps are booked, and forgets what is very old.
+
+Several steps may go into one write; what is not written yet when a daemon is killed, at most `EVERY_S` of work, is not counted. A
+write compares what it adds to, and one whose answer never came is looked at again before it is made once more, so nothing is counted
+twice. Nothing waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from dataclasses import dataclass, field
+
+from gcore.clock import Clock
+from gcore.errors import StoreUnavailable
+from gcore.ledger.books import StepBook
+from gcore.ledger.job import JobRecord
+from gcore.ledger.usage import DAY_S, KEPT_DAYS, NodeUsage, day_of
+from gcore.schema import UnreadableRecord
+from gcore.store import keys
+from gcore.store.types import Compare, Delete, Put, Store
+
+log = logging.getLogger(__name__)
+
+EVERY_S = 2.0
+TRIES = 3
+MOST_WAITING = 1000
+"""Steps that wait for a store that is away; the oldest are given up."""
+SWEPT_DAYS = 32
+"""Days beyond the last that stays, of which a node's records are removed when a job begins there."""
+
+
+@dataclass
+class UsageBook:
+    """Of one job on one node."""
+
+    store: Store
+    job: JobRecord
+    node: str
+    clock: Clock
+    _waiting: list[StepBook] = field(default_factory=list)
+    _written: float | None = None
+
+    async def begin(self) -> None:
+        """Forget what is too old."""
+        today = int(self.clock.wall() // DAY_S)
+        old = range(today - KEPT_DAYS - SWEPT_DAYS, today - KEPT_DAYS)
+        with contextlib.suppress(StoreUnavailable):
+            deletes = [Delete(keys.usage_of_day(self.node, day), prefix=True) for day in old if day >= 0]
+            await self.store.transact((), deletes)
+
+    async def add(self, book: StepBook) -> None:
+        """A step was booked."""
+        self._waiting = [*self._waiting, book][-MOST_WAITING:]
+        now = self.clock.monotonic()
+        if self._written is None or now - self._written >= EVERY_S:
+            self._written = now
+            await self.write()
+
+    async def write(self) -> None:
+        """Write what waits, as far as the store takes it."""
+        with contextlib.suppress(StoreUnavailable):
+            for day in sorted({day_of(book) for book in self._waiting}):
+                of_day = [book for book in self._waiting if day_of(book) == day]
+                if await self._write(day, of_day):
+                    self._waiting = [book for book in self._waiting if book not in of_day]
+
+    async def _write(self, day: int, books: list[StepBook]) -> bool:
+        key = keys.usage(self.node, day, self.job.uid)
+        for _ in range(TRIES):
+            stored = await self.store.get(key)
+            known = NodeUsage(
+                day=day,
+                uid=self.job.uid,
+                job=self.job.name,
+                namespace=self.job.namespace,
+                owner=self.job.owner,
+            )
+            if stored is not None:
+                try:
+                    known = NodeUsage.decode(stored.value, stored.key)
+                except UnreadableRecord as error:
+                    log.error("what was used so far cannot be read, and is not added to: %s", error)
+                    return True
+            new = known
+            for book in books:
+                new = new.plus(book)
+            compare = Compare(key, 0 if stored is None else stored.mod_revision)
+            if (await self.store.transact((compare,), (Put(key, new.encode()),))).won:
+                return True
+        return False

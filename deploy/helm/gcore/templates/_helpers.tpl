@@ -1,0 +1,62 @@
+{{- define "gcore.name" -}}
+{{- if contains "gcore" .Release.Name }}{{ .Release.Name | trunc 40 | trimSuffix "-" }}{{ else }}{{ printf "%s-gcore" .Release.Name | trunc 40 | trimSuffix "-" }}{{ end -}}
+{{- end -}}
+
+{{- define "gcore.selector" -}}
+app.kubernetes.io/name: gcore
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
+{{- end -}}
+
+{{- define "gcore.labels" -}}
+{{ include "gcore.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service | quote }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | quote }}
+{{- end -}}
+
+{{- define "gcore.image" -}}
+{{- $variant := ternary "cuda" "cpu" (gt (int .Values.gpus) 0) -}}
+{{- if .Values.image.digest }}{{ .Values.image.repository }}@{{ .Values.image.digest }}
+{{- else }}{{ .Values.image.repository }}:{{ .Values.image.tag | default (printf "%s-%s" .Chart.AppVersion $variant) }}{{ end -}}
+{{- end -}}
+
+{{- define "gcore.etcdImage" -}}
+{{- with .Values.etcd.image }}{{ if .digest }}{{ .repository }}@{{ .digest }}{{ else }}{{ .repository }}:{{ .tag }}{{ end }}{{ end -}}
+{{- end -}}
+
+{{- define "gcore.etcdName" -}}
+{{ include "gcore.name" . }}-etcd
+{{- end -}}
+
+{{- /* A member's name in the cluster's DNS. */ -}}
+{{- define "gcore.etcdHost" -}}
+{{ include "gcore.etcdName" .root }}-{{ .member }}.{{ include "gcore.etcdName" .root }}.{{ .root.Release.Namespace }}.svc
+{{- end -}}
+
+{{- define "gcore.etcdEndpoints" -}}
+{{- if .Values.etcd.bundled -}}
+{{- $found := list -}}
+{{- range $member := until (int .Values.etcd.replicas) -}}
+{{- $found = append $found (printf "https://%s:2379" (include "gcore.etcdHost" (dict "root" $ "member" $member))) -}}
+{{- end -}}
+{{ $found | toJson }}
+{{- else -}}
+{{ .Values.etcd.endpoints | toJson }}
+{{- end -}}
+{{- end -}}
+
+{{- /* What every container may do: nothing but its work. */ -}}
+{{- define "gcore.restricted" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: { drop: [ALL] }
+{{- end -}}
+
+{{- define "gcore.unprivileged" -}}
+runAsNonRoot: true
+runAsUser: 10001
+runAsGroup: 10001
+fsGroup: 10001
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile: { type: RuntimeDefault }
+{{- end -}}

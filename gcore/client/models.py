@@ -1,0 +1,197 @@
+"""What the clients for people answer with: frozen, typed, and readable in a notebook.
+
+Text that a spec or a model wrote is only ever text: what goes into HTML is escaped. Times are seconds since the epoch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from html import escape
+from typing import Any, TypeVar
+
+from gcore.api.v1 import jobs_pb2 as pb
+from gcore.client.patience import job_state_name
+
+ENDED_STATES = frozenset({"SUCCEEDED", "FAILED", "CANCELLED"})
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """What somebody waits for, and since when."""
+
+    who: str
+    what: str
+    since: float
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job, as it stood when it was asked for."""
+
+    uid: str
+    name: str
+    namespace: str
+    state: str
+    reason: str
+    step: int
+    steps: int
+    lineage: int
+    priority: int
+    slots: int
+    queue_position: int
+    owner: str
+    created: float
+    ended: float | None
+    run_dir: str
+    checkpoint: str
+    spec: Mapping[str, Any] = field(repr=False)
+    waiting: tuple[Waiting, ...] = ()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing will happen to it any more."""
+        return self.state in ENDED_STATES
+
+    def _repr_html_(self) -> str:
+        waits = "; ".join(f"{one.who}: {one.what}" for one in self.waiting)
+        rows = {
+            "job": f"{self.namespace}/{self.name} ({self.uid})",
+            "state": f"{self.state}: {self.reason}" if self.reason else self.state,
+            "step": f"{self.step} of {self.steps}, lineage {self.lineage}",
+            "slots": f"{self.slots}, priority {self.priority}",
+            "created": moment(self.created),
+            "checkpoint": self.checkpoint or "none yet",
+            "waits for": waits or "nothing",
+        }
+        return table(("", ""), rows.items())
+
+
+@dataclass(frozen=True, slots=True)
+class LogLine:
+    """A line of a worker's log. `rank`: of a train rank. `time` None: it says none."""
+
+    text: str
+    instance: str
+    node: str
+    role: str
+    rank: int | None
+    time: float | None
+
+    def __str__(self) -> str:
+        return f"{self.instance}  {self.text}"
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetrics:
+    """The numbers of a committed step."""
+
+    lineage: int
+    step: int
+    values: Mapping[str, float]
+
+    def __getitem__(self, name: str) -> float:
+        return self.values[name]
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node that is there. `uses`: by slot, the job that has it."""
+
+    name: str
+    address: str
+    slots: tuple[str, ...]
+    draining: bool
+    sick: tuple[str, ...]
+    uses: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A slice of the stream: whose it is (empty: nobody's), its first prompt without an outcome, and how many behind it have theirs."""
+
+    shard: int
+    node: str
+    data_epoch: int
+    seq: int
+    length: int
+    ahead: int
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What was used. `by`: of whom, or where."""
+
+    by: Mapping[str, str]
+    slot_hours: float
+    busy_hours: float
+
+
+class Listing(tuple[T, ...]):
+    """Several of them, which a notebook shows as a table."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        if not self:
+            return "<em>none</em>"
+        names = [name for name in getattr(self[0], "__slots__", ()) if name not in ("spec", "waiting", "run_dir")]
+        return table(names, [[getattr(one, name) for name in names] for one in self])
+
+
+def moment(epoch_s: float) -> str:
+    """A moment for people, in UTC."""
+    return datetime.fromtimestamp(epoch_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC") if epoch_s else ""
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """As HTML; everything in it is text."""
+    head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
+    body = "".join(
+        "<tr>" + "".join(f"<td style='text-align:left'>{escape(str(cell))}</td>" for cell in row) + "</tr>"
+        for row in rows
+    )
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def job_of(message: pb.Job) -> Job:
+    """The API's job."""
+    try:
+        spec = json.loads(message.spec_json) if message.spec_json else {}
+    except ValueError:
+        spec = {}
+    return Job(
+        uid=message.uid,
+        name=message.name,
+        namespace=message.namespace or "default",
+        state=job_state_name(message.state),
+        reason=message.reason,
+        step=message.step,
+        steps=message.steps,
+        lineage=message.lineage,
+        priority=message.priority,
+        slots=message.slots,
+        queue_position=message.queue_position,
+        owner=message.owner,
+        created=message.created,
+        ended=message.ended or None,
+        run_dir=message.run_dir,
+        checkpoint=message.checkpoint,
+        spec=spec if isinstance(spec, dict) else {},
+        waiting=tuple(Waiting(one.who, one.what, one.since) for one in message.waiting),
+    )
+
+
+def line_of(message: pb.LogLine) -> LogLine:
+    """The API's line."""
+    rank = message.rank if message.HasField("rank") else None
+    return LogLine(message.text, message.instance, message.node, message.role, rank, message.time or None)
+
+
+def node_of(message: pb.Node) -> Node:
+    """The API's node."""
+    uses = {use.slot: use.job_uid for use in message.uses}
+    return Node(message.name, message.address, tuple(message.slots), message.draining, tuple(message.sick), uses)

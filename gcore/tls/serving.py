@@ -1,0 +1,87 @@
+"""What a gRPC server of gcore shows of itself, and, of those that serve nodes alone, whom it lets in.
+
+A server has one certificate, read anew when its files have changed: each connection is made with the newest. Where client
+certificates are asked for, whoever has none of the cluster's authority does not get through the handshake; a train rank then serves nodes
+only (`NodesOnly`), for a user's certificate is of the same authority.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, NoReturn, TypeAlias
+
+import grpc
+import grpc.aio
+
+from gcore.errors import UsageError
+from gcore.tls.material import Pem, Watched
+from gcore.tls.names import SCHEME, name_in
+
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+
+
+def server_credentials(watched: Watched, *, mutual: bool) -> grpc.ServerCredentials:
+    """`mutual`: whether clients must show a certificate, too."""
+    given = [watched.pem]
+    first = _configuration(given[0], mutual=mutual)
+
+    def fetch() -> grpc.ServerCertificateConfiguration | None:
+        newest = watched.pem
+        if newest is given[0]:
+            return None
+        given[0] = newest
+        return _configuration(newest, mutual=mutual)
+
+    return grpc.dynamic_ssl_server_credentials(first, fetch, mutual)  # type: ignore[arg-type]
+
+
+def _configuration(pem: Pem, *, mutual: bool) -> grpc.ServerCertificateConfiguration:
+    if pem.key is None or pem.cert is None:
+        raise UsageError("a server has a certificate and its key", where="tls", fix="Name both: cert and key")
+    return grpc.ssl_server_certificate_configuration([(pem.key, pem.cert)], pem.ca if mutual else None)
+
+
+class NodesOnly(grpc.aio.ServerInterceptor):
+    """Refuses, with PERMISSION_DENIED, whoever is no node of the cluster."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        """See grpc.aio.ServerInterceptor."""
+        handler: Any = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        either = handler.stream_stream or handler.stream_unary or handler.unary_stream or handler.unary_unary
+
+        async def answered(request: Any, context: Any) -> Any:
+            await _admit(context)
+            return await either(request, context)
+
+        async def streamed(request: Any, context: Any) -> Any:
+            await _admit(context)
+            async for one in either(request, context):
+                yield one
+
+        make: Any = {
+            (False, False): grpc.unary_unary_rpc_method_handler,
+            (False, True): grpc.unary_stream_rpc_method_handler,
+            (True, False): grpc.stream_unary_rpc_method_handler,
+            (True, True): grpc.stream_stream_rpc_method_handler,
+        }[handler.request_streaming, handler.response_streaming]
+        behind = streamed if handler.response_streaming else answered
+        made: Handler = make(behind, handler.request_deserializer, handler.response_serializer)
+        return made
+
+
+async def _admit(context: Any) -> None:
+    names = (value.decode(errors="replace") for value in context.auth_context().get("peer_uri", ()))
+    whose = name_in([name for name in names if name.startswith(f"{SCHEME}://")])
+    if whose is None or whose.kind != "node":
+        await _refuse(context)
+
+
+async def _refuse(context: Any) -> NoReturn:
+    await context.abort(grpc.StatusCode.PERMISSION_DENIED, "train ranks serve nodes of the cluster, and nobody else")
+    raise AssertionError("abort raises")

@@ -1,0 +1,234 @@
+"""How the slots of a cluster are shared out between the jobs that want them. Pure: what there is and who claims it in, who has what out.
+
+In this order, as numbered in the code:
+
+1. A job that has ended, is paused or is to end is granted nothing; a node that is drained and a slot that is sick are nobody's.
+2. Each job in its turn gets the fewest slots that it runs on, or none: the higher priority first; of equal ones those that run before
+   those that wait, so that nobody is interrupted for an equal; then the older. A namespace gets no more than its quota.
+3. What is left goes, priority by priority, slot by slot to the namespace that has the fewest of that level, and in it to the job that has
+   the fewest; of equals to the one that would keep a slot, so that nothing moves where nothing is gained. In whole engines, and never
+   more than a job takes.
+4. Which slots these are: those that it has, then free ones, on nodes where it is already, and where the least is left over.
+
+A slot that another job may still be using is granted to nobody. It is free when that job has given it back, and then this is asked again.
+Slots of a node that is away stay whose they were, and count for nothing. So that wide engines find room, they choose before narrow ones,
+which may have to move for them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from gcore.config import JobSpec
+from gcore.ledger.claims import Claim, Queued, Share, Shares, Slot, by_node, slots_of
+from placement.plan import Apart, Snapshot, Wanted, counted, slots_lacking
+from placement.replicas import groups, sizes_of
+
+Unit = tuple[Slot, ...]
+"""Slots of one node that follow one another, and go together."""
+
+
+def claim_of(spec: JobSpec, *, created: float, owner: str = "") -> Claim:
+    """What a job wants that is created now."""
+    unit, wanted = sizes_of(spec).widest, Wanted.by(spec)
+    if spec.placement.is_live and spec.placement.train is not None:
+        wanted = replace(
+            wanted, apart=Apart(spec.placement.train, spec.placement.reward or 0), ranks=spec.placement.train
+        )
+    needed = max(slots_lacking(Snapshot(()), wanted), spec.scheduling.slots_min)
+    least = -(-needed // unit) * unit
+    return Claim(
+        namespace=spec.namespace,
+        name=spec.name,
+        owner=owner,
+        priority=spec.scheduling.priority,
+        least=least,
+        most=spec.scheduling.slots_max,
+        unit=unit,
+        created=created,
+    )
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What there is. `nodes`: the slots of each node that is there, in their order; `out`: those of them that nobody is to use."""
+
+    nodes: Mapping[str, tuple[str, ...]]
+    out: frozenset[Slot] = frozenset()
+    quotas: Mapping[str, int] = field(default_factory=dict)
+    """The most slots that all jobs of a namespace may have together; no entry: as many as there are."""
+
+    def units(self, size: int) -> list[Unit]:
+        """All that can be used, as replicas of so many slots."""
+        found = [
+            tuple((node, slot) for slot in group)
+            for node, slots in sorted(self.nodes.items())
+            for group in groups(slots, size)
+        ]
+        return [unit for unit in found if self.out.isdisjoint(unit)]
+
+
+def shared_out(cluster: Cluster, claims: Mapping[str, Claim], shares: Shares) -> Shares:
+    """Who is to have what now. The same record, if nothing is to change."""
+    wanting, has, turns, counting = _counted(cluster, claims, shares)
+    # 4. Which these are; of them those that nobody else may still be using.
+    holders = {slot: uid for uid in claims if uid in shares.jobs for slot in slots_of(shares.jobs[uid].held)}
+    chosen = _chosen(cluster, wanting, turns, counting.counts, holders, has)
+    jobs: dict[str, Share] = {}
+    for uid in sorted(claims):
+        away = frozenset(one for one in has[uid] if one[0] not in cluster.nodes) if uid in wanting else frozenset()
+        granted = frozenset(one for one in chosen.get(uid, ()) if holders.get(one, uid) == uid) | away
+        held = granted | (slots_of(shares.jobs[uid].held) if uid in shares.jobs else frozenset())
+        holders.update(dict.fromkeys(granted, uid))
+        if held:
+            jobs[uid] = Share(granted=by_node(granted), held=by_node(held))
+    found = Shares(jobs=jobs)
+    return shares if found == shares else found
+
+
+def queue(cluster: Cluster, claims: Mapping[str, Claim], shares: Shares) -> dict[str, Queued]:
+    """Who waits for slots, the next one first, and why."""
+    _, _, turns, counting = _counted(cluster, claims, shares)
+    waiting = [uid for uid in turns if not counting.counts[uid]]
+    return {uid: Queued(position, counting.why(uid)) for position, uid in enumerate(waiting, 1)}
+
+
+def _counted(
+    cluster: Cluster, claims: Mapping[str, Claim], shares: Shares
+) -> tuple[dict[str, Claim], dict[str, frozenset[Slot]], list[str], _Counting]:
+    # 1. Who wants slots, what they have, and the order of their turns.
+    wanting = {uid: claim for uid, claim in claims.items() if claim.wants}
+    has = {uid: slots_of(shares.jobs[uid].granted) if uid in shares.jobs else frozenset() for uid in claims}
+    turns = sorted(wanting, key=lambda uid: (-wanting[uid].priority, not has[uid], wanting[uid].created, uid))
+    # 2. and 3. How many each gets.
+    counting = _Counting(cluster, wanting, {uid: len(slots) for uid, slots in has.items()})
+    counting.give_least(turns)
+    counting.give_rest(turns)
+    return wanting, has, turns, counting
+
+
+class _Counting:
+    """How many slots each job gets."""
+
+    def __init__(self, cluster: Cluster, claims: Mapping[str, Claim], has: Mapping[str, int]) -> None:
+        self._claims = claims
+        self._quotas = cluster.quotas
+        self._has = has
+        self._all = sum(len(unit) for unit in cluster.units(1))
+        self._room = {size: len(cluster.units(size)) * size for size in {claim.unit for claim in claims.values()}}
+        self._left = self._all
+        self._used: dict[str, int] = defaultdict(int)
+        self.counts = dict.fromkeys(claims, 0)
+        self._over_quota: set[str] = set()
+
+    def give_least(self, turns: Iterable[str]) -> None:
+        """The fewest slots that each runs on, or none."""
+        for uid in turns:
+            claim, least = self._claims[uid], self._least(uid)
+            quota = self._quotas.get(claim.namespace)
+            if quota is not None and self._used[claim.namespace] + least > quota:
+                self._over_quota.add(uid)
+            elif least <= min(self._left, self._room[claim.unit]):
+                self._give(uid, least)
+
+    def why(self, uid: str) -> str:
+        """Why a job has none; nothing of one that has some. Asked when all are counted."""
+        if self.counts[uid]:
+            return ""
+        claim, needs = self._claims[uid], f"it needs {counted(self._least(uid), 'slot')}"
+        if uid in self._over_quota:
+            used, quota = self._used[claim.namespace], self._quotas[claim.namespace]
+            return f"{needs}, and namespace {claim.namespace!r} may have {quota} and has {used}"
+        return f"{needs}, and of {counted(self._all, 'slot')} others have {self._all - self._left}"
+
+    def _least(self, uid: str) -> int:
+        claim = self._claims[uid]
+        return -(-claim.least // claim.unit) * claim.unit
+
+    def give_rest(self, turns: Sequence[str]) -> None:
+        """What is left, priority by priority, to whoever has least."""
+        place = {uid: number for number, uid in enumerate(turns)}
+        for priority in sorted({self._claims[uid].priority for uid in turns}, reverse=True):
+            level = [uid for uid in turns if self._claims[uid].priority == priority and self.counts[uid]]
+            of_level: dict[str, int] = defaultdict(int)
+            for uid in level:
+                of_level[self._claims[uid].namespace] += self.counts[uid]
+            while able := [uid for uid in level if self._takes_more(uid)]:
+                level = able  # who takes no more now takes none later
+                uid = min(able, key=lambda one: self._poverty(one, of_level, place))
+                of_level[self._claims[uid].namespace] += self._claims[uid].unit
+                self._give(uid, self._claims[uid].unit)
+
+    def _poverty(self, uid: str, of_level: Mapping[str, int], place: Mapping[str, int]) -> tuple[int, int, bool, int]:
+        return of_level[self._claims[uid].namespace], self.counts[uid], self.counts[uid] >= self._has[uid], place[uid]
+
+    def _takes_more(self, uid: str) -> bool:
+        claim, more = self._claims[uid], self.counts[uid] + self._claims[uid].unit
+        quota = self._quotas.get(claim.namespace)
+        return (
+            claim.unit <= self._left
+            and more <= self._room[claim.unit]
+            and (claim.most is None or more <= claim.most)
+            and (quota is None or self._used[claim.namespace] + claim.unit <= quota)
+        )
+
+    def _give(self, uid: str, slots: int) -> None:
+        self.counts[uid] += slots
+        self._used[self._claims[uid].namespace] += slots
+        self._left -= slots
+
+
+def _chosen(
+    cluster: Cluster,
+    claims: Mapping[str, Claim],
+    turns: Sequence[str],
+    counts: Mapping[str, int],
+    holders: Mapping[Slot, str],
+    has: Mapping[str, frozenset[Slot]],
+) -> dict[str, frozenset[Slot]]:
+    """Which slots each job is to have: so many, or as many as can be found in whole units."""
+    found: dict[str, list[Unit]] = {uid: [] for uid in turns}
+    taken: set[Slot] = set()
+    for size in sorted({claims[uid].unit for uid in turns}, reverse=True):
+        of_size = [uid for uid in turns if claims[uid].unit == size and counts[uid]]
+        units = cluster.units(size)
+        for uid in of_size:  # what they have
+            own = [unit for unit in units if has[uid].issuperset(unit) and taken.isdisjoint(unit)]
+            per_node = Counter(unit[0][0] for unit in own)
+            kept = sorted(own, key=lambda unit: (-per_node[unit[0][0]], unit))[: counts[uid] // size]
+            found[uid] = kept
+            taken.update(slot for unit in kept for slot in unit)
+        for uid in of_size:  # what they lack
+            found[uid] += _added(uid, counts[uid] // size - len(found[uid]), found[uid], units, holders, taken)
+    return {uid: frozenset(slot for unit in units for slot in unit) for uid, units in found.items()}
+
+
+def _added(
+    uid: str, lacking: int, own: Sequence[Unit], units: Sequence[Unit], holders: Mapping[Slot, str], taken: set[Slot]
+) -> list[Unit]:
+    """So many units more, as far as there are any; `taken` has them then.
+
+    Those first that nobody may still be using; of these on nodes where the job is already; then where the fewest are left over. A node
+    that was begun is gone on with.
+    """
+    free: dict[str, list[Unit]] = defaultdict(list)
+    for unit in units:
+        if taken.isdisjoint(unit):
+            free[unit[0][0]].append(unit)
+    for of_node in free.values():
+        of_node.sort(key=lambda unit: (sum(holders.get(slot, uid) != uid for slot in unit), unit))
+    nodes, found = {unit[0][0] for unit in own}, list[Unit]()
+
+    def cost(node: str) -> tuple[int, bool, int, str]:
+        busy = sum(holders.get(slot, uid) != uid for slot in free[node][0])
+        return busy, node not in nodes, len(free[node]), node
+
+    while len(found) < lacking and (there := [node for node, of_node in free.items() if of_node]):
+        node = min(there, key=cost)
+        unit = free[node].pop(0)
+        nodes.add(node)
+        found.append(unit)
+        taken.update(unit)
+    return found

@@ -1,0 +1,46 @@
+"""atheris: bytes as requests of the job API, and what looks at them first. The answer is that they are no message, or that fields of
+them are wrong: `make fuzz`."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+
+import atheris
+
+with atheris.instrument_imports(include=["controllers.service"]):
+    from controllers.service.claiming import updated
+    from controllers.service.lifecycle import check_creation
+    from controllers.service.listing import wanted
+    from controllers.service.log_lines import time_of
+    from controllers.service.logs import check
+    from controllers.service.nodes import usage_of
+    from controllers.service.step_metrics import place_of
+
+from google.protobuf.message import DecodeError
+
+from gcore.api.v1 import jobs_pb2 as pb
+from gcore.errors import GcoreError
+from gcore.ledger.claims import Claim
+
+LOOKS = (
+    (pb.CreateJobRequest, check_creation),
+    (pb.ListJobsRequest, lambda request: wanted(request, None)),
+    (pb.StreamLogsRequest, check),
+    (pb.StreamMetricsRequest, place_of),
+    (pb.UpdateJobRequest, lambda request: updated(request)(Claim())),
+    (pb.GetUsageRequest, lambda request: usage_of(request, (), 1e9)),
+)
+
+
+def one(data: bytes) -> None:
+    """Raises what is a defect."""
+    time_of(data.decode(errors="replace"))
+    for kind, look in LOOKS:
+        with contextlib.suppress(DecodeError, GcoreError):
+            look(kind.FromString(data))
+
+
+if __name__ == "__main__":
+    atheris.Setup(sys.argv, one)
+    atheris.Fuzz()

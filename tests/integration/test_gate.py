@@ -1,0 +1,368 @@
+"""The gate before a daemon's services, over real gRPC and TLS: without a token or certificate nothing but health is answered."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import importlib
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import issued
+import pytest
+from google.protobuf.message_factory import GetMessageClass
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health
+
+from controllers.service.access import TABLE, Role, caller
+from controllers.service.call_journal import CallJournal
+from controllers.service.gate import AccessGate
+from controllers.service.token_book import TokenBook
+from gcore.api.v1 import jobs_pb2 as pb
+from gcore.api.v1 import jobs_pb2_grpc
+from gcore.client import JobsClient
+from gcore.clock import SystemClock
+from gcore.errors import Unreachable
+from gcore.rpc_schema import VersionGate, carried
+from gcore.rpc_status import told
+from gcore.store import keys
+from gcore.store.types import KeyValue, WatchBatch, WatchEvent
+from gcore.tls.connecting import Connector
+from gcore.tls.folder import renew_in
+from gcore.tls.material import TlsMaterial, Watched
+from gcore.tls.serving import NodesOnly, server_credentials
+from gcore.tokens import TokenRecord, new_token
+
+Code = grpc.StatusCode
+CLOCK = SystemClock()
+STREAMS = 3
+"""Messages that a stream of the double sends."""
+
+
+class EveryService(grpc.GenericRpcHandler):
+    """Answers each RPC of each service of gcore with an empty message, whoever asks, and remembers for whom."""
+
+    def __init__(self) -> None:
+        self.served: list[tuple[str, str]] = []
+        self.between = asyncio.Event()
+        self.between.set()
+
+    def service(self, details: Any) -> Any:
+        method = methods().get(details.method)
+        if method is None:
+            return None
+        answer = GetMessageClass(method.output_type)
+
+        async def one(request: Any, context: Any) -> Any:
+            self.served.append((details.method, caller().name))
+            return answer()
+
+        async def many(request: Any, context: Any) -> AsyncIterator[Any]:
+            self.served.append((details.method, caller().name))
+            for _ in range(STREAMS):
+                yield answer()
+                await self.between.wait()
+
+        kind = ("stream" if method.client_streaming else "unary", "stream" if method.server_streaming else "unary")
+        make = getattr(grpc, f"{kind[0]}_{kind[1]}_rpc_method_handler")
+        read, write = GetMessageClass(method.input_type).FromString, answer.SerializeToString
+        return make(many if method.server_streaming else one, read, write)
+
+
+def methods() -> dict[str, Any]:
+    """The descriptor of each RPC, by its full name."""
+    found = {}
+    for name in ("jobs", "files", "placement", "train", "access"):
+        module = importlib.import_module(f"gcore.api.v1.{name}_pb2")
+        for service in module.DESCRIPTOR.services_by_name.values():
+            found |= {f"/{service.full_name}/{one.name}": one for one in service.methods}
+    return found
+
+
+@dataclass
+class Served:
+    """A server behind the gate. `people` is the port for tokens, `peers` the one for certificates."""
+
+    people: int
+    peers: int
+    service: EveryService
+    book: TokenBook
+    ca: Path
+    journal: CallJournal
+    file: Path
+
+    def token(self, role: str, *namespaces: str, seconds: float = 1000.0) -> str:
+        """A new one that the server has heard of."""
+        token = new_token()
+        now = CLOCK.wall()
+        record = TokenRecord(
+            id=token.id,
+            name=role,
+            role=role,
+            namespaces=namespaces,
+            sha256=token.sha256,
+            created=now,
+            expires=now + seconds,
+        )
+        kv = KeyValue(keys.token(token.id), record.encode(), 1, 1)
+        self.book.note(WatchBatch((WatchEvent("put", kv),), 1))
+        return token.text
+
+    def revoke(self, token: str) -> None:
+        kv = KeyValue(keys.token(token.split("_")[1]), b"", 1, 2)
+        self.book.note(WatchBatch((WatchEvent("delete", kv),), 2))
+
+
+@pytest.fixture
+async def served(tmp_path: Path) -> AsyncIterator[Served]:
+    ca = issued.authority(tmp_path / "ca")
+    watched = Watched(issued.node(ca, "n1"))
+    book = TokenBook(CLOCK, required=True)
+    book.note(WatchBatch((), 1, reset=True))
+    journal = CallJournal(tmp_path / "calls.jsonl", CLOCK)
+    service = EveryService()
+    server = grpc.aio.server(interceptors=[AccessGate(book, journal), VersionGate()])
+    server.add_generic_rpc_handlers((service,))
+    healthy = health.HealthServicer()
+    await healthy.set("", health_pb2.HealthCheckResponse.SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
+    people, peers = (
+        server.add_secure_port("127.0.0.1:0", server_credentials(watched, mutual=mutual)) for mutual in (False, True)
+    )
+    await server.start()
+    yield Served(people, peers, service, book, ca, journal, tmp_path / "calls.jsonl")
+    await server.stop(None)
+    journal.close()
+
+
+async def ask(connector: Connector, port: int, method: str, **fields: Any) -> tuple[grpc.StatusCode, str]:
+    """The status and the reason with which a call ends."""
+    described = methods()[method]
+    kind = ("stream" if described.client_streaming else "unary", "stream" if described.server_streaming else "unary")
+    request = functools.partial(GetMessageClass(described.input_type), **fields)
+    address = f"127.0.0.1:{port}"
+    async with _channel(connector, address) as channel:
+        call = getattr(channel, f"{kind[0]}_{kind[1]}")(
+            method,
+            GetMessageClass(described.input_type).SerializeToString,
+            GetMessageClass(described.output_type).FromString,
+        )
+        asked = iter([request()]) if described.client_streaming else request()
+        going = call(asked, metadata=(*carried(), *connector.metadata(address)), timeout=10)
+        try:
+            if described.server_streaming:
+                return (Code.OK, "") if len([one async for one in going]) == STREAMS else (Code.UNKNOWN, "")
+            await going
+        except grpc.aio.AioRpcError as error:
+            return error.code(), told(error).reason
+    return Code.OK, ""
+
+
+@asynccontextmanager
+async def _channel(connector: Connector, address: str) -> AsyncIterator[grpc.aio.Channel]:
+    channel = connector.channel(address)
+    try:
+        yield channel
+    finally:
+        await channel.close()
+
+
+def by_token(served: Served, token: str) -> Connector:
+    return Connector(TlsMaterial(served.ca / "ca.pem"), token=token)
+
+
+async def test_without_a_token_every_call_of_every_service_is_refused_and_health_is_answered(served: Served) -> None:
+    nobody = by_token(served, "")
+    for method in TABLE:
+        assert await ask(nobody, served.people, method) == (Code.UNAUTHENTICATED, "NO_CREDENTIALS"), method
+    assert served.service.served == []
+    async with _channel(nobody, f"127.0.0.1:{served.people}") as channel:
+        reply = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+    assert reply.status == health_pb2.HealthCheckResponse.SERVING
+
+
+@pytest.mark.parametrize("role", ["viewer", "submitter", "admin"])
+async def test_each_role_is_served_what_the_table_says_verb_by_verb(served: Served, role: str) -> None:
+    one = by_token(served, served.token(role, *([] if role == "admin" else ["vision"])))
+    for method, row in TABLE.items():
+        allowed = row.least <= Role[role.upper()]
+        wanted = (Code.OK, "") if allowed else (Code.PERMISSION_DENIED, "PERMISSION_DENIED")
+        assert await ask(one, served.people, method) == wanted, method
+    assert {name for _, name in served.service.served} == {role}
+
+
+async def test_a_nodes_certificate_is_served_everything_and_a_users_what_its_role_may(served: Served) -> None:
+    node, user = Connector(issued.node(served.ca, "n2")), Connector(issued.user(served.ca, "bob", "viewer", "vision"))
+    for method, row in TABLE.items():
+        assert await ask(node, served.peers, method) == (Code.OK, "")
+        code, _ = await ask(user, served.peers, method)
+        assert code is (Code.OK if row.least is Role.VIEWER else Code.PERMISSION_DENIED)
+
+
+GET = "/gcore.api.v1.Jobs/GetJob"
+
+
+async def test_a_foreign_an_expired_and_no_certificate_do_not_get_through_the_handshake(
+    served: Served, tmp_path: Path
+) -> None:
+    foreign = issued.user(issued.authority(tmp_path / "theirs"), "ada")
+    ours = served.ca / "ca.pem"
+    old = issued.user(served.ca, "old", begun=timedelta(days=30), days=3)
+    for material in (replace(foreign, ca=ours), old, TlsMaterial(ours)):
+        assert (await ask(Connector(material), served.peers, GET))[0] is Code.UNAVAILABLE
+    assert (await ask(Connector(issued.user(served.ca, "ada")), served.peers, GET))[0] is Code.OK
+
+
+async def test_a_server_of_another_authority_or_name_is_not_spoken_to(served: Served, tmp_path: Path) -> None:
+    theirs = issued.authority(tmp_path / "theirs")
+    token = served.token("admin")
+    other = Connector(TlsMaterial(theirs / "ca.pem"), token=token)
+    assert (await ask(other, served.people, GET))[0] is Code.UNAVAILABLE
+    elsewhere = Watched(issued.node(served.ca, "n9", hosts=("elsewhere",)))
+    server = grpc.aio.server()
+    port = server.add_secure_port("127.0.0.1:0", server_credentials(elsewhere, mutual=False))
+    await server.start()
+    assert (await ask(by_token(served, token), port, GET))[0] is Code.UNAVAILABLE
+    await server.stop(None)
+    assert (await ask(Connector(token=token), served.people, GET))[0] is Code.UNAVAILABLE  # in the clear
+    assert (await ask(by_token(served, token), served.people, GET))[0] is Code.OK
+
+
+async def test_whoever_cannot_connect_is_told_what_is_wrong_with_the_certificates(
+    served: Served, tmp_path: Path
+) -> None:
+    ours = TlsMaterial(served.ca / "ca.pem")
+    foreign = issued.authority(tmp_path / "theirs")
+    wrong = {
+        "elsewhere": issued.node(served.ca, "n9", hosts=("elsewhere",)),
+        "old": issued.node(served.ca, "n8", begun=timedelta(days=30), days=3),
+    }
+    server = grpc.aio.server()
+    ports = {
+        name: server.add_secure_port("127.0.0.1:0", server_credentials(Watched(material), mutual=False))
+        for name, material in wrong.items()
+    }
+    plain = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    for connector, port, said in [
+        (Connector(TlsMaterial(foreign / "ca.pem")), served.people, "is not of the authority that is trusted here"),
+        (Connector(ours), ports["elsewhere"], "is not for the host that was asked"),
+        (Connector(ours), ports["old"], "its certificate has expired"),
+        (Connector(ours), plain, "speaks no TLS"),
+        (Connector(ours), served.peers, "wants TLS, or a certificate"),
+        (Connector(), served.people, "wants TLS, or a certificate"),
+    ]:
+        async with JobsClient([f"127.0.0.1:{port}"], clock=CLOCK, connector=connector) as client:
+            with pytest.raises(Unreachable, match=said):
+                await client.list_jobs()
+    await server.stop(None)
+
+
+async def test_a_certificate_of_the_authority_that_is_nobodys_is_told_so(served: Served) -> None:
+    from gcore.tls.folder import Wanted, issue_into
+
+    issue_into(served.ca / "etcd", served.ca, Wanted("etcd", "etcd", ("h",), days=2), datetime.now(UTC))
+    etcd = Connector(issued.material(served.ca / "etcd"))
+    assert await ask(etcd, served.peers, GET) == (Code.UNAUTHENTICATED, "BAD_CERTIFICATE")
+
+
+async def test_expired_revoked_foreign_and_garbled_tokens_are_told_apart_and_hurt_nobody(served: Served) -> None:
+    revoked = served.token("viewer", "vision")
+    served.revoke(revoked)
+    expired = served.token("viewer", "vision", seconds=-1)
+    for token, reason in [
+        (expired, "TOKEN_EXPIRED"),
+        (revoked, "BAD_TOKEN"),
+        (new_token().text, "BAD_TOKEN"),
+        ("junk", "BAD_TOKEN"),
+        ("x" * 5000, "BAD_TOKEN"),
+    ]:
+        assert await ask(by_token(served, token), served.people, GET) == (Code.UNAUTHENTICATED, reason)
+    assert served.service.served == []
+    assert await ask(by_token(served, served.token("viewer", "vision")), served.people, GET) == (Code.OK, "")
+
+
+async def test_two_tokens_at_once_are_none(served: Served) -> None:
+    good = served.token("admin")
+    connector = by_token(served, good)
+    address = f"127.0.0.1:{served.people}"
+    async with _channel(connector, address) as channel:
+        twice = (*carried(), *connector.metadata(address), *connector.metadata(address))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await jobs_pb2_grpc.JobsStub(channel).GetJob(pb.GetJobRequest(job="j"), metadata=twice, timeout=10)
+    assert caught.value.code() is Code.UNAUTHENTICATED
+
+
+async def test_a_stream_ends_when_its_token_is_revoked(served: Served) -> None:
+    token = served.token("viewer", "vision")
+    connector = by_token(served, token)
+    address = f"127.0.0.1:{served.people}"
+    served.service.between.clear()
+    async with _channel(connector, address) as channel:
+        metadata = (*carried(), *connector.metadata(address))
+        stream = jobs_pb2_grpc.JobsStub(channel).WatchJob(pb.WatchJobRequest(job="j"), metadata=metadata, timeout=10)
+        assert await stream.read() is not grpc.aio.EOF
+        served.revoke(token)
+        served.service.between.set()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await _to_the_end(stream)
+    assert caught.value.code() is Code.UNAUTHENTICATED
+
+
+async def _to_the_end(stream: Any) -> None:
+    while await stream.read() is not grpc.aio.EOF:
+        pass
+
+
+async def test_who_changed_what_and_who_was_refused_is_written_down_and_no_secret(served: Served) -> None:
+    token = served.token("submitter", "vision")
+    one = by_token(served, token)
+    await ask(one, served.people, "/gcore.api.v1.Jobs/CancelJob", job="job-7")
+    await ask(one, served.people, GET)
+    await ask(one, served.people, "/gcore.api.v1.Jobs/DrainNode")
+    await ask(by_token(served, ""), served.people, GET)
+    served.journal.close()
+    known, unknown = served.file, served.file.with_name("refused-calls.jsonl")
+    told_of = [json.loads(line) for line in known.read_text().splitlines()]
+    assert told_of[0]["job"] == "job-7"
+    assert [(one["caller"], one["role"], one["verb"], one["outcome"]) for one in told_of] == [
+        ("submitter", "submitter", "CancelJob", "OK"),
+        ("submitter", "submitter", "DrainNode", "PERMISSION_DENIED"),
+    ]
+    assert all(one["peer"].startswith("ipv4:127.0.0.1:") for one in told_of)
+    (refused,) = [json.loads(line) for line in unknown.read_text().splitlines()]
+    assert (refused["verb"], refused["outcome"]) == ("GetJob", "UNAUTHENTICATED")
+    assert token not in known.read_text() + unknown.read_text()
+
+
+async def test_a_renewed_certificate_counts_without_a_restart(served: Served) -> None:
+    connector = by_token(served, served.token("admin"))
+    assert (await ask(connector, served.people, GET))[0] is Code.OK
+    renew_in(served.ca / "n1", served.ca, within_days=None, days=2, now=datetime.now(UTC))
+    assert (await ask(connector, served.people, GET))[0] is Code.OK
+    assert (await ask(Connector(issued.material(served.ca / "n1")), served.peers, GET))[0] is Code.OK
+    (served.ca / "n1" / "cert.pem").write_text("junk")  # what was read before goes on to count
+    assert (await ask(connector, served.people, GET))[0] is Code.OK
+
+
+async def test_train_ranks_serve_nodes_and_nobody_else(tmp_path: Path) -> None:
+    ca = issued.authority(tmp_path / "ca")
+    service = EveryService()
+    server = grpc.aio.server(interceptors=[NodesOnly(), VersionGate()])
+    server.add_generic_rpc_handlers((service,))
+    port = server.add_secure_port("127.0.0.1:0", server_credentials(Watched(issued.node(ca, "n1")), mutual=True))
+    await server.start()
+    ranks = [method for method in TABLE if ".TrainRank/" in method]
+    node, admin = Connector(issued.node(ca, "n2")), Connector(issued.user(ca, "ada"))
+    for method in ranks:
+        assert (await ask(node, port, method))[0] is Code.OK
+        assert (await ask(admin, port, method))[0] is Code.PERMISSION_DENIED
+    assert len(service.served) == len(ranks)
+    await server.stop(None)

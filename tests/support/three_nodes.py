@@ -1,0 +1,120 @@
+"""Three daemons, as a deployment starts them, and a real etcd of three members, on one machine; nothing computes, for the slots are emulated."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from controllers.cli.leftovers import processes_of
+from gcore.client import JobsClient
+from gcore.clock import SystemClock
+from gcore.config.node import NodeConfig
+from gcore.store.binary import EtcdBinary, find_etcd
+from gcore.store.reference import StoreRef
+from gcore.worker.process import ProcessId, send_signal, spawn_detached, terminate, wait_ended
+
+CLOCK = SystemClock()
+READY_S = 120.0
+
+
+def free_ports(count: int) -> list[int]:
+    """Nobody listens there now."""
+    probes = [socket.socket() for _ in range(count)]
+    for probe in probes:
+        probe.bind(("127.0.0.1", 0))
+    ports = [int(probe.getsockname()[1]) for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+def start_etcd(folder: Path, members: int = 3) -> tuple[list[str], list[ProcessId]]:
+    """Their endpoints, and the processes."""
+    binary = find_etcd()
+    assert isinstance(binary, EtcdBinary)
+    ports = free_ports(2 * members)
+    clients, peers = ports[:members], ports[members:]
+    cluster = ",".join(f"m{i}=http://127.0.0.1:{port}" for i, port in enumerate(peers))
+    processes = []
+    folder.mkdir(parents=True, exist_ok=True)
+    for i, (client, peer) in enumerate(zip(clients, peers, strict=True)):
+        at, beside = f"http://127.0.0.1:{client}", f"http://127.0.0.1:{peer}"
+        command = [
+            *(str(binary.path), f"--name=m{i}", f"--data-dir={folder / str(i)}", f"--initial-cluster={cluster}"),
+            *(f"--listen-client-urls={at}", f"--advertise-client-urls={at}"),
+            *(f"--listen-peer-urls={beside}", f"--initial-advertise-peer-urls={beside}"),
+        ]
+        processes.append(spawn_detached(command, log_file=folder / f"{i}.log"))
+    return [f"127.0.0.1:{port}" for port in clients], processes
+
+
+@dataclass
+class Nodes:
+    """`addresses`, by node."""
+
+    folder: Path
+    endpoints: list[str]
+    addresses: dict[str, str] = field(default_factory=dict)
+    processes: dict[str, ProcessId] = field(default_factory=dict)
+
+    def start(self, name: str, slots: int) -> None:
+        """A daemon."""
+        (port,) = free_ports(1)
+        home = self.folder / name
+        home.mkdir(parents=True, exist_ok=True)
+        config = NodeConfig(
+            node=name,
+            home=str(home),
+            listen_port=port,
+            etcd=StoreRef(endpoints=tuple(self.endpoints)),
+            slots=tuple(f"emulated:{number}" for number in range(slots)),
+            run_root=str(self.folder / "runs"),
+            orphan_grace_s=5.0,
+        )
+        file = home / "node.json"
+        file.write_text(json.dumps(config.model_dump(mode="json", exclude_none=True)))
+        command = [sys.executable, "-P", "-m", "controllers.daemon", "--home", str(home), "--config", str(file)]
+        self.processes[name] = spawn_detached(command, log_file=home / "daemon.log")
+        self.addresses[name] = f"127.0.0.1:{port}"
+
+    def kill(self, name: str) -> None:
+        """As a crash does."""
+        send_signal(self.processes[name], signal.SIGKILL)
+        wait_ended(self.processes[name], 10.0)
+
+    def client(self, *names: str) -> JobsClient:
+        """That asks these, in this order."""
+        return JobsClient([self.addresses[name] for name in names or self.addresses], clock=CLOCK)
+
+
+@contextlib.asynccontextmanager
+async def three_nodes(folder: Path, slots: int = 4) -> AsyncIterator[Nodes]:
+    """Ready; all of it has ended afterwards."""
+    endpoints, members = start_etcd(folder / "etcd")
+    nodes = Nodes(folder, endpoints)
+    try:
+        (folder / "runs").mkdir()
+        for name in ("node-0", "node-1", "node-2"):
+            nodes.start(name, slots)
+        async with nodes.client() as client, asyncio.timeout(READY_S):
+            for address in nodes.addresses.values():
+                for _ in range(int(READY_S / 0.2)):
+                    if await client.is_serving(address):
+                        break
+                    await asyncio.sleep(0.2)
+        yield nodes
+    finally:
+        for process in nodes.processes.values():
+            terminate(process, 5.0)
+        for name in nodes.addresses:
+            for left in processes_of((folder / name).resolve()):
+                terminate(left.process, 2.0)
+        for member in members:
+            terminate(member, 0.0)

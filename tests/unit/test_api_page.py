@@ -1,0 +1,46 @@
+"""The API's page is made from the protos, and lists what there is: every call, every message, every reason of a refusal."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from gcore.api.v1 import jobs_pb2 as pb
+
+ROOT = Path(__file__).parents[2]
+
+
+def made() -> str:
+    spec = importlib.util.spec_from_file_location("api_page", ROOT / "protos" / "page.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    page: str = module.page()
+    return page
+
+
+def test_the_page_is_what_the_protos_say() -> None:
+    assert (ROOT / "docs" / "api.md").read_text(encoding="utf-8") == made(), "run make proto"
+
+
+def test_every_call_message_and_field_is_on_the_page() -> None:
+    page = made()
+    sections = {part.partition("\n")[0]: part for part in page.split("\n### ")}
+    for method in pb.DESCRIPTOR.services_by_name["Jobs"].methods:
+        told = sections[method.name].split("\n\n")
+        assert told[1].strip(), f"{method.name} says nothing of itself"
+        assert f"`{method.input_type.name}`" in sections[method.name]
+    for name, message in pb.DESCRIPTOR.message_types_by_name.items():
+        for field in message.fields:
+            assert f"| `{field.name}` |" in sections[name], f"{name}.{field.name}"
+    for name, enum in pb.DESCRIPTOR.enum_types_by_name.items():
+        for value in enum.values:
+            assert f"| `{value.name}` | {value.number} |" in sections[name]
+
+
+def test_the_reasons_are_on_the_page() -> None:
+    page = made()
+    for reason in ("JOB_NOT_FOUND", "JOB_HAS_ENDED", "BAD_SPEC", "TOO_MANY_STREAMS", "STORE_UNAVAILABLE", "DEFECT"):
+        assert f"`{reason}`" in page

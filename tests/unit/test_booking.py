@@ -1,0 +1,54 @@
+"""What is closed is written, also when who keeps the books is told to end meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from job_views import SPEC, running_job
+
+from controllers import booking
+from controllers.booking import Booking
+from gcore.ledger.books import NodeBooks
+from gcore.ledger.books_file import BookLine
+from gcore.metrics import Metrics
+from gcore.store.keys import JobKeys
+from gcore.testing import FakeClock, MemoryCluster, MemoryStore
+from gcore.types import Version
+
+KEYS = JobKeys("u")
+
+
+async def test_a_step_that_was_closed_is_written_though_its_round_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a job's end the last step's book is often just being written: on a slow disk it would be in no file."""
+    asked, go_on, written = threading.Event(), threading.Event(), list[BookLine]()
+
+    def slow_append(run_dir: Path, line: BookLine) -> None:
+        asked.set()
+        go_on.wait()
+        written.append(line)
+
+    monkeypatch.setattr(booking, "append", slow_append)
+    clock = FakeClock()
+    memory = MemoryCluster(clock)
+    lease = await MemoryStore(memory).grant(600)
+    kept = Booking(MemoryStore(memory), KEYS, "node-0", lease, Metrics(), clock)
+    await kept.begin(SPEC, tmp_path, None)
+    kept.look(running_job(), held_back=False)
+    await clock.advance(100.0)
+    kept.head_moved(Version(0, 1))
+    await clock.advance(100.0)
+    reading = asyncio.create_task(kept.run())
+    assert await asyncio.to_thread(asked.wait, 10)
+    reading.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
+    threading.Timer(0.05, go_on.set).start()
+    await kept.finish()
+    assert [line.book.version for line in written] == [Version(0, 1)]
+    told: Any = await MemoryStore(memory).get(KEYS.books("node-0"))
+    assert [book.version for book in NodeBooks.decode(told.value).steps] == [Version(0, 1)]

@@ -1,0 +1,126 @@
+"""A sweep over the same files is checked once; whatever changes is checked anew."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from controllers.service.checked_lately import KEPT_S, MOST, CheckedLately, Found, key_of
+from gcore.config import JobSpec, parse_spec
+from gcore.errors import SpecError
+from gcore.testing import FakeClock
+
+FOUND = Found(1, "d", "", "", (), {}, 1, None)
+
+
+class Checks:
+    """Counts them; `wrong` is what the next finds."""
+
+    def __init__(self) -> None:
+        self.made = 0
+        self.wrong: SpecError | None = None
+
+    async def __call__(self) -> Found:
+        self.made += 1
+        await asyncio.sleep(0)
+        if self.wrong is not None:
+            raise self.wrong
+        return FOUND
+
+
+def spec(folder: Path, **more: Any) -> JobSpec:
+    (folder / "model").mkdir(exist_ok=True)
+    config, data = folder / "model" / "config.json", folder / "d.jsonl"
+    if not config.exists():
+        config.write_text("{}")
+        data.write_text("{}\n")
+    tree = {
+        "name": "a",
+        "model": {"path": str(folder / "model")},
+        "data": {"path": str(data)},
+        "flow": {"steps": 9},
+        "rollout": {"max_new_tokens": 4},
+    }
+    return parse_spec(tree | more)
+
+
+@pytest.fixture
+def checks() -> Checks:
+    return Checks()
+
+
+async def test_many_jobs_over_the_same_files_are_checked_once_also_at_the_same_time(
+    tmp_path: Path, checks: Checks
+) -> None:
+    lately = CheckedLately(FakeClock())
+    specs = [spec(tmp_path, name=f"job-{n}", scheduling={"priority": n}) for n in range(20)]
+    assert await asyncio.gather(*(lately.found(one, checks) for one in specs)) == [FOUND] * 20
+    await lately.found(spec(tmp_path, name="later", namespace="research"), checks)
+    assert checks.made == 1
+
+
+async def test_another_spec_or_another_file_is_checked_anew(tmp_path: Path, checks: Checks) -> None:
+    lately = CheckedLately(FakeClock())
+    await lately.found(spec(tmp_path), checks)
+    await lately.found(spec(tmp_path, flow={"steps": 8}), checks)
+    assert checks.made == 2
+    change(tmp_path / "d.jsonl", "{}\n{}\n")
+    await lately.found(spec(tmp_path), checks)
+    assert checks.made == 3
+    change(tmp_path / "model" / "tokenizer.json", "{}")
+    await lately.found(spec(tmp_path), checks)
+    assert checks.made == 4
+
+
+def change(file: Path, text: str) -> None:
+    file.write_text(text)
+
+
+async def test_after_a_while_it_is_checked_anew_for_plug_ins_may_have_changed(tmp_path: Path, checks: Checks) -> None:
+    clock = FakeClock()
+    lately = CheckedLately(clock)
+    await lately.found(spec(tmp_path), checks)
+    await clock.advance(KEPT_S + 1)
+    await lately.found(spec(tmp_path), checks)
+    assert checks.made == 2
+
+
+async def test_what_was_wrong_is_never_remembered(tmp_path: Path, checks: Checks) -> None:
+    lately = CheckedLately(FakeClock())
+    checks.wrong = SpecError("it is wrong")
+    for _ in range(2):
+        with pytest.raises(SpecError):
+            await lately.found(spec(tmp_path), checks)
+    checks.wrong = None
+    assert await lately.found(spec(tmp_path), checks) == FOUND
+    assert checks.made == 3
+
+
+async def test_only_a_few_findings_are_kept(tmp_path: Path, checks: Checks) -> None:
+    lately = CheckedLately(FakeClock())
+    for steps in range(1, MOST + 5):
+        await lately.found(spec(tmp_path, flow={"steps": steps}), checks)
+    assert len(lately._known) == MOST
+
+
+async def test_who_gives_up_asking_takes_it_from_nobody(tmp_path: Path, checks: Checks) -> None:
+    lately = CheckedLately(FakeClock())
+    one, other = (asyncio.ensure_future(lately.found(spec(tmp_path), checks)) for _ in range(2))
+    for _ in range(200):
+        await asyncio.sleep(0.001)
+        if checks.made:
+            break
+    one.cancel()
+    assert await other == FOUND
+    assert checks.made == 1
+
+
+def test_models_of_hubs_and_files_that_are_not_there_are_looked_up_each_time(tmp_path: Path) -> None:
+    assert key_of(spec(tmp_path)) is not None
+    assert key_of(spec(tmp_path, model={"path": "hf://a/b"})) is None
+    assert key_of(spec(tmp_path, data={"path": str(tmp_path / "nowhere")})) is None
+    assert json.loads(key_of(spec(tmp_path)) or "")[0].get("name") is None

@@ -1,0 +1,263 @@
+"""What people change of a job's claim, how a job stands that has no slots, and forgetting a job: as the API does it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.field_mask_pb2 import FieldMask
+from listed_jobs import create
+
+from controllers.service.access import Caller, Role, acting_for
+from controllers.service.claiming import ending, paused, updated, with_claim
+from controllers.service.deleting import remove_folder
+from controllers.service.jobs import JobsService
+from controllers.service.records import StoredJobs
+from controllers.service.refusals import BadFields
+from gcore.api.v1 import jobs_pb2 as pb
+from gcore.errors import GcoreError
+from gcore.ledger.claims import Claim, Queued, Share, Shares
+from gcore.ledger.job import JobPhase, JobRecord, NodeRecord
+from gcore.store import keys
+from gcore.store.keys import JobKeys
+from gcore.store.types import Put
+from gcore.testing import FakeClock, MemoryCluster, MemoryStore
+from gcore.worker.records import WorkerRecord
+
+HERE = {"n0": ("cpu:0", "cpu:1")}
+
+
+def asked(**fields: Any) -> pb.UpdateJobRequest:
+    return pb.UpdateJobRequest(update_mask=FieldMask(paths=list(fields)), **fields)
+
+
+def test_only_what_the_mask_names_is_changed_and_in_whole_engines() -> None:
+    claim = Claim(priority=3, least=2, most=8, unit=4)
+    assert updated(asked(priority=-7))(claim) == claim.model_copy(update={"priority": -7})
+    assert updated(asked(slots_min=5))(claim).least == 8
+    assert updated(asked(slots_max=0))(claim).most is None
+    dotted = pb.UpdateJobRequest(update_mask=FieldMask(paths=["scheduling.priority"]), priority=1)
+    assert updated(dotted)(claim).priority == 1
+
+
+WRONG = {
+    "nothing": (pb.UpdateJobRequest(), ["update_mask"]),
+    "what cannot change": (pb.UpdateJobRequest(update_mask=FieldMask(paths=["priorty"])), ["update_mask"]),
+    "too high": (asked(priority=1001), ["priority"]),
+    "no slots at least": (asked(slots_min=0), ["slots_min"]),
+    "fewer than none at most": (asked(slots_max=-1, slots_min=-1), ["slots_min", "slots_max"]),
+}
+
+
+@pytest.mark.parametrize(("request_", "fields"), WRONG.values(), ids=WRONG)
+def test_what_is_wrong_with_a_change_names_the_fields(request_: pb.UpdateJobRequest, fields: list[str]) -> None:
+    with pytest.raises(BadFields) as error:
+        updated(request_)
+    assert [one.field for one in error.value.violations] == fields
+
+
+def test_bounds_that_do_not_go_together_are_refused_whichever_was_there_first() -> None:
+    with pytest.raises(BadFields, match="slots_max"):
+        updated(asked(slots_max=1))(Claim(least=2))
+    with pytest.raises(BadFields, match="slots_min"):
+        updated(asked(slots_min=9))(Claim(most=8))
+
+
+def test_a_job_that_ends_keeps_its_first_reason() -> None:
+    assert ending("b")(ending("a")(Claim())).ends == "a"
+
+
+def share(granted: Any = None, held: Any = None) -> Shares:
+    return Shares(jobs={"u": Share(granted=granted or {}, held=held or {})})
+
+
+STANDINGS: dict[str, tuple[Claim, Shares, Any, str]] = {
+    "it runs": (Claim(), share(HERE, HERE), pb.JOB_STATE_RUNNING, "training"),
+    "it waits": (Claim(least=2), share(), pb.JOB_STATE_QUEUED, "it waits for 2 slots"),
+    "it waits and is told why": (Claim(), share(), pb.JOB_STATE_QUEUED, "3 are wanted"),
+    "it gives back": (Claim(), share(None, HERE), pb.JOB_STATE_RUNNING, "go to other jobs at its next commit"),
+    "it pauses": (Claim(paused=True), share(None, HERE), pb.JOB_STATE_RUNNING, "it pauses at its next commit; 2 slots"),
+    "it is paused": (Claim(paused=True), share(), pb.JOB_STATE_PAUSED, "paused"),
+    "it ends": (Claim(ends="enough"), share(HERE, HERE), pb.JOB_STATE_RUNNING, "ends at its next commit (enough)"),
+}
+
+
+@pytest.mark.parametrize(("claim", "shares", "state", "reason"), STANDINGS.values(), ids=STANDINGS)
+def test_a_job_stands_as_its_records_and_its_slots_say(claim: Claim, shares: Shares, state: Any, reason: str) -> None:
+    queue = {"u": Queued(2, reason)} if reason == "3 are wanted" else {}
+    job = with_claim(pb.Job(uid="u", state=pb.JOB_STATE_RUNNING, reason="training"), claim, shares, queue)
+    assert job.state == state
+    assert reason in job.reason
+    assert job.queue_position == 2 * len(queue)
+
+
+def test_a_job_that_has_ended_claims_nothing() -> None:
+    job = pb.Job(uid="u", state=pb.JOB_STATE_FAILED, reason="no luck")
+    assert with_claim(job, None, share()) == pb.Job(uid="u", state=pb.JOB_STATE_FAILED, reason="no luck")
+
+
+class Context:
+    """Of a call."""
+
+    async def abort(self, code: grpc.StatusCode, words: str, metadata: Any = ()) -> None:
+        raise Refused(code, words)
+
+
+class Refused(Exception):
+    """What a call is refused with."""
+
+
+class Api:
+    """The service over a store in memory with a job that waits and one that has ended."""
+
+    def __init__(self) -> None:
+        self.store = MemoryStore(MemoryCluster(FakeClock()))
+        self.service = JobsService(StoredJobs(self.store), None, lambda uid: None, FakeClock())  # type: ignore[arg-type]
+
+    async def ready(self) -> Api:
+        await create(self.store, "u", "waits")
+        await create(self.store, "e", "ended", JobPhase.FAILED)
+        node = NodeRecord(name="n0", incarnation="n0.a", address="h:1", slots=("cpu:0", "cpu:1"), pid=1)
+        await self.store.transact(
+            (), (Put(keys.node("n0"), node.encode()), Put(keys.SHARES, share(HERE, HERE).encode()))
+        )
+        return self
+
+    async def ask(self, verb: str, request: Any) -> Any:
+        return await getattr(self.service, verb)(request, Context())
+
+    async def refused(self, verb: str, request: Any) -> tuple[grpc.StatusCode, str]:
+        with pytest.raises(Refused) as error:
+            await self.ask(verb, request)
+        code, words = error.value.args
+        return code, words
+
+
+Code = grpc.StatusCode
+
+
+async def test_a_job_is_paused_resumed_changed_and_cancelled_by_its_claim() -> None:
+    api = await Api().ready()
+    await api.ask("PauseJob", pb.PauseJobRequest(job="waits"))
+    claim = await StoredJobs(api.store).claim("u")
+    assert claim is not None
+    assert claim.paused
+    await api.ask("ResumeJob", pb.ResumeJobRequest(job="waits"))
+    job = await api.ask("UpdateJob", _named(asked(priority=9, slots_max=2)))
+    assert (job.priority, job.slots_max, job.slots) == (9, 2, 2)
+    drained = await api.ask("CancelJob", pb.CancelJobRequest(job="waits", mode=pb.CANCEL_MODE_DRAIN))
+    assert "ends at its next commit (cancelled on request)" in drained.reason
+
+
+def _named(request: pb.UpdateJobRequest) -> pb.UpdateJobRequest:
+    request.job = "waits"
+    return request
+
+
+@pytest.mark.parametrize(
+    ("verb", "request_"),
+    [("PauseJob", pb.PauseJobRequest), ("ResumeJob", pb.ResumeJobRequest)],
+    ids=["pause", "resume"],
+)
+async def test_a_job_that_has_ended_is_not_steered(verb: str, request_: Any) -> None:
+    api = await Api().ready()
+    code, words = await api.refused(verb, request_(job="ended"))
+    assert code is Code.FAILED_PRECONDITION
+    assert "has ended" in words
+
+
+def folder(under: Path) -> Path:
+    run_dir = under / "ended-e"
+    (run_dir / "checkpoints").mkdir(parents=True)
+    return run_dir
+
+
+def names(folder: Path) -> list[str]:
+    return [entry.name for entry in folder.iterdir()]
+
+
+async def test_a_job_that_has_ended_is_forgotten_and_its_name_is_free(tmp_path: Path) -> None:
+    api = await Api().ready()
+    run_dir = folder(tmp_path)
+    kv = await api.store.get(JobKeys("e").job)
+    assert kv is not None
+    record = JobRecord.decode(kv.value, kv.key).model_copy(update={"run_dir": str(run_dir)})
+    await api.store.transact((), (Put(kv.key, record.encode()),))
+    await api.ask("DeleteJob", pb.DeleteJobRequest(job="ended", files=True))
+    assert names(tmp_path) == []
+    assert (await api.store.list(JobKeys("e").prefix)).kvs == ()
+    assert await api.store.get(keys.name("ended")) is None
+    assert await api.store.get(keys.request("r-e")) is None
+    assert (await api.refused("DeleteJob", pb.DeleteJobRequest(job="ended")))[0] is Code.NOT_FOUND
+    assert await api.store.get(keys.name("waits")) is not None, "other jobs are left alone"
+
+
+async def test_the_newer_job_of_a_name_keeps_it_when_the_older_is_forgotten() -> None:
+    api = await Api().ready()
+    await create(api.store, "n", "ended")
+    await api.ask("DeleteJob", pb.DeleteJobRequest(job="e"))
+    named = await api.store.get(keys.name("ended"))
+    assert named is not None
+    assert named.value == b"n"
+
+
+async def test_a_job_that_is_at_work_is_not_forgotten() -> None:
+    api = await Api().ready()
+    code, words = await api.refused("DeleteJob", pb.DeleteJobRequest(job="waits"))
+    assert (code, "has not ended" in words) == (Code.FAILED_PRECONDITION, True)
+    worker = WorkerRecord(instance="w", node="n0", role="rollout", job_uid="e", slot="cpu:0", pid=1, pid_started=1)
+    await api.store.transact((), (Put(keys.worker("w"), worker.encode()),))
+    code, words = await api.refused("DeleteJob", pb.DeleteJobRequest(job="ended"))
+    assert (code, "1 workers" in words) == (Code.FAILED_PRECONDITION, True)
+
+
+def test_a_folder_that_is_not_the_runs_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    with pytest.raises(GcoreError, match="not touched"):
+        remove_folder(tmp_path / "home", "e")
+    assert (tmp_path / "home").is_dir()
+    remove_folder(tmp_path / "gone-e", "e")
+    target = tmp_path / "elsewhere"
+    target.mkdir()
+    (tmp_path / "run-e").symlink_to(target)
+    remove_folder(tmp_path / "run-e", "e")
+    assert target.is_dir()
+
+
+async def test_a_node_is_drained_and_used_again() -> None:
+    api = await Api().ready()
+    with acting_for(Caller("ada", Role.ADMIN)):
+        node = await api.ask("DrainNode", pb.DrainNodeRequest(node="n0"))
+    assert (node.name, node.draining) == ("n0", True)
+    assert {use.slot: use.job_uid for use in node.uses} == {"cpu:0": "u", "cpu:1": "u"}
+    assert (await StoredJobs(api.store).pool())[0] == {"n0"}
+    assert not (await api.ask("DrainNode", pb.DrainNodeRequest(node="n0", undo=True))).draining
+    assert (await StoredJobs(api.store).pool())[0] == frozenset()
+    assert (await api.refused("DrainNode", pb.DrainNodeRequest(node="nowhere")))[0] is Code.NOT_FOUND
+    assert (await api.refused("DrainNode", pb.DrainNodeRequest()))[0] is Code.INVALID_ARGUMENT
+
+
+async def test_jobs_that_wait_say_at_which_place_and_what_they_need() -> None:
+    api = await Api().ready()
+    await create(api.store, "w1", "first")
+    await create(api.store, "w2", "second")
+    await api.ask("UpdateJob", pb.UpdateJobRequest(job="w2", update_mask=FieldMask(paths=["priority"]), priority=5))
+    listed = {job.uid: job for job in (await api.ask("ListJobs", pb.ListJobsRequest())).jobs}
+    first = await api.ask("GetJob", pb.GetJobRequest(job="w1"))
+    assert first.state == pb.JOB_STATE_QUEUED
+    assert first.queue_position == listed["w1"].queue_position > 0
+    assert first.reason.startswith("it needs 1 slot")
+
+
+async def test_whose_a_slot_is_is_told_to_those_who_may_know_it() -> None:
+    api = await Api().ready()
+    with acting_for(Caller("eve", Role.VIEWER, frozenset({"research"}))):
+        (node,) = (await api.ask("ListNodes", pb.ListNodesRequest())).nodes
+        assert {use.slot: use.job_uid for use in node.uses} == {"cpu:0": "", "cpu:1": ""}
+        assert (await api.refused("GetJob", pb.GetJobRequest(job="u")))[0] is Code.NOT_FOUND
+
+
+def test_pausing_twice_is_pausing_once() -> None:
+    assert paused(yes=True)(paused(yes=True)(Claim())) == Claim(paused=True)

@@ -1,0 +1,263 @@
+"""What goes and what stays, by the policy; and what is found on a disk and in a store."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from controllers.clearing import Clearing, delete, look
+from controllers.garbage import DAY_S, GIB, Found, Verdict, judged
+from gcore.config.garbage import GarbageSection, Keep
+from gcore.config.node import NodeConfig
+from gcore.ledger.job import JobPhase, JobRecord, JobStatus
+from gcore.store import keys
+from gcore.store.keys import JobKeys
+from gcore.store.reference import StoreRef
+from gcore.store.types import Put
+from gcore.testing import FakeClock, MemoryCluster, MemoryStore
+from gcore.worker.records import WorkerRecord
+
+NOW = 1000 * DAY_S
+
+
+def run(days: float, gib: float = 1.0, needed_by: str = "") -> Found:
+    return Found("run", Path(f"/runs/{days}"), int(gib * GIB), NOW - days * DAY_S, needed_by)
+
+
+def going(found: list[Found], keep: Keep) -> list[float]:
+    """How many days ago those were used that go."""
+    verdicts = judged(found, GarbageSection(runs=keep), NOW)
+    return [(NOW - one.found.used) / DAY_S for one in verdicts if one.goes]
+
+
+FIVE = [run(days) for days in (1.0, 2.0, 3.0, 4.0, 5.0)]
+
+
+@pytest.mark.parametrize(
+    ("keep", "expected"),
+    [
+        pytest.param(Keep(), [], id="nothing is named"),
+        pytest.param(Keep(newest=2), [3, 4, 5], id="the newest two"),
+        pytest.param(Keep(newest=0), [1, 2, 3, 4, 5], id="none"),
+        pytest.param(Keep(days=3.5), [4, 5], id="younger than"),
+        pytest.param(Keep(newest=4, days=2.5), [5], id="the newest, and whatever is young"),
+        pytest.param(Keep(total_gib=2.5), [3, 4, 5], id="as many as have room"),
+        pytest.param(Keep(total_gib=2.5, days=1.5), [2, 3, 4, 5], id="young, and as many as have room"),
+        pytest.param(Keep(newest=3, total_gib=0.5), [4, 5], id="the newest, whatever they take"),
+    ],
+)
+def test_a_policy_says_what_stays(keep: Keep, expected: list[float]) -> None:
+    assert going(FIVE, keep) == expected
+
+
+def test_what_is_needed_stays_and_takes_its_room() -> None:
+    needed = run(9.0, gib=2.0, needed_by="job x has not ended")
+    assert going([needed, *FIVE], Keep(newest=0)) == [1, 2, 3, 4, 5]
+    assert going([needed, *FIVE], Keep(total_gib=3.5)) == [2, 3, 4, 5]
+
+
+FOUND = st.builds(
+    Found,
+    st.sampled_from(["run", "cache", "log", "scratch"]),
+    st.integers(0, 10**6).map(lambda n: Path(f"/{n}")),
+    st.integers(0, 10 * GIB),
+    st.floats(0, NOW),
+    st.sampled_from(["", "", "needed"]),
+)
+KEEP = st.builds(
+    Keep,
+    newest=st.none() | st.integers(0, 5),
+    days=st.none() | st.floats(0.1, 1000),
+    total_gib=st.none() | st.floats(0.1, 20),
+)
+
+
+@given(st.lists(FOUND, max_size=25), st.builds(GarbageSection, runs=KEEP, caches=KEEP, logs=KEEP))
+def test_whatever_the_policy_what_is_needed_and_the_newest_stay_and_the_rest_has_room(
+    found: list[Found], section: GarbageSection
+) -> None:
+    verdicts = judged(found, section, NOW)
+    assert sorted(map(id, found)) == sorted(id(one.found) for one in verdicts)
+    assert not [one for one in verdicts if one.goes and one.found.needed_by]
+    assert all(one.why for one in verdicts)
+    for kind, keep in (("run", section.runs), ("cache", section.caches), ("log", section.logs)):
+        free = [one for one in verdicts if one.found.kind == kind and not one.found.needed_by]
+        newest = free[: keep.newest or 0]
+        assert not [one for one in newest if one.goes]
+        stays = [one for one in free[len(newest) :] if not one.goes]
+        if keep.everything:
+            assert len(stays) == len(free)
+        if keep.days is not None:
+            assert all(NOW - one.found.used <= keep.days * DAY_S for one in stays)
+        if keep.total_gib is not None and stays:
+            kept = [one.found.bytes for one in verdicts if one.found.kind == kind and not one.goes]
+            assert sum(kept) <= keep.total_gib * GIB
+
+
+class Node:
+    """A disk and a store, with an ended job, an unfinished one, and what they left."""
+
+    def __init__(self, folder: Path) -> None:
+        self.home, self.runs = folder / "home", folder / "runs"
+        self.store = MemoryStore(MemoryCluster(FakeClock()))
+        for name in ("cache", "logs", "jobs"):
+            (self.home / name).mkdir(parents=True)
+
+    def config(self, **section: Any) -> NodeConfig:
+        return NodeConfig(
+            node="n",
+            home=str(self.home),
+            run_root=str(self.runs),
+            etcd=StoreRef(endpoints=("h:1",)),
+            slots=("cpu:0",),
+            gc=GarbageSection.model_validate(section),
+        )
+
+    async def job(self, uid: str, phase: JobPhase, created: float = NOW, **spec: Any) -> Path:
+        run_dir = self.runs / f"name-{uid}"
+        (run_dir / "checkpoints").mkdir(parents=True)
+        (run_dir / "checkpoints" / "model").write_bytes(b"x" * 10_000)
+        record = JobRecord(uid=uid, name=f"name-{uid[0]}", spec=spec, run_dir=str(run_dir), created=created, prompts=1)
+        job_keys = JobKeys(uid)
+        puts = [
+            Put(job_keys.job, record.encode()),
+            Put(job_keys.state, JobStatus(phase=phase, changed=created).encode()),
+        ]
+        if not phase.ended:
+            puts.append(Put(job_keys.active, b""))
+        await self.store.transact((), puts)
+        return run_dir
+
+    def aged(self, path: Path, days: float, text: str = "x") -> Path:
+        if not path.exists():
+            path.write_text(text)
+        os.utime(path, (NOW - days * DAY_S,) * 2)
+        return path
+
+    async def verdicts(self, **section: Any) -> dict[str, Verdict]:
+        config = self.config(**section)
+        return {one.found.path.name: one for one in judged(await look(config, self.store, NOW), config.gc, NOW)}
+
+
+A, B, C, D = (letter * 12 for letter in "abcd")
+ALL = {"runs": {"newest": 0}, "caches": {"newest": 0}, "logs": {"newest": 0}}
+
+
+async def test_only_folders_of_this_stores_ended_jobs_go(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    ended = await node.job(A, JobPhase.SUCCEEDED)
+    running = await node.job(B, JobPhase.RUNNING)
+    strange = [node.runs / f"name-{C}", node.runs / "people-put-this-here", node.runs / f".name-{A}"]
+    for folder in strange:
+        folder.mkdir()
+    (node.runs / f"link-{A}").symlink_to(ended)
+    found = await node.verdicts(**ALL)
+    assert {name: one.goes for name, one in found.items()} == {ended.name: True, running.name: False}
+    assert found[running.name].why == "job name-b has not ended"
+    assert found[ended.name].found.bytes >= 10_000
+    assert delete(list(found.values())) == []
+    assert sorted(one.name for one in node.runs.iterdir()) == sorted(
+        [running.name, f"link-{A}", *(folder.name for folder in strange)]
+    )
+
+
+async def test_a_run_whose_checkpoint_an_unfinished_job_began_from_stays(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    ended = await node.job(A, JobPhase.FAILED)
+    other = await node.job(C, JobPhase.FAILED)
+    await node.job(
+        B, JobPhase.PENDING, judges=[{"model": {"path": f"{ended}/checkpoints/0-3"}}], data={"path": f"{other}x"}
+    )
+    found = await node.verdicts(**ALL)
+    assert (found[ended.name].goes, found[ended.name].why) == (False, "job name-b uses it")
+    assert found[other.name].goes
+
+
+async def test_caches_logs_and_scratch_go_unless_a_job_or_a_worker_needs_them(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    await node.job(A, JobPhase.CANCELLED)
+    await node.job(B, JobPhase.RUNNING, created=NOW - 10 * DAY_S)
+    worker = WorkerRecord(
+        instance="rollout-n-1", node="n", role="rollout", job_uid=C, slot="cpu:0", pid=1, pid_started=1
+    )
+    many = worker.model_copy(update={"instance": "rollout-emulated-n-7-3"})
+    await node.store.transact((), [Put(keys.worker(one.instance), one.encode()) for one in (worker, many)])
+    cache, logs, jobs = node.home / "cache", node.home / "logs", node.home / "jobs"
+    goes = {
+        node.aged(cache / ".data.00.index", 20),
+        node.aged(cache / ".data.11.rows", 90),
+        node.aged(cache / ".data.11.copy", 20),
+        node.aged(logs / "rollout-n-0.supervisor.log", 20),
+        node.aged(logs / "emulated-n-6.log", 20),
+    }
+    stays = {
+        node.aged(cache / ".data.22.index", 5),
+        node.aged(cache / ".data.33.rows", 90),
+        node.aged(cache / ".data.33.copy", 5),
+        node.aged(logs / "rollout-n-1.supervisor.log", 20),
+        node.aged(logs / "emulated-n-7.log", 20),
+    }
+    node.aged(cache / ".data.11.lock", 20)
+    node.aged(logs / "node-0.log", 900)
+    for uid, is_left in ((A, False), (B, True), (C, True), (D, False)):
+        (jobs / uid / "tmp").mkdir(parents=True)
+        (stays if is_left else goes).add(node.aged(jobs / uid, 20))
+    found = await node.verdicts(**ALL)
+    home = {name: one for name, one in found.items() if one.found.kind != "run"}
+    assert {name for name, one in home.items() if one.goes} == {one.name for one in goes}
+    assert {name for name, one in home.items() if not one.goes} == {one.name for one in stays}
+    delete(list(found.values()))
+    left = {one.name for folder in (cache, logs, jobs) for one in folder.iterdir()}
+    assert left == {one.name for one in stays} | {".data.11.lock", "node-0.log"}
+
+
+async def test_what_was_used_within_the_hour_stays(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    node.aged(node.home / "cache" / ".data.00.index", 0.01)
+    assert (await node.verdicts(**ALL))[".data.00.index"].why == "it was used within the hour"
+
+
+async def test_a_round_of_a_daemon_deletes_by_itself_and_finishes_what_another_began(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    ended = await node.job(A, JobPhase.SUCCEEDED)
+    half = node.runs / f".gone-name-{C}"
+    (half / "checkpoints").mkdir(parents=True)
+    await Clearing(node.config(), node.store, FakeClock()).round()
+    assert ended.exists(), "the policy names nothing"
+    await Clearing(node.config(**ALL), node.store, FakeClock()).round()
+    assert not ended.exists()
+    assert not half.exists()
+
+
+async def test_with_a_record_that_cannot_be_read_nothing_is_deleted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = Node(tmp_path)
+    ended = await node.job(A, JobPhase.SUCCEEDED)
+    await node.job(B, JobPhase.RUNNING)
+    await node.store.transact((), [Put(JobKeys(B).job, b"{damaged")])
+    await Clearing(node.config(**ALL), node.store, FakeClock()).round()
+    assert ended.exists()
+    assert "nothing is deleted" in caplog.text
+
+
+def test_what_cannot_be_deleted_is_told_and_the_rest_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [tmp_path / "a", tmp_path / "b"]
+    for file in files:
+        file.write_text("x")
+    unlink = Path.unlink
+
+    def refuse(self: Path, missing_ok: bool = False) -> None:
+        if self.name == "a":
+            raise PermissionError(1, "Operation not permitted")
+        unlink(self, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    problems = delete([Verdict(Found("log", file, 1, 0.0), True, "old") for file in files])
+    assert problems == [f"{files[0]} cannot be deleted: Operation not permitted"]
+    assert [file.exists() for file in files] == [True, False]

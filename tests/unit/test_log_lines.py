@@ -1,0 +1,243 @@
+"""A worker's log, read line by line, whatever is done to it meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from job_views import KEYS, stored
+
+from controllers.service import log_lines
+from controllers.service.log_lines import MOST_CHARACTERS, LogReader, time_of
+from controllers.service.logs import Log, LogStream, check, names_in, wanted
+from controllers.service.refusals import BadFields
+from gcore.api.v1 import jobs_pb2 as pb
+from gcore.ledger.job import JobPhase, JobStatus, RankClaim
+from gcore.ledger.mirror import JobMirror
+from gcore.testing import FakeClock
+from gcore.worker.records import WorkerRecord
+
+
+def read_all(reader: LogReader, *, last: bool = True) -> list[str]:
+    found: list[str] = []
+    more = True
+    while more:
+        lines, more = reader.read(last=last)
+        found += lines
+    return found
+
+
+@given(
+    st.lists(st.text(st.characters(exclude_characters="\n\r", exclude_categories=["Cs"]), max_size=40), max_size=30),
+    st.integers(1, 40),
+    st.integers(1, 17),
+)
+def test_the_last_lines_are_the_last_lines_however_little_is_read_at_once(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[str], tail: int, at_once: int
+) -> None:
+    file = tmp_path_factory.mktemp("log") / "x.log"
+    file.write_bytes(b"".join(line.encode() + b"\n" for line in lines))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(log_lines, "READ_BYTES", at_once)
+        assert read_all(LogReader(file)) == lines
+        assert read_all(LogReader(file, tail=tail)) == lines[-tail:]
+
+
+def test_a_line_without_its_end_is_told_when_the_log_is_not_followed_further(tmp_path: Path) -> None:
+    file = tmp_path / "x.log"
+    file.write_text("one\ntw")
+    reader = LogReader(file)
+    assert reader.read() == (["one"], False)
+    with file.open("a") as more:
+        more.write("o\nthree")
+    assert reader.read() == (["two"], False)
+    assert reader.read(last=True) == (["three"], False)
+
+
+def test_a_line_of_any_length_is_cut_and_takes_no_more_memory_than_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_lines, "READ_BYTES", 4096)
+    file = tmp_path / "x.log"
+    file.write_text("a" * 500_000 + "\nshort\n" + "b" * (MOST_CHARACTERS + 1) + "\n")
+    reader = LogReader(file)
+    found: list[str] = []
+    more = True
+    while more:
+        lines, more = reader.read(last=True)
+        found += lines
+        assert len(reader._rest) <= 5 * MOST_CHARACTERS
+    assert [len(line) for line in found] == [MOST_CHARACTERS, 5, MOST_CHARACTERS]
+    assert found[0].endswith("a ...")
+
+
+def test_a_log_that_was_cut_short_is_read_from_its_beginning(tmp_path: Path) -> None:
+    file = tmp_path / "x.log"
+    file.write_text("old old old\n")
+    reader = LogReader(file)
+    assert read_all(reader) == ["old old old"]
+    file.write_text("new\n")
+    assert read_all(reader) == ["new"]
+    file.unlink()
+    assert reader.read() == ([], False)
+
+
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("secret\n")
+    (tmp_path / "x.log").symlink_to(tmp_path / "secret")
+    with pytest.raises(OSError, match="symbolic links"):
+        LogReader(tmp_path / "x.log").read()
+
+
+def test_bytes_that_are_no_text_are_told_as_far_as_they_are(tmp_path: Path) -> None:
+    (tmp_path / "x.log").write_bytes(b"\xff\xfe ok\x00\r\n")
+    assert read_all(LogReader(tmp_path / "x.log")) == ["\ufffd\ufffd ok\x00"]
+
+
+NOON = datetime(2026, 11, 23, 12, 0, 0, tzinfo=UTC).timestamp()
+TIMES = {
+    "with a zone": ("2026-11-23T12:00:00Z x", NOON),
+    "with another zone": ("2026-11-23 13:00:00.5+01:00 x", NOON + 0.5),
+    "as JSON": (f'{{"time": {NOON}, "message": "x"}}', NOON),
+    "as JSON with words": ('{"time": "2026-11-23T12:00:00Z"}', NOON),
+    "none": ("hello", 0.0),
+    "no month": ("2026-13-23 12:00:00 x", 0.0),
+    "JSON without": ('{"a": 1}', 0.0),
+    "broken JSON": ('{"time": ', 0.0),
+}
+
+
+@pytest.mark.parametrize(("line", "time"), TIMES.values(), ids=TIMES)
+def test_when_a_line_was_written_is_what_it_says(line: str, time: float) -> None:
+    assert time_of(line) == pytest.approx(time)
+
+
+def test_without_a_zone_it_is_this_machines_time() -> None:
+    assert time_of("2026-11-23 12:00:00,250 INFO x") == datetime(2026, 11, 23, 12).timestamp() + 0.25
+
+
+@given(st.text(max_size=60))
+def test_no_line_breaks_the_look_at_its_time(line: str) -> None:
+    time_of(line)
+    time_of(f"2026-{line}")
+
+
+NAMES = [
+    "rollout-node-0-aaaaaaaa.log",
+    "train-node-0-bbbbbbbb.log",
+    "train-node-1-cccccccc.log",
+    "reward-node-1-dddddddd.log",
+    "something.log",
+    "train-node-0-bbbbbbbb.txt",
+]
+
+
+def worker(instance: str, role: str, rank: int | None = None, uid: str = "u") -> WorkerRecord:
+    return WorkerRecord(
+        instance=instance,
+        node="n",
+        role=role,
+        job_uid=uid,
+        slot="cpu:0",
+        pid=1,
+        pid_started=1,
+        world="w" if rank is not None else None,
+        rank=rank,
+    )
+
+
+def chosen(phase: JobPhase = JobPhase.RUNNING, **ask: object) -> list[tuple[str, int | None]]:
+    mirror = JobMirror(
+        KEYS,
+        status=stored(JobStatus(phase=phase)),
+        claims={KEYS.world_rank("w0", 1): stored(RankClaim(instance="train-node-1-cccccccc"))},
+    )
+    living = [worker("rollout-node-0-aaaaaaaa", "rollout"), worker("train-node-0-bbbbbbbb", "train", 0)]
+    workers = {} if phase.ended else {one.instance: one for one in living}
+    request = pb.StreamLogsRequest(job="u", **ask)  # type: ignore[arg-type]
+    return [(log.instance, log.rank) for log in wanted(NAMES, Path("/r"), mirror, workers, request)]
+
+
+ROLLOUT, RANK_0 = ("rollout-node-0-aaaaaaaa", None), ("train-node-0-bbbbbbbb", 0)
+RANK_1, REWARD = ("train-node-1-cccccccc", 1), ("reward-node-1-dddddddd", None)
+
+
+def test_logs_are_of_those_who_are_there_or_of_those_who_are_gone() -> None:
+    assert chosen() == [ROLLOUT, RANK_0]
+    assert chosen(previous=True) == [REWARD, RANK_1]
+    assert chosen(JobPhase.FAILED) == [REWARD, ROLLOUT, ("train-node-0-bbbbbbbb", None), RANK_1]
+
+
+def test_logs_are_chosen_by_role_rank_node_and_instance() -> None:
+    assert chosen(role="train") == [RANK_0]
+    assert chosen(role="train", rank=1) == []
+    assert chosen(previous=True, rank=1) == [RANK_1]
+    assert chosen(previous=True, node="node-1", role="reward") == [REWARD]
+    assert chosen(instance="train-node-0-bbbbbbbb") == [RANK_0]
+    assert chosen(instance="../../etc/passwd") == []
+
+
+WRONG = {
+    "an unknown role": ({"role": "judge"}, "role"),
+    "a negative rank": ({"rank": -1}, "rank"),
+    "a rank of an engine": ({"rank": 0, "role": "rollout"}, "rank"),
+    "a time that is none": ({"since": float("nan")}, "since"),
+    "a time before all": ({"since": -1.0}, "since"),
+    "too many lines": ({"tail": 10**9}, "tail"),
+    "following those who are gone": ({"previous": True, "follow": True}, "previous"),
+}
+
+
+@pytest.mark.parametrize(("ask", "field"), WRONG.values(), ids=WRONG)
+def test_what_is_wrong_with_a_request_names_the_field(ask: dict[str, object], field: str) -> None:
+    with pytest.raises(BadFields) as error:
+        check(pb.StreamLogsRequest(job="u", **ask))  # type: ignore[arg-type]
+    assert [one.field for one in error.value.violations] == [field]
+
+
+async def test_logs_that_are_followed_bring_what_is_written_and_new_workers_until_the_job_has_ended(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "logs").mkdir()
+    first = tmp_path / "logs" / "train-n-aaaaaaaa.log"
+    first.write_text("2026-11-23T11:00:00Z before\n2026-11-23T12:00:01Z one\n  more of it\n")
+    over = False
+
+    async def look() -> tuple[list[Log], bool]:
+        names = sorted(names_in(tmp_path))
+        return [Log(tmp_path / "logs" / name, name.removesuffix(".log"), "n", "train", 0) for name in names], over
+
+    clock = FakeClock()
+    lines = LogStream(look, pb.StreamLogsRequest(follow=True, since=NOON), clock).lines()
+    assert [(await anext(lines)).text for _ in range(2)] == ["2026-11-23T12:00:01Z one", "  more of it"]
+    waiting = asyncio.ensure_future(anext(lines))
+    await clock.settle()
+    with first.open("a") as more:
+        more.write("2026-11-23T12:00:02Z two\n")
+    while not waiting.done():
+        await clock.advance(0.5)
+        await asyncio.sleep(0.01)
+    assert waiting.result().text.endswith("two")
+    (tmp_path / "logs" / "train-n-bbbbbbbb.log").write_text("2026-11-23T12:00:03Z three\nno end")
+    over = True
+    rest: list[str] = []
+
+    async def finish() -> None:
+        rest.extend([line.text async for line in lines])
+
+    task = asyncio.create_task(finish())
+    while not task.done():
+        await clock.advance(0.5)
+        await asyncio.sleep(0.01)
+    assert rest == ["2026-11-23T12:00:03Z three", "no end"]
+
+
+def test_a_folder_that_is_not_there_has_no_logs(tmp_path: Path) -> None:
+    assert names_in(tmp_path / "nowhere") == []
+    os.close(os.open(tmp_path / "logs", os.O_CREAT | os.O_WRONLY))
+    assert names_in(tmp_path) == []

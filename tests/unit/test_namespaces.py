@@ -1,0 +1,148 @@
+"""What is in another namespace is not there: every verb of the job API that names a job, found in the API itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from controllers.service.access import Caller, Role, acting_for
+from controllers.service.jobs import JobsService
+from controllers.service.records import OwnStorage, StoredJobs
+from controllers.service.refusals import Forbidden, NotFound
+from controllers.service.submission import Submissions
+from gcore.api.v1 import jobs_pb2 as pb
+from gcore.api.v1 import jobs_pb2_grpc
+from gcore.config import parse_spec
+from gcore.ledger import transactions
+from gcore.ledger.guarded import Ledger
+from gcore.ledger.job import JobPhase, JobRecord, JobStatus
+from gcore.store.keys import JobKeys
+from gcore.testing import FakeClock, MemoryCluster, MemoryStore
+
+SPEC: dict[str, Any] = {
+    "name": "secret",
+    "namespace": "vision",
+    "model": {"path": "/m"},
+    "data": {"path": "/d"},
+    "flow": {"steps": 9},
+    "rollout": {"max_new_tokens": 4},
+}
+METHODS = {
+    one.name: one
+    for one in pb.DESCRIPTOR.services_by_name["Jobs"].methods
+    if "job" in one.input_type.fields_by_name
+    and getattr(JobsService, one.name) is not getattr(jobs_pb2_grpc.JobsServicer, one.name)  # which nothing answers
+}
+OWN = Caller("ada", Role.SUBMITTER, frozenset({"vision"}))
+OTHER = Caller("eve", Role.SUBMITTER, frozenset({"speech", "default"}))
+NAMES = ("u1", "secret", "vision/secret", "nothing")
+
+
+MORE: dict[str, dict[str, Any]] = {"UpdateJob": {"update_mask": {"paths": ["scheduling.priority"]}, "priority": 1}}
+"""Without which a request is refused before anything is looked up."""
+
+
+class Ended(Exception):
+    """As gRPC ends a call."""
+
+
+class Context:
+    """Keeps what a call was refused with."""
+
+    def __init__(self) -> None:
+        self.refused: tuple[str, str] = ("OK", "")
+
+    async def abort(self, code: Any, said: str, trailing: Any = ()) -> None:
+        self.refused = code.name, said
+        raise Ended
+
+    def add_done_callback(self, callback: Any) -> None:
+        """Nothing is done."""
+
+
+async def service_of(tmp_path: Path) -> tuple[JobsService, MemoryStore]:
+    store, clock = MemoryStore(MemoryCluster(FakeClock())), FakeClock()
+    spec = parse_spec(SPEC | {"data": {"path": str(tmp_path / "d.jsonl")}})
+    job = JobRecord(
+        uid="u1", name=spec.name, spec=spec.model_dump(mode="json"), run_dir=str(tmp_path), created=1.0, prompts=9,
+        namespace=spec.namespace, request_id="r1",
+    )  # fmt: skip
+    await Ledger(store, JobKeys("u1")).run(
+        transactions.create(JobKeys("u1"), job, JobStatus(phase=JobPhase.PENDING), 0)
+    )
+    jobs = StoredJobs(store)
+
+    async def submissions() -> Submissions:
+        return Submissions(store, jobs, tmp_path, tmp_path, clock)
+
+    return JobsService(jobs, submissions, lambda uid: None, clock), store
+
+
+async def asked(service: JobsService, verb: str, request: Any) -> tuple[str, str]:
+    context, method = Context(), METHODS[verb]
+    try:
+        if method.server_streaming:
+            async for _ in getattr(service, verb)(request, context):
+                break
+        else:
+            await getattr(service, verb)(request, context)
+    except Ended:
+        pass
+    return context.refused
+
+
+@pytest.mark.parametrize("verb", sorted(METHODS))
+async def test_a_job_of_another_namespace_is_as_absent_as_one_that_never_was(tmp_path: Path, verb: str) -> None:
+    service, store = await service_of(tmp_path)
+    before = await store.list("")
+    made = getattr(pb, METHODS[verb].input_type.name)
+    with acting_for(OTHER):
+        told = {name: await asked(service, verb, made(job=name, **MORE.get(verb, {}))) for name in NAMES}
+    for name, (code, said) in told.items():
+        assert code == "NOT_FOUND", (name, code, said)
+        assert said.replace(repr(name), "X") == told["nothing"][1].replace("'nothing'", "X")
+    assert (await store.list("")).kvs == before.kvs
+
+
+async def test_its_own_namespace_is_where_a_caller_looks_names_up(tmp_path: Path) -> None:
+    service, _ = await service_of(tmp_path)
+    with acting_for(OWN):
+        for name in ("u1", "secret", "vision/secret"):
+            assert await asked(service, "GetJob", pb.GetJobRequest(job=name)) == ("OK", "")
+
+
+async def test_the_list_has_what_is_the_callers(tmp_path: Path) -> None:
+    service, _ = await service_of(tmp_path)
+    for one, names in ((OWN, ["secret"]), (OTHER, [])):
+        with acting_for(one):
+            reply = await service.ListJobs(pb.ListJobsRequest(), Context())
+        assert [job.name for job in reply.jobs] == names
+
+
+async def test_nobody_submits_to_a_namespace_that_is_not_theirs_nor_ends_a_job_there(tmp_path: Path) -> None:
+    _, store = await service_of(tmp_path)
+    submissions = Submissions(store, StoredJobs(store), tmp_path, tmp_path, FakeClock())
+    before = (await store.list("")).kvs
+    with acting_for(OTHER), pytest.raises(Forbidden, match="namespace 'vision' is not yours"):
+        await submissions.create("r2", json.dumps(SPEC), True)
+    assert (await store.list("")).kvs == before
+
+
+async def test_a_spec_without_a_namespace_is_for_the_callers_own(tmp_path: Path) -> None:
+    _, store = await service_of(tmp_path)
+    submissions = Submissions(store, StoredJobs(store), tmp_path, tmp_path, FakeClock())
+    tree = {key: value for key, value in SPEC.items() if key != "namespace"}
+    (tmp_path / "d.jsonl").write_text('{"prompt": "p", "answer": "a"}\n' * 9)
+    tree["data"] = {"path": str(tmp_path / "d.jsonl")}
+    with acting_for(OWN):
+        assert await submissions.create("r2", json.dumps(tree), False) == "u1"  # the one of that name there goes on
+
+
+async def test_a_runs_files_are_served_to_those_who_may_see_the_job(tmp_path: Path) -> None:
+    _, store = await service_of(tmp_path)
+    jobs = StoredJobs(store, OwnStorage("n", tmp_path, None))  # type: ignore[arg-type]
+    with acting_for(OTHER), pytest.raises(NotFound, match="there is no job"):
+        await jobs.own_folder("u1")

@@ -1,0 +1,138 @@
+"""What the page shows of jobs as they stand in the store: to whom, and what of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stored_job import StoredJob
+
+from controllers.page.shown import MOST_EVENTS, Shown
+from controllers.service.access import Caller, Role, acting_for
+from controllers.service.records import StoredJobs
+from controllers.service.refusals import NotFound
+from gcore.config import parse_spec
+from gcore.ledger.claims import Claim, Shares
+from gcore.ledger.job import NodeRecord, Trouble
+from gcore.ledger.placing import Move, MoveKind, Moves, SplitPart
+from gcore.store import keys
+from gcore.store.types import Put
+from gcore.testing import FakeClock, MemoryCluster, MemoryStore
+
+SPEC = {
+    "name": "u",
+    "model": {"path": "m"},
+    "data": {"path": "d"},
+    "flow": {"steps": 9},
+    "rollout": {"max_new_tokens": 4},
+}
+SECRET = "a secret of the spec"
+ANN = Caller("ann", Role.VIEWER, frozenset({"research"}))
+BOB = Caller("bob", Role.VIEWER, frozenset({"default"}))
+
+
+async def a_job(run_dir: Path, namespace: str = "default") -> tuple[StoredJob, Shown]:
+    clock = FakeClock()
+    store = MemoryStore(MemoryCluster(clock))
+    job = StoredJob(store, "u", "n0.me")
+    await job.create()
+    assert job.mirror.job is not None
+    tree = parse_spec({**SPEC, "model": {"path": SECRET}}).model_dump(mode="json")
+    changes = {"spec": tree, "run_dir": str(run_dir), "namespace": namespace}
+    record = job.mirror.job.record.model_copy(update=changes)
+    node = NodeRecord(
+        name="n0",
+        incarnation="n0.me",
+        address="10.0.0.7:1",
+        metrics_address="0.0.0.0:9090",
+        slots=("cpu:0",),
+        pid=1,
+        started=0.0,
+    )
+    puts = [Put(job.keys.job, record.encode()), Put(keys.request("u"), b"u"), Put(keys.node("n0"), node.encode())]
+    await store.transact((), tuple(puts))
+    await job.look()
+    return job, Shown("n0", StoredJobs(store), lambda uid: None, clock)
+
+
+async def test_the_list_has_the_jobs_and_the_nodes(tmp_path: Path) -> None:
+    _, shown = await a_job(tmp_path)
+    tree = await shown.cluster()
+    assert [(one["name"], one["state"], one["step"], one["steps"]) for one in tree["jobs"]] == [("u", "RUNNING", 0, 9)]
+    assert (tree["nodes"], tree["node"], tree["more"]) == ([{"name": "n0", "slots": 1}], "n0", False)
+    assert json.loads(json.dumps(tree)) == tree
+
+
+async def test_prometheus_is_told_where_nodes_are_reached(tmp_path: Path) -> None:
+    _, shown = await a_job(tmp_path)
+    assert await shown.targets() == [{"targets": ["10.0.0.7:9090"], "labels": {"node": "n0"}}]
+
+
+async def test_who_has_no_part_in_a_namespace_is_told_nothing_of_its_jobs(tmp_path: Path) -> None:
+    _, shown = await a_job(tmp_path, "research")
+    with acting_for(BOB):
+        assert (await shown.cluster())["jobs"] == []
+        for asked in (shown.job("u", -1), shown.slots("u")):
+            with pytest.raises(NotFound, match="there is no job 'u'"):
+                await asked
+    with acting_for(ANN):
+        assert [one["name"] for one in (await shown.cluster())["jobs"]] == ["research/u"]
+        assert (await shown.job("u", -1))["name"] == "research/u"
+    with pytest.raises(NotFound):
+        await shown.job("nobody", -1)
+
+
+async def test_a_job_is_shown_with_its_curves_moves_warnings_and_events_and_nothing_of_its_spec(tmp_path: Path) -> None:
+    job, shown = await a_job(tmp_path)
+    steps = [{"kind": "step", "lineage": 0, "step": at, "metrics": {"reward": at / 4}} for at in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in steps))
+    before, after = (SplitPart(mode="coexisting", rollout=n, reward=4 - n, train=1) for n in (3, 2))
+    move = Move(
+        generation=2,
+        step=1,
+        kind=MoveKind.SPLIT,
+        before=before,
+        after=after,
+        reason="judges lag",
+        time=5.0,
+        expected_s=2.0,
+        before_s=3.0,
+    )
+    trouble = Trouble(topic="t", node="n0", sentence="s" * 5000, time=1.0)
+    puts = (Put(job.keys.moves, Moves().plus(move).encode()), Put(job.keys.trouble("t"), trouble.encode()))
+    await job.store.transact((), puts)
+    tree: dict[str, Any] = await shown.job("u", -1)
+    assert tree["curves"]["points"]["reward"] == [(1, 0.25), (2, 0.5)]
+    (told,) = tree["moves"]
+    assert "because judges lag" in told["said"]
+    assert told["expected"].startswith("a step was to take 2.0 s instead of 3.0 s")
+    assert tree["split"]["train"] == 2
+    assert len(tree["warnings"][0]["sentence"]) == 2000
+    kinds = [event["kind"] for event in tree["events"]]
+    assert {"state", "warning", "placement"} <= set(kinds)
+    assert all(len(event["message"]) <= 2000 for event in tree["events"])
+    assert SECRET not in json.dumps(tree)
+    newest = tree["events"][-1]["sequence"]
+    assert (await shown.job("u", newest))["events"] == []
+    assert len((await shown.job("u", newest - 1))["events"]) == 1
+    assert len(tree["events"]) <= MOST_EVENTS
+
+
+async def test_a_folder_that_cannot_be_read_leaves_the_rest_of_the_page(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    (tmp_path / "books").write_text("no folder")
+    _, shown = await a_job(tmp_path)
+    assert (await shown.job("u", -1))["curves"] == {}
+    assert (await shown.slots("u"))["rows"] == []
+
+
+async def test_a_job_that_waits_for_slots_says_so(tmp_path: Path) -> None:
+    job, shown = await a_job(tmp_path)
+    claim, shares = Claim(name="u", least=4), Shares()
+    await job.store.transact((), (Put(job.keys.active, claim.encode()), Put(keys.SHARES, shares.encode())))
+    tree = await shown.job("u", -1)
+    assert (tree["state"], tree["slots"], tree["place"]) == ("QUEUED", 0, 1)
+    (listed,) = (await shown.cluster())["jobs"]
+    assert (listed["state"], listed["place"]) == ("QUEUED", 1)

@@ -1,0 +1,255 @@
+"""A store that is put back to an older state: what the run's folder has of the future that was cut off does no harm."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from recorded_job import KEYS, UID, RecordedJob
+
+from controllers.accounting import account
+from controllers.actions import Account
+from controllers.rolling import all_seen
+from controllers.service.audits import audit_of_folder, audit_of_records
+from controllers.service.records import StoredJobs
+from gcore.config import parse_spec
+from gcore.ledger import archive, store_copy
+from gcore.ledger.audit import Audit
+from gcore.ledger.chain import Seen
+from gcore.ledger.guarded import Ledger, Stored, TxnOutcome
+from gcore.ledger.job import JobPhase, NodeRecord
+from gcore.ledger.node_folder import NodeFolder
+from gcore.ledger.records import EndedRef
+from gcore.ledger.remains import left_in
+from gcore.ledger.stream import in_order
+from gcore.store.types import WatchBatch, WatchEvent
+from gcore.tracking.file import MetricsFile
+from gcore.tracking.lines import Source, decode
+
+
+def audited(job: RecordedJob) -> Audit:
+    listing = job.listing
+    batch = WatchBatch(tuple(WatchEvent("put", kv) for kv in listing.kvs), listing.revision, reset=True)
+    return audit_of_records(UID, batch, job.run_dir)
+
+
+def told(job: RecordedJob) -> list[dict[str, Any]]:
+    """The lines of `metrics.jsonl`, brought up to date."""
+    mirror = job.mirror
+    assert mirror.job is not None
+    assert mirror.status is not None
+    log = {seq: stored.record for seq, stored in mirror.log.items()}
+    source = Source(mirror.job.record, mirror.status.record, log, {})
+    file = MetricsFile(job.run_dir)
+    file.bring(source, 1.0, lambda: archive.read(job.run_dir))
+    return [line for raw in file.path.read_bytes().splitlines() if (line := decode(raw)) is not None]
+
+
+def steps(job: RecordedJob, count: int) -> None:
+    for _ in range(count):
+        job.step()
+
+
+def test_what_was_archived_of_a_future_that_was_cut_off_is_no_part_of_the_new_lineage(tmp_path: Path) -> None:
+    job = RecordedJob(tmp_path)
+    steps(job, 3)
+    older = job.snapshot()
+    steps(job, 4)
+    job.prune(3)
+    told(job)
+    lost = job.head.seq
+    job.put_back(older)
+    assert job.head.seq == 3
+    assert left_in(tmp_path) == Seen(lineage=0, entry=lost)
+    job.roll_back(left_in(tmp_path))
+    assert (job.head.lineage, job.head.step, job.head.seq) == (1, 2, lost + 1)
+    assert job.head.lineages[-1].entry == lost + 1
+    steps(job, 4)
+    job.prune(9)
+    found = audited(job)
+    assert found.clean, found.violations
+    assert found.steps == 6
+    assert found.lineages == 1
+    assert [line["seq"] for line in told(job)] == list(range(job.head.seq + 1))
+
+
+def test_numbers_that_are_given_out_twice_are_refuted(tmp_path: Path) -> None:
+    """What the rule is for: without it the audit takes the other future's entries for damage."""
+    job = RecordedJob(tmp_path)
+    steps(job, 3)
+    older = job.snapshot()
+    steps(job, 4)
+    job.prune(5)
+    job.put_back(older)
+    job.roll_back()
+    steps(job, 4)
+    assert not audited(job).clean
+
+
+def test_only_numbers_that_a_rollback_says_were_left_out_may_be_missing(tmp_path: Path) -> None:
+    job = RecordedJob(tmp_path)
+    steps(job, 3)
+    older = job.snapshot()
+    steps(job, 3)
+    told(job)
+    job.put_back(older)
+    job.roll_back(left_in(tmp_path))
+    steps(job, 1)
+    assert audited(job).clean, audited(job).violations
+    head, told_by = job.head, job.head.lineages[-1].entry
+    assert told_by is not None
+    silent = head.model_copy(update={"lineages": (*head.lineages[:-1], replaced(head.lineages[-1], None))})
+    elsewhere = head.model_copy(update={"lineages": (*head.lineages[:-1], replaced(head.lineages[-1], head.seq))})
+    entry = job.mirror.log[told_by].record
+    for harm in (
+        {KEYS.head: silent.encode()},
+        {KEYS.head: elsewhere.encode()},
+        {KEYS.log(told_by): entry.model_copy(update={"follows": None}).encode()},
+        {KEYS.log(told_by): entry.model_copy(update={"follows": 1}).encode()},
+        {KEYS.log(2): None},
+    ):
+        before = {key: kv.value for key in harm for kv in job.listing.kvs if kv.key == key}
+        job.corrupt(dict(harm))
+        assert not audited(job).clean, harm
+        job.corrupt(dict(before))
+    assert audited(job).clean
+
+
+def replaced(lineage: Any, entry: int | None) -> Any:
+    return lineage.model_copy(update={"entry": entry})
+
+
+@settings(max_examples=15)
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3), st.booleans()), min_size=1, max_size=3))
+def test_however_often_it_is_put_back_to_whatever_state_the_audit_stays_clean(
+    tmp_path_factory: pytest.TempPathFactory, tries: list[tuple[int, int, bool]]
+) -> None:
+    """Also from a backup of a future that was cut off itself."""
+    job = RecordedJob(tmp_path_factory.mktemp("run"))
+    backups = [job.snapshot()]
+    for before, after, from_first in tries:
+        steps(job, before)
+        backups.append(job.snapshot())
+        if job.head.step + after < 9:
+            steps(job, after)
+        job.prune(4)
+        told(job)
+        job.put_back(backups[len(backups) // 2 if from_first else -1])
+        job.roll_back(left_in(job.run_dir))
+        assert audited(job).clean, audited(job).violations
+    steps(job, 1)
+    job.prune(9)
+    assert audited(job).clean, audited(job).violations
+    numbers = [line["seq"] for line in told(job)]
+    assert numbers == sorted(set(numbers))
+
+
+@pytest.mark.parametrize("over", [False, True], ids=["it goes on", "it comes to another end"])
+async def test_an_end_that_was_cut_off_is_not_taken_for_the_new_one(tmp_path: Path, over: bool) -> None:
+    def lived() -> RecordedJob:
+        job = RecordedJob(tmp_path)
+        steps(job, 3)
+        older = job.snapshot()
+        steps(job, 2)
+        job.end(JobPhase.CANCELLED)
+        assert told(job)[-1]["kind"] == "end"
+        asyncio.run(StoredJobs(job.store).audit(UID))  # which leaves a copy of the records
+        job.put_back(older)
+        assert left_in(tmp_path).entry == 5
+        job.roll_back(left_in(tmp_path))
+        steps(job, 1)
+        if over:
+            job.end(JobPhase.FAILED)
+        return job
+
+    job = await asyncio.to_thread(lived)
+    assert (await StoredJobs(job.store).audit(UID)).clean
+    kinds = [line["kind"] for line in await asyncio.to_thread(told, job)]
+    assert kinds.count("end") == 1 + over
+    assert (kinds[-1] == "end") == over
+    copy = store_copy.read(tmp_path)
+    assert copy is not None
+    assert copy.head.lineage == (1 if over else 0)
+    assert audit_of_folder(tmp_path).clean
+    assert store_copy.is_left(tmp_path, job.head) == over
+
+
+async def test_nothing_is_accounted_for_before_the_rollback(tmp_path: Path) -> None:
+    def prepared() -> RecordedJob:
+        job = RecordedJob(tmp_path)
+        steps(job, 3)
+        older = job.snapshot()
+        steps(job, 1)
+        told(job)
+        job.put_back(older)
+        return job
+
+    job = await asyncio.to_thread(prepared)
+    ref = next(in_order(job.rules, job.head, ()))
+    ended = Account((EndedRef(ref=ref, kind="failed", reason="the reward raised"),))
+    hands: Any = SimpleNamespace(ledger=Ledger(job.store, KEYS), run_dir=tmp_path)
+    view = seen_by(job)
+    done = await account(ended, view, hands)
+    assert done.outcome is TxnOutcome.STALE
+    assert "entries up to 4, head is entry 3: a rollback comes first" in done.sentence
+    await asyncio.to_thread(job.roll_back, left_in(tmp_path))
+    assert (await account(ended, seen_by(job), hands)).outcome is TxnOutcome.WON
+    assert job.head.seq == 6
+
+
+def seen_by(job: RecordedJob) -> Any:
+    """A view in which the world is lost, for its first node is gone."""
+    from controllers.view import JobView
+
+    nodes = {"node-1": NodeRecord(name="node-1", incarnation="node-1.b", address="h:1", slots=("cpu:0",), pid=1)}
+    assert job.mirror.job is not None
+    spec = parse_spec(job.mirror.job.record.spec)
+    return JobView(spec, job.rules, job.mirror, "node-1.b", "node-1", nodes, {})
+
+
+async def test_while_a_node_of_version_1_is_there_no_number_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = await asyncio.to_thread(RecordedJob, tmp_path)
+    archive.append(tmp_path, "a", [job.mirror.log[0].record.model_copy(update={"seq": 9, "lineage": 3})])
+    view = replace(seen_by(job), engines={}, ranks={})
+    assert await all_seen(view, tmp_path) == Seen(lineage=3, entry=9)
+    told = {"node-1": Stored(NodeFolder(node="node-1", by="node-1.b", entry=12), 1)}
+    elsewhere = replace(view, mirror=replace(view.mirror, folders=told))
+    assert await all_seen(elsewhere, tmp_path) == Seen(lineage=3, entry=12), (
+        "where nodes share no folder, each says of its own"
+    )
+    monkeypatch.setattr("controllers.rolling.spoken", lambda: 1)
+    assert await all_seen(view, tmp_path) == Seen(lineage=3, entry=0)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+def strange(path: Path) -> None:
+    path.write_bytes(b'[1]\n{"seq":true,"lineage":-1}\nnull\n\xff\n' + path.read_bytes())
+
+
+def long(path: Path) -> None:
+    path.write_bytes(b"\n" + b"x" * (5 << 20) + b"\n" + path.read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("harm", "entry"), [(cut, 3), (strange, 4), (long, 4)], ids=["the last line is cut off", "strange lines", "long"]
+)
+def test_what_is_left_is_read_from_the_whole_lines(tmp_path: Path, harm: Callable[[Path], None], entry: int) -> None:
+    job = RecordedJob(tmp_path)
+    steps(job, 4)
+    assert left_in(tmp_path) == Seen()
+    told(job)
+    assert left_in(tmp_path) == Seen(entry=4)
+    harm(MetricsFile(tmp_path).path)
+    assert left_in(tmp_path) == Seen(entry=entry)

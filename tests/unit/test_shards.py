@@ -1,0 +1,45 @@
+"""What the API says of a job's shards: all of them, whose each is, and the first prompt of it without an outcome."""
+
+from __future__ import annotations
+
+from job_views import KEYS, stored
+
+from controllers.service.shards import shards_of
+from gcore.config import parse_spec
+from gcore.ledger import chain
+from gcore.ledger.chain import Writer
+from gcore.ledger.job import JobRecord
+from gcore.ledger.mirror import JobMirror
+from gcore.ledger.records import Assignment
+from gcore.prompts.cursor import Cursors, ShardCursor
+
+SPEC = parse_spec(
+    {
+        "name": "j",
+        "model": {"path": "m"},
+        "data": {"path": "d", "shards": 16},
+        "flow": {"steps": 9},
+        "rollout": {"max_new_tokens": 4},
+    }
+)
+JOB = JobRecord(uid="u", name="j", spec=SPEC.model_dump(mode="json"), run_dir="/r", created=0.0, prompts=40)
+
+
+def test_a_job_that_has_not_begun_has_all_its_shards_and_nobody_has_them() -> None:
+    shards = shards_of(JobMirror(KEYS, job=stored(JOB))).shards
+    assert [one.shard for one in shards] == list(range(16))
+    assert sum(one.length for one in shards) == 40
+    assert {(one.node, one.incarnation, one.data_epoch, one.seq, one.ahead) for one in shards} == {("", "", 0, 0, 0)}
+
+
+def test_each_shard_says_whose_it_is_and_how_far() -> None:
+    owners = (0, 1, None, *(0,) * 13)
+    cursors = Cursors((ShardCursor(7, 0b1011), *(ShardCursor(),) * 15))
+    head = chain.base(16, "w", Writer("a", "n")).head.model_copy(update={"cursors": cursors})
+    assigned = Assignment(members=("node-0.aa", "node-1.bb"), owners=owners)
+    mirror = JobMirror(KEYS, job=stored(JOB), head=stored(head), assign=stored(assigned))
+    first, second, third, *_ = shards_of(mirror).shards
+    # Three prompts are in the first shard: two whole epochs, and the second prompt of the third one.
+    assert (first.length, first.data_epoch, first.seq, first.ahead) == (3, 2, 1, 3)
+    assert (first.node, first.incarnation) == ("node-0", "node-0.aa")
+    assert (second.node, third.node, third.incarnation) == ("node-1", "", "")

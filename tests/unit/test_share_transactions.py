@@ -1,0 +1,118 @@
+"""No plan is made of slots that were given back, and none is given back that a plan uses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from job_views import KEYS, running_job
+
+from controllers import apply, rolling, starting
+from controllers.actions import GiveBack, Replan
+from controllers.view import JobView
+from gcore.ledger import share_transactions
+from gcore.ledger.claims import Claim, KnownShare, Share, Shares, by_node, slots_of
+from gcore.ledger.guarded import Stored, Transaction, TxnKind
+from gcore.ledger.job import Plan
+from gcore.store import keys
+from gcore.store.types import Put
+from gcore.testing import FakeClock, MemoryCluster
+
+BOTH = {"n": ("cpu:0", "cpu:1")}
+ONE = frozenset({("n", "cpu:1")})
+
+
+@pytest.fixture
+def cluster() -> MemoryCluster:
+    return MemoryCluster(FakeClock())
+
+
+def put(cluster: MemoryCluster, key: str, value: bytes) -> int:
+    return cluster.transact((), (Put(key, value),)).revision
+
+
+def shares(granted: Any = None) -> Shares:
+    return Shares(jobs={"u": Share(granted={"n": ("cpu:0",)} if granted is None else granted, held=BOTH)})
+
+
+def known(cluster: MemoryCluster, said: Shares | None = None) -> KnownShare:
+    said = said or shares()
+    return KnownShare("u", said, put(cluster, keys.SHARES, said.encode()))
+
+
+def won(cluster: MemoryCluster, txn: Transaction) -> bool:
+    return cluster.transact(txn.compares, txn.writes).won
+
+
+def planned(cluster: MemoryCluster) -> Stored[Plan]:
+    plan = Plan(generation=1, world="w", ranks=(), engines=())
+    return Stored(plan, put(cluster, KEYS.plan, plan.encode()))
+
+
+def test_what_is_given_back_is_nobodys(cluster: MemoryCluster) -> None:
+    txn = share_transactions.give_back(KEYS, planned(cluster), known(cluster), ONE)
+    assert txn.kind is TxnKind.GIVE_BACK
+    assert won(cluster, txn)
+    kv = cluster.get(keys.SHARES)
+    assert kv is not None
+    assert slots_of(Shares.decode(kv.value).jobs["u"].held) == {("n", "cpu:0")}
+
+
+def test_nothing_is_given_back_that_a_newer_plan_may_use(cluster: MemoryCluster) -> None:
+    plan = planned(cluster)
+    txn = share_transactions.give_back(KEYS, plan, known(cluster), ONE)
+    planned(cluster)
+    assert not won(cluster, txn)
+
+
+def test_nothing_is_given_back_from_shares_that_are_others_by_now(cluster: MemoryCluster) -> None:
+    txn = share_transactions.give_back(KEYS, planned(cluster), known(cluster), ONE)
+    known(cluster, shares(BOTH))
+    assert not won(cluster, txn)
+
+
+def test_a_job_that_was_never_planned_gives_back_as_long_as_it_is_not(cluster: MemoryCluster) -> None:
+    txn = share_transactions.give_back(KEYS, None, known(cluster), ONE)
+    planned(cluster)
+    assert not won(cluster, txn)
+
+
+def test_who_shares_out_goes_by_what_stands(cluster: MemoryCluster) -> None:
+    assert won(cluster, share_transactions.share_out(KEYS, None, shares()))
+    assert not won(cluster, share_transactions.share_out(KEYS, None, shares()))
+    stands = known(cluster)
+    assert won(cluster, share_transactions.share_out(KEYS, Stored(stands.shares, stands.revision), shares(BOTH)))
+
+
+def test_a_claim_is_changed_only_as_it_was_seen_and_never_of_a_job_that_ended(cluster: MemoryCluster) -> None:
+    revision = put(cluster, KEYS.active, Claim().encode())
+    txn = share_transactions.set_claim(KEYS, Stored(Claim(), revision), Claim(paused=True))
+    cluster.transact((), (Put(KEYS.active, Claim(priority=3).encode()),))
+    assert not won(cluster, txn)
+
+
+def job(cluster: MemoryCluster) -> JobView:
+    view = running_job()
+    return replace(view, share=known(cluster), mirror=replace(view.mirror, plan=planned(cluster)))
+
+
+def test_every_plan_compares_who_has_which_slots(cluster: MemoryCluster) -> None:
+    view = job(cluster)
+    assert view.mirror.plan is not None
+    new = view.mirror.plan.record.model_copy(update={"generation": 2})
+    txn = apply._transaction(Replan(new), view, None)  # type: ignore[arg-type]
+    known(cluster, shares(BOTH))
+    assert not won(cluster, txn)
+    for module in (apply, rolling, starting):
+        plain = Transaction(TxnKind.REPLAN, (), ())
+        kept = module.keeping_to(view.share, plain)  # type: ignore[attr-defined]
+        assert [compare.key for compare in kept.compares] == [keys.SHARES]
+        assert module.keeping_to(None, plain) is plain  # type: ignore[attr-defined]
+
+
+def test_giving_back_is_one_transaction_of_the_jobs(cluster: MemoryCluster) -> None:
+    view = job(cluster)
+    txn = apply._transaction(GiveBack(ONE), view, None)  # type: ignore[arg-type]
+    assert won(cluster, txn)
+    assert by_node(slots_of(shares().released("u", ONE).jobs["u"].held)) == {"n": ("cpu:0",)}

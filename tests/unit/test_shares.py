@@ -1,0 +1,235 @@
+"""Who gets which slots where several jobs want them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gcore.ledger.claims import Claim, Queued, Share, Shares, by_node, slots_of
+from placement.shares import Cluster, queue, shared_out
+
+
+def nodes(**slots: int) -> dict[str, tuple[str, ...]]:
+    return {name: tuple(f"cpu:{number}" for number in range(count)) for name, count in slots.items()}
+
+
+def settled(cluster: Cluster, claims: Mapping[str, Claim], shares: Shares | None = None) -> Shares:
+    """After all that is asked back was given back."""
+    shares = shares or Shares()
+    for _ in range(20):
+        found = shared_out(cluster, claims, shares)
+        for uid, share in list(found.jobs.items()):
+            found = found.released(uid, share.surplus)
+        if found == shares:
+            return found
+        shares = found
+    raise AssertionError("it never comes to rest")
+
+
+def counts(shares: Shares) -> dict[str, int]:
+    return {uid: len(slots_of(share.granted)) for uid, share in shares.jobs.items()}
+
+
+def test_a_job_alone_has_all_slots() -> None:
+    cluster = Cluster(nodes(a=2, b=3))
+    shares = shared_out(cluster, {"one": Claim()}, Shares())
+    assert shares.jobs["one"].granted == cluster.nodes
+    assert shared_out(cluster, {"one": Claim()}, shares) is shares
+
+
+def test_two_equals_have_half_each_and_the_older_the_odd_one() -> None:
+    claims = {"b": Claim(created=1.0), "a": Claim(created=2.0)}
+    assert counts(settled(Cluster(nodes(n=2, m=3)), claims)) == {"b": 3, "a": 2}
+
+
+def test_what_one_may_still_use_is_nobody_elses() -> None:
+    cluster = Cluster(nodes(n=4))
+    alone = shared_out(cluster, {"one": Claim()}, Shares())
+    both = shared_out(cluster, {"one": Claim(), "two": Claim(created=9.0)}, alone)
+    assert counts(both) == {"one": 2}
+    assert len(both.jobs["one"].surplus) == 2
+    given_back = both.released("one", both.jobs["one"].surplus)
+    assert counts(shared_out(cluster, {"one": Claim(), "two": Claim(created=9.0)}, given_back)) == {"one": 2, "two": 2}
+
+
+def test_a_job_of_a_higher_priority_takes_what_it_needs_and_the_lower_has_the_rest() -> None:
+    cluster = Cluster(nodes(n=4))
+    low = {"low": Claim()}
+    before = settled(cluster, low)
+    claims = {**low, "high": Claim(priority=5, least=3, created=9.0)}
+    assert counts(settled(cluster, claims, before)) == {"high": 3, "low": 1}
+    claims = {**low, "high": Claim(priority=5, least=4, created=9.0)}
+    after = settled(cluster, claims, before)
+    assert counts(after) == {"high": 4}
+    assert queue(cluster, claims, after) == {"low": Queued(1, "it needs 1 slot, and of 4 slots others have 4")}
+
+
+def test_nobody_is_interrupted_for_an_equal() -> None:
+    cluster = Cluster(nodes(n=2))
+    before = settled(cluster, {"runs": Claim(least=2, created=5.0)})
+    claims = {"runs": Claim(least=2, created=5.0), "older": Claim(least=2, created=1.0)}
+    assert counts(settled(cluster, claims, before)) == {"runs": 2}
+
+
+def test_a_namespace_has_no_more_than_its_quota() -> None:
+    cluster = Cluster(nodes(n=8), quotas={"small": 2})
+    claims = {
+        "a": Claim(namespace="small"),
+        "b": Claim(namespace="small", created=1.0, least=2),
+        "c": Claim(created=2.0),
+    }
+    shares = settled(cluster, claims)
+    assert counts(shares) == {"a": 2, "c": 6}
+    assert queue(cluster, claims, shares)["b"].reason == "it needs 2 slots, and namespace 'small' may have 2 and has 2"
+
+
+def test_namespaces_share_alike_and_not_their_jobs() -> None:
+    claims = {
+        "a": Claim(namespace="x"),
+        "b": Claim(namespace="y"),
+        "c": Claim(namespace="y"),
+        "d": Claim(namespace="y"),
+    }
+    assert counts(settled(Cluster(nodes(n=12)), claims)) == {"a": 6, "b": 2, "c": 2, "d": 2}
+
+
+def test_a_paused_job_has_none_and_goes_on_where_it_was() -> None:
+    cluster = Cluster(nodes(n=2, m=2))
+    before = settled(cluster, {"one": Claim(), "two": Claim(created=1.0)})
+    paused = settled(cluster, {"one": Claim(paused=True), "two": Claim(created=1.0)}, before)
+    assert counts(paused) == {"two": 4}
+    assert queue(cluster, {"one": Claim(paused=True), "two": Claim(created=1.0)}, paused) == {}
+    assert counts(settled(cluster, {"one": Claim(), "two": Claim(created=1.0)}, paused)) == {"one": 2, "two": 2}
+
+
+def test_a_drained_nodes_slots_are_given_back_and_others_found() -> None:
+    cluster = Cluster(nodes(n=2, m=2))
+    claims = {"one": Claim(most=2)}
+    (node,) = settled(cluster, claims).jobs["one"].granted
+    out = slots_of({node: cluster.nodes[node]})
+    after = shared_out(Cluster(cluster.nodes, out), claims, settled(cluster, claims))
+    assert set(after.jobs["one"].granted) == {"n", "m"} - {node}
+    assert after.jobs["one"].surplus == out
+
+
+def test_the_slots_of_a_node_that_is_away_stay_its_jobs() -> None:
+    cluster = Cluster(nodes(n=2, m=2))
+    before = settled(cluster, {"one": Claim()})
+    away = shared_out(Cluster(nodes(n=2)), {"one": Claim(), "two": Claim(created=1.0)}, before)
+    assert away.jobs["one"].granted["m"] == ("cpu:0", "cpu:1")
+    back = shared_out(cluster, {"one": Claim(), "two": Claim(created=1.0)}, away)
+    assert counts(back)["one"] == 2
+
+
+def test_wide_engines_find_room_and_narrow_ones_move_for_them() -> None:
+    cluster = Cluster(nodes(n=4, m=4))
+    scattered = Shares(
+        jobs={"narrow": Share(granted={"n": ("cpu:1",), "m": ("cpu:1",)}, held={"n": ("cpu:1",), "m": ("cpu:1",)})}
+    )
+    claims = {"narrow": Claim(most=2), "wide": Claim(unit=4, least=4, most=4, created=1.0)}
+    after = settled(cluster, claims, scattered)
+    assert counts(after) == {"narrow": 2, "wide": 4}
+    assert len(after.jobs["wide"].granted) == 1
+
+
+def test_one_that_ended_is_forgotten() -> None:
+    cluster = Cluster(nodes(n=2))
+    before = settled(cluster, {"one": Claim(), "two": Claim()})
+    assert counts(settled(cluster, {"two": Claim()}, before)) == {"two": 2}
+
+
+def test_a_slot_that_is_granted_is_not_given_back() -> None:
+    shares = Shares(jobs={"one": Share(granted={"n": ("cpu:0",)}, held={"n": ("cpu:0",)})})
+    with pytest.raises(ValueError, match="gives back only"):
+        shares.released("one", frozenset({("n", "cpu:0")}))
+
+
+CLAIMS = st.dictionaries(
+    st.sampled_from("abcdef"),
+    st.builds(
+        Claim,
+        namespace=st.sampled_from(["x", "y", "z"]),
+        priority=st.integers(-1, 1),
+        least=st.integers(1, 6),
+        most=st.none() | st.integers(6, 9),
+        unit=st.sampled_from([1, 1, 2, 4]),
+        created=st.floats(0, 9),
+        paused=st.booleans(),
+        ends=st.sampled_from(["", "", "asked"]),
+    ),
+    max_size=6,
+)
+CLUSTERS = st.builds(
+    Cluster,
+    st.dictionaries(st.sampled_from(["n", "m", "o"]), st.integers(0, 6)).map(lambda counts: nodes(**counts)),
+    st.frozensets(st.tuples(st.sampled_from(["n", "m", "o"]), st.sampled_from(["cpu:0", "cpu:3"])), max_size=3),
+    st.dictionaries(st.sampled_from(["x", "y"]), st.integers(0, 6)),
+)
+
+
+def check(cluster: Cluster, claims: Mapping[str, Claim], before: Shares, after: Shares) -> None:
+    there = slots_of(cluster.nodes) - cluster.out
+    seen: set[tuple[str, str]] = set()
+    used: dict[str, int] = {}
+    assert after.jobs.keys() <= claims.keys()
+    assert all(share.held for share in after.jobs.values())
+    for uid, share in after.jobs.items():
+        claim, granted, held = claims[uid], slots_of(share.granted), slots_of(share.held)
+        assert seen.isdisjoint(held), "no slot is two jobs'"
+        seen |= held
+        assert granted <= held
+        old = before.jobs.get(uid, Share())
+        away = {slot for slot in granted if slot[0] not in cluster.nodes}
+        assert away <= slots_of(old.granted)
+        new = granted - away
+        assert new <= there
+        assert claim.wants or not granted
+        assert claim.most is None or len(new) <= claim.most
+        assert len(new) % claim.unit == 0
+        used[claim.namespace] = used.get(claim.namespace, 0) + len(new)
+    for uid, share in before.jobs.items():
+        kept = after.jobs.get(uid, Share()).held
+        assert uid not in claims or slots_of(share.held) <= slots_of(kept), "only who uses a slot gives it back"
+    for namespace, quota in cluster.quotas.items():
+        assert used.get(namespace, 0) <= quota
+    waiting = queue(cluster, claims, after)
+    assert waiting.keys() <= {uid for uid, claim in claims.items() if claim.wants}
+    assert [one.position for one in waiting.values()] == list(range(1, len(waiting) + 1))
+
+
+@given(st.lists(st.tuples(CLUSTERS, CLAIMS, st.booleans()), min_size=1, max_size=6))
+def test_whatever_comes_and_goes_no_slot_is_two_jobs(story: list[tuple[Cluster, dict[str, Claim], bool]]) -> None:
+    shares = Shares()
+    for cluster, claims, gives_back in story:
+        after = shared_out(cluster, claims, shares)
+        check(cluster, claims, shares, after)
+        assert shared_out(cluster, claims, after) is after, "asked twice it says the same"
+        shares = settled(cluster, claims, after) if gives_back else after
+
+
+@given(CLUSTERS, CLAIMS)
+def test_it_comes_to_rest_and_then_nothing_moves(cluster: Cluster, claims: dict[str, Claim]) -> None:
+    rest = settled(cluster, claims)
+    assert shared_out(cluster, claims, rest) is rest
+    highest = max((claim.priority for claim in claims.values() if claim.wants), default=0)
+    for uid, claim in claims.items():
+        if not claim.wants or claim.priority != highest or claim.namespace in cluster.quotas:
+            continue
+        alone = settled(Cluster(cluster.nodes, cluster.out), {uid: claim})
+        if len([one for one in claims.values() if one.wants and one.priority == highest]) == 1:
+            assert counts(rest).get(uid, 0) == counts(alone).get(uid, 0), (
+                "the only one of the highest priority has what it would have alone"
+            )
+
+
+@given(CLUSTERS, CLAIMS)
+def test_shares_are_read_as_they_were_written(cluster: Cluster, claims: dict[str, Claim]) -> None:
+    shares = settled(cluster, claims)
+    assert Shares.decode(shares.encode()) == shares
+    assert all(by_node(slots_of(share.held)) == share.held for share in shares.jobs.values())
+    for claim in claims.values():
+        assert Claim.read(claim.encode(), "here") == claim
+    assert Claim.read(b"", "here") == Claim()

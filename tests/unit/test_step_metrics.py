@@ -1,0 +1,79 @@
+"""The numbers of steps as a stream: in the chain's order, from any place of it on, also across a rollback."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from job_views import KEYS
+from job_views import stored as at
+
+from controllers.service.refusals import BadFields
+from controllers.service.step_metrics import Place, all_of, message, place_of, stored
+from gcore.api.v1 import jobs_pb2 as pb
+from gcore.ledger import archive
+from gcore.ledger.mirror import JobMirror
+from gcore.ledger.records import EndedRef, LogEntry
+from gcore.types import PromptRef
+
+
+def entry(seq: int, kind: Any, lineage: int, step: int, **stats: float) -> LogEntry:
+    return LogEntry(
+        seq=seq, parent=seq - 1 or None, kind=kind, lineage=lineage, step=step, world="w", nonce=f"n{seq}", stats=stats
+    )
+
+
+# Three steps, back to the first, and the other two again.
+CHAIN = [
+    entry(0, "base", 0, 0),
+    entry(1, "train", 0, 1, reward=0.1),
+    entry(2, "train", 0, 2, reward=0.2),
+    entry(3, "account", 0, 2),
+    entry(4, "train", 0, 3, reward=0.3),
+    entry(5, "rollback", 1, 1),
+    entry(6, "train", 1, 2, reward=0.4),
+    entry(7, "train", 1, 3, reward=0.5),
+]
+STEPS = [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3)]
+
+
+def named(entries: Any) -> list[tuple[int, int]]:
+    return [(one.lineage, one.step) for one in entries]
+
+
+def test_steps_come_in_the_order_of_the_chain_from_folder_and_store_together(tmp_path: Path) -> None:
+    archive.append(tmp_path, "w", CHAIN[:4])
+    newest = {one.seq: one for one in CHAIN[3:]}
+    assert named(all_of(tmp_path, newest, Place(0))) == STEPS
+    assert named(all_of(tmp_path, newest, Place(1))) == STEPS[1:]
+    assert named(all_of(tmp_path, newest, Place(2, lineage=0))) == STEPS[2:]
+    assert named(all_of(tmp_path / "nowhere", newest, Place(0))) == STEPS[2:]
+
+
+@given(st.integers(0, 5))
+def test_a_stream_that_goes_on_from_another_controller_loses_no_step_and_doubles_none(broken: int) -> None:
+    mirror = JobMirror(KEYS, log={one.seq: at(one) for one in CHAIN})
+    first = named(stored(mirror, Place(0)))[:broken]
+    place = Place(first[-1][1], first[-1][0]) if first else Place(0)
+    assert first + named(stored(mirror, place)) == STEPS
+
+
+def test_a_step_tells_its_finite_numbers_and_what_came_of_its_prompts() -> None:
+    trained = EndedRef(ref=PromptRef(0, 0, 0), kind="trained")
+    failed = EndedRef(ref=PromptRef(0, 0, 1), kind="failed", reason="r")
+    one = entry(1, "train", 2, 5, reward=0.25, loss=float("nan")).model_copy(update={"delta": (trained, failed)})
+    told = message(one, ())
+    assert (told.lineage, told.step) == (2, 5)
+    assert dict(told.values) == {"reward": 0.25, "groups": 1.0, "filtered": 0.0, "failed": 1.0}
+    assert dict(message(one, {"reward", "nothing"}).values) == {"reward": 0.25}
+
+
+def test_a_place_that_is_none_names_its_field() -> None:
+    assert place_of(pb.StreamMetricsRequest(after_step=3)) == Place(3)
+    assert place_of(pb.StreamMetricsRequest(after_step=3, after_lineage=0)) == Place(3, 0)
+    with pytest.raises(BadFields) as error:
+        place_of(pb.StreamMetricsRequest(after_step=-1, after_lineage=-1, names=["x"] * 999))
+    assert [one.field for one in error.value.violations] == ["after_step", "after_lineage", "names"]

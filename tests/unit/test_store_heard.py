@@ -1,0 +1,39 @@
+"""How a store that was put back is told from a member that lags behind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gcore.store.heard import Heard
+
+
+def header(cluster: int, revision: int) -> Any:
+    return SimpleNamespace(cluster_id=cluster, revision=revision)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1))
+def test_answers_of_one_store_in_whatever_order_never_contradict_the_newest(revisions: Sequence[int]) -> None:
+    heard = Heard()
+    for revision in revisions:
+        heard = heard.and_now(header(7, revision))
+    assert heard == Heard(7, max(revisions))
+    assert not heard.contradicts(header(7, max(revisions)))
+
+
+@pytest.mark.parametrize(
+    ("cluster", "revision", "contradicts"),
+    [(7, 9, True), (7, 10, False), (7, 11, False), (8, 10, True), (8, 99, True)],
+)
+def test_an_older_revision_or_another_cluster_contradicts(cluster: int, revision: int, contradicts: bool) -> None:
+    assert Heard(7, 10).contradicts(header(cluster, revision)) == contradicts
+    assert not Heard().contradicts(header(cluster, revision)), "whoever has heard nothing knows nothing"
+
+
+def test_what_another_cluster_says_is_not_mixed_with_what_was_heard() -> None:
+    assert Heard(7, 10).and_now(header(8, 99)) == Heard(7, 10)

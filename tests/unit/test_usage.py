@@ -1,0 +1,216 @@
+"""What jobs have used of the cluster: every slot-second once, whatever happens to those who write it down."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from controllers.service.access import Caller, Role, acting_for
+from controllers.service.nodes import usage_of
+from controllers.service.records import StoredJobs
+from controllers.service.refusals import BadFields
+from controllers.using import EVERY_S, UsageBook
+from gcore.api.v1 import jobs_pb2 as pb
+from gcore.ledger.books import StepBook
+from gcore.ledger.job import JobRecord
+from gcore.ledger.usage import DAY_S, KEPT_DAYS, NEWEST_STEPS, NodeUsage, PoolSeconds, day_of, pools_of, summed
+from gcore.store import keys
+from gcore.store.types import Put
+from gcore.testing import FakeClock, MemoryCluster, MemoryStore
+from gcore.testing.memory_store import Call, Fate, PerfectNetwork
+from gcore.types import Version
+
+JOB = JobRecord(uid="u", name="sums", spec={}, run_dir="/r", created=0.0, prompts=1)
+BOOKED = {
+    "busy rollout": 4.0,
+    "idle rollout tail": 1.0,
+    "busy train": 2.0,
+    "switching train>rollout": 0.5,
+    "syncing": 0.25,
+    "failed": 0.25,
+    "unallocated": 8.0,
+}
+
+
+def book(step: int, *, began: float = 100.0, booked: dict[str, float] | None = None) -> StepBook:
+    return StepBook(version=Version(0, step), began=began, seconds=4.0, slots=4, booked=booked or BOOKED, unbooked=0.5)
+
+
+def test_every_second_of_a_slot_that_was_the_jobs_is_some_pools() -> None:
+    pools = pools_of(book(1))
+    assert pools == {
+        "rollout": PoolSeconds(slot_s=5.5, busy_s=4.0),
+        "train": PoolSeconds(slot_s=2.0, busy_s=2.0),
+        "other": PoolSeconds(slot_s=1.0, busy_s=0.0),
+    }
+
+
+def used(**more: Any) -> NodeUsage:
+    return NodeUsage(**({"day": 0, "uid": "u", "job": "sums", "namespace": "default"} | more))
+
+
+@given(st.lists(st.integers(1, 5), max_size=20))
+def test_a_step_that_is_told_again_is_counted_once(steps: list[int]) -> None:
+    usage = used()
+    for step in steps:
+        usage = usage.plus(book(step)).plus(book(step))
+    assert usage.pools.get("rollout", PoolSeconds()).slot_s == pytest.approx(5.5 * len(set(steps)))
+    assert len(usage.steps) <= NEWEST_STEPS
+
+
+def test_a_step_that_is_made_again_in_another_lineage_or_later_counts_again() -> None:
+    usage = used().plus(book(1)).plus(book(1, began=200.0))
+    assert usage.pools["rollout"].slot_s == 11.0
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 9), st.sampled_from("ab"), st.sampled_from(["x", "y"]), st.floats(0.1, 100)),
+        max_size=30,
+    ),
+    st.lists(st.sampled_from(["namespace", "job", "owner", "pool"]), min_size=1, max_size=4),
+)
+def test_however_it_is_summed_the_total_is_the_same(rows: list[tuple[int, str, str, float]], by: list[str]) -> None:
+    usages = [
+        used(
+            day=day,
+            namespace=namespace,
+            job=name,
+            pools={"rollout": PoolSeconds(slot_s=s), "other": PoolSeconds(slot_s=1)},
+        )
+        for day, namespace, name, s in rows
+    ]
+    sums = summed(usages, by, 0, 9)
+    assert sum(seconds.slot_s for _, seconds in sums) == pytest.approx(sum(s + 1 for *_, s in rows))
+    assert all(set(named) == set(by) for named, _ in sums)
+
+
+class Away(PerfectNetwork):
+    """Loses an answer, or a request, now and then."""
+
+    def __init__(self, clock: FakeClock) -> None:
+        super().__init__(clock)
+        self.fates: list[Fate] = []
+
+    async def request(self, call: Call) -> Fate:
+        return self.fates.pop(0) if call.kind == "transact" and self.fates else Fate.DELIVER
+
+
+async def stored(store: MemoryStore) -> dict[int, float]:
+    """Slot-seconds of all pools, by day."""
+    sums: dict[int, float] = {}
+    for usage in await StoredJobs(store).usages():
+        sums[usage.day] = sums.get(usage.day, 0.0) + sum(one.slot_s for one in usage.pools.values())
+    return sums
+
+
+async def test_steps_are_written_a_few_at_a_time_and_all_of_them_in_the_end() -> None:
+    clock = FakeClock()
+    store = MemoryStore(MemoryCluster(clock))
+    writer = UsageBook(store, JOB, "n0", clock)
+    for step in range(1, 8):
+        await writer.add(book(step))
+        await clock.advance(EVERY_S / 4)
+    written = (await stored(store))[0]
+    assert 0 < written < 7 * 8.5
+    await writer.write()
+    assert await stored(store) == {0: 7 * 8.5}
+
+
+async def test_another_life_of_the_daemon_goes_on_adding() -> None:
+    clock = FakeClock()
+    store = MemoryStore(MemoryCluster(clock))
+    for life in range(3):
+        writer = UsageBook(store, JOB, "n0", clock)
+        await writer.begin()
+        await writer.add(book(life))
+    other = UsageBook(store, JOB, "n1", clock)
+    await other.add(book(0))
+    assert await stored(store) == {0: 4 * 8.5}
+
+
+@pytest.mark.parametrize("fate", [Fate.LOSE_REPLY, Fate.LOSE_REQUEST], ids=["made", "not made"])
+async def test_a_write_whose_answer_never_came_is_counted_once(fate: Fate) -> None:
+    clock = FakeClock()
+    network = Away(clock)
+    store = MemoryStore(MemoryCluster(clock), network=network)
+    writer = UsageBook(store, JOB, "n0", clock)
+    network.fates = [fate]
+    await writer.add(book(1))
+    await clock.advance(EVERY_S)
+    await writer.add(book(2))
+    assert await stored(store) == {0: 2 * 8.5}
+
+
+async def test_a_steps_time_belongs_to_the_day_on_which_it_ended() -> None:
+    clock = FakeClock()
+    store = MemoryStore(MemoryCluster(clock))
+    writer = UsageBook(store, JOB, "n0", clock)
+    for step, began in ((1, DAY_S - 5.0), (2, DAY_S - 4.0), (3, DAY_S + 5.0)):
+        await writer.add(book(step, began=began))
+    await writer.write()
+    assert day_of(book(1, began=DAY_S - 5.0)) == 0
+    assert await stored(store) == {0: 8.5, 1: 17.0}
+
+
+async def test_what_is_very_old_goes_when_a_job_begins() -> None:
+    clock = FakeClock()
+    store = MemoryStore(MemoryCluster(clock))
+    today = int(clock.wall() // DAY_S)
+    assert today > KEPT_DAYS
+    for day in (today - KEPT_DAYS - 1, today - KEPT_DAYS, today):
+        await store.transact((), (Put(keys.usage("n0", day, "u"), used(day=day).encode()),))
+    await UsageBook(store, JOB, "n0", clock).begin()
+    assert [one.day for one in await StoredJobs(store).usages()] == [today - KEPT_DAYS, today]
+
+
+async def test_a_record_that_cannot_be_read_stops_nobody() -> None:
+    clock = FakeClock()
+    store = MemoryStore(MemoryCluster(clock))
+    await store.transact((), (Put(keys.usage("n0", 0, "u"), b"{}x"),))
+    writer = UsageBook(store, JOB, "n0", clock)
+    await writer.add(book(1))
+    assert await stored(store) == {}
+
+
+def asked(now: float = 10 * DAY_S, **request: Any) -> list[tuple[dict[str, str], float]]:
+    usages = [
+        used(day=1, namespace="research", owner="ada", pools={"train": PoolSeconds(slot_s=10, busy_s=5)}),
+        used(day=3, namespace="research", owner="bob", pools={"rollout": PoolSeconds(slot_s=20, busy_s=5)}),
+        used(day=5, pools={"rollout": PoolSeconds(slot_s=40)}),
+    ]
+    reply = usage_of(pb.GetUsageRequest(**request), usages, now)
+    return [(dict(one.by), one.slot_seconds) for one in reply.usages]
+
+
+def test_usage_is_asked_for_by_day_and_namespace() -> None:
+    assert asked() == [({"namespace": "default"}, 40.0), ({"namespace": "research"}, 30.0)]
+    assert asked(by=["owner"]) == [({"owner": ""}, 40.0), ({"owner": "bob"}, 20.0), ({"owner": "ada"}, 10.0)]
+    assert asked(since=2.5 * DAY_S) == [({"namespace": "default"}, 40.0), ({"namespace": "research"}, 20.0)]
+    assert asked(until=1.5 * DAY_S) == [({"namespace": "research"}, 10.0)]
+    assert asked(namespace="research", by=["pool"]) == [({"pool": "rollout"}, 20.0), ({"pool": "train"}, 10.0)]
+
+
+def test_what_another_namespace_used_is_nobody_elses_business() -> None:
+    with acting_for(Caller("eve", Role.VIEWER, frozenset({"research"}))):
+        assert asked() == [({"namespace": "research"}, 30.0)]
+        assert asked(namespace="default") == []
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "a time that is none": ({"since": float("nan")}, "since"),
+    "a time before all": ({"until": -1.0}, "until"),
+    "a time after all": ({"until": float("inf")}, "until"),
+    "an end before the beginning": ({"since": 9.0, "until": 1.0}, "until"),
+    "what usage is not told by": ({"by": ["team"]}, "by"),
+}
+
+
+@pytest.mark.parametrize(("request_", "field"), WRONG.values(), ids=WRONG)
+def test_what_is_wrong_with_a_request_names_the_field(request_: dict[str, Any], field: str) -> None:
+    with pytest.raises(BadFields) as error:
+        asked(**request_)
+    assert [one.field for one in error.value.violations] == [field]
