@@ -55,6 +55,20 @@ def control_plane(result: Result) -> str:
     )
 
 
+def submit(result: Result) -> str:
+    """Jobs submitted by many at once, beside bare guarded puts."""
+    rows = [
+        [name, *(f"{result[key][f'{quantile}_ms']:,.0f}" for quantile in ("p50", "p99", "max"))]
+        for name, key in (("CreateJob", "create_job"), ("a guarded put", "guarded_put"))
+    ]
+    said = (
+        f"{result['calls']:,} calls from {result['clients']} clients, {result['calls_per_second']:.0f} a second, with "
+        f"{result['distinct_request_ids']} distinct request ids: {result['jobs']} jobs, {result['missing']} missing, {result['doubled']} "
+        f"doubled. The 99th percentile is {result['p99_times_a_put']:.1f} times a put's (goal: at most {result['limit']:.0f})."
+    )
+    return f"{table(['', 'median, ms', '99th percentile, ms', 'most, ms'], rows)}\n\n{said}"
+
+
 def tails(result: Result) -> str:
     """What each mechanism does to a step's time, and how well lengths are expected."""
     rows = [

@@ -42,6 +42,7 @@ PAGES: dict[str, Parts] = {
         "startup": cluster_parts.startup,
         "idle": cluster_parts.idle,
         "control_plane": cluster_parts.control_plane,
+        "submit": cluster_parts.submit,
         "tails": cluster_parts.tails,
         "judge": job_parts.judge,
         "placement_pairs": job_parts.placement_pairs,

@@ -21,6 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
+from measured import circumstances, write
 from three_nodes import CLOCK, Nodes, three_nodes
 
 from gcore.api.v1 import jobs_pb2 as pb
@@ -28,7 +29,6 @@ from gcore.store.client import EtcdStore
 from gcore.store.types import Compare, Put
 from gcore.testing.tiny_model import make_tiny_model
 
-RESULT = Path(__file__).parent / "results" / "submit.json"
 MOST_TIMES = 20.0
 PUT_BYTES = 4096
 """About what a job's record takes."""
@@ -138,9 +138,10 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=50)
     parser.add_argument("--calls", type=int, default=1000)
     asked = parser.parse_args()
+    begun = circumstances("grpcio")
     with tempfile.TemporaryDirectory(prefix="gcore-submit-") as folder:
-        found = asyncio.run(measure(Path(folder), asked.clients, asked.calls))
-    RESULT.write_text(json.dumps(found, indent=2) + "\n")
+        found = begun | asyncio.run(measure(Path(folder), asked.clients, asked.calls))
+    write("submit", found)
     print(json.dumps(found, indent=2))
     exact = found["missing"] == found["doubled"] == 0 and found["jobs"] == found["distinct_request_ids"]
     sys.exit(0 if exact and found["p99_times_a_put"] <= MOST_TIMES else 1)

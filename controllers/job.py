@@ -7,27 +7,25 @@ How it stands is `controllers.standing`'s. The mirror is fed by a watch; a drive
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from controllers import quota
+from controllers import quitting, quota
 from controllers.acting import Worlds, new_responding, new_worlds
-from controllers.booking import Booking
 from controllers.changes import Changes
+from controllers.chronicle import Chronicle
 from controllers.cluster import ClusterMirror
 from controllers.collectives import Collectives
 from controllers.conversing import Responding
-from controllers.deeds import LOOK_AGAIN_S, Deeds
+from controllers.deeds import Deeds
 from controllers.driving import Driver
 from controllers.engine_waits import Idle
 from controllers.engines import EngineBook
 from controllers.eval_book import StoredEvaluations
 from controllers.external_judges import ExternalJudges
 from controllers.faults import FaultBook
-from controllers.gauges import show
 from controllers.hands import Hands
 from controllers.identity import Identity
 from controllers.job_groups import JobGroups
@@ -38,7 +36,6 @@ from controllers.material import rewards_of
 from controllers.ordering import EpochOrders
 from controllers.own_files import OwnFolder, OwnFolders
 from controllers.peer import JobPeer
-from controllers.placement_gauges import show_placement
 from controllers.planner import Planner
 from controllers.polling import own_loads
 from controllers.preparing import Preparation
@@ -47,36 +44,30 @@ from controllers.pulse import EnginePatience
 from controllers.quota import RunQuota
 from controllers.ranks import RankLinks
 from controllers.reading import Reading, beside
-from controllers.service.events import EventLog, by_revision
+from controllers.service.events import by_revision
 from controllers.sharing import change_claim
 from controllers.staff import Staff
 from controllers.staged import NOTHING_STAGED, StagedWeights
 from controllers.standing import JobStanding
-from controllers.stopwatch import Stopwatch
 from controllers.storage import away, is_apart, seen_here
-from controllers.store_gauges import JobSize
 from controllers.telling import telling
 from controllers.troubles import TroubleBook
 from controllers.turns import Waits
 from controllers.using import UsageBook
-from controllers.view import EngineView, JobView
+from controllers.view import EngineView
 from gcore import logs
 from gcore.api.v1.placement_pb2 import LoadsReply
 from gcore.clock import Clock
 from gcore.config import JobSpec, NodeConfig, stored_spec
-from gcore.errors import GcoreError, StoreUnavailable
+from gcore.errors import GcoreError
 from gcore.flows import find_filters, find_flow
-from gcore.ledger import transactions
-from gcore.ledger.books_file import BookLine
-from gcore.ledger.guarded import Ledger, Stored, TxnOutcome
-from gcore.ledger.job import JobPhase, JobStatus
+from gcore.ledger.guarded import Ledger
 from gcore.ledger.placing import Moves
 from gcore.metrics import Metrics
 from gcore.otel import StepTraces
 from gcore.reward.pool import RewardPool
 from gcore.reward.scoring import Scorer
 from gcore.rollout.reaching import reach_by
-from gcore.schema import UnreadableRecord
 from gcore.store.types import Store, WatchBatch
 from gcore.tls.connecting import PLAIN, Connector
 from gcore.together import end_all
@@ -116,9 +107,7 @@ class JobRunner(JobStanding):
         self._staff = Staff(config, clock, connector, groups)
         self._groups = groups
         self._disk_gib = config.limits.disk_gib
-        self._traces = traces
-        self.events = EventLog(self.keys)
-        self._size = JobSize()
+        self.chronicle = Chronicle(store, self.keys, identity, metrics, clock, self._reach, traces)
         self._faults = FaultBook(store, self.keys, identity.node)
         self.troubles = TroubleBook(store, self.keys, identity.node, clock)
         self._rewards: RewardPool | None = None
@@ -129,10 +118,6 @@ class JobRunner(JobStanding):
         self._staged_weights: StagedWeights | None = None
         self.closed = False
         """Whether nothing more will be heard here."""
-        self.stopwatch = Stopwatch()
-        self._booking = Booking(
-            store, self.keys, identity.node, identity.lease, metrics, clock, self._reach, self._trace
-        )
         self._held_back: Callable[[], bool] = lambda: False
         self.waits = Waits({})
         self._ranks = RankLinks(clock, changes.notify, connector)
@@ -142,30 +127,17 @@ class JobRunner(JobStanding):
         self._orders: EpochOrders | None = None
         self._planner: Planner | None = None
 
-    def _trace(self, line: BookLine) -> None:
-        if self._traces is not None and self.mirror.job is not None:
-            self._traces.tell(self.mirror.job.record.full_name, self.uid, line)
-
     async def withdraw(self) -> None:
-        """Be no member of a job that cannot be worked on here, so that the others do not count on this controller."""
-        ledger = Ledger(self._store, self.keys)
-        while (await ledger.run(transactions.withdraw(self.keys, self.me, self.node))).outcome is TxnOutcome.UNKNOWN:
-            await self._clock.sleep(LOOK_AGAIN_S)
+        """Be no member of a job that cannot be worked on here."""
+        await quitting.withdraw(self._store, self.keys, self._identity, self._clock)
 
     async def end_left(self, reason: str) -> None:
-        """End the job as failed, if nobody works on it any more. Goes by the store alone: nothing is heard here by now."""
-        with contextlib.suppress(StoreUnavailable, UnreadableRecord):
-            kv = await self._store.get(self.keys.state)
-            if kv is None or (await self._store.list(self.keys.member_prefix)).kvs:
-                return
-            old = Stored(JobStatus.decode(kv.value, kv.key), kv.mod_revision)
-            if not old.record.phase.ended:
-                new = JobStatus(phase=JobPhase.FAILED, reason=reason, changed=self._clock.wall())
-                await Ledger(self._store, self.keys).run(transactions.set_status(self.keys, old, new, None))
+        """End the job as failed, if nobody works on it any more."""
+        await quitting.end_left(self._store, self.keys, self._clock, reason)
 
     async def run(self) -> None:
         """Until the job has ended."""
-        logs.about(self._told_in_logs)
+        logs.about(lambda: self.chronicle.about)
         watching = asyncio.create_task(self._watch(), name=f"watch {self.uid}")
         try:
             while self.mirror.job is None or self.mirror.status is None:
@@ -177,21 +149,12 @@ class JobRunner(JobStanding):
                 await self._reading.finish()
         finally:
             self.closed, self.is_working = True, False
-            if self.mirror.job is not None:
-                self._metrics.forget_job(self.mirror.job.record.full_name)
+            self.chronicle.close()
             self.changes.notify()
             watching.cancel()
             await self._deeds.stop()
             await self._reading.stop()
             await self._ranks.close()
-
-    def _told_in_logs(self) -> dict[str, object]:
-        told: dict[str, object] = {"job": self.uid}
-        if self.mirror.job is not None:
-            told["job_name"] = self.mirror.job.record.full_name
-        if self.mirror.head is not None:
-            told["step"] = self.mirror.head.record.step
-        return told
 
     async def _unless(self, watching: asyncio.Task[None], work: object) -> None:
         """Await `work`, and fail with the watch if that fails first."""
@@ -214,22 +177,15 @@ class JobRunner(JobStanding):
         for one in by_revision(batch):
             so_far = self.mirror
             self.mirror = seen_here(so_far.fold(one), self._run_root)
-            self.events.note(so_far, one, self.mirror, wall)
+            self.chronicle.events.note(so_far, one, self.mirror, wall)
         for key in self.mirror.unreadable.keys() - before.unreadable.keys():
             sentence = f"{self.mirror.unreadable[key].why}; it is as if it were not there"
             self.troubles.note(f"record-{self.node}", sentence)
         self._reading.note(self.mirror, self.holdings)
         self._prune(before)
-        self.stopwatch.note(before, self.mirror, self._clock.monotonic())
-        if self.mirror.head is not None:
-            self._booking.head_moved(self.mirror.head.record.version)
+        self.chronicle.note(before, batch, self.mirror)
         if self._planner is not None:
             self._planner.note(before, self.mirror)
-        show(self._metrics, self.mirror, batch, self._identity.incarnation)
-        show_placement(self._metrics, before, self.mirror)
-        self._size.note(batch)
-        if self.mirror.job is not None:
-            self._size.show(self._metrics, self.mirror.job.record.full_name)
 
     async def _work(self) -> None:
         assert self.mirror.job is not None
@@ -256,7 +212,7 @@ class JobRunner(JobStanding):
         head = self.mirror.head.record.version if self.mirror.head is not None else None
         job = self.mirror.job.record
         usage = UsageBook(self._store, job, self.node, self._clock)
-        await self._booking.begin(spec, Path(job.run_dir), head, usage)
+        await self.chronicle.booking.begin(spec, Path(job.run_dir), head, usage)
         group = await asyncio.to_thread(self._group)
         rewards = RewardPool(
             rewards_of(spec),
@@ -308,7 +264,7 @@ class JobRunner(JobStanding):
             self.holdings,
             StoredEvaluations(Ledger(self._store, self.keys), lambda: self.mirror),
             self._clock,
-            self.stopwatch,
+            self.chronicle.stopwatch,
             orders,
             filters,
             collectives,
@@ -332,7 +288,7 @@ class JobRunner(JobStanding):
         run_dir = Path(self.mirror.job.record.run_dir)
         staged = self._staged_weights = self._new_staged(run_dir)
         planner = self._planner = Planner(self, material.spec, self._clock, run_dir, self._connector)
-        books = beside(self._booking.run(), f"books {self.uid}")
+        books = beside(self.chronicle.booking.run(), f"books {self.uid}")
         try:
             async with asyncio.TaskGroup() as group:
                 work = {
@@ -353,7 +309,7 @@ class JobRunner(JobStanding):
         finally:
             # Before this process may be ended too.
             await end_all([books])
-            await self._booking.finish()
+            await self.chronicle.booking.finish()
             # First of all what is being published: it lets its engine go on.
             await self._deeds.stop()
             await peer.close()
@@ -398,9 +354,9 @@ class JobRunner(JobStanding):
         """See which engines have nothing to do, and why."""
         if self.mirror.head is not None:
             view = self.look()
-            self._booking.look(view, held_back=self._held_back())
-            idle = Idle.of(view, self._engines.busy, self._booking.stage)
-            self.stopwatch.engines.note(idle, self._clock.monotonic())
+            self.chronicle.booking.look(view, held_back=self._held_back())
+            idle = Idle.of(view, self._engines.busy, self.chronicle.booking.stage)
+            self.chronicle.stopwatch.engines.note(idle, self._clock.monotonic())
 
     def _judge_views(self) -> Mapping[str, EngineView]:
         return {} if self._judge_engines is None else self._judge_engines.views
@@ -458,7 +414,7 @@ class JobRunner(JobStanding):
             engines=self._engines,
             holdings=self.holdings,
             clock=self._clock,
-            stats=self._stats,
+            stats=self.chronicle.stats,
             tell=self.troubles.hold,
             run_dir=run_dir,
             away=partial(away, run_dir, self.node),
@@ -488,6 +444,3 @@ class JobRunner(JobStanding):
     def _brought(self) -> frozenset[str]:
         own = self._own_folder()
         return frozenset() if own is None else frozenset(own.brought)
-
-    def _stats(self, view: JobView) -> dict[str, float]:
-        return self.stopwatch.stats(view, self._clock.monotonic())

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import grpc
 import grpc.aio
 
+from gcore.rpc_handlers import Handler, like
 from gcore.schema import READABLE, SCHEMA_VERSION
 
 KEY = "gcore-schema-version"
@@ -55,9 +56,9 @@ class VersionGate(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+    ) -> Handler | None:
         """See grpc.aio.ServerInterceptor."""
         handler = await continuation(handler_call_details)
         if handler is None or not handler_call_details.method.startswith("/gcore."):
@@ -67,18 +68,11 @@ class VersionGate(grpc.aio.ServerInterceptor):
         return handler if why is None else _refusing(handler, why)
 
 
-def _refusing(handler: grpc.RpcMethodHandler[Any, Any], why: str) -> grpc.RpcMethodHandler[Any, Any]:
+def _refusing(handler: Handler, why: str) -> Handler:
     """A handler of the same kind that only refuses."""
 
     async def refuse(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:
         await context.abort(grpc.StatusCode.FAILED_PRECONDITION, why)
         raise AssertionError("abort raises")
 
-    make = {
-        (False, False): grpc.unary_unary_rpc_method_handler,
-        (False, True): grpc.unary_stream_rpc_method_handler,
-        (True, False): grpc.stream_unary_rpc_method_handler,
-        (True, True): grpc.stream_stream_rpc_method_handler,
-    }[handler.request_streaming, handler.response_streaming]
-    made: grpc.RpcMethodHandler[Any, Any] = make(refuse, handler.request_deserializer, handler.response_serializer)
-    return made
+    return like(handler, refuse)

@@ -146,7 +146,7 @@ class Shown:
     async def _events(self, uid: str, after: int) -> list[Event]:
         runner = self._runner(uid)
         if runner is not None:
-            return runner.events.after(after)
+            return runner.chronicle.events.after(after)
         keys = JobKeys(uid)
         batch = await self._jobs.batch(uid)
         history = EventLog(keys)

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import grpc
 import grpc.aio
 
 from gcore.clock import Clock
 from gcore.metrics import Metrics
+from gcore.rpc_handlers import Handler, answer_of, like
 
-Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 UNKNOWN = "unknown"
 
 
@@ -38,16 +38,16 @@ class CountedCalls(grpc.aio.ServerInterceptor):
             return None
         method = handler_call_details.method.rpartition("/")[2]
         if handler.response_streaming:
-            return _like(handler, self._stream(method, handler))
-        return _like(handler, self._unary(method, handler))
+            return like(handler, self._stream(method, handler))
+        return like(handler, self._unary(method, handler))
 
     def _unary(self, method: str, handler: Handler) -> Callable[[Any, Any], Awaitable[Any]]:
-        inner: Any = handler.stream_unary if handler.request_streaming else handler.unary_unary
+        behind = answer_of(handler)
 
         async def counted(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             begun, done = self._clock.monotonic(), False
             try:
-                answer = await inner(request, context)
+                answer = await behind(request, context)
                 done = True
                 return answer
             finally:
@@ -57,13 +57,13 @@ class CountedCalls(grpc.aio.ServerInterceptor):
         return counted
 
     def _stream(self, method: str, handler: Handler) -> Callable[[Any, Any], AsyncIterator[Any]]:
-        inner: Any = handler.stream_stream if handler.request_streaming else handler.unary_stream
+        behind = answer_of(handler)
 
         async def counted(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
             done = False
             self._metrics.open_streams.labels(method).inc()
             try:
-                async for one in inner(request, context):
+                async for one in behind(request, context):
                     yield one
                 done = True
             finally:
@@ -85,14 +85,3 @@ def _code(context: grpc.aio.ServicerContext[Any, Any], *, done: bool) -> str:
         gone = task is not None and task.cancelling() > 0
         return (grpc.StatusCode.CANCELLED if gone else grpc.StatusCode.UNKNOWN).name
     return str(code.name)
-
-
-def _like(handler: Handler, answer: Callable[..., Any]) -> Handler:
-    make = {
-        (False, False): grpc.unary_unary_rpc_method_handler,
-        (False, True): grpc.unary_stream_rpc_method_handler,
-        (True, False): grpc.stream_unary_rpc_method_handler,
-        (True, True): grpc.stream_stream_rpc_method_handler,
-    }[handler.request_streaming, handler.response_streaming]
-    made: Handler = make(answer, handler.request_deserializer, handler.response_serializer)
-    return made

@@ -12,9 +12,9 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from controllers.service.statuses import refuse
+from gcore.rpc_handlers import Handler, answer_of, like
 from gcore.rpc_status import Refusal
 
-Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 SENTENCE = "the request is not a message of the kind that is expected; use a client of this API's version"
 
@@ -32,15 +32,12 @@ class Decoding(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
         """See grpc.aio.ServerInterceptor."""
-        handler: Any = await continuation(handler_call_details)
+        handler = await continuation(handler_call_details)
         if handler is None or handler.request_streaming or handler.request_deserializer is None:
-            return handler  # type: ignore[no-any-return]
+            return handler
         decode = _decoder(handler.request_deserializer)
-        if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(
-                _stream(handler.unary_stream), decode, handler.response_serializer
-            )
-        return grpc.unary_unary_rpc_method_handler(_unary(handler.unary_unary), decode, handler.response_serializer)
+        checked = _stream if handler.response_streaming else _unary
+        return like(handler, checked(answer_of(handler)), decode)
 
 
 def _decoder(inner: Callable[[bytes], Any]) -> Callable[[bytes], Any]:

@@ -21,10 +21,10 @@ from controllers.service.refusals import Forbidden, Unauthenticated
 from controllers.service.statuses import refusal_of, refuse
 from controllers.service.token_book import TokenBook
 from gcore.errors import GcoreError
+from gcore.rpc_handlers import Handler, answer_of, like
 from gcore.tls.connecting import AUTHORIZATION
 from gcore.tls.names import SCHEME
 
-Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 _NAMES = "peer_uri"
 _TRANSPORT = "transport_security_type"
@@ -50,13 +50,8 @@ class AccessGate(grpc.aio.ServerInterceptor):
         metadata = handler_call_details.invocation_metadata or ()
         shown = [str(value) for key, value in metadata if key == AUTHORIZATION]
         call = _Call(self._book, self._journal, method, shown[0] if len(shown) == 1 else "twice" if shown else None)
-        make, inner = _parts(handler)
-        made: Handler = make(
-            call.streamed(inner) if handler.response_streaming else call.answered(inner),
-            handler.request_deserializer,
-            handler.response_serializer,
-        )
-        return made
+        behind = answer_of(handler)
+        return like(handler, call.streamed(behind) if handler.response_streaming else call.answered(behind))
 
 
 class _Call:
@@ -162,15 +157,3 @@ def outcome_of(context: Any, *, done: bool) -> str:
     if code is None or code is grpc.StatusCode.OK:
         return "OK" if done else "CANCELLED"
     return str(code.name)
-
-
-def _parts(handler: Handler) -> tuple[Callable[..., Handler], Any]:
-    """How a handler of the same kind is made, and what this one does."""
-    either: Any = handler
-    found: tuple[Callable[..., Handler], Any] = {
-        (False, False): (grpc.unary_unary_rpc_method_handler, either.unary_unary),
-        (False, True): (grpc.unary_stream_rpc_method_handler, either.unary_stream),
-        (True, False): (grpc.stream_unary_rpc_method_handler, either.stream_unary),
-        (True, True): (grpc.stream_stream_rpc_method_handler, either.stream_stream),
-    }[handler.request_streaming, handler.response_streaming]
-    return found

@@ -93,13 +93,8 @@ def edge(method: Callable[..., Awaitable[T]]) -> Callable[..., Awaitable[T]]:
     async def guarded(self: Any, request: Any, context: Context) -> T:
         try:
             return await method(self, request, context)
-        except grpc.aio.AbortError:
-            raise
-        except GcoreError as error:
-            await refuse(context, _refused(self, error))
-        except Exception as error:
-            log.exception("%s failed", method.__name__)
-            await refuse(context, _defect(method.__name__, error))
+        except Exception as error:  # noqa: BLE001 - the edge of the call
+            await refuse(context, _refused(self, method.__name__, error))
 
     return guarded
 
@@ -113,21 +108,18 @@ def stream_edge(method: Callable[..., AsyncGenerator[T, None]]) -> Callable[...,
             async with aclosing(method(self, request, context)) as answers:
                 async for one in answers:
                     yield one
-        except grpc.aio.AbortError:
-            raise
-        except GcoreError as error:
-            await refuse(context, _refused(self, error))
-        except Exception as error:
-            log.exception("%s failed", method.__name__)
-            await refuse(context, _defect(method.__name__, error))
+        except Exception as error:  # noqa: BLE001 - the edge of the call
+            await refuse(context, _refused(self, method.__name__, error))
 
     return guarded
 
 
-def _refused(service: Any, error: GcoreError) -> Refusal:
+def _refused(service: Any, name: str, error: Exception) -> Refusal:
+    """What `error` is to whoever called `name`. Raises it if it is a refusal already."""
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    if not isinstance(error, GcoreError):
+        log.error("%s failed", name, exc_info=error)
+        return Refusal(Code.INTERNAL, sendable(f"{name} failed: {error!r}"), "DEFECT")
     # Whoever asks in vain because the store is away is told why it does not come back.
     return refusal_of(error, service.trouble() if isinstance(error, StoreUnavailable) else "")
-
-
-def _defect(name: str, error: Exception) -> Refusal:
-    return Refusal(Code.INTERNAL, sendable(f"{name} failed: {error!r}"), "DEFECT")

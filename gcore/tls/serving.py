@@ -8,16 +8,15 @@ only (`NodesOnly`), for a user's certificate is of the same authority.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
 
 from gcore.errors import UsageError
+from gcore.rpc_handlers import Handler, answer_of, like
 from gcore.tls.material import Pem, Watched
 from gcore.tls.names import SCHEME, name_in
-
-Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 def server_credentials(watched: Watched, *, mutual: bool) -> grpc.ServerCredentials:
@@ -50,10 +49,10 @@ class NodesOnly(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
         """See grpc.aio.ServerInterceptor."""
-        handler: Any = await continuation(handler_call_details)
+        handler = await continuation(handler_call_details)
         if handler is None:
             return None
-        either = handler.stream_stream or handler.stream_unary or handler.unary_stream or handler.unary_unary
+        either = answer_of(handler)
 
         async def answered(request: Any, context: Any) -> Any:
             await _admit(context)
@@ -64,15 +63,7 @@ class NodesOnly(grpc.aio.ServerInterceptor):
             async for one in either(request, context):
                 yield one
 
-        make: Any = {
-            (False, False): grpc.unary_unary_rpc_method_handler,
-            (False, True): grpc.unary_stream_rpc_method_handler,
-            (True, False): grpc.stream_unary_rpc_method_handler,
-            (True, True): grpc.stream_stream_rpc_method_handler,
-        }[handler.request_streaming, handler.response_streaming]
-        behind = streamed if handler.response_streaming else answered
-        made: Handler = make(behind, handler.request_deserializer, handler.response_serializer)
-        return made
+        return like(handler, streamed if handler.response_streaming else answered)
 
 
 async def _admit(context: Any) -> None:
