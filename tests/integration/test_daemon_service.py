@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 from daemon_service import NOT_SERVING, SERVING, Service
+from etcd_tools import EtcdTools
 from stopping import stop_process
 
 from controllers.ailing import FAILURES
@@ -168,13 +169,8 @@ async def _gcore(*words: str, code: int = 0) -> str:
 
 
 async def _with_users(etcd: LocalEtcd) -> None:
-    etcdctl = Path(etcd.binary).with_name("etcdctl")
     for words in (("user", "add", "root:right"), ("user", "grant-role", "root", "root"), ("auth", "enable")):
-        command = [str(etcdctl), "--endpoints", etcd.endpoint, *words]
-        process = await asyncio.create_subprocess_exec(
-            *command, env={**os.environ, "ETCDCTL_API": "3"}, stdout=subprocess.DEVNULL
-        )
-        assert await process.wait() == 0
+        await asyncio.to_thread(EtcdTools.find().run, "--endpoints", etcd.endpoint, *words)
 
 
 async def test_a_slot_on_which_starts_fail_is_told_to_the_cluster_under_the_daemons_lease(

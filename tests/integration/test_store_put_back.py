@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from chaos_cluster import ChaosCluster, Shape
 from chaos_run import prepare, spec_file
-from etcd_backup import EtcdTools
+from etcd_tools import EtcdTools
 
 from gcore.ledger import archive
 from gcore.ledger.job import JobPhase

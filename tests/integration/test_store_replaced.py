@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from etcd_backup import EtcdTools
+from etcd_tools import EtcdTools
 
 from gcore.clock import SystemClock
 from gcore.errors import LeaseLost

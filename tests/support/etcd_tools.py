@@ -1,4 +1,4 @@
-"""etcd's own tools for a backup and for putting it back, as an operator uses them, for tests."""
+"""etcd's own tools, as an operator uses them, for tests: a backup, putting it back, users."""
 
 from __future__ import annotations
 
@@ -29,19 +29,20 @@ class EtcdTools:
 
     def save(self, endpoint: str, file: Path) -> None:
         """Take a snapshot of the etcd that answers there."""
-        self._run(f"--endpoints={endpoint}", "snapshot", "save", str(file))
+        self.run(f"--endpoints={endpoint}", "snapshot", "save", str(file))
 
     def restore(self, file: Path, data_dir: Path, name: str) -> None:
         """Make a member's data from a snapshot, in a cluster of its own; what is there is put aside."""
         if data_dir.exists():
             data_dir.rename(data_dir.with_name(f"{data_dir.name}.lost"))
         peer = "http://127.0.0.1:2380"  # of a single member it may be another one at each start
-        self._run(
+        self.run(
             *("snapshot", "restore", str(file), f"--data-dir={data_dir}", f"--name={name}"),
             *(f"--initial-cluster={name}={peer}", f"--initial-advertise-peer-urls={peer}"),
         )
 
-    def _run(self, *words: str) -> None:
+    def run(self, *words: str) -> None:
+        """`etcdctl WORDS`."""
         environment = {"PATH": os.environ.get("PATH", os.defpath), "ETCDCTL_API": "3"}
         done = subprocess.run(
             [str(self.etcdctl), *words], env=environment, capture_output=True, text=True, timeout=120, check=False
