@@ -78,7 +78,7 @@ demo-sglang: prepare sglang-setup ## The demo with the real SGLang as its engine
 
 test: setup ## Everything that is checked on each commit
 	@$(MAKE) --no-print-directory -j 2 prepare-judge lint prepare # one core each, the longest first; tests of whole clusters need what is prepared
-	@$(TEST_ENV) $(BIN)/python -m pytest -n 3 --dist loadfile -m "not serial and not gpu and not sglang and not trackers and not deploy and not chaos and not large" $(PYTEST_ARGS)
+	@$(TEST_ENV) $(BIN)/python -m pytest -n 4 --dist loadfile -m "not serial and not gpu and not sglang and not trackers and not deploy and not chaos and not large" $(PYTEST_ARGS)
 	@$(TEST_ENV) $(BIN)/python -m pytest tests/integration -m "serial and not gpu and not sglang and not trackers and not deploy and not chaos and not large" $(PYTEST_ARGS)
 
 test-sglang: prepare sglang-setup ## What is checked against the real SGLang, on the CPU

@@ -23,6 +23,9 @@ settings.load_profile("gcore")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# The simulator's loops take longer to compile than the small jobs of tests take without; one test compiles them, in another process.
+os.environ.setdefault("NUMBA_DISABLE_JIT", "1")
+
 REQUIRE_ALL = os.environ.get("GCORE_REQUIRE_ALL", "") not in ("", "0")
 
 

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from booked_run import books_of, check_accounted
 from cluster_run import ClusterRun, gcore, run_to_the_end
 from run_read import check_metrics, check_tensorboard, newest_run
 
@@ -28,7 +29,9 @@ def check_learned(summary: dict) -> None:
     assert summary["eval_accuracy_after"] >= 0.9
 
 
-def test_the_demo_learns_on_two_controllers_and_two_ranks(spec: Path, home: Path) -> None:
+def test_the_demo_learns_on_two_controllers_and_two_ranks_and_every_second_is_accounted_for(
+    spec: Path, home: Path
+) -> None:
     outcome = run_to_the_end(spec, home, ["--set", "flow.steps=24"])
     assert outcome.code == 0, outcome.output
     check_learned(outcome.summary)
@@ -45,6 +48,13 @@ def test_the_demo_learns_on_two_controllers_and_two_ranks(spec: Path, home: Path
     assert len({p.name.split("-")[1] for p in (newest / "receipts").glob("*.jsonl")}) == 2
     check_metrics(newest, steps=24)
     assert {folder.name for folder in (newest / "samples").iterdir()} == {f"0-{step}" for step in range(1, 25)}
+    check_accounted(*books_of(home), 24)
+    trace = home / "trace.json"
+    gcore("trace", "arithmetic", "--step", "5", "--home", str(home), "--to", str(trace))
+    events = json.loads(trace.read_text())["traceEvents"]
+    names = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert {"moves", "phases", "cpu:0", "cpu:1"} <= names
+    assert {"collect", "train"} <= {event["name"] for event in events if event.get("cat") == "phase"}
 
 
 @pytest.mark.chaos

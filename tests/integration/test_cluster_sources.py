@@ -163,7 +163,11 @@ def begun_epochs(home: Path, uid: str) -> list[EpochRecord]:
     [
         pytest.param("keep", {}, marks=pytest.mark.chaos),
         pytest.param("mask", {"curriculum": "hard_sources_first"}, marks=pytest.mark.chaos),
-        ("penalise", {"curriculum": "easy_first", "curriculum_options": {"field": "level", "epochs": 2}}),
+        pytest.param(
+            "penalise",
+            {"curriculum": "easy_first", "curriculum_options": {"field": "level", "epochs": 2}},
+            marks=pytest.mark.chaos,
+        ),
         pytest.param("drop_group", {"curriculum": "hard_sources_first"}, marks=pytest.mark.chaos),
     ],
 )

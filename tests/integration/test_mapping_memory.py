@@ -23,6 +23,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
         sys.modules.pop(name, None)
 
 
+@pytest.mark.large
 @pytest.mark.timeout(900)
 def test_estimates_are_near_what_a_rank_of_each_stage_and_an_engine_take(bench: Any) -> None:
     case = bench.Case

@@ -420,6 +420,7 @@ async def test_a_rank_that_is_started_again_has_its_critic_back(model: Path, tmp
         assert told(await world.step(3)) == pytest.approx(third, rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.large  # beside it: a disk that takes no weights
 async def test_a_disk_that_takes_no_checkpoint_costs_no_step(model: Path, tmp_path: Path) -> None:
     spec = make_spec(model) | {"checkpoint": {"every": 1}}
     in_the_way = tmp_path / "checkpoints"

@@ -33,8 +33,8 @@ STREAMED = ["engine", "norm", "masked", "masked-reward", "gspo", "remax", "mis",
 HALF_MASKED = ("masked", "masked-reward", "cispo", "plus", "mis")
 REFERRED = ("engine", "masked-reward", "plus", "dual", "remax", "mis", "sft")
 OFF_POLICY = ("engine", "gspo", "cispo", "dual", "padded")
-FEW = [pytest.param(size, stage, id=f"{size} x ZeRO {stage}") for size, stage in ((1, 1), (1, 3), (2, 1))]
-"""What one rank runs at these stages too: a step of one update, and one of many."""
+FEW = [pytest.param(size, stage, id=f"{size} x ZeRO {stage}") for size, stage in ((1, 1), (1, 3), (2, 1), (2, 2))]
+"""What is run at these stages too: a step of one update, and one of many."""
 BETA1 = 0.9
 CLOSE = {"gspo": 1e-5, "plus": 1e-5}
 """Where float32 rounds more than elsewhere: a bonus of entropy, whitened advantages of penalties."""

@@ -18,7 +18,7 @@ from controllers.view import JobView
 from controllers.waiting import waiting_for
 
 FIRST = int(os.environ.get("GCORE_SIM_FIRST", "0"))
-CLUSTERS = int(os.environ.get("GCORE_SIM_CLUSTERS", "24"))
+CLUSTERS = int(os.environ.get("GCORE_SIM_CLUSTERS", "16"))
 """With those of `test_step_protocol`, what fits in a minute; any number with `make sim`."""
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -92,7 +92,7 @@ def test_a_daemon_that_is_asked_to_end_hands_over_in_a_simulation_too() -> None:
     assert any("leave: won" in line for line in ended.history)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_what_is_remembered_between_looks_is_what_would_be_worked_out_anew(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

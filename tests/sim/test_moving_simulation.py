@@ -23,7 +23,7 @@ from placement.moves import Proposal, part_of
 from placement.split import Split
 
 FIRST = int(os.environ.get("GCORE_SIM_FIRST", "0"))
-CLUSTERS = int(os.environ.get("GCORE_SIM_CLUSTERS", "24"))
+CLUSTERS = int(os.environ.get("GCORE_SIM_CLUSTERS", "16"))
 
 
 @dataclass(frozen=True)

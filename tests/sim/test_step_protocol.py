@@ -19,7 +19,7 @@ from gcore.testing import Call, Fate, MemoryStore
 from gcore.types import PromptRef
 
 FIRST = int(os.environ.get("GCORE_SIM_FIRST", "0"))
-SEEDS = int(os.environ.get("GCORE_SIM_SEEDS", "200"))
+SEEDS = int(os.environ.get("GCORE_SIM_SEEDS", "120"))
 
 
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + SEEDS))

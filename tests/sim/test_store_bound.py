@@ -19,7 +19,7 @@ from gcore.ledger.records import LogEntry
 from gcore.ledger.transactions import MOST_PRUNED
 from gcore.store.keys import JobKeys
 
-STEPS = int(os.environ.get("GCORE_SIM_STEPS", "12000"))
+STEPS = int(os.environ.get("GCORE_SIM_STEPS", "6000"))
 """`make sim-long` makes it 100,000; what grew would show long before."""
 FAILED = "fault"
 

@@ -17,7 +17,13 @@ from gcore.prompts.cursor import shard_lengths
 
 QUOTA, STEPS, SEEDS = 8, 40, 8
 CASES = [
-    pytest.param(staleness, over, filtered, id=f"staleness {staleness}, {over:g} times, {filtered:.0%} filtered")
+    pytest.param(
+        staleness,
+        over,
+        filtered,
+        id=f"staleness {staleness}, {over:g} times, {filtered:.0%} filtered",
+        marks=[pytest.mark.large] * (staleness == 2 or over == 1.5),  # between what is played on each commit
+    )
     for staleness, over, filtered in itertools.product((1, 2, 4), (1.0, 1.5, 2.0), (0.0, 0.5))
 ]
 

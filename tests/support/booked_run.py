@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +12,8 @@ import pytest
 from gcore.ledger.books_file import BookLine, lines_of
 from placement.books import precedence
 
+MOST_ERROR = 0.01
+"""Share of a step's time that may be booked wrongly or not at all."""
 MOST_LOST = 0.05
 """Share of a run's time that may be unbooked where something was killed: of who died nobody can say what the last second was."""
 
@@ -35,3 +39,34 @@ def check_sums(lines: Sequence[BookLine]) -> None:
 def unbooked(lines: Sequence[BookLine]) -> float:
     """Share of the time of all slots of which nobody can say what they did."""
     return sum(line.book.unbooked for line in lines) / sum(line.book.seconds * line.book.slots for line in lines)
+
+
+def check_steps(folder: Path, lines: list[BookLine], steps: int) -> None:
+    """Every step was booked by every node, for about as long as the log entry says that it took."""
+    told = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
+    took = {line["step"]: line["metrics"]["seconds"] for line in told if line["kind"] == "step"}
+    booked = Counter(line.book.version.step for line in lines)
+    assert [booked[step] for step in range(1, steps + 1)] == [len({line.node for line in lines})] * steps
+    for line in lines:
+        step = line.book.version.step
+        if step > 1:  # a rank that starts late finds the first already begun
+            assert line.book.seconds == pytest.approx(took[step], rel=0.15, abs=0.2)
+
+
+def check_accounted(folder: Path, lines: list[BookLine], steps: int) -> None:
+    """Every second of every slot of a run of real engines and two ranks."""
+    check_sums(lines)
+    check_steps(folder, lines, steps)
+    for line in lines:
+        assert line.book.error < MOST_ERROR, line
+    for line in lines:
+        if line.book.version.step > 1:
+            assert {"busy rollout", "busy train"} <= line.book.booked.keys()
+            assert line.book.engines["rollout"].tokens > 0
+    # What ranks say of their own steps, in the log, is what was booked for them.
+    read = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
+    told = [line["metrics"] for line in read if line["kind"] == "step"]
+    phases = ("cut", "reference", "old_logprobs", "values", "update", "copies", "checkpoint")
+    worked = sum(metrics.get(f"{phase}_seconds", 0.0) for metrics in told for phase in phases)
+    booked = sum(line.book.booked.get("busy train", 0.0) for line in lines) / 2
+    assert booked == pytest.approx(worked, rel=0.15)

@@ -79,6 +79,7 @@ def test_samples_are_equal_to_the_bit_at_width(tmp_path: Path, width: int) -> No
             ),
             "tiled",
             id="gpt-oss: sinks and experts",
+            marks=pytest.mark.large,
         ),
         pytest.param(
             lambda: transformers.Qwen3MoeConfig(**LLAMA_LIKE, **EXPERTS), "tiled", id="experts", marks=pytest.mark.large

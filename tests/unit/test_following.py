@@ -29,7 +29,8 @@ class Runner:
         self.changes = Changes()
         self.closed = False
         self.mirror = SimpleNamespace(status=None)
-        self.events = SimpleNamespace(after=lambda after, **_: [e for e in self.known if e.sequence > after])
+        log = SimpleNamespace(after=lambda after, **_: [e for e in self.known if e.sequence > after])
+        self.chronicle = SimpleNamespace(events=log)
         self.known = [event(1)]
 
     def end(self) -> None:

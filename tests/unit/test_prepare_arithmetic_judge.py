@@ -84,7 +84,7 @@ def test_a_judge_that_knows_too_little_is_not_left_behind(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "marks",
     [
-        pytest.param(Marks(accuracy=0.96, false_yes=0.01), id="it is often wrong"),
+        pytest.param(Marks(accuracy=0.96, false_yes=0.01), id="it is often wrong", marks=pytest.mark.large),
         pytest.param(Marks(accuracy=0.98, false_yes=0.03), id="it lets wrong answers pass", marks=pytest.mark.large),
     ],
 )
