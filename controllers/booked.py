@@ -213,7 +213,8 @@ class SlotBooks:
         while self._boundaries and (self._boundaries[0].at <= until or self._boundaries[0].at <= now - PATIENCE_S):
             boundary = self._boundaries.popleft()
             self._settle(boundary.at)
-            if boundary.at - self._begun >= SHORTEST_S:
+            # Before the job was looked at nobody knows of a slot: its start may be over by then.
+            if self._placed is not None and boundary.at - self._begun >= SHORTEST_S:
                 closed.append(self._closed(boundary))
             self._begun, self._began = boundary.at, boundary.wall
         if not self._boundaries:

@@ -137,6 +137,9 @@ async def test_any_node_answers_with_what_lies_on_others(folder: Path) -> None:
         shown = json.loads(await asyncio.to_thread(says, "samples", cluster.uid, "--step", "4", "-o", "json"))
         assert shown, "node-1's samples"
         assert "clean" in await asyncio.to_thread(says, "audit", cluster.uid)
+        for words, nodes in ((("--role", "train"), {"node-0", "node-1"}), (("--node", "node-1"), {"node-1"})):
+            told = await asyncio.to_thread(says, "logs", cluster.uid, *words, "-o", "json")
+            assert {json.loads(line)["node"] for line in told.splitlines()} == nodes, "each has its own workers' logs"
 
 
 async def test_old_records_of_a_lost_node_lie_with_its_peer(folder: Path) -> None:

@@ -75,6 +75,17 @@ def ended(books: SlotBooks, at: float) -> None:
     books.head_moved(STEP, at, 1000.0 + at)
 
 
+def test_a_start_that_was_over_before_the_job_was_looked_at_has_no_book_and_the_next_step_begins_at_its_end() -> None:
+    books = SlotBooks(SPEC, 0.0, 1000.0)
+    books.head_moved(Version(0, 0), 0.4, 1000.4)
+    assert books.close(0.5 + WORD_S) == []
+    view = job(place("cpu:0"), workers=(engine_of("e", "cpu:0"),))
+    books.look(view, "no_work", 0.5 + WORD_S)
+    ended(books, 3.0)
+    books.read("e", reading(3.0))
+    assert closed(books, 3.0 + WORD_S).seconds == pytest.approx(2.6)
+
+
 def test_what_an_engine_was_idle_for_is_what_was_known_of_the_job_meanwhile() -> None:
     view = job(place("cpu:0"), workers=(engine_of("e", "cpu:0"),))
     books = begun(view)
