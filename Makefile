@@ -77,7 +77,7 @@ demo-sglang: prepare sglang-setup ## The demo with the real SGLang as its engine
 	@$(SGLANG_ENV) $(BIN)/gcore run examples/arithmetic/grpo.yaml --new --controllers 2 --slots cpu:2 --set rollout.engine=sglang
 
 test: setup ## Everything that is checked on each commit
-	@$(MAKE) --no-print-directory -j 2 prepare-judge lint prepare # one core each, the longest first; tests of whole clusters need what is prepared
+	@$(MAKE) --no-print-directory -j 2 lint prepare # one core each; tests of whole clusters need what is prepared
 	@$(TEST_ENV) $(BIN)/python -m pytest -n 4 --dist loadfile -m "not serial and not gpu and not sglang and not trackers and not deploy and not chaos and not large" $(PYTEST_ARGS)
 	@$(TEST_ENV) $(BIN)/python -m pytest tests/integration -m "serial and not gpu and not sglang and not trackers and not deploy and not chaos and not large" $(PYTEST_ARGS)
 
@@ -176,12 +176,12 @@ fuzz: setup ## Every request of the job API, and specs, of any shape and as raw 
 bench-submit: setup ## 1,000 jobs from 50 clients beside bare guarded puts; benchmarks/results/submit.json
 	@$(TEST_ENV) $(BIN)/python benchmarks/submit.py $(BENCH_ARGS)
 
-test-large: setup ## What takes long: millions of prompts, wide models, every ZeRO stage, 500 examples of each property
+test-large: prepare prepare-judge ## What takes long: millions of prompts, wide models, every ZeRO stage, 500 examples of each property
 	@$(TEST_ENV) $(BIN)/python -m pytest -m "large" $(PYTEST_ARGS)
 	@GCORE_ALL_STAGES=1 $(TEST_ENV) $(BIN)/python -m pytest tests/integration/test_train_rank_gradients.py tests/integration/test_train_critic.py
 	@GCORE_EXAMPLES=500 $(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/sim -m "not serial and not gpu and not sglang and not trackers and not deploy and not chaos and not large" $(PYTEST_ARGS)
 
-chaos: prepare ## Whole clusters with things killed, paused, cut off: ONLY=controller,etcd MOMENTS=5 FRESH=1 DIRTY=1
+chaos: prepare prepare-judge ## Whole clusters with things killed, paused, cut off: ONLY=controller,etcd MOMENTS=5 FRESH=1 DIRTY=1
 	@if [ -z "$(ONLY)" ]; then $(TEST_ENV) $(BIN)/python -m pytest -m "chaos" $(PYTEST_ARGS); fi
 	@$(TEST_ENV) $(BIN)/python tests/chaos/table.py --only "$(ONLY)" --moments $(or $(MOMENTS),5) $(if $(FRESH),--fresh) $(if $(DIRTY),--dirty)
 

@@ -16,7 +16,7 @@ from hypothesis import settings
 from gcore.clock import SystemClock
 from gcore.store.launcher import LocalEtcd
 
-settings.register_profile("gcore", deadline=None, max_examples=int(os.environ.get("GCORE_EXAMPLES", "40")))
+settings.register_profile("gcore", deadline=None, max_examples=int(os.environ.get("GCORE_EXAMPLES", "25")))
 settings.load_profile("gcore")
 
 # What a shell starts in the background ignores SIGINT, and so would every command that a test means to interrupt.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -14,6 +15,8 @@ from gcore.prepare.tokens import Alphabet
 from gcore.prepare.verdicts import CHARACTERS, RESPONSE_TOKENS, Answered, marked, near_misses
 
 SAMPLES = 8
+
+pytestmark = pytest.mark.large  # the judge takes two minutes to prepare
 
 
 def loaded(folder: Path, characters: str) -> SmallModel:

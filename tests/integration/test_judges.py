@@ -51,6 +51,38 @@ def accuracies(outcome: Outcome) -> tuple[float, float, float]:
     return source["eval_accuracy_before"], source["eval_accuracy_after"], source["eval_after"]["part:judged"]
 
 
+def with_random_judge(folder: Path, steps: int) -> Path:
+    """The example's spec with a judge of random weights, which answers with any letter or digit."""
+    make_tiny_model(folder / "judge", seed=3, ends=False)
+    letters = [one for one in CHARACTERS if one.isalnum()]
+    tree = tree_here()
+    tree["flow"]["steps"] = steps
+    tree["judges"] = [
+        {
+            "name": "sums",
+            "model": {"path": str(folder / "judge")},
+            "template": "{{ prompt }}{{ response }}",
+            "max_new_tokens": 1,
+            "verdict": {"parser": "words", "words": {one: number % 2 for number, one in enumerate(letters)}},
+            "on_error": {"fallback": "regex", "options": {"pattern": "never"}},
+        }
+    ]
+    return written(folder, tree)
+
+
+@pytest.mark.usefixtures("example")
+def test_what_is_trained_on_was_scored_by_the_judge(home: Path, tmp_path: Path) -> None:
+    ended = run_to_the_end(with_random_judge(tmp_path, 2), home)
+    assert ended.code == 0, ended.output
+    assert (ended.summary["audit"], ended.summary["steps"]) == ("clean", 2)
+    lines = [json.loads(line) for line in (newest_run(home) / "metrics.jsonl").read_text().splitlines()]
+    steps = [line["metrics"] for line in lines if line["kind"] == "step"]
+    assert [0 < step["reward"] == step["reward_part/sums"] < 1 for step in steps] == [True, True], (
+        "it says yes now and then"
+    )
+
+
+@pytest.mark.chaos
 @pytest.mark.usefixtures("example", "judge")
 def test_a_policy_learns_from_a_judge_alone(home: Path) -> None:
     before, after, judged = accuracies(run_to_the_end(SPEC, home, ["--set", f"flow.steps={SHORT}"]))
@@ -62,21 +94,7 @@ def test_a_policy_learns_from_a_judge_alone(home: Path) -> None:
 @pytest.mark.chaos
 @pytest.mark.usefixtures("example")
 def test_a_judge_with_random_weights_does_not_teach(home: Path, tmp_path: Path) -> None:
-    make_tiny_model(tmp_path / "judge", seed=3, ends=False)
-    letters = [one for one in CHARACTERS if one.isalnum()]
-    tree = tree_here()
-    tree["flow"]["steps"] = SHORT
-    tree["judges"] = [
-        {
-            "name": "sums",
-            "model": {"path": str(tmp_path / "judge")},
-            "template": "{{ prompt }}{{ response }}",
-            "max_new_tokens": 1,
-            "verdict": {"parser": "words", "words": {one: number % 2 for number, one in enumerate(letters)}},
-            "on_error": {"fallback": "regex", "options": {"pattern": "never"}},
-        }
-    ]
-    before, after, _ = accuracies(run_to_the_end(written(tmp_path, tree), home))
+    before, after, _ = accuracies(run_to_the_end(with_random_judge(tmp_path, SHORT), home))
     assert max(before, after) < 0.7, (
         "what it likes may be right now and then; a judge that knows teaches 0.85 in as many steps"
     )
