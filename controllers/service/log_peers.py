@@ -25,7 +25,8 @@ HELD = 64
 
 
 def of_peer(connector: Connector, node: str, address: str, request: pb.StreamLogsRequest) -> Source:
-    """What a node's daemon tells of its own logs."""
+    """What a node's daemon tells of its own logs. `request` names the job by its uid: a peer is asked by a daemon, in whose namespace a
+    name may be another's job."""
 
     async def lines() -> AsyncGenerator[pb.LogLine, None]:
         asked = pb.StreamLogsRequest()

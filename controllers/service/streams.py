@@ -35,10 +35,10 @@ LOOK_S, LOOKS = 0.25, 8
 """Between two looks at a job that waits for slots, whether somebody works on it by now; and how many, before its records are read anew."""
 AT_ONCE = 256
 """Events, or steps, that are taken at once: a client that reads slowly keeps no more of them from being forgotten."""
-
-
 SOON_S, LATER_S = 0.05, 1.0
-"""Between two looks whether there is something to follow of a job that has not begun: the first rest, and the longest."""
+"""Between two looks whether a job that is to be worked on is heard of here: the first rest, and the longest."""
+HEARD_S = 20.0
+"""For so long; then whoever asked is told so."""
 
 
 class Streams(JobsDesk):
@@ -91,7 +91,11 @@ class Streams(JobsDesk):
                         fix="`gcore nodes` shows those there are",
                     )
                 others = {name: at for name, at in peers.items() if request.node in ("", name)}
-                far = [of_peer(self._jobs.connector, name, at, request) for name, at in sorted(others.items())]
+                # A name is looked up in its caller's namespace, and the caller of a peer is this daemon.
+                ask = pb.StreamLogsRequest()
+                ask.CopyFrom(request)
+                ask.job = uid
+                far = [of_peer(self._jobs.connector, name, at, ask) for name, at in sorted(others.items())]
                 sources = far if request.node else [here, *far]
             async with aclosing(merged(sources)) as lines:
                 async for line in lines:
@@ -171,19 +175,21 @@ class Streams(JobsDesk):
 
     async def _settled(self, uid: str) -> JobRunner | None:
         """The runner of a job that is worked on; a new job's may take a moment to come. None: it has ended, or waits for slots."""
-        for _ in range(400):
+        end, rest = self._clock.monotonic() + HEARD_S, SOON_S
+        while self._clock.monotonic() < end:
             runner = self._runner(uid)
             if runner is not None:
                 return runner
             mirror = await self._jobs.mirror(uid)
             if mirror.status is None or _has_ended(mirror):
                 return None
-            if waits_for_slots(await self._jobs.claim(uid), await self._jobs.shares(), uid):
-                return None
             claim = await self._jobs.claim(uid)
             if claim is not None and not claim.wants:
                 return None
-            await self._clock.sleep(0.05)
+            if waits_for_slots(claim, await self._jobs.shares(), uid):
+                return None
+            await self._clock.sleep(rest)
+            rest = min(2 * rest, LATER_S)
         raise StoreUnavailable(f"this controller has not heard of job {uid} yet", fix="Ask again")
 
     async def _history(self, uid: str) -> EventLog:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from controllers.own_files import OwnFolders
+from controllers.service import streams
 from controllers.service.access import Caller, Role, acting_for
 from controllers.service.jobs import JobsService
 from controllers.service.records import OwnStorage, StoredJobs
@@ -21,6 +24,7 @@ from gcore.ledger.guarded import Ledger
 from gcore.ledger.job import JobPhase, JobRecord, JobStatus
 from gcore.store.keys import JobKeys
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
+from gcore.tls.connecting import PLAIN
 
 SPEC: dict[str, Any] = {
     "name": "secret",
@@ -146,3 +150,35 @@ async def test_a_runs_files_are_served_to_those_who_may_see_the_job(tmp_path: Pa
     jobs = StoredJobs(store, OwnStorage("n", tmp_path, None))  # type: ignore[arg-type]
     with acting_for(OTHER), pytest.raises(NotFound, match="there is no job"):
         await jobs.own_folder("u1")
+
+
+async def test_the_logs_that_other_nodes_are_asked_for_are_of_the_job_that_its_caller_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service, store = await service_of(tmp_path)
+    service._jobs = StoredJobs(store, OwnStorage("n1", tmp_path, OwnFolders(PLAIN)))
+    other = JobRecord(uid="u2", name="secret", spec={}, run_dir="/r", created=2.0, prompts=9, request_id="r2")
+    keys = JobKeys("u2")
+    await Ledger(store, keys).run(transactions.create(keys, other, JobStatus(phase=JobPhase.PENDING), 0))
+    asked_for: list[str] = []
+
+    def of_peer(
+        connector: Any, node: str, address: str, request: pb.StreamLogsRequest
+    ) -> Callable[[], AsyncGenerator[pb.LogLine, None]]:
+        async def lines() -> AsyncGenerator[pb.LogLine, None]:
+            with acting_for(Caller("n1", Role.NODE)):  # a peer knows the daemon that asks it, and not for whom
+                asked_for.append(await service._find(request.job))
+            yield pb.LogLine(node=node)
+
+        return lines
+
+    async def peers(self: StoredJobs) -> dict[str, str]:
+        return {"n2": "127.0.0.1:1"}
+
+    monkeypatch.setattr(streams, "of_peer", of_peer)
+    monkeypatch.setattr(StoredJobs, "is_apart", lambda self, mirror: True)
+    monkeypatch.setattr(StoredJobs, "peers", peers)
+    with acting_for(OWN):
+        lines = service.StreamLogs(pb.StreamLogsRequest(job="secret"), Context())  # type: ignore[arg-type]
+        assert [line.node async for line in lines] == ["n2"]
+    assert asked_for == ["u1"]
