@@ -9,7 +9,6 @@ Refusals are in the journal of calls.
 from __future__ import annotations
 
 import base64
-import binascii
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +83,7 @@ def _bearer(header: str | None) -> str | None:
         return header
     try:
         _, colon, password = base64.b64decode(rest, validate=True).decode().partition(":")
-    except (binascii.Error, UnicodeDecodeError):
+    except ValueError:  # it is not base64, not even ASCII, or what it says is no text
         return header
     return f"Bearer {password}" if colon else header
 

@@ -85,6 +85,17 @@ def test_without_a_token_or_certificate_nothing_is_shown(served: Served, path: s
         assert len(answer.text.splitlines()) == 1
 
 
+@pytest.mark.parametrize("header", ["Basic \u00e9", "Bearer \u00e9", "Basic /w==", "\u00e9"])
+def test_a_header_of_any_bytes_is_refused_and_breaks_nothing(
+    served: Served, capfd: pytest.CaptureFixture[str], header: str
+) -> None:
+    shown = TlsMaterial(served.ca / "ca.pem")
+    with httpx.Client(verify=shown.context(shown.read()), trust_env=False) as client:
+        answer = client.get(f"{served.url}/", headers={"Authorization": header.encode("latin-1")})
+    assert answer.status_code == 401
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_a_page_is_its_callers_however_the_token_comes(served: Served) -> None:
     password = base64.b64encode(f"anybody:{served.tokens['ada']}".encode()).decode()
     for header in (f"Bearer {served.tokens['ada']}", f"Basic {password}"):
