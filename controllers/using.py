@@ -1,6 +1,6 @@
 """Writes down what a job uses of this node (`gcore.ledger.usage`), as steps are booked, and forgets what is very old.
 
-Several steps may go into one write; what is not written yet when a daemon is killed, at most `EVERY_S` of work, is not counted. A
+Several steps may go into one write, but no more than its record remembers by name; what is not written yet when a daemon is killed, at most `EVERY_S` of work, is not counted. A
 write compares what it adds to, and one whose answer never came is looked at again before it is made once more, so nothing is counted
 twice. Nothing waits for it.
 """
@@ -15,7 +15,7 @@ from gcore.clock import Clock
 from gcore.errors import StoreUnavailable
 from gcore.ledger.books import StepBook
 from gcore.ledger.job import JobRecord
-from gcore.ledger.usage import DAY_S, KEPT_DAYS, NodeUsage, day_of
+from gcore.ledger.usage import DAY_S, KEPT_DAYS, NEWEST_STEPS, NodeUsage, day_of
 from gcore.schema import UnreadableRecord
 from gcore.store import keys
 from gcore.store.types import Compare, Delete, Put, Store
@@ -62,8 +62,11 @@ class UsageBook:
         with contextlib.suppress(StoreUnavailable):
             for day in sorted({day_of(book) for book in self._waiting}):
                 of_day = [book for book in self._waiting if day_of(book) == day]
-                if await self._write(day, of_day):
-                    self._waiting = [book for book in self._waiting if book not in of_day]
+                for first in range(0, len(of_day), NEWEST_STEPS):
+                    some = of_day[first : first + NEWEST_STEPS]
+                    if not await self._write(day, some):
+                        break
+                    self._waiting = [book for book in self._waiting if book not in some]
 
     async def _write(self, day: int, books: list[StepBook]) -> bool:
         key = keys.usage(self.node, day, self.job.uid)

@@ -145,6 +145,21 @@ async def test_a_write_whose_answer_never_came_is_counted_once(fate: Fate) -> No
     assert await stored(store) == {0: 2 * 8.5}
 
 
+@pytest.mark.parametrize("fate", [Fate.LOSE_REPLY, Fate.LOSE_REQUEST], ids=["made", "not made"])
+async def test_more_steps_than_a_record_remembers_are_counted_once_too(fate: Fate) -> None:
+    clock = FakeClock()
+    network = Away(clock)
+    store = MemoryStore(MemoryCluster(clock), network=network)
+    writer = UsageBook(store, JOB, "n0", clock)
+    steps = 3 * NEWEST_STEPS + 1
+    for step in range(steps):
+        await writer.add(book(step))
+    network.fates = [fate]
+    await writer.write()
+    await writer.write()
+    assert await stored(store) == {0: steps * 8.5}
+
+
 async def test_a_steps_time_belongs_to_the_day_on_which_it_ended() -> None:
     clock = FakeClock()
     store = MemoryStore(MemoryCluster(clock))
