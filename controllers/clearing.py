@@ -202,18 +202,19 @@ class Clearing:
         now = self._clock.wall()
         try:
             verdicts = judged(await look(self._config, self._store, now), self._config.gc, now)
-            await asyncio.to_thread(sweep, Path(self._config.run_root))
+            for folder in (Path(self._config.run_root), Path(self._config.home) / SCRATCH):
+                await asyncio.to_thread(sweep, folder)
             for problem in await asyncio.to_thread(delete, verdicts):
                 log.warning("%s", problem)
         except (GcoreError, OSError) as error:
             log.warning("nothing is deleted: %s", error)
 
 
-def sweep(run_root: Path) -> None:
-    """What a daemon that died had begun to delete."""
-    for folder in _entries(run_root, hidden=True):
-        if folder.name.startswith(GONE):
-            shutil.rmtree(folder, ignore_errors=True)
+def sweep(folder: Path) -> None:
+    """What in it a daemon that died had begun to delete."""
+    for one in _entries(folder, hidden=True):
+        if one.name.startswith(GONE):
+            shutil.rmtree(one, ignore_errors=True)
 
 
 def bytes_in(path: Path) -> int:

@@ -1,8 +1,8 @@
 """Forgetting a job that has ended: its run's folder, if that is wanted, and its records.
 
 The folder first: what is interrupted then is a job that is still there, and can be deleted again. A folder gets another name before it is
-deleted, so that nobody finds half of one. Where nodes share no folder only this node's goes; the others' go when they clean up, for no
-record knows the run any more. What the job has used stays told (`gcore.ledger.usage`).
+deleted, so that nobody finds half of one. Where nodes share no folder only this node's goes: the others' stay, as a folder of a run that
+no record knows, which nothing deletes but a person (`controllers.clearing`). What the job has used stays told (`gcore.ledger.usage`).
 """
 
 from __future__ import annotations

@@ -227,11 +227,14 @@ async def test_a_round_of_a_daemon_deletes_by_itself_and_finishes_what_another_b
     ended = await node.job(A, JobPhase.SUCCEEDED)
     half = node.runs / f".gone-name-{C}"
     (half / "checkpoints").mkdir(parents=True)
+    scratch = node.home / "jobs" / f".gone-{D}"
+    (scratch / "tmp").mkdir(parents=True)
     await Clearing(node.config(), node.store, FakeClock()).round()
     assert ended.exists(), "the policy names nothing"
     await Clearing(node.config(**ALL), node.store, FakeClock()).round()
     assert not ended.exists()
     assert not half.exists()
+    assert not scratch.exists()
 
 
 async def test_with_a_record_that_cannot_be_read_nothing_is_deleted(
