@@ -114,6 +114,8 @@ class Registration:
                     return
                 holder = await store.get(self._key)
                 if holder is not None and holder.lease == lease:
+                    # By a try whose answer never came: what it wrote of versions and of sick slots may be out of date.
+                    self._written = 0
                     return
                 if holder is not None and holder.lease != waited_for:
                     waited_for = holder.lease

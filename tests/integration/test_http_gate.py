@@ -91,7 +91,7 @@ def test_a_header_of_any_bytes_is_refused_and_breaks_nothing(
 ) -> None:
     shown = TlsMaterial(served.ca / "ca.pem")
     with httpx.Client(verify=shown.context(shown.read()), trust_env=False) as client:
-        answer = client.get(f"{served.url}/", headers={"Authorization": header.encode("latin-1")})
+        answer = client.get(f"{served.url}/", headers={b"Authorization": header.encode("latin-1")})
     assert answer.status_code == 401
     assert "Traceback" not in capfd.readouterr().err
 

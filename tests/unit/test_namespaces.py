@@ -179,6 +179,6 @@ async def test_the_logs_that_other_nodes_are_asked_for_are_of_the_job_that_its_c
     monkeypatch.setattr(StoredJobs, "is_apart", lambda self, mirror: True)
     monkeypatch.setattr(StoredJobs, "peers", peers)
     with acting_for(OWN):
-        lines = service.StreamLogs(pb.StreamLogsRequest(job="secret"), Context())  # type: ignore[arg-type]
+        lines = service.StreamLogs(pb.StreamLogsRequest(job="secret"), Context())
         assert [line.node async for line in lines] == ["n2"]
     assert asked_for == ["u1"]
