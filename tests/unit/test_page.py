@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from wsgiref.util import setup_testing_defaults
@@ -15,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controllers.page import curves, timeline
+from controllers.page import kept as kept_runs
 from controllers.page.app import MOST_AT_ONCE, PageApp, after_of, page, policy_of
 from controllers.page.kept import MOST_RUNS, Kept
 from controllers.page.shown import reached_at
@@ -292,6 +294,28 @@ def test_a_folder_is_read_once_until_there_is_something_new(tmp_path: Path) -> N
         kept.of(run)
     assert kept.of(runs[-1]) == MOST_RUNS + 2
     assert kept.of(runs[0]) == MOST_RUNS + 3, "the oldest was forgotten"
+
+
+def test_a_disk_that_hangs_keeps_one_thread_and_not_all_who_ask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_runs, "TURN_S", 0.01)
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def hang(folder: Path) -> str:
+        begun.set()
+        goes_on.wait()
+        return "read"
+
+    kept: Kept[str] = Kept(lambda folder: 0, hang)
+    with ThreadPoolExecutor(1) as other:
+        first = other.submit(kept.of, tmp_path)
+        begun.wait()
+        with pytest.raises(OSError, match="has not answered"):
+            kept.of(tmp_path)
+        goes_on.set()
+        assert first.result() == "read"
+    assert kept.of(tmp_path) == "read"
 
 
 def test_of_many_nodes_fewer_steps_are_drawn(tmp_path: Path) -> None:
