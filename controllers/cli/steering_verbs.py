@@ -67,7 +67,8 @@ def resume(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, out
 
 
 def retry(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE) -> None:
-    """Begin a job that has ended once more: a new job with the same spec and name. Repeating the command makes no second one."""
+    """Begin a job that has ended once more: a new job with the same spec and name. Repeating the command makes no second one, and one of
+    that name that has not ended goes on."""
     from gcore.api.v1 import jobs_pb2 as pb
     from gcore.client import ENDED, JobsClient, job_state_name
 
@@ -78,7 +79,8 @@ def retry(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, outp
                 f"job {old.name!r} ({old.uid}) is {job_state_name(old.state)}: it has not ended",
                 fix="`gcore resume` goes on with a paused one; `gcore cancel` ends one",
             )
-        return await client.create_job(old.spec_json, request_id=f"retry-{old.uid}", mode=pb.START_MODE_NEW)
+        # Not as a new one at any price: that would end another job which was given the name since.
+        return await client.create_job(old.spec_json, request_id=f"retry-{old.uid}", mode=pb.START_MODE_RESUME)
 
     _tell(call(again, address, home), output)
 

@@ -193,14 +193,14 @@ def test_usage_is_told_in_hours_with_a_sum(address: str, script: Script) -> None
     assert script.asked[-1].since == 1793491200.0
 
 
-def test_a_job_that_has_ended_is_begun_once_more_and_only_once(address: str, script: Script) -> None:
+def test_a_job_that_has_ended_is_begun_once_more_and_only_once_and_ends_no_other(address: str, script: Script) -> None:
     result = run(address, "retry", "sums")
     assert isinstance(result.exception, UsageError)
     assert "has not ended" in str(result.exception)
     script.job.state = pb.JOB_STATE_FAILED
     for _ in range(2):
         assert run(address, "retry", "sums").exit_code == 0
-    assert [(one.request_id, one.mode) for one in script.requests] == [("retry-u1", pb.START_MODE_NEW)] * 2
+    assert [(one.request_id, one.mode) for one in script.requests] == [("retry-u1", pb.START_MODE_RESUME)] * 2
 
 
 def test_deleting_files_asks_first(address: str, script: Script) -> None:
