@@ -11,12 +11,13 @@ from types import MappingProxyType
 
 from controllers.service.refusals import BadFields, bad_field
 from gcore.api.v1 import jobs_pb2 as pb
-from gcore.config.scheduling import HIGHEST_PRIORITY
+from gcore.config.scheduling import HIGHEST_PRIORITY, MOST_SLOTS
 from gcore.ledger.claims import NOTHING, Claim, Queued, Shares, slots_of
 from gcore.nearest import did_you_mean
 from gcore.rpc_status import Violation
 
-MOST_SLOTS = 1_000_000
+MOST_TOLD = 2**31 - 1
+"""What the API has room for."""
 UPDATABLE = ("priority", "slots_min", "slots_max")
 SECTION = "scheduling."
 """Fields may be named as in the spec, too."""
@@ -88,7 +89,9 @@ def with_claim(
     long as a daemon of an earlier version is there."""
     if claim is None:
         return message
-    message.priority, message.slots_min, message.slots_max = claim.priority, claim.least, claim.most or 0
+    # A claim of an earlier version may say any number, and one that has no room in the message would hide every job of a list.
+    least, most = min(claim.least, MOST_TOLD), min(claim.most or 0, MOST_TOLD)
+    message.priority, message.slots_min, message.slots_max = claim.priority, least, most
     if shares is None:
         return message
     share = shares.jobs.get(message.uid, NOTHING)

@@ -14,7 +14,7 @@ from controllers.service.desk import JobsDesk
 from controllers.service.refusals import bad_field
 from controllers.service.statuses import Context, edge
 from gcore.api.v1 import jobs_pb2 as pb
-from gcore.config.scheduling import NAMESPACE
+from gcore.config.scheduling import MOST_SLOTS, NAMESPACE
 from gcore.errors import StoreUnavailable
 from gcore.ledger import share_transactions
 from gcore.ledger.claims import Claim, Shares, slots_of
@@ -25,7 +25,6 @@ from gcore.store import keys
 from gcore.store.keys import JobKeys
 from gcore.store.types import Store
 
-MOST_SLOTS = 1_000_000
 MOST_NAMESPACES = 1_000
 """With a quota: they stand in one record."""
 

@@ -22,6 +22,7 @@ from pydantic import (
 )
 
 from gcore.config.base import Option, Section
+from gcore.config.scheduling import MOST_SLOTS
 from gcore.config.spanning import SPANS, SlotsPerEngine, refuse_torch
 
 JudgeName = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,30}[A-Za-z0-9])?$")]
@@ -55,7 +56,9 @@ class JudgeServing(Section):
 
     engine: Literal["torch", "sglang"] = Field("torch", description="What serves it")
     slots_per_engine: SlotsPerEngine = Field(1, description=f"{SPANS}; the same for all judges")
-    replicas: PositiveInt | None = Field(None, description="Engines in the cluster; default: one on each of its slots")
+    replicas: PositiveInt | None = Field(
+        None, le=MOST_SLOTS, description="Engines in the cluster; default: one on each of its slots"
+    )
     batch_slots: PositiveInt = Field(64, description="Sequences an engine decodes at once, at most")
     cache_tokens: PositiveInt | None = Field(
         None, description="Tokens an engine caches at once, at most; default: from the memory that is free"

@@ -11,7 +11,9 @@ from gcore.store.keys import DEFAULT_NAMESPACE
 
 NAMESPACE = r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"
 HIGHEST_PRIORITY = 1000
-__all__ = ["DEFAULT_NAMESPACE", "HIGHEST_PRIORITY", "NAMESPACE", "SchedulingSpec"]
+MOST_SLOTS = 1_000_000
+"""No number of slots is higher, of whatever."""
+__all__ = ["DEFAULT_NAMESPACE", "HIGHEST_PRIORITY", "MOST_SLOTS", "NAMESPACE", "SchedulingSpec"]
 
 
 class SchedulingSpec(Section):
@@ -23,10 +25,13 @@ class SchedulingSpec(Section):
     )
     slots_min: PositiveInt = Field(
         1,
+        le=MOST_SLOTS,
         description="Fewer slots it does not run on: until so many are there for it, it waits; what its pools and ranks need counts too",
     )
     slots_max: PositiveInt | None = Field(
-        None, description="More it does not take; default: all that nobody else has a better claim to"
+        None,
+        le=MOST_SLOTS,
+        description="More it does not take; default: all that nobody else has a better claim to",
     )
 
     @model_validator(mode="after")

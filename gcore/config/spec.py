@@ -31,7 +31,7 @@ from gcore.config.judges import MOST_JUDGES, JudgeSpec
 from gcore.config.reading import SamplesSpec, TrackerSpec
 from gcore.config.reward import RewardSpec, ScoringSpec
 from gcore.config.rollout import RolloutSpec
-from gcore.config.scheduling import DEFAULT_NAMESPACE, NAMESPACE, SchedulingSpec
+from gcore.config.scheduling import DEFAULT_NAMESPACE, MOST_SLOTS, NAMESPACE, SchedulingSpec
 from gcore.config.sources import (
     DataSpec,
     training_sources,
@@ -90,10 +90,12 @@ class PlacementSpec(Section):
     )
     train: PositiveInt | None = Field(
         None,
+        le=MOST_SLOTS,
         description="With static: slots of train ranks, one rank each. With a policy that moves slots: as many to begin with",
     )
     reward: PositiveInt | None = Field(
         None,
+        le=MOST_SLOTS,
         description="With static: slots of judges; each judge has an engine on serving.replicas of them, or on all. With a policy that "
         "moves slots: as many to begin with",
     )

@@ -10,6 +10,7 @@ from gcore.config.algorithms import AdvantageName, LossName, is_own_advantage
 from gcore.config.base import Option, Section
 from gcore.config.combinations import RETURNS, refuse_train
 from gcore.config.critic import CriticSpec
+from gcore.config.scheduling import MOST_SLOTS
 
 PARTS = 8
 """A streamed step comes in so many parts at most, unless `stream_min` says otherwise."""
@@ -19,7 +20,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 class TrainSpec(Section):
     """The optimizer, the loss and the train world."""
 
-    ranks: PositiveInt | None = Field(None, description="Train ranks; default: one per controller")
+    ranks: PositiveInt | None = Field(None, le=MOST_SLOTS, description="Train ranks; default: one per controller")
     zero_stage: Literal[1, 2, 3] = Field(1, description="DeepSpeed ZeRO stage")
     dtype: Literal["fp32", "bf16"] = Field("fp32", description="Arithmetic of forward and backward")
     learning_rate: Annotated[float, Field(ge=0)] = Field(1e-6, description="Peak learning rate")

@@ -8,18 +8,22 @@ from typing import Any
 import grpc
 import pytest
 from google.protobuf.field_mask_pb2 import FieldMask
-from listed_jobs import create
+from listed_jobs import SPEC, create
 
 from controllers.service.access import Caller, Role, acting_for
 from controllers.service.claiming import ending, paused, updated, with_claim
 from controllers.service.deleting import remove_folder
 from controllers.service.jobs import JobsService
+from controllers.service.listing import list_jobs
 from controllers.service.records import StoredJobs
 from controllers.service.refusals import BadFields
 from gcore.api.v1 import jobs_pb2 as pb
-from gcore.errors import GcoreError
+from gcore.config import parse_spec
+from gcore.config.scheduling import MOST_SLOTS
+from gcore.errors import GcoreError, SpecError
 from gcore.ledger.claims import Claim, Queued, Share, Shares
 from gcore.ledger.job import JobPhase, JobRecord, NodeRecord
+from gcore.schema import NEWEST_VERSION
 from gcore.store import keys
 from gcore.store.keys import JobKeys
 from gcore.store.types import Put
@@ -63,6 +67,33 @@ def test_bounds_that_do_not_go_together_are_refused_whichever_was_there_first() 
         updated(asked(slots_max=1))(Claim(least=2))
     with pytest.raises(BadFields, match="slots_min"):
         updated(asked(slots_min=9))(Claim(most=8))
+
+
+TOO_MANY: dict[str, dict[str, Any]] = {
+    "slots_min": {"scheduling": {"slots_min": MOST_SLOTS + 1}},
+    "slots_max": {"scheduling": {"slots_max": 10**12}},
+    "ranks": {"train": {"ranks": 10**13}},
+    "pools": {"placement": {"policy": "static", "train": 10**13, "reward": 1}},
+}
+
+
+@pytest.mark.parametrize("section", TOO_MANY.values(), ids=TOO_MANY)
+def test_more_slots_than_any_cluster_has_are_no_jobs_to_ask_for(section: dict[str, Any]) -> None:
+    with pytest.raises(SpecError, match="less than or equal to 1000000"):
+        parse_spec(SPEC | {"name": "s"} | section)
+
+
+async def test_a_claim_of_any_size_hides_no_job_of_the_list() -> None:
+    store = MemoryStore(MemoryCluster(FakeClock()))
+    for uid in ("u1", "u2"):
+        await create(store, uid, uid)
+    claim = Claim(least=10**12, most=10**15)
+    await store.transact(
+        (), (Put(JobKeys("u1").active, claim.encode(NEWEST_VERSION)), Put(keys.SHARES, Shares().encode(NEWEST_VERSION)))
+    )
+    reply = await list_jobs(StoredJobs(store), pb.ListJobsRequest())
+    assert [job.uid for job in reply.jobs] == ["u2", "u1"]
+    assert reply.jobs[1].slots_min == reply.jobs[1].slots_max == 2**31 - 1
 
 
 def test_a_job_that_ends_keeps_its_first_reason() -> None:
