@@ -3,7 +3,7 @@
 Every job has one request key, written with it and never again, so the revisions at which request keys came to be are the order in
 which jobs were created. A page token says behind which of them the next page begins, and is bound to the request that it was given
 for: another filter, or another caller's namespaces, is refused. A page may have fewer jobs than were asked for, even none, where
-many had to be passed over; only an empty token says that there are no more.
+many had to be passed over, or where their specs are large; only an empty token says that there are no more.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from gcore.schema import UnreadableRecord
 DEFAULT_SIZE, MOST_ON_A_PAGE = 100, 1000
 MOST_LOOKED_AT = 2000
 """Jobs that one call looks at: behind a filter that few pass there may be very many."""
+MOST_BYTES = 16 << 20
+"""Of an answer: a page ends with the job that takes it there. Specs may be long, and an answer that is too large reaches nobody."""
 AT_ONCE = 32
 """Jobs that are read at the same time."""
 LONGEST_FILTER = 256
@@ -104,7 +106,7 @@ async def list_jobs(jobs: StoredJobs, request: pb.ListJobsRequest) -> pb.ListJob
     ask, claims, shares = wanted(request, caller().namespaces), await jobs.claims(), await jobs.shares()
     queue = await jobs.queue(claims, shares) if shares is not None and claims else {}
     found: list[pb.Job] = []
-    before, looked = ask.before, 0
+    before, looked, taken = ask.before, 0, 0
     while True:
         limit = min(max(ask.size, AT_ONCE), MOST_LOOKED_AT - looked)
         named = await jobs.newest(limit, before)
@@ -115,7 +117,8 @@ async def list_jobs(jobs: StoredJobs, request: pb.ListJobsRequest) -> pb.ListJob
                 looked, before = looked + 1, revision
                 if one is not None and ask.has(job := with_claim(listed(one), claims.get(uid_of(one)), shares, queue)):
                     found.append(job)
-                if len(found) == ask.size or looked == MOST_LOOKED_AT:
+                    taken += job.ByteSize()
+                if len(found) == ask.size or looked == MOST_LOOKED_AT or taken >= MOST_BYTES:
                     return pb.ListJobsReply(jobs=found, next_page_token=ask.token(revision))
         if len(named) < limit:
             return pb.ListJobsReply(jobs=found)

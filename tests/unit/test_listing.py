@@ -55,6 +55,14 @@ def test_the_newest_jobs_come_first_and_pages_have_each_job_once() -> None:
     assert third.next_page_token == ""
 
 
+def test_large_jobs_are_fewer_on_a_page_and_none_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    (whole,) = listed({})
+    monkeypatch.setattr(listing, "MOST_BYTES", sum(job.ByteSize() for job in whole.jobs[:2]))
+    pages = listed({}, *[{"page_token": "next"}] * 3)
+    assert [uids(one) for one in pages] == [["u6", "u5"], ["u4", "u3"], ["u2", "u1"], ["u0"]]
+    assert [bool(one.next_page_token) for one in pages] == [True, True, True, False]
+
+
 def test_one_page_has_all_where_there_are_few() -> None:
     (reply,) = listed({})
     assert uids(reply) == [f"u{number}" for number in range(6, -1, -1)]
