@@ -17,9 +17,12 @@ import grpc
 import grpc.aio
 
 from gcore.rpc_handlers import Handler, like
+from gcore.rpc_status import Refusal, trailing
 from gcore.schema import READABLE, SCHEMA_VERSION
 
 KEY = "gcore-schema-version"
+UNSERVED = "SCHEMA_VERSION_NOT_SERVED"
+"""For programs: why such a call is refused."""
 
 
 def carried(versions: Collection[int] = READABLE) -> tuple[tuple[str, str], ...]:
@@ -72,7 +75,8 @@ def _refusing(handler: Handler, why: str) -> Handler:
     """A handler of the same kind that only refuses."""
 
     async def refuse(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:
-        await context.abort(grpc.StatusCode.FAILED_PRECONDITION, why)
+        code = grpc.StatusCode.FAILED_PRECONDITION
+        await context.abort(code, why, trailing(Refusal(code, why, UNSERVED)))
         raise AssertionError("abort raises")
 
     return like(handler, refuse)

@@ -12,11 +12,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "api.md"
-PROTO = ROOT / "protos" / "gcore" / "api" / "v1" / "jobs.proto"
+PROTOS = ROOT / "protos" / "gcore" / "api" / "v1"
+SERVICES = {"Jobs": PROTOS / "jobs.proto", "Access": PROTOS / "access.proto"}
+"""What people call; nodes among themselves have more."""
 BEGIN = """# The job API
 
-The reference of `gcore.api.v1.Jobs`, made from [the protos](../protos/gcore/api/v1/jobs.proto) by `make proto`. Any controller answers for the
-whole cluster. [The command line](command-line.md) and [the Python clients](python.md) have all of it.
+The reference of `gcore.api.v1.Jobs` and `gcore.api.v1.Access`, made from [jobs.proto](../protos/gcore/api/v1/jobs.proto) and
+[access.proto](../protos/gcore/api/v1/access.proto) by `make proto`. Any controller answers for the whole cluster. [The command
+line](command-line.md) has all of it, [the Python clients](python.md) all of `Jobs`.
 
 - **Health**: `grpc.health.v1.Health` answers everybody. **Reflection** answers where the node's configuration says `api: {reflection: true}`.
 - **Who calls** is told by `authorization: Bearer TOKEN` or a client certificate ([security](security.md)).
@@ -37,37 +40,47 @@ fields are wrong, a `BadRequest` that names them; those of a spec begin with `sp
 
 def reasons() -> str:
     """The rows of the table of errors, from the code that makes them."""
-    from controllers.service import refusals
+    from controllers.service import refusals, token_book, tokens
     from controllers.service.statuses import CODES
+    from gcore.rpc_schema import UNSERVED
 
     rows: dict[str, set[str]] = {}
     for kind, code, reason in CODES:
         rows.setdefault(code.name, set()).add(reason)
-        for one in vars(refusals).values():
+        for one in (*vars(refusals).values(), *vars(token_book).values(), *vars(tokens).values()):
             if isinstance(one, type) and issubclass(one, kind) and "reason" in vars(one):
                 found = next(c for k, c, _ in CODES if issubclass(one, k))
                 rows.setdefault(found.name, set()).add(one.reason)
+    rows["FAILED_PRECONDITION"].add(UNSERVED)
     rows["INTERNAL"] = {"DEFECT"}
     return "".join(f"| `{code}` | {', '.join(f'`{one}`' for one in sorted(found))} |\n" for code, found in rows.items())
 
 
 def page() -> str:
     """All of it."""
-    text = PROTO.read_text(encoding="utf-8")
-    service = re.search(r"service Jobs \{(.*?)\n\}", text, re.S)
+    parts, messages = [BEGIN + reasons()], list[str]()
+    for name, file in SERVICES.items():
+        calls, named = _service(name, file.read_text(encoding="utf-8"))
+        parts += calls
+        messages += named
+    return "\n".join([*parts, "## Messages\n", *messages]).rstrip() + "\n"
+
+
+def _service(service_name: str, text: str) -> tuple[list[str], list[str]]:
+    """Its calls, and the messages of its file."""
+    service = re.search(rf"service {service_name} \{{(.*?)\n\}}", text, re.S)
     assert service is not None
-    parts = [BEGIN + reasons(), "\n## Calls\n"]
+    parts, messages = [f"\n## Calls of {service_name}\n"], list[str]()
     for comment, name, request, stream, answer in re.findall(
         r"((?:  //[^\n]*\n)+)?  rpc (\w+)\((\w+)\) returns \((stream )?(\w+)\);", service[1]
     ):
         answers = f"a stream of [`{answer}`](#{answer.lower()})" if stream else f"[`{answer}`](#{answer.lower()})"
         parts.append(f"### {name}\n\n{_said(comment)}\n\n[`{request}`](#{request.lower()}) → {answers}\n")
-    parts.append("## Messages\n")
     for comment, kind, name, body in re.findall(
         r"((?:^//[^\n]*\n)*)^(message|enum) (\w+) \{(\}|.*?^\})", text[service.end() :], re.S | re.M
     ):
-        parts.append(_message(kind, name, _said(comment), body))
-    return "\n".join(parts).rstrip() + "\n"
+        messages.append(_message(kind, name, _said(comment), body))
+    return parts, messages
 
 
 def _message(kind: str, name: str, said: str, body: str) -> str:

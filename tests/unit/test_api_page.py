@@ -6,7 +6,10 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+from controllers.service import token_book, tokens  # noqa: F401 - their kinds of errors are looked for
+from gcore.api.v1 import access_pb2
 from gcore.api.v1 import jobs_pb2 as pb
+from gcore.errors import GcoreError
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,11 +31,13 @@ def test_the_page_is_what_the_protos_say() -> None:
 def test_every_call_message_and_field_is_on_the_page() -> None:
     page = made()
     sections = {part.partition("\n")[0]: part for part in page.split("\n### ")}
-    for method in pb.DESCRIPTOR.services_by_name["Jobs"].methods:
+    services = pb.DESCRIPTOR.services_by_name["Jobs"], access_pb2.DESCRIPTOR.services_by_name["Access"]
+    for method in (one for service in services for one in service.methods):
         told = sections[method.name].split("\n\n")
         assert told[1].strip(), f"{method.name} says nothing of itself"
         assert f"`{method.input_type.name}`" in sections[method.name]
-    for name, message in pb.DESCRIPTOR.message_types_by_name.items():
+    messages = {**pb.DESCRIPTOR.message_types_by_name, **access_pb2.DESCRIPTOR.message_types_by_name}
+    for name, message in messages.items():
         for field in message.fields:
             assert f"| `{field.name}` |" in sections[name], f"{name}.{field.name}"
     for name, enum in pb.DESCRIPTOR.enum_types_by_name.items():
@@ -44,3 +49,8 @@ def test_the_reasons_are_on_the_page() -> None:
     page = made()
     for reason in ("JOB_NOT_FOUND", "JOB_HAS_ENDED", "BAD_SPEC", "TOO_MANY_STREAMS", "STORE_UNAVAILABLE", "DEFECT"):
         assert f"`{reason}`" in page
+    kinds = [GcoreError]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+        reason = vars(kind).get("reason", "DEFECT")
+        assert f"`{reason}`" in page, f"{kind.__name__} of {kind.__module__}"

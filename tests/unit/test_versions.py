@@ -27,7 +27,8 @@ from gcore.client import JobsClient
 from gcore.clock import SystemClock
 from gcore.errors import UsageError
 from gcore.ledger.job import NodeRecord
-from gcore.rpc_schema import KEY, VersionedStub, VersionGate, carried, refusal
+from gcore.rpc_schema import KEY, UNSERVED, VersionedStub, VersionGate, carried, refusal
+from gcore.rpc_status import told
 from gcore.schema import NEWEST_VERSION, READABLE
 
 OLDER = NEWEST_VERSION - 1
@@ -178,6 +179,14 @@ async def test_a_newer_call_is_refused_in_one_sentence_whatever_its_kind(address
     for raised in (unary.value, stream.value):
         assert raised.code() is grpc.StatusCode.FAILED_PRECONDITION
         assert "upgrade the controllers" in str(raised.details())
+
+
+async def test_a_program_is_told_by_a_constant_that_its_version_is_not_served(address: str) -> None:
+    async with JobsClient([address], clock=SystemClock()) as client:
+        stub = VersionedStub(jobs_pb2_grpc.JobsStub(client._channel(address)), FAR)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub.GetJob(pb.GetJobRequest())
+    assert (told(refused.value).reason, told(refused.value).sentence) == (UNSERVED, refused.value.details())
 
 
 async def test_the_command_line_of_a_newer_gcore_says_what_to_do(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
