@@ -5,6 +5,7 @@ whoever calls shows a certificate, for gRPC's servers ask either every client fo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -103,13 +104,11 @@ def read_engines_key(file: Path) -> bytes:
     return key
 
 
-def _bound(at: str, bind: object) -> int:
-    assert callable(bind)
+def _bound(at: str, bind: Callable[[str], int]) -> int:
     try:
-        port = int(bind(at))
+        return bind(at)
     except RuntimeError as error:
         raise UsageError(
             f"cannot listen on {at}: the port is in use, or the address is not this machine's",
             fix="Choose another port in the configuration",
         ) from error
-    return port

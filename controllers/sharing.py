@@ -89,9 +89,8 @@ class Sharing:
         cluster = self._cluster
         assert cluster.shares is not None
         nodes = {name: node.slots for name, node in cluster.able(spoken()).items()}
-        out = {(node, slot) for node in cluster.drained for slot in nodes.get(node, ())}
-        out |= {(node, slot) for node, sick in cluster.sick.items() for slot in sick.slots}
-        there = Cluster(nodes, frozenset(out), cluster.quotas)
+        sick = {name: one.slots for name, one in cluster.sick.items()}
+        there = Cluster.of(nodes, cluster.drained, sick, cluster.quotas)
         waiting = queue(there, cluster.claims, cluster.shares.record)
         if waiting != cluster.queue:
             cluster.queue = waiting

@@ -60,6 +60,18 @@ class Cluster:
     quotas: Mapping[str, int] = field(default_factory=dict)
     """The most slots that all jobs of a namespace may have together; no entry: as many as there are."""
 
+    @classmethod
+    def of(
+        cls,
+        nodes: Mapping[str, tuple[str, ...]],
+        drained: Iterable[str],
+        sick: Mapping[str, Iterable[str]],
+        quotas: Mapping[str, int],
+    ) -> Cluster:
+        """Without the slots of nodes that are being left, and those that are sick (by node)."""
+        out = {(node, slot) for node in drained for slot in nodes.get(node, ())}
+        return cls(nodes, frozenset(out | slots_of(sick)), quotas)
+
     def units(self, size: int) -> list[Unit]:
         """All that can be used, as replicas of so many slots."""
         found = [

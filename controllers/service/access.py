@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from types import MappingProxyType
 
-DEFAULT_NAMESPACE = "default"
+from gcore.store.keys import DEFAULT_NAMESPACE
 
 
 class Role(IntEnum):

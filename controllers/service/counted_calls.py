@@ -5,13 +5,13 @@ Methods that nobody serves are counted together: their names are the caller's. R
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
 import grpc.aio
 
+from controllers.service.statuses import ended_with
 from gcore.clock import Clock
 from gcore.metrics import Metrics
 from gcore.rpc_handlers import Handler, answer_of, like
@@ -51,7 +51,7 @@ class CountedCalls(grpc.aio.ServerInterceptor):
                 done = True
                 return answer
             finally:
-                self._metrics.calls.labels(method, _code(context, done=done)).inc()
+                self._metrics.calls.labels(method, ended_with(context, done=done)).inc()
                 self._metrics.call_seconds.labels(method).observe(max(self._clock.monotonic() - begun, 0.0))
 
         return counted
@@ -68,20 +68,6 @@ class CountedCalls(grpc.aio.ServerInterceptor):
                 done = True
             finally:
                 self._metrics.open_streams.labels(method).dec()
-                self._metrics.calls.labels(method, _code(context, done=done)).inc()
+                self._metrics.calls.labels(method, ended_with(context, done=done)).inc()
 
         return counted
-
-
-def _code(context: grpc.aio.ServicerContext[Any, Any], *, done: bool) -> str:
-    """The status that a call ends with. Whoever went away before the answer was there has cancelled it."""
-    code: Any = context.code()
-    if isinstance(code, int):  # as grpc.aio tells one that was not set
-        code = next((one for one in grpc.StatusCode if one.value[0] == code), None)
-    if code is None or code is grpc.StatusCode.OK:
-        if done:
-            return grpc.StatusCode.OK.name
-        task = asyncio.current_task()
-        gone = task is not None and task.cancelling() > 0
-        return (grpc.StatusCode.CANCELLED if gone else grpc.StatusCode.UNKNOWN).name
-    return str(code.name)

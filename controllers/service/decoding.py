@@ -5,17 +5,16 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from typing import Any, TypeAlias
+from typing import Any
 
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from controllers.service.statuses import refuse
+from controllers.service.statuses import Context, refuse
 from gcore.rpc_handlers import Handler, answer_of, like
 from gcore.rpc_status import Refusal
 
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 SENTENCE = "the request is not a message of the kind that is expected; use a client of this API's version"
 
 

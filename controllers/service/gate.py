@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
-from typing import Any, TypeAlias
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -18,14 +18,13 @@ from controllers.service import access
 from controllers.service.access import NOBODY_IS_TOLD_APART, TABLE, Caller, serve_for
 from controllers.service.call_journal import CallJournal, Entry
 from controllers.service.refusals import Forbidden, Unauthenticated
-from controllers.service.statuses import refusal_of, refuse
+from controllers.service.statuses import Context, ended_with, refusal_of, refuse
 from controllers.service.token_book import TokenBook
 from gcore.errors import GcoreError
 from gcore.rpc_handlers import Handler, answer_of, like
 from gcore.tls.connecting import AUTHORIZATION
 from gcore.tls.names import SCHEME
 
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 _NAMES = "peer_uri"
 _TRANSPORT = "transport_security_type"
 
@@ -114,7 +113,7 @@ class _Call:
 
     def _note(self, request: Any, context: Context, answer: Any, *, done: bool) -> None:
         row = TABLE.get(self._method)
-        outcome = outcome_of(context, done=done)
+        outcome = ended_with(context, done=done)
         refused = outcome in ("UNAUTHENTICATED", "PERMISSION_DENIED")
         if not refused and (row is None or not row.changes):
             return
@@ -147,13 +146,3 @@ def names_shown(context: Any) -> list[str] | None:
         return None
     texts = [value.decode(errors="replace") for value in shown.get(_NAMES, ())]
     return [text for text in texts if text.startswith(f"{SCHEME}://")]
-
-
-def outcome_of(context: Any, *, done: bool) -> str:
-    """The status that a call ended with."""
-    code = context.code()
-    if isinstance(code, int):
-        code = next((one for one in grpc.StatusCode if one.value[0] == code), None)
-    if code is None or code is grpc.StatusCode.OK:
-        return "OK" if done else "CANCELLED"
-    return str(code.name)

@@ -6,6 +6,7 @@ other claim does: at the jobs' next commits. Nothing here moves a slot.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import Counter
 
@@ -17,7 +18,7 @@ from gcore.api.v1 import jobs_pb2 as pb
 from gcore.config.scheduling import MOST_SLOTS, NAMESPACE
 from gcore.errors import StoreUnavailable
 from gcore.ledger import share_transactions
-from gcore.ledger.claims import Claim, Shares, slots_of
+from gcore.ledger.claims import Claim, Share, Shares, slots_of
 from gcore.ledger.claims import Quotas as QuotasRecord
 from gcore.ledger.guarded import Ledger, Stored, TxnOutcome
 from gcore.schema import UnreadableRecord
@@ -76,12 +77,11 @@ async def told(store: Store) -> pb.Quotas:
     quota = await store.get(keys.QUOTAS)
     shares = await store.get(keys.SHARES)
     limits, jobs, used = dict[str, int](), Counter[str](), Counter[str]()
-    held = {}
-    try:
-        limits = {} if quota is None else QuotasRecord.decode(quota.value, quota.key).slots
+    held = dict[str, Share]()
+    with contextlib.suppress(UnreadableRecord):
+        limits = {} if quota is None else dict(QuotasRecord.decode(quota.value, quota.key).slots)
+    with contextlib.suppress(UnreadableRecord):
         held = {} if shares is None else Shares.decode(shares.value, shares.key).jobs
-    except UnreadableRecord:
-        pass
     for kv in (await store.list(keys.ACTIVE)).kvs:
         try:
             namespace = Claim.read(kv.value, kv.key).namespace

@@ -210,13 +210,12 @@ class StoredJobs:
 
         (drained, sick), listing = await self.pool(), await self.cluster()
         nodes = {node.name: node.slots for node in listing.nodes}
-        out = {(name, slot) for name in drained for slot in nodes.get(name, ())}
-        out |= {(name, slot) for name, one in sick.items() for slot in one.slots}
         kv = await self._store.get(keys.QUOTAS)
         quotas = Quotas()
         with contextlib.suppress(UnreadableRecord):
             quotas = Quotas() if kv is None else Quotas.decode(kv.value, kv.key)
-        return queue(Cluster(nodes, frozenset(out), quotas.slots), claims, shares)
+        there = Cluster.of(nodes, drained, {name: one.slots for name, one in sick.items()}, quotas.slots)
+        return queue(there, claims, shares)
 
     async def pool(self) -> tuple[frozenset[str], dict[str, SickSlots]]:
         """The nodes that are being left, and by node the slots that are sick."""

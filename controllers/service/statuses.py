@@ -6,6 +6,7 @@ A defect is logged and leaves as INTERNAL: it costs its own call, never the daem
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -84,6 +85,21 @@ async def refuse(context: Context, refusal: Refusal) -> NoReturn:
     """End the call."""
     await context.abort(refusal.code, refusal.sentence, trailing(refusal))
     raise AssertionError("abort raises")
+
+
+def ended_with(context: Any, *, done: bool) -> str:
+    """The status that a call ends with, for those who count calls or write them down. `done`: whether all of its answer was given.
+    Whoever went away before that has cancelled it."""
+    code: Any = context.code()
+    if isinstance(code, int):  # as grpc.aio tells one that was not set
+        code = next((one for one in Code if one.value[0] == code), None)
+    if code is None or code is Code.OK:
+        if done:
+            return Code.OK.name
+        task = asyncio.current_task()
+        gone = task is not None and task.cancelling() > 0
+        return (Code.CANCELLED if gone else Code.UNKNOWN).name
+    return str(code.name)
 
 
 def edge(method: Callable[..., Awaitable[T]]) -> Callable[..., Awaitable[T]]:

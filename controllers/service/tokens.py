@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import grpc
-
 from controllers.service.access import Caller, caller
 from controllers.service.refusals import NotFound, bad_field
-from controllers.service.statuses import edge
+from controllers.service.statuses import Context, edge
 from gcore.api.v1 import access_pb2 as pb
 from gcore.api.v1 import access_pb2_grpc
 from gcore.clock import Clock
@@ -18,8 +16,6 @@ from gcore.store import keys
 from gcore.store.types import Compare, Delete, Put, Store
 from gcore.tls.names import EVERY, check_user
 from gcore.tokens import DEFAULT_S, KEPT_S, LONGEST_S, MOST_TOKENS, TokenRecord, new_token
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class TokenNotFound(NotFound):

@@ -57,6 +57,14 @@ def rows(found: pb.Quotas) -> list[tuple[str, int | None, int, int]]:
     return [(one.namespace, one.slots if one.HasField("slots") else None, one.used, one.jobs) for one in found.quotas]
 
 
+async def test_quotas_that_cannot_be_read_hide_not_what_is_used(memory: MemoryCluster) -> None:
+    store = MemoryStore(memory)
+    shares = Shares(jobs={"u": Share(granted={"n": ("cpu:0",)}, held={"n": ("cpu:0",)})})
+    puts = [Put(keys.QUOTAS, b"{damaged"), Put(keys.SHARES, shares.encode()), Put(JobKeys("u").active, b"")]
+    await store.transact((), puts)
+    assert rows(await told(store)) == [("default", None, 1, 1)]
+
+
 async def test_a_quota_is_set_changed_and_taken_away(memory: MemoryCluster) -> None:
     store = MemoryStore(memory)
     await set_quota(store, "b", 4)
