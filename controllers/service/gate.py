@@ -87,8 +87,9 @@ class _Call:
                 await self._admit(context)
                 async with aclosing(inner(request, context)) as answers:  # type: ignore[type-var]
                     async for one in answers:
-                        yield one
+                        # Before it is sent: between two messages of a quiet stream a token may have been taken back long ago.
                         await self._still(context)
+                        yield one
                 done = True
             finally:
                 self._note(request, context, None, done=done)

@@ -71,14 +71,23 @@ class StoredJobs:
         self._own = own
 
     async def find(self, name: str, namespace: str = keys.DEFAULT_NAMESPACE) -> str | None:
-        """The uid of a job: by `NAMESPACE/NAME`, by its name in `namespace`, or by its uid."""
+        """The uid of a job: by its uid, by `NAMESPACE/NAME`, or by its name in `namespace`.
+
+        A uid that the caller may ask by comes before a name: anybody can give a job another's uid as its name, and who pauses or
+        deletes by a uid means that one. What the caller may not see hides no job of the same name.
+        """
         if not name:
             return None
         said, slash, short = name.partition("/")
+        if not slash and await self._is_seen(name):
+            return name
         named = await self._store.get(keys.name(short, said) if slash else keys.name(name, namespace))
-        if named is not None:
-            return named.value.decode(errors="replace")
-        return name if await self._store.get(JobKeys(name).job) is not None else None
+        return None if named is None else named.value.decode(errors="replace")
+
+    async def _is_seen(self, uid: str) -> bool:
+        """Whether there is a job of that uid for the caller."""
+        kv = await self._store.get(JobKeys(uid).job)
+        return kv is not None and may_see(_namespace_of(kv))
 
     async def batch(self, uid: str) -> WatchBatch:
         """All records of a job, as if just heard."""
@@ -164,12 +173,7 @@ class StoredJobs:
     async def namespace(self, uid: str) -> str:
         """Whose job it is. One whose record cannot be read is nobody's but those who may see all."""
         kv = await self._store.get(JobKeys(uid).job)
-        if kv is None:
-            return ""
-        try:
-            return JobRecord.decode(kv.value, kv.key).namespace
-        except UnreadableRecord:
-            return ""
+        return "" if kv is None else _namespace_of(kv)
 
     @property
     def connector(self) -> Connector:
@@ -246,6 +250,13 @@ class StoredJobs:
         if run_dir is not None:
             await asyncio.to_thread(_leave_copy, uid, listing, run_dir)
         return found
+
+
+def _namespace_of(kv: KeyValue) -> str:
+    try:
+        return JobRecord.decode(kv.value, kv.key).namespace
+    except UnreadableRecord:
+        return ""
 
 
 def _name_of(kv: KeyValue | None) -> str:

@@ -69,20 +69,23 @@ class Context:
 
 async def service_of(tmp_path: Path) -> tuple[JobsService, MemoryStore]:
     store, clock = MemoryStore(MemoryCluster(FakeClock())), FakeClock()
-    spec = parse_spec(SPEC | {"data": {"path": str(tmp_path / "d.jsonl")}})
-    job = JobRecord(
-        uid="u1", name=spec.name, spec=spec.model_dump(mode="json"), run_dir=str(tmp_path), created=1.0, prompts=9,
-        namespace=spec.namespace, request_id="r1",
-    )  # fmt: skip
-    await Ledger(store, JobKeys("u1")).run(
-        transactions.create(JobKeys("u1"), job, JobStatus(phase=JobPhase.PENDING), 0)
-    )
+    await created(store, tmp_path, "u1", SPEC)
     jobs = StoredJobs(store)
 
     async def submissions() -> Submissions:
         return Submissions(store, jobs, tmp_path, tmp_path, clock)
 
     return JobsService(jobs, submissions, lambda uid: None, clock), store
+
+
+async def created(store: MemoryStore, tmp_path: Path, uid: str, tree: dict[str, Any]) -> None:
+    spec = parse_spec(tree | {"data": {"path": str(tmp_path / "d.jsonl")}})
+    job = JobRecord(
+        uid=uid, name=spec.name, spec=spec.model_dump(mode="json"), run_dir=str(tmp_path), created=1.0, prompts=9,
+        namespace=spec.namespace, request_id=f"r-{uid}",
+    )  # fmt: skip
+    pending = JobStatus(phase=JobPhase.PENDING)
+    await Ledger(store, JobKeys(uid)).run(transactions.create(JobKeys(uid), job, pending, 0))
 
 
 async def asked(service: JobsService, verb: str, request: Any) -> tuple[str, str]:
@@ -182,3 +185,14 @@ async def test_the_logs_that_other_nodes_are_asked_for_are_of_the_job_that_its_c
         lines = service.StreamLogs(pb.StreamLogsRequest(job="secret"), Context())
         assert [line.node async for line in lines] == ["n2"]
     assert asked_for == ["u1"]
+
+
+async def test_a_job_that_has_anothers_uid_for_a_name_is_not_taken_for_it(tmp_path: Path) -> None:
+    service, store = await service_of(tmp_path)
+    await created(store, tmp_path, "u2", SPEC | {"name": "u1"})
+    await created(store, tmp_path, "u3", SPEC | {"name": "u1", "namespace": "speech"})
+    admin, eve = Caller("root", Role.ADMIN), Caller("eve", Role.VIEWER, frozenset({"speech"}))
+    for one, found in ((OWN, "u1"), (admin, "u1"), (eve, "u3")):
+        with acting_for(one):
+            job = await service.GetJob(pb.GetJobRequest(job="u1"), Context())
+        assert job.uid == found, "what is not there for a caller hides nothing of theirs"
