@@ -12,13 +12,13 @@ In this order, as numbered in the code:
 
 A slot that another job may still be using is granted to nobody. It is free when that job has given it back, and then this is asked again.
 Slots of a node that is away stay whose they were, and count for nothing. So that wide engines find room, they choose before narrow ones,
-which may have to move for them.
+which may have to move for them; so nobody is counted any slots (2, 3) that those who were counted before then could not find.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from gcore.config import JobSpec
@@ -129,7 +129,8 @@ class _Counting:
         self._quotas = cluster.quotas
         self._has = has
         self._all = sum(len(unit) for unit in cluster.units(1))
-        self._room = {size: len(cluster.units(size)) * size for size in {claim.unit for claim in claims.values()}}
+        self._room = {size: len(cluster.units(size)) for size in {1, *(claim.unit for claim in claims.values())}}
+        """Of each size, the units that are left."""
         self._left = self._all
         self._used: dict[str, int] = defaultdict(int)
         self.counts = dict.fromkeys(claims, 0)
@@ -142,7 +143,7 @@ class _Counting:
             quota = self._quotas.get(claim.namespace)
             if quota is not None and self._used[claim.namespace] + least > quota:
                 self._over_quota.add(uid)
-            elif least <= min(self._left, self._room[claim.unit]):
+            elif self._has_room(claim.unit, least):
                 self._give(uid, least)
 
     def why(self, uid: str) -> str:
@@ -153,6 +154,8 @@ class _Counting:
         if uid in self._over_quota:
             used, quota = self._used[claim.namespace], self._quotas[claim.namespace]
             return f"{needs}, and namespace {claim.namespace!r} may have {quota} and has {used}"
+        if self._least(uid) <= self._left:
+            needs += f" in engines of {claim.unit} that follow one another on a node"
         return f"{needs}, and of {counted(self._all, 'slot')} others have {self._all - self._left}"
 
     def _least(self, uid: str) -> int:
@@ -180,13 +183,27 @@ class _Counting:
         claim, more = self._claims[uid], self.counts[uid] + self._claims[uid].unit
         quota = self._quotas.get(claim.namespace)
         return (
-            claim.unit <= self._left
-            and more <= self._room[claim.unit]
+            self._has_room(claim.unit, claim.unit)
             and (claim.most is None or more <= claim.most)
             and (quota is None or self._used[claim.namespace] + claim.unit <= quota)
         )
 
+    def _has_room(self, unit: int, slots: int) -> bool:
+        """Whether so many more can be found beside all that was given. Wide engines choose first (`_chosen`): what they may take is not
+        there for narrow ones, so who is counted later must leave those who were counted before what they got."""
+        return all(self._room[size] >= taken for size, taken in self._takes(unit, slots))
+
+    def _takes(self, unit: int, slots: int) -> Iterator[tuple[int, int]]:
+        """Of each size that is no wider, the units that go with so many slots. Where the sizes do not divide one another an engine may
+        spoil one more than it covers."""
+        for size in self._room:
+            if size <= unit:
+                each = unit // size if unit % size == 0 else (unit + size - 2) // size + 1
+                yield size, slots // unit * each
+
     def _give(self, uid: str, slots: int) -> None:
+        for size, taken in self._takes(self._claims[uid].unit, slots):
+            self._room[size] -= taken
         self.counts[uid] += slots
         self._used[self._claims[uid].namespace] += slots
         self._left -= slots

@@ -135,6 +135,22 @@ def test_wide_engines_find_room_and_narrow_ones_move_for_them() -> None:
     assert len(after.jobs["wide"].granted) == 1
 
 
+def test_a_wide_engine_of_a_lower_priority_leaves_a_narrower_one_of_a_higher_its_room() -> None:
+    cluster = Cluster(nodes(n=4, m=1, o=1))
+    claims = {"first": Claim(priority=9, unit=2, least=2, most=2), "wide": Claim(unit=4, least=4, most=4, created=1.0)}
+    assert counts(settled(cluster, claims)) == {"first": 2}
+    said = queue(cluster, claims, settled(cluster, claims))["wide"].reason
+    assert said == "it needs 4 slots in engines of 4 that follow one another on a node, and of 6 slots others have 2"
+
+
+def test_slots_that_no_engine_of_two_can_have_go_to_jobs_of_single_ones_and_who_waits_is_told() -> None:
+    cluster = Cluster(nodes(n=3, m=3))
+    claims = {f"pair-{n}": Claim(unit=2, least=2, created=float(n)) for n in range(3)} | {"one": Claim(created=9.0)}
+    rest = settled(cluster, claims)
+    assert counts(rest) == {"pair-0": 2, "pair-1": 2, "one": 2}
+    assert queue(cluster, claims, rest).keys() == {"pair-2"}
+
+
 def test_one_that_ended_is_forgotten() -> None:
     cluster = Cluster(nodes(n=2))
     before = settled(cluster, {"one": Claim(), "two": Claim()})
@@ -155,7 +171,7 @@ CLAIMS = st.dictionaries(
         priority=st.integers(-1, 1),
         least=st.integers(1, 6),
         most=st.none() | st.integers(6, 9),
-        unit=st.sampled_from([1, 1, 2, 4]),
+        unit=st.sampled_from([1, 1, 2, 3, 4]),
         created=st.floats(0, 9),
         paused=st.booleans(),
         ends=st.sampled_from(["", "", "asked"]),
@@ -214,6 +230,13 @@ def test_whatever_comes_and_goes_no_slot_is_two_jobs(story: list[tuple[Cluster, 
 def test_it_comes_to_rest_and_then_nothing_moves(cluster: Cluster, claims: dict[str, Claim]) -> None:
     rest = settled(cluster, claims)
     assert shared_out(cluster, claims, rest) is rest
+    waiting = queue(cluster, claims, rest)
+    for uid, claim in claims.items():
+        if claim.wants:
+            has, fewest = counts(rest).get(uid, 0), -(-claim.least // claim.unit) * claim.unit
+            assert has >= fewest if uid not in waiting else has == 0, (
+                "who has any slots can run on them; who has none is told why"
+            )
     highest = max((claim.priority for claim in claims.values() if claim.wants), default=0)
     for uid, claim in claims.items():
         if not claim.wants or claim.priority != highest or claim.namespace in cluster.quotas:
