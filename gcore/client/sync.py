@@ -180,11 +180,23 @@ class Client:
             raise
 
     def _stream(self, source: AsyncGenerator[T, None]) -> Generator[T, None, None]:
+        reading: asyncio.Task[Any] | None = None
+
         async def step() -> tuple[bool, T | None]:
+            nonlocal reading
+            reading = asyncio.current_task()
             try:
                 return True, await anext(source)
             except StopAsyncIteration:
                 return False, None
+
+        async def close() -> None:
+            # A read that was interrupted is mostly cancelled by now, and may not be over yet.
+            if reading is not None and not reading.done():
+                if not reading.cancelling():
+                    reading.cancel()
+                await asyncio.wait({reading})
+            await source.aclose()
 
         try:
             while True:
@@ -194,7 +206,7 @@ class Client:
                 yield one  # type: ignore[misc]
         finally:
             if not self._loop.is_closed():
-                self._run(source.aclose())
+                self._run(close())
 
     def _stop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)

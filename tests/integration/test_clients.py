@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-from collections.abc import Iterator
+import signal
+import threading
+from collections.abc import AsyncGenerator, Iterator
 
 import grpc
 import pytest
@@ -105,6 +107,29 @@ def test_an_iterator_that_is_dropped_closes_its_stream(cluster: Client, servers:
     assert next(events).sequence == 1
     events.close()
     assert cluster.get("sums").uid == "u1"
+
+
+def test_interrupting_a_stream_is_an_interruption_and_closes_it(
+    cluster: Client, servers: list[FakeJobs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = threading.Event()
+
+    async def slowly_left(*_: object, **__: object) -> AsyncGenerator[JobEvent, None]:
+        try:
+            yield JobEvent(1, 0.0, "note", "one", {})
+            signal.pthread_kill(main, signal.SIGINT)
+            await asyncio.Event().wait()
+        finally:
+            for _ in range(5):
+                await asyncio.sleep(0)
+            left.set()
+
+    main = threading.main_thread().ident
+    assert main is not None
+    monkeypatch.setattr(cluster._inner, "events", slowly_left)
+    with pytest.raises(KeyboardInterrupt):
+        list(cluster.events("sums"))
+    assert left.wait(10)
 
 
 def test_a_notebook_with_a_loop_of_its_own_uses_the_same_client(cluster: Client) -> None:
