@@ -207,6 +207,30 @@ class AsyncClient:
         """Have a job's accounts recomputed."""
         return await self.jobs.audit_job(_name(job))
 
+    async def checkpoints(self, job: JobRef) -> Sequence[pb.CheckpointInfo]:
+        """A job's registered checkpoints, the newest first."""
+        return (await self.jobs.list_checkpoints(_name(job))).checkpoints
+
+    async def books(self, job: JobRef, *, step: int | None = None) -> Sequence[pb.BookOfNode]:
+        """What a job's slots did in a step, node by node; without one, in the newest steps."""
+        return await self.jobs.get_books(_name(job), step)
+
+    async def placement(self, job: JobRef) -> pb.PlacementReply:
+        """How a job's slots are shared out between its pools, and its newest moves."""
+        return await self.jobs.get_placement(_name(job))
+
+    async def pin(self, request: pb.PinPlacementRequest) -> pb.PlacementReply:
+        """Fix something of a job's placement, or let it go."""
+        return await self.jobs.pin_placement(request)
+
+    async def quotas(self) -> Sequence[pb.Quota]:
+        """The most slots that the jobs of each namespace may have together, and what they have."""
+        return await self.jobs.get_quotas()
+
+    async def set_quota(self, namespace: str, slots: int | None) -> Sequence[pb.Quota]:
+        """Set a namespace's quota, or take it away (None)."""
+        return await self.jobs.set_quota(namespace, slots)
+
 
 def _name(job: JobRef) -> str:
     return job.uid if isinstance(job, Job) else job

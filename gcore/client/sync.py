@@ -171,6 +171,30 @@ class Client:
         """See `AsyncClient.audit`."""
         return self._run(self._inner.audit(job))
 
+    def checkpoints(self, job: JobRef) -> Sequence[pb.CheckpointInfo]:
+        """See `AsyncClient.checkpoints`."""
+        return self._run(self._inner.checkpoints(job))
+
+    def books(self, job: JobRef, *, step: int | None = None) -> Sequence[pb.BookOfNode]:
+        """See `AsyncClient.books`."""
+        return self._run(self._inner.books(job, step=step))
+
+    def placement(self, job: JobRef) -> pb.PlacementReply:
+        """See `AsyncClient.placement`."""
+        return self._run(self._inner.placement(job))
+
+    def pin(self, request: pb.PinPlacementRequest) -> pb.PlacementReply:
+        """See `AsyncClient.pin`."""
+        return self._run(self._inner.pin(request))
+
+    def quotas(self) -> Sequence[pb.Quota]:
+        """See `AsyncClient.quotas`."""
+        return self._run(self._inner.quotas())
+
+    def set_quota(self, namespace: str, slots: int | None) -> Sequence[pb.Quota]:
+        """See `AsyncClient.set_quota`."""
+        return self._run(self._inner.set_quota(namespace, slots))
+
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:

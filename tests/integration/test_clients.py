@@ -90,6 +90,53 @@ def test_both_clients_have_the_same_verbs_with_the_same_arguments() -> None:
     assert verbs(Client) == verbs(AsyncClient)
 
 
+CALLED = {
+    "CreateJob": "submit", "GetJob": "get", "ListJobs": "list", "WatchJob": "events", "StreamLogs": "logs", "StreamMetrics": "metrics",
+    "UpdateJob": "update", "PauseJob": "pause", "ResumeJob": "resume", "CancelJob": "cancel", "DeleteJob": "delete", "RunEval": "evaluate",
+    "ListShards": "shards", "AuditJob": "audit", "GetSamples": "samples", "GetBooks": "books", "ListCheckpoints": "checkpoints",
+    "GetPlacement": "placement", "PinPlacement": "pin", "ListNodes": "nodes", "DrainNode": "drain", "GetUsage": "usage",
+    "GetQuotas": "quotas", "SetQuota": "set_quota",
+}  # fmt: skip
+
+
+def test_there_is_a_verb_for_every_call_of_the_api() -> None:
+    assert CALLED.keys() == {one.name for one in pb.DESCRIPTOR.services_by_name["Jobs"].methods}
+    assert not [verb for verb in CALLED.values() if not hasattr(AsyncClient, verb)]
+
+
+def test_what_answers_with_the_apis_own_messages_asks_for_what_was_said(
+    cluster: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[object, ...]] = []
+
+    def answering(name: str, answer: object) -> None:
+        async def call(*words: object) -> object:
+            asked.append((name, *words))
+            return answer
+
+        monkeypatch.setattr(cluster._inner.jobs, name, call)
+
+    one, placed, quota = pb.CheckpointInfo(step=4), pb.PlacementReply(uid="u1"), [pb.Quota(namespace="a", slots=2)]
+    answering("list_checkpoints", pb.ListCheckpointsReply(checkpoints=[one]))
+    answering("get_books", [pb.BookOfNode()])
+    answering("get_placement", placed)
+    answering("pin_placement", placed)
+    answering("get_quotas", quota)
+    answering("set_quota", quota)
+    assert list(cluster.checkpoints("sums")) == [one]
+    assert cluster.books("sums", step=3) == [pb.BookOfNode()]
+    assert cluster.placement("sums") == cluster.pin(pb.PinPlacementRequest(job="sums")) == placed
+    assert cluster.quotas() == cluster.set_quota("a", 2) == quota
+    assert asked == [
+        ("list_checkpoints", "sums"),
+        ("get_books", "sums", 3),
+        ("get_placement", "sums"),
+        ("pin_placement", pb.PinPlacementRequest(job="sums")),
+        ("get_quotas",),
+        ("set_quota", "a", 2),
+    ]
+
+
 def test_a_stream_goes_on_from_another_controller(cluster: Client, script: Script, servers: list[FakeJobs]) -> None:
     got = []
     for event in cluster.events("sums"):
