@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from controllers.cli.answers import Output, as_json
+from controllers.cli.answers import Output
 from controllers.cli.options import Format
 from gcore.errors import UsageError
 
@@ -103,7 +103,7 @@ def list_(output: Format = Output.TABLE) -> None:
     known = contexts.load(contexts.file_of(os.environ))
     if output.is_for_programs:
         typer.echo(
-            as_json(
+            output.text(
                 {
                     "current": known.current,
                     "contexts": {name: {"addresses": list(one.addresses)} for name, one in known.contexts.items()},

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import issued
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -124,6 +125,9 @@ def test_the_commands_write_what_others_read(tmp_path: Path, monkeypatch: pytest
     gcore("context", "set", "other", "--address", "127.0.0.1:9,127.0.0.1:10")
     gcore("context", "use", "other")
     listed = json.loads(gcore("context", "list", "-o", "json"))
+    told = gcore("context", "list", "-o", "yaml")
+    assert yaml.safe_load(told) == listed
+    assert not told.startswith("{")
     assert listed["current"] == "other"
     assert find_cluster(None, tmp_path).addresses == ("127.0.0.1:9", "127.0.0.1:10")
     gcore("context", "remove", "other")
