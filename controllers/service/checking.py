@@ -29,7 +29,7 @@ from gcore.flows import find_filters, find_flow
 from gcore.flows.filters import try_filters
 from gcore.ledger.cost import attention_equals_at
 from gcore.ledger.facts import ModelConfigs
-from gcore.ledger.rules import MOST_BYTES, offer_bytes, seal_bytes
+from gcore.ledger.rules import MOST_BYTES, cursor_bytes, offer_bytes, seal_bytes
 from gcore.models.critic import check_critic
 from gcore.models.folder import read_config
 from gcore.models.names import hub_model
@@ -235,6 +235,14 @@ def _check_step_size(spec: JobSpec) -> None:
             f"{MOST_BYTES >> 10}",
             where="rollout.staleness",
             fix="Lower it, or flow.groups_per_step",
+        )
+    # A commit writes them twice: into head, and into the log.
+    if 2 * cursor_bytes(spec) > MOST_BYTES:
+        raise SpecError(
+            f"where the stream stands may take about {cursor_bytes(spec) >> 10} KiB in the store with {spec.data.shards} shards and "
+            f"windows of {spec.data.window}, more than {MOST_BYTES // 2 >> 10}",
+            where="data.shards" if 24 * spec.data.shards * 2 > MOST_BYTES else "data.window",
+            fix="Lower data.shards, or data.window",
         )
     if spec.flow.groups_per_step > spec.data.shards * spec.data.window:
         raise SpecError(

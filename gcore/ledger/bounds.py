@@ -25,7 +25,7 @@ from gcore.ledger.collectives import MAX_NAMES, MAX_VALUE_BYTES
 from gcore.ledger.evaluation import MOST_PARTS
 from gcore.ledger.job import MOST_SAID
 from gcore.ledger.placing import MOST_MOVE_BYTES, MOST_STAY_BYTES, NEWEST_MOVES, NEWEST_STAYS
-from gcore.ledger.rules import MOST_BYTES, offer_bytes, seal_bytes
+from gcore.ledger.rules import MOST_BYTES, cursor_bytes, offer_bytes, seal_bytes
 from gcore.ledger.spending import SPARE_NODES
 from gcore.ledger.stream import MOST_OUTCOMES
 from gcore.ledger.sweeping import MOST_SWEPT, NEWEST_EVALUATIONS, NEWEST_TROUBLES
@@ -88,7 +88,7 @@ def bounds(spec: JobSpec, scale: Scale) -> Mapping[str, Bound]:
     sources, sets = len(training_sources(spec)), len(eval_sources(spec))
     names = max((len(source.name) for source in (*training_sources(spec), *eval_sources(spec))), default=0)
     tally = sources * (220 + names)
-    cursors = spec.data.shards * (24 + spec.data.window // 4)
+    cursors = cursor_bytes(spec)
     checkpoints, coming = kept_checkpoints(spec, scale), 1 + (KEPT_LOG + LAG) // spec.checkpoint.every
     groups = spec.flow.groups_per_step * (TRAINED + 24 * (spec.rollout.staleness + 1))
     outcomes = MOST_OUTCOMES * OUTCOME

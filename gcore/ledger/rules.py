@@ -78,6 +78,11 @@ def rules_of(job: JobRecord) -> StreamRules:
     )
 
 
+def cursor_bytes(spec: JobSpec) -> int:
+    """At most what the cursors take in head, and in each entry of the log: of each shard a bit for each place of its window."""
+    return spec.data.shards * (24 + spec.data.window // 4)
+
+
 def offer_bytes(spec: JobSpec) -> int:
     """About what the groups that one controller may hold at once take in its offer: k + 1 quotas at staleness k."""
     return seal_bytes(spec) * (spec.rollout.staleness + 1)

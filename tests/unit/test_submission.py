@@ -89,6 +89,25 @@ def test_more_groups_than_an_offer_has_room_for_are_refused_before_anything_is_r
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("data", "where"),
+    [
+        ({"shards": 500_000}, "data.shards"),
+        ({"window": 1 << 62}, "data.window"),
+        ({"shards": 2048, "window": 4096}, "data.window"),
+    ],
+)
+def test_more_shards_or_wider_windows_than_the_store_has_room_for_are_refused(
+    tmp_path: Path, data: dict[str, int], where: str
+) -> None:
+    tree = {"name": "j", "model": {"path": "nowhere"}, "data": {"path": "nowhere", **data}}
+    tree |= {"flow": {"steps": 1}, "rollout": {"max_new_tokens": 4}}
+    with pytest.raises(SpecError, match="where the stream stands may take about") as caught:
+        check_submission(parse_spec(tree), tmp_path / "runs", tmp_path / "cache")
+    assert caught.value.where == where
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_disk_with_too_little_room_is_told_with_how_much_it_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
