@@ -78,6 +78,11 @@ def test_without_one_of_the_same_kind_that_serves_the_slot_is_not_blamed(others:
     assert after_failures(10, *others).sick == {}
 
 
+def test_one_that_served_only_before_the_failures_says_nothing_of_the_slot() -> None:
+    before = look(Health("n"), by_name(SERVES), ACTIVE, -100.0)
+    assert after_failures(10, health=before).sick == {}
+
+
 def test_one_that_serves_on_another_node_speaks_too() -> None:
     assert after_failures(FAILURES, worker("o", "cuda:0", "serving", node="m")).sick.keys() == {"cuda:0"}
 

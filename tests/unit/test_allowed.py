@@ -176,6 +176,7 @@ def test_secrets_are_named_from_a_list_or_by_the_owner_alone() -> None:
         "env:AWS_SECRET_ACCESS_KEY",
         "file:/etc/gcore/secrets/../../shadow",
         "file:/etc/gcore/secrets/a/b",
+        "file:/etc/gcore/secrets/..",
         "file:/etc/shadow",
     ):
         with pytest.raises(SpecError, match="may not be named by specs"):

@@ -23,10 +23,12 @@ class Checks:
     def __init__(self) -> None:
         self.made = 0
         self.wrong: SpecError | None = None
+        self.goes_on = asyncio.Event()
+        self.goes_on.set()
 
     async def __call__(self) -> Found:
         self.made += 1
-        await asyncio.sleep(0)
+        await self.goes_on.wait()
         if self.wrong is not None:
             raise self.wrong
         return FOUND
@@ -109,12 +111,15 @@ async def test_only_a_few_findings_are_kept(tmp_path: Path, checks: Checks) -> N
 
 async def test_who_gives_up_asking_takes_it_from_nobody(tmp_path: Path, checks: Checks) -> None:
     lately = CheckedLately(FakeClock())
+    checks.goes_on.clear()
     one, other = (asyncio.ensure_future(lately.found(spec(tmp_path), checks)) for _ in range(2))
     for _ in range(200):
         await asyncio.sleep(0.001)
         if checks.made:
             break
     one.cancel()
+    await asyncio.wait({one})
+    checks.goes_on.set()
     assert await other == FOUND
     assert checks.made == 1
 

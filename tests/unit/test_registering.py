@@ -97,6 +97,23 @@ async def test_a_slot_that_falls_sick_while_the_answer_to_the_registration_is_lo
     task.cancel()
 
 
+async def test_a_slot_that_is_sick_from_the_beginning_is_told_before_anything_can_be_placed_on_it(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def found() -> None:
+        node.own.health.sick = {"cpu:0": "it is gone"}
+
+    monkeypatch.setattr(node.own.health, "check", found)
+    task = await node.begin()
+    await node.until_ready()
+    assert await node.sick() == {"cpu:0": "it is gone"}
+    registered, told = await node.store.get(keys.node("n")), await node.store.get(keys.sick("n"))
+    assert registered is not None
+    assert told is not None
+    assert registered.mod_revision == told.mod_revision
+    task.cancel()
+
+
 async def test_sick_slots_are_told_with_the_registration_and_when_they_change(node: Node) -> None:
     task = await node.begin()
     await node.until_ready()

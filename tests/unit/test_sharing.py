@@ -120,7 +120,7 @@ async def test_what_cannot_be_read_is_as_if_it_said_nothing(
 async def test_while_an_older_node_is_there_nobody_shares_anything_out(memory: MemoryCluster) -> None:
     speak(NEWEST_VERSION - 1)
     memory.transact((), (Put(ONE.active, Claim().encode()),))
-    async with daemon(memory, "a"):
+    async with daemon(memory, "a"), daemon(memory, "b"):  # whoever's turn it is
         await rested()
         assert memory.get(keys.SHARES) is None
 

@@ -172,6 +172,7 @@ def test_slots_are_given_back_when_nothing_of_the_job_is_on_them() -> None:
     busy = replace(view, workers={"t0": running_job().workers["t0"]})
     assert intents(busy, GiveBack) == [GiveBack(BOTH - FIRST)]
     assert intents(job(FIRST, step=2, saved=1), GiveBack) == [], "the plan uses them still"
+    assert intents(replace(job(FIRST, step=2, saved=1), workers={}), GiveBack) == [], "also before anything runs there"
 
 
 def test_engines_leave_at_once_where_the_world_stays() -> None:
