@@ -242,6 +242,11 @@ def test_a_job_that_is_not_there_is_said(browser: Browser, address: str) -> None
     browser.until("document.querySelectorAll('tbody tr').length === 2")
 
 
+def test_an_address_with_a_name_and_a_token_in_it_shows_the_jobs(browser: Browser, address: str) -> None:
+    browser.open(address.replace("http://", "http://you:token@") + "/#")
+    browser.until("document.querySelectorAll('tbody tr').length === 2")
+
+
 @pytest.mark.parametrize("width", [1280, 380])
 def test_what_is_told_fits_into_wide_and_narrow_windows(browser: Browser, address: str, width: int) -> None:
     browser.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
