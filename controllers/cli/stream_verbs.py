@@ -83,9 +83,13 @@ def logs(
     )
 
     async def read(client: JobsClient) -> None:
+        said = False
         async with aclosing(client.stream_logs(request)) as lines:
             async for line in lines:
+                said = True
                 typer.echo(log_text(line, output))
+        if not said:
+            typer.echo(as_called(_nothing(job, previous=previous)), err=True)
 
     _until_interrupted(read, f"`gcore logs {job} --follow --tail 10` goes on", address, home)
 
@@ -140,6 +144,16 @@ def time_given(text: str, now: float) -> float:
         raise UsageError(
             f"{text[:40]!r} is no time", where="--since", fix="For example --since 10m, or --since 2026-11-23T12:00"
         ) from error
+
+
+def _nothing(job: str, *, previous: bool) -> str:
+    """For who asked for logs and got none: an empty answer says not whether there is nobody, or nobody of that kind."""
+    if previous:
+        return f"No worker of job {job} that is gone wrote what was asked for. `gcore logs {job}` shows those that are there."
+    return (
+        f"No worker of job {job} that is there wrote what was asked for. `gcore nodes --workers` lists them; "
+        f"`gcore logs {job} --previous` shows those that are gone."
+    )
 
 
 def log_text(line: pb.LogLine, output: Output) -> str:
