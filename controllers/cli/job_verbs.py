@@ -103,8 +103,7 @@ def describe(
     address: Address = None,
     output: Format = Output.TABLE,
 ) -> None:
-    """How a job stands: its state and slots, what it waits for since when, who works on which shards, its placement, its last events,
-    its last rollback and newest warnings."""
+    """How a job stands: state and slots, what it waits for since when, shards, placement, last events and rollback, newest warnings."""
     from gcore.clock import SystemClock
 
     async def look(client: JobsClient) -> tuple[pb.Job, pb.PlacementReply | None, list[JobEvent]]:

@@ -26,7 +26,7 @@ Address = Annotated[
     str | None,
     typer.Option(
         envvar="GCORE_ADDRESS",
-        help="host:port of a controller, or several with commas; default: those of the local cluster.",
+        help="host:port of a controller, or several with commas; default: those of the local cluster that is up, else of the context.",
     ),
 ]
 Controllers = Annotated[int, typer.Option(help="Daemons on this machine.")]

@@ -67,8 +67,10 @@ def resume(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, out
 
 
 def retry(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE) -> None:
-    """Begin a job that has ended once more: a new job with the same spec and name. Repeating the command makes no second one, and one of
-    that name that has not ended goes on."""
+    """Begin a job that has ended once more: a new job with the same spec and name.
+
+    Repeating the command makes no second one, and one of that name that has not ended goes on.
+    """
     from gcore.api.v1 import jobs_pb2 as pb
     from gcore.client import ENDED, JobsClient, job_state_name
 

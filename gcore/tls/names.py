@@ -48,6 +48,8 @@ def check_user(name: str, role: str, namespaces: Iterable[str], where: str) -> C
         raise UsageError(
             f"{name[:80]!r} is no name", where=where, fix="Take letters, digits and ._@- inside, 63 characters at most"
         )
+    if not role:
+        raise UsageError("a user has a role, and none is named", where=where, fix=f"Name one of {', '.join(ROLES)}")
     if role not in ROLES:
         raise UsageError(f"there is no role {role[:40]!r}", where=where, fix=f"There are {', '.join(ROLES)}")
     wrong = next((one for one in sorted(spaces - {EVERY}) if not NAMESPACE.fullmatch(one)), None)

@@ -412,3 +412,11 @@ def test_every_verb_explains_itself_with_an_example(verb):
     done = CliRunner().invoke(app, [verb, "--help"])
     assert done.exit_code == 0
     assert f"gcore {verb}" in done.stdout.partition("Example")[2]
+
+
+def test_each_verb_is_listed_with_one_line_of_its_own():
+    import typer.main
+
+    group = typer.main.get_command(app)
+    broken = [name for name, verb in group.commands.items() if "\n" in verb.help.strip().partition("\n\n")[0]]
+    assert broken == [], "a line that is broken in the source is broken in the middle of the list of verbs"
