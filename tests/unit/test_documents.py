@@ -116,6 +116,14 @@ def test_every_link_in_the_documents_leads_somewhere(file: Path) -> None:
             assert (file.parent / target).exists(), f"{file.name} links to {target}"
 
 
+def test_units_of_systemd_in_the_documents_are_those_there_are() -> None:
+    units = {file.stem for file in (ROOT / "deploy" / "systemd").glob("*.service")}
+    told = re.compile(r"(?:systemctl (?:status|start|stop|restart|reload|enable --now)|journalctl -u) ([\w.-]+)")
+    named = {(file.name, unit) for file in DOCUMENTS for unit in told.findall(file.read_text(encoding="utf-8"))}
+    assert named
+    assert {(file, unit) for file, unit in named if unit.removesuffix(".service") not in units} == set()
+
+
 def test_every_guide_is_on_the_map() -> None:
     index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     missing = [p.name for p in (ROOT / "docs").glob("*.md") if p.name != "index.md" and f"]({p.name})" not in index]
