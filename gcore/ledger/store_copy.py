@@ -56,8 +56,11 @@ class StoreCopy(Record):
 
 
 def leave(run_dir: Path, writer: str, uid: str, listing: Listing) -> None:
-    """Write a copy of all the keys of a job that has ended. Raises OSError."""
+    """Write a copy of all the keys of a job that has ended. Of one that was deleted meanwhile there is nothing to keep, and its folder
+    is not made again. Raises OSError."""
     prefix = JobKeys(uid).prefix
+    if not any(kv.key == JobKeys(uid).job for kv in listing.kvs):
+        return
     records = {kv.key.removeprefix(prefix): kv.value.decode(errors="replace") for kv in listing.kvs}
     folder = run_dir / FOLDER
     folder.mkdir(parents=True, exist_ok=True)

@@ -23,6 +23,7 @@ from gcore.ledger import store_copy
 from gcore.ledger.audit import Audit
 from gcore.ledger.findings import MOST_FOUND, Found
 from gcore.ledger.job import JobPhase
+from gcore.store.types import Listing
 from gcore.types import PromptRef
 
 Corruption = Callable[[Scene], Refuted]
@@ -169,3 +170,8 @@ def test_very_many_violations_are_counted_not_told() -> None:
     assert len(told) == MOST_FOUND + 1
     assert told[-1] == "and 7 violations more"
     assert Audit(tuple(found.findings), more=1).violations[-1] == "and 1 violation more"
+
+
+def test_of_a_job_that_was_deleted_meanwhile_no_copy_makes_its_folder_again(tmp_path: Path) -> None:
+    store_copy.leave(tmp_path / "gone", "node-0.a", UID, Listing((), 9))
+    assert list(tmp_path.iterdir()) == []
