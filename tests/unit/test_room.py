@@ -1,0 +1,52 @@
+"""Places for streams: how many there are, and how many of them are one person's."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import pytest
+
+from controllers.service.access import NOBODY_IS_TOLD_APART, Caller, Role, acting_for
+from controllers.service.refusals import Exhausted
+from controllers.service.room import StreamRoom
+
+ANN, BOB = (Caller(name, Role.VIEWER, frozenset({"a"})) for name in ("ann", "bob"))
+
+
+def take(room: StreamRoom, one: Caller, stack: ExitStack) -> None:
+    with acting_for(one):
+        stack.enter_context(room.place())
+
+
+def test_nobody_has_more_than_half_of_the_places_and_a_place_that_is_left_is_free_again() -> None:
+    room = StreamRoom(4)
+    with ExitStack() as held:
+        with ExitStack() as of_ann:
+            take(room, ANN, of_ann)
+            take(room, ANN, of_ann)
+            with pytest.raises(Exhausted, match="2 streams of ann are served here already"):
+                take(room, ANN, of_ann)
+            take(room, BOB, held)
+            take(room, BOB, held)
+            with pytest.raises(Exhausted, match="4 streams are served here already"):
+                take(room, Caller("eve", Role.ADMIN), held)
+        take(room, ANN, held)
+    assert room.taken == 0
+
+
+@pytest.mark.parametrize("one", [NOBODY_IS_TOLD_APART, Caller("node-1", Role.NODE)])
+def test_where_nobody_is_told_apart_and_for_daemons_all_places_count(one: Caller) -> None:
+    room = StreamRoom(3)
+    with ExitStack() as held:
+        for _ in range(3):
+            take(room, one, held)
+        with pytest.raises(Exhausted, match="3 streams are served here already"):
+            take(room, one, held)
+
+
+def test_where_there_is_one_place_it_is_anybodys() -> None:
+    room = StreamRoom(1)
+    with ExitStack() as held:
+        take(room, ANN, held)
+    with ExitStack() as held:
+        take(room, BOB, held)
