@@ -6,6 +6,8 @@ import json
 import stat
 from pathlib import Path
 
+import pytest
+
 from controllers.service.call_journal import MOST_OF_A_FIELD, MOST_WAITING, CallJournal, Entry
 from gcore.testing import FakeClock
 
@@ -58,6 +60,19 @@ def test_whoever_knocks_often_drives_no_line_of_others_out(tmp_path: Path) -> No
     journal.close()
     assert [line["job"] for line in lines(file)] == ["job-0"]
     assert (tmp_path / "refused-calls.jsonl").stat().st_size <= 1000
+
+
+def test_while_the_disk_hangs_a_crowd_of_strangers_drives_no_line_out_that_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CallJournal, "_write_all", lambda self: None)
+    journal = CallJournal(tmp_path / "calls.jsonl", FakeClock())
+    for number in range(10):
+        journal.note(entry(number))
+    for number in range(2 * MOST_WAITING):
+        journal.note(entry(number, known=False))
+    waiting = [one[0].name for one in journal._lines.queue if one is not None]
+    assert waiting.count("calls.jsonl") == 10
 
 
 def test_what_callers_write_is_one_line_of_bounded_length(tmp_path: Path) -> None:
