@@ -219,21 +219,30 @@ class NodeConfig(Section):
                 fix="Correct it; docs/daemon.md has every key",
             ) from error
         config.lease_times.check(str(path))
-        return config._with_whole_paths(path.absolute().parent)
+        return config._with_whole_paths(path)
 
-    def _with_whole_paths(self, base: Path) -> NodeConfig:
-        """Workers stand elsewhere than the daemon: what is relative to the file's folder is made whole."""
+    def _with_whole_paths(self, file: Path) -> NodeConfig:
+        """Workers stand elsewhere than the daemon: what is relative to the file's folder is made whole. Raises UsageError."""
+        base = file.absolute().parent
 
         def whole(path: str | None) -> str | None:
-            return None if path is None else str(base / Path(path).expanduser())
+            if path is None:
+                return None
+            try:
+                if "\0" in path:
+                    raise ValueError("it holds a NUL")
+                return str(base / Path(path).expanduser())
+            except (ValueError, RuntimeError) as error:  # RuntimeError: ~somebody whom this machine does not know
+                why = f"not a daemon's configuration: {path[:80]!r} is no path ({error})"
+                raise UsageError(why, where=str(file), fix="Write the whole path") from error
 
         etcd = self.etcd
         if etcd.tls is not None:
             files = {name: whole(path) for name, path in etcd.tls}
             etcd = etcd.model_copy(update={"tls": etcd.tls.model_copy(update=files)})
         if etcd.user is not None:
-            file = {"password_file": whole(etcd.user.password_file)}
-            etcd = etcd.model_copy(update={"user": etcd.user.model_copy(update=file)})
+            password = {"password_file": whole(etcd.user.password_file)}
+            etcd = etcd.model_copy(update={"user": etcd.user.model_copy(update=password)})
         tls, auth = self.tls, self.auth
         if tls is not None:
             named = {name: whole(getattr(tls, name)) for name in ("ca", "cert", "key", "engines_key")}

@@ -207,3 +207,11 @@ def test_the_guide_names_every_key() -> None:
     assert [
         key for section in (JobLimits, GarbageSection, Keep) for key in section.model_fields if f"`{key}`" not in table
     ] == []
+
+
+@pytest.mark.parametrize("path", ["~nobody-of-that-name/x", "a\0b"])
+@pytest.mark.parametrize("key", ["home", "run_root", "memory_dir"])
+def test_a_path_that_is_none_is_told_with_the_file(tmp_path: Path, key: str, path: str) -> None:
+    with pytest.raises(UsageError, match="is no path") as caught:
+        loaded(tmp_path, **{key: path})
+    assert caught.value.where == str(tmp_path / "node.yaml")
