@@ -62,3 +62,15 @@ def test_the_rest_of_a_job_that_never_had_a_head_goes_only_with_the_state_that_w
     assert not cluster.transact(txn.compares, txn.writes).won
     with pytest.raises(ValueError, match="has not ended"):
         transactions.delete_rest(KEYS, None, Stored(PENDING, 1), {})
+
+
+def test_the_rest_of_a_job_stays_where_its_state_was_written_meanwhile() -> None:
+    cluster = MemoryCluster(FakeClock())
+    ended = JobStatus(phase=JobPhase.CANCELLED)
+    status = Stored(ended, cluster.transact((), (Put(KEYS.state, ended.encode()),)).revision)
+    txn = transactions.delete_rest(KEYS, None, status, {})
+    cluster.transact((), (Put(KEYS.state, PENDING.encode()),))
+    assert not cluster.transact(txn.compares, txn.writes).won
+    again = Stored(ended, cluster.transact((), (Put(KEYS.state, ended.encode()),)).revision)
+    txn = transactions.delete_rest(KEYS, None, again, {})
+    assert cluster.transact(txn.compares, txn.writes).won

@@ -12,7 +12,7 @@ from controllers import apply, rolling, starting
 from controllers.actions import GiveBack, Replan
 from controllers.view import JobView
 from gcore.ledger import share_transactions
-from gcore.ledger.claims import Claim, KnownShare, Share, Shares, by_node, slots_of
+from gcore.ledger.claims import Claim, KnownShare, Quotas, Share, Shares, by_node, slots_of
 from gcore.ledger.guarded import Stored, Transaction, TxnKind
 from gcore.ledger.job import Plan
 from gcore.store import keys
@@ -116,3 +116,13 @@ def test_giving_back_is_one_transaction_of_the_jobs(cluster: MemoryCluster) -> N
     txn = apply._transaction(GiveBack(ONE), view, None)  # type: ignore[arg-type]
     assert won(cluster, txn)
     assert by_node(slots_of(shares().released("u", ONE).jobs["u"].held)) == {"n": ("cpu:0",)}
+
+
+def test_of_two_who_set_quotas_by_the_same_ones_one_wins(cluster: MemoryCluster) -> None:
+    one, other = (share_transactions.set_quotas(KEYS, None, Quotas(slots={name: 1})) for name in "ab")
+    assert won(cluster, one)
+    assert not won(cluster, other), "or it would take the first one's word back unread"
+    kv = cluster.get(keys.QUOTAS)
+    assert kv is not None
+    assert Quotas.decode(kv.value).slots == {"a": 1}
+    assert won(cluster, share_transactions.set_quotas(KEYS, Stored(Quotas(), kv.mod_revision), Quotas(slots={"b": 1})))
