@@ -33,6 +33,8 @@ def mutations(result: Result) -> str:
     ]
     missed = len(result["not_noticed"])
     said = f"{len(rows)} mutations, {result['noticed_by_simulation']} noticed by a simulation already, {missed} by nothing."
+    if again := result.get("again"):
+        said += f" {len(again['mutations'])} were looked for again at {again['commit']}."
     return "\n".join(["| taken out | noticed by |", "|---|---|", *rows]) + f"\n\n{said}"
 
 

@@ -1,6 +1,7 @@
 """Takes each compare and each rule of the step protocol out of gcore in turn, and looks for what notices it.
 
     make mutations [BENCH_ARGS="--only 'commit without head'"]
+    make mutations BENCH_ARGS=--again      only those that nothing noticed before; what noticed the others stays as it is written
 
 Prints a table and writes benchmarks/results/mutations.json: for each mutation the seed of a simulation, or the unit test, that
 fails. Fails if one is not noticed.
@@ -9,6 +10,7 @@ fails. Fails if one is not noticed.
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import multiprocessing
 import os
@@ -16,7 +18,7 @@ import sys
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from typing import Any
 
-from measured import ROOT, circumstances, write
+from measured import RESULTS, ROOT, circumstances, write
 
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
@@ -43,33 +45,36 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", action="append")
+    parser.add_argument("--again", action="store_true")
     parser.add_argument("--bare-seeds", type=int, default=60)
     parser.add_argument("--whole-seeds", type=int, default=12)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
-    names = options.only or list(MUTATIONS)
+    before: dict[str, Any] = json.loads((RESULTS / "mutations.json").read_text()) if options.again else {}
+    names = before["not_noticed"] if options.again else options.only or list(MUTATIONS)
     rows: list[dict[str, Any]] = []
     # A process each: gcore is wrong in it from then on. Processes that the pool replaces itself may stand still (cpython 115634).
     with ThreadPoolExecutor(options.processes) as threads:
         for row in threads.map(alone, [(name, options.bare_seeds, options.whole_seeds) for name in names]):
             rows.append(row)
             print(f"{row['mutation']:50} {row['caught_by'] or 'NOT NOTICED'}", flush=True)
+    if options.again:
+        found = {row["mutation"]: row for row in rows}
+        rows = [found.get(row["mutation"], row) for row in before["mutations"]]
     missed = [row["mutation"] for row in rows if not row["caught_by"]]
     by_simulation = sum("seed" in row["caught_by"] for row in rows)
     print(f"{len(rows)} mutations, {by_simulation} noticed by simulation, {len(missed)} not noticed")
     if options.only is None:
         seeds = {"bare_protocol": options.bare_seeds, "whole_cluster": options.whole_seeds}
-        write(
-            "mutations",
-            {
-                **circumstances(),
-                "what": "gcore with one compare or rule taken out; which seed of a simulation, or which unit test, notices",
-                "seeds_tried": seeds,
-                "mutations": rows,
-                "noticed_by_simulation": by_simulation,
-                "not_noticed": missed,
-            },
-        )
+        result = before or {
+            **circumstances(),
+            "what": "gcore with one compare or rule taken out; which seed of a simulation, or which unit test, notices",
+            "seeds_tried": seeds,
+        }
+        result |= {"mutations": rows, "noticed_by_simulation": by_simulation, "not_noticed": missed}
+        if options.again:
+            result["again"] = {"mutations": names, **circumstances()}
+        write("mutations", result)
     if missed:
         raise SystemExit(f"not noticed: {', '.join(missed)}")
 

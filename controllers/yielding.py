@@ -28,8 +28,9 @@ from placement.live import Moving, placed
 from placement.plan import Wanted, slots_lacking
 
 GAVE_BACK = "slots go to other jobs"
+LEFT = "its slots are given back"
 HAS_AGAIN = "it has slots again"
-OF_SHARES = (GAVE_BACK, HAS_AGAIN)
+OF_SHARES = (GAVE_BACK, LEFT, HAS_AGAIN)
 """How the reasons of rollbacks begin that nothing was wrong with."""
 AGAIN_S = 0.3
 """Slots that are granted one after the other are looked at together."""
@@ -149,9 +150,9 @@ def yielding(view: JobView) -> Iterator[Intent]:
 
 def _why(view: JobView) -> str:
     if view.claim.ends:
-        return f"{GAVE_BACK}: {view.claim.ends}"
+        return f"{LEFT}: {view.claim.ends}"
     if view.claim.paused:
-        return f"{GAVE_BACK}: the job is paused"
+        return f"{LEFT}: the job is paused"
     return GAVE_BACK if view.queued is None else f"{GAVE_BACK}: {view.queued.reason}"
 
 

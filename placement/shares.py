@@ -10,7 +10,8 @@ In this order, as numbered in the code:
    more than a job takes.
 4. Which slots these are: those that it has, then free ones, on nodes where it is already, and where the least is left over.
 
-A slot that another job may still be using is granted to nobody. It is free when that job has given it back, and then this is asked again.
+A slot that another job may still be using is granted to nobody, nor are those that would be one engine with it. It is free when that job
+has given it back, and then this is asked again.
 Slots of a node that is away stay whose they were, and count for nothing. So that wide engines find room, they choose before narrow ones,
 which may have to move for them; so nobody is counted any slots (2, 3) that those who were counted before then could not find.
 """
@@ -91,7 +92,8 @@ def shared_out(cluster: Cluster, claims: Mapping[str, Claim], shares: Shares) ->
     jobs: dict[str, Share] = {}
     for uid in sorted(claims):
         away = frozenset(one for one in has[uid] if one[0] not in cluster.nodes) if uid in wanting else frozenset()
-        granted = frozenset(one for one in chosen.get(uid, ()) if holders.get(one, uid) == uid) | away
+        whole = (unit for unit in chosen.get(uid, ()) if all(holders.get(slot, uid) == uid for slot in unit))
+        granted = frozenset(slot for unit in whole for slot in unit) | away
         held = granted | (slots_of(shares.jobs[uid].held) if uid in shares.jobs else frozenset())
         holders.update(dict.fromkeys(granted, uid))
         if held:
@@ -143,7 +145,7 @@ class _Counting:
             quota = self._quotas.get(claim.namespace)
             if quota is not None and self._used[claim.namespace] + least > quota:
                 self._over_quota.add(uid)
-            elif self._has_room(claim.unit, least):
+            elif (claim.most is None or least <= claim.most) and self._has_room(claim.unit, least):
                 self._give(uid, least)
 
     def why(self, uid: str) -> str:
@@ -151,6 +153,8 @@ class _Counting:
         if self.counts[uid]:
             return ""
         claim, needs = self._claims[uid], f"it needs {counted(self._least(uid), 'slot')}"
+        if claim.most is not None and self._least(uid) > claim.most:
+            return f"{needs} in engines of {claim.unit}, and takes {claim.most} at most"
         if uid in self._over_quota:
             used, quota = self._used[claim.namespace], self._quotas[claim.namespace]
             return f"{needs}, and namespace {claim.namespace!r} may have {quota} and has {used}"
@@ -216,8 +220,8 @@ def _chosen(
     counts: Mapping[str, int],
     holders: Mapping[Slot, str],
     has: Mapping[str, frozenset[Slot]],
-) -> dict[str, frozenset[Slot]]:
-    """Which slots each job is to have: so many, or as many as can be found in whole units."""
+) -> dict[str, list[Unit]]:
+    """What each job is to have: so many slots, or as many as can be found in whole units."""
     found: dict[str, list[Unit]] = {uid: [] for uid in turns}
     taken: set[Slot] = set()
     for size in sorted({claims[uid].unit for uid in turns}, reverse=True):
@@ -231,7 +235,7 @@ def _chosen(
             taken.update(slot for unit in kept for slot in unit)
         for uid in of_size:  # what they lack
             found[uid] += _added(uid, counts[uid] // size - len(found[uid]), found[uid], units, holders, taken)
-    return {uid: frozenset(slot for unit in units for slot in unit) for uid, units in found.items()}
+    return found
 
 
 def _added(

@@ -94,7 +94,7 @@ class Submissions:
         await asyncio.to_thread(self._allowed.check, spec)
         while True:
             if request_id and (known := await self._store.get(keys.request(request_id))) is not None:
-                return known.value.decode(errors="replace")
+                return await self._asked_before(known.value.decode(errors="replace"), request_id, spec)
             named = await self._store.get(keys.name(spec.name, spec.namespace))
             if named is not None and not anew:
                 existing = await self._same_or_ended(named.value.decode(errors="replace"), spec)
@@ -145,6 +145,18 @@ class Submissions:
                     f"whether the job was created is not known ({report.why})",
                     fix="Submit it again, with the same request id",
                 )
+
+    async def _asked_before(self, uid: str, request_id: str, spec: JobSpec) -> str:
+        """The job that was created by this request. Raises Conflict if that was for another spec."""
+        job = (await self._jobs.mirror(uid)).job
+        if job is not None and may_see(job.record.namespace) and stored_spec(job.record.spec) != spec:
+            changed = ", ".join(_differences(job.record.spec, spec.model_dump(mode="json")))
+            raise Conflict(
+                f"request id {request_id!r} was used for job {job.record.name!r}, whose spec differs ({changed})",
+                where="request_id",
+                fix="Give each new job a request id of its own",
+            )
+        return uid
 
     async def _found(self, spec: JobSpec, run_root: Path) -> Found:
         """What its files are. Raises GcoreError."""

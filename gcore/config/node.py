@@ -82,7 +82,7 @@ class NodeConfig(Section):
     """Folder of the jobs' run folders, seen by every node."""
     sglang_python: str | None = None
     """The Python that has SGLang, for jobs with `rollout.engine: sglang`; None: the node runs no such job."""
-    lease_ttl_s: PositiveInt = 5
+    lease_ttl_s: Annotated[PositiveInt, Field(le=3600)] = 5
     """A daemon that is silent for so long has left, for its peers."""
     lease_tick_s: PositiveFloat | None = None
     """Between two renewals of its lease; None: a third of that. How the four tie is checked at start (`lease_times`)."""

@@ -1,8 +1,8 @@
 """A process's metrics over HTTP: `/metrics` as Prometheus reads them, and beside it whatever else the process shows (`others`).
 
 Read-only: GET alone. A thread for each connection, of which there are few at a time (`MOST_CONNECTIONS`); one that says
-nothing for `SILENT_S` is closed, and one that is still not done after `LONGEST_S`, whoever dribbles. What is asked by more than that is closed at once,
-so neither a forgotten browser nor somebody who opens connections only makes the process grow or keeps Prometheus out. A page elsewhere on the web that has its own name point at this
+nothing for `SILENT_S` is closed, and one that is still not done after `LONGEST_S`, whoever dribbles. Where there are as many, the one that has
+waited for longest without asking anything makes room; if all of them have asked, the new one is closed at once. So neither a forgotten browser nor somebody who opens connections only makes the process grow or keeps Prometheus out. A page elsewhere on the web that has its own name point at this
 machine gets nothing: on loopback only loopback's names are answered to (`is_own_name`). Knows nothing of who may ask.
 """
 
@@ -35,6 +35,8 @@ MOST_CONNECTIONS = 32
 SILENT_S = 10.0
 LONGEST_S = 30.0
 NAMES = "gcore.certificate_names"
+ROOM_S = 0.5
+"""For a connection that was cut to be gone."""
 STOP_LOOK_S = 0.2
 """How soon the server notices that it is to stop."""
 TEXT = [("Content-Type", "text/plain; charset=utf-8")]
@@ -133,11 +135,13 @@ class _Server(ThreadingMixIn, WSGIServer):
         self._clock = SystemClock()
         self._open: dict[int, tuple[float, Any]] = {}
         """By thread: since when its connection is open."""
+        self._asked: set[int] = set()
+        """Threads whose connection has begun to ask for something."""
         super().__init__(address, handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """In a thread of its own, or not at all."""
-        if not self._turns.acquire(blocking=False):
+        if not self._turns.acquire(blocking=False) and not (self._cut_silent() and self._turns.acquire(timeout=ROOM_S)):
             self.shutdown_request(request)
             return
         super().process_request(request, client_address)
@@ -154,15 +158,27 @@ class _Server(ThreadingMixIn, WSGIServer):
                 super().process_request_thread(request, client_address)
         finally:
             self._open.pop(me, None)
+            self._asked.discard(me)
             self._turns.release()
+
+    def has_asked(self) -> None:
+        """The connection of this thread is used for something."""
+        self._asked.add(threading.get_ident())
+
+    def _cut_silent(self) -> bool:
+        """End the connection that is open for longest of those that asked for nothing; whether there is one."""
+        silent = [(begun, request) for me, (begun, request) in list(self._open.items()) if me not in self._asked]
+        if not silent:
+            return False
+        _cut(min(silent, key=lambda one: one[0])[1])
+        return True
 
     def service_actions(self) -> None:
         """Several times a second: who has been there for too long is cut off."""
         now = self._clock.monotonic()
         for begun, request in list(self._open.values()):
             if now - begun > LONGEST_S:
-                with suppress(OSError):
-                    request.shutdown(socket.SHUT_RDWR)
+                _cut(request)
 
     def _handshaken(self, request: Any, client_address: Any, tls: ssl.SSLContext) -> Any:
         """In the connection's own thread: whoever is slow keeps nobody else waiting. None: it came to nothing."""
@@ -187,12 +203,23 @@ class _Server(ThreadingMixIn, WSGIServer):
         log.debug("a connection from %s ended early", client_address, exc_info=True)
 
 
+def _cut(request: Any) -> None:
+    with suppress(OSError):
+        request.shutdown(socket.SHUT_RDWR)
+
+
 class _Server6(_Server):
     address_family = socket.AF_INET6
 
 
 class _Handler(WSGIRequestHandler):
     timeout = SILENT_S
+    server: _Server
+
+    def parse_request(self) -> bool:
+        """The first line of a request is there."""
+        self.server.has_asked()
+        return super().parse_request()
 
     def get_environ(self) -> dict[str, Any]:
         """With the names of the client's certificate, if it showed one."""

@@ -75,6 +75,8 @@ def test_a_repeated_request_finds_its_job_at_any_controller(cluster: LocalCluste
     assert first.uid in {job.uid for job in ask(cluster, lambda c: c.list_jobs(), first=1)}
     assert cancel(cluster, "repeated").state == pb.JOB_STATE_CANCELLED
     assert create(cluster, tree, "r1").uid == first.uid
+    with pytest.raises(UsageError, match=r"'r1' was used for job 'repeated', whose spec differs \(flow\.steps"):
+        create(cluster, tree | {"flow": {"steps": 999}}, "r1", first=1)
 
 
 def test_the_same_spec_goes_on_and_a_changed_one_is_refused(cluster: LocalCluster, tree: dict[str, Any]) -> None:

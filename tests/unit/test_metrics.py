@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import threading
 import subprocess
 import sys
 import urllib.error
@@ -241,26 +242,42 @@ def test_on_loopback_only_its_own_names_are_answered_to(host: str, asked_for: st
     assert is_own_name(host, asked_for) is own
 
 
-def test_connections_that_say_nothing_do_not_keep_others_out_for_ever_nor_make_threads() -> None:
+def test_connections_that_say_nothing_make_room_for_who_asks_the_oldest_first() -> None:
     server = serve_metrics(Metrics())
     host, _, port = server.address.rpartition(":")
     idle = [socket.create_connection((host, int(port))) for _ in range(MOST_CONNECTIONS + 10)]
     try:
-        end = idle[MOST_CONNECTIONS:]
-        for one in end:
+        for one in idle[:10]:
             one.settimeout(20)
-            assert one.recv(1) == b"", "one too many is closed at once"
+            assert one.recv(1) == b"", "the oldest are cut off"
+        assert asked(server.address) == 200
+        assert asked(server.address) == 200
+    finally:
         for one in idle:
             one.close()
-        for _ in range(200):
-            try:
-                assert asked(server.address) == 200
+        server.close()
+
+
+def test_who_has_asked_keeps_its_place_and_one_too_many_is_closed_at_once() -> None:
+    server = serve_metrics(Metrics())
+    host, _, port = server.address.rpartition(":")
+    busy = [socket.create_connection((host, int(port))) for _ in range(MOST_CONNECTIONS)]
+    try:
+        for one in busy:
+            one.sendall(b"GET /metrics HTTP/1.1\r\n")  # its headers are still to come
+        for _ in range(500):
+            if len(server._server._asked) == MOST_CONNECTIONS:
                 break
-            except OSError:  # the threads of what was closed are about to end
-                continue
-        else:
-            raise AssertionError("nobody is answered any more")
+            threading.Event().wait(0.02)
+        with socket.create_connection((host, int(port))) as late:
+            late.settimeout(20)
+            assert late.recv(1) == b""
+        busy[0].settimeout(20)
+        busy[0].sendall(b"\r\n")
+        assert busy[0].recv(12) == b"HTTP/1.0 200"
     finally:
+        for one in busy:
+            one.close()
         server.close()
 
 

@@ -196,3 +196,18 @@ async def test_a_job_that_has_anothers_uid_for_a_name_is_not_taken_for_it(tmp_pa
         with acting_for(one):
             job = await service.GetJob(pb.GetJobRequest(job="u1"), Context())
         assert job.uid == found, "what is not there for a caller hides nothing of theirs"
+
+
+async def test_a_request_id_of_another_namespace_is_taken_and_its_jobs_spec_is_not_told(tmp_path: Path) -> None:
+    service, _ = await service_of(tmp_path)
+    spec = SPEC | {"namespace": "speech", "data": {"path": str(tmp_path / "d.jsonl")}, "flow": {"steps": 7}}
+    asks = pb.CreateJobRequest(request_id="r-u1", spec_json=json.dumps(spec))
+    context = Context()
+    with acting_for(OTHER), pytest.raises(Ended):
+        await service.CreateJob(asks, context)
+    code, said = context.refused
+    assert (code, "is taken" in said, "secret" in said, "steps" in said) == ("FAILED_PRECONDITION", True, False, False)
+    own = pb.CreateJobRequest(request_id="r-u1", spec_json=json.dumps(spec | {"namespace": "vision"}))
+    with acting_for(OWN), pytest.raises(Ended):
+        await service.CreateJob(own, context)
+    assert "flow.steps" in context.refused[1]

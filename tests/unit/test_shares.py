@@ -257,3 +257,23 @@ def test_shares_are_read_as_they_were_written(cluster: Cluster, claims: dict[str
     for claim in claims.values():
         assert Claim.read(claim.encode(), "here") == claim
     assert Claim.read(b"", "here") == Claim()
+
+
+def test_half_an_engine_is_not_granted_while_another_job_may_use_its_other_half() -> None:
+    cluster = Cluster(nodes(n=4))
+    claims = {"a": Claim(least=1, created=1.0)}
+    all_four = shared_out(cluster, claims, Shares())
+    assert counts(all_four) == {"a": 4}
+    smaller = shared_out(cluster, {"a": Claim(least=1, most=3, created=1.0)}, all_four)
+    smaller = settled(cluster, {"a": Claim(least=1, most=3, created=1.0)}, smaller)
+    both = {"a": Claim(least=1, most=3, created=1.0), "b": Claim(least=2, unit=2, created=2.0)}
+    asked = shared_out(cluster, both, smaller)
+    assert counts(asked).get("b", 0) == 0, "of two slots that are to be its engine one is still held"
+    assert counts(settled(cluster, both, asked)) == {"a": 2, "b": 2}
+
+
+def test_who_takes_fewer_than_it_runs_on_waits_and_is_told_why() -> None:
+    """Its fewest are rounded up to whole engines."""
+    cluster, claims = Cluster(nodes(n=4, m=4)), {"a": Claim(least=5, most=6, unit=4)}
+    assert shared_out(cluster, claims, Shares()) == Shares()
+    assert queue(cluster, claims, Shares())["a"].reason == "it needs 8 slots in engines of 4, and takes 6 at most"

@@ -15,7 +15,7 @@ from controllers.forming import snapshot
 from controllers.staffing import Launches, StartEngine, StopWorker, staffing
 from controllers.view import CheckpointWriting, JobView, RankView, SavedCheckpoint
 from controllers.waiting import waiting_for
-from controllers.yielding import GAVE_BACK, HAS_AGAIN, is_suspended, wants_checkpoint, without
+from controllers.yielding import GAVE_BACK, HAS_AGAIN, LEFT, is_suspended, wants_checkpoint, without
 from gcore.ledger.claims import Claim, KnownShare, Queued, Share, Shares, by_node
 from gcore.ledger.job import EnginePlace, JobPhase, JobStatus, NodeRecord
 from gcore.ledger.records import Checkpoint, Checkpoints, LogEntry
@@ -207,7 +207,7 @@ def test_a_paused_job_says_how_it_goes_on() -> None:
         "the job stands still: it is paused; `gcore resume` lets it go on"
     ]
     (action,) = intents(replace(job(NONE, step=1, saved=1), claim=Claim(paused=True)), Rollback)
-    assert action.reason == f"{GAVE_BACK}: the job is paused"
+    assert action.reason == f"{LEFT}: the job is paused"
 
 
 def test_a_job_that_is_to_end_does_so_when_it_stands_still_and_not_before() -> None:
@@ -224,7 +224,7 @@ def test_a_job_that_is_to_end_does_so_when_it_stands_still_and_not_before() -> N
 
 def test_rollbacks_that_nothing_was_wrong_with_are_no_sign_of_a_world_that_cannot_live() -> None:
     view = job(BOTH)
-    reasons = [f"{GAVE_BACK}: the job is paused", HAS_AGAIN, "rank 0 on node-0 is gone", HAS_AGAIN]
+    reasons = [f"{LEFT}: the job is paused", HAS_AGAIN, "rank 0 on node-0 is gone", HAS_AGAIN]
     entries = {
         seq: LogEntry(
             seq=seq, parent=seq - 1, kind="rollback", lineage=seq, step=0, world="w", nonce="n", reason=reason

@@ -160,7 +160,7 @@ class JobsServicer:
     """Missing associated documentation comment in .proto file."""
 
     def CreateJob(self, request, context):
-        """Creates a job. Repeating it with the same request_id returns the same job.
+        """Creates a job. Repeating it with the same request_id and spec returns the same job; with another spec it is refused.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
