@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import re
 import socket
-import threading
 import subprocess
 import sys
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
