@@ -26,6 +26,8 @@ from gcore.config.scheduling import MOST_SLOTS
 from gcore.config.spanning import SPANS, SlotsPerEngine, refuse_torch
 
 JudgeName = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,30}[A-Za-z0-9])?$")]
+KEY = r"^(env:[A-Za-z_][A-Za-z0-9_]*|file:/[^\x00-\x1f]+)$"
+"""Without a bound of its own: each of thousands would be compiled, 8 MB in every daemon."""
 MOST_JUDGES = 16
 MOST_WORDS = 64
 LONGEST_TEMPLATE = 20_000
@@ -109,7 +111,7 @@ class ExternalJudge(Section):
     key_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = Field(
         None, description="Environment variable of the controllers that holds the key; the key itself is never stored"
     )
-    key: Annotated[str, Field(pattern=r"^(env:[A-Za-z_][A-Za-z0-9_]*|file:/[^\x00-\x1f]{1,4000})$")] | None = Field(
+    key: Annotated[str, Field(pattern=KEY, max_length=4006)] | None = Field(
         None,
         description="Where the controllers find the key: env:NAME, an environment variable, or file:/PATH; never the key itself",
     )

@@ -396,8 +396,12 @@ async def test_a_world_trains_dies_and_goes_on_from_its_checkpoints_with_the_sam
         again = load_file(checkpoint_folder(tmp_path, Version(1, 3)) / "model.safetensors")
         # Adam's second moments came along too: without them the weights would differ by the learning rate.
         assert all(np.abs(again[name] - newest[name]).max() < 2e-5 for name in newest)
-        world.ranks[0].say(command="stop")
-        assert world.ranks[0].process.wait(60) == 0
+        async with world.stub(0) as stub:
+            watching = stub.Watch(pb.WatchRequest(world=world.id))
+            await watching.read()
+            world.ranks[0].say(command="stop")
+            assert await asyncio.to_thread(world.ranks[0].process.wait, 60) == 0
+        assert "Traceback" not in (tmp_path / "world1-0.log").read_text(), "that a call was cut off is no error"
 
 
 async def test_a_rank_that_is_started_again_has_its_critic_back(model: Path, tmp_path: Path) -> None:
