@@ -52,12 +52,13 @@ def measured(
     """One committed step. `books`: of each node that has booked it (`gcore.ledger.books.of_version`), those that are late may lack.
 
     `seal`: the step's, as it was READY; None if nobody has it any more: every response then counts as long as their mean. `split`:
-    that which the step ran with, with engines of so many slots. Of judgements the mean is known: every response's counts as long.
+    that which the step ran with, with engines of so many slots. Of judgements the mean is known once all of its slots are booked (a part
+    of the judges' tokens beside all of the responses would be a guess): every response's counts as long.
     """
     found = list(books)
     stats, sums = entry.stats, engines_of(found)
     lengths = tuple(_with_filtered(_lengths(entry, seal), stats))
-    reward = sums.get("reward") if lengths else None
+    reward = sums.get("reward") if lengths and _is_whole(found, split) else None
     times = _ahead(stats, split, found, sizes) if "staleness" in stats else _in_turn(stats)
     return Measured(
         step=entry.step,
@@ -94,11 +95,17 @@ def _ahead(stats: Mapping[str, float], split: Split, books: Sequence[StepBook], 
 
 def _at_work_s(books: Sequence[StepBook], split: Split, sizes: Sizes) -> float | None:
     """How long an engine had anything to do, of the pool that had longest; None: not all of them are booked."""
-    if sum(book.slots for book in books) < split.rollout + split.reward + split.train:
+    if not _is_whole(books, split):
         return None
     sums = engines_of(books)
     engines = {"rollout": split.rollout // sizes.rollout, "reward": split.reward // sizes.reward}
     return max((sums[pool].active_s / engines[pool] for pool in sums if engines.get(pool)), default=None)
+
+
+def _is_whole(books: Iterable[StepBook], split: Split) -> bool:
+    """Whether all slots that the step had are booked. Of a node that was lost they never are."""
+    pools = split.rollout, split.reward, split.train
+    return sum(book.slots for book in books) >= (max(pools) if split.mode == "colocated" else sum(pools))
 
 
 def _speeds(books: Iterable[StepBook]) -> Iterator[EngineSpeed]:

@@ -107,4 +107,5 @@ def speeds_of(history: Sequence[Measured], rows: Rows, rollout_since: int, rewar
     reward = speed_of(history, "reward", rows.reward, reward_since)
     if rollout is None or reward is None:
         return None
-    return Speeds(rollout, reward, fmean(step.asked_per_response for step in history[-STEPS:]))
+    # Of a step that is not booked whole nobody knows how often its judges were asked.
+    return Speeds(rollout, reward, fmean(step.asked_per_response for step in history[-STEPS:] if step.judged))

@@ -59,9 +59,11 @@ Tell = Callable[[str], None]
 class EmulatedTrainer:
     """Applies steps by letting time pass. In one thread, which blocks."""
 
-    def __init__(self, launch: RankLaunch, timing: Timing, writer: CheckpointWriter) -> None:
+    def __init__(self, launch: RankLaunch, timing: Timing, writer: CheckpointWriter, clock: Clock) -> None:
         self._launch = launch
         self._timing = timing
+        self._clock = clock
+        self._start_s = 0.0
         self._writer = writer
         self._receipts = ReceiptBook(launch.run_path, launch.world, launch.rank, writer.folder)
         self._insisting = Insisting(writer.hindered, launch.spec.train.watchdog_s)
@@ -74,13 +76,14 @@ class EmulatedTrainer:
 
     def load(self, tell: Tell) -> None:
         """Take the time of loading; what is gone on from is read as a real rank reads it. Raises CheckpointDamaged."""
-        launch = self._launch
+        launch, began = self._launch, self._clock.monotonic()
         if launch.checkpoint_path is not None and self._writes:
             self._updates = verify_checkpoint(launch.checkpoint_path).updates
         self._take(self._timing.load(), "loading", tell)
         if self._writes:
             sweep_unfinished(launch.run_path, launch.lineage)
             self._stage(Version(launch.lineage, launch.start.step), lambda: tell("loading"))
+        self._start_s = self._clock.monotonic() - began
 
     def run(self, work: Work, tell: Tell) -> StepResult:
         """One step. Raises NotTaken."""
@@ -109,7 +112,12 @@ class EmulatedTrainer:
             lambda: tell("saving"),
         )
         speedup = self._timing.law.speedup  # reports are in real seconds, as all else that is told of a step
-        metrics = {"emulated": 1.0, "update_seconds": updating / speedup, "saving_seconds": saving / speedup}
+        metrics = {
+            "emulated": 1.0,
+            "update_seconds": updating / speedup,
+            "saving_seconds": saving / speedup,
+            "start_seconds": self._start_s,  # by which placement knows what another train world costs
+        }
         weights = str(weights_folder(launch.run_path, version).relative_to(launch.run_path))
         return StepResult(metrics, weights)
 
@@ -192,7 +200,7 @@ def _tokens(work: Work) -> int:
 def load(launch: RankLaunch, meet: Meet, clock: Clock, tell: Tell, writer: CheckpointWriter) -> Loaded:
     """In place of `gcore.train.loading.load`. Raises UsageError, CheckpointDamaged."""
     timing = Timing(read_law(os.environ), f"{launch.world} rank {launch.rank}")
-    trainer = EmulatedTrainer(launch, timing, writer)
+    trainer = EmulatedTrainer(launch, timing, writer, clock)
     trainer.load(tell)
     return Loaded(trainer.run, lambda: None, trainer.accumulate, trainer.rest, lambda: trainer.released)
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from ready_seals import ready_seal
 
+from gcore.clock import SystemClock
 from gcore.emulated.law import Law, Timing
 from gcore.emulated.rank import STAGED, EmulatedTrainer
 from gcore.errors import DataError
@@ -50,7 +51,7 @@ class Rank:
         self.told: list[str] = []
         self.writer = CheckpointWriter(self.run_dir, "w")
         launch = rank_launch(spec, self.run_dir, rank=rank, world_size=ranks, start=start)
-        self.trainer = EmulatedTrainer(launch, Timing(LAW, f"rank {rank}"), self.writer)
+        self.trainer = EmulatedTrainer(launch, Timing(LAW, f"rank {rank}"), self.writer, SystemClock())
         self.trainer.load(self.told.append)
 
     def step(self, number: int) -> StepResult:
@@ -77,6 +78,7 @@ def test_a_step_leaves_a_receipt_of_the_ranks_share_and_tells_no_loss(tmp_path: 
         result = one.step(1)
         assert result.metrics["emulated"] == 1.0
         assert "loss" not in result.metrics
+        assert result.metrics["start_seconds"] > 0
         (line,) = receipts_file(one.run_dir, "w", rank).read_text().splitlines()
         receipt = json.loads(line)
         assert (receipt["token"], receipt["rank"], receipt["loss"]) == ("0.1.1", rank, None)

@@ -32,11 +32,11 @@ def seal(*lengths: tuple[int, ...]) -> Seal:
     )
 
 
-def book(step: int = 4, **engines: EngineSums) -> StepBook:
+def book(step: int = 4, slots: int = 4, **engines: EngineSums) -> StepBook:
     booked = {"busy rollout": 2.0, "busy train": 1.5, "idle rollout tail": 0.5, "busy reward": 0.25}
     loads = {pool: (sums,) for pool, sums in engines.items()}
     return StepBook(
-        version=Version(0, step), began=0.0, seconds=5.0, slots=1, booked=booked, engines=dict(engines), loads=loads
+        version=Version(0, step), began=0.0, seconds=5.0, slots=slots, booked=booked, engines=dict(engines), loads=loads
     )
 
 
@@ -53,6 +53,17 @@ def test_a_step_is_what_its_entry_its_seal_and_the_books_of_all_nodes_say() -> N
     assert found.busy == {"rollout": 4.0, "train": 3.0, "reward": 0.5}
     assert found.seconds == pytest.approx(5.0)
     assert (found.produce_s, found.train_s, found.other_s) == (3.0, 1.5, 0.5)
+
+
+@pytest.mark.parametrize("split", [SPLIT, Split("colocated", 4, 4, 2)], ids=["coexisting", "colocated"])
+def test_judgements_are_not_told_of_a_part_of_the_nodes(split: Split) -> None:
+    judges = {"reward": EngineSums(active_s=1.0, running_s=2.0, tokens=30, requests=6)}
+    there, late = book(slots=2, **judges), book(slots=2, **judges)
+    part = measured([there], entry(), seal((10, 20), (30,)), split)
+    assert (part.judged, part.asked_per_response) == ((), 1.0)
+    assert [one.pool for one in part.speed] == ["reward"]  # how fast engines were, the books that are there do say
+    whole = measured([there, late], entry(), seal((10, 20), (30,)), split)
+    assert (whole.judged, whole.asked_per_response) == ((20.0,) * 3, 4.0)
 
 
 def test_how_fast_engines_were_is_told_for_each_load_that_they_had() -> None:
