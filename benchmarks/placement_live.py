@@ -120,7 +120,7 @@ def write_job(folder: Path, choice: Choice, steps: int) -> Path:
         "placement": choice.placement,
         "checkpoint": {"every": 1000},
     }
-    if choice.name == COLOCATED:
+    if not choice.name.startswith("static"):
         job["train"] = {"ranks": NODES}
     file = folder / f"{choice.name.replace(':', '-')}.yaml"
     file.write_text(json.dumps(job))  # JSON is YAML

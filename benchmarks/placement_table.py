@@ -42,7 +42,7 @@ FIRST = 10
 """The first seed."""
 DECIDE = (
     *("forecast", "laws", "lending", "measured", "paces", "speeds", "split", "trends"),
-    *(f"policies/{name}" for name in ("base", "climbing", "dynamic", "errors", "fixed", "weighing")),
+    *(f"policies/{name}" for name in ("base", "climbing", "dynamic", "errors", "fixed", "hindered", "weighing")),
     *(f"simulate/{name}" for name in ("compiled", "job", "kernel", "oracle", "run", "scenario")),
     *(f"simulate/{name}" for name in ("table", "told", "workload")),
 )
@@ -56,7 +56,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=100)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--only", default="", help="scenarios, with commas")
-    parser.add_argument("--out", default="placement", help="the name of the results; the page's table is made of the default's")
+    parser.add_argument(
+        "--out", default="placement", help="the name of the results; the page's table is made of the default's"
+    )
     parser.add_argument("--done", action="store_true", help="only sum up what is done of the seeds that are whole")
     parser.add_argument("--decisions", action="store_true", help="only measure how long decisions take")
     told = parser.parse_args()

@@ -8,7 +8,8 @@
    (`placement.policies.weighing`).
 3. It must also save more in each step than forecasts are wrong by: the dead band.
 4. After a change a few steps must pass before the next one, unless the split there is has become impossible.
-5. What was changed and got worse is changed back by the same rules: the split's own error has been seen by then.
+5. What was changed and got worse is changed back by the same rules: the split's own error has been seen by then. That engines hold one
+   another up where all slots are had in turn makes none of the other splits look worse (`placement.policies.hindered`).
 
 Lending within a step is no decision of this module; that it takes place is part of the forecast. Nothing here draws at random.
 """
@@ -22,13 +23,14 @@ from statistics import median
 import numpy as np
 
 from placement.forecast import Batch, Forecast, Pools
-from placement.laws import SPEEDS, Floats, law_of, train_law
+from placement.laws import SPEEDS, Floats, Law, law_of, points_of, train_law
 from placement.measured import Measured
 from placement.paces import Paces
 from placement.policies.base import Decision, Situation
 from placement.policies.climbing import utilisation
 from placement.policies.errors import Errors
 from placement.policies.fixed import possible
+from placement.policies.hindered import Hindered
 from placement.policies.weighing import Weighed
 from placement.split import Split
 from placement.trends import since_jump, slope
@@ -58,6 +60,10 @@ class Dynamic:
     pools: Pools
     first: Split
     _steps: list[Measured] = field(default_factory=list)
+    """Known ones, with what engines hold one another up by taken out of their times."""
+    _told: dict[int, Measured] = field(default_factory=dict)
+    """The same as they were told, by number."""
+    _hindered: Hindered = field(default_factory=Hindered)
     _batches: list[Batch] = field(default_factory=list)
     _errors: Errors = field(default_factory=Errors)
     _last: Split | None = None
@@ -118,17 +124,28 @@ class Dynamic:
         for step in situation.history[-REMEMBERED:]:
             i = at.get(step.step)
             if i is None and step.step > newest:
-                self._steps.append(step)
+                self._steps.append(self._righted(step))
                 self._batches.append(self._batch(step, len(self._batches)))
                 self._paces.see(self._steps)
                 self._learn(situation, step)
                 self._count()
-            elif i is not None and step is not self._steps[i]:  # its books came later
-                self._steps[i] = step
+            elif i is not None and step is not self._told.get(step.step):  # its books came later
+                self._steps[i] = self._righted(step)
                 self._batches[i] = self._batch(step, i)
                 self._paces.see(self._steps)
         del self._steps[:-REMEMBERED], self._batches[:-REMEMBERED]
+        self._told = {step.step: self._told[step.step] for step in self._steps}
         return self._stretch
+
+    def _righted(self, step: Measured) -> Measured:
+        self._told[step.step] = step
+        before = [one for one in self._steps if one.step < step.step]
+
+        def law(pool: str) -> Law | None:
+            most = self.pools.rollout_most if pool == "rollout" else self.pools.reward_most
+            return law_of(before, pool, most, self._paces.since(pool)) if points_of(before, pool) else None
+
+        return self._hindered.righted(step, law)
 
     def _give_up(self, history: Sequence[Measured]) -> None:
         """Steps that were rolled back are none any more, whether or not they were made anew since: those are new ones."""
@@ -139,6 +156,7 @@ class Dynamic:
             return
         kept = self._batches[:first]
         self._errors.forget(self._steps[first].step)
+        self._hindered.forget(self._steps[first].step)
         del self._steps[first:]
         self._batches, self._stretch = [], 0
         for batch in kept:

@@ -26,9 +26,11 @@ FREE = SwitchCosts(0.0, 0.0, 0.0)
 
 @dataclass(frozen=True)
 class Truth:
-    """A job whose steps take what a forecast says, `times` what it says of production. `slower`: its judges' tokens."""
+    """A job whose steps take what a forecast says, `times` what it says of production. `slower`: its judges' tokens. `held_up`: by what engines
+    take longer for a token where all slots are had in turn, and production with them."""
 
     train_s: float = 2.0
+    held_up: float = 1.0
     times: Callable[[int, Split], float] = lambda step, split: 1.0
     slower: Callable[[int], float] = lambda step: 1.0
 
@@ -38,15 +40,18 @@ class Truth:
         forecast = Forecast(
             Pools(), rollout, reward, TrainLaw(0.0, 0.0), (batch,), np.ones(1), np.ones(1), 0.0, 0.0, False, None
         )
-        return float(forecast.produce_s((split,))[0, 0]) * self.times(step, split)
+        return float(forecast.produce_s((split,))[0, 0]) * self.times(step, split) * self.holding_up(split)
 
     def law(self, step: int) -> Law:
         return Law(0.02 * self.slower(step), 0.002 * self.slower(step), 64)
 
-    def speed(self, step: int) -> tuple[EngineSpeed, ...]:
+    def holding_up(self, split: Split) -> float:
+        return self.held_up if split.mode == "colocated" else 1.0
+
+    def speed(self, step: int, split: Split) -> tuple[EngineSpeed, ...]:
         laws = {"rollout": Law(0.02, 0.002, 64), "reward": self.law(step)}
         return tuple(
-            EngineSpeed(pool, n, law.token_s + law.sequence_s * n)
+            EngineSpeed(pool, n, (law.token_s + law.sequence_s * n) * self.holding_up(split))
             for pool, law in laws.items()
             for n in (1.0, 4.0, 16.0)
         )
@@ -62,22 +67,24 @@ class Truth:
             produce_s=self.produce_s(step, split),
             train_s=self.train_s,
             other_s=0.5,
-            speed=self.speed(step),
+            speed=self.speed(step, split),
             busy={},
         )
 
 
-def asked(policy: Dynamic, history: list[Measured], now: Split, costs: SwitchCosts = FREE) -> Decision:
-    return policy.plan(Situation(BOUNDS, now, tuple(history), costs, 100))
+def asked(
+    policy: Dynamic, history: list[Measured], now: Split, costs: SwitchCosts = FREE, bounds: Bounds = BOUNDS
+) -> Decision:
+    return policy.plan(Situation(bounds, now, tuple(history), costs, 100))
 
 
-def lived(truth: Truth, first: Split, steps: int, costs: SwitchCosts = FREE) -> list[Split]:
+def lived(truth: Truth, first: Split, steps: int, costs: SwitchCosts = FREE, bounds: Bounds = BOUNDS) -> list[Split]:
     """The splits that a job's steps have."""
     policy, history, now, found = Dynamic(Pools(), first), list[Measured](), first, []
     for step in range(steps):
         found.append(now)
         history.append(truth.step(step, now))
-        now = asked(policy, history, now, costs).split
+        now = asked(policy, history, now, costs, bounds).split
     return found
 
 
@@ -127,6 +134,25 @@ def test_what_became_worse_by_a_change_is_changed_back_soon_and_not_tried_again(
     went, came = changes(found)
     assert came - went <= 6
     assert found[-40:] == [now] * 40
+
+
+@pytest.mark.parametrize("held_up", [1.6, 2.0, 3.0])
+def test_all_slots_in_turn_are_left_again_soon_where_engines_on_one_slot_hold_one_another_up(held_up: float) -> None:
+    bounds = replace(BOUNDS, colocated=True)
+    found = lived(Truth(held_up=held_up), best(Truth())[0], 60, bounds=bounds)
+    assert found[3].mode == "colocated", "it looks better than it is"
+    assert [split.mode for split in found[9:]] == ["coexisting"] * 51
+
+
+def test_all_slots_in_turn_are_kept_where_they_are_as_good_as_they_look() -> None:
+    found = lived(Truth(), best(Truth())[0], 30, bounds=replace(BOUNDS, colocated=True))
+    assert [split.mode for split in found[3:]] == ["colocated"] * 27
+
+
+def test_judges_that_become_slow_are_seen_where_engines_hold_one_another_up_too() -> None:
+    truth = Truth(held_up=2.0, slower=lambda step: 6.0 if step >= 30 else 1.0)
+    found = lived(truth, best(Truth())[0], 60, bounds=replace(BOUNDS, colocated=True))
+    assert found[-1].reward > found[29].reward
 
 
 def test_a_wish_that_never_came_to_be_may_be_wished_again_at_once() -> None:
@@ -195,7 +221,7 @@ def ahead(truth: Truth, step: int, split: Split) -> Measured:
     active = {"rollout": EngineSums(active_s=0.8 * min(truth.produce_s(step, split), seconds) * split.rollout)}
     book = StepBook(version=Version(0, step), began=0.0, seconds=seconds, slots=12, engines=active)
     told = measured((book,), entry, None, split)
-    return replace(told, lengths=LENGTHS, judged=(60.0,) * len(LENGTHS), speed=truth.speed(step))
+    return replace(told, lengths=LENGTHS, judged=(60.0,) * len(LENGTHS), speed=truth.speed(step, split))
 
 
 @pytest.mark.parametrize(
