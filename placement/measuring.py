@@ -9,6 +9,10 @@ its production takes. If the ranks had to wait, batches come as fast as they are
 not, engines rest once they may begin nothing more, so it took as long as they had anything to do. Where they share their slots with ranks
 that work, or not all books are there, nobody knows: the step's own length is a bound. The weights go out meanwhile.
 
+**Where all slots are had in turn** engines of several pools may compute on one slot at once, and each takes the longer. By how much is
+not measured; that they share the slot's pace evenly is an assumption, by which their times are made those of an engine that has its slot
+for itself. Otherwise slots of their own would look as slow as shared ones, and a job that began in turns would stay there.
+
 **What was filtered** was generated and judged like the rest. How many groups that were is known, and how long their responses were on
 average; one by one they are taken to be like those that were kept.
 """
@@ -69,7 +73,7 @@ def measured(
         produce_s=times.produce_s,
         train_s=stats.get("train_s"),
         other_s=times.other_s,
-        speed=tuple(_speeds(found)),
+        speed=tuple(_speeds(found, _at_once(found, split, stats.get("collect_s"), sizes))),
         busy=_busy(found),
         step_s=times.step_s,
         asked_per_response=reward.requests / len(lengths) if reward is not None and reward.requests else 1.0,
@@ -108,8 +112,18 @@ def _is_whole(books: Iterable[StepBook], split: Split) -> bool:
     return sum(book.slots for book in books) >= (max(pools) if split.mode == "colocated" else sum(pools))
 
 
-def _speeds(books: Iterable[StepBook]) -> Iterator[EngineSpeed]:
-    """Of each pool at each load that its engines had for long enough to say how fast they were."""
+def _at_once(books: Sequence[StepBook], split: Split, produce_s: float | None, sizes: Sizes) -> float:
+    """Engines that had anything to do at once on a slot, on average over the production: 1, where each has its own."""
+    slots = sum(book.slots for book in books)
+    if split.mode != "colocated" or not produce_s or not slots:
+        return 1.0
+    size = {"rollout": sizes.rollout, "reward": sizes.reward}
+    active = sum(sums.active_s * size[pool] for pool, sums in engines_of(books).items() if pool in size)
+    return max(active / (slots * produce_s), 1.0)
+
+
+def _speeds(books: Iterable[StepBook], at_once: float) -> Iterator[EngineSpeed]:
+    """Of each pool at each load that its engines had for long enough to say how fast they were, alone on their slots."""
     found: dict[tuple[str, int], EngineSums] = {}
     for book in books:
         for pool, loads in book.loads.items():
@@ -118,7 +132,7 @@ def _speeds(books: Iterable[StepBook]) -> Iterator[EngineSpeed]:
                 found[key] = found[key].plus(one) if key in found else one
     for (pool, _), one in sorted(found.items()):
         if one.active_s > 0 and one.tokens >= LEAST_TOKENS:
-            yield EngineSpeed(pool, one.running_s / one.active_s, one.running_s / one.tokens)
+            yield EngineSpeed(pool, one.running_s / one.active_s, one.running_s / one.tokens / at_once)
 
 
 def _busy(books: Iterable[StepBook]) -> dict[str, float]:

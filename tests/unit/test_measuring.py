@@ -66,6 +66,26 @@ def test_judgements_are_not_told_of_a_part_of_the_nodes(split: Split) -> None:
     assert (whole.judged, whole.asked_per_response) == ((20.0,) * 3, 4.0)
 
 
+@pytest.mark.parametrize(
+    ("split", "active", "judging", "times"),
+    [
+        pytest.param(Split("colocated", 4, 4, 2), 9.0, 12.0, 21.0 / 12.0, id="at_once"),
+        pytest.param(Split("colocated", 4, 4, 2), 5.0, 7.0, 1.0, id="one_after_the_other"),
+        pytest.param(SPLIT, 9.0, 12.0, 1.0, id="slots_of_their_own"),
+    ],
+)
+def test_engines_that_shared_their_slots_are_told_as_fast_as_each_would_have_been_alone(
+    split: Split, active: float, judging: float, times: float
+) -> None:
+    both = book(
+        rollout=EngineSums(active_s=active, running_s=2 * active, tokens=100, requests=4),
+        reward=EngineSums(active_s=judging, running_s=3 * judging, tokens=100, requests=4),
+    )
+    found = measured([both], entry(), None, split)  # a production of 3 s on 4 slots
+    assert [(one.pool, one.running) for one in found.speed] == [("reward", 3.0), ("rollout", 2.0)]
+    assert [one.token_s for one in found.speed] == pytest.approx([0.03 * judging / times, 0.02 * active / times])
+
+
 def test_how_fast_engines_were_is_told_for_each_load_that_they_had() -> None:
     crowd = EngineSums(active_s=2.0, running_s=32.0, tokens=800, requests=16)
     tail = EngineSums(active_s=3.0, running_s=6.0, tokens=300, requests=0)
