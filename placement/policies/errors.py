@@ -1,7 +1,8 @@
 """What forecasts of production turned out to be wrong by, and what the next ones are multiplied by for it. Pure but for what it remembers.
 
 A split that was tried goes by its own error, pulled towards that of its mode; any other by that of its mode. A split that is plainly worse
-than its like, two steps in a row, goes by its own at once: what a change made worse must not take dozens of steps to be believed.
+than its like, two steps in a row, goes by its own at once: what a change made worse must not take dozens of steps to be believed. Its like
+are those of its mode; of all slots in turn, which are one split only, those of the other.
 How wrong forecasts still are once they are put right so is their spread, which decides how wide the dead band is.
 """
 
@@ -96,9 +97,11 @@ class Errors:
         return exp(own.drawn_to(of_mode, DRAWN) if own is not None else of_mode)
 
     def _plainly_worse(self, shape: Shape) -> float | None:
-        """Its own error, if that is plainly above the others'."""
+        """Its own error, if that is plainly above the others': those of its mode, or of the other one where it is the only one of its own."""
         own = [off for _, of, off in self._newest if of == shape][-OWN:]
         others = [off for _, of, off in self._newest if of != shape and of[0] == shape[0]][-OTHERS:]
+        if not others:
+            others = [off for _, of, off in self._newest if of != shape][-OTHERS:]
         if len(own) < FEWEST_OWN or len(others) < FEWEST_OTHERS:
             return None
         if plainly_off(others, own, LEAST_SPREAD, PLAIN) <= 0:

@@ -144,6 +144,14 @@ def test_all_slots_in_turn_are_left_again_soon_where_engines_on_one_slot_hold_on
     assert [split.mode for split in found[9:]] == ["coexisting"] * 51
 
 
+@pytest.mark.parametrize("times", [1.3, 1.4, 1.8])
+def test_all_slots_in_turn_are_left_again_soon_where_they_are_slower_than_their_engines_say(times: float) -> None:
+    truth = Truth(times=lambda step, split: times if split.mode == "colocated" else 1.0)
+    found = lived(truth, best(Truth())[0], 60, bounds=replace(BOUNDS, colocated=True))
+    assert found[3].mode == "colocated", "it looks better than it is"
+    assert [split.mode for split in found[6:]] == ["coexisting"] * 54
+
+
 def test_all_slots_in_turn_are_kept_where_they_are_as_good_as_they_look() -> None:
     found = lived(Truth(), best(Truth())[0], 30, bounds=replace(BOUNDS, colocated=True))
     assert [split.mode for split in found[3:]] == ["colocated"] * 27
