@@ -24,7 +24,7 @@ class JobLimits(Section):
     pids: PositiveInt | None = None
     """cgroup's pids.max: processes and threads."""
     disk_gib: PositiveFloat | None = None
-    """Of a run's folder: at nine tenths of it no more samples are written, beyond it the job is ended with the reason."""
+    """Of a run's folder: at nine tenths of it no more samples are written, beyond it the job is paused, and an event says so."""
     cgroup: str = AUTO
     """Where the groups of jobs are made: auto (beside the daemon's own, where systemd delegates that), off, or a folder of cgroup v2
     that is the daemon's to fill."""
