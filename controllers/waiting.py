@@ -90,6 +90,12 @@ class Wait:
         return f"still {self.key} {self.progress}"
 
 
+def _slots(view: JobView, what: str) -> Wait:
+    """For slots. A job that somebody has paused waits for that person: under a cause of its own, of which nobody is told."""
+    cause = "paused" if view.claim.paused and not view.claim.ends else "slots"
+    return Wait(cause, f"{what}: {_lacks(view)}", f"wait {cause}")
+
+
 def _lacks(view: JobView) -> str:
     if view.claim.ends:
         return view.claim.ends
@@ -117,13 +123,13 @@ def waiting_for(view: JobView) -> Iterator[Wait]:
     if mirror.status.record.phase is JobPhase.PENDING or mirror.head is None or mirror.plan is None:
         short = short_of_slots(view) if mirror.status.record.phase is JobPhase.PENDING else ""
         if short and view.share is not None and view.nodes and not view.share.granted:
-            yield Wait("slots", f"the job waits for slots: {_lacks(view)}", "wait slots")
+            yield _slots(view, "the job waits for slots")
             return
         yield Wait("start", short or "the job is about to be started", f"wait start {bool(short)}", short)
         return
     head = mirror.head.record
     if is_suspended(view):
-        yield Wait("slots", f"the job stands still: {_lacks(view)}", "wait slots")
+        yield _slots(view, "the job stands still")
         return
     yield from _world(view, head)
     yield from _under_way(view)

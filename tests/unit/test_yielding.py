@@ -12,7 +12,9 @@ from controllers.actions import GiveBack, Intent, MakeSeal, Replan, Rollback, Se
 from controllers.decide import decide
 from controllers.ending import fruitless_rollbacks
 from controllers.forming import snapshot
+from controllers.overdue import overdue
 from controllers.staffing import Launches, StartEngine, StopWorker, staffing
+from controllers.turns import Waits
 from controllers.view import CheckpointWriting, JobView, RankView, SavedCheckpoint
 from controllers.waiting import waiting_for
 from controllers.yielding import GAVE_BACK, HAS_AGAIN, LEFT, is_suspended, wants_checkpoint, without
@@ -208,6 +210,24 @@ def test_a_paused_job_says_how_it_goes_on() -> None:
     ]
     (action,) = intents(replace(job(NONE, step=1, saved=1), claim=Claim(paused=True)), Rollback)
     assert action.reason == f"{LEFT}: the job is paused"
+
+
+def test_a_job_that_somebody_has_paused_stalls_for_nobody() -> None:
+    still = suspended(job(NONE, step=1, saved=1))
+    pending = replace(
+        job(NONE), mirror=replace(job(NONE).mirror, status=stored(JobStatus(phase=JobPhase.PENDING)), head=None, plan=None)
+    )
+    for view in (still, replace(pending, share=share(NONE, NONE))):
+        for claim, cause, told in (
+            (Claim(), "slots", 1),
+            (Claim(paused=True), "paused", 0),
+            (Claim(paused=True, ends="cancelled"), "slots", 1),
+        ):
+            waiting = [*waiting_for(replace(view, claim=claim))]
+            assert [wait.cause for wait in waiting] == [cause]
+            held = Waits({}).note([wait.stall for wait in waiting], 0.0)
+            peers = [replace(view, claim=claim, me=me) for me in view.mirror.members]
+            assert len([wait for peer in peers for wait in overdue(peer, waiting, held, 1e6)]) == told
 
 
 def test_a_job_that_is_to_end_does_so_when_it_stands_still_and_not_before() -> None:
