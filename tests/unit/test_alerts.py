@@ -69,6 +69,12 @@ def test_each_alert_fires_in_one_test_and_is_silent_on_the_same_metrics_in_anoth
     assert fires == silent
 
 
+def test_alerts_are_tested_on_what_is_scraped_and_not_on_what_is_recorded_of_it() -> None:
+    cases = yaml.safe_load((DEPLOY / "tests" / "alerts.yml").read_text())["tests"]
+    given = {series["series"].partition("{")[0] for case in cases for series in case["input_series"]}
+    assert {name for name in given if ":" in name} == set()
+
+
 @pytest.mark.parametrize("name", ALERTS)
 def test_each_alert_has_a_page_that_says_what_to_do(name: str) -> None:
     rule = ALERTS[name]

@@ -215,7 +215,8 @@ def test_a_paused_job_says_how_it_goes_on() -> None:
 def test_a_job_that_somebody_has_paused_stalls_for_nobody() -> None:
     still = suspended(job(NONE, step=1, saved=1))
     pending = replace(
-        job(NONE), mirror=replace(job(NONE).mirror, status=stored(JobStatus(phase=JobPhase.PENDING)), head=None, plan=None)
+        job(NONE),
+        mirror=replace(job(NONE).mirror, status=stored(JobStatus(phase=JobPhase.PENDING)), head=None, plan=None),
     )
     for view in (still, replace(pending, share=share(NONE, NONE))):
         for claim, cause, told in (
