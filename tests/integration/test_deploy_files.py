@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 import yaml
+from watched_metrics import rules
 
 from gcore.config import NodeConfig
 
@@ -71,8 +73,8 @@ def checks(*words: str, given: object = None) -> Any:
     return json.loads(done.stdout)
 
 
-def rendered(values: Manifest) -> list[Manifest]:
-    found = checks("helm", str(CHART), given=values)
+def rendered(values: Manifest, release: str = "gcore") -> list[Manifest]:
+    found = checks("helm", str(CHART), release, given=values)
     assert "refused" not in found, found
     return list(found["manifests"])
 
@@ -188,6 +190,23 @@ def test_who_is_not_named_reaches_nothing_of_the_daemons_but_other_daemons() -> 
     (rule,) = policy["spec"]["ingress"]
     (peer,) = rule["from"]
     assert peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "controller"
+
+
+@pytest.mark.parametrize("release", ["gcore", "lab", "team-gcore"])
+def test_what_alerts_ask_for_is_the_job_that_prometheus_gives_whatever_the_release_is_called(release: str) -> None:
+    """The Prometheus operator makes `job` of the Service's label that `jobLabel` names; without that, of the Service's name."""
+    manifests = rendered({"serviceMonitor": {"enabled": True, "tokenSecret": "viewer"}}, release)
+    monitors = [m["spec"] for m in manifests if m["kind"] == "ServiceMonitor"]
+    services = [m["metadata"] for m in manifests if m["kind"] == "Service"]
+    jobs = {}
+    for monitor in monitors:
+        wanted = monitor["selector"]["matchLabels"]
+        (service,) = (one for one in services if wanted.items() <= one["labels"].items())
+        name = monitor.get("jobLabel")
+        jobs[wanted["app.kubernetes.io/component"]] = service["name"] if name is None else service["labels"][name]
+    asked = set(re.findall(r'up\{job="(\w+)"\}', " ".join(map(str, rules("expr")))))
+    assert jobs == {"controller": "gcore", "etcd": "etcd"}
+    assert asked == set(jobs.values())
 
 
 def test_compose_files_fit_the_specification() -> None:

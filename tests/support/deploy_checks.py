@@ -1,6 +1,6 @@
 """What checks the files of `deploy/` with other people's code, in an environment without gcore (`make test-deploy`).
 
-python tests/support/deploy_checks.py helm CHART    values as JSON on standard input; the manifests as JSON, or the refusal
+python tests/support/deploy_checks.py helm CHART [RELEASE]    values as JSON on standard input; the manifests as JSON, or the refusal
 python tests/support/deploy_checks.py lint CHART    what Helm's linter says, as JSON
 python tests/support/deploy_checks.py kubernetes    manifests as JSON on standard input; what is wrong with them
 python tests/support/deploy_checks.py compose FILE  what is wrong with it, or nothing
@@ -19,13 +19,13 @@ OTHERS = ("monitoring.coreos.com",)
 """Kinds of others, of which Kubernetes has no schema."""
 
 
-def helm(chart: str) -> None:
+def helm(chart: str, release: str = "gcore") -> None:
     """Print {"manifests": [...], "notes": "..."} or {"refused": "..."}."""
     from helm_python import Chart, HelmError
 
     values = json.load(sys.stdin)
     try:
-        rendered = Chart.load(chart).render(values, name="gcore", namespace="rl")
+        rendered = Chart.load(chart).render(values, name=release, namespace="rl")
     except HelmError as error:
         print(json.dumps({"refused": str(error)}))
         return
