@@ -19,6 +19,7 @@ from gcore.clock import Clock
 from gcore.config import NodeConfig
 from gcore.config.node import joined
 from gcore.errors import UsageError
+from gcore.listening import asked, refused
 from gcore.metrics import Metrics
 from gcore.metrics.serving import MetricsServer, serve_metrics
 from gcore.tls.connecting import PLAIN, Connector
@@ -66,21 +67,21 @@ class Security:
             self.watched.reload()
 
     def serve_http(self, metrics: Metrics, config: NodeConfig, page: WSGIApplication) -> MetricsServer:
-        """Metrics and the page, for those who may. Raises UsageError."""
+        """Metrics and the page, for those who may. Raises CannotListen, UsageError."""
         gate = HttpGate(self.book, self.journal)
         tls = None if self.watched is None else serving_context(self.watched, ask=True)
         return serve_metrics(metrics, config.metrics_listen_on, config.metrics_port, page, guard=gate.before, tls=tls)
 
     def listen(self, server: grpc.aio.Server, config: NodeConfig) -> tuple[str, str]:
-        """Where people, and where other nodes reach `server`; the second empty: in the same place. Raises UsageError."""
+        """Where people, and where other nodes reach `server`; the second empty: in the same place. Raises CannotListen, UsageError."""
+        listens_on = config.listen_host, config.listen_port
         if self.watched is None:
-            port = _bound(config.listens_on, lambda at: server.add_insecure_port(at))
+            port = _bound(*listens_on, lambda at: server.add_insecure_port(at))
             return config.advertised(port), ""
         assert config.tls is not None
         for_people, for_peers = (server_credentials(self.watched, mutual=mutual) for mutual in (False, True))
-        port = _bound(config.listens_on, lambda at: server.add_secure_port(at, for_people))
-        at_peers = joined(config.listen_host, config.tls.peer_port)
-        peer_port = _bound(at_peers, lambda at: server.add_secure_port(at, for_peers))
+        port = _bound(*listens_on, lambda at: server.add_secure_port(at, for_people))
+        peer_port = _bound(config.listen_host, config.tls.peer_port, lambda at: server.add_secure_port(at, for_peers))
         return config.advertised(port), joined(config.advertised_host, peer_port)
 
 
@@ -104,11 +105,9 @@ def read_engines_key(file: Path) -> bytes:
     return key
 
 
-def _bound(at: str, bind: Callable[[str], int]) -> int:
+def _bound(host: str, port: int, bind: Callable[[str], int]) -> int:
+    at = joined(host, port)
     try:
         return bind(at)
-    except RuntimeError as error:
-        raise UsageError(
-            f"cannot listen on {at}: the port is in use, or the address is not this machine's",
-            fix="Choose another port in the configuration",
-        ) from error
+    except RuntimeError as error:  # gRPC does not say why
+        raise refused(f"cannot listen on {at}", asked(host, port)) from error

@@ -47,6 +47,12 @@ class DataError(UsageError):
     """A dataset or model folder cannot be used."""
 
 
+class CannotListen(GcoreError):
+    """An address cannot be had now. It may be tomorrow: a start that is tried again is no waste."""
+
+    exit_code = 1
+
+
 class NotAllowed(GcoreError):
     """Whoever calls is not known, or may not do this."""
 

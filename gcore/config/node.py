@@ -161,11 +161,6 @@ class NodeConfig(Section):
         return self.tls is not None or self.auth is not None
 
     @property
-    def listens_on(self) -> str:
-        """HOST:PORT of the daemon's APIs."""
-        return joined(self.listen_host, self.listen_port)
-
-    @property
     def collector(self) -> str | None:
         """Where traces are sent."""
         return self.otlp_endpoint or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or None

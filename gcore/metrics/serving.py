@@ -23,7 +23,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from prometheus_client import make_wsgi_app
 
 from gcore.clock import SystemClock
-from gcore.errors import UsageError
+from gcore.listening import refused
 from gcore.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -64,22 +64,20 @@ def serve_metrics(
     guard: Callable[[WSGIApplication], WSGIApplication] = lambda app: app,
     tls: ssl.SSLContext | None = None,
 ) -> MetricsServer:
-    """Serve `metrics` at /metrics, and every other path by `others`, in threads. Raises UsageError if the address cannot be had.
+    """Serve `metrics` at /metrics, and every other path by `others`, in threads. Raises CannotListen or UsageError if the address
+    cannot be had.
 
     `guard` stands before all of it. With `tls` the names in a client's certificate are in the request's environment, as `NAMES`.
     """
     kind = _Server6 if ":" in host else _Server
+    shown = f"[{host}]" if ":" in host else host
     try:
         server = kind((host, port), _Handler, tls)
     except OSError as error:
-        raise UsageError(
-            f"metrics cannot be served on {host}:{port} ({error.strerror or error})",
-            fix="Choose another port; 0 takes a free one",
-        ) from error
+        raise refused(f"metrics cannot be served on {shown}:{port}", error) from error
     server.set_app(guard(app_of(metrics, host, others or _nothing)))
     looks = {"poll_interval": STOP_LOOK_S}
     threading.Thread(target=server.serve_forever, kwargs=looks, name="metrics", daemon=True).start()
-    shown = f"[{host}]" if ":" in host else host
     return MetricsServer(f"{shown}:{server.server_port}", server)
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from stopping import stop_process
 
 from controllers.ailing import FAILURES
 from gcore.clock import SystemClock
-from gcore.errors import StoreUnavailable
+from gcore.errors import CannotListen, StoreUnavailable, UsageError
 from gcore.ledger.claims import SickSlots
 from gcore.ledger.job import NodeRecord
 from gcore.store import keys
@@ -29,9 +31,13 @@ from gcore.store.client import EtcdStore
 from gcore.store.keys import JobKeys
 from gcore.store.launcher import LocalEtcd
 from gcore.store.types import Delete, Put
+from gcore.tls.folder import Wanted, issue_into, make_authority
 from gcore.worker.records import WorkerRecord
 
 CLOCK = SystemClock()
+ROOT = Path(__file__).parents[2]
+NOBODYS = "192.0.2.1"
+"""An address that no machine has: it is for documents."""
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(120)]
 
 
@@ -110,7 +116,7 @@ async def test_the_stores_user_has_its_password_from_a_file_and_a_wrong_one_is_o
 async def test_what_cannot_work_ends_it_with_one_sentence_and_code_2(
     tmp_path: Path, changed: dict[str, Any], said: str
 ) -> None:
-    await _ends_with(tmp_path, changed, said)
+    await _ends_with(tmp_path, changed, said, UsageError.exit_code)
 
 
 @pytest.mark.parametrize(
@@ -118,18 +124,41 @@ async def test_what_cannot_work_ends_it_with_one_sentence_and_code_2(
     [("listen_port", "cannot listen on 127.0.0.1:"), ("metrics_port", "metrics cannot be served on 127.0.0.1:")],
     ids=["API", "metrics"],
 )
-async def test_a_port_that_is_in_use_ends_it_with_one_sentence_and_code_2(tmp_path: Path, key: str, said: str) -> None:
+async def test_a_port_that_is_in_use_ends_it_with_one_sentence_and_may_be_free_at_the_next_start(
+    tmp_path: Path, key: str, said: str
+) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        await _ends_with(tmp_path, {key: taken.getsockname()[1]}, said)
+        await _ends_with(tmp_path, {key: taken.getsockname()[1]}, said, CannotListen.exit_code)
 
 
-async def _ends_with(folder: Path, changed: dict[str, Any], said: str) -> None:
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        pytest.param({"metrics_host": "127.0.0.1"}, f"cannot listen on {NOBODYS}:", id="API"),
+        pytest.param({}, f"metrics cannot be served on {NOBODYS}:0 (Cannot assign requested address)", id="metrics"),
+    ],
+)
+async def test_an_address_that_is_not_up_yet_ends_it_with_a_code_after_which_systemd_starts_it_again(
+    tmp_path: Path, changed: dict[str, Any], said: str
+) -> None:
+    authority, now = tmp_path / "authority", datetime.now(UTC)
+    make_authority(authority, "gcore", days=900, now=now)
+    issue_into(tmp_path / "certs", authority, Wanted("node", "node-a", (NOBODYS,)), now)
+    files = {"ca": "ca.pem", "cert": "cert.pem", "key": "key.pem", "engines_key": "engines.key"}
+    tls = {name: str(tmp_path / "certs" / file) for name, file in files.items()}
+    changed = {"listen_host": NOBODYS, "advertise": NOBODYS, "worker_host": "127.0.0.1", "tls": tls, **changed}
+    await _ends_with(tmp_path, changed, said, CannotListen.exit_code)
+    unit = (ROOT / "deploy" / "systemd" / "gcore.service").read_text()
+    assert CannotListen.exit_code not in map(int, re.findall(r"RestartPreventExitStatus=(.+)", unit)[0].split())
+
+
+async def _ends_with(folder: Path, changed: dict[str, Any], said: str, code: int) -> None:
     service = Service(folder, "127.0.0.1:1")
     service.config |= changed
     process = await service.start()
-    assert await process.wait() == 2
+    assert await process.wait() == code
     lines = (folder / "log").read_text().splitlines()
     assert said in lines[-1]
     assert "Traceback" not in "".join(lines)

@@ -8,7 +8,7 @@ from pathlib import Path
 from controllers.job_groups import DELEGATED
 from controllers.leaving import LEAVE_WITHIN_S
 from gcore.config import NodeConfig
-from gcore.errors import UsageError
+from gcore.errors import CannotListen, UsageError
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "systemd"
 
@@ -27,6 +27,7 @@ def test_a_daemon_is_waited_for_fed_reloaded_and_started_again_but_not_for_a_wro
     assert service["WatchdogSec"] == "30s"
     assert "-HUP" in service["ExecReload"]
     assert (service["Restart"], service["RestartPreventExitStatus"]) == ("always", str(UsageError.exit_code))
+    assert CannotListen.exit_code != UsageError.exit_code, "an address that is not up yet, at a machine's start, passes"
 
 
 def test_workers_outlive_their_daemon_and_it_has_time_to_hand_over() -> None:

@@ -17,7 +17,7 @@ import pytest
 from prometheus_client import Counter, Gauge, Histogram, Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from gcore.errors import UsageError
+from gcore.errors import CannotListen
 from gcore.ledger.guarded import TxnOutcome
 from gcore.metrics import SOURCE_STATS, STEP_STATS, Metrics, serving
 from gcore.metrics.serving import MOST_CONNECTIONS, is_own_name, serve_metrics
@@ -192,7 +192,7 @@ def test_metrics_are_served_over_http_as_prometheus_reads_them() -> None:
 def test_a_port_in_use_is_one_sentence() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(UsageError, match=rf"127\.0\.0\.1:{port} .*in use.*\. Choose another port"):
+        with pytest.raises(CannotListen, match=rf"127\.0\.0\.1:{port} .*in use.*choose another in the configuration"):
             serve_metrics(Metrics(), port=port)
 
 

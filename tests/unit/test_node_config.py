@@ -90,7 +90,7 @@ def test_a_yaml_file_says_everything_and_what_is_relative_is_beside_it(tmp_path:
     assert config.etcd.user is not None
     assert config.etcd.user.password_file == "/etc/gcore/etcd-password"
     assert config.slots == ("cuda:0", "cuda:1", "cpu:0-3")
-    assert config.listens_on == "0.0.0.0:7500"
+    assert (config.listen_host, config.listen_port) == ("0.0.0.0", 7500)
     assert config.advertised(7500) == "gpu-7.cluster.example:7500"
     assert config.workers_listen_on == "gpu-7.cluster.example"
     assert config.metrics_listen_on == "127.0.0.1"

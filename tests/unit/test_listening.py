@@ -1,0 +1,52 @@
+"""Why an address cannot be had, and whether whoever starts daemons is to try again."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+
+import pytest
+
+from gcore.errors import CannotListen, GcoreError, UsageError
+from gcore.listening import asked, refused
+
+
+def of(number: int) -> OSError:
+    return OSError(number, os.strerror(number))
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (of(errno.EADDRNOTAVAIL), CannotListen),
+        (of(errno.EADDRINUSE), CannotListen),
+        (of(errno.ENETDOWN), CannotListen),
+        (socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution"), CannotListen),
+        (None, CannotListen),
+        (of(errno.EACCES), UsageError),
+        (of(errno.EAFNOSUPPORT), UsageError),
+        (socket.gaierror(socket.EAI_NONAME, "Name or service not known"), UsageError),
+    ],
+    ids=str,
+)
+def test_what_passes_by_itself_is_no_error_of_the_configuration(error: OSError | None, kind: type[GcoreError]) -> None:
+    found = refused("cannot listen on 10.0.0.7:7500", error)
+    assert type(found) is kind
+    assert CannotListen.exit_code != UsageError.exit_code
+    assert str(found).startswith("cannot listen on 10.0.0.7:7500 (")
+    if error is not None:
+        assert f"({error.strerror})" in str(found)
+
+
+def test_the_system_is_asked_where_a_server_does_not_say_why() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        in_use = asked("127.0.0.1", port)
+    assert in_use is not None
+    assert in_use.errno == errno.EADDRINUSE
+    nobodys = asked("192.0.2.1", 0)
+    assert nobodys is not None
+    assert nobodys.errno == errno.EADDRNOTAVAIL
+    assert isinstance(asked("no.host.invalid", 0), socket.gaierror)
+    assert asked("127.0.0.1", port) is None
