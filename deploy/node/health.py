@@ -42,6 +42,8 @@ def channel(config: Mapping[str, Any], folder: Path) -> grpc.Channel:
 def named(config: Mapping[str, Any]) -> str:
     """The host that the daemon advertises, which its certificate is of."""
     advertised = str(config.get("advertise") or config["node"])
+    if advertised.count(":") > 1 and not advertised.startswith("["):
+        return advertised  # an address of IPv6, without a port
     return urlsplit(f"//{advertised}").hostname or advertised
 
 

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+EVERY_ADDRESS = ("0.0.0.0", "::")
+"""Of either family, whichever is written: so does gRPC's server take them, which has the other port."""
 MOST_CONNECTIONS = 32
 SILENT_S = 10.0
 LONGEST_S = 30.0
@@ -69,10 +71,11 @@ def serve_metrics(
 
     `guard` stands before all of it. With `tls` the names in a client's certificate are in the request's environment, as `NAMES`.
     """
-    kind = _Server6 if ":" in host else _Server
+    every = host in EVERY_ADDRESS and socket.has_dualstack_ipv6()
+    kind, at = (_Server6, "::") if every else (_Server6 if ":" in host else _Server, host)
     shown = f"[{host}]" if ":" in host else host
     try:
-        server = kind((host, port), _Handler, tls)
+        server = kind((at, port), _Handler, tls)
     except OSError as error:
         raise refused(f"metrics cannot be served on {shown}:{port}", error) from error
     server.set_app(guard(app_of(metrics, host, others or _nothing)))
@@ -209,6 +212,12 @@ def _cut(request: Any) -> None:
 class _Server6(_Server):
     address_family = socket.AF_INET6
 
+    def server_bind(self) -> None:
+        """On every address: of IPv4 too."""
+        if self.server_address[0] == "::" and socket.has_dualstack_ipv6():
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        super().server_bind()
+
 
 class _Handler(WSGIRequestHandler):
     timeout = SILENT_S
@@ -222,6 +231,9 @@ class _Handler(WSGIRequestHandler):
     def get_environ(self) -> dict[str, Any]:
         """With the names of the client's certificate, if it showed one."""
         environ: dict[str, Any] = super().get_environ()
+        environ["REMOTE_ADDR"] = environ["REMOTE_ADDR"].removeprefix(
+            "::ffff:"
+        )  # IPv4, as a server of both families hears of it
         if isinstance(self.connection, ssl.SSLSocket) and (shown := self.connection.getpeercert()):
             names: Any = shown.get("subjectAltName", ())
             environ[NAMES] = [value for kind, value in names if kind == "URI"]

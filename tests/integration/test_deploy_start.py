@@ -61,13 +61,18 @@ def as_a_user(folder: Path, *words: str) -> str:
     return done.stdout
 
 
-def test_a_daemon_starts_from_the_images_template_serves_and_ends(tmp_path: Path, etcd: LocalEtcd) -> None:
+@pytest.mark.parametrize(("advertised", "at"), [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]")], ids=["IPv4", "IPv6"])
+def test_a_daemon_starts_from_the_images_template_serves_and_ends(
+    tmp_path: Path, etcd: LocalEtcd, advertised: str, at: str
+) -> None:
+    if at != advertised and not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
     for folder in ("bin", "home", "runs"):
         (tmp_path / folder).mkdir()
     command_in(tmp_path / "bin", "gcore-controller", "controllers.daemon")
     now = datetime.now(UTC)
     make_authority(tmp_path / "authority", "gcore", days=900, now=now)
-    issue_into(tmp_path / "certs", tmp_path / "authority", Wanted("node", "box", ("127.0.0.1",)), now)
+    issue_into(tmp_path / "certs", tmp_path / "authority", Wanted("node", "box", (advertised,)), now)
     issue_into(tmp_path / "ada", tmp_path / "authority", Wanted("user", "ada", role="admin"), now)
     scraper = Wanted("user", "prometheus", role="viewer", namespaces=("*",))  # as deploy/compose/certs.sh has it
     issue_into(tmp_path / "prometheus", tmp_path / "authority", scraper, now)
@@ -84,7 +89,7 @@ def test_a_daemon_starts_from_the_images_template_serves_and_ends(tmp_path: Path
         "GCORE_CONFIG": str(tmp_path / "node.yaml"),
         "GCORE_PYTHON": sys.executable,
         "GCORE_NODE": "box",
-        "GCORE_ADVERTISE": "127.0.0.1",
+        "GCORE_ADVERTISE": advertised,
         "GCORE_ETCD": f"[{etcd.endpoint}]",
         "GCORE_RUN_ROOT": str(tmp_path / "runs"),
         "GCORE_CERTS": str(tmp_path / "certs"),
@@ -101,12 +106,12 @@ def test_a_daemon_starts_from_the_images_template_serves_and_ends(tmp_path: Path
             assert daemon.poll() is None, (tmp_path / "log").read_text()
             assert time.monotonic() < end, (tmp_path / "log").read_text()
         assert yaml.safe_load((tmp_path / "node.yaml").read_text())["node"] == "box"
-        address = f"127.0.0.1:{ports[2]}"
+        address = f"{at}:{ports[2]}"
         files = [f"--{one}={tmp_path}/ada/{one}.pem" for one in ("ca", "cert", "key")]
         as_a_user(tmp_path, "context", "set", "box", f"--address={address}", *files)
         (node,) = json.loads(as_a_user(tmp_path, "nodes", "-o", "json"))["nodes"]
         assert node["name"] == "box"
-        assert "gcore_" in scraped(f"https://127.0.0.1:{ports[1]}/metrics", tmp_path / "prometheus")
+        assert "gcore_" in scraped(f"https://{at}:{ports[1]}/metrics", tmp_path / "prometheus")
         daemon.send_signal(signal.SIGTERM)
         assert daemon.wait(WAIT_S) == 0, (tmp_path / "log").read_text()
     finally:

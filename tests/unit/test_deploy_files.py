@@ -100,7 +100,7 @@ def test_a_daemon_takes_the_configuration_that_compose_gives_it(node: str, tmp_p
     )
     config = NodeConfig.load(out)
     assert config.node == node
-    assert config.advertised(0) == f"{node}:7700"
+    assert config.advertised(config.listen_port) == f"{node}:7700"
     assert config.etcd.endpoints == tuple(f"etcd-{n}:2379" for n in range(3))
     assert config.tls is not None
     assert config.tls.cert == f"/certs/{node}/cert.pem"

@@ -208,6 +208,7 @@ def test_a_probe_that_gets_no_answer_fails_with_why(
         ({"node": "n", "listen_port": 7}, "127.0.0.1:7", "n"),
         ({"node": "n", "listen_host": "::", "listen_port": 7, "advertise": "[fe80::1]:7"}, "[::1]:7", "fe80::1"),
         ({"node": "n", "listen_host": "fe80::1", "listen_port": 7, "advertise": "h"}, "[fe80::1]:7", "h"),
+        ({"node": "n", "listen_host": "0.0.0.0", "listen_port": 7, "advertise": "fd00::1"}, "127.0.0.1:7", "fd00::1"),
         ({"node": "n", "listen_host": "10.0.0.1", "listen_port": 7, "advertise": "h.x:9"}, "10.0.0.1:7", "h.x"),
     ],
 )
@@ -218,7 +219,9 @@ def test_the_probe_asks_where_the_daemon_listens_for_the_name_in_its_certificate
     assert probe.named(config) == name
 
 
-@pytest.mark.parametrize("host", ["gpu-1.cluster.example", "127.0.0.1"], ids=["a name", "an address"])
+@pytest.mark.parametrize(
+    "host", ["gpu-1.cluster.example", "127.0.0.1", "fd00::1"], ids=["a name", "an address", "IPv6"]
+)
 @pytest.mark.parametrize("foreign", [False, True], ids=["the cluster's", "another authority's"])
 def test_the_probe_speaks_tls_with_the_nodes_own_certificate(
     tmp_path: Path, host: str, foreign: bool, capsys: pytest.CaptureFixture[str]
@@ -235,7 +238,7 @@ def test_the_probe_speaks_tls_with_the_nodes_own_certificate(
     port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([(key, cert)]))
     server.start()
     tls = {name: f"node/{name}.pem" for name in ("ca", "cert", "key")}
-    config = {"node": "gpu-1", "listen_host": "0.0.0.0", "listen_port": port, "advertise": f"{host}:{port}", "tls": tls}
+    config = {"node": "gpu-1", "listen_host": "0.0.0.0", "listen_port": port, "advertise": host, "tls": tls}
     (tmp_path / "node.yaml").write_text(yaml.safe_dump(config))
     code = probe.main([str(tmp_path / "node.yaml")])
     server.stop(None)

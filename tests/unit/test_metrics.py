@@ -196,6 +196,16 @@ def test_a_port_in_use_is_one_sentence() -> None:
             serve_metrics(Metrics(), port=port)
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_every_address_is_of_either_family(host: str) -> None:
+    server = serve_metrics(Metrics(), host)
+    port = server.address.rpartition(":")[2]
+    try:
+        assert {asked(f"{own}:{port}") for own in ("127.0.0.1", "[::1]")} == {200}
+    finally:
+        server.close()
+
+
 def test_a_closed_server_gives_its_port_back() -> None:
     server = serve_metrics(Metrics())
     server.close()
