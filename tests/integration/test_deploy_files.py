@@ -7,27 +7,23 @@ and specifications of Docker, Compose and the shell the rest. Nothing is run: no
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import re
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
+from chart import CHART, Manifest, checks, container, one, rendered
 from watched_metrics import rules
 
 from gcore.config import NodeConfig
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
-CHART = DEPLOY / "helm" / "gcore"
-CHECKS = ROOT / "tests" / "support" / "deploy_checks.py"
 SHELL = sorted(path for path in DEPLOY.rglob("*") if path.suffix in (".sh", ".sbatch"))
 pytestmark = [pytest.mark.deploy, pytest.mark.timeout(300)]
-Manifest = dict[str, Any]
 
 EXTERNAL = {"etcd": {"bundled": False, "endpoints": ["https://etcd-0.x:2379"], "tlsSecret": "etcd-client"}}
 VALUES: dict[str, Manifest] = {
@@ -62,26 +58,6 @@ VALUES: dict[str, Manifest] = {
         "networkPolicy": {"enabled": False},
     },
 }
-
-
-def checks(*words: str, given: object = None) -> Any:
-    """What another package says."""
-    python = os.environ.get("GCORE_DEPLOY_PYTHON", str(ROOT / ".venv-deploy" / "bin" / "python"))
-    text = None if given is None else json.dumps(given)
-    done = subprocess.run([python, str(CHECKS), *words], input=text, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-def rendered(values: Manifest, release: str = "gcore") -> list[Manifest]:
-    found = checks("helm", str(CHART), release, given=values)
-    assert "refused" not in found, found
-    return list(found["manifests"])
-
-
-def one(manifests: list[Manifest], kind: str, name: str = "gcore") -> Manifest:
-    (found,) = (m for m in manifests if m["kind"] == kind and m["metadata"]["name"] == name)
-    return found
 
 
 def test_helms_linter_has_no_complaint() -> None:
@@ -124,15 +100,15 @@ def test_containers_of_the_chart_may_do_nothing_but_their_work(values: Manifest)
         pod = workload["spec"]["template"]["spec"]
         assert pod["securityContext"]["runAsNonRoot"] is True
         assert pod["automountServiceAccountToken"] is False
-        for container in (*pod["containers"], *pod["initContainers"]):
-            rights = container["securityContext"]
+        for every in (*pod["containers"], *pod["initContainers"]):
+            rights = every["securityContext"]
             assert rights["allowPrivilegeEscalation"] is False
             assert rights["readOnlyRootFilesystem"] is True
             assert rights["capabilities"]["drop"] == ["ALL"]
             assert "privileged" not in rights
-            # The authority's key signs anybody: only what issues this pod's certificate sees it.
-            sees = any(mount["name"] == "authority" for mount in container["volumeMounts"])
-            assert sees == (container["name"] == "certificate")
+            # The authority's key signs anybody: only what issues this pod's certificate, and renews it, sees it.
+            sees = any(mount["name"] == "authority" for mount in every["volumeMounts"])
+            assert sees == (every["name"] in ("certificate", "renewal"))
 
 
 @pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
@@ -158,8 +134,8 @@ def test_a_daemon_takes_the_configuration_that_the_chart_gives_it(values: Manife
 def test_members_of_the_bundled_etcd_find_one_another(tmp_path: Path) -> None:
     manifests = rendered({})
     etcd = one(manifests, "StatefulSet", "gcore-etcd")
-    (container,) = etcd["spec"]["template"]["spec"]["containers"]
-    options = dict(word.removeprefix("--").split("=", 1) for word in container["command"] if "=" in word)
+    command = container(etcd, "etcd")["command"]
+    options = dict(word.removeprefix("--").split("=", 1) for word in command if "=" in word)
     members = dict(member.split("=", 1) for member in options["initial-cluster"].split(","))
     for number in range(etcd["spec"]["replicas"]):
         name = f"gcore-etcd-{number}"
@@ -238,8 +214,7 @@ def test_scripts_have_nothing_that_shellcheck_complains_of(script: Path) -> None
 
 
 def test_the_probe_of_the_chart_is_the_images() -> None:
-    (container,) = one(rendered({}), "DaemonSet")["spec"]["template"]["spec"]["containers"]
-    command = container["readinessProbe"]["exec"]["command"]
+    command = container(one(rendered({}), "DaemonSet"), "controller")["readinessProbe"]["exec"]["command"]
     spec = importlib.util.spec_from_file_location("health", DEPLOY / "node" / "health.py")
     assert spec is not None
     dockerfile = (DEPLOY / "docker" / "Dockerfile").read_text()

@@ -45,6 +45,37 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | quote }}
 {{- end -}}
 {{- end -}}
 
+{{- /* Days before its end at which a certificate is renewed: before the alert, which comes two weeks before. */ -}}
+{{- define "gcore.renewDays" -}}
+{{ max 1 (min 30 (sub (int .Values.tls.days) 1)) }}
+{{- end -}}
+
+{{- /* The container that renews the certificates in `folder` of the volume `certificates`, mounted at `at`, while the pod lives; with `secret`
+(FROM:TO) it also keeps private copies of the files of the Secret of the volume `etcd`. */ -}}
+{{- define "gcore.renewal" -}}
+- name: renewal
+  image: {{ include "gcore.image" .root }}
+  imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+  command: [/opt/gcore/node/renew.sh, {{ .at }}/{{ .folder }}]
+  env:
+    - { name: GCORE_AUTHORITY, value: /authority }
+    - { name: GCORE_RENEW_DAYS, value: {{ include "gcore.renewDays" .root | quote }} }
+    {{- with .secret }}
+    - { name: GCORE_SECRET, value: {{ . | quote }} }
+    {{- end }}
+    - { name: HOME, value: /tmp }
+    - { name: NVIDIA_VISIBLE_DEVICES, value: void }
+  resources: { requests: { cpu: 10m, memory: 32Mi }, limits: { memory: 256Mi } }
+  securityContext: {{- include "gcore.restricted" . | nindent 4 }}
+  volumeMounts:
+    - { name: authority, mountPath: /authority, readOnly: true }
+    - { name: certificates, mountPath: {{ .at }} }
+    - { name: issuing, mountPath: /tmp }
+    {{- if .secret }}
+    - { name: etcd, mountPath: /secrets/etcd, readOnly: true }
+    {{- end }}
+{{- end -}}
+
 {{- /* What every container may do: nothing but its work. */ -}}
 {{- define "gcore.restricted" -}}
 allowPrivilegeEscalation: false
