@@ -166,6 +166,20 @@ def test_a_secret_is_copied_by_a_user_who_is_only_of_its_group() -> None:
         assert (stat.S_IMODE(made.st_mode), made.st_uid) == (0o600, 10001)
 
 
+@pytest.mark.parametrize("release", ["gcore", "lab"])
+def test_a_daemon_is_called_by_its_services_name_and_by_its_pods_address(release: str, tmp_path: Path) -> None:
+    pod, _ = daemons(tmp_path, {"tls": {"hosts": ["gcore.example"]}}, release)
+    pod.run("certificate", GCORE_NODE="gpu-1", POD_IP="fd00::1")
+    service = pod.workload["metadata"]["name"]
+    found = look(pod.volume("certificates") / "node")
+    assert {"fd00::1", service, f"{service}.rl", f"{service}.rl.svc", f"{service}.rl.svc.cluster.local"} < set(
+        found.hosts
+    )
+    assert "gcore.example" in found.hosts
+    assert found.whose is not None
+    assert found.whose.name == "gpu-1"
+
+
 def until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
     end = time.monotonic() + WAIT_S
     while not condition():

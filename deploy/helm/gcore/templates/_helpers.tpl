@@ -45,6 +45,13 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | quote }}
 {{- end -}}
 {{- end -}}
 
+{{- /* The names by which clients call whichever daemon: the Service's, and what `tls.hosts` adds. */ -}}
+{{- define "gcore.hosts" -}}
+{{- $name := include "gcore.name" . -}}
+{{- $space := printf "%s.%s" $name .Release.Namespace -}}
+{{ join "," (concat (list $name $space (printf "%s.svc" $space) (printf "%s.svc.cluster.local" $space)) .Values.tls.hosts) }}
+{{- end -}}
+
 {{- /* Days before its end at which a certificate is renewed: before the alert, which comes two weeks before. */ -}}
 {{- define "gcore.renewDays" -}}
 {{ max 1 (min 30 (sub (int .Values.tls.days) 1)) }}
