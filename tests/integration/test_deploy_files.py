@@ -111,17 +111,21 @@ def test_containers_of_the_chart_may_do_nothing_but_their_work(values: Manifest)
             assert sees == (every["name"] in ("certificate", "renewal"))
 
 
+@pytest.mark.parametrize("address", ["10.1.2.3", "fd00::1", "2001:10:20:30:40:50:1:2"])
 @pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
-def test_a_daemon_takes_the_configuration_that_the_chart_gives_it(values: Manifest, tmp_path: Path) -> None:
+def test_a_daemon_takes_the_configuration_that_the_chart_gives_it(
+    values: Manifest, address: str, tmp_path: Path
+) -> None:
     template = tmp_path / "template.yaml"
     template.write_text(one(rendered(values), "ConfigMap")["data"]["node.yaml"])
     out = tmp_path / "node.yaml"
-    environment = {"PATH": os.environ["PATH"], "GCORE_NODE": "gpu-1", "POD_IP": "10.1.2.3", "SLOTS": '["cuda:0"]'}
+    environment = {"PATH": os.environ["PATH"], "GCORE_NODE": "12", "POD_IP": address, "SLOTS": '["cuda:0"]'}
     command = [shutil.which("python3") or "python3", str(DEPLOY / "node" / "render.py"), str(template), str(out)]
     subprocess.run(command, env=environment, check=True)
     config = NodeConfig.load(out)
-    assert config.node == "gpu-1"
-    assert config.advertised(0) == "10.1.2.3:7700"
+    assert config.node == "12", "a word, though YAML has numbers"
+    assert config.advertised(config.listen_port) == f"{f'[{address}]' if ':' in address else address}:7700"
+    assert config.advertised_host == config.workers_listen_on == address
     extra = values.get("extraConfig", {})
     assert config.lease_ttl_s == extra.get("lease_ttl_s", 5)
     replicas = values.get("etcd", {}).get("replicas", 3)
