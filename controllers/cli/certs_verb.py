@@ -146,12 +146,23 @@ def renew(
     within_days: Annotated[int | None, typer.Option(help="Only what ends within so many days.")] = None,
     days: Annotated[int | None, typer.Option(help="How long it lasts; default: as long as before.")] = None,
 ) -> None:
-    """Renew certificates, with new keys, for the names they have. Daemons read them by themselves."""
+    """Renew certificates, with new keys, for the names they have. Daemons read them by themselves. One that cannot be renewed keeps
+    none of the others from it."""
+    from gcore.errors import UsageError
     from gcore.tls.folder import renew_in
 
+    problems = []
     for folder in folders:
-        made = renew_in(folder, authority, within_days=within_days, days=days, now=_now())
+        try:
+            made = renew_in(folder, authority, within_days=within_days, days=days, now=_now())
+        except UsageError as error:
+            problems.append(error)
+            continue
         typer.echo(f"{folder}  lasts" if made is None else f"{folder}  until {made.ends:%Y-%m-%d}")
+    if len(problems) > 1:
+        raise UsageError(f"{len(problems)} of {len(folders)} were not renewed: {' '.join(map(str, problems))}")
+    if problems:
+        raise problems[0]
 
 
 @app.command("trust", epilog=TRUST_EXAMPLES)

@@ -222,6 +222,12 @@ def test_the_commands_make_show_and_renew(tmp_path: Path) -> None:
     assert '"hosts": [\n' in gcore("show", str(tmp_path / "ca" / "n1"), "-o", "json")
     assert "lasts" in gcore("renew", str(tmp_path / "ca" / "n1"), "--within-days", "1", *ours)
     assert "until" in gcore("renew", str(tmp_path / "ca" / "n1"), *ours)
+    before = look(tmp_path / "ca" / "n1").sha256
+    with pytest.raises(UsageError, match=r"gone/cert.pem: cannot be read"):
+        gcore("renew", str(tmp_path / "gone"), str(tmp_path / "ca" / "n1"), *ours)
+    assert look(tmp_path / "ca" / "n1").sha256 != before, "one that cannot be renewed keeps no other from it"
+    with pytest.raises(UsageError, match=r"2 of 3 were not renewed: .*gone/cert.pem.*lost/cert.pem"):
+        gcore("renew", *(str(tmp_path / name) for name in ("gone", "lost", "ca/n1")), *ours)
     with pytest.raises(UsageError, match="there is nothing called 'judge'"):
         gcore("issue", "x", "--for", "judge", *ours)
     (tmp_path / "junk.pem").write_text("junk")

@@ -6,6 +6,8 @@ import os
 import re
 import subprocess
 import sys
+import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import yaml
 
 import gcore
 from gcore.config import NodeConfig
+from gcore.tls.folder import look, renew_in
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -124,19 +127,24 @@ def test_grafana_and_prometheus_of_compose_find_what_they_are_given() -> None:
     assert sorted(hosts) == sorted(name for name in COMPOSE["services"] if name.startswith(("etcd-", "node-")))
 
 
-@pytest.mark.deploy
-def test_the_certificates_of_compose_are_made_once_and_are_those_that_are_mounted(tmp_path: Path) -> None:
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "certs").mkdir()
+def with_programs(folder: Path) -> dict[str, str]:
+    """The environment of a service of Compose, with `gcore`; who is given what is written into `owners`."""
+    (folder / "bin").mkdir()
     for name, text in (
         ("gcore", f'exec {sys.executable} -P -m controllers.cli.main "$@"'),
-        ("chown", f'echo "$*" >> {tmp_path}/owners'),
+        ("chown", f'echo "$*" >> {folder}/owners'),
     ):
-        program = tmp_path / "bin" / name
+        program = folder / "bin" / name
         program.write_text(f"#!/bin/sh\n{text}\n")
         program.chmod(0o755)
+    return {**os.environ, "PATH": f"{folder}/bin:{os.environ['PATH']}"}
+
+
+@pytest.mark.deploy
+def test_the_certificates_of_compose_are_made_once_and_are_those_that_are_mounted(tmp_path: Path) -> None:
+    (tmp_path / "certs").mkdir()
     command = ["sh", "-eu", str(DEPLOY / "compose" / "certs.sh"), str(tmp_path / "certs")]
-    environment = {**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    environment = with_programs(tmp_path)
     made = []
     for _ in range(2):
         subprocess.run(command, env=environment, check=True)
@@ -150,4 +158,39 @@ def test_the_certificates_of_compose_are_made_once_and_are_those_that_are_mounte
     for file in scraping["scrape_configs"][0]["tls_config"].values():
         assert Path(file.removeprefix("/")) in made[0], file
     owners = (tmp_path / "owners").read_text().split("\n")
-    assert {"-R 10001:10001 node-0", "-R 10001:10001 node-1", "-R 65534:65534 prometheus"} <= set(owners)
+    assert {"-R 10001:10001 node-0 node-1", "-R 65534:65534 prometheus"} <= set(owners)
+
+
+@pytest.mark.deploy
+def test_certificates_of_compose_that_end_soon_are_renewed_when_it_starts_and_while_it_runs(tmp_path: Path) -> None:
+    certs = tmp_path / "certs"
+    owners = tmp_path / "owners"
+    environment = with_programs(tmp_path)
+    service = COMPOSE["services"]["renewal"]
+    assert (service["command"][0], service["restart"]) == ("/certs", "unless-stopped")
+    script = ["sh", "-eu", str(DEPLOY / "compose" / "certs.sh"), str(certs)]
+    certs.mkdir()
+    subprocess.run(script, env=environment, check=True)
+    names = ("node-0", "node-1", "prometheus", "you")
+
+    def ending() -> dict[str, str]:
+        """They were made months ago."""
+        for name in names:
+            renew_in(certs / name, certs, within_days=None, days=29, now=datetime.now(UTC))
+        return {name: look(certs / name).sha256 for name in names}
+
+    def renewed(old: dict[str, str]) -> bool:
+        return not any(look(certs / name).sha256 == sha256 for name, sha256 in old.items())
+
+    old = ending()
+    subprocess.run(script, env=environment, check=True)
+    assert renewed(old)
+    old = ending()
+    owners.unlink()
+    with subprocess.Popen([*script, "0.1"], env=environment) as running:
+        end = time.monotonic() + 60.0
+        while not (renewed(old) and owners.exists() and "65534" in owners.read_text()):
+            assert running.poll() is None
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        running.terminate()

@@ -7,12 +7,15 @@ import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 from slurm_stand_ins import make_stand_ins
 
 from gcore.config import NodeConfig
+from gcore.tls.folder import Wanted, issue_into, look, make_authority, renew_in
+from gcore.tls.names import CertName
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 NODES = ["node0", "node1", "node2"]
@@ -109,6 +112,41 @@ def test_a_later_allocation_goes_on_with_what_is_there(batch: Batch) -> None:
     starts = [call for call in batch.calls if call.startswith("etcd --")]
     assert len({start.split("--data-dir ")[1].split()[0] for start in starts}) == 1
     assert batch.config("node9").etcd.endpoints == ("https://node2:7703",)
+
+
+@pytest.mark.deploy
+def test_an_allocation_months_later_begins_with_certificates_that_last(batch: Batch) -> None:
+    certs, long_ago = batch.folder / "cluster" / "certs", datetime.now(UTC) - timedelta(days=91)
+    make_authority(certs, "gcore", days=3650, now=long_ago)
+    issue_into(certs / "node0", certs, Wanted("node", "node0", ("node0",)), long_ago)
+    issue_into(certs / "etcd-node0", certs, Wanted("etcd", "etcd-node0", ("node0",)), long_ago)
+    issue_into(certs / "users" / "ada", certs, Wanted("user", "ada", role="admin"), long_ago)
+    engines = (certs / "node0" / "engines.key").read_bytes()
+    (batch.folder / "bin" / "gcore-controller.code").write_text("0")
+    process = batch.start()
+    said, _ = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0, said
+    for name in (*NODES, "etcd-node0", "users/ada"):
+        assert look(certs / name).ends > datetime.now(UTC) + timedelta(days=89), said
+    assert look(certs / "users" / "ada").whose == CertName("user", "ada", "admin")
+    assert (certs / "node0" / "engines.key").read_bytes() == engines
+
+
+@pytest.mark.deploy
+def test_an_allocation_that_lives_for_months_renews_its_certificates(batch: Batch) -> None:
+    batch.environment["GCORE_RENEW_EVERY_S"] = "0.1"
+    process = batch.start()
+    batch.until(lambda calls: calls.count("gcore-controller runs") == 3 and "etcd runs" in calls, process)
+    certs = batch.folder / "cluster" / "certs"
+    names = (*NODES, "etcd-node0", "users/ada")
+    for name in names:
+        renew_in(certs / name, certs, within_days=None, days=29, now=datetime.now(UTC))
+    old = {name: look(certs / name).sha256 for name in names}
+    batch.until(lambda _: all(look(certs / name).sha256 != old[name] for name in names), process)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0, said
+    assert "not all could be renewed" not in said
 
 
 @pytest.mark.deploy
