@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health
 
 from controllers.belongings import Addresses, Belongings
-from controllers.certificate_gauge import watch_certificate
+from controllers.certificate_gauge import watch_certificates
 from controllers.clearing import Clearing
 from controllers.http_gate import whose
 from controllers.keeper import STOPPING, Keeper
@@ -45,6 +45,7 @@ from gcore.store.client import EtcdStore
 from gcore.store.connecting import connect
 from gcore.store.measured import MeasuredStore
 from gcore.store.server_version import doubt
+from gcore.store.shown_certificates import secured
 from gcore.store.types import Store
 from gcore.systemd import ServiceManager
 
@@ -89,8 +90,9 @@ class Daemon:
                 group.create_task(watch_members(etcd.standing, self._own.metrics, self._clock), name="store's size")
                 group.create_task(self._notifying.feed_watchdog(), name="watchdog")
                 group.create_task(Clearing(config, store, self._clock).run(), name="clearing")
-                if (watched := self._security.watched) is not None:
-                    group.create_task(watch_certificate(watched, self._own.metrics, self._clock), name="certificate")
+                if (watched := self._security.watched) is not None or secured(config.etcd):
+                    looking = watch_certificates(watched, config.etcd, self._own.metrics, self._clock)
+                    group.create_task(looking, name="certificates")
                 if config.local_cluster:
                     self._keeper = Keeper(config, store, self._clock)
                     group.create_task(self._keeper.run(), name="keeper")

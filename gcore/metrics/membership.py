@@ -31,7 +31,8 @@ class MembershipMetrics(Declared):
         self._node_slots = self._gauge("gcore_node_slots", "Slots of this node by state (usable, sick).", "state")
         self.certificate_ends = self._gauge(
             "gcore_certificate_expiry_timestamp_seconds",
-            "When this process's certificate ends, in seconds since the epoch; 0 without certificates.",
+            "When the first of this process's certificates ends (the one for callers, the one for the store), in seconds since the "
+            "epoch; 0 without certificates.",
         )
         self.members = self._gauge("gcore_members", "Controllers that work on the job.", "job")
         self.shards_owned = self._gauge("gcore_shards_owned", "Shards assigned to this process.", "job")

@@ -50,6 +50,11 @@ class StoreMetrics(Declared):
             "endpoint",
             "alarm",
         )
+        self._certificate_ends = self._gauge(
+            "gcore_store_certificate_expiry_timestamp_seconds",
+            "When the certificate ends that a member shows to whoever connects, in seconds since the epoch.",
+            "endpoint",
+        )
         self.job_keys = self._gauge("gcore_store_job_keys", "Keys that the store holds of the job.", "job")
         self.job_bytes = self._gauge(
             "gcore_store_job_bytes", "Bytes that the store holds of the job, keys included, without its history.", "job"
@@ -59,6 +64,12 @@ class StoreMetrics(Declared):
         """A guarded transaction has ended. With a kind's first one all its results are there."""
         for known in RESULTS:
             self.transactions.labels(kind, known).inc(known == result)
+
+    def show_store_certificates(self, ends: Mapping[str, float]) -> None:
+        """Set when the certificates of the store's members end, by host:port; one that does not answer is shown no more."""
+        self._certificate_ends.clear()
+        for endpoint, end in ends.items():
+            self._certificate_ends.labels(endpoint).set(end)
 
     def show_members(self, members: Mapping[str, StoreStanding]) -> None:
         """Set what the store's members say of themselves, by host:port; one that does not answer is shown no more."""

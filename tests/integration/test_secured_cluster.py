@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import re
 import socket
 import ssl
 import uuid
@@ -27,6 +28,7 @@ from gcore.errors import GcoreError, NotAllowed
 from gcore.testing.fake_openai import FakeOpenAI
 from gcore.testing.tiny_model import make_tiny_model
 from gcore.tls.connecting import Connector
+from gcore.tls.folder import look
 from gcore.worker.records import WorkerRecord
 
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(300)]
@@ -213,13 +215,22 @@ async def test_a_daemon_with_certificates_answers_whoever_shows_one_or_a_token(t
         with pytest.raises(NotAllowed):
             await stranger.list_nodes()
         await stranger.close()
-        shown = Connector(issued.user(cluster.ca, "ada"))
+        of_ada = issued.user(cluster.ca, "ada")
+        shown = Connector(of_ada)
         async with JobsClient([f"127.0.0.1:{cluster.peers['node-0']}"], clock=CLOCK, connector=shown) as ada:
             assert list(await ada.list_jobs()) == []
         anonymous = ssl.create_default_context(cafile=str(cluster.ca / "ca.pem"))
         async with httpx.AsyncClient(verify=anonymous, trust_env=False) as http:
             answer = await http.get(f"https://127.0.0.1:{cluster.metrics['node-0']}/metrics")
         assert answer.status_code == 401
+        ends = {"gcore_": look(cluster.ca / "node-0").ends, "gcore_store_": look(cluster.ca / "etcd").ends}
+        async with httpx.AsyncClient(verify=of_ada.context(of_ada.read()), trust_env=False) as http:
+            while True:
+                text = (await http.get(f"https://127.0.0.1:{cluster.metrics['node-0']}/metrics")).text
+                told = re.findall(r"^(\w+)certificate_expiry_timestamp_seconds(?:{.*})? (\S+)$", text, re.MULTILINE)
+                if {name: float(end) for name, end in told} == {name: end.timestamp() for name, end in ends.items()}:
+                    break
+                await CLOCK.sleep(0.1)
 
 
 async def test_daemons_do_not_start_with_what_does_not_fit(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -14,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.certificate_gauge import watch_certificate
+from controllers.certificate_gauge import own_ends, watch_certificates
 from controllers.job_gauges import jobs_shown
 from controllers.placement_gauges import expected_s, figures_of, newest_by_kind
 from controllers.service.counted_calls import CountedCalls
@@ -25,6 +27,7 @@ from gcore.ledger.guarded import Stored
 from gcore.ledger.placing import Move, MoveKind, MoveOutcome, Moves, SplitPart, Stay
 from gcore.metrics import Metrics
 from gcore.metrics.slots import MoveFigures
+from gcore.store.reference import StoreRef, TlsFiles
 from gcore.store.standing import StoreStanding
 from gcore.store.types import KeyValue, WatchBatch, WatchEvent
 from gcore.tls.authority import issue, new_authority
@@ -258,5 +261,32 @@ async def test_when_the_certificate_ends_is_shown_and_looked_at_again() -> None:
 
     files: Any = Files()
     with pytest.raises(asyncio.CancelledError):
-        await watch_certificate(files, metrics, Clock())
+        await watch_certificates(files, StoreRef(endpoints=("a:1",)), metrics, Clock())
     assert [round((at or 0.0) - now.timestamp()) // 86400 for at in shown] == [10, 90]
+
+
+def test_of_a_daemons_certificates_the_first_that_ends_counts_also_the_one_for_the_store(tmp_path: Path) -> None:
+    now = datetime(2026, 1, 1, tzinfo=UTC)
+    authority = new_authority("ca", days=400, now=now)
+    own, other = (issue(authority, "node-1", None, ["127.0.0.1"], days=days, now=now).cert for days in (90, 10))
+    (tmp_path / "cert.pem").write_bytes(other)
+    watched: Any = SimpleNamespace(pem=Pem(authority.cert, own, None))
+
+    def days(store: StoreRef) -> list[int]:
+        return [round(end - now.timestamp()) // 86400 for end in own_ends(watched, store)]
+
+    def shown(file: str) -> StoreRef:
+        return StoreRef(endpoints=("a:1",), tls=TlsFiles(cert=str(tmp_path / file), key="key.pem"))
+
+    assert days(StoreRef(endpoints=("a:1",))) == [90]
+    assert days(shown("cert.pem")) == [90, 10]
+    (tmp_path / "half.pem").write_text("-----BEGIN")
+    assert days(shown("half.pem")) == days(shown("gone.pem")) == [90]
+
+
+def test_a_member_that_does_not_answer_is_shown_no_more() -> None:
+    metrics, name = Metrics(), "gcore_store_certificate_expiry_timestamp_seconds"
+    metrics.show_store_certificates({"a:1": 5.0, "b:1": 6.0})
+    assert (value(metrics, name, endpoint="a:1"), value(metrics, name, endpoint="b:1")) == (5.0, 6.0)
+    metrics.show_store_certificates({"b:1": 7.0})
+    assert (value(metrics, name, endpoint="a:1"), value(metrics, name, endpoint="b:1")) == (None, 7.0)

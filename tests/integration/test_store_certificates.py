@@ -1,0 +1,86 @@
+"""When the certificates of etcd's members end, as a daemon sees it from outside: renewed ones, ended ones, and those of strangers."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from gcore.clock import SystemClock
+from gcore.store.binary import EtcdBinary, find_etcd
+from gcore.store.connecting import connect
+from gcore.store.reference import StoreRef, TlsFiles
+from gcore.store.shown_certificates import secured, shown_ends
+from gcore.tls.folder import Wanted, issue_into, look, make_authority, renew_in
+from gcore.worker.process import spawn_detached, terminate
+
+NOW = datetime.now(UTC)
+CLOCK = SystemClock()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+async def member(tmp_path: Path) -> AsyncIterator[StoreRef]:
+    """An etcd with a certificate of ten days, that asks for one, and how a daemon reaches it."""
+    make_authority(tmp_path / "ca", "gcore", days=900, now=NOW - timedelta(days=100))
+    issue_into(tmp_path / "etcd", tmp_path / "ca", Wanted("etcd", "etcd-0", ("127.0.0.1",), days=10), NOW)
+    issue_into(tmp_path / "node", tmp_path / "ca", Wanted("node", "n", ("127.0.0.1",)), NOW)
+    binary = find_etcd()
+    assert isinstance(binary, EtcdBinary)
+    client, peer, own = (f"{scheme}://127.0.0.1:{free_port()}" for scheme in ("https", "http", "http"))
+    files = {"cert": "cert.pem", "key": "key.pem", "trusted-ca": "ca.pem"}
+    process = spawn_detached(
+        [
+            str(binary.path),
+            *(f"--data-dir={tmp_path / 'data'}", f"--listen-client-urls={client}", f"--advertise-client-urls={client}"),
+            *(f"--listen-peer-urls={peer}", f"--initial-advertise-peer-urls={peer}"),
+            *(f"--initial-cluster=default={peer}", f"--listen-metrics-urls={own}", "--client-cert-auth"),
+            *(f"--{kind}-file={tmp_path / 'etcd' / name}" for kind, name in files.items()),
+        ],
+        log_file=tmp_path / "log",
+    )
+    tls = TlsFiles(**{name: str(tmp_path / "node" / f"{name}.pem") for name in ("ca", "cert", "key")})
+    store = StoreRef(endpoints=(client, f"https://127.0.0.1:{free_port()}"), tls=tls)
+    etcd = await connect(store, CLOCK)
+    for _ in range(60):
+        if await etcd.standing():
+            break
+        await CLOCK.sleep(0.5)
+    await etcd.close()
+    yield store
+    terminate(process, 5.0)
+
+
+async def test_the_end_of_a_members_certificate_is_seen_and_that_of_a_renewed_one_without_a_restart(
+    member: StoreRef, tmp_path: Path
+) -> None:
+    (answers, _) = (endpoint.target for endpoint in secured(member))
+    folder, authority = tmp_path / "etcd", tmp_path / "ca"
+    assert await shown_ends(member) == {answers: look(folder).ends.timestamp()}, "of one that is away nothing is said"
+    renew_in(folder, authority, within_days=30, days=90, now=NOW)
+    assert look(folder).ends > NOW + timedelta(days=89)
+    assert await shown_ends(member) == {answers: look(folder).ends.timestamp()}
+    renew_in(folder, authority, within_days=None, days=1, now=NOW - timedelta(days=50))
+    assert await shown_ends(member) == {answers: look(folder).ends.timestamp()}, "one that has ended is told of, too"
+    assert look(folder).ends < NOW
+    log = (tmp_path / "log").read_text()
+    assert "rejected connection" not in log, "a look is no error in etcd's log"
+
+
+async def test_what_a_stranger_shows_is_not_told_nor_anything_while_files_are_away(
+    member: StoreRef, tmp_path: Path
+) -> None:
+    make_authority(tmp_path / "theirs", "gcore", days=900, now=NOW)
+    other = TlsFiles(ca=str(tmp_path / "theirs" / "ca.pem"))
+    assert await shown_ends(member.model_copy(update={"tls": other})) == {}
+    gone = TlsFiles(ca=str(tmp_path / "gone.pem"))
+    assert await shown_ends(member.model_copy(update={"tls": gone})) == {}
+    assert secured(StoreRef(endpoints=("127.0.0.1:2379",))) == ()
