@@ -161,7 +161,7 @@ class Daemon:
             if not lately:
                 lately.append(CheckedLately(self._clock))
             cache, slots = Path(config.home) / "cache", functools.partial(most_slots, config)
-            allowed = Allowed(config.allow, strangers=config.tells_apart)
+            allowed = Allowed.of(config)
             run_root, local = Path(config.run_root), config.local_cluster
             return Submissions(
                 store, jobs, run_root, cache, self._clock, slots, local=local, allowed=allowed, lately=lately[0]

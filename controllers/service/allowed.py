@@ -2,23 +2,23 @@
 anything that the spec names is looked up, opened or read.
 
 A spec carries no code, but names it: plug-ins that are installed, models that may bring code, arguments of a server. And it
-names files and secrets that the daemon's user can read, which whoever submits perhaps cannot. Paths are taken as the links in
-them lead now. What a plug-in does with its own options is the plug-in's business: a cluster that is shared allows those that
-take no paths from strangers.
+names files and secrets that the daemon's user can read, which whoever submits perhaps cannot: where paths may lead is
+`controllers.service.grounds`'. Every path of a spec stands in one list here (`paths_of`), those in the options of gcore's own plug-ins too. What
+another plug-in does with its options is the plug-in's business: a cluster that is shared allows those that take no paths from strangers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from controllers.material import rewards_of
-from gcore.config import JobSpec
+from controllers.service.grounds import Grounds, NamedPath, Use
+from gcore.config import JobSpec, NodeConfig
 from gcore.config.algorithms import is_own_advantage, is_own_loss
 from gcore.config.judges import Fallback
-from gcore.config.load import HUB_SCHEMES
 from gcore.config.securing import AllowSection
 from gcore.config.sources import Origin
 from gcore.errors import SpecError
@@ -26,13 +26,18 @@ from gcore.nearest import did_you_mean
 
 
 class Allowed:
-    """`strangers`: whether callers are told apart, so that not everybody who submits is as good as the daemon's owner."""
+    """`own`: the configuration of a daemon that tells its callers apart, so that not everybody who submits is as good as its owner; None:
+    everybody is."""
 
-    def __init__(self, section: AllowSection, *, strangers: bool) -> None:
+    def __init__(self, section: AllowSection, own: NodeConfig | None = None) -> None:
         self._section = section
-        self._strangers = strangers
-        roots = section.roots
-        self._roots = None if roots is None else tuple(Path(root).resolve() for root in roots)
+        self._strangers = own is not None
+        self._grounds = Grounds(section, own)
+
+    @classmethod
+    def of(cls, config: NodeConfig) -> Allowed:
+        """What specs may name on a node."""
+        return cls(config.allow, config if config.tells_apart else None)
 
     def check_flow(self, tree: dict[str, Any]) -> None:
         """The flow of a spec that is not validated yet: for that the flow's code is loaded. Raises SpecError."""
@@ -46,8 +51,8 @@ class Allowed:
         for where, kind, name in _names(spec):
             self._check_name(where, kind, name)
         self._check_code(spec)
-        for where, path in _paths(spec):
-            self._check_path(where, path)
+        for path in paths_of(spec):
+            self._grounds.check(path)
         for where, reference in _secrets(spec):
             self._check_secret(where, reference)
 
@@ -83,30 +88,6 @@ class Allowed:
                     fix="Leave them out, or ask for allow.engine_args in the nodes' configuration",
                 )
 
-    def _check_path(self, where: str, path: str) -> None:
-        if path.startswith(HUB_SCHEMES):
-            if not self._section.hubs:
-                raise SpecError(
-                    f"{path[:80]!r} is on a hub, and models of hubs are not allowed on this cluster",
-                    where=where,
-                    fix="Name a folder, or ask for allow.hubs in the nodes' configuration",
-                )
-            return
-        if self._roots is None:
-            return
-        try:
-            leads = Path(path).expanduser().resolve()
-        except (OSError, ValueError, RuntimeError) as error:
-            raise SpecError(
-                f"{path[:80]!r} is no path ({error})", where=where, fix="Name a file or a folder"
-            ) from error
-        if not any(leads.is_relative_to(root) for root in self._roots):
-            raise SpecError(
-                f"{path[:200]!r} does not lie where jobs of this cluster may read and write",
-                where=where,
-                fix=f"Put it below {' or '.join(map(str, self._roots)) or 'nowhere'} (allow.roots of the nodes' configuration)",
-            )
-
     def _check_secret(self, where: str, reference: str) -> None:
         known = self._section.secrets
         if known is None and not self._strangers and reference.startswith("env:"):
@@ -119,7 +100,7 @@ class Allowed:
             )
 
 
-EVERYTHING = Allowed(AllowSection(), strangers=False)
+EVERYTHING = Allowed(AllowSection())
 """Where nobody is told apart, and nothing is said."""
 
 
@@ -160,29 +141,54 @@ def _names(spec: JobSpec) -> Iterator[tuple[str, str, str]]:
         yield "train.loss", "losses", spec.train.loss
 
 
-def _paths(spec: JobSpec) -> Iterator[tuple[str, str]]:
-    """Where the spec names a file or folder, and which."""
-    yield "model.path", spec.model.path
+def paths_of(spec: JobSpec) -> Iterator[NamedPath]:
+    """Every file or folder that the spec names."""
+    yield NamedPath("model.path", spec.model.path, Use.MODEL)
     if spec.storage.root is not None:
-        yield "storage.root", spec.storage.root
+        yield NamedPath("storage.root", spec.storage.root, Use.WRITE)
     if spec.train.critic is not None and spec.train.critic.path is not None:
-        yield "train.critic.path", spec.train.critic.path
+        yield NamedPath("train.critic.path", spec.train.critic.path)
     for number, judge in enumerate(spec.judges):
         if judge.model is not None:
-            yield f"judges.{number}.model.path", judge.model.path
+            yield NamedPath(f"judges.{number}.model.path", judge.model.path, Use.MODEL)
         if judge.template_file is not None:
-            yield f"judges.{number}.template_file", judge.template_file
+            yield NamedPath(f"judges.{number}.template_file", judge.template_file)
     for section, origin in (("data", spec.data), ("eval", spec.eval)):
         yield from _of(section, origin)
+    for number, tracker in enumerate(spec.tracking):
+        for option, value in tracker.options.items():
+            if (path := _path_of_tracker(tracker.name, option, str(value))) is not None:
+                yield NamedPath(f"tracking.{number}.options.{option}", path, Use.WRITE)
 
 
-def _of(section: str, origin: Origin) -> Iterator[tuple[str, str]]:
+def _of(section: str, origin: Origin) -> Iterator[NamedPath]:
     places = [(section, origin), *((f"{section}.sources.{n}", one) for n, one in enumerate(origin.sources))]
     for where, one in places:
         for name in ("path", "template", "tools"):
             path = getattr(one, name, None)
             if path is not None:
-                yield f"{where}.{name}", path
+                yield NamedPath(f"{where}.{name}", path)
+
+
+def _path_of_tracker(name: str, option: str, value: str) -> str | None:
+    """Where one of gcore's own trackers writes to by that option, if that is a folder or a file."""
+    if (name, option) in (("tensorboard", "folder"), ("swanlab", "folder")):
+        return value
+    return _path_of_uri(value) if (name, option) == ("mlflow", "uri") else None
+
+
+def _path_of_uri(uri: str) -> str | None:
+    """The file or folder that MLflow takes a URI for; None: it is a server's."""
+    try:
+        parts = urlsplit(uri)
+    except ValueError:
+        return uri
+    kind = parts.scheme.partition("+")[0]
+    if kind == "sqlite":  # sqlite:///RELATIVE, sqlite:////WHOLE
+        return unquote(parts.path[1:])
+    if kind == "file":
+        return unquote(parts.path)
+    return uri if not kind and uri != "databricks" else None
 
 
 def _secrets(spec: JobSpec) -> Iterator[tuple[str, str]]:

@@ -49,7 +49,8 @@ Names = tuple[Annotated[str, Field(min_length=1, max_length=256)], ...]
 
 
 class AllowSection(Section):
-    """What specs may name on this cluster. None: whatever is installed (of `secrets`, `remote_code` and `engine_args`: see there). All nodes say the same."""
+    """What specs may name on this cluster. None: whatever is installed (of `roots`, `secrets`, `remote_code` and `engine_args`: see there). All
+    nodes say the same."""
 
     flows: Names | None = None
     filters: Names | None = None
@@ -67,7 +68,8 @@ class AllowSection(Section):
     engine_args: bool | None = None
     """Whether specs may hand arguments to SGLang's server, which can have it run code; None: only where nobody is told apart."""
     roots: tuple[File, ...] | None = None
-    """The folders in which every path of a spec lies: models, data, storage.root. None: any that the daemon's user can read."""
+    """The folders in which every path of a spec lies: models, data, storage.root. None: any that the daemon's user can read where
+    nobody is told apart, else none. What is the daemon's own is never among it (`controllers.service.grounds`)."""
     hubs: bool = True
     """Whether models may come from a hub."""
     remote_code: bool | None = None

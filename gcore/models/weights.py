@@ -42,6 +42,13 @@ def _files_of_index(index: Path) -> list[str]:
         files = sorted({str(name) for name in named})
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ModelError("the index of the weights cannot be read", where=str(index), fix=_FIX) from error
+    for name in files:
+        if Path(name).name != name:
+            raise ModelError(
+                f"the index of the weights names a file of another folder ({name[:80]!r})",
+                where=str(index),
+                fix="Put its files beside it, and name them so",
+            )
     missing = [name for name in files if not (index.parent / name).is_file()]
     if missing or not files:
         raise ModelError(

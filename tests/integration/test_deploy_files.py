@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 from chart import CHART, Manifest, checks, container, one, rendered
+from deployed import specs_may_name
 from watched_metrics import rules
 
 from gcore.config import NodeConfig
@@ -127,6 +128,7 @@ def test_a_daemon_takes_the_configuration_that_the_chart_gives_it(
     assert config.advertised(config.listen_port) == f"{f'[{address}]' if ':' in address else address}:7700"
     assert config.advertised_host == config.workers_listen_on == address
     extra = values.get("extraConfig", {})
+    specs_may_name(config, "/runs/models", "/runs/data")
     assert config.lease_ttl_s == extra.get("lease_ttl_s", 5)
     replicas = values.get("etcd", {}).get("replicas", 3)
     expected = values.get("etcd", {}).get("endpoints") or [

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from deployed import specs_may_name
 
 import gcore
 from gcore.config import NodeConfig
@@ -92,6 +93,14 @@ def test_the_chart_is_of_this_version() -> None:
     assert CHART["appVersion"] == gcore.__version__
 
 
+def test_specs_of_an_images_daemon_name_what_is_mounted_for_them(tmp_path: Path) -> None:
+    out = tmp_path / "node.yaml"
+    environment = {"GCORE_NODE": "n", "GCORE_ADVERTISE": "n", "GCORE_ETCD": "[a:2379]", "SLOTS": '["cpu:0"]'}
+    command = [sys.executable, str(DEPLOY / "node" / "render.py"), str(DEPLOY / "docker" / "node.yaml"), str(out)]
+    subprocess.run(command, env={"PATH": os.environ["PATH"], **environment}, check=True)
+    specs_may_name(NodeConfig.load(out), "/models", "/data")
+
+
 @pytest.mark.parametrize("node", ["node-0", "node-1"])
 def test_a_daemon_takes_the_configuration_that_compose_gives_it(node: str, tmp_path: Path) -> None:
     environment = COMPOSE["services"][node]["environment"]
@@ -107,6 +116,9 @@ def test_a_daemon_takes_the_configuration_that_compose_gives_it(node: str, tmp_p
     assert config.etcd.endpoints == tuple(f"etcd-{n}:2379" for n in range(3))
     assert config.tls is not None
     assert config.tls.cert == f"/certs/{node}/cert.pem"
+    (root,) = config.allow.roots or ()
+    assert f"data:{root}" in COMPOSE["services"][node]["volumes"]
+    specs_may_name(config, root)
     exposed = set(map(int, re.findall(r"^EXPOSE (.+)$", DOCKERFILE, re.MULTILINE)[0].split()))
     assert {config.listen_port, config.metrics_port, config.tls.peer_port} == exposed
 

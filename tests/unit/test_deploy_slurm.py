@@ -11,6 +11,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from deployed import specs_may_name
 from slurm_stand_ins import make_stand_ins
 
 from gcore.config import NodeConfig
@@ -71,6 +72,7 @@ def test_each_node_gets_a_daemon_and_all_end_in_good_order(batch: Batch) -> None
     batch.until(lambda calls: calls.count("gcore-controller runs") == 3 and "etcd runs" in calls, process)
     cluster = batch.folder / "cluster"
     configs = [batch.config(node) for node in NODES]
+    specs_may_name(configs[0], f"{cluster}/models", f"{cluster}/data")
     assert [one.node for one in configs] == NODES
     for node, one in zip(NODES, configs, strict=True):
         assert one.advertised(7700) == f"{node}:7700"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import configparser
 from pathlib import Path
 
+from deployed import specs_may_name
+
 from controllers.job_groups import DELEGATED
 from controllers.leaving import LEAVE_WITHIN_S
 from gcore.config import NodeConfig
@@ -48,4 +50,5 @@ def test_the_configuration_beside_them_is_one() -> None:
     config = NodeConfig.load(FOLDER / "node.yaml")
     assert config.advertised(7500) == "node.example:7500"
     assert unit("gcore.service")["ExecStart"].endswith("--config /etc/gcore/node.yaml")
+    specs_may_name(config, "/SHARED/models", "/SHARED/data")
     assert config.home == f"/var/lib/{unit('gcore.service')['StateDirectory']}"

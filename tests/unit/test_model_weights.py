@@ -68,6 +68,11 @@ DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
         lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": "x.safetensors"}}'),
         "1 of 1 files of weights are missing, x.safetensors",
     ),
+    (
+        "an index of a file of another folder",
+        lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../model.safetensors"}}'),
+        "names a file of another folder",
+    ),
 ]
 
 

@@ -1,0 +1,21 @@
+"""What is asked of each configuration in `deploy/`."""
+
+from __future__ import annotations
+
+from controllers.service.allowed import Allowed
+from gcore.config import NodeConfig, parse_spec
+
+
+def specs_may_name(config: NodeConfig, *roots: str) -> None:
+    """Whoever submits to that daemon, which tells its callers apart, may name what lies in these folders, and in no other."""
+    assert config.tells_apart
+    assert config.allow.roots == roots
+    for root in roots:
+        tree = {
+            "name": "job",
+            "model": {"path": f"{root}/model"},
+            "data": {"path": f"{root}/data.jsonl"},
+            "flow": {"steps": 1},
+            "rollout": {"max_new_tokens": 8},
+        }
+        Allowed.of(config).check(parse_spec(tree))
