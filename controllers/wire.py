@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1.health import aio as health
+from grpc_health.v1 import health_pb2_grpc
 
 from controllers.belongings import Addresses, Belongings
 from controllers.certificate_gauge import watch_certificates
@@ -29,10 +28,11 @@ from controllers.service.capability import most_slots
 from controllers.service.counted_calls import CountedCalls
 from controllers.service.files import FilesService
 from controllers.service.gate import AccessGate
+from controllers.service.health import HealthService
 from controllers.service.jobs import JobsService
 from controllers.service.placement import PlacementService
 from controllers.service.records import OwnStorage, StoredJobs
-from controllers.service.room import StreamRoom
+from controllers.service.room import CallRoom, StreamRoom
 from controllers.service.serving import new_server, reflect
 from controllers.service.tokens import AccessService
 from controllers.store_gauges import watch_members
@@ -67,7 +67,7 @@ class Daemon:
         self._clock = clock
         self._security = Security.of(config, clock)
         self._own = Belongings(config, clock, connector=self._security.connector)
-        self._health = health.HealthServicer()
+        self._health = HealthService()
         self._notifying = Notifying(manager or ServiceManager(), self._set_health, clock)
         self._keeper: Keeper | None = None
         self.reloads: list[Callable[[], None]] = [self._security.reload]
@@ -147,7 +147,7 @@ class Daemon:
     async def _serve(self, store: Store, jobs: StoredJobs) -> tuple[grpc.aio.Server, str, str]:
         config = self._config
         counted = CountedCalls(self._own.metrics, self._clock)
-        gate = AccessGate(self._security.book, self._security.journal)
+        gate = AccessGate(self._security.book, self._security.journal, CallRoom(config.api.calls))
         server = new_server([counted, gate, VersionGate()], config.api)
 
         lately: list[CheckedLately] = []
@@ -182,8 +182,7 @@ class Daemon:
 
     async def _set_health(self, ready: bool) -> None:
         self._own.metrics.ready.set(float(ready))
-        status = health_pb2.HealthCheckResponse
-        await self._health.set("", status.SERVING if ready else status.NOT_SERVING)
+        self._health.set(serving=ready)
 
     def _trouble(self) -> str:
         return self._keeper.trouble if self._keeper is not None else ""

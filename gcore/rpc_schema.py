@@ -10,8 +10,8 @@ stored record (the seal in `Apply`), or as samples (a feed), says its own versio
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable, Collection
-from typing import Any, NoReturn
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -74,9 +74,12 @@ class VersionGate(grpc.aio.ServerInterceptor):
 def _refusing(handler: Handler, why: str) -> Handler:
     """A handler of the same kind that only refuses."""
 
-    async def refuse(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:
+    async def refuse(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         code = grpc.StatusCode.FAILED_PRECONDITION
         await context.abort(code, why, trailing(Refusal(code, why, UNSERVED)))
-        raise AssertionError("abort raises")
 
-    return like(handler, refuse)
+    async def refuse_stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        await refuse(request, context)
+        yield  # whoever stands before this goes through its answers
+
+    return like(handler, refuse_stream if handler.response_streaming else refuse)

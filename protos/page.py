@@ -23,9 +23,10 @@ line](command-line.md) has all of it, [the Python clients](python.md) all of `Jo
 
 - **Health**: `grpc.health.v1.Health` answers everybody. **Reflection** answers where the node's configuration says `api: {reflection: true}`.
 - **Who calls** is told by `authorization: Bearer TOKEN` or a client certificate ([security](security.md)).
-- **Bounds**: a request has at most 4 MiB, an answer 64 MiB; a daemon follows at most `api.streams` streams at once, no more than half
-  of them one person's where people are told apart, and serves `api.calls` calls. A deadline that the caller sets ends what
-  is done for it. A stream is sent as fast as it is read, and no faster.
+- **Bounds**: a request has at most 4 MiB, an answer 64 MiB; a daemon serves at most `api.calls` calls and follows at most `api.streams` streams of
+  people at once, no more than half of them one person's where people are told apart. Nodes have places of their own, strangers at health a few.
+  A call has its place until its answer was taken. The request comes with the call, or within 30 s. A deadline that the caller sets ends
+  what is done for it. A stream is sent as fast as it is read, and no faster.
 - **Streams go on**: `WatchJob` behind a sequence number, `StreamMetrics` behind a step of a lineage, from any controller.
 - **Page tokens** belong to the request that they were given for, and to its caller.
 

@@ -3,6 +3,9 @@
 Health answers everybody. Everything else needs a token or a client certificate where the node's configuration tells callers
 apart; the rest is refused before any service sees it. A stream ends when the token that it was begun with has: whether it
 counts is asked with each message. What a service does within the call it does for its caller (`controllers.service.access.caller`).
+
+Whose a call is stands in what it begins with, and so it is asked before its request has come: a stranger holds no place by sending
+none. Who is known has a place among their own (`controllers.service.room`), and a while for the request.
 """
 
 from __future__ import annotations
@@ -18,23 +21,31 @@ from controllers.service import access
 from controllers.service.access import NOBODY_IS_TOLD_APART, TABLE, Caller, serve_for
 from controllers.service.call_journal import CallJournal, Entry
 from controllers.service.refusals import Forbidden, Unauthenticated
+from controllers.service.room import CallRoom
 from controllers.service.statuses import Context, ended_with, refusal_of, refuse
 from controllers.service.token_book import TokenBook
 from gcore.errors import GcoreError
-from gcore.rpc_handlers import Handler, answer_of, like
+from gcore.rpc_handlers import REQUEST_WITHIN_S, Handler, answer_of, early, request_of
 from gcore.tls.connecting import AUTHORIZATION
 from gcore.tls.names import SCHEME
 
+STRANGERS_WITHIN_S = 5.0
+"""From the beginning of a stranger's call to its request."""
 _NAMES = "peer_uri"
 _TRANSPORT = "transport_security_type"
+_WATCH = access.OPEN + "Watch"
 
 
 class AccessGate(grpc.aio.ServerInterceptor):
-    """Comes before what looks at requests, and behind what counts calls."""
+    """Comes before what looks at requests, and behind what counts calls. `within_s`: a request that comes later is refused."""
 
-    def __init__(self, book: TokenBook, journal: CallJournal) -> None:
+    def __init__(
+        self, book: TokenBook, journal: CallJournal, room: CallRoom, *, within_s: float = REQUEST_WITHIN_S
+    ) -> None:
         self._book = book
         self._journal = journal
+        self._room = room
+        self._within_s = within_s
 
     async def intercept_service(
         self,
@@ -43,67 +54,117 @@ class AccessGate(grpc.aio.ServerInterceptor):
     ) -> Handler | None:
         """See grpc.aio.ServerInterceptor."""
         handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
         method = handler_call_details.method
-        if handler is None or method.startswith(access.OPEN):
-            return handler
-        metadata = handler_call_details.invocation_metadata or ()
-        shown = [str(value) for key, value in metadata if key == AUTHORIZATION]
-        call = _Call(self._book, self._journal, method, shown[0] if len(shown) == 1 else "twice" if shown else None)
-        behind = answer_of(handler)
-        return like(handler, call.streamed(behind) if handler.response_streaming else call.answered(behind))
+        if method.startswith(access.OPEN):
+            within_s = min(self._within_s, STRANGERS_WITHIN_S)
+            call: _Begun = _Strangers(handler, self._room, within_s, watches=method == _WATCH)
+        else:
+            metadata = handler_call_details.invocation_metadata or ()
+            shown = [str(value) for key, value in metadata if key == AUTHORIZATION]
+            one = shown[0] if len(shown) == 1 else "twice" if shown else None
+            call = _Call(handler, self._room, self._within_s, self._book, self._journal, method, one)
+        return early(handler, call.streamed if handler.response_streaming else call.answered)
 
 
-class _Call:
-    """One call."""
+class _Begun:
+    """A call that has begun."""
 
-    def __init__(self, book: TokenBook, journal: CallJournal, method: str, shown: str | None) -> None:
+    def __init__(self, handler: Handler, room: CallRoom, within_s: float) -> None:
+        self._handler = handler
+        self._inner = answer_of(handler)
+        self._room = room
+        self._within_s = within_s
+        self._request: Any = None
+        """Once it has come."""
+
+    async def answered(self, requests: AsyncIterator[Any], context: Context) -> Any:
+        """For a call with one answer."""
+        done, answer = False, None
+        try:
+            await self._admit(requests, context)
+            answer = await self._inner(self._request, context)
+            done = True
+            return answer
+        finally:
+            self._over(context, answer, done=done)
+
+    async def streamed(self, requests: AsyncIterator[Any], context: Context) -> AsyncGenerator[Any, None]:
+        """For a call with many."""
+        done = False
+        try:
+            await self._admit(requests, context)
+            async with aclosing(self._inner(self._request, context)) as answers:
+                async for one in answers:
+                    # Before it is sent: between two messages of a quiet stream a token may have been taken back long ago.
+                    await self._still(context)
+                    yield one
+            done = True
+        finally:
+            self._over(context, None, done=done)
+
+    async def _admit(self, requests: AsyncIterator[Any], context: Context) -> None:
+        """Until its request has come, or it was refused."""
+        try:
+            await self._enter(requests, context)
+        except GcoreError as error:
+            await refuse(context, refusal_of(error))
+
+    async def _enter(self, requests: AsyncIterator[Any], context: Context) -> None:
+        """The same. Raises GcoreError."""
+        raise NotImplementedError
+
+    async def _read(self, requests: AsyncIterator[Any]) -> None:
+        self._request = await request_of(self._handler, requests, self._within_s)
+
+    async def _still(self, context: Context) -> None:
+        """Whether it may go on."""
+
+    def _over(self, context: Context, answer: Any, *, done: bool) -> None:
+        """It has ended."""
+
+
+class _Strangers(_Begun):
+    """What everybody may."""
+
+    def __init__(self, handler: Handler, room: CallRoom, within_s: float, *, watches: bool) -> None:
+        super().__init__(handler, room, within_s)
+        self._watches = watches
+
+    async def _enter(self, requests: AsyncIterator[Any], context: Context) -> None:
+        self._room.enter_stranger(context, watches=self._watches)
+        await self._read(requests)
+
+
+class _Call(_Begun):
+    """What needs a role."""
+
+    def __init__(
+        self,
+        handler: Handler,
+        room: CallRoom,
+        within_s: float,
+        book: TokenBook,
+        journal: CallJournal,
+        method: str,
+        shown: str | None,
+    ) -> None:
+        super().__init__(handler, room, within_s)
         self._book = book
         self._journal = journal
         self._method = method
         self._shown = shown
         self._caller: Caller | None = None
 
-    def answered(self, inner: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Context], Awaitable[Any]]:
-        """For a call with one answer."""
-
-        async def guarded(request: Any, context: Context) -> Any:
-            done, answer = False, None
-            try:
-                await self._admit(context)
-                answer = await inner(request, context)
-                done = True
-                return answer
-            finally:
-                self._note(request, context, answer, done=done)
-
-        return guarded
-
-    def streamed(self, inner: Callable[[Any, Any], AsyncIterator[Any]]) -> Callable[[Any, Context], AsyncIterator[Any]]:
-        """For a call with many."""
-
-        async def guarded(request: Any, context: Context) -> AsyncGenerator[Any, None]:
-            done = False
-            try:
-                await self._admit(context)
-                async with aclosing(inner(request, context)) as answers:  # type: ignore[type-var]
-                    async for one in answers:
-                        # Before it is sent: between two messages of a quiet stream a token may have been taken back long ago.
-                        await self._still(context)
-                        yield one
-                done = True
-            finally:
-                self._note(request, context, None, done=done)
-
-        return guarded
-
-    async def _admit(self, context: Context) -> None:
-        try:
-            one = self._caller = self._book.caller(self._shown, names_shown(context))
-            why = access.refusal(one, self._method)
-            if why is not None:
-                raise Forbidden(why, fix="Ask an admin for a token with that role")
-        except GcoreError as error:
-            await refuse(context, refusal_of(error))
+    async def _enter(self, requests: AsyncIterator[Any], context: Context) -> None:
+        one = self._caller = self._book.caller(self._shown, names_shown(context))
+        self._room.enter(one, context)
+        # Before it is looked whether they may: what a known caller wanted in vain is noted.
+        await self._read(requests)
+        why = access.refusal(one, self._method)
+        if why is not None:
+            raise Forbidden(why, fix="Ask an admin for a token with that role")
         serve_for(one)
 
     async def _still(self, context: Context) -> None:
@@ -112,7 +173,7 @@ class _Call:
         except Unauthenticated as error:
             await refuse(context, refusal_of(error))
 
-    def _note(self, request: Any, context: Context, answer: Any, *, done: bool) -> None:
+    def _over(self, context: Context, answer: Any, *, done: bool) -> None:
         row = TABLE.get(self._method)
         outcome = ended_with(context, done=done)
         refused = outcome in ("UNAUTHENTICATED", "PERMISSION_DENIED")
@@ -126,7 +187,7 @@ class _Call:
                 role=one.role.word if known else "",
                 peer=context.peer() or "",
                 verb=self._method.rpartition("/")[2],
-                job=_about(request, answer),
+                job=_about(self._request, answer),
                 outcome=outcome,
                 reason=str(context.details() or "") if outcome != "OK" else "",
             )

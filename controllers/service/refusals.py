@@ -54,6 +54,12 @@ class Exhausted(GcoreError):
     reason: ClassVar[str] = "TOO_MANY_STREAMS"
 
 
+class TooManyCalls(Exhausted):
+    """Of calls, whatever they are about."""
+
+    reason: ClassVar[str] = "TOO_MANY_CALLS"
+
+
 class Forbidden(GcoreError):
     """Whose call it is, is known, and they may not."""
 

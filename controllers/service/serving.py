@@ -1,6 +1,8 @@
 """The gRPC server of a daemon: how large messages may be, how much is served at once, whether it tells tools what it serves.
 
-What is beyond a bound ends as RESOURCE_EXHAUSTED, and costs the daemon nothing else. A deadline that a caller set ends what is done for it.
+What is beyond a bound ends as RESOURCE_EXHAUSTED, and costs the daemon nothing else. How many calls are served is bounded behind the gate
+(`controllers.service.room`), where it is known whose they are; the server itself takes more than that, so that people who have filled their places
+leave some for health, for nodes, and for being refused. A deadline that a caller set ends what is done for it.
 A connection whose other end is gone is noticed by pings, so that its streams end.
 """
 
@@ -12,6 +14,7 @@ import grpc
 import grpc.aio
 
 from controllers.service.decoding import Decoding
+from controllers.service.room import most_at_once
 from gcore.api.v1 import jobs_pb2
 from gcore.config.api import ApiConfig
 
@@ -34,7 +37,8 @@ OPTIONS = (
 
 def new_server(interceptors: Sequence[grpc.aio.ServerInterceptor], api: ApiConfig) -> grpc.aio.Server:
     """Without services yet."""
-    return grpc.aio.server(interceptors=[*interceptors, Decoding()], options=OPTIONS, maximum_concurrent_rpcs=api.calls)
+    most = most_at_once(api.calls)
+    return grpc.aio.server(interceptors=[*interceptors, Decoding()], options=OPTIONS, maximum_concurrent_rpcs=most)
 
 
 def reflect(server: grpc.aio.Server, api: ApiConfig) -> None:

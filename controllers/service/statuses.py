@@ -27,6 +27,7 @@ from controllers.service.refusals import (
     Unauthenticated,
 )
 from gcore.errors import DataError, GcoreError, SpecError, StoreUnavailable, UsageError
+from gcore.rpc_handlers import LateRequest
 from gcore.rpc_status import Refusal, Violation, sendable, trailing
 from gcore.schema import UnreadableRecord
 
@@ -39,6 +40,7 @@ CODES: tuple[tuple[type[GcoreError], grpc.StatusCode, str], ...] = (
     (Unauthenticated, Code.UNAUTHENTICATED, Unauthenticated.reason),
     (Forbidden, Code.PERMISSION_DENIED, Forbidden.reason),
     (Exhausted, Code.RESOURCE_EXHAUSTED, Exhausted.reason),
+    (LateRequest, Code.DEADLINE_EXCEEDED, "LATE_REQUEST"),
     (NotFound, Code.NOT_FOUND, NotFound.reason),
     (JobEnded, Code.FAILED_PRECONDITION, JobEnded.reason),
     (JobNotEnded, Code.FAILED_PRECONDITION, JobNotEnded.reason),

@@ -19,5 +19,6 @@ class ApiConfig(Section):
         512, description="Events, logs and numbers that are followed at once; who comes then is refused"
     )
     calls: Annotated[int, Field(ge=16, le=100_000)] = Field(
-        4096, description="Calls and streams that are served at once; who comes then is refused"
+        4096,
+        description="Calls and streams of people that are served at once, one person's no more than half; who comes then is refused",
     )

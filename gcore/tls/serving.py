@@ -2,19 +2,20 @@
 
 A server has one certificate, read anew when its files have changed: each connection is made with the newest. Where client
 certificates are asked for, whoever has none of the cluster's authority does not get through the handshake; a train rank then serves nodes
-only (`NodesOnly`), for a user's certificate is of the same authority.
+only (`NodesOnly`), for a user's certificate is of the same authority. Who calls is asked when a call begins, not when its request has come.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
 
 from gcore.errors import UsageError
-from gcore.rpc_handlers import Handler, answer_of, like
+from gcore.rpc_handlers import Handler, LateRequest, answer_of, early, request_of
 from gcore.tls.material import Pem, Watched
 from gcore.tls.names import SCHEME, name_in
 
@@ -54,25 +55,33 @@ class NodesOnly(grpc.aio.ServerInterceptor):
             return None
         either = answer_of(handler)
 
-        async def answered(request: Any, context: Any) -> Any:
-            await _admit(context)
-            return await either(request, context)
+        async def answered(requests: AsyncIterator[Any], context: Any) -> Any:
+            return await either(await _admitted(handler, requests, context), context)
 
-        async def streamed(request: Any, context: Any) -> Any:
-            await _admit(context)
-            async for one in either(request, context):
-                yield one
+        async def streamed(requests: AsyncIterator[Any], context: Any) -> Any:
+            async with aclosing(either(await _admitted(handler, requests, context), context)) as answers:
+                async for one in answers:
+                    yield one
 
-        return like(handler, streamed if handler.response_streaming else answered)
+        return early(handler, streamed if handler.response_streaming else answered)
 
 
-async def _admit(context: Any) -> None:
+async def _admitted(handler: Handler, requests: AsyncIterator[Any], context: Any) -> Any:
+    """The request of a node."""
     names = (value.decode(errors="replace") for value in context.auth_context().get("peer_uri", ()))
     whose = name_in([name for name in names if name.startswith(f"{SCHEME}://")])
     if whose is None or whose.kind != "node":
-        await _refuse(context)
+        await _refuse(
+            context, grpc.StatusCode.PERMISSION_DENIED, "train ranks serve nodes of the cluster, and nobody else"
+        )
+    try:
+        return await request_of(handler, requests)
+    except LateRequest as error:
+        await _refuse(context, grpc.StatusCode.DEADLINE_EXCEEDED, str(error))
+    except UsageError as error:
+        await _refuse(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
 
-async def _refuse(context: Any) -> NoReturn:
-    await context.abort(grpc.StatusCode.PERMISSION_DENIED, "train ranks serve nodes of the cluster, and nobody else")
+async def _refuse(context: Any, code: grpc.StatusCode, why: str) -> NoReturn:
+    await context.abort(code, why)
     raise AssertionError("abort raises")

@@ -2,180 +2,36 @@
 
 from __future__ import annotations
 
-import asyncio
-import functools
-import importlib
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 import grpc
 import grpc.aio
 import issued
 import pytest
-from google.protobuf.message_factory import GetMessageClass
+from gated import CLOCK, Code, EveryService, Served, ask, behind_the_gate, by_token, channel_to
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1.health import aio as health
 
-from controllers.service.access import TABLE, Role, caller
-from controllers.service.call_journal import CallJournal
-from controllers.service.gate import AccessGate
-from controllers.service.token_book import TokenBook
+from controllers.service.access import TABLE, Role
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.api.v1 import jobs_pb2_grpc
 from gcore.client import JobsClient
-from gcore.clock import SystemClock
 from gcore.errors import Unreachable
 from gcore.rpc_schema import VersionGate, carried
-from gcore.rpc_status import told
-from gcore.store import keys
-from gcore.store.types import KeyValue, WatchBatch, WatchEvent
 from gcore.tls.connecting import Connector
 from gcore.tls.folder import renew_in
 from gcore.tls.material import TlsMaterial, Watched
 from gcore.tls.serving import NodesOnly, server_credentials
-from gcore.tokens import TokenRecord, new_token
-
-Code = grpc.StatusCode
-CLOCK = SystemClock()
-STREAMS = 3
-"""Messages that a stream of the double sends."""
-
-
-class EveryService(grpc.GenericRpcHandler):
-    """Answers each RPC of each service of gcore with an empty message, whoever asks, and remembers for whom."""
-
-    def __init__(self) -> None:
-        self.served: list[tuple[str, str]] = []
-        self.between = asyncio.Event()
-        self.between.set()
-
-    def service(self, details: Any) -> Any:
-        method = methods().get(details.method)
-        if method is None:
-            return None
-        answer = GetMessageClass(method.output_type)
-
-        async def one(request: Any, context: Any) -> Any:
-            self.served.append((details.method, caller().name))
-            return answer()
-
-        async def many(request: Any, context: Any) -> AsyncIterator[Any]:
-            self.served.append((details.method, caller().name))
-            for _ in range(STREAMS):
-                yield answer()
-                await self.between.wait()
-
-        kind = ("stream" if method.client_streaming else "unary", "stream" if method.server_streaming else "unary")
-        make = getattr(grpc, f"{kind[0]}_{kind[1]}_rpc_method_handler")
-        read, write = GetMessageClass(method.input_type).FromString, answer.SerializeToString
-        return make(many if method.server_streaming else one, read, write)
-
-
-def methods() -> dict[str, Any]:
-    """The descriptor of each RPC, by its full name."""
-    found = {}
-    for name in ("jobs", "files", "placement", "train", "access"):
-        module = importlib.import_module(f"gcore.api.v1.{name}_pb2")
-        for service in module.DESCRIPTOR.services_by_name.values():
-            found |= {f"/{service.full_name}/{one.name}": one for one in service.methods}
-    return found
-
-
-@dataclass
-class Served:
-    """A server behind the gate. `people` is the port for tokens, `peers` the one for certificates."""
-
-    people: int
-    peers: int
-    service: EveryService
-    book: TokenBook
-    ca: Path
-    journal: CallJournal
-    file: Path
-
-    def token(self, role: str, *namespaces: str, seconds: float = 1000.0) -> str:
-        """A new one that the server has heard of."""
-        token = new_token()
-        now = CLOCK.wall()
-        record = TokenRecord(
-            id=token.id,
-            name=role,
-            role=role,
-            namespaces=namespaces,
-            sha256=token.sha256,
-            created=now,
-            expires=now + seconds,
-        )
-        kv = KeyValue(keys.token(token.id), record.encode(), 1, 1)
-        self.book.note(WatchBatch((WatchEvent("put", kv),), 1))
-        return token.text
-
-    def revoke(self, token: str) -> None:
-        kv = KeyValue(keys.token(token.split("_")[1]), b"", 1, 2)
-        self.book.note(WatchBatch((WatchEvent("delete", kv),), 2))
+from gcore.tokens import new_token
 
 
 @pytest.fixture
 async def served(tmp_path: Path) -> AsyncIterator[Served]:
-    ca = issued.authority(tmp_path / "ca")
-    watched = Watched(issued.node(ca, "n1"))
-    book = TokenBook(CLOCK, required=True)
-    book.note(WatchBatch((), 1, reset=True))
-    journal = CallJournal(tmp_path / "calls.jsonl", CLOCK)
-    service = EveryService()
-    server = grpc.aio.server(interceptors=[AccessGate(book, journal), VersionGate()])
-    server.add_generic_rpc_handlers((service,))
-    healthy = health.HealthServicer()
-    await healthy.set("", health_pb2.HealthCheckResponse.SERVING)
-    health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
-    people, peers = (
-        server.add_secure_port("127.0.0.1:0", server_credentials(watched, mutual=mutual)) for mutual in (False, True)
-    )
-    await server.start()
-    yield Served(people, peers, service, book, ca, journal, tmp_path / "calls.jsonl")
-    await server.stop(None)
-    journal.close()
-
-
-async def ask(connector: Connector, port: int, method: str, **fields: Any) -> tuple[grpc.StatusCode, str]:
-    """The status and the reason with which a call ends."""
-    described = methods()[method]
-    kind = ("stream" if described.client_streaming else "unary", "stream" if described.server_streaming else "unary")
-    request = functools.partial(GetMessageClass(described.input_type), **fields)
-    address = f"127.0.0.1:{port}"
-    async with _channel(connector, address) as channel:
-        call = getattr(channel, f"{kind[0]}_{kind[1]}")(
-            method,
-            GetMessageClass(described.input_type).SerializeToString,
-            GetMessageClass(described.output_type).FromString,
-        )
-        asked = iter([request()]) if described.client_streaming else request()
-        going = call(asked, metadata=(*carried(), *connector.metadata(address)), timeout=10)
-        try:
-            if described.server_streaming:
-                return (Code.OK, "") if len([one async for one in going]) == STREAMS else (Code.UNKNOWN, "")
-            await going
-        except grpc.aio.AioRpcError as error:
-            return error.code(), told(error).reason
-    return Code.OK, ""
-
-
-@asynccontextmanager
-async def _channel(connector: Connector, address: str) -> AsyncIterator[grpc.aio.Channel]:
-    channel = connector.channel(address)
-    try:
-        yield channel
-    finally:
-        await channel.close()
-
-
-def by_token(served: Served, token: str) -> Connector:
-    return Connector(TlsMaterial(served.ca / "ca.pem"), token=token)
+    async with behind_the_gate(tmp_path) as one:
+        yield one
 
 
 async def test_without_a_token_every_call_of_every_service_is_refused_and_health_is_answered(served: Served) -> None:
@@ -183,7 +39,7 @@ async def test_without_a_token_every_call_of_every_service_is_refused_and_health
     for method in TABLE:
         assert await ask(nobody, served.people, method) == (Code.UNAUTHENTICATED, "NO_CREDENTIALS"), method
     assert served.service.served == []
-    async with _channel(nobody, f"127.0.0.1:{served.people}") as channel:
+    async with channel_to(nobody, f"127.0.0.1:{served.people}") as channel:
         reply = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
     assert reply.status == health_pb2.HealthCheckResponse.SERVING
 
@@ -293,7 +149,7 @@ async def test_two_tokens_at_once_are_none(served: Served) -> None:
     good = served.token("admin")
     connector = by_token(served, good)
     address = f"127.0.0.1:{served.people}"
-    async with _channel(connector, address) as channel:
+    async with channel_to(connector, address) as channel:
         twice = (*carried(), *connector.metadata(address), *connector.metadata(address))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await jobs_pb2_grpc.JobsStub(channel).GetJob(pb.GetJobRequest(job="j"), metadata=twice, timeout=10)
@@ -305,7 +161,7 @@ async def test_a_stream_ends_when_its_token_is_revoked(served: Served) -> None:
     connector = by_token(served, token)
     address = f"127.0.0.1:{served.people}"
     served.service.between.clear()
-    async with _channel(connector, address) as channel:
+    async with channel_to(connector, address) as channel:
         metadata = (*carried(), *connector.metadata(address))
         stream = jobs_pb2_grpc.JobsStub(channel).WatchJob(pb.WatchJobRequest(job="j"), metadata=metadata, timeout=10)
         assert await stream.read() is not grpc.aio.EOF
@@ -361,5 +217,15 @@ async def test_train_ranks_serve_nodes_and_nobody_else(tmp_path: Path) -> None:
     for method in ranks:
         assert (await ask(node, port, method))[0] is Code.OK
         assert (await ask(admin, port, method))[0] is Code.PERMISSION_DENIED
+        async with channel_to(admin, f"127.0.0.1:{port}") as channel:
+            # Before a request has come, whose it is, is known.
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await channel.stream_unary(method)(timeout=10)
+            assert caught.value.code() is Code.PERMISSION_DENIED
     assert len(service.served) == len(ranks)
+    async with channel_to(node, f"127.0.0.1:{port}") as channel:
+        empty = channel.stream_unary("/gcore.api.v1.TrainRank/Release")()
+        await empty.done_writing()
+        with pytest.raises(grpc.aio.AioRpcError, match="brought no request"):
+            await empty
     await server.stop(None)

@@ -1,0 +1,186 @@
+"""A server behind the gate, over real gRPC and TLS, that has every RPC of every service of gcore; and how it is asked."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import importlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import issued
+from google.protobuf.message_factory import GetMessageClass
+from grpc_health.v1 import health_pb2_grpc
+
+from controllers.service.access import caller
+from controllers.service.call_journal import CallJournal
+from controllers.service.gate import AccessGate
+from controllers.service.health import HealthService
+from controllers.service.room import CallRoom
+from controllers.service.serving import new_server
+from controllers.service.token_book import TokenBook
+from gcore.clock import SystemClock
+from gcore.config.api import ApiConfig
+from gcore.rpc_schema import VersionGate, carried
+from gcore.rpc_status import told
+from gcore.store import keys
+from gcore.store.types import KeyValue, WatchBatch, WatchEvent
+from gcore.tls.connecting import Connector
+from gcore.tls.material import TlsMaterial, Watched
+from gcore.tls.serving import server_credentials
+from gcore.tokens import TokenRecord, new_token
+
+Code = grpc.StatusCode
+CLOCK = SystemClock()
+WITHIN_S = 2.0
+"""To the request of a call. Tests whose calls bring none wait for it."""
+CALLS = 16
+MADE = "made-0"
+"""What a call tells of a job that it made, or is about."""
+STREAMS = 3
+"""Messages that a stream of the double sends."""
+
+
+class EveryService(grpc.GenericRpcHandler):
+    """Answers each RPC of each service of gcore with an empty message, whoever asks, and remembers for whom."""
+
+    def __init__(self) -> None:
+        self.served: list[tuple[str, str]] = []
+        self.between = asyncio.Event()
+        self.between.set()
+
+    def service(self, details: Any) -> Any:
+        method = methods().get(details.method)
+        if method is None:
+            return None
+        answer = GetMessageClass(method.output_type)
+
+        async def one(request: Any, context: Any) -> Any:
+            self.served.append((details.method, caller().name))
+            return answer(uid=MADE) if "uid" in answer.DESCRIPTOR.fields_by_name else answer()
+
+        async def many(request: Any, context: Any) -> AsyncIterator[Any]:
+            self.served.append((details.method, caller().name))
+            for _ in range(STREAMS):
+                yield answer()
+                await self.between.wait()
+
+        kind = ("stream" if method.client_streaming else "unary", "stream" if method.server_streaming else "unary")
+        make = getattr(grpc, f"{kind[0]}_{kind[1]}_rpc_method_handler")
+        read, write = GetMessageClass(method.input_type).FromString, answer.SerializeToString
+        return make(many if method.server_streaming else one, read, write)
+
+
+def methods() -> dict[str, Any]:
+    """The descriptor of each RPC, by its full name."""
+    found: dict[str, Any] = {}
+    for name in ("jobs", "files", "placement", "train", "access"):
+        module = importlib.import_module(f"gcore.api.v1.{name}_pb2")
+        for service in module.DESCRIPTOR.services_by_name.values():
+            found |= {f"/{service.full_name}/{one.name}": one for one in service.methods}
+    return found
+
+
+@dataclass
+class Served:
+    """A server behind the gate. `people` is the port for tokens, `peers` the one for certificates."""
+
+    people: int
+    peers: int
+    service: EveryService
+    book: TokenBook
+    room: CallRoom
+    health: HealthService
+    ca: Path
+    journal: CallJournal
+    file: Path
+
+    def token(self, role: str, *namespaces: str, seconds: float = 1000.0) -> str:
+        """A new one that the server has heard of."""
+        token = new_token()
+        now = CLOCK.wall()
+        record = TokenRecord(
+            id=token.id,
+            name=role,
+            role=role,
+            namespaces=namespaces,
+            sha256=token.sha256,
+            created=now,
+            expires=now + seconds,
+        )
+        kv = KeyValue(keys.token(token.id), record.encode(), 1, 1)
+        self.book.note(WatchBatch((WatchEvent("put", kv),), 1))
+        return token.text
+
+    def revoke(self, token: str) -> None:
+        kv = KeyValue(keys.token(token.split("_")[1]), b"", 1, 2)
+        self.book.note(WatchBatch((WatchEvent("delete", kv),), 2))
+
+
+@asynccontextmanager
+async def behind_the_gate(folder: Path) -> AsyncIterator[Served]:
+    """A server of everything."""
+    ca = issued.authority(folder / "ca")
+    watched = Watched(issued.node(ca, "n1"))
+    book = TokenBook(CLOCK, required=True)
+    book.note(WatchBatch((), 1, reset=True))
+    journal = CallJournal(folder / "calls.jsonl", CLOCK)
+    service, room = EveryService(), CallRoom(CALLS)
+    gate = AccessGate(book, journal, room, within_s=WITHIN_S)
+    server = new_server([gate, VersionGate()], ApiConfig(calls=CALLS))
+    server.add_generic_rpc_handlers((service,))
+    healthy = HealthService()
+    healthy.set(serving=True)
+    health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
+    people, peers = (
+        server.add_secure_port("127.0.0.1:0", server_credentials(watched, mutual=mutual)) for mutual in (False, True)
+    )
+    await server.start()
+    try:
+        yield Served(people, peers, service, book, room, healthy, ca, journal, folder / "calls.jsonl")
+    finally:
+        await server.stop(None)
+        journal.close()
+
+
+async def ask(
+    connector: Connector, port: int, method: str, version: tuple[tuple[str, str], ...] | None = None, **fields: Any
+) -> tuple[grpc.StatusCode, str]:
+    """The status and the reason with which a call ends."""
+    described = methods()[method]
+    kind = ("stream" if described.client_streaming else "unary", "stream" if described.server_streaming else "unary")
+    request = functools.partial(GetMessageClass(described.input_type), **fields)
+    address = f"127.0.0.1:{port}"
+    async with channel_to(connector, address) as channel:
+        call = getattr(channel, f"{kind[0]}_{kind[1]}")(
+            method,
+            GetMessageClass(described.input_type).SerializeToString,
+            GetMessageClass(described.output_type).FromString,
+        )
+        asked = iter([request()]) if described.client_streaming else request()
+        going = call(asked, metadata=(*(version or carried()), *connector.metadata(address)), timeout=10)
+        try:
+            if described.server_streaming:
+                return (Code.OK, "") if len([one async for one in going]) == STREAMS else (Code.UNKNOWN, "")
+            await going
+        except grpc.aio.AioRpcError as error:
+            return error.code(), told(error).reason
+    return Code.OK, ""
+
+
+@asynccontextmanager
+async def channel_to(connector: Connector, address: str) -> AsyncIterator[grpc.aio.Channel]:
+    channel = connector.channel(address)
+    try:
+        yield channel
+    finally:
+        await channel.close()
+
+
+def by_token(served: Served, token: str) -> Connector:
+    return Connector(TlsMaterial(served.ca / "ca.pem"), token=token)
