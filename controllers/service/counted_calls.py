@@ -5,7 +5,8 @@ Methods that nobody serves are counted together: their names are the caller's. R
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -56,18 +57,22 @@ class CountedCalls(grpc.aio.ServerInterceptor):
 
         return counted
 
-    def _stream(self, method: str, handler: Handler) -> Callable[[Any, Any], AsyncIterator[Any]]:
+    def _stream(self, method: str, handler: Handler) -> Callable[[Any, Any], AsyncGenerator[Any, None]]:
         behind = answer_of(handler)
 
-        async def counted(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
-            done = False
+        async def counted(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncGenerator[Any, None]:
+            done = left = False
             self._metrics.open_streams.labels(method).inc()
             try:
-                async for one in behind(request, context):
-                    yield one
+                async with aclosing(behind(request, context)) as answers:
+                    async for one in answers:
+                        yield one
                 done = True
+            except GeneratorExit:
+                left = True
+                raise
             finally:
                 self._metrics.open_streams.labels(method).dec()
-                self._metrics.calls.labels(method, ended_with(context, done=done)).inc()
+                self._metrics.calls.labels(method, ended_with(context, done=done, left=left)).inc()
 
         return counted

@@ -92,7 +92,7 @@ class _Begun:
 
     async def streamed(self, requests: AsyncIterator[Any], context: Context) -> AsyncGenerator[Any, None]:
         """For a call with many."""
-        done = False
+        done = left = False
         try:
             await self._admit(requests, context)
             async with aclosing(self._inner(self._request, context)) as answers:
@@ -101,8 +101,11 @@ class _Begun:
                     await self._still(context)
                     yield one
             done = True
+        except GeneratorExit:
+            left = True
+            raise
         finally:
-            self._over(context, None, done=done)
+            self._over(context, None, done=done, left=left)
 
     async def _admit(self, requests: AsyncIterator[Any], context: Context) -> None:
         """Until its request has come, or it was refused."""
@@ -121,7 +124,7 @@ class _Begun:
     async def _still(self, context: Context) -> None:
         """Whether it may go on."""
 
-    def _over(self, context: Context, answer: Any, *, done: bool) -> None:
+    def _over(self, context: Context, answer: Any, *, done: bool, left: bool = False) -> None:
         """It has ended."""
 
 
@@ -173,9 +176,9 @@ class _Call(_Begun):
         except Unauthenticated as error:
             await refuse(context, refusal_of(error))
 
-    def _over(self, context: Context, answer: Any, *, done: bool) -> None:
+    def _over(self, context: Context, answer: Any, *, done: bool, left: bool = False) -> None:
         row = TABLE.get(self._method)
-        outcome = ended_with(context, done=done)
+        outcome = ended_with(context, done=done, left=left)
         refused = outcome in ("UNAUTHENTICATED", "PERMISSION_DENIED")
         if not refused and (row is None or not row.changes):
             return

@@ -89,9 +89,10 @@ async def refuse(context: Context, refusal: Refusal) -> NoReturn:
     raise AssertionError("abort raises")
 
 
-def ended_with(context: Any, *, done: bool) -> str:
+def ended_with(context: Any, *, done: bool, left: bool = False) -> str:
     """The status that a call ends with, for those who count calls or write them down. `done`: whether all of its answer was given.
-    Whoever went away before that has cancelled it."""
+    Whoever went away before that has cancelled it. `left`: a stream was closed from outside, for nobody takes more of it: gRPC ends one
+    so that waits for its client when that goes, and it is not this task that is cancelled then."""
     code: Any = context.code()
     if isinstance(code, int):  # as grpc.aio tells one that was not set
         code = next((one for one in Code if one.value[0] == code), None)
@@ -99,7 +100,7 @@ def ended_with(context: Any, *, done: bool) -> str:
         if done:
             return Code.OK.name
         task = asyncio.current_task()
-        gone = task is not None and task.cancelling() > 0
+        gone = left or (task is not None and task.cancelling() > 0)
         return (Code.CANCELLED if gone else Code.UNKNOWN).name
     return str(code.name)
 

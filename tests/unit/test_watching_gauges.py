@@ -205,6 +205,44 @@ async def test_a_stream_is_open_until_it_has_ended(counted: Any, asked: str, cod
     assert value(metrics, "gcore_api_open_streams", method="Watch") == 0
 
 
+class Much(grpc.GenericRpcHandler):
+    """Sends more than anybody reads."""
+
+    sent = 0
+    closed = False
+
+    def service(self, details: Any) -> Any:
+        return grpc.unary_stream_rpc_method_handler(self.much)
+
+    async def much(self, request: Any, context: Any) -> AsyncIterator[bytes]:
+        try:
+            while True:
+                self.sent += 1
+                yield b"x" * 100_000
+        finally:
+            self.closed = True
+
+
+async def test_a_stream_that_is_cancelled_while_it_waits_for_its_client_was_cancelled() -> None:
+    metrics, service = Metrics(), Much()
+    server = grpc.aio.server(interceptors=[CountedCalls(metrics, SystemClock())])
+    server.add_generic_rpc_handlers((service,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        stream = channel.unary_stream("/a.Much/Watch")(b"")
+        await stream.read()
+        seen = -1
+        while service.sent != seen:  # until it waits
+            seen = service.sent
+            await asyncio.sleep(0.2)
+        stream.cancel()
+        await until(metrics, "Watch", "CANCELLED")
+        assert service.closed  # before it was counted: what a stream holds is given back with it
+        assert value(metrics, "gcore_api_open_streams", method="Watch") == 0
+    await server.stop(None)
+
+
 async def test_methods_that_nobody_serves_are_counted_together(counted: Any) -> None:
     metrics, _, channel = counted
     for name in ("A", "B"):
