@@ -198,8 +198,8 @@ class _Call(_Begun):
 
 
 def _about(request: Any, answer: Any) -> str:
-    """The job, node or token that a call is about: as it says, or, of one that it made, as it was told."""
-    told = (getattr(request, name, "") for name in ("job", "node", "id", "name"))
+    """The job, node, token or namespace that a call is about: as it says, or, of one that it made, as it was told."""
+    told = (getattr(request, name, "") for name in ("job", "node", "id", "name", "namespace"))
     made = (getattr(answer, name, "") for name in ("uid", "name"))
     return next((one for one in (*told, *made) if isinstance(one, str) and one), "")
 

@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 import issued
 import pytest
-from gated import CLOCK, Code, EveryService, Served, ask, behind_the_gate, by_token, channel_to
+from gated import CLOCK, MADE, Code, EveryService, Served, ask, behind_the_gate, by_token, channel_to
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from controllers.service.access import TABLE, Role
@@ -193,6 +193,36 @@ async def test_who_changed_what_and_who_was_refused_is_written_down_and_no_secre
     (refused,) = [json.loads(line) for line in unknown.read_text().splitlines()]
     assert (refused["verb"], refused["outcome"]) == ("GetJob", "UNAUTHENTICATED")
     assert token not in known.read_text() + unknown.read_text()
+
+
+SUBJECTS = {"CreateJob": "", "DrainNode": "node", "SetQuota": "namespace", "CreateToken": "name", "RevokeToken": "id"}
+"""The field that says what a changing verb is about; of the others it is `job`, and a job that is made is told in the answer."""
+
+
+async def test_of_each_verb_that_changes_anything_it_is_noted_what_it_was_about(served: Served) -> None:
+    admin = by_token(served, served.token("admin"))
+    # Train ranks, whose verbs are in the table too, have no journal: no daemon serves them.
+    verbs = [method for method, row in TABLE.items() if row.changes and ".TrainRank/" not in method]
+    for method in verbs:
+        field = SUBJECTS.get(method.rpartition("/")[2], "job")
+        about = {field: f"the-{field}"} if field else {}
+        assert await ask(admin, served.people, method, **about) == (Code.OK, "")
+    served.journal.close()
+    told_of = {one["verb"]: one.get("job") for one in map(json.loads, served.file.read_text().splitlines())}
+    wanted = {verb: SUBJECTS.get(verb, "job") for verb in (method.rpartition("/")[2] for method in verbs)}
+    assert told_of == {verb: f"the-{field}" if field else MADE for verb, field in wanted.items()}
+
+
+async def test_what_a_known_caller_may_not_is_noted_with_what_it_was_about(served: Served) -> None:
+    viewer = by_token(served, served.token("viewer", "vision"))
+    assert (await ask(viewer, served.people, "/gcore.api.v1.Jobs/SetQuota", namespace="speech"))[
+        0
+    ] is Code.PERMISSION_DENIED
+    while not served.file.exists():
+        await CLOCK.sleep(0.01)  # the refusal may reach who asked before it is noted
+    served.journal.close()
+    (one,) = map(json.loads, served.file.read_text().splitlines())
+    assert (one["job"], one["outcome"]) == ("speech", "PERMISSION_DENIED")
 
 
 async def test_a_renewed_certificate_counts_without_a_restart(served: Served) -> None:
