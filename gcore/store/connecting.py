@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from gcore.clock import Clock
@@ -24,9 +25,12 @@ def _tls(files: TlsFiles) -> StoreTls:
 
 
 def _password(path: Path) -> str:
-    """Its first line. Raises UsageError."""
+    """What stands in the file. Raises UsageError, also where others than its owner may read it."""
     try:
-        password = path.read_text(encoding="utf-8").strip()
+        with path.open(encoding="utf-8") as file:
+            if os.fstat(file.fileno()).st_mode & 0o077:
+                raise UsageError("others may read the store's password", where=str(path), fix=f"chmod 600 {path}")
+            password = file.read().strip()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no text"
         raise UsageError(

@@ -91,6 +91,7 @@ async def test_the_stores_user_has_its_password_from_a_file_and_a_wrong_one_is_o
     service = Service(tmp_path, etcd.endpoint)
     service.config["etcd"]["user"] = {"name": "root", "password_file": "password"}
     (tmp_path / "password").write_text("wrong\n")
+    (tmp_path / "password").chmod(0o600)
     process = await service.start()
     assert await process.wait() == StoreUnavailable.exit_code
     assert "invalid user ID or password" in (last := (tmp_path / "log").read_text().splitlines()[-1])
