@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from controllers.service.access import caller
 from controllers.service.claiming import with_claim
 from controllers.service.described import described
+from controllers.service.namespaces import check_namespace
 from controllers.service.records import StoredJobs, Unreadable
 from controllers.service.refusals import bad_field
 from gcore.api.v1 import jobs_pb2 as pb
@@ -102,7 +103,7 @@ def _begin(token: str, binding: str) -> int:
 
 
 async def list_jobs(jobs: StoredJobs, request: pb.ListJobsRequest) -> pb.ListJobsReply:
-    """A page. Raises BadFields, StoreUnavailable."""
+    """A page. Raises BadFields, NamespaceNotFound, StoreUnavailable."""
     ask, claims, shares = wanted(request, caller().namespaces), await jobs.claims(), await jobs.shares()
     queue = await jobs.queue(claims, shares) if shares is not None and claims else {}
     found: list[pb.Job] = []
@@ -121,6 +122,8 @@ async def list_jobs(jobs: StoredJobs, request: pb.ListJobsRequest) -> pb.ListJob
                 if len(found) == ask.size or looked == MOST_LOOKED_AT or taken >= MOST_BYTES:
                     return pb.ListJobsReply(jobs=found, next_page_token=ask.token(revision))
         if len(named) < limit:
+            if ask.namespace and not found and ask.before is None:
+                await check_namespace(jobs.store, ask.namespace)
             return pb.ListJobsReply(jobs=found)
 
 

@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from controllers.service.log_lines import LogReader, time_of
-from controllers.service.refusals import BadFields, bad_field
+from controllers.service.refusals import BadFields, NodeNotFound, WorkerNotFound, bad_field
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.clock import Clock
 from gcore.errors import GcoreError
 from gcore.ledger.mirror import JobMirror
+from gcore.nearest import did_you_mean
 from gcore.rpc_status import Violation
 from gcore.worker.records import WorkerRecord
 
@@ -74,11 +75,10 @@ def wanted(
     ended = mirror.status is not None and mirror.status.record.phase.ended
     found = []
     for name in sorted(names):
-        instance, dot, kind = name.rpartition(".")
-        role, _, rest = instance.partition("-")
-        if not dot or kind != "log" or role not in ROLES:
+        if (split := _split(name)) is None:
             continue
-        log = Log(run_dir / "logs" / name, instance, rest.rpartition("-")[0], role, ranks.get(instance))
+        instance, role, node = split
+        log = Log(run_dir / "logs" / name, instance, node, role, ranks.get(instance))
         is_there = instance in living
         if (
             (not is_there if ask.previous else is_there or ended)
@@ -89,6 +89,32 @@ def wanted(
         ):
             found.append(log)
     return found
+
+
+def check_named(
+    ask: pb.StreamLogsRequest, nodes: Collection[str], workers: Collection[str], *, names: Collection[str], whole: bool
+) -> None:
+    """Raises NodeNotFound, WorkerNotFound for what is neither registered nor has a log in `names`. `whole`: these are all."""
+    logs = [split for name in names if (split := _split(name)) is not None]
+    known = {*nodes, *(node for _, _, node in logs)}
+    if ask.node and ask.node not in known:
+        raise NodeNotFound(
+            f"there is no node {ask.node[:80]!r}{did_you_mean(ask.node, known)}",
+            fix="`gcore nodes` shows those there are",
+        )
+    known = {*workers, *(instance for instance, _, _ in logs)}
+    if whole and ask.instance and ask.instance not in known:
+        raise WorkerNotFound(
+            f"the job has no worker {ask.instance[:80]!r}{did_you_mean(ask.instance, known)}",
+            fix="`gcore nodes` shows those there are; each line of a log names its own",
+        )
+
+
+def _split(name: str) -> tuple[str, str, str] | None:
+    """Instance, role and node of a log's file; None: it is no worker's log."""
+    instance, dot, kind = name.rpartition(".")
+    role, _, rest = instance.partition("-")
+    return (instance, role, rest.rpartition("-")[0]) if dot and kind == "log" and role in ROLES else None
 
 
 @dataclass

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from controllers.service.access import caller, may_see
 from controllers.service.claiming import node_uses
 from controllers.service.desk import JobsDesk
+from controllers.service.namespaces import check_namespace
 from controllers.service.records import ClusterListing
 from controllers.service.refusals import BadFields, NodeNotFound, bad_field
 from controllers.service.statuses import Context, edge
@@ -51,7 +52,11 @@ class Nodes(JobsDesk):
     @edge
     async def GetUsage(self, request: pb.GetUsageRequest, context: Context) -> pb.GetUsageReply:
         """Slot-seconds, whole UTC days from that of `since` to that of `until`."""
-        return usage_of(request, await self._jobs.usages(), self._clock.wall())
+        usages = await self._jobs.usages()
+        reply = usage_of(request, usages, self._clock.wall())
+        if request.namespace and not reply.usages:
+            await check_namespace(self._jobs.store, request.namespace, {one.namespace for one in usages})
+        return reply
 
     async def _nodes(self, listing: ClusterListing, namespaces: Mapping[str, str]) -> list[pb.Node]:
         """Those that are there, with what their slots are for."""

@@ -30,6 +30,18 @@ class NodeNotFound(NotFound):
     reason: ClassVar[str] = "NODE_NOT_FOUND"
 
 
+class WorkerNotFound(NotFound):
+    """The job has no worker of that name."""
+
+    reason: ClassVar[str] = "WORKER_NOT_FOUND"
+
+
+class NamespaceNotFound(NotFound):
+    """Nothing is of that namespace, or nothing that the caller may see."""
+
+    reason: ClassVar[str] = "NAMESPACE_NOT_FOUND"
+
+
 class Conflict(GcoreError):
     """The request does not fit what stands in the store."""
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from controllers.service.refusals import bad_field
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.config.reading import SamplesSpec
 from gcore.errors import GcoreError
@@ -16,7 +17,11 @@ from gcore.samples.records import KeptGroup, KeptText
 from gcore.samples.selection import Order, Response, Selection, find_kept, find_version, select, standing
 from gcore.types import Version
 
-_ORDERS: dict[int, Order] = {pb.SAMPLE_ORDER_BEST: "best", pb.SAMPLE_ORDER_WORST: "worst"}
+_ORDERS: dict[int, Order] = {
+    pb.SAMPLE_ORDER_UNSPECIFIED: "stream",
+    pb.SAMPLE_ORDER_BEST: "best",
+    pb.SAMPLE_ORDER_WORST: "worst",
+}
 _STANDINGS = {
     "committed": pb.STEP_STANDING_COMMITTED,
     "under way": pb.STEP_STANDING_UNDER_WAY,
@@ -25,7 +30,7 @@ _STANDINGS = {
 
 
 async def find_samples(mirror: JobMirror, request: pb.GetSamplesRequest) -> Iterator[pb.SampleGroup]:
-    """The groups that fit the request. Raises NoSamples, and GcoreError if the folder cannot be read."""
+    """The groups that fit the request. Raises BadFields, NoSamples, and GcoreError if the folder cannot be read."""
     assert mirror.job is not None
     job = mirror.job.record
     run_dir, head = Path(job.run_dir), mirror.head.record if mirror.head else None
@@ -46,13 +51,19 @@ def samples_of_folder(run_dir: Path, request: pb.GetSamplesRequest) -> Iterator[
 def _read(
     run_dir: Path, request: pb.GetSamplesRequest, find: Callable[[Sequence[Version], int | None], Version]
 ) -> tuple[Version, Selection]:
+    order = _order(request)
     try:
         version = find(folder.kept_steps(run_dir), request.step if request.HasField("step") else None)
         groups, advantages = folder.read_groups(run_dir, version), folder.read_advantages(run_dir, version)
     except OSError as error:
         raise GcoreError(f"the run's folder cannot be read ({error.strerror or error})", where=str(run_dir)) from error
-    order = _ORDERS.get(request.order, "stream")
     return version, select(groups, advantages, source=request.source, order=order, limit=request.limit)
+
+
+def _order(request: pb.GetSamplesRequest) -> Order:
+    if request.order not in _ORDERS:
+        raise bad_field("order", f"{request.order} is no order", f"Use {', '.join(pb.SampleOrder.keys())}")
+    return _ORDERS[request.order]
 
 
 def _messages(head: Head | None, version: Version, selection: Selection) -> Iterator[pb.SampleGroup]:

@@ -6,7 +6,7 @@ Each takes what it sends from what the daemon holds anyway, a few at a time, and
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import aclosing
 from itertools import islice
 from pathlib import Path
@@ -18,8 +18,8 @@ from controllers.service.claiming import waits_for_slots
 from controllers.service.desk import JobsDesk
 from controllers.service.events import Event, EventLog
 from controllers.service.log_peers import merged, of_peer
-from controllers.service.logs import Log, LogStream, check, names_in, wanted
-from controllers.service.refusals import NodeNotFound, bad_field
+from controllers.service.logs import Log, LogStream, check, check_named, names_in, wanted
+from controllers.service.refusals import bad_field
 from controllers.service.statuses import Context, stream_edge
 from controllers.service.step_metrics import Place
 from gcore.api.v1 import jobs_pb2 as pb
@@ -70,7 +70,7 @@ class Streams(JobsDesk):
         place, names = step_metrics.place_of(request), frozenset(request.names)
         with self._room.place():
             uid = await self._find(request.job)
-            async with aclosing(self._steps(uid, place, follow=request.follow)) as steps:
+            async with aclosing(self._steps(uid, place, names, follow=request.follow)) as steps:
                 async for entry in steps:
                     yield step_metrics.message(entry, names)
 
@@ -82,14 +82,10 @@ class Streams(JobsDesk):
             uid = await self._find(request.job)
             mirror, me = await self._jobs.mirror(uid), self._jobs.node
             here = LogStream(self._looking_for_logs(uid, request), request, self._clock).lines
+            await self._check_named(uid, mirror, request)
             sources: list[Callable[[], AsyncGenerator[pb.LogLine, None]]] = [here]
             if self._jobs.is_apart(mirror) and request.node != me:
                 peers = await self._jobs.peers()
-                if request.node and request.node not in peers:
-                    raise NodeNotFound(
-                        f"there is no node {request.node[:80]!r} at the moment",
-                        fix="`gcore nodes` shows those there are",
-                    )
                 others = {name: at for name, at in peers.items() if request.node in ("", name)}
                 # A name is looked up in its caller's namespace, and the caller of a peer is this daemon.
                 ask = pb.StreamLogsRequest()
@@ -100,6 +96,18 @@ class Streams(JobsDesk):
             async with aclosing(merged(sources)) as lines:
                 async for line in lines:
                     yield line
+
+    async def _check_named(self, uid: str, mirror: JobMirror, request: pb.StreamLogsRequest) -> None:
+        """Raises NotFound for a node or a worker that nobody knows."""
+        if not request.node and not request.instance:
+            return
+        listing, apart = await self._jobs.cluster(), self._jobs.is_apart(mirror)
+        assert mirror.job is not None
+        names = await asyncio.to_thread(names_in, Path(mirror.job.record.run_dir))
+        workers = [worker.instance for worker in listing.workers if worker.job_uid == uid]
+        nodes = [node.name for node in listing.nodes]
+        # Where nodes share no folder, what the others have of workers that are gone is not seen from here.
+        check_named(request, nodes, workers, names=[] if apart else names, whole=not apart)
 
     def _looking_for_logs(
         self, uid: str, request: pb.StreamLogsRequest
@@ -114,12 +122,16 @@ class Streams(JobsDesk):
 
         return look
 
-    async def _steps(self, uid: str, place: Place, *, follow: bool) -> AsyncGenerator[LogEntry, None]:
+    async def _steps(
+        self, uid: str, place: Place, names: Collection[str], *, follow: bool
+    ) -> AsyncGenerator[LogEntry, None]:
         mirror = await self._jobs.mirror(uid)
         assert mirror.job is not None
         await self._jobs.collect(mirror, collect_records)
         log = {seq: one.record for seq, one in mirror.log.items()}
-        before = step_metrics.all_of(Path(mirror.job.record.run_dir), log, place)
+        run_dir = Path(mirror.job.record.run_dir)
+        in_doubt = await asyncio.to_thread(step_metrics.unheard, names, step_metrics.all_of(run_dir, log, Place(0)))
+        before = step_metrics.all_of(run_dir, log, place)
         while some := await asyncio.to_thread(_some, before):
             for entry in some:
                 place = Place(entry.step, entry.lineage)
@@ -129,6 +141,7 @@ class Streams(JobsDesk):
             seen, over = runner.changes.count, runner.closed or _has_ended(runner.mirror)
             for entry in islice(step_metrics.stored(runner.mirror, place), AT_ONCE):
                 place = Place(entry.step, entry.lineage)
+                in_doubt = in_doubt and step_metrics.unheard(names, [entry])
                 yield entry
             if over and next(step_metrics.stored(runner.mirror, place), None) is None:
                 return

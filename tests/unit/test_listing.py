@@ -16,7 +16,7 @@ from controllers.service import listing
 from controllers.service.access import Caller, Role, acting_for
 from controllers.service.listing import list_jobs, wanted
 from controllers.service.records import StoredJobs
-from controllers.service.refusals import BadFields
+from controllers.service.refusals import BadFields, NamespaceNotFound
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.ledger.job import JobPhase
 from gcore.store.keys import JobKeys
@@ -70,12 +70,20 @@ def test_one_page_has_all_where_there_are_few() -> None:
 
 
 def test_filters_leave_out_what_does_not_fit() -> None:
-    ended, named, nothing = listed(
-        {"states": [pb.JOB_STATE_CANCELLED]}, {"name_prefix": "job-1"}, {"namespace": "elsewhere"}
-    )
+    ended, named = listed({"states": [pb.JOB_STATE_CANCELLED]}, {"name_prefix": "job-1"})
     assert uids(ended) == ["u6", "u3", "u0"]
     assert uids(named) == ["u6", "u1"]
-    assert uids(nothing) == []
+
+
+def test_jobs_of_a_namespace_that_nobody_uses_are_not_none_but_asked_for_in_vain() -> None:
+    with pytest.raises(NamespaceNotFound, match="there is no namespace 'elsewhere'"):
+        listed({"namespace": "elsewhere"})
+    with pytest.raises(NamespaceNotFound, match="there is no namespace 'elsewhere'"):
+        listed({"namespace": "elsewhere"}, caller=Caller("eve", Role.VIEWER, frozenset({"research"})))
+    (own,) = listed({"namespace": "research"}, caller=Caller("eve", Role.VIEWER, frozenset({"research"})))
+    assert uids(own) == []
+    (none,) = listed({"namespace": "default", "states": [pb.JOB_STATE_SUCCEEDED]})
+    assert uids(none) == []
 
 
 def test_a_filter_that_nothing_passes_ends_its_call_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:

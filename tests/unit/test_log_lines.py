@@ -14,8 +14,8 @@ from job_views import KEYS, stored
 
 from controllers.service import log_lines
 from controllers.service.log_lines import MOST_CHARACTERS, LogReader, time_of
-from controllers.service.logs import Log, LogStream, check, names_in, wanted
-from controllers.service.refusals import BadFields
+from controllers.service.logs import Log, LogStream, check, check_named, names_in, wanted
+from controllers.service.refusals import BadFields, NodeNotFound, WorkerNotFound
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.ledger.job import JobPhase, JobStatus, RankClaim
 from gcore.ledger.mirror import JobMirror
@@ -180,6 +180,33 @@ def test_logs_are_chosen_by_role_rank_node_and_instance() -> None:
     assert chosen(previous=True, node="node-1", role="reward") == [REWARD]
     assert chosen(instance="train-node-0-bbbbbbbb") == [RANK_0]
     assert chosen(instance="../../etc/passwd") == []
+
+
+NODES, WORKERS = ("node-0", "node-1"), ("train-node-0-bbbbbbbb", "reward-node-0-eeeeeeee")
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        {},
+        {"node": "node-0"},
+        {"node": "node-1"},
+        {"instance": "train-node-1-cccccccc"},
+        {"instance": "reward-node-0-eeeeeeee"},
+    ],
+)
+def test_whoever_is_registered_or_has_a_log_is_known(ask: dict[str, object]) -> None:
+    request = pb.StreamLogsRequest(job="u", **ask)  # type: ignore[arg-type]
+    check_named(request, ["node-0"], WORKERS, names=NAMES, whole=True)
+
+
+def test_a_node_and_a_worker_that_nobody_knows_are_not_there() -> None:
+    with pytest.raises(NodeNotFound, match="there is no node 'node-9', did you mean 'node-0'"):
+        check_named(pb.StreamLogsRequest(node="node-9"), ["node-0"], WORKERS, names=(), whole=True)
+    with pytest.raises(WorkerNotFound, match="no worker 'train-node-0-bbbbbbbc', did you mean 'train-node-0-bbbbbbbb'"):
+        check_named(pb.StreamLogsRequest(instance="train-node-0-bbbbbbbc"), NODES, WORKERS, names=NAMES, whole=True)
+    # Its log may lie on a node that was not looked at.
+    check_named(pb.StreamLogsRequest(instance="train-node-0-bbbbbbbc"), NODES, WORKERS, names=(), whole=False)
 
 
 WRONG = {

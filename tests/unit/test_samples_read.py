@@ -17,7 +17,8 @@ from rich.console import Console
 from controllers.cli.answers import Output, as_json
 from controllers.cli.samples_verb import samples
 from controllers.cli.samples_view import groups_tree, readable, show_groups
-from controllers.service.samples import find_samples
+from controllers.service.refusals import BadFields
+from controllers.service.samples import find_samples, samples_of_folder
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.config.reading import SamplesSpec
 from gcore.errors import Unreachable
@@ -55,6 +56,14 @@ def group(shard: int, *rewards: float, source: str = "sums", prompt: str = "1+1=
         ref=PromptRef(0, shard, 0), digest=f"d{shard}", source=source, prompt=KeptText(text=prompt), prompt_tokens=4,
         answer="2", holder="node-0.ab", samples=tuple(sample(f"{text} {n}", reward) for n, reward in enumerate(rewards)),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("order", [99, -1])
+async def test_an_order_that_is_none_is_refused_and_not_taken_for_another(tmp_path: Path, order: int) -> None:
+    request = pb.GetSamplesRequest(job="j", order=order)  # type: ignore[arg-type]
+    with pytest.raises(BadFields, match=f"order: {order} is no order. Use SAMPLE_ORDER_UNSPECIFIED") as caught:
+        samples_of_folder(tmp_path, request)
+    assert [one.field for one in caught.value.violations] == ["order"]
 
 
 KEPT = [Version(0, 1), Version(0, 5), Version(0, 6), Version(0, 7), Version(1, 6)]

@@ -12,7 +12,7 @@ from job_views import KEYS
 from job_views import stored as at
 
 from controllers.service.refusals import BadFields
-from controllers.service.step_metrics import Place, all_of, message, place_of, stored
+from controllers.service.step_metrics import Place, all_of, message, place_of, stored, unheard
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.ledger import archive
 from gcore.ledger.mirror import JobMirror
@@ -69,6 +69,24 @@ def test_a_step_tells_its_finite_numbers_and_what_came_of_its_prompts() -> None:
     assert (told.lineage, told.step) == (2, 5)
     assert dict(told.values) == {"reward": 0.25, "groups": 1.0, "filtered": 0.0, "failed": 1.0}
     assert dict(message(one, {"reward", "nothing"}).values) == {"reward": 0.25}
+
+
+@pytest.mark.parametrize("names", [[], ["reward"], ["kl", "groups"], ["own/number", "reward"], ["own/number"]])
+def test_a_number_that_a_step_has_told_or_gcore_has_is_known(names: list[str]) -> None:
+    some = [entry(1, "train", 0, 1, reward=0.1), entry(2, "train", 0, 2, **{"own/number": 1.0})]
+    assert not unheard(names, some)
+
+
+def test_a_number_that_no_step_has_told_and_gcore_has_not_is_unknown() -> None:
+    some = [entry(1, "train", 0, 1, reward=0.1), entry(2, "train", 0, 2, **{"own/number": 1.0})]
+    for name, near in (("rewrad", "reward"), ("own/numbr", "own/number"), ("clip_fractoin", "clip_fraction")):
+        with pytest.raises(BadFields, match=f"{name!r} is no number of this job's steps so far, did you mean {near!r}"):
+            unheard(["reward", name], some)
+
+
+def test_before_the_first_step_nothing_is_known_to_be_wrong() -> None:
+    assert unheard(["rewrad"], [])
+    assert not unheard(["reward"], [])
 
 
 def test_a_place_that_is_none_names_its_field() -> None:
