@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from controllers.service.allowed import paths_of
+from controllers.service.grounds import Use
 from gcore.clock import Clock
 from gcore.config import JobSpec
 from gcore.ledger.facts import ModelConfigs
@@ -76,26 +78,14 @@ class CheckedLately:
 def key_of(spec: JobSpec) -> str | None:
     """Names the spec and its files as they are now; None where they cannot be named. Blocks on the disk."""
     tree = {name: value for name, value in spec.model_dump(mode="json").items() if name not in OF_NO_FILE}
-    paths = sorted(set(_paths(tree)))
+    # What is written to changes with each job, and nothing in it is checked.
+    paths = sorted({named.path for named in paths_of(spec) if named.use is not Use.WRITE})
     if any(hub_model(path) is not None for path in paths):
         return None
     try:
         return json.dumps([tree, [_file(Path(path)) for path in paths]], sort_keys=True)
     except (OSError, ValueError):
         return None
-
-
-def _paths(tree: Any) -> Iterator[str]:
-    """Every path, or model's name, in a spec."""
-    if isinstance(tree, dict):
-        for name, value in tree.items():
-            if name == "path" and isinstance(value, str):
-                yield value
-            else:
-                yield from _paths(value)
-    elif isinstance(tree, list):
-        for value in tree:
-            yield from _paths(value)
 
 
 def _file(path: Path) -> list[Any]:

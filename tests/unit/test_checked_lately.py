@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from controllers.service.checked_lately import KEPT_S, MOST, CheckedLately, Found, key_of
 from gcore.config import JobSpec, parse_spec
 from gcore.errors import SpecError
+from gcore.prompts.opening import identify_data
 from gcore.testing import FakeClock
 
 FOUND = Found(1, "d", "", "", (), {}, 1, None)
@@ -80,6 +82,73 @@ async def test_another_spec_or_another_file_is_checked_anew(tmp_path: Path, chec
 
 def change(file: Path, text: str) -> None:
     file.write_text(text)
+
+
+def with_every_file(folder: Path) -> JobSpec:
+    """A spec that names files wherever it can."""
+    for name in ("critic", "judge"):
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text("{}")
+    for name in ("template", "tools", "words", "their-template", "their-tools", "held-out", "question"):
+        (folder / name).write_text("as it was")
+    own = {"template": str(folder / "their-template"), "tools": str(folder / "their-tools")}
+    sources = [{"name": "words", "path": str(folder / "words"), **own}]
+    judge = {"name": "j", "model": {"path": str(folder / "judge")}, "template_file": str(folder / "question")}
+    return spec(
+        folder,
+        data={"sources": sources, "template": str(folder / "template"), "tools": str(folder / "tools")},
+        eval={"path": str(folder / "held-out"), "every": 1},
+        judges=[judge],
+        reward={"judge": "j"},
+        flow={"name": "ppo", "steps": 9},
+        train={"advantage": "gae", "critic": {"path": str(folder / "critic")}},
+    )
+
+
+FILES = (
+    "model/config.json",
+    "critic/config.json",
+    "judge/config.json",
+    "template",
+    "tools",
+    "words",
+    "their-template",
+    "their-tools",
+    "held-out",
+    "question",
+)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_whichever_file_of_a_spec_changes_it_is_checked_anew(tmp_path: Path, name: str) -> None:
+    full = with_every_file(tmp_path)
+    before = key_of(full)
+    assert before is not None
+    change(tmp_path / name, "as it is now")
+    assert key_of(full) != before
+
+
+async def test_what_is_recorded_of_the_data_is_what_every_node_finds(tmp_path: Path) -> None:
+    """A template that is edited between two submissions: the second one's digest is that of the new one."""
+    (tmp_path / "template").write_text("{{ messages }}")
+    full = spec(tmp_path, data={"path": str(tmp_path / "d.jsonl"), "template": str(tmp_path / "template")})
+    (tmp_path / "d.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
+    lately = CheckedLately(FakeClock())
+
+    async def check() -> Found:
+        return replace(FOUND, data_digest=identify_data(full, tmp_path).digest)
+
+    for text in ("{{ messages }}", "{{ messages }} and more"):
+        change(tmp_path / "template", text)
+        assert (await lately.found(full, check)).data_digest == identify_data(full, tmp_path).digest
+
+
+def test_a_folder_that_jobs_write_to_is_not_watched(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    full = spec(tmp_path, storage={"root": str(tmp_path / "runs")})
+    before = key_of(full)
+    (tmp_path / "runs" / "another-job").mkdir()
+    assert key_of(full) == before
 
 
 async def test_after_a_while_it_is_checked_anew_for_plug_ins_may_have_changed(tmp_path: Path, checks: Checks) -> None:
