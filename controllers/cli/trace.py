@@ -85,7 +85,7 @@ def _read(job: str, step: int, home: Path, address: str | None) -> tuple[str, Ma
         run = finished_run(home, job, error)
         folder = Path(run["folder"])
         try:
-            lines = step_lines(folder, step)
+            lines = {line.node: line for line in step_lines(folder, step)}
             moves = moves_in(folder / NAME)
         except OSError as wrong:
             raise GcoreError(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import asyncio
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from typing import TypeVar
 
 from controllers.own_files import collect_books, collect_samples
 from controllers.service.audits import report_of
@@ -14,6 +17,8 @@ from controllers.service.samples import find_samples
 from controllers.service.shards import shards_of
 from controllers.service.statuses import Context, edge, stream_edge
 from gcore.api.v1 import jobs_pb2 as pb
+
+T = TypeVar("T")
 
 
 class Accounts(JobsDesk):
@@ -57,16 +62,34 @@ class Accounts(JobsDesk):
     @stream_edge
     async def GetSamples(self, request: pb.GetSamplesRequest, context: Context) -> AsyncGenerator[pb.SampleGroup, None]:
         """What a step was trained on, as far as it is kept."""
-        mirror = await self._mirror(request.job)
-        await self._jobs.collect(mirror, collect_samples)
-        for group in await find_samples(mirror, request):
-            yield group
+        with self._room.place():
+            async with aclosing(_one_by_one(await self._samples(request))) as groups:
+                async for group in groups:
+                    yield group
 
     @stream_edge
     async def GetBooks(self, request: pb.GetBooksRequest, context: Context) -> AsyncGenerator[pb.BookOfNode, None]:
         """What the slots of a job did."""
+        with self._room.place():
+            async with aclosing(_one_by_one(await self._books(request))) as books:
+                async for book in books:
+                    yield book
+
+    # The records of a job are not held for as long as somebody reads what was found by them.
+
+    async def _samples(self, request: pb.GetSamplesRequest) -> Iterator[pb.SampleGroup]:
+        mirror = await self._mirror(request.job)
+        await self._jobs.collect(mirror, collect_samples)
+        return await find_samples(mirror, request)
+
+    async def _books(self, request: pb.GetBooksRequest) -> Iterator[pb.BookOfNode]:
         mirror = await self._mirror(request.job)
         if request.HasField("step"):
             await self._jobs.collect(mirror, collect_books)
-        for book in await find_books(mirror, request.step if request.HasField("step") else None):
-            yield book
+        return await find_books(mirror, request.step if request.HasField("step") else None)
+
+
+async def _one_by_one(messages: Iterator[T]) -> AsyncGenerator[T, None]:
+    """Each is looked for, which blocks, when the client has taken the one before it."""
+    while (one := await asyncio.to_thread(next, messages, None)) is not None:
+        yield one

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 from controllers.service.refusals import NotFound
@@ -17,31 +18,34 @@ class NoBooks(NotFound):
     """Nobody has booked what was asked for."""
 
 
-async def find_books(mirror: JobMirror, step: int | None) -> list[pb.BookOfNode]:
-    """Node by node. Raises NoBooks, and GcoreError if the folder cannot be read."""
+async def find_books(mirror: JobMirror, step: int | None) -> Iterator[pb.BookOfNode]:
+    """Node by node, each read when it is asked for, which blocks. Raises NoBooks, and GcoreError if the folder cannot be read, now or
+    then."""
     assert mirror.job is not None
     if step is None:
-        return list(_newest(mirror))
+        return iter(list(_newest(mirror)))
     return await asyncio.to_thread(books_of_folder, Path(mirror.job.record.run_dir), step)
 
 
-def books_of_folder(run_dir: Path, step: int) -> list[pb.BookOfNode]:
+def books_of_folder(run_dir: Path, step: int) -> Iterator[pb.BookOfNode]:
     """A step's. Raises NoBooks, GcoreError. Blocks on the disk."""
-    try:
-        found = step_lines(run_dir, step)
-    except OSError as error:
-        raise GcoreError(f"the run's folder cannot be read ({error.strerror or error})", where=str(run_dir)) from error
-    if not found:
+    books = _of_folder(run_dir, step)
+    first = next(books, None)
+    if first is None:
         raise NoBooks(
             f"no node has booked step {step}",
             fix="A step is booked a moment after it is committed; `gcore describe` shows the newest",
         )
-    return [
-        pb.BookOfNode(
-            node=node, lineage=line.book.version.lineage, step=step, book_json=line_of(line).encode().decode()
-        )
-        for node, line in sorted(found.items())
-    ]
+    return chain((first,), books)
+
+
+def _of_folder(run_dir: Path, step: int) -> Iterator[pb.BookOfNode]:
+    try:
+        for line in step_lines(run_dir, step):
+            lineage = line.book.version.lineage
+            yield pb.BookOfNode(node=line.node, lineage=lineage, step=step, book_json=line_of(line))
+    except OSError as error:
+        raise GcoreError(f"the run's folder cannot be read ({error.strerror or error})", where=str(run_dir)) from error
 
 
 def _newest(mirror: JobMirror) -> Iterator[pb.BookOfNode]:

@@ -20,10 +20,13 @@ from typing import Any, BinaryIO
 
 import grpc
 
+from controllers.service.access import Role, caller
 from controllers.service.refusals import NotFound
+from controllers.service.room import StreamRoom
 from controllers.service.statuses import Context, edge, stream_edge
 from gcore.api.v1 import files_pb2 as pb
 from gcore.api.v1 import files_pb2_grpc
+from gcore.config.api import ApiConfig
 from gcore.errors import GcoreError, UsageError
 from gcore.ledger import archive, books_file, receipts
 from gcore.samples import folder as samples
@@ -44,10 +47,12 @@ FolderOf = Callable[[str], Awaitable[Path]]
 class FilesService(files_pb2_grpc.FilesServicer):
     """Implements gcore.api.v1.Files."""
 
-    def __init__(self, folder_of: FolderOf, trouble: Callable[[], str] = str) -> None:
-        """`trouble`: why the store cannot be brought back, if that is known here."""
+    def __init__(self, folder_of: FolderOf, trouble: Callable[[], str] = str, room: StreamRoom | None = None) -> None:
+        """`trouble`: why the store cannot be brought back, if that is known here. `room`: for how many files that are read at once; None:
+        as usual. Daemons need no place: a run goes on with what they fetch here, and each fetches one file of a job at a time."""
         self._folder_of = folder_of
         self.trouble = trouble
+        self._room = room or StreamRoom(ApiConfig().streams)
 
     @edge
     async def List(self, request: pb.ListFilesRequest, context: Context) -> pb.ListFilesReply:
@@ -60,22 +65,23 @@ class FilesService(files_pb2_grpc.FilesServicer):
     @stream_edge
     async def Read(self, request: pb.ReadFileRequest, context: Context) -> AsyncGenerator[pb.FileChunk, None]:
         """A file, from an offset to where it ends when it is opened."""
-        parts = parts_of(request.file)
-        run_dir = await self._folder_of(request.job_uid)
-        file, left = await asyncio.to_thread(_opened, run_dir, parts, request.offset)
-        digest = hashlib.sha256()
-        try:
-            while left:
-                data = await asyncio.to_thread(_read, file, min(left, CHUNK_BYTES), digest)
-                if not data:  # it became shorter: whoever asked sees that by the digest of what it was to be
-                    break
-                left -= len(data)
-                yield pb.FileChunk(data=data)
-            yield pb.FileChunk(sha256=digest.digest())
-        except OSError as error:
-            await context.abort(grpc.StatusCode.DATA_LOSS, f"{request.file}: {error.strerror or error}")
-        finally:
-            file.close()
+        with contextlib.nullcontext() if caller().role is Role.NODE else self._room.place():
+            parts = parts_of(request.file)
+            run_dir = await self._folder_of(request.job_uid)
+            file, left = await asyncio.to_thread(_opened, run_dir, parts, request.offset)
+            digest = hashlib.sha256()
+            try:
+                while left:
+                    data = await asyncio.to_thread(_read, file, min(left, CHUNK_BYTES), digest)
+                    if not data:  # it became shorter: whoever asked sees that by the digest of what it was to be
+                        break
+                    left -= len(data)
+                    yield pb.FileChunk(data=data)
+                yield pb.FileChunk(sha256=digest.digest())
+            except OSError as error:
+                await context.abort(grpc.StatusCode.DATA_LOSS, f"{request.file}: {error.strerror or error}")
+            finally:
+                file.close()
 
 
 def parts_of(path: str) -> tuple[str, ...]:

@@ -1,9 +1,14 @@
-"""The kept samples of a job, read from its run's folder for whoever asks. Any controller can: they all see the folder."""
+"""The kept samples of a job, read from its run's folder for whoever asks. Any controller can: they all see the folder.
+
+What a stream holds of a step is where its groups lie; a group's texts are read when it is that group's turn.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from controllers.service.refusals import bad_field
@@ -11,10 +16,10 @@ from gcore.api.v1 import jobs_pb2 as pb
 from gcore.config.reading import SamplesSpec
 from gcore.errors import GcoreError
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records import Head
 from gcore.samples import folder
 from gcore.samples.records import KeptGroup, KeptText
-from gcore.samples.selection import Order, Response, Selection, find_kept, find_version, select, standing
+from gcore.samples.selection import Order, Response, Selection, find_kept, find_version, responses_of, select, standing
+from gcore.schema import UnreadableRecord
 from gcore.types import Version
 
 _ORDERS: dict[int, Order] = {
@@ -30,7 +35,8 @@ _STANDINGS = {
 
 
 async def find_samples(mirror: JobMirror, request: pb.GetSamplesRequest) -> Iterator[pb.SampleGroup]:
-    """The groups that fit the request. Raises BadFields, NoSamples, and GcoreError if the folder cannot be read."""
+    """The groups that fit the request, each read when it is asked for, which blocks. Raises BadFields, NoSamples, and GcoreError if the
+    folder cannot be read, now or then."""
     assert mirror.job is not None
     job = mirror.job.record
     run_dir, head = Path(job.run_dir), mirror.head.record if mirror.head else None
@@ -40,24 +46,35 @@ async def find_samples(mirror: JobMirror, request: pb.GetSamplesRequest) -> Iter
     def find(kept: Sequence[Version], step: int | None) -> Version:
         return find_version(kept, head, spec, step, ended=ended)
 
-    return _messages(head, *await asyncio.to_thread(_read, run_dir, request, find))
+    picked = await asyncio.to_thread(_pick, run_dir, request, find)
+    return _messages(picked, _STANDINGS[standing(head, picked.version)] if head is not None else None)
 
 
 def samples_of_folder(run_dir: Path, request: pb.GetSamplesRequest) -> Iterator[pb.SampleGroup]:
     """The same of a run of which no cluster knows any more; how its steps stood is not said. Blocks on the disk."""
-    return _messages(None, *_read(run_dir, request, find_kept))
+    return _messages(_pick(run_dir, request, find_kept), None)
 
 
-def _read(
+@dataclass(frozen=True, slots=True)
+class _Picked:
+    """What a request asks for: where it lies, and no more of it than that. `advantages`: by the group's digest, as written."""
+
+    version: Version
+    selection: Selection[folder.GroupLine]
+    advantages: Mapping[str, Sequence[bytes]]
+    order: Order
+
+
+def _pick(
     run_dir: Path, request: pb.GetSamplesRequest, find: Callable[[Sequence[Version], int | None], Version]
-) -> tuple[Version, Selection]:
+) -> _Picked:
     order = _order(request)
-    try:
+    with _reading(run_dir):
         version = find(folder.kept_steps(run_dir), request.step if request.HasField("step") else None)
-        groups, advantages = folder.read_groups(run_dir, version), folder.read_advantages(run_dir, version)
-    except OSError as error:
-        raise GcoreError(f"the run's folder cannot be read ({error.strerror or error})", where=str(run_dir)) from error
-    return version, select(groups, advantages, source=request.source, order=order, limit=request.limit)
+        groups = folder.list_groups(run_dir, version)
+        selection = select(groups, source=request.source, order=order, limit=request.limit)
+        known, wanted = folder.list_advantages(run_dir, version), {group.digest for group in selection.groups}
+    return _Picked(version, selection, {name: lines for name, lines in known.items() if name in wanted}, order)
 
 
 def _order(request: pb.GetSamplesRequest) -> Order:
@@ -66,13 +83,26 @@ def _order(request: pb.GetSamplesRequest) -> Order:
     return _ORDERS[request.order]
 
 
-def _messages(head: Head | None, version: Version, selection: Selection) -> Iterator[pb.SampleGroup]:
-    for group, responses in selection.groups:
-        message = _group(group, responses)
-        message.lineage, message.step, message.of = version.lineage, version.step, selection.of
-        if head is not None:
-            message.standing = _STANDINGS[standing(head, version)]
+def _messages(picked: _Picked, stands: pb.StepStanding | None) -> Iterator[pb.SampleGroup]:
+    for where in picked.selection.groups:
+        with _reading(where.file.parent):
+            group = folder.read_group(where)
+        advantages = folder.advantages_in(picked.advantages.get(where.digest, ()))
+        message = _group(group, responses_of(group, advantages, picked.order))
+        message.lineage, message.step, message.of = picked.version.lineage, picked.version.step, picked.selection.of
+        if stands is not None:
+            message.standing = stands
         yield message
+
+
+@contextlib.contextmanager
+def _reading(where: Path) -> Iterator[None]:
+    try:
+        yield
+    except (FileNotFoundError, UnreadableRecord) as error:
+        raise GcoreError("the samples of this step were removed while they were read", where=str(where)) from error
+    except OSError as error:
+        raise GcoreError(f"the run's folder cannot be read ({error.strerror or error})", where=str(where)) from error
 
 
 def _group(group: KeptGroup, responses: tuple[Response, ...]) -> pb.SampleGroup:

@@ -16,7 +16,8 @@ class ApiConfig(Section):
         False, description="Whether the API tells its services and messages to tools such as grpcurl"
     )
     streams: Annotated[int, Field(ge=1, le=100_000)] = Field(
-        512, description="Events, logs and numbers that are followed at once; who comes then is refused"
+        512,
+        description="Streams that are served at once, of events, logs, numbers, samples and books; who comes then is refused",
     )
     calls: Annotated[int, Field(ge=16, le=100_000)] = Field(
         4096,

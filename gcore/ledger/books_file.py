@@ -137,18 +137,34 @@ def newest(run_dir: Path, node: str) -> BookLine | None:
 
 def lines_of(run_dir: Path, step: int | None = None) -> Iterator[BookLine]:
     """All that nodes have booked (of one step), node by node, oldest first. Raises OSError. Blocks."""
-    mark = None if step is None else f'"step":{step},'
+    return (line for _, _, line in _lines(run_dir, step))
+
+
+def step_lines(run_dir: Path, step: int) -> Iterator[BookLine]:
+    """A step of the newest lineage that anybody has booked, node by node; each is read when it is asked for. Raises OSError. Blocks."""
+    newest, places = Version(0, step), dict[Path, int]()
+    for path, offset, line in _lines(run_dir, step):
+        if line.book.version > newest:
+            newest, places = line.book.version, {}
+        if line.book.version == newest:
+            places[path] = offset
+    for path, offset in sorted(places.items()):
+        with path.open("rb") as file:
+            file.seek(offset)
+            again = parse(file.readline().decode(errors="replace"))
+        if again is not None:
+            yield again
+
+
+def _lines(run_dir: Path, step: int | None) -> Iterator[tuple[Path, int, BookLine]]:
+    """With where each begins in which file."""
+    mark = None if step is None else f'"step":{step},'.encode()
     for path in sorted((run_dir / FOLDER).glob("*.jsonl")):
-        with path.open(encoding="utf-8", errors="replace") as file:
+        with path.open("rb") as file:
+            offset = 0
             for text in file:
-                if mark is None or mark in text[: len(path.stem) + 64]:
-                    line = parse(text)
+                begin, offset = offset, offset + len(text)
+                if mark is None or mark in text[: len(path.stem.encode()) + 64]:
+                    line = parse(text.decode(errors="replace"))
                     if line is not None and step in (None, line.book.version.step):
-                        yield line
-
-
-def step_lines(run_dir: Path, step: int) -> dict[str, BookLine]:
-    """By node: a step of the newest lineage that anybody has booked. Raises OSError. Blocks."""
-    found = list(lines_of(run_dir, step))
-    newest = max((line.book.version for line in found), default=Version(0, step))
-    return {line.node: line for line in found if line.book.version == newest}
+                        yield path, begin, line

@@ -8,6 +8,7 @@ Both name the group by its digest. Texts longer than the spec allows are cut; `m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -59,6 +60,11 @@ class KeptGroup(Record):
     temperature: float = 1.0
     holder: str
     samples: tuple[KeptSample, ...]
+
+    @property
+    def mean_reward(self) -> float:
+        """Of its samples."""
+        return math.fsum(sample.reward for sample in self.samples) / max(len(self.samples), 1)
 
 
 class KeptAdvantage(Record):

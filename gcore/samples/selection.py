@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Generic, Literal, Protocol, TypeVar
 
 from gcore.config.reading import SamplesSpec
 from gcore.errors import UsageError
 from gcore.ledger.ancestry import is_ancestor
 from gcore.ledger.records import Head
 from gcore.samples.records import KeptAdvantage, KeptGroup, KeptSample
-from gcore.types import Version
+from gcore.types import PromptRef, Version
 
 Order = Literal["stream", "best", "worst"]
 Standing = Literal["committed", "under way", "cut off"]
@@ -32,11 +31,25 @@ class Response:
     advantage: KeptAdvantage | None
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """`groups`, each with its responses in the order asked for, of `of` that fit."""
+class Kept(Protocol):
+    """What groups are picked by."""
 
-    groups: tuple[tuple[KeptGroup, tuple[Response, ...]], ...]
+    @property
+    def ref(self) -> PromptRef: ...
+    @property
+    def source(self) -> str: ...
+    @property
+    def mean_reward(self) -> float: ...
+
+
+G = TypeVar("G", bound=Kept)
+
+
+@dataclass(frozen=True, slots=True)
+class Selection(Generic[G]):
+    """`groups`, in the order asked for, of `of` that fit."""
+
+    groups: tuple[G, ...]
     of: int
 
 
@@ -92,14 +105,7 @@ def find_kept(kept: Sequence[Version], step: int | None) -> Version:
     return max(found)
 
 
-def select(
-    groups: Iterable[KeptGroup],
-    advantages: dict[tuple[str, int], KeptAdvantage],
-    *,
-    source: str = "",
-    order: Order = "stream",
-    limit: int = 0,
-) -> Selection:
+def select(groups: Iterable[G], *, source: str = "", order: Order = "stream", limit: int = 0) -> Selection[G]:
     """At most `limit` groups (0: all) of `source` ("": any), in `order`. Raises NoSamples for a source that has none."""
     every = sorted(groups, key=lambda group: group.ref)
     if not every:
@@ -109,15 +115,15 @@ def select(
         names = ", ".join(sorted({repr(group.source) for group in every}))
         raise NoSamples(f"no group of this step is of source {source!r}", fix=f"There are groups of {names}")
     if order != "stream":
-        fitting.sort(key=lambda group: _sign(order) * _mean_reward(group))
-    taken = fitting[:limit] if limit else fitting
-    return Selection(tuple((group, _responses(group, advantages, order)) for group in taken), len(fitting))
+        fitting.sort(key=lambda group: _sign(order) * group.mean_reward)
+    return Selection(tuple(fitting[:limit] if limit else fitting), len(fitting))
 
 
-def _responses(
-    group: KeptGroup, advantages: dict[tuple[str, int], KeptAdvantage], order: Order
+def responses_of(
+    group: KeptGroup, advantages: Mapping[int, KeptAdvantage], order: Order = "stream"
 ) -> tuple[Response, ...]:
-    found = [Response(i, sample, advantages.get((group.digest, i))) for i, sample in enumerate(group.samples)]
+    """Its responses in `order`; `advantages`: by the sample's index."""
+    found = [Response(i, sample, advantages.get(i)) for i, sample in enumerate(group.samples)]
     if order != "stream":
         found.sort(key=lambda response: _sign(order) * response.sample.reward)
     return tuple(found)
@@ -125,10 +131,6 @@ def _responses(
 
 def _sign(order: Order) -> int:
     return -1 if order == "best" else 1
-
-
-def _mean_reward(group: KeptGroup) -> float:
-    return math.fsum(sample.reward for sample in group.samples) / max(len(group.samples), 1)
 
 
 def _there(kept: Sequence[Version]) -> str:

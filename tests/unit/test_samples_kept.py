@@ -204,6 +204,15 @@ def test_a_step_that_is_removed_while_it_is_read_has_no_groups(tmp_path: Path, m
     shutil.rmtree(folder.step_folder(tmp_path, version))
     monkeypatch.setattr(folder, "_files", lambda run_dir, version, advantages: listed)
     assert folder.read_groups(tmp_path, version) == []
+    assert folder.list_groups(tmp_path, version) == []
+
+
+def test_groups_are_listed_without_their_texts_and_read_one_by_one(tmp_path: Path) -> None:
+    version, groups = Version(0, 1), [kept_group(group(shard), f"d{shard}", "1+1", "2", ME, 100) for shard in range(4)]
+    folder.write(tmp_path, version, "b", groups[2:])
+    folder.write(tmp_path, version, "a", [*groups[:2], groups[2]])
+    listed = folder.list_groups(tmp_path, version)
+    assert [folder.read_group(one) for one in listed] == folder.read_groups(tmp_path, version) == groups
 
 
 @given(st.lists(st.sampled_from(["a", "b", "c"]), max_size=60), st.integers(0, 20))
@@ -239,6 +248,10 @@ def step_of(groups: list[Group], batches: dict[Place, Any], number: int = 1) -> 
     return SimpleNamespace(work=work, places=lambda: iter(batches), at=lambda place: batches[place])
 
 
+def advantages(run_dir: Path, one: Group) -> dict[int, KeptAdvantage]:
+    return folder.advantages_in(folder.list_advantages(run_dir, Version(0, 1))[one.digest()])
+
+
 def test_ranks_write_the_mean_advantage_and_its_range_where_it_differs_over_tokens(tmp_path: Path) -> None:
     one = group(0)
     scored = torch.tensor([[True, True, False], [True, True, True]])
@@ -249,9 +262,9 @@ def test_ranks_write_the_mean_advantage_and_its_range_where_it_differs_over_toke
     }
     values = {Place(0, 0): torch.tensor([[0.5, 0.5, 9.0], [-1.0, 0.0, 4.0]]), Place(0, 1): torch.zeros(1, 1)}
     show_advantages(tmp_path, SamplesSpec(), step_of([one], batches), values)
-    assert folder.read_advantages(tmp_path, Version(0, 1)) == {
-        (one.digest(), 0): KeptAdvantage(digest=one.digest(), sample=0, mean=0.5),
-        (one.digest(), 1): KeptAdvantage(digest=one.digest(), sample=1, mean=1.0, least=-1.0, most=4.0),
+    assert advantages(tmp_path, one) == {
+        0: KeptAdvantage(digest=one.digest(), sample=0, mean=0.5),
+        1: KeptAdvantage(digest=one.digest(), sample=1, mean=1.0, least=-1.0, most=4.0),
     }
 
 
@@ -261,9 +274,7 @@ def test_ranks_write_one_number_a_sample_where_the_advantage_is_the_samples(tmp_
     scored = torch.tensor([[True, True], [False, False]])
     batches = {Place(0, 0): SimpleNamespace(slots=slots, scored=scored)}
     show_advantages(tmp_path, SamplesSpec(), step_of([one], batches), {Place(0, 0): torch.tensor([[0.25], [9.0]])})
-    assert folder.read_advantages(tmp_path, Version(0, 1)) == {
-        (one.digest(), 1): KeptAdvantage(digest=one.digest(), sample=1, mean=0.25)
-    }
+    assert advantages(tmp_path, one) == {1: KeptAdvantage(digest=one.digest(), sample=1, mean=0.25)}
 
 
 def test_ranks_write_nothing_of_a_step_that_is_not_due(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from controllers.service.refusals import BadFields
 from controllers.service.samples import find_samples, samples_of_folder
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.config.reading import SamplesSpec
-from gcore.errors import Unreachable
+from gcore.errors import GcoreError, Unreachable
 from gcore.ledger.guarded import Stored
 from gcore.ledger.job import JobRecord
 from gcore.ledger.mirror import JobMirror
@@ -29,7 +30,7 @@ from gcore.ledger.records import Head, Lineage
 from gcore.prompts.cursor import Cursors
 from gcore.samples import folder
 from gcore.samples.records import KeptAdvantage, KeptGroup, KeptSample, KeptText
-from gcore.samples.selection import NoSamples, find_version, select, standing
+from gcore.samples.selection import NoSamples, find_version, responses_of, select, standing
 from gcore.store.keys import JobKeys
 from gcore.testing.fake_jobs import FakeJobs, Script
 from gcore.types import PromptRef, Version
@@ -128,20 +129,20 @@ GROUPS = [group(2, 0.0, 1.0), group(0, 1.0, 1.0, source="words"), group(1, 0.0, 
 
 
 def test_the_best_and_the_worst_come_first_with_their_responses_in_the_same_order() -> None:
-    best, worst = select(GROUPS, {}, order="best"), select(GROUPS, {}, order="worst", limit=1)
-    assert [g.ref.shard for g, _ in best.groups] == [0, 2, 1]
-    assert [[r.index for r in responses] for _, responses in best.groups] == [[0, 1], [1, 0], [1, 0]]
-    assert [(g.ref.shard, [r.index for r in responses]) for g, responses in worst.groups] == [(1, [0, 1])]
+    best, worst = select(GROUPS, order="best"), select(GROUPS, order="worst", limit=1)
+    assert [g.ref.shard for g in best.groups] == [0, 2, 1]
+    assert [[r.index for r in responses_of(g, {}, "best")] for g in best.groups] == [[0, 1], [1, 0], [1, 0]]
+    assert [(g.ref.shard, [r.index for r in responses_of(g, {}, "worst")]) for g in worst.groups] == [(1, [0, 1])]
     assert worst.of == 3
-    assert [g.ref.shard for g, _ in select(GROUPS, {}).groups] == [0, 1, 2]
+    assert [g.ref.shard for g in select(GROUPS).groups] == [0, 1, 2]
 
 
 def test_one_source_is_picked_and_an_unknown_one_is_told_with_those_there_are() -> None:
-    assert [g.ref.shard for g, _ in select(GROUPS, {}, source="sums").groups] == [1, 2]
+    assert [g.ref.shard for g in select(GROUPS, source="sums").groups] == [1, 2]
     with pytest.raises(
         NoSamples, match=r"no group of this step is of source 'sum'\. There are groups of 'sums', 'words'"
     ):
-        select(GROUPS, {}, source="sum")
+        select(GROUPS, source="sum")
 
 
 def test_of_a_job_that_ended_before_its_first_step_nobody_is_asked_to_wait() -> None:
@@ -176,6 +177,15 @@ async def test_a_controller_joins_what_holders_and_ranks_wrote(tmp_path: Path) -
     assert {part.name: part.value for part in high.parts} == {"right": 1.0, "format": 0.5}
     assert not any(response.HasField("advantage") for response in second.responses)
     assert [g.ref for g in await found(tmp_path, step=3, limit=1, order=pb.SAMPLE_ORDER_BEST)] == ["0/1/0"]
+
+
+async def test_of_a_step_no_more_is_held_than_the_group_that_is_being_told(tmp_path: Path) -> None:
+    """Whoever stops reading keeps no texts in the daemon, and is told when they were removed meanwhile."""
+    groups = await find_samples(stored(tmp_path), pb.GetSamplesRequest(job="sums"))
+    assert next(groups).ref == "0/0/0"
+    shutil.rmtree(folder.step_folder(tmp_path, Version(0, 3)))
+    with pytest.raises(GcoreError, match="removed while they were read"):
+        next(groups)
 
 
 async def test_a_controller_says_that_a_step_is_not_there(tmp_path: Path) -> None:

@@ -122,10 +122,10 @@ def test_a_step_is_found_in_its_newest_lineage_and_lines_that_are_cut_off_are_pa
         append(tmp_path, one)
     with (tmp_path / "books" / "a.jsonl").open("a") as file:
         file.write(line_of(line("a", 3, lineage=2))[:80])
-    found = step_lines(tmp_path, 3)
-    assert {node: one.book.version for node, one in found.items()} == {"a": Version(1, 3), "b": Version(1, 3)}
+    found = list(step_lines(tmp_path, 3))
+    assert [(one.node, one.book.version) for one in found] == [("a", Version(1, 3)), ("b", Version(1, 3))]
     assert len(list(lines_of(tmp_path))) == 5
-    assert step_lines(tmp_path, 5) == {}
+    assert list(step_lines(tmp_path, 5)) == []
     assert parse("{}") is None
     last = newest(tmp_path, "a")
     assert last is not None
