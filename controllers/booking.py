@@ -98,8 +98,6 @@ class Booking:
     async def begin(self, spec: JobSpec, run_dir: Path, head: Version | None, usage: UsageBook | None = None) -> None:
         """The job is at `head`, and time is booked from now on; where another life of this controller's did so until lately, the time since then is not left out."""
         self._run_dir, self._usage = run_dir, usage
-        if usage is not None:
-            await usage.begin()
         before: BookLine | None = None
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(BEGIN_S):

@@ -7,6 +7,8 @@
 - *Logs* are those of supervisors; one whose worker is registered is needed.
 - *Scratch* is what a job's processes left in their folder on this node; needed until the job has ended and no worker of it is left.
 
+What jobs used long ago, of all nodes, is forgotten in the same rounds (`controllers.used_days`).
+
 A folder is first renamed, and then deleted: of several daemons that see the same folder one does it, and none finds half of one.
 """
 
@@ -26,10 +28,12 @@ from typing import Any
 
 from controllers.garbage import GIB, Found, Verdict, judged
 from controllers.job_groups import FOLDER as SCRATCH
+from controllers.used_days import forget_old
 from gcore.clock import Clock
 from gcore.config import NodeConfig
 from gcore.errors import GcoreError
 from gcore.ledger.job import JobRecord, JobStatus
+from gcore.ledger.usage import DAY_S
 from gcore.schema import UnreadableRecord
 from gcore.store import keys
 from gcore.store.keys import JobKeys
@@ -200,6 +204,7 @@ class Clearing:
     async def round(self) -> None:
         """One. What goes wrong is logged, and left for the next."""
         now = self._clock.wall()
+        await forget_old(self._store, int(now // DAY_S))
         try:
             verdicts = judged(await look(self._config, self._store, now), self._config.gc, now)
             for folder in (Path(self._config.run_root), Path(self._config.home) / SCRATCH):

@@ -1,4 +1,4 @@
-"""Writes down what a job uses of this node (`gcore.ledger.usage`), as steps are booked, and forgets what is very old.
+"""Writes down what a job uses of this node (`gcore.ledger.usage`), as steps are booked.
 
 Several steps may go into one write, but no more than its record remembers by name; what is not written yet when a daemon is killed, at most `EVERY_S` of work, is not counted. A
 write compares what it adds to, and one whose answer never came is looked at again before it is made once more, so nothing is counted
@@ -15,10 +15,10 @@ from gcore.clock import Clock
 from gcore.errors import StoreUnavailable
 from gcore.ledger.books import StepBook
 from gcore.ledger.job import JobRecord
-from gcore.ledger.usage import DAY_S, KEPT_DAYS, NEWEST_STEPS, NodeUsage, day_of
+from gcore.ledger.usage import NEWEST_STEPS, NodeUsage, day_of
 from gcore.schema import UnreadableRecord
 from gcore.store import keys
-from gcore.store.types import Compare, Delete, Put, Store
+from gcore.store.types import Compare, Put, Store
 
 log = logging.getLogger(__name__)
 
@@ -26,8 +26,6 @@ EVERY_S = 2.0
 TRIES = 3
 MOST_WAITING = 1000
 """Steps that wait for a store that is away; the oldest are given up."""
-SWEPT_DAYS = 32
-"""Days beyond the last that stays, of which a node's records are removed when a job begins there."""
 
 
 @dataclass
@@ -40,14 +38,6 @@ class UsageBook:
     clock: Clock
     _waiting: list[StepBook] = field(default_factory=list)
     _written: float | None = None
-
-    async def begin(self) -> None:
-        """Forget what is too old."""
-        today = int(self.clock.wall() // DAY_S)
-        old = range(today - KEPT_DAYS - SWEPT_DAYS, today - KEPT_DAYS)
-        with contextlib.suppress(StoreUnavailable):
-            deletes = [Delete(keys.usage_of_day(self.node, day), prefix=True) for day in old if day >= 0]
-            await self.store.transact((), deletes)
 
     async def add(self, book: StepBook) -> None:
         """A step was booked."""

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import asyncio
+import functools
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
 
 from controllers.service.access import caller, may_see
 from controllers.service.claiming import node_uses
 from controllers.service.desk import JobsDesk
 from controllers.service.namespaces import check_namespace
 from controllers.service.records import ClusterListing
-from controllers.service.refusals import BadFields, NodeNotFound, bad_field
+from controllers.service.refusals import BadFields, NamespaceNotFound, NodeNotFound, bad_field
 from controllers.service.statuses import Context, edge
+from controllers.used_days import used_on
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.ledger.claims import Drained, Shares, SickSlots
-from gcore.ledger.usage import DAY_S, DIMENSIONS, NodeUsage, summed
+from gcore.ledger.usage import DAY_S, DIMENSIONS, NodeUsage, UsageSums
 from gcore.nearest import did_you_mean
 from gcore.rpc_status import Violation
 from gcore.store import keys
@@ -24,8 +29,24 @@ LAST = 10.0**11
 """No time of a request is later, in seconds since the epoch."""
 
 
-def usage_of(request: pb.GetUsageRequest, usages: Iterable[NodeUsage], now: float) -> pb.GetUsageReply:
-    """What of all that was used is asked for. Raises BadFields."""
+@dataclass(frozen=True, slots=True)
+class AskedUsage:
+    """What of all that was used is asked for: days since the epoch, both included, by which dimensions, and of which namespace; empty: of
+    all that the caller may see."""
+
+    first_day: int
+    last_day: int
+    by: tuple[str, ...]
+    namespace: str
+
+    def has(self, usage: NodeUsage) -> bool:
+        """Whether a record is of it."""
+        is_then = self.first_day <= usage.day <= self.last_day
+        return is_then and may_see(usage.namespace) and self.namespace in ("", usage.namespace)
+
+
+def asked_usage(request: pb.GetUsageRequest, now: float) -> AskedUsage:
+    """Raises BadFields."""
     wrong = []
     for name in ("since", "until"):
         if not 0 <= getattr(request, name) <= LAST:  # NaN is not, either
@@ -38,10 +59,14 @@ def usage_of(request: pb.GetUsageRequest, usages: Iterable[NodeUsage], now: floa
         wrong.append(Violation("until", "is before since"))
     if wrong:
         raise BadFields(wrong)
-    seen = (one for one in usages if may_see(one.namespace) and request.namespace in ("", one.namespace))
     first, last = int(request.since // DAY_S), int((request.until or now) // DAY_S)
+    return AskedUsage(first, last, tuple(request.by) or ("namespace",), request.namespace)
+
+
+def usage_reply(sums: UsageSums) -> pb.GetUsageReply:
+    """As the API tells it."""
     reply = pb.GetUsageReply()
-    for named, seconds in summed(seen, request.by or ("namespace",), first, last):
+    for named, seconds in sums.ranked():
         reply.usages.add(by=named, slot_seconds=seconds.slot_s, busy_seconds=seconds.busy_s)
     return reply
 
@@ -49,14 +74,40 @@ def usage_of(request: pb.GetUsageRequest, usages: Iterable[NodeUsage], now: floa
 class Nodes(JobsDesk):
     """Lists what is registered, and sums up what was used."""
 
+    @functools.cached_property
+    def _one_sum(self) -> asyncio.Lock:
+        """However many ask, one sum is made at a time."""
+        return asyncio.Lock()
+
     @edge
     async def GetUsage(self, request: pb.GetUsageRequest, context: Context) -> pb.GetUsageReply:
         """Slot-seconds, whole UTC days from that of `since` to that of `until`."""
-        usages = await self._jobs.usages()
-        reply = usage_of(request, usages, self._clock.wall())
+        asked = asked_usage(request, self._clock.wall())
+        sums = UsageSums(asked.by)
+        async with aclosing(self._used(asked.first_day, asked.last_day)) as pages:
+            async for usages in pages:
+                for usage in filter(asked.has, usages):
+                    sums.add(usage)
+        reply = usage_reply(sums)
         if request.namespace and not reply.usages:
-            await check_namespace(self._jobs.store, request.namespace, {one.namespace for one in usages})
+            await self._check_namespace(request.namespace)
         return reply
+
+    async def _used(self, first_day: int, last_day: int) -> AsyncGenerator[Sequence[NodeUsage], None]:
+        async with self._one_sum, aclosing(used_on(self._jobs.store, first_day, last_day)) as pages:
+            async for usages in pages:
+                yield usages
+
+    async def _check_namespace(self, namespace: str) -> None:
+        """Of which nothing was used on the days that were asked for; whether it ever was is looked up where nothing else is known of it."""
+        try:
+            await check_namespace(self._jobs.store, namespace)
+        except NamespaceNotFound:
+            if caller().namespaces is not None:
+                raise
+            async with aclosing(self._used(0, keys.LAST_DAY)) as pages:
+                used = {one.namespace async for usages in pages for one in usages}
+            await check_namespace(self._jobs.store, namespace, used)
 
     async def _nodes(self, listing: ClusterListing, namespaces: Mapping[str, str]) -> list[pb.Node]:
         """Those that are there, with what their slots are for."""

@@ -24,7 +24,6 @@ from gcore.ledger.guarded import Ledger
 from gcore.ledger.job import JobRecord, NodeRecord
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.store_copy import mirror_of
-from gcore.ledger.usage import NodeUsage
 from gcore.schema import Record, UnreadableRecord
 from gcore.store import keys
 from gcore.store.keys import JobKeys
@@ -231,10 +230,6 @@ class StoredJobs:
             with contextlib.suppress(UnreadableRecord):
                 sick[kv.key.removeprefix(keys.SICK)] = SickSlots.decode(kv.value, kv.key)
         return frozenset(drained), sick
-
-    async def usages(self) -> list[NodeUsage]:
-        """What jobs have used of the cluster, those too of which nothing else is known any more."""
-        return list(_read(NodeUsage, await self._store.list(keys.USAGE)))
 
     async def audit(self, uid: str) -> Audit:
         """Recompute a job's accounts from its log and the ranks' receipts. One that has ended leaves a copy of its records

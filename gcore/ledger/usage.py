@@ -88,17 +88,25 @@ def pools_of(book: StepBook) -> dict[str, PoolSeconds]:
     return pools
 
 
-def summed(
-    usages: Iterable[NodeUsage], by: Iterable[str], first_day: int, last_day: int
-) -> list[tuple[Mapping[str, str], PoolSeconds]]:
-    """What was used on these days, both included, by what is asked for; the most first."""
-    dimensions = tuple(dict.fromkeys(by))
-    sums: dict[tuple[str, ...], PoolSeconds] = {}
-    for usage in usages:
-        if first_day <= usage.day <= last_day:
-            for pool, seconds in usage.pools.items():
-                named = {"namespace": usage.namespace, "job": usage.job, "owner": usage.owner, "pool": pool}
-                key = tuple(named[one] for one in dimensions)
-                sums[key] = sums[key].plus(seconds) if key in sums else seconds
-    ranked = sorted(sums.items(), key=lambda item: (-item[1].slot_s, item[0]))
-    return [(dict(zip(dimensions, key, strict=True)), seconds) for key, seconds in ranked]
+class UsageSums:
+    """What was used, by some of `DIMENSIONS`. Mutable: records are added as they are read."""
+
+    def __init__(self, by: Iterable[str]) -> None:
+        self._dimensions = tuple(dict.fromkeys(by))
+        self._sums: dict[tuple[str, ...], tuple[float, float]] = {}
+
+    def add(self, usage: NodeUsage) -> None:
+        """One record more."""
+        for pool, seconds in usage.pools.items():
+            named = {"namespace": usage.namespace, "job": usage.job, "owner": usage.owner, "pool": pool}
+            key = tuple(named[one] for one in self._dimensions)
+            slot_s, busy_s = self._sums.get(key, (0.0, 0.0))
+            self._sums[key] = slot_s + seconds.slot_s, busy_s + seconds.busy_s
+
+    def ranked(self) -> list[tuple[Mapping[str, str], PoolSeconds]]:
+        """The most first."""
+        ranked = sorted(self._sums.items(), key=lambda item: (-item[1][0], item[0]))
+        return [
+            (dict(zip(self._dimensions, key, strict=True)), PoolSeconds(slot_s=slot_s, busy_s=busy_s))
+            for key, (slot_s, busy_s) in ranked
+        ]

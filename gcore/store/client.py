@@ -91,6 +91,14 @@ class EtcdStore:
         answer = await self._caller.call(_range(request), repeatable=True)
         return Listing(tuple(key_value(kv) for kv in answer.kvs), int(answer.header.revision))
 
+    async def between(self, first: str, behind: str, limit: int) -> Listing:
+        """See `Store.between`."""
+        if first.encode() >= behind.encode():  # which etcd would take for nothing, or for a mistake
+            return Listing((), 0)
+        request = rpc.RangeRequest(key=first.encode(), range_end=behind.encode(), limit=limit)
+        answer = await self._caller.call(_range(request), repeatable=True)
+        return Listing(tuple(key_value(kv) for kv in answer.kvs), int(answer.header.revision))
+
     async def transact(self, compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> TxnResult:
         """See `Store.transact`."""
         check_transaction(compares, writes)

@@ -24,11 +24,25 @@ QUOTAS = POOL + "quotas"
 DEFAULT_NAMESPACE = "default"
 USAGE = ROOT + "usage/"
 """What jobs have used; it outlives them (`gcore.ledger.usage`)."""
+USAGE_SWEPT = ROOT + "usage-swept"
+"""Up to which day since the epoch it was looked for what of it is to be forgotten, as digits."""
+LAST_DAY = 999_999
+"""The last that a key can name."""
+
+
+def behind(prefix: str) -> str:
+    """Of a prefix that ends with a slash: what stands behind all keys that begin with it."""
+    return f"{prefix.removesuffix('/')}0"
+
+
+def usage_of(node_name: str) -> str:
+    """Of one node, as a prefix."""
+    return f"{USAGE}{node_name}/"
 
 
 def usage_of_day(node_name: str, day: int) -> str:
-    """Of one node on one day since the epoch, as a prefix."""
-    return f"{USAGE}{node_name}/{day:06d}/"
+    """Of one node on one day since the epoch, as a prefix. Days sort as numbers do."""
+    return f"{usage_of(node_name)}{min(day, LAST_DAY):06d}/"
 
 
 def usage(node_name: str, day: int, uid: str) -> str:

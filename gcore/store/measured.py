@@ -33,6 +33,10 @@ class MeasuredStore:
         """See `Store.newest`."""
         return await self._timed("newest", self._inner.newest(prefix, limit, before))
 
+    async def between(self, first: str, behind: str, limit: int) -> Listing:
+        """See `Store.between`."""
+        return await self._timed("between", self._inner.between(first, behind, limit))
+
     async def transact(self, compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> TxnResult:
         """See `Store.transact`."""
         return await self._timed("transact", self._inner.transact(compares, writes))

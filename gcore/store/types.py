@@ -109,6 +109,10 @@ class Store(Protocol):
         """At most `limit` of the keys that begin with `prefix`, those first that were created last. `before`: only those that were created before this revision."""
         ...
 
+    async def between(self, first: str, behind: str, limit: int) -> Listing:
+        """The first `limit` keys from `first` on that come before `behind`, in the order of their bytes."""
+        ...
+
     async def transact(self, compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> TxnResult:
         """All writes, if all compares hold. Raises LeaseLost if a put names a lease that has ended.
 

@@ -117,6 +117,11 @@ class MemoryCluster:
         older.sort(key=lambda kv: -kv.create_revision)
         return Listing(tuple(older[:limit]), listing.revision)
 
+    def between(self, first: str, behind: str, limit: int) -> Listing:
+        """The first so many from `first` on and before `behind`."""
+        found = [kv for kv in self.listing("").kvs if first <= kv.key < behind]
+        return Listing(tuple(found[:limit]), self.revision)
+
     def transact(self, compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> TxnResult:
         """All or nothing."""
         self._end_leases()

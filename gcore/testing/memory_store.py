@@ -108,6 +108,10 @@ class MemoryStore:
         """See `Store.newest`."""
         return await self._call(Call(self.name, "list", prefix), lambda: self.cluster.newest(prefix, limit, before))
 
+    async def between(self, first: str, behind: str, limit: int) -> Listing:
+        """See `Store.between`."""
+        return await self._call(Call(self.name, "list", first), lambda: self.cluster.between(first, behind, limit))
+
     async def transact(self, compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> TxnResult:
         """See `Store.transact`."""
         check_transaction(compares, writes)

@@ -301,6 +301,21 @@ async def test_the_newest_keys_come_first_by_when_they_were_created_and_in_pages
     assert (await store.newest(at, 2, 1)).kvs == ()
 
 
+async def test_the_first_keys_of_a_range_are_found_from_any_key_on(store: Store, at: str) -> None:
+    for name in ("a/1", "a/2", "a/3", "b/1", "é", "c"):
+        await put(store, at + name)
+
+    async def names(first: str, behind: str, limit: int) -> list[str]:
+        return [kv.key.removeprefix(at) for kv in (await store.between(at + first, at + behind, limit)).kvs]
+
+    assert await names("a/", "a0", 2) == ["a/1", "a/2"]
+    assert await names("a/2\0", "a0", 2) == ["a/3"]
+    assert await names("a/2", "b/1", 9) == ["a/2", "a/3"]
+    assert await names("a0", "\U0010ffff", 9) == ["b/1", "c", "é"]
+    assert await names("b", "a", 9) == []
+    assert await names("a", "a", 9) == []
+
+
 async def test_a_listing_of_many_keys_is_whole(store: Store, at: str) -> None:
     names = [f"{at}{i:05d}" for i in range(1_200)]
     for start in range(0, len(names), 100):

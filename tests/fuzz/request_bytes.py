@@ -14,7 +14,7 @@ with atheris.instrument_imports(include=["controllers.service"]):
     from controllers.service.listing import wanted
     from controllers.service.log_lines import time_of
     from controllers.service.logs import check
-    from controllers.service.nodes import usage_of
+    from controllers.service.nodes import asked_usage
     from controllers.service.step_metrics import place_of
 
 from google.protobuf.message import DecodeError
@@ -29,7 +29,7 @@ LOOKS = (
     (pb.StreamLogsRequest, check),
     (pb.StreamMetricsRequest, place_of),
     (pb.UpdateJobRequest, lambda request: updated(request)(Claim())),
-    (pb.GetUsageRequest, lambda request: usage_of(request, (), 1e9)),
+    (pb.GetUsageRequest, lambda request: asked_usage(request, 1e9)),
 )
 
 

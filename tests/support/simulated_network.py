@@ -127,6 +127,11 @@ class RemoteStore:
         found: Listing = await self._call(lambda: self.cluster.newest(prefix, limit, before))
         return found
 
+    async def between(self, first: str, behind: str, limit: int) -> Listing:
+        """See `Store.between`."""
+        found: Listing = await self._call(lambda: self.cluster.between(first, behind, limit))
+        return found
+
     async def transact(self, compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> TxnResult:
         """See `Store.transact`."""
         check_transaction(compares, writes)

@@ -15,6 +15,7 @@ from controllers.garbage import DAY_S, GIB, Found, Verdict, judged
 from gcore.config.garbage import GarbageSection, Keep
 from gcore.config.node import NodeConfig
 from gcore.ledger.job import JobPhase, JobRecord, JobStatus
+from gcore.ledger.usage import KEPT_DAYS
 from gcore.store import keys
 from gcore.store.keys import JobKeys
 from gcore.store.reference import StoreRef
@@ -229,8 +230,12 @@ async def test_a_round_of_a_daemon_deletes_by_itself_and_finishes_what_another_b
     (half / "checkpoints").mkdir(parents=True)
     scratch = node.home / "jobs" / f".gone-{D}"
     (scratch / "tmp").mkdir(parents=True)
-    await Clearing(node.config(), node.store, FakeClock()).round()
+    clock = FakeClock()
+    used = keys.usage("a-node-that-left", int(clock.wall() // 86_400) - KEPT_DAYS - 1, A)
+    await node.store.transact((), (Put(used, b"{}"),))
+    await Clearing(node.config(), node.store, clock).round()
     assert ended.exists(), "the policy names nothing"
+    assert await node.store.get(used) is None
     await Clearing(node.config(**ALL), node.store, FakeClock()).round()
     assert not ended.exists()
     assert not half.exists()

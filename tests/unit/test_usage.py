@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -9,16 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controllers.service.access import Caller, Role, acting_for
-from controllers.service.nodes import usage_of
+from controllers.service.nodes import Nodes, asked_usage, usage_reply
 from controllers.service.records import StoredJobs
 from controllers.service.refusals import BadFields
+from controllers.used_days import AT_ONCE, forget_old, used_on
 from controllers.using import EVERY_S, UsageBook
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.ledger.books import StepBook
 from gcore.ledger.job import JobRecord
-from gcore.ledger.usage import DAY_S, KEPT_DAYS, NEWEST_STEPS, NodeUsage, PoolSeconds, day_of, pools_of, summed
+from gcore.ledger.usage import DAY_S, KEPT_DAYS, NEWEST_STEPS, NodeUsage, PoolSeconds, UsageSums, day_of, pools_of
 from gcore.store import keys
-from gcore.store.types import Put
+from gcore.store.types import Listing, Put
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
 from gcore.testing.memory_store import Call, Fate, PerfectNetwork
 from gcore.types import Version
@@ -83,7 +85,10 @@ def test_however_it_is_summed_the_total_is_the_same(rows: list[tuple[int, str, s
         )
         for day, namespace, name, s in rows
     ]
-    sums = summed(usages, by, 0, 9)
+    added = UsageSums(by)
+    for one in usages:
+        added.add(one)
+    sums = added.ranked()
     assert sum(seconds.slot_s for _, seconds in sums) == pytest.approx(sum(s + 1 for *_, s in rows))
     assert all(set(named) == set(by) for named, _ in sums)
 
@@ -99,10 +104,14 @@ class Away(PerfectNetwork):
         return self.fates.pop(0) if call.kind == "transact" and self.fates else Fate.DELIVER
 
 
+async def every(store: MemoryStore, first_day: int = 0, last_day: int = keys.LAST_DAY) -> list[NodeUsage]:
+    return [usage async for page in used_on(store, first_day, last_day) for usage in page]
+
+
 async def stored(store: MemoryStore) -> dict[int, float]:
     """Slot-seconds of all pools, by day."""
     sums: dict[int, float] = {}
-    for usage in await StoredJobs(store).usages():
+    for usage in await every(store):
         sums[usage.day] = sums.get(usage.day, 0.0) + sum(one.slot_s for one in usage.pools.values())
     return sums
 
@@ -125,7 +134,6 @@ async def test_another_life_of_the_daemon_goes_on_adding() -> None:
     store = MemoryStore(MemoryCluster(clock))
     for life in range(3):
         writer = UsageBook(store, JOB, "n0", clock)
-        await writer.begin()
         await writer.add(book(life))
     other = UsageBook(store, JOB, "n1", clock)
     await other.add(book(0))
@@ -171,15 +179,87 @@ async def test_a_steps_time_belongs_to_the_day_on_which_it_ended() -> None:
     assert await stored(store) == {0: 8.5, 1: 17.0}
 
 
-async def test_what_is_very_old_goes_when_a_job_begins() -> None:
+async def test_what_is_very_old_goes() -> None:
     clock = FakeClock()
     store = MemoryStore(MemoryCluster(clock))
     today = int(clock.wall() // DAY_S)
     assert today > KEPT_DAYS
     for day in (today - KEPT_DAYS - 1, today - KEPT_DAYS, today):
         await store.transact((), (Put(keys.usage("n0", day, "u"), used(day=day).encode()),))
-    await UsageBook(store, JOB, "n0", clock).begin()
-    assert [one.day for one in await StoredJobs(store).usages()] == [today - KEPT_DAYS, today]
+    await forget_old(store, today)
+    assert [one.day for one in await every(store)] == [today - KEPT_DAYS, today]
+
+
+async def put(store: MemoryStore, node: str, day: int, number: int = 0) -> None:
+    usage = used(day=day, uid=f"u{number:06d}", pools={"train": PoolSeconds(slot_s=1)})
+    await store.transact((), (Put(keys.usage(node, day, usage.uid), usage.encode()),))
+
+
+async def test_what_is_very_old_of_nodes_that_have_left_goes_too_once_a_day_and_by_whoever_is_first() -> None:
+    clock = FakeClock()
+    store = MemoryStore(MemoryCluster(clock))
+    today = int(clock.wall() // DAY_S)
+    for number in range(3 * AT_ONCE):
+        await put(store, "gone", today - KEPT_DAYS - 200, number)
+    for node in ("gone", "gone-too", "n0"):
+        await put(store, node, today - KEPT_DAYS - 1)
+        await put(store, node, today)
+    await forget_old(store, today)
+    assert [one.day for one in await every(store)] == [today] * 3
+    await put(store, "gone", 1)
+    await forget_old(store, today)
+    assert len(await every(store)) == 4, "it was done today"
+    await forget_old(store, today + 1)
+    assert len(await every(store)) == 3
+
+
+async def test_a_clock_that_has_run_away_does_not_take_everything() -> None:
+    clock = FakeClock()
+    store = MemoryStore(MemoryCluster(clock))
+    today = int(clock.wall() // DAY_S)
+    await forget_old(store, today)
+    await put(store, "n0", today)
+    await forget_old(store, today + 2 * KEPT_DAYS)
+    assert len(await every(store)) == 1
+
+
+class Counting(MemoryStore):
+    """Counts what is read of it, and lets nothing else go on while it does not wait."""
+
+    def __init__(self, cluster: MemoryCluster) -> None:
+        super().__init__(cluster)
+        self.read: list[int] = []
+
+    async def between(self, first: str, behind: str, limit: int) -> Listing:
+        listing = await super().between(first, behind, limit)
+        self.read.append(len(listing.kvs))
+        return listing
+
+
+async def test_only_the_days_that_are_asked_for_are_read_and_few_records_at_a_time() -> None:
+    store = Counting(MemoryCluster(FakeClock()))
+    for node in ("a", "a-b", "b"):
+        for day in (1, 2, 3):
+            for number in range(AT_ONCE + 5):
+                await put(store, node, day, number)
+    found = await every(store, 2, 2)
+    assert len(found) == 3 * (AT_ONCE + 5)
+    assert {one.day for one in found} == {2}
+    assert sum(store.read) == len(found) + 3, "and one record of each node, to know of it"
+    assert max(store.read) == AT_ONCE
+    assert await every(store, 4, 9) == []
+    assert len(await every(store)) == 9 * (AT_ONCE + 5)
+
+
+async def test_usage_that_many_ask_for_is_summed_for_one_after_the_other() -> None:
+    store = Counting(MemoryCluster(FakeClock()))
+    for number in range(3):
+        await put(store, "a", number)
+    desk = Nodes(StoredJobs(store), None, lambda uid: None, FakeClock())  # type: ignore[arg-type]
+    request = pb.GetUsageRequest(until=10.0 * DAY_S)
+    replies = await asyncio.gather(*(desk.GetUsage(request, None) for _ in range(5)))
+    assert [reply.usages[0].slot_seconds for reply in replies] == [3.0] * 5
+    assert store.read == [1, 3, 0] * 5, "the sums were not made at the same time"
 
 
 async def test_a_record_that_cannot_be_read_stops_nobody() -> None:
@@ -197,7 +277,11 @@ def asked(now: float = 10 * DAY_S, **request: Any) -> list[tuple[dict[str, str],
         used(day=3, namespace="research", owner="bob", pools={"rollout": PoolSeconds(slot_s=20, busy_s=5)}),
         used(day=5, pools={"rollout": PoolSeconds(slot_s=40)}),
     ]
-    reply = usage_of(pb.GetUsageRequest(**request), usages, now)
+    wanted = asked_usage(pb.GetUsageRequest(**request), now)
+    sums = UsageSums(wanted.by)
+    for one in filter(wanted.has, usages):
+        sums.add(one)
+    reply = usage_reply(sums)
     return [(dict(one.by), one.slot_seconds) for one in reply.usages]
 
 
