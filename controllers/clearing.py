@@ -1,11 +1,13 @@
 """Finds what lies on this node and deletes what is not needed any more: see `controllers.garbage`, which decides.
 
 - *Run folders* under `run_root` are known by the uid at the end of their name; only one that this store's record of that job names,
-  and whose job has ended, may go. One in which an unfinished job's spec names a file (a model, data) is needed.
+  and whose job has ended, may go, after an hour. One in which an unfinished job's spec names a file (a model, data) is needed.
 - *Caches* are needed while they were used since the oldest unfinished job was created: whoever opens one touches it
   (`gcore.prompts`).
 - *Logs* are those of supervisors; one whose worker is registered is needed.
 - *Scratch* is what a job's processes left in their folder on this node; needed until the job has ended and no worker of it is left.
+
+Whether anybody needs it is asked again right before something is deleted.
 
 What jobs used long ago, of all nodes, is forgotten in the same rounds (`controllers.used_days`).
 
@@ -71,27 +73,35 @@ class Unfinished:
         return next((job for path, job in self.paths.items() if path == str(folder) or path.startswith(inside)), "")
 
 
-async def unfinished(store: Store) -> Unfinished:
-    """From the store. Raises StoreUnavailable; also UnreadableRecord, for what cannot be read may need anything."""
-    uids = [kv.key.removeprefix(keys.ACTIVE) for kv in (await store.list(keys.ACTIVE)).kvs]
-    names: dict[str, str] = {}
-    paths: dict[str, str] = {}
-    created: list[float] = []
-    for uid in uids:
-        kv = await store.get(JobKeys(uid).job)
-        if kv is None:
-            names[uid] = uid
-            continue
-        job = JobRecord.decode(kv.value, kv.key)
-        names[uid] = job.name
-        paths |= dict.fromkeys((job.run_dir, *_paths(job.spec)), job.name)
-        created.append(job.created)
-    workers = {}
-    for kv in (await store.list(keys.WORKERS)).kvs:
-        with contextlib.suppress(UnreadableRecord):
-            workers[kv.key.removeprefix(keys.WORKERS)] = WorkerRecord.decode(kv.value, kv.key).job_uid
-    since = min(created, default=None)
-    return Unfinished(names, paths, since, frozenset(workers), frozenset(workers.values()))
+class Users:
+    """The unfinished jobs, asked for again and again: what a job's record says of paths is read once."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._jobs: dict[str, JobRecord] = {}
+
+    async def now(self) -> Unfinished:
+        """As the store tells. Raises StoreUnavailable; also UnreadableRecord, for what cannot be read may need anything."""
+        uids = [kv.key.removeprefix(keys.ACTIVE) for kv in (await self._store.list(keys.ACTIVE)).kvs]
+        self._jobs = {uid: job for uid, job in self._jobs.items() if uid in uids}
+        names: dict[str, str] = {}
+        paths: dict[str, str] = {}
+        for uid in uids:
+            job = await self._job(uid)
+            names[uid] = uid if job is None else job.name
+            if job is not None:
+                paths |= dict.fromkeys((job.run_dir, *_paths(job.spec)), job.name)
+        workers = {}
+        for kv in (await self._store.list(keys.WORKERS)).kvs:
+            with contextlib.suppress(UnreadableRecord):
+                workers[kv.key.removeprefix(keys.WORKERS)] = WorkerRecord.decode(kv.value, kv.key).job_uid
+        since = min((job.created for job in self._jobs.values()), default=None)
+        return Unfinished(names, paths, since, frozenset(workers), frozenset(workers.values()))
+
+    async def _job(self, uid: str) -> JobRecord | None:
+        if uid not in self._jobs and (kv := await self._store.get(JobKeys(uid).job)) is not None:
+            self._jobs[uid] = JobRecord.decode(kv.value, kv.key)
+        return self._jobs.get(uid)
 
 
 async def ended_runs(store: Store, run_root: Path) -> list[tuple[Path, str, float, bool]]:
@@ -118,20 +128,24 @@ async def look(config: NodeConfig, store: Store, now: float) -> tuple[Found, ...
     # The disk first: what belongs to a job that is created meanwhile was not there yet.
     at_home = await asyncio.to_thread(_at_home, Path(config.home))
     runs = await ended_runs(store, Path(config.run_root))
-    using = await unfinished(store)
+    using = await Users(store).now()
     found = [replace(one, needed_by=_who_needs(one, using, now)) for one in at_home]
     for folder, name, ended, has_ended in runs:
-        user = using.user_of(folder)
-        needed = f"job {name} has not ended" if not has_ended else f"job {user} uses it" if user else ""
+        run = Found("run", folder, 0, ended)
+        needed = _who_needs(run, using, now) if has_ended else f"job {name} has not ended"
         size = 0 if needed else await asyncio.to_thread(bytes_in, folder)
-        found.append(Found("run", folder, size, ended, needed))
+        found.append(replace(run, bytes=size, needed_by=needed))
     return tuple(found)
 
 
 def _who_needs(found: Found, using: Unfinished, now: float) -> str:
-    """Why something of the home must stay, or nothing."""
+    """Why something must stay, or nothing; a run whose job has ended is of use until then."""
+    if found.kind == "run" and (user := using.user_of(found.path)):
+        return f"job {user} uses it"
     if now - found.used < YOUNG_S:
         return "it was used within the hour"
+    if found.kind == "run":
+        return ""
     if found.kind == "cache":
         recent = using.since is not None and found.used >= using.since
         return "it was used since the oldest unfinished job was created" if recent else ""
@@ -163,18 +177,33 @@ def _at_home(home: Path) -> list[Found]:
     return found
 
 
-def delete(verdicts: Collection[Verdict]) -> list[str]:
-    """Delete what goes. What could not be deleted, a sentence each. Blocks."""
-    problems = []
+@dataclass(frozen=True)
+class Cleared:
+    """What became of what was to go. `problems`: what could not be deleted, a sentence each."""
+
+    verdicts: tuple[Verdict, ...]
+    problems: tuple[str, ...] = ()
+
+
+async def clear(store: Store, verdicts: Collection[Verdict], clock: Clock) -> Cleared:
+    """Delete what goes, if nobody needs it by now: it may have taken minutes to find out how much everything takes, and takes more to
+    delete what came before it. Raises StoreUnavailable, UnreadableRecord: then the rest stays."""
+    users, done, problems = Users(store), list[Verdict](), list[str]()
     for verdict in verdicts:
-        found = verdict.found
-        if verdict.goes:
+        if not verdict.goes:
+            done.append(verdict)
+            continue
+        found, now = verdict.found, clock.wall()
+        used = await asyncio.to_thread(_used, found.path) if found.kind != "run" else None
+        needed = _who_needs(found if used is None else replace(found, used=used), await users.now(), now)
+        done.append(replace(verdict, goes=False, why=needed) if needed else verdict)
+        if not needed:
             log.info("deletes %s (%.2f GiB): %s", found.path, found.bytes / GIB, verdict.why)
             try:
-                _delete(found.path)
+                await asyncio.to_thread(_delete, found.path)
             except OSError as error:
                 problems.append(f"{found.path} cannot be deleted: {error.strerror or error}")
-    return problems
+    return Cleared(tuple(done), tuple(problems))
 
 
 def _delete(path: Path) -> None:
@@ -209,10 +238,10 @@ class Clearing:
             verdicts = judged(await look(self._config, self._store, now), self._config.gc, now)
             for folder in (Path(self._config.run_root), Path(self._config.home) / SCRATCH):
                 await asyncio.to_thread(sweep, folder)
-            for problem in await asyncio.to_thread(delete, verdicts):
+            for problem in (await clear(self._store, verdicts, self._clock)).problems:
                 log.warning("%s", problem)
         except (GcoreError, OSError) as error:
-            log.warning("nothing is deleted: %s", error)
+            log.warning("nothing more is deleted: %s", error)
 
 
 def sweep(folder: Path) -> None:

@@ -16,6 +16,7 @@ from controllers.cli.view_text import visible
 from gcore.errors import GcoreError, Unreachable
 
 if TYPE_CHECKING:
+    from controllers.clearing import Cleared
     from controllers.garbage import Verdict
     from gcore.config import NodeConfig
 
@@ -43,17 +44,13 @@ def gc(
     """
     import asyncio
 
-    from controllers.clearing import delete
-
-    node = _configuration(config, home)
-    verdicts = asyncio.run(_verdicts(node))
-    problems = [] if dry_run else delete(verdicts)
+    cleared = asyncio.run(_cleared(_configuration(config, home), dry_run=dry_run))
     if output.is_for_programs:
-        typer.echo(output.text([_tree(one) for one in verdicts]))
+        typer.echo(output.text([_tree(one) for one in cleared.verdicts]))
     else:
-        _print(verdicts, dry_run=dry_run)
-    if problems:
-        raise GcoreError("; ".join(problems), fix="Delete them as their owner, or let the daemon do it")
+        _print(cleared.verdicts, dry_run=dry_run)
+    if cleared.problems:
+        raise GcoreError("; ".join(cleared.problems), fix="Delete them as their owner, or let the daemon do it")
 
 
 def _configuration(config: Path | None, home: Path) -> NodeConfig:
@@ -72,8 +69,8 @@ def _configuration(config: Path | None, home: Path) -> NodeConfig:
     return NodeConfig.load(Path(cluster.controllers[0].config_file))
 
 
-async def _verdicts(config: NodeConfig) -> tuple[Verdict, ...]:
-    from controllers.clearing import look
+async def _cleared(config: NodeConfig, *, dry_run: bool) -> Cleared:
+    from controllers.clearing import Cleared, clear, look
     from controllers.garbage import judged
     from gcore.clock import SystemClock
     from gcore.store.connecting import connect
@@ -82,7 +79,8 @@ async def _verdicts(config: NodeConfig) -> tuple[Verdict, ...]:
     store = await connect(config.etcd, clock)
     try:
         now = clock.wall()
-        return judged(await look(config, store, now), config.gc, now)
+        verdicts = judged(await look(config, store, now), config.gc, now)
+        return Cleared(verdicts) if dry_run else await clear(store, verdicts, clock)
     finally:
         await store.close()
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.clearing import Clearing, delete, look
+from controllers import clearing
+from controllers.clearing import YOUNG_S, Cleared, Clearing, clear, look
 from controllers.garbage import DAY_S, GIB, Found, Verdict, judged
 from gcore.config.garbage import GarbageSection, Keep
 from gcore.config.node import NodeConfig
@@ -119,7 +120,7 @@ class Node:
             gc=GarbageSection.model_validate(section),
         )
 
-    async def job(self, uid: str, phase: JobPhase, created: float = NOW, **spec: Any) -> Path:
+    async def job(self, uid: str, phase: JobPhase, created: float = NOW - DAY_S, **spec: Any) -> Path:
         run_dir = self.runs / f"name-{uid}"
         (run_dir / "checkpoints").mkdir(parents=True)
         (run_dir / "checkpoints" / "model").write_bytes(b"x" * 10_000)
@@ -139,6 +140,9 @@ class Node:
             path.write_text(text)
         os.utime(path, (NOW - days * DAY_S,) * 2)
         return path
+
+    async def clear(self, found: dict[str, Verdict]) -> Cleared:
+        return await clear(self.store, list(found.values()), FakeClock(wall=NOW))
 
     async def verdicts(self, **section: Any) -> dict[str, Verdict]:
         config = self.config(**section)
@@ -161,7 +165,7 @@ async def test_only_folders_of_this_stores_ended_jobs_go(tmp_path: Path) -> None
     assert {name: one.goes for name, one in found.items()} == {ended.name: True, running.name: False}
     assert found[running.name].why == "job name-b has not ended"
     assert found[ended.name].found.bytes >= 10_000
-    assert delete(list(found.values())) == []
+    assert (await node.clear(found)).problems == ()
     assert sorted(one.name for one in node.runs.iterdir()) == sorted(
         [running.name, f"link-{A}", *(folder.name for folder in strange)]
     )
@@ -212,7 +216,7 @@ async def test_caches_logs_and_scratch_go_unless_a_job_or_a_worker_needs_them(tm
     home = {name: one for name, one in found.items() if one.found.kind != "run"}
     assert {name for name, one in home.items() if one.goes} == {one.name for one in goes}
     assert {name for name, one in home.items() if not one.goes} == {one.name for one in stays}
-    delete(list(found.values()))
+    await node.clear(found)
     left = {one.name for folder in (cache, logs, jobs) for one in folder.iterdir()}
     assert left == {one.name for one in stays} | {".data.11.lock", "node-0.log"}
 
@@ -220,7 +224,44 @@ async def test_caches_logs_and_scratch_go_unless_a_job_or_a_worker_needs_them(tm
 async def test_what_was_used_within_the_hour_stays(tmp_path: Path) -> None:
     node = Node(tmp_path)
     node.aged(node.home / "cache" / ".data.00.index", 0.01)
-    assert (await node.verdicts(**ALL))[".data.00.index"].why == "it was used within the hour"
+    young = await node.job(A, JobPhase.SUCCEEDED, created=NOW - YOUNG_S + 1)
+    old = await node.job(B, JobPhase.SUCCEEDED, created=NOW - YOUNG_S)
+    found = await node.verdicts(**ALL)
+    assert found[".data.00.index"].why == found[young.name].why == "it was used within the hour"
+    assert found[old.name].goes
+
+
+async def test_what_a_job_names_that_was_created_since_it_was_looked_at_stays(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    named, other = await node.job(A, JobPhase.SUCCEEDED), await node.job(B, JobPhase.SUCCEEDED)
+    cache = node.aged(node.home / "cache" / ".data.00.index", 20)
+    found = await node.verdicts(**ALL)
+    assert all(one.goes for one in found.values())
+    await node.job(C, JobPhase.PENDING, model={"path": f"{named}/checkpoints/0-3"})
+    node.aged(cache, 0.01)
+    cleared = {one.found.path.name: one for one in (await node.clear(found)).verdicts}
+    assert (cleared[named.name].goes, cleared[named.name].why) == (False, "job name-c uses it")
+    assert (cleared[cache.name].goes, cleared[cache.name].why) == (False, "it was used within the hour")
+    assert (named.exists(), cache.exists(), other.exists()) == (True, True, False)
+
+
+async def test_it_is_asked_before_each_deletion_for_those_before_it_may_have_taken_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = Node(tmp_path)
+    first, second = await node.job(A, JobPhase.SUCCEEDED), await node.job(B, JobPhase.SUCCEEDED)
+    found = await node.verdicts(**ALL)
+    deleting = clearing._delete
+
+    def slow(path: Path) -> None:
+        deleting(path)
+        spec = {"model": {"path": str(second)}}
+        job = JobRecord(uid=C, name="new", spec=spec, run_dir="/r", created=NOW, prompts=1)
+        node.store.cluster.transact((), (Put(JobKeys(C).job, job.encode()), Put(JobKeys(C).active, b"")))
+
+    monkeypatch.setattr(clearing, "_delete", slow)
+    await node.clear({name: found[name] for name in (first.name, second.name)})
+    assert (first.exists(), second.exists()) == (False, True)
 
 
 async def test_a_round_of_a_daemon_deletes_by_itself_and_finishes_what_another_began(tmp_path: Path) -> None:
@@ -251,13 +292,14 @@ async def test_with_a_record_that_cannot_be_read_nothing_is_deleted(
     await node.store.transact((), [Put(JobKeys(B).job, b"{damaged")])
     await Clearing(node.config(**ALL), node.store, FakeClock()).round()
     assert ended.exists()
-    assert "nothing is deleted" in caplog.text
+    assert "nothing more is deleted" in caplog.text
 
 
-def test_what_cannot_be_deleted_is_told_and_the_rest_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = [tmp_path / "a", tmp_path / "b"]
-    for file in files:
-        file.write_text("x")
+async def test_what_cannot_be_deleted_is_told_and_the_rest_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = Node(tmp_path)
+    files = [node.aged(tmp_path / name, 20) for name in ("a", "b")]
     unlink = Path.unlink
 
     def refuse(self: Path, missing_ok: bool = False) -> None:
@@ -266,6 +308,6 @@ def test_what_cannot_be_deleted_is_told_and_the_rest_goes(tmp_path: Path, monkey
         unlink(self, missing_ok)
 
     monkeypatch.setattr(Path, "unlink", refuse)
-    problems = delete([Verdict(Found("log", file, 1, 0.0), True, "old") for file in files])
-    assert problems == [f"{files[0]} cannot be deleted: Operation not permitted"]
+    going = {file.name: Verdict(Found("cache", file, 1, 0.0), True, "old") for file in files}
+    assert (await node.clear(going)).problems == (f"{files[0]} cannot be deleted: Operation not permitted",)
     assert [file.exists() for file in files] == [True, False]
