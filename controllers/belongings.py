@@ -16,6 +16,7 @@ from gcore.otel import StepTraces
 from gcore.tls.connecting import PLAIN, Connector
 
 if TYPE_CHECKING:
+    from controllers.cluster import ClusterMirror
     from controllers.job import JobRunner
 
 
@@ -31,6 +32,8 @@ class Belongings:
     folders: OwnFolders = field(init=False)
     runners: dict[str, JobRunner] = field(default_factory=dict)
     """Of the jobs that this life works on, by uid."""
+    cluster: ClusterMirror | None = None
+    """What this life, or the last, hears of the cluster; None: none has begun."""
     spoken: int = 0
     """The schema version that is written; 0: it is not known yet which everybody reads."""
     facts: NodeFacts | None = None

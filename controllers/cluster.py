@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
@@ -16,15 +18,18 @@ from gcore.schema import Record, UnreadableRecord, spoken
 from gcore.store import keys
 from gcore.store.types import KeyValue, Store, WatchBatch
 from gcore.worker.records import WorkerRecord
+from placement.shares import Cluster, queue
 
 log = logging.getLogger(__name__)
 R = TypeVar("R", bound=Record)
 T = TypeVar("T")
+HEARD_S = 1.0
+"""So long is waited for what was just written to be heard of."""
 NO_SHARES = Stored(Shares(), 0)
 
 
 class ClusterMirror:
-    """Late at worst, never wrong. `nodes`, `workers` and `active` are replaced, never changed."""
+    """Late at worst, never wrong. `nodes`, `workers` and `active` are replaced, never changed, and so is what else is kept of them."""
 
     def __init__(self, store: Store, changes: Changes) -> None:
         self._store = store
@@ -36,8 +41,6 @@ class ClusterMirror:
         """Of the active jobs, by uid."""
         self.shares: Stored[Shares] | None = None
         """Which slots each job has; None: nothing was heard yet."""
-        self.queue: Mapping[str, Queued] = {}
-        """The jobs that wait for slots, by uid, as was last worked out here."""
         self.drained: frozenset[str] = frozenset()
         """The nodes on which nothing is to be placed."""
         self.sick: dict[str, SickSlots] = {}
@@ -51,6 +54,8 @@ class ClusterMirror:
         self._remembered = Remembered()
         self.listened: set[str] = set()
         """The prefixes that were heard at least once."""
+        self.revisions: dict[str, int] = {}
+        """Up to which revision of the store each of them was heard."""
 
     def able(self, version: int) -> Mapping[str, NodeRecord]:
         """The nodes that read what is written in `version`; the same object while nothing changes."""
@@ -174,10 +179,41 @@ class ClusterMirror:
         shares = self.shares
         return self._remembered.get(("share", uid), (shares,), lambda: KnownShare(uid, shares.record, shares.revision))
 
+    @property
+    def there(self) -> Cluster:
+        """The slots that jobs may have, as all daemons share them out; the same object while nothing changes."""
+        nodes = self.able(spoken())
+
+        def found() -> Cluster:
+            sick = {name: one.slots for name, one in self.sick.items()}
+            return Cluster.of({name: node.slots for name, node in nodes.items()}, self.drained, sick, self.quotas)
+
+        return self._remembered.get("there", (nodes, self.drained, self.sick, self.quotas), found)
+
+    @property
+    def queue(self) -> Mapping[str, Queued]:
+        """The jobs that wait for slots, by uid, and why: worked out once, however often it is asked, until something changes. Nobody, while
+        nobody shares slots out."""
+        if not self.is_complete or self.shares is None or spoken() < SHARES_CAME:
+            return {}
+        there, shares = self.there, self.shares.record
+        return self._remembered.get(
+            "queue", (there, self.claims, self.shares), lambda: queue(there, self.claims, shares)
+        )
+
+    async def queue_with(self, revision: int) -> Mapping[str, Queued]:
+        """The same, when the claims were heard up to `revision` of the store: a change that was just made is in it. As it is, if that takes
+        long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(HEARD_S):
+                await self._changes.until(lambda: self.is_complete and self.revisions.get(keys.ACTIVE, 0) >= revision)
+        return self.queue
+
     async def _watch(self, prefix: str, fold: Callable[[WatchBatch], None]) -> None:
         async for batch in self._store.watch(prefix):
             fold(batch)
             self.listened.add(prefix)
+            self.revisions[prefix] = batch.revision
             self._changes.notify()
 
     def _set(self, name: str, value: object) -> None:

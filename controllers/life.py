@@ -60,7 +60,7 @@ class Life:
         self._addresses = addresses
         self._ready = ready
         self._changes = Changes()
-        self._cluster = ClusterMirror(store, self._changes)
+        self._cluster = own.cluster = ClusterMirror(store, self._changes)
         self._shown: tuple[object, object] = (None, None)
         """Of which claims and shares the metrics are."""
 

@@ -24,7 +24,7 @@ from gcore.ledger.guarded import Ledger, Stored, TxnOutcome
 from gcore.schema import spoken
 from gcore.store.keys import JobKeys
 from gcore.store.types import Store
-from placement.shares import Cluster, queue, shared_out
+from placement.shares import shared_out
 
 log = logging.getLogger(__name__)
 
@@ -80,22 +80,10 @@ class Sharing:
         cluster = self._cluster
         if not cluster.is_complete or cluster.shares is None or spoken() < SHARES_CAME:
             return None
-        there = cluster.able(spoken())
-        sources = (there, cluster.claims, cluster.shares, cluster.drained, cluster.sick, cluster.quotas)
-        found = self._remembered.get("wanted", sources, self._worked_out)
+        there, claims, shares = cluster.there, cluster.claims, cluster.shares
+        sources = (there, claims, shares)
+        found = self._remembered.get("wanted", sources, lambda: shared_out(there, claims, shares.record))
         return None if found is cluster.shares.record else (cluster.shares, found)
-
-    def _worked_out(self) -> Shares:
-        cluster = self._cluster
-        assert cluster.shares is not None
-        nodes = {name: node.slots for name, node in cluster.able(spoken()).items()}
-        sick = {name: one.slots for name, one in cluster.sick.items()}
-        there = Cluster.of(nodes, cluster.drained, sick, cluster.quotas)
-        waiting = queue(there, cluster.claims, cluster.shares.record)
-        if waiting != cluster.queue:
-            cluster.queue = waiting
-            self._changes.notify()
-        return shared_out(there, cluster.claims, cluster.shares.record)
 
 
 async def change_claim(store: Store, uid: str, change: Callable[[Claim], Claim]) -> Claim | None:

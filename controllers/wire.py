@@ -79,7 +79,8 @@ class Daemon:
         lease = config.lease_times
         etcd = await connect(config.etcd, self._clock, lease.call_s)
         store = MeasuredStore(etcd, self._own.metrics, self._clock)
-        jobs = StoredJobs(store, OwnStorage(config.node, Path(config.run_root), self._own.folders))
+        storage = OwnStorage(config.node, Path(config.run_root), self._own.folders)
+        jobs = StoredJobs(store, storage, lambda: self._own.cluster)
         page = PageApp(Shown(config.node, jobs, self._own.runners.get, self._clock), asyncio.get_running_loop(), whose)
         metrics = self._security.serve_http(self._own.metrics, config, page)
         server, address, for_peers = await self._serve(store, jobs)

@@ -17,17 +17,16 @@ from typing import TYPE_CHECKING, Any
 from controllers.page import curves, timeline
 from controllers.page.kept import Kept
 from controllers.service.access import caller, may_see
-from controllers.service.claiming import waits_for_slots, with_claim
 from controllers.service.described import described, with_news
 from controllers.service.events import Event, EventLog
 from controllers.service.listing import list_jobs
+from controllers.service.queued import stand
 from controllers.service.records import StoredJobs
 from controllers.service.refusals import NotFound
 from controllers.waiting import waiting_for
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.clock import Clock
 from gcore.config.node import EVERY_ADDRESS
-from gcore.ledger.claims import Queued
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.placing import Move
 from gcore.store.keys import DEFAULT_NAMESPACE, JobKeys, full_name
@@ -92,7 +91,7 @@ class Shown:
         """One job, with the newest of its events after a number."""
         mirror = await self._mirror(uid)
         assert mirror.job is not None
-        message = await self._standing(uid, with_news(described(mirror), mirror))
+        message = await self._standing(with_news(described(mirror), mirror))
         folder = Path(mirror.job.record.run_dir)
         drawn: Mapping[str, Any] = {}
         with contextlib.suppress(OSError):
@@ -109,13 +108,10 @@ class Shown:
             "events": [_event(one) for one in (await self._events(uid, after))[-MOST_EVENTS:]],
         }
 
-    async def _standing(self, uid: str, message: pb.Job) -> pb.Job:
+    async def _standing(self, message: pb.Job) -> pb.Job:
         """With what the job has of the cluster's slots, and why it waits for some."""
-        claim, shares = await self._jobs.claim(uid), await self._jobs.shares()
-        queue: Mapping[str, Queued] = {}
-        if shares is not None and waits_for_slots(claim, shares, uid):
-            queue = await self._jobs.queue(await self._jobs.claims(), shares)
-        return with_claim(message, claim, shares, queue)
+        await stand(self._jobs, [message], await self._jobs.shares())
+        return message
 
     async def slots(self, uid: str) -> Tree:
         """What the slots of a job did in the newest steps."""

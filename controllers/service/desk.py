@@ -7,12 +7,12 @@ given. Answers nothing itself.
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from controllers.service.access import caller, may_see
-from controllers.service.claiming import waits_for_slots, with_claim
 from controllers.service.described import described, with_news
+from controllers.service.queued import stand
 from controllers.service.records import StoredJobs
 from controllers.service.refusals import JobNotFound, bad_field
 from controllers.service.room import StreamRoom
@@ -21,7 +21,6 @@ from gcore.api.v1 import jobs_pb2 as pb
 from gcore.api.v1 import jobs_pb2_grpc
 from gcore.clock import Clock
 from gcore.config.api import ApiConfig
-from gcore.ledger.claims import Queued
 from gcore.ledger.mirror import JobMirror
 
 if TYPE_CHECKING:  # imported when there is a job: see controllers.wire
@@ -68,14 +67,10 @@ class JobsDesk(jobs_pb2_grpc.JobsServicer):
         return await self._jobs.mirror(await self._find(name))
 
     async def _describe(self, uid: str, *, quick: bool = False) -> pb.Job:
-        """How a job stands. `quick`: without its place among those that wait, for which all of them are looked at."""
+        """How a job stands. `quick`: without its place among those that wait, which may have to be waited for itself."""
         mirror = await self._jobs.mirror(uid)
         message = with_news(described(mirror), mirror)
-        claim, shares = await self._jobs.claim(uid), await self._jobs.shares()
-        queue: Mapping[str, Queued] = {}
-        if not quick and shares is not None and waits_for_slots(claim, shares, uid):
-            queue = await self._jobs.queue(await self._jobs.claims(), shares)
-        with_claim(message, claim, shares, queue)
+        await stand(self._jobs, [message], await self._jobs.shares(), quick=quick)
         runner = self._runner(uid)
         if runner is not None and runner.is_working:
             now, wall = self._clock.monotonic(), self._clock.wall()

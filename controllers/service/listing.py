@@ -15,9 +15,9 @@ import json
 from dataclasses import dataclass
 
 from controllers.service.access import caller
-from controllers.service.claiming import with_claim
 from controllers.service.described import described
 from controllers.service.namespaces import check_namespace
+from controllers.service.queued import stand
 from controllers.service.records import StoredJobs, Unreadable
 from controllers.service.refusals import bad_field
 from gcore.api.v1 import jobs_pb2 as pb
@@ -104,8 +104,7 @@ def _begin(token: str, binding: str) -> int:
 
 async def list_jobs(jobs: StoredJobs, request: pb.ListJobsRequest) -> pb.ListJobsReply:
     """A page. Raises BadFields, NamespaceNotFound, StoreUnavailable."""
-    ask, claims, shares = wanted(request, caller().namespaces), await jobs.claims(), await jobs.shares()
-    queue = await jobs.queue(claims, shares) if shares is not None and claims else {}
+    ask, shares = wanted(request, caller().namespaces), await jobs.shares()
     found: list[pb.Job] = []
     before, looked, taken = ask.before, 0, 0
     while True:
@@ -114,9 +113,11 @@ async def list_jobs(jobs: StoredJobs, request: pb.ListJobsRequest) -> pb.ListJob
         for start in range(0, len(named), AT_ONCE):
             some = named[start : start + AT_ONCE]
             read = await asyncio.gather(*(jobs.summary(uid) for uid, _ in some))
-            for (_, revision), one in zip(some, read, strict=True):
+            told = [None if one is None else listed(one) for one in read]
+            await stand(jobs, [job for job in told if job is not None], shares)
+            for (_, revision), job in zip(some, told, strict=True):
                 looked, before = looked + 1, revision
-                if one is not None and ask.has(job := with_claim(listed(one), claims.get(uid_of(one)), shares, queue)):
+                if job is not None and ask.has(job):
                     found.append(job)
                     taken += job.ByteSize()
                 if len(found) == ask.size or looked == MOST_LOOKED_AT or taken >= MOST_BYTES:
@@ -125,11 +126,6 @@ async def list_jobs(jobs: StoredJobs, request: pb.ListJobsRequest) -> pb.ListJob
             if ask.namespace and not found and ask.before is None:
                 await check_namespace(jobs.store, ask.namespace)
             return pb.ListJobsReply(jobs=found)
-
-
-def uid_of(one: JobMirror | Unreadable) -> str:
-    """The job's."""
-    return one.keys.uid if isinstance(one, JobMirror) else one.uid
 
 
 def listed(one: JobMirror | Unreadable) -> pb.Job:

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from controllers.own_files import OwnFolder, OwnFolders, collect_records
 from controllers.peer_files import NotFetched
@@ -19,8 +19,8 @@ from controllers.service.refusals import NotFound
 from controllers.storage import is_apart, run_folder, seen_here
 from gcore.ledger import store_copy
 from gcore.ledger.audit import Audit
-from gcore.ledger.claims import Claim, Queued, Quotas, Shares, SickSlots
-from gcore.ledger.guarded import Ledger
+from gcore.ledger.claims import Claim, Queued, Shares, SickSlots
+from gcore.ledger.guarded import Ledger, Stored
 from gcore.ledger.job import JobRecord, NodeRecord
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.store_copy import mirror_of
@@ -31,6 +31,9 @@ from gcore.store.types import KeyValue, Listing, Store, WatchBatch, WatchEvent
 from gcore.tls.connecting import PLAIN, Connector
 from gcore.weights.layout import checkpoints_in
 from gcore.worker.records import WorkerRecord
+
+if TYPE_CHECKING:
+    from controllers.cluster import ClusterMirror
 
 log = logging.getLogger(__name__)
 R = TypeVar("R", bound=Record)
@@ -65,9 +68,16 @@ class Unreadable:
 class StoredJobs:
     """Reads. Raises StoreUnavailable."""
 
-    def __init__(self, store: Store, own: OwnStorage | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        own: OwnStorage | None = None,
+        cluster: Callable[[], ClusterMirror | None] = lambda: None,
+    ) -> None:
+        """`cluster`: what this daemon hears of it at the moment, if anything."""
         self._store = store
         self._own = own
+        self._cluster = cluster
 
     async def find(self, name: str, namespace: str = keys.DEFAULT_NAMESPACE) -> str | None:
         """The uid of a job: by its uid, by `NAMESPACE/NAME`, or by its name in `namespace`.
@@ -188,10 +198,10 @@ class StoredJobs:
         nodes = _read(NodeRecord, await self._store.list(keys.NODES))
         return ClusterListing(tuple(nodes), tuple(_read(WorkerRecord, await self._store.list(keys.WORKERS))))
 
-    async def claim(self, uid: str) -> Claim | None:
+    async def claim(self, uid: str) -> Stored[Claim] | None:
         """What a job that has not ended wants of the cluster. One that cannot be read wants what is usual."""
         kv = await self._store.get(JobKeys(uid).active)
-        return None if kv is None else _claim(kv)
+        return None if kv is None else Stored(_claim(kv), kv.mod_revision)
 
     async def claims(self) -> dict[str, Claim]:
         """Of all jobs that have not ended, by uid."""
@@ -207,18 +217,12 @@ class StoredJobs:
             log.error("passed over: %s", error)
             return None
 
-    async def queue(self, claims: Mapping[str, Claim], shares: Shares) -> Mapping[str, Queued]:
-        """Who waits for slots, and why, worked out as the daemons share them out."""
-        from placement.shares import Cluster, queue  # only where there are jobs
-
-        (drained, sick), listing = await self.pool(), await self.cluster()
-        nodes = {node.name: node.slots for node in listing.nodes}
-        kv = await self._store.get(keys.QUOTAS)
-        quotas = Quotas()
-        with contextlib.suppress(UnreadableRecord):
-            quotas = Quotas() if kv is None else Quotas.decode(kv.value, kv.key)
-        there = Cluster.of(nodes, drained, {name: one.slots for name, one in sick.items()}, quotas.slots)
-        return queue(there, claims, shares)
+    async def queue(self, *claims: Stored[Claim]) -> Mapping[str, Queued]:
+        """Who waits for slots, and why, as this daemon has worked it out for whoever asks, with these claims in it. Nobody, while it hears
+        nothing of the cluster."""
+        cluster = self._cluster()
+        newest = max((one.revision for one in claims), default=0)
+        return {} if cluster is None else await cluster.queue_with(newest)
 
     async def pool(self) -> tuple[frozenset[str], dict[str, SickSlots]]:
         """The nodes that are being left, and by node the slots that are sick."""

@@ -197,9 +197,9 @@ class Streams(JobsDesk):
             if mirror.status is None or _has_ended(mirror):
                 return None
             claim = await self._jobs.claim(uid)
-            if claim is not None and not claim.wants:
+            if claim is not None and not claim.record.wants:
                 return None
-            if waits_for_slots(claim, await self._jobs.shares(), uid):
+            if claim is not None and waits_for_slots(claim.record, await self._jobs.shares(), uid):
                 return None
             await self._clock.sleep(rest)
             rest = min(2 * rest, LATER_S)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from google.protobuf.field_mask_pb2 import FieldMask
+from heard_cluster import heard
 from listed_jobs import SPEC, create
 
+from controllers.cluster import ClusterMirror
 from controllers.service.access import Caller, Role, acting_for
 from controllers.service.claiming import ending, paused, updated, with_claim
 from controllers.service.deleting import remove_folder
@@ -29,6 +33,7 @@ from gcore.store.keys import JobKeys
 from gcore.store.types import Put
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
 from gcore.worker.records import WorkerRecord
+from placement.shares import Cluster, queue
 
 HERE = {"n0": ("cpu:0", "cpu:1")}
 
@@ -145,15 +150,18 @@ class Api:
 
     def __init__(self) -> None:
         self.store = MemoryStore(MemoryCluster(FakeClock()))
-        self.service = JobsService(StoredJobs(self.store), None, lambda uid: None, FakeClock())  # type: ignore[arg-type]
+        self.cluster: ClusterMirror | None = None
+        jobs = StoredJobs(self.store, cluster=lambda: self.cluster)
+        self.service = JobsService(jobs, None, lambda uid: None, FakeClock())  # type: ignore[arg-type]
 
     async def ready(self) -> Api:
         await create(self.store, "u", "waits")
         await create(self.store, "e", "ended", JobPhase.FAILED)
         node = NodeRecord(name="n0", incarnation="n0.a", address="h:1", slots=("cpu:0", "cpu:1"), pid=1)
-        await self.store.transact(
-            (), (Put(keys.node("n0"), node.encode()), Put(keys.SHARES, share(HERE, HERE).encode()))
-        )
+        reads = Put(keys.reads("n0"), str(NEWEST_VERSION).encode())
+        shares = Put(keys.SHARES, share(HERE, HERE).encode())
+        await self.store.transact((), (Put(keys.node("n0"), node.encode()), reads, shares))
+        self.cluster = await heard(self.store)
         return self
 
     async def ask(self, verb: str, request: Any) -> Any:
@@ -174,7 +182,7 @@ async def test_a_job_is_paused_resumed_changed_and_cancelled_by_its_claim() -> N
     await api.ask("PauseJob", pb.PauseJobRequest(job="waits"))
     claim = await StoredJobs(api.store).claim("u")
     assert claim is not None
-    assert claim.paused
+    assert claim.record.paused
     await api.ask("ResumeJob", pb.ResumeJobRequest(job="waits"))
     job = await api.ask("UpdateJob", _named(asked(priority=9, slots_max=2)))
     assert (job.priority, job.slots_max, job.slots) == (9, 2, 2)
@@ -182,8 +190,8 @@ async def test_a_job_is_paused_resumed_changed_and_cancelled_by_its_claim() -> N
     assert "ends at its next commit (cancelled on request)" in drained.reason
 
 
-def _named(request: pb.UpdateJobRequest) -> pb.UpdateJobRequest:
-    request.job = "waits"
+def _named(request: pb.UpdateJobRequest, job: str = "waits") -> pb.UpdateJobRequest:
+    request.job = job
     return request
 
 
@@ -280,6 +288,37 @@ async def test_jobs_that_wait_say_at_which_place_and_what_they_need() -> None:
     assert first.state == pb.JOB_STATE_QUEUED
     assert first.queue_position == listed["w1"].queue_position > 0
     assert first.reason.startswith("it needs 1 slot")
+
+
+async def test_however_many_ask_the_queue_is_worked_out_once_for_each_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    api, made = await Api().ready(), list[int]()
+
+    def counted(there: Cluster, claims: Mapping[str, Claim], shares: Shares) -> Mapping[str, Queued]:
+        made.append(len(claims))
+        return queue(there, claims, shares)
+
+    await api.ask("UpdateJob", _named(asked(slots_min=2)))
+    monkeypatch.setattr("controllers.cluster.queue", counted)
+    for number in range(30):
+        await create(api.store, f"w{number:02d}", f"job-{number}")
+    asking = [api.ask("GetJob", pb.GetJobRequest(job=f"w{number:02d}")) for number in range(30)]
+    listing = [api.ask("ListJobs", pb.ListJobsRequest()) for _ in range(10)]
+    jobs = await asyncio.gather(*asking, *listing)
+    assert [job.queue_position for job in jobs[:30]] == list(range(1, 31))
+    assert made == [31], "of all of them, and once"
+    changed = await api.ask("UpdateJob", _named(asked(priority=-1), "w00"))
+    assert changed.queue_position == 30, "whoever has changed something is told what came of it"
+    listed = {job.uid: job for job in (await api.ask("ListJobs", pb.ListJobsRequest())).jobs}
+    assert (listed["w29"].queue_position, listed["w00"].queue_position) == (29, 30)
+    assert made == [31, 31]
+
+
+async def test_a_daemon_that_hears_nothing_of_the_cluster_tells_of_jobs_all_the_same() -> None:
+    api = await Api().ready()
+    await create(api.store, "w1", "first")
+    api.cluster = None
+    job = await api.ask("GetJob", pb.GetJobRequest(job="w1"))
+    assert (job.state, job.queue_position, job.reason) == (pb.JOB_STATE_QUEUED, 0, "it waits for 1 slot")
 
 
 async def test_whose_a_slot_is_is_told_to_those_who_may_know_it() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from heard_cluster import heard
 from stored_job import StoredJob
 
 from controllers.page.shown import MOST_EVENTS, Shown
@@ -129,9 +130,11 @@ async def test_a_folder_that_cannot_be_read_leaves_the_rest_of_the_page(tmp_path
 
 
 async def test_a_job_that_waits_for_slots_says_so(tmp_path: Path) -> None:
-    job, shown = await a_job(tmp_path)
+    job, _ = await a_job(tmp_path)
     claim, shares = Claim(name="u", least=4), Shares()
     await job.store.transact((), (Put(job.keys.active, claim.encode()), Put(keys.SHARES, shares.encode())))
+    cluster = await heard(job.store)
+    shown = Shown("n0", StoredJobs(job.store, cluster=lambda: cluster), lambda uid: None, FakeClock())
     tree = await shown.job("u", -1)
     assert (tree["state"], tree["slots"], tree["place"]) == ("QUEUED", 0, 1)
     (listed,) = (await shown.cluster())["jobs"]
