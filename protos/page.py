@@ -27,7 +27,8 @@ line](command-line.md) has all of it, [the Python clients](python.md) all of `Jo
   people at once, no more than half of them one person's where people are told apart. Nodes have places of their own, strangers at health a few.
   A call has its place until its answer was taken. The request comes with the call, or within 30 s. A deadline that the caller sets ends
   what is done for it. A stream is sent as fast as it is read, and no faster.
-- **Streams go on**: `WatchJob` behind a sequence number, `StreamMetrics` behind a step of a lineage, from any controller.
+- **Streams go on**: `WatchJob` behind a sequence number, `StreamMetrics` behind a step of a lineage, `StreamLogs` behind the places of its lines
+  (`places`, `after`), from any controller.
 - **Page tokens** belong to the request that they were given for, and to its caller.
 
 ## Errors

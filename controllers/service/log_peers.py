@@ -36,7 +36,9 @@ def of_peer(connector: Connector, node: str, address: str, request: pb.StreamLog
             stub = VersionedStub(jobs_pb2_grpc.JobsStub(channel), more=connector.metadata(address))
             try:
                 async for line in stub.StreamLogs(asked):
-                    yield line
+                    # That stream's own beginning and end are none of this one's.
+                    if line.HasField("place") or not line.mark:
+                        yield line
             except grpc.aio.AioRpcError as error:
                 why = " ".join((error.details() or error.code().name).split())
                 yield pb.LogLine(node=node, text=f"[the logs of {node} cannot be read: {why[:500]}]")

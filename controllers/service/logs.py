@@ -4,17 +4,21 @@ Where all nodes share the folder, any controller reads all logs. Where they shar
 each of the others for theirs. A log's name says of which worker it is; which rank that was, the records of the job's train worlds say.
 Lines of one worker come in their order; those of several are told apart by their instance and not put into one order, for their
 clocks are several.
+
+Whoever asks for the places of lines can go on at another controller when this one is gone: what was told of each worker's log is what the
+places say, and the rest is read there.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from controllers.service.log_lines import LogReader, time_of
+from controllers.service.log_lines import Line, LogReader, Place, time_of
 from controllers.service.refusals import BadFields, NodeNotFound, WorkerNotFound, bad_field
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.clock import Clock
@@ -54,6 +58,8 @@ def check(request: pb.StreamLogsRequest) -> None:
         wrong.append(Violation("since", "is no time in seconds since the epoch"))
     if request.tail > MOST_TAIL:
         wrong.append(Violation("tail", f"is more than {MOST_TAIL}"))
+    if any(one.offset < 0 or not math.isfinite(one.time) or one.time < 0 for one in request.after):
+        wrong.append(Violation("after", "names a place that no line of a log has"))
     if wrong:
         raise BadFields(wrong)
     if request.follow and request.previous:
@@ -73,6 +79,7 @@ def wanted(
     ranks = {stored.record.instance: int(key.rpartition("/")[2]) for key, stored in mirror.claims.items()}
     ranks |= {name: worker.rank for name, worker in workers.items() if worker.rank is not None}
     ended = mirror.status is not None and mirror.status.record.phase.ended
+    begun = {one.instance for one in ask.after}  # what those wrote who have gone since is told to its end
     found = []
     for name in sorted(names):
         if (split := _split(name)) is None:
@@ -81,7 +88,7 @@ def wanted(
         log = Log(run_dir / "logs" / name, instance, node, role, ranks.get(instance))
         is_there = instance in living
         if (
-            (not is_there if ask.previous else is_there or ended)
+            (instance in begun or (not is_there if ask.previous else is_there or ended))
             and (not ask.role or log.role == ask.role)
             and (not ask.node or log.node == ask.node)
             and (not ask.instance or log.instance == ask.instance)
@@ -118,14 +125,23 @@ def _split(name: str) -> tuple[str, str, str] | None:
 
 
 @dataclass
+class _Read:
+    """A log that is being told."""
+
+    log: Log
+    reader: LogReader
+    time: float
+    """The newest that a line said."""
+
+
+@dataclass
 class LogStream:
     """Reads what `look` finds: the logs now, and whether nothing more will be written."""
 
     look: Callable[[], Awaitable[tuple[Sequence[Log], bool]]]
     ask: pb.StreamLogsRequest
     clock: Clock
-    _readers: dict[str, tuple[Log, LogReader]] = field(default_factory=dict)
-    _times: dict[str, float] = field(default_factory=dict)
+    _reads: dict[str, _Read] = field(default_factory=dict)
 
     async def lines(self) -> AsyncGenerator[pb.LogLine, None]:
         """Until all was told, or where it is followed, until the job has ended."""
@@ -134,37 +150,68 @@ class LogStream:
             if looks % FOLDER_EVERY == 0:
                 logs, over = await self.look()
                 for log in logs:
-                    if log.instance not in self._readers:
-                        # Of a worker that came while others were followed, all is new.
-                        reader = LogReader(log.path, tail=self.ask.tail if looks == 0 else 0)
-                        self._readers[log.instance] = log, reader
+                    if (
+                        log.instance not in self._reads
+                        and (mark := await self._begin(log, first=looks == 0)) is not None
+                    ):
+                        yield mark
             looks += 1
             last = over or not self.ask.follow
-            for log, reader in self._readers.values():
+            for one in self._reads.values():
                 more = True
                 while more:
-                    try:
-                        lines, more = await asyncio.to_thread(reader.read, last=last)
-                    except OSError as error:
-                        reason = error.strerror or str(error)
-                        raise GcoreError(f"a log cannot be read ({reason})", where=str(log.path)) from error
-                    for text in lines:
-                        if (line := self._line(log, text)) is not None:
-                            yield line
+                    with _reading(one.log):
+                        lines, more = await asyncio.to_thread(one.reader.read, last=last)
+                    for line in lines:
+                        if (told := self._line(one, line)) is not None:
+                            yield told
             if last:
                 return
             await self.clock.sleep(LOOK_S)
 
-    def _line(self, log: Log, text: str) -> pb.LogLine | None:
-        """None for what was written too early. A line that says no time was written when the one before it was."""
-        time = time_of(text)
-        known = self._times[log.instance] = time or self._times.get(log.instance, 0.0)
-        if self.ask.since and known < self.ask.since:
+    async def _begin(self, log: Log, *, first: bool) -> pb.LogLine | None:
+        """Where it is begun with, for whoever wants to know: where the last lines begin is lost with this stream. Who goes on knows it of
+        those that were there, so that of the others all is new, as it is of a worker that came while others were followed."""
+        after = next((one for one in self.ask.after if one.instance == log.instance), None)
+        if after is not None:
+            place = Place(after.offset, after.beginning, after.within)
+            self._reads[log.instance] = _Read(log, LogReader(log.path, begin=place), after.time)
             return None
-        line = pb.LogLine(instance=log.instance, node=log.node, role=log.role, text=text, time=time)
+        reader = LogReader(log.path, tail=self.ask.tail if first and not self.ask.after else 0)
+        self._reads[log.instance] = _Read(log, reader, 0.0)
+        if not (self.ask.places and first):
+            return None
+        with _reading(log):
+            begin = await asyncio.to_thread(reader.start)
+        return None if begin is None else pb.LogLine(mark=pb.LOG_MARK_BEGIN, place=_placed(log, begin, 0.0))
+
+    def _line(self, one: _Read, line: Line) -> pb.LogLine | None:
+        """None for what was written too early. A line that says no time was written when the one before it was."""
+        time = time_of(line.text)
+        one.time = time or one.time
+        if self.ask.since and one.time < self.ask.since:
+            return None
+        log = one.log
+        told = pb.LogLine(instance=log.instance, node=log.node, role=log.role, text=line.text, time=time)
         if log.rank is not None:
-            line.rank = log.rank
-        return line
+            told.rank = log.rank
+        if self.ask.places:
+            told.place.CopyFrom(_placed(log, line.behind, one.time))
+        return told
+
+
+def _placed(log: Log, place: Place, time: float) -> pb.LogPlace:
+    return pb.LogPlace(
+        instance=log.instance, offset=place.offset, beginning=place.beginning, within=place.within, time=time
+    )
+
+
+@contextlib.contextmanager
+def _reading(log: Log) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise GcoreError(f"a log cannot be read ({error.strerror or error})", where=str(log.path)) from error
 
 
 def names_in(run_dir: Path) -> list[str]:

@@ -17,7 +17,7 @@ from controllers.service import step_metrics
 from controllers.service.claiming import waits_for_slots
 from controllers.service.desk import JobsDesk
 from controllers.service.events import Event, EventLog
-from controllers.service.log_peers import merged, of_peer
+from controllers.service.log_peers import Source, merged, of_peer
 from controllers.service.logs import Log, LogStream, check, check_named, names_in, wanted
 from controllers.service.refusals import bad_field
 from controllers.service.statuses import Context, stream_edge
@@ -79,23 +79,30 @@ class Streams(JobsDesk):
         """What a job's workers wrote."""
         check(request)
         with self._room.place():
-            uid = await self._find(request.job)
-            mirror, me = await self._jobs.mirror(uid), self._jobs.node
-            here = LogStream(self._looking_for_logs(uid, request), request, self._clock).lines
-            await self._check_named(uid, mirror, request)
-            sources: list[Callable[[], AsyncGenerator[pb.LogLine, None]]] = [here]
-            if self._jobs.is_apart(mirror) and request.node != me:
-                peers = await self._jobs.peers()
-                others = {name: at for name, at in peers.items() if request.node in ("", name)}
-                # A name is looked up in its caller's namespace, and the caller of a peer is this daemon.
-                ask = pb.StreamLogsRequest()
-                ask.CopyFrom(request)
-                ask.job = uid
-                far = [of_peer(self._jobs.connector, name, at, ask) for name, at in sorted(others.items())]
-                sources = far if request.node else [here, *far]
+            sources = await self._logs(await self._find(request.job), request)
+            if request.places:
+                yield pb.LogLine(mark=pb.LOG_MARK_BEGIN)
             async with aclosing(merged(sources)) as lines:
                 async for line in lines:
                     yield line
+            if request.places:
+                yield pb.LogLine(mark=pb.LOG_MARK_END)
+
+    async def _logs(self, uid: str, request: pb.StreamLogsRequest) -> list[Source]:
+        """Where they are read: here, and where nodes share no folder, by peers."""
+        mirror, me = await self._jobs.mirror(uid), self._jobs.node
+        here = LogStream(self._looking_for_logs(uid, request), request, self._clock).lines
+        await self._check_named(uid, mirror, request)
+        if request.node == me or not self._jobs.is_apart(mirror):
+            return [here]
+        peers = await self._jobs.peers()
+        others = {name: at for name, at in peers.items() if request.node in ("", name)}
+        # A name is looked up in its caller's namespace, and the caller of a peer is this daemon.
+        ask = pb.StreamLogsRequest()
+        ask.CopyFrom(request)
+        ask.job = uid
+        far = [of_peer(self._jobs.connector, name, at, ask) for name, at in sorted(others.items())]
+        return far if request.node else [here, *far]
 
     async def _check_named(self, uid: str, mirror: JobMirror, request: pb.StreamLogsRequest) -> None:
         """Raises NotFound for a node or a worker that nobody knows."""
@@ -113,7 +120,10 @@ class Streams(JobsDesk):
         self, uid: str, request: pb.StreamLogsRequest
     ) -> Callable[[], Awaitable[tuple[Sequence[Log], bool]]]:
         async def look() -> tuple[Sequence[Log], bool]:
-            mirror, listing = await self._jobs.mirror(uid), await self._jobs.cluster()
+            runner = self._runner(uid)
+            known = runner is not None and runner.mirror.job is not None and runner.mirror.status is not None
+            mirror = runner.mirror if request.follow and runner is not None and known else await self._jobs.mirror(uid)
+            listing = await self._jobs.cluster()
             assert mirror.job is not None
             run_dir = Path(mirror.job.record.run_dir)
             names = await asyncio.to_thread(names_in, run_dir)

@@ -1,8 +1,8 @@
 """Streams of a job that outlive the controller that sends them: its events, its steps' numbers, its logs.
 
 A stream goes on from another controller after the last answer seen. Of events, sequence numbers make sure that none is handed out
-twice, and the server sends all that are greater, so none is lost; of steps, their places on the chain do the same. Lines of a log have
-no number: a stream of them that breaks is told as such, unless nothing was handed out yet.
+twice, and the server sends all that are greater, so none is lost; of steps, their places on the chain do the same; of lines of logs,
+where each ends in its worker's log.
 """
 
 from __future__ import annotations
@@ -23,6 +23,42 @@ from gcore.events import JobEvent
 
 MOST_REFUSALS = 3
 """Of each controller in a row, for a reason that may pass; then it is told."""
+
+
+class _Told:
+    """What of a job's logs was handed out."""
+
+    def __init__(self) -> None:
+        self._places: dict[str, pb.LogPlace] = {}
+        """By worker: up to where."""
+        self._lines, self._marks, self._ended = False, False, False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether an end of the stream is the end. A controller of an earlier version does not say."""
+        return self._ended or not self._marks
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether it is known what was handed out."""
+        return self._marks or not self._lines
+
+    def note(self, message: pb.LogLine) -> bool:
+        """Whether it is a line."""
+        if message.HasField("place"):
+            self._places[message.place.instance] = message.place
+        is_line = message.mark == pb.LOG_MARK_UNSPECIFIED
+        self._lines, self._marks = self._lines or is_line, self._marks or not is_line
+        self._ended = message.mark == pb.LOG_MARK_END
+        return is_line
+
+    def rest_of(self, request: pb.StreamLogsRequest) -> pb.StreamLogsRequest:
+        """What is not handed out yet."""
+        asked = pb.StreamLogsRequest()
+        asked.CopyFrom(request)
+        asked.places = True
+        asked.after.extend(self._places.values())
+        return asked
 
 
 class Following(Calls):
@@ -74,29 +110,37 @@ class Following(Calls):
                     yield message
 
     async def stream_logs(self, request: pb.StreamLogsRequest) -> AsyncGenerator[pb.LogLine, None]:
-        """What a job's workers wrote. Raises Unreachable if the stream breaks after its first line."""
-        handed_out = False
+        """What a job's workers wrote, each line once. Raises Unreachable when no controller answered for `Patience.lost_s`, and if the stream
+        breaks behind a line of which its controller, of an earlier version, did not say where it ends."""
+        told = _Told()
 
         def begin(stub: Any) -> Any:
-            if handed_out:
+            if not told.can_go_on:
                 raise Unreachable(
                     "the controller that read the logs is gone",
                     where=", ".join(self.addresses),
                     fix="Ask again with --since, for what was written after the last line",
                 )
-            return stub.StreamLogs(request)
+            return stub.StreamLogs(told.rest_of(request))
 
-        async with aclosing(self._resumed("read the logs", request.job, begin, until_ended=False)) as messages:
+        stream = self._resumed("read the logs", request.job, begin, until_ended=False, is_over=lambda: told.is_over)
+        async with aclosing(stream) as messages:
             async for message in messages:
-                handed_out = True
-                yield message
+                if told.note(message):
+                    yield message
 
     async def _resumed(
-        self, what: str, job: str, begin: Callable[[Any], Any], *, until_ended: bool = True
+        self,
+        what: str,
+        job: str,
+        begin: Callable[[Any], Any],
+        *,
+        until_ended: bool = True,
+        is_over: Callable[[], bool] = lambda: True,
     ) -> AsyncGenerator[Any, None]:
         """The messages of a stream that is begun again, at another controller, whenever it breaks.
 
-        `until_ended`: it is to last until the job has ended; else its first end in good order is the end.
+        `until_ended`: it is to last until the job has ended; else its first end in good order is the end, if it `is_over` then.
         """
         self._heard = self._clock.monotonic()
         refused = 0
@@ -111,9 +155,11 @@ class Following(Calls):
                         yield message
                 # A controller that shuts down ends its streams in good order too. So only a watch that brings nothing,
                 # of a job that has ended, is the end.
-                if not until_ended:
+                if not until_ended and is_over():
                     return
-                if not brought and (await self._state(job)) in ENDED:
+                if not until_ended:
+                    self._turn_from(address)
+                elif not brought and (await self._state(job)) in ENDED:
                     return
             except grpc.aio.AioRpcError as error:
                 refused += error.code() not in NO_ANSWER

@@ -218,6 +218,8 @@ def _values(field: Any) -> st.SearchStrategy[Any]:
         return st.sampled_from([0, 1, -1, most - 1, -most]) | st.integers(-most, most - 1)
     if field.type == field.TYPE_UINT32:
         return st.integers(0, 2**32 - 1)
+    if field.type == field.TYPE_FIXED64:
+        return st.integers(0, 2**64 - 1)
     if field.type == field.TYPE_BOOL:
         # What follows does so until the job has ended: this one has.
         return st.booleans()
@@ -226,7 +228,10 @@ def _values(field: Any) -> st.SearchStrategy[Any]:
     if field.type == field.TYPE_ENUM:
         return st.integers(-5, 20)
     if field.type == field.TYPE_MESSAGE:
-        return st.lists(texts, max_size=2).map(lambda paths: field.message_type._concrete_class(paths=paths))
+        kind = field.message_type._concrete_class
+        if field.message_type.name != "FieldMask":
+            return messages(kind)
+        return st.lists(texts, max_size=2).map(lambda paths: kind(paths=paths))
     return texts | st.text(max_size=20)
 
 

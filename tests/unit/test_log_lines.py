@@ -6,6 +6,7 @@ import asyncio
 import os
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from job_views import KEYS, stored
 
 from controllers.service import log_lines
-from controllers.service.log_lines import MOST_CHARACTERS, LogReader, time_of
+from controllers.service.log_lines import MOST_CHARACTERS, Line, LogReader, Place, time_of
 from controllers.service.logs import Log, LogStream, check, check_named, names_in, wanted
 from controllers.service.refusals import BadFields, NodeNotFound, WorkerNotFound
 from gcore.api.v1 import jobs_pb2 as pb
@@ -28,8 +29,13 @@ def read_all(reader: LogReader, *, last: bool = True) -> list[str]:
     more = True
     while more:
         lines, more = reader.read(last=last)
-        found += lines
+        found += [line.text for line in lines]
     return found
+
+
+def texts(found: tuple[list[Line], bool]) -> tuple[list[str], bool]:
+    lines, more = found
+    return [line.text for line in lines], more
 
 
 @given(
@@ -52,11 +58,11 @@ def test_a_line_without_its_end_is_told_when_the_log_is_not_followed_further(tmp
     file = tmp_path / "x.log"
     file.write_text("one\ntw")
     reader = LogReader(file)
-    assert reader.read() == (["one"], False)
+    assert texts(reader.read()) == (["one"], False)
     with file.open("a") as more:
         more.write("o\nthree")
-    assert reader.read() == (["two"], False)
-    assert reader.read(last=True) == (["three"], False)
+    assert texts(reader.read()) == (["two"], False)
+    assert texts(reader.read(last=True)) == (["three"], False)
 
 
 def test_a_line_of_any_length_is_cut_and_takes_no_more_memory_than_that(
@@ -70,7 +76,7 @@ def test_a_line_of_any_length_is_cut_and_takes_no_more_memory_than_that(
     more = True
     while more:
         lines, more = reader.read(last=True)
-        found += lines
+        found += [line.text for line in lines]
         assert len(reader._rest) <= 5 * MOST_CHARACTERS
     assert [len(line) for line in found] == [MOST_CHARACTERS, 5, MOST_CHARACTERS]
     assert found[0].endswith("a ...")
@@ -85,6 +91,68 @@ def test_a_log_that_was_cut_short_is_read_from_its_beginning(tmp_path: Path) -> 
     assert read_all(reader) == ["new"]
     file.unlink()
     assert reader.read() == ([], False)
+
+
+@given(
+    st.lists(st.binary(max_size=30).map(lambda data: data.replace(b"\n", b" ")), max_size=20),
+    st.lists(st.integers(0, 3), max_size=20),
+    st.integers(1, 17),
+    st.binary(max_size=9),
+)
+def test_whoever_goes_on_behind_any_line_is_told_exactly_the_rest(
+    tmp_path_factory: pytest.TempPathFactory, pieces: list[bytes], breaks: list[int], at_once: int, rest: bytes
+) -> None:
+    """However long the lines, however often it is gone on, and however much is read at once."""
+    file = tmp_path_factory.mktemp("log") / "x.log"
+    file.write_bytes(b"".join(piece + b"\n" for piece in pieces) + rest.replace(b"\n", b" "))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(log_lines, "READ_BYTES", at_once)
+        patch.setattr(log_lines, "MOST_CHARACTERS", 5)
+        patch.setattr(log_lines, "HEAD_BYTES", 8)
+        whole, told, place = read_all(LogReader(file)), list[str](), Place()
+        for taken in [*breaks, len(whole)]:
+            reader, more = LogReader(file, begin=place), True
+            some: list[Line] = []
+            while more and len(some) < taken:
+                lines, more = reader.read(last=True)
+                some += lines
+            some = some[:taken]
+            told += [line.text for line in some]
+            place = some[-1].behind if some else place
+        assert told == whole
+
+
+def test_where_a_tail_begins_is_gone_on_from_also_before_its_first_line(tmp_path: Path) -> None:
+    file = tmp_path / "x.log"
+    file.write_text("one\ntwo\nthree\n")
+    place = LogReader(file, tail=1).start()
+    assert place is not None
+    with file.open("a") as more:
+        more.write("four\n")
+    assert read_all(LogReader(file, begin=place)) == ["three", "four"]
+
+
+def test_a_log_that_was_begun_anew_is_not_gone_on_with_but_told_from_its_beginning(tmp_path: Path) -> None:
+    file = tmp_path / "x.log"
+    file.write_text("old one\nold two\n")
+    (first, _), _ = LogReader(file).read()
+    for new in ("new\n", "new and longer than what was there before\n"):
+        file.write_text(new)
+        assert read_all(LogReader(file, begin=first.behind)) == [new.rstrip()]
+
+
+def test_a_log_that_another_node_sees_shorter_is_waited_for(tmp_path: Path) -> None:
+    """A shared folder may show one node later what it showed another: nothing of that is told twice."""
+    file = tmp_path / "x.log"
+    file.write_text("a" * 300 + "\ntwo\nthree\n")
+    (_, second, _), _ = LogReader(file).read()
+    for seen in (100, 303):
+        file.write_text(("a" * 300 + "\ntwo\n")[:seen])
+        reader = LogReader(file, begin=second.behind)
+        assert reader.read() == ([], False)
+        assert reader.start() is None
+        file.write_text("a" * 300 + "\ntwo\nthree\n")
+        assert read_all(reader, last=False) == ["three"]
 
 
 def test_a_link_is_not_followed(tmp_path: Path) -> None:
@@ -173,6 +241,12 @@ def test_logs_are_of_those_who_are_there_or_of_those_who_are_gone() -> None:
     assert chosen(JobPhase.FAILED) == [REWARD, ROLLOUT, ("train-node-0-bbbbbbbb", None), RANK_1]
 
 
+def test_who_goes_on_is_told_to_its_end_what_those_wrote_who_have_gone_since() -> None:
+    after = [pb.LogPlace(instance="reward-node-1-dddddddd")]
+    assert chosen(after=after) == [REWARD, ROLLOUT, RANK_0]
+    assert chosen(after=after, role="train") == [RANK_0]
+
+
 def test_logs_are_chosen_by_role_rank_node_and_instance() -> None:
     assert chosen(role="train") == [RANK_0]
     assert chosen(role="train", rank=1) == []
@@ -216,6 +290,8 @@ WRONG = {
     "a time that is none": ({"since": float("nan")}, "since"),
     "a time before all": ({"since": -1.0}, "since"),
     "too many lines": ({"tail": 10**9}, "tail"),
+    "a place before the first": ({"after": [pb.LogPlace(offset=-1)]}, "after"),
+    "a place at no time": ({"after": [pb.LogPlace(time=float("inf"))]}, "after"),
     "following those who are gone": ({"previous": True, "follow": True}, "previous"),
 }
 
@@ -262,6 +338,33 @@ async def test_logs_that_are_followed_bring_what_is_written_and_new_workers_unti
         await clock.advance(0.5)
         await asyncio.sleep(0.01)
     assert rest == ["2026-11-23T12:00:03Z three", "no end"]
+
+
+async def test_a_stream_that_is_gone_on_with_tells_what_the_first_did_not(tmp_path: Path) -> None:
+    """Wherever it breaks: also of what was written at no time that is said, and of workers that came meanwhile."""
+    (tmp_path / "logs").mkdir()
+    first = tmp_path / "logs" / "train-n-aaaaaaaa.log"
+    old, new = "2026-11-23T11:00:00Z before\n", "2026-11-23T12:00:01Z one\n  more\n  and more\n"
+    first.write_text(old + new + "2026-11-23T11:00:00Z before\n  it, too\n2026-11-23T12:00:02Z two\n")
+
+    async def look() -> tuple[list[Log], bool]:
+        names = sorted(names_in(tmp_path))
+        return [Log(tmp_path / "logs" / name, name.removesuffix(".log"), "n", "train", 0) for name in names], True
+
+    async def told(**ask: Any) -> list[pb.LogLine]:
+        return [line async for line in LogStream(look, pb.StreamLogsRequest(**ask), FakeClock()).lines()]
+
+    for ask in ({"since": NOON}, {"tail": 5}, {}):
+        whole = await told(places=True, **ask)
+        lines = [line.text for line in whole if not line.mark]
+        (tmp_path / "logs" / "train-n-bbbbbbbb.log").write_text("2026-11-23T12:00:03Z three\nfour\n")
+        for broken in range(1, len(whole) + 1):
+            known = whole[:broken]
+            rest = await told(places=True, after=[known[-1].place], **ask)
+            found = [line.text for line in [*known, *rest] if not line.mark]
+            assert found == [*lines, "2026-11-23T12:00:03Z three", "four"]
+        (tmp_path / "logs" / "train-n-bbbbbbbb.log").unlink()
+        assert not any(line.mark or line.HasField("place") for line in await told(**ask)), "which nobody asked for"
 
 
 def test_a_folder_that_is_not_there_has_no_logs(tmp_path: Path) -> None:

@@ -25,6 +25,12 @@ class StartMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     START_MODE_RESUME: _ClassVar[StartMode]
     START_MODE_NEW: _ClassVar[StartMode]
 
+class LogMark(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    LOG_MARK_UNSPECIFIED: _ClassVar[LogMark]
+    LOG_MARK_BEGIN: _ClassVar[LogMark]
+    LOG_MARK_END: _ClassVar[LogMark]
+
 class CancelMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     CANCEL_MODE_UNSPECIFIED: _ClassVar[CancelMode]
@@ -54,6 +60,9 @@ JOB_STATE_PAUSED: JobState
 START_MODE_UNSPECIFIED: StartMode
 START_MODE_RESUME: StartMode
 START_MODE_NEW: StartMode
+LOG_MARK_UNSPECIFIED: LogMark
+LOG_MARK_BEGIN: LogMark
+LOG_MARK_END: LogMark
 CANCEL_MODE_UNSPECIFIED: CancelMode
 CANCEL_MODE_NOW: CancelMode
 CANCEL_MODE_DRAIN: CancelMode
@@ -247,7 +256,7 @@ class ListJobsReply(_message.Message):
     def __init__(self, jobs: _Optional[_Iterable[_Union[Job, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class StreamLogsRequest(_message.Message):
-    __slots__ = ("job", "role", "rank", "node", "instance", "since", "previous", "follow", "tail")
+    __slots__ = ("job", "role", "rank", "node", "instance", "since", "previous", "follow", "tail", "places", "after")
     JOB_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
@@ -257,6 +266,8 @@ class StreamLogsRequest(_message.Message):
     PREVIOUS_FIELD_NUMBER: _ClassVar[int]
     FOLLOW_FIELD_NUMBER: _ClassVar[int]
     TAIL_FIELD_NUMBER: _ClassVar[int]
+    PLACES_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
     job: str
     role: str
     rank: int
@@ -266,23 +277,43 @@ class StreamLogsRequest(_message.Message):
     previous: bool
     follow: bool
     tail: int
-    def __init__(self, job: _Optional[str] = ..., role: _Optional[str] = ..., rank: _Optional[int] = ..., node: _Optional[str] = ..., instance: _Optional[str] = ..., since: _Optional[float] = ..., previous: _Optional[bool] = ..., follow: _Optional[bool] = ..., tail: _Optional[int] = ...) -> None: ...
+    places: bool
+    after: _containers.RepeatedCompositeFieldContainer[LogPlace]
+    def __init__(self, job: _Optional[str] = ..., role: _Optional[str] = ..., rank: _Optional[int] = ..., node: _Optional[str] = ..., instance: _Optional[str] = ..., since: _Optional[float] = ..., previous: _Optional[bool] = ..., follow: _Optional[bool] = ..., tail: _Optional[int] = ..., places: _Optional[bool] = ..., after: _Optional[_Iterable[_Union[LogPlace, _Mapping]]] = ...) -> None: ...
+
+class LogPlace(_message.Message):
+    __slots__ = ("instance", "offset", "beginning", "within", "time")
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    BEGINNING_FIELD_NUMBER: _ClassVar[int]
+    WITHIN_FIELD_NUMBER: _ClassVar[int]
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    instance: str
+    offset: int
+    beginning: int
+    within: bool
+    time: float
+    def __init__(self, instance: _Optional[str] = ..., offset: _Optional[int] = ..., beginning: _Optional[int] = ..., within: _Optional[bool] = ..., time: _Optional[float] = ...) -> None: ...
 
 class LogLine(_message.Message):
-    __slots__ = ("instance", "node", "role", "rank", "text", "time")
+    __slots__ = ("instance", "node", "role", "rank", "text", "time", "place", "mark")
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TIME_FIELD_NUMBER: _ClassVar[int]
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    MARK_FIELD_NUMBER: _ClassVar[int]
     instance: str
     node: str
     role: str
     rank: int
     text: str
     time: float
-    def __init__(self, instance: _Optional[str] = ..., node: _Optional[str] = ..., role: _Optional[str] = ..., rank: _Optional[int] = ..., text: _Optional[str] = ..., time: _Optional[float] = ...) -> None: ...
+    place: LogPlace
+    mark: LogMark
+    def __init__(self, instance: _Optional[str] = ..., node: _Optional[str] = ..., role: _Optional[str] = ..., rank: _Optional[int] = ..., text: _Optional[str] = ..., time: _Optional[float] = ..., place: _Optional[_Union[LogPlace, _Mapping]] = ..., mark: _Optional[_Union[LogMark, str]] = ...) -> None: ...
 
 class StreamMetricsRequest(_message.Message):
     __slots__ = ("job", "after_step", "follow", "names", "after_lineage")
