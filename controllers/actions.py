@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from controllers.view import SavedCheckpoint
 from gcore.ledger.claims import Slot
 from gcore.ledger.job import JobPhase, Plan
-from gcore.ledger.placing import Moves, SplitPart
+from gcore.ledger.placing import SplitPart
 from gcore.ledger.records import Assignment, Checkpoint, EndedRef, EpochRecord, Offer
 from gcore.ledger.stream import PartNow, SealNow
 from gcore.ledger.sweeping import Swept
 from gcore.types import PromptRef, Token, Version
-from placement.moves import Proposal
+from placement.moves import Accounted, Proposal
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,9 +282,9 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class TellMoves:
-    """Write down what came of moves."""
+    """Write down what came of moves, if the record is still the one that this was made from."""
 
-    moves: Moves
+    account: Accounted
 
 
 @dataclass(frozen=True, slots=True)

@@ -192,9 +192,10 @@ def _moves(action: Place | TellMoves, view: JobView) -> Transaction:
     mirror, keys = view.mirror, view.mirror.keys
     assert mirror.leader is not None
     assert mirror.plan is not None
-    known = mirror.written(keys.moves, mirror.movings.get(""))
+    known = mirror.moves_revision
     if isinstance(action, TellMoves):
-        return transactions.tell_moves(keys, mirror.leader, known, action.moves)
+        # Not the record that is there now: that may have a move more, which the account knows nothing of.
+        return transactions.tell_moves(keys, mirror.leader, action.account.since, action.account.moves)
     moves, plan = mirror.moves.plus(action.proposal.move), action.proposal.plan
     if plan is None:
         return transactions.tell_moves(keys, mirror.leader, known, moves)

@@ -62,7 +62,6 @@ from gcore.config import JobSpec, NodeConfig, stored_spec
 from gcore.errors import GcoreError
 from gcore.flows import find_filters, find_flow
 from gcore.ledger.guarded import Ledger
-from gcore.ledger.placing import Moves
 from gcore.metrics import Metrics
 from gcore.otel import StepTraces
 from gcore.reward.pool import RewardPool
@@ -72,7 +71,7 @@ from gcore.store.types import Store, WatchBatch
 from gcore.tls.connecting import PLAIN, Connector
 from gcore.together import end_all
 from gcore.types import Version
-from placement.moves import Proposal
+from placement.moves import Accounted, Proposal
 
 
 class JobRunner(JobStanding):
@@ -391,7 +390,7 @@ class JobRunner(JobStanding):
             os.environ,
         )
 
-    def _proposed(self) -> tuple[Proposal | None, Moves | None]:
+    def _proposed(self) -> tuple[Proposal | None, Accounted | None]:
         return (None, None) if self._planner is None else (self._planner.proposal, self._planner.account)
 
     async def loads(self) -> LoadsReply:

@@ -14,7 +14,9 @@ from controllers.view import JobView
 from controllers.yielding import is_suspended
 from gcore import schema
 from gcore.ledger.job import SLEEP_CAME
+from gcore.ledger.mirror import JobMirror
 from gcore.ledger.placing import Move, MoveKind, Pin
+from placement.moves import Accounted
 
 TAKE_S = 0.2
 """So long is it left to the one whose turn it is."""
@@ -57,8 +59,13 @@ def placing(view: JobView) -> Iterator[Intent]:
         is_of_now = move.generation == plan.generation + 1 and move.step == view.head.step
         if is_of_now and not is_written and _obeys(move, view.mirror.pin):
             yield Intent(Place(proposal), f"place {move.generation} {move.state} {move.step} {move.after}")
-    elif view.account is not None and view.account != view.mirror.moves:
-        yield Intent(TellMoves(view.account), f"moves {view.account.total} {view.head.seq}")
+    elif view.account is not None and is_news(view.account, view.mirror):
+        yield Intent(TellMoves(view.account), f"moves {view.account.moves.total} {view.head.seq}")
+
+
+def is_news(account: Accounted, mirror: JobMirror) -> bool:
+    """Whether it says more than the record, and is about that record; else whoever plans makes another."""
+    return account.since == mirror.moves_revision and account.moves != mirror.moves
 
 
 def _obeys(move: Move, pin: Pin) -> bool:

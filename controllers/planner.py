@@ -31,7 +31,7 @@ from gcore.ledger.placing import MoveKind, Moves
 from gcore.tls.connecting import PLAIN, Connector
 from gcore.types import Version
 from placement.live import Moving
-from placement.moves import Deciding, Proposal, with_outcomes, with_unasked
+from placement.moves import Accounted, Deciding, Proposal, with_outcomes, with_unasked
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class Planner:
         """The plan before the newest."""
         self._kept: Moves | None = None
         self.proposal: Proposal | None = None
-        self.account: Moves | None = None
+        self.account: Accounted | None = None
 
     def note(self, before: JobMirror, after: JobMirror) -> None:
         """A change of the job's records."""
@@ -154,7 +154,7 @@ class Planner:
         if self._lender.is_settling or (proposal is not None and proposal.plan is not None):
             self._wait_s = SOON_S
 
-    def _propose(self, proposal: Proposal | None, account: Moves | None) -> None:
+    def _propose(self, proposal: Proposal | None, account: Accounted | None) -> None:
         if (proposal, account) != (self.proposal, self.account):
             self.proposal, self.account = proposal, account
             self._job.look_anew()
@@ -184,7 +184,7 @@ class Planner:
         dry = self._spec.placement.dry_run
         return Deciding(view.head.step, view.head.seq, view.node, self._clock.wall(), dry)
 
-    def _accounted(self, view: JobView) -> Moves | None:
+    def _accounted(self, view: JobView) -> Accounted | None:
         """The moves with what is known by now of what came of them; None: nothing new."""
         assert view.mirror.plan is not None
         known = view.mirror.moves
@@ -192,7 +192,7 @@ class Planner:
         told = with_unasked(known, self._before, plan, self._deciding(view))
         found = with_outcomes(told, seconds, self._lender.took, view.head.seq, plan)
         found = self._staying.told(found, self._history.took, at_once=found != known)
-        return None if found == known else found
+        return None if found == known else Accounted(found, view.mirror.moves_revision)
 
     async def _keep(self, view: JobView) -> None:
         """Every move stands in the run's folder too: the store keeps the newest."""

@@ -30,13 +30,12 @@ from gcore.ledger.claims import SHARES_CAME, Claim
 from gcore.ledger.guarded import TxnOutcome
 from gcore.ledger.job import JobPhase
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.placing import Moves
 from gcore.ledger.rules import StreamRules, rules_of
 from gcore.reward.pace import Scoring
 from gcore.schema import spoken
 from gcore.store.keys import JobKeys
 from gcore.types import Version
-from placement.moves import Proposal
+from placement.moves import Accounted, Proposal
 
 
 class JobStanding(ABC):
@@ -84,7 +83,7 @@ class JobStanding(ABC):
         """The engines of the job's judges."""
         return {}
 
-    def _proposed(self) -> tuple[Proposal | None, Moves | None]:
+    def _proposed(self) -> tuple[Proposal | None, Accounted | None]:
         """What this controller wants to change of the placement, and what it has to tell of earlier changes."""
         return None, None
 

@@ -21,7 +21,6 @@ from gcore.ledger.epochs import standing
 from gcore.ledger.job import NodeRecord
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.parts import digests_of, next_part, parts_sha256
-from gcore.ledger.placing import Moves
 from gcore.ledger.records import (
     Checkpoint,
     EndedRef,
@@ -50,7 +49,7 @@ from gcore.reward.pace import Scoring
 from gcore.schema import SCHEMA_VERSION
 from gcore.types import PromptRef, Token, Version
 from gcore.worker.records import WorkerRecord
-from placement.moves import Proposal
+from placement.moves import Accounted, Proposal
 
 
 @dataclass(frozen=True)
@@ -189,7 +188,7 @@ class JobView:
 
     proposal: Proposal | None = None
     """The move that this controller wants, as who plans the placement."""
-    account: Moves | None = None
+    account: Accounted | None = None
     """And what it has to tell of earlier ones."""
 
     remembered: Remembered = field(default_factory=Remembered, repr=False, compare=False)

@@ -38,6 +38,14 @@ class Proposal:
     plan: Plan | None
 
 
+@dataclass(frozen=True, slots=True)
+class Accounted:
+    """The moves with what is known by now of what came of them, made from the record of that revision (0: there was none)."""
+
+    moves: Moves
+    since: int
+
+
 def part_of(split: Split) -> SplitPart:
     """As it is stored."""
     return SplitPart(mode=split.mode, rollout=split.rollout, reward=split.reward, train=split.train)

@@ -128,6 +128,12 @@ class JobMirror:
         stored = self.movings.get("")
         return stored.record if stored is not None else Moves()
 
+    @property
+    def moves_revision(self) -> int:
+        """Of the record of these, also of one that cannot be read; 0: there is none."""
+        known = self.written(self.keys.moves, self.movings.get(""))
+        return known.revision if known is not None else 0
+
     def claim(self, world: str, rank: int) -> RankClaim | None:
         """Which instance is this rank of this world, if any ever was."""
         stored = self.claims.get(self.keys.world_rank(world, rank))

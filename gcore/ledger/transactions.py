@@ -365,12 +365,13 @@ def place(
     leader: Stored[Leader],
     old: Stored[Plan],
     new: Plan,
-    known: Written | None,
+    known: int,
     moves: Moves,
     pin: Written | None,
 ) -> Transaction:
     """Change who serves in which role, and say why. Compares the plan and the leadership, so that of two who believe that they lead
-    one changes it, and what a person has fixed, which may be more by now; the world stays, which only a rollback changes."""
+    one changes it, and what a person has fixed, which may be more by now; the world stays, which only a rollback changes. `known`: the
+    revision of the moves that `moves` goes on from."""
     if new.world != old.record.world or new.ranks != old.record.ranks:
         raise ValueError("only a rollback places a train world")
     if new.generation != old.record.generation + 1:
@@ -386,13 +387,14 @@ def place(
     )
 
 
-def tell_moves(keys: JobKeys, leader: Stored[Leader], known: Written | None, moves: Moves) -> Transaction:
-    """What is wanted, what would be done, what came of moves, and why nothing moved. Changes nothing."""
+def tell_moves(keys: JobKeys, leader: Stored[Leader], known: int, moves: Moves) -> Transaction:
+    """What is wanted, what would be done, what came of moves, and why nothing moved. Changes nothing. `known`: the revision of the record
+    that `moves` was made from, so that what was written since is never lost by it."""
     return Transaction(TxnKind.MOVES, _led(keys, leader, known), (Put(keys.moves, moves.encode()),))
 
 
-def _led(keys: JobKeys, leader: Stored[Leader], known: Written | None) -> tuple[Compare, Compare]:
-    return Compare(keys.leader, leader.revision), Compare(keys.moves, known.revision if known else 0)
+def _led(keys: JobKeys, leader: Stored[Leader], known: int) -> tuple[Compare, Compare]:
+    return Compare(keys.leader, leader.revision), Compare(keys.moves, known)
 
 
 def pin(keys: JobKeys, old: Written | None, new: Pin) -> Transaction:

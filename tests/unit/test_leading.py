@@ -9,6 +9,7 @@ import pytest
 from job_views import ME, PEER, running_job, stored
 
 from controllers.actions import Lead, Place, Rollback, TellMoves
+from controllers.apply import _moves
 from controllers.decide import decide
 from controllers.forming import growth, held_for_growth, wanted_world
 from controllers.gauges import count_moves
@@ -16,11 +17,13 @@ from controllers.leading import leading, leads, placing
 from controllers.view import JobView
 from gcore import schema
 from gcore.config import parse_spec
+from gcore.ledger.guarded import Stored
 from gcore.ledger.job import EnginePlace, NodeRecord
 from gcore.ledger.placing import Leader, Move, MoveKind, Moves, Pin
 from gcore.metrics import Metrics
+from gcore.store.types import Compare
 from placement.assign import split_of
-from placement.moves import Proposal, part_of
+from placement.moves import Accounted, Proposal, part_of
 from placement.split import Split
 
 TREE = {
@@ -120,10 +123,22 @@ def test_what_a_person_fixed_since_a_move_was_decided_holds(pin: Pin, kind: Move
 
 def test_what_came_of_moves_is_written_once() -> None:
     view = moving()
-    account = Moves(moves=(move(view),), total=1)
+    account = Accounted(Moves(moves=(move(view),), total=1), 0)
     assert [i.action for i in placing(replace(view, account=account))] == [TellMoves(account)]
-    told = replace(view, mirror=replace(view.mirror, movings={"": stored(account)}), account=account)
+    told = replace(view, mirror=replace(view.mirror, movings={"": stored(account.moves)}), account=account)
     assert list(placing(told)) == []
+
+
+def test_an_account_that_knows_nothing_of_a_move_that_was_written_since_does_not_take_it_away() -> None:
+    view = moving()
+    first = Moves().plus(move(view, generation=1))
+    more = Accounted(first.model_copy(update={"moves": (move(view, generation=1, outcome={"took_s": 2.0}),)}), 3)
+    known = replace(view, mirror=replace(view.mirror, movings={"": Stored(first, 3)}), account=more)
+    (tells,) = [i.action for i in placing(known)]
+    later = replace(known, mirror=replace(known.mirror, movings={"": Stored(first.plus(move(view)), 9)}))
+    assert list(placing(later)) == [], "it is made anew from what is there by now"
+    txn = _moves(tells, later)
+    assert Compare(view.mirror.keys.moves, 3) in txn.compares, "what was decided on an older look loses its compare"
 
 
 def wanting(view: JobView, **more: Any) -> JobView:
@@ -160,5 +175,5 @@ def test_moves_are_counted_by_kind_and_state() -> None:
     metrics, view = Metrics(), moving()
     assert view.mirror.plan is not None
     count_moves(metrics, Place(Proposal(move(view), view.mirror.plan.record)))
-    count_moves(metrics, TellMoves(Moves()))
+    count_moves(metrics, TellMoves(Accounted(Moves(), 0)))
     assert metrics.moves.labels("split", "done")._value.get() == 1

@@ -248,10 +248,10 @@ async def test_what_nodes_that_come_and_go_do_to_the_plan_is_told_as_a_move(made
     planner.note(before, job.mirror)
     await planner._turn()
     assert planner.account is not None
-    move = planner.account.newest
+    move = planner.account.moves.newest
     assert (move.kind, move.generation, split_from(move.after)) == (MoveKind.MEND, 2, SECOND)
     assert move.reason == "engines on 2 slots of node-1"
-    job.change(movings={"": stored(planner.account)})
+    job.change(movings={"": stored(planner.account.moves)})
     await planner._turn()
     assert planner.account is None
 
@@ -332,10 +332,10 @@ async def test_what_came_of_moves_is_accounted_for_and_stands_in_the_runs_folder
     await planner._turn()
     await planner._turn()
     assert planner.account is not None
-    assert planner.account.moves == (move,)  # the step at whose beginning it was made paid for it
-    assert [(one.since, one.step, one.reason) for one in planner.account.stays] == [(1, 1, "it is well")]
+    assert planner.account.moves.moves == (move,)  # the step at whose beginning it was made paid for it
+    assert [(one.since, one.step, one.reason) for one in planner.account.moves.stays] == [(1, 1, "it is well")]
     assert moves_in(tmp_path / NAME) == [move]
-    job.change(movings={"": stored(planner.account)})
+    job.change(movings={"": stored(planner.account.moves)})
     await planner._turn()
     assert planner.account is None
 

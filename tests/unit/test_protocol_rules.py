@@ -215,12 +215,12 @@ def placing(job: StoredJob) -> Transaction:
     assert plan is not None
     assert leader is not None
     moved = plan.record.model_copy(update={"generation": plan.record.generation + 1})
-    return transactions.place(job.keys, leader, plan, moved, job.mirror.movings.get(""), Moves(total=1), None)
+    return transactions.place(job.keys, leader, plan, moved, job.mirror.moves_revision, Moves(total=1), None)
 
 
 def telling(job: StoredJob) -> Transaction:
     assert job.mirror.leader is not None
-    return transactions.tell_moves(job.keys, job.mirror.leader, job.mirror.movings.get(""), Moves(total=1))
+    return transactions.tell_moves(job.keys, job.mirror.leader, job.mirror.moves_revision, Moves(total=1))
 
 
 def pinning(job: StoredJob) -> Transaction:
