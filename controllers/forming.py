@@ -110,6 +110,11 @@ def growing(view: JobView) -> Iterator[Intent]:
     )
 
 
+def awaits_world(view: JobView) -> bool:
+    """Whether a train world that a policy wants may still be formed: every change of the plan before that would be in its way."""
+    return wanted_world(view) is not None and held_for_growth(view) > 0
+
+
 def held_for_growth(view: JobView) -> float:
     """Seconds that a batch, or its first part, waits before it is READY, so that a larger world gets its moment where batches come at once."""
     if not growth(view) or lost_world(view) or not is_between_steps(view):

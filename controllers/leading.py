@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from controllers.actions import Intent, Lead, Place, TellMoves
+from controllers.forming import awaits_world
 from controllers.view import JobView
 from controllers.yielding import is_suspended
 from gcore import schema
 from gcore.ledger.job import SLEEP_CAME
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.placing import Move, MoveKind, Pin
-from placement.moves import Accounted
+from placement.moves import Accounted, Proposal
 
 TAKE_S = 0.2
 """So long is it left to the one whose turn it is."""
@@ -51,16 +52,24 @@ def placing(view: JobView) -> Iterator[Intent]:
     """Write down what was decided, while it is about the plan and the step that are there; else what came of earlier moves."""
     if not leads(view) or view.is_over:
         return
-    assert view.mirror.plan is not None
-    proposal, plan = view.proposal, view.mirror.plan.record
+    proposal = view.proposal
     if proposal is not None:
-        move = proposal.move
-        is_written = any((one.generation, one.time) == (move.generation, move.time) for one in view.mirror.moves.moves)
-        is_of_now = move.generation == plan.generation + 1 and move.step == view.head.step
-        if is_of_now and not is_written and _obeys(move, view.mirror.pin):
+        if is_due(proposal, view):
+            move = proposal.move
             yield Intent(Place(proposal), f"place {move.generation} {move.state} {move.step} {move.after}")
     elif view.account is not None and is_news(view.account, view.mirror):
         yield Intent(TellMoves(view.account), f"moves {view.account.moves.total} {view.head.seq}")
+
+
+def is_due(proposal: Proposal, view: JobView) -> bool:
+    """Whether it is about the plan and the step that are there, is not written, a person lets it be, and it is in the way of no train world
+    that is wanted."""
+    assert view.mirror.plan is not None
+    move = proposal.move
+    is_written = any((one.generation, one.time) == (move.generation, move.time) for one in view.mirror.moves.moves)
+    is_of_now = move.generation == view.mirror.plan.record.generation + 1 and move.step == view.head.step
+    is_in_the_way = proposal.plan is not None and awaits_world(view)
+    return is_of_now and not is_written and not is_in_the_way and _obeys(move, view.mirror.pin)
 
 
 def is_news(account: Accounted, mirror: JobMirror) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from controllers.forgone import Forgone, is_a_guess
-from controllers.forming import placeable
+from controllers.forming import awaits_world, placeable
 from controllers.polling import Polling
 from controllers.step_history import StepHistory
 from controllers.taking_turns import takes_turns
@@ -87,9 +87,10 @@ class Lender:
         stored = view.mirror.plan
         assert stored is not None
         plan, placement = stored.record, self._spec.placement
-        lends = placement.lends and not view.mirror.pin.fixes and bool(self._moving.judges)
+        waits = awaits_world(view)  # another plan would take its place, and whatever is lent goes back by it anyway
+        lends = placement.lends and not view.mirror.pin.fixes and bool(self._moving.judges) and not waits
         is_whole = view.seal is not None and not view.seal.collects and not view.rules.staleness
-        if (is_whole or view.mirror.pin.fixes) and (back := self._given_back(view, plan, at)) is not None:
+        if (is_whole or view.mirror.pin.fixes) and not waits and (back := self._given_back(view, plan, at)) is not None:
             return back
         if not lends and not self.is_settling:
             return None  # nobody needs to know what engines have to do

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from controllers.changes import Changes
 from controllers.forming import models_of
-from controllers.leading import leads
+from controllers.leading import is_due, leads
 from controllers.lender import Lender
 from controllers.moves_file import MovesFile
 from controllers.next_split import NextSplit
@@ -144,6 +144,8 @@ class Planner:
                 return
             proposal = await self._between(view)
             self._decided = step
+        elif self.proposal is not None and not self.proposal.move.within and is_due(self.proposal, view):
+            proposal = self.proposal  # the store has not taken it yet; a loan in its place would be the end of it
         else:
             stored = view.mirror.plan
             proposal = await self._lender.proposal(view, self._deciding(view))

@@ -42,13 +42,14 @@ def _in_its_state(move: Move, done: tuple[str, str, str], rest: str) -> str:
         case "wanted":
             return f"wants to {now} {rest}"
         case "lapsed":
-            return f"wanted to {now} {rest}, but the next step began first"
+            return f"wanted to {now} {rest}"
         case _:
             return f"{was} {rest}"
 
 
 def _because(what: str, move: Move) -> str:
-    return f"{what}, because {move.reason}" if move.reason else what
+    said = f"{what}, because {move.reason}" if move.reason else what
+    return said + "; it was not formed before the next step" * (move.state == "lapsed")
 
 
 def numbers_in_words(move: Move) -> str:

@@ -146,7 +146,8 @@ def with_unasked(moves: Moves, before: Plan | None, plan: Plan, at: Deciding) ->
     if _roles(before) == _roles(plan) and before.ranks == plan.ranks:
         return moves
     wanted = moves.newest
-    if wanted is not None and wanted.kind is MoveKind.WORLD and wanted.generation == plan.generation:
+    is_its = wanted is not None and wanted.kind is MoveKind.WORLD and wanted.generation == plan.generation
+    if is_its and before.world != plan.world:
         return moves  # what came of that is told with it
     slots, more = told_slots(before, plan)
     move = Move(

@@ -145,7 +145,7 @@ class Move(Part):
     time: float = 0.0
     """Seconds since the epoch, for people."""
     state: Literal["done", "wanted", "lapsed", "would"] = "done"
-    """WANTED: a world that is still to be formed; LAPSED: it never was, for the next step began first; WOULD: with `dry_run`."""
+    """WANTED: a world that is still to be formed; LAPSED: it never was, for the next step or another plan came first; WOULD: with `dry_run`."""
     outcome: MoveOutcome | None = None
 
 

@@ -11,7 +11,7 @@ from job_views import ME, PEER, running_job, stored
 from controllers.actions import Lead, Place, Rollback, TellMoves
 from controllers.apply import _moves
 from controllers.decide import decide
-from controllers.forming import growth, held_for_growth, wanted_world
+from controllers.forming import awaits_world, growth, held_for_growth, wanted_world
 from controllers.gauges import count_moves
 from controllers.leading import leading, leads, placing
 from controllers.view import JobView
@@ -20,6 +20,7 @@ from gcore.config import parse_spec
 from gcore.ledger.guarded import Stored
 from gcore.ledger.job import EnginePlace, NodeRecord
 from gcore.ledger.placing import Leader, Move, MoveKind, Moves, Pin
+from gcore.ledger.records import Seal, SealState
 from gcore.metrics import Metrics
 from gcore.store.types import Compare
 from placement.assign import split_of
@@ -155,6 +156,18 @@ def test_a_world_that_a_policy_wants_is_formed_by_anybody_between_steps() -> Non
     (rollback,) = [i.action for i in decide(view) if isinstance(i.action, Rollback)]
     assert rollback.split is not None
     assert (rollback.split.train, rollback.between_steps, rollback.slots_as_seen) == (1, True, True)
+
+
+def test_another_plan_is_not_written_while_a_world_may_be_formed() -> None:
+    view = wanting(moving())
+    assert view.mirror.plan is not None
+    lent = Proposal(move(view, MoveKind.LEND, time=9.0), view.mirror.plan.record.model_copy(update={"generation": 2}))
+    assert awaits_world(view)
+    assert list(placing(replace(view, proposal=lent))) == []
+    ready = Seal.model_construct(step=view.head.step + 1, state=SealState.READY, lineage=0, groups=())
+    begun = replace(view, mirror=replace(view.mirror, seals={ready.step: stored(ready)}))
+    assert not awaits_world(begun), "the next step is trained before it"
+    assert [i.action for i in placing(replace(begun, proposal=lent))] == [Place(lent)]
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from placement.moves import (
     is_told,
     part_of,
     with_outcomes,
+    with_unasked,
 )
 from placement.plan import NodeSlots, Snapshot
 from placement.policies.base import Decision
@@ -82,7 +83,7 @@ def test_another_train_world_is_only_wanted_until_it_is_formed() -> None:
     late = with_outcomes(moves, {}, {}, 8, plan).newest
     assert late is not None
     assert late.state == "lapsed"
-    assert "the next step began first" in in_words(late)
+    assert in_words(late).endswith("because rollout was idle; it was not formed before the next step")
 
 
 def test_what_would_be_done_is_told_once() -> None:
@@ -137,6 +138,18 @@ def test_a_world_that_was_wanted_was_formed_though_fewer_ranks_could_be_placed()
     assert [one.state for one in with_outcomes(Moves().plus(wanted), {}, {}, 4, plan_of(FIRST)).moves] == ["lapsed"]
     lent = Moves().plus(wanted).plus(move(MoveKind.LEND, generation=2, time=1.0))
     assert with_outcomes(lent, {}, {}, 4, formed).moves[0].state == "lapsed", "it was another plan"
+
+
+def test_nodes_that_take_the_place_of_a_world_that_was_wanted_are_told_of_and_it_has_lapsed() -> None:
+    wanted = Moves().plus(move(MoveKind.WORLD, state="wanted", generation=2, seq=7, time=1.0))
+    before = plan_of(FIRST)
+    joined = plan_of(SECOND, before).model_copy(update={"reason": "a; then engines on 1 slot of b"})
+    told = with_unasked(wanted, before, joined, AT)
+    assert [(one.kind, one.reason) for one in told.moves[1:]] == [(MoveKind.MEND, "engines on 1 slot of b")]
+    assert with_outcomes(told, {}, {}, 8, joined).moves[0].state == "lapsed"
+    formed = plan_of(SECOND, before, "x")
+    assert with_unasked(wanted, before, formed, AT) == wanted
+    assert with_outcomes(wanted, {}, {}, 8, formed).moves[0].state == "done"
 
 
 def test_what_came_of_a_move_is_the_mean_of_the_steps_after_the_one_that_paid_for_it() -> None:

@@ -580,6 +580,78 @@ async def test_with_dry_run_a_loan_is_told_once_in_a_step_whatever_was_told_befo
     assert [(one.kind, one.within) for one in told.moves] == [(MoveKind.SPLIT, False), (MoveKind.LEND, True)]
 
 
+@pytest.fixture
+def behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Judges have so much to do that slots are lent to them, if they may be."""
+    speed = Speed(alone_s=0.05, saturating=8.0, tokens=300.0, residual=150.0, rows=8)
+    monkeypatch.setattr("controllers.lender.Lender._speeds", lambda self, history: Speeds(speed, speed))
+
+
+def with_much_to_judge(job: Job) -> Loads:
+    loads = all_as(job)
+    return replace(
+        loads,
+        engines=tuple(replace(one, running=8, waiting=90) if one.judge and one.ready else one for one in loads.engines),
+    )
+
+
+async def wanting_a_world(job: Job, planner: Planner) -> Move:
+    """A policy wants one of two ranks; so much time is over since the plan was made that slots may be lent."""
+    saved = Checkpoint(lineage=0, step=1, seq=1, file="checkpoints/0-1", digest="d")
+    job.change(checkpoints=stored(Checkpoints(entries=(saved,))))
+    planner.note(replace(job.mirror, plan=None), job.mirror)
+    await planner._turn()
+    assert planner.proposal is not None
+    await planner._clock.advance(20.0)  # type: ignore[attr-defined]
+    return planner.proposal.move
+
+
+async def test_while_a_train_world_is_wanted_nothing_is_lent(made: Any, asked: list[Loads], behind: None) -> None:
+    job = Job(lend=True)
+    planner = made(Scripted(Decision(Split("coexisting", 3, 1, 2), "train was late")), job)
+    asked.append(with_much_to_judge(job))
+    wish = await wanting_a_world(job, planner)
+    job.change(movings={"": stored(Moves().plus(wish))})
+    for _ in range(3):
+        await planner._turn()
+        await planner._clock.advance(20.0)
+        assert planner.proposal is None, "another plan would take its place"
+    job.change(
+        seals={2: stored(Seal.model_construct(step=2, lineage=0, groups=(), state=SealState.PARTIAL, parts=(1,)))}
+    )
+    job.change(checkpoints=stored(Checkpoints(entries=())))
+    for _ in range(3):
+        await planner._turn()
+        await planner._clock.advance(20.0)
+    assert planner.proposal is not None, "it cannot be formed any more before the next step"
+    assert planner.proposal.move.kind is MoveKind.LEND
+
+
+@pytest.mark.parametrize(
+    ("wanted", "kind"),
+    [
+        pytest.param(Split("coexisting", 3, 1, 2), MoveKind.WORLD, id="a world"),
+        pytest.param(SECOND, MoveKind.SPLIT, id="a split"),
+    ],
+)
+async def test_what_is_wanted_between_steps_is_wanted_until_the_store_has_taken_it(
+    made: Any, asked: list[Loads], behind: None, wanted: Split, kind: MoveKind
+) -> None:
+    """A store that takes longer than until the next look would be given a loan in its place, or nothing at all."""
+    job = Job(lend=True)
+    planner = made(Scripted(Decision(wanted, "why")), job)
+    asked.append(with_much_to_judge(job))
+    wish = await wanting_a_world(job, planner)
+    assert wish.kind is kind
+    for _ in range(3):
+        await planner._turn()
+        assert planner.proposal is not None
+        assert planner.proposal.move == wish
+    job.change(movings={"": stored(Moves().plus(wish))})
+    await planner._turn()
+    assert planner.proposal is None or planner.proposal.move != wish
+
+
 async def test_what_was_lent_goes_back_while_ranks_train(made: Any, asked: list[Loads]) -> None:
     job = Job(lend=True)
     lent = assigned(SECOND, job.mirror.plan.record, SNAPSHOT, ("tutor",), world="w", generation=2)
