@@ -31,7 +31,8 @@ from gcore.ledger.placing import MoveKind, Moves
 from gcore.tls.connecting import PLAIN, Connector
 from gcore.types import Version
 from placement.live import Moving
-from placement.moves import Accounted, Deciding, Proposal, with_outcomes, with_unasked
+from placement.moves import Accounted, Deciding, Proposal, with_unasked
+from placement.outcomes import with_outcomes
 
 log = logging.getLogger(__name__)
 
@@ -190,9 +191,9 @@ class Planner:
         """The moves with what is known by now of what came of them; None: nothing new."""
         assert view.mirror.plan is not None
         known = view.mirror.moves
-        seconds, plan = self._history.seconds(), view.mirror.plan.record
+        steps, plan = self._history.committed(view.mirror), view.mirror.plan.record
         told = with_unasked(known, self._before, plan, self._deciding(view))
-        found = with_outcomes(told, seconds, self._lender.took, view.head.seq, plan)
+        found = with_outcomes(told, steps, self._lender.took, view.head.seq, plan)
         found = self._staying.told(found, self._history.took, at_once=found != known)
         return None if found == known else Accounted(found, view.mirror.moves_revision)
 

@@ -11,12 +11,12 @@ them run (`of_slots`), and has room for as many requests as all of them have (`r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gcore.config import JobSpec
 from gcore.config.judges import JudgeSpec
-from gcore.ledger.books import EngineSums, StepBook, of_version
+from gcore.ledger.books import EngineSums, StepBook, engines_of, of_version
 from gcore.ledger.guarded import Stored
 from gcore.ledger.job import Plan
 from gcore.ledger.mirror import JobMirror
@@ -26,6 +26,7 @@ from gcore.types import Version
 from placement.measured import Measured
 from placement.measuring import measured
 from placement.moves import BETWEEN, base_split, split_from
+from placement.outcomes import Committed
 from placement.replicas import spanned
 from placement.speeds import Rows
 from placement.split import Split
@@ -42,6 +43,8 @@ class _Seen:
     split: Split | None
     booked: int = -1
     measured: Measured | None = None
+    question_s: float | None = None
+    """What a question took of a judge's engine."""
 
 
 class StepHistory:
@@ -94,6 +97,7 @@ class StepHistory:
                 told = map(in_questions, there.values()) if self._scores else there.values()
                 found = measured(told, seen.entry, seen.seal, seen.split, sizes)
                 seen.measured = of_slots(found, self._judges)
+                seen.question_s = question_s(there.values())
                 seen.booked = len(there)
             if version.step <= mirror.head.record.step:
                 newest[version.step] = seen.measured  # a step that was cut off has a later one of its number
@@ -104,13 +108,20 @@ class StepHistory:
         told = (seen.entry.stats.get("start_seconds") for seen in reversed(self._seen.values()))
         return next((seconds for seconds in told if seconds is not None), None)
 
-    def seconds(self) -> dict[int, float]:
-        """Of each step."""
-        return {
-            version.step: seen.entry.stats["seconds"]
+    def committed(self, mirror: JobMirror) -> tuple[Committed, ...]:
+        """All steps that are known, those that were cut off too, oldest first; without those of which nobody knows what they took."""
+        self.steps(mirror)  # with what the books say by now
+        return tuple(
+            Committed(
+                step=version.step,
+                seq=seen.entry.seq,
+                seconds=seen.entry.stats["seconds"],
+                tokens=seen.entry.stats.get("response_length"),
+                question_s=seen.question_s,
+            )
             for version, seen in self._seen.items()
             if "seconds" in seen.entry.stats
-        }
+        )
 
     def took(self, step: int, after: int) -> float | None:
         """Seconds of that step, as it was committed first after head's sequence number was `after`; None: it was not, or nobody knows."""
@@ -133,6 +144,12 @@ class StepHistory:
 def rows_of(spec: JobSpec) -> Rows:
     """Requests that the engines of a slot run at once, at most, by pool."""
     return Rows(spec.rollout.batch_slots, sum(judge.serving.batch_slots for judge in spec.served_judges) or 1)
+
+
+def question_s(books: Iterable[StepBook]) -> float | None:
+    """Seconds that a question ran in a judge's engine, on average. None: nobody was asked, or booked it."""
+    reward = engines_of(books).get("reward")
+    return reward.running_s / reward.requests if reward is not None and reward.requests and reward.running_s else None
 
 
 def of_slots(step: Measured, judges: int) -> Measured:

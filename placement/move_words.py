@@ -4,10 +4,13 @@
 
 from __future__ import annotations
 
-from gcore.ledger.placing import Move, MoveKind
+from gcore.ledger.placing import Move, MoveKind, MoveOutcome
 from placement.moves import BETWEEN, WITHIN, split_from
 from placement.plan import counted
 from placement.split import Split
+
+OTHER_WORK = 0.1
+"""By how much the work of steps differs before a word is lost about it, as a share of what it was."""
 
 
 def in_words(move: Move) -> str:
@@ -78,10 +81,28 @@ def outcome_in_words(move: Move) -> str:
         held = f", before it {outcome.before_s:.1f} s" if outcome.before_s is not None else ""
         steps = "step after it took" if outcome.steps == 1 else f"{outcome.steps} steps after it took"
         each = "" if outcome.steps == 1 else " each"
-        said.append(f"the {steps} {outcome.step_s:.1f} s{each}{held}")
+        said.append(f"the {steps} {outcome.step_s:.1f} s{each}{held}{_other_work(outcome)}")
     elif outcome.step_s is not None:
         said.append(f"the step it was in took {outcome.step_s:.1f} s")
     return "; ".join(said) or "nothing is known yet of what came of it"
+
+
+def _other_work(outcome: MoveOutcome) -> str:
+    """What the steps after it had to do, where it was more than those before it had, or less: else the move would be given the credit of
+    it, or the blame."""
+    said = []
+    if _differ(outcome.tokens, outcome.before_tokens):
+        said.append(f"responses of {outcome.tokens:.0f} tokens instead of {outcome.before_tokens:.0f}")
+    if _differ(outcome.question_s, outcome.before_question_s):
+        said.append(
+            f"{outcome.question_s:.2g} s of a judge for each question instead of {outcome.before_question_s:.2g} s"
+        )
+    return ", with " + " and ".join(said) if said else ""
+
+
+def _differ(after: float | None, before: float | None) -> bool:
+    """By so much that it is worth a word."""
+    return after is not None and before is not None and abs(after - before) > OTHER_WORK * before
 
 
 def _gains(before: Split, after: Split) -> str:

@@ -1,24 +1,20 @@
-"""What changes of a job's plan are called, and what came of them. Pure: records in, records out; in words `placement.move_words` says it.
+"""What changes of a job's plan are called. Pure: records in, records out; in words `placement.move_words` says it.
 
 A move is decided between two steps (engines change over; the train world gets another size) or within one (engines are lent). Its
-reason is in numbers that were known then; what came of it is measured over the steps after it, and stands beside what was expected.
+reason is in numbers that were known then; what came of it (`placement.outcomes`) stands beside what was expected.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from statistics import fmean
 
 from gcore.ledger.job import Plan
-from gcore.ledger.placing import MOST_SLOTS_TOLD, Move, MoveKind, MoveOutcome, Moves, SplitPart
+from gcore.ledger.placing import MOST_SLOTS_TOLD, Move, MoveKind, Moves, SplitPart
 from placement.assign import changes, split_of
 from placement.plan import Snapshot
 from placement.policies.base import Decision, SwitchCosts
 from placement.split import Split
 
-MOST_AFTER = 5
-"""Steps over which what came of a move is measured, at most; and before it, with which it is held."""
 MOVE_PRIOR_S, WORLD_PRIOR_S = 10.0, 60.0
 """What changes are taken to cost until one was measured: engines that change over, a train world of another size."""
 STEP_IS_OVER = "the step is over: what was lent goes back"
@@ -200,62 +196,3 @@ def _took(moves: Moves) -> dict[MoveKind, float]:
     """Of each kind of move the newest that was measured, seconds."""
     outcomes = [(move.kind, move.outcome) for move in moves.moves]
     return {kind: found.took_s for kind, found in outcomes if found is not None and found.took_s is not None}
-
-
-def with_outcomes(
-    moves: Moves, seconds: Mapping[int, float], took: Mapping[int, float], head_seq: int, plan: Plan
-) -> Moves:
-    """The moves with what is known by now of what came of them.
-
-    `seconds`: of each committed step; `took`: by generation, seconds until a move had taken effect. `head_seq`, `plan`: as they are
-    now, by which a world that was wanted was formed, or never will be.
-    """
-    known = list(moves.moves)
-    for number, move in enumerate(known):
-        later = next((one.step for one in known[number + 1 :] if one.kind in BETWEEN and one.state == "done"), None)
-        others = {one.generation for one in known if one is not move and one.state == "done"}
-        past = reversed(known[:number])
-        earlier = next((one.step for one in past if one.kind in BETWEEN and one.state == "done"), None)
-        known[number] = _settled(move, seconds, took.get(move.generation), others, earlier, later, head_seq, plan)
-    return moves if tuple(known) == moves.moves else moves.model_copy(update={"moves": tuple(known)})
-
-
-def _settled(
-    move: Move,
-    seconds: Mapping[int, float],
-    took: float | None,
-    others: Collection[int],
-    earlier: int | None,
-    later: int | None,
-    head_seq: int,
-    plan: Plan,
-) -> Move:
-    """`others`: the plans that other moves made; `earlier`, `later`: at whose end the moves between steps before and after it were made."""
-    if move.state == "wanted" and head_seq != move.seq:
-        # Head moves by the rollback that forms it, of as many ranks as can be placed, or by a step that was committed instead.
-        formed = plan.generation >= move.generation and move.generation not in others
-        move = move.model_copy(update={"state": "done" if formed else "lapsed"})
-    if move.state != "done":
-        return move
-    outcome = move.outcome or MoveOutcome()
-    if took is not None and outcome.took_s is None:
-        outcome = outcome.model_copy(update={"took_s": round(took, 3)})
-    first = move.step + (1 if move.kind in WITHIN else 2)  # the step at whose beginning it was made paid for it
-    last = min(move.step + 1 + MOST_AFTER, later if later is not None else move.step + 1 + MOST_AFTER)
-    after = [seconds[step] for step in range(first, last + 1) if step in seconds]
-    if not after and later is not None and move.step + 1 in seconds:
-        after = [seconds[move.step + 1]]  # the next move came before there was a step that paid for nothing
-    if move.kind in WITHIN:
-        after = [seconds[move.step + 1]] if move.step + 1 in seconds else []
-    since = max(
-        move.step - MOST_AFTER + 1, earlier + 2 if earlier is not None else 2
-    )  # in the first step everything is loaded
-    before = [seconds[step] for step in range(since, move.step + 1) if step in seconds]
-    if len(after) > outcome.steps:
-        update = {
-            "steps": len(after),
-            "step_s": round(fmean(after), 3),
-            "before_s": round(fmean(before), 3) if before else None,
-        }
-        outcome = outcome.model_copy(update=update)
-    return move if outcome in (move.outcome, MoveOutcome()) else move.model_copy(update={"outcome": outcome})

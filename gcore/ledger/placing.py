@@ -105,12 +105,17 @@ class SplitPart(Part):
 
 class MoveOutcome(Part):
     """What came of a move. `took_s`: until the engines that woke were asked again, or the new world served; `steps`: over which
-    `step_s`, the mean seconds of a step after it, was measured; `before_s`: of the steps before it."""
+    `step_s`, the mean seconds of a step after it, was measured; `before_s`: of the steps before it. What the work of these steps was:
+    `tokens` of a response, `question_s` that a question took of a judge's engine, on average. None: not known."""
 
     took_s: float | None = None
     steps: NonNegativeInt = 0
     step_s: float | None = None
     before_s: float | None = None
+    tokens: float | None = None
+    before_tokens: float | None = None
+    question_s: float | None = None
+    before_question_s: float | None = None
 
 
 class Move(Part):

@@ -26,7 +26,7 @@ from gcore.testing import FakeClock
 from placement.assign import split_of
 from placement.beginning import begun
 from placement.live import Moving, bounds_of
-from placement.moves import with_outcomes
+from placement.outcomes import Committed, with_outcomes
 from placement.plan import NodeSlots, Snapshot
 from placement.split import Split, feasible
 
@@ -202,7 +202,8 @@ async def test_what_a_job_began_with_and_why_is_its_first_move() -> None:
     assert (move.kind, move.generation, move.step, moves.total) == (MoveKind.BEGIN, plan.generation, 0, 1)
     assert plan.reason.endswith(move.reason)
     assert told == []
-    known = with_outcomes(moves, {1: 90.0, 2: 30.0, 3: 32.0}, {}, 3, plan)
+    steps = [Committed(step, step, seconds) for step, seconds in ((1, 90.0), (2, 30.0), (3, 32.0))]
+    known = with_outcomes(moves, steps, {}, 3, plan)
     lines = "\n".join(account("j", None, known.moves, 0))
     assert f"at the beginning: began with {split_of(plan)}, because nothing is measured yet: of " in lines
     assert "Expected: a step was to take " in lines

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,9 +22,9 @@ from placement.moves import (
     costs,
     is_told,
     part_of,
-    with_outcomes,
     with_unasked,
 )
+from placement.outcomes import Committed, with_outcomes
 from placement.plan import NodeSlots, Snapshot
 from placement.policies.base import Decision
 from placement.split import Split
@@ -45,6 +48,11 @@ def decided(split: Split, **more: float) -> Decision:
 def move(kind: MoveKind = MoveKind.SPLIT, step: int = 3, **more: object) -> Move:
     fields: dict[str, object] = {"generation": 2, "seq": step, "before": part_of(FIRST), "after": part_of(SECOND)}
     return Move.model_validate({"kind": kind, "step": step} | fields | more)
+
+
+def in_order(seconds: Mapping[int, float]) -> list[Committed]:
+    """Steps of a run that nothing was cut off of."""
+    return [Committed(step, step, took) for step, took in sorted(seconds.items())]
 
 
 def test_a_decision_for_the_split_there_is_moves_nothing() -> None:
@@ -75,12 +83,12 @@ def test_another_train_world_is_only_wanted_until_it_is_formed() -> None:
     assert found.plan is None
     assert (found.move.kind, found.move.state) == (MoveKind.WORLD, "wanted")
     moves = Moves().plus(found.move)
-    assert with_outcomes(moves, {}, {}, 7, plan).newest == found.move
+    assert with_outcomes(moves, (), {}, 7, plan).newest == found.move
     bigger = plan_of(Split("coexisting", 3, 1, 2), plan, "x")
-    formed = with_outcomes(moves, {}, {}, 8, bigger).newest
+    formed = with_outcomes(moves, (), {}, 8, bigger).newest
     assert formed is not None
     assert formed.state == "done"
-    late = with_outcomes(moves, {}, {}, 8, plan).newest
+    late = with_outcomes(moves, (), {}, 8, plan).newest
     assert late is not None
     assert late.state == "lapsed"
     assert in_words(late).endswith("because rollout was idle; it was not formed before the next step")
@@ -134,10 +142,10 @@ def test_a_world_that_is_there_is_not_formed_again() -> None:
 def test_a_world_that_was_wanted_was_formed_though_fewer_ranks_could_be_placed() -> None:
     wanted = move(MoveKind.WORLD, state="wanted", generation=2, seq=3)
     formed = plan_of(FIRST, world="x").model_copy(update={"generation": 2})
-    assert [one.state for one in with_outcomes(Moves().plus(wanted), {}, {}, 4, formed).moves] == ["done"]
-    assert [one.state for one in with_outcomes(Moves().plus(wanted), {}, {}, 4, plan_of(FIRST)).moves] == ["lapsed"]
+    assert [one.state for one in with_outcomes(Moves().plus(wanted), (), {}, 4, formed).moves] == ["done"]
+    assert [one.state for one in with_outcomes(Moves().plus(wanted), (), {}, 4, plan_of(FIRST)).moves] == ["lapsed"]
     lent = Moves().plus(wanted).plus(move(MoveKind.LEND, generation=2, time=1.0))
-    assert with_outcomes(lent, {}, {}, 4, formed).moves[0].state == "lapsed", "it was another plan"
+    assert with_outcomes(lent, (), {}, 4, formed).moves[0].state == "lapsed", "it was another plan"
 
 
 def test_nodes_that_take_the_place_of_a_world_that_was_wanted_are_told_of_and_it_has_lapsed() -> None:
@@ -146,16 +154,16 @@ def test_nodes_that_take_the_place_of_a_world_that_was_wanted_are_told_of_and_it
     joined = plan_of(SECOND, before).model_copy(update={"reason": "a; then engines on 1 slot of b"})
     told = with_unasked(wanted, before, joined, AT)
     assert [(one.kind, one.reason) for one in told.moves[1:]] == [(MoveKind.MEND, "engines on 1 slot of b")]
-    assert with_outcomes(told, {}, {}, 8, joined).moves[0].state == "lapsed"
+    assert with_outcomes(told, (), {}, 8, joined).moves[0].state == "lapsed"
     formed = plan_of(SECOND, before, "x")
     assert with_unasked(wanted, before, formed, AT) == wanted
-    assert with_outcomes(wanted, {}, {}, 8, formed).moves[0].state == "done"
+    assert with_outcomes(wanted, (), {}, 8, formed).moves[0].state == "done"
 
 
 def test_what_came_of_a_move_is_the_mean_of_the_steps_after_the_one_that_paid_for_it() -> None:
     plan = plan_of(FIRST)
-    seconds = {1: 3.0, 2: 3.2, 3: 3.4, 4: 9.0, 5: 2.0, 6: 2.2}
-    found = with_outcomes(Moves().plus(move()), seconds, {2: 1.25}, 9, plan).newest
+    steps = in_order({1: 3.0, 2: 3.2, 3: 3.4, 4: 9.0, 5: 2.0, 6: 2.2})
+    found = with_outcomes(Moves().plus(move()), steps, {2: 1.25}, 9, plan).newest
     assert found is not None
     assert found.outcome == MoveOutcome(took_s=1.25, steps=2, step_s=2.1, before_s=3.3)
     assert outcome_in_words(found) == "it took 1.2 s; the 2 steps after it took 2.1 s each, before it 3.3 s"
@@ -163,8 +171,54 @@ def test_what_came_of_a_move_is_the_mean_of_the_steps_after_the_one_that_paid_fo
 
 def test_the_steps_after_the_next_move_are_the_next_moves() -> None:
     moves = Moves().plus(move(step=3)).plus(move(step=5, generation=3, time=1.0))
-    found = with_outcomes(moves, {4: 9.0, 5: 2.0, 6: 7.0, 7: 1.0}, {}, 9, plan_of(FIRST))
+    found = with_outcomes(moves, in_order({4: 9.0, 5: 2.0, 6: 7.0, 7: 1.0}), {}, 9, plan_of(FIRST))
     assert [one.outcome.step_s for one in found.moves if one.outcome is not None] == [2.0, 1.0]
+
+
+def test_after_a_rollback_what_came_of_a_move_is_measured_over_steps_that_were_made_since() -> None:
+    """Those that were cut off have the same numbers, and were made before it."""
+    cut_off = in_order(dict.fromkeys(range(1, 17), 10.0))
+    moves = Moves().plus(move(step=8, seq=17))
+    assert with_outcomes(moves, cut_off, {}, 17, plan_of(FIRST)) == moves
+    again = [*cut_off, *(Committed(step, step + 9, 5.0) for step in range(9, 15))]
+    found = with_outcomes(moves, again, {}, 23, plan_of(FIRST)).newest
+    assert found is not None
+    assert found.outcome == MoveOutcome(steps=5, step_s=5.0, before_s=10.0)
+
+
+def test_a_move_that_was_made_before_a_rollback_has_no_part_in_what_came_after_the_next_one() -> None:
+    made = [*in_order(dict.fromkeys(range(1, 17), 10.0)), *(Committed(step, step + 9, 5.0) for step in range(9, 15))]
+    moves = Moves().plus(move(step=14)).plus(move(step=8, seq=17, generation=3, time=1.0))
+    found = with_outcomes(moves, made, {}, 23, plan_of(FIRST))
+    assert [one.outcome.step_s for one in found.moves if one.outcome is not None] == [10.0, 5.0]
+
+
+def test_what_was_told_wrongly_of_a_move_is_told_anew_and_what_is_no_more_known_is_kept() -> None:
+    told = move(step=3, outcome={"steps": 2, "step_s": 9.0, "before_s": 3.0})
+    right = with_outcomes(Moves().plus(told), in_order({4: 9.0, 5: 2.0, 6: 2.2}), {}, 9, plan_of(FIRST)).newest
+    assert right is not None
+    assert right.outcome == MoveOutcome(steps=2, step_s=2.1, before_s=3.0)
+    assert with_outcomes(Moves().plus(right), in_order({6: 2.2}), {}, 9, plan_of(FIRST)).newest == right
+
+
+def test_steps_that_had_more_to_do_than_those_before_a_move_are_said_to_have() -> None:
+    steps = [Committed(step, step, 3.0, tokens=30.0, question_s=0.5) for step in range(1, 5)]
+    steps += [Committed(step, step, 6.0, tokens=61.0, question_s=None) for step in range(5, 7)]
+    early = with_outcomes(Moves().plus(move()), steps, {}, 9, plan_of(FIRST))
+    assert early.newest is not None
+    assert outcome_in_words(early.newest) == (
+        "the 2 steps after it took 6.0 s each, before it 3.0 s, with responses of 61 tokens instead of 30"
+    )
+    booked = [replace(one, question_s=one.question_s or 2.1) for one in steps]
+    found = with_outcomes(early, booked, {}, 9, plan_of(FIRST)).newest
+    assert found is not None
+    assert outcome_in_words(found).endswith(
+        "tokens instead of 30 and 2.1 s of a judge for each question instead of 0.5 s"
+    ), "the books came late"
+    alike = [replace(one, tokens=30.0 + one.step / 10, question_s=0.5) for one in steps]
+    same = with_outcomes(Moves().plus(move()), alike, {}, 9, plan_of(FIRST)).newest
+    assert same is not None
+    assert "instead" not in outcome_in_words(same)
 
 
 @given(st.lists(st.sampled_from(list(MoveKind)), max_size=90))

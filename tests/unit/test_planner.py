@@ -371,7 +371,7 @@ def test_steps_are_remembered_with_their_lengths_and_what_the_books_say_later() 
     job.change(books={"node-0": stored(NodeBooks(node="node-0", steps=(book,)))})
     (step,) = history.steps(job.mirror)
     assert [(one.pool, one.running, one.token_s) for one in step.speed] == [("rollout", 4.0, 0.1)]
-    assert history.seconds() == {1: 3.0}
+    assert [(one.step, one.seconds) for one in history.committed(job.mirror)] == [(1, 3.0)]
 
 
 async def test_a_policy_that_is_cancelled_where_it_is_made_is_told_of_and_the_planner_goes_on(

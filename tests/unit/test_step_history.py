@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from job_views import running_job, stored
 
 from controllers.step_history import MOST_STEPS, StepHistory, splits_of
+from gcore.ledger.books import EngineSums, NodeBooks, StepBook
 from gcore.ledger.job import Plan
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.placing import Move, MoveKind, Moves
@@ -99,7 +100,7 @@ def test_steps_before_a_plan_that_changed_without_a_move_are_not_shown_and_their
     placed_anew = mirror_of(plan_of(SECOND, world="x"), [entry(1), entry(2), entry(3, seq=4, lineage=1, world="x")])
     history = StepHistory()
     assert shown(history, placed_anew) == [(3, SECOND)]
-    assert set(history.seconds()) == {1, 2, 3}
+    assert {one.step for one in history.committed(placed_anew)} == {1, 2, 3}
     joined = mirror_of(plan_of(THIRD), [entry(1), entry(2), entry(3)], Moves().plus(moved(1, FIRST, SECOND)))
     assert shown(StepHistory(), joined) == []
 
@@ -113,6 +114,16 @@ def test_of_a_step_that_was_made_anew_it_is_known_what_each_took() -> None:
     assert history.took(2, 4) == 9.0
     assert history.took(2, 5) is None
     assert history.took(4, 0) is None
+
+
+def test_of_each_step_it_is_known_when_it_was_committed_and_what_its_work_was() -> None:
+    again = entry(2, seq=5, lineage=1)
+    mirror = mirror_of(plan_of(SECOND), [entry(1), entry(2), entry(3), again])
+    sums = EngineSums(active_s=9.0, running_s=40.0, tokens=400, requests=16)
+    book = StepBook(version=Version(1, 2), began=0.0, seconds=3.0, slots=8, engines={"reward": sums})
+    told = replace(mirror, books={"node-0": stored(NodeBooks(node="node-0", steps=(book,)))})
+    found = [(one.step, one.seq, one.tokens, one.question_s) for one in StepHistory().committed(told)]
+    assert found == [(1, 1, 9.0, None), (2, 2, 9.0, None), (3, 3, 9.0, None), (2, 5, 9.0, 2.5)]
 
 
 def test_beyond_the_moves_that_are_kept_nobody_knows_the_split() -> None:
