@@ -67,15 +67,18 @@ class Lender:
         self._since: tuple[int, float] = (0, 0.0)
         """The plan's generation, and since when it is known."""
         self._came = 0
-        """The newest generation that was heard as it was written: only of such a one is known how long it took."""
+        """The newest generation that was heard as it was written, by who has led ever since: only of such a one is known how long it took. Who
+        leads after another begins to look late, when the other's lease is over."""
         self.took: dict[int, float] = {}
         """By generation, the seconds until it had taken effect."""
 
-    def note(self, before: JobMirror, after: JobMirror) -> None:
-        """A change of the job's records."""
+    def note(self, before: JobMirror, after: JobMirror, me: str) -> None:
+        """A change of the job's records. `me`: the incarnation that plans here, when it leads."""
         if after.plan is not None and after.plan.record.generation != self._since[0]:
             self._since = after.plan.record.generation, self._clock.monotonic()
             self._came = self._since[0] if before.plan is not None else 0
+        if after.leader is None or after.leader.record.incarnation != me:
+            self._came = 0
 
     @property
     def is_settling(self) -> bool:

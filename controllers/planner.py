@@ -51,6 +51,11 @@ class Planned(Protocol):
     troubles: TroubleBook
 
     @property
+    def me(self) -> str:
+        """This incarnation."""
+        ...
+
+    @property
     def mirror(self) -> JobMirror:
         """Its records as last heard."""
         ...
@@ -91,7 +96,7 @@ class Planner:
     def note(self, before: JobMirror, after: JobMirror) -> None:
         """A change of the job's records."""
         self._history.note(before, after)
-        self._lender.note(before, after)
+        self._lender.note(before, after, self._job.me)
         if before.plan is not None and after.plan is not None and before.plan is not after.plan:
             self._before = before.plan.record
 

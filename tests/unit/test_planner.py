@@ -78,7 +78,7 @@ class Told:
 class Job:
     """A job after its first step, led by this controller."""
 
-    uid, node = "u", "node-0"
+    uid, node, me = "u", "node-0", ME
 
     def __init__(self, **placement: Any) -> None:
         self.changes, self.troubles = Changes(), Told()
@@ -509,6 +509,31 @@ async def test_how_long_a_move_took_is_known_to_who_heard_it_written(made: Any, 
     asked.append(all_as(job))
     await planner._turn()
     assert planner._lender.took == {2: 0.0}
+
+
+async def test_who_leads_after_another_does_not_take_the_time_until_it_led_for_what_a_move_took(
+    made: Any, asked: list[Loads]
+) -> None:
+    """A leader that was killed leaves its lease to run out: that is no cost of the move."""
+    job = Job(lend=False)
+    planner = made(Scripted(Decision(SECOND, "well")), job)
+    other = {"": stored(Leader(node="node-1", incarnation="node-1.bbbb"))}
+    job.change(leaders=other)
+    before = job.mirror
+    moved = assigned(SECOND, before.plan.record, SNAPSHOT, ("tutor",), world="w", generation=2)
+    assert moved is not None
+    move = Move(generation=2, step=1, kind=MoveKind.SPLIT, before=part_of(FIRST), after=part_of(SECOND))
+    job.change(plan=stored(moved), movings={"": stored(Moves().plus(move))})
+    planner.note(before, job.mirror)
+    await planner._clock.advance(20.0)
+    before = job.mirror
+    job.change(leaders={"": stored(Leader(node="node-0", incarnation=ME))})
+    planner.note(before, job.mirror)
+    asked.append(all_as(job))
+    await planner._turn()
+    await planner._turn()
+    assert not planner._lender.is_settling
+    assert planner._lender.took == {}
 
 
 async def test_a_plan_has_taken_effect_although_a_node_came_back_with_fewer_slots(
