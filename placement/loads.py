@@ -159,7 +159,7 @@ def lending(
         else place
         for place in plan.engines
     )
-    base = base_split(plan)
+    base, base_there = base_split(plan), _base_there(plan, there)
     after = plan.model_copy(update={"generation": plan.generation + 1, "engines": engines})
     is_back = split_of(after) == base
     before_split, after_split = split_of(there), split_of(present(after, loads))
@@ -179,7 +179,7 @@ def lending(
         generation=after.generation,
         step=at.step,
         seq=at.seq,
-        kind=MoveKind.LEND if _gained(before_split, after_split, base) else MoveKind.RETURN,
+        kind=MoveKind.LEND if _gained(before_split, after_split, base_there) else MoveKind.RETURN,
         before=part_of(before_split),
         after=part_of(after_split),
         slots=names,
@@ -199,6 +199,13 @@ def lending(
 
 def _about(seconds: float) -> str:
     return f"about {seconds:.1f} s" if seconds >= 0.1 else "less than 0.1 s"
+
+
+def _base_there(plan: Plan, there: Plan) -> Split:
+    """What the slots that are there began the step with: nobody knows which of them are lent, so all that is lent is taken to be among them."""
+    now, all_now, base = split_of(there), split_of(plan), base_split(plan)
+    lent = all_now.reward - base.reward
+    return replace(now, rollout=now.rollout + lent, reward=now.reward - lent)
 
 
 def _gained(before: Split, after: Split, base: Split) -> bool:

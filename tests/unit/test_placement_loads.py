@@ -176,6 +176,21 @@ def test_what_brings_a_pool_back_to_what_it_had_is_a_return_and_what_gives_it_mo
     assert back.plan.lent_from is None, "nothing is lent any more"
 
 
+def test_what_is_lent_while_a_node_is_away_is_held_against_what_the_slots_that_are_there_began_with() -> None:
+    """Against what all slots began with, a pool that gets more would seem to be on its way back."""
+    three = Snapshot((*SNAPSHOT.nodes, NodeSlots("c", ("cpu:0", "cpu:1", "cpu:2"))))
+    plan = assigned(Split("coexisting", 5, 3, 1), None, three, ("j",), world="w", generation=1)
+    assert plan is not None
+    loads, terse = loads_of(plan, rollout=12), speeds([replace(STEP, judged=(1.0,) * 8)])
+    there = Loads(tuple(one for one in loads.engines if one.node != "c"), {})
+    lent = lending(plan, there, terse, 0.01, BOTH, ROWS, AT)
+    assert lent is not None
+    assert lent.plan is not None
+    assert (lent.move.kind, lent.move.before.rollout, lent.move.after.rollout) == (MoveKind.LEND, 3, 4)
+    assert in_words(lent.move).startswith("lent 1 slot from the judges to rollout")
+    assert base_split(lent.plan) == Split("coexisting", 5, 3, 1), "with those of the node that is away"
+
+
 def test_engines_that_nobody_told_of_are_not_counted_on() -> None:
     """A node that went away holds them; the last judge that is there must not be lent."""
     plan = plan_of(Split("coexisting", 3, 2, 1))
