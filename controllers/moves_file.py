@@ -56,6 +56,8 @@ class MovesFile:
             if news or more:
                 told = [*({"number": n, "move": tree} for n, tree in news.items()), *more]
                 with self._file.open("a", encoding="utf-8") as file:
+                    if _is_torn(self._file):
+                        file.write("\n")  # or the first line would be lost with the one that was cut off
                     file.writelines(json.dumps(tree) + "\n" for tree in told)
             # The store tells of no others any more.
             self._known = dict(sorted((known | trees).items())[-NEWEST_MOVES:])
@@ -97,6 +99,14 @@ def _last_lines(file: Path) -> list[str]:
             return whole.read().decode(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
         return []
+
+
+def _is_torn(file: Path) -> bool:
+    """Whether its last line was cut off, as where who wrote it was killed or the disk was full. Raises OSError."""
+    with file.open("rb") as whole:
+        size = whole.seek(0, 2)
+        whole.seek(max(size - 1, 0))
+        return whole.read(1) not in (b"", b"\n")
 
 
 def _by_number(lines: Iterable[str]) -> dict[int, dict[str, Any]]:

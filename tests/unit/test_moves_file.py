@@ -54,6 +54,16 @@ def test_who_goes_on_with_the_file_reads_its_end_only(tmp_path: Path, monkeypatc
     assert len((tmp_path / NAME).read_text().splitlines()) == 140
 
 
+def test_after_a_line_that_was_cut_off_the_next_stands_on_a_line_of_its_own(tmp_path: Path) -> None:
+    MovesFile(tmp_path).keep(many(2))
+    whole = (tmp_path / NAME).read_bytes()
+    (tmp_path / NAME).write_bytes(whole[:-20])
+    file = MovesFile(tmp_path)
+    file.keep(many(2))
+    file.keep(many(3))
+    assert [one.generation for one in moves_in(tmp_path / NAME)] == [0, 1, 2]
+
+
 def test_what_stands_too_far_up_to_be_found_is_written_once_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
