@@ -33,6 +33,7 @@ from gcore.types import Version
 from placement.live import Moving
 from placement.moves import Accounted, Deciding, Proposal, with_unasked
 from placement.outcomes import with_outcomes
+from placement.plan import counted
 
 log = logging.getLogger(__name__)
 
@@ -110,9 +111,10 @@ class Planner:
                     async with asyncio.timeout(self._wait_s):
                         await self._job.changes.until(self._is_news)
         finally:
-            if self._kept is not None:  # who planned to the end writes down the end
-                told = self._staying.told(self._job.mirror.moves, self._history.took, at_once=True)
-                self._file.keep(told, to_the_end=True)
+            leader = self._job.mirror.leader
+            if self._kept is not None and (leader is None or leader.record.incarnation == self._job.me):
+                # Who planned to the end writes down the end.
+                self._file.keep(self._at_the_end(self._job.mirror), to_the_end=True)
             await self._lender.close()
 
     def _is_news(self) -> bool:
@@ -197,10 +199,18 @@ class Planner:
         assert view.mirror.plan is not None
         known = view.mirror.moves
         steps, plan = self._history.committed(view.mirror), view.mirror.plan.record
-        told = with_unasked(known, self._before, plan, self._deciding(view))
+        told = with_unasked(known, self._before, plan, self._deciding(view), formed_because(view))
         found = with_outcomes(told, steps, self._lender.took, view.head.seq, plan)
         found = self._staying.told(found, self._history.took, at_once=found != known)
         return None if found == known else Accounted(found, view.mirror.moves_revision)
+
+    def _at_the_end(self, mirror: JobMirror) -> Moves:
+        """The moves, with what came of those in the last step; the store is told of it no more."""
+        moves = mirror.moves
+        if mirror.head is not None and mirror.plan is not None:
+            steps, seq = self._history.committed(mirror), mirror.head.record.seq
+            moves = with_outcomes(moves, steps, self._lender.took, seq, mirror.plan.record)
+        return self._staying.told(moves, self._history.took, at_once=True)
 
     async def _keep(self, view: JobView) -> None:
         """Every move stands in the run's folder too: the store keeps the newest."""
@@ -214,6 +224,18 @@ def has_moved(mirror: JobMirror, step: Version) -> bool:
     asked = (MoveKind.SPLIT, MoveKind.WORLD)
     seq = next((s.record.seq for s in mirror.log.values() if Version(s.record.lineage, s.record.step) == step), 0)
     return any(one.kind in asked and one.step == step.step and one.seq >= seq for one in mirror.moves.moves)
+
+
+def formed_because(view: JobView) -> str:
+    """Why the train world that there is was placed, and what it cost; empty: it is the first, or the log has it no more."""
+    assert view.mirror.plan is not None
+    world, log = view.mirror.plan.record.world, view.log
+    seq = max((seq for seq, one in log.items() if one.kind == "rollback" and one.world == world), default=None)
+    if seq is None:
+        return ""
+    earlier = max((one for one in log if one < seq), default=seq)
+    again = log[earlier].step - log[seq].step
+    return log[seq].reason + (f"; {counted(again, 'step')} had to be made again" if again > 0 else "")
 
 
 def trained(mirror: JobMirror) -> Version | None:

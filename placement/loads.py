@@ -171,7 +171,7 @@ def lending(
     now_slots = before_split.reward if to_judges else before_split.rollout
     gain = max(found.ends_s(*_awake(there)) - found.ends_s(*_awake(present(after, loads))), 0.0)
     reason = (
-        f"{pool} had {owed} requests on {counted(now_slots, 'slot')}, {_about(left)} of work with what was to come, and {other} "
+        f"{pool} had {counted(owed, 'request')} on {counted(now_slots, 'slot')}, {_about(left)} of work with what was to come, and {other} "
         f"had {has}, {_about(spare)}"
     )
     names, more = told_slots(plan, after)

@@ -30,7 +30,10 @@ def in_words(move: Move) -> str:
             done = ("form", "formed", "formed")
             rest = f"a train world of {counted(after.train, 'rank')} in place of {before.train} ({before} -> {after})"
         case MoveKind.MEND:  # nobody wished for it: it is never told before it is done
-            return _because(f"nodes came or went, and with them {before} became {after}", move)
+            became = (
+                f"{before} became {after}" if before != after else f"what they had was placed anew, {after} as before"
+            )
+            return _because(f"nodes or workers came or went, and {became}", move)
         case _:
             done, rest = ("go", "went", "gone"), f"from {before} to {after}"
     return _because(_in_its_state(move, done, rest), move)
@@ -75,7 +78,7 @@ def outcome_in_words(move: Move) -> str:
     if move.state != "done":
         return ""
     if outcome is None:
-        return "nothing is known yet of what came of it"
+        return "nothing is known of what came of it"
     said = [f"it took {outcome.took_s:.1f} s"] if outcome.took_s is not None else []
     if outcome.step_s is not None and move.kind not in WITHIN:
         held = f", before it {outcome.before_s:.1f} s" if outcome.before_s is not None else ""
@@ -84,7 +87,7 @@ def outcome_in_words(move: Move) -> str:
         said.append(f"the {steps} {outcome.step_s:.1f} s{each}{held}{_other_work(outcome)}")
     elif outcome.step_s is not None:
         said.append(f"the step it was in took {outcome.step_s:.1f} s")
-    return "; ".join(said) or "nothing is known yet of what came of it"
+    return "; ".join(said) or "nothing is known of what came of it"
 
 
 def _other_work(outcome: MoveOutcome) -> str:

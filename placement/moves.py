@@ -135,15 +135,17 @@ def beginning_move(plan: Plan, reason: str, expected_s: float | None, at: Decidi
     )
 
 
-def with_unasked(moves: Moves, before: Plan | None, plan: Plan, at: Deciding) -> Moves:
-    """The moves with the newest change of the plan, where no policy asked for it: nodes came or went."""
+def with_unasked(moves: Moves, before: Plan | None, plan: Plan, at: Deciding, formed_because: str = "") -> Moves:
+    """The moves with the newest change of the plan, where no policy asked for it: nodes came or went, or a train world was lost.
+    `formed_because`: why the plan's world was placed, if it is not the first."""
     if before is None or any(move.generation >= plan.generation and move.state == "done" for move in moves.moves):
         return moves
-    if _roles(before) == _roles(plan) and before.ranks == plan.ranks:
+    is_formed = before.world != plan.world
+    if _roles(before) == _roles(plan) and before.ranks == plan.ranks and not is_formed:
         return moves
     wanted = moves.newest
     is_its = wanted is not None and wanted.kind is MoveKind.WORLD and wanted.generation == plan.generation
-    if is_its and before.world != plan.world:
+    if is_its and is_formed:
         return moves  # what came of that is told with it
     slots, more = told_slots(before, plan)
     move = Move(
@@ -155,7 +157,7 @@ def with_unasked(moves: Moves, before: Plan | None, plan: Plan, at: Deciding) ->
         after=part_of(split_of(plan)),
         slots=slots,
         more_slots=more,
-        reason=plan.reason.split("; then ")[-1],
+        reason=(is_formed and formed_because) or plan.reason.split("; then ")[-1],
         by=at.by,
         time=at.time,
     )

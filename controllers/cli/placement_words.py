@@ -192,7 +192,7 @@ def account(
         lines.append(f"Nothing has moved{why}.")
     if left_out:
         lines.append(f"{left_out} earlier moves are left out.")
-    told = [(move.time, _told(move)) for move in moves]
+    told = [(move.time, _told(move, before)) for before, move in zip((None, *moves), moves, strict=False)]
     told += [(stay.began, _stayed(stay)) for stay in stays]
     for _, some in sorted(told, key=lambda one: one[0]):
         lines += ["", *(_shown(line) for line in some)]
@@ -217,7 +217,8 @@ def _at(move: Move) -> str:
     return f"within step {move.step + 1}" if move.within else f"after step {move.step}"
 
 
-def _told(move: Move) -> list[str]:
+def _told(move: Move, before: Move | None) -> list[str]:
+    """`before`: the move that is told before it."""
     lines = [f"{_clock(move.time)}{_at(move)}: {in_words(move)}."]
     idle = {pool: share for pool, share in move.idle.items() if pool in ("rollout", "reward", "train")}
     if not all(f"{pool} was idle for" in move.reason for pool in idle):
@@ -225,6 +226,8 @@ def _told(move: Move) -> list[str]:
     if said := numbers_in_words(move):
         alone = "; what the step would have taken without it nobody can measure" if move.kind is MoveKind.LEND else ""
         lines.append(f"  Expected: {said}{alone}.")
+    if before is not None and move.by and before.by not in ("", move.by):
+        lines.append(f"  Planned by {move.by} from here on, until then by {before.by}.")
     if move.slots:
         more = f", and {move.more_slots} more" if move.more_slots else ""
         lines.append(f"  Slots: {_slots_in_words(move.slots)}{more}.")

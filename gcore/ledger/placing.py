@@ -83,7 +83,7 @@ class Pin(Record):
 
 class MoveKind(StrEnum):
     """SPLIT: engines change over between two steps. WORLD: the train world gets another size too, by a rollback to head's own state.
-    LEND: within a step, from rollout to the judges; RETURN: back. MEND: no policy asked for it, nodes came or went. BEGIN: what the job began
+    LEND: within a step, from rollout to the judges; RETURN: back. MEND: no policy asked for it, nodes or workers came or went. BEGIN: what the job began
     with, before which there was nothing."""
 
     BEGIN = "begin"

@@ -250,7 +250,7 @@ def test_changes_cost_what_the_newest_cost_and_before_that_a_prior() -> None:
         pytest.param(MoveKind.WORLD, "wanted", "wants to form a train world", id="wanted"),
         pytest.param(MoveKind.WORLD, "lapsed", "wanted to form a train world of 1 rank", id="lapsed"),
         pytest.param(
-            MoveKind.MEND, "done", "nodes came or went, and with them 4 rollout, 1 reward, 1 train became", id="mend"
+            MoveKind.MEND, "done", "nodes or workers came or went, and 4 rollout, 1 reward, 1 train became", id="mend"
         ),
     ],
 )

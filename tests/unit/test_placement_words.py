@@ -84,6 +84,12 @@ def test_steps_that_took_another_time_than_was_expected_are_said_to_have(took: f
     assert "What came of it" not in account("j", None, [moved.model_copy(update={"state": "lapsed"})], 0)[-1]
 
 
+def test_it_is_told_who_planned_from_then_on() -> None:
+    moves = [move("why", time).model_copy(update={"by": by}) for time, by in ((1.0, "a"), (2.0, "a"), (3.0, "b"))]
+    told = [line for line in account("j", None, moves, 0) if "Planned by" in line]
+    assert told == ["  Planned by b from here on, until then by a."]
+
+
 def test_what_pools_idled_is_told_once() -> None:
     moved = move("rollout was idle for 83% of the newest step").model_copy(update={"idle": {"rollout": 0.825}})
     assert not any("Idle then" in line for line in account("j", None, [moved], 0))

@@ -28,6 +28,7 @@ from gcore.testing import FakeClock
 from gcore.types import Version
 from placement.assign import assigned, split_of
 from placement.loads import EngineLoad, Loads
+from placement.move_words import in_words
 from placement.moves import part_of, split_from
 from placement.plan import NodeSlots, Snapshot
 from placement.policies.base import Decision, Situation
@@ -756,3 +757,47 @@ async def test_moves_that_were_written_just_before_the_end_stand_in_the_runs_fol
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert moves_in(tmp_path / NAME) == [first, last]
+
+
+async def test_what_came_of_the_last_step_stands_in_the_runs_folder_although_nobody_looks_any_more(
+    made: Any, tmp_path: Path
+) -> None:
+    job = Job()
+    move = Move(generation=1, step=0, kind=MoveKind.SPLIT, before=part_of(SECOND), after=part_of(FIRST))
+    job.change(movings={"": stored(Moves().plus(move))})
+    planner = made(Scripted(Decision(FIRST, "well")), job)
+    task = asyncio.create_task(planner.run())
+    while planner._kept is None:  # noqa: ASYNC110 - it tells nobody
+        await asyncio.sleep(0.01)
+    before = job.mirror
+    job.step(2)
+    planner.note(before, job.mirror)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    (told,) = moves_in(tmp_path / NAME)
+    assert told.outcome is not None
+    assert (told.outcome.steps, told.outcome.step_s) == (1, 3.0)
+
+
+async def test_a_world_that_was_lost_is_told_of_with_why_and_what_had_to_be_made_again(made: Any) -> None:
+    """Though the slots are what they were: else nobody could say why that step took so long."""
+    job = Job()
+    planner = made(Scripted(Decision(FIRST, "well"), Decision(FIRST, "well")), job)
+    await planner._turn()
+    job.step(2)
+    before = job.mirror
+    plan = before.plan.record.model_copy(update={"generation": 2, "world": "x"})
+    entry = LogEntry(
+        kind="rollback", step=1, lineage=1, seq=3, parent=1, world="x", nonce="n", reason="rank 0 on node-1 is gone"
+    )
+    head = before.head.record.model_copy(update={"step": 1, "seq": 3, "lineage": 1, "world": "x"})
+    job.change(plan=stored(plan), head=stored(head), log={**before.log, 3: stored(entry)})
+    planner.note(before, job.mirror)
+    await planner._turn()
+    assert planner.account is not None
+    move = planner.account.moves.newest
+    assert (move.kind, move.before, move.after) == (MoveKind.MEND, part_of(FIRST), part_of(FIRST))
+    assert in_words(move) == (
+        f"nodes or workers came or went, and what they had was placed anew, {FIRST} as before, because "
+        "rank 0 on node-1 is gone; 1 step had to be made again"
+    )
