@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from gcore.emulated.launch import LAW_FILE
 from gcore.fault_points import VARIABLE
 from gcore.ledger.placing import Move, MoveKind
 from gcore.testing.tiny_model import make_tiny_model
+from placement.move_words import in_words, numbers_in_words, outcome_in_words
 
 NAME = "placed"
 LAW: Mapping[str, Any] = {
@@ -160,3 +162,20 @@ def moves_of(home: Path) -> list[Move]:
 
     (run,) = (home / "runs").glob(f"{NAME}-*")
     return [move for move in moves_in(run / FILE) if move.kind is not MoveKind.BEGIN]
+
+
+def check_account(told: str, moves: Sequence[Move]) -> None:
+    """Whether what `gcore placement explain` told is an account of these moves that a person can follow."""
+    paragraphs = told.split("\n\n")
+    for move in moves:
+        said = [one for one in paragraphs if in_words(move) in one]
+        assert said, f"nothing is told of it: {in_words(move)}"
+        mine = said[0]
+        paragraphs = paragraphs[paragraphs.index(mine) + 1 :]
+        assert move.reason, mine
+        assert move.reason in mine
+        assert numbers_in_words(move) in mine
+        assert outcome_in_words(move) in mine
+    for line in told.splitlines():
+        assert not re.search(r"\b(None|nan|inf)\b|[{}]|: \.|\.\.|  \S+  |because[ ;,.]*$|, ,|;\.", line.strip()), line
+        assert not line or line.endswith("."), line
