@@ -31,6 +31,7 @@ from simulated_controller import SimulatedJob
 from simulated_ends import Land, hasty
 from simulated_faults import TTL_S, Faults
 from simulated_network import Network, PendingWatches, RemoteStore
+from simulated_planning import planning
 from simulated_story import Ended, Story
 from simulated_workers import Engine, Floor, Rank, Worker
 from virtual_time import NothingLeft, Process, ProcessClock, VirtualLoop
@@ -121,7 +122,7 @@ class SimulatedDaemon(Daemon):
             node=node.name,
             home=str(node.cluster.floor.run_dir),
             etcd=StoreRef(endpoints=("simulated",)),
-            slots=("cpu:0",),
+            slots=tuple(f"cpu:{slot}" for slot in range(node.cluster.story.slots)),
             run_root="none",
             memory_dir=str(node.cluster.floor.run_dir / "memory"),
             lease_ttl_s=TTL_S,
@@ -201,6 +202,7 @@ class SimulatedCluster:
             story.filter_rate,
             self.start_worker,
             self.serves,
+            story.plans,
         )
         self.invariants = Invariants(rules_of(self.job), JobKeys(UID), self.floor, self.is_wrong, self.tell)
         self.store.listeners.insert(0, self.invariants.revision)
@@ -347,6 +349,8 @@ def in_place(cluster: SimulatedCluster) -> Iterator[None]:
         stack.enter_context(mock.patch("controllers.staff.MAX_LAUNCHES", 1000))
         stack.enter_context(mock.patch("controllers.housekeeping.KEEP_LOG", 8))
         stack.enter_context(mock.patch("controllers.housekeeping.PRUNE_AT", 4))
+        if cluster.story.plans:
+            stack.enter_context(planning(cluster.floor, random.Random(f"planning {cluster.story.seed}")))
         yield
 
 

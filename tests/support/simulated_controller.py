@@ -8,6 +8,8 @@ One life is one incarnation under one lease, as in `controllers.life`; what a jo
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any, cast
 
 from simulated_ends import (
@@ -40,6 +42,7 @@ from controllers.material import Material, Practice, sampling_of
 from controllers.ordering import EpochOrders
 from controllers.own_files import OwnFolder
 from controllers.peer import JobPeer
+from controllers.planner import Planner
 from controllers.producing import Producing
 from controllers.pulse import EnginePatience
 from controllers.staged import staged_versions
@@ -47,6 +50,7 @@ from controllers.standing import JobStanding
 from controllers.stopwatch import Stopwatch
 from controllers.troubles import TroubleBook
 from controllers.turns import Waits
+from controllers.view import EngineView
 from gcore.config import NodeConfig
 from gcore.config.sources import training_sources
 from gcore.ledger.rules import rules_of
@@ -54,6 +58,7 @@ from gcore.prompts.stream import PromptStream
 from gcore.reward.judged import Rewards
 from gcore.reward.scoring import DirectScorer
 from gcore.types import Version
+from placement.moves import Accounted, Proposal
 
 
 class SimulatedJob(JobStanding):
@@ -87,6 +92,10 @@ class SimulatedJob(JobStanding):
         self._engines = EngineBook(
             self.changes, rollout.timeout_s, self._connect, clock=clock, patience=patience, rows=1
         )
+        self._judge_engines = JudgeEngines(
+            self._spec, self.uid, self.me, self.changes, clock, land.metrics, self._connect
+        )
+        self._planner: Planner | None = None
         self._deeds = Deeds(self, land.metrics, clock)
 
     async def run(self) -> None:
@@ -107,13 +116,15 @@ class SimulatedJob(JobStanding):
             self._cluster,
             self._staff,
             self._engines,
-            JudgeEngines(self._spec, self.uid, self.me, self.changes, self._clock, self._land.metrics),
+            self._judge_engines,
             self._ranks,
             self._deeds,
             self._land.metrics,
             self._clock,
         )
         peer = self._peer()
+        if self._land.plans:
+            self._planner = Planner(self, self._spec, self._clock, self._land.floor.folder(self.node))
         producing = Producing(self, self._faults, self._clock)
         try:
             async with asyncio.TaskGroup() as group:
@@ -121,6 +132,8 @@ class SimulatedJob(JobStanding):
                     group.create_task(driver.run(), name="drive"),
                     group.create_task(producing.run(flow(self._land), peer), name="flow"),
                 ]
+                if self._planner is not None:
+                    tasks.append(group.create_task(self._planner.run(), name="planning"))
                 await self.changes.until(self._ended)
                 for task in tasks:
                     task.cancel()
@@ -128,6 +141,7 @@ class SimulatedJob(JobStanding):
             await self._deeds.stop()
             await peer.close()
             await self._engines.close()
+            await self._judge_engines.close()
             self._ranks.aim(None, {})
 
     def _peer(self) -> JobPeer:
@@ -135,7 +149,11 @@ class SimulatedJob(JobStanding):
         # Of a stream it is what a peer asks of it.
         stream = cast(PromptStream, Stream())
         (source,) = training_sources(spec)
-        practice = Practice(source, sampling_of(spec, source), Rewards(DirectScorer(), {}))
+        # Nobody asks the judges anything.
+        judges: dict[str, Any] = {
+            judge.name: SimpleNamespace(forget=lambda _: None, is_full=False) for judge in spec.served_judges
+        }
+        practice = Practice(source, sampling_of(spec, source), Rewards(DirectScorer(), judges))
         material = Material(spec, self.uid, stream, {SOURCE: practice}, evaluation=(), evaluated={})
         collectives = Collectives(
             self._store, lambda: self.mirror, self.me, self._identity.lease, self.changes, self._clock
@@ -160,10 +178,18 @@ class SimulatedJob(JobStanding):
             before = self.mirror
             self.mirror = before.fold(batch)
             self._prune(before)
+            if self._planner is not None:
+                self._planner.note(before, self.mirror)
             self.changes.notify()
 
     def _connect(self, url: str, *, timeout_s: float, instance: str) -> Any:
         return SimulatedClient(self._identity.node, self._land.floor.engines[url.removeprefix("http://")], self._land)
+
+    def _judge_views(self) -> Mapping[str, EngineView]:
+        return self._judge_engines.views
+
+    def _proposed(self) -> tuple[Proposal | None, Accounted | None]:
+        return (None, None) if self._planner is None else (self._planner.proposal, self._planner.account)
 
     def note_scoring(self) -> None:
         """There are no rewards."""
@@ -189,9 +215,10 @@ class SimulatedJob(JobStanding):
             address=self._identity.address,
             ranks=self._ranks,
             engines=self._engines,
+            judges=self._judge_engines,
             holdings=self.holdings,
             clock=self._clock,
-            stats=lambda view: {},
+            stats=lambda view: {"seconds": 1.0 + self._land.chance.random()} if self._land.plans else {},
             run_dir=self._land.floor.folder(self.node),
             own=self._own,
         )

@@ -83,6 +83,8 @@ class Land:
     """Starts a simulated one; its pid."""
     serves: Callable[[str], bool]
     """Whether a node's daemon answers."""
+    plans: bool = False
+    """Whether controllers plan as in production."""
 
 
 class SimulatedStaff(Staff):
@@ -99,12 +101,14 @@ class SimulatedStaff(Staff):
         world: str | None
         rank: int | None
         child: dict[str, Any]
+        judge = ""
         if isinstance(action, StartRank):
             role, world, rank = "train", action.world, action.place.rank
             child, name = dict(self._rank_child(action, view).document), f"{world}-{rank}"
         else:
-            role, world, rank = "rollout", None, None
-            child, name = {}, f"engine-{action.place.slot.replace(':', '')}"
+            judge = action.place.judge
+            role, world, rank = "reward" if judge else "rollout", None, None
+            child, name = {}, f"{judge or 'engine'}-{action.place.slot.replace(':', '')}"
         launch = LaunchSpec(
             instance=f"{name}-{view.node}-{self._land.chance.getrandbits(24):06x}",
             node=view.node,
@@ -117,6 +121,7 @@ class SimulatedStaff(Staff):
             child=child,
             world=world,
             rank=rank,
+            judge=judge,
             lease_ttl_s=10,
         )
         pid = self._land.start_worker(launch)
@@ -290,6 +295,10 @@ class SimulatedClient:
             reply(None)
 
         await self._ask(wake)
+
+    async def wake(self, version: Version) -> None:
+        """The same, of one that keeps what it serves; what that is it is brought all the same."""
+        await self.take_memory()
 
     async def update_weights(self, folder: str, version: Version) -> None:
         """Bring it newer ones."""

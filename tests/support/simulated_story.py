@@ -37,6 +37,10 @@ class Story:
     quota: int = 3
     turns: bool = False
     """Whether engines and ranks take turns in the memory of their slots."""
+    slots: int = 1
+    """Of a node."""
+    plans: bool = False
+    """Whether controllers plan as in production (`simulated_planning`)."""
 
     @classmethod
     def of(cls, seed: int) -> Story:

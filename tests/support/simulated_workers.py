@@ -113,6 +113,7 @@ class Worker:
             pid_started=pid,
             world=spec.world,
             rank=spec.rank,
+            judge=spec.judge,
         )
         self._registrar = Registrar(spec, store, clock, self._hear)
         process.run(self._registrar.run(), "registration")

@@ -1,0 +1,79 @@
+"""Whole clusters in made-up time that plan as in production: the planner, the lender and a policy that wants anything that can be had, while
+whoever leads, carries it out or is carried out may be stopped, cut off or dead."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from invariants import Invariants
+from simulated_cluster import Story, tell_story
+from simulated_planning import contradiction
+
+from gcore.config import JobSpec, parse_spec
+
+FIRST = int(os.environ.get("GCORE_SIM_FIRST", "0"))
+CLUSTERS = int(os.environ.get("GCORE_SIM_CLUSTERS", "16"))
+JUDGE = {
+    "name": "tutor",
+    "model": {"path": "m"},
+    "template": "{{ prompt }}{{ response }}",
+    "max_new_tokens": 8,
+    "verdict": {"parser": "number"},
+}
+
+
+@dataclass(frozen=True)
+class Planning(Story):
+    """A story with a judge, whose slots are planned. There is a checkpoint after each step, so that another world may be formed at once."""
+
+    plans: bool = True
+    slots: int = 3
+
+    @property
+    def spec(self) -> JobSpec:
+        tree: dict[str, Any] = super().spec.model_dump(mode="json", exclude_unset=True)
+        tree["train"].pop("ranks")
+        placement = {"policy": "dynamic", "train": 1, "reward": 1, "lend": True}
+        more = {"judges": [JUDGE], "reward": {"judge": "tutor"}, "placement": placement, "checkpoint": {"every": 1}}
+        return parse_spec(tree | more)
+
+
+def of(seed: int) -> Planning:
+    """The seed's: the same story, planned."""
+    told = vars(Story.of(seed))
+    return Planning(**{**told, "nodes": max(told["nodes"], 2), "part": None, "plans": True, "slots": 3})
+
+
+@pytest.fixture(autouse=True)
+def moves_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At each revision of the store."""
+    revision = Invariants.revision
+
+    def looked(invariants: Invariants, events: Any) -> None:
+        before = invariants.mirror
+        revision(invariants, events)
+        if found := contradiction(before, invariants.mirror):
+            invariants._wrong(found)
+
+    monkeypatch.setattr(Invariants, "revision", looked)
+
+
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + max(2, CLUSTERS // 4)))
+def test_whatever_happens_to_a_cluster_that_plans_no_move_is_lost_and_no_loan_is_in_the_way_of_a_world(
+    seed: int,
+) -> None:
+    ended = tell_story(of(seed))
+    assert not ended.wrong, ended.why
+    assert ended.steps > 0
+
+
+def test_where_nothing_happens_worlds_are_formed_and_slots_are_lent_in_one_job() -> None:
+    ended = tell_story(Planning(seed=5, nodes=2, steps=9, prompts=40, faults_s=0.0))
+    assert not ended.wrong, ended.why
+    told = "\n".join(ended.history)
+    assert ended.steps == 9
+    assert ended.lineages >= 2, told
+    assert told.count("place: won") >= 4, told

@@ -1,0 +1,149 @@
+"""Planning in the simulated cluster: production's planner and lender, a policy that wants anything that can be had, and engines whose
+requests are made up.
+
+What engines have to do follows from nothing: now rollout is behind, now the judges are, so that slots are lent back and forth all the while.
+Nobody measures anything either, so speeds are given. What is looked at is that whatever is wanted, lent and told at once never contradicts:
+no move is lost from the record, and no loan takes the place of a train world that is wanted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+from unittest import mock
+
+from simulated_workers import Floor
+
+from controllers.consulting import PolicyFailed
+from gcore.ledger.ancestry import resumable
+from gcore.ledger.job import NodeRecord
+from gcore.ledger.mirror import JobMirror
+from gcore.ledger.placing import MoveKind
+from gcore.ledger.records import SealState
+from placement.live import Start
+from placement.loads import EngineLoad, Loads
+from placement.moves import BETWEEN, WITHIN
+from placement.policies.base import Decision, Policy, Situation
+from placement.speeds import Speed, Speeds
+from placement.split import feasible
+
+T = TypeVar("T")
+SPEED = Speed(alone_s=0.05, saturating=8.0, tokens=300.0, residual=150.0, rows=8)
+CHANGE_S = 0.5
+MUCH, LITTLE = 90, 1
+"""Requests that wait at an engine."""
+
+
+class Wandering:
+    """A policy that wants any split that can be had."""
+
+    def __init__(self, start: Start, chance: random.Random) -> None:
+        self._first = start.first
+        self._chance = chance
+
+    def plan(self, situation: Situation) -> Decision:
+        found = [one for one in feasible(situation.bounds) if one.mode == "coexisting"]
+        if not found or self._chance.random() < 0.25:
+            return Decision(situation.now or self._first, "it is well")
+        return Decision(self._chance.choice(found), "why not")
+
+
+class SimulatedPolling:
+    """`controllers.polling` of simulated engines."""
+
+    change_s = CHANGE_S
+
+    def __init__(self, floor: Floor, chance: random.Random) -> None:
+        self._floor = floor
+        self._chance = chance
+
+    async def loads(self, nodes: Mapping[str, NodeRecord]) -> Loads:
+        """Of the engines that serve."""
+        behind = self._chance.choice(["rollout", "reward"])
+        serving = [one for one in self._floor.engines.values() if one.alive and one.record.state == "serving"]
+        return Loads(
+            tuple(
+                EngineLoad(
+                    one.node,
+                    one.spec.slot,
+                    one.spec.judge,
+                    0 if one.asleep else 2,
+                    0 if one.asleep else MUCH if one.spec.role == behind else LITTLE,
+                    ready=not one.nameless and not one.asleep,
+                    asleep=one.asleep,
+                )
+                for one in serving
+                if one.node in nodes
+            ),
+            {},
+        )
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+async def at_once(_: object, call: Callable[[], T]) -> T:
+    """In place of a thread. Raises PolicyFailed."""
+    try:
+        return call()
+    except ValueError as error:
+        raise PolicyFailed(str(error)) from error
+
+
+@contextlib.contextmanager
+def planning(floor: Floor, chance: random.Random) -> Iterator[None]:
+    """Production's planner asks simulated engines, and this policy, meanwhile."""
+
+    def make(start: Start) -> Policy:
+        return Wandering(start, chance)
+
+    with contextlib.ExitStack() as stack:
+        for where, what in (
+            ("controllers.lender.Polling", lambda *_: SimulatedPolling(floor, chance)),
+            ("controllers.consulting.Consulting._in_thread", at_once),
+            ("controllers.next_split.find_policy", lambda _: make),
+            ("controllers.lender.Lender._speeds", lambda *_: Speeds(SPEED, SPEED)),
+        ):
+            stack.enter_context(mock.patch(where, what))
+        yield
+
+
+def contradiction(before: JobMirror, after: JobMirror) -> str:
+    """What must not happen to the moves and the plan from one revision of the store to the next, or nothing."""
+    numbered = [
+        {one.moves.total - len(one.moves.moves) + place: move for place, move in enumerate(one.moves.moves)}
+        for one in (before, after)
+    ]
+    if after.moves.total < before.moves.total:
+        return f"moves were lost: there were {before.moves.total}, and are {after.moves.total}"
+    for number in numbered[0].keys() & numbered[1].keys():
+        old, new = (one[number] for one in numbered)
+        if (old.kind, old.generation, old.time) != (new.kind, new.generation, new.time):
+            return f"move {number} is another one now: {old.kind} {old.generation}, then {new.kind} {new.generation}"
+    made, wanted = after.moves.newest, before.moves.newest
+    is_new = made is not None and after.moves.total > before.moves.total and after.plan != before.plan
+    if (
+        is_new
+        and made is not None
+        and made.kind in (*WITHIN, *BETWEEN)
+        and wanted is not None
+        and _may_be_formed(before)
+    ):
+        return f"{made.kind} {made.generation} took the place of the world that was wanted"
+    return ""
+
+
+def _may_be_formed(mirror: JobMirror) -> bool:
+    """Whether a train world is wanted of this head and plan, and the next step is not trained yet."""
+    wanted, head, plan = mirror.moves.newest, mirror.head, mirror.plan
+    if wanted is None or head is None or plan is None or mirror.checkpoints is None:
+        return False
+    is_of_now = (wanted.seq, wanted.generation) == (head.record.seq, plan.record.generation + 1)
+    if wanted.kind is not MoveKind.WORLD or wanted.state != "wanted" or not is_of_now:
+        return False
+    seal: Any = mirror.seals.get(head.record.step + 1)
+    saved = resumable(head.record, mirror.checkpoints.record.entries)
+    is_begun = seal is not None and (seal.record.state is SealState.READY or bool(seal.record.ready_parts))
+    return not is_begun and bool(saved) and saved[0].step == head.record.step
