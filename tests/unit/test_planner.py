@@ -423,7 +423,7 @@ def test_what_classifiers_do_is_measured_in_questions_for_they_write_nothing() -
     """Else nobody knows how fast they are: nothing is lent to them, and no forecast sees that they are what a step waits for."""
     job, sums = Job(), EngineSums(active_s=10.0, running_s=40.0, tokens=0, requests=32)
     book = StepBook(
-        version=Version(0, 1), began=0.0, seconds=3.0, slots=3, engines={"reward": sums}, loads={"reward": (sums,)}
+        version=Version(0, 1), began=0.0, seconds=3.0, slots=6, engines={"reward": sums}, loads={"reward": (sums,)}
     )
     job.change(books={"node-0": stored(NodeBooks(node="node-0", steps=(book,)))})
     (blind,), (step,) = (StepHistory(scores=scores).steps(job.mirror) for scores in (False, True))
