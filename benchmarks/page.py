@@ -3,7 +3,8 @@
     make bench-page
 
 A page keeps its words; each part between `<!-- NAME -->` and `<!-- /NAME -->` is made anew from the result of that name.
-A test compares the pages with the results. The parts are made by `job_parts`, `worker_parts`, `cluster_parts` and `fault_parts`.
+A test compares the pages with the results. The parts are made by `job_parts`, `worker_parts`, `cluster_parts`,
+`placement_parts` and `fault_parts`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 import cluster_parts
 import fault_parts
 import job_parts
+import placement_parts
 import worker_parts
 from measured import RESULTS, ROOT
 from page_form import Result, renewed, taken
@@ -28,6 +30,9 @@ PAGES: dict[str, Parts] = {
     },
     "chaos.md": {
         "chaos": fault_parts.chaos,
+    },
+    "placement-simulation.md": {
+        "placement_decisions": placement_parts.decisions,
     },
     "first-placement.md": {
         "memory": worker_parts.memory,

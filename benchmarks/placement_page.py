@@ -40,7 +40,6 @@ def main() -> None:
 
 def page(result: dict[str, Any]) -> str:
     """The tables."""
-    taken = result["decisions"]
     return "\n\n".join(
         (
             f"{result['seeds']} seeds from {result.get('first_seed', 0)} on, {result['jobs']} simulated jobs, each at five switch costs. Taken at "
@@ -54,12 +53,6 @@ def page(result: dict[str, Any]) -> str:
             by_scenario(result, "dynamic"),
             "Regret of the others by scenario, at a switch cost of 5 s: median, percent.",
             others(result),
-            "A decision of `dynamic`, with the machine as busy as it was: "
-            + "; ".join(
-                f"on {slots} slots p99 {one['p99_ms']:g} ms, most {one['most_ms']:g} ms; of the processor p99 {one['cpu_p99_ms']:g} ms"
-                for slots, one in taken.items()
-            )
-            + ".",
         )
     )
 

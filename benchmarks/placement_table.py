@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import time
 from collections import Counter
 from collections.abc import Iterator
 from multiprocessing import Pool
@@ -23,26 +22,22 @@ from typing import Any
 
 import numpy as np
 from measured import ROOT, circumstances, write
+from placement_decisions import decisions
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from placement.measured import EngineSpeed, Measured
-from placement.policies.base import Situation, SwitchCosts
-from placement.policies.dynamic import Dynamic
-from placement.policies.fixed import even
 from placement.simulate.job import SimulatedJob
 from placement.simulate.oracle import bound
 from placement.simulate.scenario import read_scenario
-from placement.simulate.table import COSTS, compared, pools_of
-from placement.split import Bounds
+from placement.simulate.table import COSTS, compared
 
 SCENARIOS = ROOT / "benchmarks" / "scenarios"
 CACHE = ROOT / ".cache" / "placement"
-LARGE = 1024
 FIRST = 10
 """The first seed."""
 DECIDE = (
     *("forecast", "laws", "lending", "measured", "paces", "speeds", "split", "trends"),
-    *(f"policies/{name}" for name in ("base", "climbing", "dynamic", "errors", "fixed", "hindered", "weighing")),
+    *(f"policies/{name}" for name in ("base", "choices", "climbing", "dynamic", "errors")),
+    *(f"policies/{name}" for name in ("fixed", "hindered", "weighing")),
     *(f"simulate/{name}" for name in ("compiled", "job", "kernel", "oracle", "run", "scenario")),
     *(f"simulate/{name}" for name in ("table", "told", "workload")),
 )
@@ -60,12 +55,16 @@ def main() -> None:
         "--out", default="placement", help="the name of the results; the page's table is made of the default's"
     )
     parser.add_argument("--done", action="store_true", help="only sum up what is done of the seeds that are whole")
-    parser.add_argument("--decisions", action="store_true", help="only measure how long decisions take")
+    parser.add_argument(
+        "--decisions",
+        action="store_true",
+        help="only measure how long decisions take, benchmarks/results/placement_decisions.json",
+    )
     told = parser.parse_args()
-    if told.decisions:
-        print(json.dumps(decisions(), indent=2))
-        return
     about = circumstances("numpy", "numba")
+    if told.decisions:
+        print(write("placement_decisions", {**about, "cases": decisions()}))
+        return
     names = sorted(path.stem for path in SCENARIOS.glob("*.yaml"))
     names = [name for name in names if not told.only or name in told.only.split(",")]
     path, seeds = CACHE / f"{fingerprint()}.jsonl", range(told.first, told.first + told.seeds)
@@ -74,8 +73,7 @@ def main() -> None:
     rows = [row for row in read(path) if row["scenario"] in names and row["seed"] in seeds]
     count = Counter(row["seed"] for row in rows)
     rows = [row for row in rows if count[row["seed"]] == len(names)]
-    found = {**about, "fingerprint": path.stem, "decisions": decisions(), "first_seed": told.first, **summary(rows)}
-    print(write(told.out, found))
+    print(write(told.out, {**about, "fingerprint": path.stem, "first_seed": told.first, **summary(rows)}))
 
 
 def play(path: Path, wanted: list[tuple[str, int]], processes: int) -> None:
@@ -175,53 +173,6 @@ def above_bound(rows: list[dict[str, Any]]) -> dict[str, float]:
             100 * (row["costs"]["0.0"]["best each step"][0] / row["bound"] - 1)
         )
     return {name: round(float(np.median(values)), 1) for name, values in sorted(found.items())}
-
-
-def decisions(count: int = 200) -> dict[str, Any]:
-    """What `dynamic` takes for a decision on 16 and on 1,024 slots, with steps of eight responses a slot behind it: by the clock, and of
-    the processor, which does not depend on what else the machine does."""
-    taken = {}
-    for slots in (16, LARGE):
-        draw = np.random.default_rng(slots)
-        bounds = Bounds(slots, 1, 1, tuple(2**i for i in range(1, 10)))
-        scenario = read_scenario(SCENARIOS / "growing-ahead.yaml")
-        policy, now, history = Dynamic(pools_of(scenario), even(bounds)), even(bounds), []
-        seconds, computing = [], []
-        for step in range(count):
-            history.append(_made_up(draw, step, now, 8 * slots))
-            situation = Situation(bounds, now, history[-64:], SwitchCosts(5.0, 10.0), None, True, True)
-            began, computed = time.perf_counter(), time.process_time()
-            now = policy.plan(situation).split
-            seconds.append(time.perf_counter() - began)
-            computing.append(time.process_time() - computed)
-        taken[str(slots)] = {
-            "p50_ms": round(1000 * float(np.quantile(seconds, 0.5)), 1),
-            "p99_ms": round(1000 * float(np.quantile(seconds, 0.99)), 1),
-            "most_ms": round(1000 * max(seconds), 1),
-            "cpu_p99_ms": round(1000 * float(np.quantile(computing, 0.99)), 1),
-            "decisions": count,
-        }
-    return taken
-
-
-def _made_up(draw: np.random.Generator, step: int, split: Any, responses: int) -> Measured:
-    """A step whose numbers say nothing, but are as many as a real one's."""
-    lengths = np.ceil(np.exp(draw.normal(6.0, 0.8, responses)))
-    speed = tuple(
-        EngineSpeed(pool, load, 0.02 + 0.001 * load) for pool in ("rollout", "reward") for load in (1.5, 6.0, 24.0)
-    )
-    return Measured(
-        step=step,
-        split=split,
-        lengths=tuple(lengths.tolist()),
-        judged=tuple(np.ceil(draw.normal(64.0, 9.0, responses)).clip(1).tolist()),
-        train_tokens=float(lengths.sum()),
-        produce_s=float(draw.normal(90.0, 5.0)),
-        train_s=float(draw.normal(30.0, 3.0)),
-        other_s=1.0,
-        speed=speed,
-        busy={"rollout": 20.0 * split.rollout, "reward": 5.0 * split.reward, "train": 30.0 * split.train},
-    )
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass, replace
-from functools import partial
 
 from controllers.consulting import Consulting, PolicyFailed
 from controllers.forming import is_at_hand, may_use_copies, placeable
@@ -28,7 +27,7 @@ from placement.named import find_policy
 from placement.plan import Snapshot, counted
 from placement.policies.base import Decision, Policy, Situation, SwitchCosts
 from placement.speeds import Rows
-from placement.split import Bounds, Split, feasible
+from placement.split import Bounds, Split
 
 log = logging.getLogger(__name__)
 
@@ -76,10 +75,9 @@ class NextSplit:
         base = base_split(plan, there)
         try:
             decision = await self._decision(view, plan, there, base, costs)
-            after = await self._placed(decision.split, decision.reason, plan, there)
+            proposal = await asyncio.to_thread(self._proposal, decision, plan, there, base, at)
         except _CannotBe as error:
             return Wish(trouble=str(error))
-        proposal = between_steps(decision, plan, after, base, at)
         if proposal is not None and is_told(view.mirror.moves, proposal.move):
             proposal = None
         if decision.split == base:
@@ -96,10 +94,11 @@ class NextSplit:
         first = first_split(limits, self._moving)
         if first is None:
             raise _CannotBe(f"the pools do not fit on {slots} with {pin}; nothing is moved")
-        decision = obeying(await self._asked(view, limits, base, first, costs), limits, pin)
+        asked = await self._asked(view, limits, base, first, costs)
+        decision = await asyncio.to_thread(obeying, asked, limits, pin)  # it may look through all splits there are
         if decision is None:
             raise _CannotBe(f"{pin}, and that cannot be had on {slots}; nothing is moved")
-        if decision.split not in (base, *feasible(limits)):
+        if decision.split != base and not limits.allows(decision.split):
             raise _CannotBe(
                 f"policy {policy!r} wants {decision.split}, which cannot be had on {slots}; nothing is moved"
             )
@@ -128,22 +127,25 @@ class NextSplit:
             why = error.what if isinstance(error, PolicyFailed) else sentence_of(error)
             raise _CannotBe(f"placement policy {name!r} failed, and nothing is moved: {why}") from error
 
-    async def _placed(self, split: Split, reason: str, plan: Plan, there: Snapshot) -> Plan | None:
-        """The plan of a split; None: of one with another train world, which a rollback places. Raises _CannotBe."""
+    def _proposal(self, decision: Decision, plan: Plan, there: Snapshot, base: Split, at: Deciding) -> Proposal | None:
+        """What it makes of the plan. In a thread: a thousand slots take a moment. Raises _CannotBe."""
+        return between_steps(decision, plan, self._placed(decision, plan, there), base, at)
+
+    def _placed(self, decision: Decision, plan: Plan, there: Snapshot) -> Plan | None:
+        """The plan of its split; None: of one with another train world, which a rollback places. Raises _CannotBe."""
+        split = decision.split
         if split.train != len(plan.ranks):
             return None
-        place = partial(
-            assigned,
+        after = assigned(
             split,
             plan,
             there,
             self._moving.judges,
             world=plan.world,
             generation=plan.generation + 1,
-            reason=f"{split}: {reason}"[:MOST_REASON],
+            reason=f"{split}: {decision.reason}"[:MOST_REASON],
             sizes=self._moving.sizes,
         )
-        after = await asyncio.to_thread(place)  # a thousand slots take a moment
         if after is None:
             raise _CannotBe(
                 f"policy {self._spec.placement.policy!r} wants {split}, and as the ranks lie no node has whole engines' slots for that; "

@@ -16,15 +16,15 @@ from dataclasses import dataclass, replace
 
 from gcore.config import JobSpec
 from gcore.config.judges import JudgeSpec
-from gcore.ledger.books import EngineSums, StepBook, engines_of, of_version
+from gcore.ledger.books import EngineSums, StepBook, by_version, engines_of
 from gcore.ledger.guarded import Stored
 from gcore.ledger.job import Plan
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.placing import MoveKind, Moves
-from gcore.ledger.records import LogEntry, Seal
+from gcore.ledger.records import LogEntry
 from gcore.types import Version
 from placement.measured import Measured
-from placement.measuring import measured
+from placement.measuring import lengths_of, measured
 from placement.moves import BETWEEN, base_split, split_from
 from placement.outcomes import Committed
 from placement.replicas import spanned
@@ -36,10 +36,11 @@ MOST_STEPS = 64
 
 @dataclass
 class _Seen:
-    """A committed step. `split` None: nobody knows which it was. `booked`: nodes whose books are in what was measured."""
+    """A committed step. `entry`: without what the step did to each prompt; `lengths`: of its responses, None where nobody has its seal any
+    more; `split` None: nobody knows which it was. `booked`: nodes whose books are in what was measured."""
 
     entry: LogEntry
-    seal: Seal | None
+    lengths: tuple[float, ...] | None
     split: Split | None
     booked: int = -1
     measured: Measured | None = None
@@ -75,8 +76,8 @@ class StepHistory:
         if entry is None or (entry.lineage, entry.step) != (head.lineage, head.step + 1):
             return  # what was missed is taken from the log
         slot = before.seals.get(entry.step)
-        seal = slot.record if slot is not None else None
-        self._add({_version(entry): _Seen(entry, seal, base_split(before.plan.record))})
+        lengths = lengths_of(slot.record) if slot is not None else None
+        self._add({_version(entry): _Seen(_kept(entry), lengths, base_split(before.plan.record))})
 
     def steps(self, mirror: JobMirror) -> tuple[Measured, ...]:
         """The steps on head's chain, oldest first, with what the books say by now."""
@@ -85,17 +86,17 @@ class StepHistory:
         if mirror.log is not self._log:
             self._log = mirror.log
             self._take_missed(mirror.plan.record, mirror.moves)
-        books = {node: stored.record for node, stored in mirror.books.items()}
+        books = by_version({node: stored.record for node, stored in mirror.books.items()})
         newest: dict[int, Measured] = {}
         sizes = spanned(mirror.plan.record)
         for version, seen in self._seen.items():
             if seen.split is None:
                 newest.pop(version.step, None)
                 continue
-            there = of_version(books, version)
+            there = books.get(version, {})
             if seen.measured is None or len(there) > seen.booked:
                 told = map(in_questions, there.values()) if self._scores else there.values()
-                found = measured(told, seen.entry, seen.seal, seen.split, sizes)
+                found = measured(told, seen.entry, seen.lengths, seen.split, sizes)
                 seen.measured = of_slots(found, self._judges)
                 seen.question_s = question_s(there.values())
                 seen.booked = len(there)
@@ -134,7 +135,7 @@ class StepHistory:
         missed = [entry for entry in trained[-MOST_STEPS:] if _version(entry) not in self._seen]
         if missed:
             splits = splits_of(trained, plan, moves)
-            self._add({_version(entry): _Seen(entry, None, splits.get(entry.seq)) for entry in missed})
+            self._add({_version(entry): _Seen(_kept(entry), None, splits.get(entry.seq)) for entry in missed})
 
     def _add(self, more: dict[Version, _Seen]) -> None:
         together = sorted((self._seen | more).items(), key=lambda one: one[1].entry.seq)
@@ -169,6 +170,11 @@ def in_questions(book: StepBook) -> StepBook:
     engines = {pool: counted(sums) if pool == "reward" else sums for pool, sums in book.engines.items()}
     loads = {pool: tuple(map(counted, one)) if pool == "reward" else one for pool, one in book.loads.items()}
     return book.model_copy(update={"engines": engines, "loads": loads})
+
+
+def _kept(entry: LogEntry) -> LogEntry:
+    """What is kept of it: of a step of a thousand prompts the rest is thousands of objects."""
+    return entry.model_copy(update={"delta": (), "cursors": None, "tally": None})
 
 
 def _version(entry: LogEntry) -> Version:

@@ -12,8 +12,9 @@ sleep: to change over is to sleep and to wake, not to load. Co-located, all are 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 from gcore.ledger.job import EnginePlace, Plan, RankPlace
@@ -62,13 +63,20 @@ def dealt(
     return found
 
 
-def _groups(node: NodeSlots, size: int) -> Iterator[tuple[Slot, ...]]:
-    for group in groups(node.slots, size):
-        yield tuple(Slot(node.node, slot) for slot in group)
+def _groups(node: NodeSlots, size: int) -> tuple[tuple[Slot, ...], ...]:
+    return _groups_of(node.node, node.slots, size)
+
+
+@lru_cache(maxsize=4096)
+def _groups_of(node: str, slots: tuple[str, ...], size: int) -> tuple[tuple[Slot, ...], ...]:
+    """Asked for many times in each plan, and always the same of a node."""
+    return tuple(tuple(Slot(node, slot) for slot in group) for group in groups(slots, size))
 
 
 def _keep(replicas: Sequence[tuple[Slot, ...]], most: int) -> list[tuple[Slot, ...]]:
     """The `most` that stay: of nodes that have many of them the last ones go first."""
+    if len(replicas) <= most:
+        return list(replicas)
     on: dict[str, list[tuple[Slot, ...]]] = {}
     for replica in replicas:
         on.setdefault(replica[0].node, []).append(replica)
@@ -149,13 +157,14 @@ def split_of(plan: Plan, snapshot: Snapshot | None = None) -> Split:
     return Split(mode, len(found["rollout"]), len(found["reward"]), len(found["train"]))
 
 
+def unlike(one: Split, split: Split) -> tuple[int, ...]:
+    """How little `one` is like `split`: by its mode, by the size of its train world, and then by all pools."""
+    return (one.mode != split.mode, abs(one.train - split.train), distance(one, split), -one.rollout)
+
+
 def nearest_first(split: Split, bounds: Bounds) -> list[Split]:
-    """All within `bounds`, those that are least unlike `split` first: of its mode, with a train world of about its size."""
-
-    def unlike(one: Split) -> tuple[int, ...]:
-        return (one.mode != split.mode, abs(one.train - split.train), distance(one, split), -one.rollout)
-
-    return sorted(feasible(bounds), key=unlike)
+    """All within `bounds`, those that are least unlike `split` first."""
+    return sorted(feasible(bounds), key=lambda one: unlike(one, split))
 
 
 def assigned(
@@ -174,7 +183,6 @@ def assigned(
     `world`: if it is that of `current`, its ranks stay as they are. Engines on nodes that are away keep their places, to be started
     again when the node is back, unless the world is another.
     """
-    slots = _slots(snapshot)
     same_world = current is not None and current.world == world
     if same_world and current is not None and len(current.ranks) != split.train:
         return None
@@ -188,15 +196,16 @@ def assigned(
         if same_world and current is not None:
             now = {**now, "train": tuple((Slot(p.node, p.slot),) for p in current.ranks)}
         # Ranks on nodes that are away keep their slots there: no other slot is kept free for them.
-        ranks_here = sum(slot in set(slots) for (slot,) in now["train"]) if same_world else split.train
+        here = frozenset(_slots(snapshot))
+        ranks_here = sum(slot in here for (slot,) in now["train"]) if same_world else split.train
         pools = dealt(replace(split, train=ranks_here), now, snapshot, sizes, ranks_stay=same_world)
         if pools is None:
             return None
         ranks = current.ranks if same_world and current is not None else _ranks([slot for (slot,) in pools["train"]])
         engines = _apart(pools, {Slot(p.node, p.slot) for p in ranks}, snapshot, judges, current, sizes)
     if same_world and current is not None:
-        here = {one.node for one in snapshot.nodes}
-        engines += tuple(place for place in current.engines if place.node not in here)
+        nodes = {one.node for one in snapshot.nodes}
+        engines += tuple(place for place in current.engines if place.node not in nodes)
     return Plan(generation=generation, world=world, ranks=tuple(ranks), engines=engines, reason=reason)
 
 
@@ -208,8 +217,10 @@ def _slots(snapshot: Snapshot) -> list[Slot]:
 def _dealt_ranks(split: Split, now: Dealt, snapshot: Snapshot, sizes: Sizes) -> list[Slot]:
     """So that pools can have slots of their own beside them later, ranks have all slots of a wide replica before the next one's."""
     slots = [slot for replica in _replicas(snapshot, sizes.widest) for slot in replica]
-    kept = [slot for (slot,) in now.get("train", ()) if slot in slots][: split.train]
-    return [*kept, *(slot for slot in slots if slot not in kept)][: split.train]
+    there = frozenset(slots)
+    kept = [slot for (slot,) in now.get("train", ()) if slot in there][: split.train]
+    stays = frozenset(kept)
+    return [*kept, *(slot for slot in slots if slot not in stays)][: split.train]
 
 
 def _ranks(slots: Sequence[Slot]) -> tuple[RankPlace, ...]:
@@ -217,7 +228,8 @@ def _ranks(slots: Sequence[Slot]) -> tuple[RankPlace, ...]:
 
 
 def _together(snapshot: Snapshot, judges: Sequence[str], current: Plan | None, sizes: Sizes) -> tuple[EnginePlace, ...]:
-    places = [_place(one, judge) for judge in ("", *judges) for one in _replicas(snapshot, sizes.of(_pool(judge)))]
+    placing = _Placing(current)
+    places = [placing.of(one, judge) for judge in ("", *judges) for one in _replicas(snapshot, sizes.of(_pool(judge)))]
     return _in_order(places, current)
 
 
@@ -233,8 +245,9 @@ def _apart(
     # On slots that no pool needs now engines stay, asleep.
     known = {slot for place in current.engines for slot in slots_of(place)} if current is not None else set()
     known |= {slot for pool in ("rollout", "reward") for replica in awake[pool] for slot in replica}
+    placing = _Placing(current)
     places = [
-        _place(one, judge, asleep=one not in awake[_pool(judge)])
+        placing.of(one, judge, asleep=one not in awake[_pool(judge)])
         for judge in ("", *judges)
         for one in _replicas(snapshot, sizes.of(_pool(judge)))
         if training.isdisjoint(one) and not known.isdisjoint(one)
@@ -246,11 +259,19 @@ def _pool(judge: str) -> Literal["rollout", "reward"]:
     return "reward" if judge else "rollout"
 
 
-def _place(replica: tuple[Slot, ...], judge: str, *, asleep: bool = False) -> EnginePlace:
-    first, *further = replica
-    return EnginePlace(
-        node=first.node, slot=first.slot, judge=judge, asleep=asleep, further=tuple(one.slot for one in further)
-    )
+class _Placing:
+    """The places of engines; those that the plan there is has already are taken from it, for to make a thousand takes a moment."""
+
+    def __init__(self, current: Plan | None) -> None:
+        self._there = {place.key: place for place in current.engines} if current is not None else {}
+
+    def of(self, replica: tuple[Slot, ...], judge: str, *, asleep: bool = False) -> EnginePlace:
+        """An engine on the slots of a replica."""
+        first, further = replica[0], tuple(one.slot for one in replica[1:])
+        there = self._there.get((first.node, first.slot, judge))
+        if there is not None and (there.further, there.asleep) == (further, asleep):
+            return there
+        return EnginePlace(node=first.node, slot=first.slot, judge=judge, asleep=asleep, further=further)
 
 
 def _replicas(snapshot: Snapshot, size: int) -> list[tuple[Slot, ...]]:

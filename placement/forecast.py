@@ -35,6 +35,16 @@ LENT_LATE = 0.5
 """Share of what it costs to lend by which that puts the end off: some replicas serve on meanwhile."""
 MOST_WORK = 500_000
 """Splits times points that one forecast looks at: with more splits, fewer steps of the window."""
+ROLLOUT, REWARD, TRAIN, TOGETHER = range(4)
+"""Columns of what splits are forecast by: slots of each pool, and 1 where all slots go in turn."""
+
+Shapes = NDArray[np.int64]
+
+
+def shapes_of(splits: Sequence[Split]) -> Shapes:
+    """What splits are forecast by, [splits, 4]."""
+    rows = [[s.rollout, s.reward, s.train, s.mode == "colocated"] for s in splits]
+    return np.array(rows, dtype=np.int64).reshape(-1, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,17 +119,18 @@ class Forecast:
     group: int = 1
     """Responses of a prompt, which are all made by one engine."""
 
-    def seconds(self, splits: Sequence[Split], off: Floats | None = None) -> Floats:
-        """Of a step on each split, [splits]: the mean over the batches. `off`: what production is multiplied by, [splits]."""
-        return np.asarray(self.each(splits, off).mean(axis=0))
+    def seconds(self, shapes: Shapes, off: Floats | None = None) -> Floats:
+        """Of a step on each split, [splits]: the mean over the batches. `shapes`: the splits'; `off`: what production is multiplied by,
+        [splits]."""
+        return np.asarray(self.each(shapes, off).mean(axis=0))
 
-    def each(self, splits: Sequence[Split], off: Floats | None = None) -> Floats:
+    def each(self, shapes: Shapes, off: Floats | None = None) -> Floats:
         """Seconds of a step with each batch on each split, [batches, splits]."""
-        produce = self.produce_s(splits)
+        produce = self.produce_s(shapes)
         if off is not None:
             produce = produce * off
-        world = np.array([split.train for split in splits], dtype=np.float64)
-        apart = np.array([split.mode == "coexisting" for split in splits])
+        world = shapes[:, TRAIN].astype(np.float64)
+        apart = shapes[:, TOGETHER] == 0
         tokens = np.array([batch.train_tokens for batch in self.batches]) * self.longer
         rest = self.train.fixed_s + self.train.slot_s * tokens[:, None] / world
         rest = rest + np.where(apart, self.apart_s, self.together_s)
@@ -127,10 +138,9 @@ class Forecast:
             np.where(apart, np.maximum(produce, rest), produce + rest) if self.overlaps else produce + rest
         )
 
-    def produce_s(self, splits: Sequence[Split]) -> Floats:
+    def produce_s(self, shapes: Shapes) -> Floats:
         """Until a batch is whole, [batches, splits]."""
-        shapes = np.array([[s.rollout, s.reward, s.train, s.mode == "colocated"] for s in splits], dtype=np.int64)
-        keep = max(MOST_WORK // (len(splits) * (POINTS + LONGEST)), 1)
+        keep = max(MOST_WORK // (len(shapes) * (POINTS + LONGEST)), 1)
         newest = range(max(len(self.batches) - keep, 0), len(self.batches))
         found: dict[int, Floats] = {}
         for count in {self.batches[i].gaps.size for i in newest}:
@@ -138,12 +148,12 @@ class Forecast:
             found.update(zip(same, self._produced(same, shapes), strict=True))
         return np.stack([found[max(i, newest[0])] for i in range(len(self.batches))])
 
-    def _produced(self, numbers: Sequence[int], shapes: NDArray[np.int64]) -> Floats:
+    def _produced(self, numbers: Sequence[int], shapes: Shapes) -> Floats:
         """Of batches with as many points each, [numbers, splits]."""
         batches = [self.batches[i] for i in numbers]
-        rollout, at = _distinct(_worth(shapes[:, 0] // self.pools.rollout_size, self.nodes, self._groups()))
-        reward, of = _distinct(shapes[:, 1] // self.pools.reward_size)
-        together = shapes[:, 3] == 1
+        rollout, at = _distinct(_worth(shapes[:, ROLLOUT] // self.pools.rollout_size, self.nodes, self._groups()))
+        reward, of = _distinct(shapes[:, REWARD] // self.pools.reward_size)
+        together = shapes[:, TOGETHER] == 1
         ends = np.stack([drained(self.batches[i], self.longer[i], rollout, self.rollout) for i in numbers])
         tokens = np.array([batch.judgement for batch in batches]) * self.wordier[list(numbers)]
         if not tokens.any():
@@ -161,11 +171,11 @@ class Forecast:
         """Prompts that a step is to have; None: it makes no difference."""
         return float(self.batches[-1].after[0]) / self.group if self.group > 1 else None
 
-    def _lent(self, produced: Floats, shapes: NDArray[np.int64], together: NDArray[np.bool_]) -> Floats:
+    def _lent(self, produced: Floats, shapes: Shapes, together: NDArray[np.bool_]) -> Floats:
         """With what lending reaches: most of what the best of the splits with the same world is better by, at its cost."""
         if self.lend_s is None or self.pools.rollout_size != self.pools.reward_size:
             return produced
-        worlds = np.where(together, -1, shapes[:, 2])
+        worlds = np.where(together, -1, shapes[:, TRAIN])
         reached = produced.copy()
         for world in set(worlds.tolist()) - {-1}:
             same = worlds == world

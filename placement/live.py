@@ -14,7 +14,7 @@ from gcore.errors import SpecError
 from gcore.ledger.facts import ModelConfigs
 from gcore.ledger.job import Plan
 from gcore.ledger.placing import Pin
-from placement.assign import Slot, assigned, nearest_first, slots_of, split_of
+from placement.assign import Slot, assigned, nearest_first, slots_of, split_of, unlike
 from placement.plan import Snapshot, counted
 from placement.policies.base import Decision, Policy
 from placement.replicas import SINGLE, Sizes, sizes_of
@@ -131,13 +131,15 @@ def first_split(bounds: Bounds, job: Moving, pin: Pin = NOTHING_FIXED) -> Split 
         trains = (job.train,) if pin.train is None else bounds.train_sizes
         return nearest_fixed(wanted, replace(bounds, train_sizes=trains, colocated=False), pin)
     together = bounds.all_together()
-    return together if together is not None else min(feasible(bounds), key=pin.off, default=None)
+    if together is not None or not pin.sizes:
+        return next(feasible(bounds), None)
+    return min(feasible(bounds), key=pin.off, default=None)
 
 
 def nearest_fixed(split: Split, bounds: Bounds, pin: Pin) -> Split | None:
     """The split within `bounds` that is least far from what a person fixed, and of these the one that is least unlike `split`. None: there is
     none at all."""
-    return min(nearest_first(split, bounds), key=pin.off, default=None)
+    return min(feasible(bounds), key=lambda one: (pin.off(one), unlike(one, split)), default=None)
 
 
 def placed(

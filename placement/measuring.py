@@ -51,17 +51,21 @@ class _Times:
 
 
 def measured(
-    books: Iterable[StepBook], entry: LogEntry, seal: Seal | None, split: Split, sizes: Sizes = SINGLE
+    books: Iterable[StepBook],
+    entry: LogEntry,
+    sealed: tuple[float, ...] | None,
+    split: Split,
+    sizes: Sizes = SINGLE,
 ) -> Measured:
-    """One committed step. `books`: of each node that has booked it (`gcore.ledger.books.of_version`), those that are late may lack.
+    """One committed step. `books`: of each node that has booked it (`gcore.ledger.books.by_version`), those that are late may lack.
 
-    `seal`: the step's, as it was READY; None if nobody has it any more: every response then counts as long as their mean. `split`:
-    that which the step ran with, with engines of so many slots. Of judgements the mean is known once all of its slots are booked (a part
-    of the judges' tokens beside all of the responses would be a guess): every response's counts as long.
+    `sealed`: what the step's seal says of its lengths (`lengths_of`); None if nobody has it any more: every response then counts as long as
+    their mean. `split`: that which the step ran with, with engines of so many slots. Of judgements the mean is known once all of its slots
+    are booked (a part of the judges' tokens beside all of the responses would be a guess): every response's counts as long.
     """
     found = list(books)
     stats, sums = entry.stats, engines_of(found)
-    lengths = tuple(_with_filtered(_lengths(entry, seal), stats))
+    lengths = tuple(_with_filtered(_means(entry) if sealed is None else sealed, stats))
     reward = sums.get("reward") if lengths and _is_whole(found, split) else None
     times = _ahead(stats, split, found, sizes) if "staleness" in stats else _in_turn(stats)
     return Measured(
@@ -124,13 +128,14 @@ def _at_once(books: Sequence[StepBook], split: Split, produce_s: float | None, s
 
 def _speeds(books: Iterable[StepBook], at_once: float) -> Iterator[EngineSpeed]:
     """Of each pool at each load that its engines had for long enough to say how fast they were, alone on their slots."""
-    found: dict[tuple[str, int], EngineSums] = {}
+    found: dict[tuple[str, int], list[EngineSums]] = {}
     for book in books:
         for pool, loads in book.loads.items():
             for one in loads:
                 key = pool, round(log2(max(one.running_s / one.active_s, 1.0))) if one.active_s > 0 else 0
-                found[key] = found[key].plus(one) if key in found else one
-    for (pool, _), one in sorted(found.items()):
+                found.setdefault(key, []).append(one)
+    for (pool, _), parts in sorted(found.items()):
+        one = EngineSums.together(parts)
         if one.active_s > 0 and one.tokens >= LEAST_TOKENS:
             yield EngineSpeed(pool, one.running_s / one.active_s, one.running_s / one.tokens / at_once)
 
@@ -145,10 +150,13 @@ def _busy(books: Iterable[StepBook]) -> dict[str, float]:
     return busy
 
 
-def _lengths(entry: LogEntry, seal: Seal | None) -> tuple[float, ...]:
-    """Tokens of each response that was trained on."""
-    if seal is not None:
-        return tuple(float(tokens) for group in seal.groups for tokens in group.own_tokens)
+def lengths_of(seal: Seal) -> tuple[float, ...]:
+    """Tokens of each response of a step that is trained on, from its seal as it was READY."""
+    return tuple(float(tokens) for group in seal.groups for tokens in group.own_tokens)
+
+
+def _means(entry: LogEntry) -> tuple[float, ...]:
+    """The same where only their mean is known."""
     return (entry.stats.get("response_length", 0.0),) * int(entry.stats.get("samples", 0.0))
 
 

@@ -62,6 +62,20 @@ class Bounds:
         reward = self.slots // self.reward_size * self.reward_size if self.judged else 0
         return Split("colocated", rollout, reward, max(fitting))
 
+    def allows(self, split: Split) -> bool:
+        """Whether it is one of `feasible`, without looking through them."""
+        if split.mode == "colocated":
+            return split == self.all_together()
+        if split.train not in self.sizes():
+            return False
+        left = self.slots - split.train - split.reward
+        if split.rollout != left // self.rollout_size * self.rollout_size or split.rollout < self.rollout_size:
+            return False
+        if not self.judged:
+            return split.reward == 0
+        is_whole = split.reward >= self.reward_size and split.reward % self.reward_size == 0
+        return is_whole and left - split.rollout < self.reward_size
+
 
 def feasible(bounds: Bounds) -> Iterator[Split]:
     """Every split within the bounds that leaves no whole replica's slots unused, in an order of its own.

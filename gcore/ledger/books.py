@@ -7,7 +7,7 @@ booked is `placement.books`' business, where they are measured `controllers.book
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt
@@ -37,11 +37,16 @@ class EngineSums(Part):
 
     def plus(self, other: EngineSums) -> EngineSums:
         """Both together."""
-        return EngineSums(
-            active_s=self.active_s + other.active_s,
-            running_s=self.running_s + other.running_s,
-            tokens=self.tokens + other.tokens,
-            requests=self.requests + other.requests,
+        return EngineSums.together((self, other))
+
+    @classmethod
+    def together(cls, parts: Sequence[EngineSums]) -> EngineSums:
+        """All of them: of a thousand engines one sum is made, and not a thousand."""
+        return cls(
+            active_s=sum(one.active_s for one in parts),
+            running_s=sum(one.running_s for one in parts),
+            tokens=sum(one.tokens for one in parts),
+            requests=sum(one.requests for one in parts),
         )
 
 
@@ -92,15 +97,19 @@ class NodeBooks(Record):
         return self.model_copy(update={"steps": (*kept, step)[-NEWEST_STEPS:]})
 
 
-def of_version(books: Mapping[str, NodeBooks], version: Version) -> dict[str, StepBook]:
-    """By node: what those that have booked it say of the step that made `version`."""
-    return {node: step for node, book in sorted(books.items()) if (step := book.at(version)) is not None}
+def by_version(books: Mapping[str, NodeBooks]) -> dict[Version, dict[str, StepBook]]:
+    """All that there is, step by step, by node."""
+    found: dict[Version, dict[str, StepBook]] = {}
+    for node, book in sorted(books.items()):
+        for step in book.steps:
+            found.setdefault(step.version, {})[node] = step
+    return found
 
 
 def engines_of(books: Iterable[StepBook]) -> dict[str, EngineSums]:
     """By pool, all nodes together."""
-    sums: dict[str, EngineSums] = {}
+    parts: dict[str, list[EngineSums]] = {}
     for book in books:
         for pool, more in book.engines.items():
-            sums[pool] = sums[pool].plus(more) if pool in sums else more
-    return sums
+            parts.setdefault(pool, []).append(more)
+    return {pool: EngineSums.together(found) for pool, found in parts.items()}

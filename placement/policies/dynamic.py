@@ -27,9 +27,9 @@ from placement.laws import SPEEDS, Floats, Law, law_of, points_of, train_law
 from placement.measured import Measured
 from placement.paces import Paces
 from placement.policies.base import Decision, Situation
+from placement.policies.choices import Choices, choices
 from placement.policies.climbing import utilisation
 from placement.policies.errors import Errors
-from placement.policies.fixed import possible
 from placement.policies.hindered import Hindered
 from placement.policies.weighing import Weighed
 from placement.split import Split
@@ -74,31 +74,29 @@ class Dynamic:
 
     def plan(self, situation: Situation) -> Decision:
         """As the module says."""
-        splits = possible(situation.bounds)
-        now = situation.now
+        there, now = choices(situation.bounds), situation.now
         if now is None or not situation.history:
-            first = self.first if self.first in splits else splits[0]
-            return Decision(now if now in splits and now is not None else first, "nothing is measured yet")
+            first = self.first if self.first in there.at else there.splits[0]
+            return Decision(now if now in there.at and now is not None else first, "nothing is measured yet")
         if now != self._last:  # what was only wished for may never have come to be
             self._last, self._since = now, 0
         self._since += 1
         stretch = self._taken_in(situation)
         ahead = min(max(stretch, LEAST_AHEAD), MOST_AHEAD, situation.steps_left or MOST_AHEAD)
         forecast = self._forecast(situation, stretch, min(ahead, TREND_AHEAD) / 2)
-        off = np.array([self._errors.factor(split) for split in splits])
-        return self._decided(situation, splits, forecast.each(splits, off), ahead)
+        return self._decided(situation, there, forecast.each(there.shapes, self._errors.factors(there)), ahead)
 
-    def _decided(self, situation: Situation, splits: Sequence[Split], each: Floats, ahead: int) -> Decision:
+    def _decided(self, situation: Situation, there: Choices, each: Floats, ahead: int) -> Decision:
         """`each`: what a step of each batch takes on each split, seconds, [batches, splits]."""
-        now, idle = situation.now, _idle(situation.history[-1])
+        now, idle, splits = situation.now, _idle(situation.history[-1]), there.splits
         assert now is not None
-        cost = np.array([situation.costs.of(now, split) for split in splits])
-        if now not in splits:
+        cost = there.cost(situation.costs, now)
+        if now not in there.at:
             expected = each.mean(axis=0)
             best = int((expected * ahead + cost).argmin())
             why = f"{now} is not possible any more; {splits[best]} is expected to take {expected[best]:.1f} s a step"
             return Decision(splits[best], why, float(expected[best]), None, float(cost[best]), 0.0, idle)
-        here = splits.index(now)
+        here = there.at[now]
         before = float(each[:, here].mean())
         band = max(LEAST_BAND, BAND * self._errors.spread) * before
         weighed = Weighed(splits, here, each, cost, ahead, band)
@@ -222,8 +220,8 @@ class Dynamic:
         if took is None or took <= 0:
             return
         model = self._forecast_of(situation, (self._batches[-1],), np.ones(1), np.ones(1))
-        splits = (newest.split, *(one for one in possible(situation.bounds) if one.train == newest.split.train))
-        said = float(model.produce_s(splits)[0, 0])  # beside the others, for lending reaches them
+        shapes = choices(situation.bounds).beside(newest.split)
+        said = float(model.produce_s(shapes)[0, 0])  # beside the others, for lending reaches them
         if newest.produce_s is None and said * self._errors.factor(newest.split) <= took:
             return
         off = float(np.clip(np.log(took / max(said, 1e-9)), -1.0, 1.0))

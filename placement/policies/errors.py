@@ -13,6 +13,10 @@ from dataclasses import dataclass, field
 from math import exp, log
 from statistics import median
 
+import numpy as np
+
+from placement.laws import Floats
+from placement.policies.choices import Choices
 from placement.split import Split
 from placement.trends import plainly_off
 
@@ -32,6 +36,8 @@ OWN, OTHERS = 5, 16
 """Newest steps of a split and of the others that are compared, at most."""
 FEWEST_OWN, FEWEST_OTHERS = 2, 3
 REMEMBERED = 64
+UNTRIED_SLOTS = 0
+"""Of each pool of a split that no step can have been made on."""
 
 Shape = tuple[str, int, int]
 
@@ -86,6 +92,15 @@ class Errors:
     def factor(self, split: Split) -> float:
         """What the forecast of its production is to be multiplied by."""
         return self._factor(_shape(split))
+
+    def factors(self, there: Choices) -> Floats:
+        """The same of all of them, [splits]: those that were never tried have that of their mode."""
+        found = np.empty(len(there.splits))
+        for mode in ("coexisting", "colocated"):
+            found[there.is_mode(mode)] = self._factor((mode, UNTRIED_SLOTS, UNTRIED_SLOTS))
+        for shape in self._of_split:
+            found[there.is_like(*shape)] = self._factor(shape)
+        return found
 
     def _factor(self, shape: Shape) -> float:
         plain = self._plainly_worse(shape)

@@ -8,7 +8,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from placement.forecast import Batch, Forecast, Pools
+from placement.forecast import Batch, Forecast, Pools, shapes_of
 from placement.laws import Law, TrainLaw
 from placement.policies.base import Policy, SwitchCosts
 from placement.policies.climbing import HillClimb, threshold
@@ -91,7 +91,7 @@ def start(scenario: Scenario, seed: int) -> Split:
         None,
     )
     splits = possible(scenario.bounds(0))
-    return splits[int(expected.seconds(splits).argmin())]
+    return splits[int(expected.seconds(shapes_of(splits)).argmin())]
 
 
 def policy_of(name: str, scenario: Scenario, seed: int) -> Policy:

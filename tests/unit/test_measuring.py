@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.ledger.books import NEWEST_STEPS, EngineSums, NodeBooks, StepBook, of_version
+from gcore.ledger.books import NEWEST_STEPS, EngineSums, NodeBooks, StepBook, by_version
 from gcore.ledger.records import LogEntry, Seal, SealedGroup, SealState
 from gcore.types import PromptRef, Version
-from placement.measuring import measured
+from placement.measuring import lengths_of, measured
 from placement.split import Split
 
 SPLIT = Split("coexisting", 2, 1, 1)
@@ -20,16 +20,17 @@ def entry(**stats: float) -> LogEntry:
     return LogEntry(seq=4, parent=3, kind="train", lineage=0, step=4, world="w", nonce="n", stats=TIMES | stats)
 
 
-def seal(*lengths: tuple[int, ...]) -> Seal:
+def sealed(*lengths: tuple[int, ...]) -> tuple[float, ...]:
     groups = tuple(
         SealedGroup(
             ref=PromptRef(0, 0, i), digest=str(i), prompt_tokens=5, response_tokens=one, versions=(), holder="me"
         )
         for i, one in enumerate(lengths)
     )
-    return Seal(
+    seal = Seal(
         lineage=0, step=4, attempt=1, state=SealState.READY, world="w", world_size=1, mini_batches=1, groups=groups
     )
+    return lengths_of(seal)
 
 
 def book(step: int = 4, slots: int = 4, **engines: EngineSums) -> StepBook:
@@ -46,7 +47,7 @@ def test_a_step_is_what_its_entry_its_seal_and_the_books_of_all_nodes_say() -> N
         rollout=EngineSums(active_s=2.0, running_s=6.0, tokens=300, requests=2),
         reward=EngineSums(active_s=1.0, running_s=2.0, tokens=30, requests=6),
     )
-    found = measured([one, other], entry(), seal((10, 20), (30,)), SPLIT)
+    found = measured([one, other], entry(), sealed((10, 20), (30,)), SPLIT)
     assert found.lengths == (10.0, 20.0, 30.0)
     assert found.judged == (10.0, 10.0, 10.0)
     assert [(s.pool, s.running, s.token_s) for s in found.speed] == [("reward", 2.0, 2 / 30), ("rollout", 3.0, 0.02)]
@@ -59,10 +60,10 @@ def test_a_step_is_what_its_entry_its_seal_and_the_books_of_all_nodes_say() -> N
 def test_judgements_are_not_told_of_a_part_of_the_nodes(split: Split) -> None:
     judges = {"reward": EngineSums(active_s=1.0, running_s=2.0, tokens=30, requests=6)}
     there, late = book(slots=2, **judges), book(slots=2, **judges)
-    part = measured([there], entry(), seal((10, 20), (30,)), split)
+    part = measured([there], entry(), sealed((10, 20), (30,)), split)
     assert (part.judged, part.asked_per_response) == ((), 1.0)
     assert [one.pool for one in part.speed] == ["reward"]  # how fast engines were, the books that are there do say
-    whole = measured([there, late], entry(), seal((10, 20), (30,)), split)
+    whole = measured([there, late], entry(), sealed((10, 20), (30,)), split)
     assert (whole.judged, whole.asked_per_response) == ((20.0,) * 3, 4.0)
 
 
@@ -108,7 +109,7 @@ def test_without_the_seal_responses_are_as_long_as_their_mean() -> None:
 
 def test_judgements_of_groups_that_were_filtered_do_not_make_those_of_others_longer() -> None:
     judges = book(reward=EngineSums(active_s=1.0, running_s=2.0, tokens=120, requests=6))
-    found = measured([judges], entry(prompts_per_group=2.0), seal((10, 20), (30,)), SPLIT)
+    found = measured([judges], entry(prompts_per_group=2.0), sealed((10, 20), (30,)), SPLIT)
     assert found.judged == (20.0,) * 6
 
 
@@ -119,7 +120,7 @@ def test_filtered_responses_are_as_many_and_as_long_as_is_told(kept: list[int], 
         "prompts_per_group": times,
         "response_length_before_filter": mean * (1.0 + (longer - 1.0) * (1 - 1 / times)),
     }
-    found = measured([], entry(**stats), seal(*((one,) for one in kept)), SPLIT).lengths
+    found = measured([], entry(**stats), sealed(*((one,) for one in kept)), SPLIT).lengths
     assert found[: len(kept)] == tuple(map(float, kept))
     assert len(found) == len(kept) + round(len(kept) * (times - 1.0))
     filtered = found[len(kept) :]
@@ -128,7 +129,7 @@ def test_filtered_responses_are_as_many_and_as_long_as_is_told(kept: list[int], 
 
 
 def test_of_seven_filtered_groups_in_ten_the_responses_are_all_there() -> None:
-    found = measured([], entry(prompts_per_group=10 / 3), seal(*(((10, 20, 30),) * 3)), SPLIT)
+    found = measured([], entry(prompts_per_group=10 / 3), sealed(*(((10, 20, 30),) * 3)), SPLIT)
     assert len(found.lengths) == 30
     assert sum(found.lengths) == pytest.approx(600.0, abs=30.0)
 
@@ -144,7 +145,7 @@ def test_where_the_seal_is_gone_filtered_responses_are_there_too() -> None:
 )
 def test_how_many_questions_a_response_comes_to_is_known(requests: int, each: float) -> None:
     judges = book(reward=EngineSums(active_s=1.0, running_s=2.0, tokens=420, requests=requests))
-    found = measured([judges], entry(), seal((10, 20), (30,)), SPLIT)
+    found = measured([judges], entry(), sealed((10, 20), (30,)), SPLIT)
     assert found.asked_per_response == each
     assert found.judged == (140.0,) * 3
 
@@ -195,4 +196,14 @@ def test_a_node_keeps_its_newest_steps_and_each_once() -> None:
         books = books.plus(book(step)).plus(book(step))
     assert [one.version.step for one in books.steps] == list(range(4, NEWEST_STEPS + 4))
     assert NodeBooks.decode(books.encode()) == books
-    assert list(of_version({"a": books, "b": NodeBooks(node="b")}, Version(0, 5))) == ["a"]
+
+
+def test_what_nodes_have_booked_is_found_by_the_step() -> None:
+    books = {
+        "b": NodeBooks(node="b", steps=(book(4),)),
+        "a": NodeBooks(node="a", steps=(book(4), book(5))),
+        "c": NodeBooks(node="c"),
+    }
+    found = by_version(books)
+    assert {version.step: list(of_nodes) for version, of_nodes in found.items()} == {4: ["a", "b"], 5: ["a"]}
+    assert found[Version(0, 5)]["a"] == book(5)

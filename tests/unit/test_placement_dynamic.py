@@ -11,7 +11,7 @@ import pytest
 from gcore.ledger.books import EngineSums, StepBook
 from gcore.ledger.records import LogEntry
 from gcore.types import Version
-from placement.forecast import Batch, Forecast, Pools
+from placement.forecast import Batch, Forecast, Pools, shapes_of
 from placement.laws import Law, TrainLaw
 from placement.measured import EngineSpeed, Measured
 from placement.measuring import measured
@@ -40,7 +40,7 @@ class Truth:
         forecast = Forecast(
             Pools(), rollout, reward, TrainLaw(0.0, 0.0), (batch,), np.ones(1), np.ones(1), 0.0, 0.0, False, None
         )
-        return float(forecast.produce_s((split,))[0, 0]) * self.times(step, split) * self.holding_up(split)
+        return float(forecast.produce_s(shapes_of((split,)))[0, 0]) * self.times(step, split) * self.holding_up(split)
 
     def law(self, step: int) -> Law:
         return Law(0.02 * self.slower(step), 0.002 * self.slower(step), 64)

@@ -10,14 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from placement.forecast import Batch, Forecast, Pools, drained
+from placement.forecast import Batch, Forecast, Pools, drained, shapes_of
 from placement.laws import Law, TrainLaw, law_of, train_law
 from placement.lending import lent
 from placement.measured import EngineSpeed, Measured
 from placement.paces import Paces, paced_since
 from placement.policies.base import Policy, Situation, SwitchCosts
+from placement.policies.choices import choices
 from placement.policies.climbing import HillClimb, threshold, utilisation
 from placement.policies.dynamic import Dynamic
+from placement.policies.errors import Errors
 from placement.policies.fixed import Colocated, Static, even, nearest, possible
 from placement.split import Bounds, Split, feasible
 from placement.trends import since_jump, slope
@@ -117,6 +119,38 @@ def test_a_feasible_split_uses_no_slot_twice_and_breaks_no_constraint(bounds: Bo
             assert max(split.rollout, split.reward, split.train) <= bounds.slots
         else:
             assert split.rollout + split.reward + split.train <= bounds.slots
+
+
+@st.composite
+def near(draw: st.DrawFn, bounds: Bounds) -> Split:
+    """A split that may be feasible."""
+    if draw(st.booleans()):
+        return draw(st.sampled_from(possible(bounds)))
+    sizes = [draw(st.integers(0, bounds.slots + 1)) for _ in range(3)]
+    return Split(draw(st.sampled_from(("coexisting", "colocated"))), *sizes)
+
+
+@given(st.data(), bounded())
+def test_whether_a_split_is_allowed_is_whether_it_is_one_of_those_there_are(
+    data: st.DataObject, bounds: Bounds
+) -> None:
+    split = data.draw(near(bounds))
+    assert bounds.allows(split) == (split in set(feasible(bounds)))
+
+
+@given(bounded(), st.integers(0, 999), st.tuples(st.floats(0, 60), st.floats(0, 60)))
+def test_what_is_worked_out_of_all_splits_at_once_is_what_it_is_of_each(
+    bounds: Bounds, seed: int, costs: tuple[float, float]
+) -> None:
+    draw, there, told, errors = np.random.default_rng(seed), choices(bounds), SwitchCosts(*costs), Errors()
+    assert there.splits == tuple(feasible(bounds))
+    for step in range(24):
+        errors.add(step, there.splits[int(draw.integers(min(len(there.splits), 4)))], float(draw.normal(0.2, 0.5)))
+    now = there.splits[seed % len(there.splits)]
+    assert there.cost(told, now).tolist() == [told.of(now, split) for split in there.splits]
+    assert errors.factors(there).tolist() == [errors.factor(split) for split in there.splits]
+    beside = (now, *(split for split in there.splits if split.train == now.train))
+    assert there.beside(now).tolist() == shapes_of(beside).tolist()
 
 
 @given(POLICIES, bounded(), st.integers(0, 999))
@@ -242,9 +276,8 @@ def test_a_forecast_is_no_longer_with_more_of_every_pool(rollout: int, reward: i
     batch = Batch.made(lengths, 40.0, float(lengths.sum()))
     told = Law(0.02, 0.001, 64), Law(0.02, 0.001, 64), TrainLaw(1.0, 1e-3)
     forecast = Forecast(Pools(), *told, (batch,), np.ones(1), np.ones(1), 1.0, 3.0, False, None)
-    less, more = forecast.seconds(
-        (Split("coexisting", rollout, reward, 2), Split("coexisting", 2 * rollout, 2 * reward, 4))
-    )
+    pair = Split("coexisting", rollout, reward, 2), Split("coexisting", 2 * rollout, 2 * reward, 4)
+    less, more = forecast.seconds(shapes_of(pair))
     assert more <= less + 1e-9
 
 
@@ -345,7 +378,7 @@ def test_an_engine_that_one_node_has_more_than_another_is_worth_nothing() -> Non
     batch = Batch.made(np.linspace(10, 500, 60), 40.0, 6000.0)
     told = Law(0.02, 0.001, 64), Law(0.02, 0.001, 64), TrainLaw(1.0, 1e-3)
     forecast = Forecast(Pools(), *told, (batch,), np.ones(1), np.ones(1), 1.0, 3.0, False, None, nodes=4)
-    found = forecast.seconds([Split("coexisting", rollout, 8, 4) for rollout in (3, 8, 9, 11, 12)])
+    found = forecast.seconds(shapes_of([Split("coexisting", rollout, 8, 4) for rollout in (3, 8, 9, 11, 12)]))
     assert found[1] == found[2] == found[3]
     assert found[4] < found[1] < found[0]
 
@@ -355,7 +388,7 @@ def test_an_engine_that_leaves_no_other_with_a_group_less_is_worth_nothing() -> 
     batch = Batch.made(np.linspace(10, 500, 256), 40.0, 6000.0)
     told = Law(0.02, 0.001, 64), Law(0.02, 0.001, 64), TrainLaw(1.0, 1e-3)
     forecast = Forecast(Pools(), *told, (batch,), np.ones(1), np.ones(1), 1.0, 3.0, False, None, nodes=4, group=4)
-    found = forecast.seconds([Split("coexisting", rollout, 8, 4) for rollout in (16, 20, 24, 28, 32)])
+    found = forecast.seconds(shapes_of([Split("coexisting", rollout, 8, 4) for rollout in (16, 20, 24, 28, 32)]))
     assert found[0] == found[1]
     assert found[2] == found[3]
     assert found[4] < found[2] < found[1]

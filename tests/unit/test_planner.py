@@ -13,6 +13,7 @@ from job_views import ME, running_job, stored
 from told_nodes import QWEN
 from told_nodes import node as told
 
+from controllers import next_split
 from controllers.changes import Changes
 from controllers.moves_file import NAME, MovesFile, moves_in, read
 from controllers.planner import POLL_S, Planner
@@ -295,6 +296,28 @@ async def test_what_a_person_fixed_is_what_the_policy_gets(made: Any) -> None:
     assert planner.proposal.plan is not None
     assert split_of(planner.proposal.plan).reward == 3
     assert "as was asked" in planner.proposal.move.reason
+
+
+async def test_what_takes_long_on_many_slots_does_not_hold_up_the_event_loop(
+    made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, where = Job(), {}
+    job.change(pins={"": stored(Pin(reward=3))})
+
+    def noted(name: str) -> Any:
+        own = getattr(next_split, name)
+
+        def called(*args: Any, **more: Any) -> Any:
+            where[name] = threading.current_thread()
+            return own(*args, **more)
+
+        return called
+
+    for name in ("obeying", "assigned", "between_steps"):
+        monkeypatch.setattr(next_split, name, noted(name))
+    await made(Scripted(Decision(SECOND, "why")), job)._turn()
+    assert where.keys() == {"obeying", "assigned", "between_steps"}
+    assert threading.main_thread() not in where.values()
 
 
 @pytest.mark.parametrize(
