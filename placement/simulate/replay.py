@@ -1,8 +1,12 @@
 """A run's own records as a job to simulate: what if another policy had planned it, or it had had other slots.
 
 From the run's folder: `metrics.jsonl` has each step's mean length, tokens and seconds, `books/` what engines and slots did, `samples/`
-the lengths of the responses that were kept. Engine speeds and training are fitted as a policy would fit them. Lengths of steps without
-kept samples are drawn with the spread of those that have them, about their own mean, always the same; of judgements the mean is known.
+the lengths of the responses that were kept. Engine speeds and training are fitted as a policy would fit them.
+
+A step has as many responses as it had: those that were trained on, and those that were filtered out, which were generated and judged
+too. What was kept of it is a part of the former: from that the others are drawn, with the means that the step had. Lengths of steps
+without kept samples are drawn with the spread of those that have them. It is always the same. Of judgements the mean is known.
+
 What a run did not do is not in its records: how fast an engine is beside more requests than it ever had is read off the fitted line,
 and that slots are of one kind is taken for granted. Nothing here asks a cluster.
 """
@@ -40,18 +44,21 @@ SKIPPED = 2
 NEEDED = {"seconds", "tokens", "response_length"}
 MOST_NUMBER = 1e9
 """Of tokens, responses or seconds, in a step."""
+MOST_FILTERED = 0.99
+"""Of a step's responses, that are taken to have been made for nothing."""
 SPREAD = 0.8
 """Of lengths beside their mean, where no sample was kept."""
 
 
 @dataclass(frozen=True)
 class Replay:
-    """A run as a scenario, its steps as they were, and what they took, in seconds. `lend_s`: the middle of what its changes took."""
+    """A run as a scenario, its steps as they were, what they took, in seconds, and on how many slots they were trained. `lend_s`: the middle
+    of what its changes took."""
 
     scenario: Scenario
     steps: tuple[Workload, ...]
     taken_s: tuple[float, ...]
-    trained_on: int
+    trained_on: tuple[int, ...]
     lend_s: float | None
 
 
@@ -75,6 +82,27 @@ class _Step:
         """What the pool's engines did, all nodes together."""
         return engines_of(line.book for line in self.books).get(pool, EngineSums())
 
+    @property
+    def trained(self) -> int | None:
+        """Responses that were trained on; None where that was not told."""
+        told = self.metrics.get("samples")
+        return None if told is None else min(max(int(told), 1), MOST_RESPONSES)
+
+    @property
+    def filtered(self) -> float:
+        """Share of its responses that were made and not trained on."""
+        return min(self.metrics.get("filter_rate", 0.0), MOST_FILTERED)
+
+    @property
+    def mean_length(self) -> float:
+        """Of all its responses, tokens."""
+        return max(self.metrics.get("response_length_before_filter", self.metrics["response_length"]), 1.0)
+
+    @property
+    def trained_on(self) -> int:
+        """Slots on which ranks worked; 1, where no book says that any did."""
+        return len({(line.node, slot) for line in self.books for slot in _slots_at(line, "busy train")}) or 1
+
 
 def read_run(run_dir: Path, *, slots: int | None = None, staleness: int = 0, sizes: Sizes = SINGLE) -> Replay:
     """The run in that folder. `slots`: how many the simulated job has, if others than the run; `sizes`: slots of its engines, whose speed
@@ -91,9 +119,8 @@ def read_run(run_dir: Path, *, slots: int | None = None, staleness: int = 0, siz
         )
     work = tuple(_workload(step, lengths) for step, lengths in zip(steps, drawn, strict=True))
     there = max(sum(line.book.slots for line in step.books) for step in steps)
-    trained_on = max(len({s for line in step.books for s in _slots_at(line, "busy train")}) for step in steps) or 1
     try:
-        scenario = _scenario(run_dir, steps, work, slots or there, trained_on, staleness, sizes)
+        scenario = _scenario(run_dir, steps, work, slots or there, staleness, sizes)
     except ValidationError as error:
         raise UsageError(
             f"what stands in the run's folder is no job: {problem_of(error)}", where=str(run_dir)
@@ -102,7 +129,7 @@ def read_run(run_dir: Path, *, slots: int | None = None, staleness: int = 0, siz
         scenario,
         work,
         tuple(step.metrics["seconds"] for step in steps),
-        trained_on,
+        tuple(step.trained_on for step in steps),
         _switch_s(steps),
     )
 
@@ -136,27 +163,41 @@ def _metrics(tree: Any) -> dict[str, float]:
 
 def _lengths(run_dir: Path, steps: Iterable[_Step]) -> Iterator[Floats]:
     """Tokens of each step's responses, [n]."""
-    kept = set(folder.kept_steps(run_dir))
+    there = set(folder.kept_steps(run_dir))
     found, spreads = [], []
     for step in steps:
-        groups = folder.read_groups(run_dir, step.version) if step.version in kept else []
-        lengths = np.array([sample.tokens for group in groups for sample in group.samples], dtype=np.float64)
-        found.append((step, lengths))
-        if lengths.size > 1 and lengths.mean() > 0:
-            spreads.append(float(lengths.std() / lengths.mean()))
+        groups = folder.read_groups(run_dir, step.version) if step.version in there else []
+        own = [sample.tokens - sample.observed_tokens for group in groups for sample in group.samples]
+        kept = np.array(own, dtype=np.float64)
+        found.append((step, kept))
+        if kept.size > 1 and kept.mean() > 0:
+            spreads.append(float(kept.std() / kept.mean()))
     width = float(np.sqrt(np.log1p((median(spreads) if spreads else SPREAD) ** 2)))
-    return iter([lengths if lengths.size else _made_up(step, width) for step, lengths in found])
+    return iter([_all_of(step, kept, width) for step, kept in found])
 
 
-def _made_up(step: _Step, width: float) -> Floats:
-    """As many responses as the step had, about their mean."""
-    metrics = step.metrics
-    kept = max(int(metrics.get("samples", 1)), 1)
-    count = min(round(kept / max(1.0 - metrics.get("filter_rate", 0.0), 0.01)), MOST_RESPONSES)
-    mean = max(metrics.get("response_length_before_filter", metrics["response_length"]), 1.0)
+def _all_of(step: _Step, kept: Floats, width: float) -> Floats:
+    """As many responses as the step had, of which those were kept. `width`: by which lengths differ where none was."""
     draw = np.random.default_rng((step.version.lineage, step.version.step, 6))
-    drawn: Floats = np.exp(np.log(mean) - width**2 / 2 + width * draw.standard_normal(count))
-    return np.maximum(np.ceil(drawn), 1.0)
+    trained = max(step.trained or 1, kept.size)
+    count = min(round(trained / (1.0 - step.filtered)), MOST_RESPONSES)
+    if not kept.size or kept.mean() <= 0:
+        drawn: Floats = np.exp(np.log(step.mean_length) - width**2 / 2 + width * draw.standard_normal(count))
+        return np.maximum(np.ceil(drawn), 1.0)
+    mean = float(kept.mean())
+    of_trained = max(step.metrics["response_length"], 1.0) if trained > kept.size else mean
+    rest = (step.mean_length * count - of_trained * trained) / (count - trained) if count > trained else 0.0
+    found = [drawn_from(kept, trained, of_trained / mean, draw)]
+    found.append(drawn_from(kept, count - trained, rest / mean if rest > 0 else 1.0, draw))
+    return np.concatenate(found)
+
+
+def drawn_from(kept: Floats, count: int, times: float, draw: np.random.Generator) -> Floats:
+    """So many lengths, spread as the kept ones, and so many times as long: each as often as the others, but for those that are left over
+    then, which are drawn. As many as there are, and as long: they themselves."""
+    whole, over = divmod(count, kept.size)
+    found = np.concatenate((np.tile(kept, whole), kept[draw.permutation(kept.size)[:over]]))
+    return found if times == 1.0 else np.maximum(np.rint(found * times), 1.0)
 
 
 def _workload(step: _Step, lengths: Floats) -> Workload:
@@ -170,29 +211,34 @@ def _scenario(
     steps: list[_Step],
     work: tuple[Workload, ...],
     slots: int,
-    trained_on: int,
     staleness: int,
     sizes: Sizes,
 ) -> Scenario:
-    history = [_measured(step, trained_on) for step in steps]
+    history = [_measured(step) for step in steps]
     training, judged = train_law(history), any(one.judged.any() for one in work)
     between = [step.metrics.get("exchange_s", 0.0) + step.metrics.get("publish_s", 0.0) for step in steps]
-    worlds = tuple(size for size in sorted({1, 2, 4, 8, 16, 32, 64, 128, trained_on}) if size <= slots)
+    worlds = {1, 2, 4, 8, 16, 32, 64, 128, *(step.trained_on for step in steps)}
+    made = float(np.mean([one.lengths.size for one in work]))
+    trained = float(np.mean([step.trained or one.lengths.size for step, one in zip(steps, work, strict=True)]))
     return Scenario(
         name=run_dir.name,
         what=f"{len(steps)} steps of the run in {run_dir}",
         slots=slots,
         steps=len(steps),
-        groups=1,
-        samples=max(round(float(np.mean([one.lengths.size for one in work]))), 1),
+        groups=max(round(trained), 1),
+        samples=1,
+        filtered=min(max(1.0 - trained / made, 0.0), MOST_FILTERED),
         staleness=staleness,
         rollout=_engine(history, "rollout", sizes.rollout),
         reward=_engine(history, "reward", sizes.reward),
         lengths=_spread_of(work),
         judging=Judging(tokens=max(float(np.mean([one.judged.mean() for one in work])), 1.0)) if judged else None,
-        prompt=max(round(_prompt(work)), 1),
+        prompt=max(round(_prompt(steps, work)), 1),
         training=Training(
-            fixed_s=training.fixed_s, rate=1.0 / max(training.slot_s, 1e-12), sync_s=median(between), sizes=worlds
+            fixed_s=training.fixed_s,
+            rate=1.0 / max(training.slot_s, 1e-12),
+            sync_s=median(between),
+            sizes=tuple(sorted(size for size in worlds if size <= slots)),
         ),
         wake_s=_switch_s(steps) or 0.0,
         noise=Scenario.model_fields["noise"].default.model_copy(update={"replica": 0.0, "train": 0.0}),
@@ -206,9 +252,12 @@ def _spread_of(work: tuple[Workload, ...]) -> Lengths:
     return Lengths(mean=mean, spread=max(float(every.std()) / mean, 0.01))
 
 
-def _prompt(work: tuple[Workload, ...]) -> float:
-    """What was trained on besides the responses, by response. Of what was filtered out nothing is trained on, so it is less than that."""
-    return median(one.train_tokens / max(one.lengths.size, 1) - float(one.lengths.mean()) for one in work)
+def _prompt(steps: Iterable[_Step], work: Iterable[Workload]) -> float:
+    """What was trained on besides the responses, by response."""
+    return median(
+        step.metrics["tokens"] / (step.trained or max(one.lengths.size, 1)) - step.metrics["response_length"]
+        for step, one in zip(steps, work, strict=True)
+    )
 
 
 def _engine(history: list[Measured], pool: str, size: int) -> Engine:
@@ -218,7 +267,7 @@ def _engine(history: list[Measured], pool: str, size: int) -> Engine:
     return Engine(token_s=law.token_s, sequence_s=law.sequence_s, running=running, size=size)
 
 
-def _measured(step: _Step, trained_on: int) -> Measured:
+def _measured(step: _Step) -> Measured:
     """As far as engines and training are fitted to it."""
     speed = tuple(
         EngineSpeed(pool, one.running_s / one.active_s, one.running_s / one.tokens)
@@ -227,7 +276,7 @@ def _measured(step: _Step, trained_on: int) -> Measured:
         for one in line.book.loads.get(pool, (total,))
         if one.active_s > 0 and one.tokens > 0
     )
-    metrics, split = step.metrics, Split("coexisting", 1, 1, trained_on)
+    metrics, split = step.metrics, Split("coexisting", 1, 1, step.trained_on)
     return Measured(
         step.version.step, split, (), (), metrics["tokens"], None, metrics.get("train_s"), None, speed, {}, None
     )

@@ -19,9 +19,11 @@ from gcore.ledger import store_copy
 from gcore.ledger.books import EngineSums, StepBook
 from gcore.ledger.books_file import BookLine, Stretch, append
 from gcore.ledger.job import JobRecord
+from gcore.samples import folder as samples_folder
+from gcore.samples.records import KeptGroup, KeptSample, KeptText
 from gcore.store.keys import JobKeys
 from gcore.store.types import KeyValue, Listing
-from gcore.types import Version
+from gcore.types import PromptRef, Version
 from placement.live import Start
 from placement.policies.base import Decision, Situation
 from placement.simulate.replay import ReplayedJob, read_run
@@ -68,13 +70,13 @@ def scenario(tmp_path: Path) -> Path:
     return path
 
 
-def a_run(folder: Path, steps: int = 8, slots: int = 3) -> Path:
-    """A run's folder: two rollout engines at a hundredth of a second a token, a judge, a rank."""
+def a_run(folder: Path, steps: int = 8, slots: int = 3, **more: float) -> Path:
+    """A run's folder: two rollout engines at a hundredth of a second a token, a judge, a rank. `more`: of its metrics."""
     folder.mkdir()
     lines = [{"kind": "start", "seq": 0}]
     for step in range(1, steps + 1):
         metrics = {"seconds": 4.0, "tokens": 1600.0, "response_length": 80.0, "samples": 16.0, "train_s": 1.0}
-        metrics |= {"exchange_s": 0.1, "publish_s": 0.2}
+        metrics |= {"exchange_s": 0.1, "publish_s": 0.2} | more
         lines.append({"kind": "step", "seq": step, "lineage": 0, "step": step, "metrics": metrics})
         sums = {"active_s": 2.0, "running_s": 12.8, "tokens": 1280, "requests": 16}
         judge = {"active_s": 1.0, "running_s": 4.0, "tokens": 160, "requests": 16}
@@ -135,12 +137,92 @@ def test_a_run_is_read_from_its_folder(tmp_path: Path) -> None:
     replay = read_run(a_run(tmp_path / "run"))
     told = replay.scenario
     assert len(replay.steps) == 6  # without its first two
-    assert (told.slots, replay.trained_on, replay.lend_s) == (3, 1, 1.5)
+    assert (told.slots, set(replay.trained_on), replay.lend_s) == (3, {1}, 1.5)
     assert told.rollout.token_s + told.rollout.sequence_s * 6.4 == pytest.approx(0.01)
     assert all(work.lengths.size == 16 for work in replay.steps)
     assert all(work.judged.tolist() == [10.0] * 16 for work in replay.steps)
     work = ReplayedJob(replay, 1).work(0)
     assert work is replay.steps[0]
+
+
+def with_samples(folder: Path, step: int, *lengths: int, observed: int = 0) -> None:
+    """Of that step these responses were kept, two of a prompt."""
+    groups = []
+    for number, pair in enumerate(zip(lengths[::2], lengths[1::2], strict=True)):
+        samples = tuple(
+            KeptSample(
+                response=KeptText(text=""), tokens=one, reward=0.0, finish_reason="stop", observed_tokens=observed
+            )
+            for one in pair
+        )
+        ref, text = PromptRef(0, 0, number), KeptText(text="")
+        groups.append(
+            KeptGroup(
+                ref=ref,
+                digest=f"{step}-{number}",
+                source="s",
+                prompt=text,
+                prompt_tokens=5,
+                holder="h",
+                samples=samples,
+            )
+        )
+    samples_folder.write(folder, Version(0, step), "h", groups)
+
+
+def test_all_responses_of_a_step_that_were_kept_are_replayed_as_they_were(tmp_path: Path) -> None:
+    folder, lengths = a_run(tmp_path / "run"), [20 + 8 * number for number in range(16)]
+    with_samples(folder, 5, *lengths)
+    assert read_run(folder).steps[2].lengths.tolist() == lengths
+    with_samples(folder, 6, *(one + 100 for one in lengths), observed=100)
+    assert read_run(folder).steps[3].lengths.tolist() == lengths, "what the environment said was not generated"
+
+
+def test_a_step_of_which_a_part_was_kept_has_as_many_responses_as_it_had(tmp_path: Path) -> None:
+    """A quarter of the load is another job than the one that ran, and steps with samples would be quicker than those without."""
+    folder = a_run(tmp_path / "run")
+    with_samples(folder, 5, 20, 40, 60, 120)
+    lengths = read_run(folder).steps[2].lengths
+    assert sorted(lengths.tolist()) == sorted([27.0, 53.0, 80.0, 160.0] * 4), (
+        "spread as what was kept, with the step's mean"
+    )
+    assert read_run(folder).steps[2].judged.tolist() == [10.0] * 16
+    assert lengths.sum() == pytest.approx(16 * 80, rel=0.01)
+
+
+def test_what_was_filtered_out_of_a_step_is_replayed_too_whether_or_not_samples_were_kept(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "run", filter_rate=0.75, response_length_before_filter=95.0)
+    with_samples(folder, 5, 40, 60, 80, 140)
+    replay = read_run(folder)
+    for work in replay.steps:
+        assert work.lengths.size == 64
+        assert work.judged.tolist() == [2.5] * 64, "the judges read what was filtered too"
+    assert replay.steps[2].lengths.sum() == pytest.approx(64 * 95, rel=0.01)
+    assert replay.steps[2].lengths[:16].sum() == pytest.approx(16 * 80, rel=0.01)
+    told = replay.scenario
+    assert (told.groups * told.samples, told.filtered) == (16, 0.75)
+    assert told.prompt == pytest.approx(1600 / 16 - 80.0), "nothing is trained on what was filtered"
+
+
+def test_the_same_run_is_replayed_the_same_and_what_is_left_over_of_a_step_is_drawn_from_what_was_kept(
+    tmp_path: Path,
+) -> None:
+    folder = a_run(tmp_path / "run", response_length=70.0)
+    with_samples(folder, 5, 40, 50, 60, 70, 80, 120)
+    first, again = read_run(folder).steps[2].lengths, read_run(folder).steps[2].lengths
+    assert first.tolist() == again.tolist()
+    assert first.size == 16
+    assert set(first.tolist()) == {40.0, 50.0, 60.0, 70.0, 80.0, 120.0}
+
+
+def test_of_a_run_whose_train_world_changed_each_step_is_known_by_the_world_that_it_had(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "run")
+    wide = {f"cpu:{number}": [Stretch(0.0, 1.0, {"busy train": 1.0})] for number in range(3)}
+    book = StepBook(version=Version(0, 8), began=0.0, seconds=4.0, slots=3, booked={})
+    append(folder, BookLine("node-1", book, (), wide))
+    replay = read_run(folder)
+    assert replay.trained_on == (1, 1, 1, 1, 1, 4)
+    assert {1, 4} <= set(read_run(folder, slots=8).scenario.training.sizes)
 
 
 def test_a_run_is_played_on_as_many_slots_as_are_asked_for(tmp_path: Path) -> None:
