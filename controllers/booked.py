@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from controllers.booking_causes import phase_of
-from controllers.booking_claims import Meaning, RankClaims, engine_telling, meanings, mine
+from controllers.booking_claims import Meaning, RankClaims, engine_tellings, meanings, mine
 from controllers.booking_gaps import Gap
 from controllers.booking_places import Places, left_by_ranks
 from controllers.booking_steps import Boundary, Closed, cut
@@ -45,11 +45,13 @@ SHORTEST_S = 1e-3
 
 @dataclass
 class _Engine:
-    """One that serves. `failing`: since when it is asked in vain."""
+    """One that serves. `came`: when it was seen to begin to; None: it did already when the job was looked at first. `failing`: since when it is
+    asked in vain."""
 
     worker: WorkerRecord
     rows: int
     line: Line[Meaning]
+    came: float | None = None
     last: EngineReading | None = None
     failing: float | None = None
 
@@ -78,6 +80,8 @@ class SlotBooks:
         self._began = wall - gap_s
         self._slots: dict[str, SlotBook] = {}
         self._engines: dict[str, _Engine] = {}
+        self._served: set[str] = set()
+        """Engines that have served, those that are gone too."""
         self._ranks: dict[str, tuple[str, RankClaims, Line[Meaning]]] = {}
         """By instance: the slot, what it tells, and what its waiting means."""
         self._places = Places()
@@ -125,8 +129,9 @@ class SlotBooks:
         turn, resting = asleep_for_ranks(view), frozenset(r for r, rank in view.ranks.items() if rank.released)
         seen = (here, view.mirror.plan, view.mirror.head, stage, view.engines, view.under_way, turn, resting)
         if self._seen is None or not _same(seen, self._seen):
+            came = None if self._seen is None else now
             self._seen = seen
-            self._note_meanings(here, meanings(view, here, stage), now)
+            self._note_meanings(here, meanings(view, here, stage), now, came)
         if not self._gap.is_seen:
             self._tell_all(self._gap.look(view, here))
         plan, node = view.mirror.plan, view.nodes.get(view.node)
@@ -142,14 +147,17 @@ class SlotBooks:
             rank = view.ranks.get(worker.rank) if worker.rank is not None else None
             if rank is not None and view.mirror.head is not None and worker.world == view.head.world:
                 before = claims.said
-                self._tell((slot,), claims.hear(rank, line))
+                self._tell((slot,), *claims.hear(rank, line))
                 if claims.said is not None:
                     self._gap.heard(instance)
                 if claims.said is not None and before is not None:
                     for ended in self._boundaries:
                         ended.passed(instance, Kept(slot, *before), claims.said[0])
 
-    def _note_meanings(self, here: Mapping[str, WorkerRecord], found: Mapping[str, Meaning], now: float) -> None:
+    def _note_meanings(
+        self, here: Mapping[str, WorkerRecord], found: Mapping[str, Meaning], now: float, came: float | None
+    ) -> None:
+        """`came`: when those that are new began to serve, if that is known."""
         for instance, meaning in found.items():
             worker = here[instance]
             if worker.role == "train":
@@ -161,8 +169,10 @@ class SlotBooks:
                 self._engines[instance].line.note(meaning, now)
             else:
                 last = reading_of(self._kept[instance]) if instance in self._kept else None
+                is_new = instance not in self._served  # else it may have been asked for much before
+                self._served.add(instance)
                 self._engines[instance] = _Engine(
-                    worker, self._rows(worker), self._line(worker, meaning, now), last=last
+                    worker, self._rows(worker), self._line(worker, meaning, now), came if is_new else None, last=last
                 )
         self._kept = {}
         for gone in self._engines.keys() - found.keys():
@@ -171,7 +181,7 @@ class SlotBooks:
         for gone in self._ranks.keys() - found.keys():
             self._tell_all(self._gap.lost(gone))
             slot, claims, line = self._ranks.pop(gone)
-            self._tell((slot,), claims.extend(now, line))
+            self._tell((slot,), *claims.extend(now, line))
 
     def read(self, instance: str, reading: EngineReading) -> None:
         """An engine was read."""
@@ -179,12 +189,12 @@ class SlotBooks:
         if engine is None:
             return
         engine.failing = None
-        before, engine.last = engine.last or beginning_of(reading, self._begun), reading
+        before, engine.last = engine.last or beginning_of(reading, self._begun, engine.came), reading
         passed = between(before, reading, engine.rows) if before is not None else None
         if passed is not None and before is not None:
             self._gap.heard(instance)
             pool, begin = engine.worker.role, self._begun
-            self._tell(engine.worker.slots, engine_telling(instance, pool, passed, engine.line))
+            self._tell(engine.worker.slots, *engine_tellings(instance, pool, passed, engine.line))
             for ended in self._boundaries:
                 ended.work.add(pool, passed, begin, ended.at)
                 begin = ended.at
@@ -238,9 +248,9 @@ class SlotBooks:
         line.note(meaning, now)
         return line
 
-    def _tell(self, slots: Iterable[str], telling: Telling | None) -> None:
-        if telling is not None:
-            for slot in slots:
+    def _tell(self, slots: Iterable[str], *tellings: Telling) -> None:
+        for slot in slots:
+            for telling in tellings:
                 self._slot(slot).tell(telling)
 
     def _tell_all(self, tellings: Iterable[tuple[str, Telling]]) -> None:
@@ -258,7 +268,7 @@ class SlotBooks:
         if until > self._begun:
             self._tell_all(self._gap.close())
         for slot, claims, line in self._ranks.values():
-            self._tell((slot,), claims.extend(until, line))
+            self._tell((slot,), *claims.extend(until, line))
             line.forget(until)
         for instance, engine in self._engines.items():
             self._tell_failing(instance, engine, until)

@@ -134,15 +134,30 @@ def _of_engine(view: JobView, instance: str, one: _Placed, turn: frozenset[str],
     return Meaning(idle(pool, cause_of(view, stage, pool, instance)), switching(one.other, pool))
 
 
-def engine_telling(instance: str, pool: Pool, passed: EngineTime, line: Line[Meaning]) -> Telling:
-    """What an engine's time between two readings was."""
+def engine_tellings(instance: str, pool: Pool, passed: EngineTime, line: Line[Meaning]) -> Iterator[Telling]:
+    """What an engine's time between two readings was, one telling for each stretch in which its words meant the same.
+
+    An engine that is to sleep lays no claim to the time from then on, and the one that wakes in its place none to the time before. They
+    are read at moments of their own: were what they claim spread over the time between two readings of each, it would be too much of one
+    part of it and too little of another."""
     length = passed.end - passed.begin
-    seconds: dict[State, float] = {busy(pool): passed.busy_s, SYNCING: passed.paused_s}
-    for meaning, held in line.over(passed.begin, passed.end):
+    for meaning, begin, end in _stretches(line, passed.begin, passed.end):
+        share = (end - begin) / length
+        seconds: dict[State, float] = {busy(pool): passed.busy_s * share, SYNCING: passed.paused_s * share}
         for state, told in ((meaning.idle, passed.idle_s), (meaning.asleep, passed.asleep_s)):
             if state is not None:
-                seconds[state] = seconds.get(state, 0.0) + told * held / length
-    return Telling(instance, passed.begin, passed.end, seconds)
+                seconds[state] = seconds.get(state, 0.0) + told * share
+        yield Telling(instance, begin, end, seconds)
+
+
+def _stretches(line: Line[Meaning], begin: float, end: float) -> Iterator[tuple[Meaning, float, float]]:
+    """What was so between two moments, from when to when."""
+    at = begin
+    for meaning, held in line.over(begin, end):
+        until = min(at + held, end)
+        if until > at:
+            yield meaning, at, until
+        at = until
 
 
 class RankClaims:
@@ -171,11 +186,11 @@ class RankClaims:
         """Its newest word: when, and its seconds by phase."""
         return None if self._at is None else (self._at, self._phases)
 
-    def hear(self, rank: RankView, line: Line[Meaning]) -> Telling | None:
+    def hear(self, rank: RankView, line: Line[Meaning]) -> tuple[Telling, ...]:
         """Its newest word; what its time was since the one before, as far as that is not told already."""
         if rank.clock is None or (self._at is not None and rank.clock <= self._at):
-            return None
-        told = None
+            return ()
+        told: tuple[Telling, ...] = ()
         if self._kept is not None and self._kept.at < rank.clock:
             self._at, self._phases, self._claimed = self._kept.at, self._kept.sums, self._kept.at
         elif self._since is not None and (began := rank.clock - sum(rank.phases.values())) >= self._since:
@@ -184,34 +199,32 @@ class RankClaims:
         if self._at is not None:
             grown = {phase: rank.phases[phase] - self._phases.get(phase, 0.0) for phase in rank.phases}
             new = {phase: max(seconds - self._ahead.get(phase, 0.0), 0.0) for phase, seconds in grown.items()}
-            told = self._telling(rank.clock, new, line)
+            told = tuple(self._tellings(rank.clock, new, line))
         self._claimed = max(self._claimed, rank.clock)
         self._at, self._phases, self._phase, self._ahead = rank.clock, rank.phases, rank.phase, {}
         return told
 
-    def extend(self, until: float, line: Line[Meaning]) -> Telling | None:
+    def extend(self, until: float, line: Line[Meaning]) -> tuple[Telling, ...]:
         """Until then it was in the phase that it told last."""
         if self._at is None or until <= self._claimed:
-            return None
+            return ()
         passed = until - self._claimed
-        told = self._telling(until, {self._phase: passed}, line)
+        told = tuple(self._tellings(until, {self._phase: passed}, line))
         self._ahead[self._phase] = self._ahead.get(self._phase, 0.0) + passed
         self._claimed = until
         return told
 
-    def _telling(self, until: float, phases: Mapping[str, float], line: Line[Meaning]) -> Telling | None:
-        begin = self._claimed
-        length, total = until - begin, sum(phases.values())
+    def _tellings(self, until: float, phases: Mapping[str, float], line: Line[Meaning]) -> Iterator[Telling]:
+        """As an engine's: one for each stretch in which its waiting meant the same."""
+        length, total = until - self._claimed, sum(phases.values())
         if length <= 0 or total <= 0:
-            return None
+            return
         shrink = min(length / total, 1.0)
-        seconds: dict[State, float] = {}
-        for phase, told in phases.items():
-            if phase == WAITING:
-                for meaning, held in line.over(begin, until):
-                    if meaning.idle is not None:
-                        seconds[meaning.idle] = seconds.get(meaning.idle, 0.0) + told * shrink * held / length
-            elif told > 0:
-                state = MOVING.get(phase, busy("train"))
-                seconds[state] = seconds.get(state, 0.0) + told * shrink
-        return Telling(self.instance, begin, until, seconds)
+        for meaning, begin, end in _stretches(line, self._claimed, until):
+            share = shrink * (end - begin) / length
+            seconds: dict[State, float] = {}
+            for phase, told in phases.items():
+                state = meaning.idle if phase == WAITING else MOVING.get(phase, busy("train"))
+                if state is not None and told > 0:
+                    seconds[state] = seconds.get(state, 0.0) + told * share
+            yield Telling(self.instance, begin, end, seconds)

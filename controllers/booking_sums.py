@@ -8,7 +8,7 @@ from dataclasses import asdict, fields
 from gcore.ledger.books import EngineSums
 from gcore.ledger.books_file import Kept
 from gcore.rollout.metered import Sums
-from gcore.rollout.readings import EngineReading, EngineTime
+from gcore.rollout.readings import ALMOST_S, EngineReading, EngineTime
 from placement.books import Pool
 
 
@@ -43,15 +43,26 @@ class EngineWork:
             by_load[load] = by_load[load].plus(part) if load in by_load else part
 
 
-def beginning_of(reading: EngineReading, since: float) -> EngineReading | None:
-    """What would have been read when the engine began; None if that was before `since`, or nobody knows."""
+def beginning_of(reading: EngineReading, since: float, came: float | None = None) -> EngineReading | None:
+    """What would have been read when the engine began; None if that was before `since`, or nobody knows.
+
+    One that began before that, while it loaded, and was seen to begin to serve at `came`: what would have been read then. Nobody has asked it
+    for anything before, so it rested."""
     sums = reading.sums
     if sums is None:
         return None
     life = sums.busy_s + sums.idle_s + sums.paused_s + sums.asleep_s
-    if reading.at - life < since:
+    if reading.at - life >= since:
+        return EngineReading(reading.at - life, type(sums)(sums.at - life), 0.0, 0.0, 0, 0)
+    begin = None if came is None else max(since, came)
+    if begin is None or begin >= reading.at:
         return None
-    return EngineReading(reading.at - life, type(sums)(sums.at - life), 0.0, 0.0, 0, 0)
+    rested = life - (reading.at - begin)
+    idle_s = min(sums.idle_s, rested)
+    asleep_s = rested - idle_s
+    if asleep_s > sums.asleep_s + ALMOST_S:
+        return None
+    return EngineReading(begin, type(sums)(sums.at - life + rested, idle_s=idle_s, asleep_s=asleep_s), 0.0, 0.0, 0, 0)
 
 
 COUNTED = ("tokens", "requests")

@@ -167,6 +167,39 @@ def test_a_place_is_switching_while_its_worker_loads_and_failed_once_it_was_ther
     assert book.switches == {f"{NOBODY}>rollout": pytest.approx((3.0,))}
 
 
+def test_an_engine_that_began_to_load_in_the_step_before_has_the_time_from_when_it_serves_booked() -> None:
+    """It counts from when it began to load, and is read a while after it began to serve."""
+    loading = job(place("cpu:0"), workers=(engine_of("e", "cpu:0", state="starting"),))
+    books = begun(loading)
+    ended(books, 4.0)
+    closed(books, 4.0 + WORD_S)
+    books.look(replace(loading, workers={"e": engine_of("e", "cpu:0")}), "tail", 6.0)
+    books.read("e", reading(7.0, busy_s=0.25))
+    books.head_moved(Version(0, 2), 8.0, 1008.0)
+    books.read("e", reading(8.0, busy_s=0.75))
+    book = closed(books, 8.0 + WORD_S)
+    assert book.booked == pytest.approx(
+        {switching(NOBODY, "rollout"): 2.0, busy("rollout"): 0.75, idle("rollout", "tail"): 1.25, UNALLOCATED: 8.0}
+    )
+    assert book.unbooked == pytest.approx(0.0, abs=1e-9)
+
+
+def test_of_an_engine_that_is_gone_and_comes_back_nothing_is_booked_twice() -> None:
+    view = job(place("cpu:0"), workers=(engine_of("e", "cpu:0"),))
+    books = begun(view)
+    books.read("e", reading(3.0, busy_s=1.0))
+    ended(books, 4.0)
+    books.read("e", reading(4.0, busy_s=1.0))
+    closed(books, 4.0 + WORD_S)
+    books.look(replace(view, workers={}), "tail", 5.0)
+    books.look(view, "tail", 6.0)
+    books.read("e", reading(9.0, busy_s=1.5))
+    books.head_moved(Version(0, 2), 10.0, 1010.0)
+    books.read("e", reading(10.0, busy_s=2.0))
+    book = closed(books, 10.0 + WORD_S)
+    assert book.booked[busy("rollout")] == pytest.approx(0.5)
+
+
 def test_a_loan_is_switching_from_the_plan_until_the_other_is_awake() -> None:
     rollout, judge = engine_of("e", "cpu:0"), engine_of("j", "cpu:0", "critic")
     before = job(place("cpu:0"), place("cpu:0", "critic", asleep=True), workers=(rollout, judge))
@@ -186,6 +219,35 @@ def test_a_loan_is_switching_from_the_plan_until_the_other_is_awake() -> None:
     assert book.booked[busy("reward")] == pytest.approx(2.0)
     assert book.booked[switching("rollout", "reward")] == pytest.approx(3.5)
     assert book.unbooked == pytest.approx(0.0)
+
+
+def test_a_slot_that_changes_over_has_all_its_time_booked_whenever_its_engines_are_read() -> None:
+    rollout, judge = engine_of("e", "cpu:0"), engine_of("j", "cpu:0", "critic")
+    books = begun(job(place("cpu:0"), place("cpu:0", "critic", asleep=True), workers=(rollout, judge)))
+    lent = job(place("cpu:0", asleep=True), place("cpu:0", "critic"), workers=(rollout, judge))
+    awake = {"j": EngineView("j", "h:9", None)}
+    books.look(replace(lent, judges={"j": EngineView("j", "h:9", None, asleep=True)}), "tail", 5.0)
+    books.look(replace(lent, engines={"e": EngineView("e", "h:9", None, asleep=True)}, judges=awake), "tail", 6.0)
+    # The judge is read in between, and the other is not, for it did not answer while it slept.
+    books.read("j", reading(5.5, asleep_s=5.5))
+    books.read("j", reading(10.0, busy_s=3.0, asleep_s=6.0))
+    books.read("e", reading(10.5, busy_s=4.0, asleep_s=5.3))
+    ended(books, 10.0)
+    book = closed(books, 11.0)
+    assert book.unbooked == pytest.approx(0.0, abs=1e-9)
+    assert book.overbooked == pytest.approx(0.0, abs=1e-9)
+
+
+def test_a_rank_that_gives_its_slot_away_has_all_the_time_before_that_booked() -> None:
+    line = Line(Meaning(idle("train", "tail")), 0.0)
+    line.note(Meaning(None), 6.0)
+    claims = RankClaims("t0")
+    claims.hear(told(0.0, "waiting", waiting=0.0), line)
+    tellings = claims.hear(told(10.0, "update", waiting=10.0), line)
+    assert [(one.begin, one.end, dict(one.seconds)) for one in tellings] == [
+        (0.0, 6.0, {idle("train", "tail"): pytest.approx(6.0)}),
+        (6.0, 10.0, {}),
+    ]
 
 
 def test_an_engine_that_keeps_no_sums_claims_nothing_while_it_is_known_to_sleep() -> None:
@@ -269,15 +331,13 @@ def test_a_rank_tells_its_phases_and_is_believed_until_it_tells_again() -> None:
 
 def test_what_a_rank_was_taken_for_beyond_its_word_is_not_told_twice() -> None:
     line, claims = Line(Meaning(idle("train", "tail")), 0.0), RankClaims("t0")
-    assert claims.hear(told(0.0, "waiting"), line) is None
-    ahead = claims.extend(3.0, line)
-    assert ahead is not None
+    assert not claims.hear(told(0.0, "waiting"), line)
+    (ahead,) = claims.extend(3.0, line)
     assert ahead.seconds == {idle("train", "tail"): 3.0}
-    after = claims.hear(told(5.0, "update", waiting=3.5, update=1.5), line)
-    assert after is not None
+    (after,) = claims.hear(told(5.0, "update", waiting=3.5, update=1.5), line)
     assert (after.begin, after.end) == (3.0, 5.0)
     assert after.seconds == pytest.approx({idle("train", "tail"): 0.5, busy("train"): 1.5})
-    assert claims.extend(5.0, line) is None
+    assert not claims.extend(5.0, line)
 
 
 def test_what_happened_before_the_job_was_taken_up_is_not_booked() -> None:
@@ -524,8 +584,7 @@ def test_whatever_a_rank_was_taken_for_every_second_of_it_is_told_once(
     moments = [(at, None) for at in extends if at <= now] + words
     covered = 0.0
     for at, word in sorted(moments, key=lambda one: one[0]):
-        telling = claims.hear(word, line) if word is not None else claims.extend(at, line)
-        if telling is not None:
+        for telling in claims.hear(word, line) if word is not None else claims.extend(at, line):
             assert telling.begin == pytest.approx(covered)
             assert min(telling.seconds.values()) >= 0
             assert sum(telling.seconds.values()) == pytest.approx(telling.end - telling.begin)
