@@ -82,7 +82,8 @@ class Dynamic:
             self._last, self._since = now, 0
         self._since += 1
         stretch = self._taken_in(situation)
-        ahead = min(max(stretch, LEAST_AHEAD), MOST_AHEAD, situation.steps_left or MOST_AHEAD)
+        left = MOST_AHEAD if situation.steps_left is None else max(situation.steps_left, 0)
+        ahead = min(max(stretch, LEAST_AHEAD), MOST_AHEAD, left)
         forecast = self._forecast(situation, stretch, min(ahead, TREND_AHEAD) / 2)
         return self._decided(situation, there, forecast.each(there.shapes, self._errors.factors(there)), ahead)
 

@@ -269,3 +269,18 @@ def test_a_reason_names_who_gives_and_who_gets_with_what_each_of_them_idled() ->
     assert _said({"rollout": 0.5, "reward": 0.7, "train": 0.9}, turns, then) == (
         "rollout was idle for 50%, reward was idle for 70%, train was idle for 90% of the newest step: "
     )
+
+
+def test_for_no_steps_that_are_left_nothing_is_changed_and_where_nobody_knows_how_many_it_is() -> None:
+    truth, costs = Truth(), SwitchCosts(0.1, 0.1)
+    worst = best(truth)[-1]
+    history = [truth.step(step, worst) for step in range(4)]
+
+    def last_of(steps_left: int | None) -> Split:
+        policy, now = Dynamic(Pools(), worst), worst
+        for step in range(1, 5):
+            now = policy.plan(Situation(BOUNDS, worst, tuple(history[:step]), costs, steps_left)).split
+        return now
+
+    assert last_of(0) == worst
+    assert last_of(None) == last_of(100) == best(truth)[0]
