@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, fields
 
 from gcore.ledger.books import EngineSums
@@ -10,6 +9,7 @@ from gcore.ledger.books_file import Kept
 from gcore.rollout.metered import Sums
 from gcore.rollout.readings import ALMOST_S, EngineReading, EngineTime
 from placement.books import Pool
+from placement.measured import load_of
 
 
 class EngineWork:
@@ -38,7 +38,7 @@ class EngineWork:
         )
         self.sums[pool] = self.sums[pool].plus(part) if pool in self.sums else part
         if part.active_s > 0:
-            load = int(math.log2(max(passed.running_s / passed.active_s, 1.0)))
+            load = load_of(passed.running_s / passed.active_s)
             by_load = self._loads.setdefault(pool, {})
             by_load[load] = by_load[load].plus(part) if load in by_load else part
 

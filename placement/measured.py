@@ -8,6 +8,16 @@ from dataclasses import dataclass
 from placement.split import Split
 
 
+def load_of(running: float) -> int:
+    """What is told apart of an engine's load: 0 is 1 request at a time, 1 is 2 and 3, 2 is 4 to 7 and so on."""
+    return max(int(running), 1).bit_length() - 1
+
+
+def least_of(load: int) -> int:
+    """Requests that make it that load, at least."""
+    return 1 << load
+
+
 @dataclass(frozen=True, slots=True)
 class EngineSpeed:
     """Of a pool's engines: requests that one ran at a time, and seconds that a token of each took then."""

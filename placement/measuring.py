@@ -21,12 +21,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import log2
 from statistics import fmean
 
 from gcore.ledger.books import EngineSums, StepBook, engines_of
 from gcore.ledger.records import LogEntry, Seal
-from placement.measured import EngineSpeed, Measured
+from placement.measured import EngineSpeed, Measured, load_of
 from placement.replicas import SINGLE, Sizes
 from placement.split import Split
 
@@ -132,7 +131,7 @@ def _speeds(books: Iterable[StepBook], at_once: float) -> Iterator[EngineSpeed]:
     for book in books:
         for pool, loads in book.loads.items():
             for one in loads:
-                key = pool, round(log2(max(one.running_s / one.active_s, 1.0))) if one.active_s > 0 else 0
+                key = pool, load_of(one.running_s / one.active_s) if one.active_s > 0 else 0
                 found.setdefault(key, []).append(one)
     for (pool, _), parts in sorted(found.items()):
         one = EngineSums.together(parts)

@@ -28,6 +28,11 @@ class Split:
         return f"{self.rollout} rollout, {self.reward} reward, {self.train} train"
 
 
+def turns(*, judged: bool) -> int:
+    """Changes of the turn in a step whose slots are had in turn: to rollout, to the judges if there are any, to training."""
+    return 3 if judged else 2
+
+
 def distance(one: Split, other: Split) -> int:
     """Slots by which they differ, all pools together."""
     return abs(one.rollout - other.rollout) + abs(one.reward - other.reward) + abs(one.train - other.train)

@@ -32,7 +32,7 @@ from placement.policies.climbing import utilisation
 from placement.policies.errors import Errors
 from placement.policies.hindered import Hindered
 from placement.policies.weighing import Weighed
-from placement.split import Split
+from placement.split import Split, turns
 from placement.trends import since_jump, slope
 
 LEAST_AHEAD, MOST_AHEAD = 12, 100
@@ -49,8 +49,6 @@ TREND = 32
 """Newest steps that the trend of lengths is fitted to."""
 TREND_AHEAD = 8
 """Steps ahead for which lengths are forecast, at most."""
-TURNS = 3
-"""Changes of the turn in a step whose slots are had in turn: to rollout, to the judges, to training."""
 
 
 @dataclass
@@ -197,7 +195,8 @@ class Dynamic:
     def _forecast_of(
         self, situation: Situation, batches: tuple[Batch, ...], longer: Floats, wordier: Floats
     ) -> Forecast:
-        apart, together = self._others(situation.costs.turn_s)
+        in_turn_s = turns(judged=situation.bounds.judged) * situation.costs.turn_s
+        apart, together = self._others(in_turn_s)
         return Forecast(
             self.pools,
             law_of(self._steps, "rollout", self.pools.rollout_most, self._paces.since("rollout")),
@@ -228,9 +227,9 @@ class Dynamic:
         off = float(np.clip(np.log(took / max(said, 1e-9)), -1.0, 1.0))
         self._errors.add(newest.step, newest.split, off)
 
-    def _others(self, turn_s: float) -> tuple[float, float]:
+    def _others(self, in_turn_s: float) -> tuple[float, float]:
         """What was neither production nor training, apart and together; of the mode that was never tried, as of the other but for the
-        turns."""
+        turns, which take `in_turn_s`."""
         found = {
             mode: [s.other_s for s in self._steps if s.split.mode == mode and s.other_s is not None][-SPEEDS:]
             for mode in ("coexisting", "colocated")
@@ -238,8 +237,8 @@ class Dynamic:
         apart = median(found["coexisting"]) if found["coexisting"] else None
         together = median(found["colocated"]) if found["colocated"] else None
         if apart is None:
-            return max((together or 0.0) - TURNS * turn_s, 0.0), together if together is not None else TURNS * turn_s
-        return apart, together if together is not None else apart + TURNS * turn_s
+            return max((together or 0.0) - in_turn_s, 0.0), together if together is not None else in_turn_s
+        return apart, together if together is not None else apart + in_turn_s
 
 
 def _idle(newest: Measured) -> dict[str, float]:

@@ -17,12 +17,12 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.measured import EngineSpeed, Measured
+from placement.measured import EngineSpeed, Measured, least_of
 from placement.simulate.kernel import BY_RULE, NEVER, play
 from placement.simulate.scenario import Engine, Scenario
 from placement.simulate.told import UNKNOWN, Lend, truth_of
 from placement.simulate.workload import Floats, replica_pace, workload
-from placement.split import Split, feasible
+from placement.split import Split, feasible, turns
 
 EVERY_S = 1.0
 """Between two looks at whether to lend."""
@@ -185,9 +185,9 @@ class SimulatedJob:
         """Training, and what is neither that nor production."""
         told, work = self.scenario, self.work(step)
         train_s = (told.training.fixed_s + work.train_tokens / (told.training.rate * split.train)) * work.pace
-        turns = 0 if split.mode == "coexisting" else 3 if told.judging is not None else 2
+        changes = 0 if split.mode == "coexisting" else turns(judged=told.judging is not None)
         late_s = 0.0 if told.overlaps else max(produced.back_s - train_s, 0.0)
-        return train_s, told.training.sync_s + told.wake_s * turns + late_s
+        return train_s, told.training.sync_s + told.wake_s * changes + late_s
 
     def _whole(self, split: Split, produce_s: float, train_s: float, other_s: float) -> float:
         if self.scenario.overlaps and split.mode == "coexisting":
@@ -270,13 +270,13 @@ def _busy(spans: Floats, engine: Engine) -> float:
 
 
 def _speeds(spans: Floats, engine: Engine, pool: str) -> tuple[EngineSpeed, ...]:
-    """What a pool's engines report: what a token took at the loads they had, from twice to twice."""
-    found, least, whole = [], 1, float(spans[1:].sum())
-    while least < spans.size:
-        span = spans[least : 2 * least]
+    """What a pool's engines report: what a token took at the loads they had."""
+    found, load, whole = [], 0, float(spans[1:].sum())
+    while (least := least_of(load)) < spans.size:
+        span = spans[least : least_of(load + 1)]
         seconds = float(span.sum())
         if seconds > 0.02 * whole:
             running = float((span * np.arange(least, least + span.size)).sum()) / seconds
             found.append(EngineSpeed(pool, running, engine.token_s + engine.sequence_s * running))
-        least *= 2
+        load += 1
     return tuple(found)

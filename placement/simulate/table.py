@@ -18,7 +18,7 @@ from placement.simulate.job import SimulatedJob
 from placement.simulate.oracle import best_each_step, best_static
 from placement.simulate.run import Played, played
 from placement.simulate.scenario import Scenario
-from placement.split import Split
+from placement.split import Split, turns
 
 COSTS = (0.0, 0.5, 5.0, 20.0, 60.0)
 """Seconds that engines which move take; a train world of another size takes twice that."""
@@ -86,7 +86,7 @@ def start(scenario: Scenario, seed: int) -> Split:
         np.ones(1),
         np.ones(1),
         train.sync_s,
-        train.sync_s + 3 * scenario.wake_s,
+        train.sync_s + turns(judged=judging is not None) * scenario.wake_s,
         scenario.overlaps,
         None,
     )

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from gcore.ledger.books import NEWEST_STEPS, EngineSums, NodeBooks, StepBook, by_version
 from gcore.ledger.records import LogEntry, Seal, SealedGroup, SealState
 from gcore.types import PromptRef, Version
+from placement.measured import least_of, load_of
 from placement.measuring import lengths_of, measured
 from placement.split import Split
 
@@ -94,6 +95,20 @@ def test_how_fast_engines_were_is_told_for_each_load_that_they_had() -> None:
     both = book().model_copy(update={"loads": {"rollout": (moment, tail, crowd)}})
     found = measured([both, both], entry(), None, SPLIT)
     assert [(s.running, s.token_s) for s in found.speed] == [(2.0, 0.02), (16.0, 0.04)]
+
+
+def test_loads_that_a_node_tells_apart_are_told_apart_of_all_nodes() -> None:
+    few = EngineSums(active_s=2.0, running_s=7.0, tokens=350, requests=4)
+    more = EngineSums(active_s=2.0, running_s=9.0, tokens=300, requests=4)
+    books = [book().model_copy(update={"loads": {"rollout": (one,)}}) for one in (few, more, few)]
+    found = measured(books, entry(), None, SPLIT)
+    assert [(s.running, s.token_s) for s in found.speed] == [(3.5, 0.02), (4.5, 0.03)]
+
+
+@given(st.integers(1, 10**6), st.floats(0, 1, exclude_max=True))
+def test_a_load_is_of_all_numbers_of_requests_from_its_least_to_the_next_ones(running: int, more: float) -> None:
+    load = load_of(running + more)
+    assert least_of(load) <= running < least_of(load + 1)
 
 
 def test_what_nobody_measured_is_missing() -> None:

@@ -284,3 +284,15 @@ def test_for_no_steps_that_are_left_nothing_is_changed_and_where_nobody_knows_ho
 
     assert last_of(0) == worst
     assert last_of(None) == last_of(100) == best(truth)[0]
+
+
+@pytest.mark.parametrize(("judged", "changes_of_turn"), [(True, 3), (False, 2)])
+def test_all_slots_in_turn_take_a_turn_for_the_judges_only_where_there_are_any(
+    judged: bool, changes_of_turn: int
+) -> None:
+    bounds, costs = Bounds(8, 1, 1, (2,), judged, True), SwitchCosts(1.0, 1.0, 4.0)
+    split = Split("coexisting", 6 - 2 * judged, 2 * judged, 2)
+    policy, situation = Dynamic(Pools(), split), Situation(bounds, split, (Truth().step(0, split),), costs, 100)
+    policy.plan(situation)
+    forecast = policy._forecast(situation, 1, 1.0)
+    assert forecast.together_s - forecast.apart_s == pytest.approx(4.0 * changes_of_turn)
