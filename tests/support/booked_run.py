@@ -14,6 +14,8 @@ from placement.books import precedence
 
 MOST_ERROR = 0.01
 """Share of a step's time that may be booked wrongly or not at all."""
+ROUNDED_S = 5e-3
+"""By so much may the spans of a slot miss what is booked of it, for they are told in tenths of milliseconds."""
 MOST_LOST = 0.05
 """Share of a run's time that may be unbooked where something was killed: of who died nobody can say what the last second was."""
 
@@ -25,15 +27,29 @@ def books_of(home: Path) -> tuple[Path, list[BookLine]]:
 
 
 def check_sums(lines: Sequence[BookLine]) -> None:
-    """Each book sums to its time, and to its spans, slot by slot."""
+    """Each book sums to its time, and to what its slots were, span by span: the spans fill the step's window without a gap, and what they
+    are is what is booked, and what nobody can say of them is what is unbooked."""
     for line in lines:
         book = line.book
         total = book.seconds * book.slots
         assert sum(book.booked.values()) + book.unbooked == pytest.approx(total, rel=1e-3, abs=1e-3)
         assert min(book.booked.values(), default=0) >= 0
         assert all(precedence(state) >= 0 for state in book.booked)
+        assert len(line.spans) == book.slots
+        told, unknown, near = Counter[str](), 0.0, ROUNDED_S * max(book.slots, 1)
         for spans in line.spans.values():
-            assert sum(span.end - span.begin for span in spans) == pytest.approx(book.seconds, rel=1e-3, abs=5e-3)
+            ends = [0.0, *(span.end for span in spans)]
+            assert [span.begin for span in spans] == pytest.approx(ends[:-1], abs=1e-3)
+            assert ends[-1] == pytest.approx(book.seconds, abs=1e-3)
+            for span in spans:
+                of_it = sum(span.seconds.values())
+                assert of_it <= span.end - span.begin + 1e-3
+                unknown += span.end - span.begin - of_it
+                for state, seconds in span.seconds.items():
+                    told[state] += seconds
+        for state in {*told, *book.booked}:
+            assert told[state] == pytest.approx(book.booked.get(state, 0.0), rel=1e-3, abs=near), state
+        assert unknown == pytest.approx(book.unbooked, rel=1e-3, abs=near)
 
 
 def unbooked(lines: Sequence[BookLine]) -> float:
