@@ -1,6 +1,7 @@
 """What could have been had by whoever knew everything. The best static split in hindsight and the best split for each step with what
-changes cost are exact, over all feasible splits; the bound is below whatever lends and moves. One step ahead, what was lent goes back
-for nothing here: below what could have been had."""
+changes cost are exact, over all feasible splits. What is lent within a step is not searched for: each step is taken with nothing lent, or
+lent by the rule that was told the truth, whichever is shorter (`placement.simulate.within` has the best lending, on small cases). The
+bound is below whatever lends and moves. One step ahead, what was lent goes back for nothing here: below what could have been had."""
 
 from __future__ import annotations
 
