@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,7 +36,7 @@ def check_sums(lines: Sequence[BookLine]) -> None:
         assert min(book.booked.values(), default=0) >= 0
         assert all(precedence(state) >= 0 for state in book.booked)
         assert len(line.spans) == book.slots
-        told, unknown, near = Counter[str](), 0.0, ROUNDED_S * max(book.slots, 1)
+        told, unknown, near = defaultdict[str, float](float), 0.0, ROUNDED_S * max(book.slots, 1)
         for spans in line.spans.values():
             ends = [0.0, *(span.end for span in spans)]
             assert [span.begin for span in spans] == pytest.approx(ends[:-1], abs=1e-3)
