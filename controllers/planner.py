@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from controllers.changes import Changes
-from controllers.forming import models_of
+from controllers.forming import models_of, snapshot
 from controllers.leading import is_due, leads
 from controllers.lender import Lender
 from controllers.moves_file import MovesFile
@@ -96,7 +96,7 @@ class Planner:
 
     def note(self, before: JobMirror, after: JobMirror) -> None:
         """A change of the job's records."""
-        self._history.note(before, after)
+        self._history.note(before, after, lambda: snapshot(self._job.look()))
         self._lender.note(before, after, self._job.me)
         if before.plan is not None and after.plan is not None and before.plan is not after.plan:
             self._before = before.plan.record

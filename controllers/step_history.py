@@ -11,7 +11,7 @@ them run (`of_slots`), and has room for as many requests as all of them have (`r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gcore.config import JobSpec
@@ -27,6 +27,7 @@ from placement.measured import Measured
 from placement.measuring import lengths_of, measured
 from placement.moves import BETWEEN, base_split, split_from
 from placement.outcomes import Committed
+from placement.plan import Snapshot
 from placement.replicas import spanned
 from placement.speeds import Rows
 from placement.split import Split
@@ -37,11 +38,13 @@ MOST_STEPS = 64
 @dataclass
 class _Seen:
     """A committed step. `entry`: without what the step did to each prompt; `lengths`: of its responses, None where nobody has its seal any
-    more; `split` None: nobody knows which it was. `booked`: nodes whose books are in what was measured."""
+    more; `split` None: nobody knows which it was. `slots`: that were there when it began, as far as is known. `booked`: nodes whose books are
+    in what was measured."""
 
     entry: LogEntry
     lengths: tuple[float, ...] | None
     split: Split | None
+    slots: int = 0
     booked: int = -1
     measured: Measured | None = None
     question_s: float | None = None
@@ -57,6 +60,8 @@ class StepHistory:
         self._scores = scores
         self._seen: dict[Version, _Seen] = {}
         """Oldest first."""
+        self._slots = 0
+        """That were there when the newest step was committed, and so when the next one began."""
         self._log: Mapping[int, Stored[LogEntry]] = {}
         """From which what was not seen was taken."""
 
@@ -66,8 +71,8 @@ class StepHistory:
         scores = bool(served) and all(judge.kind == "classifier" for judge in served)
         return cls(judges=len(served), scores=scores)
 
-    def note(self, before: JobMirror, after: JobMirror) -> None:
-        """A change of the job's records."""
+    def note(self, before: JobMirror, after: JobMirror, there: Callable[[], Snapshot]) -> None:
+        """A change of the job's records. `there`: the nodes that there are now, for a step did not run on places of those that are away."""
         if after.head is None or before.head is None or before.plan is None or before.head == after.head:
             return
         head = before.head.record
@@ -77,7 +82,9 @@ class StepHistory:
             return  # what was missed is taken from the log
         slot = before.seals.get(entry.step)
         lengths = lengths_of(slot.record) if slot is not None else None
-        self._add({_version(entry): _Seen(_kept(entry), lengths, base_split(before.plan.record))})
+        snapshot = there()
+        began, self._slots = self._slots, snapshot.slots
+        self._add({_version(entry): _Seen(_kept(entry), lengths, base_split(before.plan.record, snapshot), began)})
 
     def steps(self, mirror: JobMirror) -> tuple[Measured, ...]:
         """The steps on head's chain, oldest first, with what the books say by now."""
@@ -96,7 +103,7 @@ class StepHistory:
             there = books.get(version, {})
             if seen.measured is None or len(there) > seen.booked:
                 told = map(in_questions, there.values()) if self._scores else there.values()
-                found = measured(told, seen.entry, seen.lengths, seen.split, sizes)
+                found = measured(told, seen.entry, seen.lengths, seen.split, sizes, least=seen.slots)
                 seen.measured = of_slots(found, self._judges)
                 seen.question_s = question_s(there.values())
                 seen.booked = len(there)

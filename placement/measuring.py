@@ -55,17 +55,20 @@ def measured(
     sealed: tuple[float, ...] | None,
     split: Split,
     sizes: Sizes = SINGLE,
+    *,
+    least: int = 0,
 ) -> Measured:
     """One committed step. `books`: of each node that has booked it (`gcore.ledger.books.by_version`), those that are late may lack.
 
     `sealed`: what the step's seal says of its lengths (`lengths_of`); None if nobody has it any more: every response then counts as long as
     their mean. `split`: that which the step ran with, with engines of so many slots. Of judgements the mean is known once all of its slots
-    are booked (a part of the judges' tokens beside all of the responses would be a guess): every response's counts as long.
+    are booked, and `least` of them (a part of the judges' tokens beside all of the responses would be a guess): every response's counts as
+    long.
     """
     found = list(books)
     stats, sums = entry.stats, engines_of(found)
     lengths = tuple(_with_filtered(_means(entry) if sealed is None else sealed, stats))
-    reward = sums.get("reward") if lengths and _is_whole(found, split) else None
+    reward = sums.get("reward") if lengths and _is_whole(found, split, least) else None
     times = _ahead(stats, split, found, sizes) if "staleness" in stats else _in_turn(stats)
     return Measured(
         step=entry.step,
@@ -109,10 +112,11 @@ def _at_work_s(books: Sequence[StepBook], split: Split, sizes: Sizes) -> float |
     return max((sums[pool].active_s / engines[pool] for pool in sums if engines.get(pool)), default=None)
 
 
-def _is_whole(books: Iterable[StepBook], split: Split) -> bool:
-    """Whether all slots that the step had are booked. Of a node that was lost they never are."""
+def _is_whole(books: Iterable[StepBook], split: Split, least: int = 0) -> bool:
+    """Whether all slots that the step had are booked, and so many. Of a node that was lost within it they never are."""
     pools = split.rollout, split.reward, split.train
-    return sum(book.slots for book in books) >= (max(pools) if split.mode == "colocated" else sum(pools))
+    had = max(pools) if split.mode == "colocated" else sum(pools)
+    return sum(book.slots for book in books) >= max(had, least)
 
 
 def _at_once(books: Sequence[StepBook], split: Split, produce_s: float | None, sizes: Sizes) -> float:

@@ -15,6 +15,7 @@ from told_nodes import node as told
 
 from controllers import next_split
 from controllers.changes import Changes
+from controllers.forming import snapshot
 from controllers.moves_file import NAME, MovesFile, moves_in, read
 from controllers.planner import POLL_S, Planner
 from controllers.step_history import StepHistory
@@ -385,7 +386,7 @@ def test_the_file_of_moves_has_each_once_and_again_when_more_is_known(tmp_path: 
 def test_steps_are_remembered_with_their_lengths_and_what_the_books_say_later() -> None:
     job, history = Job(), StepHistory()
     before = replace(job.mirror, head=stored(job.mirror.head.record.model_copy(update={"step": 0, "seq": 0})))
-    history.note(before, job.mirror)
+    history.note(before, job.mirror, lambda: snapshot(job.look()))
     (step,) = history.steps(job.mirror)
     assert (step.step, step.split, step.speed) == (1, FIRST, ())
     sums = EngineSums(active_s=10.0, running_s=40.0, tokens=400)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -148,16 +149,43 @@ def seal_of(step: int) -> Seal:
     )
 
 
+def there(*nodes: str) -> Snapshot:
+    return Snapshot(tuple(NodeSlots(node, tuple(f"cpu:{n}" for n in range(8))) for node in nodes or ("node-0",)))
+
+
+def test_a_step_is_not_taken_for_one_of_a_split_whose_nodes_were_away() -> None:
+    whole = Split("coexisting", 10, 4, 2)
+    plan = assigned(whole, None, there("node-0", "node-1"), ("tutor",), world="w", generation=1)
+    assert plan is not None
+    history, mirrors = StepHistory(), [mirror_of(plan, [entry(n) for n in range(step + 1)]) for step in range(4)]
+    present = [("node-0", "node-1"), ("node-0",), ("node-0",)]
+
+    def book(node: str, step: int) -> NodeBooks:
+        judges = {"reward": EngineSums(active_s=1.0, running_s=2.0, tokens=40, requests=2)}
+        one = StepBook(version=Version(0, step), began=0.0, seconds=3.0, slots=8, engines=judges)
+        return NodeBooks(node=node, steps=(one,))
+
+    for step, nodes in enumerate(present, start=1):
+        before = replace(mirrors[step - 1], seals={step: stored(seal_of(step))})
+        history.note(before, mirrors[step], functools.partial(there, *nodes))
+        booked = replace(mirrors[step], books={node: stored(book(node, step)) for node in nodes})
+        found = history.steps(booked)[-1]
+        slots = found.split.rollout + found.split.reward + found.split.train
+        assert slots == 8 * len(nodes)
+        # Of the step within which the node was lost, nobody knows all judgements.
+        assert found.judged == {1: (40.0, 40.0), 2: (), 3: (20.0, 20.0)}[step]
+
+
 def test_steps_that_were_missed_in_a_pause_come_in_their_order_with_the_split_they_had() -> None:
     history, plans = StepHistory(), {FIRST: plan_of(FIRST), SECOND: plan_of(SECOND)}
     begun = mirror_of(plans[FIRST], [entry(0)])
     one = mirror_of(plans[FIRST], [entry(0), entry(1)])
-    history.note(replace(begun, seals={1: stored(seal_of(1))}), one)
+    history.note(replace(begun, seals={1: stored(seal_of(1))}), one, there)
     moves = Moves().plus(moved(3, FIRST, SECOND))
     later = mirror_of(plans[SECOND], [entry(step) for step in range(7)], moves)
-    history.note(replace(one, seals={2: stored(seal_of(2))}), later)  # of five steps at once
+    history.note(replace(one, seals={2: stored(seal_of(2))}), later, there)  # of five steps at once
     last = mirror_of(plans[SECOND], [entry(step) for step in range(8)], moves)
-    history.note(replace(later, seals={7: stored(seal_of(7))}), last)
+    history.note(replace(later, seals={7: stored(seal_of(7))}), last, there)
     assert shown(history, last) == [*((n, FIRST) for n in range(4)), *((n, SECOND) for n in range(4, 8))]
     steps = {one.step: one.lengths for one in history.steps(last)}
     assert steps[1] == steps[2] == steps[7] == (7.0, 8.0)
