@@ -129,7 +129,7 @@ class _Job:
         after = replace(
             before, head=stored(head), log={**before.log, step: stored(entry)}, books=books, checkpoints=stored(saved)
         )
-        history.note(sealed, after)
+        history.note(sealed, after, lambda: self.snapshot)
         self.view = replace(self.view, mirror=after)
 
     def moved(self, proposal: Proposal) -> None:
