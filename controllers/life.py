@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import importlib
 import logging
 import signal
 from collections import Counter
@@ -23,6 +22,7 @@ from controllers.changes import Changes
 from controllers.cluster import ClusterMirror
 from controllers.footprint import give_back
 from controllers.identity import Identity, new_incarnation
+from controllers.importing import imported
 from controllers.job_gauges import jobs_shown
 from controllers.registering import Registration
 from controllers.retaking import work_on
@@ -123,7 +123,7 @@ class Life:
                 self._show()
                 due = cluster.working - running.keys()
                 if due:
-                    await asyncio.to_thread(importlib.import_module, "controllers.job")
+                    await imported("controllers.job")
                 for uid in due:
                     begin = functools.partial(self._begin, uid, identity)
                     is_active = functools.partial(self._is_active, uid)

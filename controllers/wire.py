@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import importlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from controllers.belongings import Addresses, Belongings
 from controllers.certificate_gauge import watch_certificates
 from controllers.clearing import Clearing
 from controllers.http_gate import whose
+from controllers.importing import imported
 from controllers.keeper import STOPPING, Keeper
 from controllers.leaving import LEAVE_WITHIN_S
 from controllers.life import RETRY_S, Life
@@ -154,7 +154,7 @@ class Daemon:
         lately: list[CheckedLately] = []
 
         async def submissions() -> Submissions:
-            await asyncio.to_thread(importlib.import_module, "controllers.service.submission")
+            await imported("controllers.service.submission")
             from controllers.service.allowed import Allowed
             from controllers.service.checked_lately import CheckedLately
             from controllers.service.submission import Submissions

@@ -1,0 +1,41 @@
+"""What is imported late is imported by one thread at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from controllers.importing import imported
+
+LATE = """
+import time, late_probe
+late_probe.inside += 1
+late_probe.most = max(late_probe.most, late_probe.inside)
+time.sleep(0.02)
+late_probe.inside -= 1
+"""
+
+
+async def test_several_who_need_modules_at_once_get_them_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    probe = ModuleType("late_probe")
+    vars(probe).update(inside=0, most=0)
+    monkeypatch.setitem(sys.modules, "late_probe", probe)
+    names = [f"late_module_{number}" for number in range(5)]
+    for name in names:
+        (tmp_path / f"{name}.py").write_text(LATE)
+    await asyncio.gather(*(imported(name) for name in [*names, *names]))
+    assert all(name in sys.modules for name in names)
+    assert vars(probe)["most"] == 1
+
+
+async def test_what_cannot_be_imported_is_told_and_the_next_is_imported() -> None:
+    with pytest.raises(ModuleNotFoundError):
+        await imported("controllers.nothing_of_that_name")
+    await imported("controllers.importing")
