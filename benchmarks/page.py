@@ -33,6 +33,7 @@ PAGES: dict[str, Parts] = {
     },
     "placement-simulation.md": {
         "placement_decisions": placement_parts.decisions,
+        "placement_within": placement_parts.within,
     },
     "first-placement.md": {
         "memory": worker_parts.memory,

@@ -14,3 +14,23 @@ def decisions(result: Result) -> str:
     ]
     count = {one["decisions"] for one in result["cases"].values()}
     return f"{table(head, rows)}\n\nOf {', '.join(map(str, sorted(count)))} decisions each."
+
+
+def within(result: Result) -> str:
+    """How far each way of lending is from the best, at each cost."""
+    ways = {
+        "on the best split, by the rule or with nothing lent, whichever is shorter": "best split",
+        "on any split, by the rule": "rule",
+        "on any split, with nothing lent": "nothing lent",
+    }
+    rows = [
+        (words if not number else "", f"{cost} s", *(f"{one[name][key]:.1f}" for key in ("p50", "mean", "p95", "most")))
+        for words, name in ways.items()
+        for number, (cost, one) in enumerate(result["costs"].items())
+    ]
+    head = ("longer than the best lending, %", "a change", "p50", "mean", "p95", "most")
+    took = ", ".join(f"{one['seconds']:g}" for one in result["costs"].values())
+    return (
+        f"{table(head, rows)}\n\n{result['cases']} batches on {result['replicas']} replicas, looked at {result['moments']} times. The best lending on "
+        f"the best split takes {took} s at the middle."
+    )
