@@ -110,21 +110,25 @@ def test_events_are_the_same_from_every_controller_and_end_with_the_job(
     """From where both know the job: one that heard of it later may not have seen its first state, which is overwritten."""
     tree = tree | {"name": "events"}
     create(cluster, tree, "e1")
+    heard: list[list[tuple[int, str]]] = [[], []]
 
-    async def heard(client: JobsClient) -> list[tuple[int, str]]:
-        return [(event.sequence, event.kind) async for event in client.follow("events")]
+    async def follow(client: JobsClient, told: list[tuple[int, str]]) -> None:
+        async for event in client.follow("events"):
+            told.append((event.sequence, event.kind))
 
-    async def both() -> list[list[tuple[int, str]]]:
+    async def both() -> None:
         async with (
             JobsClient(cluster.addresses[:1], clock=SystemClock()) as one,
             JobsClient(cluster.addresses[1:], clock=SystemClock()) as other,
         ):
-            following = [asyncio.create_task(heard(client)) for client in (one, other)]
-            await SystemClock().sleep(3)
+            following = [asyncio.create_task(follow(*each)) for each in zip((one, other), heard, strict=True)]
+            while not all(heard):
+                await SystemClock().sleep(0.1)
             await one.cancel_job("events")
-            return list(await asyncio.gather(*following))
+            await asyncio.gather(*following)
 
-    first, second = asyncio.run(both())
+    asyncio.run(both())
+    first, second = heard
     known = max(first[0], second[0])
     assert known[1] == "state"
     assert [event for event in first if event >= known] == [event for event in second if event >= known]
