@@ -7,7 +7,8 @@ again, from a seed that says so.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -47,6 +48,7 @@ def page(result: dict[str, Any]) -> str:
             "Everything together: percent behind the best split for each step (regret), and behind the best static split.",
             overall(result["overall"]),
             goals(result["overall"]["dynamic"]),
+            *unseen(RESULTS / "placement_unseen.json"),
             "`dynamic`, regime by regime: regret, median and 95th percentile, percent; and the 99th behind the best static split.",
             by_regime(result),
             "Regret of `dynamic` by scenario and switch cost: median / 95th percentile / most, percent.",
@@ -72,6 +74,20 @@ def goals(found: dict[str, Any]) -> str:
     return (
         f"What `dynamic` is held to, over {found['runs']} runs of all regimes and costs: {said}. The worst runs: {worst}, and "
         f"{found['behind_static']['most']:.1f} % behind the best static split in {found['behind_static_worst']}."
+    )
+
+
+def unseen(file: Path) -> Iterator[str]:
+    """The same of seeds that no table showed before, where they were played."""
+    if not file.is_file():
+        return
+    found = json.loads(file.read_text())
+    one = found["overall"]["dynamic"]
+    yield (
+        f"Of {found['seeds']} seeds from {found['first_seed']} on, which no table showed before ({one['runs']} runs, at {found['commit']}): median regret "
+        f"{one['regret']['p50']:.2f} %, 95th percentile {one['regret']['p95']:.2f} %, 99th percentile behind the best static split "
+        f"{one['behind_static']['p99']:.2f} %; the worst {one['regret']['most']:.1f} % of regret in {one['regret_worst']}, and "
+        f"{one['behind_static']['most']:.1f} % behind the best static split in {one['behind_static_worst']}."
     )
 
 
