@@ -108,7 +108,7 @@ class Dynamic:
             return Decision(now, why, before, before, idle=idle)
         gain = saved * ahead
         why = (
-            f"{_said(idle, now, splits[best])}{splits[best]} saves {saved:.1f} s of {before:.1f} s a step, {gain:.0f} s in {ahead} steps, "
+            f"{_said(idle, now, splits[best])}{splits[best]} saves {saved:.1f} s of {before:.1f} s a step, {gain:.0f} s in {ahead} step{'s' * (ahead != 1)}, "
             f"and costs {price:.1f} s"
         )
         return Decision(splits[best], why, float(weighed.expected[best]), before, price, gain, idle)

@@ -84,7 +84,8 @@ class Weighed:
         if (saved - self.unsure[nearest]) * self.ahead <= 0:
             return f"{would}, but {_seconds(float(self.unsure[nearest]))} of that may be luck with the newest steps"
         whole = _seconds(saved * self.ahead)
-        return f"{would}, {whole} in {self.ahead} steps, too little for a change that costs {_seconds(cost)}"
+        steps = f"{self.ahead} step{'s' * (self.ahead != 1)}"
+        return f"{would}, {whole} in {steps}, too little for a change that costs {_seconds(cost)}"
 
     def _nearest(self) -> int | None:
         """The other split that was nearest to being taken: worth its change, or else the quickest. None: there is no other."""
