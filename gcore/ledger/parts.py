@@ -58,21 +58,21 @@ def next_part(
 def up_to(seal: Seal, parts: int) -> Seal:
     """The slot as it was when its part number `parts` (from 1) had become READY: the same for whatever came after it.
 
-    But for the attempt, which is 0: parts are given up and sealed anew under another, and stay what they are.
+    But for the attempt, which is 0: parts are given up and sealed anew under another, and stay what they are. Nothing else of a slot is taken
+    over than what a part follows from: what is asked of the step meanwhile, such as a checkpoint, changes no part.
     """
-    return seal.model_copy(
-        update={
-            "attempt": 0,
-            "state": SealState.OPEN,
-            "groups": seal.groups[: sum(seal.parts[:parts])],
-            "outcomes": (),
-            "sealer": "",
-            "padding": 0,
-            "last": False,
-            "planned_steps": None,
-            "parts": seal.parts[:parts],
-            "ready_parts": parts,
-        }
+    return Seal(
+        lineage=seal.lineage,
+        step=seal.step,
+        attempt=0,
+        state=SealState.OPEN,
+        world=seal.world,
+        world_size=seal.world_size,
+        mini_batches=seal.mini_batches,
+        attention_equals_at=seal.attention_equals_at,
+        groups=seal.groups[: sum(seal.parts[:parts])],
+        parts=seal.parts[:parts],
+        ready_parts=parts,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -34,6 +35,7 @@ from gcore.ledger.stream import (
     refuse_seal,
 )
 from gcore.prompts.cursor import shard_lengths
+from gcore.schema import Record
 from gcore.types import PromptRef, Version
 
 WRITER = Writer("a.1", "n")
@@ -249,6 +251,29 @@ def test_what_parts_hold_counts_for_the_quota_and_is_not_due_again() -> None:
     assert {g.ref for g in begun(cluster.head, cluster.seals)} == {refs[0], refs[2]}
     assert cluster.due() == (refs[1], refs[3])
     assert choose(cluster.rules, cluster.head, cluster.seals, cluster.offered) == NotYet(refs[1], 2)
+
+
+def test_what_is_asked_of_a_step_while_its_parts_are_made_changes_none_of_them() -> None:
+    """Or ranks that were told of a part by one state of the slot and by another would not compute on it together."""
+    slot = parted().slot
+    assert slot is not None
+    begun_with = up_to(slot, 1).encode()
+    of_a_part = {"lineage", "step", "world", "world_size", "mini_batches", "attention_equals_at", "groups", "parts"}
+    later: dict[str, Any] = {
+        "attempt": 7,
+        "state": SealState.SEALED,
+        "outcomes": (EndedRef(ref=PromptRef(0, 0, 9), kind="filtered", reason="r"),),
+        "sealer": "z",
+        "padding": 1,
+        "last": True,
+        "planned_steps": 9,
+        "ready_parts": slot.ready_parts + 1,
+        "checkpoint": True,
+    }
+    assert {*later, *of_a_part} == {*Seal.model_fields} - {*Record.model_fields}, "each field is one or the other"
+    for name, value in later.items():
+        assert getattr(slot, name) != value
+        assert up_to(slot.model_copy(update={name: value}), 1).encode() == begun_with, name
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=5).filter(any), st.integers(1, 4))
