@@ -14,7 +14,7 @@ from gcore.ledger.books_file import BookLine, parse
 
 pytestmark = [pytest.mark.serial, pytest.mark.chaos, pytest.mark.timeout(300)]
 
-STEPS = 4
+STEPS = 8
 WIDE = {"engine": "sglang", "slots_per_engine": 2, "batch_slots": 8}
 
 
